@@ -1,0 +1,76 @@
+"""Objects → the JSON text that the model writes: one line, ``", "`` and ``": "``, coordinates as quoted tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from coordexp.coords.vocab import COORD_TOKENS
+from coordexp.errors import AppendError
+from coordexp.records import GTObject
+
+FieldOrder = Literal["desc_first", "geometry_first"]
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """Text plus where the descriptions stand in it: half-open character ranges *inside* the quotes of each desc."""
+
+    text: str
+    desc_spans: tuple[tuple[int, int], ...]
+
+
+def serialize_objects(objects: Sequence[GTObject], field_order: FieldOrder = "desc_first") -> str:
+    """The whole answer for ``objects``: ``{"object_1": {…}, …}``; ``{}`` when there are none."""
+    return "{" + serialize_append(objects, "{", 1, field_order)
+
+
+def serialize_append(
+    objects: Sequence[GTObject], prefix_text: str, start_index: int, field_order: FieldOrder = "desc_first"
+) -> str:
+    """Continue an open root object: entries ``object_{start_index}`` … and the closing brace.
+
+    The leading comma follows the last non-whitespace character of ``prefix_text``: none after ``{`` or ``,``, one
+    after ``}``; anything else is no place to append.
+
+    Raises:
+        AppendError: ``prefix_text`` is not append-ready, or ends with a comma and there is nothing to append.
+    """
+    return append_fragment(objects, prefix_text, start_index, field_order).text
+
+
+def append_fragment(
+    objects: Sequence[GTObject], prefix_text: str, start_index: int, field_order: FieldOrder = "desc_first"
+) -> Fragment:
+    """:func:`serialize_append`, with the positions of the desc values."""
+    last = prefix_text.rstrip()[-1:]
+    if last not in ("{", ",", "}") or last == "":
+        raise AppendError(f"cannot append after {prefix_text[-40:]!r}: an append-ready prefix ends with '{{', ',' or '}}'")
+    if last == "," and not objects:
+        raise AppendError("the prefix ends with a comma and there is no object to append; cut before the comma")
+    parts: list[str] = []
+    spans: list[tuple[int, int]] = []
+    at = 0
+
+    def write(piece: str) -> None:
+        nonlocal at
+        parts.append(piece)
+        at += len(piece)
+
+    for offset, obj in enumerate(objects):
+        write(", " if offset or last == "}" else "")
+        write(f'"object_{start_index + offset}": {{')
+        desc = json.dumps(obj.desc, ensure_ascii=False)
+        geometry = f'"{obj.kind}": [' + ", ".join([f'"{COORD_TOKENS[k]}"' for k in obj.bins]) + "]"
+        if field_order == "geometry_first":
+            write(geometry + ", ")
+        write('"desc": ')
+        spans.append((at + 1, at + len(desc) - 1))
+        write(desc)
+        if field_order == "desc_first":
+            write(", " + geometry)
+        write("}")
+    write("}")
+    return Fragment("".join(parts), tuple(spans))

@@ -1,0 +1,55 @@
+"""What can go wrong, by name. Every message says what happened, where, and how to fix it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+class CoordExpError(Exception):
+    """Base of every error that a user can cause and cure; the CLI prints it without a traceback."""
+
+
+class ConfigError(CoordExpError):
+    """A YAML file that does not describe a run. The text holds every problem with its dotted path."""
+
+
+class DataError(CoordExpError):
+    """A dataset line or image that cannot be used; names the file and, for JSONL, the line."""
+
+    def __init__(self, message: str, *, path: str | Path | None = None, line: int | None = None) -> None:
+        where = "" if path is None else f"{path}: " if line is None else f"{path}:{line}: "
+        super().__init__(f"{where}{message}")
+        self.path = path
+        self.line = line
+
+
+class VocabError(CoordExpError):
+    """A tokenizer or checkpoint without the 1000 coordinate tokens this project needs."""
+
+
+class CheckpointError(CoordExpError):
+    """A checkpoint folder that is missing, incomplete, or of another family."""
+
+
+class AlignmentError(CoordExpError):
+    """Token positions that do not mean what the caller claims: the silent error made loud."""
+
+
+class AppendError(CoordExpError):
+    """A prefix after which no object entry can be written."""
+
+
+class SegmentTooLong(CoordExpError):
+    """One sample's encoding exceeds the packed row's capacity."""
+
+
+class CarryBufferOverflow(CoordExpError):
+    """More segments are waiting than ``training.packing_buffer`` allows."""
+
+
+class MissingDependency(CoordExpError):
+    """An optional package that the configuration needs is not installed."""
+
+
+class RolloutError(CoordExpError):
+    """A rollout backend failed, or returned something that cannot be trained on."""

@@ -1,0 +1,210 @@
+"""The frozen records that pass between stages. Torch-free; arrays are NumPy.
+
+Coordinates are *bins*: integers 0..999 in norm1000 space (bin k stands for k/999 of the image's width or height).
+Token positions are 0-based. "Target" positions count from the first assistant token, never from the prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+GeometryKind = Literal["bbox_2d", "poly"]
+GEOMETRY_KINDS: tuple[GeometryKind, ...] = ("bbox_2d", "poly")
+NUM_BINS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class GTObject:
+    """One annotated object.
+
+    ``bins``: ``(x1, y1, x2, y2)`` with x1 <= x2 and y1 <= y2 for ``bbox_2d``; a flat ``(x, y, x, y, …)`` ring of at
+    least three vertices for ``poly``.
+    """
+
+    desc: str
+    kind: GeometryKind
+    bins: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRecord:
+    """One line of a JSONL dataset. ``sample_id`` is ``file.jsonl:line``; ``image`` is an absolute path."""
+
+    sample_id: str
+    image: Path
+    width: int
+    height: int
+    objects: tuple[GTObject, ...]
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutRequest:
+    """A prompt to answer. ``model_inputs`` holds the encoder's tensors by their Hugging Face names (no batch axis for
+    token rows); backends that talk to a server use ``messages`` and ``image`` instead. ``prompt_token_ids`` is what
+    every backend must report back (ruling: one encoder)."""
+
+    sample_id: str
+    image: Path
+    messages: tuple[Mapping[str, Any], ...]
+    prompt_token_ids: tuple[int, ...]
+    model_inputs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One answer. ``response_token_ids`` is stop-trimmed; ``truncated`` means that no stop token was reached;
+    ``weight_version`` is the learner's version that generated it."""
+
+    sample_id: str
+    prompt_token_ids: tuple[int, ...]
+    response_token_ids: tuple[int, ...]
+    text: str
+    truncated: bool
+    repeat_terminated: bool = False
+    weight_version: int = 0
+
+
+class DropReason(str, Enum):
+    """Why an entry of a rollout is not a usable object. A closed list: every entry seen is valid or counted here."""
+
+    TRUNCATED = "truncated"  # the answer ended inside this entry
+    MALFORMED = "malformed"  # JSON structure breaks inside this entry; the prefix ends before it
+    AFTER_BREAK = "after_break"  # behind a structural break, so not part of the prefix
+    AFTER_ROOT = "after_root"  # behind the closing brace of the first root object
+    PREAMBLE = "preamble"  # text stands before the first "{": the whole answer is unusable as a prefix
+    UNCUTTABLE = "uncuttable"  # no tokenisation realises a cut behind this entry
+    KEY_INVALID = "key_invalid"  # key is not object_{n}
+    NOT_AN_OBJECT = "not_an_object"  # value is not a JSON object
+    MISSING_DESC = "missing_desc"  # no desc, empty desc, or desc that is not a string
+    MISSING_GEOMETRY = "missing_geometry"  # neither bbox_2d nor poly
+    MULTIPLE_GEOMETRIES = "multiple_geometries"  # both, or one of them twice
+    UNKNOWN_FIELD = "unknown_field"  # any key beside desc and one geometry
+    NON_COORD_TOKEN = "non_coord_token"  # something other than coordinate tokens in the geometry array
+    WRONG_ARITY = "wrong_arity"  # bbox_2d without 4, or poly with odd or fewer than 6 coordinates
+    BOX_INVERTED = "box_inverted"  # x2 < x1 or y2 < y1
+    AMBIGUOUS_COORDS = "ambiguous_coords"  # coordinates read from text cannot be aligned with single tokens
+
+
+@dataclass(frozen=True, slots=True)
+class PredictedObject:
+    """A valid object of a rollout. ``coord_token_idx[j]`` is the position, in ``prefix_token_ids``, of the coordinate
+    token that wrote ``bins[j]``; ``token_span`` is the half-open range of tokens its entry (key included) touches."""
+
+    index: int
+    desc: str
+    kind: GeometryKind
+    bins: tuple[int, ...]
+    coord_token_idx: tuple[int, ...]
+    token_span: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedRollout:
+    """A rollout, read strictly. ``objects`` stand in order of appearance. ``prefix_token_ids`` are the rollout's own
+    tokens up to an append-ready cut, but for the last ``num_replaced_tail`` of them, which re-tokenise the part of one
+    fused token before the cut. ``max_object_index`` is the highest n of any ``object_{n}`` key kept in the prefix."""
+
+    objects: tuple[PredictedObject, ...]
+    dropped: Mapping[DropReason, int]
+    prefix_token_ids: tuple[int, ...]
+    prefix_text: str
+    max_object_index: int | None
+    truncated: bool
+    num_replaced_tail: int = 0
+
+    @property
+    def num_dropped(self) -> int:
+        return sum(self.dropped.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A predicted object (index into ``ParsedRollout.objects``) and the GT object it found; ``iou`` is their mask IoU."""
+
+    pred_idx: int
+    gt_idx: int
+    iou: float
+
+
+@dataclass(frozen=True, slots=True)
+class MatchResult:
+    """Assignment of predictions to ground truth. Every index of either side stands in exactly one field.
+    ``num_gate_rejections`` counts candidate pairs whose boxes overlap but whose mask IoU is under the gate."""
+
+    pairs: tuple[Match, ...]
+    fn_gt_idx: tuple[int, ...]
+    fp_pred_idx: tuple[int, ...]
+    num_gate_rejections: int
+
+
+class TokenRole(IntEnum):
+    """What a token of the assistant's target is for. Only TAIL_STRUCT, TAIL_DESC, CLOSE and EOS may carry
+    cross-entropy; only PREFIX_COORD and TAIL_COORD carry coordinate losses."""
+
+    PREFIX_MASKED = 0
+    PREFIX_COORD = 1  # a matched object's coordinate token in the model's own prefix
+    TAIL_STRUCT = 2
+    TAIL_DESC = 3
+    TAIL_COORD = 4
+    CLOSE = 5  # the root's closing brace
+    EOS = 6
+
+
+SupervisionContext = Literal["gt", "rollout"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainingTarget:
+    """``Y_train`` of one sample with its supervision. T target tokens, K supervised coordinates, M supervised boxes.
+
+    ``roles_T`` uint8 of :class:`TokenRole`; ``coord_pos_K`` int64 target positions, ascending; ``coord_bin_K`` float64
+    target bins (fractional where a transport plan put them); ``box_pos_M4`` / ``box_bin_M4`` the same for whole boxes
+    as (x1, y1, x2, y2). ``context`` is ``"gt"`` when the whole answer was written from ground truth.
+    """
+
+    sample_id: str
+    token_ids: tuple[int, ...]
+    roles_T: np.ndarray
+    coord_pos_K: np.ndarray
+    coord_bin_K: np.ndarray
+    box_pos_M4: np.ndarray
+    box_bin_M4: np.ndarray
+    context: SupervisionContext
+    prefix_len: int
+    matched_pred_idx: tuple[int, ...]
+    appended_gt_idx: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """One sample, ready for the forward pass and never split: prompt tokens, target, and the encoder's tensors.
+    ``length`` is prompt plus target tokens."""
+
+    sample_id: str
+    prompt_token_ids: tuple[int, ...]
+    target: TrainingTarget
+    model_inputs: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt_token_ids) + len(self.target.token_ids)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedRow:
+    """Segments laid end to end in one row of L tokens; segment i occupies ``[offsets[i], offsets[i + 1])``."""
+
+    segments: tuple[Segment, ...]
+    token_ids_L: np.ndarray
+    offsets: tuple[int, ...]
+
+    @property
+    def length(self) -> int:
+        return self.offsets[-1]
