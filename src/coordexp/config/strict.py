@@ -1,0 +1,191 @@
+"""Strict models, and pydantic's findings turned into dotted paths, expectations and hints.
+
+A *path* is a tuple of keys and list indices, ``("rollout_matching", "pipeline", "objective", 0, "config")``;
+:func:`dotted` writes it as ``rollout_matching.pipeline.objective[0].config``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Strict, ValidationError
+from pydantic_core import ErrorDetails
+
+KeyPath = tuple[str | int, ...]
+T = TypeVar("T")
+
+
+class StrictModel(BaseModel):
+    """A section: every key declared, no coercion of types (an integer may stand for a float), immutable."""
+
+    model_config = ConfigDict(
+        strict=True, frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True, protected_namespaces=()
+    )
+
+
+# A YAML list becomes a tuple; its elements stay strict.
+ListOf = Annotated[tuple[T, ...], Strict(False)]
+
+
+def _path_from_text(value: object) -> object:
+    return Path(value) if isinstance(value, str) and value.strip() else value
+
+
+# A path as text; relative paths are taken from the working directory of the run.
+FilePath = Annotated[Path, BeforeValidator(_path_from_text)]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong with a configuration. ``reads`` are further paths that the finding rests on."""
+
+    path: KeyPath
+    message: str
+    reads: tuple[KeyPath, ...] = ()
+
+
+def dotted(path: KeyPath) -> str:
+    """``("servers", 0, "base_url")`` -> ``servers[0].base_url``."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
+
+def parse_dotted(text: str) -> KeyPath:
+    """The inverse of :func:`dotted` for paths whose keys hold neither dots nor brackets."""
+    parts: list[str | int] = []
+    for piece in text.split("."):
+        key, *indices = piece.replace("]", "").split("[")
+        parts += [key, *(int(index) for index in indices)]
+    return tuple(parts)
+
+
+def nearest(key: str, valid: list[str]) -> str | None:
+    """The valid key that ``key`` was probably meant to be."""
+    found = difflib.get_close_matches(key, valid, n=1, cutoff=0.6)
+    return found[0] if found else None
+
+
+def problems_from(error: ValidationError, model: type[BaseModel]) -> Iterator[Problem]:
+    """Every finding of a validation of ``model``, in the order of the schema."""
+    for detail in error.errors(include_url=False, include_context=True):
+        path, owner, description = _resolve(model, detail["loc"])
+        yield _problem(detail, path, owner, description)
+
+
+def _problem(detail: ErrorDetails, path: KeyPath, owner: type[BaseModel] | None, description: str) -> Problem:
+    kind, value = detail["type"], detail["input"]
+    about = f" ({description})" if description else ""
+    if kind == "extra_forbidden" and owner is not None:
+        return Problem(path, _unknown_key(str(path[-1]), list(owner.model_fields)))
+    if kind == "missing":
+        return Problem(path, f"missing; this key is required{about}")
+    if kind == "invalid_key":
+        return Problem(path[:-1] if path and path[-1] == "[key]" else path, "keys must be text; quote this key")
+    if kind == "union_tag_not_found":
+        return (
+            Problem((*path, "name"), "missing; every module names itself")
+            if isinstance(value, Mapping)
+            else (Problem(path, f"expected a mapping with a name, got {_shown(value)}"))
+        )
+    if kind == "union_tag_invalid":
+        context = detail.get("ctx", {})
+        tags = [tag.strip(" '") for tag in str(context.get("expected_tags", "")).split(",")]
+        tag = str(context.get("tag", ""))
+        guess = nearest(tag, tags)
+        hint = f"; did you mean '{guess}'?" if guess else ""
+        return Problem((*path, "name"), f"unknown module '{tag}'{hint}; expected one of {', '.join(tags)}")
+    if kind == "value_error":
+        return Problem(path, detail["msg"].removeprefix("Value error, ") + about)
+    expected = detail["msg"].replace("Input should be", "expected", 1)
+    return Problem(path, f"{expected}, got {_shown(value)}{_type_hint(kind, value)}{about}")
+
+
+def _unknown_key(key: str, valid: list[str]) -> str:
+    guess = nearest(key, valid)
+    if guess is not None:
+        return f"unknown key; did you mean '{guess}'?"
+    return f"unknown key; valid here: {', '.join(valid)}" if valid else "unknown key; this section takes no keys"
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Mapping):
+        return "a mapping"
+    if isinstance(value, list | tuple):
+        return "a list"
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "…"
+
+
+def _type_hint(kind: str, value: object) -> str:
+    if isinstance(value, str):
+        if kind in ("int_type", "float_type"):
+            return ": this is text; write the number without quotes"
+        if kind == "bool_type":
+            return ": write true or false, without quotes"
+        if kind in ("tuple_type", "list_type"):
+            return f": write a list, [{value}]"
+    if kind == "string_type" and value is not None and not isinstance(value, Mapping | list | tuple):
+        return ": put it in quotes to make it text"
+    if kind == "int_type" and isinstance(value, float) and value.is_integer():
+        return f": write {int(value)}"
+    if kind in ("model_type", "model_attributes_type", "dict_type") and value is None:
+        return ": an empty section; fill it or remove it"
+    return ""
+
+
+def _resolve(model: type[BaseModel], loc: tuple[str | int, ...]) -> tuple[KeyPath, type[BaseModel] | None, str]:
+    """pydantic's location -> (path as the user wrote it, the model that owns the last key, that key's description).
+
+    pydantic puts the tags of unions between keys; a walk along the schema tells them from keys, where a look at the
+    data could not.
+    """
+    path: list[str | int] = []
+    here: Any = model
+    owner: type[BaseModel] | None = None
+    description = ""
+    for part in loc:
+        options = _options(here)
+        section = next((o for o in options if isinstance(o, type) and issubclass(o, BaseModel)), None)
+        tagged = {tag: o for o in options for tag in _tags_of(o)}
+        if len(tagged) > 1:  # a tagged union: this part is the tag, not a key
+            here = tagged.get(str(part), Any)
+            continue
+        path.append(part)
+        owner = section
+        field = section.model_fields.get(str(part)) if section is not None else None
+        description = field.description or "" if field is not None else ""
+        if field is not None:
+            here = field.annotation
+        else:
+            item = next((get_args(o) for o in options if get_origin(o) is tuple), ())
+            here = item[0] if item else Any
+    return tuple(path), owner, description
+
+
+def _options(annotation: Any) -> list[Any]:
+    """The alternatives of an annotation, without Annotated wrappers."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return _options(get_args(annotation)[0])
+    if origin in (Union, types.UnionType):
+        return [option for member in get_args(annotation) for option in _options(member)]
+    return [annotation]
+
+
+def _tags_of(option: Any) -> tuple[str, ...]:
+    if isinstance(option, type) and issubclass(option, BaseModel) and "name" in option.model_fields:
+        annotation = option.model_fields["name"].annotation
+        if get_origin(annotation) is Literal:
+            return tuple(str(tag) for tag in get_args(annotation))
+    return ()

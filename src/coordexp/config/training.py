@@ -1,0 +1,122 @@
+"""``training``: arguments of ``transformers.TrainingArguments`` by their own names, and a few of ours."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, PlainValidator
+
+from coordexp.config.strict import FilePath, ListOf, StrictModel
+
+
+def _no_as_text(value: object) -> object:
+    return "no" if value is False else value  # YAML 1.1 reads a bare `no` as false
+
+
+def _one_as_list(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+def _resume(value: object) -> bool | str | None:
+    if value is None or value is False:
+        return None
+    if value is True or (isinstance(value, str) and value.strip()):
+        return value
+    raise ValueError("expected null, true or a checkpoint folder")
+
+
+Strategy = Annotated[Literal["no", "steps", "epoch"], BeforeValidator(_no_as_text)]
+
+
+class TrainingConfig(StrictModel):
+    """One run of the optimizer."""
+
+    output_dir: FilePath = Field(examples=["outputs/run"], description="folder of checkpoints, logs and the manifest")
+    run_name: str | None = Field(None, description="name shown by loggers; null takes output_dir")
+    seed: int = Field(42, ge=0, description="seed of data order, dropout and rollouts")
+    use_cpu: bool = Field(False, description="train on the CPU even where there is a GPU")
+
+    max_steps: int = Field(-1, ge=-1, description="optimizer steps; -1 counts epochs instead")
+    num_train_epochs: float = Field(1.0, gt=0, description="passes over the training data; read when max_steps is -1")
+    per_device_train_batch_size: int = Field(1, ge=1, description="samples per device and micro-step")
+    per_device_eval_batch_size: int = Field(
+        1, ge=1, description="of TrainingArguments; rollouts batch by rollout_matching.decode_batch_size alone"
+    )
+    gradient_accumulation_steps: int | None = Field(
+        None, ge=1, description="micro-steps per optimizer step; null follows effective_batch_size, or is 1"
+    )
+    effective_batch_size: int | None = Field(
+        None, ge=1, description="samples per optimizer step over all devices; sets gradient_accumulation_steps"
+    )
+
+    learning_rate: float = Field(5e-5, ge=0, description="peak learning rate")
+    weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay")
+    adam_beta1: float = Field(0.9, ge=0, lt=1, description="Adam's decay of the first moment")
+    adam_beta2: float = Field(0.999, ge=0, lt=1, description="Adam's decay of the second moment")
+    adam_epsilon: float = Field(1e-8, gt=0, description="Adam's term for numerical stability")
+    max_grad_norm: float = Field(1.0, ge=0, description="gradient norm to clip to; 0 = no clipping")
+    optim: str = Field("adamw_torch", min_length=1, description="optimizer, by transformers' name")
+    lr_scheduler_type: str = Field("linear", min_length=1, description="learning-rate schedule, by transformers' name")
+    lr_scheduler_kwargs: dict[str, Any] | None = Field(None, description="further arguments of the schedule")
+    warmup_steps: float = Field(
+        0.0, ge=0, description="steps of linear warm-up; a number below 1 is a share of all steps"
+    )
+
+    bf16: bool = Field(False, description="autocast to bfloat16")
+    fp16: bool = Field(False, description="autocast to float16 with loss scaling")
+    ddp_timeout: int = Field(1800, ge=1, description="seconds after which a collective call of torchrun fails")
+
+    logging_steps: float = Field(1.0, gt=0, description="log every N steps; a number below 1 is a share of all steps")
+    logging_first_step: bool = Field(False, description="log the first step too")
+    report_to: Annotated[ListOf[str], BeforeValidator(_one_as_list)] = Field(
+        ("tensorboard",), description="loggers, by transformers' names; [] or none for none"
+    )
+    disable_tqdm: bool | None = Field(None, description="no progress bar; null leaves it to transformers")
+
+    save_strategy: Strategy = Field("steps", description="when to save: no, steps, epoch")
+    save_steps: float = Field(500.0, gt=0, description="save every N steps; a number below 1 is a share of all steps")
+    save_total_limit: int | None = Field(None, ge=1, description="keep the newest N checkpoints; null keeps all")
+    # One plain validator: a failed union of types would be reported once per member.
+    resume_from_checkpoint: Annotated[bool | str | None, PlainValidator(_resume)] = Field(
+        None, description="null starts anew; true goes on from the newest checkpoint; or a checkpoint folder"
+    )
+    eval_strategy: Strategy = Field("no", description="when to evaluate on val_jsonl: no, steps, epoch")
+    eval_steps: float | None = Field(
+        None, gt=0, description="evaluate every N steps; a number below 1 is a share of all steps; null = logging_steps"
+    )
+
+    packing: bool = Field(True, description="train on packed rows of up to global_max_length tokens")
+    packing_buffer: int = Field(512, ge=1, description="most segments that may wait for a later row")
+    packing_min_fill_ratio: float = Field(0.65, gt=0, le=1, description="warn when a row is filled less than this")
+    packing_drop_last: bool = Field(
+        True, description="segments that wait at the end are not trained on; must be true with packing"
+    )
+
+    def accumulation_steps(self, world_size: int = 1) -> int:
+        """Micro-steps per optimizer step. ``effective_batch_size`` must divide evenly, which
+        :func:`coordexp.config.check_world_size` verifies."""
+        if self.effective_batch_size is not None:
+            return max(1, self.effective_batch_size // (self.per_device_train_batch_size * world_size))
+        return self.gradient_accumulation_steps or 1
+
+    def hf_arguments(self, world_size: int = 1) -> dict[str, Any]:
+        """Keyword arguments for ``transformers.TrainingArguments``; our own keys are left out."""
+        values = self.model_dump(mode="python", exclude=OWN_KEYS)
+        values["output_dir"] = str(self.output_dir)
+        for key in ("warmup_steps", "logging_steps", "save_steps", "eval_steps"):
+            if values[key] is not None and float(values[key]).is_integer():
+                values[key] = int(values[key])  # transformers wants counts as integers, shares as floats
+        values["gradient_accumulation_steps"] = self.accumulation_steps(world_size)
+        values["report_to"] = [name for name in self.report_to if name != "none"] or "none"
+        return values
+
+
+# Keys that transformers does not know. resume_from_checkpoint is one of its fields, but Trainer.train takes it.
+OWN_KEYS = {
+    "effective_batch_size",
+    "packing",
+    "packing_buffer",
+    "packing_min_fill_ratio",
+    "packing_drop_last",
+    "resume_from_checkpoint",
+}
