@@ -15,7 +15,7 @@ class DataConfig(StrictModel):
     """The loader of samples."""
 
     num_workers: int = Field(
-        0, ge=0, description="processes that read and encode samples; 0 reads in the trainer's own"
+        default=0, ge=0, description="processes that read and encode samples; 0 reads in the trainer's own"
     )
 
 
@@ -23,20 +23,24 @@ class CoordSoftCEW1Config(StrictModel):
     """The coordinate loss of stage 1: at coordinate tokens, soft cross-entropy and Wasserstein-1 over the 1000 bins
     beside hard cross-entropy."""
 
-    enabled: bool = Field(False, description="add these terms; false trains coordinates by plain cross-entropy")
-    ce_weight: float = Field(0.0, ge=0, description="weight of hard cross-entropy at coordinate tokens")
-    soft_ce_weight: float = Field(1.0, ge=0, description="weight of soft cross-entropy against the Gaussian target")
-    w1_weight: float = Field(1.0, ge=0, description="weight of the Wasserstein-1 distance to the target")
+    enabled: bool = Field(default=False, description="add these terms; false trains coordinates by plain cross-entropy")
+    ce_weight: float = Field(default=0.0, ge=0, description="weight of hard cross-entropy at coordinate tokens")
+    soft_ce_weight: float = Field(
+        default=1.0, ge=0, description="weight of soft cross-entropy against the Gaussian target"
+    )
+    w1_weight: float = Field(default=1.0, ge=0, description="weight of the Wasserstein-1 distance to the target")
     gate_weight: float = Field(
-        1.0, ge=0, description="weight of the penalty on mass outside the coordinate tokens at coordinate positions"
+        default=1.0,
+        ge=0,
+        description="weight of the penalty on mass outside the coordinate tokens at coordinate positions",
     )
     text_gate_weight: float = Field(
-        0.0, ge=0, description="weight of the penalty on coordinate-token mass at text positions"
+        default=0.0, ge=0, description="weight of the penalty on coordinate-token mass at text positions"
     )
-    temperature: float = Field(1.0, gt=0, description="softmax temperature of the coordinate distribution")
-    target_sigma: float = Field(2.0, gt=0, description="width of the Gaussian target, in bins")
+    temperature: float = Field(default=1.0, gt=0, description="softmax temperature of the coordinate distribution")
+    target_sigma: float = Field(default=2.0, gt=0, description="width of the Gaussian target, in bins")
     target_truncate: float | None = Field(
-        None, gt=0, description="radius in bins beyond which the target is zero; null keeps the whole Gaussian"
+        default=None, gt=0, description="radius in bins beyond which the target is zero; null keeps the whole Gaussian"
     )
 
 
@@ -44,19 +48,26 @@ class CustomConfig(StrictModel):
     """The training variant and its datasets."""
 
     trainer_variant: TrainerVariant | None = Field(
-        None, description="null trains stage 1 (plain SFT); 'stage2_rollout_aligned' trains by rollout matching"
+        default=None, description="null trains stage 1 (plain SFT); 'stage2_rollout_aligned' trains by rollout matching"
     )
     train_jsonl: FilePath = Field(examples=["data/train.jsonl"], description="JSONL of the training samples")
-    val_jsonl: FilePath | None = Field(None, description="JSONL of the validation samples; null evaluates nothing")
-    train_sample_limit: int | None = Field(None, ge=1, description="use only the first N training samples; null = all")
-    val_sample_limit: int | None = Field(None, ge=1, description="use only the first N validation samples; null = all")
+    val_jsonl: FilePath | None = Field(
+        default=None, description="JSONL of the validation samples; null evaluates nothing"
+    )
+    train_sample_limit: int | None = Field(
+        default=None, ge=1, description="use only the first N training samples; null = all"
+    )
+    val_sample_limit: int | None = Field(
+        default=None, ge=1, description="use only the first N validation samples; null = all"
+    )
     object_field_order: Literal["desc_first", "geometry_first"] = Field(
-        "desc_first", description="order of the fields within one object's text"
+        default="desc_first", description="order of the fields within one object's text"
     )
     object_ordering: Literal["sorted", "random", "file"] = Field(
-        "sorted",
+        default="sorted",
         description="order of objects in an answer: top to bottom then left to right, shuffled anew, or as in the file",
     )
     coord_soft_ce_w1: CoordSoftCEW1Config | None = Field(
-        None, description="coordinate loss of stage 1; null = off. Stage 2 declares its losses in a pipeline instead"
+        default=None,
+        description="coordinate loss of stage 1; null = off. Stage 2 declares its losses in a pipeline instead",
     )

@@ -102,7 +102,7 @@ REMOVED_KEYS: tuple[Removed, ...] = (
 )
 
 # Everything that stood below this key stands below rollout_matching now.
-OLD_ROLLOUT_SECTION: KeyPath = ("custom", "extra", _RM)
+OLD_ROLLOUT_SECTION = ("custom", "extra", _RM)
 
 REMOVED_VALUES: dict[tuple[str, object], str] = {
     ("custom.trainer_variant", "rollout_matching_sft"): "retired; write stage2_rollout_aligned instead",
@@ -118,13 +118,13 @@ def take_removed(data: dict[str, Any]) -> Iterator[Problem]:
     does not report it again as unknown."""
     yield from _take_old_section(data)
     for row in REMOVED_KEYS:
-        for parent, path in list(_matches(data, tuple(row.pattern.split(".")), ())):
-            del parent[path[-1]]
+        for parent, last, path in list(_matches(data, tuple(row.pattern.split(".")), ())):
+            del parent[last]
             yield Problem(path, row.guidance)
     for (key, value), guidance in REMOVED_VALUES.items():
-        for parent, path in list(_matches(data, tuple(key.split(".")), ())):
-            if parent[path[-1]] == value:
-                del parent[path[-1]]
+        for parent, last, path in list(_matches(data, tuple(key.split(".")), ())):
+            if parent[last] == value:
+                del parent[last]
                 yield Problem(path, f"'{value}' is {guidance}")
 
 
@@ -153,8 +153,8 @@ def _leaves(value: object, path: KeyPath) -> Iterator[KeyPath]:
         yield path
 
 
-def _matches(value: Any, pattern: tuple[str, ...], path: KeyPath) -> Iterator[tuple[dict[str, Any], KeyPath]]:
-    """(the mapping that holds the key, the key's path) for each place in ``value`` that ``pattern`` describes."""
+def _matches(value: Any, pattern: tuple[str, ...], path: KeyPath) -> Iterator[tuple[dict[str, Any], str, KeyPath]]:
+    """(the mapping that holds the key, the key, its path) for each place in ``value`` that ``pattern`` describes."""
     head, *rest = pattern
     if isinstance(value, dict):
         keys = list(value) if head == "*" else [head] if head in value else []
@@ -162,7 +162,7 @@ def _matches(value: Any, pattern: tuple[str, ...], path: KeyPath) -> Iterator[tu
             if rest:
                 yield from _matches(value[key], tuple(rest), (*path, key))
             else:
-                yield value, (*path, key)
+                yield value, key, (*path, key)
     elif isinstance(value, list) and head == "*" and rest:
         for index, item in enumerate(value):
             yield from _matches(item, tuple(rest), (*path, index))

@@ -18,20 +18,20 @@ class ModelConfig(StrictModel):
         description="folder or hub id of a Qwen3-VL checkpoint with the 1000 coordinate tokens",
     )
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        "bfloat16", description="number type in which weights are loaded"
+        default="bfloat16", description="number type in which weights are loaded"
     )
     attn_implementation: Literal["packed", "sdpa"] = Field(
-        "packed",
+        default="packed",
         description="attention of packed rows: 'packed' computes within segments only, 'sdpa' masks a full square",
     )
-    freeze_vision: bool = Field(False, description="keep the vision tower's weights as they are")
+    freeze_vision: bool = Field(default=False, description="keep the vision tower's weights as they are")
     gradient_checkpointing: bool = Field(
-        False, description="recompute activations in the backward pass: less memory, more time"
+        default=False, description="recompute activations in the backward pass: less memory, more time"
     )
 
 
 class TemplateConfig(StrictModel):
     """The text around the image."""
 
-    system: str | None = Field(None, description="system message; null sends none")
-    prompt: str | None = Field(None, description="user text beside the image; null takes the built-in prompt")
+    system: str | None = Field(default=None, description="system message; null sends none")
+    prompt: str | None = Field(default=None, description="user text beside the image; null takes the built-in prompt")

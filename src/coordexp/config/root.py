@@ -20,15 +20,15 @@ class RunConfig(StrictModel):
     """One run, fully determined. Sections are handed to the parts as values, never as this tree."""
 
     model: ModelConfig = Field(description="what is trained")
-    template: TemplateConfig = Field(TemplateConfig(), description="the text around the image")
-    data: DataConfig = Field(DataConfig(), description="the loader of samples")
+    template: TemplateConfig = Field(default=TemplateConfig(), description="the text around the image")
+    data: DataConfig = Field(default=DataConfig(), description="the loader of samples")
     custom: CustomConfig = Field(description="the training variant and its datasets")
     training: TrainingConfig = Field(description="the run of the optimizer")
     global_max_length: int = Field(
         gt=0, examples=[2048], description="capacity of a packed row, and the longest sample, in tokens"
     )
     rollout_matching: RolloutMatchingConfig | None = Field(
-        None, description="rollouts, matching and objective of stage 2; evaluation of stage 1 decodes by it too"
+        default=None, description="rollouts, matching and objective of stage 2; evaluation of stage 1 decodes by it too"
     )
 
     @model_validator(mode="after")

@@ -32,64 +32,78 @@ class TrainingConfig(StrictModel):
     """One run of the optimizer."""
 
     output_dir: FilePath = Field(examples=["outputs/run"], description="folder of checkpoints, logs and the manifest")
-    run_name: str | None = Field(None, description="name shown by loggers; null takes output_dir")
-    seed: int = Field(42, ge=0, description="seed of data order, dropout and rollouts")
-    use_cpu: bool = Field(False, description="train on the CPU even where there is a GPU")
+    run_name: str | None = Field(default=None, description="name shown by loggers; null takes output_dir")
+    seed: int = Field(default=42, ge=0, description="seed of data order, dropout and rollouts")
+    use_cpu: bool = Field(default=False, description="train on the CPU even where there is a GPU")
 
-    max_steps: int = Field(-1, ge=-1, description="optimizer steps; -1 counts epochs instead")
-    num_train_epochs: float = Field(1.0, gt=0, description="passes over the training data; read when max_steps is -1")
-    per_device_train_batch_size: int = Field(1, ge=1, description="samples per device and micro-step")
+    max_steps: int = Field(default=-1, ge=-1, description="optimizer steps; -1 counts epochs instead")
+    num_train_epochs: float = Field(
+        default=1.0, gt=0, description="passes over the training data; read when max_steps is -1"
+    )
+    per_device_train_batch_size: int = Field(default=1, ge=1, description="samples per device and micro-step")
     per_device_eval_batch_size: int = Field(
-        1, ge=1, description="of TrainingArguments; rollouts batch by rollout_matching.decode_batch_size alone"
+        default=1, ge=1, description="of TrainingArguments; rollouts batch by rollout_matching.decode_batch_size alone"
     )
     gradient_accumulation_steps: int | None = Field(
-        None, ge=1, description="micro-steps per optimizer step; null follows effective_batch_size, or is 1"
+        default=None, ge=1, description="micro-steps per optimizer step; null follows effective_batch_size, or is 1"
     )
     effective_batch_size: int | None = Field(
-        None, ge=1, description="samples per optimizer step over all devices; sets gradient_accumulation_steps"
+        default=None, ge=1, description="samples per optimizer step over all devices; sets gradient_accumulation_steps"
     )
 
-    learning_rate: float = Field(5e-5, ge=0, description="peak learning rate")
-    weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay")
-    adam_beta1: float = Field(0.9, ge=0, lt=1, description="Adam's decay of the first moment")
-    adam_beta2: float = Field(0.999, ge=0, lt=1, description="Adam's decay of the second moment")
-    adam_epsilon: float = Field(1e-8, gt=0, description="Adam's term for numerical stability")
-    max_grad_norm: float = Field(1.0, ge=0, description="gradient norm to clip to; 0 = no clipping")
-    optim: str = Field("adamw_torch", min_length=1, description="optimizer, by transformers' name")
-    lr_scheduler_type: str = Field("linear", min_length=1, description="learning-rate schedule, by transformers' name")
-    lr_scheduler_kwargs: dict[str, Any] | None = Field(None, description="further arguments of the schedule")
+    learning_rate: float = Field(default=5e-5, ge=0, description="peak learning rate")
+    weight_decay: float = Field(default=0.0, ge=0, description="decoupled weight decay")
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="Adam's decay of the first moment")
+    adam_beta2: float = Field(default=0.999, ge=0, lt=1, description="Adam's decay of the second moment")
+    adam_epsilon: float = Field(default=1e-8, gt=0, description="Adam's term for numerical stability")
+    max_grad_norm: float = Field(default=1.0, ge=0, description="gradient norm to clip to; 0 = no clipping")
+    optim: str = Field(default="adamw_torch", min_length=1, description="optimizer, by transformers' name")
+    lr_scheduler_type: str = Field(
+        default="linear", min_length=1, description="learning-rate schedule, by transformers' name"
+    )
+    lr_scheduler_kwargs: dict[str, Any] | None = Field(default=None, description="further arguments of the schedule")
     warmup_steps: float = Field(
-        0.0, ge=0, description="steps of linear warm-up; a number below 1 is a share of all steps"
+        default=0.0, ge=0, description="steps of linear warm-up; a number below 1 is a share of all steps"
     )
 
-    bf16: bool = Field(False, description="autocast to bfloat16")
-    fp16: bool = Field(False, description="autocast to float16 with loss scaling")
-    ddp_timeout: int = Field(1800, ge=1, description="seconds after which a collective call of torchrun fails")
+    bf16: bool = Field(default=False, description="autocast to bfloat16")
+    fp16: bool = Field(default=False, description="autocast to float16 with loss scaling")
+    ddp_timeout: int = Field(default=1800, ge=1, description="seconds after which a collective call of torchrun fails")
 
-    logging_steps: float = Field(1.0, gt=0, description="log every N steps; a number below 1 is a share of all steps")
-    logging_first_step: bool = Field(False, description="log the first step too")
+    logging_steps: float = Field(
+        default=1.0, gt=0, description="log every N steps; a number below 1 is a share of all steps"
+    )
+    logging_first_step: bool = Field(default=False, description="log the first step too")
     report_to: Annotated[ListOf[str], BeforeValidator(_one_as_list)] = Field(
-        ("tensorboard",), description="loggers, by transformers' names; [] or none for none"
+        default=("tensorboard",), description="loggers, by transformers' names; [] or none for none"
     )
-    disable_tqdm: bool | None = Field(None, description="no progress bar; null leaves it to transformers")
+    disable_tqdm: bool | None = Field(default=None, description="no progress bar; null leaves it to transformers")
 
-    save_strategy: Strategy = Field("steps", description="when to save: no, steps, epoch")
-    save_steps: float = Field(500.0, gt=0, description="save every N steps; a number below 1 is a share of all steps")
-    save_total_limit: int | None = Field(None, ge=1, description="keep the newest N checkpoints; null keeps all")
+    save_strategy: Strategy = Field(default="steps", description="when to save: no, steps, epoch")
+    save_steps: float = Field(
+        default=500.0, gt=0, description="save every N steps; a number below 1 is a share of all steps"
+    )
+    save_total_limit: int | None = Field(
+        default=None, ge=1, description="keep the newest N checkpoints; null keeps all"
+    )
     # One plain validator: a failed union of types would be reported once per member.
     resume_from_checkpoint: Annotated[bool | str | None, PlainValidator(_resume)] = Field(
-        None, description="null starts anew; true goes on from the newest checkpoint; or a checkpoint folder"
+        default=None, description="null starts anew; true goes on from the newest checkpoint; or a checkpoint folder"
     )
-    eval_strategy: Strategy = Field("no", description="when to evaluate on val_jsonl: no, steps, epoch")
+    eval_strategy: Strategy = Field(default="no", description="when to evaluate on val_jsonl: no, steps, epoch")
     eval_steps: float | None = Field(
-        None, gt=0, description="evaluate every N steps; a number below 1 is a share of all steps; null = logging_steps"
+        default=None,
+        gt=0,
+        description="evaluate every N steps; a number below 1 is a share of all steps; null = logging_steps",
     )
 
-    packing: bool = Field(True, description="train on packed rows of up to global_max_length tokens")
-    packing_buffer: int = Field(512, ge=1, description="most segments that may wait for a later row")
-    packing_min_fill_ratio: float = Field(0.65, gt=0, le=1, description="warn when a row is filled less than this")
+    packing: bool = Field(default=True, description="train on packed rows of up to global_max_length tokens")
+    packing_buffer: int = Field(default=512, ge=1, description="most segments that may wait for a later row")
+    packing_min_fill_ratio: float = Field(
+        default=0.65, gt=0, le=1, description="warn when a row is filled less than this"
+    )
     packing_drop_last: bool = Field(
-        True, description="segments that wait at the end are not trained on; must be true with packing"
+        default=True, description="segments that wait at the end are not trained on; must be true with packing"
     )
 
     def accumulation_steps(self, world_size: int = 1) -> int:
