@@ -1,0 +1,78 @@
+"""Small valid configurations as plain mappings, and a way to write one to a file. Torch-free."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+def module(name: str, **config: Any) -> dict[str, Any]:
+    return {"name": name, "enabled": True, "weight": 1.0, "channels": ["A", "B"], "config": config}
+
+
+def pipeline() -> dict[str, Any]:
+    return {
+        "objective": [
+            module("token_ce", struct_ce_weight=1.0, desc_ce_weight=1.0, rollout_fn_desc_weight=0.0),
+            module(
+                "coord_reg",
+                coord_ce_weight=0.0,
+                soft_ce_weight=1.0,
+                w1_weight=1.0,
+                coord_gate_weight=1.0,
+                text_gate_weight=0.0,
+                temperature=1.0,
+                target_sigma=2.0,
+                target_truncate=None,
+            ),
+            module("bbox_geo", smoothl1_weight=1.0, ciou_weight=1.0),
+        ],
+        "diagnostics": [module("coord_diag")],
+    }
+
+
+def stage1() -> dict[str, Any]:
+    return {
+        "model": {"model": "checkpoints/tiny"},
+        "custom": {"train_jsonl": "data/train.jsonl"},
+        "training": {"output_dir": "outputs/run"},
+        "global_max_length": 2048,
+    }
+
+
+def stage2(**rollout_matching: Any) -> dict[str, Any]:
+    config = stage1()
+    config["custom"]["trainer_variant"] = "stage2_rollout_aligned"
+    config["rollout_matching"] = {"rollout_backend": "hf", "pipeline": pipeline(), **rollout_matching}
+    return config
+
+
+def set_key(config: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """A copy of ``config`` with ``path`` (``a.b[0].c``) set; mappings on the way are created."""
+    config = copy.deepcopy(config)
+    parts = path.replace("]", "").replace("[", ".").split(".")
+    here: Any = config
+    for part in parts[:-1]:
+        here = here[int(part)] if isinstance(here, list) else here.setdefault(part, {})
+    here[int(parts[-1]) if isinstance(here, list) else parts[-1]] = value
+    return config
+
+
+def drop_key(config: dict[str, Any], path: str) -> dict[str, Any]:
+    """A copy of ``config`` without ``path``."""
+    config = copy.deepcopy(config)
+    parts = path.replace("]", "").replace("[", ".").split(".")
+    here: Any = config
+    for part in parts[:-1]:
+        here = here[int(part)] if isinstance(here, list) else here[part]
+    del here[int(parts[-1]) if isinstance(here, list) else parts[-1]]
+    return config
+
+
+def write_yaml(folder: Path, config: dict[str, Any], name: str = "run.yaml") -> Path:
+    path = folder / name
+    path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+    return path

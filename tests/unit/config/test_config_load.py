@@ -1,0 +1,198 @@
+"""From files to a configuration and back."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from config_samples import set_key, stage1, stage2, write_yaml
+from coordexp.config import ConfigError, RunConfig, load_config, parse_config, resolved_yaml
+
+
+@pytest.mark.parametrize("raw", [stage1(), stage2(), stage2(decoding={"temperature": 1e-7})], ids=["1", "2", "small"])
+def test_resolved_configuration_loads_back_equal(tmp_path: Path, raw: dict[str, Any]) -> None:
+    config = load_config(write_yaml(tmp_path, raw))
+    resolved = tmp_path / "resolved.yaml"
+    resolved.write_text(resolved_yaml(config), encoding="utf-8")
+    assert load_config(resolved) == config
+
+
+def test_defaults_stand_in_the_schema() -> None:
+    config = parse_config(stage2())
+    rollout = config.rollout_matching
+    assert rollout is not None
+    assert (rollout.decode_batch_size, rollout.decoding.top_k, rollout.vllm.mode) == (1, -1, "colocate")
+    assert (rollout.vllm.gpu_memory_utilization, rollout.vllm.tensor_parallel_size) == (0.45, 4)
+    assert (config.training.packing_drop_last, config.training.report_to) == (True, ("tensorboard",))
+    assert config.custom.coord_soft_ce_w1 is None
+
+
+def test_backend_defaults_to_vllm() -> None:
+    assert parse_config(stage1() | {"rollout_matching": {}}).rollout_matching.rollout_backend == "vllm"
+
+
+def test_configuration_is_frozen() -> None:
+    config = parse_config(stage1())
+    with pytest.raises(ValueError, match="frozen"):
+        config.training.seed = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("1e-3", 1e-3), ("1E5", 1e5), ("2", 2.0), ("-0.0", -0.0), ("+1.5e+2", 150.0), (".5e0", 0.5), ("3.e2", 300.0)],
+)
+def test_numbers_in_any_notation_are_floats(tmp_path: Path, text: str, expected: float) -> None:
+    path = write_yaml(tmp_path, stage1())
+    path.write_text(path.read_text().replace("output_dir:", f"learning_rate: {text}\n  output_dir:"))
+    rate = load_config(path).training.learning_rate
+    assert rate == expected and isinstance(rate, float)
+
+
+@pytest.mark.parametrize(
+    ("text", "strategy", "report_to", "resume"),
+    [("no", "no", "none", None), ("'no'", "no", ["wandb"], True), ("epoch", "epoch", [], "outputs/checkpoint-3")],
+)
+def test_words_that_yaml_reads_otherwise(
+    tmp_path: Path, text: str, strategy: str, report_to: object, resume: object
+) -> None:
+    raw = set_key(set_key(stage1(), "training.report_to", report_to), "training.resume_from_checkpoint", resume)
+    path = write_yaml(tmp_path, raw)
+    path.write_text(path.read_text().replace("output_dir:", f"save_strategy: {text}\n  output_dir:"))
+    training = load_config(path).training
+    assert training.save_strategy == strategy
+    assert training.hf_arguments()["report_to"] == (report_to or "none")
+    assert training.resume_from_checkpoint == resume
+
+
+def test_false_starts_anew() -> None:
+    config = parse_config(set_key(stage1(), "training.resume_from_checkpoint", False))
+    assert config.training.resume_from_checkpoint is None
+
+
+def test_hf_arguments_are_what_transformers_knows() -> None:
+    raw = stage1()
+    raw["training"] |= {"effective_batch_size": 16, "per_device_train_batch_size": 2, "warmup_steps": 0.1}
+    arguments = parse_config(raw).training.hf_arguments(world_size=2)
+    assert not {"packing", "packing_buffer", "effective_batch_size"} & set(arguments)
+    assert arguments["gradient_accumulation_steps"] == 4
+    assert (arguments["output_dir"], arguments["warmup_steps"], arguments["save_steps"]) == ("outputs/run", 0.1, 500)
+
+
+def test_every_hf_argument_is_a_field_of_training_arguments() -> None:
+    pytest.importorskip("torch")
+    from coordexp.torchvision_cpu import ensure_torchvision
+
+    ensure_torchvision()
+    from dataclasses import fields
+
+    from transformers import TrainingArguments
+
+    assert set(parse_config(stage1()).training.hf_arguments()) <= {field.name for field in fields(TrainingArguments)}
+
+
+def test_every_key_says_what_it_means() -> None:
+    def undescribed(model: Any, path: str) -> list[str]:
+        found = []
+        for name, field in model.model_fields.items():
+            if not field.description:
+                found.append(f"{path}{name}")
+            for inner in (field.annotation, *getattr(field.annotation, "__args__", ())):
+                if hasattr(inner, "model_fields"):
+                    found += undescribed(inner, f"{path}{name}.")
+        return found
+
+    assert undescribed(RunConfig, "") == []
+
+
+def test_extends_merges_mappings_and_replaces_lists(tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    write_yaml(tmp_path / "base", stage2(), "a.yaml")
+    write_yaml(tmp_path, {"training": {"seed": 7, "output_dir": "outputs/b"}, "model": {"dtype": "float32"}}, "b.yaml")
+    leaf = {
+        "extends": ["base/a.yaml", "b.yaml"],
+        "training": {"output_dir": "outputs/leaf"},
+        "rollout_matching": {"pipeline": {"diagnostics": []}},
+    }
+    config = load_config(write_yaml(tmp_path, leaf, "leaf.yaml"))
+    assert (config.training.seed, str(config.training.output_dir)) == (7, "outputs/leaf")
+    assert (config.model.dtype, config.model.model) == ("float32", "checkpoints/tiny")
+    assert config.rollout_matching.pipeline.diagnostics == ()
+    assert len(config.rollout_matching.pipeline.objective) == 3
+
+
+def test_null_in_a_leaf_takes_a_section_of_the_base_away(tmp_path: Path) -> None:
+    write_yaml(tmp_path, stage2(), "base.yaml")
+    leaf = {"extends": "base.yaml", "custom": {"trainer_variant": None}, "rollout_matching": None}
+    assert load_config(write_yaml(tmp_path, leaf)).rollout_matching is None
+
+
+def test_mistake_in_a_base_is_placed_in_the_base(tmp_path: Path) -> None:
+    base = write_yaml(tmp_path, set_key(stage1(), "training.sed", 7), "base.yaml")
+    line = base.read_text().splitlines().index("  sed: 7") + 1
+    with pytest.raises(ConfigError) as caught:
+        load_config(write_yaml(tmp_path, {"extends": "base.yaml"}, "leaf.yaml"))
+    assert f"  training.sed ({base}:{line}): unknown key; did you mean 'seed'?" in str(caught.value)
+
+
+def test_overrides_go_on_top(tmp_path: Path) -> None:
+    config = load_config(
+        write_yaml(tmp_path, stage2()),
+        {"training.output_dir": "x", "rollout_matching.pipeline.objective[0].weight": 2.0, "template.prompt": "Find."},
+    )
+    assert (str(config.training.output_dir), config.template.prompt) == ("x", "Find.")
+    assert config.rollout_matching.pipeline.objective[0].weight == 2.0
+
+
+# (file name -> text, words of the error)
+BROKEN_FILES = [
+    ({}, "no such file"),
+    ({"run.yaml": "a: [1,"}, ": not valid YAML: "),
+    ({"run.yaml": "- a\n- b\n"}, "expected a mapping"),
+    ({"run.yaml": "training:\n  seed: 1\n  seed: 2\n"}, "training.seed"),
+    ({"run.yaml": "model: {1: x}\n"}, "keys must be text"),
+    ({"run.yaml": "data: &d\n  num_workers: *d\n"}, "contains itself"),
+    ({"run.yaml": "model: !!python/object/apply:os.getcwd []\n"}, "model"),
+    ({"run.yaml": "extends: 3\n"}, "expected a relative path"),
+    ({"run.yaml": "extends: none.yaml\n"}, "none.yaml does not exist"),
+    ({"run.yaml": "extends: run.yaml\n"}, "break the cycle"),
+    ({"run.yaml": "extends: b.yaml\n", "b.yaml": "extends: [run.yaml]\n"}, "break the cycle"),
+]
+
+
+@pytest.mark.parametrize(("files", "words"), BROKEN_FILES, ids=[words for _, words in BROKEN_FILES])
+def test_unreadable_file_is_one_clear_error(tmp_path: Path, files: dict[str, str], words: str) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(tmp_path / "run.yaml")
+    assert words in str(caught.value) and str(tmp_path) in str(caught.value)
+
+
+def test_duplicate_key_names_both_lines(tmp_path: Path) -> None:
+    path = write_yaml(tmp_path, stage1())
+    first = len(path.read_text().splitlines()) + 2
+    path.write_text(path.read_text() + "data:\n  num_workers: 1\n  num_workers: 2\n")
+    with pytest.raises(ConfigError, match=f"given twice, on lines {first} and {first + 1}"):
+        load_config(path)
+
+
+def test_anchors_and_merge_keys_work(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "model: {model: m}\ncustom: {train_jsonl: a.jsonl}\nglobal_max_length: 64\n"
+        "training: &t {output_dir: o, seed: 3}\n"
+    )
+    merged = tmp_path / "merged.yaml"
+    merged.write_text(path.read_text().replace("training: &t", "training:\n  <<: &t").replace("seed: 3}", "seed: 4}"))
+    merged.write_text(merged.read_text() + "  seed: 5\n")
+    assert load_config(path).training.seed == 3
+    assert load_config(merged).training.seed == 5
+
+
+def test_import_is_light() -> None:
+    code = "import sys, coordexp.config; print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
