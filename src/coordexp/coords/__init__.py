@@ -1,7 +1,6 @@
-"""Coordinate tokens: vocabulary, serialisation, soft targets. Torch-free."""
+"""Coordinate tokens: vocabulary and serialisation. Torch-free."""
 
 from coordexp.coords.serialize import FieldOrder, Fragment, append_fragment, serialize_append, serialize_objects
-from coordexp.coords.soft_targets import gaussian_targets
 from coordexp.coords.vocab import COORD_TOKENS, TURN_END, CoordVocab, coord_token
 
 __all__ = [
@@ -12,7 +11,6 @@ __all__ = [
     "Fragment",
     "append_fragment",
     "coord_token",
-    "gaussian_targets",
     "serialize_append",
     "serialize_objects",
 ]

@@ -1,1 +1,6 @@
-"""See docs/."""
+"""Predictions against ground truth: candidates, gate, Hungarian assignment. Torch-free."""
+
+from coordexp.matching.assign import MatchingConfig, match_objects
+from coordexp.matching.candidates import top_k_candidates
+
+__all__ = ["MatchingConfig", "match_objects", "top_k_candidates"]

@@ -1,1 +1,1 @@
-"""See docs/."""
+"""Checkpoints, the one encoder and the one forward pass."""

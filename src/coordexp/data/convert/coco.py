@@ -1,0 +1,191 @@
+"""COCO instances JSON → JSONL. Boxes are ``[x, y, width, height]`` in pixels from 0."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal, get_args
+
+from coordexp.data.convert.assemble import (
+    ImageOptions,
+    Progress,
+    SourceImage,
+    SourceObject,
+    assemble,
+    signed_ring_area,
+    unsafe_file_name,
+)
+from coordexp.data.convert.report import ConversionReport, Note, SkipReason
+from coordexp.errors import DataError
+
+Geometry = Literal["bbox", "poly"]
+
+
+def convert_coco(
+    annotations_json: str | Path,
+    images_dir: str | Path,
+    out_dir: str | Path,
+    *,
+    geometry: Geometry = "bbox",
+    name: str | None = None,
+    options: ImageOptions = ImageOptions(),  # noqa: B008 - frozen
+    progress: Progress | None = None,
+) -> ConversionReport:
+    """Convert a COCO file to ``out_dir/{name}.jsonl`` with its images in ``out_dir/images/{name}/``, by file name.
+
+    Args:
+        images_dir: the folder that ``file_name`` starts in.
+        geometry: ``bbox`` writes boxes; ``poly`` writes segmentation polygons (of several parts, the largest). Crowds
+            are always left out, masks (RLE) and missing segmentations under ``poly``; all counted.
+        name: of the JSONL; the annotation file's own when None.
+
+    Raises:
+        DataError: the file is no COCO instances file, or nothing usable is found.
+    """
+    annotations_json, images_dir = Path(annotations_json), Path(images_dir)
+    if geometry not in get_args(Geometry):
+        raise DataError(f"geometry {geometry!r} is unknown; use {' or '.join(get_args(Geometry))}")
+    if not images_dir.is_dir():
+        raise DataError("images folder not found; check the path", path=images_dir)
+    coco = _load(annotations_json)
+    descs = _categories(coco["categories"], annotations_json)
+    report = ConversionReport(Path(out_dir) / f"{name or annotations_json.stem}.jsonl")
+    usable = _images(coco["images"], annotations_json, report)
+    objects: dict[Any, list[SourceObject]] = defaultdict(list)
+    for index, annotation in enumerate(coco["annotations"]):
+        report.objects_seen += 1
+        image = annotation.get("image_id") if isinstance(annotation, dict) else None
+        if not isinstance(image, int | str) or image not in usable:
+            reason = SkipReason.UNKNOWN_IMAGE
+            report.skip_object(reason, annotations_json.name, index, f"no usable image has the id {image!r}")
+            continue
+        obj = _object(index, annotation, descs, geometry, usable[image]["file_name"], report)
+        if obj is not None:
+            objects[image].append(obj)
+    sources = [
+        SourceImage(file, file, images_dir / file, _size(image), tuple(objects[image_id]))
+        for image_id, image in usable.items()
+        if (file := image["file_name"])
+    ]
+    return assemble(sorted(sources, key=lambda source: source.file), report, options, progress)
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        coco = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DataError("annotation file not found; check the path", path=path) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"not readable as JSON: {error}", path=path) from error
+    for key in ("images", "annotations", "categories"):
+        if not isinstance(coco, dict) or not isinstance(coco.get(key), list):
+            raise DataError(f"no list {key!r} at the top level; expected a COCO instances file", path=path)
+    return coco
+
+
+def _categories(categories: list[Any], path: Path) -> dict[Any, str]:
+    descs: dict[Any, str] = {}
+    for index, category in enumerate(categories):
+        if not isinstance(category, dict) or not isinstance(category.get("id"), int | str):
+            raise DataError(f"categories[{index}] has no id; expected {{'id': 1, 'name': 'cat'}}", path=path)
+        if category["id"] in descs:
+            raise DataError(
+                f"categories[{index}]: the id {category['id']!r} is used twice; objects cannot be told apart", path=path
+            )
+        name = category.get("name")
+        descs[category["id"]] = name if isinstance(name, str) else ""
+    return descs
+
+
+def _images(images: list[Any], path: Path, report: ConversionReport) -> dict[Any, dict[str, Any]]:
+    """Usable images by id. Their objects find them by id, so an id that is used twice is fatal."""
+    usable: dict[Any, dict[str, Any]] = {}
+    files: set[str] = set()
+    for index, image in enumerate(images):
+        report.images_seen += 1
+        where = f"images[{index}]"
+        if not isinstance(image, dict) or not isinstance(image.get("id"), int | str):
+            report.skip_image(SkipReason.UNREADABLE_ANNOTATION, path.name, f"{where} has no id")
+            continue
+        file = image.get("file_name")
+        if image["id"] in usable:
+            raise DataError(
+                f"{where}: the id {image['id']!r} is used twice; objects cannot be assigned to images", path=path
+            )
+        if not isinstance(file, str) or not file.strip():
+            report.skip_image(SkipReason.UNREADABLE_ANNOTATION, path.name, f"{where} has no file_name")
+        elif unsafe_file_name(file):
+            report.skip_image(SkipReason.UNSAFE_FILE_NAME, path.name, f"{where}: {file!r} leaves the images folder")
+        elif str(PurePosixPath(file)) in files:
+            report.skip_image(
+                SkipReason.DUPLICATE_IMAGE, path.name, f"{where}: {file!r} is listed twice; kept the first"
+            )
+        else:
+            files.add(str(PurePosixPath(file)))
+            usable[image["id"]] = {**image, "file_name": str(PurePosixPath(file))}
+    return usable
+
+
+def _size(image: dict[str, Any]) -> tuple[int, int] | None:
+    width, height = image.get("width"), image.get("height")
+    if type(width) is not int or type(height) is not int or min(width, height) < 1:
+        return None
+    return width, height
+
+
+def _object(
+    index: int,
+    annotation: dict[str, Any],
+    descs: dict[Any, str],
+    geometry: Geometry,
+    file: str,
+    report: ConversionReport,
+) -> SourceObject | None:
+    category = annotation.get("category_id")
+    if not isinstance(category, int | str) or category not in descs:
+        report.skip_object(SkipReason.UNKNOWN_CATEGORY, file, index, f"category_id {category!r} is not in categories")
+        return None
+    desc = descs[category]
+    if annotation.get("iscrowd"):
+        report.skip_object(SkipReason.CROWD, file, index, f"{desc}: iscrowd marks a group, not an object")
+        return None
+    if geometry == "poly":
+        ring = _largest_part(index, annotation.get("segmentation"), desc, file, report)
+        return None if ring is None else SourceObject(index, desc, "poly", ring)
+    box = _numbers(annotation.get("bbox"))
+    if box is None or len(box) != 4:
+        detail = f"{desc}: bbox is {annotation.get('bbox')!r}, not [x, y, width, height]"
+        report.skip_object(SkipReason.MALFORMED_GEOMETRY, file, index, detail)
+        return None
+    x, y, width, height = box
+    return SourceObject(index, desc, "bbox_2d", (x, y, x + width, y + height))
+
+
+def _largest_part(
+    index: int, segmentation: Any, desc: str, file: str, report: ConversionReport
+) -> tuple[float, ...] | None:
+    if isinstance(segmentation, dict):
+        report.skip_object(SkipReason.RLE_SEGMENTATION, file, index, f"{desc}: a run-length mask is no polygon")
+        return None
+    if not isinstance(segmentation, list) or not segmentation:
+        report.skip_object(SkipReason.NO_SEGMENTATION, file, index, f"{desc}: no segmentation; use geometry='bbox'")
+        return None
+    rings = [_numbers(part) for part in segmentation]
+    sound = [ring for ring in rings if ring is not None and len(ring) >= 6 and len(ring) % 2 == 0]
+    if len(sound) != len(rings):
+        detail = f"{desc}: expected polygons [x, y, …] of at least 3 points, got {str(segmentation)[:80]}"
+        report.skip_object(SkipReason.MALFORMED_GEOMETRY, file, index, detail)
+        return None
+    if len(sound) > 1:
+        report.note(Note.MULTIPART_POLYGON, file, index, f"{desc}: kept the largest of {len(sound)} parts")
+    return max(sound, key=lambda ring: abs(signed_ring_area(ring)))
+
+
+def _numbers(values: Any) -> tuple[float, ...] | None:
+    """``values`` as floats, or None when they are not a list of finite numbers."""
+    if not isinstance(values, list) or any(type(value) not in (int, float) for value in values):
+        return None
+    numbers = tuple(float(value) for value in values)
+    return numbers if all(math.isfinite(value) for value in numbers) else None

@@ -1,0 +1,147 @@
+"""What a conversion kept, what it left out and why. Nothing leaves the dataset uncounted."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+from rich.table import Table
+
+
+class SkipReason(StrEnum):
+    """Why an object or an image of the source is not in the JSONL."""
+
+    # objects
+    ZERO_AREA = "zero_area"  # no width or no height in pixels
+    INVERTED = "inverted"  # right of its left edge, or above its top edge
+    OUTSIDE_IMAGE = "outside_image"  # nothing is left inside the image
+    COLLAPSED_POLYGON = "collapsed_polygon"  # fewer than 3 distinct points on the norm1000 grid
+    MALFORMED_GEOMETRY = "malformed_geometry"  # missing, wrong number of values, not finite numbers
+    EMPTY_DESC = "empty_desc"
+    REFUSED_DESC = "refused_desc"  # control characters, or text that looks like a control token
+    CROWD = "crowd"
+    RLE_SEGMENTATION = "rle_segmentation"  # a mask, where polygons were asked for
+    NO_SEGMENTATION = "no_segmentation"
+    DIFFICULT = "difficult"  # left out on request
+    UNKNOWN_CATEGORY = "unknown_category"
+    UNKNOWN_IMAGE = "unknown_image"
+    IMAGE_SKIPPED = "image_skipped"  # sound itself, but its image is not in the JSONL
+    # images
+    MISSING_IMAGE = "missing_image"
+    MISSING_ANNOTATION = "missing_annotation"
+    UNREADABLE_IMAGE = "unreadable_image"
+    UNREADABLE_ANNOTATION = "unreadable_annotation"
+    SIZE_MISMATCH = "size_mismatch"  # annotated for another image shape: coordinates have no meaning here
+    EXTREME_ASPECT_RATIO = "extreme_aspect_ratio"
+    DUPLICATE_IMAGE = "duplicate_image"  # a second annotation of one image file
+    UNSAFE_FILE_NAME = "unsafe_file_name"  # absolute, or climbs out of the images folder
+
+
+class Note(StrEnum):
+    """What was kept, but is worth knowing."""
+
+    SIZE_MISSING = "size_missing"  # the annotation gives no usable size; the image's own was taken
+    SIZE_SCALED = "size_scaled"  # annotated on another resolution of the same shape; coordinates still hold
+    EXIF_IGNORED = "exif_ignored"  # annotated on the pixels as stored; the image is kept unturned
+    FILENAME_MISMATCH = "filename_mismatch"  # the annotation names another image than its own file name does
+    CLIPPED = "clipped"  # reached over the image's edge
+    COLLAPSED_BINS = "collapsed_bins"  # thinner than one norm1000 bin
+    MULTIPART_POLYGON = "multipart_polygon"  # the largest part was kept
+    DUPLICATE_OBJECT = "duplicate_object"  # same description and shape as an earlier object of the image
+    EMPTIED_IMAGE = "emptied_image"  # had objects, all of them left out: now an empty image
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One finding. ``object_index`` counts from 0: in the XML's objects (VOC), in ``annotations`` (COCO)."""
+
+    reason: str
+    file: str
+    object_index: int | None
+    detail: str
+
+
+@dataclass
+class ConversionReport:
+    """Counts of one conversion. Always ``images_seen == images + sum(skipped_images)``, and the same for objects
+    (objects in annotations that cannot be read are not seen)."""
+
+    jsonl: Path
+    images_seen: int = 0
+    objects_seen: int = 0
+    images: int = 0
+    objects: int = 0
+    skipped_images: Counter[str] = field(default_factory=Counter)
+    skipped_objects: Counter[str] = field(default_factory=Counter)
+    notes: Counter[str] = field(default_factory=Counter)
+    objects_by_desc: Counter[str] = field(default_factory=Counter)
+    problems: list[Problem] = field(default_factory=list)
+
+    @property
+    def skipped(self) -> Counter[str]:
+        """Images and objects left out, by reason."""
+        return self.skipped_images + self.skipped_objects
+
+    @property
+    def path(self) -> Path:
+        """Where the report lies as JSON, beside its JSONL."""
+        return self.jsonl.with_name(f"{self.jsonl.stem}.conversion_report.json")
+
+    def skip_object(self, reason: SkipReason, file: str, index: int, detail: str) -> None:
+        self.skipped_objects[reason.value] += 1
+        self.problems.append(Problem(reason.value, file, index, detail))
+
+    def skip_image(self, reason: SkipReason, file: str, detail: str, num_objects: int = 0) -> None:
+        """``num_objects`` are the image's objects that were sound so far; they leave with it."""
+        self.skipped_images[reason.value] += 1
+        if num_objects:
+            self.skipped_objects[SkipReason.IMAGE_SKIPPED.value] += num_objects
+        self.problems.append(Problem(reason.value, file, None, f"{detail} ({num_objects} objects left out with it)"))
+
+    def note(self, note: Note, file: str, index: int | None, detail: str) -> None:
+        self.notes[note.value] += 1
+        self.problems.append(Problem(note.value, file, index, detail))
+
+    def to_json(self) -> str:
+        """The whole report as indented JSON."""
+        fields = {
+            "jsonl": self.jsonl.name,
+            "images_seen": self.images_seen,
+            "images": self.images,
+            "skipped_images": dict(sorted(self.skipped_images.items())),
+            "objects_seen": self.objects_seen,
+            "objects": self.objects,
+            "skipped_objects": dict(sorted(self.skipped_objects.items())),
+            "objects_by_desc": dict(sorted(self.objects_by_desc.items())),
+            "notes": dict(sorted(self.notes.items())),
+            "problems": [asdict(problem) for problem in self.problems],
+        }
+        return json.dumps(fields, indent=2, ensure_ascii=False) + "\n"
+
+
+def render_report(report: ConversionReport, max_problems: int = 20) -> Table:
+    """A table for the terminal: counts, what was left out and why, the first ``max_problems`` findings."""
+    table = Table("what", "count", "detail", title=f"{report.jsonl}")
+    table.columns[1].justify = "right"
+    table.add_row("images written", str(report.images), f"of {report.images_seen}")
+    table.add_row("objects written", str(report.objects), f"of {report.objects_seen}")
+    for desc, count in report.objects_by_desc.most_common(10):
+        table.add_row("  objects of", str(count), desc)
+    for title, counter in (
+        ("image left out", report.skipped_images),
+        ("object left out", report.skipped_objects),
+        ("note", report.notes),
+    ):
+        table.add_section()
+        for reason, count in sorted(counter.items()):
+            table.add_row(title, str(count), reason)
+    table.add_section()
+    for problem in report.problems[:max_problems]:
+        where = problem.file if problem.object_index is None else f"{problem.file} object {problem.object_index}"
+        table.add_row(problem.reason, "", f"{where}: {problem.detail}")
+    if len(report.problems) > max_problems:
+        table.add_row("…", str(len(report.problems) - max_problems), f"more in {report.path.name}")
+    return table

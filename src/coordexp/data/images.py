@@ -1,0 +1,118 @@
+"""Image files: header checks that decode nothing, and opening as upright 8-bit RGB."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from PIL import Image
+
+from coordexp.errors import DataError
+
+_EXIF_ORIENTATION = 0x0112
+_UPRIGHT_BY_ORIENTATION = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+# What Pillow raises on files that are not, or not wholly, images; nothing broader is caught.
+_PILLOW_ERRORS = (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageHeader:
+    """What an image file says of itself. Sizes are ``(width, height)`` in pixels: ``size`` as seen upright,
+    ``stored_size`` before the EXIF orientation (1..8, 1 = upright as stored) is applied."""
+
+    size: tuple[int, int]
+    stored_size: tuple[int, int]
+    orientation: int
+    format: str
+    mode: str
+
+
+def read_header(path: Path) -> ImageHeader:
+    """Read size, format and orientation without decoding pixels.
+
+    Raises:
+        DataError: the file is missing, is no image, or has a pixel type other than 8-bit.
+    """
+    with _open(path) as image:
+        return _header(image, path)
+
+
+def open_rgb(
+    path: Path, *, expected_size: tuple[int, int] | None = None, apply_orientation: bool = True
+) -> Image.Image:
+    """Decode ``path`` to RGB, upright by its EXIF orientation; transparent pixels show white.
+
+    Args:
+        expected_size: the upright ``(width, height)`` that the caller's annotations are made for.
+        apply_orientation: False keeps the pixels as stored (annotations made by a tool that ignores EXIF).
+
+    Raises:
+        DataError: missing, truncated, no image, not 8-bit, or of another size than ``expected_size``.
+    """
+    with _open(path) as image:
+        header = _header(image, path)
+        size = header.size if apply_orientation else header.stored_size
+        if expected_size is not None and size != expected_size:
+            raise DataError(size_problem(expected_size, size), path=path)
+        try:
+            # The file's own EXIF is left behind by convert(): nobody may turn these pixels a second time.
+            rgb = _flatten(image)
+        except _PILLOW_ERRORS as error:
+            raise DataError(f"cannot decode the image ({error}); replace the file", path=path) from error
+    upright = _UPRIGHT_BY_ORIENTATION.get(header.orientation) if apply_orientation else None
+    return rgb if upright is None else rgb.transpose(upright)
+
+
+def size_problem(declared: tuple[int, int], real: tuple[int, int]) -> str:
+    """The sentence for an image that is not of the declared ``(width, height)``."""
+    return (
+        f"the record says width={declared[0]}, height={declared[1]}, but the image is {real[0]}x{real[1]} "
+        "(width x height, upright); correct the record, or restore the image that was annotated"
+    )
+
+
+def _open(path: Path) -> Image.Image:
+    if not path.is_file():
+        raise DataError("image not found; check the path (relative paths start at the JSONL's folder)", path=path)
+    try:
+        return Image.open(path)
+    except _PILLOW_ERRORS as error:
+        raise DataError(f"not a readable image ({error}); replace the file", path=path) from error
+
+
+def _header(image: Image.Image, path: Path) -> ImageHeader:
+    if image.mode.startswith(("I", "F")):
+        raise DataError(
+            f"pixel type {image.mode!r} is not 8-bit; scale it to 8 bits per channel first, plain conversion clips",
+            path=path,
+        )
+    orientation = _orientation(image, path)
+    width, height = image.size
+    size = (height, width) if orientation >= 5 else (width, height)
+    return ImageHeader(size, (width, height), orientation, image.format or "", image.mode)
+
+
+def _orientation(image: Image.Image, path: Path) -> int:
+    if image.format == "PNG" and "exif" not in image.info:
+        return 1  # getexif() would decode the whole image to look for a late chunk
+    try:
+        value = image.getexif().get(_EXIF_ORIENTATION, 1)
+    except _PILLOW_ERRORS as error:
+        raise DataError(f"unreadable EXIF data ({error}); save the image anew without it", path=path) from error
+    return value if value in _UPRIGHT_BY_ORIENTATION else 1
+
+
+def _flatten(image: Image.Image) -> Image.Image:
+    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+        layered = image.convert("RGBA")
+        white = Image.new("RGBA", layered.size, (255, 255, 255, 255))
+        return Image.alpha_composite(white, layered).convert("RGB")
+    return image.convert("RGB")

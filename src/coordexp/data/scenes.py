@@ -1,0 +1,135 @@
+"""Generated scenes: coloured shapes on a textured ground, with boxes and polygons. The demo and the tests live on them.
+
+A scene is a pure function of (``SCENES_VERSION``, spec, seed, index): the same on every machine, in any order.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageDraw
+
+from coordexp.data.write import write_jsonl
+from coordexp.records import GTObject, ImageRecord
+
+SCENES_VERSION = 1
+
+COLOURS: dict[str, tuple[int, int, int]] = {
+    "red": (214, 48, 49),
+    "green": (38, 166, 91),
+    "blue": (52, 101, 214),
+    "yellow": (240, 196, 25),
+    "purple": (142, 68, 173),
+}
+SHAPES = ("circle", "square", "triangle")
+
+_OVERSAMPLE = 2  # drawn at twice the size and halved, so that edges are smooth
+
+
+@dataclass(frozen=True, slots=True)
+class SceneSpec:
+    """What scenes of one family look like. Sizes are pixels of the finished image."""
+
+    size: int = 128
+    min_objects: int = 1
+    max_objects: int = 4
+    min_side: int = 24
+    max_side: int = 56
+    max_overlap: float = 0.05  # intersection over the smaller box, for any two objects
+    same_class: float = 0.0  # chance that an object repeats the class of an earlier one
+    empty: float = 0.05  # chance of a scene without objects
+
+
+SPARSE = SceneSpec()
+DENSE = SceneSpec(min_objects=3, max_objects=7, min_side=20, max_side=48, max_overlap=0.25, same_class=0.35)
+SPECS = {"sparse": SPARSE, "dense": DENSE}
+
+
+def make_scene(spec: SceneSpec, seed: int, index: int) -> tuple[Image.Image, tuple[GTObject, ...]]:
+    """Draw scene ``index`` of the stream ``seed``. Triangles carry ``poly`` geometry, other shapes ``bbox_2d``."""
+    rng = np.random.default_rng([SCENES_VERSION, seed, index])
+    canvas = _ground(spec.size * _OVERSAMPLE, rng)
+    draw = ImageDraw.Draw(canvas)
+    objects: list[GTObject] = []
+    boxes: list[tuple[float, float, float, float]] = []
+    wanted = 0 if rng.random() < spec.empty else int(rng.integers(spec.min_objects, spec.max_objects + 1))
+    for _ in range(40 * wanted):  # a crowded scene may end with fewer objects than wanted, never with more overlap
+        if len(objects) == wanted:
+            break
+        side = rng.uniform(spec.min_side, spec.max_side)
+        aspect = rng.uniform(0.8, 1.25)
+        w, h = side * math.sqrt(aspect), side / math.sqrt(aspect)
+        x, y = rng.uniform(1, spec.size - 2 - w), rng.uniform(1, spec.size - 2 - h)
+        box = (x, y, x + w, y + h)
+        if any(_overlap(box, other) > spec.max_overlap for other in boxes):
+            continue
+        if objects and rng.random() < spec.same_class:
+            colour, shape = objects[int(rng.integers(len(objects)))].desc.split()
+        else:
+            colour, shape = str(rng.choice(list(COLOURS))), str(rng.choice(SHAPES))
+        boxes.append(box)
+        objects.append(_draw_object(draw, spec.size, box, colour, shape, rng))
+    return canvas.resize((spec.size, spec.size), Image.Resampling.BOX), tuple(objects)
+
+
+def write_scenes(folder: Path, count: int, spec: SceneSpec, seed: int) -> Path:
+    """Write scenes 0..count−1 as ``images/*.png`` and ``scenes.jsonl`` below ``folder``; return the JSONL's path."""
+    (folder / "images").mkdir(parents=True, exist_ok=True)
+    records = []
+    for index in range(count):
+        image, objects = make_scene(spec, seed, index)
+        path = folder / "images" / f"{index:06d}.png"
+        image.save(path, compress_level=1)
+        records.append(ImageRecord(f"scene-{seed}-{index}", path.resolve(), spec.size, spec.size, objects))
+    jsonl = folder / "scenes.jsonl"
+    write_jsonl(records, jsonl)
+    return jsonl
+
+
+def _ground(size: int, rng: np.random.Generator) -> Image.Image:
+    """A dull two-colour gradient with noise: never as saturated as an object."""
+    corners = rng.integers(90, 235, size=(2, 1, 1, 1)) + rng.integers(-18, 19, size=(2, 1, 1, 3))
+    ramp = np.linspace(0.0, 1.0, size)
+    ramp = ramp[None, :, None] if rng.random() < 0.5 else ramp[:, None, None]
+    ground = corners[0] * (1 - ramp) + corners[1] * ramp + rng.normal(0, 6, size=(size, size, 1))
+    return Image.fromarray(np.clip(np.broadcast_to(ground, (size, size, 3)), 0, 255).astype(np.uint8))
+
+
+def _overlap(a: tuple[float, float, float, float], b: tuple[float, float, float, float]) -> float:
+    width = min(a[2], b[2]) - max(a[0], b[0])
+    height = min(a[3], b[3]) - max(a[1], b[1])
+    if width <= 0 or height <= 0:
+        return 0.0
+    smaller = min((a[2] - a[0]) * (a[3] - a[1]), (b[2] - b[0]) * (b[3] - b[1]))
+    return width * height / smaller
+
+
+def _draw_object(
+    draw: ImageDraw.ImageDraw,
+    size: int,
+    box: tuple[float, float, float, float],
+    colour: str,
+    shape: str,
+    rng: np.random.Generator,
+) -> GTObject:
+    shade = tuple(int(np.clip(c + rng.integers(-12, 13), 0, 255)) for c in COLOURS[colour])
+    x1, y1, x2, y2 = box
+    scaled = tuple(v * _OVERSAMPLE for v in box)
+    desc = f"{colour} {shape}"
+    if shape == "triangle":
+        apex = x1 + (x2 - x1) * rng.uniform(0.3, 0.7)
+        ring = (apex, y1, x2, y2, x1, y2)  # top-most vertex first, clockwise
+        draw.polygon([v * _OVERSAMPLE for v in ring], fill=shade)
+        return GTObject(desc, "poly", tuple(_bin(v, size) for v in ring))
+    if shape == "circle":
+        draw.ellipse(scaled, fill=shade)
+    else:
+        draw.rectangle(scaled, fill=shade)
+    return GTObject(desc, "bbox_2d", tuple(_bin(v, size) for v in box))
+
+
+def _bin(pixel: float, size: int) -> int:
+    return int(min(999, max(0, round(999 * pixel / max(1, size - 1)))))

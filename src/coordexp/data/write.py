@@ -1,0 +1,58 @@
+"""Records → a JSONL dataset that :func:`coordexp.data.jsonl.read_jsonl` reads back unchanged."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from coordexp.data.jsonl import parse_line
+from coordexp.errors import DataError
+from coordexp.records import ImageRecord
+
+
+def write_jsonl(records: Iterable[ImageRecord], path: str | Path) -> int:
+    """Write ``records`` to ``path``, images relative to its folder. All or nothing: the file appears complete, or a
+    previous one stays as it was.
+
+    Returns: the number of lines.
+
+    Raises:
+        DataError: a record that the reader would refuse, or metadata that JSON cannot hold.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    count = 0
+    try:
+        with temporary.open("w", encoding="utf-8", newline="\n") as file:
+            for count, record in enumerate(records, start=1):
+                file.write(_line(record, path, count))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:  # a kill by Ctrl-C too: leave no half file behind, and go on raising
+        temporary.unlink(missing_ok=True)
+        raise
+    return count
+
+
+def _line(record: ImageRecord, path: Path, number: int) -> str:
+    image = Path(os.path.relpath(record.image, os.path.abspath(path.parent))).as_posix()
+    fields: dict[str, Any] = {
+        "images": [image],
+        "width": record.width,
+        "height": record.height,
+        "objects": [{"desc": obj.desc, obj.kind: list(obj.bins)} for obj in record.objects],
+    }
+    if record.metadata:
+        fields["metadata"] = dict(record.metadata)
+    try:
+        text = json.dumps(fields, ensure_ascii=False, allow_nan=False)
+        text.encode("utf-8")
+    except (TypeError, ValueError) as error:
+        raise DataError(f"cannot write {record.sample_id}: {error}", path=path, line=number) from error
+    parse_line(text, path=path, line=number)
+    return text + "\n"

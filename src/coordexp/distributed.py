@@ -1,0 +1,65 @@
+"""Ranks and reductions. Torch is imported only when a process group may exist."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from typing import Any, Literal
+
+
+def rank() -> int:
+    """This process's rank under torchrun; 0 alone."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    """Number of learner processes under torchrun; 1 alone."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_main() -> bool:
+    return rank() == 0
+
+
+def all_reduce(values: Sequence[float], operation: Literal["sum", "max"]) -> list[float]:
+    """Element-wise reduction of a vector over all ranks, in float64; the vector itself without a process group.
+
+    Every rank must call it with equally many values.
+    """
+    if world_size() == 1:
+        return [float(value) for value in values]
+    import torch
+    import torch.distributed as dist
+
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    tensor = torch.tensor([float(value) for value in values], dtype=torch.float64, device=device)
+    dist.all_reduce(tensor, op=dist.ReduceOp.SUM if operation == "sum" else dist.ReduceOp.MAX)
+    return tensor.tolist()
+
+
+def barrier() -> None:
+    """Wait for all ranks; nothing to wait for without a process group."""
+    if world_size() > 1:
+        import torch.distributed as dist
+
+        dist.barrier()
+
+
+def gather_json(value: Any) -> list[Any]:
+    """Every rank's ``value`` (anything JSON can hold), in rank order, on every rank. No pickle crosses processes."""
+    if world_size() == 1:
+        return [value]
+    import torch
+    import torch.distributed as dist
+
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world_size())]
+    dist.all_gather(lengths, torch.tensor([len(payload)], device=device))
+    longest = int(max(int(length) for length in lengths))
+    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    padded[: len(payload)] = payload
+    parts = [torch.zeros_like(padded) for _ in range(world_size())]
+    dist.all_gather(parts, padded)
+    return [json.loads(bytes(part[: int(n)].tolist())) for part, n in zip(parts, lengths, strict=True)]

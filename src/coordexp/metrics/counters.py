@@ -1,0 +1,41 @@
+"""Counters of a rollout window: what was parsed, matched, appended and dropped. Additive over samples and ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from coordexp.records import DropReason, MatchResult, ParsedRollout, Rollout, TrainingTarget
+
+
+@dataclass(frozen=True, slots=True)
+class SampleOutcome:
+    """Everything that happened to one sample between its prompt and its target."""
+
+    rollout: Rollout
+    parsed: ParsedRollout
+    match: MatchResult
+    target: TrainingTarget
+
+
+def rollout_counters(outcomes: Iterable[SampleOutcome]) -> Counter[str]:
+    """Sums by name (family ``rollout/``). No IoU-type number is among them: those belong to evaluation."""
+    sums: Counter[str] = Counter()
+    for outcome in outcomes:
+        parsed, match = outcome.parsed, outcome.match
+        sums["rollout/samples_total"] += 1
+        sums["rollout/valid_pred_objects_total"] += len(parsed.objects)
+        sums["rollout/parse_dropped_invalid"] += parsed.num_dropped
+        sums["rollout/excluded_ambiguous_total"] += parsed.dropped.get(DropReason.AMBIGUOUS_COORDS, 0)
+        for reason, count in parsed.dropped.items():
+            sums[f"rollout/dropped/{reason.value}"] += count
+        sums["rollout/parse_truncated_total"] += int(outcome.rollout.truncated)
+        sums["rollout/gt_objects_total"] += len(match.pairs) + len(match.fn_gt_idx)
+        sums["rollout/matched_total"] += len(match.pairs)
+        sums["rollout/fp_total"] += len(match.fp_pred_idx)
+        sums["rollout/fn_appended_total"] += len(match.fn_gt_idx)
+        sums["rollout/gating_rejections_total"] += match.num_gate_rejections
+        sums["rollout/gen_new_tokens_total"] += len(outcome.rollout.response_token_ids)
+        sums["rollout/prefix_coord_targets_total"] += int((outcome.target.coord_pos_K < outcome.target.prefix_len).sum())
+    return sums

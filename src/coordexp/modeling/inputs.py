@@ -1,0 +1,105 @@
+"""The one encoder: a record → prompt tokens and image tensors; a packed row → the forward pass's tensors.
+
+Learner, HF rollouts and every check use these token ids; a server that reports others is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from coordexp.data.images import open_rgb
+from coordexp.data.prompts import build_messages
+from coordexp.errors import AlignmentError
+from coordexp.modeling.attention import segment_lengths_mask
+from coordexp.records import ImageRecord, PackedRow, RolloutRequest
+
+RopeIndex = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+class PromptEncoder:
+    """Records → rollout requests, by the checkpoint's own processor and chat template."""
+
+    def __init__(self, processor: Any, prompt: str | None, system: str | None) -> None:
+        self._processor = processor
+        self._prompt = prompt
+        self._system = system
+
+    def encode(self, record: ImageRecord) -> RolloutRequest:
+        """Tokenise the prompt, with image placeholders expanded, and preprocess the image.
+
+        ``model_inputs`` holds ``pixel_values`` (patches, features) and ``image_grid_thw`` (1, 3).
+        """
+        messages = build_messages(record.image, self._prompt, self._system)
+        text = self._processor.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        encoded = self._processor(text=[text], images=[open_rgb(record.image, expected_size=(record.width, record.height))], return_tensors="pt")
+        return RolloutRequest(
+            sample_id=record.sample_id,
+            image=record.image,
+            messages=messages,
+            prompt_token_ids=tuple(encoded["input_ids"][0].tolist()),
+            model_inputs={"pixel_values": encoded["pixel_values"], "image_grid_thw": encoded["image_grid_thw"]},
+        )
+
+
+def row_inputs(
+    row: PackedRow, rope_index: RopeIndex, image_token_id: int, attention: str, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """Tensors of one packed row of L tokens, for a Qwen3-VL forward with ``use_cache=False``.
+
+    ``position_ids`` (4, 1, L): text positions restarting at 0 for each segment, then the model's three M-RoPE rows,
+    computed per segment. Segments are kept apart by :data:`coordexp.modeling.attention.PACKED` (``attention="packed"``)
+    or, with ``"sdpa"``, by transformers' own reading of the restarting positions.
+    """
+    ids_1L = torch.from_numpy(row.token_ids_L.astype(np.int64))[None]
+    is_image_1L = (ids_1L == image_token_id).to(torch.int32)
+    positions, pixels, grids = [], [], []
+    for segment, start, end in zip(row.segments, row.offsets[:-1], row.offsets[1:], strict=True):
+        grid = segment.model_inputs["image_grid_thw"]
+        mrope_31S, _ = rope_index(
+            ids_1L[:, start:end], mm_token_type_ids=is_image_1L[:, start:end], image_grid_thw=grid
+        )
+        text_11S = torch.arange(end - start)[None, None]
+        positions.append(torch.cat([text_11S, mrope_31S.to(text_11S.dtype)]))
+        pixels.append(segment.model_inputs["pixel_values"])
+        grids.append(grid)
+    inputs = {
+        "input_ids": ids_1L,
+        "mm_token_type_ids": is_image_1L,
+        "position_ids": torch.cat(positions, dim=2),
+        "pixel_values": torch.cat(pixels).to(dtype),
+        "image_grid_thw": torch.cat(grids),
+    }
+    if attention == "packed":
+        inputs["attention_mask"] = segment_lengths_mask(
+            [end - start for start, end in zip(row.offsets[:-1], row.offsets[1:], strict=True)]
+        )
+    return inputs
+
+
+def check_prompt(sample_id: str, ours: tuple[int, ...], reported: tuple[int, ...], decode: Callable[[Any], str]) -> None:
+    """Refuse a rollout whose prompt tokens are not the learner's.
+
+    Raises:
+        AlignmentError: with the first difference of the two sequences, decoded.
+    """
+    if ours == reported:
+        return
+    limit = min(len(ours), len(reported))
+    at = next((i for i in range(limit) if ours[i] != reported[i]), limit)
+    raise AlignmentError(
+        f"{sample_id}: the rollout's prompt ({len(reported)} tokens) is not the learner's ({len(ours)}); they part at token "
+        f"{at}: learner {decode(ours[at : at + 8])!r}, rollout {decode(reported[at : at + 8])!r}. "
+        "Both must use one processor, one chat template and images of one size"
+    )
+
+
+def to_device(inputs: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+    """Move every tensor; the packed attention's segment lengths stay on the CPU, where they are read as numbers."""
+    return {
+        name: tensor if name == "attention_mask" and tensor.dtype == torch.int64 and tensor.ndim == 4 else tensor.to(device)
+        for name, tensor in inputs.items()
+    }

@@ -1,0 +1,75 @@
+"""A checkpoint folder → model, processor and coordinate vocabulary, checked before weights are read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from coordexp.coords import CoordVocab
+from coordexp.errors import CheckpointError, VocabError
+from coordexp.torchvision_cpu import ensure_torchvision
+
+ensure_torchvision()
+
+from transformers import AutoConfig, AutoProcessor, AutoTokenizer, Qwen3VLForConditionalGeneration  # noqa: E402
+
+from coordexp.modeling.attention import PACKED  # noqa: E402
+
+MODEL_TYPE = "qwen3_vl"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedModel:
+    """A model with what belongs to it. ``attention`` is ``"packed"`` or ``"sdpa"``."""
+
+    model: Qwen3VLForConditionalGeneration
+    processor: Any
+    vocab: CoordVocab
+    attention: str
+
+    @property
+    def image_token_id(self) -> int:
+        return self.model.config.image_token_id
+
+
+def load_vocab(path: str | Path) -> CoordVocab:
+    """Read and check only the tokenizer: cheap, so it runs before anything expensive.
+
+    Raises:
+        CheckpointError: no such folder, or not a Qwen3-VL checkpoint. VocabError: no coordinate tokens.
+    """
+    config = _config(path)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    try:
+        vocab = CoordVocab.from_tokenizer(tokenizer)
+    except VocabError as error:
+        raise VocabError(f"{path}: {error}") from error
+    rows = config.text_config.vocab_size
+    if max(vocab.coord_token_ids) >= rows:
+        raise VocabError(
+            f"{path}: coordinate token ids reach {max(vocab.coord_token_ids)} but the model has {rows} embedding rows; "
+            "resize it with: coordexp model expand-vocab CHECKPOINT OUTPUT"
+        )
+    return vocab
+
+
+def load_model(path: str | Path, dtype: str = "bfloat16", attention: str = "packed") -> LoadedModel:
+    """Load a Qwen3-VL checkpoint that knows the coordinate tokens."""
+    vocab = load_vocab(path)
+    model = Qwen3VLForConditionalGeneration.from_pretrained(path, dtype=getattr(torch, dtype))
+    model.set_attn_implementation({"text_config": PACKED if attention == "packed" else "sdpa", "vision_config": "sdpa"})
+    return LoadedModel(model, AutoProcessor.from_pretrained(path), vocab, attention)
+
+
+def _config(path: str | Path) -> Any:
+    if not Path(path).is_dir():
+        raise CheckpointError(f"{path}: no such folder; model.model must be a Qwen3-VL checkpoint on disk")
+    if not (Path(path) / "config.json").is_file():
+        raise CheckpointError(f"{path}: no config.json; model.model must be a Qwen3-VL checkpoint folder")
+    config = AutoConfig.from_pretrained(path)
+    if config.model_type != MODEL_TYPE:
+        raise CheckpointError(f"{path}: model type {config.model_type!r}; CoordExp trains {MODEL_TYPE!r} checkpoints")
+    return config

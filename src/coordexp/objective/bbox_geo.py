@@ -1,0 +1,43 @@
+"""Box losses on decoded coordinates. The only module that decodes: a pipeline without it has no decoded-box loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from coordexp.objective import coord_math
+from coordexp.objective.context import ObjectiveContext, SupervisionCounts
+from coordexp.records import NUM_BINS
+
+
+@dataclass(frozen=True, slots=True)
+class BBoxGeo:
+    """SmoothL1 (β = 1, mean over the four sides) and CIoU on expectation-decoded boxes, means over the step's boxes.
+
+    Predicted and true boxes are canonicalised the same way for both losses: an inverted box is not free for one.
+    """
+
+    smoothl1_weight: float
+    ciou_weight: float
+
+    def denominators(self, counts: SupervisionCounts) -> dict[str, int]:
+        return {"smoothl1": counts.boxes, "ciou": counts.boxes}
+
+    def sums(self, ctx: ObjectiveContext) -> dict[str, torch.Tensor]:
+        supervision = ctx.supervision
+        if not len(supervision.box_in_K_M4):
+            return {}
+        slots = supervision.coord_in_N_K[supervision.box_in_K_M4.reshape(-1)]
+        z_SB = coord_math.fence(ctx.logits_NV[slots][:, ctx.coord_ids_B])
+        decoded_M4 = coord_math.expected_position(z_SB.softmax(dim=-1)).reshape(-1, 4)
+        predicted_M4 = coord_math.canonical_boxes(decoded_M4)
+        true_M4 = coord_math.canonical_boxes(supervision.box_bin_M4.to(decoded_M4.dtype) / (NUM_BINS - 1))
+        sums: dict[str, torch.Tensor] = {}
+        if self.smoothl1_weight > 0:
+            per_side = F.smooth_l1_loss(predicted_M4, true_M4, beta=1.0, reduction="none")
+            sums["smoothl1"] = self.smoothl1_weight * per_side.mean(dim=1).sum()
+        if self.ciou_weight > 0:
+            sums["ciou"] = self.ciou_weight * coord_math.ciou_loss(predicted_M4, true_M4).sum()
+        return sums

@@ -1,0 +1,107 @@
+"""What the objective sees: one packed row's logits at supervised positions, and what should have been there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from coordexp.packing import supervise_row
+from coordexp.records import PackedRow, TokenRole, TrainingTarget
+
+CE_ROLES = (TokenRole.TAIL_STRUCT, TokenRole.TAIL_DESC, TokenRole.CLOSE, TokenRole.EOS)
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisionCounts:
+    """How many positions each kind of supervision has: the exact denominators of an optimizer step.
+
+    Additive over segments, micro-steps and ranks. ``desc_gt`` and ``desc_rollout`` are description tokens by context;
+    ``struct`` is tail structure without the closing brace and EOS, which ``closure`` counts.
+    """
+
+    struct: int = 0
+    closure: int = 0
+    desc_gt: int = 0
+    desc_rollout: int = 0
+    coords: int = 0
+    boxes: int = 0
+
+    @classmethod
+    def of(cls, targets: Iterable[TrainingTarget]) -> SupervisionCounts:
+        total = cls()
+        for target in targets:
+            by_role = np.bincount(target.roles_T, minlength=len(TokenRole))
+            desc = int(by_role[TokenRole.TAIL_DESC])
+            total += cls(
+                struct=int(by_role[TokenRole.TAIL_STRUCT]),
+                closure=int(by_role[TokenRole.CLOSE] + by_role[TokenRole.EOS]),
+                desc_gt=desc if target.context == "gt" else 0,
+                desc_rollout=desc if target.context == "rollout" else 0,
+                coords=len(target.coord_pos_K),
+                boxes=len(target.box_pos_M4),
+            )
+        return total
+
+    def __add__(self, other: SupervisionCounts) -> SupervisionCounts:
+        return SupervisionCounts(*(a + b for a, b in zip(self.as_tuple(), other.as_tuple(), strict=True)))
+
+    def as_tuple(self) -> tuple[int, ...]:
+        return (self.struct, self.closure, self.desc_gt, self.desc_rollout, self.coords, self.boxes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SupervisionTensors:
+    """A packed row's supervision as tensors. N supervised positions of the row's L tokens, K of them coordinates.
+
+    ``position_N``: positions of the supervised tokens (their logits come from ``position_N − 1``); ``label_N`` token
+    ids; ``role_N`` :class:`TokenRole`; ``from_gt_N`` whether the segment was written from ground truth;
+    ``coord_in_N_K`` indices into N of the coordinate slots and ``coord_bin_K`` their targets; ``box_in_K_M4`` indices
+    into K of each box's four slots and ``box_bin_M4`` its true bins.
+    """
+
+    position_N: torch.Tensor
+    label_N: torch.Tensor
+    role_N: torch.Tensor
+    from_gt_N: torch.Tensor
+    coord_in_N_K: torch.Tensor
+    coord_bin_K: torch.Tensor
+    box_in_K_M4: torch.Tensor
+    box_bin_M4: torch.Tensor
+
+    @classmethod
+    def of(cls, row: PackedRow) -> SupervisionTensors:
+        """Lay out what :func:`coordexp.packing.supervise_row` found and checked."""
+        found = supervise_row(row)
+        position_N = np.flatnonzero(found.roles_L > TokenRole.PREFIX_MASKED)  # prompt tokens are −1
+        from_gt_S = np.array([segment.target.context == "gt" for segment in row.segments])
+        coord_in_N_K = np.searchsorted(position_N, found.coord_pos_K)
+        return cls(
+            position_N=torch.from_numpy(position_N),
+            label_N=torch.from_numpy(row.token_ids_L[position_N].astype(np.int64)),
+            role_N=torch.from_numpy(found.roles_L[position_N]),
+            from_gt_N=torch.from_numpy(from_gt_S[found.segment_L[position_N]]),
+            coord_in_N_K=torch.from_numpy(coord_in_N_K),
+            coord_bin_K=torch.from_numpy(found.coord_bin_K),
+            box_in_K_M4=torch.from_numpy(np.searchsorted(found.coord_pos_K, found.box_pos_M4)),
+            box_bin_M4=torch.from_numpy(found.box_bin_M4),
+        )
+
+    def as_dict(self) -> dict[str, torch.Tensor]:
+        """Plain mapping, which trainers move between devices."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ObjectiveContext:
+    """Row supervision, the logits that predict it, and the step's global denominators.
+
+    ``logits_NV`` float; ``coord_ids_B`` the 1000 coordinate token ids.
+    """
+
+    supervision: SupervisionTensors
+    logits_NV: torch.Tensor
+    coord_ids_B: torch.Tensor
+    counts: SupervisionCounts

@@ -1,0 +1,91 @@
+"""The arithmetic on coordinate logits, in one place for training and metrics. Everything runs in float32 or wider.
+
+K coordinate slots, B = 1000 bins, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+
+LOGIT_LIMIT = 1e4
+MAX_COORD_MASS = 1.0 - 1e-6  # caps the text gate at −log(1e-6)
+
+
+def fence(logits: torch.Tensor) -> torch.Tensor:
+    """Widen to float32, replace NaN by 0 and clamp to ±1e4, so that one broken logit cannot erase a step's gradient."""
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    return torch.nan_to_num(wide, nan=0.0, posinf=LOGIT_LIMIT, neginf=-LOGIT_LIMIT).clamp(-LOGIT_LIMIT, LOGIT_LIMIT)
+
+
+def coord_gate(logits_full: torch.Tensor, logits_coord: torch.Tensor, temperature: float) -> torch.Tensor:
+    """``−log`` of the probability mass on the coordinate tokens, per slot.
+
+    ``logsumexp(z_full/τ) − logsumexp(z_coord/τ)``, floored at 0 against rounding.
+
+    Args: logits_full (…, V), logits_coord (…, B): the same slots, temperature τ > 0. Returns: (…).
+    """
+    full = torch.logsumexp(fence(logits_full) / temperature, dim=-1)
+    coord = torch.logsumexp(fence(logits_coord) / temperature, dim=-1)
+    return (full - coord).clamp_min(0.0)
+
+
+def text_gate(logits_full: torch.Tensor, logits_coord: torch.Tensor, temperature: float) -> torch.Tensor:
+    """``−log(1 − p)`` with p the mass on coordinate tokens at a text slot; p is capped at 1 − 1e-6. Returns: (…)."""
+    full = torch.logsumexp(fence(logits_full) / temperature, dim=-1)
+    coord = torch.logsumexp(fence(logits_coord) / temperature, dim=-1)
+    mass = torch.exp(coord - full).clamp_max(MAX_COORD_MASS)
+    return -torch.log1p(-mass)
+
+
+def gaussian_targets(center_K: torch.Tensor, num_bins: int, sigma: float, truncate: float | None) -> torch.Tensor:
+    """Unimodal targets over the bins, one Gaussian per slot: ``q_k ∝ exp(−½ ((k − t)/σ)²)``, zero beyond ``truncate``.
+
+    Rows at the edges renormalise over the bins that exist. Centers may be fractional (transport targets); the nearest
+    bin always stays, so that a small radius cannot empty a row. (K,) → (K, num_bins), in the dtype of ``center_K``.
+    """
+    bins_B = torch.arange(num_bins, device=center_K.device, dtype=center_K.dtype)
+    distance_KB = (bins_B[None, :] - center_K[:, None]).abs()
+    q_KB = torch.exp(-0.5 * (distance_KB / sigma) ** 2)
+    if truncate is not None:
+        radius_K1 = distance_KB.min(dim=1, keepdim=True).values.clamp_min(truncate)
+        q_KB = q_KB.masked_fill(distance_KB > radius_K1, 0.0)
+    return q_KB / q_KB.sum(dim=1, keepdim=True)
+
+
+def soft_cross_entropy(log_p_KB: torch.Tensor, q_KB: torch.Tensor) -> torch.Tensor:
+    """``−Σ q log p`` per slot: (K,)."""
+    return -(q_KB * log_p_KB).sum(dim=-1)
+
+
+def wasserstein1(p_KB: torch.Tensor, q_KB: torch.Tensor) -> torch.Tensor:
+    """First Wasserstein distance between distributions on bins 0..B−1, scaled to [0, 1]: ``Σ |CDF_p − CDF_q| / (B−1)``."""
+    difference_KB = (p_KB - q_KB).cumsum(dim=-1)
+    return difference_KB.abs().sum(dim=-1) / (p_KB.shape[-1] - 1)
+
+
+def expected_position(p_KB: torch.Tensor) -> torch.Tensor:
+    """Expectation decode to [0, 1]: ``Σ p_k · k/(B−1)``; (K, B) → (K,)."""
+    bins_B = torch.arange(p_KB.shape[-1], device=p_KB.device, dtype=p_KB.dtype)
+    return (p_KB * bins_B).sum(dim=-1) / (p_KB.shape[-1] - 1)
+
+
+def canonical_boxes(boxes_M4: torch.Tensor) -> torch.Tensor:
+    """(x1, y1, x2, y2) with x1 ≤ x2, y1 ≤ y2, inside [0, 1]; the same for predictions and truth."""
+    first_M2, second_M2 = boxes_M4[:, :2], boxes_M4[:, 2:]
+    return torch.cat([torch.minimum(first_M2, second_M2), torch.maximum(first_M2, second_M2)], dim=1).clamp(0.0, 1.0)
+
+
+def ciou_loss(predicted_M4: torch.Tensor, true_M4: torch.Tensor, eps: float = 1e-7) -> torch.Tensor:
+    """1 − CIoU per box (Zheng et al. 2020, complete IoU), the aspect term differentiated through. Canonical boxes in."""
+    p_w, p_h = (predicted_M4[:, 2] - predicted_M4[:, 0]), (predicted_M4[:, 3] - predicted_M4[:, 1])
+    t_w, t_h = (true_M4[:, 2] - true_M4[:, 0]), (true_M4[:, 3] - true_M4[:, 1])
+    corner_low = torch.maximum(predicted_M4[:, :2], true_M4[:, :2])
+    corner_high = torch.minimum(predicted_M4[:, 2:], true_M4[:, 2:])
+    overlap = (corner_high - corner_low).clamp_min(0.0).prod(dim=1)
+    iou = overlap / (p_w * p_h + t_w * t_h - overlap + eps)
+    hull = torch.maximum(predicted_M4[:, 2:], true_M4[:, 2:]) - torch.minimum(predicted_M4[:, :2], true_M4[:, :2])
+    diagonal = (hull**2).sum(dim=1) + eps
+    shift = (predicted_M4[:, :2] + predicted_M4[:, 2:] - true_M4[:, :2] - true_M4[:, 2:]) / 2
+    aspect = (4 / torch.pi**2) * (torch.atan(t_w / (t_h + eps)) - torch.atan(p_w / (p_h + eps))) ** 2
+    alpha = aspect / (1 - iou + aspect + eps)
+    return 1 - iou + (shift**2).sum(dim=1) / diagonal + alpha * aspect

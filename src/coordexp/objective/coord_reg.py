@@ -1,0 +1,76 @@
+"""Coordinate supervision on the distribution over bins, at matched prefix slots and tail slots alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from coordexp.objective import coord_math
+from coordexp.objective.context import ObjectiveContext, SupervisionCounts
+from coordexp.records import NUM_BINS, TokenRole
+
+
+@dataclass(frozen=True, slots=True)
+class CoordReg:
+    """Hard CE, soft CE, W1 and the coordinate gate per coordinate slot; the text gate per supervised text slot.
+
+    Coordinate terms are means over the step's coordinate slots, the text gate over its text slots. Text slots are tail
+    structure, and descriptions where their cross-entropy weight (``desc_in_gt`` / ``desc_in_rollout``) is positive;
+    the closing brace, EOS and the rollout's own text never count.
+    """
+
+    coord_ce_weight: float
+    soft_ce_weight: float
+    w1_weight: float
+    coord_gate_weight: float
+    text_gate_weight: float
+    temperature: float
+    target_sigma: float
+    target_truncate: float | None
+    desc_in_gt: bool = False
+    desc_in_rollout: bool = False
+
+    def denominators(self, counts: SupervisionCounts) -> dict[str, int]:
+        text = counts.struct + counts.desc_gt * self.desc_in_gt + counts.desc_rollout * self.desc_in_rollout
+        coords = dict.fromkeys(("coord_ce", "soft_ce", "w1", "coord_gate"), counts.coords)
+        return {**coords, "text_gate": text}
+
+    def sums(self, ctx: ObjectiveContext) -> dict[str, torch.Tensor]:
+        sums: dict[str, torch.Tensor] = {}
+        if len(ctx.supervision.coord_in_N_K):
+            sums.update(self._coord_sums(ctx))
+        if self.text_gate_weight > 0:
+            full = ctx.logits_NV[self._text_mask(ctx)]
+            leak = coord_math.text_gate(full, full[:, ctx.coord_ids_B], self.temperature)
+            sums["text_gate"] = self.text_gate_weight * leak.sum()
+        return sums
+
+    def _coord_sums(self, ctx: ObjectiveContext) -> dict[str, torch.Tensor]:
+        full_KV = ctx.logits_NV[ctx.supervision.coord_in_N_K]
+        z_KB = full_KV[:, ctx.coord_ids_B]
+        log_p_KB = torch.log_softmax(coord_math.fence(z_KB) / self.temperature, dim=-1)
+        center_K = ctx.supervision.coord_bin_K.to(log_p_KB.dtype)
+        sums: dict[str, torch.Tensor] = {}
+        if self.soft_ce_weight > 0 or self.w1_weight > 0:
+            q_KB = coord_math.gaussian_targets(center_K, NUM_BINS, self.target_sigma, self.target_truncate)
+            if self.soft_ce_weight > 0:
+                sums["soft_ce"] = self.soft_ce_weight * coord_math.soft_cross_entropy(log_p_KB, q_KB).sum()
+            if self.w1_weight > 0:
+                sums["w1"] = self.w1_weight * coord_math.wasserstein1(log_p_KB.exp(), q_KB).sum()
+        if self.coord_ce_weight > 0:
+            hard_K1 = center_K.round().long()[:, None]
+            sums["coord_ce"] = -self.coord_ce_weight * log_p_KB.gather(1, hard_K1).sum()
+        if self.coord_gate_weight > 0:
+            sums["coord_gate"] = self.coord_gate_weight * coord_math.coord_gate(full_KV, z_KB, self.temperature).sum()
+        return sums
+
+    def _text_mask(self, ctx: ObjectiveContext) -> torch.Tensor:
+        role_N, from_gt_N = ctx.supervision.role_N, ctx.supervision.from_gt_N
+        mask_N = role_N == TokenRole.TAIL_STRUCT
+        desc_N = role_N == TokenRole.TAIL_DESC
+        if self.desc_in_gt:
+            mask_N = mask_N | (desc_N & from_gt_N)
+        if self.desc_in_rollout:
+            mask_N = mask_N | (desc_N & ~from_gt_N)
+        return mask_N

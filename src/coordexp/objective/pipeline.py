@@ -1,0 +1,124 @@
+"""Declared modules → one loss.
+
+``loss = Σ_modules weight · Σ_terms (sum over this row's positions) / (positions of the whole optimizer step)``
+
+Denominators are global, known before the first backward, and the same on every rank. Summed over micro-steps and ranks
+the loss is therefore the step's exact mean per term, however its segments were packed or spread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from coordexp.config.data import CoordSoftCEW1Config
+from coordexp.config.objective import Channel, PipelineConfig
+from coordexp.objective.bbox_geo import BBoxGeo
+from coordexp.objective.context import ObjectiveContext, SupervisionCounts
+from coordexp.objective.coord_diag import CoordDiag
+from coordexp.objective.coord_reg import CoordReg
+from coordexp.objective.token_ce import TokenCE
+
+MODULES: dict[str, type] = {"token_ce": TokenCE, "coord_reg": CoordReg, "bbox_geo": BBoxGeo, "coord_diag": CoordDiag}
+
+
+class Module(Protocol):
+    """A term group: sums over the row's supervised positions, and each term's denominator from the step's counts."""
+
+    def denominators(self, counts: SupervisionCounts) -> dict[str, int]: ...
+
+    def sums(self, ctx: ObjectiveContext) -> dict[str, torch.Tensor]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedModule:
+    name: str
+    weight: float
+    module: Module
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ObjectiveResult:
+    """``loss`` carries gradient; ``terms`` maps ``loss/<module>/<term>`` to this row's share of it, and
+    ``coord_diag/<name>`` to its share of the step's mean. Shares add over micro-steps and ranks."""
+
+    loss: torch.Tensor
+    terms: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectivePipeline:
+    """An ordered list of modules; order never changes a value."""
+
+    objective: tuple[WeightedModule, ...]
+    diagnostics: tuple[WeightedModule, ...] = ()
+
+    def __call__(self, ctx: ObjectiveContext) -> ObjectiveResult:
+        # A row without one supervised slot of some term still needs a loss with a graph: DDP waits for every gradient.
+        loss = ctx.logits_NV.sum() * 0.0
+        terms: dict[str, torch.Tensor] = {}
+        for entry in self.objective:
+            for term, share in _shares(entry, ctx).items():
+                loss = loss + share
+                terms[f"loss/{entry.name}/{term}"] = share.detach()
+        for entry in self.diagnostics:
+            for term, share in _shares(entry, ctx).items():
+                terms[f"{entry.name}/{term}"] = share.detach()
+        return ObjectiveResult(loss, terms)
+
+
+def build_pipeline(config: PipelineConfig, channel: Channel = "B") -> ObjectivePipeline:
+    """The pipeline that ``config`` declares, for one training channel; other modules are left out and cost nothing."""
+    token_ce = next((spec.config for spec in config.objective if spec.name == "token_ce" and spec.enabled), None)
+    desc = {
+        "desc_in_gt": token_ce is not None and token_ce.desc_ce_weight > 0,
+        "desc_in_rollout": token_ce is not None and token_ce.rollout_fn_desc_weight > 0,
+    }
+
+    def build(spec: Any) -> WeightedModule:
+        options = spec.config.model_dump()
+        if spec.name == "coord_reg":
+            options |= desc
+        return WeightedModule(spec.name, spec.weight, MODULES[spec.name](**options))
+
+    def active(specs: Any) -> tuple[WeightedModule, ...]:
+        return tuple(build(spec) for spec in specs if spec.enabled and channel in spec.channels and spec.weight > 0)
+
+    return ObjectivePipeline(active(config.objective), active(config.diagnostics))
+
+
+def sft_pipeline(coord_loss: CoordSoftCEW1Config | None) -> ObjectivePipeline:
+    """Stage 1: cross-entropy on text, and on coordinates either ``custom.coord_soft_ce_w1`` or plain cross-entropy.
+
+    Plain cross-entropy over the full vocabulary is hard CE over the bins plus the gate:
+    ``−log p(k) = −log p(k | coordinate) − log p(coordinate)``.
+    """
+    text = WeightedModule("token_ce", 1.0, TokenCE(1.0, 1.0, 1.0))
+    if coord_loss is None or not coord_loss.enabled:
+        coords = CoordReg(1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 2.0, None)
+    else:
+        coords = CoordReg(
+            coord_ce_weight=coord_loss.ce_weight,
+            soft_ce_weight=coord_loss.soft_ce_weight,
+            w1_weight=coord_loss.w1_weight,
+            coord_gate_weight=coord_loss.gate_weight,
+            text_gate_weight=coord_loss.text_gate_weight,
+            temperature=coord_loss.temperature,
+            target_sigma=coord_loss.target_sigma,
+            target_truncate=coord_loss.target_truncate,
+            desc_in_gt=True,
+        )
+    return ObjectivePipeline(
+        (text, WeightedModule("coord_reg", 1.0, coords)), (WeightedModule("coord_diag", 1.0, CoordDiag()),)
+    )
+
+
+def _shares(entry: WeightedModule, ctx: ObjectiveContext) -> dict[str, torch.Tensor]:
+    denominators = entry.module.denominators(ctx.counts)
+    return {
+        term: entry.weight * total / denominators[term]
+        for term, total in entry.module.sums(ctx).items()
+        if denominators[term] > 0
+    }

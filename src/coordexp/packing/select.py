@@ -1,0 +1,102 @@
+"""The deterministic choice of segments for one packed row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+
+import numpy as np
+
+from coordexp.errors import SegmentTooLong
+from coordexp.extras import require
+
+# Cells of the exact search's table, one byte or two each: 512 segments at 64k tokens.
+_EXACT_LIMIT = 2**25
+
+
+def select_segments(lengths: Sequence[int], capacity: int) -> list[int]:
+    """Ascending insertion indices of the segments to pack next; 0, the oldest, is always among them.
+
+    The fullest selection wins; of equally full ones the one with fewer segments, then the one with the
+    lexicographically smallest indices. This order is searched exactly while the table of segments x capacity is small
+    enough. Beyond that the best of two heuristics by the same order is taken: oldest-first greedy, and the fullest bin
+    of ``binpacking.to_constant_volume`` beside the oldest. So no result is ever emptier than oldest-first greedy.
+
+    Args:
+        lengths: tokens per segment in insertion order, each in 1..capacity. capacity: tokens per row.
+
+    Raises:
+        MissingDependency: ``binpacking`` is not installed.
+        SegmentTooLong: a length exceeds the capacity. ValueError: no lengths, or one below 1.
+    """
+    binpacking = require("binpacking", "packing (training.packing: true)")
+    lengths = [int(length) for length in lengths]
+    if not lengths:
+        raise ValueError("there is no segment to select from")
+    if min(lengths) < 1:
+        raise ValueError(f"segment {lengths.index(min(lengths))} has {min(lengths)} tokens; a segment has at least 1")
+    if max(lengths) > capacity:
+        raise SegmentTooLong(
+            f"segment {lengths.index(max(lengths))}: {max(lengths):,} tokens > row capacity {capacity:,}; "
+            "raise global_max_length, lower rollout_matching.max_new_tokens, or set training.packing: false"
+        )
+    if sum(lengths) <= capacity:
+        return list(range(len(lengths)))
+    if len(lengths) * capacity <= _EXACT_LIMIT:
+        # The best selection there is, by the whole order: the two heuristics cannot beat it, so they need not run.
+        return best_selection(lengths, capacity)
+    candidates = [oldest_first(lengths, capacity), binpacking_candidate(binpacking, lengths, capacity)]
+    return min(candidates, key=lambda chosen: (-sum(lengths[i] for i in chosen), len(chosen), chosen))
+
+
+def oldest_first(lengths: Sequence[int], capacity: int) -> list[int]:
+    """The baseline: scan in insertion order and take whatever still fits."""
+    chosen, room = [], capacity
+    for index, length in enumerate(lengths):
+        if length <= room:
+            chosen.append(index)
+            room -= length
+    return chosen
+
+
+def binpacking_candidate(binpacking: ModuleType, lengths: Sequence[int], capacity: int) -> list[int]:
+    """The oldest, and beside it the fullest of the constant-volume bins made of the others that fit."""
+    room = capacity - lengths[0]
+    fitting = {index: length for index, length in enumerate(lengths) if index > 0 and length <= room}
+    if not fitting:
+        return [0]
+    bins = binpacking.to_constant_volume(fitting, room)
+    fullest = min(bins, key=lambda chosen: (-sum(chosen.values()), len(chosen), sorted(chosen)))
+    return [0, *sorted(fullest)]
+
+
+def best_selection(lengths: Sequence[int], capacity: int) -> list[int]:
+    """The exact optimum beside the oldest: fullest, then fewest, then lexicographically smallest.
+
+    Subset-sum with counts: ``fewest_IS[i, s]`` is the smallest number of segments among i, i + 1, … whose lengths sum
+    to s exactly. Walking it forward and taking each segment that keeps the optimum gives the smallest indices.
+    """
+    room = capacity - lengths[0]
+    count = len(lengths)
+    unreachable = count  # at most count - 1 segments stand beside the oldest
+    dtype = np.uint8 if count < 2**8 - 1 else np.uint16 if count < 2**16 - 1 else np.uint32
+    if room == 0:
+        return [0]
+    fewest_IS = np.empty((count + 1, room + 1), dtype=dtype)
+    fewest_IS[count] = unreachable
+    fewest_IS[count, 0] = 0
+    for i in range(count - 1, 0, -1):
+        later_S, here_S, length = fewest_IS[i + 1], fewest_IS[i], lengths[i]
+        here_S[:length] = later_S[:length]
+        if length <= room:
+            taken_S = here_S[length:]
+            np.add(later_S[: room + 1 - length], 1, out=taken_S)
+            np.minimum(taken_S, later_S[length:], out=taken_S)
+    left = int(np.flatnonzero(fewest_IS[1] < unreachable)[-1])
+    chosen = [0]
+    for i in range(1, count):
+        length = lengths[i]
+        if left >= length and fewest_IS[i + 1, left - length] + 1 == fewest_IS[i, left]:
+            chosen.append(i)
+            left -= length
+    return chosen

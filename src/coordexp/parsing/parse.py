@@ -1,0 +1,221 @@
+"""Token ids of an answer → :class:`~coordexp.records.ParsedRollout`. Strict: nothing is repaired or re-encoded."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from coordexp.coords import CoordVocab
+from coordexp.parsing.prefix import Prefix, choose_prefix
+from coordexp.parsing.scanner import (
+    Kind,
+    Member,
+    Node,
+    RootScan,
+    Scanner,
+    count_key_lookalikes,
+    object_index,
+    read_string,
+)
+from coordexp.records import GEOMETRY_KINDS, DropReason, GeometryKind, ParsedRollout, PredictedObject
+
+_COORD_LITERAL = re.compile(r"<\|coord_(?:0|[1-9][0-9]{0,2})\|>")
+_GEOMETRY_OF_KEY: dict[bytes, GeometryKind] = {kind.encode(): kind for kind in GEOMETRY_KINDS}
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """The answer's bytes and how they lie on its tokens. ``end``: where the readable part ends, which is the first
+    token that no answer may contain, or the end. ``coord_at``: byte offset → (token position, bin)."""
+
+    token_ids: tuple[int, ...]
+    data: bytes
+    ends: list[int]
+    end: int
+    coord_at: dict[int, tuple[int, int]]
+
+
+def parse_rollout(token_ids: Sequence[int], vocab: CoordVocab, *, ended: bool | None = None) -> ParsedRollout:
+    """Read an answer strictly and cut it to an append-ready prefix. Any token sequence is legal input.
+
+    The prefix decodes to an open root object, cut right behind its last complete entry (or its ``{``), so that
+    ``prefix + serialize_append(…)`` is one valid JSON object. Its tokens are the rollout's own, except where the cut
+    falls inside the last one. Entries that are sound JSON but no usable object stay in the prefix; every entry that is
+    not among ``objects`` is counted in ``dropped``.
+
+    Args:
+        token_ids: response token ids. ``vocab.eos_id`` ends the answer; it and all behind it are ignored.
+        vocab: the tokenizer's vocabulary.
+        ended: True when the generator saw a stop token that is not in ``token_ids`` any more.
+
+    Returns:
+        The parsed rollout; ``truncated`` when no stop token is in ``token_ids`` and ``ended`` is not True.
+
+    Raises:
+        VocabError: the tokenizer cannot write a lone ``{``.
+    """
+    ids = tuple(map(int, token_ids))
+    stopped = vocab.eos_id in ids
+    if stopped:
+        ids = ids[: ids.index(vocab.eos_id)]
+    answer = _lay_out(ids, vocab)
+    scanner = Scanner(answer.data, answer.end, answer.coord_at)
+    start = scanner.skip_space(0)
+    has_preamble = answer.data[start : min(start + 1, answer.end)] != b"{"
+    dropped: Counter[DropReason] = Counter()
+    entries: tuple[Member, ...] = ()
+    cuts: list[int] = []
+    if has_preamble:
+        # Nothing before the first "{" can be kept, so nothing behind it can either.
+        if seen := count_key_lookalikes(answer.data, 0):
+            dropped[DropReason.PREAMBLE] += seen
+    else:
+        root = scanner.scan_root(start)
+        _count_behind(root, scanner, dropped)
+        entries = root.entries
+        cuts = [start + 1, *(entry.value.end for entry in entries if entry.value.kind is Kind.OBJECT)]
+    prefix = choose_prefix(ids, answer.ends, cuts, vocab)
+    objects, max_index = _read_entries(entries, answer, prefix, dropped)
+    return ParsedRollout(
+        objects=objects,
+        dropped=dict(dropped),
+        prefix_token_ids=prefix.token_ids,
+        prefix_text=vocab.decode(prefix.token_ids),
+        max_object_index=max_index,
+        truncated=not stopped and not ended,
+        num_replaced_tail=prefix.num_replaced,
+    )
+
+
+def _lay_out(ids: tuple[int, ...], vocab: CoordVocab) -> _Answer:
+    pieces = vocab.pieces
+    if ids and (min(ids) < 0 or max(ids) >= len(pieces)):
+        # Models pad their embedding beyond the vocabulary: such an id writes nothing.
+        parts = [pieces[t] if 0 <= t < len(pieces) else b"" for t in ids]
+    else:
+        parts = [pieces[t] for t in ids]
+    ends = list(accumulate(map(len, parts)))
+    end = ends[-1] if ends else 0
+    if b"" in parts or not vocab.control_ids.isdisjoint(ids):
+        control = vocab.control_ids
+        alien = next(i for i, (t, part) in enumerate(zip(ids, parts, strict=True)) if not part or t in control)
+        end = ends[alien - 1] if alien else 0
+    bin_of = vocab.bin_of
+    coord_at: dict[int, tuple[int, int]] = {}
+    for i, token_id in enumerate(ids):
+        k = bin_of(token_id)
+        if k is not None:
+            coord_at[ends[i] - len(parts[i])] = (i, k)
+    return _Answer(ids, b"".join(parts), ends, end, coord_at)
+
+
+def _count_behind(root: RootScan, scanner: Scanner, dropped: Counter[DropReason]) -> None:
+    """Count the entry in which the scan stopped, if any, and what stands behind."""
+    if root.entry_open:
+        simply_ended = root.ran_out and scanner.end == len(scanner.data)
+        dropped[DropReason.TRUNCATED if simply_ended else DropReason.MALFORMED] += 1
+    if unread := _count_unread(root, scanner):
+        dropped[DropReason.AFTER_ROOT if root.closed else DropReason.AFTER_BREAK] += unread
+
+
+def _count_unread(root: RootScan, scanner: Scanner) -> int:
+    # Up to scanner.end a scan that ran out found nothing wrong: no entry can hide there, only the text of one.
+    return count_key_lookalikes(scanner.data, scanner.end if root.ran_out else root.stop)
+
+
+def _read_entries(
+    entries: Sequence[Member], answer: _Answer, prefix: Prefix, dropped: Counter[DropReason]
+) -> tuple[tuple[PredictedObject, ...], int | None]:
+    """The valid objects of the kept prefix and its highest ``object_{n}``; all other entries into ``dropped``."""
+    kept_until = -1 if prefix.cut is None else prefix.cut
+    objects: list[PredictedObject] = []
+    max_index: int | None = None
+    for entry in entries:
+        index = object_index(entry.key)
+        kept = entry.value.end <= kept_until
+        if kept and index is not None:
+            max_index = index if max_index is None else max(max_index, index)
+        found = _read_object(index, entry, answer)
+        if isinstance(found, DropReason):
+            dropped[found] += 1
+        elif not kept:
+            dropped[DropReason.UNCUTTABLE] += 1
+        elif entry.value.end == kept_until:  # its last token may be a replaced one, or several
+            objects.append(replace(found, token_span=(found.token_span[0], len(prefix.token_ids))))
+        else:
+            objects.append(found)
+    return tuple(objects), max_index
+
+
+def _read_object(index: int | None, entry: Member, answer: _Answer) -> PredictedObject | DropReason:
+    """The object that ``entry`` describes, or the first reason why it describes none."""
+    if index is None:
+        return DropReason.KEY_INVALID
+    if entry.value.kind is not Kind.OBJECT:
+        return DropReason.NOT_AN_OBJECT
+    descs: list[Node] = []
+    shapes: list[tuple[GeometryKind, Node]] = []
+    num_unknown = 0
+    for key, _, value in entry.value.items:
+        kind = _GEOMETRY_OF_KEY.get(key)
+        if kind is not None:
+            shapes.append((kind, value))
+        elif key == b"desc":
+            descs.append(value)
+        else:
+            num_unknown += 1
+    desc = ""
+    if descs and descs[0].kind is Kind.STRING:
+        desc = read_string(answer.data[descs[0].start + 1 : descs[0].end - 1]).strip()
+    if not desc:
+        return DropReason.MISSING_DESC
+    if len(shapes) > 1:
+        return DropReason.MULTIPLE_GEOMETRIES
+    if num_unknown or len(descs) > 1:
+        return DropReason.UNKNOWN_FIELD
+    if not shapes:
+        return DropReason.MISSING_GEOMETRY
+    kind, array = shapes[0]
+    coords = _read_coords(kind, array, answer)
+    if isinstance(coords, DropReason):
+        return coords
+    bins = tuple([k for _, k in coords])
+    if kind == "bbox_2d" and (bins[2] < bins[0] or bins[3] < bins[1]):
+        return DropReason.BOX_INVERTED
+    span = (bisect_right(answer.ends, entry.start), bisect_right(answer.ends, entry.value.end - 1) + 1)
+    return PredictedObject(index, desc, kind, bins, tuple([i for i, _ in coords]), span)
+
+
+def _read_coords(kind: GeometryKind, array: Node, answer: _Answer) -> list[tuple[int, int]] | DropReason:
+    """(token position, bin) of every coordinate of a geometry, each written by exactly one coordinate token."""
+    if array.kind is not Kind.ARRAY:
+        return DropReason.NON_COORD_TOKEN
+    elements: Sequence[Node] = array.items
+    if kind == "poly" and elements and all(element.kind is Kind.ARRAY for element in elements):
+        if any(len(pair.items) != 2 for pair in elements):
+            return DropReason.WRONG_ARITY
+        elements = [coord for pair in elements for coord in pair.items]
+    coords: list[tuple[int, int]] = []
+    num_spelled = 0
+    for element in elements:
+        if element.kind > Kind.COORD:
+            return DropReason.NON_COORD_TOKEN
+        quote = 1 if element.kind is Kind.STRING else 0
+        start, end = element.start + quote, element.end - quote
+        coord = answer.coord_at.get(start)
+        if coord is not None and answer.ends[coord[0]] == end:
+            coords.append(coord)
+        elif _COORD_LITERAL.fullmatch(read_string(answer.data[start:end])):
+            num_spelled += 1
+        else:
+            return DropReason.NON_COORD_TOKEN
+    if num_spelled:
+        # Read as text there is a geometry; but with some values spelled by ordinary tokens, the coordinate tokens
+        # no longer stand for the values one to one.
+        return DropReason.AMBIGUOUS_COORDS if coords else DropReason.NON_COORD_TOKEN
+    enough = len(coords) == 4 if kind == "bbox_2d" else len(coords) >= 6 and len(coords) % 2 == 0
+    return coords if enough else DropReason.WRONG_ARITY

@@ -1,0 +1,86 @@
+"""Plans for sending rollout requests: pure arithmetic, the same on every rank and in every run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from coordexp.errors import ConfigError, RolloutError
+
+Answer = TypeVar("Answer")
+
+
+def split_requests(n: int, world_sizes: Sequence[int]) -> list[range]:
+    """Contiguous requests for each server, in proportion to its world size.
+
+    Server i takes the next ``ceil(n * s_i / sum(s))`` requests, or what is left of them; late servers may get none.
+
+    Args:
+        n: number of requests, >= 0. world_sizes: rollout devices of each server, each >= 1.
+
+    Returns: one range per server, empty ones included; together they are ``range(n)`` in order.
+    """
+    if n < 0:
+        raise ValueError(f"the number of requests cannot be negative, got {n}")
+    total = _total(world_sizes)
+    plan, start = [], 0
+    for size in world_sizes:
+        stop = min(n, start - (-n * size // total))  # -(-a // b) is ceil(a / b)
+        plan.append(range(start, stop))
+        start = stop
+    return plan
+
+
+def reassemble(plan: Sequence[range], answers: Sequence[Sequence[Answer]]) -> list[Answer]:
+    """The servers' answers in the original order of the requests.
+
+    Raises:
+        RolloutError: a server did not answer each of its requests exactly once.
+    """
+    if len(plan) != len(answers):
+        raise RolloutError(f"{len(answers)} lists of answers for {len(plan)} servers; every server must reply")
+    ordered: list[Answer] = []
+    for server, (asked, given) in enumerate(zip(plan, answers, strict=True)):
+        if len(asked) != len(given):
+            raise RolloutError(
+                f"server {server} returned {len(given)} answers to {len(asked)} requests; check that server's log"
+            )
+        ordered.extend(given)
+    return ordered
+
+
+def chunk_ranges(n: int, size: int) -> list[range]:
+    """``range(n)`` in consecutive chunks of at most ``size``: the rounds in which one rank sends its requests."""
+    if size < 1:
+        raise ValueError(f"a chunk holds at least 1 request, got {size}")
+    return [range(start, min(n, start + size)) for start in range(0, n, size)]
+
+
+def chunk_size(decode_batch_size: int, server_world_sizes: Sequence[int], learner_world_size: int) -> int:
+    """Requests that one learner rank may have in flight: ``floor(decode_batch_size * S / W)``.
+
+    S is the number of rollout devices over all servers and W the number of learner ranks, all of which ask at once.
+
+    Raises:
+        ConfigError: ``decode_batch_size * S < W``: some rank could not ask for a single rollout.
+    """
+    if decode_batch_size < 1:
+        raise ConfigError(f"rollout_matching.decode_batch_size must be at least 1, got {decode_batch_size}")
+    if learner_world_size < 1:
+        raise ValueError(f"the learner has at least 1 rank, got {learner_world_size}")
+    total = _total(server_world_sizes)
+    slots = decode_batch_size * total
+    if slots < learner_world_size:
+        raise ConfigError(
+            f"rollout_matching.decode_batch_size {decode_batch_size} on {total} rollout devices allows {slots} "
+            f"requests at a time, fewer than the {learner_world_size} learner ranks that ask at once; increase the "
+            "rollout servers' world size, reduce the learner's world size, or increase rollout_matching.decode_batch_size "
+            f"to at least {-(-learner_world_size // total)}"
+        )
+    return slots // learner_world_size
+
+
+def _total(world_sizes: Sequence[int]) -> int:
+    if not world_sizes or min(world_sizes) < 1:
+        raise ValueError(f"every rollout server needs a world size of at least 1, got {list(world_sizes)}")
+    return sum(world_sizes)

@@ -1,0 +1,119 @@
+"""Rollouts by transformers' ``generate`` on the learner's own model: no second engine, no weight copy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from coordexp.coords import CoordVocab
+from coordexp.records import Rollout, RolloutRequest
+from coordexp.rollouts.backend import DecodingOptions, SeedContext
+
+
+class HFBackend:
+    """Batched decoding with left padding, at most ``decode_batch_size`` sequences at once.
+
+    The model is left as it was found: train/eval mode, random state and caches.
+    """
+
+    def __init__(
+        self, model: Any, vocab: CoordVocab, options: DecodingOptions, decode_batch_size: int, image_token_id: int
+    ) -> None:
+        self._model = model
+        self._vocab = vocab
+        self._options = options
+        self._decode_batch_size = decode_batch_size
+        self._image_token_id = image_token_id
+        self._pad_id = vocab.eos_id
+        self._version = 0
+
+    def generate(self, requests: Sequence[RolloutRequest], seeds: SeedContext) -> list[Rollout]:
+        rollouts: list[Rollout] = []
+        with _evaluating(self._model), torch.no_grad():
+            for start in range(0, len(requests), self._decode_batch_size):
+                chunk = requests[start : start + self._decode_batch_size]
+                rollouts += self._generate_chunk(chunk, seeds.seed_of(start))
+        return rollouts
+
+    def sync_weights(self, version: int) -> None:
+        """The model that generates is the model that learns: only the version is noted."""
+        self._version = version
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _generate_chunk(self, requests: Sequence[RolloutRequest], seed: int) -> list[Rollout]:
+        device = next(self._model.parameters()).device
+        longest = max(len(request.prompt_token_ids) for request in requests)
+        ids_BL = torch.full((len(requests), longest), self._pad_id, dtype=torch.int64)
+        mask_BL = torch.zeros_like(ids_BL)
+        for row, request in enumerate(requests):
+            ids_BL[row, longest - len(request.prompt_token_ids) :] = torch.tensor(request.prompt_token_ids)
+            mask_BL[row, longest - len(request.prompt_token_ids) :] = 1
+        pixels = torch.cat([request.model_inputs["pixel_values"] for request in requests])
+        grids = torch.cat([request.model_inputs["image_grid_thw"] for request in requests])
+        with _seeded(seed, device):
+            output_BT = self._model.generate(
+                input_ids=ids_BL.to(device),
+                attention_mask=mask_BL.to(device),
+                mm_token_type_ids=(ids_BL == self._image_token_id).int().to(device),
+                pixel_values=pixels.to(device, self._model.dtype),
+                image_grid_thw=grids.to(device),
+                **self._generation_arguments(),
+            )
+        answers = output_BT[:, longest:].tolist()
+        return [self._rollout(request, answer) for request, answer in zip(requests, answers, strict=True)]
+
+    def _generation_arguments(self) -> dict[str, Any]:
+        options = self._options
+        arguments: dict[str, Any] = {
+            "max_new_tokens": options.max_new_tokens,
+            "do_sample": options.temperature > 0,
+            "num_beams": options.num_beams,
+            "num_return_sequences": 1,
+            "repetition_penalty": options.repetition_penalty,
+            "eos_token_id": self._vocab.eos_id,
+            "pad_token_id": self._pad_id,
+            "use_cache": True,
+            # The checkpoint's own generation_config must not leak into a run that the YAML determines.
+            "temperature": None,
+            "top_p": None,
+            "top_k": None,
+        }
+        if options.temperature > 0:
+            arguments |= {"temperature": options.temperature, "top_p": options.top_p, "top_k": max(0, options.top_k)}
+        return arguments
+
+    def _rollout(self, request: RolloutRequest, answer: list[int]) -> Rollout:
+        ended = self._vocab.eos_id in answer
+        response = tuple(answer[: answer.index(self._vocab.eos_id)] if ended else answer)
+        return Rollout(
+            sample_id=request.sample_id,
+            prompt_token_ids=request.prompt_token_ids,
+            response_token_ids=response,
+            text=self._vocab.decode(response),
+            truncated=not ended,
+            weight_version=self._version,
+        )
+
+
+@contextmanager
+def _evaluating(model: torch.nn.Module) -> Iterator[None]:
+    was_training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in was_training.items():
+            module.training = training
+
+
+@contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        yield

@@ -1,0 +1,144 @@
+"""A thin ``transformers.Trainer``: the window prepares a step, the model runs it, the objective scores it."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import Trainer
+
+from coordexp import distributed
+from coordexp.coords import CoordVocab
+from coordexp.data.dataset import RecordDataset
+from coordexp.evaluation import evaluate_dataset
+from coordexp.metrics import MetricsPayload, reduce_metrics
+from coordexp.metrics.reduce import is_maximum
+from coordexp.modeling.forward import supervised_logits
+from coordexp.modeling.inputs import row_inputs, to_device
+from coordexp.modeling.load import LoadedModel
+from coordexp.objective import ObjectiveContext, ObjectivePipeline, SupervisionTensors
+from coordexp.rollouts import RolloutBackend
+from coordexp.training.window import Window, WindowBuilder
+
+
+class CoordExpTrainer(Trainer):
+    """Stage 1 and stage 2 alike: they differ in where the window's segments come from and in the pipeline.
+
+    ``get_batch_samples`` is where transformers hands over the raw micro-batches of a whole accumulation window; a step
+    is prepared there, so its global counts exist before its first backward. ``compute_loss`` is then only forward,
+    objective, scale.
+    """
+
+    def __init__(
+        self,
+        *,
+        loaded: LoadedModel,
+        window_builder: WindowBuilder,
+        pipeline: ObjectivePipeline,
+        eval_backend: RolloutBackend,
+        decode_batch_size: int,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(model=loaded.model, data_collator=list, **kwargs)
+        # Shares are already divided by the whole step's counts: dividing again by micro-steps would be wrong.
+        self.loss_is_scaled_for_ga = True
+        self.window_builder = window_builder
+        self.window: Window | None = None
+        self._loaded = loaded
+        self._vocab: CoordVocab = loaded.vocab
+        self._rope_index = loaded.model.model.get_rope_index
+        self._coord_ids_B = torch.tensor(loaded.vocab.coord_token_ids)
+        self._pipeline = pipeline
+        self._eval_backend = eval_backend
+        self._decode_batch_size = decode_batch_size
+        self._pending: Counter[str] = Counter()
+        self._pending_steps = 0
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], None]:
+        raw, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if not raw:
+            return [], None
+        started = time.perf_counter()
+        self.window = self.window_builder.prepare(raw, self.state.global_step)
+        self._add(self.window.metrics)
+        self._add({"time/window_prepare_s": time.perf_counter() - started})
+        self._pending_steps += 1
+        return [self._step_inputs(row) for row in self.window.rows], None
+
+    def _step_inputs(self, row: Any) -> dict[str, Any]:
+        dtype = next(self._loaded.model.parameters()).dtype
+        inputs = row_inputs(row, self._rope_index, self._loaded.image_token_id, self._loaded.attention, dtype)
+        return {"model": inputs, "supervision": SupervisionTensors.of(row).as_dict()}
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        return {name: to_device(tensors, self.args.device) for name, tensors in inputs.items()}
+
+    def compute_loss(
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> torch.Tensor:
+        """This row's share of the step's loss, scaled so that DDP's mean over ranks is the sum."""
+        assert self.window is not None, "compute_loss without a prepared window"
+        assert not return_outputs, "evaluation goes through rollouts, not through the loss"
+        started = time.perf_counter()
+        supervision = SupervisionTensors(**inputs["supervision"])
+        logits_NV = supervised_logits(model, inputs["model"], supervision.position_N)
+        context = ObjectiveContext(supervision, logits_NV, self._coord_ids_B.to(logits_NV.device), self.window.counts)
+        result = self._pipeline(context)
+        self._add({name: share.item() for name, share in result.terms.items()})
+        self._add({"time/forward_s": time.perf_counter() - started, "train/micro_steps": 1})
+        return result.loss * distributed.world_size()
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add the steps' global metrics to the trainer's own line. Every rank logs, so the reduction is collective."""
+        if "loss" in logs and self._pending_steps:
+            metrics = reduce_metrics(self._pending)
+            for name in metrics:
+                if name.startswith(("loss/", "coord_diag/")):
+                    metrics[name] /= self._pending_steps  # several steps in one line: shares become their mean
+            # The trainer averages the scaled loss over ranks; the sum of the terms is the same number, exactly.
+            logs = {**logs, **MetricsPayload("train", self.state.global_step, metrics).metrics}
+            self._pending.clear()
+            self._pending_steps = 0
+        super().log(logs, start_time)
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Rollouts on the validation set → ``eval_rollout/*``; batched by ``decode_batch_size`` alone."""
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        assert isinstance(dataset, RecordDataset)
+        started = time.perf_counter()
+        self._eval_backend.sync_weights(self.state.global_step)
+        figures, _ = evaluate_dataset(
+            dataset,
+            self._eval_backend,
+            self._vocab,
+            batch_size=self._decode_batch_size,
+            seed=self.args.seed,
+            global_step=self.state.global_step,
+        )
+        metrics = {f"{metric_key_prefix}_rollout/{name}": value for name, value in figures.items()}
+        metrics[f"{metric_key_prefix}_time/runtime_s"] = time.perf_counter() - started
+        self.log(dict(MetricsPayload("eval", self.state.global_step, metrics).metrics))
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Not estimated: transformers' formula reads padded ``input_ids``, which a packed row does not have."""
+        return 0
+
+    def _add(self, values: Any) -> None:
+        for name, value in values.items():
+            if is_maximum(name):
+                self._pending[name] = max(self._pending[name], value)
+            else:
+                self._pending[name] += value
