@@ -1,0 +1,298 @@
+"""COCO and VOC → JSONL: the same scene gives the same records, and nothing leaves uncounted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from rich.console import Console
+
+from annotation_folders import KEEP, SMALL, coco, objects_of, paint, voc, voc_object, voc_xml
+from coordexp.data import read_jsonl
+from coordexp.data.convert import (
+    ImageOptions,
+    convert_coco,
+    convert_voc,
+    render_report,
+    to_bin,
+)
+from coordexp.errors import DataError
+from coordexp.records import GTObject
+
+# --- quantisation ---
+
+
+@given(extent=st.integers(2, 5000), data=st.data())
+def test_a_bin_stands_for_its_pixel_within_half_a_bin(extent: int, data: st.DataObject) -> None:
+    x = data.draw(st.floats(0, extent - 1))
+    assert abs(to_bin(x, extent) / 999 * (extent - 1) - x) <= (extent - 1) / 999 / 2 + 1e-6
+
+
+@given(x=st.floats(-1e6, 1e6), y=st.floats(-1e6, 1e6), extent=st.integers(1, 5000))
+def test_bins_stay_in_range_and_keep_the_order_of_pixels(x: float, y: float, extent: int) -> None:
+    low, high = sorted((x, y))
+    assert 0 <= to_bin(low, extent) <= to_bin(high, extent) <= 999
+
+
+@given(extent=st.integers(2, 1000), data=st.data())
+def test_whole_pixels_of_small_images_survive_there_and_back(extent: int, data: st.DataObject) -> None:
+    x = data.draw(st.integers(0, extent - 1))
+    assert round(to_bin(x, extent) / 999 * (extent - 1)) == x
+
+
+# --- one scene, two formats ---
+
+
+def test_the_same_scene_gives_the_same_records_from_coco_and_voc(tmp_path: Path) -> None:
+    boxes = [("cat", (4, 3, 20, 15)), ("dog", (10, 10, 39, 23))]
+    voc_root = voc(tmp_path / "voc", *(voc_object(name, *box) for name, box in boxes))
+    paint(voc_root / "JPEGImages" / "b.jpg", (64, 64))
+    voc_xml(voc_root, "b", size=(64, 64))
+    paint(tmp_path / "coco" / "images" / "b.jpg", (64, 64))
+    annotations = [
+        {"category_id": 1 + at, "bbox": [x1, y1, x2 - x1, y2 - y1]} for at, (_, (x1, y1, x2, y2)) in enumerate(boxes)
+    ]
+    images = [
+        {"id": 9, "file_name": "b.jpg", "width": 64, "height": 64},
+        {"id": 7, "file_name": "a.jpg", "width": 40, "height": 24},
+    ]
+    coco_json = coco(tmp_path / "coco", annotations, images)
+    convert_voc(voc_root, tmp_path / "out_voc", name="set", options=SMALL)
+    convert_coco(coco_json, tmp_path / "coco" / "images", tmp_path / "out_coco", name="set", options=SMALL)
+
+    assert (tmp_path / "out_voc" / "set.jsonl").read_bytes() == (tmp_path / "out_coco" / "set.jsonl").read_bytes()
+    first, second = read_jsonl(tmp_path / "out_voc" / "set.jsonl", check_images=True)
+    assert first.image == tmp_path / "out_voc" / "images" / "set" / "a.jpg"
+    assert first.objects == (
+        GTObject(
+            "cat", "bbox_2d", (round(999 * 4 / 39), round(999 * 3 / 23), round(999 * 20 / 39), round(999 * 15 / 23))
+        ),
+        GTObject("dog", "bbox_2d", (round(999 * 10 / 39), round(999 * 10 / 23), 999, 999)),
+    )
+    assert second.objects == ()
+    assert first.metadata == {"source": {"file": "a.jpg", "width": 40, "height": 24}}
+
+
+# --- images ---
+
+
+def test_images_are_resized_once_to_the_grid_and_coordinates_do_not_move(tmp_path: Path) -> None:
+    root = voc(tmp_path / "voc", voc_object("cat", 4, 3, 20, 15))
+    kept = convert_voc(root, tmp_path / "kept", options=KEEP)
+    grown = convert_voc(root, tmp_path / "grown", options=ImageOptions())
+    (small,), (large,) = read_jsonl(kept.jsonl, check_images=True), read_jsonl(grown.jsonl, check_images=True)
+    assert (small.width, small.height) == (40, 24) and small.image == root / "JPEGImages" / "a.jpg"
+    assert (large.width, large.height) == (352, 224) and large.image.parent == tmp_path / "grown" / "images" / "data"
+    assert small.objects == large.objects
+
+
+def test_an_image_already_on_the_grid_is_copied_byte_for_byte(tmp_path: Path) -> None:
+    report = convert_voc(voc(tmp_path / "voc"), tmp_path / "out", options=SMALL)
+    (record,) = read_jsonl(report.jsonl)
+    assert record.image.read_bytes() == (tmp_path / "voc" / "JPEGImages" / "a.jpg").read_bytes()
+
+
+def test_other_formats_become_png_without_meeting_their_namesakes(tmp_path: Path) -> None:
+    images = [{"id": at, "file_name": name, "width": 40, "height": 24} for at, name in enumerate(["a.bmp", "a.png"])]
+    path = coco(tmp_path, [], images)
+    paint(tmp_path / "images" / "a.bmp")
+    Image.new("RGBA", (40, 24), (0, 0, 0, 0)).save(tmp_path / "images" / "a.png")
+    report = convert_coco(path, tmp_path / "images", tmp_path / "out", options=SMALL)
+    bmp, png = read_jsonl(report.jsonl, check_images=True)
+    assert (bmp.image.name, png.image.name) == ("a.bmp.png", "a.png")
+    assert np.asarray(Image.open(png.image)).min() == 255, "transparent pixels show white"
+
+
+def test_a_turned_photo_is_stored_upright_when_its_annotation_is_upright(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    root = voc(tmp_path / "voc", voc_object("cat", 0, 0, 23, 39), size=(24, 40))
+    paint(root / "JPEGImages" / "a.jpg", (40, 24), exif=exif)
+    report = convert_voc(root, tmp_path / "out", options=SMALL)
+    (record,) = read_jsonl(report.jsonl, check_images=True)
+    assert (record.width, record.height) == (24, 40) and not report.notes
+
+
+@pytest.mark.parametrize("options", [SMALL, KEEP])
+def test_a_turned_photo_annotated_as_stored_keeps_its_pixels_as_stored(tmp_path: Path, options: ImageOptions) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    root = voc(tmp_path / "voc", voc_object("cat", 0, 0, 39, 23))
+    paint(root / "JPEGImages" / "a.jpg", (40, 24), exif=exif)
+    report = convert_voc(root, tmp_path / "out", options=options)
+    (record,) = read_jsonl(report.jsonl, check_images=True)
+    assert (record.width, record.height) == (40, 24) and report.notes == {"exif_ignored": 1}
+    assert record.objects[0].bins == (0, 0, 999, 999)
+
+
+SIZE_CASES = [
+    ("missing", None, "notes", "size_missing"),
+    ("zero", (0, 0), "notes", "size_missing"),
+    ("words", ("wide", "high"), "notes", "size_missing"),
+    ("scaled", (80, 48), "notes", "size_scaled"),
+    ("other shape", (40, 40), "skipped_images", "size_mismatch"),
+]
+
+
+@pytest.mark.parametrize(("size", "where", "reason"), [c[1:] for c in SIZE_CASES], ids=[c[0] for c in SIZE_CASES])
+def test_a_size_that_is_not_the_images_is_reported(tmp_path: Path, size: Any, where: str, reason: str) -> None:
+    root = voc(tmp_path / "voc", voc_object("cat", 0, 0, 10, 12), size=size)
+    paint(root / "JPEGImages" / "b.jpg")
+    voc_xml(root, "b", voc_object("dog", 0, 0, 10, 12))
+    report = convert_voc(root, tmp_path / "out", options=SMALL)
+    assert getattr(report, where) == {reason: 1}
+    assert [(p.reason, p.file) for p in report.problems] == [(reason, "a.xml")]
+    records = read_jsonl(report.jsonl)
+    if where == "skipped_images":
+        assert len(records) == 1 and report.skipped_objects == {"image_skipped": 1}
+    else:
+        extent = 80 if reason == "size_scaled" else 40
+        assert records[0].objects[0].bins[2] == to_bin(10, extent)
+
+
+def test_an_output_folder_that_would_overwrite_the_source_is_refused(tmp_path: Path) -> None:
+    paint(tmp_path / "images" / "instances" / "a.jpg", (41, 25))
+    path = coco(tmp_path, [], [{"id": 1, "file_name": "a.jpg", "width": 41, "height": 25}])
+    before = (tmp_path / "images" / "instances" / "a.jpg").read_bytes()
+    with pytest.raises(DataError, match="would overwrite its source"):
+        convert_coco(path, tmp_path / "images" / "instances", tmp_path)
+    assert (tmp_path / "images" / "instances" / "a.jpg").read_bytes() == before
+
+
+# --- what is left out ---
+
+VOC_OBJECTS = [
+    ("point", voc_object("RBC", 5, 5, 5, 5), "zero_area"),
+    ("line", voc_object("RBC", 5, 5, 9, 5), "zero_area"),
+    ("inverted", voc_object("RBC", 9, 5, 5, 8), "inverted"),
+    ("outside", voc_object("RBC", 50, 5, 60, 8), "outside_image"),
+    ("above", voc_object("RBC", 5, -9, 9, 0), "outside_image"),
+    ("no number", voc_object("RBC", "x", 5, 9, 8), "malformed_geometry"),
+    ("infinite", voc_object("RBC", "inf", 5, 9, 8), "malformed_geometry"),
+    ("no box", "<object><name>RBC</name></object>", "malformed_geometry"),
+    ("no name", voc_object(" ", 5, 5, 9, 8), "empty_desc"),
+    ("control token", voc_object("&lt;|im_end|&gt;", 5, 5, 9, 8), "refused_desc"),
+    ("difficult", voc_object("RBC", 5, 5, 9, 8, extra="<difficult>1</difficult>"), "difficult"),
+]
+
+
+@pytest.mark.parametrize(("node", "reason"), [case[1:] for case in VOC_OBJECTS], ids=[case[0] for case in VOC_OBJECTS])
+def test_voc_objects_left_out_are_counted_and_located(tmp_path: Path, node: str, reason: str) -> None:
+    root = voc(tmp_path / "voc", voc_object("WBC", 1, 1, 9, 9), node)
+    report = convert_voc(root, tmp_path / "out", options=SMALL, skip_difficult=True)
+    assert [obj.desc for obj in objects_of(report)] == ["WBC"]
+    assert report.skipped_objects == {reason: 1} and (report.objects_seen, report.objects) == (2, 1)
+    assert [(p.reason, p.file, p.object_index) for p in report.problems] == [(reason, "a.xml", 1)]
+
+
+def test_what_is_kept_but_odd_is_noted(tmp_path: Path) -> None:
+    twice = voc_object("cat", 1, 1, 9, 9)
+    root = voc(tmp_path / "voc", voc_object("cat", -5, 2, 45, 10), voc_object("cat", 39.99, 2, 40, 9), twice, twice)
+    report = convert_voc(root, tmp_path / "out", options=SMALL)
+    assert report.notes == {"clipped": 1, "collapsed_bins": 1, "duplicate_object": 1}
+    assert objects_of(report)[0].bins[::2] == (0, 999) and report.objects == 4
+
+
+def test_an_image_that_lost_all_its_objects_is_noted_and_one_that_had_none_is_not(tmp_path: Path) -> None:
+    root = voc(tmp_path / "voc", voc_object("RBC", 5, 5, 5, 5))
+    paint(root / "JPEGImages" / "b.jpg")
+    voc_xml(root, "b")
+    report = convert_voc(root, tmp_path / "out", options=SMALL)
+    assert report.notes == {"emptied_image": 1} and report.images == 2
+
+
+def test_voc_files_left_out_are_counted(tmp_path: Path) -> None:
+    root = voc(tmp_path / "voc", voc_object("cat", 1, 1, 9, 9))
+    voc_xml(root, "b", voc_object("cat", 1, 1, 9, 9), voc_object("cat", 2, 2, 9, 9))  # no image
+    paint(root / "JPEGImages" / "c.jpg")  # no annotation
+    (root / "Annotations" / "d.xml").write_text("<annotation><object>")
+    paint(root / "JPEGImages" / "d.jpg")
+    voc_xml(root, "e")
+    (root / "JPEGImages" / "e.jpg").write_bytes(b"no image")
+    paint(root / "JPEGImages" / "f.jpg", (900, 2))
+    voc_xml(root, "f", size=(900, 2))
+    voc_xml(root, "g", filename="a.jpg")
+    report = convert_voc(root, tmp_path / "out", options=SMALL)
+    assert [record.image.name for record in read_jsonl(report.jsonl)] == ["a.jpg"]
+    assert report.skipped_images == {
+        "missing_image": 1,
+        "missing_annotation": 1,
+        "unreadable_annotation": 1,
+        "unreadable_image": 1,
+        "extreme_aspect_ratio": 1,
+        "duplicate_image": 1,
+    }
+    assert report.skipped_objects == {"image_skipped": 2} and report.notes == {"filename_mismatch": 1}
+    assert report.images_seen == 7 and report.objects_seen == 3
+    assert {p.file for p in report.problems} == {f"{stem}.xml" for stem in "bcdefg"}
+
+
+def test_a_truncated_image_is_found_even_when_images_are_only_referred_to(tmp_path: Path) -> None:
+    root = voc(tmp_path / "voc")
+    noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(root / "JPEGImages" / "b.jpg")
+    cut = (root / "JPEGImages" / "b.jpg").read_bytes()[:2000]
+    (root / "JPEGImages" / "b.jpg").write_bytes(cut)
+    voc_xml(root, "b", size=(64, 64))
+    report = convert_voc(root, tmp_path / "out", options=KEEP)
+    assert report.images == 1 and report.skipped_images == {"unreadable_image": 1}
+
+
+def test_splits_keep_their_order_and_count_their_flaws(tmp_path: Path) -> None:
+    root = voc(tmp_path / "voc")
+    for stem in ("b", "my photo"):
+        paint(root / "JPEGImages" / f"{stem}.jpg")
+        voc_xml(root, stem)
+    (root / "ImageSets" / "Main").mkdir(parents=True)
+    (root / "ImageSets" / "Main" / "train.txt").write_text("my photo  1\nb -1\na\nb\ngone\n../b\n\n")
+    report = convert_voc(root, tmp_path / "out", split="train", options=SMALL)
+    assert report.jsonl.name == "train.jsonl"
+    assert [record.image.stem for record in read_jsonl(report.jsonl)] == ["my photo", "b", "a"]
+    assert report.skipped_images == {"duplicate_image": 1, "missing_annotation": 1, "unsafe_file_name": 1}
+    with pytest.raises(DataError, match=r"no split 'val'.*found: train"):
+        convert_voc(root, tmp_path / "out", split="val")
+
+
+def test_one_based_boxes_are_shifted_on_request_only(tmp_path: Path) -> None:
+    root = voc(tmp_path / "voc", voc_object("cat", 1, 1, 40, 24))
+    as_given = convert_voc(root, tmp_path / "out", options=SMALL)
+    shifted = convert_voc(root, tmp_path / "out", name="shifted", one_based=True, options=SMALL)
+    assert objects_of(as_given)[0].bins == (to_bin(1, 40), to_bin(1, 24), 999, 999)
+    assert objects_of(shifted)[0].bins == (0, 0, 999, 999)
+
+
+# --- the report ---
+
+
+def test_the_report_lies_beside_the_jsonl_and_renders(tmp_path: Path) -> None:
+    nodes = [voc_object("cat", 1, 1, 9, 9), *[voc_object("cat", 5, 5, 5, 5)] * 3]
+    calls: list[tuple[int, int]] = []
+    report = convert_voc(
+        voc(tmp_path / "voc", *nodes), tmp_path / "out", options=SMALL, progress=lambda *at: calls.append(at)
+    )
+    assert calls == [(1, 1)]
+    stored = json.loads((tmp_path / "out" / "data.conversion_report.json").read_text())
+    assert stored == json.loads(report.to_json())
+    assert (stored["images"], stored["objects"], stored["objects_seen"]) == (1, 1, 4)
+    assert stored["skipped_objects"] == {"zero_area": 3} and stored["objects_by_desc"] == {"cat": 1}
+    assert stored["problems"][0]["file"] == "a.xml" and stored["problems"][0]["object_index"] == 1
+    console = Console(width=160, record=True, quiet=False, file=(tmp_path / "table.txt").open("w"))
+    console.print(render_report(report, max_problems=2))
+    text = console.export_text()
+    assert "a.xml object 1" in text and "zero_area" in text and "more in data.conversion_report.json" in text
+    assert report.skipped.total() == 3
+
+
+def test_converting_twice_gives_the_same_bytes(tmp_path: Path) -> None:
+    root = voc(tmp_path / "voc", voc_object("cat", 1, 1, 9, 9))
+    first = convert_voc(root, tmp_path / "out", options=ImageOptions(workers=1))
+    before = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    assert first.images == 1 and len(before) == 3
+    convert_voc(root, tmp_path / "out", options=ImageOptions(workers=8))
+    assert before == {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}

@@ -1,0 +1,81 @@
+"""Images open upright, as RGB, or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image, ImageOps
+
+from coordexp.data.images import open_rgb, read_header
+from coordexp.errors import DataError
+
+
+def corners(size: tuple[int, int] = (8, 6)) -> Image.Image:
+    """Four differently coloured quarters: every turn and flip shows."""
+    image = Image.new("RGB", size, (255, 0, 0))
+    width, height = size
+    image.paste((0, 255, 0), (width // 2, 0, width, height // 2))
+    image.paste((0, 0, 255), (0, height // 2, width // 2, height))
+    return image
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("suffix", ["png", "jpg"])
+def test_exif_orientation_is_applied_as_pillow_would(tmp_path: Path, orientation: int, suffix: str) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    path = tmp_path / f"a.{suffix}"
+    corners((32, 16)).save(path, exif=exif)
+    with Image.open(path) as stored:
+        upright = ImageOps.exif_transpose(stored).convert("RGB")
+    opened = open_rgb(path)
+    assert np.array_equal(np.asarray(opened), np.asarray(upright))
+    assert read_header(path).size == opened.size == upright.size
+    assert open_rgb(path, apply_orientation=False).size == read_header(path).stored_size == (32, 16)
+
+
+def test_an_opened_image_carries_no_orientation_to_apply_again(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    corners().save(tmp_path / "a.jpg", exif=exif)
+    open_rgb(tmp_path / "a.jpg").save(tmp_path / "b.jpg")
+    assert read_header(tmp_path / "b.jpg").orientation == 1
+
+
+@pytest.mark.parametrize("mode", ["L", "P", "1", "CMYK", "YCbCr"])
+def test_eight_bit_modes_become_rgb(tmp_path: Path, mode: str) -> None:
+    suffix = "jpg" if mode in ("CMYK", "YCbCr") else "png"
+    corners().convert(mode).save(tmp_path / f"a.{suffix}")
+    assert open_rgb(tmp_path / f"a.{suffix}").mode == "RGB"
+
+
+def test_transparent_pixels_show_white_and_not_what_hides_behind_them(tmp_path: Path) -> None:
+    image = Image.new("RGBA", (2, 1), (0, 0, 0, 0))
+    image.putpixel((1, 0), (10, 20, 30, 255))
+    image.save(tmp_path / "a.png")
+    assert np.asarray(open_rgb(tmp_path / "a.png")).tolist() == [[[255, 255, 255], [10, 20, 30]]]
+
+
+def test_sixteen_bit_images_are_refused_before_they_clip(tmp_path: Path) -> None:
+    Image.fromarray(np.full((4, 4), 4000, dtype=np.uint16)).save(tmp_path / "a.png")
+    with pytest.raises(DataError, match=r"a\.png: pixel type 'I;16' is not 8-bit"):
+        open_rgb(tmp_path / "a.png")
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "png"])
+def test_a_truncated_image_is_refused(tmp_path: Path, suffix: str) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    path = tmp_path / f"a.{suffix}"
+    Image.fromarray(noise).save(path)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(DataError, match=rf"a\.{suffix}: cannot decode the image"):
+        open_rgb(path)
+
+
+def test_the_expected_size_is_checked(tmp_path: Path) -> None:
+    corners().save(tmp_path / "a.png")
+    assert open_rgb(tmp_path / "a.png", expected_size=(8, 6)).size == (8, 6)
+    with pytest.raises(DataError, match="width=6, height=8, but the image is 8x6"):
+        open_rgb(tmp_path / "a.png", expected_size=(6, 8))
