@@ -1,0 +1,327 @@
+"""What each kind of answer becomes: one line a case, on the real Qwen token boundaries."""
+
+from __future__ import annotations
+
+import pytest
+
+from coordexp.coords import COORD_TOKENS, TURN_END
+from coordexp.parsing import parse_rollout
+from coordexp.records import DropReason as R
+from coordexp.records import ParsedRollout
+from qwen_tokenizer import qwen_tokenizer, qwen_vocab
+
+
+def coords(*bins: int, quote: str = '"') -> str:
+    return "[" + ", ".join(f"{quote}{COORD_TOKENS[k]}{quote}" for k in bins) + "]"
+
+
+def pairs(*bins: int) -> str:
+    return "[" + ", ".join(coords(x, y) for x, y in zip(bins[::2], bins[1::2], strict=True)) + "]"
+
+
+def box(desc: str = "black cat", at: str = coords(10, 20, 200, 220)) -> str:
+    return f'{{"desc": "{desc}", "bbox_2d": {at}}}'
+
+
+def poly(at: str) -> str:
+    return f'{{"desc": "leaf", "poly": {at}}}'
+
+
+def spelled(text: str) -> list[int]:
+    """Token ids that write ``text`` with ordinary tokens only, also where a coordinate token would fit."""
+    return [token for char in text for token in qwen_vocab().encode(char)]
+
+
+O1, O2, O3 = (f'"object_{n}": {box()}' for n in (1, 2, 3))
+GOOD = box()
+END = TURN_END
+TRIANGLE = (0, 0, 9, 0, 9, 9)
+NO_CLOSE_BRACKET = O2.replace("]}", "}")
+NO_CLOSE_BRACE = O2[:-1]
+NO_CLOSE_QUOTE = O2.replace('cat"', "cat")
+NOTE = f'"note": {box()}'
+
+
+def entry(value: str, n: int = 2) -> str:
+    return f'"object_{n}": {value}'
+
+
+def around(value: str) -> str:
+    """``value`` as object_2 between two good objects."""
+    return f"{{{O1}, {entry(value)}, {O3}}}{END}"
+
+
+def kept(value: str) -> str:
+    return f"{{{O1}, {entry(value)}, {O3}"
+
+
+# id, answer, indices of valid objects, dropped, prefix text, highest index
+WHOLE_ANSWERS = [
+    ("two good objects", f"{{{O1}, {O2}}}{END}", [1, 2], {}, f"{{{O1}, {O2}", 2),
+    ("root not closed", f"{{{O1}", [1], {}, f"{{{O1}", 1),
+    ("root not closed but ended", f"{{{O1}{END}", [1], {}, f"{{{O1}", 1),
+    ("ends right after a comma", f"{{{O1},", [1], {}, f"{{{O1}", 1),
+    ("ends after comma and space", f"{{{O1}, ", [1], {}, f"{{{O1}", 1),
+    ("ends inside object 2", f"{{{O1}, {O2[:60]}", [1], {R.TRUNCATED: 1}, f"{{{O1}", 1),
+    ("ends inside the key of object 2", f'{{{O1}, "obj', [1], {R.TRUNCATED: 1}, f"{{{O1}", 1),
+    ("ends after the key of object 2", f'{{{O1}, "object_2"', [1], {R.TRUNCATED: 1}, f"{{{O1}", 1),
+    ("ends after the colon of object 2", f'{{{O1}, "object_2":', [1], {R.TRUNCATED: 1}, f"{{{O1}", 1),
+    ("ends inside an undelimited number", f"{{{O1}, {entry('12')}", [1], {R.TRUNCATED: 1}, f"{{{O1}", 1),
+    ("ends inside an escape", f'{{{O1}, "object_2": {{"desc": "a\\u00', [1], {R.TRUNCATED: 1}, f"{{{O1}", 1),
+    ("ends inside the first object", f"{{{O1[:40]}", [], {R.TRUNCATED: 1}, "{", None),
+    ("stop inside the first object", f"{{{O1[:40]}{END}", [], {R.TRUNCATED: 1}, "{", None),
+    ("keys out of order", f"{{{entry(GOOD, 10)}, {O2}}}{END}", [10, 2], {}, f"{{{entry(GOOD, 10)}, {O2}", 10),
+    ("invalid last object counts for the index", f"{{{O2}, {entry(box(' '), 9)}}}{END}", [2], {R.MISSING_DESC: 1},
+     f"{{{O2}, {entry(box(' '), 9)}", 9),
+    ("scalar entry, then a good one", f"{{{entry('123', 4)}, {O3}}}{END}", [3], {R.NOT_AN_OBJECT: 1},
+     f"{{{entry('123', 4)}, {O3}", 4),
+    ("scalar entry last is no place to append", f"{{{O3}, {entry('123', 4)}}}{END}", [3], {R.NOT_AN_OBJECT: 1},
+     f"{{{O3}", 3),
+    ("scalar entry only", f"{{{entry('[]', 4)}}}{END}", [], {R.NOT_AN_OBJECT: 1}, "{", None),
+    ("text after the stop token", f"{{{O1}}}{END} {{{O2}}}", [1], {}, f"{{{O1}", 1),
+    ("stop token inside a desc", f'{{{O1}, "object_2": {{"desc": "a{END}b"}}}}', [1], {R.TRUNCATED: 1}, f"{{{O1}", 1),
+    ("no JSON", f"NOT_JSON{END}", [], {}, "{", None),
+    ("stop token only", END, [], {}, "{", None),
+    ("nothing at all", "", [], {}, "{", None),
+    ("white space only", " \n", [], {}, "{", None),
+    ("no opening brace", f"{O1}, {O2}", [], {R.PREAMBLE: 2}, "{", None),
+    ("empty root", f"{{}}{END}", [], {}, "{", None),
+    ("duplicate key", f"{{{O1}, {O1}}}{END}", [1, 1], {}, f"{{{O1}, {O1}", 1),
+    ("zero-padded key", f"{{{entry(GOOD, '007')}}}{END}", [7], {}, f"{{{entry(GOOD, '007')}", 7),
+    ("escaped key", f'{{"object\\u005f8": {GOOD}}}{END}', [8], {}, f'{{"object\\u005f8": {GOOD}', 8),
+    ("runaway key", f"{{{O1}, {entry(GOOD, '1' * 30)}}}{END}", [1], {R.KEY_INVALID: 1},
+     f"{{{O1}, {entry(GOOD, '1' * 30)}", 1),
+    ("missing ]", f"{{{O1}, {NO_CLOSE_BRACKET}, {O3}}}{END}", [1], {R.MALFORMED: 1, R.AFTER_BREAK: 1}, f"{{{O1}", 1),
+    ("missing }", f"{{{O1}, {NO_CLOSE_BRACE}, {O3}}}{END}", [1], {R.MALFORMED: 1, R.AFTER_BREAK: 1}, f"{{{O1}", 1),
+    ("missing quote", f"{{{O1}, {NO_CLOSE_QUOTE}, {O3}}}{END}", [1], {R.MALFORMED: 1, R.AFTER_BREAK: 1}, f"{{{O1}", 1),
+    ("missing comma", f"{{{O1} {O2}, {O3}}}{END}", [1], {R.AFTER_BREAK: 2}, f"{{{O1}", 1),
+    ("missing colon", f'{{{O1}, "object_2" {GOOD}, {O3}}}', [1], {R.MALFORMED: 1, R.AFTER_BREAK: 1}, f"{{{O1}", 1),
+    ("missing quote of a key", f'{{{O1}, "object_2: {GOOD}, {O3}}}', [1], {R.MALFORMED: 1, R.AFTER_BREAK: 1},
+     f"{{{O1}", 1),
+    ("comma before the closing brace", f"{{{O1},}}{END}", [1], {}, f"{{{O1}", 1),
+    ("Python quotes", "{" + O1.replace('"', "'") + "}" + END, [], {R.AFTER_BREAK: 1}, "{", None),
+    ("unquoted keys", f"{{object_1: {GOOD}, object_2: {GOOD}}}", [], {R.AFTER_BREAK: 2}, "{", None),
+    ("line break inside a desc", f"{{{O1}, {entry(box('a' + chr(10)))}}}", [1], {R.MALFORMED: 1}, f"{{{O1}", 1),
+    ("illegal escape", f"{{{O1}, {entry(box(chr(92) + 'x'))}}}", [1], {R.MALFORMED: 1}, f"{{{O1}", 1),
+    ("leading zero", f"{{{O1}, {entry('01')}, {O3}}}", [1], {R.MALFORMED: 1, R.AFTER_BREAK: 1}, f"{{{O1}", 1),
+    ("NaN", f"{{{O1}, {entry('NaN')}}}", [1], {R.MALFORMED: 1}, f"{{{O1}", 1),
+    ("image placeholder in a desc", f"{{{O1}, {entry(box('<|image_pad|>'))}, {O3}}}{END}", [1],
+     {R.MALFORMED: 1, R.AFTER_BREAK: 1}, f"{{{O1}", 1),
+    ("image placeholder between objects", f"{{{O1}, <|image_pad|>{O2}}}{END}", [1], {R.AFTER_BREAK: 1}, f"{{{O1}", 1),
+    ("image placeholder before the root", f"<|image_pad|>{{{O1}}}{END}", [], {R.PREAMBLE: 1}, "{", None),
+    ("coordinate wildcard in an array", f"{{{entry(box(at='[<|coord_*|>]'))}}}", [], {R.MALFORMED: 1}, "{", None),
+    ("foreign entry first", f"{{{NOTE}, {O1}}}{END}", [1], {R.KEY_INVALID: 1}, f"{{{NOTE}, {O1}", 1),
+    ("foreign entry last", f"{{{O1}, {NOTE}}}{END}", [1], {R.KEY_INVALID: 1}, f"{{{O1}, {NOTE}", 1),
+    ("foreign entry behind a scalar one", f"{{{entry('123', 4)}, {NOTE}}}{END}", [],
+     {R.NOT_AN_OBJECT: 1, R.KEY_INVALID: 1}, f"{{{entry('123', 4)}, {NOTE}", 4),
+    ("a list of objects", f'{{"objects": [{GOOD}, {GOOD}]}}{END}', [], {R.KEY_INVALID: 1}, "{", None),
+    ("polite preamble", f"Sure! {{{O1}, {O2}}}{END}", [], {R.PREAMBLE: 2}, "{", None),
+    ("code fence", f"```json\n{{{O1}}}\n```{END}", [], {R.PREAMBLE: 1}, "{", None),
+    ("preamble, then truncated", f"Sure! {{{O1}, {O2[:60]}", [], {R.PREAMBLE: 2}, "{", None),
+    ("preamble, foreign keys only", f"Sure! {{{NOTE}}}", [], {}, "{", None),
+    ("preamble with braces", f"The {{objects}}: {{{O1}}}{END}", [], {R.PREAMBLE: 1}, "{", None),
+    ("two roots", f"{{{O1}}} {{{O2}, {O3}}}{END}", [1], {R.AFTER_ROOT: 2}, f"{{{O1}", 1),
+    ("one brace too many", f"{{{O1}}}, {O2}, {O3}}}{END}", [1], {R.AFTER_ROOT: 2}, f"{{{O1}", 1),
+    ("chatter after the root", f"{{{O1}}} I hope this helps!{END}", [1], {}, f"{{{O1}", 1),
+    ("pretty-printed", f"{{\n  {O1},\n  {O2}\n}}{END}", [1, 2], {}, f"{{\n  {O1},\n  {O2}", 2),
+    ("white space before the root", f"\n {{{O1}}}{END}", [1], {}, f"\n {{{O1}", 1),
+    ("only a root, spaced", " {", [], {}, " {", None),
+    ("a list as root", f"[{{{O1}}}]{END}", [], {R.PREAMBLE: 1}, "{", None),
+]  # fmt: skip
+
+# id, value of object_2, why it is dropped (None: it is valid)
+VALUES = [
+    ("box", box(), None),
+    ("geometry first", f'{{"bbox_2d": {coords(1, 2, 3, 4)}, "desc": "cat"}}', None),
+    ("bare coordinates", box(at=coords(1, 2, 3, 4, quote="")), None),
+    ("flat polygon", poly(coords(*TRIANGLE)), None),
+    ("polygon of pairs", poly(pairs(*TRIANGLE)), None),
+    ("polygon first", f'{{"poly": {coords(*TRIANGLE)}, "desc": "leaf"}}', None),
+    ("polygon of one point", poly(coords(5, 5, 5, 5, 5, 5)), None),
+    ("box of one point", box(at=coords(5, 5, 5, 5)), None),
+    ("spaced box", '{ "desc" : "a" ,\t"bbox_2d" : [ "<|coord_1|>" , <|coord_2|>\n, <|coord_3|>,<|coord_4|> ] }', None),
+    ("escaped field", f'{{"d\\u0065sc": "cat", "bbox_2d": {coords(1, 2, 3, 4)}}}', None),
+    ("brackets in the desc", box("} { ] [ , :"), None),
+    ("quotes in the desc", box(r"a \"big\" cat \\"), None),
+    ("coordinate in the desc", box("cat at <|coord_5|>"), None),
+    ("emoji and rare characters in the desc", box("🦖 龘 𠮷 né"), None),
+    ("scalar", "123", R.NOT_AN_OBJECT),
+    ("null", "null", R.NOT_AN_OBJECT),
+    ("list", "[]", R.NOT_AN_OBJECT),
+    ("string", '"cat"', R.NOT_AN_OBJECT),
+    ("bare coordinate", "<|coord_1|>", R.NOT_AN_OBJECT),
+    ("empty object", "{}", R.MISSING_DESC),
+    ("no desc", f'{{"bbox_2d": {coords(1, 2, 3, 4)}}}', R.MISSING_DESC),
+    ("empty desc", box(""), R.MISSING_DESC),
+    ("blank desc", box(r" \n"), R.MISSING_DESC),
+    ("desc is a number", box().replace('"black cat"', "7"), R.MISSING_DESC),
+    ("no geometry", '{"desc": "cat"}', R.MISSING_GEOMETRY),
+    ("other name of the geometry", box().replace("bbox_2d", "bbox"), R.UNKNOWN_FIELD),
+    ("extra field", box()[:-1] + ', "score": 1}', R.UNKNOWN_FIELD),
+    ("nested extra field", box()[:-1] + f', "part": {box()}}}', R.UNKNOWN_FIELD),
+    ("two descs", box()[:-1] + ', "desc": "dog"}', R.UNKNOWN_FIELD),
+    ("box and polygon", box()[:-1] + f', "poly": {coords(*TRIANGLE)}}}', R.MULTIPLE_GEOMETRIES),
+    ("two boxes", box()[:-1] + f', "bbox_2d": {coords(1, 2, 3, 4)}}}', R.MULTIPLE_GEOMETRIES),
+    ("integers", box(at="[1, 2, 3, 4]"), R.NON_COORD_TOKEN),
+    ("one integer", box(at='["<|coord_1|>", 2, "<|coord_3|>", "<|coord_4|>"]'), R.NON_COORD_TOKEN),
+    ("padded coordinate", box(at='["<|coord_1|> ", "<|coord_2|>", "<|coord_3|>", "<|coord_4|>"]'), R.NON_COORD_TOKEN),
+    ("two coordinates in a string", box(at='["<|coord_1|><|coord_2|>"]'), R.NON_COORD_TOKEN),
+    ("geometry is a string", box(at='"<|coord_1|>"'), R.NON_COORD_TOKEN),
+    ("geometry is an object", box(at="{}"), R.NON_COORD_TOKEN),
+    ("box of pairs", box(at=pairs(1, 2, 3, 4)), R.NON_COORD_TOKEN),
+    ("polygon of flat and pairs", poly(f'["<|coord_1|>", "<|coord_1|>", {coords(2, 2)}]'), R.NON_COORD_TOKEN),
+    ("polygon of triples", poly(f"[{coords(1, 2, 3)}, {coords(4, 5, 6)}]"), R.WRONG_ARITY),
+    ("coordinate out of range", box(at='["<|coord_1000|>"]'), R.NON_COORD_TOKEN),
+    ("empty box", box(at="[]"), R.WRONG_ARITY),
+    ("empty polygon", poly("[]"), R.WRONG_ARITY),
+    ("box of 3", box(at=coords(1, 2, 3)), R.WRONG_ARITY),
+    ("box of 5", box(at=coords(1, 2, 3, 4, 5)), R.WRONG_ARITY),
+    ("polygon of 4", poly(coords(1, 2, 3, 4)), R.WRONG_ARITY),
+    ("polygon of 7", poly(coords(1, 2, 3, 4, 5, 6, 7)), R.WRONG_ARITY),
+    ("x2 < x1", box(at=coords(5, 0, 4, 9)), R.BOX_INVERTED),
+    ("y2 < y1", box(at=coords(0, 5, 9, 4)), R.BOX_INVERTED),
+]  # fmt: skip
+
+
+def read(text: str) -> ParsedRollout:
+    return parse_rollout(qwen_vocab().encode(text), qwen_vocab())
+
+
+@pytest.mark.parametrize(
+    ("answer", "valid", "dropped", "prefix", "max_index"),
+    [row[1:] for row in WHOLE_ANSWERS],
+    ids=[r[0] for r in WHOLE_ANSWERS],
+)
+def test_whole_answer(answer: str, valid: list[int], dropped: dict[R, int], prefix: str, max_index: int | None) -> None:
+    parsed = read(answer)
+    assert [obj.index for obj in parsed.objects] == valid
+    assert parsed.dropped == dropped
+    assert parsed.prefix_text == prefix
+    assert parsed.max_object_index == max_index
+    assert parsed.truncated == (END not in answer)
+
+
+@pytest.mark.parametrize(("value", "reason"), [row[1:] for row in VALUES], ids=[row[0] for row in VALUES])
+def test_value_of_one_entry(value: str, reason: R | None) -> None:
+    parsed = read(around(value))
+    assert [obj.index for obj in parsed.objects] == ([1, 3] if reason else [1, 2, 3])
+    assert parsed.dropped == ({reason: 1} if reason else {})
+    assert parsed.prefix_text == kept(value)  # sound JSON stays in the prefix, usable or not
+    assert parsed.max_object_index == 3
+
+
+@pytest.mark.parametrize(
+    ("desc", "text"),
+    [
+        ("black cat", "black cat"),
+        ("  padded ", "padded"),
+        (r"a \"big\" cat", 'a "big" cat'),
+        (r"caf\u00e9 \ud83e\udd96", "café 🦖"),
+        (r"lone \ud83e surrogate", "lone � surrogate"),
+        ("🦖 龘 𠮷", "🦖 龘 𠮷"),
+        ("at <|coord_5|>", "at <|coord_5|>"),
+        ("wow!", "wow!"),
+    ],
+)
+def test_desc_is_decoded_from_its_whole_span(desc: str, text: str) -> None:
+    assert read(f"{{{entry(box(desc))}}}").objects[0].desc == text
+
+
+def test_half_a_character_in_a_desc_hurts_nothing_else() -> None:
+    ids = qwen_vocab().encode(around(box("龘")))
+    half = next(i for i, t in enumerate(ids) if "�" in qwen_vocab().piece(t))
+    parsed = parse_rollout(ids[:half] + ids[half + 1 :], qwen_vocab())
+    assert [obj.desc for obj in parsed.objects][::2] == ["black cat", "black cat"]
+    assert "�" in parsed.objects[1].desc
+
+
+def test_coordinates_point_at_their_tokens() -> None:
+    vocab = qwen_vocab()
+    parsed = read(f"{{{entry(box('at <|coord_7|>', coords(1, 2, 3, 2)), 1)}, {entry(poly(pairs(*TRIANGLE)))}}}{END}")
+    assert [obj.bins for obj in parsed.objects] == [(1, 2, 3, 2), TRIANGLE]
+    for obj in parsed.objects:
+        assert tuple(vocab.bin_of(parsed.prefix_token_ids[i]) for i in obj.coord_token_idx) == obj.bins
+        assert list(obj.coord_token_idx) == sorted(set(obj.coord_token_idx))
+    first, second = (vocab.decode(parsed.prefix_token_ids[slice(*obj.token_span)]) for obj in parsed.objects)
+    assert first.startswith('{"object_1"') and first.endswith(("]}", "]},"))
+    assert second.startswith(' "object_2"') and second.endswith("]]}")
+
+
+def test_spelled_coordinates_are_no_coordinate_tokens() -> None:
+    vocab = qwen_vocab()
+    head, tail = vocab.encode(f'{{{O1}, "object_2": {{"desc": "cat", "bbox_2d": ['), vocab.encode("]}}")
+    parsed = parse_rollout(head + spelled(coords(1, 2, 3, 4)[1:-1]) + tail, vocab)
+    assert parsed.dropped == {R.NON_COORD_TOKEN: 1}
+    mixed = spelled('"<|coord_1|>", ') + vocab.encode(coords(2, 3, 4)[1:-1])
+    parsed = parse_rollout(head + mixed + tail, vocab)
+    assert parsed.dropped == {R.AMBIGUOUS_COORDS: 1}
+    assert [obj.index for obj in parsed.objects] == [1] and parsed.max_object_index == 2
+
+
+def test_spelled_bare_coordinate_is_no_json() -> None:
+    vocab = qwen_vocab()
+    head, tail = vocab.encode(f'{{{O1}, "object_2": {{"desc": "cat", "bbox_2d": ['), vocab.encode("]}}")
+    parsed = parse_rollout(head + spelled("<|coord_1|>") + tail, vocab)
+    assert parsed.dropped == {R.MALFORMED: 1}
+    assert parsed.prefix_text == f"{{{O1}"
+
+
+@pytest.mark.parametrize(
+    ("answer", "fused", "written"),
+    [
+        (f"{{{O1}}}", "}}", ["}"]),
+        (f"{{{O1},", "},", ["}"]),
+        (f'{{"object_1": {{"bbox_2d": {coords(1, 2, 3, 4)}, "desc": "cat"}}}}', '"}}', ['"}']),
+        ("{}", "{}", ["{"]),
+        ('{"', '{"', ["{"]),
+    ],
+)
+def test_cut_inside_a_fused_token_replaces_that_token_only(answer: str, fused: str, written: list[str]) -> None:
+    vocab = qwen_vocab()
+    ids = vocab.encode(answer)
+    assert vocab.piece(ids[-1]) == fused
+    parsed = parse_rollout(ids, vocab)
+    assert list(parsed.prefix_token_ids[:-1]) == ids[:-1]
+    assert [vocab.piece(t) for t in parsed.prefix_token_ids[len(ids) - 1 :]] == written
+    assert parsed.num_replaced_tail == 1
+
+
+def test_cut_between_tokens_replaces_nothing() -> None:
+    ids = qwen_vocab().encode(f"{{{O1}")
+    parsed = parse_rollout(ids, qwen_vocab())
+    assert list(parsed.prefix_token_ids) == ids
+    assert parsed.num_replaced_tail == 0
+
+
+@pytest.mark.parametrize(
+    ("stop", "ended", "truncated"),
+    [
+        ("", None, True),
+        ("", False, True),
+        ("", True, False),
+        (END, None, False),
+        (END, False, False),
+        (END, True, False),
+    ],
+)
+def test_truncated_means_no_stop_token(stop: str, ended: bool | None, truncated: bool) -> None:
+    ids = qwen_vocab().encode(f"{{{O1}}}{stop}")
+    assert parse_rollout(ids, qwen_vocab(), ended=ended).truncated is truncated
+
+
+def test_ids_beyond_the_vocabulary_break_the_structure() -> None:
+    vocab = qwen_vocab()
+    ids = vocab.encode(f"{{{O1}, {O2}")
+    for alien in (len(vocab), len(vocab) + 10**6, -1):
+        parsed = parse_rollout([*ids[:-5], alien, *ids[-5:]], vocab)
+        assert [obj.index for obj in parsed.objects] == [1]
+        assert parsed.dropped == {R.MALFORMED: 1}
+
+
+def test_the_qwen_vocabulary_is_the_real_one() -> None:
+    tokenizer, vocab = qwen_tokenizer(), qwen_vocab()
+    assert len(vocab) == 152_670
+    assert (vocab.eos_id, vocab.coord_token_ids[0], vocab.coord_token_ids[-1]) == (151_645, 151_670, 152_669)
+    ids = vocab.encode(around(box("🦖 龘 née <think>")))
+    assert vocab.decode(ids) == tokenizer.decode(ids, skip_special_tokens=False)
+    assert [vocab.piece(t) for t in vocab.encode('{"object_12": ')[:5]] == ['{"', "object", "_", "1", "2"]
