@@ -87,7 +87,8 @@ def _rasterise(shape: Shape, resolution: int) -> dict[str, Any]:
     from pycocotools import mask as coco_mask
 
     outline_V2 = ring(shape) * (resolution - 1) / (NUM_BINS - 1)
-    (rle,) = coco_mask.frPyObjects([outline_V2.ravel().tolist()], resolution, resolution)
+    polygons: Any = [outline_V2.ravel().tolist()]  # pycocotools' stubs know no lists of float rings
+    (rle,) = coco_mask.frPyObjects(polygons, resolution, resolution)
     return {"rle": rle, "area": int(coco_mask.area(rle))}
 
 
@@ -97,4 +98,4 @@ def _raster_iou(a: dict[str, Any], b: dict[str, Any]) -> float:
 
     if a["area"] == 0 or b["area"] == 0:
         return float("nan")
-    return float(coco_mask.iou([a["rle"]], [b["rle"]], [0])[0, 0])
+    return float(np.asarray(coco_mask.iou([a["rle"]], [b["rle"]], [0]))[0, 0])

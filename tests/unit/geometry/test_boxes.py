@@ -1,0 +1,59 @@
+"""Axis-aligned boxes in continuous norm1000 space."""
+
+import numpy as np
+import pytest
+
+from coordexp.geometry import aabb, aabbs, box_iou
+from coordexp.records import GTObject
+
+SQUARE = (100, 100, 200, 200)
+
+
+@pytest.mark.parametrize(
+    ("kind", "bins", "expected"),
+    [
+        ("bbox_2d", (1, 2, 3, 4), (1, 2, 3, 4)),
+        ("bbox_2d", (3, 4, 1, 2), (1, 2, 3, 4)),
+        ("bbox_2d", (-5, 0, 1200, 999), (0, 0, 999, 999)),
+        ("poly", (10, 50, 40, 20, 30, 90), (10, 20, 40, 90)),
+    ],
+)
+def test_aabb(kind, bins, expected):
+    assert aabb(GTObject("a", kind, bins)) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "bins", "complaint"),
+    [
+        ("bbox_2d", (1, 2, 3), "4 bins"),
+        ("poly", (1, 2, 3, 4), "at least 6"),
+        ("poly", (1, 2, 3, 4, 5, 6, 7), "even number"),
+        ("circle", (1, 2, 3, 4), "unknown geometry kind 'circle'"),
+    ],
+)
+def test_malformed_shapes_are_named(kind, bins, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        aabb(GTObject("a", kind, bins))
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "expected"),
+    [
+        (SQUARE, SQUARE, 1.0),
+        (SQUARE, (110, 100, 210, 200), 9 / 11),
+        (SQUARE, (150, 100, 250, 200), 1 / 3),
+        (SQUARE, (200, 100, 300, 200), 0.0),
+        (SQUARE, (400, 400, 500, 500), 0.0),
+        (SQUARE, (150, 150, 150, 150), 0.0),
+        ((7, 7, 7, 7), (7, 7, 7, 7), 1.0),
+        ((7, 7, 7, 9), (7, 7, 7, 8), 0.0),
+    ],
+)
+def test_box_iou(a, b, expected):
+    assert box_iou(np.array([a]), np.array([b]))[0, 0] == pytest.approx(expected, abs=1e-12)
+
+
+def test_box_iou_is_every_row_with_every_column():
+    boxes = aabbs([GTObject("a", "bbox_2d", SQUARE), GTObject("b", "bbox_2d", (110, 100, 210, 200))])
+    np.testing.assert_allclose(box_iou(boxes, boxes[:1]), [[1.0], [9 / 11]])
+    assert box_iou(aabbs([]), boxes).shape == (0, 2)

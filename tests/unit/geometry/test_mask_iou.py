@@ -1,0 +1,173 @@
+"""Mask IoU on the virtual canvas, its closed form for boxes, and the exact fallback for shapes too small for it."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pycocotools import mask as coco_mask
+
+from coordexp.geometry import mask_iou, mask_iou_pairs
+from coordexp.geometry.mask_iou import _cell_edge
+from coordexp.geometry.overlap import exact_iou
+from coordexp.records import GTObject
+
+# pycocotools' decode predates NumPy 2's copy keyword
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
+BIN = st.integers(0, 999)
+
+
+def box(*bins):
+    return GTObject("thing", "bbox_2d", bins)
+
+
+def poly(*bins):
+    return GTObject("thing", "poly", bins)
+
+
+def as_poly(shape):
+    """The box's quadrilateral, written as a polygon: takes the raster path."""
+    x1, y1, x2, y2 = shape.bins
+    return poly(x1, y1, x2, y1, x2, y2, x1, y2)
+
+
+def raster(shape, resolution):
+    """The mask as pycocotools draws it, pixel by pixel."""
+    ring = [value * (resolution - 1) / 999 for value in as_poly(shape).bins]
+    (rle,) = coco_mask.frPyObjects([ring], resolution, resolution)
+    return coco_mask.decode(rle).astype(bool)
+
+
+ordered_boxes = st.tuples(BIN, BIN, BIN, BIN).map(
+    lambda b: box(min(b[0], b[2]), min(b[1], b[3]), max(b[0], b[2]), max(b[1], b[3]))
+)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "expected"),
+    [
+        (box(100, 100, 200, 200), box(110, 100, 210, 200), 0.821429),
+        (box(100, 100, 200, 200), box(120, 100, 220, 200), 0.666667),
+        (box(100, 100, 200, 200), box(130, 100, 230, 200), 0.545455),
+        (box(100, 100, 200, 200), box(140, 100, 240, 200), 0.428571),
+        (box(100, 100, 200, 200), box(150, 100, 250, 200), 0.342105),
+        (box(0, 0, 999, 999), box(0, 0, 499, 999), 0.498039),
+        (box(0, 0, 999, 999), box(-40, -1, 1200, 5000), 1.0),
+        (poly(100, 100, 300, 100, 300, 300), box(100, 100, 300, 300), 0.490196),
+        (poly(200, 100, 300, 200, 200, 300, 100, 200), box(100, 100, 300, 300), 0.499808),
+        (poly(100, 100, 300, 300, 300, 100, 100, 300), poly(100, 100, 300, 300, 300, 100, 100, 300), 1.0),
+        (box(100, 100, 200, 200), box(200, 100, 300, 200), 0.0),
+        (poly(100, 100, 200, 100, 200, 200), poly(500, 500, 600, 500, 600, 600), 0.0),
+    ],
+)
+def test_known_values(a, b, expected):
+    assert mask_iou(a, b) == pytest.approx(expected, abs=1e-6)
+    assert mask_iou(b, a) == mask_iou(a, b)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        box(500, 500, 500, 500),
+        box(500, 500, 501, 501),
+        box(500, 500, 502, 502),
+        box(501, 500, 504, 503),
+        box(500, 100, 502, 500),
+        box(500, 100, 500, 900),
+        poly(500, 500, 501, 500, 500, 501),
+        poly(500, 500, 500, 500, 500, 500),
+        poly(100, 100, 300, 300, 200, 200),
+        poly(100, 100, 101, 900, 100, 900),
+    ],
+)
+def test_a_shape_has_iou_one_with_itself_however_small(shape):
+    assert mask_iou(shape, shape) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "expected"),
+    [
+        (box(500, 500, 502, 502), box(500, 500, 502, 501), 1 / 2),
+        (box(500, 500, 502, 502), box(501, 500, 503, 502), 1 / 3),
+        (box(500, 500, 502, 502), box(400, 400, 600, 600), 4 / 40000),
+        (box(500, 500, 500, 500), box(400, 400, 600, 600), 0.0),
+        (box(500, 500, 500, 500), box(500, 500, 500, 501), 0.0),
+        (poly(500, 500, 502, 500, 502, 502), box(500, 500, 502, 502), 1 / 2),
+        (poly(500, 500, 502, 502, 502, 500, 500, 502), box(500, 500, 502, 502), 1 / 2),
+        (poly(500, 500, 502, 500, 500, 502), poly(500, 500, 502, 500, 502, 502), 1 / 3),
+        (poly(500, 500, 500, 800, 500, 600), box(500, 500, 500, 800), 1.0),
+        (poly(500, 500, 500, 800, 500, 600), box(500, 500, 500, 801), 0.0),
+        (poly(7, 7, 7, 7, 7, 7), box(7, 7, 7, 7), 1.0),
+        (poly(7, 7, 7, 7, 7, 7), box(7, 7, 7, 8), 0.0),
+    ],
+)
+def test_shapes_without_a_raster_fall_back_to_exact_iou(a, b, expected):
+    assert mask_iou(a, b) == pytest.approx(expected, abs=1e-12)
+    assert mask_iou(b, a) == pytest.approx(expected, abs=1e-12)
+
+
+def test_boxes_equal_their_raster_on_every_small_canvas_exhaustively():
+    """The closed form fills exactly the pixels that pycocotools fills: all boxes with distinct fine-grid corners."""
+    resolution = 4
+    edges = _cell_edge(resolution)
+    fine = (5.0 * (np.arange(1000) * (resolution - 1) / 999) + 0.5).astype(int)
+    corners = [int(np.flatnonzero(fine == value)[0]) for value in np.unique(fine)]
+    assert len(corners) == 5 * (resolution - 1) + 1
+    sides = list(itertools.combinations_with_replacement(corners, 2))
+    for (x1, x2), (y1, y2) in itertools.product(sides, sides):
+        expected = np.zeros((resolution, resolution), dtype=bool)
+        expected[edges[y1] : edges[y2], edges[x1] : edges[x2]] = True
+        assert (raster(box(x1, y1, x2, y2), resolution) == expected).all(), (x1, y1, x2, y2)
+
+
+@settings(max_examples=300, deadline=None)
+@given(ordered_boxes, ordered_boxes, st.sampled_from([256, 256, 256, 2, 64, 333]))
+def test_boxes_equal_their_raster(a, b, resolution):
+    mask_a, mask_b = raster(a, resolution), raster(b, resolution)
+    if mask_a.any() and mask_b.any():
+        assert mask_iou(a, b, resolution) == (mask_a & mask_b).sum() / (mask_a | mask_b).sum()
+    assert mask_iou(a, b, resolution) == pytest.approx(mask_iou(as_poly(a), as_poly(b), resolution), abs=1e-12)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(BIN, BIN), min_size=3, max_size=9), st.lists(st.tuples(BIN, BIN), min_size=3, max_size=9))
+def test_iou_is_symmetric_bounded_and_one_with_itself(first, second):
+    a, b = poly(*itertools.chain(*first)), poly(*itertools.chain(*second))
+    assert mask_iou(a, a) == pytest.approx(1.0)
+    assert 0.0 <= mask_iou(a, b) <= 1.0
+    assert mask_iou(a, b) == pytest.approx(mask_iou(b, a), abs=1e-12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(BIN, BIN), min_size=3, max_size=7), st.lists(st.tuples(BIN, BIN), min_size=3, max_size=7))
+def test_the_exact_fallback_agrees_with_a_fine_raster(first, second):
+    a, b = poly(*itertools.chain(*first)), poly(*itertools.chain(*second))
+    masks = [
+        coco_mask.decode(coco_mask.frPyObjects([[4.0 * value for value in shape.bins]], 4000, 4000)[0]).astype(bool)
+        for shape in (a, b)
+    ]
+    union = (masks[0] | masks[1]).sum()
+    if union < 200_000:  # of 16 million: too thin for the raster to be a judge
+        return
+    expected = (masks[0] & masks[1]).sum() / union
+    assert exact_iou(np.array(first), np.array(second)) == pytest.approx(expected, abs=0.02)
+
+
+def test_pairs_equal_single_calls_in_any_mix():
+    shapes = [
+        box(100, 100, 200, 200),
+        poly(100, 100, 210, 110, 190, 210),
+        box(500, 500, 501, 501),
+        poly(500, 500, 501, 500, 501, 501),
+    ]
+    pairs = np.array(list(itertools.product(range(4), range(4))))
+    expected = [mask_iou(shapes[i], shapes[j], 128) for i, j in pairs]
+    assert mask_iou_pairs(shapes, shapes, pairs, 128).tolist() == expected
+    assert mask_iou_pairs(shapes, [], np.zeros((0, 2), dtype=int)).shape == (0,)
+
+
+def test_a_canvas_of_one_pixel_is_refused():
+    with pytest.raises(ValueError, match="at least 2 pixels"):
+        mask_iou(box(0, 0, 1, 1), box(0, 0, 1, 1), resolution=1)

@@ -1,0 +1,82 @@
+"""Barycentric targets by log-space Sinkhorn."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coordexp.geometry import barycentric_targets
+
+SQUARE = np.array([(100, 100), (200, 100), (200, 200), (100, 200)], dtype=float)
+SHIFTED = SQUARE + np.array([20, 10])
+TRIANGLE = np.array([(120, 110), (220, 110), (220, 210)], dtype=float)
+POINTS = st.lists(st.tuples(st.integers(0, 999), st.integers(0, 999)), min_size=3, max_size=12)
+
+
+@pytest.mark.parametrize(
+    ("gt", "epsilon", "iters", "expected", "tolerance"),
+    [
+        (
+            SHIFTED,
+            10,
+            30,
+            [(120.007, 110.014), (219.749, 110.015), (219.745, 209.907), (120.007, 209.911)],
+            1e-3,
+        ),
+        (SHIFTED, 50, 30, [(140.3, 130.2), (199.9, 129.0), (200.1, 190.8), (139.7, 190.0)], 0.05),
+        (SHIFTED, 1, 50, SHIFTED, 1e-3),
+        (SQUARE, 1, 50, SQUARE, 1e-3),
+        (TRIANGLE, 10, 30, [(121.53, 110.00), (220.00, 110.00), (220.00, 208.48), (185.11, 144.88)], 0.01),
+    ],
+)
+def test_known_values(gt, epsilon, iters, expected, tolerance):
+    got = barycentric_targets(SQUARE, gt, epsilon=epsilon, iters=iters)
+    np.testing.assert_allclose(got, expected, atol=tolerance)
+
+
+def test_more_ground_truth_points_than_predicted_ones():
+    """A triangle taught by a box: its AABB comes from four corners, one target per vertex."""
+    got = barycentric_targets([(100, 100), (200, 100), (200, 200)], SQUARE)
+    np.testing.assert_allclose(got, [(100, 125.23), (175.26, 124.74), (174.77, 200)], atol=0.01)
+
+
+@pytest.mark.parametrize("cost", ["l1", "l2"])
+@pytest.mark.parametrize("shift", [(700, 700), (700, 0), (0, 500), (700, 300), (100, 100), (-100, 0)])
+def test_far_apart_shapes_keep_their_shape(cost, shift):
+    got = barycentric_targets(SQUARE, SQUARE + shift, cost=cost)
+    np.testing.assert_allclose(got, SQUARE + shift, atol=0.1)
+
+
+def test_tiny_epsilon_neither_overflows_nor_underflows():
+    got = barycentric_targets(SQUARE, SHIFTED, epsilon=1e-3, iters=200)
+    np.testing.assert_allclose(got, SHIFTED, atol=1e-6)
+
+
+def test_the_order_of_ground_truth_points_does_not_matter():
+    turned = np.roll(SHIFTED, 1, axis=0)[::-1]
+    np.testing.assert_allclose(barycentric_targets(SQUARE, turned), barycentric_targets(SQUARE, SHIFTED))
+
+
+@settings(max_examples=100, deadline=None)
+@given(POINTS, POINTS, st.sampled_from(["l1", "l2"]), st.sampled_from([0.1, 1.0, 10.0, 100.0]))
+def test_targets_lie_within_the_ground_truth(pred, gt, cost, epsilon):
+    got = barycentric_targets(pred, gt, cost=cost, epsilon=epsilon)
+    low, high = np.min(gt, axis=0), np.max(gt, axis=0)
+    assert got.shape == (len(pred), 2)
+    assert ((got >= low - 1e-6) & (got <= high + 1e-6)).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ({"epsilon": 0.0}, "epsilon must be a positive number"),
+        ({"epsilon": float("nan")}, "epsilon must be a positive number"),
+        ({"iters": 0}, "iters must be at least 1"),
+        ({"cost": "l3"}, "cost must be 'l1' or 'l2'"),
+        ({"gt_points": np.zeros((0, 2))}, "gt_points must be a non-empty"),
+        ({"pred_points": [1, 2, 3]}, "pred_points must be a non-empty"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        barycentric_targets(**{"pred_points": SQUARE, "gt_points": SQUARE, **arguments})

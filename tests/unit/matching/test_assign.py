@@ -1,0 +1,143 @@
+"""Gate, dummies, Hungarian, deterministic ties."""
+
+from itertools import permutations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coordexp.errors import ConfigError
+from coordexp.geometry import mask_iou
+from coordexp.matching import MatchingConfig, match_objects
+from coordexp.records import GTObject
+
+
+def box(*bins):
+    return GTObject("thing", "bbox_2d", bins)
+
+
+def at(shift, size=100):
+    """A square moved right by ``shift``; IoU with ``at(0)`` is 0.545 at 30 and 0.429 at 40."""
+    return box(100 + shift, 100, 100 + shift + size, 100 + size)
+
+
+FAR_1, FAR_2 = box(700, 700, 800, 800), box(850, 850, 950, 950)
+TRIANGLE = GTObject("thing", "poly", (100, 100, 200, 100, 200, 200))
+
+
+def outcome(result):
+    return [(pair.pred_idx, pair.gt_idx) for pair in result.pairs], result.num_gate_rejections
+
+
+@pytest.mark.parametrize(
+    ("predicted", "ground_truth", "settings_", "pairs", "rejections"),
+    [
+        pytest.param([at(0)], [at(30)], {}, [(0, 0)], 0, id="plain match"),
+        pytest.param([at(0)], [at(70)], {}, [], 1, id="overlap under the gate is a rejection"),
+        pytest.param([at(0)], [at(40)], {"maskiou_gate": 3 / 7}, [(0, 0)], 0, id="exactly at the gate matches"),
+        pytest.param([at(0)], [FAR_1], {}, [], 0, id="boxes that do not touch are no rejection"),
+        pytest.param(
+            [at(0)], [at(30)], {"fp_cost": 0.2, "fn_cost": 0.2}, [], 0, id="costs chosen low make 0.545 too dear"
+        ),
+        pytest.param(
+            [at(0)], [at(0)], {"fp_cost": 0.0, "fn_cost": 0.0}, [(0, 0)], 0, id="a free pair beats free dummies"
+        ),
+        pytest.param([at(0)], [FAR_1], {"maskiou_gate": 0.0}, [(0, 0)], 0, id="gate 0 admits disjoint shapes"),
+        pytest.param([at(0), at(0)], [at(10)], {}, [(0, 0)], 0, id="duplicate predictions: the first wins"),
+        pytest.param([at(0)], [at(10), at(10)], {}, [(0, 0)], 0, id="duplicate ground truth: the first wins"),
+        pytest.param([at(0), at(0)], [at(0), at(0)], {}, [(0, 0), (1, 1)], 0, id="all equal: in order"),
+        pytest.param([at(40), at(0)], [at(20)], {}, [(0, 0)], 0, id="symmetric neighbours: the first wins"),
+        pytest.param([at(0)], [at(20), at(-20)], {}, [(0, 0)], 0, id="symmetric choices: the first wins"),
+        pytest.param(
+            [at(0), at(10)], [at(10), at(60)], {"candidate_top_k": 1}, [(1, 0)], 0, id="k=1: both want the first"
+        ),
+        pytest.param(
+            [at(0), at(40)],
+            [at(30), at(80)],
+            {"candidate_top_k": 2},
+            [(0, 0), (1, 1)],
+            1,
+            id="the total counts: the better pair is given up so that two match",
+        ),
+        pytest.param([at(0)], [TRIANGLE], {}, [(0, 0)], 0, id="box with polygon"),
+        pytest.param([box(5, 5, 5, 5)], [box(5, 5, 5, 5)], {}, [(0, 0)], 0, id="coincident points match"),
+        pytest.param(
+            [box(500, 500, 501, 501)], [box(500, 500, 501, 501)], {}, [(0, 0)], 0, id="too small for the canvas"
+        ),
+        pytest.param(
+            [at(0), FAR_1],
+            [at(0), FAR_1],
+            {"maskiou_resolution": 64, "candidate_top_k": 2, "maskiou_gate": 0.5},
+            [(0, 0), (1, 1)],
+            0,
+            id="perfect answers have no rejections",
+        ),
+    ],
+)
+def test_outcome(predicted, ground_truth, settings_, pairs, rejections):
+    result = match_objects(predicted, ground_truth, MatchingConfig(**settings_))
+    assert outcome(result) == (pairs, rejections)
+    assert result.fp_pred_idx == tuple(i for i in range(len(predicted)) if i not in dict(pairs))
+    assert result.fn_gt_idx == tuple(j for j in range(len(ground_truth)) if j not in dict(pairs).values())
+    for pair in result.pairs:
+        expected = mask_iou(
+            predicted[pair.pred_idx], ground_truth[pair.gt_idx], MatchingConfig(**settings_).maskiou_resolution
+        )
+        assert pair.iou == expected
+
+
+@pytest.mark.parametrize(
+    ("predicted", "ground_truth", "fp", "fn"),
+    [([], [], (), ()), ([], [at(0), FAR_1], (), (0, 1)), ([at(0), FAR_1], [], (0, 1), ())],
+)
+def test_an_empty_side_leaves_the_other_unmatched(predicted, ground_truth, fp, fn):
+    result = match_objects(predicted, ground_truth)
+    assert (result.pairs, result.fp_pred_idx, result.fn_gt_idx, result.num_gate_rejections) == ((), fp, fn, 0)
+
+
+def test_any_pair_past_the_gate_can_match_at_default_costs():
+    assert outcome(match_objects([at(0)], [at(50)], MatchingConfig(maskiou_gate=0.3)))[0] == [(0, 0)]
+    assert outcome(match_objects([at(0)], [at(90)], MatchingConfig(maskiou_gate=0.001)))[0] == [(0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("bad", "complaint"),
+    [
+        ({"candidate_top_k": 0}, "candidate_top_k"),
+        ({"maskiou_gate": 1.5}, "maskiou_gate"),
+        ({"maskiou_resolution": 1}, "maskiou_resolution"),
+        ({"fp_cost": -1.0}, "fp_cost"),
+        ({"fn_cost": float("inf")}, "fn_cost"),
+    ],
+)
+def test_config_bounds(bad, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        MatchingConfig(**bad)
+
+
+SMALL_SCENES = st.lists(
+    st.tuples(st.integers(0, 6), st.integers(0, 6), st.integers(1, 4), st.integers(1, 4)), min_size=1, max_size=4
+).map(lambda boxes: [box(x * 60, y * 60, (x + w) * 60, (y + h) * 60) for x, y, w, h in boxes])
+
+
+@settings(max_examples=150, deadline=None)
+@given(SMALL_SCENES, SMALL_SCENES, st.sampled_from([(1.0, 1.0), (0.4, 0.5), (0.0, 0.0)]))
+def test_the_total_cost_is_the_least_of_all_assignments(predicted, ground_truth, costs):
+    fp_cost, fn_cost = costs
+    config = MatchingConfig(fp_cost=fp_cost, fn_cost=fn_cost)
+    result = match_objects(predicted, ground_truth, config)
+
+    def total(partners):
+        ious = [mask_iou(predicted[i], ground_truth[j]) for i, j in enumerate(partners) if j is not None]
+        if any(iou < config.maskiou_gate for iou in ious):
+            return float("inf")
+        unmatched = len(predicted) - len(ious), len(ground_truth) - len(ious)
+        return sum(1 - iou for iou in ious) + unmatched[0] * fp_cost + unmatched[1] * fn_cost
+
+    slots = [*range(len(ground_truth)), *[None] * len(predicted)]
+    best = min(total(partners) for partners in set(permutations(slots, len(predicted))))
+    chosen = dict(outcome(result)[0])
+    assert total([chosen.get(i) for i in range(len(predicted))]) == pytest.approx(best)
+    assert result == match_objects(predicted, ground_truth, config)
+    assert sorted([*chosen, *result.fp_pred_idx]) == list(range(len(predicted)))
+    assert sorted([*chosen.values(), *result.fn_gt_idx]) == list(range(len(ground_truth)))

@@ -1,0 +1,34 @@
+"""Candidate reduction: overlap first, then the nearest centres, ties by index."""
+
+import numpy as np
+import pytest
+
+from coordexp.matching import top_k_candidates
+
+PRED = (100, 100, 200, 200)
+NEAR, FAR, FARTHER = (300, 100, 400, 200), (100, 500, 200, 600), (800, 800, 900, 900)
+GOOD, POOR = (110, 100, 210, 200), (180, 100, 280, 200)
+
+
+@pytest.mark.parametrize(
+    ("ground_truth", "k", "expected"),
+    [
+        ([POOR, GOOD], 2, [1, 0]),
+        ([POOR, GOOD], 1, [1]),
+        ([GOOD, GOOD, GOOD], 2, [0, 1]),
+        ([FARTHER, FAR, NEAR], 2, [2, 1]),
+        ([FAR, NEAR, NEAR], 2, [1, 2]),
+        ([FARTHER, NEAR, POOR], 2, [2, 1]),
+        ([GOOD], 10, [0]),
+    ],
+)
+def test_choice(ground_truth, k, expected):
+    chosen, iou = top_k_candidates(np.array([PRED]), np.array(ground_truth), k)
+    assert chosen.tolist() == [expected]
+    assert iou.shape == chosen.shape
+    assert (iou[0] > 0).tolist() == [ground_truth[j] in (GOOD, POOR) for j in expected]
+
+
+def test_every_prediction_has_its_own_candidates():
+    chosen, _ = top_k_candidates(np.array([PRED, NEAR, FAR]), np.array([FAR, NEAR, GOOD]), 1)
+    assert chosen.tolist() == [[2], [1], [0]]

@@ -1,0 +1,78 @@
+"""Plans for sending requests to servers."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordexp.errors import ConfigError, RolloutError
+from coordexp.rollouts.chunking import chunk_ranges, chunk_size, reassemble, split_requests
+
+
+@pytest.mark.parametrize(
+    ("n", "world_sizes", "sizes"),
+    [
+        (5, [1, 1], [3, 2]),
+        (5, [1, 1, 1], [2, 2, 1]),
+        (10, [1, 1, 1, 1], [3, 3, 3, 1]),
+        (4, [1, 1, 1], [2, 2, 0]),
+        (1, [1, 1, 1], [1, 0, 0]),
+        (0, [1, 2, 3], [0, 0, 0]),
+        (10, [3, 1], [8, 2]),
+        (10, [1, 3], [3, 7]),
+        (7, [2, 1, 1], [4, 2, 1]),
+        (8, [4], [8]),
+    ],
+)
+def test_shares(n, world_sizes, sizes):
+    assert [len(chunk) for chunk in split_requests(n, world_sizes)] == sizes
+
+
+@given(st.integers(0, 500), st.lists(st.integers(1, 16), min_size=1, max_size=9))
+def test_shares_cover_all_requests_in_order(n, world_sizes):
+    plan = split_requests(n, world_sizes)
+    assert len(plan) == len(world_sizes)
+    assert [index for chunk in plan for index in chunk] == list(range(n))
+    total = sum(world_sizes)
+    assert all(len(chunk) * total < n * size + total for chunk, size in zip(plan, world_sizes, strict=True))
+    assert reassemble(plan, [[f"answer {i}" for i in chunk] for chunk in plan]) == [f"answer {i}" for i in range(n)]
+
+
+@given(st.integers(0, 200), st.integers(1, 9))
+def test_equal_servers_get_ceil_of_an_equal_share(n, servers):
+    share = -(-n // servers)
+    assert split_requests(n, [4] * servers) == [
+        range(min(n, i * share), min(n, (i + 1) * share)) for i in range(servers)
+    ]
+
+
+@pytest.mark.parametrize(("n", "world_sizes"), [(-1, [1]), (3, []), (3, [1, 0])])
+def test_impossible_plans_are_refused(n, world_sizes):
+    with pytest.raises(ValueError):
+        split_requests(n, world_sizes)
+
+
+def test_missing_answers_are_an_error_that_names_the_server():
+    plan = split_requests(4, [1, 1])
+    with pytest.raises(RolloutError, match="server 1 returned 1 answers to 2 requests"):
+        reassemble(plan, [["a", "b"], ["c"]])
+    with pytest.raises(RolloutError, match="1 lists of answers for 2 servers"):
+        reassemble(plan, [["a", "b"]])
+
+
+@pytest.mark.parametrize(("n", "size", "expected"), [(5, 2, [(0, 2), (2, 4), (4, 5)]), (4, 4, [(0, 4)]), (0, 3, [])])
+def test_rounds(n, size, expected):
+    assert [(chunk.start, chunk.stop) for chunk in chunk_ranges(n, size)] == expected
+
+
+@pytest.mark.parametrize(
+    ("decode_batch_size", "world_sizes", "learners", "expected"),
+    [(4, [6], 2, 12), (4, [2, 4], 2, 12), (1, [3], 1, 3), (1, [1, 1, 1], 2, 1), (3, [1], 2, 1), (1, [4], 4, 1)],
+)
+def test_chunk_size(decode_batch_size, world_sizes, learners, expected):
+    assert chunk_size(decode_batch_size, world_sizes, learners) == expected
+
+
+@pytest.mark.parametrize(("decode_batch_size", "world_sizes", "learners"), [(0, [4], 1), (1, [1], 2), (2, [1], 3)])
+def test_infeasible_chunk_sizes(decode_batch_size, world_sizes, learners):
+    with pytest.raises(ConfigError, match="decode_batch_size"):
+        chunk_size(decode_batch_size, world_sizes, learners)
