@@ -12,13 +12,22 @@ from pathlib import Path
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen3VLConfig, Qwen3VLForConditionalGeneration, set_seed
 
 from coordexp.coords import COORD_TOKENS, TURN_END, serialize_objects
 from coordexp.data.prompts import DEFAULT_PROMPT
 from coordexp.data.scenes import COLOURS, SHAPES
 from coordexp.modeling.coord_rows import smooth_coord_rows
 from coordexp.records import GTObject
+from coordexp.torchvision_cpu import ensure_torchvision
+
+ensure_torchvision()
+
+from transformers import (  # noqa: E402
+    PreTrainedTokenizerFast,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    set_seed,
+)
 
 # Qwen's special tokens, so that the chat format and every tool that looks for them work unchanged.
 SPECIAL_TOKENS = (
@@ -62,9 +71,10 @@ class TinySpec:
     patch: int = 8
     min_pixels: int = 64 * 64
     max_pixels: int = 448 * 448
+    tied: bool = True  # the language head is the embedding matrix
 
 
-def build_tokenizer(extra_texts: Iterable[str] = ()) -> PreTrainedTokenizerFast:
+def build_tokenizer(extra_texts: Iterable[str] = (), coord_tokens: bool = True) -> PreTrainedTokenizerFast:
     """A byte-level BPE of a few hundred merges, Qwen's special tokens, and the 1000 coordinate tokens."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
@@ -89,23 +99,28 @@ def build_tokenizer(extra_texts: Iterable[str] = ()) -> PreTrainedTokenizerFast:
         extra_special_tokens=list(SPECIAL_TOKENS),
         model_max_length=8192,
     )
-    tokenizer.add_special_tokens({"extra_special_tokens": [*SPECIAL_TOKENS, "<|coord_*|>", *COORD_TOKENS]})
+    added = ["<|coord_*|>", *COORD_TOKENS] if coord_tokens else []
+    tokenizer.add_special_tokens({"extra_special_tokens": [*SPECIAL_TOKENS, *added]})
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
 
-def build_tiny_checkpoint(folder: Path, seed: int = 0, spec: TinySpec | None = None) -> Path:
-    """Write a random tiny Qwen3-VL checkpoint (model, tokenizer, processor, chat template) to ``folder``."""
+def build_tiny_checkpoint(folder: Path, seed: int = 0, spec: TinySpec | None = None, coord_tokens: bool = True) -> Path:
+    """Write a random tiny Qwen3-VL checkpoint (model, tokenizer, processor, chat template) to ``folder``.
+
+    ``coord_tokens=False`` leaves the coordinate tokens out, as Qwen's own checkpoints do.
+    """
     from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
 
     spec = spec or TinySpec()
-    tokenizer = build_tokenizer()
+    tokenizer = build_tokenizer(coord_tokens=coord_tokens)
     set_seed(seed)
     model = Qwen3VLForConditionalGeneration(_config(tokenizer, spec))
-    rows = smooth_coord_rows(spec.hidden, 0.02, torch.Generator().manual_seed(seed))
-    coord_ids = torch.tensor(tokenizer.convert_tokens_to_ids(list(COORD_TOKENS)))
-    with torch.no_grad():
-        model.get_input_embeddings().weight[coord_ids] = rows
+    if coord_tokens:
+        rows = smooth_coord_rows(spec.hidden, 0.02, torch.Generator().manual_seed(seed))
+        coord_ids = torch.tensor(tokenizer.convert_tokens_to_ids(list(COORD_TOKENS)))
+        with torch.no_grad():
+            model.get_input_embeddings().weight[coord_ids] = rows
     pixels = {"shortest_edge": spec.min_pixels, "longest_edge": spec.max_pixels}
     vision = {"patch_size": spec.patch, "merge_size": 2, "temporal_patch_size": 2, "size": pixels}
     processor = Qwen3VLProcessor(
@@ -143,7 +158,7 @@ def _config(tokenizer: PreTrainedTokenizerFast, spec: TinySpec) -> Qwen3VLConfig
             },
             "pad_token_id": token("<|endoftext|>"),
             "eos_token_id": token(TURN_END),
-            "tie_word_embeddings": True,
+            "tie_word_embeddings": spec.tied,
         },
         vision_config={
             "depth": spec.vision_depth,
@@ -163,7 +178,7 @@ def _config(tokenizer: PreTrainedTokenizerFast, spec: TinySpec) -> Qwen3VLConfig
         vision_end_token_id=token("<|vision_end|>"),
         pad_token_id=token("<|endoftext|>"),
         eos_token_id=token(TURN_END),
-        tie_word_embeddings=True,
+        tie_word_embeddings=spec.tied,
     )
 
 
