@@ -46,8 +46,10 @@ def append_fragment(
 ) -> Fragment:
     """:func:`serialize_append`, with the positions of the desc values."""
     last = prefix_text.rstrip()[-1:]
-    if last not in ("{", ",", "}") or last == "":
-        raise AppendError(f"cannot append after {prefix_text[-40:]!r}: an append-ready prefix ends with '{{', ',' or '}}'")
+    if last not in ("{", ",", "}"):
+        raise AppendError(
+            f"cannot append after {prefix_text[-40:]!r}: an append-ready prefix ends with '{{', ',' or '}}'"
+        )
     if last == "," and not objects:
         raise AppendError("the prefix ends with a comma and there is no object to append; cut before the comma")
     parts: list[str] = []

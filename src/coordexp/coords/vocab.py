@@ -44,7 +44,12 @@ class CoordVocab:
     """
 
     def __init__(
-        self, pieces: Sequence[bytes], coord_token_ids: Sequence[int], eos_id: int, control_ids: Iterable[int], encode: Any
+        self,
+        pieces: Sequence[bytes],
+        coord_token_ids: Sequence[int],
+        eos_id: int,
+        control_ids: Iterable[int],
+        encode: Any,
     ) -> None:
         self._pieces = tuple(pieces)
         self._encode = encode
@@ -84,7 +89,9 @@ class CoordVocab:
                 try:
                     pieces.append(bytes(byte_of[char] for char in token))
                 except KeyError as error:
-                    raise VocabError(f"token {token_id} ({token!r}) is not byte-level BPE; use a Qwen tokenizer") from error
+                    raise VocabError(
+                        f"token {token_id} ({token!r}) is not byte-level BPE; use a Qwen tokenizer"
+                    ) from error
         specials = set(tokenizer.all_special_ids) | {
             token_id for text, token_id in added.items() if text.startswith("<|") and text.endswith("|>")
         }

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-
 from torch.utils.data import Dataset
 
 from coordexp.data.jsonl import order_objects

@@ -19,7 +19,9 @@ def predict(
     """Generate and parse; results stand in the order of ``samples``."""
     rollouts = backend.generate([sample.request for sample in samples], seeds)
     return [
-        Prediction(sample.record, rollout, parse_rollout(rollout.response_token_ids, vocab, ended=not rollout.truncated))
+        Prediction(
+            sample.record, rollout, parse_rollout(rollout.response_token_ids, vocab, ended=not rollout.truncated)
+        )
         for sample, rollout in zip(samples, rollouts, strict=True)
     ]
 

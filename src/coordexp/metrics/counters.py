@@ -37,5 +37,7 @@ def rollout_counters(outcomes: Iterable[SampleOutcome]) -> Counter[str]:
         sums["rollout/fn_appended_total"] += len(match.fn_gt_idx)
         sums["rollout/gating_rejections_total"] += match.num_gate_rejections
         sums["rollout/gen_new_tokens_total"] += len(outcome.rollout.response_token_ids)
-        sums["rollout/prefix_coord_targets_total"] += int((outcome.target.coord_pos_K < outcome.target.prefix_len).sum())
+        sums["rollout/prefix_coord_targets_total"] += int(
+            (outcome.target.coord_pos_K < outcome.target.prefix_len).sum()
+        )
     return sums

@@ -19,8 +19,13 @@ class MetricsPayload:
     schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:
-        if self.schema_version != SCHEMA_VERSION:
+        # Types too: True == 1 == 1.0, and a logger behind JSON would see the difference.
+        if type(self.schema_version) is not int or self.schema_version != SCHEMA_VERSION:
             raise ValueError(f"metrics payload of schema {self.schema_version!r}; this version speaks {SCHEMA_VERSION}")
+        if self.mode not in ("train", "eval"):
+            raise ValueError(f"metrics payload of mode {self.mode!r}; expected 'train' or 'eval'")
+        if type(self.global_step) is not int or self.global_step < 0:
+            raise ValueError(f"metrics payload of step {self.global_step!r}; expected an integer from 0 up")
         for name, value in self.metrics.items():
             if not isinstance(name, str) or not name:
                 raise ValueError(f"metric names are non-empty strings, not {name!r}")

@@ -1,6 +1,6 @@
 """The loss: declared modules over one packed row, each term normalised over the whole optimizer step."""
 
-from coordexp.objective.context import ObjectiveContext, SupervisionTensors, SupervisionCounts
+from coordexp.objective.context import ObjectiveContext, SupervisionCounts, SupervisionTensors
 from coordexp.objective.coord_math import coord_gate
 from coordexp.objective.pipeline import MODULES, ObjectivePipeline, build_pipeline, sft_pipeline
 
@@ -8,8 +8,8 @@ __all__ = [
     "MODULES",
     "ObjectiveContext",
     "ObjectivePipeline",
-    "SupervisionTensors",
     "SupervisionCounts",
+    "SupervisionTensors",
     "build_pipeline",
     "coord_gate",
     "sft_pipeline",

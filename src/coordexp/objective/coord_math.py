@@ -58,7 +58,7 @@ def soft_cross_entropy(log_p_KB: torch.Tensor, q_KB: torch.Tensor) -> torch.Tens
 
 
 def wasserstein1(p_KB: torch.Tensor, q_KB: torch.Tensor) -> torch.Tensor:
-    """First Wasserstein distance between distributions on bins 0..B−1, scaled to [0, 1]: ``Σ |CDF_p − CDF_q| / (B−1)``."""
+    """First Wasserstein distance between distributions on bins 0..B−1, in [0, 1]: ``Σ |CDF_p − CDF_q| / (B−1)``."""
     difference_KB = (p_KB - q_KB).cumsum(dim=-1)
     return difference_KB.abs().sum(dim=-1) / (p_KB.shape[-1] - 1)
 
@@ -76,7 +76,7 @@ def canonical_boxes(boxes_M4: torch.Tensor) -> torch.Tensor:
 
 
 def ciou_loss(predicted_M4: torch.Tensor, true_M4: torch.Tensor, eps: float = 1e-7) -> torch.Tensor:
-    """1 − CIoU per box (Zheng et al. 2020, complete IoU), the aspect term differentiated through. Canonical boxes in."""
+    """1 − CIoU per canonical box (Zheng et al. 2020, complete IoU); the aspect term is differentiated through."""
     p_w, p_h = (predicted_M4[:, 2] - predicted_M4[:, 0]), (predicted_M4[:, 3] - predicted_M4[:, 1])
     t_w, t_h = (true_M4[:, 2] - true_M4[:, 0]), (true_M4[:, 3] - true_M4[:, 1])
     corner_low = torch.maximum(predicted_M4[:, :2], true_M4[:, :2])

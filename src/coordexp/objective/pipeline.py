@@ -57,7 +57,8 @@ class ObjectivePipeline:
 
     def __call__(self, ctx: ObjectiveContext) -> ObjectiveResult:
         # A row without one supervised slot of some term still needs a loss with a graph: DDP waits for every gradient.
-        loss = ctx.logits_NV.sum() * 0.0
+        # The sum of no rows: times zero, one broken logit of all of them would make the loss NaN.
+        loss = ctx.logits_NV[:0].sum()
         terms: dict[str, torch.Tensor] = {}
         for entry in self.objective:
             for term, share in _shares(entry, ctx).items():
@@ -71,22 +72,27 @@ class ObjectivePipeline:
 
 def build_pipeline(config: PipelineConfig, channel: Channel = "B") -> ObjectivePipeline:
     """The pipeline that ``config`` declares, for one training channel; other modules are left out and cost nothing."""
-    token_ce = next((spec.config for spec in config.objective if spec.name == "token_ce" and spec.enabled), None)
+
+    def is_active(spec: Any) -> bool:
+        return spec.enabled and channel in spec.channels and spec.weight > 0
+
+    token_ce = next((spec.config for spec in config.objective if spec.name == "token_ce" and is_active(spec)), None)
     desc = {
         "desc_in_gt": token_ce is not None and token_ce.desc_ce_weight > 0,
         "desc_in_rollout": token_ce is not None and token_ce.rollout_fn_desc_weight > 0,
     }
 
-    def build(spec: Any) -> WeightedModule:
+    def build(spec: Any, weight: float) -> WeightedModule:
         options = spec.config.model_dump()
         if spec.name == "coord_reg":
             options |= desc
-        return WeightedModule(spec.name, spec.weight, MODULES[spec.name](**options))
+        return WeightedModule(spec.name, weight, MODULES[spec.name](**options))
 
-    def active(specs: Any) -> tuple[WeightedModule, ...]:
-        return tuple(build(spec) for spec in specs if spec.enabled and channel in spec.channels and spec.weight > 0)
-
-    return ObjectivePipeline(active(config.objective), active(config.diagnostics))
+    return ObjectivePipeline(
+        tuple(build(spec, spec.weight) for spec in config.objective if is_active(spec)),
+        # A weight turns a diagnostic on or off; what it measures is never scaled.
+        tuple(build(spec, 1.0) for spec in config.diagnostics if is_active(spec)),
+    )
 
 
 def sft_pipeline(coord_loss: CoordSoftCEW1Config | None) -> ObjectivePipeline:

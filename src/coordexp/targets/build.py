@@ -106,7 +106,11 @@ def _points(shape: PredictedObject | GTObject) -> np.ndarray:
 
 
 def _check_coord_tokens(predicted: PredictedObject, parsed: ParsedRollout, vocab: CoordVocab, sample_id: str) -> None:
-    written = tuple(vocab.bin_of(parsed.prefix_token_ids[position]) for position in predicted.coord_token_idx)
+    prefix = parsed.prefix_token_ids
+    written = tuple(
+        vocab.bin_of(prefix[position]) if 0 <= position < len(prefix) else None
+        for position in predicted.coord_token_idx
+    )
     if written != predicted.bins:
         raise AlignmentError(
             f"{sample_id}: object_{predicted.index} says {predicted.bins} but its tokens write {written}; "

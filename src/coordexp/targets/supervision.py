@@ -31,12 +31,18 @@ def encode_tail(fragment: Fragment, objects: Sequence[GTObject], vocab: CoordVoc
     TAIL_COORD; the last token, which holds the root's closing brace, is CLOSE; all else is TAIL_STRUCT.
 
     Raises:
-        AlignmentError: the tokens do not decode to the fragment, or its coordinate tokens are not the objects'.
+        AlignmentError: the tokens do not decode to the fragment, its coordinate tokens are not the objects', or a
+            description writes a control token.
     """
     token_ids = vocab.encode(fragment.text)
     lengths_T = np.fromiter((len(vocab.pieces[i]) for i in token_ids), dtype=np.int64, count=len(token_ids))
     if b"".join([vocab.pieces[i] for i in token_ids]) != fragment.text.encode():
         raise AlignmentError(f"tokens of {fragment.text[:80]!r}… do not decode to it; normalise descriptions to NFC")
+    if not vocab.control_ids.isdisjoint(token_ids):
+        control = next(vocab.piece(i) for i in token_ids if i in vocab.control_ids)
+        raise AlignmentError(
+            f"a description contains {control!r}, which the tokenizer reads as a control token; remove it"
+        )
     ends_T = np.cumsum(lengths_T)
     roles_T = np.full(len(token_ids), TokenRole.TAIL_STRUCT, dtype=np.uint8)
     for start, end in _byte_spans(fragment):
@@ -48,7 +54,7 @@ def encode_tail(fragment: Fragment, objects: Sequence[GTObject], vocab: CoordVoc
     wanted = [k for obj in objects for k in obj.bins]
     if [k for _, k in written] != wanted:
         raise AlignmentError(
-            f"the tokens of {fragment.text[:80]!r}… hold {len(written)} coordinates where the objects have {len(wanted)}; "
+            f"the tokens of {fragment.text[:80]!r}… hold {len(written)} coordinates, the objects have {len(wanted)}; "
             "descriptions must not contain coordinate tokens"
         )
     coord_pos_K = np.array([position for position, _ in written], dtype=np.int64)

@@ -1,0 +1,111 @@
+"""Detection figures as a table, answers as pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from PIL import Image, ImageDraw, ImageFont
+from rich.table import Table
+
+from coordexp.data.images import open_rgb
+from coordexp.evaluation.detection import Prediction, match_by_desc
+from coordexp.records import NUM_BINS, GTObject, PredictedObject
+
+# Metric → (label, whether more is better); None where neither is.
+FIGURES: dict[str, tuple[str, bool | None]] = {
+    "precision": ("precision", True),
+    "recall": ("recall", True),
+    "f1": ("F1 @ IoU 0.5", True),
+    "mean_matched_iou": ("mean matched IoU", True),
+    "duplicate_rate": ("duplicate rate", False),
+    "invalid_rate": ("invalid rate", False),
+    "truncated_rate": ("truncated rate", False),
+    "pred_per_image": ("objects / image", None),
+}
+
+_FOUND, _MISSED, _WRONG = (24, 150, 70), (230, 140, 0), (205, 30, 45)
+_SCALE_TO = 320  # shorter sides are enlarged to about this many pixels, so that thin outlines can be seen
+_BAR = 26
+
+
+def figures_table(columns: Mapping[str, Mapping[str, float]], title: str) -> Table:
+    """One row per figure, one column per run; in each row the best run is bold."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("")
+    for name in columns:
+        table.add_column(name, justify="right")
+    for key, (label, more_is_better) in FIGURES.items():
+        values = [run[key] for run in columns.values()]
+        best = None if more_is_better is None or len(values) < 2 else (max if more_is_better else min)(values)
+        cells = [f"[bold]{value:.3f}[/]" if value == best else f"{value:.3f}" for value in values]
+        table.add_row(label, *cells)
+    return table
+
+
+def draw_comparison(columns: Mapping[str, Sequence[Prediction]], path: Path, max_rows: int = 6) -> None:
+    """A PNG: a row per image; ground truth at the left, then each run's answer.
+
+    Green: found (equal description, IoU ≥ 0.5). Red: predicted, but not there. Orange, in the ground truth: missed by
+    the last run. Every column is as wide as the widest image.
+
+    Raises:
+        ValueError: there is no run, or no prediction.
+    """
+    runs = list(columns.values())
+    if not runs or not runs[0]:
+        raise ValueError("nothing to draw: pass at least one run with at least one prediction")
+    rows = [
+        [_panel_truth(runs[-1][i]), *(_panel_prediction(run[i]) for run in runs)]
+        for i in range(min(max_rows, len(runs[0])))
+    ]
+    width = max(panel.width for row in rows for panel in row)
+    sheet = Image.new("RGB", (width * (1 + len(runs)), _BAR + sum(row[0].height for row in rows)), "white")
+    draw = ImageDraw.Draw(sheet)
+    for column, name in enumerate(["ground truth", *columns]):
+        draw.text((column * width + 6, 5), name, fill="black", font=_font(15))
+    top = _BAR
+    for row in rows:
+        for column, panel in enumerate(row):
+            sheet.paste(panel, (column * width, top))
+        top += row[0].height
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sheet.save(path)
+
+
+def _panel_truth(prediction: Prediction) -> Image.Image:
+    found = {gt for _, gt, _ in match_by_desc(prediction.parsed.objects, prediction.record.objects)}
+    colours = [_FOUND if j in found else _MISSED for j in range(len(prediction.record.objects))]
+    return _panel(prediction, prediction.record.objects, colours)
+
+
+def _panel_prediction(prediction: Prediction) -> Image.Image:
+    objects = prediction.parsed.objects
+    found = {pred for pred, _, _ in match_by_desc(objects, prediction.record.objects)}
+    return _panel(prediction, objects, [_FOUND if i in found else _WRONG for i in range(len(objects))])
+
+
+def _panel(
+    prediction: Prediction, objects: Sequence[GTObject | PredictedObject], colours: Sequence[tuple[int, int, int]]
+) -> Image.Image:
+    image = open_rgb(prediction.record.image)
+    factor = max(1, round(_SCALE_TO / max(image.size)))
+    image = image.resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST)
+    draw = ImageDraw.Draw(image)
+    for obj, colour in zip(objects, colours, strict=True):
+        scale = ((image.width - 1) / (NUM_BINS - 1), (image.height - 1) / (NUM_BINS - 1))
+        points = [(x * scale[0], y * scale[1]) for x, y in zip(obj.bins[0::2], obj.bins[1::2], strict=True)]
+        if obj.kind == "bbox_2d":
+            draw.rectangle([points[0], points[1]], outline=colour, width=3)
+        else:
+            draw.line([*points, points[0]], fill=colour, width=3, joint="curve")
+        x, y = points[0][0], min(y for _, y in points)
+        label = draw.textbbox((x + 2, y + 2), obj.desc, font=_font(11))
+        draw.rectangle(label, fill="white")
+        draw.text((x + 2, y + 2), obj.desc, fill=colour, font=_font(11))
+    draw.rectangle([0, 0, image.width - 1, image.height - 1], outline="white", width=2)
+    return image
+
+
+def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    return ImageFont.load_default(size)
