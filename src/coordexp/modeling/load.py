@@ -41,8 +41,8 @@ def load_vocab(path: str | Path) -> CoordVocab:
     Raises:
         CheckpointError: no such folder, or not a Qwen3-VL checkpoint. VocabError: no coordinate tokens.
     """
-    config = _config(path)
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    config = read_config(path)
+    tokenizer = _read(AutoTokenizer, path, "tokenizer")
     try:
         vocab = CoordVocab.from_tokenizer(tokenizer)
     except VocabError as error:
@@ -61,15 +61,36 @@ def load_model(path: str | Path, dtype: str = "bfloat16", attention: str = "pack
     vocab = load_vocab(path)
     model = Qwen3VLForConditionalGeneration.from_pretrained(path, dtype=getattr(torch, dtype))
     model.set_attn_implementation({"text_config": PACKED if attention == "packed" else "sdpa", "vision_config": "sdpa"})
-    return LoadedModel(model, AutoProcessor.from_pretrained(path), vocab, attention)
+    return LoadedModel(model, load_processor(path), vocab, attention)
 
 
-def _config(path: str | Path) -> Any:
+def load_processor(path: str | Path) -> Any:
+    """The checkpoint's processor: tokenizer, image processor, chat template. Raises CheckpointError without one."""
+    return _read(AutoProcessor, path, "processor")
+
+
+def read_config(path: str | Path) -> Any:
+    """The configuration of a Qwen3-VL checkpoint, whose folder holds a tokenizer too.
+
+    Raises:
+        CheckpointError: no such folder, no readable configuration, another model family, no tokenizer.
+    """
     if not Path(path).is_dir():
         raise CheckpointError(f"{path}: no such folder; model.model must be a Qwen3-VL checkpoint on disk")
     if not (Path(path) / "config.json").is_file():
         raise CheckpointError(f"{path}: no config.json; model.model must be a Qwen3-VL checkpoint folder")
-    config = AutoConfig.from_pretrained(path)
+    config = _read(AutoConfig, path, "configuration")
     if config.model_type != MODEL_TYPE:
         raise CheckpointError(f"{path}: model type {config.model_type!r}; CoordExp trains {MODEL_TYPE!r} checkpoints")
+    # transformers makes an empty tokenizer where there is none.
+    if not any((Path(path) / name).is_file() for name in ("tokenizer.json", "vocab.json")):
+        raise CheckpointError(f"{path}: no tokenizer.json; copy the tokenizer's files into the checkpoint's folder")
     return config
+
+
+def _read(source: Any, path: str | Path, what: str) -> Any:
+    """``source.from_pretrained``, whose errors say neither which folder nor what to do."""
+    try:
+        return source.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: its {what} cannot be read ({error}); restore the checkpoint's files") from error

@@ -1,0 +1,100 @@
+"""The 1000 coordinate tokens into an existing Qwen3-VL checkpoint: tokenizer, embedding rows, language head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from coordexp.coords import COORD_TOKENS, CoordVocab
+from coordexp.errors import CheckpointError
+from coordexp.modeling.coord_rows import smooth_coord_rows
+from coordexp.modeling.load import load_processor, read_config
+
+WILDCARD = "<|coord_*|>"  # "some coordinate" in prompts and documentation; never written by the model
+NEW_TOKENS = (WILDCARD, *COORD_TOKENS)
+_ROWS_AT_ONCE = 8192  # statistics in float32 over slices: a second copy of a large vocabulary would not fit
+
+
+def expand_vocab(checkpoint: Path, output: Path) -> None:
+    """Write ``checkpoint``, with the coordinate tokens added behind its own, to the new folder ``output``.
+
+    The tokens are special tokens, in the order ``<|coord_*|>``, ``<|coord_0|>`` … ``<|coord_999|>``. Their rows start
+    at the mean of the rows in use; coordinates add a smooth code of their bin, as wide as those rows spread, so that
+    they begin distinct and ordered. Rows of existing tokens keep their values, and tied heads stay tied.
+
+    Raises:
+        CheckpointError: ``output`` is not empty, ``checkpoint`` is no complete Qwen3-VL checkpoint, it has the tokens
+            already, or its head did not stay as it was.
+    """
+    from transformers import Qwen3VLForConditionalGeneration
+
+    checkpoint, output = Path(checkpoint), Path(output)
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise CheckpointError(f"{output}: exists already and is not an empty folder; name a new one")
+    rows = read_config(checkpoint).text_config.vocab_size
+    processor = load_processor(checkpoint)
+    tokenizer = processor.tokenizer
+    added = _add_tokens(tokenizer)
+    ids = dict(zip(NEW_TOKENS, tokenizer.convert_tokens_to_ids(list(NEW_TOKENS)), strict=True))
+    # A model without a row for a coordinate that its tokenizer has always known was trained with none of them.
+    rowless = any(row >= rows for token, row in ids.items() if token not in added)
+    fresh = ids if rowless else {token: ids[token] for token in added}
+    if not fresh:
+        raise CheckpointError(f"{checkpoint}: has all 1000 coordinate tokens already; nothing to do")
+    CoordVocab.from_tokenizer(tokenizer)  # refuses tokenizers that could not be trained with
+    model = Qwen3VLForConditionalGeneration.from_pretrained(checkpoint, dtype="auto")
+    tied = _is_tied(model)
+    if len(tokenizer) > rows:
+        # mean_resizing would estimate a covariance of the whole vocabulary, only to be overwritten below.
+        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    generator = torch.Generator().manual_seed(0)
+    matrices = [model.get_input_embeddings().weight]
+    if not tied:
+        matrices.append(model.get_output_embeddings().weight)
+    for matrix_VH in matrices:
+        _initialise(matrix_VH, fresh, generator)
+    if _is_tied(model) != tied:
+        raise CheckpointError(
+            f"{checkpoint}: resizing {'untied the language head from' if tied else 'tied the language head to'} the "
+            "embeddings; nothing was written. Please report this with the checkpoint's config.json"
+        )
+    output.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(output)
+    processor.save_pretrained(output)
+
+
+def _add_tokens(tokenizer: Any) -> list[str]:
+    """Add those of :data:`NEW_TOKENS` that are missing; returns them, in order."""
+    from tokenizers import AddedToken
+
+    known = tokenizer.get_vocab()
+    missing = [token for token in NEW_TOKENS if token not in known]
+    tokenizer.add_tokens([AddedToken(token, normalized=False, special=True) for token in missing], special_tokens=True)
+    return missing
+
+
+def _is_tied(model: Any) -> bool:
+    return model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+@torch.no_grad()
+def _initialise(matrix_VH: torch.Tensor, fresh: Mapping[str, int], generator: torch.Generator) -> None:
+    """Fill the rows of ``fresh`` (token → row). The statistics are those of all rows below the first of them: what lies
+    behind a tokenizer's last token is padding that nothing ever trained."""
+    mean_H, std = _statistics(matrix_VH[: min(fresh.values())])
+    code_BH = smooth_coord_rows(matrix_VH.shape[1], std, generator)
+    bins = {token: k for k, token in enumerate(COORD_TOKENS)}
+    for token, row in fresh.items():
+        value_H = mean_H + code_BH[bins[token]] if token in bins else mean_H
+        matrix_VH[row] = value_H.to(matrix_VH.dtype)
+
+
+def _statistics(rows_VH: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """Mean row (H,) and the standard deviation of the rows' elements around it, in float32."""
+    slices = rows_VH.split(_ROWS_AT_ONCE)
+    mean_H = sum(part.float().sum(0) for part in slices) / len(rows_VH)
+    squares = sum((part.float() - mean_H).square().sum() for part in slices)
+    return mean_H, float((squares / rows_VH.numel()).sqrt())
