@@ -22,7 +22,9 @@ LAYERS: dict[str, int] = {
         4: "modeling objective metrics",
         5: "evaluation",
         6: "training serving viewer",
-        7: "cli demo",
+        7: "demo",
+        8: "cli",
+        9: "__main__",
     }.items()
     for name in names.split()
 }
