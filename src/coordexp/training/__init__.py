@@ -1,1 +1,1 @@
-"""See docs/."""
+"""The optimizer's loop: windows, trainer, checkpoints."""

@@ -78,6 +78,13 @@ class CoordExpTrainer(Trainer):
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         return {name: to_device(tensors, self.args.device) for name, tensors in inputs.items()}
 
+    def training_step(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Forward and backward of one row, timed."""
+        started = time.perf_counter()
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self._add({"time/learner_s": time.perf_counter() - started})
+        return loss
+
     def compute_loss(
         self,
         model: torch.nn.Module,
@@ -102,8 +109,8 @@ class CoordExpTrainer(Trainer):
         if "loss" in logs and self._pending_steps:
             metrics = reduce_metrics(self._pending)
             for name in metrics:
-                if name.startswith(("loss/", "coord_diag/")):
-                    metrics[name] /= self._pending_steps  # several steps in one line: shares become their mean
+                if name.startswith(("loss/", "coord_diag/", "time/")):
+                    metrics[name] /= self._pending_steps  # several steps in one line: their mean
             # The trainer averages the scaled loss over ranks; the sum of the terms is the same number, exactly.
             logs = {**logs, **MetricsPayload("train", self.state.global_step, metrics).metrics}
             self._pending.clear()
@@ -138,7 +145,7 @@ class CoordExpTrainer(Trainer):
 
     def _add(self, values: Any) -> None:
         for name, value in values.items():
-            if is_maximum(name):
+            if is_maximum(name) and not name.startswith("time/"):  # seconds add up within a rank
                 self._pending[name] = max(self._pending[name], value)
             else:
                 self._pending[name] += value

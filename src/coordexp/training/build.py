@@ -1,0 +1,191 @@
+"""RunConfig → a trainer that is ready to run, with everything cheap checked before the model is loaded."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from coordexp import distributed
+from coordexp.config import RunConfig, check_world_size
+from coordexp.config.rollout import RolloutMatchingConfig
+from coordexp.data.dataset import RecordDataset
+from coordexp.data.jsonl import check_dataset, read_jsonl
+from coordexp.errors import ConfigError, DataError
+from coordexp.extras import require
+from coordexp.records import ImageRecord
+from coordexp.rollouts import check_backend
+
+logger = logging.getLogger("coordexp")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRun:
+    """A configuration whose data, tokenizer and backend have been looked at. Nothing heavy is loaded."""
+
+    config: RunConfig
+    rollout: RolloutMatchingConfig
+    train: tuple[ImageRecord, ...]
+    val: tuple[ImageRecord, ...]
+
+
+def check_run(config: RunConfig) -> CheckedRun:
+    """Read the data, the tokenizer and the backend's name: every mistake that can be seen early, seen early.
+
+    Raises:
+        ConfigError, DataError, CheckpointError, VocabError, MissingDependency.
+    """
+    from coordexp.modeling.load import load_vocab
+
+    check_world_size(config, distributed.world_size())
+    rollout = config.rollout_matching or RolloutMatchingConfig(rollout_backend="hf")
+    evaluates = config.training.eval_strategy != "no"
+    if config.custom.trainer_variant is not None or evaluates:
+        check_backend(rollout)
+    if evaluates and config.custom.val_jsonl is None:
+        raise ConfigError("training.eval_strategy: evaluates, but custom.val_jsonl is null; give a file, or write 'no'")
+    if config.training.packing:
+        require("binpacking", "training.packing")
+    for name in config.training.report_to:
+        if name == "tensorboard":
+            require("tensorboard", "training.report_to: tensorboard")
+    load_vocab(config.model.model)
+    train = read_jsonl(config.custom.train_jsonl, limit=config.custom.train_sample_limit)
+    if not train:
+        raise DataError("holds no samples", path=config.custom.train_jsonl)
+    val = read_jsonl(config.custom.val_jsonl, limit=config.custom.val_sample_limit) if config.custom.val_jsonl else []
+    check_dataset([*train, *val])
+    return CheckedRun(config, rollout, tuple(train), tuple(val))
+
+
+def build_trainer(run: CheckedRun, console: Console, description: str = "train", config_path: Path | None = None):
+    """Load the model and join all parts into a :class:`~coordexp.training.trainer.CoordExpTrainer`.
+
+    Returns: the trainer, and the checkpoint folder to resume from (None to start anew).
+    """
+    import torch
+    from transformers import PrinterCallback, ProgressCallback, TrainingArguments, set_seed
+
+    from coordexp.matching import MatchingConfig
+    from coordexp.modeling.inputs import PromptEncoder
+    from coordexp.modeling.load import load_model
+    from coordexp.objective import build_pipeline, sft_pipeline
+    from coordexp.packing import CarryBuffer
+    from coordexp.rollouts import build_backend
+    from coordexp.targets import TransportConfig
+    from coordexp.training.checkpoint import CarryBufferSaver, load_carry_buffer, resolve_resume, write_manifest
+    from coordexp.training.progress import RichProgress
+    from coordexp.training.trainer import CoordExpTrainer
+    from coordexp.training.window import GroundTruthSource, RolloutSource, WindowBuilder
+
+    config, rollout, training = run.config, run.rollout, run.config.training
+    arguments = TrainingArguments(
+        **training.hf_arguments(distributed.world_size()),
+        remove_unused_columns=False,
+        label_names=[],
+        logging_nan_inf_filter=False,  # a NaN is shown, not replaced by a running mean
+        dataloader_num_workers=config.data.num_workers,
+        dataloader_pin_memory=torch.cuda.is_available(),
+        gradient_checkpointing=config.model.gradient_checkpointing,
+    )
+    resume = resolve_resume(training.output_dir, training.resume_from_checkpoint)
+    write_manifest(config, config_path, Path(training.output_dir))
+    set_seed(training.seed)
+    loaded = load_model(config.model.model, config.model.dtype, config.model.attn_implementation)
+    if config.model.freeze_vision:
+        loaded.model.model.visual.requires_grad_(False)
+    encoder = PromptEncoder(loaded.processor, config.template.prompt, config.template.system)
+    datasets = [
+        RecordDataset(records, encoder.encode, config.custom.object_ordering, training.seed)
+        for records in (run.train, run.val)
+    ]
+    backend = build_backend(rollout, model=loaded.model, vocab=loaded.vocab, image_token_id=loaded.image_token_id)
+    if config.custom.trainer_variant is None:
+        source = GroundTruthSource(loaded.vocab, config.custom.object_field_order)
+        pipeline = sft_pipeline(config.custom.coord_soft_ce_w1)
+    else:
+        assert rollout.pipeline is not None, "the schema requires a pipeline for this variant"
+        pipeline = build_pipeline(rollout.pipeline, channel="B")
+        source = RolloutSource(
+            backend=backend,
+            vocab=loaded.vocab,
+            matching=MatchingConfig(
+                rollout.candidate_top_k,
+                rollout.maskiou_gate,
+                rollout.maskiou_resolution,
+                rollout.fp_cost,
+                rollout.fn_cost,
+            ),
+            transport=TransportConfig(rollout.ot_cost, rollout.ot_epsilon, rollout.ot_iters),
+            field_order=config.custom.object_field_order,
+            training_seed=training.seed,
+            decode_flag=_decode_flag(rollout),
+        )
+    buffer = CarryBuffer(config.global_max_length, training.packing_buffer) if training.packing else None
+    if buffer is not None and resume is not None:
+        by_id = {record.sample_id: record for record in run.train}
+        load_carry_buffer(buffer, resume, lambda sample_id: encoder.encode(_lookup(by_id, sample_id)))
+    builder = WindowBuilder(source, buffer, _warn_once(), training.packing_min_fill_ratio)
+    trainer = CoordExpTrainer(
+        loaded=loaded,
+        window_builder=builder,
+        pipeline=pipeline,
+        eval_backend=backend,
+        decode_batch_size=rollout.decode_batch_size,
+        args=arguments,
+        train_dataset=datasets[0],
+        eval_dataset=datasets[1] if run.val else None,
+        processing_class=loaded.processor,
+    )
+    for callback in (PrinterCallback, ProgressCallback):
+        trainer.remove_callback(callback)
+    trainer.add_callback(RichProgress(console, description))
+    if buffer is not None:
+        trainer.add_callback(CarryBufferSaver(buffer))
+    return trainer, resume
+
+
+def run_training(config: RunConfig, console: Console, description: str = "train", config_path: Path | None = None):
+    """Check, build, train, and save the final model with its processor to ``training.output_dir``.
+
+    Returns: the trainer, after training.
+    """
+    checked = check_run(config)
+    trainer, resume = build_trainer(checked, console, description, config_path)
+    if resume is not None:
+        console.print(f"resuming from {resume}", highlight=False)
+    try:
+        trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+    finally:
+        for callback in trainer.callback_handler.callbacks:
+            if hasattr(callback, "stop"):
+                callback.stop()
+    trainer.save_model()
+    return trainer
+
+
+def _decode_flag(rollout: RolloutMatchingConfig) -> str:
+    if rollout.num_beams > 1:
+        return "rollout/decode_beam"
+    return "rollout/decode_sample" if rollout.decoding.temperature > 0 else "rollout/decode_greedy"
+
+
+def _lookup(by_id: dict[str, ImageRecord], sample_id: str) -> ImageRecord:
+    if sample_id not in by_id:
+        raise DataError(f"the checkpoint's carry buffer holds sample {sample_id}, which custom.train_jsonl does not")
+    return by_id[sample_id]
+
+
+def _warn_once():
+    """A warner that says each kind of thing once a run; the metric counts the rest."""
+    said: set[str] = set()
+
+    def warn(message: str) -> None:
+        kind = message.split("is filled")[0]
+        if kind not in said:
+            said.add(kind)
+            logger.warning(message)
+
+    return warn

@@ -1,0 +1,100 @@
+"""A progress bar with ETA on a terminal; a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+_LINE_EVERY_S = 30.0
+_SHOWN = (
+    ("loss", "loss"),
+    ("rollout/match_rate", "match"),
+    ("rollout/parse_truncated_rate", "truncated"),
+    ("coord_diag/expected_bin_mae", "coord error"),
+)
+
+
+def make_progress(console: Console) -> Progress:
+    """The bar that every long piece of work shows."""
+    return Progress(
+        TextColumn("[bold]{task.description}"),
+        BarColumn(bar_width=30),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("eta"),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+        console=console,
+    )
+
+
+class RichProgress(TrainerCallback):
+    """One bar over the optimizer steps, with the figures one watches."""
+
+    def __init__(self, console: Console, description: str) -> None:
+        self._console = console
+        self._description = description
+        self._progress: Progress | None = None
+        self._task: Any = None
+        self._note = ""
+        self._last_line = 0.0
+        self._first: tuple[int, float] = (0, 0.0)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if not state.is_world_process_zero:
+            return
+        self._first = (state.global_step, time.monotonic())
+        self._last_line = time.monotonic()
+        if self._console.is_terminal:
+            self._progress = make_progress(self._console)
+            self._task = self._progress.add_task(
+                self._description, total=state.max_steps, completed=state.global_step, note=""
+            )
+            self._progress.start()
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        shown = [f"{label} {logs[name]:.3g}" for name, label in _SHOWN if logs and name in logs]
+        if shown:
+            self._note = "  ".join(shown)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if not state.is_world_process_zero:
+            return
+        if self._progress is not None:
+            self._progress.update(self._task, completed=state.global_step, note=self._note)
+            return
+        now = time.monotonic()
+        if now - self._last_line >= _LINE_EVERY_S or state.global_step == state.max_steps:
+            self._last_line = now
+            done = max(1, state.global_step - self._first[0])
+            left = (now - self._first[1]) / done * (state.max_steps - state.global_step)
+            self._console.print(
+                f"{self._description}: step {state.global_step}/{state.max_steps}, eta {left:.0f} s  {self._note}",
+                highlight=False,
+            )
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Give the terminal back, also after an error."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
