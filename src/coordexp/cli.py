@@ -293,7 +293,7 @@ def main(argv: list[str] | None = None) -> None:
     """
     _flags.debug = False
     try:
-        app(args=argv)
+        app(args=argv, prog_name="coordexp")
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     except CoordExpError as error:

@@ -1,0 +1,55 @@
+"""``python -m src.sft --config X.yaml``: the YAML alone decides what is trained."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cli_runs import logged, small_checkpoint, write_run
+
+ROOT = Path(__file__).parents[2]
+
+
+def train(folder: Path, stage: int, model: Path) -> dict[str, float]:
+    """Run one step of ``stage`` as a user would; returns what it logged."""
+    run = write_run(folder, stage, model)
+    done = subprocess.run(
+        [sys.executable, "-m", "src.sft", "--config", str(run)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return logged(folder / f"out{stage}")
+
+
+@pytest.mark.scenario("Rollout-matching enabled via trainer_variant")
+def test_trainer_variant_decides(tmp_path: Path) -> None:
+    model = small_checkpoint(tmp_path / "model")
+    stage1, stage2 = (train(tmp_path, stage, model) for stage in (1, 2))
+
+    assert stage2["rollout/samples_total"] == 2
+    assert stage2["rollout/gen_new_tokens_total"] > 0
+    assert stage2["rollout/gt_objects_total"] == stage2["rollout/matched_total"] + stage2["rollout/fn_appended_total"]
+    assert any(name.startswith("loss/bbox_geo/") for name in stage2), (
+        "the pipeline of rollout_matching.pipeline is used"
+    )
+
+    assert [name for name in stage1 if name.startswith("rollout/")] == []
+    assert [name for name in stage1 if name.startswith("loss/bbox_geo/")] == []
+
+
+@pytest.mark.parametrize("argv", [[], ["--config"], ["--config", "missing.yaml"]])
+def test_without_a_configuration_nothing_starts(argv: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "src.sft", *argv], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert "--config" in done.stderr or "missing.yaml: no such file" in done.stderr
+    assert "Traceback" not in done.stderr

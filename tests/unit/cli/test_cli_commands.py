@@ -1,0 +1,216 @@
+"""Each command on small real input: what it prints, and what it writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import annotation_folders as folders
+from cli_runs import run_cli, small_checkpoint, write_run
+from coordexp.config import load_config
+from coordexp.data import read_jsonl
+from coordexp.evaluation import detection_metrics
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_checkpoint(tmp_path_factory.mktemp("checkpoint") / "model")
+
+
+def unwrapped(text: str) -> str:
+    """Terminal output without the line breaks of narrow tables."""
+    return " ".join(text.split())
+
+
+# evaluate
+
+
+def test_evaluate_writes_figures_and_one_line_per_image(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path
+) -> None:
+    run = write_run(tmp_path, 1, model)
+    outcome = run_cli(capsys, "evaluate", run)
+    assert outcome.code == 0
+    records = read_jsonl(tmp_path / "scenes.jsonl")
+    written = json.loads((tmp_path / "out1/evaluation/metrics.json").read_text())
+    lines = [json.loads(line) for line in (tmp_path / "out1/evaluation/predictions.jsonl").open(encoding="utf-8")]
+
+    assert written["model"] == str(model) and written["data"] == str(tmp_path / "scenes.jsonl")
+    assert written["metrics"].keys() == detection_metrics({}).keys()
+    assert written["metrics"]["images"] == len(records) == 4
+    assert written["metrics"]["gt_objects"] == sum(len(record.objects) for record in records)
+    for line, record in zip(lines, records, strict=True):
+        assert (line["sample_id"], line["image"]) == (record.sample_id, str(record.image))
+        assert sorted(tuple(obj.get("bbox_2d", obj.get("poly"))) for obj in line["gt"]) == sorted(
+            obj.bins for obj in record.objects
+        )
+        assert line["truncated"] is True and line["text"], "16 tokens are too few for an answer"
+    assert "F1 @ IoU 0.5" in outcome.out and "4 images with" in unwrapped(outcome.out)
+
+
+def test_evaluate_json_prints_the_file_and_nothing_else_on_stdout(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path
+) -> None:
+    run = write_run(tmp_path, 2, model)
+    outcome = run_cli(capsys, "evaluate", run, "--json", "--limit", 3, "--output", tmp_path / "figures")
+    assert json.loads(outcome.out) == json.loads((tmp_path / "figures/metrics.json").read_text())
+    assert json.loads(outcome.out)["metrics"]["images"] == 3
+    assert "3/3 images, eta 0 s" in outcome.err
+    assert not (tmp_path / "out2").exists()
+
+
+def test_evaluate_another_model_on_other_data(tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    run = write_run(tmp_path, 1, tmp_path / "not made yet", custom__val_jsonl=None)
+    data = tmp_path / "scenes.jsonl"
+    outcome = run_cli(capsys, "evaluate", run, "--model", model, "--data", data, "--json", "--limit", 1)
+    assert json.loads(outcome.out)["model"] == str(model)
+    assert json.loads(outcome.out)["data"] == str(data)
+
+
+def test_without_a_rollout_section_the_model_answers_by_transformers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import coordexp.training.evaluate as evaluate
+
+    seen = []
+
+    def build_backend(rollout: object, **_: object) -> None:
+        seen.append(rollout)
+        raise SystemExit(0)
+
+    monkeypatch.setattr(evaluate, "build_backend", build_backend)
+    run_cli(capsys, "evaluate", write_run(tmp_path, 1, model, rollout_matching=None))
+    assert [rollout.rollout_backend for rollout in seen] == ["hf"]
+
+
+# train
+
+
+def test_train_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    first = run_cli(capsys, "train", write_run(tmp_path, 1, model))
+    assert first.code == 0 and "resuming" not in first.out
+    again = write_run(tmp_path, 1, model, training__max_steps=2, training__resume_from_checkpoint=True)
+    second = run_cli(capsys, "train", again)
+    assert "resuming from" in second.out and "checkpoint-1" in second.out
+    state = json.loads((tmp_path / "out1/checkpoint-2/trainer_state.json").read_text())
+    assert [line["step"] for line in state["log_history"] if "loss" in line] == [1, 2]
+    assert (tmp_path / "out1/model.safetensors").is_file() and (tmp_path / "out1/run_manifest.json").is_file()
+
+
+# data
+
+
+def test_convert_voc(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good, flat = folders.voc_object("cat", 2, 3, 20, 20), folders.voc_object("dog", 5, 5, 5, 9)
+    root = folders.voc(tmp_path / "voc", good, flat)
+    outcome = run_cli(capsys, "data", "convert", "voc", root, "--out", tmp_path / "out", "--no-resize")
+    assert outcome.code == 0
+    assert [obj.desc for obj in read_jsonl(tmp_path / "out/data.jsonl")[0].objects] == ["cat"]
+    assert "zero_area" in outcome.out and "objects written" in outcome.out
+    report = json.loads((tmp_path / "out/data.conversion_report.json").read_text())
+    assert report["skipped_objects"] == {"zero_area": 1}
+
+
+def test_convert_options_reach_the_converter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = folders.voc(tmp_path / "voc", folders.voc_object("cat", 1, 1, 20, 20, extra="<difficult>1</difficult>"))
+    options = ["--skip-difficult", "--factor", 8, "--min-pixels", 64, "--max-pixels", 256, "--name", "train"]
+    outcome = run_cli(capsys, "data", "convert", "voc", root, "--out", tmp_path / "out", *options)
+    (record,) = read_jsonl(tmp_path / "out/train.jsonl", check_images=True)
+    assert outcome.code == 0 and record.objects == ()
+    assert record.width % 8 == record.height % 8 == 0 and record.width * record.height <= 256
+
+
+def test_convert_coco(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    annotation = {"bbox": [2, 3, 10, 10], "segmentation": [[2, 3, 12, 3, 12, 13]]}
+    source = folders.coco(tmp_path, [annotation])
+    argv = ["data", "convert", "coco", source, tmp_path / "images", "--out", tmp_path / "out", "--geometry", "poly"]
+    assert run_cli(capsys, *argv, "--no-resize").code == 0
+    assert [obj.kind for obj in read_jsonl(tmp_path / "out/instances.jsonl")[0].objects] == ["poly"]
+
+
+def test_convert_of_nothing_usable_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    outcome = run_cli(capsys, "data", "convert", "voc", tmp_path, "--out", tmp_path / "out")
+    assert outcome.code == 2 and "no folder" in outcome.err and "Traceback" not in outcome.err
+
+
+def test_scenes_and_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = run_cli(capsys, "data", "scenes", "--out", tmp_path, "--count", 5, "--spec", "dense", "--seed", 7)
+    assert made.code == 0 and "5 images" in made.out
+    records = read_jsonl(tmp_path / "scenes.jsonl")
+    checked = unwrapped(run_cli(capsys, "data", "check", tmp_path / "scenes.jsonl").out)
+    assert "images │ 5 │" in checked
+    assert f"objects │ {sum(len(record.objects) for record in records)} │" in checked
+    desc = records[0].objects[0].desc
+    count = sum(obj.desc == desc for record in records for obj in record.objects)
+    assert f"of class {desc} │ {count} │" in checked
+
+
+def test_scenes_of_the_dense_family_are_denser(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    counts = {}
+    for spec in ("sparse", "dense"):
+        run_cli(capsys, "data", "scenes", "--out", tmp_path / spec, "--count", 8, "--spec", spec)
+        counts[spec] = sum(len(record.objects) for record in read_jsonl(tmp_path / spec / "scenes.jsonl"))
+    assert counts["dense"] > counts["sparse"]
+
+
+def test_check_reports_all_errors_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_cli(capsys, "data", "scenes", "--out", tmp_path, "--count", 3)
+    jsonl = tmp_path / "scenes.jsonl"
+    jsonl.write_text(jsonl.read_text() + "{broken\n")
+    (tmp_path / "images/000001.png").unlink()
+    outcome = run_cli(capsys, "data", "check", jsonl)
+    assert outcome.code == 2 and outcome.out == ""
+    assert "scenes.jsonl:2" in outcome.err and "scenes.jsonl:4" in outcome.err
+
+
+# model
+
+
+def test_tiny_then_nothing_to_expand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli(capsys, "model", "tiny", tmp_path / "tiny", "--seed", 3).code == 0
+    outcome = run_cli(capsys, "model", "expand-vocab", tmp_path / "tiny", tmp_path / "more")
+    assert outcome.code == 2 and "nothing to do" in outcome.err
+    assert not (tmp_path / "more").exists()
+
+
+def test_tiny_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.txt").write_text("x")
+    outcome = run_cli(capsys, "model", "tiny", tmp_path)
+    assert outcome.code == 2 and "not empty" in outcome.err
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_an_expanded_checkpoint_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = small_checkpoint(tmp_path / "plain", coord_tokens=False)
+    assert run_cli(capsys, "model", "expand-vocab", plain, tmp_path / "expanded").code == 0
+    assert run_cli(capsys, "train", write_run(tmp_path, 2, tmp_path / "expanded")).code == 0
+
+
+# config, demo
+
+
+def test_config_check_prints_a_yaml_that_means_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path
+) -> None:
+    run = write_run(tmp_path, 2, model)
+    printed = run_cli(capsys, "config", "check", run).out
+    again = tmp_path / "resolved.yaml"
+    again.write_text(printed, encoding="utf-8")
+    assert load_config(again) == load_config(run)
+    assert "maskiou_gate: 0.3" in printed, "defaults are filled in"
+
+
+def test_demo_gets_its_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import coordexp.demo
+
+    calls = []
+    monkeypatch.setattr(coordexp.demo, "run_demo", lambda output, console: calls.append((output, console)))
+    assert run_cli(capsys, "demo", "--output", tmp_path / "demo").code == 0
+    assert run_cli(capsys, "demo").code == 0
+    assert [output for output, _ in calls] == [tmp_path / "demo", Path("outputs/demo")]
+    assert all(isinstance(console, Console) for _, console in calls)

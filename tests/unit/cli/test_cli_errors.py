@@ -1,0 +1,176 @@
+"""How the command ends: bad input with one clear error before any weights are read, a bug with its traceback."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import coordexp.config
+from cli_runs import run_cli, small_checkpoint, write_run
+from coordexp.cli import main
+from coordexp.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    other_family = folder / "other_family"
+    other_family.mkdir()
+    (other_family / "config.json").write_text('{"model_type": "qwen2"}')
+    no_tokenizer = small_checkpoint(folder / "no_tokenizer")
+    (no_tokenizer / "tokenizer.json").unlink()
+    return {
+        "sound": small_checkpoint(folder / "sound"),
+        "without_coords": small_checkpoint(folder / "without_coords", coord_tokens=False),
+        "other_family": other_family,
+        "no_tokenizer": no_tokenizer,
+        "missing": folder / "missing",
+    }
+
+
+def edit_line(run: Path, edit: Callable[[str], str]) -> None:
+    """Change the third line of the run's dataset."""
+    jsonl = run.parent / "scenes.jsonl"
+    lines = jsonl.read_text(encoding="utf-8").splitlines()
+    lines[2] = edit(lines[2])
+    jsonl.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def five_numbers(line: str) -> str:
+    image = line[: line.index('"objects"')]
+    return image + '"objects": [{"desc": "leaf", "poly": [1, 2, 3, 4, 5]}]}'
+
+
+def unknown_key(run: Path) -> None:
+    run.write_text(run.read_text(encoding="utf-8") + "maskiou_gate: 0.5\n", encoding="utf-8")
+
+
+BAD_DATA: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
+    "missing image": (lambda run: (run.parent / "images/000002.png").unlink(), ("scenes.jsonl:3", "image not found")),
+    "broken JSON": (lambda run: edit_line(run, lambda line: line[:-9]), ("scenes.jsonl:3", "JSON")),
+    "polygon of 5 numbers": (lambda run: edit_line(run, five_numbers), ("scenes.jsonl:3", "objects[0]", "poly", "5")),
+    "unknown key": (unknown_key, ("maskiou_gate", "unknown key", "yaml:")),
+    "no dataset": (lambda run: (run.parent / "scenes.jsonl").unlink(), ("scenes.jsonl", "not found")),
+    "empty dataset": (lambda run: (run.parent / "scenes.jsonl").write_text(""), ("scenes.jsonl", "no records")),
+}
+BAD_CHECKPOINTS = {
+    "without_coords": ("1000 coordinate tokens", "coordexp model expand-vocab"),
+    "other_family": ("qwen2", "qwen3_vl"),
+    "no_tokenizer": ("no tokenizer.json",),
+    "missing": ("no such folder",),
+}
+
+
+@pytest.fixture
+def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    import coordexp.modeling.load
+
+    def load_model(*_: object, **__: object) -> None:
+        raise AssertionError("weights are read although the input is bad")
+
+    monkeypatch.setattr(coordexp.modeling.load, "load_model", load_model)
+
+
+def expect_one_error(capsys: pytest.CaptureFixture[str], run: Path, argv: list[object], texts: tuple[str, ...]) -> None:
+    before = sorted(run.parent.iterdir())
+    outcome = run_cli(capsys, *argv)
+    assert outcome.code == 2
+    assert outcome.err.count("error:") == 1 and "Traceback" not in outcome.err
+    assert [text for text in texts if text not in outcome.err] == []
+    assert sorted(run.parent.iterdir()) == before, "a run that cannot start leaves nothing behind"
+
+
+@pytest.mark.usefixtures("no_weights")
+@pytest.mark.parametrize("command", ["train stage 1", "train stage 2", "evaluate"])
+@pytest.mark.parametrize("mistake", BAD_DATA)
+def test_bad_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], checkpoints: dict[str, Path], command: str, mistake: str
+) -> None:
+    run = write_run(tmp_path, 2 if command.endswith("2") else 1, checkpoints["sound"])
+    spoil, texts = BAD_DATA[mistake]
+    spoil(run)
+    expect_one_error(capsys, run, [command.split()[0], run], texts)
+
+
+@pytest.mark.usefixtures("no_weights")
+@pytest.mark.parametrize("command", ["train", "evaluate"])
+@pytest.mark.parametrize("checkpoint", BAD_CHECKPOINTS)
+def test_bad_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], checkpoints: dict[str, Path], command: str, checkpoint: str
+) -> None:
+    run = write_run(tmp_path, 1, checkpoints[checkpoint])
+    expect_one_error(capsys, run, [command, run], (str(checkpoints[checkpoint]), *BAD_CHECKPOINTS[checkpoint]))
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_nothing_to_evaluate_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], checkpoints: dict[str, Path]
+) -> None:
+    run = write_run(tmp_path, 1, checkpoints["sound"], custom__val_jsonl=None)
+    expect_one_error(capsys, run, ["evaluate", run], ("custom.val_jsonl", "--data"))
+
+
+def test_sound_input_does_reach_the_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], checkpoints: dict[str, Path], no_weights: None
+) -> None:
+    for command in ("train", "evaluate"):
+        with pytest.raises(AssertionError, match="weights are read"):
+            run_cli(capsys, command, write_run(tmp_path, 1, checkpoints["sound"]))
+
+
+def test_an_unknown_key_in_a_process_of_its_own(tmp_path: Path) -> None:
+    run = write_run(tmp_path, 1, tmp_path)
+    unknown_key(run)
+    done = subprocess.run([sys.executable, "-m", "coordexp", "train", run], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "unknown key" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_debug_shows_the_traceback(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such file"):
+        main(["--debug", "config", "check", str(tmp_path / "missing.yaml")])
+
+
+def test_debug_does_not_outlive_its_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    missing = tmp_path / "missing.yaml"
+    with pytest.raises(ConfigError):
+        main(["--debug", "config", "check", str(missing)])
+    assert run_cli(capsys, "config", "check", missing).code == 2
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(path: Path) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(coordexp.config, "load_config", broken)
+    with pytest.raises(ZeroDivisionError):
+        main(["config", "check", "any.yaml"])
+
+
+def test_ctrl_c_exits_with_130(tmp_path: Path) -> None:
+    fifo = tmp_path / "never_written.yaml"
+    os.mkfifo(fifo)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "coordexp", "config", "check", fifo], stderr=subprocess.PIPE, text=True
+    )
+    # A writer can open the pipe without blocking only once the command waits in it for the YAML's text.
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            writer = os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)
+            break
+        except OSError:
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    os.close(writer)
+    assert process.returncode == 130
+    assert "Traceback" not in err

@@ -1,0 +1,76 @@
+"""Help and mistakes show at once: nothing heavy is imported for them."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cli_runs import run_cli
+from config_samples import stage1, write_yaml
+
+HEAVY = {"torch", "transformers", "torchvision", "accelerate", "numpy", "scipy", "PIL"}
+
+
+def modules_after(*argv: str) -> set[str]:
+    """Top-level names of all modules that ``coordexp *argv`` imported in a process of its own."""
+    code = (
+        "import json, sys\n"
+        "from coordexp.cli import main\n"
+        "try:\n    main(sys.argv[1:])\n"
+        "except SystemExit:\n    pass\n"
+        "print('\\n' + json.dumps(sorted({name.split('.')[0] for name in sys.modules})))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, timeout=60, check=True)
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize(
+    "argv", ["--help", "train --help", "evaluate --help", "data convert voc --help", "data scenes --help", "--version"]
+)
+def test_help_imports_nothing_heavy(argv: str) -> None:
+    assert not modules_after(*argv.split()) & HEAVY
+
+
+def test_help_takes_less_than_a_third_of_a_second() -> None:
+    # Processor time, best of three: the wall clock of a busy test machine says nothing.
+    spent = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, "-m", "coordexp", "--help"], capture_output=True, timeout=60, check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        spent.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert min(spent) < 0.3
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate", "config check"])
+def test_a_mistake_in_the_yaml_shows_before_torch_is_imported(tmp_path: Path, command: str) -> None:
+    path = write_yaml(tmp_path, {**stage1(), "trainnig": {}})
+    assert not modules_after(*command.split(), str(path)) & HEAVY
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ("", "evaluate"),
+        ("--help", "coordexp"),
+        ("data", "scenes"),
+        ("data convert", "coco"),
+        ("model", "expand-vocab"),
+        ("config", "check"),
+    ],
+)
+def test_groups_list_their_commands(capsys: pytest.CaptureFixture[str], argv: str, expected: str) -> None:
+    outcome = run_cli(capsys, *argv.split())
+    assert expected in outcome.out + outcome.err
+
+
+@pytest.mark.parametrize("argv", ["unknown", "train", "train a.yaml b.yaml", "data scenes --out x", "--verbosity"])
+def test_wrong_usage_exits_with_2(capsys: pytest.CaptureFixture[str], argv: str) -> None:
+    outcome = run_cli(capsys, *argv.split())
+    assert outcome.code == 2
+    assert "Usage" in outcome.err
