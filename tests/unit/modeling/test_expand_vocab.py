@@ -1,0 +1,230 @@
+"""Coordinate tokens in a checkpoint that had none: everything old stays, everything new is distinct and ordered."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from cli_runs import SMALL
+from coordexp.coords import COORD_TOKENS
+from coordexp.errors import CheckpointError, VocabError
+from coordexp.modeling.expand_vocab import NEW_TOKENS, expand_vocab
+from coordexp.modeling.load import (
+    AutoTokenizer,
+    LoadedModel,
+    Qwen3VLForConditionalGeneration,
+    load_model,
+    load_vocab,
+)
+from coordexp.modeling.tiny import TinySpec, build_tiny_checkpoint
+
+PADDING_ROWS = 300  # Qwen's checkpoints have more rows than tokens; 300 is less than the 1001 that are added
+
+
+@dataclass(frozen=True)
+class Expanded:
+    old: Qwen3VLForConditionalGeneration
+    new: LoadedModel
+    num_old_tokens: int
+    tied: bool
+    folder: Path
+
+
+@pytest.fixture(scope="module", params=["tied", "untied", "tied padded", "untied padded"])
+def expanded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Expanded:
+    folder = tmp_path_factory.mktemp("expand")
+    tied = request.param.startswith("tied")
+    build_tiny_checkpoint(folder / "old", spec=TinySpec(**SMALL, tied=tied), coord_tokens=False)
+    old = Qwen3VLForConditionalGeneration.from_pretrained(folder / "old", dtype=torch.float32)
+    num_old_tokens = len(AutoTokenizer.from_pretrained(folder / "old"))
+    if "padded" in request.param:
+        old.resize_token_embeddings(num_old_tokens + PADDING_ROWS, mean_resizing=False)
+        with torch.no_grad():  # so far off that a mean or spread which counted them would show
+            old.get_input_embeddings().weight[num_old_tokens:] = 100.0
+        old.save_pretrained(folder / "old")
+    expand_vocab(folder / "old", folder / "new")
+    return Expanded(old, load_model(folder / "new", "float32", "sdpa"), num_old_tokens, tied, folder / "new")
+
+
+def matrices(model: Qwen3VLForConditionalGeneration) -> list[torch.Tensor]:
+    return [model.get_input_embeddings().weight.detach(), model.get_output_embeddings().weight.detach()]
+
+
+def test_tokens_stand_behind_the_old_ones_in_order(expanded: Expanded) -> None:
+    tokenizer = expanded.new.processor.tokenizer
+    first = expanded.num_old_tokens
+    assert tokenizer.convert_tokens_to_ids(list(NEW_TOKENS)) == list(range(first, first + 1001))
+    assert expanded.new.vocab.coord_token_ids == tuple(range(first + 1, first + 1001))
+    assert tokenizer("a<|coord_7|><|coord_70|> ", add_special_tokens=False)["input_ids"][1:3] == [first + 8, first + 71]
+    assert tokenizer.decode([first + 1, first + 1000]) == "<|coord_0|><|coord_999|>"
+    assert tokenizer.decode([first + 1], skip_special_tokens=True) == ""
+    assert expanded.new.model.config.text_config.vocab_size == first + 1001
+
+
+def test_old_rows_keep_their_values(expanded: Expanded) -> None:
+    first = expanded.num_old_tokens
+    for before, after in zip(matrices(expanded.old), matrices(expanded.new.model), strict=True):
+        assert after.shape[0] == first + 1001
+        assert torch.equal(before[:first], after[:first])
+
+
+def test_everything_but_the_vocabulary_keeps_its_values(expanded: Expanded) -> None:
+    before, after = expanded.old.state_dict(), expanded.new.model.state_dict()
+    assert before.keys() == after.keys()
+    changed = {name for name in before if before[name].shape != after[name].shape}
+    assert changed == {"model.language_model.embed_tokens.weight", "lm_head.weight"}
+    assert all(torch.equal(before[name], after[name]) for name in before.keys() - changed)
+
+
+def test_logits_of_old_tokens_are_unchanged(expanded: Expanded) -> None:
+    tokenizer = expanded.new.processor.tokenizer
+    ids = tokenizer('<|im_start|>user\nDetect every object.<|im_end|>\n{"object_1": ', return_tensors="pt")["input_ids"]
+    assert int(ids.max()) < expanded.num_old_tokens
+    with torch.no_grad():
+        before, after = (model(input_ids=ids).logits for model in (expanded.old.eval(), expanded.new.model.eval()))
+    torch.testing.assert_close(after[..., : expanded.num_old_tokens], before[..., : expanded.num_old_tokens])
+
+
+def test_tied_heads_stay_tied(expanded: Expanded) -> None:
+    model = expanded.new.model
+    assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) == expanded.tied
+    assert model.config.tie_word_embeddings == expanded.tied
+
+
+def test_new_rows_are_distinct_ordered_and_of_the_old_ones_size(expanded: Expanded) -> None:
+    first = expanded.num_old_tokens
+    for matrix in matrices(expanded.new.model):
+        old, wildcard, coords = matrix[:first], matrix[first], matrix[first + 1 :]
+        mean = old.mean(0)
+        std = (old - mean).square().mean().sqrt()
+        torch.testing.assert_close(wildcard, mean)
+        assert (coords - mean).square().mean().sqrt().item() == pytest.approx(std.item(), rel=0.1)
+        distance = torch.cdist(coords, coords)
+        nearest = distance + torch.eye(1000) * distance.max()
+        assert nearest.min() > 0.05 * distance.mean(), "no two bins look alike"
+        bins = torch.arange(1000)
+        neighbour = (nearest.argmin(1) - bins).abs()
+        assert (neighbour <= 2).all(), "the row most like a bin's is a neighbour's"
+        by_gap = [distance.diagonal(gap).mean() for gap in (1, 2, 4, 8, 16)]
+        assert by_gap == sorted(by_gap), "further bins are further apart"
+
+
+def test_what_belongs_to_the_checkpoint_comes_along(expanded: Expanded) -> None:
+    old = expanded.folder.parent / "old"
+    assert {path.name for path in old.iterdir()} == {path.name for path in expanded.folder.iterdir()}
+    assert expanded.new.processor.chat_template == AutoTokenizer.from_pretrained(old).chat_template
+    assert expanded.new.model.generation_config.eos_token_id == expanded.old.generation_config.eos_token_id
+    assert expanded.new.processor.image_processor.patch_size == 8
+
+
+def test_the_number_type_stays(tmp_path: Path) -> None:
+    build_tiny_checkpoint(tmp_path / "old", spec=TinySpec(**SMALL), coord_tokens=False)
+    Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "old", dtype=torch.bfloat16).save_pretrained(
+        tmp_path / "old"
+    )
+    expand_vocab(tmp_path / "old", tmp_path / "new")
+    new = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "new", dtype="auto")
+    assert new.dtype == torch.bfloat16
+    coords = new.get_input_embeddings().weight[-1000:]
+    assert len(torch.unique(coords, dim=0)) == 1000, "still distinct after rounding"
+
+
+@pytest.mark.parametrize("num_rows", [0, 10], ids=["no coordinate has a row", "some have one"])
+def test_tokens_without_rows_get_rows(tmp_path: Path, num_rows: int) -> None:
+    """Somebody added the tokens to the tokenizer and forgot the model; rows that some of them hit were padding."""
+    build_tiny_checkpoint(tmp_path / "old", spec=TinySpec(**SMALL), coord_tokens=False)
+    model = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "old", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "old")
+    used = len(tokenizer)
+    tokenizer.add_tokens(list(NEW_TOKENS), special_tokens=True)
+    tokenizer.save_pretrained(tmp_path / "old")
+    model.resize_token_embeddings(used + num_rows, mean_resizing=False)
+    model.save_pretrained(tmp_path / "old")
+    with pytest.raises(VocabError, match="embedding rows"):
+        load_vocab(tmp_path / "old")
+    expand_vocab(tmp_path / "old", tmp_path / "new")
+    rows = load_model(tmp_path / "new", "float32").model.get_input_embeddings().weight.detach()
+    assert torch.equal(rows[:used], model.get_input_embeddings().weight[:used])
+    gaps = (rows[used + 2 :] - rows[used + 1 : -1]).norm(dim=1)
+    assert gaps.max() < 3 * gaps.min(), "one smooth code from the first bin to the last"
+
+
+def test_only_missing_tokens_are_added(tmp_path: Path) -> None:
+    build_tiny_checkpoint(tmp_path / "old", spec=TinySpec(**SMALL), coord_tokens=False)
+    model = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "old", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "old")
+    tokenizer.add_tokens([COORD_TOKENS[5], COORD_TOKENS[6]], special_tokens=True)
+    tokenizer.save_pretrained(tmp_path / "old")
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    model.save_pretrained(tmp_path / "old")
+    known = tokenizer.convert_tokens_to_ids([COORD_TOKENS[5], COORD_TOKENS[6]])
+    expand_vocab(tmp_path / "old", tmp_path / "new")
+    new = load_model(tmp_path / "new", "float32")
+    assert [new.vocab.coord_token_ids[k] for k in (5, 6)] == known
+    rows = new.model.get_input_embeddings().weight
+    assert torch.equal(rows[known], model.get_input_embeddings().weight[known]), "trained rows are kept"
+    assert len(rows) == len(tokenizer) + 999
+
+
+@pytest.fixture(scope="module")
+def with_tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_checkpoint(tmp_path_factory.mktemp("complete") / "model", spec=TinySpec(**SMALL))
+
+
+def test_refuses_a_checkpoint_that_has_them(tmp_path: Path, with_tokens: Path) -> None:
+    with pytest.raises(CheckpointError, match="already; nothing to do"):
+        expand_vocab(with_tokens, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, "no config.json"),
+        ({"config.json": "{"}, "configuration cannot be read"),
+        ({"config.json": '{"model_type": "llama"}'}, "'llama'.*'qwen3_vl'"),
+        ({"config.json": '{"model_type": "qwen3_vl"}'}, "no tokenizer.json"),
+    ],
+)
+def test_refuses_what_is_no_qwen3_vl_checkpoint(tmp_path: Path, files: dict[str, str], message: str) -> None:
+    (tmp_path / "old").mkdir()
+    for name, text in files.items():
+        (tmp_path / "old" / name).write_text(text)
+    with pytest.raises(CheckpointError, match=message):
+        expand_vocab(tmp_path / "old", tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("target", ["folder with a file", "file", "the checkpoint itself"])
+def test_refuses_to_overwrite(tmp_path: Path, with_tokens: Path, target: str) -> None:
+    output = {"folder with a file": tmp_path, "file": tmp_path / "mine", "the checkpoint itself": with_tokens}[target]
+    (tmp_path / "mine").write_text("x")
+    with pytest.raises(CheckpointError, match="not an empty folder"):
+        expand_vocab(with_tokens, output)
+    assert (tmp_path / "mine").read_text() == "x"
+
+
+def test_an_empty_folder_is_a_fine_place(tmp_path: Path) -> None:
+    build_tiny_checkpoint(tmp_path / "old", spec=TinySpec(**SMALL), coord_tokens=False)
+    (tmp_path / "new").mkdir()
+    expand_vocab(tmp_path / "old", tmp_path / "new")
+    assert len(load_vocab(tmp_path / "new").coord_token_ids) == 1000
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_that_changes_its_tie_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: bool) -> None:
+    build_tiny_checkpoint(tmp_path / "old", spec=TinySpec(**SMALL, tied=tied), coord_tokens=False)
+    resize = Qwen3VLForConditionalGeneration.resize_token_embeddings
+
+    def resize_and_break(model: Qwen3VLForConditionalGeneration, *args: object, **kwargs: object) -> None:
+        resize(model, *args, **kwargs)
+        embedding = model.get_input_embeddings().weight
+        model.lm_head.weight = torch.nn.Parameter(embedding.detach().clone()) if tied else embedding
+
+    monkeypatch.setattr(Qwen3VLForConditionalGeneration, "resize_token_embeddings", resize_and_break)
+    with pytest.raises(CheckpointError, match="untied the language head" if tied else "tied the language head to"):
+        expand_vocab(tmp_path / "old", tmp_path / "new")
+    assert not (tmp_path / "new").exists()

@@ -1,0 +1,116 @@
+"""The tiny checkpoint is a real Qwen3-VL in all but size."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coordexp.coords import COORD_TOKENS, CoordVocab, serialize_objects
+from coordexp.data.scenes import DENSE, make_scene
+from coordexp.errors import VocabError
+from coordexp.modeling.load import LoadedModel, load_model, load_vocab
+from coordexp.modeling.tiny import TinySpec, build_tiny_checkpoint, build_tokenizer
+from coordexp.records import GTObject, ImageRecord
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "model", seed=1)
+
+
+@pytest.fixture(scope="module")
+def loaded(folder: Path) -> LoadedModel:
+    return load_model(folder, "float32")
+
+
+@pytest.fixture(scope="module")
+def vocab() -> CoordVocab:
+    return CoordVocab.from_tokenizer(build_tokenizer())
+
+
+def test_a_fresh_process_builds_it(tmp_path: Path) -> None:
+    """Nothing that an earlier import did (torchvision beside a CPU torch) is needed."""
+    code = (
+        "import sys; from pathlib import Path; from coordexp.modeling.tiny import build_tiny_checkpoint; "
+        "build_tiny_checkpoint(Path(sys.argv[1]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert load_vocab(tmp_path).eos_id > 0
+
+
+def test_it_is_tiny_and_of_the_real_family(loaded: LoadedModel) -> None:
+    assert loaded.model.config.model_type == "qwen3_vl"
+    assert 3e6 < sum(parameter.numel() for parameter in loaded.model.parameters()) < 9e6
+    rope = loaded.model.config.text_config.rope_parameters
+    assert sum(rope["mrope_section"]) == TinySpec().head_dim // 2 and rope["mrope_interleaved"] is True
+    assert loaded.model.get_output_embeddings().weight is loaded.model.get_input_embeddings().weight
+
+
+def test_the_seed_determines_the_weights(tmp_path: Path, folder: Path) -> None:
+    weights = {
+        name: (build_tiny_checkpoint(tmp_path / name, seed=seed) / "model.safetensors").read_bytes()
+        for name, seed in (("same", 1), ("other", 2))
+    }
+    assert weights["same"] == (folder / "model.safetensors").read_bytes() != weights["other"]
+
+
+def test_a_128_pixel_image_is_64_tokens(loaded: LoadedModel, tmp_path: Path) -> None:
+    from coordexp.modeling.inputs import PromptEncoder
+
+    image, objects = make_scene(DENSE, 0, 0)
+    image.save(tmp_path / "a.png")
+    record = ImageRecord("a", tmp_path / "a.png", *image.size, objects)
+    request = PromptEncoder(loaded.processor, None, "Be exact.").encode(record)
+    assert request.prompt_token_ids.count(loaded.image_token_id) == 64  # (128 / (patch 8 x merge 2))²
+    text = loaded.vocab.decode(request.prompt_token_ids)
+    assert text.startswith("<|im_start|>system\nBe exact.<|im_end|>\n<|im_start|>user\n<|vision_start|>")
+    assert text.endswith("<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_without_coordinate_tokens_it_is_refused(tmp_path: Path) -> None:
+    build_tiny_checkpoint(tmp_path, coord_tokens=False)
+    with pytest.raises(VocabError, match="coordexp model expand-vocab"):
+        load_vocab(tmp_path)
+
+
+def test_neighbouring_coordinates_begin_as_neighbours(loaded: LoadedModel) -> None:
+    rows = loaded.model.get_input_embeddings().weight.detach()[list(loaded.vocab.coord_token_ids)]
+    distance = torch.cdist(rows, rows)
+    assert distance.diagonal(1).mean() < 0.5 * distance.diagonal(50).mean()
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.text(max_size=40))
+def test_any_text_survives_the_tokenizer(vocab: CoordVocab, text: str) -> None:
+    clean = text.encode("utf-8", errors="ignore").decode()
+    assert vocab.decode(vocab.encode(clean)) == clean
+
+
+@pytest.mark.parametrize("order", ["desc_first", "geometry_first"])
+@pytest.mark.parametrize("desc", ["red circle", "WBC", "a {brace}", "naïve 雪 😀", 'quoted "x"'])
+def test_entries_end_where_tokens_end(vocab: CoordVocab, order: str, desc: str) -> None:
+    """What stage 2 appends behind an entry is then tokenised as the model itself would have written it."""
+    objects = [GTObject(desc, "bbox_2d", (1, 20, 300, 999)), GTObject(desc, "poly", (0, 1, 2, 3, 4, 5))] * 6
+    text = serialize_objects(objects, order)
+    ids = vocab.encode(text)
+    assert vocab.decode(ids) == text
+    ends, at = set(), 0
+    for token_id in ids:
+        at += len(vocab.piece_bytes(token_id))
+        ends.add(at)
+    for count in range(1, len(objects) + 1):
+        prefix = serialize_objects(objects[:count], order)[:-1]  # without the root's closing brace
+        assert len(prefix.encode()) in ends
+
+
+def test_structure_costs_few_tokens(vocab: CoordVocab) -> None:
+    text = serialize_objects([GTObject("red circle", "bbox_2d", (1, 2, 3, 4))] * 2)
+    assert len(vocab.encode(text)) <= 2 * 16
+    assert all(vocab.encode(token) == [vocab.coord_token_ids[k]] for k, token in enumerate(COORD_TOKENS))
