@@ -45,11 +45,12 @@ def gaussian_targets(center_K: torch.Tensor, num_bins: int, sigma: float, trunca
     """
     bins_B = torch.arange(num_bins, device=center_K.device, dtype=center_K.dtype)
     distance_KB = (bins_B[None, :] - center_K[:, None]).abs()
-    q_KB = torch.exp(-0.5 * (distance_KB / sigma) ** 2)
+    log_q_KB = -0.5 * (distance_KB / sigma) ** 2
     if truncate is not None:
         radius_K1 = distance_KB.min(dim=1, keepdim=True).values.clamp_min(truncate)
-        q_KB = q_KB.masked_fill(distance_KB > radius_K1, 0.0)
-    return q_KB / q_KB.sum(dim=1, keepdim=True)
+        log_q_KB = log_q_KB.masked_fill(distance_KB > radius_K1, -torch.inf)
+    # Normalised in log space: a narrow Gaussian between two bins underflows in all of them.
+    return log_q_KB.softmax(dim=1)
 
 
 def soft_cross_entropy(log_p_KB: torch.Tensor, q_KB: torch.Tensor) -> torch.Tensor:
@@ -86,6 +87,9 @@ def ciou_loss(predicted_M4: torch.Tensor, true_M4: torch.Tensor, eps: float = 1e
     hull = torch.maximum(predicted_M4[:, 2:], true_M4[:, 2:]) - torch.minimum(predicted_M4[:, :2], true_M4[:, :2])
     diagonal = (hull**2).sum(dim=1) + eps
     shift = (predicted_M4[:, :2] + predicted_M4[:, 2:] - true_M4[:, :2] - true_M4[:, 2:]) / 2
-    aspect = (4 / torch.pi**2) * (torch.atan(t_w / (t_h + eps)) - torch.atan(p_w / (p_h + eps))) ** 2
+    # A point has no aspect: with both sides clamped it counts as square, and its gradient stays finite.
+    t_angle = torch.atan(t_w.clamp_min(eps) / t_h.clamp_min(eps))
+    p_angle = torch.atan(p_w.clamp_min(eps) / p_h.clamp_min(eps))
+    aspect = (4 / torch.pi**2) * (t_angle - p_angle) ** 2
     alpha = aspect / (1 - iou + aspect + eps)
     return 1 - iou + (shift**2).sum(dim=1) / diagonal + alpha * aspect

@@ -1,0 +1,105 @@
+"""The coordinate vocabulary of the tiny and of the real Qwen tokenizer."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from answers import tiny_tokenizer, tiny_vocab
+from coordexp.coords import COORD_TOKENS, TURN_END, CoordVocab, coord_token
+from coordexp.errors import VocabError
+from qwen_tokenizer import qwen_tokenizer, qwen_vocab
+
+both = pytest.mark.parametrize(
+    ("make_vocab", "make_tokenizer"), [(tiny_vocab, tiny_tokenizer), (qwen_vocab, qwen_tokenizer)], ids=["tiny", "qwen"]
+)
+TEXTS = [
+    '{"object_1": {"desc": "red circle", "bbox_2d": ["<|coord_0|>", "<|coord_999|>"]}}<|im_end|>',
+    "",
+    "雪豹 🐆 naïve — ﷺ",
+    "tabs\tand\nlines  and   spaces ",
+    "<|coord_*|><|coord_1000|><|coord_007|>",
+    "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>",
+]
+
+
+@both
+@pytest.mark.parametrize("text", TEXTS)
+def test_encode_and_decode_are_the_tokenizers_own(make_vocab, make_tokenizer, text: str) -> None:
+    vocab, tokenizer = make_vocab(), make_tokenizer()
+    ids = vocab.encode(text)
+    assert ids == tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert vocab.decode(ids) == text
+    assert tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) == text
+
+
+@both
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_decode_equals_the_tokenizers_for_any_ids(make_vocab, make_tokenizer, data) -> None:
+    vocab, tokenizer = make_vocab(), make_tokenizer()
+    ids = data.draw(st.lists(st.integers(0, len(vocab) - 1), max_size=12))
+    exact = b"".join(vocab.piece_bytes(i) for i in ids)
+    assert vocab.decode(ids) == exact.decode("utf-8", errors="replace")
+    try:
+        text = exact.decode("utf-8")
+    except UnicodeDecodeError:
+        return  # half characters: decoders differ in how many replacement characters they write
+    assert tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) == text
+
+
+@both
+def test_bins_and_ids_are_one_to_one(make_vocab, make_tokenizer) -> None:
+    vocab, tokenizer = make_vocab(), make_tokenizer()
+    assert len(vocab) == len(tokenizer)
+    assert list(vocab.coord_token_ids) == tokenizer.convert_tokens_to_ids(list(COORD_TOKENS))
+    assert [vocab.bin_of(i) for i in vocab.coord_token_ids] == list(range(1000))
+    assert [vocab.piece(i) for i in vocab.coord_token_ids] == [coord_token(k) for k in range(1000)]
+    others = set(range(len(vocab))) - set(vocab.coord_token_ids)
+    assert all(vocab.bin_of(i) is None for i in others)
+
+
+@both
+def test_control_tokens_are_named_and_exclude_coordinates(make_vocab, make_tokenizer) -> None:
+    vocab, tokenizer = make_vocab(), make_tokenizer()
+    assert vocab.eos_id == tokenizer.convert_tokens_to_ids(TURN_END)
+    wildcard = tokenizer.convert_tokens_to_ids("<|coord_*|>")
+    assert {vocab.eos_id, wildcard, tokenizer.convert_tokens_to_ids("<|image_pad|>")} <= vocab.control_ids
+    assert vocab.control_ids.isdisjoint(vocab.coord_token_ids)
+
+
+def test_qwen_ids_are_the_documented_ones() -> None:
+    vocab = qwen_vocab()
+    assert (vocab.eos_id, vocab.coord_token_ids[0], vocab.coord_token_ids[-1]) == (151_645, 151_670, 152_669)
+
+
+def test_a_character_over_several_tokens_decodes_whole() -> None:
+    vocab = qwen_vocab()
+    ids = vocab.encode("𓃠")
+    assert len(ids) > 1
+    assert "�" in vocab.piece(ids[0])
+    assert vocab.decode(ids) == "𓃠"
+
+
+def byte_tokenizer(added: list[str], alphabet: str = "ab") -> PreTrainedTokenizerFast:
+    model = models.BPE({char: i for i, char in enumerate(alphabet)}, [])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model))
+    tokenizer.add_tokens(added)
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("added", "alphabet", "complaint"),
+    [
+        ([TURN_END], "ab", r"lacks 1000 of the 1000 coordinate tokens \(first: <\|coord_0\|>\).*expand-vocab"),
+        ([TURN_END, *COORD_TOKENS[:-1]], "ab", r"lacks 1 of the 1000 coordinate tokens \(first: <\|coord_999\|>\)"),
+        ([*COORD_TOKENS], "ab", r"no <\|im_end\|> token"),
+        ([TURN_END, *COORD_TOKENS], "a▁", r"token 1 \('▁'\) is not byte-level BPE"),
+    ],
+)
+def test_an_unusable_tokenizer_is_refused(added: list[str], alphabet: str, complaint: str) -> None:
+    with pytest.raises(VocabError, match=complaint):
+        CoordVocab.from_tokenizer(byte_tokenizer(added, alphabet))

@@ -1,0 +1,294 @@
+"""Each module's value on one row, against a loop over positions that knows nothing of tensors' layouts."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from coordexp.config.data import CoordSoftCEW1Config
+from coordexp.config.objective import PipelineConfig
+from coordexp.objective import MODULES, ObjectiveContext, SupervisionCounts, build_pipeline, sft_pipeline
+from coordexp.packing import build_row
+from coordexp.records import TokenRole as R
+from objective_rows import COORD_IDS, EVERYTHING, Trigram, config, context, segments
+
+TEXT = (R.TAIL_STRUCT, R.CLOSE, R.EOS)
+
+
+def log_softmax(x: np.ndarray) -> np.ndarray:
+    return x - x.max() - math.log(np.exp(x - x.max()).sum())
+
+
+def naive(model: Trigram, c: dict[str, float]) -> dict[str, float]:
+    """The terms of the step that consists of ``segments()``, by a loop over its positions."""
+    sums: dict[str, float] = {}
+    num: dict[str, int] = {}
+
+    def add(name: str, value: float, count_as: str | None = None) -> None:
+        sums[name] = sums.get(name, 0.0) + value
+        num[count_as or name] = num.get(count_as or name, 0) + 1
+
+    embed, head, ids = model.embed.detach().numpy(), model.head.detach().numpy(), COORD_IDS.numpy()
+    for segment in segments():
+        tokens = [*segment.prompt_token_ids, *segment.target.token_ids]
+        first = len(segment.prompt_token_ids)
+        target = segment.target
+        decoded: dict[int, float] = {}
+        bin_at = dict(zip(target.coord_pos_K.tolist(), target.coord_bin_K.tolist(), strict=True))
+        for t, role in enumerate(target.roles_T):
+            z = (embed[tokens[first + t - 1]] + 0.7 * embed[tokens[first + t - 2]]) @ head
+            log_p = log_softmax(z)
+            mass = math.exp(np.logaddexp.reduce(log_softmax(z / c["temperature"])[ids]))
+            if t in bin_at:
+                log_b = log_softmax(z[ids] / c["temperature"])
+                k = np.arange(1000)
+                q = np.exp(-0.5 * ((k - bin_at[t]) / c["target_sigma"]) ** 2) * (
+                    abs(k - bin_at[t]) <= c["target_truncate"]
+                )
+                q /= q.sum()
+                add("coord_reg/coord_ce", -c["coord_ce_weight"] * log_b[round(bin_at[t])])
+                add("coord_reg/soft_ce", -c["soft_ce_weight"] * (q * log_b).sum())
+                w1 = np.abs(np.cumsum(np.exp(log_b)) - np.cumsum(q)).sum() / 999
+                add("coord_reg/w1", c["w1_weight"] * w1)
+                add("coord_reg/coord_gate", -c["coord_gate_weight"] * math.log(mass))
+                decoded[t] = (np.exp(log_softmax(z[ids])) * k).sum() / 999
+            elif role in TEXT:
+                add("token_ce/struct_ce", -c["struct_ce_weight"] * log_p[target.token_ids[t]], "text")
+            elif role == R.TAIL_DESC:
+                weight = c["desc_ce_weight"] if target.context == "gt" else c["rollout_fn_desc_weight"]
+                add("token_ce/desc_ce", -weight * log_p[target.token_ids[t]], "text")
+            if role in (R.TAIL_STRUCT, R.TAIL_DESC):
+                add("coord_reg/text_gate", -c["text_gate_weight"] * math.log1p(-min(mass, 1 - 1e-6)))
+        for positions, bins in zip(target.box_pos_M4.tolist(), target.box_bin_M4.tolist(), strict=True):
+            x1, y1, x2, y2 = (decoded[p] for p in positions)
+            p = [min(x1, x2), min(y1, y2), max(x1, x2), max(y1, y2)]
+            t = [b / 999 for b in bins]
+            l1 = [0.5 * (a - b) ** 2 if abs(a - b) < 1 else abs(a - b) - 0.5 for a, b in zip(p, t, strict=True)]
+            add("bbox_geo/smoothl1", c["smoothl1_weight"] * sum(l1) / 4)
+            add("bbox_geo/ciou", c["ciou_weight"] * naive_ciou(p, t))
+    num["token_ce/struct_ce"] = num["token_ce/desc_ce"] = num.pop("text")
+    return {f"loss/{name}": total / num[name] for name, total in sums.items()}
+
+
+def naive_ciou(p: list[float], t: list[float]) -> float:
+    eps = 1e-7
+    inter = max(0.0, min(p[2], t[2]) - max(p[0], t[0])) * max(0.0, min(p[3], t[3]) - max(p[1], t[1]))
+    (pw, ph), (tw, th) = ((b[2] - b[0], b[3] - b[1]) for b in (p, t))
+    iou = inter / (pw * ph + tw * th - inter + eps)
+    hull = (max(p[2], t[2]) - min(p[0], t[0])) ** 2 + (max(p[3], t[3]) - min(p[1], t[1])) ** 2 + eps
+    shift = ((p[0] + p[2] - t[0] - t[2]) / 2) ** 2 + ((p[1] + p[3] - t[1] - t[3]) / 2) ** 2
+    v = 4 / math.pi**2 * (math.atan(tw / th) - math.atan(pw / ph)) ** 2
+    return 1 - iou + shift / hull + v * v / (1 - iou + v + eps)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_every_term_equals_the_loop(seed: int) -> None:
+    model = Trigram(seed)
+    result = build_pipeline(config(**EVERYTHING))(context(segments(), model))
+    got = {name: value.item() for name, value in result.terms.items() if name.startswith("loss/")}
+    assert got == pytest.approx(naive(model, EVERYTHING), rel=1e-9)
+    assert result.loss.item() == pytest.approx(sum(got.values()), rel=1e-12)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_order_never_changes_a_value(order: tuple[int, ...]) -> None:
+    declared = config(**EVERYTHING)
+    shuffled = declared.model_copy(update={"objective": tuple(declared.objective[i] for i in order)})
+    ctx = context(segments(), Trigram())
+    want, got = build_pipeline(declared)(ctx), build_pipeline(shuffled)(ctx)
+    assert {name: term.item() for name, term in got.terms.items()} == {k: v.item() for k, v in want.terms.items()}
+    assert got.loss.item() == pytest.approx(want.loss.item(), rel=1e-14)
+
+
+@pytest.mark.parametrize("drop", [["bbox_geo"], ["token_ce"], ["bbox_geo", "token_ce"]])
+def test_coordinate_terms_do_not_depend_on_other_modules(drop: list[str]) -> None:
+    ctx = context(segments(), Trigram())
+    terms = ("coord_ce", "soft_ce", "w1", "coord_gate")
+    alone = build_pipeline(config(drop))(ctx).terms
+    beside = build_pipeline(config())(ctx).terms
+    for term in terms:
+        name = f"loss/coord_reg/{term}"
+        assert (name in alone) == (name in beside)
+        assert name not in alone or alone[name].item() == beside[name].item()
+
+
+def test_coordinate_terms_need_no_box() -> None:
+    polygons_only = [segments()[2]]
+    ctx = context(polygons_only, Trigram())
+    assert ctx.counts.boxes == 0 and ctx.counts.coords == 6
+    terms = build_pipeline(config())(ctx).terms
+    assert terms["loss/coord_reg/soft_ce"].item() > 0
+    assert not any(name.startswith("loss/bbox_geo") for name in terms)
+
+
+def test_a_pipeline_without_bbox_geo_decodes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from coordexp.objective import coord_math
+
+    def fail(*_: object) -> None:
+        raise AssertionError("decoded a coordinate")
+
+    for name in ("expected_position", "canonical_boxes", "ciou_loss"):
+        monkeypatch.setattr(coord_math, name, fail)
+    without = config(
+        ["bbox_geo"], **{k: v for k, v in EVERYTHING.items() if k not in ("smoothl1_weight", "ciou_weight")}
+    )
+    without = without.model_copy(update={"diagnostics": ()})
+    terms = build_pipeline(without)(context(segments(), Trigram())).terms
+    assert sorted(terms) == [
+        f"loss/coord_reg/{t}" for t in ("coord_ce", "coord_gate", "soft_ce", "text_gate", "w1")
+    ] + [
+        "loss/token_ce/desc_ce",
+        "loss/token_ce/struct_ce",
+    ]
+    with pytest.raises(AssertionError, match="decoded"):
+        build_pipeline(config())(context(segments(), Trigram()))
+
+
+@pytest.mark.parametrize("index", range(3), ids=["token_ce", "coord_reg", "bbox_geo"])
+@pytest.mark.parametrize("change", [{"enabled": False}, {"channels": ("A",)}, {"channels": ()}, {"weight": 0.0}])
+def test_a_module_that_is_off_is_not_built(index: int, change: dict) -> None:
+    specs = list(config(**EVERYTHING).objective)
+    specs[index] = specs[index].model_copy(update=change)
+    pipe = build_pipeline(PipelineConfig(objective=tuple(specs), diagnostics=()))
+    names = [spec.name for spec in specs if spec is not specs[index]]
+    assert [entry.name for entry in pipe.objective] == names
+    terms = pipe(context(segments(), Trigram())).terms
+    assert {name.split("/")[1] for name in terms} == set(names)
+
+
+def test_a_channel_a_module_acts_in_channel_a() -> None:
+    specs = list(config().objective)
+    specs[0] = specs[0].model_copy(update={"channels": ("A",)})
+    declared = PipelineConfig(objective=tuple(specs), diagnostics=())
+    assert [entry.name for entry in build_pipeline(declared, "A").objective][0] == "token_ce"
+
+
+def test_module_weight_scales_its_terms_and_never_a_diagnostic() -> None:
+    declared = config()
+    ctx = context(segments(), Trigram())
+    scaled = PipelineConfig(
+        objective=tuple(spec.model_copy(update={"weight": 2.5}) for spec in declared.objective),
+        diagnostics=tuple(spec.model_copy(update={"weight": 0.5}) for spec in declared.diagnostics),
+    )
+    want, got = build_pipeline(declared)(ctx).terms, build_pipeline(scaled)(ctx).terms
+    for name, value in want.items():
+        factor = 2.5 if name.startswith("loss/") else 1.0
+        assert got[name].item() == pytest.approx(factor * value.item(), rel=1e-12)
+
+
+def peaked(bins: list[tuple[int, ...]], height: float = 1e4) -> ObjectiveContext:
+    """A row of ground-truth boxes whose coordinate logits all stand on ``bins``."""
+    ctx = context([segments()[1]], Trigram())
+    logits = torch.zeros_like(ctx.logits_NV)
+    flat = [k for box in bins for k in box]
+    logits[ctx.supervision.coord_in_N_K[: len(flat)], COORD_IDS[flat]] = height
+    return ObjectiveContext(ctx.supervision, logits, COORD_IDS, ctx.counts)
+
+
+@pytest.mark.parametrize(
+    ("predicted", "smoothl1", "ciou"),
+    [
+        ((500, 500, 700, 800), 0.0, 0.0),
+        ((700, 800, 500, 500), 0.0, 0.0),  # inverted: free for both losses or for none
+        ((510, 500, 710, 800), 2.505e-5, 1 - 190 / 210 + 10**2 / (210**2 + 300**2)),
+        ((0, 0, 100, 100), (500**2 + 500**2 + 600**2 + 700**2) / 999**2 / 8, None),
+    ],
+)
+def test_bbox_geo_reads_the_expectation_of_each_side(predicted, smoothl1, ciou) -> None:
+    terms = MODULES["bbox_geo"](1.0, 1.0).sums(peaked([predicted]))
+    assert terms["smoothl1"].item() == pytest.approx(smoothl1, rel=1e-3, abs=1e-9)
+    if ciou is not None:
+        assert terms["ciou"].item() == pytest.approx(ciou, abs=2e-6)
+
+
+def test_diagnostics_measure_what_they_say() -> None:
+    sums = MODULES["coord_diag"]().sums(peaked([(500, 500, 700, 801)]))
+    num = 10  # four sides of the box, six of the polygon whose logits are flat
+    assert sums["p_target"].item() == pytest.approx(3 + 6 / 1000, abs=1e-9)
+    assert sums["acc_top5"].item() >= 3
+    flat = sum(abs(k - 499.5) for k in segments()[1].target.coord_bin_K[4:])
+    assert sums["expected_bin_mae"].item() == pytest.approx(1 + flat, rel=1e-9)
+    vocabulary = len(COORD_IDS) / peaked([]).logits_NV.shape[1]
+    assert sums["coord_mass"].item() == pytest.approx(4 + (num - 4) * vocabulary, rel=1e-9)
+    assert MODULES["coord_diag"]().denominators(SupervisionCounts(coords=num))["p_target"] == num
+
+
+def test_diagnostics_carry_no_gradient() -> None:
+    model = Trigram()
+    result = build_pipeline(config())(context(segments(), model))
+    assert all(not value.requires_grad for value in result.terms.values())
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+def test_one_broken_logit_cannot_erase_the_step(broken: float) -> None:
+    ctx = context(segments(), Trigram())
+    logits = ctx.logits_NV.detach().float()
+    logits[0, 3] = broken
+    logits.requires_grad_()
+    result = build_pipeline(config(**EVERYTHING))(ObjectiveContext(ctx.supervision, logits, COORD_IDS, ctx.counts))
+    result.loss.backward()
+    assert torch.isfinite(result.loss)
+    assert torch.isfinite(logits.grad).all()
+    assert logits.grad[1:].abs().sum() > 0
+
+
+def test_half_precision_logits_give_a_float32_loss() -> None:
+    ctx = context(segments(), Trigram())
+    logits = ctx.logits_NV.detach().to(torch.bfloat16).requires_grad_()
+    result = build_pipeline(config())(ObjectiveContext(ctx.supervision, logits, COORD_IDS, ctx.counts))
+    assert result.loss.dtype == torch.float32
+
+
+# -- stage 1 -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("coord_loss", [None, CoordSoftCEW1Config(enabled=False)])
+def test_plain_sft_is_full_vocabulary_cross_entropy(coord_loss: CoordSoftCEW1Config | None) -> None:
+    """The mean over text tokens plus the mean over coordinate tokens."""
+    ctx = context([segments()[1], segments()[4]], Trigram())
+    full = torch.nn.functional.cross_entropy(ctx.logits_NV, ctx.supervision.label_N, reduction="none")
+    is_coord = torch.zeros(len(full), dtype=torch.bool)
+    is_coord[ctx.supervision.coord_in_N_K] = True
+    assert 0 < is_coord.sum() < len(full)
+    result = sft_pipeline(coord_loss)(ctx)
+    assert result.loss.item() == pytest.approx((full[is_coord].mean() + full[~is_coord].mean()).item(), rel=1e-12)
+
+
+def test_sft_with_a_coordinate_loss_uses_its_keys() -> None:
+    keys = CoordSoftCEW1Config(enabled=True, ce_weight=0.3, soft_ce_weight=0.5, w1_weight=0.7, gate_weight=0.9,
+                               text_gate_weight=1.1, temperature=1.5, target_sigma=3.0, target_truncate=12.0)  # fmt: skip
+    ctx = context([segments()[1]], Trigram())
+    same = config(
+        ["bbox_geo"], coord_ce_weight=0.3, soft_ce_weight=0.5, w1_weight=0.7, coord_gate_weight=0.9, temperature=1.5,
+        text_gate_weight=1.1, target_sigma=3.0, target_truncate=12.0,
+    )  # fmt: skip
+    want, got = build_pipeline(same)(ctx), sft_pipeline(keys)(ctx)
+    assert {k: v.item() for k, v in got.terms.items()} == {k: v.item() for k, v in want.terms.items()}
+
+
+# -- a row and its supervision -------------------------------------------------------------------------------------
+
+
+def test_counts_are_those_of_the_tensors() -> None:
+    counts = SupervisionCounts.of(segment.target for segment in segments())
+    found = context(segments(), Trigram()).supervision
+    roles, from_gt = found.role_N, found.from_gt_N
+    assert counts.struct == (roles == R.TAIL_STRUCT).sum()
+    assert counts.closure == ((roles == R.CLOSE) | (roles == R.EOS)).sum() == 2 * len(segments())
+    assert counts.desc_gt == ((roles == R.TAIL_DESC) & from_gt).sum() > 0
+    assert counts.desc_rollout == ((roles == R.TAIL_DESC) & ~from_gt).sum() > 0
+    assert counts.coords == len(found.coord_in_N_K) == len(found.coord_bin_K)
+    assert counts.boxes == len(found.box_in_K_M4) == len(found.box_bin_M4)
+
+
+def test_labels_and_boxes_point_at_their_tokens() -> None:
+    found = context(segments(), Trigram()).supervision
+    row = build_row(segments())
+    assert found.label_N.tolist() == row.token_ids_L[found.position_N].tolist()
+    assert torch.isin(found.label_N[found.coord_in_N_K], COORD_IDS).all()
+    assert torch.equal(found.coord_bin_K[found.box_in_K_M4], found.box_bin_M4)
+    assert set(found.as_dict()) == set(found.__slots__)

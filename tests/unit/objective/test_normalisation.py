@@ -1,0 +1,70 @@
+"""However an optimizer step's segments are packed or spread, loss and gradient are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from coordexp.objective import ObjectivePipeline, SupervisionCounts, build_pipeline, sft_pipeline
+from coordexp.records import Segment
+from objective_rows import EVERYTHING, Trigram, config, context, segments
+
+PIPELINES = {"stage2": build_pipeline(config(**EVERYTHING)), "sft": sft_pipeline(None)}
+ROWS = {
+    "one each": [[0], [1], [2], [3], [4]],
+    "two rows": [[0, 1, 2], [3, 4]],
+    "reversed": [[4, 3, 2, 1, 0]],
+    "interleaved": [[4, 0], [3, 1], [2]],
+}
+
+
+def step(rows: Sequence[Sequence[Segment]], pipeline: ObjectivePipeline) -> tuple[float, dict[str, float], list]:
+    """Backward over each row in turn, with the whole step's counts: what micro-steps and ranks add up to."""
+    counts = SupervisionCounts.of(segment.target for row in rows for segment in row)
+    model, loss, terms = Trigram(), 0.0, {}
+    for row in rows:
+        result = pipeline(context(row, model, counts))
+        result.loss.backward()
+        loss += result.loss.item()
+        for name, share in result.terms.items():
+            terms[name] = terms.get(name, 0.0) + share.item()
+    return loss, terms, list(model.gradients())
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES.values(), ids=PIPELINES)
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+def test_packing_changes_nothing(rows: list[list[int]], pipeline: ObjectivePipeline) -> None:
+    loss, terms, gradients = step([segments()], pipeline)
+    other_loss, other_terms, other_gradients = step([[segments()[i] for i in row] for row in rows], pipeline)
+    assert other_loss == pytest.approx(loss, rel=1e-12)
+    assert {name: other_terms.get(name, 0.0) for name in terms} == pytest.approx(terms, rel=1e-9)
+    for got, want in zip(other_gradients, gradients, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
+        assert want.abs().max() > 1e-3
+
+
+def test_twice_the_same_segments_are_the_same_mean() -> None:
+    loss, _, gradients = step([segments()], PIPELINES["stage2"])
+    doubled, _, twice = step([segments(), segments()], PIPELINES["stage2"])
+    assert doubled == pytest.approx(loss, rel=1e-12)
+    torch.testing.assert_close(twice, gradients, rtol=1e-9, atol=1e-12)
+
+
+def test_a_row_with_nothing_to_score_still_has_a_graph() -> None:
+    """Every rank runs backward: an image without objects under a coordinates-only pipeline has a zero gradient."""
+    model = Trigram()
+    result = build_pipeline(config(["token_ce", "bbox_geo"]))(context([segments()[4]], model))
+    assert result.loss.item() == 0.0
+    result.loss.backward()
+    assert all(torch.count_nonzero(gradient) == 0 for gradient in model.gradients())
+
+
+def test_counts_add_up() -> None:
+    parts = [SupervisionCounts.of([segment.target]) for segment in segments()]
+    total = SupervisionCounts()
+    for part in parts:
+        total += part
+    assert total == SupervisionCounts.of(segment.target for segment in segments())
+    assert SupervisionCounts(*total.as_tuple()) == total

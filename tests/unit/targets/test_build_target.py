@@ -1,0 +1,172 @@
+"""Training targets of single rollouts: what is corrected in place, what is appended, and under which number."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from answers import CAT, DOG, LEAF, answer, entry, outcome_of, taught_text, vocabs
+from coordexp.coords import COORD_TOKENS, TURN_END
+from coordexp.errors import AlignmentError
+from coordexp.geometry import barycentric_targets
+from coordexp.matching import MatchingConfig
+from coordexp.records import GTObject, Match, MatchResult, PredictedObject, TokenRole
+from coordexp.targets import TransportConfig, build_target
+from coordexp.targets.build import coordinate_targets
+from qwen_tokenizer import qwen_vocab
+
+# Shapes that lie near CAT (10, 20, 200, 220).
+NEAR_BOX = GTObject("cat", "bbox_2d", (12, 25, 195, 230))
+NEAR_POLY = GTObject("cat", "poly", (12, 22, 198, 25, 190, 215, 15, 210))
+
+
+@vocabs
+@pytest.mark.parametrize("order", ["desc_first", "geometry_first"])
+def test_a_found_object_is_corrected_and_a_missed_one_appended(make_vocab, order) -> None:
+    vocab = make_vocab()
+    got = outcome_of(answer(entry(1, NEAR_BOX)), [DOG, CAT], vocab, field_order=order)
+    target = got.target
+    assert target.matched_pred_idx == (0,)
+    assert target.appended_gt_idx == (0,)
+    assert target.context == "rollout"
+    assert target.token_ids[: target.prefix_len] == got.parsed.prefix_token_ids
+    body = json.loads(taught_text(got, vocab))
+    assert [body[key]["desc"] for key in body] == ["cat", "dog"]
+    assert body["object_1"]["bbox_2d"] == [COORD_TOKENS[k] for k in NEAR_BOX.bins]  # its text stays its own
+    in_prefix = target.coord_pos_K < target.prefix_len
+    assert target.coord_pos_K[in_prefix].tolist() == list(got.parsed.objects[0].coord_token_idx)
+    assert target.coord_bin_K[in_prefix].tolist() == list(CAT.bins)  # what it should have written
+    assert target.coord_bin_K[~in_prefix].tolist() == list(DOG.bins)
+    assert target.box_bin_M4.tolist() == [list(CAT.bins), list(DOG.bins)]
+    assert set(target.roles_T[: target.prefix_len].tolist()) == {TokenRole.PREFIX_MASKED, TokenRole.PREFIX_COORD}
+    assert (target.roles_T == TokenRole.PREFIX_COORD).sum() == 4
+    assert not set(target.roles_T[target.prefix_len :].tolist()) & {TokenRole.PREFIX_MASKED, TokenRole.PREFIX_COORD}
+
+
+@vocabs
+@pytest.mark.parametrize("predicted", [NEAR_BOX, NEAR_POLY], ids=["pred-box", "pred-poly"])
+@pytest.mark.parametrize("truth", [CAT, GTObject("c", "poly", (10, 20, 200, 20, 200, 220, 10, 220))],
+                         ids=["gt-box", "gt-poly"])  # fmt: skip
+def test_targets_stand_at_the_predicted_objects_own_tokens(make_vocab, predicted, truth) -> None:
+    vocab = make_vocab()
+    # A false positive before and after: its tokens must stay untouched.
+    text = answer(entry(3, DOG), entry(1, predicted), entry(2, DOG))
+    got = outcome_of(text, [truth], vocab)
+    (own,) = [obj for obj in got.parsed.objects if obj.index == 1]
+    target = got.target
+    assert target.coord_pos_K.tolist() == list(own.coord_token_idx)
+    assert [vocab.bin_of(target.token_ids[p]) for p in target.coord_pos_K] == list(predicted.bins)
+    assert np.flatnonzero(target.roles_T == TokenRole.PREFIX_COORD).tolist() == list(own.coord_token_idx)
+    assert len(target.coord_bin_K) == len(predicted.bins)
+    # Every vertex lies near a corner of the truth, so its target is that corner, shrunk a little by the entropy.
+    corner = {False: (10, 20), True: (200, 220)}
+    for bins, wanted in zip(predicted.bins, target.coord_bin_K, strict=True):
+        assert min(abs(wanted - c) for c in (*corner[False], *corner[True])) < 3, (bins, wanted)
+    if predicted.kind == "bbox_2d":
+        assert target.box_pos_M4.tolist() == [list(own.coord_token_idx)]
+        assert target.box_bin_M4.tolist() == [target.coord_bin_K.tolist()]
+        assert target.box_bin_M4[0] == pytest.approx(CAT.bins, abs=3)
+    else:
+        assert target.box_pos_M4.shape == (0, 4)
+
+
+def predicted_of(obj: GTObject) -> PredictedObject:
+    return PredictedObject(1, obj.desc, obj.kind, obj.bins, tuple(range(len(obj.bins))), (0, 1))
+
+
+SQUARE_POLY = GTObject("s", "poly", (100, 100, 200, 100, 200, 200, 100, 200))
+SQUARE_BOX = GTObject("s", "bbox_2d", (100, 100, 200, 200))
+TRIANGLE = GTObject("t", "poly", (120, 110, 220, 110, 220, 210))
+MOVED_BOX = GTObject("s", "bbox_2d", (120, 110, 220, 210))
+
+
+@pytest.mark.parametrize(
+    ("predicted", "truth", "wanted", "tolerance"),
+    [
+        (SQUARE_BOX, MOVED_BOX, (120, 110, 220, 210), 0.0),  # two boxes: no transport
+        (SQUARE_POLY, TRIANGLE, (121.53, 110.00, 220.00, 110.00, 220.00, 208.48, 185.11, 144.88), 0.01),
+        (SQUARE_BOX, TRIANGLE, (121.53, 110.00, 220.00, 208.48), 0.01),  # bounds of the transported corners
+        (SQUARE_POLY, MOVED_BOX, (120.007, 110.014, 219.749, 110.015, 219.745, 209.907, 120.007, 209.911), 0.001),
+    ],
+    ids=["box-box", "poly-poly", "box-poly", "poly-box"],
+)
+def test_coordinate_targets(predicted, truth, wanted, tolerance) -> None:
+    got = coordinate_targets(predicted_of(predicted), truth, TransportConfig())
+    assert got == pytest.approx(wanted, abs=tolerance)
+
+
+def test_transport_settings_reach_the_targets() -> None:
+    got = coordinate_targets(predicted_of(SQUARE_POLY), TRIANGLE, TransportConfig("l1", 50.0, 3))
+    points = np.array(SQUARE_POLY.bins).reshape(-1, 2), np.array(TRIANGLE.bins).reshape(-1, 2)
+    assert got == pytest.approx(barycentric_targets(*points, cost="l1", epsilon=50.0, iters=3).ravel())
+    assert got != pytest.approx(coordinate_targets(predicted_of(SQUARE_POLY), TRIANGLE, TransportConfig()), abs=1)
+
+
+def test_transported_targets_keep_their_fractions() -> None:
+    got = outcome_of(answer(entry(1, NEAR_POLY)), [CAT], qwen_vocab()).target.coord_bin_K
+    assert not np.array_equal(got, np.round(got))
+
+
+@vocabs
+@pytest.mark.parametrize(
+    ("response", "keys"),
+    [
+        (answer(), ["object_1", "object_2"]),  # {}: an empty answer
+        ("", ["object_1", "object_2"]),
+        (TURN_END, ["object_1", "object_2"]),
+        ("I see nothing.", ["object_1", "object_2"]),
+        (f"{{{entry(1)[:-9]}", ["object_1", "object_2"]),  # cut inside the first entry
+        (answer('"object_0": {}'), ["object_0", "object_1", "object_2"]),
+        (answer('"object_41": 5, "x": {}'), ["object_41", "x", "object_42", "object_43"]),
+        (answer(entry(7, NEAR_BOX), '"object_3": {}'), ["object_7", "object_3", "object_8"]),
+    ],
+)
+def test_appended_keys_follow_the_highest_one_kept(make_vocab, response: str, keys: list[str]) -> None:
+    vocab = make_vocab()
+    assert list(json.loads(taught_text(outcome_of(response, [CAT, DOG], vocab), vocab))) == keys
+
+
+@vocabs
+def test_nothing_missed_closes_the_answer(make_vocab) -> None:
+    vocab = make_vocab()
+    got = outcome_of(answer(entry(1, NEAR_BOX)), [CAT], vocab)
+    tail = got.target.token_ids[got.target.prefix_len :]
+    assert vocab.decode(tail) == "}" + TURN_END
+    assert got.target.roles_T[got.target.prefix_len :].tolist() == [TokenRole.CLOSE, TokenRole.EOS]
+
+
+@vocabs
+@pytest.mark.parametrize("response", [answer(), answer(entry(1)), "", f"{{{entry(1)}"])
+def test_an_image_without_objects_teaches_to_stop(make_vocab, response: str) -> None:
+    got = outcome_of(response, [], make_vocab())
+    assert got.target.coord_pos_K.size == 0
+    assert got.target.appended_gt_idx == got.target.matched_pred_idx == ()
+    supervised = got.target.roles_T[got.target.roles_T > TokenRole.PREFIX_MASKED].tolist()
+    assert supervised == [TokenRole.CLOSE, TokenRole.EOS]
+
+
+def test_missed_objects_keep_the_order_of_the_ground_truth() -> None:
+    got = outcome_of(answer(entry(1, NEAR_BOX)), [LEAF, CAT, DOG], qwen_vocab(), MatchingConfig())
+    assert got.target.appended_gt_idx == (0, 2)
+    assert [body["desc"] for body in json.loads(taught_text(got, qwen_vocab())).values()] == ["cat", "leaf", "dog"]
+
+
+@pytest.mark.parametrize(
+    "shift",
+    [
+        pytest.param({"coord_token_idx": (0, 1, 2, 3)}, id="other tokens"),
+        pytest.param({"coord_token_idx": (10_000, 10_001, 10_002, 10_003)}, id="behind the prefix"),
+        pytest.param({"coord_token_idx": (-1, -2, -3, -4)}, id="before the prefix"),
+        pytest.param({"bins": (12, 25, 195, 231)}, id="other bins"),
+    ],
+)
+def test_a_parse_of_another_rollout_is_an_error(shift: dict) -> None:
+    vocab = qwen_vocab()
+    parsed = outcome_of(answer(entry(1, NEAR_BOX)), [CAT], vocab).parsed
+    foreign = replace(parsed, objects=(replace(parsed.objects[0], **shift),))
+    match = MatchResult((Match(0, 0, 0.9),), (), (), 0)
+    with pytest.raises(AlignmentError, match="sample 9: object_1 says .* does not belong to this rollout"):
+        build_target(foreign, match, [CAT], vocab, sample_id="sample 9")
