@@ -105,7 +105,7 @@ def train(config: ConfigFile) -> None:
     console = _console()
     _no_bars_in_log_files()
     run_training(run, console, run.custom.trainer_variant or "stage 1", config)
-    console.print(f"saved to {run.training.output_dir}", highlight=False)
+    console.print(f"saved to {run.training.output_dir}", highlight=False, markup=False)
 
 
 @app.command()
@@ -140,7 +140,9 @@ def evaluate(
         f"{found['matched_objects']} of them right",
         highlight=False,
     )
-    console.print(f"wrote {result.metrics_json} and {result.predictions_jsonl}", highlight=False, soft_wrap=True)
+    console.print(
+        f"wrote {result.metrics_json} and {result.predictions_jsonl}", highlight=False, markup=False, soft_wrap=True
+    )
 
 
 @app.command()
@@ -235,6 +237,7 @@ def check_command(
     from collections import Counter
 
     from rich.table import Table
+    from rich.text import Text
 
     from coordexp.data import read_jsonl
 
@@ -250,7 +253,8 @@ def check_command(
     ):
         table.add_section()
         for name, count in counter.most_common():
-            table.add_row(f"{title} {name}" if title != "objects" else title, str(count))
+            # A Text, because a class may be called "[red] car", which rich would read as markup.
+            table.add_row(Text(f"{title} {name}" if title != "objects" else title), str(count))
     _console().print(table)
 
 
@@ -322,12 +326,15 @@ def _no_bars_in_log_files() -> None:
 
 @contextmanager
 def _counting(description: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar with ETA on stderr; gives the callback that moves it."""
+    """A bar with ETA on stderr, where that is a terminal; gives the callback that moves it."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("eta"))
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(
+        *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
         task = progress.add_task(description, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
@@ -344,7 +351,7 @@ def _show_report(report: ConversionReport) -> None:
 
     console = _console()
     console.print(render_report(report))
-    console.print(f"wrote {report.jsonl} and {report.path}", highlight=False, soft_wrap=True)
+    console.print(f"wrote {report.jsonl} and {report.path}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _refuse_filled(folder: Path) -> None:

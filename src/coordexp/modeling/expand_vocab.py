@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -51,11 +52,8 @@ def expand_vocab(checkpoint: Path, output: Path) -> None:
         # mean_resizing would estimate a covariance of the whole vocabulary, only to be overwritten below.
         model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     generator = torch.Generator().manual_seed(0)
-    matrices = [model.get_input_embeddings().weight]
-    if not tied:
-        matrices.append(model.get_output_embeddings().weight)
-    for matrix_VH in matrices:
-        _initialise(matrix_VH, fresh, generator)
+    for layer in [model.get_input_embeddings(), *([] if tied else [model.lm_head])]:
+        _initialise(layer.get_parameter("weight"), fresh, generator)
     if _is_tied(model) != tied:
         raise CheckpointError(
             f"{checkpoint}: resizing {'untied the language head from' if tied else 'tied the language head to'} the "
@@ -77,7 +75,7 @@ def _add_tokens(tokenizer: Any) -> list[str]:
 
 
 def _is_tied(model: Any) -> bool:
-    return model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    return model.lm_head.weight is model.get_input_embeddings().weight
 
 
 @torch.no_grad()
@@ -95,6 +93,6 @@ def _initialise(matrix_VH: torch.Tensor, fresh: Mapping[str, int], generator: to
 def _statistics(rows_VH: torch.Tensor) -> tuple[torch.Tensor, float]:
     """Mean row (H,) and the standard deviation of the rows' elements around it, in float32."""
     slices = rows_VH.split(_ROWS_AT_ONCE)
-    mean_H = sum(part.float().sum(0) for part in slices) / len(rows_VH)
-    squares = sum((part.float() - mean_H).square().sum() for part in slices)
-    return mean_H, float((squares / rows_VH.numel()).sqrt())
+    mean_H = torch.stack([part.float().sum(0) for part in slices]).sum(0) / len(rows_VH)
+    squares = sum((part.float() - mean_H).square().sum().item() for part in slices)
+    return mean_H, math.sqrt(squares / rows_VH.numel())

@@ -120,7 +120,7 @@ def build_tiny_checkpoint(folder: Path, seed: int = 0, spec: TinySpec | None = N
         rows = smooth_coord_rows(spec.hidden, 0.02, torch.Generator().manual_seed(seed))
         coord_ids = torch.tensor(tokenizer.convert_tokens_to_ids(list(COORD_TOKENS)))
         with torch.no_grad():
-            model.get_input_embeddings().weight[coord_ids] = rows
+            model.get_input_embeddings().get_parameter("weight")[coord_ids] = rows
     pixels = {"shortest_edge": spec.min_pixels, "longest_edge": spec.max_pixels}
     vision = {"patch_size": spec.patch, "merge_size": 2, "temporal_patch_size": 2, "size": pixels}
     processor = Qwen3VLProcessor(
@@ -137,7 +137,7 @@ def build_tiny_checkpoint(folder: Path, seed: int = 0, spec: TinySpec | None = N
 
 def _config(tokenizer: PreTrainedTokenizerFast, spec: TinySpec) -> Qwen3VLConfig:
     def token(text: str) -> int:
-        return tokenizer.convert_tokens_to_ids(text)
+        return tokenizer.get_vocab()[text]
 
     third = spec.head_dim // 2 // 3
     return Qwen3VLConfig(
@@ -176,8 +176,9 @@ def _config(tokenizer: PreTrainedTokenizerFast, spec: TinySpec) -> Qwen3VLConfig
         video_token_id=token("<|video_pad|>"),
         vision_start_token_id=token("<|vision_start|>"),
         vision_end_token_id=token("<|vision_end|>"),
-        pad_token_id=token("<|endoftext|>"),
-        eos_token_id=token(TURN_END),
+        # PreTrainedConfig takes any key; generation reads these two from the top level.
+        pad_token_id=token("<|endoftext|>"),  # pyright: ignore[reportCallIssue]
+        eos_token_id=token(TURN_END),  # pyright: ignore[reportCallIssue]
         tie_word_embeddings=spec.tied,
     )
 

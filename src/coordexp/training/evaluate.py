@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from coordexp import distributed
@@ -128,9 +129,9 @@ def _evaluate(
     from coordexp.modeling.load import load_model
 
     config, rollout = checked.config, checked.rollout
-    device = PartialState(cpu=config.training.use_cpu).device  # joins the process group under torchrun
+    state = PartialState(cpu=config.training.use_cpu)  # joins the process group under torchrun
     loaded = load_model(checked.model, config.model.dtype, config.model.attn_implementation)
-    loaded.model.to(device)
+    torch.nn.Module.to(loaded.model, state.device)
     encoder = PromptEncoder(loaded.processor, config.template.prompt, config.template.system)
     dataset = RecordDataset(checked.records, encoder.encode, config.custom.object_ordering, config.training.seed)
     backend = build_backend(rollout, model=loaded.model, vocab=loaded.vocab, image_token_id=loaded.image_token_id)
@@ -166,7 +167,8 @@ def _reporting(console: Console, description: str) -> Iterator[Callable[[int, in
         if now - last >= _LINE_EVERY_S or done == total:
             last = now
             left = (now - started) / done * (total - done)
-            console.print(f"{description}: {done}/{total} images, eta {left:.0f} s", highlight=False, soft_wrap=True)
+            text = f"{description}: {done}/{total} images, eta {left:.0f} s"
+            console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     yield line
 

@@ -148,6 +148,12 @@ def test_scenes_and_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert f"of class {desc} │ {count} │" in checked
 
 
+def test_check_shows_class_names_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = folders.voc(tmp_path / "voc", folders.voc_object("[red] car", 2, 3, 20, 20))
+    run_cli(capsys, "data", "convert", "voc", source, "--out", tmp_path, "--no-resize")
+    assert "of class [red] car │ 1 │" in unwrapped(run_cli(capsys, "data", "check", tmp_path / "data.jsonl").out)
+
+
 def test_scenes_of_the_dense_family_are_denser(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     counts = {}
     for spec in ("sparse", "dense"):
