@@ -164,7 +164,7 @@ def test_a_channel_a_module_acts_in_channel_a() -> None:
     specs = list(config().objective)
     specs[0] = specs[0].model_copy(update={"channels": ("A",)})
     declared = PipelineConfig(objective=tuple(specs), diagnostics=())
-    assert [entry.name for entry in build_pipeline(declared, "A").objective][0] == "token_ce"
+    assert build_pipeline(declared, "A").objective[0].name == "token_ce"
 
 
 def test_module_weight_scales_its_terms_and_never_a_diagnostic() -> None:
@@ -259,8 +259,10 @@ def test_plain_sft_is_full_vocabulary_cross_entropy(coord_loss: CoordSoftCEW1Con
 
 
 def test_sft_with_a_coordinate_loss_uses_its_keys() -> None:
-    keys = CoordSoftCEW1Config(enabled=True, ce_weight=0.3, soft_ce_weight=0.5, w1_weight=0.7, gate_weight=0.9,
-                               text_gate_weight=1.1, temperature=1.5, target_sigma=3.0, target_truncate=12.0)  # fmt: skip
+    keys = CoordSoftCEW1Config(
+        enabled=True, ce_weight=0.3, soft_ce_weight=0.5, w1_weight=0.7, gate_weight=0.9, text_gate_weight=1.1,
+        temperature=1.5, target_sigma=3.0, target_truncate=12.0,
+    )  # fmt: skip
     ctx = context([segments()[1]], Trigram())
     same = config(
         ["bbox_geo"], coord_ce_weight=0.3, soft_ce_weight=0.5, w1_weight=0.7, coord_gate_weight=0.9, temperature=1.5,

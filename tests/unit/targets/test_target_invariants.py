@@ -46,7 +46,8 @@ def cases(draw) -> tuple[list[GTObject], list[GTObject], list[tuple[int, int, in
     meant = [moved(obj) for obj in truth if draw(st.booleans())] + draw(st.lists(boxes(), max_size=2))
     edit = st.tuples(st.integers(0, 400), st.integers(0, 3), st.integers(0, 10**6))
     orders = st.sampled_from(["desc_first", "geometry_first"])
-    return truth, meant, draw(st.lists(edit, max_size=3)), draw(st.none() | st.integers(0, 200)), draw(orders), draw(orders)  # fmt: skip
+    edits, cut = draw(st.lists(edit, max_size=3)), draw(st.none() | st.integers(0, 200))
+    return truth, meant, edits, cut, draw(orders), draw(orders)
 
 
 def edited(ids: list[int], edits: list[tuple[int, int, int]], cut: int | None, vocab: CoordVocab) -> list[int]:

@@ -1,0 +1,221 @@
+"""The contract's scenarios about the loss: which positions it touches, and one arithmetic for every consumer."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from answers import CAT, DOG, LEAF, answer, entry, outcome_of, tiny_vocab
+from coordexp.config.data import CoordSoftCEW1Config
+from coordexp.errors import AlignmentError
+from coordexp.objective import (
+    ObjectiveContext,
+    SupervisionCounts,
+    SupervisionTensors,
+    build_pipeline,
+    coord_gate,
+    sft_pipeline,
+)
+from coordexp.packing import build_row
+from coordexp.records import GTObject, Segment, TokenRole
+from coordexp.targets import build_gt_target
+from objective_rows import COORD_IDS, EVERYTHING, config
+
+PROMPT = (3, 4, 5, 6)
+NEAR_CAT = GTObject("cat", "bbox_2d", (12, 25, 195, 230))
+FALSE_POSITIVE = GTObject("red circle", "bbox_2d", (700, 10, 800, 90))
+
+
+def rollout_segment() -> Segment:
+    """A matched object, a false positive, and a missed object in the tail."""
+    got = outcome_of(answer(entry(1, NEAR_CAT), entry(2, FALSE_POSITIVE)), [CAT, DOG], tiny_vocab())
+    assert len(got.match.pairs) == 1 and len(got.match.fp_pred_idx) == 1
+    return Segment("s", PROMPT, got.target)
+
+
+def gradient_of(segment: Segment, **changes: float | None) -> torch.Tensor:
+    """Gradient of the loss on every logit of the row, (L, V): row p is what predicts token p + 1."""
+    logits_LV, ctx = whole_row(segment)
+    build_pipeline(config(**changes))(ctx).loss.backward()
+    return logits_LV.grad
+
+
+def whole_row(segment: Segment) -> tuple[torch.Tensor, ObjectiveContext]:
+    row = build_row([segment])
+    supervision = SupervisionTensors.of(row)
+    generator = torch.Generator().manual_seed(0)
+    logits_LV = torch.randn(row.length, len(tiny_vocab()), dtype=torch.float64, generator=generator).requires_grad_()
+    counts = SupervisionCounts.of([segment.target])
+    return logits_LV, ObjectiveContext(supervision, logits_LV[supervision.position_N - 1], COORD_IDS, counts)
+
+
+def positions(segment: Segment, *roles: TokenRole) -> list[int]:
+    """Row positions of the logits that predict the target's tokens of these roles."""
+    return (np.flatnonzero(np.isin(segment.target.roles_T, roles)) + len(segment.prompt_token_ids) - 1).tolist()
+
+
+@pytest.mark.scenario("Prefix coord tokens can be supervised without supervising prefix text tokens")
+def test_matched_prefix_coordinates_and_the_tail_get_gradient_and_nothing_else() -> None:
+    segment = rollout_segment()
+    gradient = gradient_of(segment, coord_gate_weight=0.0, rollout_fn_desc_weight=0.0)
+    touched = gradient.abs().sum(dim=1) > 0
+    supervised = positions(segment, *(set(TokenRole) - {TokenRole.PREFIX_MASKED, TokenRole.TAIL_DESC}))
+    assert torch.nonzero(touched)[:, 0].tolist() == supervised
+    assert len(positions(segment, TokenRole.PREFIX_COORD)) == 4  # the false positive's four are not among them
+    # Coordinates: only the distribution over bins is touched, never the text vocabulary. Text: all of it.
+    at_coords = gradient[positions(segment, TokenRole.PREFIX_COORD, TokenRole.TAIL_COORD)]
+    text_columns = torch.ones(gradient.shape[1], dtype=torch.bool)
+    text_columns[COORD_IDS] = False
+    assert at_coords[:, COORD_IDS].abs().sum() > 0
+    assert at_coords[:, text_columns].abs().sum() == 0
+    at_text = gradient[positions(segment, TokenRole.TAIL_STRUCT, TokenRole.CLOSE, TokenRole.EOS)]
+    assert (at_text != 0).all()
+
+
+@pytest.mark.scenario("Prefix coord tokens can be supervised without supervising prefix text tokens")
+@pytest.mark.parametrize(("weight", "touched"), [(0.0, False), (0.5, True)])
+def test_appended_descriptions_are_masked_unless_weighted(weight: float, touched: bool) -> None:
+    segment = rollout_segment()
+    rows = positions(segment, TokenRole.TAIL_DESC)
+    assert rows
+    gradient = gradient_of(segment, rollout_fn_desc_weight=weight)
+    assert bool((gradient[rows].abs().sum(dim=1) > 0).all()) is touched
+    assert bool((gradient[rows].abs().sum(dim=1) > 0).any()) is touched
+
+
+@pytest.mark.scenario("Poly prediction is supervised by barycentric-projected targets")
+def test_polygon_slots_learn_their_fractional_targets_and_decode_nothing() -> None:
+    near_leaf = GTObject("leaf", "poly", (310, 25, 470, 22, 485, 195))
+    segment = Segment("s", PROMPT, outcome_of(answer(entry(1, near_leaf)), [LEAF], tiny_vocab()).target)
+    logits_LV, ctx = whole_row(segment)
+    result = build_pipeline(config(coord_gate_weight=0.0))(ctx)
+    assert not [name for name in result.terms if name.startswith("loss/bbox_geo")]
+    # Independent: the slot's softmax against a Gaussian around the transported coordinate.
+    bins = torch.arange(1000, dtype=torch.float64)
+    centers = torch.from_numpy(segment.target.coord_bin_K)[:, None]
+    q = torch.exp(-0.5 * ((bins - centers) / 2.0) ** 2)
+    q = q / q.sum(dim=1, keepdim=True)
+    z = logits_LV[torch.from_numpy(segment.target.coord_pos_K) + len(PROMPT) - 1][:, COORD_IDS]
+    expected = -(q * z.log_softmax(-1)).sum(dim=1).mean()
+    assert result.terms["loss/coord_reg/soft_ce"].item() == pytest.approx(expected.item(), rel=1e-12)
+    assert not np.array_equal(segment.target.coord_bin_K, np.round(segment.target.coord_bin_K))
+
+
+@pytest.mark.scenario("Supervision indices are validated against assistant span")
+@pytest.mark.parametrize("shift", [-200, -1, 1, 500])
+def test_a_shifted_target_never_reaches_the_loss(shift: int) -> None:
+    segment = rollout_segment()
+    shifted = replace(segment.target, coord_pos_K=segment.target.coord_pos_K + shift)
+    with pytest.raises(AlignmentError, match="sample s: supervised coordinate at target position"):
+        SupervisionTensors.of(build_row([replace(segment, target=shifted)]))
+
+
+@pytest.mark.scenario("Supervision indices are validated against assistant span")
+def test_every_supervised_position_lies_in_the_assistants_tokens() -> None:
+    segments = [rollout_segment(), Segment("gt", PROMPT, build_gt_target([LEAF], tiny_vocab(), sample_id="gt"))]
+    row = build_row(segments)
+    found = SupervisionTensors.of(row)
+    assistant = np.concatenate(
+        [np.arange(start + len(PROMPT), end) for start, end in zip(row.offsets[:-1], row.offsets[1:], strict=True)]
+    )
+    assert np.isin(found.position_N.numpy(), assistant).all()
+    assert torch.isin(found.label_N[found.coord_in_N_K], COORD_IDS).all()
+
+
+# -- text gate -----------------------------------------------------------------------------------------------------
+
+
+def text_gate_of(segment: Segment, spikes: list[int], **changes: float | None) -> float:
+    """The text-gate term where text logits hold no coordinate mass, but for spikes at some row positions."""
+    _, ctx = whole_row(segment)
+    row = build_row([segment])
+    logits_LV = torch.zeros(row.length, len(tiny_vocab()), dtype=torch.float64)
+    logits_LV[:, COORD_IDS] = -1e4
+    logits_LV[spikes, COORD_IDS[7]] = 20.0
+    logits_NV = logits_LV[ctx.supervision.position_N - 1]
+    result = build_pipeline(config(**changes))(ObjectiveContext(ctx.supervision, logits_NV, COORD_IDS, ctx.counts))
+    return result.terms["loss/coord_reg/text_gate"].item()
+
+
+def test_text_gate_is_positive_exactly_with_coordinate_mass_at_supervised_text() -> None:
+    segment = rollout_segment()
+    struct = positions(segment, TokenRole.TAIL_STRUCT)
+    assert text_gate_of(segment, [], text_gate_weight=1.0) == 0.0
+    one, all_of_them = (text_gate_of(segment, spikes, text_gate_weight=1.0) for spikes in (struct[:1], struct))
+    assert 0.1 < one < all_of_them
+    assert text_gate_of(segment, struct, text_gate_weight=2.0) == pytest.approx(2 * all_of_them)
+
+
+@pytest.mark.parametrize("role", [TokenRole.PREFIX_MASKED, TokenRole.CLOSE, TokenRole.EOS, TokenRole.TAIL_COORD])
+def test_text_gate_ignores_what_it_does_not_supervise(role: TokenRole) -> None:
+    """False positives, matched objects' text, closing tokens and coordinate slots are neutral."""
+    segment = rollout_segment()
+    spikes = positions(segment, role)
+    assert spikes
+    assert text_gate_of(segment, spikes, text_gate_weight=1.0) == 0.0
+
+
+@pytest.mark.parametrize(("weight", "positive"), [(0.0, False), (0.3, True)])
+def test_text_gate_covers_descriptions_where_they_are_taught(weight: float, positive: bool) -> None:
+    segment = rollout_segment()
+    spikes = positions(segment, TokenRole.TAIL_DESC)
+    assert (text_gate_of(segment, spikes, text_gate_weight=1.0, rollout_fn_desc_weight=weight) > 0) is positive
+
+
+# -- one gate ------------------------------------------------------------------------------------------------------
+
+BROKEN = {
+    "plain": (0.5, -1.0),
+    "text NaN": (math.nan, 1.0),
+    "coordinate NaN": (1.0, math.nan),
+    "text +inf": (math.inf, 0.0),
+    "coordinate +inf": (0.0, math.inf),
+    "all -inf": (-math.inf, -math.inf),
+    "beyond the clamp": (3e4, -3e38),
+}
+
+
+@pytest.mark.scenario("Gate-loss numeric fences are consistent across training and rollout paths")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("text", "coord"), BROKEN.values(), ids=BROKEN)
+def test_stage_1_stage_2_and_metrics_agree_on_the_gate(text: float, coord: float, dtype: torch.dtype) -> None:
+    segment = Segment("gt", PROMPT, build_gt_target([CAT], tiny_vocab(), sample_id="gt"))
+    _, ctx = whole_row(segment)
+    logits = torch.randn(ctx.logits_NV.shape, dtype=dtype, generator=torch.Generator().manual_seed(1))
+    logits[:, 11] = text
+    logits[:, COORD_IDS[3]] = coord
+    ctx = ObjectiveContext(ctx.supervision, logits, COORD_IDS, ctx.counts)
+    slots = logits[ctx.supervision.coord_in_N_K]
+    helper = coord_gate(slots, slots[:, COORD_IDS], 1.0)
+    assert torch.isfinite(helper).all() and (helper >= 0).all()
+
+    only_gate = {"soft_ce_weight": 0.0, "w1_weight": 0.0, "coord_gate_weight": 1.0}
+    stage2 = build_pipeline(config(["bbox_geo"], **only_gate))(ctx)
+    stage1 = sft_pipeline(CoordSoftCEW1Config(enabled=True, soft_ce_weight=0.0, w1_weight=0.0, gate_weight=1.0))(ctx)
+    assert stage2.terms["loss/coord_reg/coord_gate"].item() == pytest.approx(helper.mean().item(), rel=1e-6)
+    assert stage1.terms["loss/coord_reg/coord_gate"].item() == stage2.terms["loss/coord_reg/coord_gate"].item()
+    for result in (stage1, stage2):  # the metric is the same helper's mass
+        mass = result.terms["coord_diag/coord_mass"].item()
+        assert mass == pytest.approx(torch.exp(-helper).mean().item(), rel=1e-6)
+
+
+@pytest.mark.scenario("Gate-loss numeric fences are consistent across training and rollout paths")
+def test_rollout_slots_and_ground_truth_slots_use_the_same_gate() -> None:
+    """Equal logits at a matched prefix slot and at a tail slot cost the same, at any temperature."""
+    segment = rollout_segment()
+    _, ctx = whole_row(segment)
+    logits = torch.zeros_like(ctx.logits_NV)
+    logits[:, 11] = 4.0
+    changes = EVERYTHING | {"temperature": 0.7}
+    by_slot = []
+    for role in (TokenRole.PREFIX_COORD, TokenRole.TAIL_COORD):
+        is_slot = ctx.supervision.role_N == role
+        leaf = logits.clone()
+        leaf[is_slot, COORD_IDS[5]] = math.nan
+        result = build_pipeline(config(**changes))(ObjectiveContext(ctx.supervision, leaf, COORD_IDS, ctx.counts))
+        by_slot.append(result.terms["loss/coord_reg/coord_gate"].item())
+    assert by_slot[0] == pytest.approx(by_slot[1], rel=1e-12)

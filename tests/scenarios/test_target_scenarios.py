@@ -1,0 +1,223 @@
+"""The contract's scenarios about the training target: what is kept, corrected, appended, and counted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from answers import CAT, DOG, LEAF, answer, entry, outcome_of, record, request, taught_text, tiny_vocab
+from coordexp.coords import COORD_TOKENS, TURN_END
+from coordexp.data.dataset import Sample
+from coordexp.geometry import barycentric_targets
+from coordexp.matching import MatchingConfig
+from coordexp.objective import build_pipeline
+from coordexp.packing import CarryBuffer
+from coordexp.records import DropReason, GTObject, Rollout, RolloutRequest, Segment, TokenRole
+from coordexp.rollouts import SeedContext
+from coordexp.targets import TransportConfig
+from coordexp.training.window import RolloutSource, WindowBuilder
+from objective_rows import Trigram, config, context
+from qwen_tokenizer import qwen_vocab
+
+NEAR_CAT = GTObject("cat", "bbox_2d", (12, 25, 195, 230))
+NEAR_LEAF = GTObject("leaf", "poly", (310, 25, 470, 22, 485, 195))
+SCENE = [CAT, LEAF, DOG]
+
+
+def appended(outcome) -> list[str]:
+    """Keys of the entries behind the rollout's own prefix."""
+    kept = json.loads(outcome.parsed.prefix_text + "}")
+    return list(json.loads(taught_text(outcome, qwen_vocab())))[len(kept) :]
+
+
+@pytest.mark.scenario("All GT is appended when no valid matches exist")
+@pytest.mark.parametrize(
+    "response",
+    [
+        answer(),
+        "",
+        "a cat",
+        answer('"object_1": {"desc": "cat"}'),  # no usable prediction
+        answer(entry(1, GTObject("cat", "bbox_2d", (700, 0, 900, 100)))),  # a prediction that finds nothing
+        answer(entry(1, GTObject("cat", "bbox_2d", (190, 200, 420, 420)))),  # one that is gated out
+    ],
+)
+def test_without_a_match_the_whole_scene_is_appended(response: str) -> None:
+    got = outcome_of(response, SCENE, qwen_vocab())
+    assert got.match.pairs == () and got.match.fn_gt_idx == (0, 1, 2)
+    assert got.target.appended_gt_idx == (0, 1, 2)
+    body = json.loads(taught_text(got, qwen_vocab()))
+    values = [body[key] for key in appended(got)]
+    assert values == [{"desc": gt.desc, gt.kind: [COORD_TOKENS[k] for k in gt.bins]} for gt in SCENE]
+    assert got.target.roles_T[-1] == TokenRole.EOS and got.target.token_ids[-1] == qwen_vocab().eos_id
+    assert (got.target.coord_pos_K >= got.target.prefix_len).all()
+
+
+@pytest.mark.scenario("Highest retained object key controls FN start even when object is invalid")
+def test_first_appended_key_is_object_10_behind_an_invalid_object_9() -> None:
+    got = outcome_of(answer(entry(2, NEAR_CAT), '"object_9": {"desc": "", "bbox_2d": []}'), SCENE, qwen_vocab())
+    assert [obj.index for obj in got.parsed.objects] == [2]
+    assert got.parsed.max_object_index == 9
+    assert appended(got) == ["object_10", "object_11"]
+
+
+@pytest.mark.scenario("geometry-first changes only per-object field order in FN append")
+def test_geometry_first_reorders_fields_and_nothing_else() -> None:
+    response = answer(entry(10, NEAR_CAT), entry(2, DOG))
+    by_order = {order: outcome_of(response, SCENE, qwen_vocab(), field_order=order)
+                for order in ("desc_first", "geometry_first")}  # fmt: skip
+    texts = {order: json.loads(taught_text(got, qwen_vocab())) for order, got in by_order.items()}
+    assert appended(by_order["geometry_first"]) == appended(by_order["desc_first"]) == ["object_11"]
+    assert list(texts["geometry_first"]["object_11"]) == ["poly", "desc"]
+    assert texts["geometry_first"] == texts["desc_first"]  # as mappings: the same content
+    first, second = (by_order[order] for order in texts)
+    assert (first.match, first.parsed) == (second.match, second.parsed)
+    assert first.target.coord_bin_K.tolist() == second.target.coord_bin_K.tolist()
+
+
+@pytest.mark.scenario("desc-first remains baseline append layout")
+def test_desc_first_is_what_no_setting_gives() -> None:
+    default = outcome_of(answer(), SCENE, qwen_vocab())
+    explicit = outcome_of(answer(), SCENE, qwen_vocab(), field_order="desc_first")
+    assert default.target.token_ids == explicit.target.token_ids
+    body = json.loads(taught_text(default, qwen_vocab()))
+    assert [list(value) for value in body.values()] == [["desc", "bbox_2d"], ["desc", "poly"], ["desc", "bbox_2d"]]
+
+
+@pytest.mark.scenario("Poly prediction is supervised by barycentric-projected targets")
+@pytest.mark.parametrize("truth", [LEAF, GTObject("leaf", "bbox_2d", (300, 20, 490, 210))], ids=["poly", "box"])
+def test_a_matched_polygon_is_pulled_to_its_barycentric_projection(truth: GTObject) -> None:
+    got = outcome_of(answer(entry(1, DOG), entry(2, NEAR_LEAF)), [truth, DOG], qwen_vocab(), MatchingConfig(10, 0.3))
+    leaf = got.parsed.objects[1]
+    own = np.isin(got.target.coord_pos_K, leaf.coord_token_idx)
+    points = np.array(NEAR_LEAF.bins).reshape(-1, 2)
+    if truth.kind == "poly":
+        onto = np.array(truth.bins).reshape(-1, 2)
+    else:
+        x1, y1, x2, y2 = truth.bins
+        onto = np.array([(x1, y1), (x2, y1), (x2, y2), (x1, y2)])
+    wanted = barycentric_targets(points, onto).ravel()
+    assert got.target.coord_bin_K[own] == pytest.approx(wanted)
+    assert np.abs(wanted - np.array(NEAR_LEAF.bins)).max() > 5  # not what it wrote
+    # Coordinate tokens only: the polygon takes part in no box, so nothing ever decodes it.
+    assert not np.isin(got.target.box_pos_M4, leaf.coord_token_idx).any()
+
+
+@pytest.mark.scenario("Ambiguous coord-slot alignment excludes object from self-context supervision")
+def test_a_spelled_coordinate_leaves_its_object_unsupervised_and_its_truth_appended() -> None:
+    vocab = qwen_vocab()
+    spelled = [token for char in COORD_TOKENS[12] for token in vocab.encode(char)]  # bin 12, not as one token
+    head, tail = entry(1, NEAR_CAT).split(COORD_TOKENS[12])
+    ids = [*vocab.encode("{" + head), *spelled, *vocab.encode(f"{tail}, {entry(2, DOG)}}}{TURN_END}")]
+    got = outcome_of(ids, [CAT, DOG], vocab)
+    assert got.parsed.dropped == {DropReason.AMBIGUOUS_COORDS: 1}
+    assert [body["desc"] for body in json.loads(taught_text(got, vocab)).values()] == ["cat", "dog", "black cat"]
+    prefix = got.target.coord_pos_K < got.target.prefix_len
+    assert got.target.coord_bin_K[prefix].tolist() == list(DOG.bins)  # DOG alone, in the prefix
+    assert got.target.appended_gt_idx == (0,)
+
+
+@pytest.mark.scenario("One malformed object does not block training")
+@pytest.mark.parametrize(
+    "bad",
+    [
+        '"object_2": {"desc": "x", "bbox_2d": ["<|coord_1|>", "<|coord_2|>", "<|coord_3|>"]}',
+        '"object_2": {"desc": "x", "bbox_2d": [1, 2, 3, 4]}',
+        '"object_2": {"desc": "x", "bbox": ["<|coord_1|>"]}',
+        '"object_2": []',
+    ],
+)
+def test_a_malformed_object_costs_only_itself(bad: str) -> None:
+    got = outcome_of(answer(entry(1, NEAR_CAT), bad, entry(3, DOG)), SCENE, qwen_vocab())
+    assert got.parsed.num_dropped == 1
+    assert [obj.index for obj in got.parsed.objects] == [1, 3]
+    assert appended(got) == ["object_4"]
+    supervised = got.target.coord_pos_K[got.target.coord_pos_K < got.target.prefix_len]
+    assert supervised.tolist() == [p for obj in got.parsed.objects for p in obj.coord_token_idx]
+
+
+@pytest.mark.scenario("Truncated rollout tail is trimmed (suffix-only) and training proceeds")
+def test_a_truncated_answer_is_completed_behind_its_last_whole_object() -> None:
+    vocab = qwen_vocab()
+    ids = vocab.encode(f"{{{entry(1, NEAR_CAT)}, {entry(2, DOG)[:-30]}")
+    got = outcome_of(ids, SCENE, vocab)
+    assert got.parsed.truncated
+    own = len(got.parsed.prefix_token_ids) - got.parsed.num_replaced_tail
+    assert list(got.target.token_ids[:own]) == ids[:own]
+    body = json.loads(taught_text(got, vocab))
+    assert [value["desc"] for value in body.values()] == ["cat", "leaf", "dog"]
+
+
+# -- through a training window -------------------------------------------------------------------------------------
+
+
+class Scripted:
+    """A backend that gives each request its own answer."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self.texts = list(texts)
+
+    def generate(self, requests: Sequence[RolloutRequest], seeds: SeedContext) -> list[Rollout]:
+        vocab = qwen_vocab()
+        given, self.texts = self.texts[: len(requests)], self.texts[len(requests) :]
+        return [
+            Rollout(r.sample_id, r.prompt_token_ids, tuple(vocab.encode(text)), text, not text.endswith(TURN_END))
+            for r, text in zip(requests, given, strict=True)
+        ]
+
+    def sync_weights(self, version: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+MALFORMED = [
+    answer(entry(1, NEAR_CAT), '"object_2": {"desc": "x"}'),
+    f"{{{entry(1, NEAR_CAT)}, {entry(2)[:-30]}",
+    "Sure! Here it is: " + answer(entry(1, NEAR_CAT)),
+    answer(entry(1, NEAR_CAT), entry(2, DOG).replace("]", ""), entry(3, LEAF)),
+    "",
+    answer(entry(1, NEAR_CAT)),
+]
+
+
+@pytest.mark.scenario("Parse failures are visible without crashing")
+def test_a_window_of_malformed_answers_trains_and_counts() -> None:
+    vocab = qwen_vocab()
+    source = RolloutSource(
+        Scripted(MALFORMED), vocab, MatchingConfig(), TransportConfig(), "desc_first", 0, "rollout/decode_greedy"
+    )
+    records = [record(SCENE, f"s{i}") for i in range(len(MALFORMED))]
+    samples = [Sample(r, request(r)) for r in records]
+    builder = WindowBuilder(source, CarryBuffer(5000, 32), warn=lambda _: None, min_fill_ratio=0.0)
+    window = builder.prepare([samples[:3], samples[3:]], global_step=1)
+    m = window.metrics
+    assert m["rollout/samples_total"] == 6
+    assert m["rollout/valid_pred_objects_total"] == 4
+    assert m["rollout/dropped/missing_desc"] == 0 and m["rollout/dropped/missing_geometry"] == 1
+    assert m["rollout/dropped/truncated"] == m["rollout/dropped/preamble"] == m["rollout/dropped/malformed"] == 1
+    assert m["rollout/dropped/after_break"] == 1  # the entry behind the missing bracket
+    assert m["rollout/parse_dropped_invalid"] == 5
+    assert m["rollout/parse_truncated_total"] == 2
+    assert m["rollout/matched_total"] + m["rollout/fn_appended_total"] == m["rollout/gt_objects_total"] == 18
+    assert m["rollout/decode_greedy"] == 1
+    assert not [name for name in m if "iou" in name.lower()]
+    trained = [segment for row in window.rows for segment in row.segments]
+    assert len(trained) == 6
+    assert all(segment.target.roles_T[-1] == TokenRole.EOS for segment in trained)
+    assert window.counts.closure == 12
+    assert window.counts.coords == 6 * sum(len(obj.bins) for obj in SCENE)
+
+
+def test_the_step_behind_such_answers_has_a_finite_loss() -> None:
+    """The same kinds of answer, through the objective (on the small vocabulary)."""
+    segments = [
+        Segment(f"s{i}", (3, 4, 5), outcome_of(text, SCENE, tiny_vocab()).target) for i, text in enumerate(MALFORMED)
+    ]
+    model = Trigram()
+    result = build_pipeline(config())(context(segments, model))
+    result.loss.backward()
+    assert 0 < result.loss.item() < float("inf")
+    assert all(gradient.isfinite().all() and gradient.abs().max() > 0 for gradient in model.gradients())

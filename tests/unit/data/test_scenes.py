@@ -1,0 +1,108 @@
+"""Generated scenes: pure functions of (spec, seed, index), with geometry that lies where the shapes are."""
+
+import itertools
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from coordexp.data.jsonl import read_jsonl
+from coordexp.data.scenes import COLOURS, DENSE, SHAPES, SPARSE, SPECS, SceneSpec, make_scene, write_scenes
+
+specs = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+TRIALS = 60
+
+
+def bounds(bins: tuple[int, ...]) -> tuple[int, int, int, int]:
+    return min(bins[0::2]), min(bins[1::2]), max(bins[0::2]), max(bins[1::2])
+
+
+@specs
+def test_a_scene_depends_on_seed_and_index_alone(spec):
+    forward = [make_scene(spec, 5, i) for i in range(6)]
+    backward = {i: make_scene(spec, 5, i) for i in reversed(range(6))}
+    for i, (image, objects) in enumerate(forward):
+        assert np.array_equal(np.asarray(image), np.asarray(backward[i][0]))
+        assert objects == backward[i][1]
+    streams = {make_scene(spec, seed, index)[0].tobytes() for seed in (5, 6) for index in range(6)}
+    assert len(streams) == 12
+
+
+@specs
+def test_objects_are_inside_distinct_and_no_more_than_asked(spec):
+    counts, kinds, empty = [], set(), 0
+    for index in range(TRIALS):
+        image, objects = make_scene(spec, 0, index)
+        assert image.size == (spec.size, spec.size) and image.mode == "RGB"
+        counts.append(len(objects))
+        empty += not objects
+        for obj in objects:
+            colour, shape = obj.desc.split()
+            assert colour in COLOURS and shape in SHAPES
+            assert obj.kind == ("poly" if shape == "triangle" else "bbox_2d")
+            kinds.add(obj.kind)
+            x1, y1, x2, y2 = bounds(obj.bins)
+            assert 0 < x1 < x2 < 999 and 0 < y1 < y2 < 999
+            # a side varies by the aspect ratio, and by one bin of rounding
+            low, high = (999 / (spec.size - 1) * side for side in (spec.min_side / 1.12, spec.max_side * 1.12))
+            assert low - 2 <= x2 - x1 <= high + 2 and low - 2 <= y2 - y1 <= high + 2
+    assert max(counts) <= spec.max_objects
+    assert kinds == {"bbox_2d", "poly"}
+    assert 0 < empty < TRIALS / 4
+
+
+@specs
+def test_overlap_is_bounded(spec):
+    worst = 0.0
+    for index in range(TRIALS):
+        for a, b in itertools.combinations([bounds(obj.bins) for obj in make_scene(spec, 1, index)[1]], 2):
+            width, height = min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])
+            smaller = min((c[2] - c[0]) * (c[3] - c[1]) for c in (a, b))
+            worst = max(worst, max(0, width) * max(0, height) / smaller)
+    assert worst <= spec.max_overlap + 0.02  # geometry is rounded to bins
+
+
+def test_dense_scenes_are_denser_and_repeat_classes():
+    def mean(spec: SceneSpec) -> tuple[float, float]:
+        scenes = [make_scene(spec, 2, i)[1] for i in range(TRIALS)]
+        repeats = sum(len(objects) - len({obj.desc for obj in objects}) for objects in scenes)
+        return sum(map(len, scenes)) / TRIALS, repeats / TRIALS
+
+    (sparse, sparse_repeats), (dense, dense_repeats) = mean(SPARSE), mean(DENSE)
+    assert dense > sparse + 1
+    assert dense_repeats > sparse_repeats + 0.5
+
+
+@pytest.mark.parametrize(("empty", "count"), [(1.0, 0), (0.0, 1)])
+def test_empty_is_a_chance(empty, count):
+    spec = SceneSpec(min_objects=1, max_objects=1, empty=empty)
+    assert [len(make_scene(spec, 0, i)[1]) for i in range(10)] == [count] * 10
+
+
+def test_the_shape_is_where_its_geometry_says():
+    spec = SceneSpec(min_objects=1, max_objects=1, min_side=50, max_side=60, empty=0.0)
+    for index in range(20):
+        image, (obj,) = make_scene(spec, 3, index)
+        pixels = np.asarray(image).astype(int)
+        colour = np.array(COLOURS[obj.desc.split()[0]])
+        near_y, near_x = np.nonzero((abs(pixels - colour) <= 14).all(axis=2))
+        x1, y1, x2, y2 = (value * (spec.size - 1) / 999 for value in bounds(obj.bins))
+        seen = np.array([near_x.min(), near_y.min(), near_x.max(), near_y.max()])
+        assert abs(seen - np.array([x1, y1, x2, y2])).max() <= 2
+
+
+def test_written_scenes_read_back_equal(tmp_path):
+    path = write_scenes(tmp_path / "a", 5, DENSE, seed=9)
+    records = list(read_jsonl(path))
+    assert len(records) == 5
+    for index, got in enumerate(records):
+        image, objects = make_scene(DENSE, 9, index)
+        assert got.objects == objects
+        assert (got.width, got.height) == image.size
+        with Image.open(got.image) as stored:
+            assert np.array_equal(np.asarray(stored), np.asarray(image))
+
+
+def test_a_longer_file_starts_with_the_shorter_one(tmp_path):
+    short, long = (write_scenes(tmp_path / str(n), n, SPARSE, seed=4).read_text().splitlines() for n in (2, 4))
+    assert long[:2] == short

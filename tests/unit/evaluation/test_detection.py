@@ -1,0 +1,86 @@
+"""Detection figures from counts: one row per kind of answer."""
+
+import pytest
+
+from answers import CAT, DOG, LEAF, answer, entry, record
+from coordexp.coords import CoordVocab, serialize_objects
+from coordexp.evaluation import Prediction, detection_counts, detection_metrics, match_by_desc
+from coordexp.parsing import parse_rollout
+from coordexp.records import GTObject, Rollout
+from qwen_tokenizer import qwen_vocab
+
+SCENE = [CAT, DOG, LEAF]
+WRONG_DESC = GTObject("dog", "bbox_2d", CAT.bins)
+ELSEWHERE = GTObject("black cat", "bbox_2d", (600, 20, 800, 220))
+LOOSE = GTObject("black cat", "bbox_2d", (10, 20, 200, 370))  # IoU with CAT is 200/350
+
+
+def predicted(text: str, truth: list[GTObject], truncated: bool = False) -> Prediction:
+    vocab: CoordVocab = qwen_vocab()
+    ids = tuple(vocab.encode(text))
+    parsed = parse_rollout(ids, vocab, ended=not truncated)
+    return Prediction(record(truth), Rollout("s", (), ids, text, truncated), parsed)
+
+
+def figures(text: str, truth: list[GTObject], **options: bool) -> dict[str, float]:
+    return detection_metrics(detection_counts([predicted(text, truth, **options)]))
+
+
+@pytest.mark.parametrize(
+    ("text", "truth", "expected"),
+    [
+        (serialize_objects(SCENE), SCENE,
+         {"f1": 1, "precision": 1, "recall": 1, "f1_any_desc": 1, "mean_matched_iou": 1, "duplicate_rate": 0,
+          "invalid_rate": 0, "empty_rate": 0, "pred_per_image": 3, "gt_per_image": 3}),
+        (serialize_objects(SCENE[::-1]), SCENE, {"f1": 1, "mean_matched_iou": 1}),
+        (serialize_objects([CAT]), SCENE, {"f1": 0.5, "precision": 1, "recall": 1 / 3}),
+        (serialize_objects([CAT, ELSEWHERE]), [CAT], {"f1": 2 / 3, "precision": 0.5, "recall": 1, "duplicate_rate": 0}),
+        (serialize_objects([CAT, CAT, CAT]), [CAT],
+         {"f1": 0.5, "precision": 1 / 3, "recall": 1, "duplicate_rate": 2 / 3}),
+        (serialize_objects([CAT, WRONG_DESC]), [CAT], {"duplicate_rate": 0}),  # another description is no duplicate
+        (serialize_objects([WRONG_DESC]), [CAT], {"f1": 0, "f1_any_desc": 1, "precision": 0, "mean_matched_iou": 0}),
+        (serialize_objects([LOOSE]), [CAT], {"f1": 1, "mean_matched_iou": pytest.approx(4 / 7, abs=0.01)}),
+        (serialize_objects([LOOSE, CAT]), [CAT], {"f1": 2 / 3, "mean_matched_iou": 1, "duplicate_rate": 0.5}),
+        (answer(entry(1), '"object_2": {"desc": "x"}'), [CAT], {"f1": 1, "invalid_rate": 0.5}),
+        ("{}", SCENE, {"f1": 0, "precision": 1, "recall": 0, "empty_rate": 1, "invalid_rate": 0}),
+        ("{}", [], {"f1": 1, "precision": 1, "recall": 1, "empty_rate": 1, "gt_per_image": 0}),
+        (serialize_objects([CAT]), [], {"f1": 0, "precision": 0, "recall": 1}),
+        ("no JSON at all", [CAT], {"f1": 0, "recall": 0, "empty_rate": 1}),
+    ],
+)  # fmt: skip
+def test_figures_of_one_image(text, truth, expected):
+    got = figures(text, truth)
+    assert {name: got[name] for name in expected} == pytest.approx(expected)
+
+
+def test_truncation_and_length_are_reported():
+    got = figures(serialize_objects([CAT])[:-20], [CAT], truncated=True)
+    assert got["truncated_rate"] == 1
+    assert got["tokens_per_image"] == len(qwen_vocab().encode(serialize_objects([CAT])[:-20]))
+    assert got["invalid_rate"] == 1  # the unfinished entry
+
+
+def test_figures_come_from_summed_counts_over_images_and_ranks():
+    good, bad = predicted(serialize_objects([CAT]), [CAT]), predicted(serialize_objects([DOG, DOG]), [CAT, LEAF])
+    together = detection_counts([good, bad])
+    assert together == detection_counts([good]) + detection_counts([bad])
+    got = detection_metrics(together)
+    assert (got["images"], got["gt_objects"], got["pred_objects"], got["matched_objects"]) == (2, 3, 3, 1)
+    assert (got["precision"], got["recall"], got["f1"]) == pytest.approx((1 / 3, 1 / 3, 1 / 3))
+
+
+def test_nothing_evaluated_divides_by_nothing():
+    got = detection_metrics(detection_counts([]))
+    assert got["images"] == 0
+    assert all(value in (0, 1) for value in got.values())
+
+
+def test_assignment_is_best_overall_within_a_description():
+    parsed = predicted(serialize_objects([LOOSE, CAT, DOG]), []).parsed
+    triples = match_by_desc(parsed.objects, [CAT, GTObject("dog", "bbox_2d", (10, 20, 200, 370))])
+    assert [(pred, gt) for pred, gt, _ in triples] == [(1, 0)]
+
+
+@pytest.mark.parametrize(("threshold", "found"), [(0.5, 1), (0.6, 0)])
+def test_the_threshold_is_the_callers(threshold, found):
+    assert len(match_by_desc(predicted(serialize_objects([LOOSE]), []).parsed.objects, [CAT], threshold)) == found

@@ -1,0 +1,101 @@
+"""The table of figures and the picture of answers."""
+
+import io
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from rich.console import Console
+
+from answers import CAT, DOG, LEAF, record
+from coordexp.coords import serialize_objects
+from coordexp.evaluation import Prediction, detection_counts, detection_metrics
+from coordexp.evaluation.report import FIGURES, draw_comparison, figures_table
+from coordexp.parsing import parse_rollout
+from coordexp.records import GTObject, Rollout
+from qwen_tokenizer import qwen_vocab
+
+GREEN, ORANGE, RED = (24, 150, 70), (230, 140, 0), (205, 30, 45)
+
+
+def prediction(folder: Path, said: list[GTObject], truth: list[GTObject], size: tuple[int, int]) -> Prediction:
+    image = folder / f"{size[0]}x{size[1]}.png"
+    Image.new("RGB", size, (10, 10, 10)).save(image)
+    text = serialize_objects(said)
+    ids = tuple(qwen_vocab().encode(text))
+    parsed = parse_rollout(ids, qwen_vocab(), ended=True)
+    return Prediction(record(truth, image=image), Rollout("s", (), ids, text, False), parsed)
+
+
+def rendered(columns: dict[str, dict[str, float]]) -> list[str]:
+    console = Console(width=100, record=True, file=io.StringIO(), force_terminal=True)
+    console.print(figures_table(columns, "what changed"))
+    return console.export_text(styles=True).splitlines()
+
+
+def test_the_table_marks_the_better_run_in_each_row(tmp_path):
+    better = prediction(tmp_path, [CAT, DOG], [CAT, DOG], (64, 64))
+    worse = prediction(tmp_path, [CAT, CAT], [CAT, DOG], (64, 64))
+    runs = {
+        "before": detection_metrics(detection_counts([worse])),
+        "after": detection_metrics(detection_counts([better])),
+    }
+    lines = rendered(runs)
+    row = {label: next(line for line in lines if label in line) for label, _ in FIGURES.values()}
+    bold = "\x1b[1m"
+    assert f"{bold}1.000" in row["recall"] and f"{bold}0.500" not in row["recall"] and "0.500" in row["recall"]
+    assert f"{bold}0.000" in row["duplicate rate"] and "0.500" in row["duplicate rate"]  # less is better
+    assert bold not in row["objects / image"] and row["objects / image"].count("2.000") == 2
+    assert any("before" in line and "after" in line for line in lines)
+
+
+def test_a_single_run_has_nothing_to_beat(tmp_path):
+    figures = detection_metrics(detection_counts([prediction(tmp_path, [CAT], [CAT], (64, 64))]))
+    assert not any("\x1b[1m1.000" in line for line in rendered({"now": figures}))
+
+
+def colours(image: Image.Image) -> set[tuple[int, int, int]]:
+    return {colour for _, colour in image.getcolors(maxcolors=1 << 20)}
+
+
+def test_the_picture_shows_found_wrong_and_missed(tmp_path):
+    truth = [CAT, LEAF]
+    before = prediction(tmp_path, [DOG], truth, (128, 128))
+    after = prediction(tmp_path, [CAT], truth, (128, 128))
+    path = tmp_path / "new" / "folder" / "sheet.png"
+    draw_comparison({"before": [before], "after": [after]}, path)
+    with Image.open(path) as sheet:
+        assert sheet.size == (3 * 256, 26 + 256)  # 128 pixels are enlarged twice; a bar with the names above
+        first, second, third = (sheet.crop((x, 26, x + 256, 282)) for x in (0, 256, 512))
+        assert {GREEN, ORANGE} <= colours(first) and RED not in colours(first)  # the last run found CAT, missed LEAF
+        assert RED in colours(second) and GREEN not in colours(second)
+        assert GREEN in colours(third) and RED not in colours(third)
+
+
+def test_images_of_other_sizes_are_never_cut(tmp_path):
+    sizes = [(60, 120), (300, 100), (1000, 50)]
+    run = [prediction(tmp_path, [DOG], [], size) for size in sizes]
+    path = tmp_path / "sheet.png"
+    draw_comparison({"run": run}, path, max_rows=3)
+    scaled = [(180, 360), (300, 100), (1000, 50)]
+    with Image.open(path) as sheet:
+        assert sheet.size == (2 * 1000, 26 + sum(height for _, height in scaled))
+        top = 26
+        for width, height in scaled:
+            corner = sheet.getpixel((1000 + width - 1, top + height - 1))
+            assert corner == (255, 255, 255)  # the panel's own frame …
+            assert sheet.getpixel((1000 + width - 4, top + 4)) == (10, 10, 10)  # … around the image
+            top += height
+
+
+def test_at_most_max_rows_are_drawn(tmp_path):
+    run = [prediction(tmp_path, [], [], (320, 320)) for _ in range(4)]
+    draw_comparison({"run": run}, tmp_path / "sheet.png", max_rows=2)
+    with Image.open(tmp_path / "sheet.png") as sheet:
+        assert sheet.size == (640, 26 + 640)
+
+
+@pytest.mark.parametrize("columns", [{}, {"run": []}])
+def test_nothing_to_draw_is_said(tmp_path, columns):
+    with pytest.raises(ValueError, match="nothing to draw"):
+        draw_comparison(columns, tmp_path / "sheet.png")

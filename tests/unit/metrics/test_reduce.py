@@ -1,0 +1,114 @@
+"""One aggregation rule per family, over ranks."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from coordexp import distributed
+from coordexp.metrics import reduce_metrics
+from coordexp.metrics.reduce import is_maximum
+
+
+def over_ranks(monkeypatch, *ranks):
+    """``reduce_metrics`` as it runs on any of several ranks whose sums are ``ranks``."""
+    monkeypatch.setattr(distributed, "gather_json", lambda mine: list(ranks))
+    return reduce_metrics(ranks[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "second", "together"),
+    [
+        ("rollout/samples_total", 3, 4, 7),
+        ("rollout/dropped/wrong_arity", 1, 2, 3),
+        ("loss/token_ce/struct_ce", 0.25, 0.5, 0.75),  # shares of one global mean
+        ("coord_diag/p_target", 0.1, 0.2, 0.3),
+        ("time/forward_s", 5.0, 3.0, 5.0),
+        ("rollout/gen_new_tokens_p99", 12.0, 20.0, 20.0),
+        ("rollout/decode_greedy", 1, 1, 1),
+        ("rollout/decode_beam", 1, 1, 1),
+        ("rollout/decode_sample", 1, 1, 1),
+    ],
+)
+def test_each_family_has_one_rule(monkeypatch, name, first, second, together):
+    assert over_ranks(monkeypatch, {name: first}, {name: second})[name] == pytest.approx(together)
+
+
+@pytest.mark.parametrize(
+    ("rate", "first", "second", "value"),
+    [
+        ("rollout/parse_truncated_rate", {"rollout/parse_truncated_total": 1, "rollout/samples_total": 3},
+         {"rollout/parse_truncated_total": 4, "rollout/samples_total": 7}, 0.5),
+        ("rollout/match_rate", {"rollout/matched_total": 1, "rollout/gt_objects_total": 1},
+         {"rollout/matched_total": 0, "rollout/gt_objects_total": 9}, 0.1),
+        ("rollout/precision", {"rollout/matched_total": 3, "rollout/valid_pred_objects_total": 4},
+         {"rollout/matched_total": 0, "rollout/valid_pred_objects_total": 0}, 0.75),
+        ("rollout/gen_new_tokens_mean", {"rollout/gen_new_tokens_total": 32, "rollout/samples_total": 4},
+         {"rollout/gen_new_tokens_total": 32, "rollout/samples_total": 4}, 8.0),
+        ("rollout/match_rate", {"rollout/gt_objects_total": 0}, {}, 0.0),
+        ("packing/post_rollout_fill", {"packing/selected_tokens_total": 90, "packing/capacity_tokens_total": 100},
+         {"packing/selected_tokens_total": 30, "packing/capacity_tokens_total": 300}, 0.3),
+    ],
+)  # fmt: skip
+def test_a_rate_is_a_ratio_of_sums_never_a_mean_of_ratios(monkeypatch, rate, first, second, value):
+    assert over_ranks(monkeypatch, first, second)[rate] == pytest.approx(value)
+
+
+def test_a_rate_without_its_denominator_is_not_reported(monkeypatch):
+    assert over_ranks(monkeypatch, {"a": 1}, {"b": 2}) == {"a": 1.0, "b": 2.0}
+
+
+def test_keys_come_sorted_and_alone_is_the_same_rule():
+    got = reduce_metrics({"time/x_s": 2, "b": 1, "rollout/samples_total": 4, "rollout/parse_truncated_total": 1})
+    assert list(got) == sorted(got)
+    assert got["rollout/parse_truncated_rate"] == 0.25
+
+
+@pytest.mark.parametrize("name", ["time/forward", "forward_s", "rollout/decode_other", "loss/time/x_s", "p99"])
+def test_only_named_families_take_the_maximum(name):
+    assert not is_maximum(name)
+
+
+RANKS = """
+import torch.distributed as dist
+from coordexp import distributed
+from coordexp.metrics import reduce_metrics
+
+dist.init_process_group("gloo")
+me = distributed.rank()
+assert distributed.world_size() == 2 and distributed.is_main() == (me == 0)
+assert distributed.all_reduce([1.0, 2.0 + me], "sum") == [2.0, 5.0]
+assert distributed.all_reduce([0.5, -float(me)], "max") == [0.5, 0.0]
+big = 2.0**53 - 1
+assert distributed.all_reduce([big * (me == 0)], "sum") == [big]
+texts = ["a", "ein längerer Text " * 50]
+assert distributed.gather_json({"text": texts[me], "n": [me, None]}) == [
+    {"text": text, "n": [rank, None]} for rank, text in enumerate(texts)
+]
+local = {"rollout/samples_total": 3 + me, "time/x_s": 5.0 - me}
+if me == 1:
+    local |= {"rollout/parse_truncated_total": 2, "only/here": 1}
+assert reduce_metrics(local) == {
+    "only/here": 1.0,
+    "rollout/gen_new_tokens_mean": 0.0,
+    "rollout/parse_truncated_rate": 2 / 7,
+    "rollout/parse_truncated_total": 2.0,
+    "rollout/samples_total": 7.0,
+    "time/x_s": 5.0,
+}
+distributed.barrier()
+dist.destroy_process_group()
+print("agreed")
+"""
+
+
+def test_two_processes_agree(tmp_path):
+    script = tmp_path / "ranks.py"
+    script.write_text(RANKS, encoding="utf-8")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    done = subprocess.run(
+        launch, capture_output=True, text=True, timeout=120, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("agreed") == 2
