@@ -35,7 +35,11 @@ class PromptEncoder:
         """
         messages = build_messages(record.image, self._prompt, self._system)
         text = self._processor.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        encoded = self._processor(text=[text], images=[open_rgb(record.image, expected_size=(record.width, record.height))], return_tensors="pt")
+        encoded = self._processor(
+            text=[text],
+            images=[open_rgb(record.image, expected_size=(record.width, record.height))],
+            return_tensors="pt",
+        )
         return RolloutRequest(
             sample_id=record.sample_id,
             image=record.image,
@@ -80,7 +84,9 @@ def row_inputs(
     return inputs
 
 
-def check_prompt(sample_id: str, ours: tuple[int, ...], reported: tuple[int, ...], decode: Callable[[Any], str]) -> None:
+def check_prompt(
+    sample_id: str, ours: tuple[int, ...], reported: tuple[int, ...], decode: Callable[[Any], str]
+) -> None:
     """Refuse a rollout whose prompt tokens are not the learner's.
 
     Raises:
@@ -100,6 +106,8 @@ def check_prompt(sample_id: str, ours: tuple[int, ...], reported: tuple[int, ...
 def to_device(inputs: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
     """Move every tensor; the packed attention's segment lengths stay on the CPU, where they are read as numbers."""
     return {
-        name: tensor if name == "attention_mask" and tensor.dtype == torch.int64 and tensor.ndim == 4 else tensor.to(device)
+        name: tensor
+        if name == "attention_mask" and tensor.dtype == torch.int64 and tensor.ndim == 4
+        else tensor.to(device)
         for name, tensor in inputs.items()
     }

@@ -7,16 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoConfig, AutoProcessor, AutoTokenizer, Qwen3VLForConditionalGeneration
 
 from coordexp.coords import CoordVocab
 from coordexp.errors import CheckpointError, VocabError
-from coordexp.torchvision_cpu import ensure_torchvision
-
-ensure_torchvision()
-
-from transformers import AutoConfig, AutoProcessor, AutoTokenizer, Qwen3VLForConditionalGeneration  # noqa: E402
-
-from coordexp.modeling.attention import PACKED  # noqa: E402
+from coordexp.modeling.attention import PACKED
 
 MODEL_TYPE = "qwen3_vl"
 

@@ -12,22 +12,18 @@ from pathlib import Path
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    set_seed,
+)
 
 from coordexp.coords import COORD_TOKENS, TURN_END, serialize_objects
 from coordexp.data.prompts import DEFAULT_PROMPT
 from coordexp.data.scenes import COLOURS, SHAPES
 from coordexp.modeling.coord_rows import smooth_coord_rows
 from coordexp.records import GTObject
-from coordexp.torchvision_cpu import ensure_torchvision
-
-ensure_torchvision()
-
-from transformers import (  # noqa: E402
-    PreTrainedTokenizerFast,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
-    set_seed,
-)
 
 # Qwen's special tokens, so that the chat format and every tool that looks for them work unchanged.
 SPECIAL_TOKENS = (

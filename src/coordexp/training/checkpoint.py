@@ -94,9 +94,7 @@ class CarryBufferSaver(TrainerCallback):
     def __init__(self, buffer: CarryBuffer) -> None:
         self._buffer = buffer
 
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         folder.mkdir(parents=True, exist_ok=True)
         _write_atomically(_buffer_path(folder), json.dumps([segment_to_json(s) for s in self._buffer.segments]))
@@ -153,7 +151,9 @@ def write_manifest(config: RunConfig, config_path: str | Path | None, output_dir
         "git": _git_state(),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: _version(name) for name in ("torch", "transformers", "accelerate", "peft", "numpy", "scipy")},
+        "packages": {
+            name: _version(name) for name in ("torch", "transformers", "accelerate", "peft", "numpy", "scipy")
+        },
     }
     _write_atomically(output_dir / MANIFEST, json.dumps(manifest, indent=2) + "\n")
 

@@ -70,9 +70,7 @@ class RichProgress(TrainerCallback):
         if shown:
             self._note = "  ".join(shown)
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
             return
         if self._progress is not None:

@@ -61,9 +61,7 @@ class GroundTruthSource:
 
     def _segment(self, sample: Sample) -> Segment:
         record = sample.record
-        target = build_gt_target(
-            record.objects, self.vocab, sample_id=record.sample_id, field_order=self.field_order
-        )
+        target = build_gt_target(record.objects, self.vocab, sample_id=record.sample_id, field_order=self.field_order)
         return Segment(record.sample_id, sample.request.prompt_token_ids, target, sample.request.model_inputs)
 
 
