@@ -1,0 +1,156 @@
+"""What every benchmark reports besides its figures: machine, versions, date, and the JSON file that ``--json`` names.
+
+A module for the scripts beside it; running it does nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+PACKAGES = ("coordexp", "torch", "transformers", "numpy", "scipy", "pycocotools", "binpacking", "tokenizers")
+SCHEMA_VERSION = 1
+
+
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """An argument parser that explains the script by its docstring and knows ``--json`` and ``--threads``."""
+    result = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result.add_argument(
+        "--json",
+        type=Path,
+        metavar="PATH",
+        help="write the figures too: FILE.json, or a folder",
+    )
+    result.add_argument("--threads", type=positive, default=None, help="torch's CPU threads")
+    return result
+
+
+def positive(text: str) -> int:
+    """An argparse type: an integer of at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return value
+
+
+def positive_list(text: str) -> list[int]:
+    """An argparse type: comma-separated integers of at least 1."""
+    return [positive(part) for part in text.split(",")]
+
+
+def usable_cores() -> int:
+    """Cores this process may use; a container's limit is below the machine's."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def set_threads(threads: int | None) -> int:
+    """Give torch ``threads`` CPU threads (None: one per usable core); returns how many it has."""
+    import torch
+
+    torch.set_num_threads(threads or usable_cores())
+    return torch.get_num_threads()
+
+
+def machine() -> dict[str, Any]:
+    """Where and when: hardware, load, versions, date (UTC)."""
+    found: dict[str, Any] = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "cpu": _cpu_name(),
+        "cores": usable_cores(),
+        # Whatever else ran at the start of the benchmark: a busy machine's figures are no figures.
+        "load_1min": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "gpu": None,
+    }
+    import torch
+
+    if torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name()
+    return found
+
+
+def print_machine(console: Console, where: Mapping[str, Any], **settings: Any) -> None:
+    """Two lines above the tables."""
+    gpu = f", {where['gpu']}" if where["gpu"] else ""
+    versions = " ".join(f"{name} {version}" for name, version in where["packages"].items() if version)
+    console.print(
+        f"{where['date']}  {where['cpu']}, {where['cores']} cores{gpu}, load {where['load_1min']}, "
+        f"Python {where['python']}, {versions}",
+        highlight=False,
+        style="dim",
+    )
+    console.print("  ".join(f"{name}: {value}" for name, value in settings.items()), highlight=False, style="dim")
+
+
+def write_json(
+    path: Path | None, benchmark: str, where: Mapping[str, Any], settings: Mapping[str, Any], results: Any
+) -> None:
+    """``{"schema_version", "benchmark", "machine", "settings", "results"}`` to ``path``; where that is not named
+    ``*.json``, to ``<benchmark>.json`` in it; nothing for None."""
+    if path is None:
+        return
+    if path.suffix != ".json":
+        path = path / f"{benchmark}.json"
+    document = {
+        "schema_version": SCHEMA_VERSION,
+        "benchmark": benchmark,
+        "machine": dict(where),
+        "settings": {name: value for name, value in settings.items() if name != "json"},
+        "results": results,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=2, default=str) + "\n", encoding="utf-8")
+
+
+def median_seconds(run: Callable[[], Any], repeats: int) -> float:
+    """Median wall time of ``run`` over ``repeats`` calls, after one that is not counted."""
+    run()
+    taken = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        run()
+        taken.append(time.perf_counter() - started)
+    return statistics.median(taken)
+
+
+def bar(value: float, largest: float, width: int = 24) -> str:
+    """One line of a curve drawn in a table: ``value`` as a share of ``largest``."""
+    return "█" * max(1, round(width * value / largest)) if largest > 0 else ""
+
+
+def growth(sizes: Sequence[float], values: Sequence[float]) -> float | None:
+    """Exponent k of ``value ~ size^k`` by least squares in log space; None for fewer than two sizes."""
+    import numpy as np
+
+    if len(sizes) < 2:
+        return None
+    return float(np.polyfit(np.log(sizes), np.log(values), 1)[0])
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,218 @@
+"""Where does the time of a stage-2 optimizer step go?
+
+Trains the demo's configuration for a few steps on generated dense scenes with the real trainer, and splits each step
+into data, rollout, target building, packing, learner and optimizer. CPU only: it is the tiny model's benchmark.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from reporting import machine, parser, positive, print_machine, set_threads, write_json
+from rich.console import Console
+from rich.table import Table
+
+# Stage → what it holds; they add up to the step.
+STAGES = {
+    "data": "read images, encode prompts, lay out the rows' tensors",
+    "rollout": "generate one answer per sample",
+    "targets": "parse, match, build",
+    "packing": "choose segments, concatenate, count",
+    "learner": "forward, objective, backward",
+    "optimizer": "clip, step",
+    "other": "trainer's bookkeeping, logging",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    flags = parser(__doc__)
+    flags.add_argument("--steps", type=positive, default=8, help="measured optimizer steps [8]")
+    flags.add_argument("--warmup", type=positive, default=2, help="steps before them that are not counted [2]")
+    flags.add_argument("--batch", type=positive, default=16, help="samples per step [16]")
+    flags.add_argument("--max-new-tokens", type=positive, default=256, help="longest answer [256]")
+    flags.add_argument("--model", type=Path, help="checkpoint [checkpoints/demo-stage1, else a random tiny one]")
+    options = flags.parse_args(argv)
+    console = Console()
+    threads = set_threads(options.threads)
+    where = machine()
+    with tempfile.TemporaryDirectory(prefix="coordexp-bench-") as folder:
+        model, origin = _checkpoint(options.model, Path(folder))
+        print_machine(console, where, model=origin, batch=options.batch, steps=options.steps, threads=threads)
+        steps = _run(model, Path(folder), options)[options.warmup :]
+    results = summarise(steps, options.batch)
+    console.print(_table(results))
+    console.print("\n".join(f"  {name}: {what}" for name, what in STAGES.items()), style="dim", highlight=False)
+    console.print(
+        f"one step: {results['step_s']:.3f} s, {results['samples_per_s']:.2f} samples/s, "
+        f"{results['truncated_share']:.0%} of answers cut off at {options.max_new_tokens} tokens",
+        highlight=False,
+    )
+    settings = {**vars(options), "threads": threads, "model": origin}
+    write_json(options.json, "step", where, settings, results)
+
+
+def summarise(steps: Sequence[dict[str, float]], batch: int) -> dict[str, Any]:
+    """Medians over ``steps``; a stage's share is of the summed seconds."""
+    whole = sum(step["step"] for step in steps)
+    stages: dict[str, dict[str, float]] = {}
+    for name in STAGES:
+        seconds = sum(step[name] for step in steps)
+        stages[name] = {
+            "seconds": statistics.median(step[name] for step in steps),
+            "share": seconds / whole,
+            "samples_per_s": batch * len(steps) / seconds,
+            "ms_per_sample": 1000 * seconds / (batch * len(steps)),
+        }
+    for name, tokens in (("rollout", "rollout_tokens"), ("learner", "learner_tokens")):
+        total = sum(step[tokens] for step in steps)
+        stages[name]["tokens_per_s"] = total / sum(step[name] for step in steps)
+        stages[name]["tokens"] = total / len(steps)
+    return {
+        "step_s": statistics.median(step["step"] for step in steps),
+        "samples_per_s": batch * len(steps) / whole,
+        "truncated_share": sum(step["truncated"] for step in steps) / (batch * len(steps)),
+        "steps": len(steps),
+        "stages": stages,
+    }
+
+
+def _checkpoint(named: Path | None, folder: Path) -> tuple[Path, str]:
+    from coordexp.assets import asset
+    from coordexp.errors import CheckpointError
+    from coordexp.modeling.tiny import build_tiny_checkpoint
+
+    if named is not None:
+        return named, str(named)
+    try:
+        return asset("checkpoints/demo-stage1"), "checkpoints/demo-stage1"
+    except CheckpointError:
+        # Its answers are noise that never ends: rollout and learner lengths are then those of the worst case.
+        return build_tiny_checkpoint(folder / "model"), "fresh tiny checkpoint, random weights"
+
+
+def _run(model: Path, folder: Path, options: Any) -> list[dict[str, float]]:
+    """Train; one dict a step with the seconds of each stage, and its token counts."""
+    from coordexp.assets import asset
+    from coordexp.config import load_config
+    from coordexp.data.scenes import DENSE, write_scenes
+    from coordexp.training.build import build_trainer, check_run
+
+    steps = options.warmup + options.steps
+    data = write_scenes(folder / "scenes", min(256, options.batch * steps), DENSE, seed=7)
+    config = load_config(
+        asset("configs/demo/stage2.yaml"),
+        {
+            "model.model": str(model),
+            "custom.train_jsonl": str(data),
+            "custom.val_jsonl": None,
+            "training.output_dir": str(folder / "run"),
+            "training.max_steps": steps,
+            "training.per_device_train_batch_size": options.batch,
+            "training.logging_steps": 1,
+            "training.save_strategy": "no",
+            "training.report_to": [],
+            "training.resume_from_checkpoint": None,
+            "training.use_cpu": True,
+            # Every sample of a step fits its row, so that each step trains on what it generated.
+            "global_max_length": options.batch * (options.max_new_tokens + 512),
+            "training.packing_min_fill_ratio": 0.01,
+            "rollout_matching.decode_batch_size": options.batch,
+            "rollout_matching.max_new_tokens": options.max_new_tokens,
+        },
+    )
+    trainer, _ = build_trainer(check_run(config), Console(stderr=True), "benchmark")
+    clock = _Clock(trainer)
+    trainer.train()
+    logged = [line for line in trainer.state.log_history if "time/learner_s" in line]
+    return [_split(line, marks) for line, marks in zip(logged, clock.steps, strict=True)]
+
+
+def _split(line: dict[str, float], marks: dict[str, float]) -> dict[str, float]:
+    split = {
+        "data": marks["fetch"] - line["time/window_prepare_s"],
+        "rollout": line["time/rollout_generate_s"],
+        "targets": line["time/target_build_s"],
+        "packing": line["time/pack_s"],
+        "learner": line["time/learner_s"],
+        "optimizer": marks["optimizer"],
+    }
+    return {
+        **split,
+        "other": marks["step"] - sum(split.values()),
+        "step": marks["step"],
+        "rollout_tokens": line["rollout/gen_new_tokens_total"],
+        "learner_tokens": line["train/tokens_total"],
+        "truncated": line["rollout/parse_truncated_total"],
+    }
+
+
+class _Clock:
+    """Times what the trainer itself does not: fetching a window, the optimizer, the whole step."""
+
+    def __init__(self, trainer: Any) -> None:
+        from transformers import TrainerCallback
+
+        self.steps: list[dict[str, float]] = []
+        self._now: dict[str, float] = defaultdict(float)
+        self._started: float | None = None
+        self._backward_ended = 0.0
+        fetch, train = trainer.get_batch_samples, trainer.training_step
+
+        def timed_fetch(*args: Any) -> Any:
+            started = time.perf_counter()
+            if self._started is None:
+                self._started = started
+            fetched = fetch(*args)
+            self._now["fetch"] += time.perf_counter() - started
+            return fetched
+
+        def timed_train(*args: Any) -> Any:
+            loss = train(*args)
+            self._backward_ended = time.perf_counter()
+            return loss
+
+        trainer.get_batch_samples, trainer.training_step = timed_fetch, timed_train
+        clock = self
+
+        class Marks(TrainerCallback):
+            def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+                clock._now["optimizer"] = time.perf_counter() - clock._backward_ended
+
+            def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+                clock._end_step()
+
+        trainer.add_callback(Marks())
+
+    def _end_step(self) -> None:
+        assert self._started is not None, "a step ended before its samples were fetched"
+        self.steps.append({**self._now, "step": time.perf_counter() - self._started})
+        self._now, self._started = defaultdict(float), None
+
+
+def _table(results: dict[str, Any]) -> Table:
+    table = Table(title=f"one stage-2 step (median of {results['steps']})", title_justify="left")
+    table.add_column("stage", no_wrap=True)
+    for name in ("seconds", "share", "ms/sample", "samples/s", "tokens/s", "tokens/step"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in STAGES:
+        stage = results["stages"][name]
+        tokens = [f"{stage[key]:,.0f}" if key in stage else "" for key in ("tokens_per_s", "tokens")]
+        table.add_row(
+            name,
+            f"{stage['seconds']:.4f}",
+            f"{stage['share']:.1%}",
+            f"{stage['ms_per_sample']:.2f}",
+            f"{stage['samples_per_s']:,.1f}",
+            *tokens,
+        )
+    return table
+
+
+if __name__ == "__main__":
+    main()

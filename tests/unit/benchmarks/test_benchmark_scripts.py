@@ -1,0 +1,144 @@
+"""Each benchmark runs at a tiny size and writes the figures it promises. Nothing here is timed."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from cli_runs import small_checkpoint
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+Run = Callable[..., Any]
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
+    """Imports a benchmark as ``python benchmarks/NAME.py`` would; gives torch its threads back."""
+    import torch
+
+    threads = torch.get_num_threads()
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    yield importlib.import_module
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def run(script: Callable[[str], ModuleType], tmp_path: Path) -> Run:
+    """``run("packing", "--trials", 1)`` → the ``results`` of its JSON, whose frame is checked here."""
+
+    def run_script(name: str, *flags: object) -> Any:
+        script(name).main([str(word) for word in (*flags, "--threads", 1, "--json", tmp_path)])
+        document = json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8"))
+        assert (document["schema_version"], document["benchmark"]) == (1, name)
+        assert document["settings"]["threads"] == 1
+        where = document["machine"]
+        assert where["cpu"] and where["cores"] >= 1 and where["date"].startswith("20")
+        assert where["packages"]["torch"] and where["packages"]["coordexp"]
+        return document["results"]
+
+    return run_script
+
+
+def test_step_splits_a_step_into_stages_that_add_up(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = small_checkpoint(tmp_path / "model")
+    sizes = ("--steps", 2, "--warmup", 1, "--batch", 2, "--max-new-tokens", 12)
+    results = run("step", *sizes, "--model", model)
+    stages = results["stages"]
+    assert list(stages) == ["data", "rollout", "targets", "packing", "learner", "optimizer", "other"]
+    for name, stage in stages.items():
+        assert stage["seconds"] > 0, name
+        assert stage["samples_per_s"] > 0 and stage["ms_per_sample"] > 0, name
+    assert sum(stage["share"] for stage in stages.values()) == pytest.approx(1)
+    # Random weights never end an answer: 2 samples of 12 tokens.
+    assert stages["rollout"]["tokens"] == 24 and results["truncated_share"] == 1
+    assert stages["rollout"]["tokens_per_s"] > 0
+    assert stages["learner"]["tokens"] > 24 and stages["learner"]["tokens_per_s"] > 0
+    assert results["step_s"] > 0 and results["samples_per_s"] > 0 and results["steps"] == 2
+    assert str(model) in capsys.readouterr().out.replace("\n", "")
+
+
+def test_step_names_the_checkpoint_it_falls_back_to(
+    script: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordexp.assets._PACKAGED", tmp_path)
+    monkeypatch.setattr("coordexp.assets._SOURCE_TREE", tmp_path)
+    model, origin = script("step")._checkpoint(None, tmp_path)
+    assert (model / "config.json").is_file() and "random weights" in origin
+
+
+def test_targets_measures_every_stage_for_every_size(run: Run) -> None:
+    results = run("targets", "--objects", "4,12", "--repeats", 1)
+    assert "tiny" in results and set(results) <= {"tiny", "qwen"}
+    for rows in results.values():
+        assert [row["objects"] for row in rows] == [4, 12]
+        assert rows[0]["tokens"] < rows[1]["tokens"]
+        for row in rows:
+            assert 0 < row["matched"] <= row["objects"]
+            parts = [row["parse_ms"], row["match_ms"], row["build_ms"]]
+            assert min(parts) > 0 and sum(parts) == pytest.approx(row["total_ms"])
+            assert row["samples_per_s"] == pytest.approx(1000 / row["total_ms"])
+
+
+def test_targets_says_what_the_qwen_column_lacks(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "dashscope" else find_spec(name))
+    assert list(run("targets", "--objects", 3, "--repeats", 1)) == ["tiny"]
+    assert "Qwen tokenizer left out: dashscope missing" in capsys.readouterr().out
+
+
+def test_packing_compares_three_selectors(run: Run) -> None:
+    results = run("packing", "--segments", "8,24", "--capacity", 512, "--trials", 3, "--stream-steps", 12)
+    assert [pool["segments"] for pool in results["pool"]] == [8, 24]
+    assert [case["steps"] for case in results["stream"]] == [12]
+    for case in (*results["pool"], *results["stream"]):
+        assert list(case["selectors"]) == ["select_segments", "oldest-first", "binpacking"]
+        for found in case["selectors"].values():
+            assert 0 < found["fill"] <= 1 and found["ms"] > 0
+        ours, ratios = case["selectors"]["select_segments"], case["ratios"]
+        for name in ("oldest-first", "binpacking"):
+            assert ratios[name]["fill"] == pytest.approx(ours["fill"] / case["selectors"][name]["fill"])
+            assert ratios[name]["time"] > 0
+    # One choice at a time, the exact search is never emptier than the greedy one.
+    assert all(pool["ratios"]["oldest-first"]["fill"] >= 1 for pool in results["pool"])
+    assert all(found["max_wait"] >= 1 for found in results["stream"][0]["selectors"].values())
+
+
+def test_attention_compares_two_ways_to_the_same_numbers(run: Run) -> None:
+    results = run("attention", "--segments", "1,3", "--segment-length", 16, "--repeats", 1)
+    assert [(row["segments"], row["tokens"], row["work_ratio"]) for row in results] == [(1, 16, 1.0), (3, 48, 3.0)]
+    for row in results:
+        assert row["max_difference"] < 1e-4, "packed attention and the block mask must agree"
+        assert row["packed_ms"] > 0 and row["sdpa_ms"] > 0
+        assert row["speedup"] == pytest.approx(row["sdpa_ms"] / row["packed_ms"])
+
+
+def test_json_goes_to_a_file_where_one_is_named(script: Callable[[str], ModuleType], tmp_path: Path) -> None:
+    script("reporting").write_json(tmp_path / "new" / "figures.json", "packing", {}, {}, [1])
+    assert json.loads((tmp_path / "new" / "figures.json").read_text(encoding="utf-8"))["results"] == [1]
+
+
+@pytest.mark.parametrize("name", ["step", "targets", "packing", "attention"])
+def test_help_explains_the_question(
+    script: Callable[[str], ModuleType], name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        script(name).main(["--help"])
+    assert exit_.value.code == 0
+    told = capsys.readouterr().out
+    assert "?" in told and "--json" in told and "--threads" in told
+
+
+def test_every_script_is_in_the_readme() -> None:
+    readme = (BENCHMARKS / "README.md").read_text(encoding="utf-8")
+    for path in BENCHMARKS.glob("*.py"):
+        assert f"`{path.name}`" in readme
