@@ -23,4 +23,4 @@ def asset(relative: str) -> Path:
     for root in (_PACKAGED, _SOURCE_TREE):
         if (root / relative).exists():
             return root / relative
-    raise CheckpointError(f"{relative} is missing from this installation; install the wheel again, or clone the repository")
+    raise CheckpointError(f"{relative} is missing from this installation; install the wheel again, or clone it anew")

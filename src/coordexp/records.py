@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum, IntEnum
+from enum import IntEnum, StrEnum
 from pathlib import Path
 from typing import Any, Literal
 
@@ -71,7 +71,7 @@ class Rollout:
     weight_version: int = 0
 
 
-class DropReason(str, Enum):
+class DropReason(StrEnum):
     """Why an entry of a rollout is not a usable object. A closed list: every entry seen is valid or counted here."""
 
     TRUNCATED = "truncated"  # the answer ended inside this entry
@@ -126,7 +126,7 @@ class ParsedRollout:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A predicted object (index into ``ParsedRollout.objects``) and the GT object it found; ``iou`` is their mask IoU."""
+    """A predicted object (index into ``ParsedRollout.objects``) and the GT object it found, at mask IoU ``iou``."""
 
     pred_idx: int
     gt_idx: int
