@@ -42,8 +42,8 @@ def packed_attention(
     lengths = attention_mask.view(-1).tolist()
     if sum(lengths) != query.shape[2] or key.shape[2] != query.shape[2]:
         raise ValueError(
-            f"packed attention got {query.shape[2]} queries and {key.shape[2]} keys for segments of {sum(lengths)} tokens; "
-            "call the model with use_cache=False"
+            f"packed attention got {query.shape[2]} queries and {key.shape[2]} keys for segments of {sum(lengths)} "
+            "tokens; call the model with use_cache=False"
         )
     grouped = key.shape[1] != query.shape[1]
     parts = [

@@ -12,8 +12,8 @@ from coordexp.records import NUM_BINS
 def smooth_coord_rows(hidden: int, std: float, generator: torch.Generator) -> torch.Tensor:
     """Rows in which neighbouring bins are neighbours: random cosines of the bin, half a cycle to 60 cycles long.
 
-    An untrained softmax over such rows is already unimodal-friendly: raising one bin raises those beside it. Independent
-    random rows make a model learn the number line token by token.
+    An untrained softmax over such rows is already unimodal-friendly: raising one bin raises those beside it.
+    Independent random rows make a model learn the number line token by token.
 
     Returns: (1000, hidden) float32 with standard deviation close to ``std``.
     """

@@ -97,8 +97,8 @@ def check_prompt(
     limit = min(len(ours), len(reported))
     at = next((i for i in range(limit) if ours[i] != reported[i]), limit)
     raise AlignmentError(
-        f"{sample_id}: the rollout's prompt ({len(reported)} tokens) is not the learner's ({len(ours)}); they part at token "
-        f"{at}: learner {decode(ours[at : at + 8])!r}, rollout {decode(reported[at : at + 8])!r}. "
+        f"{sample_id}: the rollout's prompt ({len(reported)} tokens) is not the learner's ({len(ours)}); they part at "
+        f"token {at}: learner {decode(ours[at : at + 8])!r}, rollout {decode(reported[at : at + 8])!r}. "
         "Both must use one processor, one chat template and images of one size"
     )
 

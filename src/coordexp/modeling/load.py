@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer, Qwen3VLForConditionalGeneration
 
 from coordexp.coords import CoordVocab
@@ -52,9 +53,13 @@ def load_vocab(path: str | Path) -> CoordVocab:
 
 
 def load_model(path: str | Path, dtype: str = "bfloat16", attention: str = "packed") -> LoadedModel:
-    """Load a Qwen3-VL checkpoint that knows the coordinate tokens."""
+    """Load a Qwen3-VL checkpoint that knows the coordinate tokens.
+
+    Raises:
+        CheckpointError: weights that are unreadable, missing or of another shape. VocabError: no coordinate tokens.
+    """
     vocab = load_vocab(path)
-    model = Qwen3VLForConditionalGeneration.from_pretrained(path, dtype=getattr(torch, dtype))
+    model = _read_weights(path, getattr(torch, dtype))
     model.set_attn_implementation({"text_config": PACKED if attention == "packed" else "sdpa", "vision_config": "sdpa"})
     return LoadedModel(model, load_processor(path), vocab, attention)
 
@@ -81,6 +86,23 @@ def read_config(path: str | Path) -> Any:
     if not any((Path(path) / name).is_file() for name in ("tokenizer.json", "vocab.json")):
         raise CheckpointError(f"{path}: no tokenizer.json; copy the tokenizer's files into the checkpoint's folder")
     return config
+
+
+def _read_weights(path: str | Path, dtype: torch.dtype) -> Qwen3VLForConditionalGeneration:
+    """transformers starts missing weights at random and goes on; here that is an error."""
+    try:
+        loaded: Any = Qwen3VLForConditionalGeneration.from_pretrained(path, dtype=dtype, output_loading_info=True)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{path}: its weights cannot be read ({error}); restore the checkpoint's files"
+        ) from error
+    model, report = loaded
+    missing = sorted(str(key) for key in report["missing_keys"])
+    if missing:
+        raise CheckpointError(
+            f"{path}: {len(missing)} weights are missing, {missing[0]} first; restore the checkpoint's files"
+        )
+    return model
 
 
 def _read(source: Any, path: str | Path, what: str) -> Any:
