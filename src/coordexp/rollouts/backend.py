@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from coordexp.records import Rollout, RolloutRequest
 from coordexp.rollouts.seeds import request_seed

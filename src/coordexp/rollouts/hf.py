@@ -55,7 +55,7 @@ class HFBackend:
             mask_BL[row, longest - len(request.prompt_token_ids) :] = 1
         pixels = torch.cat([request.model_inputs["pixel_values"] for request in requests])
         grids = torch.cat([request.model_inputs["image_grid_thw"] for request in requests])
-        with _seeded(seed, device):
+        with _seeded(seed, device), _own_generation_config(self._model):
             output_BT = self._model.generate(
                 input_ids=ids_BL.to(device),
                 attention_mask=mask_BL.to(device),
@@ -78,10 +78,6 @@ class HFBackend:
             "eos_token_id": self._vocab.eos_id,
             "pad_token_id": self._pad_id,
             "use_cache": True,
-            # The checkpoint's own generation_config must not leak into a run that the YAML determines.
-            "temperature": None,
-            "top_p": None,
-            "top_k": None,
         }
         if options.temperature > 0:
             arguments |= {"temperature": options.temperature, "top_p": options.top_p, "top_k": max(0, options.top_k)}
@@ -117,3 +113,17 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
         yield
+
+
+@contextmanager
+def _own_generation_config(model: Any) -> Iterator[None]:
+    """transformers fills every argument that is not given from the checkpoint's generation_config: an n-gram ban or a
+    minimum length would leak into a run that the YAML determines."""
+    from transformers import GenerationConfig
+
+    of_checkpoint = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = of_checkpoint
