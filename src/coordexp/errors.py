@@ -47,6 +47,10 @@ class CarryBufferOverflow(CoordExpError):
     """More segments are waiting than ``training.packing_buffer`` allows."""
 
 
+class TrainingDiverged(CoordExpError):
+    """The model no longer computes finite numbers; going on would train nothing."""
+
+
 class MissingDependency(CoordExpError):
     """An optional package that the configuration needs is not installed."""
 

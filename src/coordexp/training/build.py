@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -41,10 +42,8 @@ def check_run(config: RunConfig) -> CheckedRun:
 
     check_world_size(config, distributed.world_size())
     rollout = config.rollout_matching or RolloutMatchingConfig(rollout_backend="hf")
-    evaluates = config.training.eval_strategy != "no"
-    if config.custom.trainer_variant is not None or evaluates:
-        check_backend(rollout)
-    if evaluates and config.custom.val_jsonl is None:
+    check_backend(rollout)
+    if config.training.eval_strategy != "no" and config.custom.val_jsonl is None:
         raise ConfigError("training.eval_strategy: evaluates, but custom.val_jsonl is null; give a file, or write 'no'")
     if config.training.packing:
         require("binpacking", "training.packing")
@@ -75,7 +74,7 @@ def build_trainer(run: CheckedRun, console: Console, description: str = "train",
     from coordexp.packing import CarryBuffer
     from coordexp.rollouts import build_backend
     from coordexp.targets import TransportConfig
-    from coordexp.training.checkpoint import CarryBufferSaver, load_carry_buffer, resolve_resume, write_manifest
+    from coordexp.training.checkpoint import check_carry_buffers, load_carry_buffer, resolve_resume, write_manifest
     from coordexp.training.progress import RichProgress
     from coordexp.training.trainer import CoordExpTrainer
     from coordexp.training.window import GroundTruthSource, RolloutSource, WindowBuilder
@@ -90,7 +89,10 @@ def build_trainer(run: CheckedRun, console: Console, description: str = "train",
         dataloader_pin_memory=torch.cuda.is_available(),
         gradient_checkpointing=config.model.gradient_checkpointing,
     )
+    _use_one_device(arguments)
     resume = resolve_resume(training.output_dir, training.resume_from_checkpoint)
+    if resume is not None:
+        check_carry_buffers(resume, training.packing)
     write_manifest(config, config_path, Path(training.output_dir))
     set_seed(training.seed)
     loaded = load_model(config.model.model, config.model.dtype, config.model.attn_implementation)
@@ -142,8 +144,6 @@ def build_trainer(run: CheckedRun, console: Console, description: str = "train",
     for callback in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
     trainer.add_callback(RichProgress(console, description))
-    if buffer is not None:
-        trainer.add_callback(CarryBufferSaver(buffer))
     return trainer, resume
 
 
@@ -162,8 +162,21 @@ def run_training(config: RunConfig, console: Console, description: str = "train"
         for callback in trainer.callback_handler.callbacks:
             if hasattr(callback, "stop"):
                 callback.stop()
+        trainer.close()
     trainer.save_model()
     return trainer
+
+
+def _use_one_device(arguments: Any) -> None:
+    """One process trains on one device. With several GPUs in sight transformers would split a packed row's tensors
+    over them along their first axis (``torch.nn.DataParallel``), which has no meaning here."""
+    if arguments.n_gpu > 1:
+        logger.warning(
+            "%d GPUs are visible and this one process uses the first; start torchrun --nproc_per_node=%d to use all",
+            arguments.n_gpu,
+            arguments.n_gpu,
+        )
+        arguments._n_gpu = 1
 
 
 def _decode_flag(rollout: RolloutMatchingConfig) -> str:

@@ -7,8 +7,10 @@ again from the dataset, by the same processor.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -18,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import coordexp
 from coordexp import distributed
@@ -28,8 +30,11 @@ from coordexp.errors import CheckpointError
 from coordexp.packing import CarryBuffer
 from coordexp.records import RolloutRequest, Segment, TrainingTarget
 
+logger = logging.getLogger("coordexp")
+
 MANIFEST = "run_manifest.json"
 RESOLVED_CONFIG = "resolved_config.yaml"
+_PACKAGES = ("torch", "transformers", "accelerate", "peft", "numpy", "scipy")
 _ARRAYS = {
     "roles_T": np.uint8,
     "coord_pos_K": np.int64,
@@ -88,49 +93,95 @@ def segment_from_json(data: Mapping[str, Any], encode: Callable[[str], RolloutRe
     )
 
 
-class CarryBufferSaver(TrainerCallback):
-    """Writes each rank's carry buffer into every checkpoint."""
+def save_carry_buffer(buffer: CarryBuffer, folder: Path) -> None:
+    """Write this rank's waiting segments to a checkpoint folder. A collective call.
 
-    def __init__(self, buffer: CarryBuffer) -> None:
-        self._buffer = buffer
-
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        folder.mkdir(parents=True, exist_ok=True)
-        _write_atomically(_buffer_path(folder), json.dumps([segment_to_json(s) for s in self._buffer.segments]))
+    Call it before the rest of the checkpoint is written: a folder with a ``trainer_state.json`` then has every rank's
+    buffer, whenever the run is killed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_atomically(_buffer_path(folder), json.dumps([segment_to_json(s) for s in buffer.segments]))
+    distributed.barrier()
 
 
 def load_carry_buffer(buffer: CarryBuffer, checkpoint: Path, encode: Callable[[str], RolloutRequest]) -> None:
     """Fill ``buffer`` as it was when ``checkpoint`` was written.
 
     Raises:
-        CheckpointError: the checkpoint holds no buffer for this rank.
+        CheckpointError: the checkpoint holds no buffer for this rank, or an unreadable one. DataError: a waiting sample
+            is no longer in the dataset.
     """
     path = _buffer_path(checkpoint)
     if not path.is_file():
         raise CheckpointError(
-            f"{path}: missing; this checkpoint was written with training.packing: false or by fewer processes. Resume with "
-            "the configuration and number of processes that wrote it"
+            f"{path}: missing; this checkpoint was written with training.packing: false or by fewer processes. Resume "
+            "with the configuration and number of processes that wrote it"
         )
-    buffer.load_state_dict({"segments": [segment_from_json(data, encode) for data in json.loads(path.read_text())]})
+    try:
+        segments = [segment_from_json(data, encode) for data in json.loads(path.read_text(encoding="utf-8"))]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path}: not a carry buffer ({error!r}); resume from an older checkpoint") from error
+    buffer.load_state_dict({"segments": segments})
+
+
+def check_carry_buffers(checkpoint: Path, packing: bool) -> None:
+    """Refuse to resume where segments that wait in ``checkpoint`` would never be trained on.
+
+    Raises:
+        CheckpointError: packing is off now, or more processes wrote the checkpoint than run now.
+    """
+    written = len(list(checkpoint.glob("carry_buffer_rank*.json")))
+    if not packing and written:
+        raise CheckpointError(
+            f"{checkpoint}: holds segments that wait for a packed row, but training.packing is false; resume with "
+            "training.packing: true, or start anew"
+        )
+    if packing and written > distributed.world_size():
+        raise CheckpointError(
+            f"{checkpoint}: written by {written} processes, resumed by {distributed.world_size()}: waiting segments "
+            f"of the others would be lost. Resume with {written} processes, or start anew"
+        )
 
 
 def resolve_resume(output_dir: str | Path, resume: bool | str | None) -> Path | None:
     """The checkpoint that ``training.resume_from_checkpoint`` means; None to start anew.
 
-    ``True`` in a folder without a complete checkpoint starts anew, so that one YAML serves the first start and every
-    restart; a named folder must exist.
+    ``True`` takes the newest complete checkpoint and passes over those that a kill left unfinished; without a complete
+    one it starts anew, so that one YAML serves the first start and every restart. A named folder must be complete.
+
+    Raises:
+        CheckpointError: the named folder is none, or unfinished.
     """
     if not resume:
         return None
     if resume is True:
-        newest = get_last_checkpoint(str(output_dir)) if Path(output_dir).is_dir() else None
-        return Path(newest) if newest else None
-    if not (Path(resume) / "trainer_state.json").is_file():
+        for folder in _checkpoints(Path(output_dir)):
+            if _is_complete(folder):
+                return folder
+            logger.warning("%s is unfinished; passing over it", folder)
+        return None
+    if not _is_complete(Path(resume)):
         raise CheckpointError(
-            f"training.resume_from_checkpoint: {resume} holds no trainer_state.json; name a checkpoint-N folder"
+            f"training.resume_from_checkpoint: {resume} holds no readable trainer_state.json; name a checkpoint-N "
+            "folder that was written to its end"
         )
     return Path(resume)
+
+
+def _checkpoints(output_dir: Path) -> list[Path]:
+    """Checkpoint folders, newest first."""
+    found = [(int(match[1]), folder) for folder in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+             if folder.is_dir() and (match := re.fullmatch(r".*-(\d+)", folder.name))]  # fmt: skip
+    return [folder for _, folder in sorted(found, reverse=True)]
+
+
+def _is_complete(folder: Path) -> bool:
+    """The trainer's state is the last file of a checkpoint; half of it is no JSON."""
+    try:
+        json.loads((folder / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError):
+        return False
+    return True
 
 
 def write_manifest(config: RunConfig, config_path: str | Path | None, output_dir: Path) -> None:

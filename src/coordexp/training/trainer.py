@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import Trainer
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from coordexp import distributed
 from coordexp.coords import CoordVocab
-from coordexp.data.dataset import RecordDataset
+from coordexp.data.dataset import RecordDataset, Sample
+from coordexp.errors import TrainingDiverged
 from coordexp.evaluation import evaluate_dataset
 from coordexp.metrics import MetricsPayload, reduce_metrics
 from coordexp.metrics.reduce import is_maximum
@@ -21,7 +25,10 @@ from coordexp.modeling.inputs import row_inputs, to_device
 from coordexp.modeling.load import LoadedModel
 from coordexp.objective import ObjectiveContext, ObjectivePipeline, SupervisionTensors
 from coordexp.rollouts import RolloutBackend
+from coordexp.training.checkpoint import save_carry_buffer
 from coordexp.training.window import Window, WindowBuilder
+
+GAUGES = frozenset({"packing/buffer_segments"})  # a state, of which the last counts
 
 
 class CoordExpTrainer(Trainer):
@@ -42,7 +49,8 @@ class CoordExpTrainer(Trainer):
         decode_batch_size: int,
         **kwargs: Any,
     ) -> None:
-        super().__init__(model=loaded.model, data_collator=list, **kwargs)
+        as_they_are: Any = list
+        super().__init__(model=loaded.model, data_collator=as_they_are, **kwargs)
         # Shares are already divided by the whole step's counts: dividing again by micro-steps would be wrong.
         self.loss_is_scaled_for_ga = True
         self.window_builder = window_builder
@@ -54,7 +62,7 @@ class CoordExpTrainer(Trainer):
         self._pipeline = pipeline
         self._eval_backend = eval_backend
         self._decode_batch_size = decode_batch_size
-        self._pending: Counter[str] = Counter()
+        self._pending: defaultdict[str, float] = defaultdict(float)
         self._pending_steps = 0
 
     def get_batch_samples(
@@ -63,6 +71,7 @@ class CoordExpTrainer(Trainer):
         raw, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         if not raw:
             return [], None
+        raw = [[_owning_memory(sample) for sample in batch] for batch in raw]
         started = time.perf_counter()
         self.window = self.window_builder.prepare(raw, self.state.global_step)
         self._add(self.window.metrics)
@@ -99,10 +108,34 @@ class CoordExpTrainer(Trainer):
         supervision = SupervisionTensors(**inputs["supervision"])
         logits_NV = supervised_logits(model, inputs["model"], supervision.position_N)
         context = ObjectiveContext(supervision, logits_NV, self._coord_ids_B.to(logits_NV.device), self.window.counts)
+        self._count_broken(logits_NV)
         result = self._pipeline(context)
         self._add({name: share.item() for name, share in result.terms.items()})
         self._add({"time/forward_s": time.perf_counter() - started, "train/micro_steps": 1})
         return result.loss * distributed.world_size()
+
+    def _count_broken(self, logits_NV: torch.Tensor) -> None:
+        """The objective replaces NaN and infinity, so that one broken logit cannot erase a step. That must not hide a
+        model that is broken altogether: its loss would look finite for ever."""
+        row_sums_N = logits_NV.detach().sum(dim=-1, dtype=torch.float32)
+        broken = int((~torch.isfinite(row_sums_N)).sum())
+        self._add({"train/nonfinite_positions_total": broken})
+        if broken == len(row_sums_N):
+            raise TrainingDiverged(
+                f"step {self.state.global_step + 1}: every supervised position has NaN or infinite logits; lower "
+                "training.learning_rate or training.max_grad_norm, or use bf16 instead of fp16, and resume from the "
+                "last checkpoint with finite loss"
+            )
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        if self.window_builder.buffer is not None:
+            folder = Path(str(self.args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+            save_carry_buffer(self.window_builder.buffer, folder)
+        super()._save_checkpoint(model, trial)
+
+    def close(self) -> None:
+        """Release the rollout engine."""
+        self._eval_backend.close()
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the steps' global metrics to the trainer's own line. Every rank logs, so the reduction is collective."""
@@ -145,7 +178,17 @@ class CoordExpTrainer(Trainer):
 
     def _add(self, values: Any) -> None:
         for name, value in values.items():
-            if is_maximum(name) and not name.startswith("time/"):  # seconds add up within a rank
+            if name in GAUGES:
+                self._pending[name] = value
+            elif is_maximum(name) and not name.startswith("time/"):  # seconds add up within a rank
                 self._pending[name] = max(self._pending[name], value)
             else:
                 self._pending[name] += value
+
+
+def _owning_memory(sample: Sample) -> Sample:
+    """Copy what a loader process shares: each such tensor keeps a file open, and segments may wait by the hundred."""
+    inputs = {
+        name: value.clone() if value.is_shared() else value for name, value in sample.request.model_inputs.items()
+    }
+    return replace(sample, request=replace(sample.request, model_inputs=inputs))

@@ -8,8 +8,8 @@ positions of the whole step counted, over all ranks, so that every loss term is 
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,7 +24,7 @@ from coordexp.modeling.inputs import check_prompt
 from coordexp.objective import SupervisionCounts
 from coordexp.packing import CarryBuffer, build_row
 from coordexp.parsing import parse_rollout
-from coordexp.records import PackedRow, Segment
+from coordexp.records import PackedRow, Rollout, Segment
 from coordexp.rollouts import RolloutBackend, SeedContext
 from coordexp.targets import TransportConfig, build_gt_target, build_target
 
@@ -35,7 +35,7 @@ class Window:
 
     rows: tuple[PackedRow, ...]
     counts: SupervisionCounts
-    metrics: Counter[str]
+    metrics: Mapping[str, float]
     outcomes: tuple[SampleOutcome, ...] = ()
 
 
@@ -43,7 +43,7 @@ class SegmentSource(Protocol):
     """Turns the window's samples into segments, micro-step by micro-step, and counts what happened."""
 
     def segments(
-        self, micro_batches: Sequence[Sequence[Sample]], global_step: int, metrics: Counter[str]
+        self, micro_batches: Sequence[Sequence[Sample]], global_step: int, metrics: MutableMapping[str, float]
     ) -> tuple[list[list[Segment]], list[SampleOutcome]]: ...
 
 
@@ -55,7 +55,7 @@ class GroundTruthSource:
     field_order: FieldOrder
 
     def segments(
-        self, micro_batches: Sequence[Sequence[Sample]], global_step: int, metrics: Counter[str]
+        self, micro_batches: Sequence[Sequence[Sample]], global_step: int, metrics: MutableMapping[str, float]
     ) -> tuple[list[list[Segment]], list[SampleOutcome]]:
         return [[self._segment(sample) for sample in batch] for batch in micro_batches], []
 
@@ -78,7 +78,7 @@ class RolloutSource:
     decode_flag: str  # the 0/1 metric that names the decoding mode
 
     def segments(
-        self, micro_batches: Sequence[Sequence[Sample]], global_step: int, metrics: Counter[str]
+        self, micro_batches: Sequence[Sequence[Sample]], global_step: int, metrics: MutableMapping[str, float]
     ) -> tuple[list[list[Segment]], list[SampleOutcome]]:
         started = time.perf_counter()
         self.backend.sync_weights(global_step)
@@ -114,7 +114,7 @@ class RolloutSource:
         metrics["time/target_build_s"] = time.perf_counter() - generated
         return segments, outcomes
 
-    def _outcome(self, sample: Sample, rollout) -> SampleOutcome:
+    def _outcome(self, sample: Sample, rollout: Rollout) -> SampleOutcome:
         check_prompt(
             sample.record.sample_id,
             sample.request.prompt_token_ids,
@@ -160,7 +160,7 @@ class WindowBuilder:
         Raises:
             AlignmentError, SegmentTooLong, CarryBufferOverflow, RolloutError: nothing has been trained on yet.
         """
-        metrics: Counter[str] = Counter()
+        metrics: defaultdict[str, float] = defaultdict(float)
         segments, outcomes = self._source.segments(micro_batches, global_step, metrics)
         started = time.perf_counter()
         rows = tuple(build_row(self._select(new, metrics)) for new in segments)
@@ -172,7 +172,7 @@ class WindowBuilder:
         metrics["packing/segments_total"] = sum(len(row.segments) for row in rows)
         return Window(rows, counts, metrics, tuple(outcomes))
 
-    def _select(self, new: Sequence[Segment], metrics: Counter[str]) -> Sequence[Segment]:
+    def _select(self, new: Sequence[Segment], metrics: MutableMapping[str, float]) -> Sequence[Segment]:
         if self.buffer is None:
             return new
         self.buffer.insert(*new)
