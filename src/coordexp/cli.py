@@ -282,6 +282,27 @@ def expand_vocab_command(
     typer.echo(f"wrote {out}")
 
 
+class Dtype(StrEnum):
+    """Number types of saved weights."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+@model_app.command("export")
+def export_command(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint folder, such as a run's output_dir.")],
+    out: Annotated[Path, typer.Argument(help="Folder of the new checkpoint.")],
+    dtype: Annotated[Dtype, typer.Option(help="Number type of the weights.")] = Dtype.BFLOAT16,
+) -> None:
+    """Write a run's model as a plain checkpoint: weights, tokenizer and processor, nothing else."""
+    _refuse_filled(out)
+    from coordexp.modeling.export import export_checkpoint
+
+    typer.echo(f"wrote {export_checkpoint(checkpoint, out, dtype.value)}")
+
+
 @config_app.command("check")
 def config_check_command(config: ConfigFile) -> None:
     """Validate a configuration and print it with every default filled in."""

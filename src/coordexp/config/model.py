@@ -15,7 +15,7 @@ class ModelConfig(StrictModel):
     model: str = Field(
         min_length=1,
         examples=["checkpoints/demo-stage1"],
-        description="folder or hub id of a Qwen3-VL checkpoint with the 1000 coordinate tokens",
+        description="folder of a Qwen3-VL checkpoint with the 1000 coordinate tokens",
     )
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         default="bfloat16", description="number type in which weights are loaded"

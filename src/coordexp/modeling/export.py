@@ -1,0 +1,23 @@
+"""A training run's final model → a plain checkpoint folder in another number type."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from coordexp.modeling.load import load_model
+
+
+def export_checkpoint(checkpoint: Path, output: Path, dtype: str = "bfloat16") -> Path:
+    """Write model, tokenizer, processor and chat template of ``checkpoint`` to ``output``, weights as ``dtype``.
+
+    Nothing else travels: no optimizer, no trainer state. Attention is reset to transformers' default, so that the
+    folder loads everywhere.
+
+    Raises:
+        CheckpointError, VocabError: as :func:`coordexp.modeling.load.load_model`.
+    """
+    loaded = load_model(checkpoint, dtype, attention="sdpa")
+    output.mkdir(parents=True, exist_ok=True)
+    loaded.model.save_pretrained(output)
+    loaded.processor.save_pretrained(output)
+    return output
