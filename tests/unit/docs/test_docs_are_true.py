@@ -1,0 +1,145 @@
+"""Commands, configurations, links and generated pages of the documentation."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import typer.main
+import yaml
+
+from coordexp.cli import app
+from coordexp.config import load_config
+
+ROOT = Path(__file__).parents[3]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+
+
+def blocks(language: str) -> Iterator[tuple[Path, str]]:
+    for page in PAGES:
+        for text in re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S):
+            yield page, text
+
+
+def commands() -> list[tuple[str, str]]:
+    """``coordexp …`` lines of shell blocks, comments cut off."""
+    lines = [(page.name, line.split(" #")[0].strip()) for page, text in blocks("bash") for line in text.splitlines()]
+    return [(page, line) for page, line in lines if line.startswith("coordexp ")]
+
+
+def test_config_reference_is_what_the_schema_says() -> None:
+    done = subprocess.run(
+        [sys.executable, str(DOCS / "generate_config_reference.py"), "--check"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_config_reference_names_every_key_of_a_resolved_run() -> None:
+    from config_samples import stage2
+    from coordexp.config import parse_config
+
+    page = (DOCS / "config-reference.md").read_text(encoding="utf-8")
+    documented = set(re.findall(r"^\| `([^`]+)` \|", page, re.M))
+
+    def keys(value: object) -> Iterator[str]:
+        if isinstance(value, dict):
+            for key, item in value.items():
+                yield key
+                yield from keys(item)
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                yield from keys(item)
+
+    assert set(keys(parse_config(stage2()).model_dump())) <= documented
+
+
+def test_there_are_commands_to_check() -> None:
+    assert len(commands()) >= 10
+
+
+@pytest.mark.parametrize(("page", "line"), commands())
+def test_every_documented_command_parses(page: str, line: str) -> None:
+    """Down to the subcommand, by click's own parser: names, options and numbers of arguments."""
+    command: click.Command = typer.main.get_command(app)
+    words = shlex.split(line)[1:]
+    context = click.Context(command, info_name="coordexp")
+    while isinstance(command, click.Group):
+        name = words.pop(0)
+        found = command.get_command(context, name)
+        assert found is not None, f"{page}: there is no command {name!r} in: {line}"
+        command = found
+        context = click.Context(command, info_name=name, parent=context)
+    command.parse_args(context, words)
+
+
+def test_quickstart_configurations_load(tmp_path: Path) -> None:
+    quickstart = DOCS / "quickstart.md"
+    texts = [text for page, text in blocks("yaml") if page == quickstart]
+    for name, text in zip(("stage1.yaml", "stage2.yaml"), texts, strict=True):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    assert load_config(tmp_path / "stage1.yaml").custom.trainer_variant is None
+    stage2 = load_config(tmp_path / "stage2.yaml")
+    assert stage2.custom.trainer_variant == "stage2_rollout_aligned"
+    assert stage2.rollout_matching is not None and stage2.rollout_matching.rollout_backend == "hf"
+
+
+def test_python_blocks_compile() -> None:
+    found = list(blocks("python"))
+    assert found
+    for page, text in found:
+        compile(text.replace("{…, ", "{"), str(page), "exec")
+
+
+def test_the_example_module_runs() -> None:
+    """Its focal loss without focusing is the hard cross-entropy of coord_reg."""
+    from coordexp.objective.coord_reg import CoordReg
+    from objective_rows import Trigram, context, segments
+
+    (source,) = [text for page, text in blocks("python") if "class CoordFocal:" in text]
+    namespace: dict[str, Any] = {"__name__": "coord_focal_example"}
+    sys.modules["coord_focal_example"] = types.ModuleType("coord_focal_example")  # dataclasses look their module up
+    try:
+        exec(compile(source, "add-a-module.md", "exec"), namespace)
+    finally:
+        del sys.modules["coord_focal_example"]
+    ctx = context(segments(), Trigram())
+    focal = namespace["CoordFocal"](focal_weight=0.5, gamma=0.0)
+    hard = CoordReg(0.5, 0.0, 0.0, 0.0, 0.0, 1.0, 2.0, None)
+    assert focal.sums(ctx)["focal"].item() == pytest.approx(hard.sums(ctx)["coord_ce"].item())
+    assert focal.denominators(ctx.counts)["focal"] == hard.denominators(ctx.counts)["coord_ce"] == ctx.counts.coords
+
+
+def test_make_targets_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    named = {name for _, text in blocks("bash") for name in re.findall(r"^make (\w+)", text, re.M)}
+    assert named
+    for name in named:
+        assert re.search(rf"^{name}:", makefile, re.M), f"make {name}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]*)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+        assert target == "" or target.startswith("http") or (DOCS / target).is_file(), target
+
+
+def test_anchors_exist() -> None:
+    for page in PAGES:
+        for target, anchor in re.findall(r"\]\(([^)#\s]*)#([^)]+)\)", page.read_text(encoding="utf-8")):
+            headings = re.findall(r"^#+ (.+)$", (DOCS / (target or page.name)).read_text(encoding="utf-8"), re.M)
+            assert anchor in {re.sub(r"[^\w -]", "", text).strip().lower().replace(" ", "-") for text in headings}
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    listed = [path for entry in site["nav"] for path in entry.values()]
+    assert sorted(listed) == [page.name for page in PAGES]
