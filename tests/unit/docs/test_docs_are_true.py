@@ -7,7 +7,7 @@ import shlex
 import subprocess
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +24,17 @@ DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 
 
-def blocks(language: str) -> Iterator[tuple[Path, str]]:
-    for page in PAGES:
+def blocks(language: str, pages: Sequence[Path] = PAGES) -> Iterator[tuple[Path, str]]:
+    for page in pages:
         for text in re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S):
             yield page, text
 
 
 def commands() -> list[tuple[str, str]]:
-    """``coordexp …`` lines of shell blocks, comments cut off."""
-    lines = [(page.name, line.split(" #")[0].strip()) for page, text in blocks("bash") for line in text.splitlines()]
+    """``coordexp …`` lines of shell blocks, comments cut off; the README's too."""
+    found = blocks("bash", [*PAGES, ROOT / "README.md"])
+    lines = [(page.name, line.split(" #")[0].strip()) for page, text in found for line in text.splitlines()]
+    lines = [(page, line.removeprefix(".venv/bin/")) for page, line in lines]
     return [(page, line) for page, line in lines if line.startswith("coordexp ")]
 
 
