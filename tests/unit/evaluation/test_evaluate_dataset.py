@@ -53,7 +53,8 @@ def test_every_sample_is_answered_once_in_batches():
     assert [p.record.sample_id for p in predictions] == ["s0", "s1", "s2", "s3", "s4"]
     assert figures["f1"] == figures["precision"] == figures["recall"] == 1
     assert (figures["images"], figures["gt_objects"]) == (5, 5)
-    assert figures["truncated_rate"] == 0  # a reported stop counts, though its token is trimmed
+    # A reported stop counts, though its token is trimmed.
+    assert figures["truncated_rate"] == 0 and not any(p.parsed.truncated for p in predictions)
 
 
 def test_figures_are_global_and_predictions_are_this_ranks(monkeypatch):

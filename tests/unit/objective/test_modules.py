@@ -285,6 +285,9 @@ def test_counts_are_those_of_the_tensors() -> None:
     assert counts.desc_rollout == ((roles == R.TAIL_DESC) & ~from_gt).sum() > 0
     assert counts.coords == len(found.coord_in_N_K) == len(found.coord_bin_K)
     assert counts.boxes == len(found.box_in_K_M4) == len(found.box_bin_M4)
+    # Logits are computed at these positions and no others: not at prompts, not at the rollout's own text.
+    supervised = counts.struct + counts.closure + counts.desc_gt + counts.desc_rollout + counts.coords
+    assert len(found.position_N) == len(roles) == supervised
 
 
 def test_labels_and_boxes_point_at_their_tokens() -> None:
