@@ -62,7 +62,7 @@ def detection_counts(predictions: Iterable[Prediction], threshold: float = IOU_T
             tokens=len(prediction.rollout.response_token_ids),
         )
         # Counter addition drops zero and negative values, so the float sum is added apart.
-        total["matched_iou_sum"] += sum(iou for _, _, iou in matched)
+        total["matched_iou_sum"] += sum(iou for _, _, iou in matched)  # pyright: ignore[reportArgumentType]
     return total
 
 
