@@ -65,7 +65,7 @@ class CustomConfig(StrictModel):
     )
     object_ordering: Literal["sorted", "random", "file"] = Field(
         default="sorted",
-        description="order of objects in an answer: top to bottom then left to right, shuffled anew, or as in the file",
+        description="objects of an answer from top to bottom then left to right, shuffled once, or as in the file",
     )
     coord_soft_ce_w1: CoordSoftCEW1Config | None = Field(
         default=None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -17,7 +17,12 @@ from coordexp.data.jsonl import check_dataset, read_jsonl
 from coordexp.errors import ConfigError, DataError
 from coordexp.extras import require
 from coordexp.records import ImageRecord
-from coordexp.rollouts import check_backend
+from coordexp.rollouts import RolloutBackend, check_backend
+
+if TYPE_CHECKING:
+    from coordexp.coords import CoordVocab
+    from coordexp.objective import ObjectivePipeline
+    from coordexp.training.window import SegmentSource
 
 logger = logging.getLogger("coordexp")
 
@@ -67,17 +72,14 @@ def build_trainer(run: CheckedRun, console: Console, description: str = "train",
     import torch
     from transformers import PrinterCallback, ProgressCallback, TrainingArguments, set_seed
 
-    from coordexp.matching import MatchingConfig
     from coordexp.modeling.inputs import PromptEncoder
     from coordexp.modeling.load import load_model
-    from coordexp.objective import build_pipeline, sft_pipeline
     from coordexp.packing import CarryBuffer
     from coordexp.rollouts import build_backend
-    from coordexp.targets import TransportConfig
     from coordexp.training.checkpoint import check_carry_buffers, load_carry_buffer, resolve_resume, write_manifest
     from coordexp.training.progress import RichProgress
     from coordexp.training.trainer import CoordExpTrainer
-    from coordexp.training.window import GroundTruthSource, RolloutSource, WindowBuilder
+    from coordexp.training.window import WindowBuilder
 
     config, rollout, training = run.config, run.rollout, run.config.training
     arguments = TrainingArguments(
@@ -88,6 +90,7 @@ def build_trainer(run: CheckedRun, console: Console, description: str = "train",
         dataloader_num_workers=config.data.num_workers,
         dataloader_pin_memory=torch.cuda.is_available(),
         gradient_checkpointing=config.model.gradient_checkpointing,
+        ddp_find_unused_parameters=False,  # every row reaches every weight: each segment has an image and a target
     )
     _use_one_device(arguments)
     resume = resolve_resume(training.output_dir, training.resume_from_checkpoint)
@@ -104,27 +107,7 @@ def build_trainer(run: CheckedRun, console: Console, description: str = "train",
         for records in (run.train, run.val)
     ]
     backend = build_backend(rollout, model=loaded.model, vocab=loaded.vocab, image_token_id=loaded.image_token_id)
-    if config.custom.trainer_variant is None:
-        source = GroundTruthSource(loaded.vocab, config.custom.object_field_order)
-        pipeline = sft_pipeline(config.custom.coord_soft_ce_w1)
-    else:
-        assert rollout.pipeline is not None, "the schema requires a pipeline for this variant"
-        pipeline = build_pipeline(rollout.pipeline, channel="B")
-        source = RolloutSource(
-            backend=backend,
-            vocab=loaded.vocab,
-            matching=MatchingConfig(
-                rollout.candidate_top_k,
-                rollout.maskiou_gate,
-                rollout.maskiou_resolution,
-                rollout.fp_cost,
-                rollout.fn_cost,
-            ),
-            transport=TransportConfig(rollout.ot_cost, rollout.ot_epsilon, rollout.ot_iters),
-            field_order=config.custom.object_field_order,
-            training_seed=training.seed,
-            decode_flag=_decode_flag(rollout),
-        )
+    source, pipeline = _build_source(config, rollout, loaded.vocab, backend)
     buffer = CarryBuffer(config.global_max_length, training.packing_buffer) if training.packing else None
     if buffer is not None and resume is not None:
         by_id = {record.sample_id: record for record in run.train}
@@ -165,6 +148,37 @@ def run_training(config: RunConfig, console: Console, description: str = "train"
         trainer.close()
     trainer.save_model()
     return trainer
+
+
+def _build_source(
+    config: RunConfig, rollout: RolloutMatchingConfig, vocab: CoordVocab, backend: RolloutBackend
+) -> tuple[SegmentSource, ObjectivePipeline]:
+    """Where segments come from and what is learned from them: the two things in which the stages differ."""
+    from coordexp.matching import MatchingConfig
+    from coordexp.objective import build_pipeline, sft_pipeline
+    from coordexp.targets import TransportConfig
+    from coordexp.training.window import GroundTruthSource, RolloutSource
+
+    field_order = config.custom.object_field_order
+    if config.custom.trainer_variant is None:
+        return GroundTruthSource(vocab, field_order), sft_pipeline(config.custom.coord_soft_ce_w1)
+    assert rollout.pipeline is not None, "the schema requires a pipeline for this variant"
+    source = RolloutSource(
+        backend=backend,
+        vocab=vocab,
+        matching=MatchingConfig(
+            rollout.candidate_top_k,
+            rollout.maskiou_gate,
+            rollout.maskiou_resolution,
+            rollout.fp_cost,
+            rollout.fn_cost,
+        ),
+        transport=TransportConfig(rollout.ot_cost, rollout.ot_epsilon, rollout.ot_iters),
+        field_order=field_order,
+        training_seed=config.training.seed,
+        decode_flag=_decode_flag(rollout),
+    )
+    return source, build_pipeline(rollout.pipeline, channel="B")
 
 
 def _use_one_device(arguments: Any) -> None:
