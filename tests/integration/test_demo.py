@@ -1,0 +1,86 @@
+"""The demo, small: every stage of it, its results, and going on after an interruption."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from PIL import Image
+from rich.console import Console
+
+from coordexp.assets import asset
+from coordexp.demo import DemoSize, run_demo
+
+SMALL = DemoSize(train_scenes=32, val_scenes=4, max_steps=2, pictures=2)
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    output = tmp_path_factory.mktemp("demo")
+    return output, run_demo(output, Console(quiet=True), SMALL)
+
+
+def test_summary_holds_the_same_figures_for_every_run(demo):
+    output, results = demo
+    summary = json.loads((output / "summary.json").read_text())
+    assert summary == results
+    for run in ("before", "after", "after_sft"):
+        assert {"f1", "precision", "recall", "mean_matched_iou", "duplicate_rate", "invalid_rate"} <= summary[
+            run
+        ].keys()
+        assert summary[run]["images"] == SMALL.val_scenes
+    assert summary["settings"]["optimizer_steps"] == 2
+
+
+def test_the_stage_1_model_detects_what_it_was_trained_for(demo):
+    assert demo[1]["before"]["f1"] > 0.3, "the shipped checkpoint does not fit the shipped configuration"
+
+
+def test_pictures_show_ground_truth_and_three_runs_side_by_side(demo):
+    with Image.open(demo[0] / "comparison.png") as sheet:
+        assert sheet.width % 4 == 0 and sheet.width >= 4 * 128
+
+
+def test_both_trainings_saw_the_same_samples_and_moved_the_weights(demo):
+    output, _ = demo
+    totals = {}
+    for run in ("stage2", "sft"):
+        history = [line for line in json.loads((output / run / "log_history.json").read_text()) if "loss" in line]
+        totals[run] = [line["train/samples_total"] for line in history]
+        assert len(history) == 2
+    assert totals["stage2"] == totals["sft"]
+    start = (asset("checkpoints/demo-stage1") / "model.safetensors").read_bytes()
+    assert (output / "stage2" / "model.safetensors").read_bytes() != start
+
+
+def test_started_again_it_repeats_nothing_and_finds_the_same(demo):
+    output, results = demo
+    again = run_demo(output, Console(quiet=True), SMALL)
+    assert {name: run["f1"] for name, run in again.items() if name != "settings"} == {
+        name: run["f1"] for name, run in results.items() if name != "settings"
+    }
+
+
+def test_killed_in_the_middle_it_goes_on_from_the_newest_checkpoint(demo, tmp_path: Path):
+    values = yaml.safe_load((demo[0] / "stage2.yaml").read_text())
+    values["training"] |= {"output_dir": str(tmp_path / "run"), "max_steps": 4, "save_steps": 1}
+    config = tmp_path / "killed.yaml"
+    config.write_text(yaml.safe_dump(values))
+    command = [sys.executable, "-m", "coordexp", "train", str(config)]
+    victim = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    deadline = time.monotonic() + 240
+    while not (tmp_path / "run" / "checkpoint-2" / "trainer_state.json").exists():
+        assert victim.poll() is None and time.monotonic() < deadline, "training ended or hung before its second step"
+        time.sleep(0.05)
+    os.killpg(victim.pid, signal.SIGKILL)
+    victim.wait(timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "resuming from" in done.stdout
+    state = json.loads((tmp_path / "run" / "checkpoint-4" / "trainer_state.json").read_text())
+    assert [line["step"] for line in state["log_history"] if "loss" in line] == [1, 2, 3, 4]

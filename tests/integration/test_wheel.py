@@ -1,0 +1,64 @@
+"""What people install: the wheel carries the demo's configurations and checkpoint, and works away from the source."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory) -> Path:
+    """The wheel, built from the source tree and unpacked where nothing of the tree is."""
+    folder = tmp_path_factory.mktemp("wheel")
+    for command in (
+        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT)],
+        [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder / "site"), "WHEEL"],
+    ):
+        wheel = next(folder.glob("*.whl"), None)
+        done = subprocess.run(
+            [str(wheel) if part == "WHEEL" else part for part in command],
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "site"
+
+
+def run(installed: Path, cwd: Path, code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(installed)!r})\n{code}"],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_assets_come_from_the_wheel(installed: Path, tmp_path: Path):
+    code = (
+        "from coordexp.assets import asset; print(asset('configs/demo/stage2.yaml'), asset('checkpoints/demo-stage1'))"
+    )
+    for path in run(installed, tmp_path, code).split():
+        assert Path(path).is_relative_to(installed / "coordexp" / "_assets")
+
+
+def test_the_demo_runs_from_the_wheel(installed: Path, tmp_path: Path):
+    code = (
+        "from pathlib import Path; from rich.console import Console; from coordexp.demo import DemoSize, run_demo\n"
+        "run_demo(Path('out'), Console(), DemoSize(train_scenes=16, val_scenes=2, max_steps=1, pictures=1))"
+    )
+    assert "rollout matching" in run(installed, tmp_path, code)
+    assert (tmp_path / "out" / "summary.json").is_file()
+
+
+def test_the_wheel_is_small_enough_to_clone(installed: Path):
+    checkpoint = installed / "coordexp" / "_assets" / "checkpoints" / "demo-stage1"
+    assert sum(path.stat().st_size for path in checkpoint.rglob("*")) < 12_000_000
