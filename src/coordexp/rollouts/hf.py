@@ -79,6 +79,9 @@ class HFBackend:
             "pad_token_id": self._pad_id,
             "use_cache": True,
         }
+        # Checkpoints may have more embedding rows than the tokenizer has tokens: such an id decodes to nothing.
+        if unknown := range(len(self._vocab), self._model.config.text_config.vocab_size):
+            arguments["suppress_tokens"] = list(unknown)
         if options.temperature > 0:
             arguments |= {"temperature": options.temperature, "top_p": options.top_p, "top_k": max(0, options.top_k)}
         return arguments

@@ -16,7 +16,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from coordexp import distributed
 from coordexp.coords import CoordVocab
 from coordexp.data.dataset import RecordDataset, Sample
-from coordexp.errors import TrainingDiverged
+from coordexp.errors import CheckpointError, TrainingDiverged
 from coordexp.evaluation import evaluate_dataset
 from coordexp.metrics import MetricsPayload, reduce_metrics
 from coordexp.metrics.reduce import is_maximum
@@ -68,6 +68,8 @@ class CoordExpTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], None]:
+        if self.state.global_step >= self.state.max_steps:
+            return [], None  # a finished run, resumed: transformers would look at max_steps only after one step more
         raw, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         if not raw:
             return [], None
@@ -132,6 +134,16 @@ class CoordExpTrainer(Trainer):
             folder = Path(str(self.args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
             save_carry_buffer(self.window_builder.buffer, folder)
         super()._save_checkpoint(model, trial)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """transformers warns of a tied language head, which no file holds, and no more than warns of a real gap."""
+        missing = sorted(set(load_result.missing_keys) - set(self.model.all_tied_weights_keys))
+        if missing or load_result.unexpected_keys:
+            raise CheckpointError(
+                f"the checkpoint to resume from is of another model: {len(missing)} weights are missing "
+                f"{missing[:1]}, {len(load_result.unexpected_keys)} unknown {load_result.unexpected_keys[:1]}; resume "
+                "with the model.model that it was trained from"
+            )
 
     def close(self) -> None:
         """Release the rollout engine."""
