@@ -1,0 +1,129 @@
+"""What may go wrong with a checkpoint folder is one clear error; what is read is complete."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from coordexp.errors import CheckpointError, CoordExpError, VocabError
+from coordexp.modeling.load import load_model, load_processor, load_vocab
+from tiny_run import tiny_checkpoint
+
+
+def no_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def broken_config(folder: Path) -> None:
+    (folder / "config.json").write_text("{")
+
+
+def other_family(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "qwen2_vl"}))
+
+
+def no_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+
+
+def too_few_rows(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["vocab_size"] = 600
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+CHEAP: list[tuple[Callable[[Path], None], type[CoordExpError], str]] = [
+    (shutil.rmtree, CheckpointError, "no such folder"),
+    (no_config, CheckpointError, "no config.json"),
+    (broken_config, CheckpointError, "configuration cannot be read"),
+    (other_family, CheckpointError, "'qwen2_vl'"),
+    (no_tokenizer, CheckpointError, "no tokenizer.json"),
+    (too_few_rows, VocabError, "600 embedding rows"),
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return shutil.copytree(tiny_checkpoint(), tmp_path / "model")
+
+
+@pytest.mark.parametrize(("damage", "error", "says"), CHEAP, ids=lambda value: getattr(value, "__name__", None))
+def test_seen_without_reading_weights(
+    folder: Path, damage: Callable[[Path], None], error: type[CoordExpError], says: str
+) -> None:
+    damage(folder)
+    if folder.exists():
+        (folder / "model.safetensors").unlink()  # whoever reads weights first fails otherwise
+    with pytest.raises(error, match=says) as caught:
+        load_model(folder, "float32")
+    assert str(folder) in str(caught.value)
+
+
+def cut_weights(folder: Path) -> None:
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+
+
+def no_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def one_weight_missing(folder: Path) -> None:
+    state = load_file(folder / "model.safetensors")
+    state.pop("model.language_model.layers.1.mlp.up_proj.weight")
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [(cut_weights, "weights cannot be read"),
+     (no_weights, "weights cannot be read"),
+     (one_weight_missing, r"1 weights are missing, model.language_model.layers.1.mlp.up_proj.weight")],
+)  # fmt: skip
+def test_incomplete_weights_are_refused(folder: Path, damage: Callable[[Path], None], says: str) -> None:
+    """transformers would start a missing weight at random, with a line in the log."""
+    damage(folder)
+    with pytest.raises(CheckpointError, match=says):
+        load_model(folder, "float32")
+
+
+def test_no_processor(folder: Path) -> None:
+    (folder / "processor_config.json").unlink()
+    with pytest.raises(CheckpointError, match="processor cannot be read"):
+        load_processor(folder)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_weights_come_in_the_dtype_asked_for(dtype: str) -> None:
+    loaded = load_model(tiny_checkpoint(), dtype)
+    assert {parameter.dtype for parameter in loaded.model.parameters()} == {getattr(torch, dtype)}
+
+
+def test_a_saved_model_names_no_attention_of_ours(tmp_path: Path) -> None:
+    """vLLM and plain transformers read the folder too, and know nothing of packed attention."""
+    load_model(tiny_checkpoint(), "float32", "packed").model.save_pretrained(tmp_path)
+    assert not [p.name for p in tmp_path.glob("*.json") if "coordexp" in p.read_text()]
+
+
+def test_the_vocabulary_alone_is_cheap(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    assert len(load_vocab(folder).coord_token_ids) == 1000
+
+
+@pytest.mark.parametrize("package", ["coordexp.modeling", "coordexp.training"])
+def test_torchvision_is_prepared_before_any_module_imports_transformers(
+    package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a CPU torch, transformers cannot be imported otherwise; which module comes first must not matter."""
+    prepared: list[str] = []
+    monkeypatch.setattr("coordexp.torchvision_cpu.ensure_torchvision", lambda: prepared.append(package))
+    importlib.reload(importlib.import_module(package))
+    assert set(prepared) == {package}

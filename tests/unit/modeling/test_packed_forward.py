@@ -1,0 +1,208 @@
+"""One forward over a packed row gives what separate forwards give; and where it would not, it refuses."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from coordexp.modeling.attention import PACKED, segment_lengths_mask
+from coordexp.modeling.forward import supervised_logits
+from coordexp.modeling.inputs import row_inputs, to_device
+from coordexp.modeling.load import LoadedModel
+from coordexp.objective import SupervisionTensors
+from coordexp.records import Segment
+from tiny_run import gt_segments, load_tiny, row_of
+
+ATTENTIONS = ("packed", "sdpa")
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, LoadedModel]:
+    """One model per attention, same weights. Sharpened: with flat random attention a leak would hardly show."""
+    return {attention: load_tiny(attention=attention, sharpen=4.0) for attention in ATTENTIONS}
+
+
+@pytest.fixture(scope="module")
+def segments(models: dict[str, LoadedModel]) -> list[Segment]:
+    return gt_segments(models["sdpa"])
+
+
+def inputs_of(loaded: LoadedModel, segments: Sequence[Segment]) -> dict[str, torch.Tensor]:
+    dtype = next(loaded.model.parameters()).dtype
+    rope_index = loaded.model.model.get_rope_index
+    return row_inputs(row_of(segments), rope_index, loaded.image_token_id, loaded.attention, dtype)
+
+
+@torch.no_grad()
+def packed_logits(loaded: LoadedModel, segments: Sequence[Segment], use_cache: bool = False) -> torch.Tensor:
+    return loaded.model(**inputs_of(loaded, segments), use_cache=use_cache).logits[0]
+
+
+@torch.no_grad()
+def separate_logits(loaded: LoadedModel, segment: Segment) -> torch.Tensor:
+    """The segment alone, as anybody would run the model: its own positions, its own mask."""
+    ids = torch.tensor([[*segment.prompt_token_ids, *segment.target.token_ids]])
+    return loaded.model(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        mm_token_type_ids=(ids == loaded.image_token_id).int(),
+        pixel_values=segment.model_inputs["pixel_values"],
+        image_grid_thw=segment.model_inputs["image_grid_thw"],
+        use_cache=False,
+    ).logits[0]
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_a_packed_row_equals_separate_forwards(
+    models: dict[str, LoadedModel], segments: list[Segment], attention: str
+) -> None:
+    assert len({segment.length for segment in segments}) > 3  # several lengths, several image sizes
+    assert len({tuple(segment.model_inputs["image_grid_thw"][0].tolist()) for segment in segments}) > 3
+    packed = packed_logits(models[attention], segments).split([segment.length for segment in segments])
+    for together, segment in zip(packed, segments, strict=True):
+        alone = separate_logits(models["sdpa"], segment)
+        assert alone.std() > 0.1, "flat logits would compare equal whatever the attention"
+        torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_a_segment_does_not_see_its_neighbours(
+    models: dict[str, LoadedModel], segments: list[Segment], attention: str
+) -> None:
+    probe = segments[0]
+    others = [packed_logits(models[attention], [other, probe])[-probe.length :] for other in segments[1:4]]
+    for logits in others:
+        torch.testing.assert_close(logits, others[0], atol=1e-5, rtol=1e-5)
+
+
+def test_with_a_cache_sdpa_leaks_between_segments(models: dict[str, LoadedModel], segments: list[Segment]) -> None:
+    """Why the one forward switches the cache off. If this fails, transformers reads packed rows right at last."""
+    length = segments[1].length
+    clean = packed_logits(models["sdpa"], segments[:2])[-length:]
+    leaking = packed_logits(models["sdpa"], segments[:2], use_cache=True)[-length:]
+    assert (clean - leaking).abs().max() > 0.1
+
+
+def test_supervised_logits_do_not_leak_when_the_model_defaults_to_a_cache(
+    models: dict[str, LoadedModel], segments: list[Segment]
+) -> None:
+    loaded = models["sdpa"]
+    assert loaded.model.config.text_config.use_cache is True
+    positions = SupervisionTensors.of(row_of(segments[:2])).position_N
+    with torch.no_grad():
+        logits = supervised_logits(loaded.model, inputs_of(loaded, segments[:2]), positions)
+    torch.testing.assert_close(logits, packed_logits(loaded, segments[:2])[positions - 1], atol=1e-5, rtol=1e-5)
+
+
+def test_packed_attention_refuses_cached_keys(models: dict[str, LoadedModel], segments: list[Segment]) -> None:
+    loaded = models["packed"]
+    with torch.no_grad():
+        cache = loaded.model(**inputs_of(loaded, segments[:1]), use_cache=True).past_key_values
+        with pytest.raises(ValueError, match="use_cache=False"):
+            loaded.model(**inputs_of(loaded, segments[:1]), past_key_values=cache, use_cache=True)
+
+
+def test_packed_attention_refuses_lengths_that_are_not_the_rows(
+    models: dict[str, LoadedModel], segments: list[Segment]
+) -> None:
+    inputs = inputs_of(models["packed"], segments[:2]) | {"attention_mask": segment_lengths_mask([7, 9])}
+    with torch.no_grad(), pytest.raises(ValueError, match="segments of 16 tokens"):
+        models["packed"].model(**inputs, use_cache=False)
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_supervised_logits_are_the_full_logits_one_position_earlier(
+    models: dict[str, LoadedModel], segments: list[Segment], attention: str
+) -> None:
+    loaded = models[attention]
+    positions = SupervisionTensors.of(row_of(segments)).position_N
+    with torch.no_grad():
+        logits = supervised_logits(loaded.model, inputs_of(loaded, segments), positions)
+    assert logits.shape == (len(positions), len(loaded.processor.tokenizer))
+    torch.testing.assert_close(logits, packed_logits(loaded, segments)[positions - 1], atol=1e-5, rtol=1e-5)
+
+
+def test_the_language_head_runs_on_supervised_positions_only(
+    models: dict[str, LoadedModel], segments: list[Segment]
+) -> None:
+    loaded, seen = models["packed"], []
+    hook = loaded.model.lm_head.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].shape[1]))
+    positions = SupervisionTensors.of(row_of(segments)).position_N
+    with torch.no_grad():
+        supervised_logits(loaded.model, inputs_of(loaded, segments), positions)
+    hook.remove()
+    assert seen == [len(positions)] and len(positions) < sum(segment.length for segment in segments)
+
+
+def test_positions_of_one_segment_are_the_models_own(models: dict[str, LoadedModel], segments: list[Segment]) -> None:
+    loaded, seen = models["packed"], []
+    hook = loaded.model.model.language_model.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(kwargs["position_ids"]), with_kwargs=True
+    )
+    separate_logits(loaded, segments[0])
+    hook.remove()
+    ours = inputs_of(loaded, segments[:1])["position_ids"]
+    (theirs,) = seen
+    assert torch.equal(ours[-3:], theirs[-3:])  # the three M-RoPE rows; some paths add a text row in front
+    assert torch.equal(ours[0, 0], torch.arange(segments[0].length))
+
+
+def test_text_positions_restart_at_every_segment(models: dict[str, LoadedModel], segments: list[Segment]) -> None:
+    text = inputs_of(models["packed"], segments)["position_ids"][0, 0]
+    assert text.tolist() == [position for segment in segments for position in range(segment.length)]
+
+
+def gradients(loaded: LoadedModel, segments: Sequence[Segment], checkpointing: bool) -> dict[str, torch.Tensor]:
+    model = copy.deepcopy(loaded.model)
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    model.train()
+    positions = SupervisionTensors.of(row_of(segments)).position_N
+    logits = supervised_logits(model, inputs_of(loaded, segments), positions)
+    logits.logsumexp(dim=-1).sum().backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_gradient_checkpointing_changes_no_gradient(
+    models: dict[str, LoadedModel], segments: list[Segment], attention: str
+) -> None:
+    plain = gradients(models[attention], segments[:3], checkpointing=False)
+    recomputed = gradients(models[attention], segments[:3], checkpointing=True)
+    assert plain.keys() == recomputed.keys() and len(plain) > 40
+    for name, gradient in plain.items():
+        torch.testing.assert_close(recomputed[name], gradient, atol=1e-5, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_both_attentions_have_equal_gradients(models: dict[str, LoadedModel], segments: list[Segment]) -> None:
+    packed, sdpa = (gradients(models[attention], segments[:3], checkpointing=False) for attention in ATTENTIONS)
+    for name, gradient in sdpa.items():
+        scale = max(1.0, gradient.abs().max().item())
+        assert (packed[name] - gradient).abs().max() < 1e-4 * scale, name
+
+
+def test_lengths_stay_on_the_cpu_where_they_are_read(models: dict[str, LoadedModel], segments: list[Segment]) -> None:
+    inputs = inputs_of(models["packed"], segments[:2])
+    moved = to_device(inputs, torch.device("meta"))
+    assert moved["attention_mask"].device.type == "cpu"
+    assert {name for name, value in moved.items() if value.device.type == "meta"} == inputs.keys() - {"attention_mask"}
+
+
+def test_the_language_model_attends_packed_and_the_vision_tower_does_not(models: dict[str, LoadedModel]) -> None:
+    config = models["packed"].model.config
+    assert config.text_config._attn_implementation == PACKED
+    assert config.vision_config._attn_implementation == "sdpa"
+
+
+def test_a_bf16_row_is_near_the_float32_row(segments: list[Segment]) -> None:
+    half, full = load_tiny("bfloat16"), load_tiny("float32")
+    inputs = inputs_of(half, segments[:3])
+    assert half.model.dtype == inputs["pixel_values"].dtype == torch.bfloat16
+    with torch.no_grad():
+        logits = half.model(**inputs, use_cache=False).logits[0]
+    reference = packed_logits(full, segments[:3])
+    assert logits.isfinite().all()
+    assert (logits.float() - reference).abs().max() < 0.1 * reference.abs().max()

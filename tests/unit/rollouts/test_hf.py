@@ -1,0 +1,255 @@
+"""Rollouts on the learner's own model: batching changes nothing, seeds decide, the model is left as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from coordexp.modeling.load import LoadedModel
+from coordexp.records import Rollout, RolloutRequest
+from coordexp.rollouts import DecodingOptions, SeedContext
+from coordexp.rollouts.hf import HFBackend
+from tiny_run import load_tiny, tiny_samples
+
+SEEDS = SeedContext(training_seed=1, global_step=2, micro_step_idx=0, rank=0)
+TOKENS = 10
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return load_tiny(sharpen=4.0)
+
+
+@pytest.fixture(scope="module")
+def requests_(loaded: LoadedModel) -> list[RolloutRequest]:
+    return [sample.request for sample in tiny_samples(loaded, 7)]
+
+
+@pytest.fixture
+def calls(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
+    """What each call of ``model.generate`` was given, and the state it ran in."""
+    seen: list[dict[str, Any]] = []
+    generate = loaded.model.generate
+
+    def watched(**arguments: Any) -> torch.Tensor:
+        state = {"seed": torch.initial_seed(), "grad": torch.is_grad_enabled(), "training": loaded.model.training}
+        seen.append({**arguments, **state})
+        return generate(**arguments)
+
+    monkeypatch.setattr(loaded.model, "generate", watched)
+    yield seen
+
+
+class StandInVocab:
+    """The tiny model's vocabulary with another stop token or fewer tokens."""
+
+    def __init__(self, loaded: LoadedModel, eos_id: int, length: int) -> None:
+        self.eos_id, self._length, self.decode = eos_id, length, loaded.vocab.decode
+
+    def __len__(self) -> int:
+        return self._length
+
+
+def backend(loaded: LoadedModel, batch: int = 3, vocab: Any = None, **options: Any) -> HFBackend:
+    decoding = DecodingOptions(**{"max_new_tokens": TOKENS, **options})
+    return HFBackend(loaded.model, vocab or loaded.vocab, decoding, batch, loaded.image_token_id)
+
+
+def ids(rollouts: list[Rollout]) -> list[tuple[int, ...]]:
+    return [rollout.response_token_ids for rollout in rollouts]
+
+
+def test_batched_greedy_equals_one_by_one(loaded: LoadedModel, requests_: list[RolloutRequest]) -> None:
+    assert len({len(request.prompt_token_ids) for request in requests_}) > 2  # so that rows are padded
+    batched = backend(loaded, batch=7).generate(requests_, SEEDS)
+    alone = [backend(loaded, batch=1).generate([request], SEEDS)[0] for request in requests_]
+    assert ids(batched) == ids(alone)
+    assert len(set(ids(batched))) > 1, "answers that do not depend on the image would show nothing"
+
+
+def test_answers_stand_in_the_order_of_the_requests(loaded: LoadedModel, requests_: list[RolloutRequest]) -> None:
+    rollouts = backend(loaded).generate(requests_[::-1], SEEDS)
+    assert [rollout.sample_id for rollout in rollouts] == [request.sample_id for request in requests_[::-1]]
+    assert [rollout.prompt_token_ids for rollout in rollouts] == [r.prompt_token_ids for r in requests_[::-1]]
+    assert ids(rollouts) == ids(backend(loaded).generate(requests_, SEEDS))[::-1]
+
+
+@pytest.mark.parametrize(("batch", "sizes"), [(1, [1] * 7), (3, [3, 3, 1]), (7, [7]), (64, [7])])
+def test_decode_batch_size_bounds_each_call(
+    loaded: LoadedModel, requests_: list[RolloutRequest], calls: list[dict[str, Any]], batch: int, sizes: list[int]
+) -> None:
+    backend(loaded, batch=batch, max_new_tokens=2).generate(requests_, SEEDS)
+    assert [len(call["input_ids"]) for call in calls] == sizes
+
+
+def test_rows_are_padded_on_the_left_and_masked(
+    loaded: LoadedModel, requests_: list[RolloutRequest], calls: list[dict[str, Any]]
+) -> None:
+    backend(loaded, batch=7, max_new_tokens=1).generate(requests_, SEEDS)
+    (call,) = calls
+    for row, mask, request in zip(call["input_ids"], call["attention_mask"], requests_, strict=True):
+        assert tuple(row[mask.bool()].tolist()) == request.prompt_token_ids
+        assert mask.tolist() == sorted(mask.tolist())
+
+
+def test_each_call_is_seeded_by_the_index_of_its_first_request(
+    loaded: LoadedModel, requests_: list[RolloutRequest], calls: list[dict[str, Any]]
+) -> None:
+    backend(loaded, batch=3, max_new_tokens=1).generate(requests_, SEEDS)
+    assert [call["seed"] for call in calls] == [SEEDS.seed_of(index) for index in (0, 3, 6)]
+
+
+def test_sampling_is_a_function_of_the_seed_alone(loaded: LoadedModel, requests_: list[RolloutRequest]) -> None:
+    sampler = backend(loaded, temperature=1.0)
+    torch.manual_seed(5)
+    first = ids(sampler.generate(requests_, SEEDS))
+    torch.manual_seed(6)
+    assert ids(sampler.generate(requests_, SEEDS)) == first
+    assert ids(sampler.generate(requests_, SeedContext(1, 3, 0, 0))) != first
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_global_random_state_is_untouched(
+    loaded: LoadedModel, requests_: list[RolloutRequest], temperature: float
+) -> None:
+    torch.manual_seed(9)
+    before = torch.get_rng_state()
+    backend(loaded, temperature=temperature, max_new_tokens=2).generate(requests_[:2], SEEDS)
+    assert torch.equal(torch.get_rng_state(), before) and torch.initial_seed() == 9
+
+
+def test_top_k_minus_one_keeps_every_token(loaded: LoadedModel, requests_: list[RolloutRequest]) -> None:
+    """transformers' own default is 50."""
+    sampler = backend(loaded, batch=64, temperature=1e6, max_new_tokens=1)
+    rollouts = sampler.generate([requests_[0]] * 64 + [requests_[0]] * 64, SEEDS)
+    assert len({answer for rollout in rollouts for answer in rollout.response_token_ids}) > 90
+
+
+@pytest.mark.parametrize(("options", "distinct"), [({"top_k": 1}, 1), ({"top_k": 3}, 3), ({"top_p": 1e-6}, 1)], ids=str)
+def test_top_k_and_top_p_restrict_sampling(
+    loaded: LoadedModel, requests_: list[RolloutRequest], options: dict[str, Any], distinct: int
+) -> None:
+    sampler = backend(loaded, batch=48, temperature=20.0, max_new_tokens=1, **options)
+    rollouts = sampler.generate([requests_[0]] * 48, SEEDS)
+    assert len(set(ids(rollouts))) == distinct
+
+
+def test_ids_that_the_tokenizer_does_not_know_are_never_sampled(
+    loaded: LoadedModel, requests_: list[RolloutRequest]
+) -> None:
+    """Qwen's checkpoints have more embedding rows than tokens; one such id would decode to nothing."""
+    known = 600
+    vocab = StandInVocab(loaded, eos_id=loaded.vocab.eos_id, length=known)
+    sampler = backend(loaded, batch=64, vocab=vocab, temperature=1e6, max_new_tokens=4)
+    rollouts = sampler.generate([requests_[0]] * 64, SEEDS)
+    assert max(max(answer) for answer in ids(rollouts) if answer) < known
+
+
+def test_beam_search_gives_the_best_beam_only(loaded: LoadedModel, requests_: list[RolloutRequest]) -> None:
+    request = requests_[0]
+    found = loaded.model.generate(
+        input_ids=torch.tensor([request.prompt_token_ids]),
+        mm_token_type_ids=(torch.tensor([request.prompt_token_ids]) == loaded.image_token_id).int(),
+        **request.model_inputs,
+        max_new_tokens=TOKENS,
+        num_beams=4,
+        num_return_sequences=4,
+        do_sample=False,
+        eos_token_id=loaded.vocab.eos_id,
+        pad_token_id=loaded.vocab.eos_id,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    best = found.sequences[found.sequences_scores.argmax()][len(request.prompt_token_ids) :].tolist()
+    assert len({tuple(beam) for beam in found.sequences.tolist()}) == 4
+    rollouts = backend(loaded, num_beams=4).generate(requests_[:3], SEEDS)
+    assert len(rollouts) == 3
+    assert rollouts[0].response_token_ids == tuple(best)
+
+
+def test_batched_beams_equal_beams_one_by_one(loaded: LoadedModel, requests_: list[RolloutRequest]) -> None:
+    batched = backend(loaded, batch=4, num_beams=3).generate(requests_[:4], SEEDS)
+    assert ids(batched) == [
+        backend(loaded, batch=1, num_beams=3).generate([r], SEEDS)[0].response_token_ids for r in requests_[:4]
+    ]
+
+
+def test_an_answer_is_trimmed_at_the_stop_token(loaded: LoadedModel, requests_: list[RolloutRequest]) -> None:
+    free = ids(backend(loaded, batch=7).generate(requests_, SEEDS))
+    stop = free[0][4]  # a token that this model really writes becomes the stop token
+    vocab = StandInVocab(loaded, eos_id=stop, length=len(loaded.vocab))
+    for rollout, unstopped in zip(backend(loaded, batch=7, vocab=vocab).generate(requests_, SEEDS), free, strict=True):
+        ended = stop in unstopped
+        expected = unstopped[: unstopped.index(stop)] if ended else unstopped
+        assert rollout.response_token_ids == expected
+        assert rollout.truncated is not ended
+        assert rollout.text == loaded.vocab.decode(expected)
+
+
+def test_without_a_stop_token_an_answer_is_truncated(loaded: LoadedModel, requests_: list[RolloutRequest]) -> None:
+    (rollout,) = backend(loaded, max_new_tokens=3).generate(requests_[:1], SEEDS)
+    assert rollout.truncated and len(rollout.response_token_ids) == 3 and not rollout.repeat_terminated
+
+
+@pytest.mark.parametrize(
+    "leak",
+    [{"no_repeat_ngram_size": 1}, {"min_new_tokens": 9}, {"repetition_penalty": 9.0}, {"num_beams": 3},
+     {"do_sample": True, "temperature": 50.0}, {"suppress_tokens": list(range(1000))}, {"max_length": 3}],
+    ids=lambda leak: next(iter(leak)),
+)  # fmt: skip
+def test_the_checkpoints_generation_config_cannot_leak(
+    loaded: LoadedModel, requests_: list[RolloutRequest], leak: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clean = ids(backend(loaded).generate(requests_[:2], SEEDS))
+    of_checkpoint = type(loaded.model.generation_config)(**leak)
+    monkeypatch.setattr(loaded.model, "generation_config", of_checkpoint)
+    assert ids(backend(loaded).generate(requests_[:2], SEEDS)) == clean
+    assert loaded.model.generation_config is of_checkpoint
+
+
+def test_the_repetition_penalty_is_applied(loaded: LoadedModel, requests_: list[RolloutRequest]) -> None:
+    plain = ids(backend(loaded).generate(requests_, SEEDS))
+    assert ids(backend(loaded, repetition_penalty=5.0).generate(requests_, SEEDS)) != plain
+
+
+def test_generation_runs_without_gradient_in_eval_mode(
+    loaded: LoadedModel, requests_: list[RolloutRequest], calls: list[dict[str, Any]]
+) -> None:
+    loaded.model.train()
+    backend(loaded, max_new_tokens=1).generate(requests_[:1], SEEDS)
+    assert (calls[0]["grad"], calls[0]["training"]) == (False, False)
+    loaded.model.eval()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_every_modules_mode_is_restored(
+    loaded: LoadedModel, requests_: list[RolloutRequest], monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    model = loaded.model
+    model.train()
+    model.model.visual.eval()  # a frozen tower stays in eval mode
+    before = [module.training for module in model.modules()]
+    assert True in before and False in before
+    if fails:
+        monkeypatch.setattr(model, "generate", lambda **_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            backend(loaded).generate(requests_[:1], SEEDS)
+    else:
+        backend(loaded, max_new_tokens=1).generate(requests_[:1], SEEDS)
+    assert [module.training for module in model.modules()] == before
+    model.eval()
+
+
+def test_no_requests_no_call(loaded: LoadedModel, calls: list[dict[str, Any]]) -> None:
+    assert backend(loaded).generate([], SEEDS) == [] and calls == []
+
+
+def test_answers_carry_the_version_that_was_synced(loaded: LoadedModel, requests_: list[RolloutRequest]) -> None:
+    engine = backend(loaded, max_new_tokens=1)
+    versions = [engine.generate(requests_[:1], SEEDS)[0].weight_version]
+    engine.sync_weights(17)
+    versions.append(engine.generate(requests_[:1], SEEDS)[0].weight_version)
+    assert versions == [0, 17]

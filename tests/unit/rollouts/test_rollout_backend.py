@@ -1,0 +1,120 @@
+"""What holds for every backend behind the interface, and how one is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from config_samples import stage2
+from coordexp.config.rollout import RolloutMatchingConfig
+from coordexp.coords import TURN_END
+from coordexp.errors import ConfigError
+from coordexp.modeling.load import LoadedModel
+from coordexp.parsing import parse_rollout
+from coordexp.records import RolloutRequest
+from coordexp.rollouts import DecodingOptions, RolloutBackend, SeedContext, build_backend, check_backend
+from coordexp.rollouts.build import decoding_options
+from coordexp.rollouts.hf import HFBackend
+from coordexp.rollouts.seeds import request_seed
+from tiny_run import InMemoryBackend, load_tiny, tiny_samples
+
+SEEDS = SeedContext(0, 0, 0, 0)
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return load_tiny()
+
+
+@pytest.fixture(scope="module")
+def requests_(loaded: LoadedModel) -> list[RolloutRequest]:
+    return [sample.request for sample in tiny_samples(loaded, 4)]
+
+
+def hf(loaded: LoadedModel) -> RolloutBackend:
+    return HFBackend(loaded.model, loaded.vocab, DecodingOptions(max_new_tokens=4), 2, loaded.image_token_id)
+
+
+def in_memory(loaded: LoadedModel) -> RolloutBackend:
+    return InMemoryBackend(loaded.vocab, lambda request: "{}" + TURN_END)
+
+
+backends = pytest.mark.parametrize("make", [hf, in_memory], ids=lambda make: make.__name__)
+
+
+@backends
+def test_one_answer_per_request_in_order(
+    make: Callable[[LoadedModel], RolloutBackend], loaded: LoadedModel, requests_: list[RolloutRequest]
+) -> None:
+    rollouts = make(loaded).generate(requests_, SEEDS)
+    assert [(r.sample_id, r.prompt_token_ids) for r in rollouts] == [
+        (r.sample_id, r.prompt_token_ids) for r in requests_
+    ]
+
+
+@backends
+def test_answers_can_be_parsed_token_by_token(
+    make: Callable[[LoadedModel], RolloutBackend], loaded: LoadedModel, requests_: list[RolloutRequest]
+) -> None:
+    for rollout in make(loaded).generate(requests_, SEEDS):
+        assert loaded.vocab.eos_id not in rollout.response_token_ids
+        assert rollout.text == loaded.vocab.decode(rollout.response_token_ids)
+        parsed = parse_rollout(rollout.response_token_ids, loaded.vocab, ended=not rollout.truncated)
+        assert parsed.prefix_text.startswith("{")
+
+
+@backends
+def test_nothing_asked_nothing_answered(make: Callable[[LoadedModel], RolloutBackend], loaded: LoadedModel) -> None:
+    assert make(loaded).generate([], SEEDS) == []
+
+
+@backends
+def test_close_may_be_called_twice(make: Callable[[LoadedModel], RolloutBackend], loaded: LoadedModel) -> None:
+    backend = make(loaded)
+    backend.close()
+    backend.close()
+
+
+@pytest.mark.parametrize("place", [field.name for field in fields(SeedContext)])
+def test_a_seed_depends_on_every_part_of_its_place(place: str) -> None:
+    base = dict.fromkeys((field.name for field in fields(SeedContext)), 0)
+    assert SeedContext(**base).seed_of(0) != SeedContext(**base | {place: 1}).seed_of(0)
+
+
+def test_a_seed_is_the_request_seed_of_its_place() -> None:
+    assert SeedContext(5, 4, 3, 2).seed_of(1) == request_seed(5, 4, 3, 2, 1)
+
+
+def section(**keys: Any) -> RolloutMatchingConfig:
+    return RolloutMatchingConfig.model_validate(stage2()["rollout_matching"] | keys)
+
+
+def test_every_decoding_key_becomes_an_option() -> None:
+    config = section(
+        max_new_tokens=7,
+        num_beams=3,
+        decode_mode="beam",
+        repetition_penalty=1.5,
+        decoding={"temperature": 0.4, "top_p": 0.5, "top_k": 6},
+    )
+    assert decoding_options(config) == DecodingOptions(7, 0.4, 0.5, 6, 3, 1.5)
+
+
+def test_hf_is_built_on_the_learners_model(loaded: LoadedModel) -> None:
+    config = section(decode_batch_size=5, max_new_tokens=3)
+    backend = build_backend(config, model=loaded.model, vocab=loaded.vocab, image_token_id=loaded.image_token_id)
+    assert isinstance(backend, HFBackend)
+    assert (backend._model, backend._decode_batch_size) == (loaded.model, 5)
+    assert backend._options == decoding_options(config)
+
+
+@pytest.mark.parametrize("mode", ["colocate", "server"])
+def test_a_backend_that_does_not_exist_yet_is_named_with_the_alternative(mode: str, loaded: LoadedModel) -> None:
+    config = section(rollout_backend="vllm", vllm={"mode": mode})
+    with pytest.raises(ConfigError, match=r"rollout_matching\.rollout_backend: vllm .*write rollout_backend: hf"):
+        check_backend(config)
+    with pytest.raises(ConfigError):
+        build_backend(config, model=None, vocab=loaded.vocab, image_token_id=0)
