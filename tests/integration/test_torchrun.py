@@ -1,0 +1,104 @@
+"""Two processes under torchrun (gloo, CPU) are one process with twice the batch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from coordexp.config import RunConfig
+from tiny_run import run_config, step_lines, tiny_checkpoint, train, weights
+
+WORKER = Path(__file__).parent / "train_worker.py"
+
+# Plain SGD, so that weights show the gradient itself; a small row, so that segments wait on both ranks.
+KEYS: dict[str, Any] = {
+    "training__optim": "sgd",
+    "training__learning_rate": 0.05,
+    "training__max_grad_norm": 0.0,
+    "training__max_steps": 3,
+    "training__save_strategy": "steps",
+    "training__save_steps": 3,
+    "training__eval_strategy": "steps",
+    "training__eval_steps": 3,
+}
+
+
+class Outcome(NamedTuple):
+    folder: Path
+    ranks: list[dict[str, Any]]
+
+
+def yaml_of(config: RunConfig) -> Path:
+    folder = Path(config.training.output_dir)
+    return folder.with_name(f"{folder.name}.yaml")
+
+
+def torchrun(config: RunConfig, processes: int) -> Outcome:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}",
+         str(WORKER), str(yaml_of(config))],
+        capture_output=True, text=True, timeout=300, env=environment, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    folder = Path(config.training.output_dir)
+    return Outcome(folder, [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(processes)])
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    folder = tmp_path_factory.mktemp("two")
+    return torchrun(run_config(folder, 2, training__per_device_train_batch_size=2, **KEYS), 2)
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("one")
+    return train(run_config(folder, 2, training__per_device_train_batch_size=4, **KEYS))
+
+
+def test_two_processes_take_the_same_optimizer_steps_as_one(two: Outcome, one: Any) -> None:
+    start = load_file(tiny_checkpoint() / "model.safetensors")
+    trained = load_file(two.folder / "model.safetensors")
+    alone = weights(one.model)
+    assert any(not torch.equal(trained[name], start[name]) for name in trained)
+    for name, value in trained.items():
+        torch.testing.assert_close(value, alone[name], atol=5e-6, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_what_is_logged_is_global_and_the_same_on_every_rank(two: Outcome, one: Any) -> None:
+    first, second = (rank["steps"] for rank in two.ranks)
+    assert len(first) == 3
+    for a, b, alone in zip(first, second, step_lines(one), strict=True):
+        assert {k: v for k, v in a.items() if not k.startswith("time/")} == {
+            k: v for k, v in b.items() if not k.startswith("time/")
+        }
+        assert a["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+        for name in ("rollout/samples_total", "rollout/gt_objects_total", "rollout/fn_appended_total",
+                     "rollout/parse_truncated_rate", "train/samples_total", "train/tokens_total",
+                     "rollout/gen_new_tokens_mean"):  # fmt: skip
+            assert a[name] == alone[name], name
+        for name in [name for name in alone if name.startswith(("loss/", "coord_diag/"))]:
+            assert a[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-6), name
+
+
+def test_evaluation_is_shared_out_and_summed(two: Outcome, one: Any) -> None:
+    (alone,) = [line for line in one.state.log_history if "eval_rollout/f1" in line]
+    for rank in two.ranks:
+        (line,) = rank["evaluations"]
+        assert line["eval_rollout/images"] == alone["eval_rollout/images"] == 5
+        assert line["eval_rollout/gt_objects"] == alone["eval_rollout/gt_objects"]
+
+
+def test_a_checkpoint_holds_every_ranks_buffer(two: Outcome) -> None:
+    names = {path.name for path in (two.folder / "checkpoint-3").iterdir()}
+    assert {"carry_buffer_rank0.json", "carry_buffer_rank1.json", "trainer_state.json", "config.json"} <= names
+    assert json.loads((two.folder / "run_manifest.json").read_text())["world_size"] == 2

@@ -1,0 +1,251 @@
+"""Scenarios of whole training steps: rollouts, packing, one forward, decode batching, backends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from coordexp.coords import TURN_END
+from coordexp.modeling.load import LoadedModel
+from coordexp.parsing import parse_rollout
+from coordexp.records import Rollout, RolloutRequest, TokenRole
+from coordexp.rollouts import DecodingOptions, SeedContext
+from coordexp.rollouts.hf import HFBackend
+from coordexp.training.trainer import CoordExpTrainer
+from coordexp.training.window import Window
+from tiny_run import (
+    InMemoryBackend,
+    load_tiny,
+    nearly_right,
+    run_config,
+    same_weights,
+    step_lines,
+    tiny_samples,
+    train,
+    weights,
+)
+
+FOUR = {"training__per_device_train_batch_size": 4, "training__max_steps": 1}
+
+
+class Watch:
+    """What a run asked of the model: calls of ``generate``, learner forwards, prepared windows, backward losses."""
+
+    def __init__(self) -> None:
+        self.generated: list[dict[str, Any]] = []
+        self.forwards: list[dict[str, Any]] = []
+        self.windows: list[Window] = []
+        self.losses: list[torch.Tensor] = []
+
+    def __call__(self, trainer: CoordExpTrainer) -> None:
+        generate, prepare = trainer.model.generate, trainer.window_builder.prepare
+        backward = trainer.accelerator.backward
+
+        def watched_generate(**arguments: Any) -> torch.Tensor:
+            self.generated.append(arguments)
+            return generate(**arguments)
+
+        def watched_prepare(micro_batches: Any, global_step: int) -> Window:
+            self.windows.append(prepare(micro_batches, global_step))
+            return self.windows[-1]
+
+        def watched_backward(loss: torch.Tensor, **arguments: Any) -> None:
+            self.losses.append(loss.detach())
+            backward(loss, **arguments)
+
+        trainer.model.generate = watched_generate
+        trainer.window_builder.prepare = watched_prepare
+        trainer.accelerator.backward = watched_backward
+        trainer.model.model.register_forward_pre_hook(self._forward, with_kwargs=True)
+
+    def _forward(self, model: torch.nn.Module, _: Any, arguments: dict[str, Any]) -> None:
+        if torch.is_grad_enabled():
+            self.forwards.append(arguments)
+
+
+def finder() -> InMemoryBackend:
+    loaded = load_tiny()
+    truth = {sample.record.sample_id: sample.record.objects for sample in tiny_samples(loaded)}
+    return InMemoryBackend(loaded.vocab, lambda request: nearly_right(truth[request.sample_id]))
+
+
+@pytest.mark.scenario("Packing enabled does not break rollout-matching training")
+def test_a_packed_step_is_the_unpacked_step(tmp_path: Path) -> None:
+    packed, plain = Watch(), Watch()
+    with_packing = train(run_config(tmp_path, 2, "packed", **FOUR), on_built=packed)
+    without = train(run_config(tmp_path, 2, "plain", **FOUR, training__packing=False), on_built=plain)
+    (row,) = packed.windows[0].rows
+    assert len(row.segments) == 4
+    # Rollouts un-packed: one row per sample. The forward packed: one row for all.
+    assert [len(call["input_ids"]) for call in packed.generated] == [3, 1]
+    assert [forward["input_ids"].tolist() for forward in packed.forwards] == [[row.token_ids_L.tolist()]]
+    # The masks still mean the same tokens: loss and all of its terms equal those without packing.
+    line, unpacked = step_lines(with_packing)[0], step_lines(without)[0]
+    assert math.isfinite(line["loss"])
+    for name in [name for name in line if name.startswith("loss")]:
+        assert line[name] == pytest.approx(unpacked[name], rel=1e-5), name
+
+
+@pytest.mark.scenario("Packing is never applied during rollout generation")
+@pytest.mark.parametrize("packing", [True, False])
+def test_each_rollout_is_generated_from_its_own_padded_prompt(packing: bool, tmp_path: Path) -> None:
+    watch = Watch()
+    train(run_config(tmp_path, 2, **FOUR, training__packing=packing), on_built=watch)
+    outcomes = watch.windows[0].outcomes
+    rows = [
+        (row[mask.bool()].tolist(), mask)
+        for call in watch.generated
+        for row, mask in zip(call["input_ids"], call["attention_mask"], strict=True)
+    ]
+    assert [prompt for prompt, _ in rows] == [list(outcome.rollout.prompt_token_ids) for outcome in outcomes]
+    assert all(mask.ndim == 1 and set(mask.tolist()) <= {0, 1} for _, mask in rows)
+    assert all(len(call["image_grid_thw"]) == len(call["input_ids"]) for call in watch.generated)
+    assert not [call for call in watch.generated if "position_ids" in call]
+
+
+@pytest.mark.scenario("Training uses one sequence and one forward pass")
+def test_one_forward_and_one_loss_per_micro_step(tmp_path: Path) -> None:
+    watch = Watch()
+    config = run_config(tmp_path, 2, **FOUR, training__gradient_accumulation_steps=2)
+    trainer = train(config, finder(), watch)
+    (window,) = watch.windows
+    assert len(watch.forwards) == len(window.rows) == len(watch.losses) == 2
+    trained = [segment for row in window.rows for segment in row.segments]
+    assert [s.target for s in trained] == [outcome.target for outcome in window.outcomes]  # each Y_train exactly once
+    assert len({segment.sample_id for segment in trained}) == 8
+    assert all(loss.ndim == 0 for loss in watch.losses)
+    assert step_lines(trainer)[0]["loss"] == pytest.approx(sum(loss.item() for loss in watch.losses), rel=1e-5)
+    roles = {TokenRole(role) for segment in trained for role in segment.target.roles_T}
+    assert {TokenRole.PREFIX_MASKED, TokenRole.PREFIX_COORD, TokenRole.TAIL_COORD, TokenRole.EOS} <= roles
+
+
+@pytest.mark.scenario("Beam search selects exactly one rollout response")
+def test_training_continues_from_the_best_beam(tmp_path: Path) -> None:
+    watch = Watch()
+    beam = {"rollout_matching__decode_mode": "beam", "rollout_matching__num_beams": 3}
+    trainer = train(run_config(tmp_path, 2, **FOUR, **beam), on_built=watch)
+    loaded = load_tiny()  # the weights of the first step
+    samples = {sample.record.sample_id: sample.request for sample in tiny_samples(loaded)}
+    outcomes = watch.windows[0].outcomes
+    assert len(outcomes) == 4 and step_lines(trainer)[0]["rollout/decode_beam"] == 1
+    for outcome in outcomes:
+        best = best_beam(loaded, samples[outcome.rollout.sample_id], beams=3)
+        assert outcome.rollout.response_token_ids == best
+        assert outcome.parsed == parse_rollout(best, loaded.vocab, ended=not outcome.rollout.truncated)
+
+
+def best_beam(loaded: LoadedModel, request: RolloutRequest, beams: int) -> tuple[int, ...]:
+    """Of all beams of transformers' own search the one with the highest score."""
+    prompt, eos = torch.tensor([request.prompt_token_ids]), loaded.vocab.eos_id
+    found = loaded.model.generate(
+        input_ids=prompt, mm_token_type_ids=(prompt == loaded.image_token_id).int(), **request.model_inputs,
+        max_new_tokens=12, num_beams=beams, num_return_sequences=beams, do_sample=False, eos_token_id=eos,
+        pad_token_id=eos, return_dict_in_generate=True, output_scores=True,
+    )  # fmt: skip
+    answer = found.sequences[found.sequences_scores.argmax()][prompt.shape[1] :].tolist()
+    return tuple(answer[: answer.index(eos)] if eos in answer else answer)
+
+
+@pytest.mark.scenario("Microbatching increases decode parallelism without changing outputs format")
+def test_larger_decode_batches_give_the_same_answers(tmp_path: Path) -> None:
+    answers: dict[int, list[tuple[int, ...]]] = {}
+    for size, calls in ((1, [1, 1, 1, 1]), (3, [3, 1]), (4, [4])):
+        watch = Watch()
+        train(run_config(tmp_path, 2, f"by{size}", **FOUR, rollout_matching__decode_batch_size=size), on_built=watch)
+        assert [len(call["input_ids"]) for call in watch.generated] == calls
+        rollouts = [outcome.rollout for outcome in watch.windows[0].outcomes]
+        assert all(type(token) is int for rollout in rollouts for token in rollout.response_token_ids)
+        answers[size] = [rollout.response_token_ids for rollout in rollouts]
+    assert answers[1] == answers[3] == answers[4]
+
+
+@pytest.mark.scenario("Eval per-device knobs do not override rollout decode batching")
+@pytest.mark.parametrize("per_device", [1, 2, 8])
+def test_decode_batch_size_alone_decides_in_training_and_evaluation(per_device: int, tmp_path: Path) -> None:
+    watch = Watch()
+    config = run_config(tmp_path, 2, **FOUR, training__per_device_eval_batch_size=per_device,
+                        training__eval_strategy="steps", training__eval_steps=1)  # fmt: skip
+    train(config, on_built=watch)
+    assert config.rollout_matching is not None and config.rollout_matching.decode_batch_size == 3
+    # Four training samples, then five validation samples.
+    assert [len(call["input_ids"]) for call in watch.generated] == [3, 1, 3, 2]
+
+
+class Replay:
+    """A second implementation of the interface: says what another backend said, without a model."""
+
+    def __init__(self, said: Sequence[Rollout]) -> None:
+        self._said = {rollout.sample_id: rollout for rollout in said}
+
+    def generate(self, requests: Sequence[RolloutRequest], seeds: SeedContext) -> list[Rollout]:
+        return [self._said[request.sample_id] for request in requests]
+
+    def sync_weights(self, version: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.scenario("Backend implementation swap preserves rollout contract")
+def test_another_backend_with_the_same_answers_trains_the_same(tmp_path: Path) -> None:
+    watch = Watch()
+    by_hf = train(run_config(tmp_path, 2, "hf", **FOUR), on_built=watch)
+    said = [outcome.rollout for outcome in watch.windows[0].outcomes]
+    by_replay = train(run_config(tmp_path, 2, "replay", **FOUR), Replay(said))
+    assert same_weights(weights(by_hf.model), weights(by_replay.model))
+    assert step_lines(by_hf)[0]["loss"] == step_lines(by_replay)[0]["loss"]
+
+
+@pytest.mark.scenario("Backend implementation swap preserves rollout contract")
+def test_every_backend_returns_what_parsing_and_matching_need(tmp_path: Path) -> None:
+    loaded = load_tiny()
+    requests = [sample.request for sample in tiny_samples(loaded, 4)]
+    hf = HFBackend(loaded.model, loaded.vocab, DecodingOptions(max_new_tokens=6), 2, loaded.image_token_id)
+    for backend in (hf, finder()):
+        rollouts = backend.generate(requests, SeedContext(0, 0, 0, 0))
+        for request, rollout in zip(requests, rollouts, strict=True):
+            assert isinstance(rollout, Rollout)
+            assert (rollout.sample_id, rollout.prompt_token_ids) == (request.sample_id, request.prompt_token_ids)
+            assert loaded.vocab.eos_id not in rollout.response_token_ids
+            assert rollout.text == loaded.vocab.decode(rollout.response_token_ids)
+            assert type(rollout.truncated) is bool
+    line = step_lines(train(run_config(tmp_path, 2, **FOUR), finder()))[0]
+    assert line["rollout/prefix_coord_targets_total"] > 0 and math.isfinite(line["loss"])
+
+
+BOX = '"bbox_2d": ["<|coord_1|>", "<|coord_2|>", "<|coord_30|>", "<|coord_40|>"]'
+MALFORMED = {
+    "wrong arity": ('{"object_1": {"desc": "a", "bbox_2d": ["<|coord_1|>"]}}' + TURN_END, "wrong_arity"),
+    "no desc": ('{"object_1": {' + BOX + "}}" + TURN_END, "missing_desc"),
+    "inverted": ('{"object_1": {"desc": "a", ' + BOX.replace("_30|", "_0|") + "}}" + TURN_END, "box_inverted"),
+    "cut off": ('{"object_1": {"desc": "a", "bbox_2d": ["<|coord_1|>", "<|co', "truncated"),
+    "broken": ('{"object_1": {"desc": "a", ' + BOX + "]}}" + TURN_END, "malformed"),
+}
+
+
+@pytest.mark.scenario("Parse failures are visible without crashing")
+@pytest.mark.parametrize("kind", MALFORMED)
+def test_malformed_answers_are_counted_and_the_step_completes(kind: str, tmp_path: Path) -> None:
+    text, reason = MALFORMED[kind]
+    loaded = load_tiny()
+    good = finder()
+    bad = {sample.record.sample_id for sample in tiny_samples(loaded)[::2]}
+    answers: Callable[[RolloutRequest], str] = lambda r: text if r.sample_id in bad else good._answers(r)  # noqa: E731
+    watch = Watch()
+    trainer = train(run_config(tmp_path, 2, **FOUR | {"training__max_steps": 2}),
+                    InMemoryBackend(loaded.vocab, answers), watch)  # fmt: skip
+    lines = step_lines(trainer)
+    assert len(lines) == 2 and all(math.isfinite(line["loss"]) and line["grad_norm"] > 0 for line in lines)
+    outcomes = [outcome for window in watch.windows for outcome in window.outcomes]
+    spoiled = [outcome for outcome in outcomes if outcome.rollout.sample_id in bad]
+    assert spoiled and len(spoiled) < len(outcomes)
+    name = f"rollout/dropped/{reason}"
+    assert sum(line.get(name, 0) for line in lines) == len(spoiled)
+    assert sum(line["rollout/parse_dropped_invalid"] for line in lines) == len(spoiled)
+    for outcome in spoiled:
+        assert outcome.target.appended_gt_idx == outcome.match.fn_gt_idx  # what was missed is taught in the tail
+        assert TokenRole.EOS in outcome.target.roles_T

@@ -1,0 +1,291 @@
+"""Whole runs of a few steps: they learn, they repeat, they say what happened, and they refuse what is wrong."""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from coordexp.coords import TURN_END
+from coordexp.errors import AlignmentError, ConfigError, SegmentTooLong, TrainingDiverged
+from coordexp.records import Rollout
+from coordexp.training.build import _use_one_device, build_trainer, check_run, run_training
+from coordexp.training.trainer import CoordExpTrainer
+from tiny_run import (
+    InMemoryBackend,
+    load_tiny,
+    nearly_right,
+    run_config,
+    same_weights,
+    step_lines,
+    tiny_checkpoint,
+    tiny_samples,
+    train,
+    weights,
+)
+
+# What a step of stage 2 says about itself, beside its losses.
+STEP_METRICS = {
+    "rollout/samples_total", "rollout/valid_pred_objects_total", "rollout/parse_dropped_invalid",
+    "rollout/parse_truncated_rate", "rollout/gt_objects_total", "rollout/matched_total", "rollout/match_rate",
+    "rollout/fp_total", "rollout/fn_appended_total", "rollout/gating_rejections_total",
+    "rollout/excluded_ambiguous_total", "rollout/prefix_coord_targets_total", "rollout/gen_new_tokens_mean",
+    "rollout/gen_new_tokens_p99", "rollout/decode_greedy",
+    "packing/post_rollout_fill", "packing/selected_tokens_total", "packing/segments_total", "packing/buffer_segments",
+    "time/rollout_generate_s", "time/target_build_s", "time/learner_s", "time/forward_s",
+    "train/samples_total", "train/tokens_total", "train/micro_steps", "train/nonfinite_positions_total",
+}  # fmt: skip
+
+
+def finder() -> InMemoryBackend:
+    """Finds every object but the last, each a little off: boxes to correct and objects to append in every step."""
+    loaded = load_tiny()
+    truth = {sample.record.sample_id: sample.record.objects for sample in tiny_samples(loaded)}
+    return InMemoryBackend(loaded.vocab, lambda request: nearly_right(truth[request.sample_id]))
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_training_on_the_same_samples_lowers_the_loss(stage: int, tmp_path: Path) -> None:
+    config = run_config(tmp_path, stage, custom__train_sample_limit=2, training__max_steps=8,
+                        training__learning_rate=3e-3)  # fmt: skip
+    losses = [line["loss"] for line in step_lines(train(config, finder() if stage == 2 else None))]
+    assert len(losses) == 8
+    assert losses[-1] < 0.85 * losses[0]
+
+
+def test_every_step_of_stage_2_logs_the_contracts_metrics(tmp_path: Path) -> None:
+    trainer = train(run_config(tmp_path, 2, training__max_steps=3), finder())
+    for line in step_lines(trainer):
+        assert line.keys() >= STEP_METRICS, STEP_METRICS - line.keys()
+        assert line["rollout/samples_total"] == line["train/samples_total"] == 2
+        assert line["rollout/matched_total"] + line["rollout/fn_appended_total"] == line["rollout/gt_objects_total"]
+        assert line["loss"] == pytest.approx(sum(v for k, v in line.items() if k.startswith("loss/")), rel=1e-5)
+        assert not [name for name in line if "iou" in name.lower() and not name.startswith("loss/")]
+    assert sum(line["rollout/matched_total"] for line in step_lines(trainer)) > 0
+    assert sum(line["rollout/prefix_coord_targets_total"] for line in step_lines(trainer)) > 0
+
+
+def test_weights_are_synced_before_each_window_under_the_steps_version(tmp_path: Path) -> None:
+    backend = finder()
+    train(run_config(tmp_path, 2, training__max_steps=3, training__gradient_accumulation_steps=2), backend)
+    assert backend.versions == [0, 1, 2]
+    places = [(seeds.global_step, seeds.micro_step_idx) for seeds in backend.seeds]
+    assert places == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
+    assert {seeds.training_seed for seeds in backend.seeds} == {42}
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_same_yaml_twice_gives_the_same_run(stage: int, tmp_path: Path) -> None:
+    sampling = {"rollout_matching__decoding": {"temperature": 1.0}} if stage == 2 else {}
+    first, second = (train(run_config(tmp_path, stage, name, **sampling)) for name in ("a", "b"))
+
+    def figures(trainer: CoordExpTrainer) -> list[dict[str, float]]:
+        return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in step_lines(trainer)]
+
+    assert figures(first) == figures(second)
+    assert same_weights(weights(first.model), weights(second.model))
+    other = train(run_config(tmp_path, stage, "c", training__seed=7, **sampling))
+    assert figures(other) != figures(first)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_accumulated_micro_steps_equal_one_large_one(stage: int, tmp_path: Path) -> None:
+    """Plain SGD, so that weights show the gradient itself."""
+    common = {"training__optim": "sgd", "training__learning_rate": 0.05, "training__max_grad_norm": 0.0}
+    runs = [
+        train(run_config(tmp_path, stage, f"by{batch}", training__per_device_train_batch_size=batch,
+                         training__gradient_accumulation_steps=4 // batch, **common),
+              finder() if stage == 2 else None)
+        for batch in (4, 2, 1)
+    ]  # fmt: skip
+    start = weights(load_tiny().model)
+    for other in runs[1:]:
+        assert [line["loss"] for line in step_lines(other)] == pytest.approx(
+            [line["loss"] for line in step_lines(runs[0])], rel=1e-5
+        )
+        for name, value in weights(runs[0].model).items():
+            torch.testing.assert_close(weights(other.model)[name], value, atol=5e-6, rtol=1e-4)
+    assert not same_weights(start, weights(runs[0].model))
+
+
+def test_without_packing_a_micro_step_is_one_row_of_its_own_samples(tmp_path: Path) -> None:
+    packed = train(run_config(tmp_path, 1, "packed"))
+    plain = train(run_config(tmp_path, 1, "plain", training__packing=False, global_max_length=20))  # no capacity then
+    assert [line["loss"] for line in step_lines(plain)] == pytest.approx([line["loss"] for line in step_lines(packed)])
+    assert "packing/post_rollout_fill" not in step_lines(plain)[0]
+    assert plain.window_builder.buffer is None
+
+
+def test_a_sample_longer_than_a_row_stops_the_run_by_name(tmp_path: Path) -> None:
+    with pytest.raises(SegmentTooLong, match=r"scenes.jsonl:\d+.*global_max_length"):
+        train(run_config(tmp_path, 1, global_max_length=20))
+
+
+def test_several_steps_in_one_line(tmp_path: Path) -> None:
+    """Counters add up, losses and seconds are means, a state is its last value."""
+    keys = {"training__max_steps": 4, "global_max_length": 150, "training__per_device_train_batch_size": 3}
+    single = step_lines(train(run_config(tmp_path, 1, "single", **keys)))
+    (double, last) = step_lines(train(run_config(tmp_path, 1, "double", training__logging_steps=2, **keys)))
+    assert single[0]["packing/buffer_segments"] > 0 and single[-1]["packing/buffer_segments"] > 0
+    for line, (a, b) in ((double, single[:2]), (last, single[2:])):
+        assert line["loss"] == pytest.approx((a["loss"] + b["loss"]) / 2)
+        assert line["loss/token_ce/struct_ce"] == pytest.approx(
+            (a["loss/token_ce/struct_ce"] + b["loss/token_ce/struct_ce"]) / 2
+        )
+        assert line["train/tokens_total"] == a["train/tokens_total"] + b["train/tokens_total"]
+        assert line["packing/buffer_segments"] == b["packing/buffer_segments"]
+
+
+def spoil_logits(trainer: CoordExpTrainer, positions: slice) -> None:
+    def spoil(_: Any, __: Any, logits: torch.Tensor) -> torch.Tensor:
+        spoiled = logits.clone()
+        spoiled[0, positions, 0] = math.nan
+        return spoiled
+
+    trainer.model.lm_head.register_forward_hook(spoil)
+
+
+def test_a_broken_logit_is_counted_and_the_step_survives(tmp_path: Path) -> None:
+    trainer = train(run_config(tmp_path, 1), on_built=lambda trainer: spoil_logits(trainer, slice(0, 2)))
+    assert [line["train/nonfinite_positions_total"] for line in step_lines(trainer)] == [2, 2]
+    assert all(math.isfinite(line["loss"]) for line in step_lines(trainer))
+
+
+def test_a_model_that_is_all_nan_stops_the_run(tmp_path: Path) -> None:
+    """The objective fences NaN, so without this the loss would look finite for ever."""
+
+    def break_weights(trainer: CoordExpTrainer) -> None:
+        with torch.no_grad():
+            trainer.model.model.language_model.norm.weight.fill_(math.nan)
+
+    with pytest.raises(TrainingDiverged, match=r"step 1.*learning_rate"):
+        train(run_config(tmp_path, 1), on_built=break_weights)
+
+
+def test_evaluation_during_training(tmp_path: Path) -> None:
+    trainer = train(run_config(tmp_path, 1, training__eval_strategy="steps", training__eval_steps=1))
+    lines = [line for line in trainer.state.log_history if "eval_rollout/f1" in line]
+    assert [line["step"] for line in lines] == [1, 2]
+    assert lines[0]["eval_rollout/images"] == 5
+    assert {"eval_rollout/precision", "eval_rollout/recall", "eval_rollout/truncated_rate"} <= lines[0].keys()
+
+
+def test_evaluation_does_not_change_training(tmp_path: Path) -> None:
+    sampling = {"rollout_matching__decoding": {"temperature": 1.0}}
+    plain = train(run_config(tmp_path, 2, "plain", **sampling))
+    watched = train(run_config(tmp_path, 2, "watched", training__eval_strategy="steps", training__eval_steps=1,
+                               **sampling))  # fmt: skip
+    assert same_weights(weights(plain.model), weights(watched.model))
+
+
+def test_a_prompt_mismatch_stops_before_anything_is_trained(tmp_path: Path) -> None:
+    class OtherPrompt(InMemoryBackend):
+        def _rollout(self, request: Any) -> Rollout:
+            rollout = super()._rollout(request)
+            return Rollout(rollout.sample_id, (*rollout.prompt_token_ids[:-1], 5), (), "", False)
+
+    loaded = load_tiny()
+    built: list[CoordExpTrainer] = []
+    with pytest.raises(AlignmentError, match=r"they part at token \d+: learner '\\n', rollout '&'"):
+        train(run_config(tmp_path, 2), OtherPrompt(loaded.vocab, lambda _: TURN_END), built.append)
+    assert same_weights(weights(built[0].model), weights(loaded.model))
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_backend_of_a_later_version_is_refused_before_anything_is_read(stage: int, tmp_path: Path) -> None:
+    config = run_config(tmp_path, stage, rollout_matching__rollout_backend="vllm", model__model="/nowhere")
+    with pytest.raises(ConfigError, match="rollout_backend: hf"):
+        check_run(config)
+
+
+def test_evaluating_on_nothing_is_refused(tmp_path: Path) -> None:
+    config = run_config(tmp_path, 1, training__eval_strategy="epoch", custom__val_jsonl=None)
+    with pytest.raises(ConfigError, match=r"custom\.val_jsonl is null"):
+        check_run(config)
+
+
+def test_frozen_vision_stays_as_it_was(tmp_path: Path) -> None:
+    trainer = train(run_config(tmp_path, 1, model__freeze_vision=True))
+    before = weights(load_tiny().model)
+    changed = {name for name, value in weights(trainer.model).items() if not torch.equal(value, before[name])}
+    assert changed and not [name for name in changed if ".visual." in name]
+
+
+@pytest.mark.parametrize("attention", ["packed", "sdpa"])
+def test_gradient_checkpointing_trains_the_same(attention: str, tmp_path: Path) -> None:
+    plain, recomputed = (
+        train(run_config(tmp_path, 1, f"{on}", model__gradient_checkpointing=on, model__attn_implementation=attention))
+        for on in (False, True)
+    )
+    assert recomputed.model.is_gradient_checkpointing
+    assert [line["loss"] for line in step_lines(recomputed)] == pytest.approx(
+        [line["loss"] for line in step_lines(plain)], rel=1e-4
+    )
+
+
+def test_loader_processes_change_nothing_and_leave_no_shared_memory(tmp_path: Path) -> None:
+    """A tensor from a loader process keeps a file open; hundreds of segments may wait in the buffer."""
+    keys = {"global_max_length": 150, "training__per_device_train_batch_size": 3}
+    alone = train(run_config(tmp_path, 1, "alone", **keys))
+    helped = train(run_config(tmp_path, 1, "helped", data__num_workers=1, **keys))
+    assert [line["loss"] for line in step_lines(helped)] == [line["loss"] for line in step_lines(alone)]
+    waiting = helped.window_builder.buffer.segments
+    assert waiting
+    assert not [value for segment in waiting for value in segment.model_inputs.values() if value.is_shared()]
+
+
+def test_the_final_model_can_be_loaded_with_its_processor(tmp_path: Path) -> None:
+    from coordexp.modeling.load import load_model
+
+    trainer = run_training(run_config(tmp_path, 1), Console(quiet=True))
+    again = load_model(tmp_path / "run", "float32")
+    assert same_weights(weights(again.model), weights(trainer.model))
+    assert again.processor.chat_template == load_tiny().processor.chat_template
+    assert "coordexp" not in (tmp_path / "run" / "config.json").read_text()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_rollout_engine_is_released_even_after_an_error(
+    fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[CoordExpTrainer] = []
+    monkeypatch.setattr(CoordExpTrainer, "close", lambda self: closed.append(self))
+    config = run_config(tmp_path, 1, **({"global_max_length": 20} if fails else {}))
+    if fails:
+        with pytest.raises(SegmentTooLong):
+            run_training(config, Console(quiet=True))
+    else:
+        run_training(config, Console(quiet=True))
+    assert len(closed) == 1
+
+
+@pytest.mark.parametrize(("visible", "used", "warned"), [(0, 0, False), (1, 1, False), (4, 1, True)])
+def test_one_process_uses_one_gpu(visible: int, used: int, warned: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """DataParallel would cut a packed row's tensors along axes that mean something else."""
+    arguments = SimpleNamespace(n_gpu=visible, _n_gpu=visible)
+    with caplog.at_level(logging.WARNING, logger="coordexp"):
+        _use_one_device(arguments)
+    assert arguments._n_gpu == used
+    assert ("torchrun --nproc_per_node=4" in caplog.text) is warned
+
+
+def test_nothing_is_loaded_by_the_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coordexp.modeling.load._read_weights", lambda *_: pytest.fail("weights were read"))
+    checked = check_run(run_config(tmp_path, 2))
+    assert len(checked.train) == 12 and len(checked.val) == 5
+    assert not (tmp_path / "run").exists()
+
+
+def test_arguments_reach_transformers_by_their_own_names(tmp_path: Path) -> None:
+    config = run_config(tmp_path, 1, training__adam_beta2=0.9, training__weight_decay=0.2, training__seed=5)
+    trainer, resume = build_trainer(check_run(config), Console(quiet=True))
+    assert (trainer.args.adam_beta2, trainer.args.weight_decay, trainer.args.seed) == (0.9, 0.2, 5)
+    assert trainer.args.logging_nan_inf_filter is False and trainer.loss_is_scaled_for_ga is True
+    assert resume is None
+    assert str(tiny_checkpoint()) == config.model.model
