@@ -78,13 +78,16 @@ def finder() -> InMemoryBackend:
 def test_a_packed_step_is_the_unpacked_step(tmp_path: Path) -> None:
     packed, plain = Watch(), Watch()
     with_packing = train(run_config(tmp_path, 2, "packed", **FOUR), on_built=packed)
-    without = train(run_config(tmp_path, 2, "plain", **FOUR, training__packing=False), on_built=plain)
+    one_by_one = {"training__packing": False, "training__per_device_train_batch_size": 1,
+                  "training__gradient_accumulation_steps": 4}  # fmt: skip
+    without = train(run_config(tmp_path, 2, "plain", **FOUR | one_by_one), on_built=plain)
     (row,) = packed.windows[0].rows
+    assert [len(row.segments) for row in plain.windows[0].rows] == [1, 1, 1, 1]
     assert len(row.segments) == 4
     # Rollouts un-packed: one row per sample. The forward packed: one row for all.
     assert [len(call["input_ids"]) for call in packed.generated] == [3, 1]
     assert [forward["input_ids"].tolist() for forward in packed.forwards] == [[row.token_ids_L.tolist()]]
-    # The masks still mean the same tokens: loss and all of its terms equal those without packing.
+    # The masks still mean the same tokens: loss and all of its terms equal those of separate forwards.
     line, unpacked = step_lines(with_packing)[0], step_lines(without)[0]
     assert math.isfinite(line["loss"])
     for name in [name for name in line if name.startswith("loss")]:

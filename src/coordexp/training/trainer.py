@@ -137,7 +137,7 @@ class CoordExpTrainer(Trainer):
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """transformers warns of a tied language head, which no file holds, and no more than warns of a real gap."""
-        missing = sorted(set(load_result.missing_keys) - set(self.model.all_tied_weights_keys))
+        missing = sorted(set(load_result.missing_keys) - set(self._loaded.model.all_tied_weights_keys or {}))
         if missing or load_result.unexpected_keys:
             raise CheckpointError(
                 f"the checkpoint to resume from is of another model: {len(missing)} weights are missing "

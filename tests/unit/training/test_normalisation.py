@@ -69,11 +69,10 @@ def step(loaded: LoadedModel, micro_steps: Sequence[Sequence[Segment]]) -> tuple
 def test_any_packing_gives_the_same_step(loaded: LoadedModel, segments: list[Segment], split: list[list[int]]) -> None:
     loss, gradient = step(loaded, [segments])
     other_loss, other = step(loaded, [[segments[index] for index in row] for row in split])
-    assert other_loss == pytest.approx(loss, rel=1e-7)
+    assert other_loss == pytest.approx(loss, rel=1e-12)
     scale = max(value.abs().max().item() for value in gradient.values())
     worst = max((other[name] - value).abs().max().item() / scale for name, value in gradient.items())
-    # Qwen3-VL rounds its norms and rotary angles to float32 whatever its weights are: exact arithmetic ends here.
-    assert worst < 1e-6
+    assert worst < 1e-9
 
 
 def test_a_mean_of_rows_would_be_another_step(loaded: LoadedModel, segments: list[Segment]) -> None:
