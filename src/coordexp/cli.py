@@ -63,6 +63,8 @@ class SceneFamily(StrEnum):
     """Families of generated scenes; the keys of ``coordexp.data.scenes.SPECS``."""
 
     SPARSE = "sparse"
+    MODERATE = "moderate"
+    FRAMED = "framed"
     DENSE = "dense"
 
 

@@ -1,7 +1,8 @@
 """The demo: a tiny detector, trained by rollout matching on a CPU, before your eyes.
 
-A stage-1 model that knows sparse scenes meets denser ones. It is trained for the same number of steps, on the same
-samples in the same order, once by rollout matching and once by plain SFT; all three are measured on held-out scenes.
+A stage-1 model that outlines objects tightly meets scenes whose annotators leave a margin, with more overlaps and
+repeats. It is trained for the same number of steps, on the same samples in the same order, once by rollout matching and
+once by plain SFT; all three are measured on held-out scenes.
 Interrupted, it goes on where it was when started again.
 """
 
@@ -54,7 +55,7 @@ def run_demo(output: Path, console: Console, size: DemoSize | None = None) -> di
 
 
 def _write_data(output: Path, size: DemoSize, console: Console) -> dict[str, Path]:
-    from coordexp.data.scenes import DENSE, write_scenes
+    from coordexp.data.scenes import FRAMED, write_scenes
 
     paths = {}
     for split, seed in _SCENES.items():
@@ -64,7 +65,7 @@ def _write_data(output: Path, size: DemoSize, console: Console) -> dict[str, Pat
         # The JSONL is written last and in one piece: if it is there, and long enough, so is everything else.
         if not paths[split].is_file() or sum(1 for _ in paths[split].open(encoding="utf-8")) != count:
             with console.status(f"drawing {count} {split} scenes"):
-                write_scenes(folder, count, DENSE, seed)
+                write_scenes(folder, count, FRAMED, seed)
     return paths
 
 
@@ -118,7 +119,7 @@ def _show(results: dict[str, Any], pictures: dict[str, Any], output: Path, conso
     from coordexp.evaluation.report import draw_comparison, figures_table
 
     columns = {"before": results["before"], "rollout matching": results["after"], "plain SFT": results["after_sft"]}
-    console.print(figures_table(columns, f"{size.val_scenes} held-out dense scenes"))
+    console.print(figures_table(columns, f"{size.val_scenes} held-out scenes"))
     draw_comparison(pictures, output / "comparison.png", size.pictures)
     path = output / "summary.json"
     path.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")

@@ -41,11 +41,14 @@ class SceneSpec:
     max_overlap: float = 0.05  # intersection over the smaller box, for any two objects
     same_class: float = 0.0  # chance that an object repeats the class of an earlier one
     empty: float = 0.05  # chance of a scene without objects
+    margin: float = 0.0  # annotations are drawn wider than the object, by this share of its sides, on every side
 
 
 SPARSE = SceneSpec()
+MODERATE = SceneSpec(max_objects=6, min_side=22, max_side=52)
+FRAMED = SceneSpec(min_objects=2, max_objects=5, max_overlap=0.15, same_class=0.35, margin=0.22)
 DENSE = SceneSpec(min_objects=3, max_objects=7, min_side=20, max_side=48, max_overlap=0.25, same_class=0.35)
-SPECS = {"sparse": SPARSE, "dense": DENSE}
+SPECS = {"sparse": SPARSE, "moderate": MODERATE, "framed": FRAMED, "dense": DENSE}
 
 
 def make_scene(spec: SceneSpec, seed: int, index: int) -> tuple[Image.Image, tuple[GTObject, ...]]:
@@ -71,7 +74,7 @@ def make_scene(spec: SceneSpec, seed: int, index: int) -> tuple[Image.Image, tup
         else:
             colour, shape = str(rng.choice(list(COLOURS))), str(rng.choice(SHAPES))
         boxes.append(box)
-        objects.append(_draw_object(draw, spec.size, box, colour, shape, rng))
+        objects.append(_draw_object(draw, spec, box, colour, shape, rng))
     return canvas.resize((spec.size, spec.size), Image.Resampling.BOX), tuple(objects)
 
 
@@ -109,7 +112,7 @@ def _overlap(a: tuple[float, float, float, float], b: tuple[float, float, float,
 
 def _draw_object(
     draw: ImageDraw.ImageDraw,
-    size: int,
+    spec: SceneSpec,
     box: tuple[float, float, float, float],
     colour: str,
     shape: str,
@@ -123,12 +126,19 @@ def _draw_object(
         apex = x1 + (x2 - x1) * rng.uniform(0.3, 0.7)
         ring = (apex, y1, x2, y2, x1, y2)  # top-most vertex first, clockwise
         draw.polygon([v * _OVERSAMPLE for v in ring], fill=shade)
-        return GTObject(desc, "poly", tuple(_bin(v, size) for v in ring))
+        return GTObject(desc, "poly", _annotate(ring, box, spec))
     if shape == "circle":
         draw.ellipse(scaled, fill=shade)
     else:
         draw.rectangle(scaled, fill=shade)
-    return GTObject(desc, "bbox_2d", tuple(_bin(v, size) for v in box))
+    return GTObject(desc, "bbox_2d", _annotate(box, box, spec))
+
+
+def _annotate(outline: tuple[float, ...], box: tuple[float, float, float, float], spec: SceneSpec) -> tuple[int, ...]:
+    """Bins of ``outline`` grown about the middle of ``box`` by the spec's margin, inside the image."""
+    middle = ((box[0] + box[2]) / 2, (box[1] + box[3]) / 2)
+    grown = (middle[i % 2] + (v - middle[i % 2]) * (1 + 2 * spec.margin) for i, v in enumerate(outline))
+    return tuple(_bin(v, spec.size) for v in grown)
 
 
 def _bin(pixel: float, size: int) -> int:

@@ -30,7 +30,7 @@ class BBoxGeo:
         if not len(supervision.box_in_K_M4):
             return {}
         slots = supervision.coord_in_N_K[supervision.box_in_K_M4.reshape(-1)]
-        z_SB = coord_math.fence(ctx.logits_NV[slots][:, ctx.coord_ids_B])
+        z_SB = coord_math.fence(ctx.logits_NV[slots[:, None], ctx.coord_ids_B])
         decoded_M4 = coord_math.expected_position(z_SB.softmax(dim=-1)).reshape(-1, 4)
         predicted_M4 = coord_math.canonical_boxes(decoded_M4)
         true_M4 = coord_math.canonical_boxes(supervision.box_bin_M4.to(decoded_M4.dtype) / (NUM_BINS - 1))

@@ -47,8 +47,8 @@ class CoordReg:
         return sums
 
     def _coord_sums(self, ctx: ObjectiveContext) -> dict[str, torch.Tensor]:
-        full_KV = ctx.logits_NV[ctx.supervision.coord_in_N_K]
-        z_KB = full_KV[:, ctx.coord_ids_B]
+        slots_K = ctx.supervision.coord_in_N_K
+        z_KB = ctx.logits_NV[slots_K[:, None], ctx.coord_ids_B]  # not the whole rows: only the gate needs those
         log_p_KB = torch.log_softmax(coord_math.fence(z_KB) / self.temperature, dim=-1)
         center_K = ctx.supervision.coord_bin_K.to(log_p_KB.dtype)
         sums: dict[str, torch.Tensor] = {}
@@ -62,7 +62,8 @@ class CoordReg:
             hard_K1 = center_K.round().long()[:, None]
             sums["coord_ce"] = -self.coord_ce_weight * log_p_KB.gather(1, hard_K1).sum()
         if self.coord_gate_weight > 0:
-            sums["coord_gate"] = self.coord_gate_weight * coord_math.coord_gate(full_KV, z_KB, self.temperature).sum()
+            gate_K = coord_math.coord_gate(ctx.logits_NV[slots_K], z_KB, self.temperature)
+            sums["coord_gate"] = self.coord_gate_weight * gate_K.sum()
         return sums
 
     def _text_mask(self, ctx: ObjectiveContext) -> torch.Tensor:

@@ -96,29 +96,25 @@ def build_pipeline(config: PipelineConfig, channel: Channel = "B") -> ObjectiveP
 
 
 def sft_pipeline(coord_loss: CoordSoftCEW1Config | None) -> ObjectivePipeline:
-    """Stage 1: cross-entropy on text, and on coordinates either ``custom.coord_soft_ce_w1`` or plain cross-entropy.
-
-    Plain cross-entropy over the full vocabulary is hard CE over the bins plus the gate:
-    ``−log p(k) = −log p(k | coordinate) − log p(coordinate)``.
-    """
-    text = WeightedModule("token_ce", 1.0, TokenCE(1.0, 1.0, 1.0))
+    """Stage 1: with ``custom.coord_soft_ce_w1``, cross-entropy on text and those terms on coordinates; without it,
+    plain cross-entropy over the full vocabulary, one mean over all tokens of the answer."""
+    diagnostics = (WeightedModule("coord_diag", 1.0, CoordDiag()),)
     if coord_loss is None or not coord_loss.enabled:
-        coords = CoordReg(1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 2.0, None)
-    else:
-        coords = CoordReg(
-            coord_ce_weight=coord_loss.ce_weight,
-            soft_ce_weight=coord_loss.soft_ce_weight,
-            w1_weight=coord_loss.w1_weight,
-            coord_gate_weight=coord_loss.gate_weight,
-            text_gate_weight=coord_loss.text_gate_weight,
-            temperature=coord_loss.temperature,
-            target_sigma=coord_loss.target_sigma,
-            target_truncate=coord_loss.target_truncate,
-            desc_in_gt=True,
-        )
-    return ObjectivePipeline(
-        (text, WeightedModule("coord_reg", 1.0, coords)), (WeightedModule("coord_diag", 1.0, CoordDiag()),)
+        plain = TokenCE(1.0, 1.0, 1.0, with_coords=True)
+        return ObjectivePipeline((WeightedModule("token_ce", 1.0, plain),), diagnostics)
+    coords = CoordReg(
+        coord_ce_weight=coord_loss.ce_weight,
+        soft_ce_weight=coord_loss.soft_ce_weight,
+        w1_weight=coord_loss.w1_weight,
+        coord_gate_weight=coord_loss.gate_weight,
+        text_gate_weight=coord_loss.text_gate_weight,
+        temperature=coord_loss.temperature,
+        target_sigma=coord_loss.target_sigma,
+        target_truncate=coord_loss.target_truncate,
+        desc_in_gt=True,
     )
+    text = WeightedModule("token_ce", 1.0, TokenCE(1.0, 1.0, 1.0))
+    return ObjectivePipeline((text, WeightedModule("coord_reg", 1.0, coords)), diagnostics)
 
 
 def _shares(entry: WeightedModule, ctx: ObjectiveContext) -> dict[str, torch.Tensor]:
