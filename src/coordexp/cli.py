@@ -107,7 +107,7 @@ def train(config: ConfigFile) -> None:
     console = _console()
     _no_bars_in_log_files()
     run_training(run, console, run.custom.trainer_variant or "stage 1", config)
-    console.print(f"saved to {run.training.output_dir}", highlight=False, markup=False)
+    console.print(f"saved to {run.training.output_dir}", highlight=False, markup=False, soft_wrap=True)
 
 
 @app.command()

@@ -38,7 +38,6 @@ def run_demo(output: Path, console: Console, size: DemoSize | None = None) -> di
     """Run everything; returns what ``summary.json`` holds."""
     size = size or DemoSize()
     started = time.monotonic()
-    _limit_threads()
     data = _write_data(output, size, console)
     stage2 = _config(output, "stage2", data, size)
     sft = _config(output, "sft", data, size)
@@ -125,15 +124,8 @@ def _show(results: dict[str, Any], pictures: dict[str, Any], output: Path, conso
     path.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     gain = results["after"]["f1"] - results["before"]["f1"]
     console.print(f"F1 {results['before']['f1']:.3f} → {results['after']['f1']:.3f} ({gain:+.3f}) by rollout matching")
-    console.print(f"figures: {path}\npictures: {output / 'comparison.png'}\ncurves: tensorboard --logdir {output}")
-
-
-def _limit_threads() -> None:
-    """Torch on as many threads as there are cores this process may use; a container's limit is below the machine's."""
-    import os
-
-    import torch
-
-    torch.set_num_threads(
-        max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    console.print(
+        f"figures: {path}\npictures: {output / 'comparison.png'}\ncurves: tensorboard --logdir {output}",
+        highlight=False,
+        soft_wrap=True,
     )

@@ -158,7 +158,11 @@ def test_ctrl_c_exits_with_130(tmp_path: Path) -> None:
     fifo = tmp_path / "never_written.yaml"
     os.mkfifo(fifo)
     process = subprocess.Popen(
-        [sys.executable, "-m", "coordexp", "config", "check", fifo], stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "coordexp", "config", "check", fifo],
+        stderr=subprocess.PIPE,
+        text=True,
+        # A suite started in a shell's background inherits an ignored SIGINT, and would hand it on.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     # A writer can open the pipe without blocking only once the command waits in it for the YAML's text.
     deadline = time.monotonic() + 30

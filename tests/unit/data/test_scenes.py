@@ -1,6 +1,7 @@
 """Generated scenes: pure functions of (spec, seed, index), with geometry that lies where the shapes are."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +10,8 @@ from PIL import Image
 from coordexp.data.jsonl import read_jsonl
 from coordexp.data.scenes import COLOURS, DENSE, SHAPES, SPARSE, SPECS, SceneSpec, make_scene, write_scenes
 
-specs = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+TIGHT = {name: spec for name, spec in SPECS.items() if spec.margin == 0}
+specs = pytest.mark.parametrize("spec", TIGHT.values(), ids=TIGHT)
 TRIALS = 60
 
 
@@ -106,3 +108,20 @@ def test_written_scenes_read_back_equal(tmp_path):
 def test_a_longer_file_starts_with_the_shorter_one(tmp_path):
     short, long = (write_scenes(tmp_path / str(n), n, SPARSE, seed=4).read_text().splitlines() for n in (2, 4))
     assert long[:2] == short
+
+
+def test_a_margin_widens_the_annotation_and_nothing_else():
+    wide = replace(SPARSE, margin=0.25)
+    compared = 0
+    for index in range(TRIALS):
+        (image, tight), (same, loose) = make_scene(SPARSE, 7, index), make_scene(wide, 7, index)
+        assert image.tobytes() == same.tobytes()
+        for a, b in zip(tight, loose, strict=True):
+            assert (a.desc, a.kind) == (b.desc, b.kind)
+            (x1, y1, x2, y2), grown = bounds(a.bins), bounds(b.bins)
+            if min(grown) > 0 and max(grown) < 999:  # not cut off by the image's border
+                assert grown[2] - grown[0] == pytest.approx(1.5 * (x2 - x1), abs=3)
+                assert grown[3] - grown[1] == pytest.approx(1.5 * (y2 - y1), abs=3)
+                assert grown[0] + grown[2] == pytest.approx(x1 + x2, abs=3)
+                compared += 1
+    assert compared > 10
