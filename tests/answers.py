@@ -61,7 +61,8 @@ def outcome_of(
     parsed = parse_rollout(ids, vocab)
     match = match_objects(parsed.objects, truth, matching)
     target = build_target(parsed, match, truth, vocab, sample_id="sample", **options)
-    return SampleOutcome(Rollout("sample", (), ids, vocab.decode(ids), parsed.truncated), parsed, match, target)
+    text = vocab.decode(i for i in ids if 0 <= i < len(vocab))  # other ids write nothing
+    return SampleOutcome(Rollout("sample", (), ids, text, parsed.truncated), parsed, match, target)
 
 
 class Pairs(list[tuple[str, Any]]):

@@ -33,5 +33,7 @@ def make_target(
         context="rollout",
         prefix_len=0,
         matched_pred_idx=(),
+        matched_gt_idx=(),
         appended_gt_idx=(),
+        appended_object_index=(),
     )

@@ -94,8 +94,13 @@ class DropReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PredictedObject:
-    """A valid object of a rollout. ``coord_token_idx[j]`` is the position, in ``prefix_token_ids``, of the coordinate
-    token that wrote ``bins[j]``; ``token_span`` is the half-open range of tokens its entry (key included) touches."""
+    """A valid object of a rollout. Positions and half-open ranges count tokens of ``prefix_token_ids``.
+
+    ``coord_token_idx[j]`` is the coordinate token that wrote ``bins[j]``. ``token_span``: the tokens that its entry,
+    key included, touches. ``own_token_span``: those that lie wholly inside it; a token that also writes a separator,
+    the root's brace or part of another entry is not among them. ``desc_token_span``: those that touch the desc's value,
+    between its quotes, whatever else they write.
+    """
 
     index: int
     desc: str
@@ -103,6 +108,8 @@ class PredictedObject:
     bins: tuple[int, ...]
     coord_token_idx: tuple[int, ...]
     token_span: tuple[int, int]
+    own_token_span: tuple[int, int]
+    desc_token_span: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,16 +152,25 @@ class MatchResult:
 
 
 class TokenRole(IntEnum):
-    """What a token of the assistant's target is for. Only TAIL_STRUCT, TAIL_DESC, CLOSE and EOS may carry
-    cross-entropy; only PREFIX_COORD and TAIL_COORD carry coordinate losses."""
+    """What a token of the assistant's target is for. TAIL_STRUCT, TAIL_DESC, CLOSE and EOS may carry cross-entropy;
+    PREFIX_COORD and TAIL_COORD carry coordinate losses. The rest of the prefix carries none in the rollout-aligned
+    objective; of it, only PREFIX_STRUCT is text that a matched object vouches for.
 
-    PREFIX_MASKED = 0
+    Which tokens belong to a matched object is decided strictly. PREFIX_STRUCT lies wholly inside its entry: a fused
+    ``},`` or `` "`` between two entries also decides that another entry follows, which the match says nothing about,
+    and stays PREFIX_MASKED. A token that touches the desc's value is PREFIX_DESC, also where it is fused with structure
+    or is a coordinate token written in the desc. Values are stored in checkpoints: add new ones at the end.
+    """
+
+    PREFIX_MASKED = 0  # no objective supervises these: separators, unmatched objects, invalid entries
     PREFIX_COORD = 1  # a matched object's coordinate token in the model's own prefix
     TAIL_STRUCT = 2
     TAIL_DESC = 3
     TAIL_COORD = 4
     CLOSE = 5  # the root's closing brace
     EOS = 6
+    PREFIX_STRUCT = 7  # a matched object's keys, quotes and brackets in the model's own prefix
+    PREFIX_DESC = 8  # a matched object's description there
 
 
 SupervisionContext = Literal["gt", "rollout"]
@@ -167,6 +183,9 @@ class TrainingTarget:
     ``roles_T`` uint8 of :class:`TokenRole`; ``coord_pos_K`` int64 target positions, ascending; ``coord_bin_K`` float64
     target bins (fractional where a transport plan put them); ``box_pos_M4`` / ``box_bin_M4`` the same for whole boxes
     as (x1, y1, x2, y2). ``context`` is ``"gt"`` when the whole answer was written from ground truth.
+
+    Provenance: predicted object ``matched_pred_idx[i]`` was taught ground-truth object ``matched_gt_idx[i]``, and
+    ground-truth object ``appended_gt_idx[i]`` was appended as ``object_{appended_object_index[i]}``.
     """
 
     sample_id: str
@@ -179,7 +198,9 @@ class TrainingTarget:
     context: SupervisionContext
     prefix_len: int
     matched_pred_idx: tuple[int, ...]
+    matched_gt_idx: tuple[int, ...]
     appended_gt_idx: tuple[int, ...]
+    appended_object_index: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

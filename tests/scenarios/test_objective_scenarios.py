@@ -63,7 +63,9 @@ def test_matched_prefix_coordinates_and_the_tail_get_gradient_and_nothing_else()
     segment = rollout_segment()
     gradient = gradient_of(segment, coord_gate_weight=0.0, rollout_fn_desc_weight=0.0)
     touched = gradient.abs().sum(dim=1) > 0
-    supervised = positions(segment, *(set(TokenRole) - {TokenRole.PREFIX_MASKED, TokenRole.TAIL_DESC}))
+    prefix_text = {TokenRole.PREFIX_MASKED, TokenRole.PREFIX_STRUCT, TokenRole.PREFIX_DESC}
+    assert all(positions(segment, role) for role in prefix_text)
+    supervised = positions(segment, *(set(TokenRole) - prefix_text - {TokenRole.TAIL_DESC}))
     assert torch.nonzero(touched)[:, 0].tolist() == supervised
     assert len(positions(segment, TokenRole.PREFIX_COORD)) == 4  # the false positive's four are not among them
     # Coordinates: only the distribution over bins is touched, never the text vocabulary. Text: all of it.
@@ -150,7 +152,17 @@ def test_text_gate_is_positive_exactly_with_coordinate_mass_at_supervised_text()
     assert text_gate_of(segment, struct, text_gate_weight=2.0) == pytest.approx(2 * all_of_them)
 
 
-@pytest.mark.parametrize("role", [TokenRole.PREFIX_MASKED, TokenRole.CLOSE, TokenRole.EOS, TokenRole.TAIL_COORD])
+@pytest.mark.parametrize(
+    "role",
+    [
+        TokenRole.PREFIX_MASKED,
+        TokenRole.PREFIX_STRUCT,
+        TokenRole.PREFIX_DESC,
+        TokenRole.CLOSE,
+        TokenRole.EOS,
+        TokenRole.TAIL_COORD,
+    ],
+)
 def test_text_gate_ignores_what_it_does_not_supervise(role: TokenRole) -> None:
     """False positives, matched objects' text, closing tokens and coordinate slots are neutral."""
     segment = rollout_segment()

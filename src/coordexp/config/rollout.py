@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from coordexp.config.objective import PipelineConfig
-from coordexp.config.strict import ListOf, StrictModel
+from coordexp.config.strict import FilePath, ListOf, StrictModel
 
 
 class DecodingConfig(StrictModel):
@@ -69,6 +69,27 @@ class VLLMConfig(StrictModel):
     sync: SyncConfig = Field(default=SyncConfig(), description="weight pushes")
 
 
+class MonitorDumpConfig(StrictModel):
+    """Records of single samples for looking at and replaying: answer, parse, match and target, one JSON line each."""
+
+    enabled: bool = Field(default=False, description="write rollouts_rank{r}.jsonl while stage 2 trains")
+    every_steps: int | None = Field(
+        default=None, ge=1, description="record every N optimizer steps; null = training.logging_steps"
+    )
+    dump_first_step: bool = Field(default=True, description="record the first step of the run too")
+    only_world_process_zero: bool = Field(default=True, description="record on the first process only, not on each")
+    max_samples: int = Field(default=16, ge=1, description="most samples recorded of a step, on each process")
+    max_pending: int = Field(
+        default=64, ge=1, description="most records waiting to be written; further ones are dropped and counted"
+    )
+    min_free_gb: float = Field(
+        default=2.0, ge=0, description="write nothing while the disk has less room, in 10^9 bytes"
+    )
+    out_dir: FilePath | None = Field(
+        default=None, description="folder of the records; null = rollout_records in training.output_dir"
+    )
+
+
 class RolloutMatchingConfig(StrictModel):
     """Rollouts, matching and the objective of stage 2; evaluation decodes by the same keys."""
 
@@ -96,6 +117,7 @@ class RolloutMatchingConfig(StrictModel):
     ot_epsilon: float = Field(default=10.0, gt=0, description="entropic regularisation of the transport, in bins")
     ot_iters: int = Field(default=30, ge=1, description="Sinkhorn iterations")
     vllm: VLLMConfig = Field(default=VLLMConfig(), description="the vLLM engine; read when rollout_backend is 'vllm'")
+    monitor_dump: MonitorDumpConfig = Field(default=MonitorDumpConfig(), description="records of single samples")
     pipeline: PipelineConfig | None = Field(
         default=None, description="the objective; required by stage2_rollout_aligned and not allowed without it"
     )

@@ -59,6 +59,12 @@ def _variant_checks(config: RunConfig) -> Iterator[Problem]:
     rollout = config.rollout_matching
     has_pipeline = rollout is not None and rollout.pipeline is not None
     if config.custom.trainer_variant is None:
+        if rollout is not None and rollout.monitor_dump.enabled:
+            yield _problem(
+                "rollout_matching.monitor_dump.enabled",
+                "only stage 2 makes rollouts to record; set custom.trainer_variant: stage2_rollout_aligned, or false",
+                "custom.trainer_variant",
+            )
         if has_pipeline:
             yield _problem(
                 "rollout_matching.pipeline",

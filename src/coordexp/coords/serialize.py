@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -11,6 +12,7 @@ from coordexp.coords.vocab import COORD_TOKENS
 from coordexp.errors import AppendError
 from coordexp.records import GTObject
 
+_MARK = re.compile(r'"(?:[^"\\]|\\.)*"|["{}\[\]]', re.DOTALL)
 FieldOrder = Literal["desc_first", "geometry_first"]
 
 
@@ -36,15 +38,18 @@ def serialize_append(
     after ``}``; anything else is no place to append.
 
     Raises:
-        AppendError: ``prefix_text`` is not append-ready, or ends with a comma and there is nothing to append.
+        AppendError: ``prefix_text`` is not append-ready (it ends elsewhere, inside a string, or not at the root's
+            depth), or ends with a comma and there is nothing to append.
     """
+    _check_depth(prefix_text)
     return append_fragment(objects, prefix_text, start_index, field_order).text
 
 
 def append_fragment(
     objects: Sequence[GTObject], prefix_text: str, start_index: int, field_order: FieldOrder = "desc_first"
 ) -> Fragment:
-    """:func:`serialize_append`, with the positions of the desc values."""
+    """:func:`serialize_append`, with the positions of the desc values, and trusting ``prefix_text`` but for its end: a
+    parsed rollout's prefix is an open root object."""
     last = prefix_text.rstrip()[-1:]
     if last not in ("{", ",", "}"):
         raise AppendError(
@@ -76,3 +81,16 @@ def append_fragment(
         write("}")
     write("}")
     return Fragment("".join(parts), tuple(spans))
+
+
+def _check_depth(prefix_text: str) -> None:
+    """Whether ``prefix_text`` stands inside the root object and nothing deeper; its end is checked elsewhere."""
+    depth = 0
+    for mark in _MARK.findall(prefix_text):
+        if mark == '"':  # a string that does not end
+            raise AppendError(f"cannot append after {prefix_text[-40:]!r}: it ends inside a string")
+        depth += (mark in "{[") - (mark in "}]") if len(mark) == 1 else 0
+    if depth != 1 and prefix_text.rstrip()[-1:] in ("{", ",", "}"):
+        raise AppendError(
+            f"cannot append after {prefix_text[-40:]!r}: {depth} brackets are open there, not the root's alone"
+        )

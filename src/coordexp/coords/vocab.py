@@ -6,7 +6,8 @@ scan is exact where a scan over decoded pieces would meet replacement characters
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -20,6 +21,9 @@ def coord_token(bin_index: int) -> str:
     """The text of coordinate token ``bin_index`` (0..999)."""
     return f"<|coord_{bin_index}|>"
 
+
+_COORD_LITERAL = re.compile(r"<\|coord_(0|[1-9][0-9]{0,2})\|>")
+_MAX_REMEMBERED = 50_000  # parts between coordinates, a few hundred bytes each
 
 COORD_TOKENS: tuple[str, ...] = tuple(coord_token(k) for k in range(NUM_BINS))
 
@@ -37,6 +41,9 @@ def _byte_of_char() -> dict[str, int]:
 class CoordVocab:
     """Token id → bytes, token id ↔ bin, and text → token ids, for one tokenizer.
 
+    ``encode(text, add_special_tokens=False)["input_ids"]`` are the token ids of a text and, where ``batches``, the
+    lists of ids of a list of texts.
+
     Attributes:
         coord_token_ids: the 1000 ids, in bin order.
         eos_id: id of ``<|im_end|>``, which ends the assistant's turn.
@@ -50,13 +57,17 @@ class CoordVocab:
         eos_id: int,
         control_ids: Iterable[int],
         encode: Any,
+        batches: bool = False,
     ) -> None:
         self._pieces = tuple(pieces)
         self._encode = encode
+        self._batches = batches
         self.coord_token_ids = tuple(coord_token_ids)
         self.eos_id = eos_id
         self.control_ids = frozenset(control_ids)
         self._bins = {token_id: k for k, token_id in enumerate(self.coord_token_ids)}
+        self._ids_of_part: dict[str, tuple[int, ...]] = {}
+        self._splits_at_coords = self._check_split()
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Any) -> CoordVocab:
@@ -95,7 +106,7 @@ class CoordVocab:
         specials = set(tokenizer.all_special_ids) | {
             token_id for text, token_id in added.items() if text.startswith("<|") and text.endswith("|>")
         }
-        return cls(pieces, coord_ids, added[TURN_END], specials - set(coord_ids), tokenizer)
+        return cls(pieces, coord_ids, added[TURN_END], specials - set(coord_ids), tokenizer, batches=True)
 
     def __len__(self) -> int:
         return len(self._pieces)
@@ -103,6 +114,11 @@ class CoordVocab:
     def bin_of(self, token_id: int) -> int | None:
         """The bin that ``token_id`` writes, or None when it is not a coordinate token."""
         return self._bins.get(token_id)
+
+    @property
+    def bins(self) -> Mapping[int, int]:
+        """Coordinate token id → bin, for loops that cannot afford a call per token."""
+        return self._bins
 
     def piece_bytes(self, token_id: int) -> bytes:
         """The exact bytes that ``token_id`` contributes to the decoded text."""
@@ -125,3 +141,41 @@ class CoordVocab:
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text`` with no special tokens added (coordinate literals become coordinate tokens)."""
         return self._encode(text, add_special_tokens=False)["input_ids"]
+
+    def encode_answer(self, text: str) -> list[int]:
+        """:meth:`encode` of text that :mod:`coordexp.coords.serialize` wrote: the same ids, several times faster.
+
+        Tokenizers cut their text at added tokens before anything else, so what stands between two coordinates is
+        encoded on its own, and in answers it recurs: each part is encoded once and remembered. A tokenizer for which
+        this does not hold on a sample answer is asked for the whole text.
+        """
+        if not self._splits_at_coords:
+            return self.encode(text)
+        parts = _COORD_LITERAL.split(text)  # text, bin, text, bin, …, text
+        known = self._ids_of_part
+        unknown = [part for part in dict.fromkeys(parts[::2]) if part not in known]
+        if unknown:
+            if len(known) + len(unknown) > _MAX_REMEMBERED:
+                known.clear()
+                unknown = list(dict.fromkeys(parts[::2]))
+            known.update(zip(unknown, map(tuple, self._encode_many(unknown)), strict=True))
+        ids = list(known[parts[0]])
+        coord_ids = self.coord_token_ids
+        for k, part in zip(parts[1::2], parts[2::2], strict=True):
+            ids.append(coord_ids[int(k)])
+            ids += known[part]
+        return ids
+
+    def _encode_many(self, texts: list[str]) -> list[list[int]]:
+        return self._encode(texts, add_special_tokens=False)["input_ids"]
+
+    def _check_split(self) -> bool:
+        """Whether coordinates separate their surroundings, on a sample with words, spaces and quotes beside them."""
+        if not self._batches:
+            return False
+        sample = '{"object_1": {"desc": "black cat", "bbox_2d": ["<|coord_0|>", "<|coord_7|>", "<|coord_42|>"]}, x'
+        sample += '<|coord_999|>y <|coord_1|> z: ["<|coord_1|>", <|coord_3|>], "desc": "wow! 龘"}}'
+        self._splits_at_coords = True
+        found = self.encode_answer(sample)
+        self._ids_of_part.clear()
+        return found == self.encode(sample)

@@ -1,7 +1,17 @@
 """Shapes in norm1000 space: boxes, mask IoU, transport between point sets. Torch-free."""
 
-from coordexp.geometry.boxes import Shape, aabb, aabbs, box_iou
+from coordexp.geometry.boxes import Shape, aabb, aabbs, box_iou, box_iou_pairs, overlapping_boxes
 from coordexp.geometry.mask_iou import mask_iou, mask_iou_pairs
 from coordexp.geometry.transport import barycentric_targets
 
-__all__ = ["Shape", "aabb", "aabbs", "barycentric_targets", "box_iou", "mask_iou", "mask_iou_pairs"]
+__all__ = [
+    "Shape",
+    "aabb",
+    "aabbs",
+    "barycentric_targets",
+    "box_iou",
+    "box_iou_pairs",
+    "mask_iou",
+    "mask_iou_pairs",
+    "overlapping_boxes",
+]

@@ -42,6 +42,11 @@ def ring(shape: Shape) -> np.ndarray:
 
 def aabb(shape: Shape) -> tuple[int, int, int, int]:
     """Axis-aligned bounding box ``(x1, y1, x2, y2)`` of a box or polygon, clamped to 0..999."""
+    if shape.kind == "poly" and len(shape.bins) >= 6 and len(shape.bins) % 2 == 0:
+        # Of a dozen numbers Python's own minimum is several times faster than an array's.
+        x, y = shape.bins[::2], shape.bins[1::2]
+        x1, y1, x2, y2 = (min(max(value, 0), NUM_BINS - 1) for value in (min(x), min(y), max(x), max(y)))
+        return x1, y1, x2, y2
     vertices_V2 = ring(shape)
     (x1, y1), (x2, y2) = vertices_V2.min(axis=0).tolist(), vertices_V2.max(axis=0).tolist()
     return x1, y1, x2, y2
@@ -49,7 +54,10 @@ def aabb(shape: Shape) -> tuple[int, int, int, int]:
 
 def aabbs(shapes: Sequence[Shape]) -> np.ndarray:
     """:func:`aabb` of each shape: (N, 4) int64, also for N = 0."""
-    return np.array([aabb(shape) for shape in shapes], dtype=np.int64).reshape(-1, 4)
+    corners = [shape.bins if shape.kind == "bbox_2d" and len(shape.bins) == 4 else aabb(shape) for shape in shapes]
+    corners_N4 = np.clip(np.array(corners, dtype=np.int64).reshape(-1, 4), 0, NUM_BINS - 1)
+    low_N2, high_N2 = corners_N4[:, :2], corners_N4[:, 2:]
+    return np.concatenate([np.minimum(low_N2, high_N2), np.maximum(low_N2, high_N2)], axis=1)
 
 
 def box_iou(a_N4: np.ndarray, b_M4: np.ndarray) -> np.ndarray:
@@ -57,12 +65,34 @@ def box_iou(a_N4: np.ndarray, b_M4: np.ndarray) -> np.ndarray:
 
     A box without area has IoU 1 with an equal box and 0 with any other.
     """
-    a_N14 = np.asarray(a_N4, dtype=np.float64).reshape(-1, 1, 4)
-    b_1M4 = np.asarray(b_M4, dtype=np.float64).reshape(1, -1, 4)
-    sides_NM2 = np.minimum(a_N14[..., 2:], b_1M4[..., 2:]) - np.maximum(a_N14[..., :2], b_1M4[..., :2])
-    shared_NM = np.clip(sides_NM2, 0.0, None).prod(axis=-1)
-    area_N1 = (a_N14[..., 2:] - a_N14[..., :2]).prod(axis=-1)
-    area_1M = (b_1M4[..., 2:] - b_1M4[..., :2]).prod(axis=-1)
-    union_NM = area_N1 + area_1M - shared_NM
-    equal_NM = (a_N14 == b_1M4).all(axis=-1)
-    return np.where(union_NM > 0, shared_NM / np.where(union_NM > 0, union_NM, 1.0), equal_NM.astype(np.float64))
+    a_N4 = np.asarray(a_N4, dtype=np.float64).reshape(-1, 4)
+    b_M4 = np.asarray(b_M4, dtype=np.float64).reshape(-1, 4)
+    return _iou(a_N4.T[:, :, None], b_M4.T[:, None, :])
+
+
+def box_iou_pairs(a_K4: np.ndarray, b_K4: np.ndarray) -> np.ndarray:
+    """:func:`box_iou` of box k with box k: (K,) float64."""
+    a_K4 = np.asarray(a_K4, dtype=np.float64).reshape(-1, 4)
+    b_K4 = np.asarray(b_K4, dtype=np.float64).reshape(-1, 4)
+    return _iou(a_K4.T, b_K4.T)
+
+
+def overlapping_boxes(a_N4: np.ndarray, b_M4: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Indices (K,), (K,) of all pairs with :func:`box_iou` above 0, ordered by the first and then by the second."""
+    a_N14, b_1M4 = a_N4[:, None, :], b_M4[None, :, :]
+    near_NM = (a_N14[..., 0] <= b_1M4[..., 2]) & (b_1M4[..., 0] <= a_N14[..., 2])
+    near_NM &= (a_N14[..., 1] <= b_1M4[..., 3]) & (b_1M4[..., 1] <= a_N14[..., 3])
+    first_K, second_K = np.nonzero(near_NM)  # touching is enough to stand here: coincident boxes may have no area
+    overlap_K = box_iou_pairs(a_N4[first_K], b_M4[second_K]) > 0
+    return first_K[overlap_K], second_K[overlap_K]
+
+
+def _iou(a_4N: np.ndarray, b_4N: np.ndarray) -> np.ndarray:
+    """IoU of boxes whose four coordinates stand on the first axis; the other axes broadcast."""
+    (ax1, ay1, ax2, ay2), (bx1, by1, bx2, by2) = a_4N, b_4N
+    width = np.maximum(np.minimum(ax2, bx2) - np.maximum(ax1, bx1), 0.0)
+    height = np.maximum(np.minimum(ay2, by2) - np.maximum(ay1, by1), 0.0)
+    shared = width * height
+    union = (ax2 - ax1) * (ay2 - ay1) + (bx2 - bx1) * (by2 - by1) - shared
+    equal = (ax1 == bx1) & (ay1 == by1) & (ax2 == bx2) & (ay2 == by2)
+    return np.where(union > 0, shared / np.where(union > 0, union, 1.0), equal.astype(np.float64))

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from coordexp.geometry.boxes import Shape, aabbs, box_iou, ring
+from coordexp.geometry.boxes import Shape, aabbs, box_iou_pairs, ring
 from coordexp.geometry.overlap import exact_iou
 from coordexp.records import NUM_BINS
 
@@ -32,27 +32,53 @@ def mask_iou_pairs(
     """:func:`mask_iou` of chosen pairs only: (K,) float64 for (K, 2) indices into ``first`` and ``second``.
 
     Each polygon (and each box that meets one) is rasterised once; boxes against boxes are computed in closed form.
+    Shapes whose bounding boxes share no area, and are not the same box, have mask IoU 0: a raster lies between the
+    pixel edges of its bounding box, and so do the edges of disjoint boxes.
     """
     if resolution < 2:
         raise ValueError(f"the canvas needs at least 2 pixels a side, got {resolution}")
     pairs_K2 = np.asarray(pairs_K2, dtype=np.int64).reshape(-1, 2)
     is_box_1 = np.array([shape.kind == "bbox_2d" for shape in first], dtype=bool)
     is_box_2 = np.array([shape.kind == "bbox_2d" for shape in second], dtype=bool)
+    aabb_1, aabb_2 = aabbs(first)[pairs_K2[:, 0]], aabbs(second)[pairs_K2[:, 1]]
     both_boxes_K = is_box_1[pairs_K2[:, 0]] & is_box_2[pairs_K2[:, 1]]
-    iou_K = np.empty(len(pairs_K2), dtype=np.float64)
-    boxes_K2 = pairs_K2[both_boxes_K]
-    iou_K[both_boxes_K] = _box_pairs(aabbs(first)[boxes_K2[:, 0]], aabbs(second)[boxes_K2[:, 1]], resolution)
-    masks_1: dict[int, dict[str, Any]] = {}
-    masks_2: dict[int, dict[str, Any]] = {}
-    for k in np.flatnonzero(~both_boxes_K):
-        i, j = pairs_K2[k].tolist()
-        for index, shapes, masks in ((i, first, masks_1), (j, second, masks_2)):
-            if index not in masks:
-                masks[index] = _rasterise(shapes[index], resolution)
-        iou_K[k] = _raster_iou(masks_1[i], masks_2[j])
-        if np.isnan(iou_K[k]):
-            iou_K[k] = exact_iou(ring(first[i]), ring(second[j]))
+    iou_K = np.zeros(len(pairs_K2), dtype=np.float64)
+    iou_K[both_boxes_K] = _box_pairs(aabb_1[both_boxes_K], aabb_2[both_boxes_K], resolution)
+    drawn_D = np.flatnonzero(~both_boxes_K)
+    drawn_D = drawn_D[box_iou_pairs(aabb_1[drawn_D], aabb_2[drawn_D]) > 0]
+    if drawn_D.size:
+        iou_K[drawn_D] = _drawn_pairs(first, second, pairs_K2[drawn_D], resolution)
     return iou_K
+
+
+def _drawn_pairs(first: Sequence[Shape], second: Sequence[Shape], pairs_D2: np.ndarray, resolution: int) -> np.ndarray:
+    """Mask IoU of pairs that need rasters, (D,): all shapes are drawn in one call, then one call per first shape."""
+    from pycocotools import mask as coco_mask
+
+    shapes_1, shapes_2 = np.unique(pairs_D2[:, 0]), np.unique(pairs_D2[:, 1])
+    shapes = [first[i] for i in shapes_1.tolist()] + [second[j] for j in shapes_2.tolist()]
+    outlines: Any = [_outline(shape, resolution) for shape in shapes]  # pycocotools' stubs know no lists of rings
+    rles: Any = coco_mask.frPyObjects(outlines, resolution, resolution)
+    is_empty = np.asarray(coco_mask.area(rles)) == 0
+    rows_D = np.searchsorted(shapes_1, pairs_D2[:, 0])
+    columns_D = np.searchsorted(shapes_2, pairs_D2[:, 1]) + len(shapes_1)
+    iou_D = np.empty(len(pairs_D2), dtype=np.float64)
+    by_row = np.argsort(rows_D, kind="stable")
+    for row, of_row in enumerate(np.split(by_row, np.flatnonzero(np.diff(rows_D[by_row])) + 1)):
+        others = [rles[column] for column in columns_D[of_row].tolist()]
+        iou_D[of_row] = np.asarray(coco_mask.iou([rles[row]], others, [0] * len(others)))[0]
+    for d in np.flatnonzero(is_empty[rows_D] | is_empty[columns_D]).tolist():  # the raster says nothing
+        iou_D[d] = exact_iou(ring(first[int(pairs_D2[d, 0])]), ring(second[int(pairs_D2[d, 1])]))
+    return iou_D
+
+
+def _outline(shape: Shape, resolution: int) -> list[float]:
+    """A shape's ring on the canvas, (x, y, x, y, …) as pycocotools takes it. Of a dozen numbers: no array."""
+    bins = [min(max(k, 0), NUM_BINS - 1) for k in shape.bins]
+    if shape.kind == "bbox_2d":
+        (x1, x2), (y1, y2) = sorted(bins[::2]), sorted(bins[1::2])
+        bins = [x1, y1, x2, y1, x2, y2, x1, y2]
+    return [k * (resolution - 1) / (NUM_BINS - 1) for k in bins]
 
 
 @lru_cache(maxsize=8)
@@ -77,25 +103,5 @@ def _box_pairs(a_K4: np.ndarray, b_K4: np.ndarray, resolution: int) -> np.ndarra
     shared_K = np.clip(sides_K2, 0, None).prod(axis=1)
     empty_K = (area_a_K == 0) | (area_b_K == 0)
     iou_K = shared_K / np.where(empty_K, 1, area_a_K + area_b_K - shared_K)
-    for k in np.flatnonzero(empty_K):
-        iou_K[k] = box_iou(a_K4[k : k + 1], b_K4[k : k + 1])[0, 0]
+    iou_K[empty_K] = box_iou_pairs(a_K4[empty_K], b_K4[empty_K])
     return iou_K
-
-
-def _rasterise(shape: Shape, resolution: int) -> dict[str, Any]:
-    """Run-length mask of a shape on the canvas, with its pixel count under ``"area"``."""
-    from pycocotools import mask as coco_mask
-
-    outline_V2 = ring(shape) * (resolution - 1) / (NUM_BINS - 1)
-    polygons: Any = [outline_V2.ravel().tolist()]  # pycocotools' stubs know no lists of float rings
-    (rle,) = coco_mask.frPyObjects(polygons, resolution, resolution)
-    return {"rle": rle, "area": int(coco_mask.area(rle))}
-
-
-def _raster_iou(a: dict[str, Any], b: dict[str, Any]) -> float:
-    """IoU of two masks; NaN where one of them is empty and the raster says nothing."""
-    from pycocotools import mask as coco_mask
-
-    if a["area"] == 0 or b["area"] == 0:
-        return float("nan")
-    return float(np.asarray(coco_mask.iou([a["rle"]], [b["rle"]], [0]))[0, 0])

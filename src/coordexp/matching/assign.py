@@ -9,7 +9,7 @@ import numpy as np
 
 from coordexp.errors import ConfigError
 from coordexp.geometry import Shape, aabbs, mask_iou_pairs
-from coordexp.matching.candidates import top_k_candidates
+from coordexp.matching.candidates import overlapping_candidates, top_k_candidates
 from coordexp.records import Match, MatchResult
 
 # Totals closer than this are the same total: the costs are fractions of pixel counts, this is only their rounding.
@@ -63,26 +63,74 @@ def match_objects(
     num_pred, num_gt = len(predicted), len(ground_truth)
     if num_pred == 0 or num_gt == 0:
         return MatchResult((), tuple(range(num_gt)), tuple(range(num_pred)), 0)
-    chosen_PK, box_iou_PK = top_k_candidates(aabbs(predicted), aabbs(ground_truth), config.candidate_top_k)
-    pred_of_N, gt_of_N = np.repeat(np.arange(num_pred), chosen_PK.shape[1]), chosen_PK.ravel()
+    pred_of_N, gt_of_N = _candidates(predicted, ground_truth, config)
     iou_N = mask_iou_pairs(predicted, ground_truth, np.stack([pred_of_N, gt_of_N], axis=1), config.maskiou_resolution)
     feasible_N = iou_N >= config.maskiou_gate
-    # Fillers whose boxes do not even touch are no near misses.
-    rejections = int((~feasible_N & (box_iou_PK.ravel() > 0)).sum())
-
-    iou_PG = np.full((num_pred, num_gt), -np.inf)
-    iou_PG[pred_of_N[feasible_N], gt_of_N[feasible_N]] = iou_N[feasible_N]
-    partner_P = _settle_ties(_assign(1.0 - iou_PG, config), 1.0 - iou_PG, config)
-    pairs = tuple(
-        Match(pred_idx=i, gt_idx=j, iou=float(iou_PG[i, j])) for i, j in enumerate(partner_P.tolist()) if j < num_gt
-    )
-    found = {pair.gt_idx for pair in pairs}
+    pred_of_F, gt_of_F, iou_F = pred_of_N[feasible_N], gt_of_N[feasible_N], iou_N[feasible_N]
+    chosen_F = _best_edges(pred_of_F, gt_of_F, 1.0 - iou_F, config)
+    found = zip(pred_of_F[chosen_F].tolist(), gt_of_F[chosen_F].tolist(), iou_F[chosen_F].tolist(), strict=True)
+    pairs = tuple([Match(pred_idx=i, gt_idx=j, iou=iou) for i, j, iou in sorted(found)])
+    free_P, free_G = np.ones(num_pred, dtype=bool), np.ones(num_gt, dtype=bool)
+    free_P[pred_of_F[chosen_F]] = False
+    free_G[gt_of_F[chosen_F]] = False
     return MatchResult(
         pairs=pairs,
-        fn_gt_idx=tuple(j for j in range(num_gt) if j not in found),
-        fp_pred_idx=tuple(np.flatnonzero(partner_P == num_gt).tolist()),
-        num_gate_rejections=rejections,
+        fn_gt_idx=tuple(np.flatnonzero(free_G).tolist()),
+        fp_pred_idx=tuple(np.flatnonzero(free_P).tolist()),
+        num_gate_rejections=len(iou_N) - len(iou_F),
     )
+
+
+def _candidates(
+    predicted: Sequence[Shape], ground_truth: Sequence[Shape], config: MatchingConfig
+) -> tuple[np.ndarray, np.ndarray]:
+    """Pairs worth a mask IoU: (N,) prediction and (N,) GT indices.
+
+    Only a gate of 0 admits shapes that do not touch; elsewhere those are no candidates, and no near misses either.
+    """
+    pred_P4, gt_G4 = aabbs(predicted), aabbs(ground_truth)
+    if config.maskiou_gate > 0:
+        return overlapping_candidates(pred_P4, gt_G4, config.candidate_top_k)
+    chosen_PK, _ = top_k_candidates(pred_P4, gt_G4, config.candidate_top_k)
+    pred_of_N = np.repeat(np.arange(len(predicted)), chosen_PK.shape[1])
+    return pred_of_N, chosen_PK.ravel()
+
+
+def _best_edges(pred_of_F: np.ndarray, gt_of_F: np.ndarray, cost_F: np.ndarray, config: MatchingConfig) -> np.ndarray:
+    """Which of the feasible pairs form the assignment: indices into them.
+
+    Objects that no chain of feasible pairs connects cannot compete, so each connected part is solved alone. Most parts
+    are one pair, which needs no solver; ties are settled within a part, since no change could leave it.
+    """
+    if cost_F.size == 0:
+        return np.zeros(0, dtype=np.int64)
+    alone_F = (np.bincount(pred_of_F)[pred_of_F] == 1) & (np.bincount(gt_of_F)[gt_of_F] == 1)
+    chosen = [np.flatnonzero(alone_F & (cost_F - config.fn_cost <= config.fp_cost + _TIE))]
+    for part in _connected(pred_of_F, gt_of_F, np.flatnonzero(~alone_F)):
+        preds, row = np.unique(pred_of_F[part], return_inverse=True)
+        gts, column = np.unique(gt_of_F[part], return_inverse=True)
+        cost_PG = np.full((len(preds), len(gts)), np.inf)
+        cost_PG[row, column] = cost_F[part]
+        partner_P = _settle_ties(_assign(cost_PG, config), cost_PG, config)
+        chosen.append(part[partner_P[row] == column])
+    return np.concatenate(chosen)
+
+
+def _connected(pred_of_F: np.ndarray, gt_of_F: np.ndarray, edges: np.ndarray) -> list[np.ndarray]:
+    """``edges`` (indices of pairs) parted into sets that share no prediction and no GT object."""
+    part_of_pred: dict[int, list[int]] = {}
+    part_of_gt: dict[int, list[int]] = {}
+    for edge, i, j in zip(edges.tolist(), pred_of_F[edges].tolist(), gt_of_F[edges].tolist(), strict=True):
+        part = part_of_pred.setdefault(i, [])
+        other = part_of_gt.setdefault(j, part)
+        if other is not part:  # the smaller joins the larger, so that no edge moves often
+            part, other = (part, other) if len(part) >= len(other) else (other, part)
+            for moved in other:
+                part_of_pred[int(pred_of_F[moved])] = part_of_gt[int(gt_of_F[moved])] = part
+            part_of_pred[i] = part_of_gt[j] = part
+            part.extend(other)
+        part.append(edge)
+    return [np.array(sorted(part)) for part in {id(part): part for part in part_of_pred.values()}.values()]
 
 
 def _assign(cost_PG: np.ndarray, config: MatchingConfig) -> np.ndarray:

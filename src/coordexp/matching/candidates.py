@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from coordexp.geometry import box_iou
+from coordexp.geometry import box_iou, box_iou_pairs, overlapping_boxes
 
 
 def top_k_candidates(pred_P4: np.ndarray, gt_G4: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
@@ -25,3 +25,19 @@ def top_k_candidates(pred_P4: np.ndarray, gt_G4: np.ndarray, k: int) -> tuple[np
     order_PG = np.lexsort((distance_PG, -iou_PG), axis=-1)  # stable: equal keys keep index order
     chosen_PK = order_PG[:, :k]
     return chosen_PK, np.take_along_axis(iou_PG, chosen_PK, axis=1)
+
+
+def overlapping_candidates(pred_P4: np.ndarray, gt_G4: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Those of :func:`top_k_candidates` whose boxes overlap: (N,) prediction and (N,) GT indices, by prediction.
+
+    Shapes whose boxes do not overlap have mask IoU 0, so above a gate of 0 the others could never match. Their number
+    grows with the crowd, that of overlaps hardly does.
+    """
+    pred_N, gt_N = overlapping_boxes(pred_P4, gt_G4)
+    if pred_N.size == 0 or np.bincount(pred_N).max() <= k:
+        return pred_N, gt_N
+    order = np.lexsort((gt_N, -box_iou_pairs(pred_P4[pred_N], gt_G4[gt_N]), pred_N))
+    starts_P = np.searchsorted(pred_N, np.arange(len(pred_P4)))  # the order within a prediction is all that changed
+    rank_N = np.arange(len(pred_N)) - starts_P[pred_N]
+    chosen = np.sort(order[rank_N < k])
+    return pred_N[chosen], gt_N[chosen]

@@ -11,7 +11,16 @@ import torch
 from coordexp.packing import supervise_row
 from coordexp.records import PackedRow, TokenRole, TrainingTarget
 
-CE_ROLES = (TokenRole.TAIL_STRUCT, TokenRole.TAIL_DESC, TokenRole.CLOSE, TokenRole.EOS)
+# Positions whose logits are computed: the roles that some module of the objective may supervise. All others cost
+# nothing, and a module cannot reach them.
+SUPERVISED_ROLES = (
+    TokenRole.PREFIX_COORD,
+    TokenRole.TAIL_STRUCT,
+    TokenRole.TAIL_DESC,
+    TokenRole.TAIL_COORD,
+    TokenRole.CLOSE,
+    TokenRole.EOS,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +84,7 @@ class SupervisionTensors:
     def of(cls, row: PackedRow) -> SupervisionTensors:
         """Lay out what :func:`coordexp.packing.supervise_row` found and checked."""
         found = supervise_row(row)
-        position_N = np.flatnonzero(found.roles_L > TokenRole.PREFIX_MASKED)  # prompt tokens are −1
+        position_N = np.flatnonzero(np.isin(found.roles_L, SUPERVISED_ROLES))
         from_gt_S = np.array([segment.target.context == "gt" for segment in row.segments])
         coord_in_N_K = np.searchsorted(position_N, found.coord_pos_K)
         return cls(

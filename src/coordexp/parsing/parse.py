@@ -6,7 +6,7 @@ import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 
 from coordexp.coords import CoordVocab
@@ -18,6 +18,7 @@ from coordexp.parsing.scanner import (
     RootScan,
     Scanner,
     count_key_lookalikes,
+    elements,
     object_index,
     read_string,
 )
@@ -30,13 +31,26 @@ _GEOMETRY_OF_KEY: dict[bytes, GeometryKind] = {kind.encode(): kind for kind in G
 @dataclass(frozen=True, slots=True)
 class _Answer:
     """The answer's bytes and how they lie on its tokens. ``end``: where the readable part ends, which is the first
-    token that no answer may contain, or the end. ``coord_at``: byte offset → (token position, bin)."""
+    token that no answer may contain, or the end. ``coord_at``: byte offset → (token position, bin); ``coord_starts``
+    its keys, ascending."""
 
     token_ids: tuple[int, ...]
     data: bytes
     ends: list[int]
     end: int
     coord_at: dict[int, tuple[int, int]]
+    coord_starts: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """What a usable entry says. ``value``: half-open byte range of its desc, without quotes; ``coords``: (token
+    position, bin) of each coordinate."""
+
+    desc: str
+    value: tuple[int, int]
+    kind: GeometryKind
+    coords: list[tuple[int, int]]
 
 
 def parse_rollout(token_ids: Sequence[int], vocab: CoordVocab, *, ended: bool | None = None) -> ParsedRollout:
@@ -79,7 +93,7 @@ def parse_rollout(token_ids: Sequence[int], vocab: CoordVocab, *, ended: bool | 
         entries = root.entries
         cuts = [start + 1, *(entry.value.end for entry in entries if entry.value.kind is Kind.OBJECT)]
     prefix = choose_prefix(ids, answer.ends, cuts, vocab)
-    objects, max_index = _read_entries(entries, answer, prefix, dropped)
+    objects, max_index = _read_entries(entries, answer, prefix, dropped, vocab)
     return ParsedRollout(
         objects=objects,
         dropped=dict(dropped),
@@ -104,13 +118,9 @@ def _lay_out(ids: tuple[int, ...], vocab: CoordVocab) -> _Answer:
         control = vocab.control_ids
         alien = next(i for i, (t, part) in enumerate(zip(ids, parts, strict=True)) if not part or t in control)
         end = ends[alien - 1] if alien else 0
-    bin_of = vocab.bin_of
-    coord_at: dict[int, tuple[int, int]] = {}
-    for i, token_id in enumerate(ids):
-        k = bin_of(token_id)
-        if k is not None:
-            coord_at[ends[i] - len(parts[i])] = (i, k)
-    return _Answer(ids, b"".join(parts), ends, end, coord_at)
+    bins = vocab.bins
+    coord_at = {ends[i] - len(parts[i]): (i, bins[t]) for i, t in enumerate(ids) if t in bins}
+    return _Answer(ids, b"".join(parts), ends, end, coord_at, list(coord_at))
 
 
 def _count_behind(root: RootScan, scanner: Scanner, dropped: Counter[DropReason]) -> None:
@@ -128,10 +138,11 @@ def _count_unread(root: RootScan, scanner: Scanner) -> int:
 
 
 def _read_entries(
-    entries: Sequence[Member], answer: _Answer, prefix: Prefix, dropped: Counter[DropReason]
+    entries: Sequence[Member], answer: _Answer, prefix: Prefix, dropped: Counter[DropReason], vocab: CoordVocab
 ) -> tuple[tuple[PredictedObject, ...], int | None]:
     """The valid objects of the kept prefix and its highest ``object_{n}``; all other entries into ``dropped``."""
     kept_until = -1 if prefix.cut is None else prefix.cut
+    ends = _ends_of(prefix, answer, vocab)
     objects: list[PredictedObject] = []
     max_index: int | None = None
     for entry in entries:
@@ -139,22 +150,49 @@ def _read_entries(
         kept = entry.value.end <= kept_until
         if kept and index is not None:
             max_index = index if max_index is None else max(max_index, index)
-        found = _read_object(index, entry, answer)
-        if isinstance(found, DropReason):
-            dropped[found] += 1
+        if index is None:
+            dropped[DropReason.KEY_INVALID] += 1
+            continue
+        content = _read_object(entry, answer)
+        if isinstance(content, DropReason):
+            dropped[content] += 1
         elif not kept:
             dropped[DropReason.UNCUTTABLE] += 1
-        elif entry.value.end == kept_until:  # its last token may be a replaced one, or several
-            objects.append(replace(found, token_span=(found.token_span[0], len(prefix.token_ids))))
         else:
-            objects.append(found)
+            objects.append(_place(index, entry, content, ends))
     return tuple(objects), max_index
 
 
-def _read_object(index: int | None, entry: Member, answer: _Answer) -> PredictedObject | DropReason:
-    """The object that ``entry`` describes, or the first reason why it describes none."""
-    if index is None:
-        return DropReason.KEY_INVALID
+def _ends_of(prefix: Prefix, answer: _Answer, vocab: CoordVocab) -> list[int]:
+    """Byte offset behind each token of the prefix: the rollout's own, but for a replaced tail."""
+    own = len(prefix.token_ids) - prefix.num_replaced
+    if not prefix.num_replaced:
+        return answer.ends[:own]
+    ends = answer.ends[:own]
+    for token_id in prefix.token_ids[own:]:
+        ends.append((ends[-1] if ends else 0) + len(vocab.pieces[token_id]))
+    return ends
+
+
+def _place(index: int, entry: Member, content: _Content, ends: list[int]) -> PredictedObject:
+    """Where an entry's bytes lie on the prefix's tokens."""
+    first = bisect_right(ends, entry.start)
+    own = first + ((ends[first - 1] if first else 0) < entry.start)
+    value_start, value_end = content.value
+    return PredictedObject(
+        index=index,
+        desc=content.desc,
+        kind=content.kind,
+        bins=tuple([k for _, k in content.coords]),
+        coord_token_idx=tuple([i for i, _ in content.coords]),
+        token_span=(first, bisect_right(ends, entry.value.end - 1) + 1),
+        own_token_span=(own, max(own, bisect_right(ends, entry.value.end))),
+        desc_token_span=(bisect_right(ends, value_start), bisect_right(ends, value_end - 1) + 1),
+    )
+
+
+def _read_object(entry: Member, answer: _Answer) -> _Content | DropReason:
+    """What ``entry`` describes, or the first reason why it describes no object."""
     if entry.value.kind is not Kind.OBJECT:
         return DropReason.NOT_AN_OBJECT
     descs: list[Node] = []
@@ -183,25 +221,28 @@ def _read_object(index: int | None, entry: Member, answer: _Answer) -> Predicted
     coords = _read_coords(kind, array, answer)
     if isinstance(coords, DropReason):
         return coords
-    bins = tuple([k for _, k in coords])
-    if kind == "bbox_2d" and (bins[2] < bins[0] or bins[3] < bins[1]):
+    if kind == "bbox_2d" and (coords[2][1] < coords[0][1] or coords[3][1] < coords[1][1]):
         return DropReason.BOX_INVERTED
-    span = (bisect_right(answer.ends, entry.start), bisect_right(answer.ends, entry.value.end - 1) + 1)
-    return PredictedObject(index, desc, kind, bins, tuple([i for i, _ in coords]), span)
+    return _Content(desc, (descs[0].start + 1, descs[0].end - 1), kind, coords)
 
 
 def _read_coords(kind: GeometryKind, array: Node, answer: _Answer) -> list[tuple[int, int]] | DropReason:
     """(token position, bin) of every coordinate of a geometry, each written by exactly one coordinate token."""
-    if array.kind is not Kind.ARRAY:
+    if array.kind is Kind.COORDS:
+        coords = _aligned(array, answer)
+        if coords is not None:
+            return coords if _is_enough(kind, len(coords)) else DropReason.WRONG_ARITY
+    elif array.kind is not Kind.ARRAY:
         return DropReason.NON_COORD_TOKEN
-    elements: Sequence[Node] = array.items
-    if kind == "poly" and elements and all(element.kind is Kind.ARRAY for element in elements):
-        if any(len(pair.items) != 2 for pair in elements):
+    values = elements(array, answer.data)
+    if kind == "poly" and values and all(value.kind in (Kind.ARRAY, Kind.COORDS) for value in values):
+        pairs = [elements(value, answer.data) for value in values]
+        if any(len(pair) != 2 for pair in pairs):
             return DropReason.WRONG_ARITY
-        elements = [coord for pair in elements for coord in pair.items]
-    coords: list[tuple[int, int]] = []
+        values = [coord for pair in pairs for coord in pair]
+    coords = []
     num_spelled = 0
-    for element in elements:
+    for element in values:
         if element.kind > Kind.COORD:
             return DropReason.NON_COORD_TOKEN
         quote = 1 if element.kind is Kind.STRING else 0
@@ -217,5 +258,20 @@ def _read_coords(kind: GeometryKind, array: Node, answer: _Answer) -> list[tuple
         # Read as text there is a geometry; but with some values spelled by ordinary tokens, the coordinate tokens
         # no longer stand for the values one to one.
         return DropReason.AMBIGUOUS_COORDS if coords else DropReason.NON_COORD_TOKEN
-    enough = len(coords) == 4 if kind == "bbox_2d" else len(coords) >= 6 and len(coords) % 2 == 0
-    return coords if enough else DropReason.WRONG_ARITY
+    return coords if _is_enough(kind, len(coords)) else DropReason.WRONG_ARITY
+
+
+def _aligned(array: Node, answer: _Answer) -> list[tuple[int, int]] | None:
+    """(token position, bin) of an array of quoted literals; None where ordinary tokens spell one of them.
+
+    Coordinate tokens cannot overlap and each writes a literal, so as many tokens as literals are the literals.
+    """
+    first = bisect_right(answer.coord_starts, array.start)
+    starts = answer.coord_starts[first : bisect_right(answer.coord_starts, array.end - 1)]
+    if len(starts) != answer.data.count(b"<|coord_", array.start, array.end):
+        return None
+    return [answer.coord_at[start] for start in starts]
+
+
+def _is_enough(kind: GeometryKind, num_coords: int) -> bool:
+    return num_coords == 4 if kind == "bbox_2d" else num_coords >= 6 and num_coords % 2 == 0

@@ -52,5 +52,5 @@ def exact_encoding(piece: bytes, vocab: CoordVocab) -> tuple[int, ...] | None:
         text = piece.decode("utf-8")
     except UnicodeDecodeError:
         return None
-    ids = tuple(vocab.encode(text))
+    ids = tuple(vocab.encode_answer(text))  # the same few pieces in every answer: remembered
     return ids if b"".join([vocab.piece_bytes(token_id) for token_id in ids]) == piece else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple, NoReturn
@@ -42,6 +42,11 @@ _CUT_VALUE = re.compile(
 )
 _CUT_SPACE = re.compile(_WS + rb"\Z")
 
+# What nearly every array of an answer is: its elements need no Nodes of their own until somebody asks for them.
+_COORD_STRING = rb'"<\|coord_[0-9]{1,3}\|>"' + _WS
+_COORDS = re.compile(rb"\[(?:" + _WS + _COORD_STRING + rb",)*+" + _WS + _COORD_STRING + rb"\]")
+_COORD_ELEMENT = re.compile(rb'"<\|coord_[0-9]{1,3}\|>"')
+
 _OBJECT_KEY = re.compile(rb"object_([0-9]{1,18})")
 # A key where no structure can be trusted any more: in quotes of some kind, or bare behind "{" or ",".
 _KEY_LOOKALIKE = re.compile(rb"""(?:["'`]object_[0-9]++\\?["'`]|[{,]\s*+object_[0-9]++["'`]?)\s*+:""")
@@ -53,11 +58,12 @@ class Kind(IntEnum):
     SCALAR = 2  # number, true, false, null
     ARRAY = 3
     OBJECT = 4
+    COORDS = 5  # an array of nothing but quoted coordinate literals; see :func:`elements`
 
 
 class Node(NamedTuple):
     """A complete value: ``data[start:end]``, quotes and brackets included. ``items`` holds the Nodes of an array or
-    the Members of an object."""
+    the Members of an object; none of an array of coordinates."""
 
     kind: Kind
     start: int
@@ -103,6 +109,13 @@ def read_string(body: bytes) -> str:
         return text
     # A lone surrogate escape is legal JSON but no text: it could not be written to any file again.
     return json.loads(f'"{text}"').encode("utf-16", "surrogatepass").decode("utf-16", errors="replace")
+
+
+def elements(array: Node, data: bytes) -> Sequence[Node]:
+    """The values that an ARRAY or COORDS node holds."""
+    if array.kind is Kind.ARRAY:
+        return array.items
+    return [Node(Kind.STRING, *match.span()) for match in _COORD_ELEMENT.finditer(data, array.start, array.end)]
 
 
 def object_index(key: bytes) -> int | None:
@@ -170,8 +183,11 @@ class Scanner:
         if group == 2:
             if depth > MAX_DEPTH:
                 raise _Break(ran_out=False)
-            read = self._object if match[2] == b"{" else self._array
-            return read(match.start(2), depth)
+            if match[2] == b"{":
+                return self._object(match.start(2), depth)
+            if coords := _COORDS.match(self.data, match.start(2), self.end):
+                return Node(Kind.COORDS, coords.start(), coords.end())
+            return self._array(match.start(2), depth)
         if group == 3:
             # The same letters spelled by ordinary tokens are no coordinate, and so no JSON.
             if match.start(3) not in self.coord_starts:

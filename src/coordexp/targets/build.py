@@ -2,8 +2,9 @@
 
     Y_train = prefix of the rollout + append(objects not found) + EOS
 
-Prefix text is never supervised. Coordinates of matched objects in the prefix are pulled to the ground truth they
-matched; everything behind the prefix is taught as ordinary text and coordinates (see :class:`TokenRole`).
+Text of the prefix is never supervised here, though a matched object's own is told apart from the rest. Coordinates of
+matched objects in the prefix are pulled to the ground truth they matched; everything behind the prefix is taught as
+ordinary text and coordinates (see :class:`TokenRole`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from coordexp.geometry.transport import barycentric_targets
 from coordexp.records import (
     NUM_BINS,
     GTObject,
+    Match,
     MatchResult,
     ParsedRollout,
     PredictedObject,
@@ -46,7 +48,7 @@ def build_gt_target(
     fragment = append_fragment(ground_truth, "{", 1, field_order)
     whole = type(fragment)("{" + fragment.text, tuple((start + 1, end + 1) for start, end in fragment.desc_spans))
     tail = encode_tail(whole, ground_truth, vocab)
-    return _join(sample_id, (), [], tail, vocab, "gt", (), tuple(range(len(ground_truth))))
+    return _join(sample_id, (), [], tail, vocab, "gt", (), tuple(range(len(ground_truth))), 1)
 
 
 def build_target(
@@ -70,15 +72,16 @@ def build_target(
     """
     transport = transport or TransportConfig()
     missed = [ground_truth[j] for j in match.fn_gt_idx]
-    fragment = append_fragment(missed, parsed.prefix_text, (parsed.max_object_index or 0) + 1, field_order)
+    first_index = (parsed.max_object_index or 0) + 1
+    fragment = append_fragment(missed, parsed.prefix_text, first_index, field_order)
     tail = encode_tail(fragment, missed, vocab)
     matched = []
     for pair in match.pairs:
         predicted = parsed.objects[pair.pred_idx]
         _check_coord_tokens(predicted, parsed, vocab, sample_id)
         matched.append((predicted, coordinate_targets(predicted, ground_truth[pair.gt_idx], transport)))
-    pred_idx = tuple(pair.pred_idx for pair in match.pairs)
-    return _join(sample_id, parsed.prefix_token_ids, matched, tail, vocab, "rollout", pred_idx, match.fn_gt_idx)
+    prefix = parsed.prefix_token_ids
+    return _join(sample_id, prefix, matched, tail, vocab, "rollout", match.pairs, match.fn_gt_idx, first_index)
 
 
 def coordinate_targets(predicted: PredictedObject, truth: GTObject, transport: TransportConfig) -> np.ndarray:
@@ -106,11 +109,9 @@ def _points(shape: PredictedObject | GTObject) -> np.ndarray:
 
 
 def _check_coord_tokens(predicted: PredictedObject, parsed: ParsedRollout, vocab: CoordVocab, sample_id: str) -> None:
-    prefix = parsed.prefix_token_ids
-    written = tuple(
-        vocab.bin_of(prefix[position]) if 0 <= position < len(prefix) else None
-        for position in predicted.coord_token_idx
-    )
+    prefix, bins, positions = parsed.prefix_token_ids, vocab.bins, predicted.coord_token_idx
+    inside = min(positions) >= 0 and max(positions) < len(prefix)
+    written = tuple([bins.get(prefix[position]) for position in positions]) if inside else None
     if written != predicted.bins:
         raise AlignmentError(
             f"{sample_id}: object_{predicted.index} says {predicted.bins} but its tokens write {written}; "
@@ -125,14 +126,17 @@ def _join(
     tail: Tail,
     vocab: CoordVocab,
     context: SupervisionContext,
-    matched_pred_idx: tuple[int, ...],
+    pairs: Sequence[Match],
     appended_gt_idx: tuple[int, ...],
+    first_index: int,
 ) -> TrainingTarget:
     prefix_len = len(prefix_ids)
     prefix_roles = np.full(prefix_len, TokenRole.PREFIX_MASKED, dtype=np.uint8)
     positions = [np.array(predicted.coord_token_idx, dtype=np.int64) for predicted, _ in matched]
     bins = [target for _, target in matched]
-    for position in positions:
+    for (predicted, _), position in zip(matched, positions, strict=True):
+        prefix_roles[slice(*predicted.own_token_span)] = TokenRole.PREFIX_STRUCT
+        prefix_roles[slice(*predicted.desc_token_span)] = TokenRole.PREFIX_DESC
         prefix_roles[position] = TokenRole.PREFIX_COORD
     boxes = [(position, target) for position, (predicted, target) in zip(positions, matched, strict=True)
              if predicted.kind == "bbox_2d"]  # fmt: skip
@@ -150,6 +154,8 @@ def _join(
         box_bin_M4=np.concatenate([np.array([b for _, b in boxes], dtype=np.float64).reshape(-1, 4), tail.box_bin_M4]),
         context=context,
         prefix_len=prefix_len,
-        matched_pred_idx=matched_pred_idx,
+        matched_pred_idx=tuple(pair.pred_idx for pair in pairs),
+        matched_gt_idx=tuple(pair.gt_idx for pair in pairs),
         appended_gt_idx=tuple(appended_gt_idx),
+        appended_object_index=tuple(range(first_index, first_index + len(appended_gt_idx))),
     )  # fmt: skip

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
@@ -34,23 +36,23 @@ def encode_tail(fragment: Fragment, objects: Sequence[GTObject], vocab: CoordVoc
         AlignmentError: the tokens do not decode to the fragment, its coordinate tokens are not the objects', or a
             description writes a control token.
     """
-    token_ids = vocab.encode(fragment.text)
-    lengths_T = np.fromiter((len(vocab.pieces[i]) for i in token_ids), dtype=np.int64, count=len(token_ids))
-    if b"".join([vocab.pieces[i] for i in token_ids]) != fragment.text.encode():
+    token_ids = vocab.encode_answer(fragment.text)
+    pieces = vocab.pieces
+    written_T = [pieces[i] for i in token_ids]
+    if b"".join(written_T) != fragment.text.encode():
         raise AlignmentError(f"tokens of {fragment.text[:80]!r}… do not decode to it; normalise descriptions to NFC")
     if not vocab.control_ids.isdisjoint(token_ids):
         control = next(vocab.piece(i) for i in token_ids if i in vocab.control_ids)
         raise AlignmentError(
             f"a description contains {control!r}, which the tokenizer reads as a control token; remove it"
         )
-    ends_T = np.cumsum(lengths_T)
+    ends_T = list(accumulate(map(len, written_T)))
     roles_T = np.full(len(token_ids), TokenRole.TAIL_STRUCT, dtype=np.uint8)
     for start, end in _byte_spans(fragment):
-        first = int(np.searchsorted(ends_T, start, side="right"))
-        last = int(np.searchsorted(ends_T, end - 1, side="right"))
-        roles_T[first : last + 1] = TokenRole.TAIL_DESC
+        roles_T[bisect_right(ends_T, start) : bisect_right(ends_T, end - 1) + 1] = TokenRole.TAIL_DESC
     roles_T[-1] = TokenRole.CLOSE
-    written = [(position, vocab.bin_of(i)) for position, i in enumerate(token_ids) if vocab.bin_of(i) is not None]
+    bins = vocab.bins
+    written = [(position, bins[i]) for position, i in enumerate(token_ids) if i in bins]
     wanted = [k for obj in objects for k in obj.bins]
     if [k for _, k in written] != wanted:
         raise AlignmentError(

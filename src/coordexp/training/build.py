@@ -78,6 +78,7 @@ def build_trainer(run: CheckedRun, console: Console, description: str = "train",
     from coordexp.rollouts import build_backend
     from coordexp.training.checkpoint import check_carry_buffers, load_carry_buffer, resolve_resume, write_manifest
     from coordexp.training.progress import RichProgress
+    from coordexp.training.rollout_dump import build_recorder
     from coordexp.training.trainer import CoordExpTrainer
     from coordexp.training.window import WindowBuilder
 
@@ -119,6 +120,7 @@ def build_trainer(run: CheckedRun, console: Console, description: str = "train",
         pipeline=pipeline,
         eval_backend=backend,
         decode_batch_size=rollout.decode_batch_size,
+        recorder=build_recorder(rollout.monitor_dump, source, Path(training.output_dir)),
         args=arguments,
         train_dataset=datasets[0],
         eval_dataset=datasets[1] if run.val else None,
@@ -138,7 +140,7 @@ def run_training(config: RunConfig, console: Console, description: str = "train"
     checked = check_run(config)
     trainer, resume = build_trainer(checked, console, description, config_path)
     if resume is not None:
-        console.print(f"resuming from {resume}", highlight=False)
+        console.print(f"resuming from {resume}", highlight=False, soft_wrap=True)
     try:
         trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     finally:

@@ -42,6 +42,7 @@ _ARRAYS = {
     "box_pos_M4": np.int64,
     "box_bin_M4": np.float64,
 }
+_PROVENANCE = ("matched_pred_idx", "matched_gt_idx", "appended_gt_idx", "appended_object_index")
 
 
 def segment_to_json(segment: Segment) -> dict[str, Any]:
@@ -55,8 +56,7 @@ def segment_to_json(segment: Segment) -> dict[str, Any]:
             **{name: getattr(target, name).tolist() for name in _ARRAYS},
             "context": target.context,
             "prefix_len": target.prefix_len,
-            "matched_pred_idx": list(target.matched_pred_idx),
-            "appended_gt_idx": list(target.appended_gt_idx),
+            **{name: list(getattr(target, name)) for name in _PROVENANCE},
         },
     }
 
@@ -74,7 +74,8 @@ def segment_from_json(data: Mapping[str, Any], encode: Callable[[str], RolloutRe
             f"{data['sample_id']}: its prompt changed since the checkpoint was written; resume with the same data, "
             "template and processor, or start anew"
         )
-    arrays = {name: np.array(target[name], dtype=dtype) for name, dtype in _ARRAYS.items()}
+    arrays: dict[str, Any] = {name: np.array(target[name], dtype=dtype) for name, dtype in _ARRAYS.items()}
+    provenance: dict[str, Any] = {name: tuple(target[name]) for name in _PROVENANCE}
     for name in ("box_pos_M4", "box_bin_M4"):
         arrays[name] = arrays[name].reshape(-1, 4)
     return Segment(
@@ -85,9 +86,8 @@ def segment_from_json(data: Mapping[str, Any], encode: Callable[[str], RolloutRe
             token_ids=tuple(target["token_ids"]),
             context=target["context"],
             prefix_len=target["prefix_len"],
-            matched_pred_idx=tuple(target["matched_pred_idx"]),
-            appended_gt_idx=tuple(target["appended_gt_idx"]),
             **arrays,
+            **provenance,
         ),
         request.model_inputs,
     )

@@ -26,6 +26,7 @@ from coordexp.modeling.load import LoadedModel
 from coordexp.objective import ObjectiveContext, ObjectivePipeline, SupervisionTensors
 from coordexp.rollouts import RolloutBackend
 from coordexp.training.checkpoint import save_carry_buffer
+from coordexp.training.rollout_dump import RolloutRecorder
 from coordexp.training.window import Window, WindowBuilder
 
 GAUGES = frozenset({"packing/buffer_segments"})  # a state, of which the last counts
@@ -47,6 +48,7 @@ class CoordExpTrainer(Trainer):
         pipeline: ObjectivePipeline,
         eval_backend: RolloutBackend,
         decode_batch_size: int,
+        recorder: RolloutRecorder | None = None,
         **kwargs: Any,
     ) -> None:
         as_they_are: Any = list
@@ -62,6 +64,7 @@ class CoordExpTrainer(Trainer):
         self._pipeline = pipeline
         self._eval_backend = eval_backend
         self._decode_batch_size = decode_batch_size
+        self._recorder = recorder
         self._pending: defaultdict[str, float] = defaultdict(float)
         self._pending_steps = 0
 
@@ -77,6 +80,10 @@ class CoordExpTrainer(Trainer):
         started = time.perf_counter()
         self.window = self.window_builder.prepare(raw, self.state.global_step)
         self._add(self.window.metrics)
+        if self._recorder is not None:
+            logging_steps = int(self.state.logging_steps or 1)
+            self._recorder.offer(self.state.global_step, logging_steps, raw, self.window.outcomes)
+            self._add(self._recorder.take_counters())
         self._add({"time/window_prepare_s": time.perf_counter() - started})
         self._pending_steps += 1
         return [self._step_inputs(row) for row in self.window.rows], None
@@ -146,7 +153,9 @@ class CoordExpTrainer(Trainer):
             )
 
     def close(self) -> None:
-        """Release the rollout engine."""
+        """Release the rollout engine, and write the records that wait."""
+        if self._recorder is not None:
+            self._recorder.close()
         self._eval_backend.close()
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

@@ -76,13 +76,17 @@ def test_step_names_the_checkpoint_it_falls_back_to(
 
 def test_targets_measures_every_stage_for_every_size(run: Run) -> None:
     results = run("targets", "--objects", "4,12", "--repeats", 1)
-    assert "tiny" in results and set(results) <= {"tiny", "qwen"}
-    for rows in results.values():
+    assert "tiny" in results and set(results) <= {"tiny", "qwen", "tiny_published", "qwen_published"}
+    assert [(row["published_ms"], row["ours_ms"] > 0) for row in results["tiny_published"]] == [
+        (31.0, True), (14.0, True), (6.0, True),
+    ]  # fmt: skip
+    for rows in (rows for name, rows in results.items() if not name.endswith("published")):
         assert [row["objects"] for row in rows] == [4, 12]
         assert rows[0]["tokens"] < rows[1]["tokens"]
         for row in rows:
             assert 0 < row["matched"] <= row["objects"]
             parts = [row["parse_ms"], row["match_ms"], row["build_ms"]]
+            assert row["cold_ms"] > 0
             assert min(parts) > 0 and sum(parts) == pytest.approx(row["total_ms"])
             assert row["samples_per_s"] == pytest.approx(1000 / row["total_ms"])
 
@@ -92,7 +96,7 @@ def test_targets_says_what_the_qwen_column_lacks(
 ) -> None:
     find_spec = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "dashscope" else find_spec(name))
-    assert list(run("targets", "--objects", 3, "--repeats", 1)) == ["tiny"]
+    assert list(run("targets", "--objects", 3, "--repeats", 1, "--no-published")) == ["tiny"]
     assert "Qwen tokenizer left out: dashscope missing" in capsys.readouterr().out
 
 

@@ -23,6 +23,7 @@ A = GTObject("a", "bbox_2d", (1, 2, 3, 4))
         ("{", [], 1, "}"),
         ("{", [A], 1, f'"object_1": {ONE}}}'),
         ("{ ", [A], 1, f'"object_1": {ONE}}}'),
+        ("{,", [A], 1, f'"object_1": {ONE}}}'),
         ("{\n\t", [A], 1, f'"object_1": {ONE}}}'),
         ("{", [A, A], 4, f'"object_4": {ONE}, "object_5": {ONE}}}'),
         ('{"object_7": {}', [], 8, "}"),
@@ -41,6 +42,28 @@ def test_append_follows_the_last_character(prefix: str, objects: list[GTObject],
 def test_no_place_to_append(prefix: str) -> None:
     with pytest.raises(AppendError, match=r"cannot append after .*ends with '\{', ',' or '\}'"):
         serialize_append([A], prefix, 1)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "complaint"),
+    [
+        ('{"object_1": {', "2 brackets are open"),
+        ('{"object_1": {"desc": {}', "2 brackets are open"),
+        ('{"object_1": {"bbox_2d": [{}', "3 brackets are open"),
+        ("{}", "0 brackets are open"),
+        ('{"object_1": {}}', "0 brackets are open"),
+        ('{"object_1": {"desc": "a}', "inside a string"),
+        ('{"object_1": {"desc": "a\\"}', "inside a string"),
+        ('{"object_1": {"desc": "}{"},"', "inside a string"),
+    ],
+)
+def test_only_the_open_root_takes_entries(prefix: str, complaint: str) -> None:
+    with pytest.raises(AppendError, match=complaint):
+        serialize_append([A], prefix, 2)
+
+
+def test_brackets_in_strings_are_text() -> None:
+    assert serialize_append([], '{"object_1": {"desc": "}{ \\"]["}', 2) == "}"
 
 
 def test_a_trailing_comma_needs_an_object() -> None:

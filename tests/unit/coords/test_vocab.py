@@ -9,8 +9,9 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from answers import tiny_tokenizer, tiny_vocab
-from coordexp.coords import COORD_TOKENS, TURN_END, CoordVocab, coord_token
+from coordexp.coords import COORD_TOKENS, TURN_END, CoordVocab, coord_token, serialize_append
 from coordexp.errors import VocabError
+from coordexp.records import GTObject
 from qwen_tokenizer import qwen_tokenizer, qwen_vocab
 
 both = pytest.mark.parametrize(
@@ -103,3 +104,63 @@ def byte_tokenizer(added: list[str], alphabet: str = "ab") -> PreTrainedTokenize
 def test_an_unusable_tokenizer_is_refused(added: list[str], alphabet: str, complaint: str) -> None:
     with pytest.raises(VocabError, match=complaint):
         CoordVocab.from_tokenizer(byte_tokenizer(added, alphabet))
+
+
+DESCS = st.text(
+    st.one_of(st.sampled_from("ab .,!?<>|\"\\\u0338\u0301\u200d龘🐆"), st.characters(exclude_categories=["Cs", "Cc"])),
+    min_size=1, max_size=8,
+)  # fmt: skip
+SHAPES = st.one_of(
+    st.tuples(*[st.integers(0, 999)] * 4).map(lambda b: ("bbox_2d", b)),
+    st.tuples(*[st.integers(0, 999)] * 6).map(lambda b: ("poly", b)),
+)
+SCENES = st.lists(st.builds(lambda desc, shape: GTObject(desc, *shape), DESCS, SHAPES), max_size=5)
+
+
+@both
+@settings(max_examples=150, deadline=None)
+@given(scene=SCENES, order=st.sampled_from(["desc_first", "geometry_first"]), start=st.integers(1, 2000))
+def test_an_answer_encoded_part_by_part_is_what_the_tokenizer_says(make_vocab, make_tokenizer, scene, order, start):
+    vocab, tokenizer = make_vocab(), make_tokenizer()
+    assert vocab._splits_at_coords
+    for prefix in ("{", '{"object_1": {}'):
+        text = serialize_append(scene, prefix, start, order)
+        assert vocab.encode_answer(text) == tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_any_text_encoded_part_by_part(text: str) -> None:
+    assert qwen_vocab().encode_answer(text) == qwen_vocab().encode(text)
+
+
+def test_remembered_parts_are_bounded_and_stay_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coordexp.coords.vocab._MAX_REMEMBERED", 5)
+    vocab = CoordVocab.from_tokenizer(tiny_tokenizer())
+    for n in range(1, 30):
+        text = serialize_append([GTObject(f"cat {n}", "bbox_2d", (1, 2, 3, n))] * 2, "{", n)
+        assert vocab.encode_answer(text) == vocab.encode(text)
+        assert len(vocab._ids_of_part) <= 5
+
+
+def test_a_tokenizer_that_does_not_split_at_coordinates_is_asked_for_the_whole() -> None:
+    class Gluing:
+        """Writes a coordinate and the quote behind it as one token, as no added token would."""
+
+        def __getattr__(self, name: str):
+            return getattr(tiny_tokenizer(), name)
+
+        def __len__(self) -> int:
+            return len(tiny_tokenizer())
+
+        def __call__(self, text, add_special_tokens: bool):
+            if isinstance(text, list):
+                return {"input_ids": [self(part, add_special_tokens)["input_ids"] for part in text]}
+            quote, wide = tiny_tokenizer().get_vocab()['"'], tiny_tokenizer().get_vocab()["<|endoftext|>"]
+            ids = tiny_tokenizer()(text, add_special_tokens=False)["input_ids"]
+            coords = set(tiny_vocab().coord_token_ids)
+            return {"input_ids": [wide if t == quote and i and ids[i - 1] in coords else t for i, t in enumerate(ids)]}
+
+    vocab = CoordVocab.from_tokenizer(Gluing())
+    text = '["<|coord_1|>"]'
+    assert not vocab._splits_at_coords
+    assert vocab.encode_answer(text) == vocab.encode(text) != tiny_vocab().encode(text)

@@ -15,6 +15,7 @@ from coordexp.evaluation import detection_metrics
 from coordexp.metrics.reduce import FLAGS, RATES
 from coordexp.objective import MODULES, SupervisionCounts, build_pipeline
 from coordexp.records import DropReason
+from coordexp.training import rollout_dump
 
 PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
 
@@ -42,6 +43,7 @@ def from_registries() -> set[str]:
         *(f"loss/{entry.name}/{term}" for entry in pipeline.objective for term in entry.module.denominators(counts)),
         *(f"{entry.name}/{term}" for entry in pipeline.diagnostics for term in entry.module.denominators(counts)),
         *(f"rollout/dropped/{reason.value}" for reason in DropReason),
+        *rollout_dump.COUNTERS,
         *(f"eval_rollout/{name}" for name in detection_metrics({})),
     }
 

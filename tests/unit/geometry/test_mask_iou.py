@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pycocotools import mask as coco_mask
 
-from coordexp.geometry import mask_iou, mask_iou_pairs
+from coordexp.geometry import aabbs, box_iou, mask_iou, mask_iou_pairs
+from coordexp.geometry.boxes import ring
 from coordexp.geometry.mask_iou import _cell_edge
 from coordexp.geometry.overlap import exact_iou
 from coordexp.records import GTObject
@@ -171,3 +172,57 @@ def test_pairs_equal_single_calls_in_any_mix():
 def test_a_canvas_of_one_pixel_is_refused():
     with pytest.raises(ValueError, match="at least 2 pixels"):
         mask_iou(box(0, 0, 1, 1), box(0, 0, 1, 1), resolution=1)
+
+
+def naive(a, b, resolution):
+    """Both shapes drawn as polygons, pixel by pixel; the exact overlap where one of them draws nothing."""
+    masks = [drawn(shape if shape.kind == "poly" else as_poly(shape), resolution) for shape in (a, b)]
+    if not (masks[0].any() and masks[1].any()):
+        return exact_iou(ring(a), ring(b))
+    return (masks[0] & masks[1]).sum() / (masks[0] | masks[1]).sum()
+
+
+def drawn(shape, resolution):
+    (rle,) = coco_mask.frPyObjects([[k * (resolution - 1) / 999 for k in shape.bins]], resolution, resolution)
+    return coco_mask.decode(rle).astype(bool)
+
+
+# A coarse grid, so that shapes touch, coincide and vanish between the pixels often.
+CORNER = st.sampled_from([0, 100, 101, 102, 200, 300, 500, 999])
+SHAPES = st.lists(
+    st.one_of(
+        st.lists(st.tuples(CORNER, CORNER), min_size=3, max_size=5).map(lambda v: poly(*itertools.chain(*v))),
+        st.tuples(CORNER, CORNER, CORNER, CORNER).map(
+            lambda b: box(min(b[0], b[2]), min(b[1], b[3]), max(b[0], b[2]), max(b[1], b[3]))
+        ),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(SHAPES, SHAPES, st.sampled_from([256, 64, 7]))
+def test_all_pairs_at_once_equal_pixels_counted_one_pair_at_a_time(first, second, resolution):
+    pairs = list(itertools.product(range(len(first)), range(len(second))))[::-1]
+    found = mask_iou_pairs(first, second, np.array(pairs), resolution)
+    expected = [naive(first[i], second[j], resolution) for i, j in pairs]
+    assert found.tolist() == pytest.approx(expected, abs=1e-12)
+
+
+@settings(max_examples=200, deadline=None)
+@given(SHAPES.filter(lambda s: len(s) > 1), st.sampled_from([256, 64, 7]))
+def test_shapes_whose_boxes_share_no_area_share_no_pixel(shapes, resolution):
+    """What lets most pairs go undrawn."""
+    boxes = aabbs(shapes)
+    for i, j in itertools.combinations(range(len(shapes)), 2):
+        if box_iou(boxes[i : i + 1], boxes[j : j + 1])[0, 0] == 0:
+            masks = [drawn(s if s.kind == "poly" else as_poly(s), resolution) for s in (shapes[i], shapes[j])]
+            assert not (masks[0] & masks[1]).any()
+
+
+@pytest.mark.parametrize("side", [0, 1, 2, 3, 4])
+def test_small_squares_anywhere_are_one_with_themselves(side):
+    squares = [box(k, 999 - side - k // 2, k + side, 999 - k // 2) for k in range(0, 999 - side, 3)]
+    pairs = np.repeat(np.arange(len(squares))[:, None], 2, axis=1)
+    assert (mask_iou_pairs(squares, squares, pairs) == 1.0).all()

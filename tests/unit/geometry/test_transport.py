@@ -1,11 +1,13 @@
 """Barycentric targets by log-space Sinkhorn."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordexp.geometry import barycentric_targets
+from coordexp.geometry import barycentric_targets, transport
 
 SQUARE = np.array([(100, 100), (200, 100), (200, 200), (100, 200)], dtype=float)
 SHIFTED = SQUARE + np.array([20, 10])
@@ -55,6 +57,17 @@ def test_tiny_epsilon_neither_overflows_nor_underflows():
 def test_the_order_of_ground_truth_points_does_not_matter():
     turned = np.roll(SHIFTED, 1, axis=0)[::-1]
     np.testing.assert_allclose(barycentric_targets(SQUARE, turned), barycentric_targets(SQUARE, SHIFTED))
+
+
+@settings(max_examples=150, deadline=None)
+@given(POINTS, POINTS, st.sampled_from(["l1", "l2"]), st.sampled_from([7.1, 10.0, 100.0]), st.sampled_from([1, 30]))
+def test_the_multiplicative_form_is_the_logarithmic_one(pred, gt, cost, epsilon, iters):
+    arguments = {"cost": cost, "epsilon": epsilon, "iters": iters}
+    with mock.patch.object(transport, "_MAX_SPREAD", 300.0):
+        multiplied = barycentric_targets(pred, gt, **arguments)
+    with mock.patch.object(transport, "_MAX_SPREAD", -1.0):
+        added = barycentric_targets(pred, gt, **arguments)
+    np.testing.assert_allclose(multiplied, added, atol=1e-7)
 
 
 @settings(max_examples=100, deadline=None)

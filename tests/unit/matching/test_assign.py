@@ -1,14 +1,16 @@
 """Gate, dummies, Hungarian, deterministic ties."""
 
 from itertools import permutations
+from unittest import mock
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordexp.errors import ConfigError
-from coordexp.geometry import mask_iou
-from coordexp.matching import MatchingConfig, match_objects
+from coordexp.geometry import aabbs, mask_iou
+from coordexp.matching import MatchingConfig, assign, match_objects, top_k_candidates
 from coordexp.records import GTObject
 
 
@@ -50,6 +52,20 @@ def outcome(result):
         pytest.param([at(0)], [at(20), at(-20)], {}, [(0, 0)], 0, id="symmetric choices: the first wins"),
         pytest.param(
             [at(0), at(10)], [at(10), at(60)], {"candidate_top_k": 1}, [(1, 0)], 0, id="k=1: both want the first"
+        ),
+        pytest.param(
+            [at(0), at(10)], [at(10), at(60)], {"candidate_top_k": 2}, [(0, 0), (1, 1)], 1, id="k=2: the second yields"
+        ),
+        pytest.param(
+            [at(0)], [at(30)], {"fp_cost": 0.0, "fn_cost": 0.0}, [], 0, id="free dummies beat a pair that costs"
+        ),
+        pytest.param(
+            [at(0), at(100)],
+            [FAR_1, FAR_2],
+            {"maskiou_resolution": 64, "candidate_top_k": 2, "maskiou_gate": 0.5},
+            [],
+            0,
+            id="far shapes: nothing matches, and no pair was a near miss",
         ),
         pytest.param(
             [at(0), at(40)],
@@ -141,3 +157,52 @@ def test_the_total_cost_is_the_least_of_all_assignments(predicted, ground_truth,
     assert result == match_objects(predicted, ground_truth, config)
     assert sorted([*chosen, *result.fp_pred_idx]) == list(range(len(predicted)))
     assert sorted([*chosen.values(), *result.fn_gt_idx]) == list(range(len(ground_truth)))
+
+
+CROWDS = st.lists(
+    st.tuples(st.integers(0, 12), st.integers(0, 12), st.integers(1, 4), st.integers(1, 4), st.booleans()), max_size=14
+).map(lambda shapes: [shape_at(*shape) for shape in shapes])
+
+
+def shape_at(x, y, w, h, is_box):
+    x1, y1, x2, y2 = x * 60, y * 60, (x + w) * 60, (y + h) * 60
+    return box(x1, y1, x2, y2) if is_box else GTObject("thing", "poly", (x1, y1, x2, y1, x2, y2))
+
+
+@settings(max_examples=120, deadline=None)
+@given(CROWDS, CROWDS, st.sampled_from([0.0, 0.05, 0.3]), st.sampled_from([(1.0, 1.0), (0.3, 0.4)]), st.integers(1, 6))
+def test_parts_solved_alone_are_the_whole_problem_solved(predicted, ground_truth, gate, costs, k):
+    """Against one square problem over all shapes, with every top-k candidate in it."""
+    if not predicted or not ground_truth:
+        return
+    config = MatchingConfig(k, gate, 256, *costs)
+    cost_PG = np.full((len(predicted), len(ground_truth)), np.inf)
+    chosen_PK, box_iou_PK = top_k_candidates(aabbs(predicted), aabbs(ground_truth), k)
+    rejections = 0
+    for (i, rank), j in np.ndenumerate(chosen_PK):
+        iou = mask_iou(predicted[i], ground_truth[j])
+        if iou >= gate:
+            cost_PG[i, j] = 1 - iou
+        else:
+            rejections += box_iou_PK[i, rank] > 0
+    whole_P = assign._settle_ties(assign._assign(cost_PG, config), cost_PG, config)
+    result = match_objects(predicted, ground_truth, config)
+    partner_P = np.full(len(predicted), len(ground_truth))
+    for pair in result.pairs:
+        partner_P[pair.pred_idx] = pair.gt_idx
+    assert assign._settle_ties(partner_P, cost_PG, config).tolist() == partner_P.tolist()
+
+    def total(partners):
+        pairs = [cost_PG[i, j] for i, j in enumerate(partners) if j < len(ground_truth)]
+        return (sum(pairs) + (len(predicted) - len(pairs)) * config.fp_cost
+                + (len(ground_truth) - len(pairs)) * config.fn_cost)  # fmt: skip
+
+    assert total(partner_P) == pytest.approx(total(whole_P), abs=1e-9)
+    assert result.num_gate_rejections == rejections
+
+
+def test_lonely_pairs_need_no_solver():
+    shapes = [box(x, y, x + 50, y + 50) for x in range(0, 900, 100) for y in range(0, 900, 100)]
+    with mock.patch.object(assign, "_assign", side_effect=AssertionError("no competition, no solver")):
+        result = match_objects(shapes, shapes[::-1])
+    assert [(p.pred_idx, p.gt_idx) for p in result.pairs] == [(i, len(shapes) - 1 - i) for i in range(len(shapes))]

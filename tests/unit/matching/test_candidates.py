@@ -2,8 +2,11 @@
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from coordexp.matching import top_k_candidates
+from coordexp.matching.candidates import overlapping_candidates
 
 PRED = (100, 100, 200, 200)
 NEAR, FAR, FARTHER = (300, 100, 400, 200), (100, 500, 200, 600), (800, 800, 900, 900)
@@ -32,3 +35,17 @@ def test_choice(ground_truth, k, expected):
 def test_every_prediction_has_its_own_candidates():
     chosen, _ = top_k_candidates(np.array([PRED, NEAR, FAR]), np.array([FAR, NEAR, GOOD]), 1)
     assert chosen.tolist() == [[2], [1], [0]]
+
+
+BOXES = st.lists(st.tuples(*[st.integers(0, 6)] * 4), min_size=1, max_size=9).map(
+    lambda boxes: np.array([(min(a, c), min(b, d), max(a, c), max(b, d)) for a, b, c, d in boxes])
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(BOXES, BOXES, st.integers(1, 5))
+def test_overlapping_candidates_are_the_overlapping_ones_of_the_top_k(pred, ground_truth, k):
+    chosen, iou = top_k_candidates(pred, ground_truth, k)
+    expected = sorted((i, int(j)) for i in range(len(pred)) for j in chosen[i][iou[i] > 0])
+    pred_idx, gt_idx = overlapping_candidates(pred, ground_truth, k)
+    assert list(zip(pred_idx.tolist(), gt_idx.tolist(), strict=True)) == expected

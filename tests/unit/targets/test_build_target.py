@@ -18,6 +18,8 @@ from coordexp.targets import TransportConfig, build_target
 from coordexp.targets.build import coordinate_targets
 from qwen_tokenizer import qwen_vocab
 
+PREFIX_ROLES = {TokenRole.PREFIX_MASKED, TokenRole.PREFIX_COORD, TokenRole.PREFIX_STRUCT, TokenRole.PREFIX_DESC}
+
 # Shapes that lie near CAT (10, 20, 200, 220).
 NEAR_BOX = GTObject("cat", "bbox_2d", (12, 25, 195, 230))
 NEAR_POLY = GTObject("cat", "poly", (12, 22, 198, 25, 190, 215, 15, 210))
@@ -29,8 +31,8 @@ def test_a_found_object_is_corrected_and_a_missed_one_appended(make_vocab, order
     vocab = make_vocab()
     got = outcome_of(answer(entry(1, NEAR_BOX)), [DOG, CAT], vocab, field_order=order)
     target = got.target
-    assert target.matched_pred_idx == (0,)
-    assert target.appended_gt_idx == (0,)
+    assert (target.matched_pred_idx, target.matched_gt_idx) == ((0,), (1,))
+    assert (target.appended_gt_idx, target.appended_object_index) == ((0,), (2,))
     assert target.context == "rollout"
     assert target.token_ids[: target.prefix_len] == got.parsed.prefix_token_ids
     body = json.loads(taught_text(got, vocab))
@@ -41,9 +43,9 @@ def test_a_found_object_is_corrected_and_a_missed_one_appended(make_vocab, order
     assert target.coord_bin_K[in_prefix].tolist() == list(CAT.bins)  # what it should have written
     assert target.coord_bin_K[~in_prefix].tolist() == list(DOG.bins)
     assert target.box_bin_M4.tolist() == [list(CAT.bins), list(DOG.bins)]
-    assert set(target.roles_T[: target.prefix_len].tolist()) == {TokenRole.PREFIX_MASKED, TokenRole.PREFIX_COORD}
+    assert set(target.roles_T[: target.prefix_len].tolist()) == PREFIX_ROLES
     assert (target.roles_T == TokenRole.PREFIX_COORD).sum() == 4
-    assert not set(target.roles_T[target.prefix_len :].tolist()) & {TokenRole.PREFIX_MASKED, TokenRole.PREFIX_COORD}
+    assert not set(target.roles_T[target.prefix_len :].tolist()) & PREFIX_ROLES
 
 
 @vocabs
@@ -74,7 +76,7 @@ def test_targets_stand_at_the_predicted_objects_own_tokens(make_vocab, predicted
 
 
 def predicted_of(obj: GTObject) -> PredictedObject:
-    return PredictedObject(1, obj.desc, obj.kind, obj.bins, tuple(range(len(obj.bins))), (0, 1))
+    return PredictedObject(1, obj.desc, obj.kind, obj.bins, tuple(range(len(obj.bins))), (0, 1), (0, 1), (0, 1))
 
 
 SQUARE_POLY = GTObject("s", "poly", (100, 100, 200, 100, 200, 200, 100, 200))
@@ -144,7 +146,7 @@ def test_an_image_without_objects_teaches_to_stop(make_vocab, response: str) -> 
     got = outcome_of(response, [], make_vocab())
     assert got.target.coord_pos_K.size == 0
     assert got.target.appended_gt_idx == got.target.matched_pred_idx == ()
-    supervised = got.target.roles_T[got.target.roles_T > TokenRole.PREFIX_MASKED].tolist()
+    supervised = got.target.roles_T[got.target.roles_T != TokenRole.PREFIX_MASKED].tolist()
     assert supervised == [TokenRole.CLOSE, TokenRole.EOS]
 
 
@@ -170,3 +172,12 @@ def test_a_parse_of_another_rollout_is_an_error(shift: dict) -> None:
     match = MatchResult((Match(0, 0, 0.9),), (), (), 0)
     with pytest.raises(AlignmentError, match=r"sample 9: object_1 says .* does not belong to this rollout"):
         build_target(foreign, match, [CAT], vocab, sample_id="sample 9")
+
+
+def test_the_seam_is_written_as_two_tokens() -> None:
+    """Appended text is tokenised on its own, behind the prefix: not as the one token that a model writes there."""
+    vocab = qwen_vocab()
+    got = outcome_of(answer(entry(1, NEAR_BOX)), [CAT, DOG], vocab)
+    seam = got.target.prefix_len
+    assert [vocab.piece(t) for t in got.target.token_ids[seam - 1 : seam + 2]] == ["}", ",", ' "']
+    assert "}," in [vocab.piece(t) for t in vocab.encode(taught_text(got, vocab))]

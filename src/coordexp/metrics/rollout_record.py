@@ -1,0 +1,287 @@
+"""One JSON line per sample: what the model answered, how it was read and matched, and what it was taught.
+
+A line holds everything needed to look at a sample and to compute its target again (:func:`replay`), but for image and
+prompt, which it refers to. Files are appended to, also by a run that resumes: a line of step s replaces every earlier
+line of a later step in the same file, because those steps were taken back, and the earlier line of the same sample of
+the same step (:func:`read_records`). Torch-free.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import TypeAdapter, ValidationError
+
+from coordexp.coords import CoordVocab, FieldOrder
+from coordexp.errors import CoordExpError, DataError
+from coordexp.matching import MatchingConfig, match_objects
+from coordexp.metrics.counters import SampleOutcome
+from coordexp.parsing import parse_rollout
+from coordexp.records import (
+    DropReason,
+    GTObject,
+    ImageRecord,
+    MatchResult,
+    ParsedRollout,
+    PredictedObject,
+    SupervisionContext,
+    TokenRole,
+    TrainingTarget,
+)
+from coordexp.targets import TransportConfig, build_target
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class WhereInTraining:
+    """When and where a sample was answered.
+
+    ``global_step``: optimizer steps taken before, which is also the step of the rollout's seed; ``sample_idx``: the
+    sample's place among the ``num_samples`` of this rank's step, of which only the first few may have been recorded.
+    """
+
+    global_step: int
+    micro_step: int
+    rank: int
+    sample_idx: int
+    num_samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What matching and target building were configured with."""
+
+    matching: MatchingConfig
+    transport: TransportConfig
+    field_order: FieldOrder
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRef:
+    """The prompt by its length in tokens and the SHA-256 of its ids (:func:`prompt_sha256`)."""
+
+    num_tokens: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class ParseRecord:
+    """:class:`ParsedRollout` without its prefix, which is the first ``prefix_len`` tokens of the target."""
+
+    objects: tuple[PredictedObject, ...]
+    dropped: dict[DropReason, int]
+    prefix_len: int
+    num_replaced_tail: int
+    max_object_index: int | None
+    truncated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TargetRecord:
+    """:class:`TrainingTarget`, with roles as runs of (name of the role, number of tokens)."""
+
+    token_ids: tuple[int, ...]
+    roles: tuple[tuple[str, int], ...]
+    coord_pos: tuple[int, ...]
+    coord_bin: tuple[float, ...]
+    box_pos: tuple[tuple[int, int, int, int], ...]
+    box_bin: tuple[tuple[float, float, float, float], ...]
+    context: SupervisionContext
+    prefix_len: int
+    matched_pred_idx: tuple[int, ...]
+    matched_gt_idx: tuple[int, ...]
+    appended_gt_idx: tuple[int, ...]
+    appended_object_index: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutRecord:
+    """A line of ``rollouts_rank{r}.jsonl``.
+
+    ``loss_by_role`` is null: a line is written when its target is built, before the forward pass, and a segment may
+    wait in the carry buffer for steps. Losses of single samples would also need per-position terms that the objective
+    sums up at once.
+    """
+
+    schema_version: Literal[1]
+    sample_id: str
+    image: str
+    width: int
+    height: int
+    ground_truth: tuple[GTObject, ...]
+    where: WhereInTraining
+    prompt: PromptRef
+    response_token_ids: tuple[int, ...]
+    text: str
+    truncated: bool
+    repeat_terminated: bool
+    weight_version: int
+    parse: ParseRecord
+    match: MatchResult
+    target: TargetRecord
+    settings: Settings
+    loss_by_role: dict[str, float] | None = None
+
+
+_LINE: TypeAdapter[RolloutRecord] = TypeAdapter(RolloutRecord)
+
+
+def prompt_sha256(prompt_token_ids: Sequence[int]) -> str:
+    """SHA-256, in hex, of the ids as decimal numbers joined by commas."""
+    return hashlib.sha256(",".join(map(str, prompt_token_ids)).encode()).hexdigest()
+
+
+def make_record(
+    image: ImageRecord, outcome: SampleOutcome, where: WhereInTraining, settings: Settings
+) -> RolloutRecord:
+    """Everything about one sample's way from answer to target."""
+    rollout = outcome.rollout
+    return RolloutRecord(
+        schema_version=SCHEMA_VERSION,
+        sample_id=image.sample_id,
+        image=str(image.image),
+        width=image.width,
+        height=image.height,
+        ground_truth=image.objects,
+        where=where,
+        prompt=PromptRef(len(rollout.prompt_token_ids), prompt_sha256(rollout.prompt_token_ids)),
+        response_token_ids=rollout.response_token_ids,
+        text=rollout.text,
+        truncated=rollout.truncated,
+        repeat_terminated=rollout.repeat_terminated,
+        weight_version=rollout.weight_version,
+        parse=_parse_record(outcome.parsed),
+        match=outcome.match,
+        target=_target_record(outcome.target),
+        settings=settings,
+    )
+
+
+def _parse_record(parsed: ParsedRollout) -> ParseRecord:
+    return ParseRecord(
+        parsed.objects,
+        dict(parsed.dropped),
+        len(parsed.prefix_token_ids),
+        parsed.num_replaced_tail,
+        parsed.max_object_index,
+        parsed.truncated,
+    )
+
+
+def _target_record(target: TrainingTarget) -> TargetRecord:
+    return TargetRecord(
+        token_ids=target.token_ids,
+        roles=tuple((TokenRole(role).name, sum(1 for _ in run)) for role, run in groupby(target.roles_T.tolist())),
+        coord_pos=tuple(target.coord_pos_K.tolist()),
+        coord_bin=tuple(target.coord_bin_K.tolist()),
+        box_pos=_rows_of_4(target.box_pos_M4),
+        box_bin=_rows_of_4(target.box_bin_M4),
+        context=target.context,
+        prefix_len=target.prefix_len,
+        matched_pred_idx=target.matched_pred_idx,
+        matched_gt_idx=target.matched_gt_idx,
+        appended_gt_idx=target.appended_gt_idx,
+        appended_object_index=target.appended_object_index,
+    )
+
+
+def _rows_of_4(array_M4: np.ndarray) -> tuple[Any, ...]:
+    return tuple([tuple(row) for row in array_M4.tolist()])
+
+
+def to_line(record: RolloutRecord) -> bytes:
+    """The record as one line of JSON with its line break; numbers survive exactly.
+
+    Raises:
+        PydanticSerializationError: a text that UTF-8 cannot write (a lone surrogate in a file name, say).
+    """
+    return _LINE.dump_json(record) + b"\n"
+
+
+def from_line(line: bytes) -> RolloutRecord:
+    """The inverse of :func:`to_line`; nothing is coerced, and unknown fields are refused.
+
+    Raises:
+        ValidationError, CoordExpError: the line is no record of this version.
+    """
+    return _LINE.validate_json(line, strict=True, extra="forbid")
+
+
+def read_records(path: str | Path) -> list[RolloutRecord]:
+    """All records of a file, or of every ``rollouts_rank*.jsonl`` of a folder, by rank and then in order of writing.
+
+    Lines that a resumed run replaced are left out (see the module). What stands behind the last line break is a line
+    that is still being written, and no record yet.
+
+    Raises:
+        DataError: no such file, or a line that is no record; with its number.
+    """
+    path = Path(path)
+    if path.is_dir():
+        files = sorted(path.glob("rollouts_rank*.jsonl"), key=lambda file: (len(file.name), file.name))
+        if not files:
+            raise DataError("holds no rollouts_rank*.jsonl; is it a run's rollout_records folder?", path=path)
+        return [record for file in files for record in read_records(file)]
+    try:
+        lines = path.read_bytes().split(b"\n")[:-1]
+    except OSError as error:
+        raise DataError(f"cannot be read: {error}", path=path) from error
+    kept: list[RolloutRecord] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = from_line(line)
+        except (ValidationError, CoordExpError) as error:
+            reason = str(error).replace("\n", " ")
+            raise DataError(f"no rollout record of schema version {SCHEMA_VERSION}: {reason}", path=path,
+                            line=number) from error  # fmt: skip
+        while kept and kept[-1].where.global_step > record.where.global_step:
+            kept.pop()
+        if kept and (record.where.global_step, record.where.sample_idx) <= _place_of(kept[-1]):
+            kept = [old for old in kept if _place_of(old) != _place_of(record)]
+        kept.append(record)
+    return kept
+
+
+def _place_of(record: RolloutRecord) -> tuple[int, int]:
+    return record.where.global_step, record.where.sample_idx
+
+
+def replay(record: RolloutRecord, vocab: CoordVocab) -> tuple[str, ...]:
+    """Parse, match and build again from the recorded response; what came out differently, by name. Empty: nothing.
+
+    ``vocab`` must be that of the run's tokenizer; the code may be a later version, which is what this is for.
+    """
+    parsed = parse_rollout(record.response_token_ids, vocab, ended=not record.truncated)
+    match = match_objects(parsed.objects, record.ground_truth, record.settings.matching)
+    target = build_target(
+        parsed,
+        match,
+        record.ground_truth,
+        vocab,
+        sample_id=record.sample_id,
+        field_order=record.settings.field_order,
+        transport=record.settings.transport,
+    )
+    pairs: tuple[tuple[str, Mapping[str, Any], Mapping[str, Any]], ...] = (
+        ("parse", asdict(record.parse), asdict(_parse_record(parsed))),
+        ("match", asdict(record.match), asdict(match)),
+        ("target", asdict(record.target), asdict(_target_record(target))),
+    )
+    return tuple(
+        f"{stage}.{name}: recorded {_short(recorded[name])}, now {_short(now[name])}"
+        for stage, recorded, now in pairs
+        for name in recorded
+        if recorded[name] != now[name]
+    )
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 120 else text[:117] + "…"
