@@ -16,6 +16,8 @@ from coordexp.geometry.boxes import Shape, aabbs, box_iou_pairs, ring
 from coordexp.geometry.overlap import exact_iou
 from coordexp.records import NUM_BINS
 
+_AREAS = 255  # masks whose areas pycocotools counts in one call: it writes their number into a byte
+
 
 def mask_iou(a: Shape, b: Shape, resolution: int = 256) -> float:
     """IoU, 0..1, of two shapes (``.kind`` and ``.bins``) on a ``resolution`` x ``resolution`` canvas.
@@ -59,7 +61,7 @@ def _drawn_pairs(first: Sequence[Shape], second: Sequence[Shape], pairs_D2: np.n
     shapes = [first[i] for i in shapes_1.tolist()] + [second[j] for j in shapes_2.tolist()]
     outlines: Any = [_outline(shape, resolution) for shape in shapes]  # pycocotools' stubs know no lists of rings
     rles: Any = coco_mask.frPyObjects(outlines, resolution, resolution)
-    is_empty = np.asarray(coco_mask.area(rles)) == 0
+    is_empty = np.concatenate([coco_mask.area(rles[i : i + _AREAS]) for i in range(0, len(rles), _AREAS)]) == 0
     rows_D = np.searchsorted(shapes_1, pairs_D2[:, 0])
     columns_D = np.searchsorted(shapes_2, pairs_D2[:, 1]) + len(shapes_1)
     iou_D = np.empty(len(pairs_D2), dtype=np.float64)

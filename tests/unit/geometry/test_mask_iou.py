@@ -226,3 +226,10 @@ def test_small_squares_anywhere_are_one_with_themselves(side):
     squares = [box(k, 999 - side - k // 2, k + side, 999 - k // 2) for k in range(0, 999 - side, 3)]
     pairs = np.repeat(np.arange(len(squares))[:, None], 2, axis=1)
     assert (mask_iou_pairs(squares, squares, pairs) == 1.0).all()
+
+
+def test_hundreds_of_polygons_at_once():
+    shapes = [poly(x, y, x + 20, y, x + 20, y + 20) for x in range(0, 900, 50) for y in range(0, 900, 50)]
+    assert len(shapes) > 300
+    pairs = np.repeat(np.arange(len(shapes))[:, None], 2, axis=1)
+    assert (mask_iou_pairs(shapes, shapes, pairs) == 1.0).all()
