@@ -61,6 +61,9 @@ all_vocabs = pytest.mark.parametrize("make_vocab", VOCABS, ids=lambda make: make
 # -- an independent reading of the text, with the standard library's JSON ------------------------------------------
 
 
+BARE = r"\u0000"  # before a coordinate that stood there without quotes
+
+
 class Pairs(list[tuple[str, Any]]):
     """A JSON object as it is written: ordered, duplicates kept."""
 
@@ -70,8 +73,8 @@ def refuse(constant: str) -> Any:
 
 
 def read_json(text: str) -> Pairs:
-    """One JSON object, with bare coordinate literals read as strings; fails on anything else."""
-    quoted = re.sub(r'("(?:[^"\\]|\\.)*")|(<\|coord_\d+\|>)', lambda m: m[1] or f'"{m[2]}"', text, flags=re.DOTALL)
+    """One JSON object, bare coordinate literals read as marked strings; fails on anything else."""
+    quoted = re.sub(r'("(?:[^"\\]|\\.)*")|(<\|coord_\d+\|>)', lambda m: m[1] or f'"{BARE}{m[2]}"', text, flags=re.DOTALL)
     root = json.loads(quoted, object_pairs_hook=Pairs, parse_constant=refuse)
     assert isinstance(root, Pairs)
     return root
@@ -84,7 +87,7 @@ def usable(key: str, value: Any) -> tuple[int, str, str, tuple[int, ...]] | None
         return None
     fields = dict(value)
     desc = fields.pop("desc")
-    if not fields or not isinstance(desc, str) or not desc.strip():
+    if not fields or not isinstance(desc, str) or not desc.strip() or desc.startswith("\0<|coord_"):
         return None
     kind, array = fields.popitem()
     if kind not in ("bbox_2d", "poly") or type(array) is not list:

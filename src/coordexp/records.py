@@ -48,7 +48,7 @@ class ImageRecord:
 class RolloutRequest:
     """A prompt to answer. ``model_inputs`` holds the encoder's tensors by their Hugging Face names (no batch axis for
     token rows); backends that talk to a server use ``messages`` and ``image`` instead. ``prompt_token_ids`` is what
-    every backend must report back (ruling: one encoder)."""
+    every backend must report back: there is one encoder, the learner's."""
 
     sample_id: str
     image: Path

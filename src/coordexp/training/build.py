@@ -21,7 +21,9 @@ from coordexp.rollouts import RolloutBackend, check_backend
 
 if TYPE_CHECKING:
     from coordexp.coords import CoordVocab
+    from coordexp.modeling.inputs import PromptEncoder
     from coordexp.objective import ObjectivePipeline
+    from coordexp.packing import CarryBuffer
     from coordexp.training.window import SegmentSource
 
 logger = logging.getLogger("coordexp")
@@ -74,9 +76,8 @@ def build_trainer(run: CheckedRun, console: Console, description: str = "train",
 
     from coordexp.modeling.inputs import PromptEncoder
     from coordexp.modeling.load import load_model
-    from coordexp.packing import CarryBuffer
     from coordexp.rollouts import build_backend
-    from coordexp.training.checkpoint import check_carry_buffers, load_carry_buffer, resolve_resume, write_manifest
+    from coordexp.training.checkpoint import check_carry_buffers, resolve_resume, write_manifest
     from coordexp.training.progress import RichProgress
     from coordexp.training.rollout_dump import build_recorder
     from coordexp.training.trainer import CoordExpTrainer
@@ -109,10 +110,7 @@ def build_trainer(run: CheckedRun, console: Console, description: str = "train",
     ]
     backend = build_backend(rollout, model=loaded.model, vocab=loaded.vocab, image_token_id=loaded.image_token_id)
     source, pipeline = _build_source(config, rollout, loaded.vocab, backend)
-    buffer = CarryBuffer(config.global_max_length, training.packing_buffer) if training.packing else None
-    if buffer is not None and resume is not None:
-        by_id = {record.sample_id: record for record in run.train}
-        load_carry_buffer(buffer, resume, lambda sample_id: encoder.encode(_lookup(by_id, sample_id)))
+    buffer = _build_buffer(run, encoder, resume)
     builder = WindowBuilder(source, buffer, _warn_once(), training.packing_min_fill_ratio)
     trainer = CoordExpTrainer(
         loaded=loaded,
@@ -181,6 +179,21 @@ def _build_source(
         decode_flag=_decode_flag(rollout),
     )
     return source, build_pipeline(rollout.pipeline, channel="B")
+
+
+def _build_buffer(run: CheckedRun, encoder: PromptEncoder, resume: Path | None) -> CarryBuffer | None:
+    """The carry buffer, with what waited in it when the checkpoint was written; None without packing."""
+    from coordexp.packing import CarryBuffer
+    from coordexp.training.checkpoint import load_carry_buffer
+
+    training = run.config.training
+    if not training.packing:
+        return None
+    buffer = CarryBuffer(run.config.global_max_length, training.packing_buffer)
+    if resume is not None:
+        by_id = {record.sample_id: record for record in run.train}
+        load_carry_buffer(buffer, resume, lambda sample_id: encoder.encode(_lookup(by_id, sample_id)))
+    return buffer
 
 
 def _use_one_device(arguments: Any) -> None:
