@@ -74,7 +74,8 @@ def refuse(constant: str) -> Any:
 
 def read_json(text: str) -> Pairs:
     """One JSON object, bare coordinate literals read as marked strings; fails on anything else."""
-    quoted = re.sub(r'("(?:[^"\\]|\\.)*")|(<\|coord_\d+\|>)', lambda m: m[1] or f'"{BARE}{m[2]}"', text, flags=re.DOTALL)
+    values = re.compile(r'("(?:[^"\\]|\\.)*")|(<\|coord_\d+\|>)', re.DOTALL)
+    quoted = values.sub(lambda m: m[1] or f'"{BARE}{m[2]}"', text)
     root = json.loads(quoted, object_pairs_hook=Pairs, parse_constant=refuse)
     assert isinstance(root, Pairs)
     return root
@@ -95,7 +96,7 @@ def usable(key: str, value: Any) -> tuple[int, str, str, tuple[int, ...]] | None
     if kind == "poly" and all(type(pair) is list and len(pair) == 2 for pair in array):
         array = [coord for pair in array for coord in pair]
     literals = [
-        re.fullmatch(r"<\|coord_(0|[1-9]\d{0,2})\|>", coord) if isinstance(coord, str) else None for coord in array
+        re.fullmatch(r"\0?<\|coord_(0|[1-9]\d{0,2})\|>", coord) if isinstance(coord, str) else None for coord in array
     ]
     if None in literals:
         return None
