@@ -1,0 +1,76 @@
+"""The ``coordexp`` command: one module per group of commands. Everything heavy is imported inside the command that
+needs it, so ``--help`` is instant."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from coordexp.cli import run
+from coordexp.cli.config import config_app
+from coordexp.cli.data import data_app
+from coordexp.cli.model import model_app
+from coordexp.errors import CoordExpError
+
+USER_ERROR = 2
+INTERRUPTED = 130
+
+app = typer.Typer(
+    name="coordexp",
+    help="Train a vision-language model to detect objects by writing them, and teach it on its own answers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,  # a bug's plain traceback is easier to report than a decorated one
+)
+run.register(app)
+app.add_typer(data_app, name="data")
+app.add_typer(model_app, name="model")
+app.add_typer(config_app, name="config")
+
+
+@dataclass
+class _Flags:
+    """Options of the command as a whole; set by its callback, read when an error leaves it."""
+
+    debug: bool = False
+
+
+_flags = _Flags()
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        import coordexp
+
+        typer.echo(f"coordexp {coordexp.__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _global_options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of every error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    _flags.debug = debug
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command and exit: 0 done, 2 an error that the user can cure (no traceback), 130 interrupted.
+
+    Any other exception is a bug and leaves with its traceback.
+    """
+    _flags.debug = False
+    try:
+        app(args=argv, prog_name="coordexp")
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    except CoordExpError as error:
+        if _flags.debug:
+            raise
+        typer.secho(f"error: {error}", fg=typer.colors.RED, err=True)
+        sys.exit(USER_ERROR)

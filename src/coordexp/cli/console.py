@@ -1,0 +1,51 @@
+"""What commands share: where they print, how they show progress, what they refuse."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from coordexp.errors import DataError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def open_console(stderr: bool = False) -> Console:
+    """Where progress and tables go; silent on all ranks but the first."""
+    from rich.console import Console
+
+    from coordexp import distributed
+
+    return Console(stderr=stderr, quiet=not distributed.is_main())
+
+
+def no_bars_in_log_files() -> None:
+    """Silence transformers' own bars (loading and saving shards) where nobody watches them move."""
+    if not sys.stderr.isatty():
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+
+
+@contextmanager
+def counting(description: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar with ETA on stderr, where that is a terminal; gives the callback that moves it."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("eta"))
+    console = Console(stderr=True)
+    with Progress(
+        *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task(description, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def refuse_filled(folder: Path) -> None:
+    if folder.is_dir() and any(folder.iterdir()):
+        raise DataError("the folder is not empty; name a new one", path=folder)
