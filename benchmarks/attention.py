@@ -43,7 +43,7 @@ def compare(lengths: list[int], options: Any) -> dict[str, float]:
     """Milliseconds of forward and backward both ways, their ratio, and how far the two results lie apart."""
     import torch
 
-    from coordexp.torchvision_cpu import ensure_torchvision
+    from coordexp.cpu_wheels import ensure_torchvision
 
     ensure_torchvision()
     from transformers.integrations.sdpa_attention import sdpa_attention_forward

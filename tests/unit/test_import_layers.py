@@ -16,7 +16,7 @@ LAYERS: dict[str, int] = {
     name: number
     for number, names in {
         0: "records errors",  # of layer 1, and what the rest of it may use
-        1: "extras distributed torchvision_cpu assets",
+        1: "extras distributed cpu_wheels assets",
         2: "config geometry coords",
         3: "data rollouts parsing matching targets packing",
         4: "modeling objective metrics",
@@ -34,7 +34,7 @@ PLUGIN_MAY_IMPORT = {"coordexp.rollouts.repeat_guard"}
 
 HEAVY = ("torch", "transformers", "vllm", "torchvision", "accelerate", "peft", "swift")
 TORCH_FREE = [
-    *("records", "errors", "extras", "distributed", "torchvision_cpu"),
+    *("records", "errors", "extras", "distributed", "cpu_wheels"),
     *("config", "geometry", "coords", "parsing", "matching", "packing"),
     *("rollouts.chunking", "rollouts.seeds", "rollouts.backend", "rollouts.repeat_guard"),
 ]

@@ -84,7 +84,7 @@ def test_hf_arguments_are_what_transformers_knows() -> None:
 
 def test_every_hf_argument_is_a_field_of_training_arguments() -> None:
     pytest.importorskip("torch")
-    from coordexp.torchvision_cpu import ensure_torchvision
+    from coordexp.cpu_wheels import ensure_torchvision
 
     ensure_torchvision()
     from dataclasses import fields

@@ -124,6 +124,6 @@ def test_torchvision_is_prepared_before_any_module_imports_transformers(
 ) -> None:
     """Beside a CPU torch, transformers cannot be imported otherwise; which module comes first must not matter."""
     prepared: list[str] = []
-    monkeypatch.setattr("coordexp.torchvision_cpu.ensure_torchvision", lambda: prepared.append(package))
+    monkeypatch.setattr("coordexp.cpu_wheels.ensure_torchvision", lambda: prepared.append(package))
     importlib.reload(importlib.import_module(package))
     assert set(prepared) == {package}

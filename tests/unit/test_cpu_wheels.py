@@ -1,4 +1,4 @@
-"""torchvision's import beside a CPU torch: in this process, and in others through the hook."""
+"""CUDA wheels beside a CPU torch: torchvision's import in this process and in others, and what is taken away."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from coordexp import torchvision_cpu  # noqa: E402
+from coordexp import cpu_wheels  # noqa: E402
 
 
 def run_python(code: str, path: Path | None = None, *flags: str) -> subprocess.CompletedProcess[str]:
@@ -21,7 +21,7 @@ def run_python(code: str, path: Path | None = None, *flags: str) -> subprocess.C
 
 def test_torchvision_imports_after_ensure() -> None:
     code = (
-        "from coordexp.torchvision_cpu import ensure_torchvision\nensure_torchvision(); ensure_torchvision()\n"
+        "from coordexp.cpu_wheels import ensure_torchvision\nensure_torchvision(); ensure_torchvision()\n"
         "import torchvision.transforms.v2 as t, torch\nprint(t.functional.resize(torch.zeros(3, 4, 4), [2, 2]).shape)"
     )
     result = run_python(code)
@@ -29,13 +29,13 @@ def test_torchvision_imports_after_ensure() -> None:
 
 
 def test_hook_waits_for_torchvision_and_then_helps(tmp_path: Path) -> None:
-    torchvision_cpu.install_hook(tmp_path)
-    assert (tmp_path / f"{torchvision_cpu.HOOK_MODULE}.pth").read_text() == f"import {torchvision_cpu.HOOK_MODULE}\n"
+    cpu_wheels.install_hook(tmp_path)
+    assert (tmp_path / f"{cpu_wheels.HOOK_MODULE}.pth").read_text() == f"import {cpu_wheels.HOOK_MODULE}\n"
     code = (
-        f"import sys, importlib.util, {torchvision_cpu.HOOK_MODULE}\n"
+        f"import sys, importlib.util, {cpu_wheels.HOOK_MODULE}\n"
         "assert importlib.util.find_spec('torchvision') is not None\n"
         "assert 'torch' not in sys.modules, 'looking whether torchvision exists imported torch'\n"
-        "import torchvision.ops\nprint('imported', 'coordexp.torchvision_cpu' in sys.modules)"
+        "import torchvision.ops\nprint('imported', 'coordexp.cpu_wheels' in sys.modules)"
     )
     result = run_python(code, tmp_path)
     assert result.stdout == "imported True\n", result.stderr
@@ -49,16 +49,34 @@ def test_hook_is_what_makes_it_work(tmp_path: Path) -> None:
     if result.returncode == 0:
         pytest.skip("this torchvision loads by itself")
     assert "torchvision::nms" in result.stderr
-    torchvision_cpu.install_hook(tmp_path)
-    code = f"import sys; sys.path[:] = {[str(tmp_path), *paths]!r}\nimport {torchvision_cpu.HOOK_MODULE}, torchvision"
+    cpu_wheels.install_hook(tmp_path)
+    code = f"import sys; sys.path[:] = {[str(tmp_path), *paths]!r}\nimport {cpu_wheels.HOOK_MODULE}, torchvision"
     assert run_python(code, None, "-S", "-E").returncode == 0
 
 
 def test_cuda_machines_are_left_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torchvision_cpu, "_library", None)
-    monkeypatch.setattr(torchvision_cpu, "install_hook", lambda folder: pytest.fail("wrote a hook on a CUDA machine"))
-    torchvision_cpu.ensure_torchvision()
-    assert torchvision_cpu._library is None
-    assert torchvision_cpu.main(["--install"]) == 0
+    monkeypatch.setattr(cpu_wheels, "_library", None)
+    monkeypatch.setattr(cpu_wheels, "install_hook", lambda folder: pytest.fail("wrote a hook on a CUDA machine"))
+    cpu_wheels.ensure_torchvision()
+    assert cpu_wheels._library is None
+    assert cpu_wheels.main(["--install"]) == 0
     assert "needs no help" in capsys.readouterr().out
+
+
+def test_packages_whose_native_library_cannot_load_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = {
+        "fakeaudio_cuda": "raise OSError('Could not load this library: lib/_fake.so')",
+        "fakeaudio_sound": "",
+        "fakeaudio_buggy": "raise ZeroDivisionError",  # no business of ours
+    }
+    for name, source in sources.items():
+        (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert cpu_wheels.unloadable((*sources, "fakeaudio_absent")) == ["fakeaudio_cuda"]
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="a CUDA torch needs no help")
+def test_nothing_unloadable_is_left_in_this_environment() -> None:
+    assert cpu_wheels.unloadable() == []
