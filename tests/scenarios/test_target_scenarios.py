@@ -18,7 +18,8 @@ from coordexp.packing import CarryBuffer
 from coordexp.records import DropReason, GTObject, Rollout, RolloutRequest, Segment, TokenRole
 from coordexp.rollouts import SeedContext
 from coordexp.targets import TransportConfig
-from coordexp.training.window import RolloutSource, WindowBuilder
+from coordexp.training.sources import RolloutSource
+from coordexp.training.window import WindowBuilder
 from objective_rows import Trigram, config, context
 from qwen_tokenizer import qwen_vocab
 

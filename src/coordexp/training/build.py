@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from coordexp.modeling.inputs import PromptEncoder
     from coordexp.objective import ObjectivePipeline
     from coordexp.packing import CarryBuffer
-    from coordexp.training.window import SegmentSource
+    from coordexp.training.sources import SegmentSource
 
 logger = logging.getLogger("coordexp")
 
@@ -157,7 +157,7 @@ def _build_source(
     from coordexp.matching import MatchingConfig
     from coordexp.objective import build_pipeline, sft_pipeline
     from coordexp.targets import TransportConfig
-    from coordexp.training.window import GroundTruthSource, RolloutSource
+    from coordexp.training.sources import GroundTruthSource, RolloutSource
 
     field_order = config.custom.object_field_order
     if config.custom.trainer_variant is None:

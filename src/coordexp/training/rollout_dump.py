@@ -25,7 +25,7 @@ from coordexp.data.dataset import Sample
 from coordexp.metrics import SampleOutcome
 from coordexp.metrics.rollout_record import Settings, WhereInTraining, make_record, to_line
 from coordexp.records import ImageRecord
-from coordexp.training.window import RolloutSource, SegmentSource
+from coordexp.training.sources import RolloutSource, SegmentSource
 
 logger = logging.getLogger("coordexp")
 

@@ -16,7 +16,8 @@ from coordexp.modeling.load import LoadedModel
 from coordexp.objective import SupervisionCounts
 from coordexp.packing import CarryBuffer
 from coordexp.targets import TransportConfig
-from coordexp.training.window import GroundTruthSource, RolloutSource, SegmentSource, WindowBuilder
+from coordexp.training.sources import GroundTruthSource, RolloutSource, SegmentSource
+from coordexp.training.window import WindowBuilder
 from tiny_run import InMemoryBackend, load_tiny, nearly_right, tiny_samples
 
 
