@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from decimal import ROUND_FLOOR, Decimal, localcontext
 from fractions import Fraction
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -20,7 +21,7 @@ def by_definition(ratio: str) -> list[str]:
     with localcontext() as context:
         context.prec = 60
         floors = [(Decimal(s) * Decimal(ratio)).to_integral_value(ROUND_FLOOR) for s in range(STEPS + 1)]
-    return ["B" if after > before else "A" for before, after in zip(floors, floors[1:], strict=False)]
+    return ["B" if after > before else "A" for before, after in pairwise(floors)]
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
