@@ -1,0 +1,192 @@
+"""Decides when an answer repeats itself and must end: the same verdict in every engine, token by token.
+
+Pure and torch-free. Each token costs the same however long the answer is: a run is a counter, and "the last n-gram
+stood there r times" is a counter too: the answer has then equalled itself, shifted by n, for n * (r - 1) tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+
+class GuardRule(StrEnum):
+    """Why an answer is ended."""
+
+    TOKEN_RUN = "token_run"  # one token, max_consecutive_token_repeats times in a row
+    NGRAM = "ngram"  # the last ngram_size tokens, ngram_repeats times in a row
+    OBJECT_KEYS = "object_keys"  # more than max_object_keys object keys
+
+
+class GuardSettings(Protocol):
+    """The six keys of ``rollout_matching.repeat_terminate``; they have their defaults there and nowhere else.
+
+    No rule fires before ``min_new_tokens``. 0 switches a rule off: ``max_consecutive_token_repeats`` the one on runs,
+    ``ngram_size`` or ``ngram_repeats`` the one on n-grams. None switches off ``max_object_keys``.
+    """
+
+    @property
+    def enabled(self) -> bool: ...
+    @property
+    def min_new_tokens(self) -> int: ...
+    @property
+    def max_consecutive_token_repeats(self) -> int: ...
+    @property
+    def ngram_size(self) -> int: ...
+    @property
+    def ngram_repeats(self) -> int: ...
+    @property
+    def max_object_keys(self) -> int | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Trigger:
+    """A verdict: after ``num_new_tokens`` tokens of the answer ``rule`` held, so token ``num_new_tokens`` (0-based) is
+    the end of the turn."""
+
+    rule: GuardRule
+    num_new_tokens: int
+
+
+class RepeatGuard:
+    """Watches one answer. The prompt is never shown to it, so it never counts."""
+
+    __slots__ = (
+        "_key_state",
+        "_keys",
+        "_last",
+        "_ngram_matches",
+        "_reader",
+        "_run",
+        "_settings",
+        "_window",
+        "num_tokens",
+        "trigger",
+    )
+
+    def __init__(self, settings: GuardSettings, reader: ObjectKeyReader | None = None) -> None:
+        if settings.max_object_keys is not None and reader is None:
+            raise ValueError("max_object_keys counts keys in the text, so the guard needs an ObjectKeyReader")
+        self._settings = settings
+        self._reader = reader
+        self._last: int | None = None
+        self._run = 0
+        self._window: deque[int] = deque(maxlen=max(1, settings.ngram_size))
+        self._ngram_matches = 0
+        self._key_state = OUTSIDE
+        self._keys = 0
+        self.num_tokens = 0
+        self.trigger: Trigger | None = None
+
+    def push(self, token_id: int) -> Trigger | None:
+        """Take the answer's next token. Returns the verdict once there is one: it stays, whatever follows."""
+        settings, window = self._settings, self._window
+        self.num_tokens += 1
+        self._run = self._run + 1 if token_id == self._last else 1
+        self._last = token_id
+        if len(window) == window.maxlen:
+            self._ngram_matches = self._ngram_matches + 1 if token_id == window[0] else 0
+        window.append(token_id)
+        if settings.max_object_keys is not None:
+            assert self._reader is not None, "the constructor refuses this"
+            self._key_state, found = self._reader.read(self._key_state, token_id)
+            self._keys += found
+        if self.trigger is None and self.num_tokens >= settings.min_new_tokens:
+            rule = self._rule_that_holds()
+            if rule is not None:
+                self.trigger = Trigger(rule, self.num_tokens)
+        return self.trigger
+
+    def fork(self) -> RepeatGuard:
+        """An independent guard that has seen the same tokens: a beam that splits."""
+        twin = copy.copy(self)
+        twin._window = self._window.copy()
+        return twin
+
+    def _rule_that_holds(self) -> GuardRule | None:
+        settings = self._settings
+        if 0 < settings.max_consecutive_token_repeats <= self._run:
+            return GuardRule.TOKEN_RUN
+        size, repeats = settings.ngram_size, settings.ngram_repeats
+        if size > 0 and repeats > 0 and self._ngram_matches >= size * (repeats - 1):
+            return GuardRule.NGRAM
+        if settings.max_object_keys is not None and self._keys > settings.max_object_keys:
+            return GuardRule.OBJECT_KEYS
+        return None
+
+
+def first_trigger(
+    token_ids: Sequence[int], settings: GuardSettings, reader: ObjectKeyReader | None = None
+) -> Trigger | None:
+    """The verdict on a whole answer: where a guarded engine would have ended it, or None."""
+    guard = RepeatGuard(settings, reader)
+    for token_id in token_ids:
+        if guard.push(token_id) is not None:
+            break
+    return guard.trigger
+
+
+# States of the key reader. Within `"object_` the state is the number of bytes already read, 1 … 8.
+OUTSIDE = 0
+_NEEDLE = b'"object_'
+_DIGITS = len(_NEEDLE) + 1  # at least one digit of the index
+_CLOSED = _DIGITS + 1  # the quote after the digits, itself a possible start of the next key
+_SPACED = _CLOSED + 1  # white space between that quote and the colon
+_ESCAPED = _SPACED + 1  # behind a backslash: whatever comes is part of a string's text
+_SPACES = frozenset(b" \t\n\r")
+
+
+class ObjectKeyReader:
+    """Counts ``"object_N":`` in a text that arrives token by token. Tokens may hold any part of a key, or several keys.
+
+    An escaped quote inside a description begins no key. In valid JSON that makes the count exact; in an answer whose
+    quotes no longer pair up, which is what degenerate tails look like, keys are still seen.
+    """
+
+    def __init__(self, pieces: Sequence[bytes]) -> None:
+        """``pieces[token_id]``: the bytes that a token writes (:attr:`coordexp.coords.CoordVocab.pieces`)."""
+        self._pieces = pieces
+        # A handful of states times the tokens that answers really use: each pair is walked through once.
+        self._known: dict[tuple[int, int], tuple[int, int]] = {}
+
+    def read(self, state: int, token_id: int) -> tuple[int, int]:
+        """The state behind ``token_id``, and how many keys it completed."""
+        known = self._known.get((state, token_id))
+        if known is None:
+            known = self._known[state, token_id] = self._walk(state, token_id)
+        return known
+
+    def _walk(self, state: int, token_id: int) -> tuple[int, int]:
+        keys = 0
+        # Ids beyond the tokenizer's own write nothing: checkpoints pad their vocabulary.
+        for byte in self._pieces[token_id] if token_id < len(self._pieces) else b"":
+            state = _after(state, byte)
+            if state < 0:
+                state, keys = OUTSIDE, keys + 1
+        return state, keys
+
+
+def _after(state: int, byte: int) -> int:
+    """Next state; -1 where ``byte`` is the colon that completes a key."""
+    if state == _ESCAPED:
+        return OUTSIDE
+    if byte == ord("\\"):
+        return _ESCAPED
+    if state in (_CLOSED, _SPACED):
+        if byte == ord(":"):
+            return -1
+        if byte in _SPACES:
+            return _SPACED
+        if state == _CLOSED:
+            state = 1  # not the end of a key, so perhaps the opening quote of one
+    if byte == ord('"'):
+        return _CLOSED if state == _DIGITS else 1
+    if 1 <= state < len(_NEEDLE) and byte == _NEEDLE[state]:
+        return state + 1
+    if state in (len(_NEEDLE), _DIGITS) and ord("0") <= byte <= ord("9"):
+        return _DIGITS
+    return OUTSIDE

@@ -1,0 +1,198 @@
+"""The repeat guard against a rescan of the whole answer, and on the real Qwen vocabulary."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coordexp.rollouts.repeat_guard import GuardRule, ObjectKeyReader, RepeatGuard, Trigger, first_trigger
+from qwen_tokenizer import qwen_vocab
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Every rule off; a case switches on what it is about."""
+
+    enabled: bool = True
+    min_new_tokens: int = 0
+    max_consecutive_token_repeats: int = 0
+    ngram_size: int = 0
+    ngram_repeats: int = 2
+    max_object_keys: int | None = None
+
+
+BYTES = ObjectKeyReader([bytes([byte]) for byte in range(256)])  # one token a byte
+
+
+def rescanned(ids: Sequence[int], keys: Keys) -> Trigger | None:
+    """The definition, without a thought for speed: look at every prefix, from its end."""
+    for n in range(1, len(ids) + 1):
+        if n < keys.min_new_tokens:
+            continue
+        run, size, total = keys.max_consecutive_token_repeats, keys.ngram_size, keys.ngram_size * keys.ngram_repeats
+        if 0 < run <= n and len(set(ids[n - run : n])) == 1:
+            return Trigger(GuardRule.TOKEN_RUN, n)
+        if 0 < total <= n and list(ids[n - total : n]) == list(ids[n - size : n]) * keys.ngram_repeats:
+            return Trigger(GuardRule.NGRAM, n)
+        if keys.max_object_keys is not None and keys_in(bytes(ids[:n])) > keys.max_object_keys:
+            return Trigger(GuardRule.OBJECT_KEYS, n)
+    return None
+
+
+def keys_in(text: bytes) -> int:
+    unescaped = re.sub(rb"\\[\s\S]?", b"  ", text)
+    return len(re.findall(rb'"object_[0-9]+"[ \t\n\r]*:', unescaped))
+
+
+RUN, NGRAM, OBJECT_KEYS = GuardRule.TOKEN_RUN, GuardRule.NGRAM, GuardRule.OBJECT_KEYS
+
+
+@pytest.mark.parametrize(
+    ("ids", "keys", "expected"),
+    [
+        # a run of one token
+        ([1, 2, 9, 9, 9, 9, 9], Keys(max_consecutive_token_repeats=4), Trigger(RUN, 6)),
+        ([9, 9, 9, 2, 9, 9, 9], Keys(max_consecutive_token_repeats=4), None),  # interrupted
+        ([9, 9, 9, 9], Keys(max_consecutive_token_repeats=4), Trigger(RUN, 4)),  # from the first token on
+        ([9] * 9, Keys(max_consecutive_token_repeats=4, min_new_tokens=8), Trigger(RUN, 8)),  # not before the minimum
+        ([9] * 4 + [1] * 3, Keys(max_consecutive_token_repeats=4, min_new_tokens=6), None),  # over before the minimum
+        # a repeated n-gram
+        ([5, 7, 8, 7, 8, 7, 8], Keys(ngram_size=2, ngram_repeats=3), Trigger(NGRAM, 7)),
+        ([11, 12, 11, 12], Keys(ngram_size=2), Trigger(NGRAM, 4)),
+        ([1, 2, 3, 1, 2, 4, 1, 2, 3], Keys(ngram_size=3), None),  # not one after the other
+        ([1, 2, 1, 2, 1], Keys(ngram_size=2, ngram_repeats=3), None),  # two and a half times
+        ([3, 3, 3], Keys(ngram_size=1, ngram_repeats=3), Trigger(NGRAM, 3)),
+        ([1, 2] * 6, Keys(ngram_size=4), Trigger(NGRAM, 8)),  # a shorter period repeats the longer n-gram too
+        # both rules hold at once: one verdict
+        ([4] * 8, Keys(max_consecutive_token_repeats=4, ngram_size=2), Trigger(RUN, 4)),
+        ([4] * 80, Keys(ngram_repeats=0), None),  # every rule off
+        ([1, 2] * 40, Keys(ngram_size=2, ngram_repeats=0), None),
+    ],
+)
+def test_runs_and_ngrams(ids: list[int], keys: Keys, expected: Trigger | None) -> None:
+    assert first_trigger(ids, keys) == expected
+    assert rescanned(ids, keys) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "keys_seen"),
+    [
+        ('{"object_1": {}, "object_2": {}}', 2),
+        ('{"object_1" \n: {}}', 1),
+        ('{"object_12345":{}}', 1),
+        ('{"object_": {}, "object_x": {}, "objects_1": {}, "Object_1": {}}', 0),
+        ('{"object_1": {"desc": "object_2"}}', 1),  # a description that looks like a key
+        ('{"object_1": {"desc": "\\"object_2\\": \\"object_3\\":"}}', 1),  # escaped quotes begin no key
+        ('{"a\\\\"object_1": {}}', 1),  # an escaped backslash, so the quote is a real one
+        ('{"object_1"object_2": {}}', 1),  # broken: the quote that closes one opens the other
+        ('""object_1":', 1),
+        ('"object_1object_2":', 0),
+        ('"object_1" , :', 0),
+        ('x"object_1": y" "object_2": z', 2),  # quotes out of step, as in degenerate tails
+    ],
+)
+def test_object_keys_in_text(text: str, keys_seen: int) -> None:
+    assert keys_in(text.encode()) == keys_seen
+    for limit in range(keys_seen + 2):
+        trigger = first_trigger(text.encode(), Keys(max_object_keys=limit), BYTES)
+        assert (trigger is not None) == (keys_seen > limit)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    ids=st.lists(st.integers(0, 2), max_size=40),
+    keys=st.builds(
+        Keys,
+        min_new_tokens=st.integers(0, 20),
+        max_consecutive_token_repeats=st.integers(2, 6) | st.just(0),
+        ngram_size=st.integers(0, 5),
+        ngram_repeats=st.integers(2, 4),
+    ),
+)
+def test_the_counters_equal_a_rescan(ids: list[int], keys: Keys) -> None:
+    assert first_trigger(ids, keys) == rescanned(ids, keys)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    text=st.lists(st.sampled_from(['"', "object_", "obj", "ect_", "7", ":", " ", "\\", "x", '"object_1":'])),
+    cuts=st.lists(st.integers(1, 5), min_size=1),
+    limit=st.integers(0, 3),
+)
+def test_keys_are_counted_however_tokens_cut_them(text: list[str], cuts: list[int], limit: int) -> None:
+    """Tokens of any length: a key may be spread over several, and one token may hold several keys."""
+    whole = "".join(text).encode()
+    pieces, start = [], 0
+    while start < len(whole):
+        size = cuts[len(pieces) % len(cuts)]
+        pieces.append(whole[start : start + size])
+        start += size
+    trigger = first_trigger(range(len(pieces)), Keys(max_object_keys=limit), ObjectKeyReader(pieces))
+    by_prefix = [keys_in(b"".join(pieces[:n])) for n in range(1, len(pieces) + 1)]
+    crossed = next((n for n, seen in enumerate(by_prefix, 1) if seen > limit), None)
+    assert trigger == (None if crossed is None else Trigger(OBJECT_KEYS, crossed))
+
+
+def answer(objects: int) -> str:
+    return json.dumps(
+        {
+            f"object_{n}": {"desc": f"cat {n}", "bbox_2d": [f"<|coord_{n + k}|>" for k in range(4)]}
+            for n in range(1, objects + 1)
+        }
+    )
+
+
+@pytest.mark.parametrize("limit", [1, 9, 58])
+def test_max_object_keys_fires_with_the_real_vocabulary(limit: int) -> None:
+    """Qwen's tokenizer fuses the quote before ``object_`` with what stands before it, so no token sequence says
+    "a key begins here"; the text does."""
+    vocab = qwen_vocab()
+    ids = vocab.encode(answer(59))
+    trigger = first_trigger(ids, Keys(max_object_keys=limit), ObjectKeyReader(vocab.pieces))
+    assert trigger is not None
+    assert trigger.rule is OBJECT_KEYS
+    kept = vocab.decode(ids[: trigger.num_new_tokens])
+    assert kept.endswith(f'"object_{limit + 1}":')
+    assert first_trigger(ids, Keys(max_object_keys=59), ObjectKeyReader(vocab.pieces)) is None
+
+
+def test_object_keys_need_a_reader() -> None:
+    with pytest.raises(ValueError, match="ObjectKeyReader"):
+        RepeatGuard(Keys(max_object_keys=3))
+
+
+def test_ids_beyond_the_tokenizer_write_nothing() -> None:
+    assert ObjectKeyReader([b"a"]).read(3, 17) == (3, 0)
+
+
+def test_a_verdict_stays() -> None:
+    guard = RepeatGuard(Keys(max_consecutive_token_repeats=2))
+    verdicts = [guard.push(token) for token in (1, 1, 2, 3)]
+    assert verdicts == [None, *[Trigger(RUN, 2)] * 3]
+
+
+@given(st.lists(st.integers(0, 1), max_size=12), st.lists(st.integers(0, 1), max_size=12))
+def test_a_fork_goes_its_own_way(shared: list[int], own: list[int]) -> None:
+    keys = Keys(ngram_size=3, max_consecutive_token_repeats=5)
+    guard = RepeatGuard(keys)
+    for token in shared:
+        guard.push(token)
+    fork = guard.fork()
+    for token in (1, 0, 0, 1, 1, 0):
+        guard.push(token)
+    for token in own:
+        fork.push(token)
+    assert fork.trigger == rescanned([*shared, *own], keys)
+
+
+def test_the_minimum_delays_a_verdict_without_forgetting() -> None:
+    """What repeated before ``min_new_tokens`` counts once the minimum is reached, if it still goes on."""
+    keys = Keys(max_consecutive_token_repeats=3, min_new_tokens=10)
+    assert first_trigger([1] * 12, keys) == Trigger(RUN, 10)
+    assert first_trigger([1] * 12, replace(keys, min_new_tokens=0)) == Trigger(RUN, 3)
