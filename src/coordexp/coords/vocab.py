@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
+
+import numpy as np
 
 from coordexp.errors import VocabError
 from coordexp.records import NUM_BINS
@@ -36,6 +39,16 @@ def _byte_of_char() -> dict[str, int]:
     others = (byte for byte in range(256) if byte not in set(printable))
     table.update({chr(256 + rank): byte for rank, byte in enumerate(others)})
     return table
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenLayout:
+    """By token id: ``length_V`` bytes it writes, ``bin_V`` the bin it writes or -1, ``alien_V`` whether no answer may
+    contain it (a control token, or an id that writes nothing)."""
+
+    length_V: np.ndarray
+    bin_V: np.ndarray
+    alien_V: np.ndarray
 
 
 class CoordVocab:
@@ -66,6 +79,7 @@ class CoordVocab:
         self.eos_id = eos_id
         self.control_ids = frozenset(control_ids)
         self._bins = {token_id: k for k, token_id in enumerate(self.coord_token_ids)}
+        self._layout = self._build_layout()
         self._ids_of_part: dict[str, tuple[int, ...]] = {}
         self._splits_at_coords = self._check_split()
 
@@ -128,6 +142,19 @@ class CoordVocab:
     def pieces(self) -> tuple[bytes, ...]:
         """All pieces by id, for loops that cannot afford a call per token."""
         return self._pieces
+
+    @property
+    def layout(self) -> TokenLayout:
+        """What every id is, as arrays, for a whole answer at once."""
+        return self._layout
+
+    def _build_layout(self) -> TokenLayout:
+        length_V = np.array([len(piece) for piece in self._pieces], dtype=np.int32)
+        bin_V = np.full(len(self._pieces), -1, dtype=np.int16)
+        bin_V[list(self.coord_token_ids)] = np.arange(NUM_BINS)
+        alien_V = length_V == 0
+        alien_V[sorted(self.control_ids)] = True
+        return TokenLayout(length_V, bin_V, alien_V)
 
     def piece(self, token_id: int) -> str:
         """``token_id`` decoded alone; U+FFFD where it holds part of a character."""

@@ -2,13 +2,14 @@
 
 from coordexp.geometry.boxes import Shape, aabb, aabbs, box_iou, box_iou_pairs, overlapping_boxes
 from coordexp.geometry.mask_iou import mask_iou, mask_iou_pairs
-from coordexp.geometry.transport import barycentric_targets
+from coordexp.geometry.transport import barycentric_targets, barycentric_targets_of
 
 __all__ = [
     "Shape",
     "aabb",
     "aabbs",
     "barycentric_targets",
+    "barycentric_targets_of",
     "box_iou",
     "box_iou_pairs",
     "mask_iou",

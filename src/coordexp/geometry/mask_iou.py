@@ -16,6 +16,7 @@ from coordexp.geometry.boxes import Shape, aabbs, box_iou_pairs, ring
 from coordexp.geometry.overlap import exact_iou
 from coordexp.records import NUM_BINS
 
+_ROWS = 32  # shapes that are overlaid with all their partners in one call
 _AREAS = 255  # masks whose areas pycocotools counts in one call: it writes their number into a byte
 
 
@@ -29,20 +30,26 @@ def mask_iou(a: Shape, b: Shape, resolution: int = 256) -> float:
 
 
 def mask_iou_pairs(
-    first: Sequence[Shape], second: Sequence[Shape], pairs_K2: np.ndarray, resolution: int = 256
+    first: Sequence[Shape],
+    second: Sequence[Shape],
+    pairs_K2: np.ndarray,
+    resolution: int = 256,
+    aabbs_of: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> np.ndarray:
     """:func:`mask_iou` of chosen pairs only: (K,) float64 for (K, 2) indices into ``first`` and ``second``.
 
     Each polygon (and each box that meets one) is rasterised once; boxes against boxes are computed in closed form.
     Shapes whose bounding boxes share no area, and are not the same box, have mask IoU 0: a raster lies between the
-    pixel edges of its bounding box, and so do the edges of disjoint boxes.
+    pixel edges of its bounding box, and so do the edges of disjoint boxes. ``aabbs_of``: :func:`aabbs` of ``first`` and
+    of ``second``, where the caller has them.
     """
     if resolution < 2:
         raise ValueError(f"the canvas needs at least 2 pixels a side, got {resolution}")
     pairs_K2 = np.asarray(pairs_K2, dtype=np.int64).reshape(-1, 2)
     is_box_1 = np.array([shape.kind == "bbox_2d" for shape in first], dtype=bool)
     is_box_2 = np.array([shape.kind == "bbox_2d" for shape in second], dtype=bool)
-    aabb_1, aabb_2 = aabbs(first)[pairs_K2[:, 0]], aabbs(second)[pairs_K2[:, 1]]
+    aabbs_1, aabbs_2 = aabbs_of or (aabbs(first), aabbs(second))
+    aabb_1, aabb_2 = aabbs_1[pairs_K2[:, 0]], aabbs_2[pairs_K2[:, 1]]
     both_boxes_K = is_box_1[pairs_K2[:, 0]] & is_box_2[pairs_K2[:, 1]]
     iou_K = np.zeros(len(pairs_K2), dtype=np.float64)
     iou_K[both_boxes_K] = _box_pairs(aabb_1[both_boxes_K], aabb_2[both_boxes_K], resolution)
@@ -54,7 +61,10 @@ def mask_iou_pairs(
 
 
 def _drawn_pairs(first: Sequence[Shape], second: Sequence[Shape], pairs_D2: np.ndarray, resolution: int) -> np.ndarray:
-    """Mask IoU of pairs that need rasters, (D,): all shapes are drawn in one call, then one call per first shape."""
+    """Mask IoU of pairs that need rasters, (D,): all shapes are drawn in one call, then overlaid a few rows a call.
+
+    A call costs more than the pairs it computes beyond those wanted: pycocotools skips pairs of disjoint boxes itself.
+    """
     from pycocotools import mask as coco_mask
 
     shapes_1, shapes_2 = np.unique(pairs_D2[:, 0]), np.unique(pairs_D2[:, 1])
@@ -66,9 +76,13 @@ def _drawn_pairs(first: Sequence[Shape], second: Sequence[Shape], pairs_D2: np.n
     columns_D = np.searchsorted(shapes_2, pairs_D2[:, 1]) + len(shapes_1)
     iou_D = np.empty(len(pairs_D2), dtype=np.float64)
     by_row = np.argsort(rows_D, kind="stable")
-    for row, of_row in enumerate(np.split(by_row, np.flatnonzero(np.diff(rows_D[by_row])) + 1)):
-        others = [rles[column] for column in columns_D[of_row].tolist()]
-        iou_D[of_row] = np.asarray(coco_mask.iou([rles[row]], others, [0] * len(others)))[0]
+    starts = np.searchsorted(rows_D[by_row], np.arange(0, len(shapes_1), _ROWS))
+    for of_rows in np.split(by_row, starts[1:]):
+        rows, row_R = np.unique(rows_D[of_rows], return_inverse=True)
+        columns, column_R = np.unique(columns_D[of_rows], return_inverse=True)
+        others = [rles[column] for column in columns.tolist()]
+        iou_RC = np.asarray(coco_mask.iou([rles[row] for row in rows.tolist()], others, [0] * len(others)))
+        iou_D[of_rows] = iou_RC[row_R, column_R]
     for d in np.flatnonzero(is_empty[rows_D] | is_empty[columns_D]).tolist():  # the raster says nothing
         iou_D[d] = exact_iou(ring(first[int(pairs_D2[d, 0])]), ring(second[int(pairs_D2[d, 1])]))
     return iou_D
@@ -76,11 +90,20 @@ def _drawn_pairs(first: Sequence[Shape], second: Sequence[Shape], pairs_D2: np.n
 
 def _outline(shape: Shape, resolution: int) -> list[float]:
     """A shape's ring on the canvas, (x, y, x, y, …) as pycocotools takes it. Of a dozen numbers: no array."""
-    bins = [min(max(k, 0), NUM_BINS - 1) for k in shape.bins]
+    bins = shape.bins
+    if min(bins) < 0 or max(bins) >= NUM_BINS:
+        bins = [min(max(k, 0), NUM_BINS - 1) for k in bins]
     if shape.kind == "bbox_2d":
         (x1, x2), (y1, y2) = sorted(bins[::2]), sorted(bins[1::2])
         bins = [x1, y1, x2, y1, x2, y2, x1, y2]
-    return [k * (resolution - 1) / (NUM_BINS - 1) for k in bins]
+    projected_B = _projected(resolution)
+    return [projected_B[k] for k in bins]
+
+
+@lru_cache(maxsize=8)
+def _projected(resolution: int) -> list[float]:
+    """Where each bin lies on the canvas."""
+    return [k * (resolution - 1) / (NUM_BINS - 1) for k in range(NUM_BINS)]
 
 
 @lru_cache(maxsize=8)

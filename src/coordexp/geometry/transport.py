@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -12,6 +13,7 @@ TransportCost = Literal["l1", "l2"]
 # exp(±200) is far inside a double's range, and so are sums and products of two such numbers. In units of epsilon: with
 # the default of 10 bins no two shapes on the canvas spread further than 142.
 _MAX_SPREAD = 200.0
+_POINTS_AT_ONCE = 128  # a block-diagonal kernel of more points costs more than the calls it saves
 
 
 def barycentric_targets(
@@ -38,17 +40,31 @@ def barycentric_targets(
     Raises:
         ValueError: an argument outside these bounds.
     """
-    pred_N2, gt_M2 = _as_points(pred_points, "pred_points"), _as_points(gt_points, "gt_points")
+    return barycentric_targets_of([(pred_points, gt_points)], cost, epsilon, iters)[0]
+
+
+def barycentric_targets_of(
+    pairs: Sequence[tuple[ArrayLike, ArrayLike]], cost: TransportCost = "l2", epsilon: float = 10.0, iters: int = 30
+) -> list[np.ndarray]:
+    """:func:`barycentric_targets` of many (pred_points, gt_points), each on its own, in fewer and larger steps."""
     if not (np.isfinite(epsilon) and epsilon > 0):
         raise ValueError(f"epsilon must be a positive number, got {epsilon}")
     if iters < 1:
         raise ValueError(f"iters must be at least 1, got {iters}")
-    from_N2, to_M2 = pred_N2, gt_M2
+    shapes = [(_as_points(pred, "pred_points"), _as_points(gt, "gt_points")) for pred, gt in pairs]
+    plans = _log_sinkhorn_of([_plan_cost(pred_N2, gt_M2, cost) / epsilon for pred_N2, gt_M2 in shapes], iters)
+    targets = []
+    for (_, gt_M2), log_plan_NM in zip(shapes, plans, strict=True):
+        weights_NM = np.exp(log_plan_NM - log_plan_NM.max(axis=1, keepdims=True))
+        targets.append(weights_NM @ gt_M2 / weights_NM.sum(axis=1, keepdims=True))
+    return targets
+
+
+def _plan_cost(pred_N2: np.ndarray, gt_M2: np.ndarray, cost: TransportCost) -> np.ndarray:
+    """(N, M): what moving each point to each costs, of disjoint shapes after their centroids were brought together."""
     if (pred_N2.max(axis=0) <= gt_M2.min(axis=0)).any() or (gt_M2.max(axis=0) <= pred_N2.min(axis=0)).any():
-        from_N2, to_M2 = pred_N2 - pred_N2.mean(axis=0), gt_M2 - gt_M2.mean(axis=0)
-    log_plan_NM = _log_sinkhorn(_distances(from_N2, to_M2, cost) / epsilon, iters)
-    weights_NM = np.exp(log_plan_NM - _logsumexp(log_plan_NM, axis=1))
-    return weights_NM @ gt_M2
+        pred_N2, gt_M2 = pred_N2 - pred_N2.mean(axis=0), gt_M2 - gt_M2.mean(axis=0)
+    return _distances(pred_N2, gt_M2, cost)
 
 
 def _as_points(points: ArrayLike, name: str) -> np.ndarray:
@@ -67,18 +83,61 @@ def _distances(a_N2: np.ndarray, b_M2: np.ndarray, cost: TransportCost) -> np.nd
     raise ValueError(f"cost must be 'l1' or 'l2', got {cost!r}")
 
 
+def _log_sinkhorn_of(scaled_costs: Sequence[np.ndarray], iters: int) -> list[np.ndarray]:
+    """Logarithm of each plan after ``iters`` alternating row and column scalings to uniform marginals.
+
+    The potentials never spread further than the costs do. Where no exponential of them can leave the range of a double,
+    the same sweeps are cheaper in multiplicative form; elsewhere they would vanish, and need logarithms.
+    """
+    lows = [float(scaled_cost_NM.min()) for scaled_cost_NM in scaled_costs]
+    plans: dict[int, np.ndarray] = {}
+    together: list[int] = []
+    for k, scaled_cost_NM in enumerate(scaled_costs):
+        if scaled_cost_NM.max() - lows[k] > _MAX_SPREAD:
+            plans[k] = _log_sinkhorn(scaled_cost_NM, iters)
+        else:
+            together.append(k)
+    for part in _parts([max(scaled_costs[k].shape) for k in together]):
+        chosen = [together[i] for i in part]
+        found = _multiplicative_plans([scaled_costs[k] - lows[k] for k in chosen], iters)
+        plans.update(zip(chosen, found, strict=True))
+    return [plans[k] for k in range(len(scaled_costs))]
+
+
+def _parts(sizes: Sequence[int]) -> list[list[int]]:
+    """Indices of ``sizes``, in order, cut into parts of at most :data:`_POINTS_AT_ONCE` together (or one index)."""
+    parts: list[list[int]] = []
+    taken = _POINTS_AT_ONCE
+    for index, size in enumerate(sizes):
+        if taken + size > _POINTS_AT_ONCE:
+            parts.append([])
+            taken = 0
+        parts[-1].append(index)
+        taken += size
+    return parts
+
+
+def _multiplicative_plans(costs: Sequence[np.ndarray], iters: int) -> list[np.ndarray]:
+    """Log plans of independent problems, solved as one with a block-diagonal kernel: nothing flows between blocks."""
+    ends_n, ends_m = np.cumsum([cost_NM.shape for cost_NM in costs], axis=0).T.tolist()
+    blocks = [(slice(end_n - cost_NM.shape[0], end_n), slice(end_m - cost_NM.shape[1], end_m))
+              for cost_NM, end_n, end_m in zip(costs, ends_n, ends_m, strict=True)]  # fmt: skip
+    kernel_NM, a_N, b_M = np.zeros((ends_n[-1], ends_m[-1])), np.empty(ends_n[-1]), np.empty(ends_m[-1])
+    for cost_NM, (rows, columns) in zip(costs, blocks, strict=True):
+        kernel_NM[rows, columns] = np.exp(-cost_NM)
+        a_N[rows], b_M[columns] = 1 / cost_NM.shape[0], 1 / cost_NM.shape[1]
+    kernel_MN, v_M = np.ascontiguousarray(kernel_NM.T), np.ones(ends_m[-1])
+    for _ in range(iters):
+        u_N = a_N / (kernel_NM @ v_M)
+        v_M = b_M / (kernel_MN @ u_N)
+    log_u_N, log_v_M = np.log(u_N), np.log(v_M)
+    return [log_u_N[rows, None] + log_v_M[columns] - cost_NM
+            for cost_NM, (rows, columns) in zip(costs, blocks, strict=True)]  # fmt: skip
+
+
 def _log_sinkhorn(scaled_cost_NM: np.ndarray, iters: int) -> np.ndarray:
-    """Logarithm of the plan after ``iters`` alternating row and column scalings to uniform marginals."""
+    """One log plan, in logarithms throughout."""
     n, m = scaled_cost_NM.shape
-    # The potentials never spread further than the costs do. Where no exponential of them can leave the range of a
-    # double, the same sweeps are cheaper in multiplicative form; elsewhere they would vanish, and need logarithms.
-    if np.ptp(scaled_cost_NM) <= _MAX_SPREAD:
-        kernel_NM = np.exp(scaled_cost_NM.min() - scaled_cost_NM)
-        kernel_MN, v_M = np.ascontiguousarray(kernel_NM.T), np.ones(m)
-        for _ in range(iters):
-            u_N = (1 / n) / (kernel_NM @ v_M)
-            v_M = (1 / m) / (kernel_MN @ u_N)
-        return np.log(u_N)[:, None] + np.log(v_M) + scaled_cost_NM.min() - scaled_cost_NM
     u_N1, v_1M = np.zeros((n, 1)), np.zeros((1, m))
     for _ in range(iters):
         u_N1 = -np.log(n) - _logsumexp(v_1M - scaled_cost_NM, axis=1)

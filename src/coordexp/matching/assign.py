@@ -63,8 +63,10 @@ def match_objects(
     num_pred, num_gt = len(predicted), len(ground_truth)
     if num_pred == 0 or num_gt == 0:
         return MatchResult((), tuple(range(num_gt)), tuple(range(num_pred)), 0)
-    pred_of_N, gt_of_N = _candidates(predicted, ground_truth, config)
-    iou_N = mask_iou_pairs(predicted, ground_truth, np.stack([pred_of_N, gt_of_N], axis=1), config.maskiou_resolution)
+    pred_P4, gt_G4 = aabbs(predicted), aabbs(ground_truth)
+    pred_of_N, gt_of_N = _candidates(pred_P4, gt_G4, config)
+    pairs_N2 = np.stack([pred_of_N, gt_of_N], axis=1)
+    iou_N = mask_iou_pairs(predicted, ground_truth, pairs_N2, config.maskiou_resolution, aabbs_of=(pred_P4, gt_G4))
     feasible_N = iou_N >= config.maskiou_gate
     pred_of_F, gt_of_F, iou_F = pred_of_N[feasible_N], gt_of_N[feasible_N], iou_N[feasible_N]
     chosen_F = _best_edges(pred_of_F, gt_of_F, 1.0 - iou_F, config)
@@ -81,18 +83,15 @@ def match_objects(
     )
 
 
-def _candidates(
-    predicted: Sequence[Shape], ground_truth: Sequence[Shape], config: MatchingConfig
-) -> tuple[np.ndarray, np.ndarray]:
+def _candidates(pred_P4: np.ndarray, gt_G4: np.ndarray, config: MatchingConfig) -> tuple[np.ndarray, np.ndarray]:
     """Pairs worth a mask IoU: (N,) prediction and (N,) GT indices.
 
     Only a gate of 0 admits shapes that do not touch; elsewhere those are no candidates, and no near misses either.
     """
-    pred_P4, gt_G4 = aabbs(predicted), aabbs(ground_truth)
     if config.maskiou_gate > 0:
         return overlapping_candidates(pred_P4, gt_G4, config.candidate_top_k)
     chosen_PK, _ = top_k_candidates(pred_P4, gt_G4, config.candidate_top_k)
-    pred_of_N = np.repeat(np.arange(len(predicted)), chosen_PK.shape[1])
+    pred_of_N = np.repeat(np.arange(len(pred_P4)), chosen_PK.shape[1])
     return pred_of_N, chosen_PK.ravel()
 
 
@@ -100,13 +99,19 @@ def _best_edges(pred_of_F: np.ndarray, gt_of_F: np.ndarray, cost_F: np.ndarray, 
     """Which of the feasible pairs form the assignment: indices into them.
 
     Objects that no chain of feasible pairs connects cannot compete, so each connected part is solved alone. Most parts
-    are one pair, which needs no solver; ties are settled within a part, since no change could leave it.
+    are one pair, or pairs that all share one object: those need no solver. Ties are settled within a part, since no
+    change could leave it.
     """
     if cost_F.size == 0:
         return np.zeros(0, dtype=np.int64)
     alone_F = (np.bincount(pred_of_F)[pred_of_F] == 1) & (np.bincount(gt_of_F)[gt_of_F] == 1)
     chosen = [np.flatnonzero(alone_F & (cost_F - config.fn_cost <= config.fp_cost + _TIE))]
     for part in _connected(pred_of_F, gt_of_F, np.flatnonzero(~alone_F)):
+        if _is_star(pred_of_F[part]) or _is_star(gt_of_F[part]):
+            cheapest = cost_F[part].min()
+            if cheapest - config.fn_cost <= config.fp_cost + _TIE:
+                chosen.append(part[cost_F[part] <= cheapest + _TIE][:1])
+            continue
         preds, row = np.unique(pred_of_F[part], return_inverse=True)
         gts, column = np.unique(gt_of_F[part], return_inverse=True)
         cost_PG = np.full((len(preds), len(gts)), np.inf)
@@ -114,6 +119,10 @@ def _best_edges(pred_of_F: np.ndarray, gt_of_F: np.ndarray, cost_F: np.ndarray, 
         partner_P = _settle_ties(_assign(cost_PG, config), cost_PG, config)
         chosen.append(part[partner_P[row] == column])
     return np.concatenate(chosen)
+
+
+def _is_star(objects: np.ndarray) -> bool:
+    return bool((objects == objects[0]).all())
 
 
 def _connected(pred_of_F: np.ndarray, gt_of_F: np.ndarray, edges: np.ndarray) -> list[np.ndarray]:

@@ -7,7 +7,8 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+
+import numpy as np
 
 from coordexp.coords import CoordVocab
 from coordexp.parsing.prefix import Prefix, choose_prefix
@@ -72,11 +73,13 @@ def parse_rollout(token_ids: Sequence[int], vocab: CoordVocab, *, ended: bool | 
     Raises:
         VocabError: the tokenizer cannot write a lone ``{``.
     """
-    ids = tuple(map(int, token_ids))
-    stopped = vocab.eos_id in ids
+    ids_T = np.fromiter(token_ids, dtype=np.int64, count=len(token_ids))
+    stops = np.flatnonzero(ids_T == vocab.eos_id)
+    stopped = stops.size > 0
     if stopped:
-        ids = ids[: ids.index(vocab.eos_id)]
-    answer = _lay_out(ids, vocab)
+        ids_T = ids_T[: stops[0]]
+    answer = _lay_out(ids_T, vocab)
+    ids = answer.token_ids
     scanner = Scanner(answer.data, answer.end, answer.coord_at)
     start = scanner.skip_space(0)
     has_preamble = answer.data[start : min(start + 1, answer.end)] != b"{"
@@ -98,29 +101,35 @@ def parse_rollout(token_ids: Sequence[int], vocab: CoordVocab, *, ended: bool | 
         objects=objects,
         dropped=dict(dropped),
         prefix_token_ids=prefix.token_ids,
-        prefix_text=vocab.decode(prefix.token_ids),
+        # What tokens realise a cut is what stands before it.
+        prefix_text="{" if prefix.cut is None else answer.data[: prefix.cut].decode("utf-8", errors="replace"),
         max_object_index=max_index,
         truncated=not stopped and not ended,
         num_replaced_tail=prefix.num_replaced,
     )
 
 
-def _lay_out(ids: tuple[int, ...], vocab: CoordVocab) -> _Answer:
-    pieces = vocab.pieces
-    if ids and (min(ids) < 0 or max(ids) >= len(pieces)):
-        # Models pad their embedding beyond the vocabulary: such an id writes nothing.
-        parts = [pieces[t] if 0 <= t < len(pieces) else b"" for t in ids]
-    else:
+def _lay_out(ids_T: np.ndarray, vocab: CoordVocab) -> _Answer:
+    layout, pieces = vocab.layout, vocab.pieces
+    ids = tuple(ids_T.tolist())
+    known_T = (ids_T >= 0) & (ids_T < len(pieces))
+    if known_T.all():
         parts = [pieces[t] for t in ids]
-    ends = list(accumulate(map(len, parts)))
+    else:  # models pad their embedding beyond the vocabulary: such an id writes nothing
+        parts = [pieces[t] if 0 <= t < len(pieces) else b"" for t in ids]
+        ids_T = np.where(known_T, ids_T, 0)
+    ends_T = np.cumsum(np.where(known_T, layout.length_V[ids_T], 0))
+    aliens = np.flatnonzero(layout.alien_V[ids_T] | ~known_T)
+    ends = ends_T.tolist()
     end = ends[-1] if ends else 0
-    if b"" in parts or not vocab.control_ids.isdisjoint(ids):
-        control = vocab.control_ids
-        alien = next(i for i, (t, part) in enumerate(zip(ids, parts, strict=True)) if not part or t in control)
-        end = ends[alien - 1] if alien else 0
-    bins = vocab.bins
-    coord_at = {ends[i] - len(parts[i]): (i, bins[t]) for i, t in enumerate(ids) if t in bins}
-    return _Answer(ids, b"".join(parts), ends, end, coord_at, list(coord_at))
+    if aliens.size:
+        first = int(aliens[0])
+        end = ends[first - 1] if first else 0
+    bin_T = np.where(known_T, layout.bin_V[ids_T], -1)
+    at_K = np.flatnonzero(bin_T >= 0)
+    starts = (ends_T[at_K] - layout.length_V[ids_T[at_K]]).tolist()
+    coord_at = dict(zip(starts, zip(at_K.tolist(), bin_T[at_K].tolist(), strict=True), strict=True))
+    return _Answer(ids, b"".join(parts), ends, end, coord_at, starts)
 
 
 def _count_behind(root: RootScan, scanner: Scanner, dropped: Counter[DropReason]) -> None:

@@ -44,9 +44,16 @@ _CUT_SPACE = re.compile(_WS + rb"\Z")
 
 # What nearly every array of an answer is: its elements need no Nodes of their own until somebody asks for them.
 _COORD_STRING = rb'"<\|coord_[0-9]{1,3}\|>"' + _WS
-_COORDS = re.compile(rb"\[(?:" + _WS + _COORD_STRING + rb",)*+" + _WS + _COORD_STRING + rb"\]")
+_COORD_ARRAY = rb"\[(?:" + _WS + _COORD_STRING + rb",)*+" + _WS + _COORD_STRING + rb"\]"
+_COORDS = re.compile(_COORD_ARRAY)
+# Both fields of nearly every entry, in one step each. Groups: 1 key, 2 string, 3 such an array, 4 separator.
+_FIELD = re.compile(
+    _WS + rb'"(' + _BODY + rb')"' + _WS + rb":" + _WS + rb'(?:("' + _BODY + rb'")|(' + _COORD_ARRAY + rb"))"
+    + _WS + rb"([,}])"
+)  # fmt: skip
 _COORD_ELEMENT = re.compile(rb'"<\|coord_[0-9]{1,3}\|>"')
 
+_CLOSING_BRACE = ord("}")
 _OBJECT_KEY = re.compile(rb"object_([0-9]{1,18})")
 # A key where no structure can be trusted any more: in quotes of some kind, or bare behind "{" or ",".
 _KEY_LOOKALIKE = re.compile(rb"""(?:["'`]object_[0-9]++\\?["'`]|[{,]\s*+object_[0-9]++["'`]?)\s*+:""")
@@ -204,7 +211,8 @@ class Scanner:
             return Node(Kind.OBJECT, start, close.end())
         members: list[Member] = []
         while True:
-            match = _KEY.match(data, pos, end)
+            # Nested too deep, not even an array of coordinates may stand here.
+            match = (_FIELD.match(data, pos, end) if depth < MAX_DEPTH else None) or _KEY.match(data, pos, end)
             if match is None:
                 self._stop(pos, _CUT_KEY)
             key = _key_bytes(match[1])
@@ -212,13 +220,17 @@ class Scanner:
             # vanish into the outer entry.
             if key.startswith(b"object_") and object_index(key) is not None:
                 raise _Break(ran_out=False)
-            value = self._value(match.end(), depth + 1)
+            if match.re is _FIELD:
+                value = _simple_value(match)
+                sep = match
+            else:
+                value = self._value(match.end(), depth + 1)
+                sep = _AFTER_MEMBER.match(data, value.end, end)
             members.append(Member(key, match.start(1) - 1, value))
-            sep = _AFTER_MEMBER.match(data, value.end, end)
             if sep is None:
                 self._stop(value.end, _CUT_SPACE)
             pos = sep.end()
-            if sep[1] == b"}":
+            if data[pos - 1] == _CLOSING_BRACE:
                 return Node(Kind.OBJECT, start, pos, tuple(members))
 
     def _array(self, start: int, depth: int) -> Node:
@@ -239,6 +251,11 @@ class Scanner:
 
     def _stop(self, pos: int, unfinished: re.Pattern[bytes]) -> NoReturn:
         raise _Break(ran_out=unfinished.match(self.data, pos, self.end) is not None)
+
+
+def _simple_value(field: re.Match[bytes]) -> Node:
+    start, end = field.span(2)
+    return Node(Kind.STRING, start, end) if start >= 0 else Node(Kind.COORDS, *field.span(3))
 
 
 def _key_bytes(body: bytes) -> bytes:

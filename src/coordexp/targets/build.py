@@ -17,7 +17,7 @@ import numpy as np
 
 from coordexp.coords import CoordVocab, FieldOrder, append_fragment
 from coordexp.errors import AlignmentError
-from coordexp.geometry.transport import barycentric_targets
+from coordexp.geometry.transport import barycentric_targets_of
 from coordexp.records import (
     NUM_BINS,
     GTObject,
@@ -75,30 +75,39 @@ def build_target(
     first_index = (parsed.max_object_index or 0) + 1
     fragment = append_fragment(missed, parsed.prefix_text, first_index, field_order)
     tail = encode_tail(fragment, missed, vocab)
-    matched = []
-    for pair in match.pairs:
-        predicted = parsed.objects[pair.pred_idx]
-        _check_coord_tokens(predicted, parsed, vocab, sample_id)
-        matched.append((predicted, coordinate_targets(predicted, ground_truth[pair.gt_idx], transport)))
+    found = [(parsed.objects[pair.pred_idx], ground_truth[pair.gt_idx]) for pair in match.pairs]
+    _check_coord_tokens([predicted for predicted, _ in found], parsed, vocab, sample_id)
+    moved = coordinate_targets(found, transport)
+    matched = [(predicted, bins) for (predicted, _), bins in zip(found, moved, strict=True)]
     prefix = parsed.prefix_token_ids
     return _join(sample_id, prefix, matched, tail, vocab, "rollout", match.pairs, match.fn_gt_idx, first_index)
 
 
-def coordinate_targets(predicted: PredictedObject, truth: GTObject, transport: TransportConfig) -> np.ndarray:
-    """Where each coordinate of ``predicted`` should have been: (len(predicted.bins),) float bins.
+def coordinate_targets(
+    pairs: Sequence[tuple[PredictedObject, GTObject]], transport: TransportConfig
+) -> list[Sequence[float]]:
+    """Where each coordinate of each prediction should have been, given its object: as many float bins as it has.
 
     Two boxes: the true box. Otherwise both shapes are point sets (a box is its four corners) and each predicted point
     goes to the barycentre of its transport plan; a predicted box takes the bounds of its transported corners.
     """
-    if predicted.kind == "bbox_2d" and truth.kind == "bbox_2d":
-        return np.array(truth.bins, dtype=np.float64)
-    moved_N2 = barycentric_targets(
-        _points(predicted), _points(truth), cost=transport.cost, epsilon=transport.epsilon, iters=transport.iters
+    targets: list[Sequence[float]] = [truth.bins for _, truth in pairs]
+    transported = [k for k, (pred, truth) in enumerate(pairs) if pred.kind == "poly" or truth.kind == "poly"]
+    if not transported:
+        return targets
+    moved = barycentric_targets_of(
+        [(_points(pairs[k][0]), _points(pairs[k][1])) for k in transported],
+        cost=transport.cost,
+        epsilon=transport.epsilon,
+        iters=transport.iters,
     )
-    moved_N2 = np.clip(moved_N2, 0, NUM_BINS - 1)
-    if predicted.kind == "bbox_2d":
-        return np.concatenate([moved_N2.min(axis=0), moved_N2.max(axis=0)])
-    return moved_N2.reshape(-1)
+    for k, moved_N2 in zip(transported, moved, strict=True):
+        points = np.minimum(np.maximum(moved_N2, 0), NUM_BINS - 1)
+        if pairs[k][0].kind == "bbox_2d":
+            targets[k] = [*points.min(axis=0).tolist(), *points.max(axis=0).tolist()]
+        else:
+            targets[k] = points.reshape(-1).tolist()
+    return targets
 
 
 def _points(shape: PredictedObject | GTObject) -> np.ndarray:
@@ -108,11 +117,23 @@ def _points(shape: PredictedObject | GTObject) -> np.ndarray:
     return np.array([(x1, y1), (x2, y1), (x2, y2), (x1, y2)], dtype=np.float64)
 
 
-def _check_coord_tokens(predicted: PredictedObject, parsed: ParsedRollout, vocab: CoordVocab, sample_id: str) -> None:
-    prefix, bins, positions = parsed.prefix_token_ids, vocab.bins, predicted.coord_token_idx
-    inside = min(positions) >= 0 and max(positions) < len(prefix)
-    written = tuple([bins.get(prefix[position]) for position in positions]) if inside else None
-    if written != predicted.bins:
+def _check_coord_tokens(
+    matched: Sequence[PredictedObject], parsed: ParsedRollout, vocab: CoordVocab, sample_id: str
+) -> None:
+    """Every coordinate of every matched object is written by the token that stands for it.
+
+    Raises:
+        AlignmentError: one is not.
+    """
+    prefix, bins = parsed.prefix_token_ids, vocab.bins
+    for predicted in matched:
+        positions = predicted.coord_token_idx
+        if min(positions) >= 0 and max(positions) < len(prefix):
+            written = tuple([bins.get(prefix[position]) for position in positions])
+            if written == predicted.bins:
+                continue
+        else:
+            written = None
         raise AlignmentError(
             f"{sample_id}: object_{predicted.index} says {predicted.bins} but its tokens write {written}; "
             "the parse does not belong to this rollout"
@@ -122,7 +143,7 @@ def _check_coord_tokens(predicted: PredictedObject, parsed: ParsedRollout, vocab
 def _join(
     sample_id: str,
     prefix_ids: tuple[int, ...],
-    matched: Sequence[tuple[PredictedObject, np.ndarray]],
+    matched: Sequence[tuple[PredictedObject, Sequence[float]]],
     tail: Tail,
     vocab: CoordVocab,
     context: SupervisionContext,
@@ -131,17 +152,17 @@ def _join(
     first_index: int,
 ) -> TrainingTarget:
     prefix_len = len(prefix_ids)
+    # One array from all objects' numbers: an array of each object's four would cost more than all the rest.
     prefix_roles = np.full(prefix_len, TokenRole.PREFIX_MASKED, dtype=np.uint8)
-    positions = [np.array(predicted.coord_token_idx, dtype=np.int64) for predicted, _ in matched]
-    bins = [target for _, target in matched]
-    for (predicted, _), position in zip(matched, positions, strict=True):
+    positions = [position for predicted, _ in matched for position in predicted.coord_token_idx]
+    bins = [target for _, targets in matched for target in targets]
+    for predicted, _ in matched:
         prefix_roles[slice(*predicted.own_token_span)] = TokenRole.PREFIX_STRUCT
         prefix_roles[slice(*predicted.desc_token_span)] = TokenRole.PREFIX_DESC
-        prefix_roles[position] = TokenRole.PREFIX_COORD
-    boxes = [(position, target) for position, (predicted, target) in zip(positions, matched, strict=True)
-             if predicted.kind == "bbox_2d"]  # fmt: skip
-    coord_pos_K = np.concatenate([*positions, tail.coord_pos_K + prefix_len])
-    coord_bin_K = np.concatenate([*bins, tail.coord_bin_K])
+    prefix_roles[positions] = TokenRole.PREFIX_COORD
+    boxes = [(predicted.coord_token_idx, target) for predicted, target in matched if predicted.kind == "bbox_2d"]
+    coord_pos_K = np.concatenate([np.array(positions, dtype=np.int64), tail.coord_pos_K + prefix_len])
+    coord_bin_K = np.concatenate([np.array(bins, dtype=np.float64), tail.coord_bin_K])
     order = np.argsort(coord_pos_K, kind="stable")
     return TrainingTarget(
         sample_id=sample_id,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordexp.geometry import barycentric_targets, transport
+from coordexp.geometry import barycentric_targets, barycentric_targets_of, transport
 
 SQUARE = np.array([(100, 100), (200, 100), (200, 200), (100, 200)], dtype=float)
 SHIFTED = SQUARE + np.array([20, 10])
@@ -68,6 +68,17 @@ def test_the_multiplicative_form_is_the_logarithmic_one(pred, gt, cost, epsilon,
     with mock.patch.object(transport, "_MAX_SPREAD", -1.0):
         added = barycentric_targets(pred, gt, **arguments)
     np.testing.assert_allclose(multiplied, added, atol=1e-7)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(POINTS, POINTS), max_size=5), st.sampled_from([0.5, 10.0]), st.sampled_from([13, 128]))
+def test_many_at_once_are_each_alone(pairs, epsilon, at_once):
+    """Some problems share a kernel, some are too far spread for it: none may touch another."""
+    with mock.patch.object(transport, "_POINTS_AT_ONCE", at_once):
+        together = barycentric_targets_of(pairs, epsilon=epsilon)
+    assert len(together) == len(pairs)
+    for found, (pred, gt) in zip(together, pairs, strict=True):
+        np.testing.assert_allclose(found, barycentric_targets(pred, gt, epsilon=epsilon), atol=1e-9)
 
 
 @settings(max_examples=100, deadline=None)

@@ -96,15 +96,16 @@ MOVED_BOX = GTObject("s", "bbox_2d", (120, 110, 220, 210))
     ids=["box-box", "poly-poly", "box-poly", "poly-box"],
 )
 def test_coordinate_targets(predicted, truth, wanted, tolerance) -> None:
-    got = coordinate_targets(predicted_of(predicted), truth, TransportConfig())
+    (got,) = coordinate_targets([(predicted_of(predicted), truth)], TransportConfig())
     assert got == pytest.approx(wanted, abs=tolerance)
 
 
 def test_transport_settings_reach_the_targets() -> None:
-    got = coordinate_targets(predicted_of(SQUARE_POLY), TRIANGLE, TransportConfig("l1", 50.0, 3))
+    pair = predicted_of(SQUARE_POLY), TRIANGLE
+    (got,) = coordinate_targets([pair], TransportConfig("l1", 50.0, 3))
     points = np.array(SQUARE_POLY.bins).reshape(-1, 2), np.array(TRIANGLE.bins).reshape(-1, 2)
     assert got == pytest.approx(barycentric_targets(*points, cost="l1", epsilon=50.0, iters=3).ravel())
-    assert got != pytest.approx(coordinate_targets(predicted_of(SQUARE_POLY), TRIANGLE, TransportConfig()), abs=1)
+    assert got != pytest.approx(coordinate_targets([pair], TransportConfig())[0], abs=1)
 
 
 def test_transported_targets_keep_their_fractions() -> None:
