@@ -34,8 +34,10 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/coordexp demo
 
+# By file, so that tests of one module share its engine or server; in the order of collection, so that the slow ones
+# (tests/integration) start first.
 test: setup
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(TEST_WORKERS) $(PYTEST_ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 # Random answers against the invariants of parsing and targets; stops at the first that breaks one, and names it.
 fuzz: setup
