@@ -1,6 +1,9 @@
 """The YAML contract: typed, strict, torch-free. ``load_config(path)`` is the only way in."""
 
+from coordexp.config.checks import advice, check_world_size
 from coordexp.config.data import CoordSoftCEW1Config, CustomConfig, DataConfig
+from coordexp.config.debug import DebugConfig
+from coordexp.config.launch import LaunchConfig
 from coordexp.config.load import load_config, parse_config, resolved_yaml
 from coordexp.config.model import ModelConfig, TemplateConfig
 from coordexp.config.objective import (
@@ -15,9 +18,20 @@ from coordexp.config.objective import (
     TokenCEConfig,
     TokenCESpec,
 )
-from coordexp.config.rollout import DecodingConfig, RolloutMatchingConfig, VLLMConfig
-from coordexp.config.root import RunConfig, check_world_size
+from coordexp.config.parallel import DeepSpeedConfig, FSDPConfig
+from coordexp.config.rollout import (
+    DecodingConfig,
+    EvalDetectionConfig,
+    MonitorDumpConfig,
+    OffloadConfig,
+    RepeatTerminateConfig,
+    RolloutMatchingConfig,
+)
+from coordexp.config.root import RunConfig
 from coordexp.config.training import TrainingConfig
+from coordexp.config.tuner import TunerConfig
+from coordexp.config.two_channel import Stage2ABConfig
+from coordexp.config.vllm import ServerConfig, SyncConfig, VLLMConfig
 from coordexp.errors import ConfigError
 
 __all__ = [
@@ -31,17 +45,30 @@ __all__ = [
     "CoordSoftCEW1Config",
     "CustomConfig",
     "DataConfig",
+    "DebugConfig",
     "DecodingConfig",
+    "DeepSpeedConfig",
+    "EvalDetectionConfig",
+    "FSDPConfig",
+    "LaunchConfig",
     "ModelConfig",
     "ModuleSpec",
+    "MonitorDumpConfig",
+    "OffloadConfig",
     "PipelineConfig",
+    "RepeatTerminateConfig",
     "RolloutMatchingConfig",
     "RunConfig",
+    "ServerConfig",
+    "Stage2ABConfig",
+    "SyncConfig",
     "TemplateConfig",
     "TokenCEConfig",
     "TokenCESpec",
     "TrainingConfig",
+    "TunerConfig",
     "VLLMConfig",
+    "advice",
     "check_world_size",
     "load_config",
     "parse_config",

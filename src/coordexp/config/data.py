@@ -8,7 +8,7 @@ from pydantic import Field
 
 from coordexp.config.strict import FilePath, StrictModel
 
-TrainerVariant = Literal["stage2_rollout_aligned"]
+TrainerVariant = Literal["stage2_rollout_aligned", "stage2_two_channel"]
 
 
 class DataConfig(StrictModel):
@@ -44,11 +44,22 @@ class CoordSoftCEW1Config(StrictModel):
     )
 
 
+class CoordTokensConfig(StrictModel):
+    """Coordinates as tokens of their own, which is all that this project knows."""
+
+    enabled: Literal[True] = Field(default=True, description="coordinates are written as the 1000 coordinate tokens")
+    skip_bbox_norm: Literal[True] = Field(
+        default=True, description="the dataset's coordinates are bins 0..999 already, and are not scaled again"
+    )
+
+
 class CustomConfig(StrictModel):
     """The training variant and its datasets."""
 
     trainer_variant: TrainerVariant | None = Field(
-        default=None, description="null trains stage 1 (plain SFT); 'stage2_rollout_aligned' trains by rollout matching"
+        default=None,
+        description="null trains stage 1 (plain SFT), 'stage2_rollout_aligned' by rollout matching, "
+        "'stage2_two_channel' by rollout matching on some steps and self-context on the others",
     )
     train_jsonl: FilePath = Field(examples=["data/train.jsonl"], description="JSONL of the training samples")
     val_jsonl: FilePath | None = Field(
@@ -67,6 +78,9 @@ class CustomConfig(StrictModel):
         default="sorted",
         description="objects of an answer from top to bottom then left to right, shuffled once, or as in the file",
     )
+    emit_norm: Literal["none"] = Field(default="none", description="coordinates are written as the dataset has them")
+    json_format: Literal["standard"] = Field(default="standard", description="answers are one line of plain JSON")
+    coord_tokens: CoordTokensConfig = Field(default=CoordTokensConfig(), description="how coordinates are written")
     coord_soft_ce_w1: CoordSoftCEW1Config | None = Field(
         default=None,
         description="coordinate loss of stage 1; null = off. Stage 2 declares its losses in a pipeline instead",

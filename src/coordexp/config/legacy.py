@@ -60,7 +60,6 @@ REMOVED_KEYS: tuple[Removed, ...] = (
         }.items()
     ),
     Removed(f"{_RM}.num_return_sequences", "removed: exactly one answer per image is used; delete the line"),
-    Removed(f"{_RM}.coord_decode_mode", "removed: bbox_geo decodes coordinates by their expectation; delete the line"),
     *(
         Removed(f"{_MODULE}.{alias}", f"not a key of any module; write {key} instead")
         for alias, key in {
@@ -92,13 +91,10 @@ REMOVED_KEYS: tuple[Removed, ...] = (
     moved("training.packing_length", "global_max_length"),
     moved("training.warmup_ratio", "training.warmup_steps: a number below 1 is a share of all steps"),
     moved("training.evaluation_strategy", "training.eval_strategy"),
-    moved("training.gradient_checkpointing", "model.gradient_checkpointing"),
+    moved("model.gradient_checkpointing", "training.gradient_checkpointing"),
+    moved("model.freeze_vision", "tuner.freeze_vit"),
+    Removed(f"{_RM}.vllm.swap_space", "removed: vLLM has no swap space any more; delete the line"),
     moved("training.dataloader_num_workers", "data.num_workers"),
-    Removed(
-        "training.logging_dir",
-        "removed: TensorBoard writes below training.output_dir; set the environment variable TENSORBOARD_LOGGING_DIR "
-        "to write elsewhere",
-    ),
 )
 
 # Everything that stood below this key stands below rollout_matching now.
@@ -106,10 +102,7 @@ OLD_ROLLOUT_SECTION = ("custom", "extra", _RM)
 
 REMOVED_VALUES: dict[tuple[str, object], str] = {
     ("custom.trainer_variant", "rollout_matching_sft"): "retired; write stage2_rollout_aligned instead",
-    ("custom.trainer_variant", "stage2_ab_training"): (
-        "retired; its name is stage2_two_channel now, which this version does not train yet "
-        "(it trains stage2_rollout_aligned, and stage 1 where the key is null)"
-    ),
+    ("custom.trainer_variant", "stage2_ab_training"): "retired; write stage2_two_channel instead",
 }
 
 

@@ -1,4 +1,4 @@
-"""What is trained (``model``), what it is asked (``template``)."""
+"""The checkpoint (``model``) and what it is asked (``template``)."""
 
 from __future__ import annotations
 
@@ -20,13 +20,10 @@ class ModelConfig(StrictModel):
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         default="bfloat16", description="number type in which weights are loaded"
     )
-    attn_implementation: Literal["packed", "sdpa"] = Field(
+    attn_implementation: Literal["packed", "flex", "varlen", "flash", "sdpa"] = Field(
         default="packed",
-        description="attention of packed rows: 'packed' computes within segments only, 'sdpa' masks a full square",
-    )
-    freeze_vision: bool = Field(default=False, description="keep the vision tower's weights as they are")
-    gradient_checkpointing: bool = Field(
-        default=False, description="recompute activations in the backward pass: less memory, more time"
+        description="attention of packed rows: packed computes one segment after the other, flex and varlen use "
+        "torch's kernels of these names, flash the package flash-attn; sdpa masks a full square",
     )
 
 

@@ -54,7 +54,9 @@ class CoordDiagConfig(StrictModel):
 class _Spec(StrictModel):
     enabled: bool = Field(description="run this module")
     weight: float = Field(ge=0, description="factor on the module's whole loss")
-    channels: ListOf[Channel] = Field(description="training channels the module acts in: a list of 'A' and 'B'")
+    channels: ListOf[Channel] = Field(
+        min_length=1, description="training channels the module acts in: a list of 'A' and 'B'"
+    )
 
     @field_validator("channels")
     @classmethod

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from coordexp.config.objective import PipelineConfig
 from coordexp.config.strict import FilePath, ListOf, StrictModel
+from coordexp.config.vllm import VLLMConfig
+
+Threshold = Annotated[float, Field(gt=0, le=1)]
 
 
 class DecodingConfig(StrictModel):
@@ -18,55 +21,54 @@ class DecodingConfig(StrictModel):
     top_k: int = Field(default=-1, ge=-1, description="number of most likely tokens kept, >= 1; -1 keeps every token")
 
 
-class ServerEntry(StrictModel):
-    """One rollout server."""
+class RepeatTerminateConfig(StrictModel):
+    """The guard that ends an answer which repeats itself. One set of keys drives every backend."""
 
-    base_url: str = Field(
-        pattern=r"^https?://\S+$", description="URL prefix of the server, such as http://127.0.0.1:8000"
+    enabled: bool = Field(default=False, description="force the end of an answer that one of these thresholds catches")
+    min_new_tokens: int = Field(default=256, ge=0, description="nothing is ended before this many new tokens")
+    max_consecutive_token_repeats: int = Field(
+        default=64, ge=0, description="end after the same token this many times in a row; 0 = not checked"
     )
-    group_port: int = Field(ge=1, le=65535, description="port of the group over which weights are pushed")
-
-
-class ServerConfig(StrictModel):
-    """Servers that answer rollout requests, in the order in which requests are dealt out."""
-
-    timeout_s: float = Field(
-        default=240.0, gt=0, description="seconds to wait for servers to answer and for their group"
+    ngram_size: int = Field(
+        default=64, ge=0, description="length in tokens of the pattern that may repeat; 0 = not checked"
     )
-    infer_timeout_s: float | None = Field(
-        default=None, description="seconds to wait for one answer; null or <= 0 waits on"
+    ngram_repeats: int = Field(
+        default=2, ge=0, description="end after the pattern this many times in a row; 0 = not checked"
     )
-    servers: ListOf[ServerEntry] = Field(min_length=1, description="one entry per server")
-
-
-class SyncConfig(StrictModel):
-    """How new weights reach the rollout engine."""
-
-    mode: Literal["full", "adapter", "auto"] = Field(
-        default="full", description="push merged weights, adapters only, or adapters where enable_lora allows it"
+    max_object_keys: int | None = Field(
+        default=None, ge=1, description="end after this many object keys; null = not checked"
     )
-    fallback_to_full: bool = Field(default=True, description="go on with full pushes when an adapter push fails")
-
-    def resolved(self, enable_lora: bool) -> Literal["full", "adapter"]:
-        """The mode that ``auto`` stands for."""
-        if self.mode == "auto":
-            return "adapter" if enable_lora else "full"
-        return self.mode
 
 
-class VLLMConfig(StrictModel):
-    """The vLLM engine."""
+class OffloadConfig(StrictModel):
+    """What leaves the device while a colocated engine generates. Does nothing with servers and with ``hf``."""
 
-    mode: Literal["colocate", "server"] = Field(
-        default="colocate", description="an engine on the learner's own devices, or servers started elsewhere"
+    enabled: bool = Field(default=False, description="move the parts below to the host's memory during rollouts")
+    offload_model: bool = Field(default=False, description="the learner's weights")
+    offload_optimizer: bool = Field(default=False, description="the optimizer's state")
+
+
+class EvalDetectionConfig(StrictModel):
+    """Detection figures of evaluation while training."""
+
+    enabled: bool = Field(default=True, description="measure detection at every evaluation")
+    metrics: Literal["f1ish", "coco", "both"] = Field(
+        default="both",
+        description="precision, recall and F1 at the thresholds below, COCO's average precision, or both",
     )
-    tensor_parallel_size: int = Field(default=4, ge=1, description="devices that share one engine")
-    gpu_memory_utilization: float = Field(
-        default=0.45, gt=0, le=1, description="share of device memory the engine may take"
+    use_segm: bool = Field(default=False, description="COCO figures of polygons' masks too, not of boxes only")
+    iou_thrs: Annotated[ListOf[Threshold], Field(min_length=1)] | None = Field(
+        default=None, description="IoU thresholds of average precision; null = 0.50, 0.55, … 0.95"
     )
-    enable_lora: bool = Field(default=False, description="let the engine load adapters")
-    server: ServerConfig | None = Field(default=None, description="servers of mode 'server'")
-    sync: SyncConfig = Field(default=SyncConfig(), description="weight pushes")
+    f1ish_iou_thrs: ListOf[Threshold] = Field(
+        default=(0.5,),
+        min_length=1,
+        description="IoU thresholds of precision, recall and F1; the first names the plain figures",
+    )
+    score_mode: Literal["constant", "confidence"] = Field(
+        default="constant", description="score of a prediction: constant_score, or its tokens' probability"
+    )
+    constant_score: float = Field(default=1.0, ge=0, le=1, description="score of every prediction in mode 'constant'")
 
 
 class MonitorDumpConfig(StrictModel):
@@ -104,6 +106,14 @@ class RolloutMatchingConfig(StrictModel):
         default=1.0, gt=0, description="factor on logits of tokens already written; 1 = none"
     )
     decoding: DecodingConfig = Field(default=DecodingConfig(), description="sampling")
+    repeat_terminate: RepeatTerminateConfig = Field(
+        default=RepeatTerminateConfig(), description="the guard against answers that repeat themselves"
+    )
+    coord_decode_mode: Literal["exp", "st"] = Field(
+        default="exp",
+        description="how bbox_geo decodes a coordinate: by its expectation, or the most likely bin with the "
+        "expectation's gradient",
+    )
     candidate_top_k: int = Field(default=10, ge=1, description="ground-truth candidates per prediction, nearest first")
     maskiou_gate: float = Field(default=0.3, ge=0, le=1, description="least mask IoU of a match")
     maskiou_resolution: int = Field(
@@ -117,6 +127,12 @@ class RolloutMatchingConfig(StrictModel):
     ot_epsilon: float = Field(default=10.0, gt=0, description="entropic regularisation of the transport, in bins")
     ot_iters: int = Field(default=30, ge=1, description="Sinkhorn iterations")
     vllm: VLLMConfig = Field(default=VLLMConfig(), description="the vLLM engine; read when rollout_backend is 'vllm'")
+    offload: OffloadConfig = Field(
+        default=OffloadConfig(), description="what leaves the device while a colocated engine generates"
+    )
+    eval_detection: EvalDetectionConfig = Field(
+        default=EvalDetectionConfig(), description="detection figures of evaluation while training"
+    )
     monitor_dump: MonitorDumpConfig = Field(default=MonitorDumpConfig(), description="records of single samples")
     pipeline: PipelineConfig | None = Field(
         default=None, description="the objective; required by stage2_rollout_aligned and not allowed without it"

@@ -52,12 +52,30 @@ class TrainingConfig(StrictModel):
     )
 
     learning_rate: float = Field(default=5e-5, ge=0, description="peak learning rate")
+    vit_lr: float | None = Field(
+        default=None, ge=0, description="peak learning rate of the vision tower; null = learning_rate"
+    )
+    aligner_lr: float | None = Field(
+        default=None,
+        ge=0,
+        description="peak learning rate of the mergers that map image features into the language model; null = "
+        "learning_rate",
+    )
+    coord_lr: float | None = Field(
+        default=None,
+        ge=0,
+        description="peak learning rate of the coordinate tokens' own rows (tuner.train_coord_rows); null = "
+        "learning_rate",
+    )
     weight_decay: float = Field(default=0.0, ge=0, description="decoupled weight decay")
     adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="Adam's decay of the first moment")
     adam_beta2: float = Field(default=0.999, ge=0, lt=1, description="Adam's decay of the second moment")
     adam_epsilon: float = Field(default=1e-8, gt=0, description="Adam's term for numerical stability")
     max_grad_norm: float = Field(default=1.0, ge=0, description="gradient norm to clip to; 0 = no clipping")
     optim: str = Field(default="adamw_torch", min_length=1, description="optimizer, by transformers' name")
+    optim_args: str | None = Field(
+        default=None, min_length=1, description="further arguments of the optimizer, as 'name=value,name=value'"
+    )
     lr_scheduler_type: str = Field(
         default="linear", min_length=1, description="learning-rate schedule, by transformers' name"
     )
@@ -68,8 +86,27 @@ class TrainingConfig(StrictModel):
 
     bf16: bool = Field(default=False, description="autocast to bfloat16")
     fp16: bool = Field(default=False, description="autocast to float16 with loss scaling")
+    tf32: bool | None = Field(default=None, description="TensorFloat-32 on NVIDIA GPUs; null leaves it to torch")
+    gradient_checkpointing: bool = Field(
+        default=False, description="recompute activations in the backward pass: less memory, more time"
+    )
+    torch_empty_cache_steps: int | None = Field(
+        default=None, ge=1, description="return unused device memory every N steps; null = never"
+    )
+    full_determinism: bool = Field(
+        default=False, description="deterministic kernels only: slower; the same run twice gives the same weights"
+    )
+    ddp_backend: Literal["nccl", "gloo"] | None = Field(
+        default=None, description="what processes talk over; null leaves it to the device"
+    )
+    ddp_bucket_cap_mb: int | None = Field(
+        default=None, ge=1, description="size of the buckets in which gradients are summed; null leaves it to torch"
+    )
     ddp_timeout: int = Field(default=1800, ge=1, description="seconds after which a collective call of torchrun fails")
 
+    logging_dir: FilePath | None = Field(
+        default=None, description="folder of TensorBoard's files; null = runs in output_dir"
+    )
     logging_steps: float = Field(
         default=1.0, gt=0, description="log every N steps; a number below 1 is a share of all steps"
     )
@@ -86,6 +123,24 @@ class TrainingConfig(StrictModel):
     save_total_limit: int | None = Field(
         default=None, ge=1, description="keep the newest N checkpoints; null keeps all"
     )
+    save_only_model: bool = Field(
+        default=False,
+        description="checkpoints without optimizer and scheduler: small, but training cannot go on from them",
+    )
+    save_on_each_node: bool = Field(
+        default=False, description="every node writes checkpoints, for nodes without a file system in common"
+    )
+    load_best_model_at_end: bool = Field(
+        default=False, description="end with the checkpoint whose metric_for_best_model is best"
+    )
+    metric_for_best_model: str | None = Field(
+        default=None,
+        min_length=1,
+        description="figure of evaluation that says which checkpoint is best, e.g. rollout/f1",
+    )
+    greater_is_better: bool | None = Field(
+        default=None, description="is more of metric_for_best_model better? null: yes, unless its name ends in loss"
+    )
     # One plain validator: a failed union of types would be reported once per member.
     resume_from_checkpoint: Annotated[bool | str | None, PlainValidator(_resume)] = Field(
         default=None, description="null starts anew; true goes on from the newest checkpoint; or a checkpoint folder"
@@ -96,6 +151,9 @@ class TrainingConfig(StrictModel):
         gt=0,
         description="evaluate every N steps; a number below 1 is a share of all steps; null = logging_steps",
     )
+
+    eval_delay: float = Field(default=0.0, ge=0, description="steps or epochs before the first evaluation")
+    eval_on_start: bool = Field(default=False, description="evaluate once before the first step")
 
     packing: bool = Field(default=True, description="train on packed rows of up to global_max_length tokens")
     packing_buffer: int = Field(default=512, ge=1, description="most segments that may wait for a later row")
@@ -117,7 +175,7 @@ class TrainingConfig(StrictModel):
         """Keyword arguments for ``transformers.TrainingArguments``; our own keys are left out."""
         values = self.model_dump(mode="python", exclude=OWN_KEYS)
         values["output_dir"] = str(self.output_dir)
-        for key in ("warmup_steps", "logging_steps", "save_steps", "eval_steps"):
+        for key in ("warmup_steps", "logging_steps", "save_steps", "eval_steps", "eval_delay"):
             if values[key] is not None and float(values[key]).is_integer():
                 values[key] = int(values[key])  # transformers wants counts as integers, shares as floats
         values["gradient_accumulation_steps"] = self.accumulation_steps(world_size)
@@ -127,6 +185,10 @@ class TrainingConfig(StrictModel):
 
 # Keys that transformers does not know. resume_from_checkpoint is one of its fields, but Trainer.train takes it.
 OWN_KEYS = {
+    "vit_lr",
+    "aligner_lr",
+    "coord_lr",
+    "logging_dir",
     "effective_batch_size",
     "packing",
     "packing_buffer",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,6 +85,8 @@ def build_trainer(run: CheckedRun, console: Console, description: str = "train",
     from coordexp.training.window import WindowBuilder
 
     config, rollout, training = run.config, run.rollout, run.config.training
+    if training.logging_dir is not None:
+        os.environ["TENSORBOARD_LOGGING_DIR"] = str(training.logging_dir)  # transformers' only way to say where
     arguments = TrainingArguments(
         **training.hf_arguments(distributed.world_size()),
         remove_unused_columns=False,
@@ -91,7 +94,6 @@ def build_trainer(run: CheckedRun, console: Console, description: str = "train",
         logging_nan_inf_filter=False,  # a NaN is shown, not replaced by a running mean
         dataloader_num_workers=config.data.num_workers,
         dataloader_pin_memory=torch.cuda.is_available(),
-        gradient_checkpointing=config.model.gradient_checkpointing,
         ddp_find_unused_parameters=False,  # every row reaches every weight: each segment has an image and a target
     )
     _use_one_device(arguments)
@@ -101,7 +103,7 @@ def build_trainer(run: CheckedRun, console: Console, description: str = "train",
     write_manifest(config, config_path, Path(training.output_dir))
     set_seed(training.seed)
     loaded = load_model(config.model.model, config.model.dtype, config.model.attn_implementation)
-    if config.model.freeze_vision:
+    if config.tuner.freeze_vit:
         loaded.model.model.visual.requires_grad_(False)
     encoder = PromptEncoder(loaded.processor, config.template.prompt, config.template.system)
     datasets = [

@@ -25,15 +25,15 @@ WRONG = [
     ("model.model", "", "model.model", "at least 1 character"),
     ("model.model", 3, "model.model", "put it in quotes"),
     ("model.dtype", "fp32", "model.dtype", "'float32', 'bfloat16' or 'float16'"),
-    ("model.attn_implementation", "flash", "model.attn_implementation", "'packed' or 'sdpa'"),
-    ("model.freeze_vision", "yes", "model.freeze_vision", "write true or false"),
-    ("model.freeze_vision", 1, "model.freeze_vision", "valid boolean"),
+    ("model.attn_implementation", "eager", "model.attn_implementation", "'flash' or 'sdpa'"),
+    ("tuner.freeze_vit", "yes", "tuner.freeze_vit", "write true or false"),
+    ("tuner.freeze_vit", 1, "tuner.freeze_vit", "valid boolean"),
     ("model", None, "model", "an empty section"),
     ("template.system", 5, "template.system", "put it in quotes"),
     ("template.max_lenght", 5, "template.max_lenght", "unknown key"),
     ("data.num_workers", -1, "data.num_workers", "greater than or equal to 0"),
     ("data.num_workers", 2.0, "data.num_workers", "write 2"),
-    ("custom.trainer_variant", "stage3", "custom.trainer_variant", "expected 'stage2_rollout_aligned'"),
+    ("custom.trainer_variant", "stage3", "custom.trainer_variant", "'stage2_rollout_aligned' or 'stage2_two_channel'"),
     ("custom.train_jsonl", None, "custom.train_jsonl", "got null"),
     ("custom.train_jsonl", " ", "custom.train_jsonl", "JSONL of the training samples"),
     ("custom.train_sample_limit", 0, "custom.train_sample_limit", "greater than or equal to 1"),
@@ -256,7 +256,8 @@ def test_effective_batch_size_divides_over_processes(training: dict[str, Any], w
 )
 def test_adapter_sync_works_from_one_learner_only(mode: str, enable_lora: bool, world_size: int, fits: bool) -> None:
     vllm = {"mode": "server", "server": SERVER, "enable_lora": enable_lora, "sync": {"mode": mode}}
-    config = parse_config(stage2(rollout_backend="vllm", vllm=vllm))
+    raw = stage2(rollout_backend="vllm", vllm=vllm) | {"tuner": {"train_type": "lora", "train_coord_rows": False}}
+    config = parse_config(raw)
     if fits:
         check_world_size(config, world_size)
     else:

@@ -38,7 +38,7 @@ STEP_METRICS = {
     "rollout/excluded_ambiguous_total", "rollout/prefix_coord_targets_total", "rollout/gen_new_tokens_mean",
     "rollout/gen_new_tokens_p99", "rollout/decode_greedy",
     "packing/post_rollout_fill", "packing/selected_tokens_total", "packing/segments_total", "packing/buffer_segments",
-    "time/rollout_generate_s", "time/target_build_s", "time/learner_s", "time/forward_s",
+    "time/weight_sync_s", "time/rollout_wait_s", "time/target_build_s", "time/learner_s", "time/forward_s",
     "train/samples_total", "train/tokens_total", "train/micro_steps", "train/nonfinite_positions_total",
 }  # fmt: skip
 
@@ -211,7 +211,7 @@ def test_evaluating_on_nothing_is_refused(tmp_path: Path) -> None:
 
 
 def test_frozen_vision_stays_as_it_was(tmp_path: Path) -> None:
-    trainer = train(run_config(tmp_path, 1, model__freeze_vision=True))
+    trainer = train(run_config(tmp_path, 1, tuner__freeze_vit=True))
     before = weights(load_tiny().model)
     changed = {name for name, value in weights(trainer.model).items() if not torch.equal(value, before[name])}
     assert changed and not [name for name in changed if ".visual." in name]
@@ -220,7 +220,7 @@ def test_frozen_vision_stays_as_it_was(tmp_path: Path) -> None:
 @pytest.mark.parametrize("attention", ["packed", "sdpa"])
 def test_gradient_checkpointing_trains_the_same(attention: str, tmp_path: Path) -> None:
     plain, recomputed = (
-        train(run_config(tmp_path, 1, f"{on}", model__gradient_checkpointing=on, model__attn_implementation=attention))
+        train(run_config(tmp_path, 1, f"{on}", training__gradient_checkpointing=on, model__attn_implementation=attention))
         for on in (False, True)
     )
     assert recomputed.model.is_gradient_checkpointing

@@ -1,0 +1,37 @@
+"""``deepspeed`` and ``fsdp``: how the learner's weights and optimizer are spread over processes."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from coordexp.config.strict import ListOf, StrictModel
+
+
+class DeepSpeedConfig(StrictModel):
+    """DeepSpeed, by its own configuration."""
+
+    enabled: bool = Field(default=False, description="train under DeepSpeed; needs the package deepspeed")
+    config: str | dict[str, Any] | None = Field(
+        default=None, description="DeepSpeed's configuration: a JSON file, or the mapping itself"
+    )
+
+
+class FSDPConfig(StrictModel):
+    """Fully sharded data parallel training (FSDP2): parameters, gradients and optimizer are split over processes."""
+
+    enabled: bool = Field(default=False, description="shard over the processes of torchrun")
+    reshard_after_forward: bool = Field(
+        default=True, description="free gathered parameters after the forward pass: less memory, more communication"
+    )
+    cpu_offload: bool = Field(default=False, description="keep shards in the host's memory: less memory, much slower")
+    transformer_layer_cls_to_wrap: ListOf[str] | None = Field(
+        default=None, description="class names of the layers that are sharded one by one; null takes the model's own"
+    )
+    activation_checkpointing: bool = Field(
+        default=False, description="recompute activations layer by layer; excludes training.gradient_checkpointing"
+    )
+    state_dict_type: Literal["FULL_STATE_DICT", "SHARDED_STATE_DICT"] = Field(
+        default="FULL_STATE_DICT", description="how checkpoints are written: gathered into one, or shard by shard"
+    )
