@@ -22,7 +22,7 @@ from rich.table import Table
 STAGES = {
     "data": "read images, encode prompts, lay out the rows' tensors",
     "rollout": "generate one answer per sample",
-    "targets": "parse, match, build",
+    "targets": "parse, match, build, as far as decoding does not hide it",
     "packing": "choose segments, concatenate, count",
     "learner": "forward, objective, backward",
     "optimizer": "clip, step",
@@ -136,8 +136,9 @@ def _run(model: Path, folder: Path, options: Any) -> list[dict[str, float]]:
 def _split(line: dict[str, float], marks: dict[str, float]) -> dict[str, float]:
     split = {
         "data": marks["fetch"] - line["time/window_prepare_s"],
-        "rollout": line["time/rollout_generate_s"],
-        "targets": line["time/target_build_s"],
+        "rollout": line["time/weight_sync_s"] + line["time/rollout_wait_s"],
+        "targets": line["time/window_prepare_s"]
+        - sum(line[f"time/{part}_s"] for part in ("weight_sync", "rollout_wait", "pack")),
         "packing": line["time/pack_s"],
         "learner": line["time/learner_s"],
         "optimizer": marks["optimizer"],

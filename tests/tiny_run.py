@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from coordexp.modeling.inputs import PromptEncoder
 from coordexp.modeling.load import LoadedModel, load_model
 from coordexp.modeling.tiny import TinySpec, build_tiny_checkpoint
 from coordexp.records import GTObject, ImageRecord, PackedRow, Rollout, RolloutRequest, Segment
-from coordexp.rollouts import SeedContext
+from coordexp.rollouts import Answer, RolloutRound, SeedContext, in_turn
 from coordexp.targets import build_gt_target
 
 SPEC = TinySpec(
@@ -165,6 +165,15 @@ class InMemoryBackend:
         self.calls.append(tuple(request.sample_id for request in requests))
         self.seeds.append(seeds)
         return [self._rollout(request) for request in requests]
+
+    def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[Answer]:
+        return in_turn(self.generate, rounds)
+
+    def last_report(self) -> Mapping[str, Any]:
+        return {"backend": "in memory", "weight_version": self.versions[-1] if self.versions else 0}
+
+    def take_metrics(self) -> Mapping[str, float]:
+        return {}
 
     def _rollout(self, request: RolloutRequest) -> Rollout:
         text = self._answers(request)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
+
+from coordexp import errors
 
 
 def rank() -> int:
@@ -63,3 +66,41 @@ def gather_json(value: Any) -> list[Any]:
     parts = [torch.zeros_like(padded) for _ in range(world_size())]
     dist.all_gather(parts, padded)
     return [json.loads(bytes(part[: int(n)].tolist())) for part, n in zip(parts, lengths, strict=True)]
+
+
+@contextmanager
+def together(where: str) -> Iterator[None]:
+    """All ranks leave this block, or all raise the same error. A collective call, at the block's end.
+
+    Without it a rank that fails leaves the others waiting in the next collective. Inside the block every rank must
+    come to the same collectives, so whatever may fail on one rank alone comes after the last of them.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # not handled here: raised again below, on every rank
+        failure = error
+    raise_together(failure, where)
+
+
+def raise_together(failure: Exception | None, where: str) -> None:
+    """Raise the failure of the lowest rank that has one, on every rank with the same text. A collective call."""
+    if world_size() == 1:
+        if failure is not None:
+            raise failure
+        return
+    told = gather_json(None if failure is None else [type(failure).__name__, str(failure)])
+    first = next((r for r, one in enumerate(told) if one is not None), None)
+    if first is None:
+        return
+    kind, message = told[first]
+    failed = sum(one is not None for one in told)
+    others = f" ({failed} of {world_size()} ranks failed)" if failed > 1 else ""
+    raise _error_class(kind)(f"rank {first}, {where}: {message}{others}") from failure
+
+
+def _error_class(name: str) -> type[Exception]:
+    """The project's error of that name; another rank's bug is a RuntimeError here."""
+    found = getattr(errors, name, None)
+    is_ours = isinstance(found, type) and issubclass(found, errors.CoordExpError)
+    return found if is_ours else RuntimeError

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from coordexp.matching import MatchingConfig
 from coordexp.objective import build_pipeline
 from coordexp.packing import CarryBuffer
 from coordexp.records import DropReason, GTObject, Rollout, RolloutRequest, Segment, TokenRole
-from coordexp.rollouts import SeedContext
+from coordexp.rollouts import Answer, RolloutRound, SeedContext, in_turn
 from coordexp.targets import TransportConfig
 from coordexp.training.sources import RolloutSource
 from coordexp.training.window import WindowBuilder
@@ -169,7 +170,16 @@ class Scripted:
             for r, text in zip(requests, given, strict=True)
         ]
 
+    def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[Answer]:
+        return in_turn(self.generate, rounds)
+
     def sync_weights(self, version: int) -> None: ...
+
+    def last_report(self) -> dict[str, Any]:
+        return {}
+
+    def take_metrics(self) -> dict[str, float]:
+        return {}
 
     def close(self) -> None: ...
 

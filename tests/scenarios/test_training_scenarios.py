@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from coordexp.coords import TURN_END
 from coordexp.modeling.load import LoadedModel
 from coordexp.parsing import parse_rollout
 from coordexp.records import Rollout, RolloutRequest, TokenRole
-from coordexp.rollouts import DecodingOptions, SeedContext
+from coordexp.rollouts import Answer, DecodingOptions, RolloutRound, SeedContext, in_turn
 from coordexp.rollouts.hf import HFBackend
 from coordexp.training.trainer import CoordExpTrainer
 from coordexp.training.window import Window
@@ -187,6 +187,15 @@ class Replay:
 
     def generate(self, requests: Sequence[RolloutRequest], seeds: SeedContext) -> list[Rollout]:
         return [self._said[request.sample_id] for request in requests]
+
+    def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[Answer]:
+        return in_turn(self.generate, rounds)
+
+    def last_report(self) -> dict[str, Any]:
+        return {}
+
+    def take_metrics(self) -> dict[str, float]:
+        return {}
 
     def sync_weights(self, version: int) -> None: ...
 

@@ -1,18 +1,32 @@
 """Rollouts: prompts in, token-exact answers out. The package itself imports without torch."""
 
-from coordexp.rollouts.backend import DecodingOptions, RolloutBackend, SeedContext
+from coordexp.rollouts.backend import (
+    AdapterWeights,
+    Answer,
+    DecodingOptions,
+    RolloutBackend,
+    RolloutRound,
+    SeedContext,
+    WeightSource,
+    in_turn,
+)
 from coordexp.rollouts.build import build_backend, check_backend, decoding_options
 from coordexp.rollouts.chunking import chunk_size, split_requests
 from coordexp.rollouts.seeds import request_seed
 
 __all__ = [
+    "AdapterWeights",
+    "Answer",
     "DecodingOptions",
     "RolloutBackend",
+    "RolloutRound",
     "SeedContext",
+    "WeightSource",
     "build_backend",
     "check_backend",
     "chunk_size",
     "decoding_options",
+    "in_turn",
     "request_seed",
     "split_requests",
 ]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from coordexp.records import Rollout, RolloutRequest
 from coordexp.rollouts.seeds import request_seed
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,21 +41,106 @@ class DecodingOptions:
     repetition_penalty: float = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class RolloutRound:
+    """The requests of one micro-step, in the data loader's order, with the place in the run that seeds them."""
+
+    requests: tuple[RolloutRequest, ...]
+    seeds: SeedContext
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The rollout of request ``index`` of round ``round_idx``."""
+
+    round_idx: int
+    index: int
+    rollout: Rollout
+
+
 class RolloutBackend(Protocol):
-    """Answers prompts without gradient. Results stand in the order of the requests."""
+    """Answers prompts without gradient. What it answers depends on requests, seeds and weights alone, never on timing.
+
+    Under torchrun every rank has a backend of its own for its own requests. ``sync_weights`` and ``generate_window``
+    are collective: every rank calls them, also with nothing to ask.
+    """
 
     def generate(self, requests: Sequence[RolloutRequest], seeds: SeedContext) -> list[Rollout]:
-        """One answer per request; an empty list for none.
+        """One answer per request, in their order; an empty list for none.
 
         Raises:
             RolloutError: the engine failed or returned something that cannot be trained on.
         """
         ...
 
+    def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[Answer]:
+        """Each answer of an optimizer step exactly once, as soon as it is there, in any order.
+
+        As much of the window is in flight at once as ``decode_batch_size`` allows. Raises as :meth:`generate`.
+        """
+        ...
+
     def sync_weights(self, version: int) -> None:
-        """Make the learner's current weights, from now on called ``version``, those of the next answers."""
+        """Make the learner's current weights, from now on called ``version``, those of the next answers.
+
+        Raises:
+            RolloutError: the weights did not arrive; on every rank alike.
+        """
+        ...
+
+    def last_report(self) -> Mapping[str, Any]:
+        """What the last round of rollouts did: seeds, caps, weights, decoding. JSON can hold it."""
+        ...
+
+    def take_metrics(self) -> Mapping[str, float]:
+        """Counters and seconds since the last call, by metric name."""
         ...
 
     def close(self) -> None:
         """Release the engine; safe to call twice."""
+        ...
+
+
+def in_turn(
+    generate: Callable[[Sequence[RolloutRequest], SeedContext], list[Rollout]], rounds: Sequence[RolloutRound]
+) -> Iterator[Answer]:
+    """A window, round after round: ``generate_window`` of backends that decode one batch at a time."""
+    for round_idx, one in enumerate(rounds):
+        for index, rollout in enumerate(generate(one.requests, one.seeds)):
+            yield Answer(round_idx, index, rollout)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterWeights:
+    """A LoRA adapter as an engine loads it.
+
+    ``tensors`` under PEFT's file names, ``config`` the fields of its ``adapter_config.json``; ``changed``: plain
+    weights outside the adapter that training changes too, under the checkpoint's names; ``outside_llm``: the adapter
+    also reaches the vision tower or the aligner.
+    """
+
+    config: Mapping[str, Any]
+    tensors: tuple[tuple[str, Tensor], ...]
+    changed: tuple[tuple[str, Tensor], ...] = ()
+    outside_llm: bool = False
+
+
+class WeightSource(Protocol):
+    """The learner's weights, in the form in which an engine takes them."""
+
+    @property
+    def collective(self) -> bool:
+        """Whether every rank must iterate :meth:`full` to its end together, because each holds only a part."""
+        ...
+
+    def names(self) -> Sequence[str]:
+        """What :meth:`full` will give, without touching a tensor."""
+        ...
+
+    def full(self) -> AbstractContextManager[Iterator[tuple[str, Tensor]]]:
+        """Merged weights under the plain checkpoint's names; the training weights stay as they are."""
+        ...
+
+    def adapter(self) -> AdapterWeights | None:
+        """The adapter alone; None where there is none."""
         ...

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from coordexp.coords import CoordVocab
 from coordexp.records import Rollout, RolloutRequest
-from coordexp.rollouts.backend import DecodingOptions, SeedContext
+from coordexp.rollouts.backend import Answer, DecodingOptions, RolloutRound, SeedContext, in_turn
 
 
 class HFBackend:
@@ -29,18 +30,37 @@ class HFBackend:
         self._image_token_id = image_token_id
         self._pad_id = vocab.eos_id
         self._version = 0
+        self._seeds: list[int] = []
 
     def generate(self, requests: Sequence[RolloutRequest], seeds: SeedContext) -> list[Rollout]:
         rollouts: list[Rollout] = []
         with _evaluating(self._model), torch.no_grad():
             for start in range(0, len(requests), self._decode_batch_size):
                 chunk = requests[start : start + self._decode_batch_size]
-                rollouts += self._generate_chunk(chunk, seeds.seed_of(start))
+                self._seeds.append(seeds.seed_of(start))
+                rollouts += self._generate_chunk(chunk, self._seeds[-1])
         return rollouts
+
+    def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[Answer]:
+        """Micro-step after micro-step: a second batch beside the first would only share the same device."""
+        return in_turn(self.generate, rounds)
 
     def sync_weights(self, version: int) -> None:
         """The model that generates is the model that learns: only the version is noted."""
         self._version = version
+        self._seeds = []
+
+    def last_report(self) -> Mapping[str, Any]:
+        return {
+            "backend": "hf",
+            "weight_version": self._version,
+            "decode_batch_size": self._decode_batch_size,
+            "decoding": asdict(self._options),
+            "seeds": self._seeds,
+        }
+
+    def take_metrics(self) -> Mapping[str, float]:
+        return {}
 
     def close(self) -> None:
         """Nothing is held."""

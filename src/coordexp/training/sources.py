@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import MutableMapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,7 +18,7 @@ from coordexp.metrics import SampleOutcome, rollout_counters
 from coordexp.modeling.inputs import check_prompt
 from coordexp.parsing import parse_rollout
 from coordexp.records import Rollout, Segment
-from coordexp.rollouts import RolloutBackend, SeedContext
+from coordexp.rollouts import RolloutBackend, RolloutRound, SeedContext
 from coordexp.targets import TransportConfig, build_gt_target, build_target
 
 
@@ -49,7 +50,11 @@ class GroundTruthSource:
 
 @dataclass(frozen=True, slots=True)
 class RolloutSource:
-    """Stage 2: the model answers, and is corrected on its own answer. One round of rollouts per window."""
+    """Stage 2: the model answers, and is corrected on its own answer.
+
+    The whole window is asked for at once. What is answered is parsed, matched and made a target by a second thread
+    while the rest still decodes; the weights do not change meanwhile, so nothing of it is stale.
+    """
 
     backend: RolloutBackend
     vocab: CoordVocab
@@ -64,39 +69,60 @@ class RolloutSource:
     ) -> tuple[list[list[Segment]], list[SampleOutcome]]:
         started = time.perf_counter()
         self.backend.sync_weights(global_step)
-        answered = [
-            self.backend.generate(
-                [sample.request for sample in batch],
+        metrics["time/weight_sync_s"] = time.perf_counter() - started
+        by_round = self._answer(micro_batches, global_step, metrics)
+        outcomes = [outcome for one in by_round for outcome in one]
+        metrics.update(rollout_counters(outcomes))
+        metrics.update(self.backend.take_metrics())
+        lengths = [len(outcome.rollout.response_token_ids) for outcome in outcomes]
+        metrics["rollout/gen_new_tokens_p99"] = float(np.percentile(lengths, 99)) if lengths else 0.0
+        metrics[self.decode_flag] = 1
+        segments = [
+            [_segment(sample, outcome) for sample, outcome in zip(batch, one, strict=True)]
+            for batch, one in zip(micro_batches, by_round, strict=True)
+        ]
+        return segments, outcomes
+
+    def _answer(
+        self, micro_batches: Sequence[Sequence[Sample]], global_step: int, metrics: MutableMapping[str, float]
+    ) -> list[list[SampleOutcome]]:
+        """Every sample's outcome, by micro-step and in its order."""
+        started = time.perf_counter()
+        rounds = [
+            RolloutRound(
+                tuple(sample.request for sample in batch),
                 SeedContext(self.training_seed, global_step, micro_step, distributed.rank()),
             )
             for micro_step, batch in enumerate(micro_batches)
         ]
-        generated = time.perf_counter()
-        segments: list[list[Segment]] = []
-        outcomes: list[SampleOutcome] = []
-        for batch, rollouts in zip(micro_batches, answered, strict=True):
-            new = [self._outcome(sample, rollout) for sample, rollout in zip(batch, rollouts, strict=True)]
-            outcomes += new
-            segments.append(
-                [
-                    Segment(
-                        sample.record.sample_id,
-                        sample.request.prompt_token_ids,
-                        outcome.target,
-                        sample.request.model_inputs,
-                    )
-                    for sample, outcome in zip(batch, new, strict=True)
-                ]
-            )
-        metrics.update(rollout_counters(outcomes))
-        lengths = [len(outcome.rollout.response_token_ids) for outcome in outcomes]
-        metrics["rollout/gen_new_tokens_p99"] = float(np.percentile(lengths, 99)) if lengths else 0.0
-        metrics[self.decode_flag] = 1
-        metrics["time/rollout_generate_s"] = generated - started
-        metrics["time/target_build_s"] = time.perf_counter() - generated
-        return segments, outcomes
+        pending: dict[tuple[int, int], Future[tuple[SampleOutcome, float]]] = {}
+        with ThreadPoolExecutor(1, thread_name_prefix="targets") as builder:
+            try:
+                for answer in self.backend.generate_window(rounds):
+                    place = (answer.round_idx, answer.index)
+                    assert place not in pending, f"two answers to request {place}"
+                    sample = micro_batches[answer.round_idx][answer.index]
+                    pending[place] = builder.submit(self._timed_outcome, sample, answer.rollout)
+                metrics["time/rollout_wait_s"] = time.perf_counter() - started
+                built = {place: future.result() for place, future in pending.items()}
+            except BaseException:
+                builder.shutdown(cancel_futures=True)  # the first failure ends the step: what waits is of no use
+                raise
+        metrics["time/target_build_s"] = sum(seconds for _, seconds in built.values())
+        return [
+            [built[round_idx, index][0] for index in range(len(batch))] for round_idx, batch in enumerate(micro_batches)
+        ]
 
-    def _outcome(self, sample: Sample, rollout: Rollout) -> SampleOutcome:
+    def _timed_outcome(self, sample: Sample, rollout: Rollout) -> tuple[SampleOutcome, float]:
+        started = time.perf_counter()
+        return self.outcome(sample, rollout), time.perf_counter() - started
+
+    def outcome(self, sample: Sample, rollout: Rollout) -> SampleOutcome:
+        """Check the prompt, parse, match, build.
+
+        Raises:
+            AlignmentError: the answer is to another prompt than the learner's.
+        """
         check_prompt(
             sample.record.sample_id,
             sample.request.prompt_token_ids,
@@ -115,3 +141,8 @@ class RolloutSource:
             transport=self.transport,
         )
         return SampleOutcome(rollout, parsed, match, target)
+
+
+def _segment(sample: Sample, outcome: SampleOutcome) -> Segment:
+    request = sample.request
+    return Segment(sample.record.sample_id, request.prompt_token_ids, outcome.target, request.model_inputs)

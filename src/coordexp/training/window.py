@@ -57,9 +57,11 @@ class WindowBuilder:
             AlignmentError, SegmentTooLong, CarryBufferOverflow, RolloutError: nothing has been trained on yet.
         """
         metrics: defaultdict[str, float] = defaultdict(float)
-        segments, outcomes = self._source.segments(micro_batches, global_step, metrics)
+        with distributed.together(f"rollouts of step {global_step + 1}"):
+            segments, outcomes = self._source.segments(micro_batches, global_step, metrics)
         started = time.perf_counter()
-        rows = tuple(build_row(self._select(new, metrics)) for new in segments)
+        with distributed.together(f"packing of step {global_step + 1}"):
+            rows = tuple(build_row(self._select(new, metrics)) for new in segments)
         local = SupervisionCounts.of(segment.target for row in rows for segment in row.segments)
         counts = SupervisionCounts(*(int(n) for n in distributed.all_reduce(local.as_tuple(), "sum")))
         metrics["time/pack_s"] = time.perf_counter() - started

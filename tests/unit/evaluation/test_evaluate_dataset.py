@@ -1,6 +1,7 @@
 """Evaluation over a dataset: every sample once, in batches, dealt over ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from coordexp.coords import serialize_objects
 from coordexp.data.dataset import RecordDataset
 from coordexp.evaluation import evaluate_dataset
 from coordexp.records import GTObject, Rollout, RolloutRequest
-from coordexp.rollouts import SeedContext
+from coordexp.rollouts import Answer, RolloutRound, SeedContext, in_turn
 from qwen_tokenizer import qwen_vocab
 
 
@@ -30,7 +31,16 @@ class Scripted:
             for text in [self.texts[r.sample_id]]
         ]
 
+    def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[Answer]:
+        return in_turn(self.generate, rounds)
+
     def sync_weights(self, version: int) -> None: ...
+
+    def last_report(self) -> dict[str, Any]:
+        return {}
+
+    def take_metrics(self) -> dict[str, float]:
+        return {}
 
     def close(self) -> None: ...
 
