@@ -1,0 +1,110 @@
+"""A trainable offset on the 1000 coordinate rows of a frozen embedding and language head.
+
+LoRA leaves both tables frozen, yet coordinates are what is learned. Saving whole tables with the adapter would train
+150 times as many rows, and peft's trainable token indices rebuild the full table in every forward and need its dense
+gradient in every backward. Here the frozen table stays and a float32 ``(1000, H)`` parameter, zero at first, is
+added where it acts: to the embeddings of coordinate tokens, and to the 1000 columns of the logits. Only those rows ever
+have a gradient.
+
+The parameter lives on ``embed_tokens`` and on ``lm_head``: with a tied head it is one parameter under two names, as the
+table itself is. The hooks that apply it are plain functions of this module, so that copies of a model apply their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+OFFSET = "coord_offset"
+_IDS, _ROW_OF_ID = "coord_offset_ids", "coord_offset_row_of_id"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OutputHead:
+    """What turns hidden states into logits: ``h @ weight_VH.T``, and on the coordinate columns ``+ h @ offset_BH.T``.
+
+    ``offset_BH`` and ``coord_ids_B`` are None where no offset is trained. ``weight_VH`` may be frozen.
+    """
+
+    weight_VH: torch.Tensor
+    coord_ids_B: torch.Tensor | None = None
+    offset_BH: torch.Tensor | None = None
+
+    def effective_weight(self) -> torch.Tensor:
+        """The one table (V, H) that does the same: a copy of the whole head where there is an offset."""
+        if self.offset_BH is None or self.coord_ids_B is None:
+            return self.weight_VH
+        return add_offset(self.weight_VH, self.coord_ids_B, self.offset_BH)
+
+
+def output_head(model: Any) -> OutputHead:
+    """The head of a bare Qwen3-VL model."""
+    head = model.get_output_embeddings()
+    offset = getattr(head, OFFSET, None)
+    return OutputHead(head.weight, None if offset is None else getattr(head, _IDS), offset)
+
+
+def add_coord_offset(model: Any, coord_ids: Sequence[int]) -> None:
+    """Give ``model`` a zero offset on the rows ``coord_ids`` of its embedding and head. Freezes neither."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    offset = _register(embedding, coord_ids, None)
+    _register(head, coord_ids, offset if head.weight is embedding.weight else None)
+    embedding.register_forward_hook(_offset_embeddings)
+    head.register_forward_hook(_offset_logits)
+
+
+def coord_offsets(model: Any) -> dict[str, torch.nn.Parameter]:
+    """The offsets by name, each once; empty where there are none."""
+    return {name: parameter for name, parameter in model.named_parameters() if is_offset(name)}
+
+
+def is_offset(name: str) -> bool:
+    """Whether a parameter of this name is an offset."""
+    return name.rpartition(".")[2] == OFFSET
+
+
+def offset_of(module: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """``(coord_ids_B, offset_BH)`` of an embedding or head; None without one."""
+    offset = getattr(module, OFFSET, None)
+    return None if offset is None else (getattr(module, _IDS), offset)
+
+
+def add_offset(weight_VH: torch.Tensor, coord_ids_B: torch.Tensor, offset_BH: torch.Tensor) -> torch.Tensor:
+    """A copy of the table with the offset added to its coordinate rows, in the wider of the two types."""
+    wide = torch.promote_types(weight_VH.dtype, offset_BH.dtype)
+    rows_BH = weight_VH[coord_ids_B].to(wide) + offset_BH.to(wide)
+    return weight_VH.index_copy(0, coord_ids_B, rows_BH.to(weight_VH.dtype))
+
+
+def _register(layer: Any, coord_ids: Sequence[int], shared: torch.nn.Parameter | None) -> torch.nn.Parameter:
+    weight_VH = layer.weight
+    ids_B = torch.tensor(list(coord_ids), device=weight_VH.device)
+    row_of_id_V = torch.full((weight_VH.shape[0],), len(ids_B), device=weight_VH.device)
+    row_of_id_V[ids_B] = torch.arange(len(ids_B), device=weight_VH.device)
+    offset_BH = shared
+    if offset_BH is None:
+        offset_BH = torch.nn.Parameter(
+            torch.zeros(len(ids_B), weight_VH.shape[1], dtype=torch.float32, device=weight_VH.device)
+        )
+    layer.register_parameter(OFFSET, offset_BH)
+    layer.register_buffer(_IDS, ids_B, persistent=False)
+    layer.register_buffer(_ROW_OF_ID, row_of_id_V, persistent=False)
+    return offset_BH
+
+
+def _offset_embeddings(layer: Any, args: tuple[Any, ...], output_H: torch.Tensor) -> torch.Tensor:
+    # Every other token looks up one more row, of zeros. A sum, not an edit in place: autograd may hold the output.
+    offset_BH = getattr(layer, OFFSET)
+    padded = torch.cat([offset_BH, offset_BH.new_zeros(1, offset_BH.shape[1])])
+    added_H = F.embedding(getattr(layer, _ROW_OF_ID)[args[0]], padded)
+    return output_H + added_H.to(output_H.dtype)
+
+
+def _offset_logits(layer: Any, args: tuple[Any, ...], logits_V: torch.Tensor) -> torch.Tensor:
+    offset_BH = getattr(layer, OFFSET)
+    added_B = F.linear(args[0].to(offset_BH.dtype), offset_BH)
+    return logits_V.index_add(-1, getattr(layer, _IDS), added_B.to(logits_V.dtype))

@@ -1,0 +1,161 @@
+"""The learner's weights as other programs take them: merged, gathered, under the plain checkpoint's names.
+
+Rollout engines load them by those names, and a merged checkpoint is written from them. Training weights are only read:
+adapters and coordinate offsets are merged into copies, one tensor at a time, so that no second model is ever held and
+there is nothing to undo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from coordexp.modeling.coord_offset import add_offset, is_offset, offset_of
+from coordexp.rollouts.backend import AdapterWeights
+
+ADAPTER = "default"
+_BASE, _SAVED = ".base_layer", f".modules_to_save.{ADAPTER}"
+_PEFT_PREFIX = "base_model.model."
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Source:
+    """One tensor of the plain checkpoint: a parameter, and what is merged into it."""
+
+    name: str
+    parameter: torch.Tensor
+    owner: Any  # module that holds the parameter
+    lora: Any | None  # peft's layer around the owner
+
+    @property
+    def is_trained_outside_adapter(self) -> bool:
+        return self.parameter.requires_grad or offset_of(self.owner) is not None
+
+
+class LearnerWeights:
+    """Reads the weights of a bare (not DDP-wrapped) model: plain, LoRA or DoRA, with or without coordinate offsets.
+
+    Tied weights appear once, under the embedding's name, as ``save_pretrained`` writes them. Order is the model's.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    @property
+    def collective(self) -> bool:
+        """Whether a rank holds only a part of each weight, so that all ranks must read together."""
+        return any(_is_sharded(parameter) for parameter in self._model.parameters())
+
+    def names(self) -> list[str]:
+        """The names that :meth:`full` gives, in its order."""
+        return [source.name for source in self._sources()]
+
+    @contextmanager
+    def full(self) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
+        """``(name, tensor)`` of every weight, merged, each made when it is asked for.
+
+        Tensors into which nothing is merged are the training weights themselves, without gradient: read them, and only
+        inside the context. Under FSDP each is gathered by a collective, so every rank must iterate to the end.
+        """
+        tensors = self._full()
+        try:
+            yield tensors
+        finally:
+            tensors.close()
+
+    def adapter(self) -> AdapterWeights | None:
+        """The adapter alone; None where the model has none. Collective under FSDP."""
+        config = getattr(self._model, "peft_config", {}).get(ADAPTER)
+        if config is None:
+            return None
+        named = [(name, _whole(p)) for name, p in self._model.named_parameters() if _is_adapter(name)]
+        tensors = tuple((adapter_name(name), tensor.detach()) for name, tensor in named)
+        with torch.no_grad():
+            changed = tuple((s.name, _merged(s)) for s in self._sources() if s.is_trained_outside_adapter)
+        return AdapterWeights(
+            adapter_config(config), tensors, changed, any(".visual." in f".{name}" for name, _ in named)
+        )
+
+    def _full(self) -> Generator[tuple[str, torch.Tensor]]:
+        for source in self._sources():
+            with torch.no_grad():  # around each tensor: a generator that is left waiting must not hold the mode
+                tensor = _merged(source)
+            yield source.name, tensor
+
+    def _sources(self) -> list[_Source]:
+        modules = dict(self._model.named_modules())
+        found: list[_Source] = []
+        seen: set[int] = set()
+        for path, owner in modules.items():
+            for own_name, parameter in owner.named_parameters(recurse=False):
+                full_name = f"{path}.{own_name}"
+                if id(parameter) in seen or _is_adapter(full_name) or is_offset(full_name):
+                    continue
+                if ".original_module." in f"{full_name}.":
+                    continue  # the copy that is trained follows under modules_to_save
+                seen.add(id(parameter))
+                lora = modules[path.removesuffix(_BASE)] if path.endswith(_BASE) and own_name == "weight" else None
+                found.append(_Source(full_name.replace(_BASE, "").replace(_SAVED, ""), parameter, owner, lora))
+        return found
+
+
+def adapter_name(name: str) -> str:
+    """A parameter's name in the model → its name in peft's file. DoRA's vector loses its ``weight``."""
+    stem = name.replace(f".{ADAPTER}.", ".")
+    if ".lora_magnitude_vector." in stem:
+        stem = stem.removesuffix(".weight")
+    return _PEFT_PREFIX + stem
+
+
+def adapter_config(config: Any) -> dict[str, Any]:
+    """peft's configuration as its file holds it: plain values that JSON can take, in one order."""
+    values = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
+    return {key: getattr(value, "value", value) for key, value in sorted(values.items())}
+
+
+def _is_adapter(name: str) -> bool:
+    return any(f".{part}.{ADAPTER}" in name for part in ("lora_A", "lora_B", "lora_magnitude_vector"))
+
+
+def _is_sharded(tensor: torch.Tensor) -> bool:
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
+def _whole(tensor: Any) -> torch.Tensor:
+    """All of a tensor of which FSDP holds a shard on each rank."""
+    return tensor.full_tensor() if _is_sharded(tensor) else tensor
+
+
+def _merged(source: _Source) -> torch.Tensor:
+    weight = _whole(source.parameter).detach()
+    if source.lora is not None:
+        weight = _merge_layer(weight, source.lora)
+    offset = offset_of(source.owner)
+    if offset is not None:
+        coord_ids_B, offset_BH = offset
+        weight = add_offset(weight, coord_ids_B, _whole(offset_BH))
+    return weight
+
+
+def merge_lora(
+    weight_OI: torch.Tensor, a_RI: torch.Tensor, b_OR: torch.Tensor, scaling: float, magnitude_O: torch.Tensor | None
+) -> torch.Tensor:
+    """``W + s·B·A``; with DoRA each output row then scaled to its magnitude. In float32 at least, rounded once."""
+    wide = torch.promote_types(weight_OI.dtype, torch.float32)
+    merged_OI = torch.addmm(weight_OI.to(wide), b_OR.to(wide), a_RI.to(wide), alpha=scaling)
+    if magnitude_O is not None:
+        merged_OI *= (magnitude_O.to(wide) / torch.linalg.vector_norm(merged_OI, dim=1))[:, None]
+    return merged_OI.to(weight_OI.dtype)
+
+
+def _merge_layer(weight_OI: torch.Tensor, layer: Any) -> torch.Tensor:
+    a_RI, b_OR = (_whole(part[ADAPTER].weight) for part in (layer.lora_A, layer.lora_B))
+    magnitudes = layer.lora_magnitude_vector
+    magnitude_O = _whole(magnitudes[ADAPTER].weight) if ADAPTER in magnitudes else None
+    return merge_lora(weight_OI, a_RI, b_OR, layer.scaling[ADAPTER], magnitude_O)
