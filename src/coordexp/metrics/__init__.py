@@ -2,6 +2,6 @@
 
 from coordexp.metrics.counters import SampleOutcome, rollout_counters
 from coordexp.metrics.payload_contract import MetricsPayload
-from coordexp.metrics.reduce import reduce_metrics
+from coordexp.metrics.reduce import MetricSums, reduce_metrics
 
-__all__ = ["MetricsPayload", "SampleOutcome", "reduce_metrics", "rollout_counters"]
+__all__ = ["MetricSums", "MetricsPayload", "SampleOutcome", "reduce_metrics", "rollout_counters"]

@@ -1,57 +1,64 @@
-"""Rank-local sums → global metrics. One rule per family, applied here and nowhere else.
+"""A rank's sums over a log line, and their reduction to global metrics. Every rule comes from the registry.
 
-* counters and loss shares: global sum
-* ``time/*_s``, ``*_p99`` and 0/1 flags: global maximum
+* counters and shares of a mean: global sum
+* seconds, percentiles and 0/1 flags: global maximum
 * rates: ratio of globally summed numerator and denominator, never a mean of ratios
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from coordexp import distributed
+from coordexp.metrics.registry import all_metrics, rule_of
+
+RATES: dict[str, tuple[str, str]] = {metric.name: metric.ratio for metric in all_metrics() if metric.ratio is not None}
 
 
-@dataclass(frozen=True, slots=True)
-class Rate:
-    """A derived metric: ``numerator / denominator`` of two counters, 0 when the denominator is 0."""
+class MetricSums:
+    """What this rank has to say about the steps of one log line."""
 
-    numerator: str
-    denominator: str
+    def __init__(self) -> None:
+        self._values: dict[str, float] = {}
+        self.steps = 0
 
+    def add(self, values: Mapping[str, float]) -> None:
+        """Take in the figures of a micro-step, or of any part of a step. Raises ValueError for an unknown name."""
+        for name, value in values.items():
+            rule = rule_of(name)
+            if name not in self._values or rule.over_micro_steps == "last":
+                self._values[name] = float(value)
+            elif rule.over_micro_steps == "max":
+                self._values[name] = max(self._values[name], float(value))
+            else:
+                self._values[name] += float(value)
 
-RATES: dict[str, Rate] = {
-    "rollout/parse_truncated_rate": Rate("rollout/parse_truncated_total", "rollout/samples_total"),
-    "rollout/match_rate": Rate("rollout/matched_total", "rollout/gt_objects_total"),
-    "rollout/precision": Rate("rollout/matched_total", "rollout/valid_pred_objects_total"),
-    "rollout/gen_new_tokens_mean": Rate("rollout/gen_new_tokens_total", "rollout/samples_total"),
-    "packing/post_rollout_fill": Rate("packing/selected_tokens_total", "packing/capacity_tokens_total"),
-}
-FLAGS = frozenset({"rollout/decode_greedy", "rollout/decode_beam", "rollout/decode_sample"})
-
-
-def is_maximum(name: str) -> bool:
-    """Whether ``name`` is aggregated by maximum instead of by sum."""
-    return (name.startswith("time/") and name.endswith("_s")) or name.endswith("_p99") or name in FLAGS
+    def take(self) -> dict[str, float]:
+        """Global metrics of the steps since the last call. A collective call: every rank must make it."""
+        metrics = reduce_metrics(self._values)
+        for name in metrics:
+            if rule_of(name).over_steps == "mean":
+                metrics[name] /= max(1, self.steps)
+        self._values, self.steps = {}, 0
+        return metrics
 
 
 def reduce_metrics(local: Mapping[str, float]) -> dict[str, float]:
     """Global metrics from this rank's sums and maxima; keys that only some ranks have count as 0 elsewhere.
 
-    A collective call: every rank must make it.
+    A collective call: every rank must make it. Raises ValueError for a name that is not registered.
     """
     total: dict[str, float] = {}
     for part in distributed.gather_json({name: float(value) for name, value in local.items()}):
         for name, value in part.items():
             if name not in total:
                 total[name] = value
-            elif is_maximum(name):
+            elif rule_of(name).over_ranks == "max":
                 total[name] = max(total[name], value)
             else:
                 total[name] += value
-    for name, rate in RATES.items():
-        if rate.denominator in total:
-            below = total[rate.denominator]
-            total[name] = total.get(rate.numerator, 0.0) / below if below else 0.0
+    for name, (numerator, denominator) in RATES.items():
+        if denominator in total:
+            below = total[denominator]
+            total[name] = total.get(numerator, 0.0) / below if below else 0.0
     return dict(sorted(total.items()))

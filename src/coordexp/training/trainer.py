@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +17,7 @@ from coordexp.coords import CoordVocab
 from coordexp.data.dataset import RecordDataset, Sample
 from coordexp.errors import CheckpointError, TrainingDiverged
 from coordexp.evaluation import evaluate_dataset
-from coordexp.metrics import MetricsPayload, reduce_metrics
-from coordexp.metrics.reduce import is_maximum
+from coordexp.metrics import MetricsPayload, MetricSums
 from coordexp.modeling.forward import supervised_logits
 from coordexp.modeling.inputs import row_inputs, to_device
 from coordexp.modeling.load import LoadedModel
@@ -28,8 +26,6 @@ from coordexp.rollouts import RolloutBackend
 from coordexp.training.checkpoint import save_carry_buffer
 from coordexp.training.rollout_dump import RolloutRecorder
 from coordexp.training.window import Window, WindowBuilder
-
-GAUGES = frozenset({"packing/buffer_segments"})  # a state, of which the last counts
 
 
 class CoordExpTrainer(Trainer):
@@ -65,8 +61,7 @@ class CoordExpTrainer(Trainer):
         self._eval_backend = eval_backend
         self._decode_batch_size = decode_batch_size
         self._recorder = recorder
-        self._pending: defaultdict[str, float] = defaultdict(float)
-        self._pending_steps = 0
+        self._sums = MetricSums()
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -79,13 +74,13 @@ class CoordExpTrainer(Trainer):
         raw = [[_owning_memory(sample) for sample in batch] for batch in raw]
         started = time.perf_counter()
         self.window = self.window_builder.prepare(raw, self.state.global_step)
-        self._add(self.window.metrics)
+        self._sums.add(self.window.metrics)
         if self._recorder is not None:
             logging_steps = int(self.state.logging_steps or 1)
             self._recorder.offer(self.state.global_step, logging_steps, raw, self.window.outcomes)
-            self._add(self._recorder.take_counters())
-        self._add({"time/window_prepare_s": time.perf_counter() - started})
-        self._pending_steps += 1
+            self._sums.add(self._recorder.take_counters())
+        self._sums.add({"time/window_prepare_s": time.perf_counter() - started})
+        self._sums.steps += 1
         return [self._step_inputs(row) for row in self.window.rows], None
 
     def _step_inputs(self, row: Any) -> dict[str, Any]:
@@ -100,7 +95,7 @@ class CoordExpTrainer(Trainer):
         """Forward and backward of one row, timed."""
         started = time.perf_counter()
         loss = super().training_step(model, inputs, num_items_in_batch)
-        self._add({"time/learner_s": time.perf_counter() - started})
+        self._sums.add({"time/learner_s": time.perf_counter() - started})
         return loss
 
     def compute_loss(
@@ -119,8 +114,8 @@ class CoordExpTrainer(Trainer):
         context = ObjectiveContext(supervision, logits_NV, self._coord_ids_B.to(logits_NV.device), self.window.counts)
         self._count_broken(logits_NV)
         result = self._pipeline(context)
-        self._add({name: share.item() for name, share in result.terms.items()})
-        self._add({"time/forward_s": time.perf_counter() - started, "train/micro_steps": 1})
+        self._sums.add({name: share.item() for name, share in result.terms.items()})
+        self._sums.add({"time/forward_s": time.perf_counter() - started, "train/micro_steps": 1})
         return result.loss * distributed.world_size()
 
     def _count_broken(self, logits_NV: torch.Tensor) -> None:
@@ -128,7 +123,7 @@ class CoordExpTrainer(Trainer):
         model that is broken altogether: its loss would look finite for ever."""
         row_sums_N = logits_NV.detach().sum(dim=-1, dtype=torch.float32)
         broken = int((~torch.isfinite(row_sums_N)).sum())
-        self._add({"train/nonfinite_positions_total": broken})
+        self._sums.add({"train/nonfinite_positions_total": broken})
         if broken == len(row_sums_N):
             raise TrainingDiverged(
                 f"step {self.state.global_step + 1}: every supervised position has NaN or infinite logits; lower "
@@ -160,15 +155,10 @@ class CoordExpTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the steps' global metrics to the trainer's own line. Every rank logs, so the reduction is collective."""
-        if "loss" in logs and self._pending_steps:
-            metrics = reduce_metrics(self._pending)
-            for name in metrics:
-                if name.startswith(("loss/", "coord_diag/", "time/")):
-                    metrics[name] /= self._pending_steps  # several steps in one line: their mean
+        if "loss" in logs and self._sums.steps:
+            metrics = self._sums.take()
             # The trainer averages the scaled loss over ranks; the sum of the terms is the same number, exactly.
             logs = {**logs, **MetricsPayload("train", self.state.global_step, metrics).metrics}
-            self._pending.clear()
-            self._pending_steps = 0
         super().log(logs, start_time)
 
     def evaluate(
@@ -196,15 +186,6 @@ class CoordExpTrainer(Trainer):
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Not estimated: transformers' formula reads padded ``input_ids``, which a packed row does not have."""
         return 0
-
-    def _add(self, values: Any) -> None:
-        for name, value in values.items():
-            if name in GAUGES:
-                self._pending[name] = value
-            elif is_maximum(name) and not name.startswith("time/"):  # seconds add up within a rank
-                self._pending[name] = max(self._pending[name], value)
-            else:
-                self._pending[name] += value
 
 
 def _owning_memory(sample: Sample) -> Sample:

@@ -7,8 +7,7 @@ import sys
 import pytest
 
 from coordexp import distributed
-from coordexp.metrics import reduce_metrics
-from coordexp.metrics.reduce import is_maximum
+from coordexp.metrics import MetricSums, reduce_metrics
 
 
 def over_ranks(monkeypatch, *ranks):
@@ -29,6 +28,7 @@ def over_ranks(monkeypatch, *ranks):
         ("rollout/decode_greedy", 1, 1, 1),
         ("rollout/decode_beam", 1, 1, 1),
         ("rollout/decode_sample", 1, 1, 1),
+        ("packing/buffer_segments", 3, 4, 7),  # a state of each rank's own buffer
     ],
 )
 def test_each_family_has_one_rule(monkeypatch, name, first, second, together):
@@ -56,18 +56,42 @@ def test_a_rate_is_a_ratio_of_sums_never_a_mean_of_ratios(monkeypatch, rate, fir
 
 
 def test_a_rate_without_its_denominator_is_not_reported(monkeypatch):
-    assert over_ranks(monkeypatch, {"a": 1}, {"b": 2}) == {"a": 1.0, "b": 2.0}
+    got = over_ranks(monkeypatch, {"rollout/matched_total": 1}, {"rollout/fp_total": 2})
+    assert got == {"rollout/matched_total": 1.0, "rollout/fp_total": 2.0}
 
 
 def test_keys_come_sorted_and_alone_is_the_same_rule():
-    got = reduce_metrics({"time/x_s": 2, "b": 1, "rollout/samples_total": 4, "rollout/parse_truncated_total": 1})
+    got = reduce_metrics({"time/pack_s": 2, "loss": 1, "rollout/samples_total": 4, "rollout/parse_truncated_total": 1})
     assert list(got) == sorted(got)
     assert got["rollout/parse_truncated_rate"] == 0.25
 
 
-@pytest.mark.parametrize("name", ["time/forward", "forward_s", "rollout/decode_other", "loss/time/x_s", "p99"])
-def test_only_named_families_take_the_maximum(name):
-    assert not is_maximum(name)
+@pytest.mark.parametrize("name", ["time/forward", "rollout/new_total", "a", "", "rollout/dropped/a/b"])
+def test_a_name_nobody_registered_is_refused(name):
+    with pytest.raises(ValueError, match=r"is not registered: add its line to coordexp\.metrics\.table"):
+        MetricSums().add({name: 1})
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "one_step", "two_steps"),
+    [
+        # what three micro-steps say; the line of one step, and of two such steps
+        ("rollout/samples_total", (2, 3, 4), 9, 18),
+        ("loss/token_ce/struct_ce", (0.1, 0.2, 0.3), 0.6, 0.6),
+        ("time/forward_s", (1, 5, 2), 8, 8),
+        ("rollout/gen_new_tokens_p99", (7, 9, 8), 9, 9),
+        ("packing/buffer_segments", (5, 4, 3), 3, 3),
+    ],
+)
+def test_micro_steps_and_steps_of_a_line(name, values, one_step, two_steps):
+    for steps, expected in ((1, one_step), (2, two_steps)):
+        sums = MetricSums()
+        for _ in range(steps):
+            sums.steps += 1
+            for value in values:
+                sums.add({name: value})
+        assert sums.take()[name] == pytest.approx(expected)
+        assert (sums.steps, sums.take()) == (0, {}), "a line starts anew"
 
 
 RANKS = """
@@ -86,16 +110,16 @@ texts = ["a", "ein längerer Text " * 50]
 assert distributed.gather_json({"text": texts[me], "n": [me, None]}) == [
     {"text": text, "n": [rank, None]} for rank, text in enumerate(texts)
 ]
-local = {"rollout/samples_total": 3 + me, "time/x_s": 5.0 - me}
+local = {"rollout/samples_total": 3 + me, "time/pack_s": 5.0 - me}
 if me == 1:
-    local |= {"rollout/parse_truncated_total": 2, "only/here": 1}
+    local |= {"rollout/parse_truncated_total": 2, "rollout/fp_total": 1}
 assert reduce_metrics(local) == {
-    "only/here": 1.0,
+    "rollout/fp_total": 1.0,
     "rollout/gen_new_tokens_mean": 0.0,
     "rollout/parse_truncated_rate": 2 / 7,
     "rollout/parse_truncated_total": 2.0,
     "rollout/samples_total": 7.0,
-    "time/x_s": 5.0,
+    "time/pack_s": 5.0,
 }
 distributed.barrier()
 dist.destroy_process_group()

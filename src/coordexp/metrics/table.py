@@ -1,0 +1,115 @@
+"""The table of metrics, one line each: name, unit, rule, meaning.
+
+To add one, add its line and run ``python docs/generate_metrics.py``.
+"""
+# One line per metric reads as a table; wrapped it would not.
+# ruff: noqa: E501
+# fmt: off
+
+from __future__ import annotations
+
+from coordexp.metrics.rules import Metric, Rule, rate
+
+COUNT, SHARE, SECONDS, PEAK, STATE, LEVEL, EVALUATION = (
+    Rule.COUNT, Rule.SHARE, Rule.SECONDS, Rule.PEAK, Rule.STATE, Rule.LEVEL, Rule.EVALUATION,
+)
+
+# Section of docs/metrics.md → its lines, in their order.
+SECTIONS: dict[str, tuple[Metric, ...]] = {
+    "losses": (
+        Metric("loss", "mixed", SHARE, "the step's total loss: the sum of the terms below"),
+        Metric("loss/token_ce/struct_ce", "nats", SHARE, "cross-entropy of tail structure, closing brace and end of turn; divided by all text positions whose weight is positive"),
+        Metric("loss/token_ce/desc_ce", "nats", SHARE, "cross-entropy of descriptions; divided by the same number, so that both add up to one mean"),
+        Metric("loss/token_ce/coord_ce", "nats", SHARE, "stage 1 without a coordinate loss: cross-entropy of coordinate tokens over the whole vocabulary, in the same mean"),
+        Metric("loss/coord_reg/coord_ce", "nats", SHARE, "hard cross-entropy over the 1000 bins, per coordinate"),
+        Metric("loss/coord_reg/soft_ce", "nats", SHARE, "cross-entropy against a Gaussian over bins, per coordinate. Its minimum is the Gaussian's entropy, not 0"),
+        Metric("loss/coord_reg/w1", "0..1, share of the axis", SHARE, "Wasserstein-1 distance to the Gaussian, per coordinate"),
+        Metric("loss/coord_reg/coord_gate", "nats", SHARE, "−log of the mass on coordinate tokens, per coordinate"),
+        Metric("loss/coord_reg/text_gate", "nats", SHARE, "−log(1 − mass on coordinate tokens), per supervised text position without closing brace and end of turn"),
+        Metric("loss/bbox_geo/smoothl1", "share of the image, squared", SHARE, "SmoothL1 of decoded boxes, mean over sides, per box"),
+        Metric("loss/bbox_geo/ciou", "0..2 and above", SHARE, "1 − CIoU of decoded boxes, per box"),
+    ),
+    "coord_diag": (
+        Metric("coord_diag/acc_top5", "0..1", SHARE, "share of slots whose target bin is among the five likeliest"),
+        Metric("coord_diag/p_target", "0..1", SHARE, "probability of the target bin among the bins"),
+        Metric("coord_diag/expected_bin_mae", "bins", SHARE, "distance of the expectation over bins to the target"),
+        Metric("coord_diag/coord_mass", "0..1", SHARE, "probability of any coordinate token"),
+    ),
+    "rollout": (
+        Metric("rollout/samples_total", "samples", COUNT, "answers generated"),
+        Metric("rollout/gt_objects_total", "objects", COUNT, "annotated objects of these samples"),
+        Metric("rollout/valid_pred_objects_total", "objects", COUNT, "valid objects in the answers"),
+        Metric("rollout/matched_total", "objects", COUNT, "matched pairs"),
+        Metric("rollout/fp_total", "objects", COUNT, "valid predictions without a match"),
+        Metric("rollout/fn_appended_total", "objects", COUNT, "annotated objects without a match, appended in the tail"),
+        rate("rollout/match_rate", "0..1", "matched_total", "gt_objects_total"),
+        rate("rollout/precision", "0..1", "matched_total", "valid_pred_objects_total", "By geometry at `maskiou_gate`, whatever the description"),
+        Metric("rollout/gating_rejections_total", "pairs", COUNT, "candidate pairs whose boxes overlap, but whose mask IoU is under the gate"),
+        Metric("rollout/prefix_coord_targets_total", "tokens", COUNT, "coordinates of matched objects supervised in prefixes"),
+        Metric("rollout/parse_dropped_invalid", "entries", COUNT, "entries of answers that are no usable object, all reasons"),
+        Metric("rollout/dropped/<reason>", "entries", COUNT, "the same by [reason](#reasons); absent while 0"),
+        Metric("rollout/excluded_ambiguous_total", "entries", COUNT, "those of reason `ambiguous_coords`"),
+        Metric("rollout/parse_truncated_total", "samples", COUNT, "answers that ended without the end-of-turn token"),
+        rate("rollout/parse_truncated_rate", "0..1", "parse_truncated_total", "samples_total"),
+        Metric("rollout/gen_new_tokens_total", "tokens", COUNT, "tokens of the answers, end of turn not counted"),
+        rate("rollout/gen_new_tokens_mean", "tokens", "gen_new_tokens_total", "samples_total"),
+        Metric("rollout/gen_new_tokens_p99", "tokens", PEAK, "99th percentile of a step's answers"),
+        Metric("rollout/decode_greedy", "0 or 1", PEAK, "decoding is greedy"),
+        Metric("rollout/decode_sample", "0 or 1", PEAK, "decoding samples"),
+        Metric("rollout/decode_beam", "0 or 1", PEAK, "decoding takes the best beam"),
+        Metric("rollout/records_written_total", "records", COUNT, "[records of samples](#rollout-records) written; these three only with `monitor_dump.enabled`"),
+        Metric("rollout/records_dropped_total", "records", COUNT, "records not written, because too many were waiting, the disk was nearly full, or training ended"),
+        Metric("rollout/records_failed_total", "records", COUNT, "records whose write failed"),
+    ),
+    "packing": (
+        Metric("train/samples_total", "samples", COUNT, "samples read for these steps"),
+        Metric("train/tokens_total", "tokens", COUNT, "tokens of the rows trained on, prompts included"),
+        Metric("train/micro_steps", "rows", COUNT, "forward passes"),
+        Metric("train/nonfinite_positions_total", "positions", COUNT, "supervised positions whose logits held NaN or infinity. They are replaced in the loss; if all are broken, training stops"),
+        Metric("packing/segments_total", "segments", COUNT, "segments trained on"),
+        Metric("packing/selected_tokens_total", "tokens", COUNT, "tokens in packed rows"),
+        Metric("packing/capacity_tokens_total", "tokens", COUNT, "`global_max_length` times rows"),
+        rate("packing/post_rollout_fill", "0..1", "selected_tokens_total", "capacity_tokens_total"),
+        Metric("packing/buffer_segments", "segments", STATE, "segments that wait for a later row"),
+        Metric("packing/underfilled_rows_total", "rows", COUNT, "rows filled less than `training.packing_min_fill_ratio`; absent while 0"),
+    ),
+    "time": (
+        Metric("time/weight_sync_s", "seconds", SECONDS, "giving the rollout engine the new weights; of a colocated engine, its start too"),
+        Metric("time/rollout_wait_s", "seconds", SECONDS, "from the window's first request to its last answer"),
+        Metric("time/target_build_s", "seconds", SECONDS, "parse, match, build: work of a second thread while other answers still decode, so mostly within `time/rollout_wait_s`"),
+        Metric("time/pack_s", "seconds", SECONDS, "choosing segments, laying out rows, counting over ranks"),
+        Metric("time/window_prepare_s", "seconds", SECONDS, "all of the above"),
+        Metric("time/learner_s", "seconds", SECONDS, "forward and backward of the step's rows"),
+        Metric("time/forward_s", "seconds", SECONDS, "its forward part, objective included"),
+    ),
+    "trainer": (
+        Metric("grad_norm", "", Rule.TRAINER, "norm of the gradient before clipping"),
+        Metric("learning_rate", "", Rule.TRAINER, "of this step"),
+        Metric("epoch", "epochs", Rule.TRAINER, "passes over the data so far"),
+        Metric("step", "steps", Rule.TRAINER, "optimizer steps so far (in `log_history`)"),
+        Metric("train_runtime", "seconds", Rule.WHOLE_RUN, "once, at the end"),
+        Metric("train_samples_per_second", "1/s", Rule.WHOLE_RUN, "once, at the end"),
+        Metric("train_steps_per_second", "1/s", Rule.WHOLE_RUN, "once, at the end"),
+        Metric("train_loss", "", Rule.WHOLE_RUN, "mean of `loss`; once, at the end"),
+        Metric("total_flos", "", Rule.WHOLE_RUN, "always 0: not estimated"),
+    ),
+    "evaluation": (
+        Metric("eval_rollout/f1", "0..1", EVALUATION, "2 · matched / (predicted + annotated); 1 where there is neither"),
+        Metric("eval_rollout/precision", "0..1", EVALUATION, "matched / predicted; 1 where nothing was predicted"),
+        Metric("eval_rollout/recall", "0..1", EVALUATION, "matched / annotated; 1 where nothing was there"),
+        Metric("eval_rollout/f1_any_desc", "0..1", EVALUATION, "F1 when descriptions need not agree"),
+        Metric("eval_rollout/mean_matched_iou", "0..1", EVALUATION, "mean mask IoU of the matched"),
+        Metric("eval_rollout/duplicate_rate", "0..1", EVALUATION, "predictions that overlap an earlier one of equal description with IoU of at least 0.5, of all"),
+        Metric("eval_rollout/invalid_rate", "0..1", EVALUATION, "entries dropped by the parser, of all entries"),
+        Metric("eval_rollout/truncated_rate", "0..1", EVALUATION, "answers that ended without the end-of-turn token"),
+        Metric("eval_rollout/empty_rate", "0..1", EVALUATION, "images without a valid prediction"),
+        Metric("eval_rollout/pred_per_image", "objects", EVALUATION, "valid predictions per image"),
+        Metric("eval_rollout/gt_per_image", "objects", EVALUATION, "annotated objects per image"),
+        Metric("eval_rollout/tokens_per_image", "tokens", EVALUATION, "tokens of an answer"),
+        Metric("eval_rollout/images", "images", EVALUATION, "images evaluated"),
+        Metric("eval_rollout/pred_objects", "objects", EVALUATION, "valid predictions"),
+        Metric("eval_rollout/gt_objects", "objects", EVALUATION, "annotated objects"),
+        Metric("eval_rollout/matched_objects", "objects", EVALUATION, "matched pairs"),
+        Metric("eval_time/runtime_s", "seconds", EVALUATION, "duration of this evaluation, on the logging rank"),
+    ),
+}
