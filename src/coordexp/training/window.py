@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 
 from coordexp import distributed
+from coordexp.config.objective import Channel
 from coordexp.data.dataset import Sample
 from coordexp.metrics import SampleOutcome
 from coordexp.objective import SupervisionCounts
@@ -20,15 +21,24 @@ from coordexp.packing import CarryBuffer, build_row
 from coordexp.records import PackedRow, Segment
 from coordexp.training.sources import SegmentSource
 
+Rows = list[list[Sequence[Segment]]]  # by micro-step: the segments of each row
+
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The rows of one optimizer step on this rank, the step's global counts, and this rank's metric sums."""
+    """The rows of one optimizer step on this rank, by micro-step; the step's global counts, and this rank's metric
+    sums. ``channel`` is the two-channel schedule's, None in every other training."""
 
-    rows: tuple[PackedRow, ...]
+    micro_steps: tuple[tuple[PackedRow, ...], ...]
     counts: SupervisionCounts
     metrics: Mapping[str, float]
     outcomes: tuple[SampleOutcome, ...] = ()
+    channel: Channel | None = None
+
+    @property
+    def rows(self) -> tuple[PackedRow, ...]:
+        """All rows, in the order in which they are trained on."""
+        return tuple(row for rows in self.micro_steps for row in rows)
 
 
 class WindowBuilder:
@@ -61,29 +71,50 @@ class WindowBuilder:
             segments, outcomes = self._source.segments(micro_batches, global_step, metrics)
         started = time.perf_counter()
         with distributed.together(f"packing of step {global_step + 1}"):
-            rows = tuple(build_row(self._select(new, metrics)) for new in segments)
+            laid_out = self._lay_out(segments, metrics)
+        micro_steps = tuple(
+            tuple(build_row(chosen) for chosen in rows) for rows in self._pad(laid_out, micro_batches, metrics)
+        )
+        rows = [row for one in micro_steps for row in one]
         local = SupervisionCounts.of(segment.target for row in rows for segment in row.segments)
         counts = SupervisionCounts(*(int(n) for n in distributed.all_reduce(local.as_tuple(), "sum")))
         metrics["time/pack_s"] = time.perf_counter() - started
         metrics["train/samples_total"] = sum(len(batch) for batch in micro_batches)
         metrics["train/tokens_total"] = sum(row.length for row in rows)
         metrics["packing/segments_total"] = sum(len(row.segments) for row in rows)
-        return Window(rows, counts, metrics, tuple(outcomes))
+        return Window(micro_steps, counts, metrics, tuple(outcomes))
+
+    def _lay_out(self, segments: Sequence[Sequence[Segment]], metrics: MutableMapping[str, float]) -> Rows:
+        """Each micro-step's new segments → the segments of its rows: here one row a micro-step."""
+        return [[self._select(new, metrics)] for new in segments]
+
+    def _pad(self, rows: Rows, micro_batches: Sequence[Sequence[Sample]], metrics: MutableMapping[str, float]) -> Rows:
+        """Give every rank equally many rows: here they have one a micro-step. May be a collective call."""
+        return rows
 
     def _select(self, new: Sequence[Segment], metrics: MutableMapping[str, float]) -> Sequence[Segment]:
         if self.buffer is None:
             return new
         self.buffer.insert(*new)
         chosen = self.buffer.pop()
-        taken = sum(segment.length for segment in chosen)
-        metrics["packing/selected_tokens_total"] += taken
-        metrics["packing/capacity_tokens_total"] += self.buffer.capacity
         metrics["packing/buffer_segments"] = len(self.buffer)
-        if taken < self._min_fill_ratio * self.buffer.capacity:
-            metrics["packing/underfilled_rows_total"] += 1
+        fill = count_fill(chosen, self.buffer.capacity, self._min_fill_ratio, metrics)
+        if fill < self._min_fill_ratio:
             self._warn(
-                f"a packed row is filled to {taken / self.buffer.capacity:.2f} of global_max_length, below "
+                f"a packed row is filled to {fill:.2f} of global_max_length, below "
                 f"training.packing_min_fill_ratio {self._min_fill_ratio}; raise per_device_train_batch_size or lower "
                 "global_max_length"
             )
         return chosen
+
+
+def count_fill(
+    chosen: Sequence[Segment], capacity: int, min_fill_ratio: float, metrics: MutableMapping[str, float]
+) -> float:
+    """Count one packed row. Returns: the share of ``capacity`` that it fills."""
+    taken = sum(segment.length for segment in chosen)
+    metrics["packing/selected_tokens_total"] += taken
+    metrics["packing/capacity_tokens_total"] += capacity
+    if taken < min_fill_ratio * capacity:
+        metrics["packing/underfilled_rows_total"] += 1
+    return taken / capacity
