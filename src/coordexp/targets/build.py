@@ -83,6 +83,31 @@ def build_target(
     return _join(sample_id, prefix, matched, tail, vocab, "rollout", match.pairs, match.fn_gt_idx, first_index)
 
 
+def empty_target(sample_id: str) -> TrainingTarget:
+    """No token and no supervision: for a prompt that is read but not answered, and an answer that cannot be closed."""
+    none = np.zeros(0, dtype=np.int64)
+    return TrainingTarget(
+        sample_id=sample_id,
+        token_ids=(),
+        roles_T=none.astype(np.uint8),
+        coord_pos_K=none,
+        coord_bin_K=none.astype(np.float64),
+        box_pos_M4=none.reshape(0, 4),
+        box_bin_M4=none.reshape(0, 4).astype(np.float64),
+        context="rollout",
+        prefix_len=0,
+        matched_pred_idx=(),
+        matched_gt_idx=(),
+        appended_gt_idx=(),
+        appended_object_index=(),
+    )
+
+
+def is_closed(target: TrainingTarget) -> bool:
+    """Whether the answer ends in the root's closing brace and the end of the turn, each taught."""
+    return target.roles_T[-2:].tolist() == [TokenRole.CLOSE, TokenRole.EOS]
+
+
 def coordinate_targets(
     pairs: Sequence[tuple[PredictedObject, GTObject]], transport: TransportConfig
 ) -> list[Sequence[float]]:

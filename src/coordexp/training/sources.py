@@ -13,13 +13,14 @@ import numpy as np
 from coordexp import distributed
 from coordexp.coords import CoordVocab, FieldOrder
 from coordexp.data.dataset import Sample
+from coordexp.errors import AppendError
 from coordexp.matching import MatchingConfig, match_objects
 from coordexp.metrics import SampleOutcome, rollout_counters
 from coordexp.modeling.inputs import check_prompt
 from coordexp.parsing import parse_rollout
 from coordexp.records import Rollout, Segment
 from coordexp.rollouts import RolloutBackend, RolloutRound, SeedContext
-from coordexp.targets import TransportConfig, build_gt_target, build_target
+from coordexp.targets import TransportConfig, build_gt_target, build_target, empty_target, is_closed
 
 
 class SegmentSource(Protocol):
@@ -63,6 +64,7 @@ class RolloutSource:
     field_order: FieldOrder
     training_seed: int
     decode_flag: str  # the 0/1 metric that names the decoding mode
+    drop_unclosed: bool = False  # Channel-B: count an answer behind which nothing can be written, and train without it
 
     def segments(
         self, micro_batches: Sequence[Sequence[Sample]], global_step: int, metrics: MutableMapping[str, float]
@@ -73,12 +75,19 @@ class RolloutSource:
         by_round = self._answer(micro_batches, global_step, metrics)
         outcomes = [outcome for one in by_round for outcome in one]
         metrics.update(rollout_counters(outcomes))
+        metrics["rollout/repeat_terminate_active"] = 0  # unless the backend knows better
         metrics.update(self.backend.take_metrics())
         lengths = [len(outcome.rollout.response_token_ids) for outcome in outcomes]
         metrics["rollout/gen_new_tokens_p99"] = float(np.percentile(lengths, 99)) if lengths else 0.0
         metrics[self.decode_flag] = 1
+        if self.drop_unclosed:
+            metrics["stage2/closure_dropped_total"] = sum(not is_closed(outcome.target) for outcome in outcomes)
         segments = [
-            [_segment(sample, outcome) for sample, outcome in zip(batch, one, strict=True)]
+            [
+                _segment(sample, outcome)
+                for sample, outcome in zip(batch, one, strict=True)
+                if is_closed(outcome.target) or not self.drop_unclosed
+            ]
             for batch, one in zip(micro_batches, by_round, strict=True)
         ]
         return segments, outcomes
@@ -121,7 +130,8 @@ class RolloutSource:
         """Check the prompt, parse, match, build.
 
         Raises:
-            AlignmentError: the answer is to another prompt than the learner's.
+            AlignmentError: the answer is to another prompt than the learner's. AppendError: nothing can be written
+                behind the answer (with ``drop_unclosed`` its target is empty instead).
         """
         check_prompt(
             sample.record.sample_id,
@@ -131,15 +141,20 @@ class RolloutSource:
         )
         parsed = parse_rollout(rollout.response_token_ids, self.vocab, ended=not rollout.truncated)
         match = match_objects(parsed.objects, sample.record.objects, self.matching)
-        target = build_target(
-            parsed,
-            match,
-            sample.record.objects,
-            self.vocab,
-            sample_id=sample.record.sample_id,
-            field_order=self.field_order,
-            transport=self.transport,
-        )
+        try:
+            target = build_target(
+                parsed,
+                match,
+                sample.record.objects,
+                self.vocab,
+                sample_id=sample.record.sample_id,
+                field_order=self.field_order,
+                transport=self.transport,
+            )
+        except AppendError:
+            if not self.drop_unclosed:
+                raise
+            target = empty_target(sample.record.sample_id)
         return SampleOutcome(rollout, parsed, match, target)
 
 

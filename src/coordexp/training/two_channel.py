@@ -13,12 +13,11 @@ from __future__ import annotations
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from coordexp import distributed
 from coordexp.data.dataset import Sample
 from coordexp.packing import CarryBuffer
-from coordexp.records import Segment, TrainingTarget
+from coordexp.records import Segment
+from coordexp.targets import empty_target
 from coordexp.training.schedule import ChannelSchedule
 from coordexp.training.sources import SegmentSource
 from coordexp.training.window import Rows, Window, WindowBuilder, count_fill
@@ -60,23 +59,12 @@ class DrainingBuilder(WindowBuilder):
 
 def blank_segment(sample: Sample) -> Segment:
     """A prompt without an answer: its row runs through every weight and supervises nothing."""
-    nothing = np.zeros(0, dtype=np.int64)
-    target = TrainingTarget(
-        sample_id=sample.record.sample_id,
-        token_ids=(),
-        roles_T=nothing.astype(np.uint8),
-        coord_pos_K=nothing,
-        coord_bin_K=nothing.astype(np.float64),
-        box_pos_M4=nothing.reshape(0, 4),
-        box_bin_M4=nothing.reshape(0, 4).astype(np.float64),
-        context="rollout",
-        prefix_len=0,
-        matched_pred_idx=(),
-        matched_gt_idx=(),
-        appended_gt_idx=(),
-        appended_object_index=(),
+    return Segment(
+        sample.record.sample_id,
+        sample.request.prompt_token_ids,
+        empty_target(sample.record.sample_id),
+        sample.request.model_inputs,
     )
-    return Segment(sample.record.sample_id, sample.request.prompt_token_ids, target, sample.request.model_inputs)
 
 
 @dataclass(frozen=True, slots=True)
