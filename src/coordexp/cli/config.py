@@ -2,16 +2,57 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Annotated
+
 import typer
 
 from coordexp.cli.run import ConfigFile
 
-config_app = typer.Typer(help="Check configurations.", no_args_is_help=True)
+config_app = typer.Typer(help="Check, explain and compare configurations.", no_args_is_help=True)
 
 
 @config_app.command("check")
-def config_check_command(config: ConfigFile) -> None:
-    """Validate a configuration and print it with every default filled in."""
-    from coordexp.config import load_config, resolved_yaml
+def config_check_command(
+    config: ConfigFile,
+    plain: Annotated[bool, typer.Option("--plain", help="Print the resolved YAML alone, without sources.")] = False,
+    only_set: Annotated[bool, typer.Option("--only-set", help="Leave out what is at its default.")] = False,
+) -> None:
+    """Validate a configuration and print it in full, with the file and line of each value, or "default".
 
-    typer.echo(resolved_yaml(load_config(config)), nl=False)
+    What is printed is YAML that loads back to the same run, with or without --plain.
+    """
+    from coordexp.config import advice
+    from coordexp.config.explain import annotated_yaml, explain_config, with_sources
+
+    explained = explain_config(config)
+    for line, comment in with_sources(annotated_yaml(explained, with_defaults=not only_set)):
+        typer.echo(line + ("" if plain else typer.style(comment, dim=True)))
+    for sentence in advice(explained.config):
+        typer.secho(f"note: {sentence}", fg=typer.colors.YELLOW, err=True)
+
+
+@config_app.command("schema")
+def config_schema_command() -> None:
+    """Print the JSON Schema by which editors complete and check configurations."""
+    from coordexp.config.json_schema import json_schema_text
+
+    typer.echo(json_schema_text(), nl=False)
+
+
+@config_app.command("diff")
+def config_diff_command(
+    left: Annotated[Path, typer.Argument(metavar="A.yaml", help="One configuration.")],
+    right: Annotated[Path, typer.Argument(metavar="B.yaml", help="The other.")],
+) -> None:
+    """Compare two configurations key by key, as they resolve. Exits with 1 if they differ, with 0 if they do not."""
+    from coordexp.config.explain import differences, explain_config
+
+    found = differences(explain_config(left), explain_config(right))
+    for difference in found:
+        typer.echo(difference.path)
+        for sign, side in (("-", difference.left), ("+", difference.right)):
+            value, source = side or ("(no such entry)", "")
+            typer.echo(f"  {sign} {value}" + (typer.style(f"  # {source}", dim=True) if source else ""))
+    if found:
+        raise typer.Exit(1)

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from coordexp.config.objective import PipelineConfig
-from coordexp.config.rollout import RolloutMatchingConfig
-from coordexp.config.strict import Problem, dotted, parse_dotted
+from coordexp.config.rollout_checks import rollout_checks
+from coordexp.config.strict import Problem, dotted, problem
 from coordexp.config.training import TrainingConfig
 from coordexp.errors import ConfigError
 
@@ -19,10 +19,6 @@ _RM = "rollout_matching"
 _VLLM = f"{_RM}.vllm"
 
 
-def _problem(path: str, message: str, *reads: str) -> Problem:
-    return Problem(parse_dotted(path), message, tuple(parse_dotted(read) for read in reads))
-
-
 def cross_checks(config: RunConfig) -> Iterator[Problem]:
     """Every rule between keys that ``config`` breaks."""
     yield from _variant_checks(config)
@@ -30,7 +26,7 @@ def cross_checks(config: RunConfig) -> Iterator[Problem]:
     yield from _parallel_checks(config)
     yield from _tuner_checks(config)
     if config.rollout_matching is not None:
-        yield from _rollout_checks(config, config.rollout_matching)
+        yield from rollout_checks(config, config.rollout_matching)
 
 
 def _variant_checks(config: RunConfig) -> Iterator[Problem]:
@@ -39,20 +35,20 @@ def _variant_checks(config: RunConfig) -> Iterator[Problem]:
     rollout = config.rollout_matching
     pipeline = rollout.pipeline if rollout is not None else None
     if config.stage2_ab is not None and name != "stage2_two_channel":
-        yield _problem(
+        yield problem(
             "stage2_ab",
             "only two channels read it; set custom.trainer_variant: stage2_two_channel, or remove it",
             variant,
         )
     if name is None:
         if rollout is not None and rollout.monitor_dump.enabled:
-            yield _problem(
+            yield problem(
                 f"{_RM}.monitor_dump.enabled",
                 "only stage 2 makes rollouts to record; set custom.trainer_variant: stage2_rollout_aligned, or false",
                 variant,
             )
         if pipeline is not None:
-            yield _problem(
+            yield problem(
                 f"{_RM}.pipeline",
                 "only stage 2 has a pipeline; set custom.trainer_variant: stage2_rollout_aligned, or remove it",
                 variant,
@@ -60,7 +56,7 @@ def _variant_checks(config: RunConfig) -> Iterator[Problem]:
         return
     if config.custom.coord_soft_ce_w1 is not None:
         where = f"{_RM}.pipeline" if name == "stage2_rollout_aligned" else "stage2_ab.pipeline"
-        yield _problem(
+        yield problem(
             "custom.coord_soft_ce_w1",
             f"belongs to stage 1; stage 2 declares its coordinate losses in {where} (coord_reg). Remove this section",
             variant,
@@ -74,14 +70,14 @@ def _variant_checks(config: RunConfig) -> Iterator[Problem]:
 def _rollout_aligned_checks(pipeline: PipelineConfig | None) -> Iterator[Problem]:
     variant = "custom.trainer_variant"
     if pipeline is None:
-        yield _problem(
+        yield problem(
             f"{_RM}.pipeline",
             f"missing; {_RM}.pipeline is required by custom.trainer_variant: stage2_rollout_aligned and has no "
             "default. List its modules under objective and diagnostics",
             variant,
         )
     elif not _trains(pipeline, "B"):
-        yield _problem(
+        yield problem(
             f"{_RM}.pipeline.objective",
             "trains nothing: stage2_rollout_aligned runs modules with enabled: true, weight > 0 and channels that "
             "hold B; there is none",
@@ -92,19 +88,19 @@ def _rollout_aligned_checks(pipeline: PipelineConfig | None) -> Iterator[Problem
 def _two_channel_checks(config: RunConfig, pipeline: PipelineConfig | None) -> Iterator[Problem]:
     variant = "custom.trainer_variant"
     if pipeline is not None:
-        yield _problem(
+        yield problem(
             f"{_RM}.pipeline", "stage2_two_channel declares its objective in stage2_ab.pipeline; move it there", variant
         )
     stage2_ab = config.stage2_ab
     if stage2_ab is None:
-        yield _problem(
+        yield problem(
             "stage2_ab",
             "missing; custom.trainer_variant: stage2_two_channel needs schedule.b_ratio and pipeline in it",
             variant,
         )
         return
     if stage2_ab.schedule.b_ratio > 0 and config.rollout_matching is None:
-        yield _problem(
+        yield problem(
             _RM,
             f"missing; Channel-B makes rollouts (stage2_ab.schedule.b_ratio is {stage2_ab.schedule.b_ratio:g}). "
             "Add the section, or set b_ratio: 0",
@@ -113,7 +109,7 @@ def _two_channel_checks(config: RunConfig, pipeline: PipelineConfig | None) -> I
         )
     for channel, used in (("A", stage2_ab.schedule.b_ratio < 1), ("B", stage2_ab.schedule.b_ratio > 0)):
         if used and not _trains(stage2_ab.pipeline, channel):
-            yield _problem(
+            yield problem(
                 "stage2_ab.pipeline.objective",
                 f"trains nothing on steps of Channel-{channel}: no module has enabled: true, weight > 0 and channels "
                 f"that hold {channel}. Add one, or set stage2_ab.schedule.b_ratio: {'1' if channel == 'A' else '0'}",
@@ -127,27 +123,27 @@ def _trains(pipeline: PipelineConfig, channel: str) -> bool:
 
 def _training_checks(training: TrainingConfig) -> Iterator[Problem]:
     if training.packing and not training.packing_drop_last:
-        yield _problem(
+        yield problem(
             "training.packing_drop_last",
             "must be true with training.packing: segments left over at the end stay in the buffer, no step is added "
             "for them",
             "training.packing",
         )
     if training.packing and importlib.util.find_spec("binpacking") is None:
-        yield _problem(
+        yield problem(
             "training.packing", "needs the package binpacking; pip install binpacking, or set training.packing: false"
         )
     if training.bf16 and training.fp16:
-        yield _problem("training.fp16", "bf16 and fp16 exclude each other; set one of them to false", "training.bf16")
+        yield problem("training.fp16", "bf16 and fp16 exclude each other; set one of them to false", "training.bf16")
     if training.effective_batch_size is not None:
         if training.gradient_accumulation_steps is not None:
-            yield _problem(
+            yield problem(
                 "training.gradient_accumulation_steps",
                 "follows from effective_batch_size; give one of the two",
                 "training.effective_batch_size",
             )
         if training.effective_batch_size % training.per_device_train_batch_size:
-            yield _problem(
+            yield problem(
                 "training.effective_batch_size",
                 f"must be a multiple of per_device_train_batch_size ({training.per_device_train_batch_size})",
                 "training.per_device_train_batch_size",
@@ -160,7 +156,7 @@ def _best_checkpoint_checks(training: TrainingConfig) -> Iterator[Problem]:
         return
     reads = ("training.load_best_model_at_end", "training.eval_strategy", "training.save_strategy")
     if training.eval_strategy == "no" or training.eval_strategy != training.save_strategy:
-        yield _problem(
+        yield problem(
             "training.load_best_model_at_end",
             f"needs an evaluation of every checkpoint, but eval_strategy is '{training.eval_strategy}' and "
             f"save_strategy '{training.save_strategy}'; give both the same value, steps or epoch",
@@ -169,7 +165,7 @@ def _best_checkpoint_checks(training: TrainingConfig) -> Iterator[Problem]:
     elif training.eval_strategy == "steps":
         every = training.eval_steps or training.logging_steps
         if training.save_steps % every:
-            yield _problem(
+            yield problem(
                 "training.save_steps",
                 f"{training.save_steps:g} is no multiple of eval_steps ({every:g}), so load_best_model_at_end would "
                 "meet checkpoints without figures",
@@ -178,7 +174,7 @@ def _best_checkpoint_checks(training: TrainingConfig) -> Iterator[Problem]:
                 "training.logging_steps",
             )
     if training.metric_for_best_model is None:
-        yield _problem(
+        yield problem(
             "training.metric_for_best_model", "missing; load_best_model_at_end needs the figure to go by", *reads
         )
 
@@ -186,13 +182,13 @@ def _best_checkpoint_checks(training: TrainingConfig) -> Iterator[Problem]:
 def _parallel_checks(config: RunConfig) -> Iterator[Problem]:
     deepspeed, fsdp = config.deepspeed, config.fsdp
     if deepspeed.enabled and deepspeed.config is None:
-        yield _problem(
+        yield problem(
             "deepspeed.config", "missing; deepspeed.enabled: true needs a JSON file or a mapping", "deepspeed.enabled"
         )
     if deepspeed.enabled and fsdp.enabled:
-        yield _problem("fsdp.enabled", "deepspeed and fsdp exclude each other; enable one of them", "deepspeed.enabled")
+        yield problem("fsdp.enabled", "deepspeed and fsdp exclude each other; enable one of them", "deepspeed.enabled")
     if fsdp.enabled and fsdp.activation_checkpointing and config.training.gradient_checkpointing:
-        yield _problem(
+        yield problem(
             "fsdp.activation_checkpointing",
             "does what training.gradient_checkpointing does; enable one of them",
             "training.gradient_checkpointing",
@@ -202,11 +198,11 @@ def _parallel_checks(config: RunConfig) -> Iterator[Problem]:
     if rollout is None or not rollout.offload.enabled:
         return
     if not (rollout.offload.offload_model or rollout.offload.offload_optimizer):
-        yield _problem(
+        yield problem(
             f"{_RM}.offload.enabled", "moves nothing: set offload_model or offload_optimizer to true, or this to false"
         )
     if deepspeed.enabled and (rollout.rollout_backend, rollout.vllm.mode) == ("vllm", "colocate"):
-        yield _problem(
+        yield problem(
             f"{_RM}.offload.enabled",
             "DeepSpeed owns the learner's weights and optimizer, so they cannot be moved; set offload.enabled: false, "
             "deepspeed.enabled: false, or rollout_backend: hf",
@@ -219,160 +215,13 @@ def _parallel_checks(config: RunConfig) -> Iterator[Problem]:
 def _tuner_checks(config: RunConfig) -> Iterator[Problem]:
     tuner = config.tuner
     if tuner.freeze_vit and tuner.freeze_aligner and tuner.freeze_llm and tuner.train_type == "full":
-        yield _problem(
+        yield problem(
             "tuner.freeze_llm",
             "the whole model is frozen; leave one of freeze_vit, freeze_aligner, freeze_llm false",
             "tuner.freeze_vit",
             "tuner.freeze_aligner",
             "tuner.train_type",
         )
-
-
-def _rollout_checks(config: RunConfig, rollout: RolloutMatchingConfig) -> Iterator[Problem]:
-    yield from _decoding_checks(rollout)
-    if rollout.max_new_tokens >= config.global_max_length:
-        yield _problem(
-            f"{_RM}.max_new_tokens",
-            f"{rollout.max_new_tokens} leaves no room for the prompt in global_max_length "
-            f"({config.global_max_length}); lower it, or raise global_max_length",
-            "global_max_length",
-        )
-    yield from _repeat_checks(rollout)
-    if rollout.rollout_backend == "vllm":
-        yield from _vllm_checks(config, rollout)
-
-
-def _decoding_checks(rollout: RolloutMatchingConfig) -> Iterator[Problem]:
-    if rollout.decoding.top_k == 0:
-        yield _problem(f"{_RM}.decoding.top_k", "0 keeps no token; write -1 to keep all, or a number from 1 on")
-    if rollout.decode_mode == "greedy" and rollout.num_beams > 1:
-        yield _problem(
-            f"{_RM}.num_beams", "needs decode_mode: beam; greedy decoding has one beam", f"{_RM}.decode_mode"
-        )
-    if rollout.decode_mode == "beam":
-        if rollout.num_beams < 2:
-            yield _problem(f"{_RM}.num_beams", "decode_mode: beam needs at least 2", f"{_RM}.decode_mode")
-        if rollout.decoding.temperature > 0:
-            yield _problem(
-                f"{_RM}.decoding.temperature",
-                "decode_mode: beam does not sample; set the temperature to 0",
-                f"{_RM}.decode_mode",
-            )
-        if rollout.rollout_backend == "vllm":
-            yield _problem(
-                f"{_RM}.decode_mode",
-                "beam search needs rollout_backend: hf; with vllm write decode_mode: greedy",
-                f"{_RM}.rollout_backend",
-            )
-
-
-def _repeat_checks(rollout: RolloutMatchingConfig) -> Iterator[Problem]:
-    guard, section = rollout.repeat_terminate, f"{_RM}.repeat_terminate"
-    if guard.max_consecutive_token_repeats == 1:
-        yield _problem(
-            f"{section}.max_consecutive_token_repeats", "1 would end every answer; write 0 (not checked) or at least 2"
-        )
-    if guard.ngram_repeats == 1:
-        yield _problem(f"{section}.ngram_repeats", "1 would end every answer; write 0 (not checked) or at least 2")
-    ngrams = guard.ngram_size > 0 and guard.ngram_repeats > 0
-    if (guard.ngram_size > 0) != (guard.ngram_repeats > 0):
-        off = "ngram_size" if guard.ngram_size == 0 else "ngram_repeats"
-        yield _problem(
-            f"{section}.{off}",
-            "is 0 while its partner is not: patterns are checked by ngram_size and ngram_repeats together",
-            f"{section}.ngram_size",
-            f"{section}.ngram_repeats",
-        )
-    if guard.enabled and not (guard.max_consecutive_token_repeats or ngrams or guard.max_object_keys):
-        yield _problem(
-            f"{section}.enabled",
-            "no threshold is set, so nothing would ever be ended; set one, or enabled: false",
-            f"{section}.max_consecutive_token_repeats",
-            f"{section}.ngram_size",
-            f"{section}.ngram_repeats",
-            f"{section}.max_object_keys",
-        )
-
-
-def _vllm_checks(config: RunConfig, rollout: RolloutMatchingConfig) -> Iterator[Problem]:
-    vllm, backend = rollout.vllm, f"{_RM}.rollout_backend"
-    if vllm.mode == "server" and vllm.server is None:
-        yield _problem(
-            f"{_VLLM}.server",
-            "missing; mode: server needs server.servers[] with base_url and group_port of each. Without servers write "
-            "vllm.mode: colocate or rollout_backend: hf",
-            f"{_VLLM}.mode",
-            backend,
-        )
-    if vllm.max_model_len is not None:
-        if rollout.max_new_tokens >= vllm.max_model_len:
-            yield _problem(
-                f"{_RM}.max_new_tokens",
-                f"{rollout.max_new_tokens} leaves no room for the prompt in vllm.max_model_len ({vllm.max_model_len}); "
-                "lower it, or raise max_model_len",
-                f"{_VLLM}.max_model_len",
-                backend,
-            )
-        if vllm.max_model_len < config.global_max_length:
-            yield _problem(
-                f"{_VLLM}.max_model_len",
-                f"{vllm.max_model_len} is less than global_max_length ({config.global_max_length}), which samples may "
-                "reach; raise it, or remove it: null takes global_max_length",
-                "global_max_length",
-                backend,
-            )
-    yield from _server_checks(rollout)
-    yield from _sync_checks(config, rollout)
-
-
-def _server_checks(rollout: RolloutMatchingConfig) -> Iterator[Problem]:
-    if rollout.vllm.mode != "server" or rollout.vllm.server is None:
-        return
-    seen: dict[str, int] = {}
-    for index, server in enumerate(rollout.vllm.server.servers):
-        first = seen.setdefault(server.base_url.rstrip("/"), index)
-        if first != index:
-            yield _problem(
-                f"{_VLLM}.server.servers[{index}].base_url", f"is servers[{first}] again; list each server once"
-            )
-
-
-def _sync_checks(config: RunConfig, rollout: RolloutMatchingConfig) -> Iterator[Problem]:
-    vllm, tuner, mode = rollout.vllm, config.tuner, f"{_VLLM}.sync.mode"
-    reads = (f"{_VLLM}.enable_lora", f"{_RM}.rollout_backend")
-    if vllm.sync.mode == "adapter" and not vllm.enable_lora:
-        yield _problem(mode, "adapter needs vllm.enable_lora: true; otherwise write full", *reads)
-        return
-    if vllm.max_lora_rank is not None and vllm.enable_lora and vllm.max_lora_rank < tuner.lora_rank:
-        yield _problem(
-            f"{_VLLM}.max_lora_rank",
-            f"{vllm.max_lora_rank} is less than tuner.lora_rank ({tuner.lora_rank}); raise it, or remove it",
-            "tuner.lora_rank",
-            *reads,
-        )
-    if vllm.sync.resolved(vllm.enable_lora) != "adapter":
-        return
-    what = "pushes adapters only"
-    if tuner.train_type != "lora":
-        yield _problem(
-            mode,
-            f"{what}, and tuner.train_type: {tuner.train_type} trains none; write sync.mode: full",
-            "tuner.train_type",
-            *reads,
-        )
-        return
-    for key, clash in {
-        "tuner.train_coord_rows": tuner.train_coord_rows,
-        "tuner.modules_to_save": bool(tuner.modules_to_save),
-        "tuner.use_dora": tuner.use_dora,
-    }.items():
-        if clash:
-            yield _problem(
-                mode,
-                f"{what}, which would leave out what {key} trains; write sync.mode: full, or take {key} away",
-                key,
-                *reads,
-            )
 
 
 def check_world_size(config: RunConfig, world_size: int) -> None:
@@ -390,7 +239,7 @@ def _world_size_checks(config: RunConfig, world_size: int) -> Iterator[Problem]:
     training, rollout = config.training, config.rollout_matching
     samples = training.per_device_train_batch_size * world_size
     if training.effective_batch_size is not None and training.effective_batch_size % samples:
-        yield _problem(
+        yield problem(
             "training.effective_batch_size",
             f"{training.effective_batch_size} is no multiple of per_device_train_batch_size x processes "
             f"= {training.per_device_train_batch_size} x {world_size}",
@@ -399,14 +248,14 @@ def _world_size_checks(config: RunConfig, world_size: int) -> Iterator[Problem]:
         return
     vllm = rollout.vllm
     if vllm.mode == "colocate" and world_size % vllm.tensor_parallel_size:
-        yield _problem(
+        yield problem(
             f"{_VLLM}.tensor_parallel_size",
             f"a colocated engine spans {vllm.tensor_parallel_size} of the learner's processes, and there are "
             f"{world_size}; write a divisor of {world_size}, start another number of processes, or write "
             "rollout_backend: hf",
         )
     if vllm.mode == "server" and world_size > 1 and vllm.sync.resolved(vllm.enable_lora) != "full":
-        yield _problem(
+        yield problem(
             f"{_VLLM}.sync.mode",
             f"'{vllm.sync.mode}' pushes adapters, which works from one learner process only, not from "
             f"{world_size}; write sync.mode: full",

@@ -18,3 +18,10 @@ class DebugConfig(StrictModel):
     val_sample_limit: int | None = Field(
         default=None, ge=1, description="stands for custom.val_sample_limit; null leaves it"
     )
+
+
+DEBUG_STANDS_FOR: dict[str, tuple[str, str]] = {
+    "output_dir": ("training", "output_dir"),
+    "train_sample_limit": ("custom", "train_sample_limit"),
+    "val_sample_limit": ("custom", "val_sample_limit"),
+}

@@ -52,6 +52,7 @@ class CoordDiagConfig(StrictModel):
 
 
 class _Spec(StrictModel):
+    name: str = Field(description="module")  # each kind of entry names itself
     enabled: bool = Field(description="run this module")
     weight: float = Field(ge=0, description="factor on the module's whole loss")
     channels: ListOf[Channel] = Field(

@@ -36,7 +36,7 @@ class RepeatTerminateConfig(StrictModel):
         default=2, ge=0, description="end after the pattern this many times in a row; 0 = not checked"
     )
     max_object_keys: int | None = Field(
-        default=None, ge=1, description="end after this many object keys; null = not checked"
+        default=None, ge=1, description="object keys an answer may hold; the next one ends it; null = not checked"
     )
 
 

@@ -66,6 +66,11 @@ def parse_dotted(text: str) -> KeyPath:
     return tuple(parts)
 
 
+def problem(path: str, message: str, *reads: str) -> Problem:
+    """A :class:`Problem` whose paths are written with dots."""
+    return Problem(parse_dotted(path), message, tuple(parse_dotted(read) for read in reads))
+
+
 def nearest(key: str, valid: list[str]) -> str | None:
     """The valid key that ``key`` was probably meant to be."""
     found = difflib.get_close_matches(key, valid, n=1, cutoff=0.6)
@@ -76,10 +81,10 @@ def problems_from(error: ValidationError, model: type[BaseModel]) -> Iterator[Pr
     """Every finding of a validation of ``model``, in the order of the schema."""
     for detail in error.errors(include_url=False, include_context=True):
         path, owner, description = _resolve(model, detail["loc"])
-        yield _problem(detail, path, owner, description)
+        yield _from_detail(detail, path, owner, description)
 
 
-def _problem(detail: ErrorDetails, path: KeyPath, owner: type[BaseModel] | None, description: str) -> Problem:
+def _from_detail(detail: ErrorDetails, path: KeyPath, owner: type[BaseModel] | None, description: str) -> Problem:
     kind, value = detail["type"], detail["input"]
     about = f" ({description})" if description else ""
     if kind == "extra_forbidden" and owner is not None:

@@ -1,0 +1,291 @@
+"""YAML files → plain data that knows where each key was written: ``extends``, environment variables, overrides.
+
+The YAML is that of version 1.2 where 1.1 surprises: ``no`` and ``on`` are words, ``1e-3`` is a number, ``1:30`` and
+``2026-01-31`` are text.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import yaml
+
+from coordexp.config.strict import KeyPath, Problem, dotted, parse_dotted
+from coordexp.errors import ConfigError
+
+# The C parser reads the same language some ten times faster; PyYAML may be built without it.
+_SafeLoader: type = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+_INTEGER = re.compile(r"^[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)$")
+_FLOAT = re.compile(
+    r"^(?:[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?|[-+]?\.inf|\.nan)$"
+)
+_RESOLVERS = (
+    ("bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), "tTfF"),
+    ("int", _INTEGER, "-+0123456789"),
+    ("float", _FLOAT, "-+.0123456789"),
+    ("null", re.compile(r"^(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""]),
+    ("merge", re.compile(r"^<<$"), "<"),
+)
+_SCALAR_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("str", "bool", "int", "float", "null")}
+_TEXT_TAG = "tag:yaml.org,2002:str"
+_COLLECTION_TAGS = {"tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"}
+
+
+class _Loader(_SafeLoader):
+    """The safe loader with the resolvers above instead of YAML 1.1's."""
+
+    yaml_implicit_resolvers: ClassVar[dict[str, list[Any]]] = {}
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes whatever either YAML 1.1 or the loader above would take for more than text."""
+
+    yaml_implicit_resolvers: ClassVar[dict[str, list[Any]]] = {
+        key: list(rows) for key, rows in yaml.SafeDumper.yaml_implicit_resolvers.items()
+    }
+
+
+for _kind, _pattern, _first in _RESOLVERS:
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", _pattern, list(_first))
+
+# $${ stands for ${ itself; the rest is ${env:NAME}, ${env:NAME:-default}, or a mistake.
+_REFERENCE = re.compile(r"\$\$\{|\$\{env:(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^}]*))?\}|\$\{[^}]*\}?")
+
+
+@dataclass(slots=True)
+class Document:
+    """Merged YAML, where each of its keys was written, and what was wrong already."""
+
+    data: dict[str, Any] = field(default_factory=dict)
+    origin: dict[KeyPath, str] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+    def where(self, path: KeyPath) -> str:
+        """Where the key at ``path`` was written, or else the nearest key around it; "" when nowhere."""
+        for end in range(len(path), 0, -1):
+            if path[:end] in self.origin:
+                return self.origin[path[:end]]
+        return ""
+
+
+def read_document(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Document:
+    """Read ``path`` with all that it extends, and put ``overrides`` (dotted key → value) on top.
+
+    Raises:
+        ConfigError: for what makes it unreadable as a whole; single mistakes are the document's ``problems``.
+    """
+    document = _read(Path(path), ())
+    for key, value in (overrides or {}).items():
+        put(document, parse_dotted(key), value, "override")
+    return document
+
+
+def put(document: Document, path: KeyPath, value: Any, origin: str) -> None:
+    """Set one key; mappings on the way are created."""
+    here: Any = document.data
+    for part in path[:-1]:
+        if isinstance(part, int) and isinstance(here, list) and part < len(here):
+            here = here[part]
+        elif isinstance(here, dict):
+            if not isinstance(here.get(part), dict | list):
+                here[part] = {}
+            here = here[part]
+        else:
+            raise ConfigError(f"override {dotted(path)}: there is no {part} to set it in")
+    last = path[-1]
+    if isinstance(here, list) and not (isinstance(last, int) and last < len(here)):
+        raise ConfigError(f"override {dotted(path)}: there is no {last} in that list")
+    here[last] = value  # pyright: ignore[reportArgumentType, reportCallIssue]
+    _forget(document, path)
+    document.origin[path] = origin
+
+
+def dump_yaml(data: Any, flow: bool = False) -> str:
+    """YAML that :func:`read_document` reads back as ``data``: keys in order, ``${`` written as ``$${``; on one line
+    with ``flow``."""
+    width = 2**31 if flow else 100
+    text = yaml.dump(
+        _escaped(data), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=width, default_flow_style=flow
+    )
+    assert isinstance(text, str)
+    return text
+
+
+def shown_path(path: Path) -> str:
+    """``path`` as a reader finds it: from the working directory when it lies below that."""
+    absolute = Path(os.path.abspath(path))
+    return str(absolute.relative_to(Path.cwd()) if absolute.is_relative_to(Path.cwd()) else absolute)
+
+
+def _escaped(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.replace("${", "$${")
+    if isinstance(value, Mapping):
+        return {key: _escaped(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_escaped(item) for item in value]
+    return value
+
+
+def _read(path: Path, chain: tuple[Path, ...]) -> Document:
+    absolute = path.resolve()
+    if absolute in chain:
+        loop = " -> ".join(shown_path(p) for p in (*chain, absolute))
+        raise ConfigError(f"{path}: extends: leads back to a file that extends it ({loop}); break the cycle")
+    own = _parse(path)
+    parents = own.data.pop("extends", None)
+    names = [parents] if isinstance(parents, str) else parents if isinstance(parents, list) else []
+    if parents is not None and (not names or not all(isinstance(name, str) and name for name in names)):
+        raise ConfigError(f"{own.where(('extends',))}: extends: expected a relative path or a list of them")
+    merged = Document()
+    for name in names:
+        parent = absolute.parent / name
+        if not parent.is_file():
+            raise ConfigError(f"{own.where(('extends',))}: extends: {name} does not exist (looked for {parent})")
+        _merge(merged, _read(parent, (*chain, absolute)))
+    _merge(merged, own)
+    return merged
+
+
+def _merge(base: Document, top: Document) -> None:
+    base.problems += [problem for problem in top.problems if problem not in base.problems]
+    _merge_mapping(base, top, base.data, top.data, ())
+
+
+def _merge_mapping(base: Document, top: Document, into: dict[str, Any], data: dict[str, Any], path: KeyPath) -> None:
+    """Mappings merge key by key. Everything else replaces what was there, lists as a whole too: a list merged by
+    position would tie a file to the order of another's entries."""
+    for key, value in data.items():
+        here = (*path, key)
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            base.origin.setdefault(here, top.origin.get(here, ""))
+            _merge_mapping(base, top, into[key], value, here)
+            continue
+        into[key] = value
+        _forget(base, here)
+        base.origin |= {p: where for p, where in top.origin.items() if p[: len(here)] == here}
+
+
+def _forget(document: Document, path: KeyPath) -> None:
+    for old in [p for p in document.origin if p[: len(path)] == path]:
+        del document.origin[old]
+
+
+def _parse(path: Path) -> Document:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file (working directory: {Path.cwd()})") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read as UTF-8 text: {error}") from error
+    loader = None
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return Document()
+        if not isinstance(node, yaml.MappingNode):
+            raise ConfigError(f"{path}: expected a mapping of keys to values at the top")
+        reader = _NodeReader(loader, shown_path(path))
+        reader.document.data = reader.read(node, (), ())
+        return reader.document
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{shown_path(path)}:{mark.line + 1}" if mark is not None else str(path)
+        raise ConfigError(f"{where}: not valid YAML: {getattr(error, 'problem', None) or error}") from error
+    except RecursionError:
+        raise ConfigError(f"{path}: nested too deeply") from None
+    finally:
+        if loader is not None:
+            loader.dispose()
+
+
+class _NodeReader:
+    """YAML nodes of one file as plain data; notes where each key stands, and what is wrong with single ones."""
+
+    def __init__(self, loader: Any, name: str) -> None:
+        self.loader = loader
+        self.name = name
+        self.document = Document()
+
+    def read(self, node: yaml.Node, here: KeyPath, above: tuple[int, ...]) -> Any:
+        where = f"{self.name}:{node.start_mark.line + 1}"
+        self.document.origin.setdefault(here, where)
+        if id(node) in above:
+            raise ConfigError(f"{where}: {dotted(here)}: this alias contains itself")
+        above = (*above, id(node))
+        if isinstance(node, yaml.ScalarNode):
+            return self._scalar(node, here)
+        if node.tag not in _COLLECTION_TAGS:
+            self._problem(here, f"the tag {node.tag} is not read here; write plain keys, values and lists")
+            return None
+        if isinstance(node, yaml.SequenceNode):
+            return [self.read(item, (*here, index), above) for index, item in enumerate(node.value)]
+        assert isinstance(node, yaml.MappingNode)
+        return self._mapping(node, here, above)
+
+    def _mapping(self, node: yaml.MappingNode, here: KeyPath, above: tuple[int, ...]) -> dict[str, Any]:
+        seen: dict[str, int] = {}
+        for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
+            line = key_node.start_mark.line + 1
+            key = key_node.value if isinstance(key_node, yaml.ScalarNode) else None
+            if key is None or key_node.tag != _TEXT_TAG:
+                shown = "this key" if key is None else repr(key)
+                raise ConfigError(
+                    f"{self.name}:{line}: {dotted(here) or 'top level'}: keys must be text; quote {shown}"
+                )
+            if key in seen:
+                self._problem((*here, key), f"given twice, on lines {seen[key]} and {line} of {self.name}; keep one")
+            seen[key] = line
+            self.document.origin[(*here, key)] = f"{self.name}:{line}"
+        self.loader.flatten_mapping(node)  # `<<: *anchor` puts the anchor's keys before the mapping's own
+        return {key.value: self.read(value, (*here, key.value), above) for key, value in node.value}
+
+    def _scalar(self, node: yaml.ScalarNode, here: KeyPath) -> Any:
+        if node.tag not in _SCALAR_TAGS:
+            self._problem(here, f"the tag {node.tag} is not read here; write plain keys, values and lists")
+            return None
+        if node.tag == _TEXT_TAG and "${" in node.value:
+            text = _REFERENCE.sub(lambda found: self._replacement(found, here), node.value)
+            if node.style:  # quoted, or a block: text it stays
+                return text
+            node = yaml.ScalarNode(self.loader.resolve(yaml.ScalarNode, text, (True, False)), text)
+        try:
+            return self.loader.construct_object(node, deep=True)
+        except ValueError:
+            self._problem(here, f"cannot be read as {node.tag.rsplit(':', 1)[-1]}: {node.value[:40]!r}")
+            return None
+
+    def _replacement(self, found: re.Match[str], here: KeyPath) -> str:
+        text = found.group()
+        if text == "$${":
+            return "${"
+        name = found["name"]
+        if name is None:
+            inner = text[2:].rstrip("}")
+            self._problem(
+                here,
+                f"{text} is not replaced; write ${{env:{inner.removeprefix('env:') or 'NAME'}}} for an environment "
+                f"variable (${{env:NAME:-default}} with a default), or $${{ for the text itself",
+            )
+            return text
+        value = os.environ.get(name, found["default"])
+        if value is None:
+            self._problem(
+                here, f"the environment variable {name} is not set; set it, or write ${{env:{name}:-default}}"
+            )
+            return ""
+        self.document.origin[here] = f"{self.document.where(here)}, ${name}"
+        return value
+
+    def _problem(self, here: KeyPath, message: str) -> None:
+        self.document.problems.append(Problem(here, message))
