@@ -31,6 +31,7 @@ def rollout_counters(outcomes: Iterable[SampleOutcome]) -> Counter[str]:
         for reason, count in parsed.dropped.items():
             sums[f"rollout/dropped/{reason.value}"] += count
         sums["rollout/parse_truncated_total"] += int(outcome.rollout.truncated)
+        sums["rollout/repeat_terminate_triggered_sequences"] += int(outcome.rollout.repeat_terminated)
         sums["rollout/gt_objects_total"] += len(match.pairs) + len(match.fn_gt_idx)
         sums["rollout/matched_total"] += len(match.pairs)
         sums["rollout/fp_total"] += len(match.fp_pred_idx)

@@ -57,6 +57,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("rollout/decode_greedy", "0 or 1", PEAK, "decoding is greedy"),
         Metric("rollout/decode_sample", "0 or 1", PEAK, "decoding samples"),
         Metric("rollout/decode_beam", "0 or 1", PEAK, "decoding takes the best beam"),
+        Metric("rollout/repeat_terminate_active", "0 or 1", PEAK, "the engine guarded every answer against repetition (`rollout_matching.repeat_terminate`)"),
+        Metric("rollout/repeat_terminate_triggered_sequences", "samples", COUNT, "answers that the guard ended, as the engine itself reports"),
         Metric("rollout/records_written_total", "records", COUNT, "[records of samples](#rollout-records) written; these three only with `monitor_dump.enabled`"),
         Metric("rollout/records_dropped_total", "records", COUNT, "records not written, because too many were waiting, the disk was nearly full, or training ended"),
         Metric("rollout/records_failed_total", "records", COUNT, "records whose write failed"),

@@ -42,4 +42,6 @@ def build_backend(
     check_backend(config)
     from coordexp.rollouts.hf import HFBackend
 
-    return HFBackend(model, vocab, decoding_options(config), config.decode_batch_size, image_token_id)
+    return HFBackend(
+        model, vocab, decoding_options(config), config.decode_batch_size, image_token_id, config.repeat_terminate
+    )

@@ -12,6 +12,8 @@ import torch
 from coordexp.coords import CoordVocab
 from coordexp.records import Rollout, RolloutRequest
 from coordexp.rollouts.backend import Answer, DecodingOptions, RolloutRound, SeedContext, in_turn
+from coordexp.rollouts.hf_guard import RepeatStop
+from coordexp.rollouts.repeat_guard import GuardSettings, ObjectKeyReader, RepeatGuard
 
 
 class HFBackend:
@@ -21,8 +23,15 @@ class HFBackend:
     """
 
     def __init__(
-        self, model: Any, vocab: CoordVocab, options: DecodingOptions, decode_batch_size: int, image_token_id: int
+        self,
+        model: Any,
+        vocab: CoordVocab,
+        options: DecodingOptions,
+        decode_batch_size: int,
+        image_token_id: int,
+        repeat_terminate: GuardSettings | None = None,
     ) -> None:
+        """Answers are guarded against repetition where ``repeat_terminate`` is given and enabled."""
         self._model = model
         self._vocab = vocab
         self._options = options
@@ -31,6 +40,9 @@ class HFBackend:
         self._pad_id = vocab.eos_id
         self._version = 0
         self._seeds: list[int] = []
+        self._guard = repeat_terminate if repeat_terminate is not None and repeat_terminate.enabled else None
+        counts_keys = self._guard is not None and self._guard.max_object_keys is not None
+        self._key_reader = ObjectKeyReader(vocab.pieces) if counts_keys else None
 
     def generate(self, requests: Sequence[RolloutRequest], seeds: SeedContext) -> list[Rollout]:
         rollouts: list[Rollout] = []
@@ -60,7 +72,7 @@ class HFBackend:
         }
 
     def take_metrics(self) -> Mapping[str, float]:
-        return {}
+        return {"rollout/repeat_terminate_active": float(self._guard is not None)}
 
     def close(self) -> None:
         """Nothing is held."""
@@ -75,6 +87,7 @@ class HFBackend:
             mask_BL[row, longest - len(request.prompt_token_ids) :] = 1
         pixels = torch.cat([request.model_inputs["pixel_values"] for request in requests])
         grids = torch.cat([request.model_inputs["image_grid_thw"] for request in requests])
+        guard = self._repeat_stop(longest)
         with _seeded(seed, device), _own_generation_config(self._model):
             output_BT = self._model.generate(
                 input_ids=ids_BL.to(device),
@@ -83,9 +96,21 @@ class HFBackend:
                 pixel_values=pixels.to(device, self._model.dtype),
                 image_grid_thw=grids.to(device),
                 **self._generation_arguments(),
+                **({} if guard is None else {"logits_processor": [guard]}),
             )
         answers = output_BT[:, longest:].tolist()
-        return [self._rollout(request, answer) for request, answer in zip(requests, answers, strict=True)]
+        return [
+            self._rollout(request, row, answer, guard)
+            for row, (request, answer) in enumerate(zip(requests, answers, strict=True))
+        ]
+
+    def _repeat_stop(self, prompt_length: int) -> RepeatStop | None:
+        settings = self._guard
+        if settings is None:
+            return None
+        return RepeatStop(
+            lambda: RepeatGuard(settings, self._key_reader), self._vocab.eos_id, prompt_length, self._options.num_beams
+        )
 
     def _generation_arguments(self) -> dict[str, Any]:
         options = self._options
@@ -106,7 +131,7 @@ class HFBackend:
             arguments |= {"temperature": options.temperature, "top_p": options.top_p, "top_k": max(0, options.top_k)}
         return arguments
 
-    def _rollout(self, request: RolloutRequest, answer: list[int]) -> Rollout:
+    def _rollout(self, request: RolloutRequest, row: int, answer: list[int], guard: RepeatStop | None) -> Rollout:
         ended = self._vocab.eos_id in answer
         response = tuple(answer[: answer.index(self._vocab.eos_id)] if ended else answer)
         return Rollout(
@@ -115,6 +140,7 @@ class HFBackend:
             response_token_ids=response,
             text=self._vocab.decode(response),
             truncated=not ended,
+            repeat_terminated=ended and guard is not None and guard.stopped(row, response),
             weight_version=self._version,
         )
 

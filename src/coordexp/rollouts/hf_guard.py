@@ -1,0 +1,84 @@
+"""The repeat guard inside transformers' ``generate``: each sequence is judged alone, only its own row is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from transformers import LogitsProcessor
+
+from coordexp.rollouts.repeat_guard import RepeatGuard
+
+
+class RepeatStop(LogitsProcessor):
+    """Forces the end of the turn on the step after the guard's verdict. Made anew for each call of ``generate``.
+
+    A row is one sequence; with beam search ``num_beams`` neighbouring rows are the beams of one. ``prompt_length``
+    counts the padded prompt, none of which the guard sees.
+    """
+
+    def __init__(
+        self, new_guard: Callable[[], RepeatGuard], eos_id: int, prompt_length: int, num_beams: int = 1
+    ) -> None:
+        self._new_guard = new_guard
+        self._eos_id = eos_id
+        self._prompt_length = prompt_length
+        self._num_beams = num_beams
+        self._guard_of_row: list[RepeatGuard | None] = []  # None: its turn is over
+        self._guard_of_beam: dict[tuple[int, ...], RepeatGuard] = {}
+        self._stopped: set[tuple[int, tuple[int, ...]]] = set()
+
+    # Named as transformers names them: (B, L) token ids, (B, V) scores.
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        guards = self._follow_beams(input_ids) if self._num_beams > 1 else self._follow_rows(input_ids)
+        repeating = [row for row, guard in enumerate(guards) if guard is not None and guard.trigger is not None]
+        if not repeating:
+            return scores
+        for row in repeating:
+            answer = tuple(input_ids[row, self._prompt_length :].tolist())
+            self._stopped.add((row // self._num_beams, answer))
+        scores = scores.clone()
+        scores[repeating] = -torch.inf
+        scores[repeating, self._eos_id] = 0.0
+        return scores
+
+    def stopped(self, sequence: int, response: Sequence[int]) -> bool:
+        """Whether the guard ended this answer (given without its end token) of that sequence of the batch."""
+        return (sequence, tuple(response)) in self._stopped
+
+    def _follow_rows(self, input_ids: torch.Tensor) -> list[RepeatGuard | None]:
+        if input_ids.shape[1] == self._prompt_length:
+            self._guard_of_row = [self._new_guard() for _ in range(len(input_ids))]
+            return self._guard_of_row
+        for row, token in enumerate(input_ids[:, -1].tolist()):
+            guard = self._guard_of_row[row]
+            if guard is None:
+                continue  # the row is filled up with padding, which would look like one long run
+            if token == self._eos_id:
+                self._guard_of_row[row] = None
+            else:
+                guard.push(token)
+        return self._guard_of_row
+
+    def _follow_beams(self, input_ids: torch.Tensor) -> list[RepeatGuard | None]:
+        """Beams change rows and split from step to step, so each is known by what it has written."""
+        guards: list[RepeatGuard | None] = []
+        next_beams: dict[tuple[int, ...], RepeatGuard] = {}
+        for answer in map(tuple, input_ids[:, self._prompt_length :].tolist()):
+            if self._eos_id in answer:
+                guards.append(None)
+                continue
+            if answer not in next_beams:
+                next_beams[answer] = self._guard_after(answer)
+            guards.append(next_beams[answer])
+        self._guard_of_beam = next_beams
+        return guards
+
+    def _guard_after(self, answer: tuple[int, ...]) -> RepeatGuard:
+        if not answer:
+            return self._new_guard()
+        parent = self._guard_of_beam.get(answer[:-1])
+        guard = self._new_guard() if parent is None else parent.fork()
+        for token in answer[guard.num_tokens :]:
+            guard.push(token)
+        return guard
