@@ -64,7 +64,9 @@ class ServerUnreachable(RolloutError):
 
 
 class ServerRefused(RolloutError):
-    """A rollout server answered with an error, or with something that is not an answer."""
+    """A rollout server answered with an error, or with something that is not an answer. ``status`` is HTTP's."""
+
+    status: int | None = None
 
 
 class ServerTimeout(RolloutError):

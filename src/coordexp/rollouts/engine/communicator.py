@@ -168,7 +168,7 @@ class GlooCommunicator:
 
 
 class NcclCommunicator:
-    """CUDA tensors by NCCL, through vLLM's own binding: it can be aborted, and knows nothing of the learner's groups."""
+    """CUDA tensors by NCCL, through vLLM's own binding: it can be aborted, and is apart from the learner's groups."""
 
     def __init__(self, address: GroupAddress, store: dist.TCPStore, device: torch.device) -> None:
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator

@@ -25,6 +25,7 @@ from coordexp.rollouts.engine import checksum
 from coordexp.rollouts.engine.buckets import TensorInfo, pieces, read_infos, unpack
 from coordexp.rollouts.engine.communicator import Communicator, GroupAddress, join
 from coordexp.rollouts.engine.cpu import DIE_WITH_PARENT, keep_weights_loadable
+from coordexp.rollouts.engine.guard_processor import guard_of_worker, guard_report
 from coordexp.rollouts.engine.layout import WeightLayout
 
 EXTENSION = "coordexp.rollouts.engine.worker.WeightSyncExtension"
@@ -91,22 +92,20 @@ class WeightReceiver:
         """Receive one bucket of full weights and start to load it."""
         with _recorded(self.record_failure):
             infos = read_infos(payload)
-            self._begin()
-            for info in infos:
-                self.layout.place(info.name)  # before a byte is loaded
-                if info.name in self.state.shapes:
-                    raise RolloutError(f"the learner sent {info.name!r} twice in one push")
-                self.state.shapes[info.name] = info.shape
-            tensors = self.receive_tensors(infos)
-            self._finish_loading()
-            self._loading = self._loader.submit(self._load, tensors)
+            self._expect([(info.name, info.shape) for info in infos])
+            self._load_behind(self.receive_tensors(infos))
+
+    def take(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Load full weights that are in this process already. They must not change before :meth:`commit` returns."""
+        with _recorded(self.record_failure):
+            self._expect([(name, tuple(tensor.shape)) for name, tensor in named])
+            self._load_behind(named)
 
     def receive_adapter(self, payload: Sequence[Mapping[str, Any]]) -> list[tuple[str, torch.Tensor]]:
         """Receive the tensors of an adapter."""
         with _recorded(self.record_failure):
             infos = read_infos(payload)
-            self._begin()
-            self.state.adapter_names += [info.name for info in infos]
+            self.begin()
             return self.receive_tensors(infos)
 
     def receive_tensors(self, infos: Sequence[TensorInfo]) -> list[tuple[str, torch.Tensor]]:
@@ -163,13 +162,27 @@ class WeightReceiver:
             "communicator_open": self._group is not None,
         }
 
-    def _begin(self) -> None:
+    def _expect(self, named_shapes: Sequence[tuple[str, tuple[int, ...]]]) -> None:
+        """Note what a bucket holds, and refuse it before a byte of it is loaded."""
+        self.begin()
+        for name, shape in named_shapes:
+            self.layout.place(name)
+            if name in self.state.shapes:
+                raise RolloutError(f"the learner sent {name!r} twice in one push")
+            self.state.shapes[name] = shape
+
+    def _load_behind(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        self._finish_loading()
+        self._loading = self._loader.submit(self._load, tensors)
+
+    def begin(self) -> None:
+        """Open a push, if none is open."""
         if self.state.open:
             return
         last = self.state
         self.state = PushState(open=True, version=last.version, pushes=last.pushes, failure=last.failure)
 
-    def _load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+    def _load(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         started = time.perf_counter()
@@ -264,8 +277,13 @@ class WeightSyncExtension:
 
     def update_adapter_flattened_param(self, peft_config: dict[str, Any], metadatas: list[dict[str, Any]]) -> None:
         """Receive a LoRA adapter under PEFT's names; it takes the place of the one before."""
-        tensors = self.receiver.receive_adapter(metadatas)
+        self.take_adapter(peft_config, self.receiver.receive_adapter(metadatas))
+
+    def take_adapter(self, peft_config: Mapping[str, Any], tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Put a LoRA adapter that is in this process already in the place of the one before."""
         with _recorded(self.receiver.record_failure):
+            self.receiver.begin()
+            self.receiver.state.adapter_names += [name for name, _ in tensors]
             self._put_adapter(peft_config, tensors)
 
     def process_weights_after_loading(
@@ -288,7 +306,27 @@ class WeightSyncExtension:
             "device": str(self.device),
             "dtype": dtype,
             "model_runner": f"{runner.__module__}.{runner.__name__}",
+            "repeat_terminate": guard_report(self),
         }
+
+    def coordexp_pop_triggers(self, request_ids: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """Those of ``request_ids`` that the repeat guard ended, with its rule and step; each is reported once."""
+        guard = guard_of_worker(self)
+        found = {} if guard is None else guard.pop_triggers(request_ids)
+        return {name: {"rule": one.rule.value, "num_new_tokens": one.num_new_tokens} for name, one in found.items()}
+
+    def coordexp_guard(self) -> dict[str, Any]:
+        """The repeat guard that this worker really applies: ``{"active": bool, "config": … or None}``."""
+        from coordexp.rollouts.engine.guard_processor import guard_report
+
+        return guard_report(self)
+
+    def coordexp_pop_triggers(self, request_ids: list[str]) -> dict[str, str]:
+        """Those of these requests that the guard ended, each reported once, with what triggered it."""
+        from coordexp.rollouts.engine.guard_processor import guard_of_worker
+
+        guard = guard_of_worker(self)
+        return {} if guard is None else {name: str(why) for name, why in guard.pop_triggers(request_ids).items()}
 
     def _finish_layouts(self) -> None:
         from vllm.model_executor.model_loader.utils import process_weights_after_loading
@@ -301,7 +339,7 @@ class WeightSyncExtension:
     def _has_adapter(self) -> bool:
         return self.vllm_config.lora_config is not None and ADAPTER_ID in self.model_runner.list_loras()
 
-    def _put_adapter(self, peft_config: dict[str, Any], tensors: list[tuple[str, torch.Tensor]]) -> None:
+    def _put_adapter(self, peft_config: Mapping[str, Any], tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         from vllm.lora.lora_model import LoRAModel
         from vllm.lora.peft_helper import PEFTHelper
         from vllm.lora.request import LoRARequest
@@ -311,7 +349,7 @@ class WeightSyncExtension:
                 "this engine was started without adapters; set rollout_matching.vllm.enable_lora: true and restart the "
                 "server, or push with sync.mode: full"
             )
-        helper = PEFTHelper.from_dict(peft_config)
+        helper = PEFTHelper.from_dict(dict(peft_config))
         helper.validate_legal(self.vllm_config.lora_config)
         mapper = getattr(self.model_runner.model, "hf_to_vllm_mapper", None)
         adapter = LoRAModel.from_lora_tensors(
