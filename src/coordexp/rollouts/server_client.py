@@ -243,13 +243,13 @@ class ServerClient:
         except httpx.TimeoutException as error:
             key = "server.infer_timeout_s" if no_deadline else "server.timeout_s or sync.timeout_s"
             raise ServerTimeout(
-                f"{where}: no answer within {read_s:g} s; look into the server's log, or raise rollout_matching.vllm.{key}"
+                f"{where}: no answer within {read_s:g} s; see the server's log, or raise rollout_matching.vllm.{key}"
             ) from error
         except httpx.InvalidURL as error:
             raise ServerUnreachable(f"{where}: not a URL ({error}); check base_url") from error
         except httpx.HTTPError as error:
             raise ServerUnreachable(
-                f"{where}: the connection broke ({type(error).__name__}: {error}); the server may have died, see its log"
+                f"{where}: the connection broke ({type(error).__name__}: {error}); it may have died, see its log"
             ) from error
         if reply.status_code != 200:
             raise _refusal(where, reply)

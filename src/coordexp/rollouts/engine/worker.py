@@ -315,19 +315,6 @@ class WeightSyncExtension:
         found = {} if guard is None else guard.pop_triggers(request_ids)
         return {name: {"rule": one.rule.value, "num_new_tokens": one.num_new_tokens} for name, one in found.items()}
 
-    def coordexp_guard(self) -> dict[str, Any]:
-        """The repeat guard that this worker really applies: ``{"active": bool, "config": … or None}``."""
-        from coordexp.rollouts.engine.guard_processor import guard_report
-
-        return guard_report(self)
-
-    def coordexp_pop_triggers(self, request_ids: list[str]) -> dict[str, str]:
-        """Those of these requests that the guard ended, each reported once, with what triggered it."""
-        from coordexp.rollouts.engine.guard_processor import guard_of_worker
-
-        guard = guard_of_worker(self)
-        return {} if guard is None else {name: str(why) for name, why in guard.pop_triggers(request_ids).items()}
-
     def _finish_layouts(self) -> None:
         from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
