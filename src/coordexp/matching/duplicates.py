@@ -1,0 +1,27 @@
+"""Objects that an answer names twice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from coordexp.geometry import aabbs, mask_iou_pairs, overlapping_boxes
+from coordexp.records import GTObject, PredictedObject
+
+DUPLICATE_IOU = 0.5
+
+
+def num_duplicates(objects: Sequence[PredictedObject | GTObject], resolution: int = 256) -> int:
+    """How many repeat an earlier one: equal description, and mask IoU of at least 0.5."""
+    if len(objects) < 2:
+        return 0
+    box_N4 = aabbs(objects)
+    pairs_K2 = np.stack(overlapping_boxes(box_N4, box_N4), axis=1)
+    pairs_K2 = pairs_K2[pairs_K2[:, 0] < pairs_K2[:, 1]]
+    same_K = np.array([objects[i].desc == objects[j].desc for i, j in pairs_K2.tolist()], dtype=bool)
+    pairs_K2 = pairs_K2[same_K]
+    if not len(pairs_K2):
+        return 0
+    iou_K = mask_iou_pairs(objects, objects, pairs_K2, resolution, aabbs_of=(box_N4, box_N4))
+    return len(np.unique(pairs_K2[iou_K >= DUPLICATE_IOU, 1]))
