@@ -121,6 +121,12 @@ def guard_of_worker(worker: Any) -> RepeatTerminateProcessor | None:
     return next((one for one in processors.all if isinstance(one, RepeatTerminateProcessor)), None)
 
 
+def guard_report(worker: Any) -> dict[str, Any]:
+    """What a worker guards against, for a learner to compare with its own configuration; JSON can hold it."""
+    guard = guard_of_worker(worker) if activated_config(os.environ) is not None else None
+    return {"active": guard is not None, "config": None if guard is None else guard.config.model_dump()}
+
+
 def _vocab_of(vllm_config: VllmConfig) -> CoordVocab:
     from transformers import AutoTokenizer
 
