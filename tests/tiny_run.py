@@ -184,6 +184,8 @@ class InMemoryBackend:
     def sync_weights(self, version: int) -> None:
         self.versions.append(version)
 
+    def rest(self) -> None: ...
+
     def close(self) -> None:
         self.closed += 1
 

@@ -9,6 +9,7 @@ from coordexp.rollouts.backend import (
     SeedContext,
     WeightSource,
     in_turn,
+    synced,
 )
 from coordexp.rollouts.build import build_backend, check_backend, decoding_options
 from coordexp.rollouts.chunking import chunk_size, split_requests
@@ -29,4 +30,5 @@ __all__ = [
     "in_turn",
     "request_seed",
     "split_requests",
+    "synced",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -88,6 +88,10 @@ class RolloutBackend(Protocol):
         """
         ...
 
+    def rest(self) -> None:
+        """No more answers until the next :meth:`sync_weights`: give back what was borrowed for them."""
+        ...
+
     def last_report(self) -> Mapping[str, Any]:
         """What the last round of rollouts did: seeds, caps, weights, decoding. JSON can hold it."""
         ...
@@ -99,6 +103,17 @@ class RolloutBackend(Protocol):
     def close(self) -> None:
         """Release the engine; safe to call twice."""
         ...
+
+
+@contextmanager
+def synced(backend: RolloutBackend, version: int) -> Iterator[None]:
+    """Within it, ``backend`` answers with the learner's current weights. Meanwhile they must not change, and the
+    learner may not run. A collective call, at both ends."""
+    backend.sync_weights(version)
+    try:
+        yield
+    finally:
+        backend.rest()
 
 
 def in_turn(

@@ -62,6 +62,9 @@ class HFBackend:
         self._version = version
         self._seeds = []
 
+    def rest(self) -> None:
+        """Nothing was borrowed."""
+
     def last_report(self) -> Mapping[str, Any]:
         return {
             "backend": "hf",

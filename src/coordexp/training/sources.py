@@ -19,7 +19,7 @@ from coordexp.metrics import SampleOutcome, rollout_counters
 from coordexp.modeling.inputs import check_prompt
 from coordexp.parsing import parse_rollout
 from coordexp.records import Rollout, Segment
-from coordexp.rollouts import RolloutBackend, RolloutRound, SeedContext
+from coordexp.rollouts import RolloutBackend, RolloutRound, SeedContext, synced
 from coordexp.targets import TransportConfig, build_gt_target, build_target, empty_target, is_closed
 
 
@@ -70,9 +70,9 @@ class RolloutSource:
         self, micro_batches: Sequence[Sequence[Sample]], global_step: int, metrics: MutableMapping[str, float]
     ) -> tuple[list[list[Segment]], list[SampleOutcome]]:
         started = time.perf_counter()
-        self.backend.sync_weights(global_step)
-        metrics["time/weight_sync_s"] = time.perf_counter() - started
-        by_round = self._answer(micro_batches, global_step, metrics)
+        with synced(self.backend, global_step):
+            metrics["time/weight_sync_s"] = time.perf_counter() - started
+            by_round = self._answer(micro_batches, global_step, metrics)
         outcomes = [outcome for one in by_round for outcome in one]
         metrics.update(rollout_counters(outcomes))
         metrics["rollout/repeat_terminate_active"] = 0  # unless the backend knows better

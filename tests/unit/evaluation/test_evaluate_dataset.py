@@ -36,6 +36,8 @@ class Scripted:
 
     def sync_weights(self, version: int) -> None: ...
 
+    def rest(self) -> None: ...
+
     def last_report(self) -> dict[str, Any]:
         return {}
 
