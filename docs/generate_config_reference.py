@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from coordexp.config import RunConfig
-from coordexp.config.legacy import REMOVED_KEYS, REMOVED_VALUES
+from coordexp.config.legacy_table import REMOVED_KEYS, REMOVED_VALUES
 
 TARGET = Path(__file__).with_name("config-reference.md")
 

@@ -50,6 +50,14 @@ def stage2(**rollout_matching: Any) -> dict[str, Any]:
     return config
 
 
+def two_channel(b_ratio: float = 0.5, **rollout_matching: Any) -> dict[str, Any]:
+    config = stage1()
+    config["custom"]["trainer_variant"] = "stage2_two_channel"
+    config["stage2_ab"] = {"schedule": {"b_ratio": b_ratio}, "pipeline": pipeline()}
+    config["rollout_matching"] = {"rollout_backend": "hf", **rollout_matching}
+    return config
+
+
 def set_key(config: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
     """A copy of ``config`` with ``path`` (``a.b[0].c``) set; mappings on the way are created."""
     config = copy.deepcopy(config)

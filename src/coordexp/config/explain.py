@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,6 +117,4 @@ def _key(key: str) -> str:
 
 def _flow(value: Any) -> str:
     """A value as YAML on one line."""
-    if isinstance(value, str) and ("\n" in value or not value.isprintable()):
-        return json.dumps(value.replace("${", "$${"), ensure_ascii=True)
     return dump_yaml([value], flow=True)[1:-2]

@@ -55,6 +55,14 @@ for _kind, _pattern, _first in _RESOLVERS:
     for _class in (_Loader, _Dumper):
         _class.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", _pattern, list(_first))
 
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    # PyYAML's other styles do not bring every control character and line break back.
+    return dumper.represent_scalar(_TEXT_TAG, text, style=None if text.isprintable() else '"')
+
+
+_Dumper.add_representer(str, _represent_text)
+
 # $${ stands for ${ itself; the rest is ${env:NAME}, ${env:NAME:-default}, or a mistake.
 _REFERENCE = re.compile(r"\$\$\{|\$\{env:(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^}]*))?\}|\$\{[^}]*\}?")
 

@@ -1,0 +1,108 @@
+"""Whatever is done to a valid configuration, it stays valid or becomes an error that names the key that was touched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from config_samples import drop_key, set_key, stage2, two_channel
+from coordexp.config import ConfigError, parse_config, resolved_yaml
+from coordexp.config.source import read_document
+
+SERVER = {"timeout_s": 10, "servers": [{"base_url": "http://a:8000", "group_port": 51216}]}
+
+
+def filled(config: dict[str, Any]) -> dict[str, Any]:
+    """``config`` with every key written out, so that every key can be touched."""
+    return parse_config(config).model_dump(mode="json")
+
+
+STAGE2 = filled(stage2(rollout_backend="vllm", vllm={"mode": "server", "server": SERVER}))
+TWO_CHANNEL = filled(two_channel() | {"deepspeed": {"enabled": True, "config": {"zero": {"stage": 2}}}})
+
+
+def paths(value: Any, path: str = "") -> list[str]:
+    """Every key of a configuration, as a dotted path; list entries too."""
+    found = [path] if path else []
+    if isinstance(value, dict):
+        for key, item in value.items():
+            found += paths(item, f"{path}.{key}" if path else key)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            found += paths(item, f"{path}[{index}]")
+    return found
+
+
+KEYS = [(name, path) for name, config in (("stage2", STAGE2), ("two", TWO_CHANNEL)) for path in paths(config)]
+ODD = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+def at(config: Any, path: str) -> Any:
+    for part in path.replace("]", "").replace("[", ".").split("."):
+        config = config[int(part)] if isinstance(config, list) else config[part]
+    return config
+
+
+@settings(max_examples=300, deadline=None)
+@given(where=st.sampled_from(KEYS), change=st.sampled_from(["drop", "rename", "retype"]), value=ODD)
+def test_any_change_is_valid_or_an_error_naming_the_key(where: tuple[str, str], change: str, value: Any) -> None:
+    name, path = where
+    original = STAGE2 if name == "stage2" else TWO_CHANNEL
+    if change == "retype" or path.endswith("]"):
+        config = set_key(original, path, value)
+    else:
+        config = drop_key(original, path)
+        if change == "rename":
+            config = set_key(config, f"{path}x", at(original, path))
+    try:
+        parse_config(config)
+    except ConfigError as error:
+        assert path in str(error)
+
+
+TEXT = st.text(alphabet=st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=12) | st.sampled_from(
+    [
+        "no",
+        "1e-3",
+        "1:30",
+        "2026-01-31",
+        "${env:HOME}",
+        "$${",
+        "${",
+        "null",
+        "~",
+        "0x1F",
+        "1_000",
+        "- a",
+        "#",
+        " a ",
+        "'",
+    ]
+)
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(prompt=TEXT, free=st.dictionaries(TEXT, ANYTHING, max_size=3))
+def test_resolved_yaml_reads_back_as_what_was_resolved(
+    tmp_path_factory: Any, prompt: str, free: dict[str, Any]
+) -> None:
+    """Texts that look like something else, and the one free mapping, come through a file unchanged."""
+    raw = set_key(stage2(), "template.prompt", prompt)
+    config = parse_config(set_key(raw, "training.lr_scheduler_kwargs", free))
+    path = tmp_path_factory.getbasetemp() / "resolved.yaml"
+    path.write_text(resolved_yaml(config), encoding="utf-8", newline="")
+    document = read_document(path)
+    assert document.problems == []
+    assert parse_config(document.data) == config
+    assert document.data["template"]["prompt"] == prompt

@@ -1,0 +1,297 @@
+"""Rules between keys: one row per rule that is broken, with the key that is blamed and the cure it names."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+
+from config_samples import drop_key, module, set_key, stage1, stage2, two_channel
+from coordexp.config import ConfigError, RunConfig, advice, check_world_size, parse_config
+
+RM = "rollout_matching"
+VLLM = f"{RM}.vllm"
+REPEAT = f"{RM}.repeat_terminate"
+SERVERS = {"servers": [{"base_url": "http://a:8000", "group_port": 51216}]}
+SERVER = {"mode": "server", "server": SERVERS}
+ADAPTERS = {"train_type": "lora", "train_coord_rows": False}
+
+
+def changed(base: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
+    for path, value in keys.items():
+        base = set_key(base, path, value)
+    return base
+
+
+def vllm(**keys: Any) -> dict[str, Any]:
+    return stage2(rollout_backend="vllm", vllm=keys)
+
+
+def coord_modules(channels: list[str], **spec: Any) -> list[dict[str, Any]]:
+    return [module("bbox_geo", smoothl1_weight=1.0, ciou_weight=1.0) | {"channels": channels} | spec]
+
+
+# (valid configuration, keys that break it, path blamed, words of the message)
+RULES = [
+    # variants and pipelines
+    (drop_key(stage2(), f"{RM}.pipeline"), {}, f"{RM}.pipeline", "required by custom.trainer_variant"),
+    (stage1(), {RM: {"pipeline": stage2()[RM]["pipeline"]}}, f"{RM}.pipeline", "only stage 2 has a pipeline"),
+    (stage1(), {f"{RM}.monitor_dump.enabled": True}, f"{RM}.monitor_dump.enabled", "only stage 2 makes rollouts"),
+    (stage2(), {"custom.coord_soft_ce_w1": {}}, "custom.coord_soft_ce_w1", "in rollout_matching.pipeline"),
+    (two_channel(), {"custom.coord_soft_ce_w1": {}}, "custom.coord_soft_ce_w1", "in stage2_ab.pipeline"),
+    (two_channel(), {f"{RM}.pipeline": stage2()[RM]["pipeline"]}, f"{RM}.pipeline", "move it there"),
+    (drop_key(two_channel(), "stage2_ab"), {}, "stage2_ab", "needs schedule.b_ratio and pipeline"),
+    (stage2(), {"stage2_ab": two_channel()["stage2_ab"]}, "stage2_ab", "only two channels read it"),
+    (drop_key(two_channel(), RM), {}, RM, "set b_ratio: 0"),
+    (
+        stage2(),
+        {f"{RM}.pipeline.objective": coord_modules(["A"])},
+        f"{RM}.pipeline.objective",
+        "channels that hold B",
+    ),
+    (
+        stage2(),
+        {f"{RM}.pipeline.objective": coord_modules(["B"], enabled=False)},
+        f"{RM}.pipeline.objective",
+        "trains nothing",
+    ),
+    (
+        two_channel(),
+        {"stage2_ab.pipeline.objective": coord_modules(["B"])},
+        "stage2_ab.pipeline.objective",
+        "steps of Channel-A",
+    ),
+    (
+        two_channel(),
+        {"stage2_ab.pipeline.objective": coord_modules(["A"])},
+        "stage2_ab.pipeline.objective",
+        "stage2_ab.schedule.b_ratio: 0",
+    ),
+    # training
+    (stage1(), {"training.packing_drop_last": False}, "training.packing_drop_last", "must be true"),
+    (stage1(), {"training.bf16": True, "training.fp16": True}, "training.fp16", "exclude each other"),
+    (
+        stage1(),
+        {"training.effective_batch_size": 8, "training.gradient_accumulation_steps": 2},
+        "training.gradient_accumulation_steps",
+        "give one of the two",
+    ),
+    (
+        stage1(),
+        {"training.effective_batch_size": 7, "training.per_device_train_batch_size": 2},
+        "training.effective_batch_size",
+        "multiple of per_device_train_batch_size (2)",
+    ),
+    (
+        stage1(),
+        {"training.load_best_model_at_end": True, "training.metric_for_best_model": "rollout/f1"},
+        "training.load_best_model_at_end",
+        "eval_strategy is 'no'",
+    ),
+    (
+        stage1(),
+        {
+            "training.load_best_model_at_end": True,
+            "training.metric_for_best_model": "rollout/f1",
+            "training.eval_strategy": "steps",
+            "training.eval_steps": 200,
+            "training.save_steps": 300,
+        },
+        "training.save_steps",
+        "no multiple of eval_steps (200)",
+    ),
+    (
+        stage1(),
+        {"training.load_best_model_at_end": True, "training.eval_strategy": "epoch", "training.save_strategy": "epoch"},
+        "training.metric_for_best_model",
+        "needs the figure",
+    ),
+    # how the learner is spread
+    (stage1(), {"deepspeed.enabled": True}, "deepspeed.config", "needs a JSON file or a mapping"),
+    (stage1(), {"deepspeed": {"enabled": True, "config": {}}, "fsdp.enabled": True}, "fsdp.enabled", "exclude each"),
+    (
+        stage1(),
+        {"fsdp": {"enabled": True, "activation_checkpointing": True}, "training.gradient_checkpointing": True},
+        "fsdp.activation_checkpointing",
+        "enable one of them",
+    ),
+    (stage2(), {f"{RM}.offload.enabled": True}, f"{RM}.offload.enabled", "moves nothing"),
+    (
+        vllm(),
+        {f"{RM}.offload": {"enabled": True, "offload_model": True}, "deepspeed": {"enabled": True, "config": "z.json"}},
+        f"{RM}.offload.enabled",
+        "DeepSpeed owns",
+    ),
+    (
+        stage1(),
+        {"tuner": {"freeze_vit": True, "freeze_aligner": True, "freeze_llm": True}},
+        "tuner.freeze_llm",
+        "the whole model is frozen",
+    ),
+    # decoding and lengths
+    (stage2(), {f"{RM}.decoding.top_k": 0}, f"{RM}.decoding.top_k", "write -1"),
+    (stage2(), {f"{RM}.num_beams": 4}, f"{RM}.num_beams", "needs decode_mode: beam"),
+    (stage2(), {f"{RM}.decode_mode": "beam"}, f"{RM}.num_beams", "at least 2"),
+    (
+        stage2(decode_mode="beam", num_beams=4),
+        {f"{RM}.decoding.temperature": 0.5},
+        f"{RM}.decoding.temperature",
+        "does not sample",
+    ),
+    (stage2(decode_mode="beam", num_beams=4), {f"{RM}.rollout_backend": "vllm"}, f"{RM}.decode_mode", "backend: hf"),
+    (stage2(), {f"{RM}.max_new_tokens": 2048}, f"{RM}.max_new_tokens", "raise global_max_length"),
+    (vllm(), {f"{VLLM}.max_model_len": 2047}, f"{VLLM}.max_model_len", "less than global_max_length (2048)"),
+    # the repeat guard
+    (
+        stage2(),
+        {f"{REPEAT}.max_consecutive_token_repeats": 1},
+        f"{REPEAT}.max_consecutive_token_repeats",
+        "at least 2",
+    ),
+    (stage2(), {f"{REPEAT}.ngram_repeats": 1}, f"{REPEAT}.ngram_repeats", "at least 2"),
+    (stage2(), {f"{REPEAT}.ngram_size": 0}, f"{REPEAT}.ngram_size", "together"),
+    (stage2(), {f"{REPEAT}.ngram_repeats": 0}, f"{REPEAT}.ngram_repeats", "together"),
+    (
+        stage2(),
+        {REPEAT: {"enabled": True, "max_consecutive_token_repeats": 0, "ngram_size": 0, "ngram_repeats": 0}},
+        f"{REPEAT}.enabled",
+        "no threshold is set",
+    ),
+    # the engine, its servers, its weights
+    (vllm(), {f"{VLLM}.mode": "server"}, f"{VLLM}.server", "vllm.mode: colocate or rollout_backend: hf"),
+    (
+        vllm(**SERVER),
+        {f"{VLLM}.server.servers": [*SERVERS["servers"], {"base_url": "http://a:8000/", "group_port": 51217}]},
+        f"{VLLM}.server.servers[1].base_url",
+        "servers[0] again",
+    ),
+    (vllm(), {f"{VLLM}.sync.mode": "adapter"}, f"{VLLM}.sync.mode", "needs vllm.enable_lora: true"),
+    (vllm(enable_lora=True), {f"{VLLM}.sync.mode": "adapter"}, f"{VLLM}.sync.mode", "trains none"),
+    (vllm(enable_lora=True), {f"{VLLM}.sync.mode": "auto"}, f"{VLLM}.sync.mode", "write sync.mode: full"),
+    (
+        vllm(enable_lora=True, sync={"mode": "adapter"}),
+        {"tuner": {"train_type": "lora"}},
+        f"{VLLM}.sync.mode",
+        "tuner.train_coord_rows",
+    ),
+    (
+        vllm(enable_lora=True, sync={"mode": "adapter"}),
+        {"tuner": ADAPTERS | {"use_dora": True}},
+        f"{VLLM}.sync.mode",
+        "tuner.use_dora",
+    ),
+    (
+        vllm(enable_lora=True, sync={"mode": "adapter"}),
+        {"tuner": ADAPTERS | {"modules_to_save": ["lm_head"]}},
+        f"{VLLM}.sync.mode",
+        "tuner.modules_to_save",
+    ),
+    (
+        vllm(enable_lora=True),
+        {"tuner": {"train_type": "lora", "lora_rank": 16}, f"{VLLM}.max_lora_rank": 8},
+        f"{VLLM}.max_lora_rank",
+        "less than tuner.lora_rank (16)",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("base", "keys", "path", "words"), RULES, ids=[f"{p}: {w}" for _, _, p, w in RULES])
+def test_broken_rule_is_the_one_problem_named(base: dict[str, Any], keys: dict, path: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(changed(base, keys))
+    (line,) = str(caught.value).splitlines()[1:]
+    assert line.startswith(f"  {path}: ") and words in line
+
+
+def test_answer_that_fills_the_engine_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"max_new_tokens: 600 leaves no room .* vllm\.max_model_len \(600\)"):
+        parse_config(changed(vllm(max_model_len=600), {f"{RM}.max_new_tokens": 600, "global_max_length": 601}))
+
+
+def test_packing_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"training\.packing: needs the package binpacking; pip install binpacking"):
+        parse_config(stage1())
+    parse_config(set_key(stage1(), "training.packing", False))
+
+
+# What comes close to a broken rule and is none.
+ALLOWED = [
+    two_channel(),
+    drop_key(two_channel(b_ratio=0), RM),
+    changed(two_channel(b_ratio=0.0), {"stage2_ab.pipeline.objective": coord_modules(["A"])}),
+    changed(two_channel(b_ratio=1.0), {"stage2_ab.pipeline.objective": coord_modules(["B"])}),
+    vllm(max_model_len=2048),
+    vllm(enable_lora=True),
+    changed(vllm(enable_lora=True, sync={"mode": "auto"}), {"tuner": ADAPTERS}),
+    stage2(offload={"enabled": True, "offload_model": True}),  # nothing is colocated: the contract ignores it
+    changed(stage2(offload={"enabled": True, "offload_model": True}), {"deepspeed": {"enabled": True, "config": {}}}),
+    stage2(repeat_terminate={"enabled": True}),
+    stage2(repeat_terminate={"enabled": True, "ngram_size": 0, "ngram_repeats": 0}),
+    changed(
+        stage1(),
+        {
+            "training.load_best_model_at_end": True,
+            "training.metric_for_best_model": "rollout/f1",
+            "training.eval_strategy": "steps",
+            "training.eval_steps": 100,
+            "training.save_steps": 300,
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize("config", ALLOWED)
+def test_what_only_looks_like_a_mistake_is_taken(config: dict[str, Any]) -> None:
+    assert isinstance(parse_config(config), RunConfig)
+
+
+# (configuration, learner processes, path blamed or None, words)
+WORLDS = [
+    (stage1(), 8, None, ""),
+    (changed(stage1(), {"training.effective_batch_size": 8}), 4, None, ""),
+    (changed(stage1(), {"training.effective_batch_size": 6}), 4, "training.effective_batch_size", "1 x 4"),
+    (vllm(**SERVER), 2, None, ""),
+    (vllm(), 4, None, ""),
+    (vllm(), 8, None, ""),
+    (vllm(), 1, f"{VLLM}.tensor_parallel_size", "a divisor of 1"),
+    (vllm(tensor_parallel_size=3), 4, f"{VLLM}.tensor_parallel_size", "rollout_backend: hf"),
+    (vllm(tensor_parallel_size=3, **SERVER), 4, None, ""),
+    *(
+        (
+            changed(vllm(enable_lora=True, sync={"mode": mode}, **SERVER), {"tuner": ADAPTERS}),
+            world_size,
+            f"{VLLM}.sync.mode" if world_size > 1 else None,
+            "write sync.mode: full",
+        )
+        for mode in ("adapter", "auto")
+        for world_size in (1, 2)
+    ),
+]
+
+
+@pytest.mark.parametrize(("raw", "world_size", "path", "words"), WORLDS)
+def test_rules_of_the_number_of_processes(raw: dict[str, Any], world_size: int, path: str | None, words: str) -> None:
+    config = parse_config(raw)
+    if path is None:
+        check_world_size(config, world_size)
+        return
+    with pytest.raises(ConfigError) as caught:
+        check_world_size(config, world_size)
+    assert str(caught.value).startswith(f"{path}: ") and words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "advised"),
+    [
+        ({"model.dtype": "bfloat16"}, True),
+        ({"model.dtype": "float16"}, True),
+        ({"model.dtype": "bfloat16", "training.bf16": True}, False),
+        ({"model.dtype": "bfloat16", "tuner.train_type": "lora"}, False),
+        ({"model.dtype": "float32"}, False),
+    ],
+)
+def test_training_in_low_precision_alone_is_advised_against(keys: dict[str, Any], advised: bool) -> None:
+    sentences = list(advice(parse_config(changed(stage1(), keys))))
+    assert ["rounded away" in sentence for sentence in sentences] == [True] * advised
