@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from coordexp.matching.duplicates import num_duplicates
 from coordexp.records import DropReason, MatchResult, ParsedRollout, Rollout, TrainingTarget
 
 
@@ -26,6 +27,7 @@ def rollout_counters(outcomes: Iterable[SampleOutcome]) -> Counter[str]:
         parsed, match = outcome.parsed, outcome.match
         sums["rollout/samples_total"] += 1
         sums["rollout/valid_pred_objects_total"] += len(parsed.objects)
+        sums["rollout/duplicates_total"] += num_duplicates(parsed.objects)
         sums["rollout/parse_dropped_invalid"] += parsed.num_dropped
         sums["rollout/excluded_ambiguous_total"] += parsed.dropped.get(DropReason.AMBIGUOUS_COORDS, 0)
         for reason, count in parsed.dropped.items():

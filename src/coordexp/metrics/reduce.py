@@ -7,10 +7,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 from coordexp import distributed
 from coordexp.metrics.registry import all_metrics, rule_of
+from coordexp.metrics.rules import Rule
 
 RATES: dict[str, tuple[str, str]] = {metric.name: metric.ratio for metric in all_metrics() if metric.ratio is not None}
 
@@ -20,7 +22,13 @@ class MetricSums:
 
     def __init__(self) -> None:
         self._values: dict[str, float] = {}
+        self._channel_steps: Counter[str] = Counter()
         self.steps = 0
+
+    def count_step(self, channel: str | None = None) -> None:
+        """One more optimizer step stands in the line; ``channel``: of two-channel training."""
+        self.steps += 1
+        self._channel_steps[channel or ""] += 1
 
     def add(self, values: Mapping[str, float]) -> None:
         """Take in the figures of a micro-step, or of any part of a step. Raises ValueError for an unknown name."""
@@ -36,10 +44,16 @@ class MetricSums:
     def take(self) -> dict[str, float]:
         """Global metrics of the steps since the last call. A collective call: every rank must make it."""
         metrics = reduce_metrics(self._values)
+        steps = {
+            Rule.SHARE: self.steps,
+            Rule.SECONDS: self.steps,
+            Rule.SHARE_OF_A: self._channel_steps["A"],
+            Rule.SHARE_OF_B: self._channel_steps["B"],
+        }
         for name in metrics:
-            if rule_of(name).over_steps == "mean":
-                metrics[name] /= max(1, self.steps)
+            metrics[name] /= max(1, steps.get(rule_of(name), 1))
         self._values, self.steps = {}, 0
+        self._channel_steps.clear()
         return metrics
 
 

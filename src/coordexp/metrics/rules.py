@@ -11,7 +11,10 @@ class Rule(Enum):
 
     COUNT = ("sum", "sum", "sum")
     SHARE = ("sum", "mean", "sum")  # of a mean over the whole step: micro-steps and ranks each hold a part of it
+    SHARE_OF_A = ("sum", "mean of A's", "sum")  # the same of Channel-A's or Channel-B's steps alone
+    SHARE_OF_B = ("sum", "mean of B's", "sum")
     SECONDS = ("sum", "mean", "max")
+    SCHEDULE = SECONDS  # the same on every rank; the share of a line's steps
     PEAK = ("max", "max", "max")  # percentiles and 0/1 flags
     STATE = ("last", "last", "sum")
     LEVEL = ("last", "last", "max")

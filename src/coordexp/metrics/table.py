@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from coordexp.metrics.rules import Metric, Rule, rate
 
-COUNT, SHARE, SECONDS, PEAK, STATE, LEVEL, EVALUATION = (
-    Rule.COUNT, Rule.SHARE, Rule.SECONDS, Rule.PEAK, Rule.STATE, Rule.LEVEL, Rule.EVALUATION,
+COUNT, SHARE, SECONDS, PEAK, STATE, LEVEL, SCHEDULE, EVALUATION = (
+    Rule.COUNT, Rule.SHARE, Rule.SECONDS, Rule.PEAK, Rule.STATE, Rule.LEVEL, Rule.SCHEDULE, Rule.EVALUATION,
 )
 
 # Section of docs/metrics.md → its lines, in their order.
@@ -44,6 +44,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("rollout/fn_appended_total", "objects", COUNT, "annotated objects without a match, appended in the tail"),
         rate("rollout/match_rate", "0..1", "matched_total", "gt_objects_total"),
         rate("rollout/precision", "0..1", "matched_total", "valid_pred_objects_total", "By geometry at `maskiou_gate`, whatever the description"),
+        Metric("rollout/duplicates_total", "objects", COUNT, "valid predictions that repeat an earlier one: equal description, mask IoU of at least 0.5"),
+        rate("rollout/duplicate_rate", "0..1", "duplicates_total", "valid_pred_objects_total"),
         Metric("rollout/gating_rejections_total", "pairs", COUNT, "candidate pairs whose boxes overlap, but whose mask IoU is under the gate"),
         Metric("rollout/prefix_coord_targets_total", "tokens", COUNT, "coordinates of matched objects supervised in prefixes"),
         Metric("rollout/parse_dropped_invalid", "entries", COUNT, "entries of answers that are no usable object, all reasons"),
@@ -63,16 +65,36 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("rollout/records_dropped_total", "records", COUNT, "records not written, because too many were waiting, the disk was nearly full, or training ended"),
         Metric("rollout/records_failed_total", "records", COUNT, "records whose write failed"),
     ),
+    "stage2": (
+        Metric("stage2/channel_a", "0..1", SCHEDULE, "share of the line's steps that were Channel-A"),
+        Metric("stage2/channel_b", "0..1", SCHEDULE, "share of the line's steps that were Channel-B"),
+        Metric("stage2/b_ratio_realised", "0..1", LEVEL, "share of Channel-B in all steps so far"),
+        Metric("stage2/closure_dropped_total", "samples", COUNT, "Channel-B's answers behind which no closing brace can be written; left out of the step"),
+        Metric("loss/A/<module>/<term>", "as above", Rule.SHARE_OF_A, "a term of Channel-A's objective"),
+        Metric("loss/B/<module>/<term>", "as above", Rule.SHARE_OF_B, "a term of Channel-B's objective"),
+        Metric("coord_diag/A/<name>", "as above", Rule.SHARE_OF_A, "Channel-A's coordinate diagnostics, of its last forward"),
+        Metric("coord_diag/B/<name>", "as above", Rule.SHARE_OF_B, "Channel-B's coordinate diagnostics"),
+    ),
+    "safeguard": (
+        Metric("safeguard/truncated_rate", "0..1", LEVEL, "truncated answers among the last 128"),
+        Metric("safeguard/duplicate_rate", "0..1", LEVEL, "duplicates among the objects of the last 128 answers"),
+        Metric("safeguard/answer_length", "tokens", LEVEL, "mean length of the last 128 answers"),
+        Metric("safeguard/truncated_drift", "0 or 1", LEVEL, "the truncated rate is 0.10 above that of the run's first window, or has not yet come half of the way back"),
+        Metric("safeguard/duplicate_drift", "0 or 1", LEVEL, "the same of the duplicate rate"),
+        Metric("safeguard/length_drift", "0 or 1", LEVEL, "answers are 1.5 times as long as in the run's first window, or as short"),
+    ),
     "packing": (
         Metric("train/samples_total", "samples", COUNT, "samples read for these steps"),
         Metric("train/tokens_total", "tokens", COUNT, "tokens of the rows trained on, prompts included"),
         Metric("train/micro_steps", "rows", COUNT, "forward passes"),
         Metric("train/nonfinite_positions_total", "positions", COUNT, "supervised positions whose logits held NaN or infinity. They are replaced in the loss; if all are broken, training stops"),
+        Metric("train/clamped_positions_total", "positions", COUNT, "supervised positions with a finite logit beyond ±10,000, which the loss clamps"),
         Metric("packing/segments_total", "segments", COUNT, "segments trained on"),
         Metric("packing/selected_tokens_total", "tokens", COUNT, "tokens in packed rows"),
         Metric("packing/capacity_tokens_total", "tokens", COUNT, "`global_max_length` times rows"),
         rate("packing/post_rollout_fill", "0..1", "selected_tokens_total", "capacity_tokens_total"),
         Metric("packing/buffer_segments", "segments", STATE, "segments that wait for a later row"),
+        Metric("packing/blank_rows_total", "rows", COUNT, "rows that supervise nothing: Channel-B gives every rank equally many forwards; absent while 0"),
         Metric("packing/underfilled_rows_total", "rows", COUNT, "rows filled less than `training.packing_min_fill_ratio`; absent while 0"),
     ),
     "time": (
@@ -97,14 +119,22 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
     ),
     "evaluation": (
         Metric("eval_rollout/f1", "0..1", EVALUATION, "2 · matched / (predicted + annotated); 1 where there is neither"),
-        Metric("eval_rollout/precision", "0..1", EVALUATION, "matched / predicted; 1 where nothing was predicted"),
-        Metric("eval_rollout/recall", "0..1", EVALUATION, "matched / annotated; 1 where nothing was there"),
+        Metric("eval_rollout/precision", "0..1", EVALUATION, "matched / predicted; 0 where nothing was predicted but something annotated"),
+        Metric("eval_rollout/recall", "0..1", EVALUATION, "matched / annotated; 0 where nothing was annotated but something predicted"),
         Metric("eval_rollout/f1_any_desc", "0..1", EVALUATION, "F1 when descriptions need not agree"),
         Metric("eval_rollout/mean_matched_iou", "0..1", EVALUATION, "mean mask IoU of the matched"),
         Metric("eval_rollout/duplicate_rate", "0..1", EVALUATION, "predictions that overlap an earlier one of equal description with IoU of at least 0.5, of all"),
+        Metric("eval_rollout/giant_rate", "0..1", EVALUATION, "unmatched predictions whose box covers at least 80 % of the image, of all"),
         Metric("eval_rollout/invalid_rate", "0..1", EVALUATION, "entries dropped by the parser, of all entries"),
         Metric("eval_rollout/truncated_rate", "0..1", EVALUATION, "answers that ended without the end-of-turn token"),
+        Metric("eval_rollout/repeat_terminated_rate", "0..1", EVALUATION, "answers that the repeat guard ended"),
         Metric("eval_rollout/empty_rate", "0..1", EVALUATION, "images without a valid prediction"),
+        Metric("eval_rollout/<figure>@<iou>", "0..1", EVALUATION, "precision, recall and F1 at the further thresholds of `rollout_matching.eval_detection.f1ish_iou_thrs`"),
+        Metric("eval_rollout/AP", "0..1", EVALUATION, "COCO's average precision of boxes, mean over its thresholds and the classes; by pycocotools"),
+        Metric("eval_rollout/AP<iou>", "0..1", EVALUATION, "the same at IoU 0.50 or 0.75"),
+        Metric("eval_rollout/AP_<area>", "0..1", EVALUATION, "the same of small, medium and large objects (COCO's areas, in pixels)"),
+        Metric("eval_rollout/AR100", "0..1", EVALUATION, "COCO's average recall with up to 100 predictions"),
+        Metric("eval_rollout/segm_<figure>", "0..1", EVALUATION, "the figures of average precision of masks, with `rollout_matching.eval_detection.use_segm`"),
         Metric("eval_rollout/pred_per_image", "objects", EVALUATION, "valid predictions per image"),
         Metric("eval_rollout/gt_per_image", "objects", EVALUATION, "annotated objects per image"),
         Metric("eval_rollout/tokens_per_image", "tokens", EVALUATION, "tokens of an answer"),

@@ -93,7 +93,9 @@ class DriftWatch:
             "safeguard/truncated_rate": latest.truncated_rate,
             "safeguard/duplicate_rate": latest.duplicate_rate,
             "safeguard/answer_length": latest.mean_length,
-            **{f"safeguard/{name}_drift": float(drifting) for name, drifting in self._drifting.items()},
+            "safeguard/truncated_drift": float(self._drifting["truncated"]),
+            "safeguard/duplicate_drift": float(self._drifting["duplicate"]),
+            "safeguard/length_drift": float(self._drifting["length"]),
         }
 
     def _take(self, line: Mapping[str, float]) -> Answers | None:

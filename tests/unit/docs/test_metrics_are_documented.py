@@ -23,7 +23,7 @@ from coordexp.training import rollout_dump
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "metrics.md"
-A_METRIC = re.compile(r"(rollout|packing|time|train|coord_diag|stage2|stage2_ab)(/[a-z0-9_]+)+")
+A_METRIC = re.compile(r"(rollout|packing|time|train|coord_diag|stage2|safeguard)(/[a-z0-9_]+)+")
 
 
 def written_in_the_code() -> set[str]:
@@ -43,8 +43,12 @@ def put_together_by_the_code() -> set[str]:
     pipeline = build_pipeline(config.pipeline)
     assert {entry.name for entry in (*pipeline.objective, *pipeline.diagnostics)} == MODULES.keys()
     counts = SupervisionCounts()
+    modules = (*pipeline.objective, *pipeline.diagnostics)
+    terms = [(entry.name, term) for entry in modules for term in entry.module.denominators(counts)]
     return {
         *RATES,
+        *(f"loss/{channel}/{name}/{term}" for channel in "AB" for name, term in terms if name != "coord_diag"),
+        *(f"coord_diag/{channel}/{term}" for channel in "AB" for name, term in terms if name == "coord_diag"),
         *(f"loss/{entry.name}/{term}" for entry in pipeline.objective for term in entry.module.denominators(counts)),
         *(f"{entry.name}/{term}" for entry in pipeline.diagnostics for term in entry.module.denominators(counts)),
         *(f"rollout/dropped/{reason.value}" for reason in DropReason),

@@ -136,3 +136,23 @@ def test_two_processes_agree(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("agreed") == 2
+
+
+def test_a_channels_losses_are_means_over_its_own_steps():
+    sums = MetricSums()
+    for channel, loss in (("A", 1.0), ("B", 10.0), ("A", 3.0)):
+        sums.count_step(channel)
+        sums.add({f"loss/{channel}/token_ce/struct_ce": loss, f"stage2/channel_{channel.lower()}": 1, "loss": loss})
+    line = sums.take()
+    assert line["loss/A/token_ce/struct_ce"] == pytest.approx(2.0)
+    assert line["loss/B/token_ce/struct_ce"] == pytest.approx(10.0)
+    assert line["stage2/channel_a"] == pytest.approx(2 / 3) and line["stage2/channel_b"] == pytest.approx(1 / 3)
+    assert line["loss"] == pytest.approx(2 / 3 * 2.0 + 1 / 3 * 10.0)
+    sums.count_step("B")
+    sums.add({"loss/B/token_ce/struct_ce": 4.0})
+    assert sums.take() == {"loss/B/token_ce/struct_ce": 4.0}
+
+
+def test_what_the_schedule_says_is_the_same_on_every_rank(monkeypatch):
+    said = {"stage2/channel_b": 1.0, "stage2/b_ratio_realised": 0.5}
+    assert over_ranks(monkeypatch, said, said) == said
