@@ -1,6 +1,21 @@
-"""Rollouts on a validation set → detection figures, tables and pictures."""
+"""Answers for a dataset → detection figures, comparisons, tables and pictures."""
 
+from coordexp.evaluation.answers import Detection, ImageAnswer, read_answers
 from coordexp.evaluation.detection import Prediction, detection_counts, detection_metrics, match_by_desc
 from coordexp.evaluation.predict import evaluate_dataset, predict
+from coordexp.evaluation.summary import EvaluationOptions, Summary, summarise
 
-__all__ = ["Prediction", "detection_counts", "detection_metrics", "evaluate_dataset", "match_by_desc", "predict"]
+__all__ = [
+    "Detection",
+    "EvaluationOptions",
+    "ImageAnswer",
+    "Prediction",
+    "Summary",
+    "detection_counts",
+    "detection_metrics",
+    "evaluate_dataset",
+    "match_by_desc",
+    "predict",
+    "read_answers",
+    "summarise",
+]

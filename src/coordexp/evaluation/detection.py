@@ -1,30 +1,63 @@
-"""How good a set of answers is: detection counts per image, additive, and the figures derived from their sums."""
+"""How good a set of answers is: counts per image, additive, and the figures derived from their sums. Torch-free."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from coordexp.geometry import mask_iou
+import numpy as np
+
+from coordexp.evaluation.answers import Detection, ImageAnswer, make_answer
+from coordexp.geometry import Shape, aabbs, mask_iou_pairs, overlapping_boxes
 from coordexp.matching import MatchingConfig, match_objects
-from coordexp.records import GTObject, ImageRecord, ParsedRollout, PredictedObject, Rollout
+from coordexp.records import NUM_BINS, GTObject, ImageRecord, ParsedRollout, PredictedObject, Rollout
 
 IOU_THRESHOLD = 0.5
+GIANT = 0.8  # of the image's area
+DENSITY_BINS = ((0, 0), (1, 5), (6, 10), (11, 20), (21, 50), (51, None))
+OTHER_DESC = "(not annotated anywhere)"
 _CANVAS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """A record with what the model answered and what was read from it."""
+    """A record with what the model answered and what was read from it; ``scores`` by object, where it was scored."""
 
     record: ImageRecord
     rollout: Rollout
     parsed: ParsedRollout
+    scores: tuple[float, ...] | None = None
+
+    def answer(self) -> ImageAnswer:
+        """What of it is kept and compared."""
+        return make_answer(self.record, self.rollout, self.parsed, self.scores)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageCounts:
+    """One image: its counts, and those of each description (of ground truth, predictions and matches)."""
+
+    counts: Counter[str]
+    by_desc: Mapping[str, Counter[str]] = field(default_factory=dict)
+
+    @property
+    def density(self) -> str:
+        return density_bin(int(self.counts["gt"]))
+
+
+def density_bin(num_objects: int) -> str:
+    """The name of the bin that an image with ``num_objects`` annotated objects falls into."""
+    for low, high in DENSITY_BINS:
+        if high is None:
+            return f"{low}+"
+        if low <= num_objects <= high:
+            return f"{low}" if low == high else f"{low}-{high}"
+    raise AssertionError("the last bin is open")
 
 
 def match_by_desc(
-    predicted: Sequence[PredictedObject], truth: Sequence[GTObject], threshold: float = IOU_THRESHOLD
+    predicted: Sequence[Detection | PredictedObject], truth: Sequence[GTObject], threshold: float = IOU_THRESHOLD
 ) -> list[tuple[int, int, float]]:
     """Assign within equal descriptions, mask IoU at least ``threshold``: ``(pred_idx, gt_idx, iou)`` triples."""
     by_desc: dict[str, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
@@ -34,59 +67,93 @@ def match_by_desc(
         by_desc[obj.desc][1].append(j)
     triples = []
     for preds, gts in by_desc.values():
-        config = MatchingConfig(candidate_top_k=max(1, len(gts)), maskiou_gate=threshold, maskiou_resolution=_CANVAS)
-        result = match_objects([predicted[i] for i in preds], [truth[j] for j in gts], config)
-        triples += [(preds[pair.pred_idx], gts[pair.gt_idx], pair.iou) for pair in result.pairs]
+        pairs = _match([predicted[i] for i in preds], [truth[j] for j in gts], threshold)
+        triples += [(preds[i], gts[j], iou) for i, j, iou in pairs]
     return sorted(triples)
 
 
-def detection_counts(predictions: Iterable[Prediction], threshold: float = IOU_THRESHOLD) -> Counter[str]:
+def _match(predicted: Sequence[Shape], truth: Sequence[Shape], threshold: float) -> list[tuple[int, int, float]]:
+    if not predicted or not truth:
+        return []
+    config = MatchingConfig(candidate_top_k=len(truth), maskiou_gate=threshold, maskiou_resolution=_CANVAS)
+    return [(pair.pred_idx, pair.gt_idx, pair.iou) for pair in match_objects(predicted, truth, config).pairs]
+
+
+def count_image(answer: ImageAnswer, threshold: float = IOU_THRESHOLD) -> ImageCounts:
+    """What one answer got right and wrong, as counts that add up over images and ranks.
+
+    Raises:
+        DataError: the image has no annotations.
+    """
+    objects, truth = answer.pred, answer.truth
+    matched = match_by_desc(objects, truth, threshold)
+    found = {i for i, _, _ in matched}
+    giants = _areas(objects) >= GIANT * (NUM_BINS - 1) ** 2
+    counts = Counter(
+        images=1,
+        gt=len(truth),
+        pred=len(objects),
+        matched=len(matched),
+        matched_any_desc=len(_match(objects, truth, threshold)),
+        dropped=answer.num_dropped,
+        duplicates=_num_duplicates(objects),
+        giants=sum(1 for i in np.flatnonzero(giants).tolist() if i not in found),
+        truncated=int(answer.truncated),
+        repeat_terminated=int(answer.repeat_terminated),
+        empty=int(not objects),
+        tokens=answer.num_tokens,
+    )
+    counts["matched_iou_sum"] = sum(iou for _, _, iou in matched)  # pyright: ignore[reportArgumentType]
+    by_desc: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for kind, descs in (("gt", truth), ("pred", objects)):
+        for obj in descs:
+            by_desc[obj.desc][kind] += 1
+    for i, _, iou in matched:
+        by_desc[objects[i].desc]["matched"] += 1
+        by_desc[objects[i].desc]["matched_iou_sum"] += iou  # pyright: ignore[reportArgumentType]
+    return ImageCounts(counts, dict(by_desc))
+
+
+def detection_counts(predictions: Iterable[Prediction | ImageAnswer], threshold: float = IOU_THRESHOLD) -> Counter[str]:
     """Sums over images; add the counters of several ranks before deriving figures from them."""
+    answers = (item.answer() if isinstance(item, Prediction) else item for item in predictions)
+    return sum_counts(count_image(answer, threshold).counts for answer in answers)
+
+
+def sum_counts(parts: Iterable[Mapping[str, float]]) -> Counter[str]:
+    """Zeros are kept: ``Counter``'s own addition would drop them."""
     total: Counter[str] = Counter()
-    for prediction in predictions:
-        objects, truth = prediction.parsed.objects, prediction.record.objects
-        matched = match_by_desc(objects, truth, threshold)
-        anywhere = match_objects(
-            objects, truth, MatchingConfig(max(1, len(truth)), threshold, maskiou_resolution=_CANVAS)
-        )
-        total += Counter(
-            images=1,
-            gt=len(truth),
-            pred=len(objects),
-            matched=len(matched),
-            matched_any_desc=len(anywhere.pairs),
-            dropped=prediction.parsed.num_dropped,
-            duplicates=_num_duplicates(objects),
-            truncated=int(prediction.rollout.truncated),
-            empty=int(not objects),
-            tokens=len(prediction.rollout.response_token_ids),
-        )
-        # Counter addition drops zero and negative values, so the float sum is added apart.
-        total["matched_iou_sum"] += sum(iou for _, _, iou in matched)  # pyright: ignore[reportArgumentType]
+    for part in parts:
+        total.update(part)  # pyright: ignore[reportArgumentType, reportCallIssue]
     return total
 
 
 def detection_metrics(counts: Mapping[str, float]) -> dict[str, float]:
-    """Figures of a whole set: precision, recall and F1 at IoU 0.5 with equal description, and what they hide.
+    """Figures of a whole set: precision, recall and F1 at one IoU with equal description, and what they hide.
 
     ``duplicate_rate``: predictions that overlap an earlier one of the same description with IoU ≥ 0.5.
-    ``invalid_rate``: entries the strict parser dropped, of all entries. Rates with nothing below the line are 0, but
-    precision is 1 where nothing was predicted and recall is 1 where nothing was there.
+    ``giant_rate``: unmatched predictions whose box covers at least 80 % of the image. ``invalid_rate``: entries the
+    strict parser dropped, of all entries. A rate with nothing below the line is 0. So are precision where nothing was
+    predicted although something was there, and recall where nothing was there but something was predicted; with
+    neither, precision, recall and F1 are 1. ``pred_objects`` and ``gt_objects`` tell these cases from the others.
     """
 
     def ratio(above: str, below: float, nothing: float = 0.0) -> float:
         return counts.get(above, 0) / below if below else nothing
 
     pred, gt, images = counts.get("pred", 0), counts.get("gt", 0), counts.get("images", 0)
+    neither = 1.0 if not pred and not gt else 0.0
     return {
         "f1": 2 * counts.get("matched", 0) / (pred + gt) if pred + gt else 1.0,
-        "precision": ratio("matched", pred, 1.0),
-        "recall": ratio("matched", gt, 1.0),
+        "precision": ratio("matched", pred, neither),
+        "recall": ratio("matched", gt, neither),
         "f1_any_desc": 2 * counts.get("matched_any_desc", 0) / (pred + gt) if pred + gt else 1.0,
         "mean_matched_iou": ratio("matched_iou_sum", counts.get("matched", 0)),
         "duplicate_rate": ratio("duplicates", pred),
+        "giant_rate": ratio("giants", pred),
         "invalid_rate": ratio("dropped", pred + counts.get("dropped", 0)),
         "truncated_rate": ratio("truncated", images),
+        "repeat_terminated_rate": ratio("repeat_terminated", images),
         "empty_rate": ratio("empty", images),
         "pred_per_image": ratio("pred", images),
         "gt_per_image": ratio("gt", images),
@@ -98,10 +165,21 @@ def detection_metrics(counts: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-def _num_duplicates(objects: Sequence[PredictedObject]) -> int:
-    return sum(
-        any(
-            earlier.desc == later.desc and mask_iou(earlier, later, _CANVAS) >= IOU_THRESHOLD for earlier in objects[:i]
-        )
-        for i, later in enumerate(objects)
-    )
+def _areas(objects: Sequence[Shape]) -> np.ndarray:
+    box_N4 = aabbs(objects)
+    return (box_N4[:, 2] - box_N4[:, 0]) * (box_N4[:, 3] - box_N4[:, 1])
+
+
+def _num_duplicates(objects: Sequence[Detection]) -> int:
+    """Objects that repeat an earlier one of the same description."""
+    if len(objects) < 2:
+        return 0
+    box_N4 = aabbs(objects)
+    pairs_K2 = np.stack(overlapping_boxes(box_N4, box_N4), axis=1)
+    pairs_K2 = pairs_K2[pairs_K2[:, 0] < pairs_K2[:, 1]]
+    same_K = np.array([objects[i].desc == objects[j].desc for i, j in pairs_K2.tolist()], dtype=bool)
+    pairs_K2 = pairs_K2[same_K]
+    if not len(pairs_K2):
+        return 0
+    overlap_K = mask_iou_pairs(objects, objects, pairs_K2, _CANVAS, aabbs_of=(box_N4, box_N4)) >= IOU_THRESHOLD
+    return len(np.unique(pairs_K2[overlap_K, 1]))

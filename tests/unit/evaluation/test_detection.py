@@ -42,9 +42,9 @@ def figures(text: str, truth: list[GTObject], **options: bool) -> dict[str, floa
         (serialize_objects([LOOSE]), [CAT], {"f1": 1, "mean_matched_iou": pytest.approx(4 / 7, abs=0.01)}),
         (serialize_objects([LOOSE, CAT]), [CAT], {"f1": 2 / 3, "mean_matched_iou": 1, "duplicate_rate": 0.5}),
         (answer(entry(1), '"object_2": {"desc": "x"}'), [CAT], {"f1": 1, "invalid_rate": 0.5}),
-        ("{}", SCENE, {"f1": 0, "precision": 1, "recall": 0, "empty_rate": 1, "invalid_rate": 0}),
+        ("{}", SCENE, {"f1": 0, "precision": 0, "pred_objects": 0, "recall": 0, "empty_rate": 1, "invalid_rate": 0}),
         ("{}", [], {"f1": 1, "precision": 1, "recall": 1, "empty_rate": 1, "gt_per_image": 0}),
-        (serialize_objects([CAT]), [], {"f1": 0, "precision": 0, "recall": 1}),
+        (serialize_objects([CAT]), [], {"f1": 0, "precision": 0, "recall": 0, "gt_objects": 0}),
         ("no JSON at all", [CAT], {"f1": 0, "recall": 0, "empty_rate": 1}),
     ],
 )  # fmt: skip

@@ -1,0 +1,90 @@
+"""How sure the model was of each object it wrote: a score from its own token probabilities.
+
+    score = exp( 0.7 · mean_j log P(bin_j ± 2)  +  0.3 · mean_i log P(desc token_i) )
+
+j runs over the object's coordinate tokens, i over the tokens of its description. A coordinate counts the probability of
+its bin and of two bins to either side: training spreads every coordinate over its neighbours, so that even a perfect
+model gives the exact bin a fifth. Probabilities are over the full vocabulary at temperature 1, from one forward pass
+over prompt and answer: however the answer was decoded, and by whichever engine, it is scored in the same way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from coordexp.coords import CoordVocab
+from coordexp.records import NUM_BINS, ParsedRollout, PredictedObject, Rollout, RolloutRequest
+
+COORD_WEIGHT = 0.7
+NEIGHBOURS = 2  # bins to either side that count as the same coordinate
+
+
+class TokenScorer:
+    """Scores answers with a model that is in this process."""
+
+    def __init__(self, model: Any, vocab: CoordVocab, image_token_id: int) -> None:
+        self._model = model
+        self._vocab = vocab
+        self._image_token_id = image_token_id
+
+    @torch.no_grad()
+    def score(self, request: RolloutRequest, rollout: Rollout, parsed: ParsedRollout) -> tuple[float, ...]:
+        """One score in 0..1 per object of ``parsed``. The model is left in the mode in which it was found."""
+        if not parsed.objects:
+            return ()
+        positions = sorted({at for obj in parsed.objects for at in _positions(obj)})
+        log_p = self._log_probabilities(request, rollout.response_token_ids, positions)
+        return tuple(
+            _fuse([log_p[at] for at in obj.coord_token_idx], [log_p[at] for at in range(*obj.desc_token_span)])
+            for obj in parsed.objects
+        )
+
+    def _log_probabilities(
+        self, request: RolloutRequest, response_ids: Sequence[int], positions: Sequence[int]
+    ) -> dict[int, float]:
+        """Log probability of what stands at each position of the answer; of a coordinate with its neighbours."""
+        device = next(self._model.parameters()).device
+        prompt_len = len(request.prompt_token_ids)
+        ids_1L = torch.tensor([[*request.prompt_token_ids, *response_ids]], device=device)
+        position_N = torch.tensor(positions, device=device) + prompt_len
+        was_training = self._model.training
+        self._model.eval()
+        try:
+            logits_NV = self._model(
+                input_ids=ids_1L,
+                attention_mask=torch.ones_like(ids_1L),
+                mm_token_type_ids=(ids_1L == self._image_token_id).int(),
+                pixel_values=request.model_inputs["pixel_values"].to(device, self._model.dtype),
+                image_grid_thw=request.model_inputs["image_grid_thw"].to(device),
+                logits_to_keep=position_N - 1,
+                use_cache=False,
+            ).logits[0]
+        finally:
+            self._model.train(was_training)
+        log_all_N = torch.logsumexp(logits_NV.float(), dim=-1)
+        found: dict[int, float] = {}
+        coord_ids_B = torch.tensor(self._vocab.coord_token_ids, device=device)
+        for row, at in enumerate(positions):
+            token_id = int(response_ids[at])
+            k = self._vocab.bin_of(token_id)
+            if k is None:
+                log_it = logits_NV[row, token_id].float()
+            else:
+                near = coord_ids_B[max(0, k - NEIGHBOURS) : min(NUM_BINS, k + NEIGHBOURS + 1)]
+                log_it = torch.logsumexp(logits_NV[row, near].float(), dim=-1)
+            found[at] = float(log_it - log_all_N[row])
+        return found
+
+
+def _positions(obj: PredictedObject) -> list[int]:
+    return [*obj.coord_token_idx, *range(*obj.desc_token_span)]
+
+
+def _fuse(coords: Sequence[float], desc: Sequence[float]) -> float:
+    mean_coord, mean_desc = sum(coords) / len(coords), sum(desc) / len(desc)
+    log_score = COORD_WEIGHT * mean_coord + (1 - COORD_WEIGHT) * mean_desc
+    return math.exp(min(0.0, log_score))

@@ -1,0 +1,211 @@
+"""Answers → everything that is said about them: figures of the set, by class and by density, and their files."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from coordexp.evaluation.answers import PREDICTIONS, ImageAnswer, write_answers
+from coordexp.evaluation.coco import IouType, coco_figures, to_coco
+from coordexp.evaluation.detection import (
+    DENSITY_BINS,
+    IOU_THRESHOLD,
+    OTHER_DESC,
+    ImageCounts,
+    count_image,
+    density_bin,
+    detection_metrics,
+    sum_counts,
+)
+
+METRICS, BY_CLASS, BY_DENSITY = "metrics.json", "per_class.csv", "per_density.csv"
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationOptions:
+    """What is measured.
+
+    ``iou_thrs``: of precision, recall and F1; the first names the plain figures. ``coco``: average precision too, which
+    needs scores; ``segm``: also of masks. ``coco_iou_thrs`` None stands for 0.50, 0.55, … 0.95. ``constant_score``: of
+    predictions without one.
+    """
+
+    iou_thrs: tuple[float, ...] = (IOU_THRESHOLD,)
+    coco: bool = True
+    segm: bool = False
+    coco_iou_thrs: tuple[float, ...] | None = None
+    constant_score: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRow:
+    """Figures of one description, or of the images of one density. ``ap`` is None where it was not measured."""
+
+    name: str
+    gt: int
+    pred: int
+    matched: int
+    precision: float | None
+    recall: float | None
+    f1: float | None
+    mean_matched_iou: float | None
+    ap: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """``figures`` by name; ``by_class`` in order of frequency, ``by_density`` from empty to crowded."""
+
+    figures: dict[str, float]
+    by_class: tuple[GroupRow, ...]
+    by_density: tuple[GroupRow, ...]
+    notes: tuple[str, ...] = field(default_factory=tuple)
+
+
+def summarise(answers: Sequence[ImageAnswer], options: EvaluationOptions = EvaluationOptions()) -> Summary:
+    """All figures of a set of answers.
+
+    Raises:
+        DataError: an image has no annotations, or average precision was asked for and a prediction has no score.
+    """
+    first, *further = options.iou_thrs
+    counted = [count_image(answer, first) for answer in answers]
+    figures = detection_metrics(sum_counts(part.counts for part in counted))
+    for threshold in further:
+        at = detection_metrics(sum_counts(count_image(answer, threshold).counts for answer in answers))
+        figures |= {f"{name}@{threshold:g}": at[name] for name in ("precision", "recall", "f1")}
+    ap_of: dict[str, float] = {}
+    ap_by_density: dict[str, float] = {}
+    if options.coco:
+        found = coco_figures(answers, "bbox", options.coco_iou_thrs, options.constant_score)
+        figures |= found.figures
+        ap_of = found.by_class
+        ap_by_density = _ap_by_density(answers, options)
+        if options.segm:
+            masks = coco_figures(answers, "segm", options.coco_iou_thrs, options.constant_score)
+            figures |= {f"segm_{name}": value for name, value in masks.figures.items()}
+    return Summary(
+        figures, _class_rows(counted, ap_of), _density_rows(counted, ap_by_density), tuple(_notes(answers, figures))
+    )
+
+
+def _ap_by_density(answers: Sequence[ImageAnswer], options: EvaluationOptions) -> dict[str, float]:
+    groups: defaultdict[str, list[ImageAnswer]] = defaultdict(list)
+    for answer in answers:
+        groups[density_bin(len(answer.truth))].append(answer)
+    found = {
+        name: coco_figures(group, "bbox", options.coco_iou_thrs, options.constant_score).figures.get("AP")
+        for name, group in groups.items()
+    }
+    return {name: ap for name, ap in found.items() if ap is not None}
+
+
+def _class_rows(counted: Sequence[ImageCounts], ap_of: Mapping[str, float]) -> tuple[GroupRow, ...]:
+    by_desc: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for part in counted:
+        for desc, counts in part.by_desc.items():
+            by_desc[desc].update(counts)
+    other: Counter[str] = Counter()
+    for desc in [desc for desc, counts in by_desc.items() if not counts["gt"]]:
+        other.update(by_desc.pop(desc))
+    rows = [_row(desc, counts, ap_of.get(desc)) for desc, counts in by_desc.items()]
+    rows.sort(key=lambda row: (-row.gt, row.name))
+    if other:
+        rows.append(_row(OTHER_DESC, other, None))
+    return tuple(rows)
+
+
+def _density_rows(counted: Sequence[ImageCounts], ap_of: Mapping[str, float]) -> tuple[GroupRow, ...]:
+    groups: defaultdict[str, list[ImageCounts]] = defaultdict(list)
+    for part in counted:
+        groups[part.density].append(part)
+    order = [density_bin(low) for low, _ in DENSITY_BINS]
+    return tuple(
+        _row(f"{name} objects", sum_counts(part.counts for part in groups[name]), ap_of.get(name))
+        for name in order
+        if name in groups
+    )
+
+
+def _row(name: str, counts: Mapping[str, float], ap: float | None) -> GroupRow:
+    gt, pred, matched = int(counts.get("gt", 0)), int(counts.get("pred", 0)), int(counts.get("matched", 0))
+    return GroupRow(
+        name,
+        gt,
+        pred,
+        matched,
+        precision=matched / pred if pred else None,
+        recall=matched / gt if gt else None,
+        f1=2 * matched / (pred + gt) if pred + gt else None,
+        mean_matched_iou=counts.get("matched_iou_sum", 0) / matched if matched else None,
+        ap=ap,
+    )
+
+
+def _notes(answers: Sequence[ImageAnswer], figures: Mapping[str, float]) -> list[str]:
+    notes = []
+    if not figures["pred_objects"] and figures["gt_objects"]:
+        notes.append("nothing was predicted: precision has nothing to be measured on and is written as 0")
+    if not figures["gt_objects"]:
+        notes.append("nothing is annotated: recall and average precision have nothing to be measured on")
+    known = {obj.desc for answer in answers for obj in answer.truth}
+    unknown = Counter(obj.desc for answer in answers for obj in answer.pred if obj.desc not in known)
+    if unknown:
+        shown = ", ".join(f"{desc!r} ({count})" for desc, count in unknown.most_common(5))
+        notes.append(
+            f"{unknown.total()} predictions have a description that is annotated nowhere: {shown}; they are wrong in "
+            "F1, and unseen by average precision, which knows only annotated classes. An alias table can map them"
+        )
+    return notes
+
+
+def write_summary(
+    folder: Path,
+    summary: Summary,
+    answers: Sequence[ImageAnswer],
+    about: Mapping[str, object],
+    options: EvaluationOptions,
+) -> list[Path]:
+    """The figures as JSON and CSV, the answers as JSONL and as COCO's files. Returns the paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {
+        **about,
+        "metrics": summary.figures,
+        "notes": list(summary.notes),
+        "by_class": [asdict(row) for row in summary.by_class],
+        "by_density": [asdict(row) for row in summary.by_density],
+    }
+    (folder / METRICS).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_rows(summary.by_class, folder / BY_CLASS)
+    write_rows(summary.by_density, folder / BY_DENSITY)
+    write_answers(answers, folder / PREDICTIONS)
+    paths = [folder / METRICS, folder / BY_CLASS, folder / BY_DENSITY, folder / PREDICTIONS]
+    if options.coco:
+        paths += write_coco(answers, folder, "bbox", options.constant_score)
+        if options.segm:
+            paths += write_coco(answers, folder, "segm", options.constant_score)
+    return list(dict.fromkeys(paths))
+
+
+def write_coco(
+    answers: Sequence[ImageAnswer], folder: Path, iou_type: IouType, constant_score: float | None
+) -> list[Path]:
+    """``coco_ground_truth.json`` and ``coco_results_{iou_type}.json``, as other tools read them."""
+    data = to_coco(answers, iou_type, constant_score)
+    paths = [folder / "coco_ground_truth.json", folder / f"coco_results_{iou_type}.json"]
+    for path, content in zip(paths, (data.ground_truth, data.results), strict=True):
+        path.write_text(json.dumps(content, ensure_ascii=False) + "\n", encoding="utf-8")
+    return paths
+
+
+def write_rows(rows: Sequence[GroupRow], path: Path) -> None:
+    """A CSV with one line per row; an empty cell stands for nothing measured."""
+    names = list(GroupRow.__dataclass_fields__)
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(names)
+        writer.writerows([["" if value is None else value for value in asdict(row).values()] for row in rows])

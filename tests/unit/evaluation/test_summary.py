@@ -1,0 +1,155 @@
+"""Figures by class and density, their files, and the comparison of two runs."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from answers import CAT, DOG
+from coordexp.errors import DataError
+from coordexp.evaluation import Detection, EvaluationOptions, ImageAnswer, read_answers, summarise
+from coordexp.evaluation.answers import from_line, to_line
+from coordexp.evaluation.categories import apply_aliases, read_aliases
+from coordexp.evaluation.compare import compare
+from coordexp.evaluation.detection import DENSITY_BINS, density_bin
+from coordexp.evaluation.summary import write_summary
+from coordexp.records import GTObject
+from scored_answers import random_answers
+
+WHOLE = GTObject("black cat", "bbox_2d", (0, 0, 999, 999))
+
+
+def answered(truth: list[GTObject], found: list[GTObject], name: str = "s", **fields) -> ImageAnswer:
+    pred = tuple(Detection(obj.desc, obj.kind, obj.bins, 0.5) for obj in found)
+    return ImageAnswer(name, "a.png", 640, 480, tuple(truth), pred, **fields)
+
+
+@pytest.mark.parametrize(
+    ("count", "name"), [(0, "0"), (1, "1-5"), (5, "1-5"), (6, "6-10"), (20, "11-20"), (50, "21-50"), (51, "51+")]
+)
+def test_density_bins(count: int, name: str) -> None:
+    assert density_bin(count) == name
+
+
+def test_density_bins_leave_no_gap() -> None:
+    assert [low for low, _ in DENSITY_BINS[1:]] == [high + 1 for _, high in DENSITY_BINS[:-1] if high is not None]
+
+
+def test_classes_and_densities_add_up_to_the_whole() -> None:
+    answers = random_answers(30, 3)
+    summary = summarise(answers)
+    for rows in (summary.by_class, summary.by_density):
+        assert sum(row.gt for row in rows) == summary.figures["gt_objects"]
+        assert sum(row.pred for row in rows) == summary.figures["pred_objects"]
+        assert sum(row.matched for row in rows) == summary.figures["matched_objects"]
+    frequent = [row.gt for row in summary.by_class[:-1]]
+    assert frequent == sorted(frequent, reverse=True)
+    assert (summary.by_class[-1].name, summary.by_class[-1].gt) == ("(not annotated anywhere)", 0)
+    assert summary.by_class[-1].recall is None and summary.by_class[-1].ap is None
+    assert any("annotated nowhere: 'unheard of'" in note for note in summary.notes)
+
+
+def test_what_plain_ap_hides_is_counted() -> None:
+    figures = summarise(
+        [
+            answered([CAT], [CAT, CAT, WHOLE], "a", truncated=True, dropped={"wrong_arity": 1}),
+            answered([DOG], [], "b"),
+            answered([WHOLE], [WHOLE], "c", repeat_terminated=True),  # right, so no giant
+        ]
+    ).figures
+    assert figures["duplicate_rate"] == pytest.approx(1 / 4)
+    assert figures["giant_rate"] == pytest.approx(1 / 4)
+    assert (
+        figures["truncated_rate"] == figures["empty_rate"] == figures["repeat_terminated_rate"] == pytest.approx(1 / 3)
+    )
+    assert figures["invalid_rate"] == pytest.approx(1 / 5)
+
+
+def test_nothing_predicted_is_said_and_is_no_precision_of_one() -> None:
+    summary = summarise([answered([CAT], [])])
+    assert (summary.figures["precision"], summary.figures["AP"]) == (0, 0)
+    assert summary.by_class[0].precision is None
+    assert any("nothing was predicted" in note for note in summary.notes)
+
+
+def test_further_thresholds_have_their_own_figures() -> None:
+    near = GTObject("black cat", "bbox_2d", (10, 20, 200, 370))  # IoU 4/7 with CAT
+    figures = summarise([answered([CAT], [near])], EvaluationOptions(iou_thrs=(0.5, 0.6))).figures
+    assert (figures["f1"], figures["f1@0.6"]) == (1, 0)
+
+
+def test_files_hold_the_figures_and_the_answers(tmp_path: Path) -> None:
+    answers = random_answers(30, 3)
+    options = EvaluationOptions(segm=True)
+    summary = summarise(answers, options)
+    paths = write_summary(tmp_path / "out", summary, answers, {"model": "m"}, options)
+    assert {path.name for path in paths} == {
+        "metrics.json", "per_class.csv", "per_density.csv", "predictions.jsonl", "coco_ground_truth.json",
+        "coco_results_bbox.json", "coco_results_segm.json",
+    }  # fmt: skip
+    assert read_answers(tmp_path / "out") == answers
+    content = json.loads((tmp_path / "out" / "metrics.json").read_text(encoding="utf-8"))
+    assert content["metrics"] == summary.figures and content["model"] == "m"
+    rows = list(csv.DictReader((tmp_path / "out" / "per_class.csv").open(encoding="utf-8")))
+    assert [row["name"] for row in rows] == [row.name for row in summary.by_class]
+    assert rows[-1]["recall"] == ""
+
+
+def test_an_answer_survives_its_line() -> None:
+    answer = replace(random_answers(1, 4)[0], gt=None, dropped={"truncated": 1}, text='a "b"\n', truncated=True)
+    assert from_line(to_line(answer)) == answer
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("{", "no line of predictions"),
+        ('{"sample_id": 1}', "sample_id is 1; expected str"),
+        (to_line(answered([CAT], [])).replace("[10, 20, 200, 220]", "[10, 20, 200]"), "expected norm1000 bins"),
+        (to_line(answered([], [CAT])).replace("0.5", '"high"'), "score is 'high'"),
+    ],
+)
+def test_other_lines_are_refused_with_their_place(tmp_path: Path, line: str, complaint: str) -> None:
+    path = tmp_path / "predictions.jsonl"
+    path.write_text(to_line(answered([CAT], [])) + "\n" + line + "\n")
+    with pytest.raises(DataError, match=rf"predictions.jsonl:2: .*{complaint}"):
+        read_answers(path)
+
+
+def test_aliases_rename_predictions(tmp_path: Path) -> None:
+    path = tmp_path / "aliases.yaml"
+    path.write_text("black cat: [Kitten, cat ]\ndog: [puppy]\n")
+    answers = [answered([CAT], [GTObject("kitten", CAT.kind, CAT.bins)])]
+    assert summarise(answers).figures["f1"] == 0
+    assert summarise(apply_aliases(answers, read_aliases(path))).figures["f1"] == 1
+    path.write_text("a: [x]\nb: [X]\n")
+    with pytest.raises(DataError, match="'X' is an alias of both 'a' and 'b'"):
+        read_aliases(path)
+
+
+def test_two_equal_runs_do_not_differ() -> None:
+    answers = random_answers(15, 2)
+    for difference in compare(answers, answers[::-1], resamples=50):
+        assert (difference.low, difference.high) == (0, 0) and not difference.is_clear
+        assert difference.a == difference.b
+
+
+def test_a_run_that_misses_half_is_clearly_worse_and_the_pairing_helps() -> None:
+    answers = random_answers(40, 8)
+    worse = [replace(answer, pred=answer.pred[::2]) for answer in answers]
+    found = {difference.name: difference for difference in compare(answers, worse, resamples=200)}
+    assert found["recall"].is_clear and found["recall"].high < 0
+    assert found["AP"].is_clear and found["AP"].low <= found["AP"].b - found["AP"].a <= found["AP"].high
+    assert compare(answers, worse, resamples=200) == list(found.values())  # the same seed, the same intervals
+
+
+def test_runs_of_other_images_cannot_be_compared() -> None:
+    answers = random_answers(3, 0)
+    with pytest.raises(DataError, match="1 images were answered by one run only"):
+        compare(answers, answers[1:])
+    with pytest.raises(DataError, match="other annotations"):
+        compare(answers, [replace(answers[0], gt=(CAT,)), *answers[1:]])
