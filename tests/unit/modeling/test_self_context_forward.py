@@ -1,0 +1,196 @@
+"""Self-context on a real packed row: what each forward reads, and that segments stay apart in every one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from coordexp.modeling.coord_offset import add_coord_offset
+from coordexp.modeling.inputs import row_inputs
+from coordexp.modeling.load import LoadedModel
+from coordexp.modeling.self_context import EmbedMode, SelfContext, coord_embeddings, self_context_states
+from coordexp.objective import SupervisionTensors
+from coordexp.records import Segment
+from tiny_run import gt_segments, load_tiny, row_of
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    """Sharpened: flat random predictions would feed the same mean everywhere."""
+    return load_tiny(sharpen=4.0)
+
+
+@pytest.fixture(scope="module")
+def segments(loaded: LoadedModel) -> list[Segment]:
+    found = [segment for segment in gt_segments(loaded, 12) if len(segment.target.coord_pos_K)]
+    assert {len(segment.target.box_pos_M4) * 4 < len(segment.target.coord_pos_K) for segment in found} == {True, False}
+    return found  # some with polygons, some with boxes only
+
+
+def coord_positions(segments: Sequence[Segment]) -> torch.Tensor:
+    supervision = SupervisionTensors.of(row_of(segments))
+    return supervision.position_N[supervision.coord_in_N_K]
+
+
+def run(loaded: LoadedModel, segments: Sequence[Segment], settings: SelfContext) -> tuple[torch.Tensor, torch.Tensor]:
+    model: Any = loaded.model
+    ids_B = torch.tensor(loaded.vocab.coord_token_ids)
+    return self_context_states(
+        model,
+        inputs_of(loaded, segments),
+        coord_positions(segments),
+        lambda: model.lm_head.weight[ids_B],
+        ids_B,
+        settings,
+    )
+
+
+def inputs_of(loaded: LoadedModel, segments: Sequence[Segment]) -> dict[str, Any]:
+    return row_inputs(
+        row_of(segments), loaded.model.model.get_rope_index, loaded.image_token_id, loaded.attention, torch.float32
+    )
+
+
+@contextmanager
+def watching(model: Any) -> Iterator[list[dict[str, Any]]]:
+    """The keyword arguments with which the language model is called."""
+    calls: list[dict[str, Any]] = []
+    handle = model.model.language_model.register_forward_pre_hook(
+        lambda module, args, kwargs: calls.append(dict(kwargs)), with_kwargs=True
+    )
+    try:
+        yield calls
+    finally:
+        handle.remove()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mode", ["soft", "st", "hard"])
+def test_only_coordinate_slots_are_replaced(loaded: LoadedModel, segments: list[Segment], mode: EmbedMode) -> None:
+    model: Any = loaded.model
+    inputs = inputs_of(loaded, segments[:4])
+    slots_K = coord_positions(segments[:4])
+    with watching(model) as calls:
+        model.model(**inputs, use_cache=False)
+        run(loaded, segments[:4], SelfContext(3, mode))
+    plain, first, second, third = (call["inputs_embeds"][0] for call in calls)
+    is_slot_L = torch.zeros(len(plain), dtype=torch.bool)
+    is_slot_L[slots_K] = True
+    is_image_L = inputs["input_ids"][0] == loaded.image_token_id
+    assert is_image_L.sum() > 20 and not (is_image_L & is_slot_L).any()
+    assert torch.equal(first, plain)
+    for later in (second, third):
+        assert torch.equal(later[is_image_L], plain[is_image_L])  # bit for bit
+        assert torch.equal(later[~is_slot_L], plain[~is_slot_L])
+        assert (later[is_slot_L] != plain[is_slot_L]).any(dim=1).all() or mode != "soft"
+    assert not torch.equal(second[is_slot_L], plain[is_slot_L]) and not torch.equal(second, third)
+
+
+@torch.no_grad()
+def test_each_slot_is_fed_the_prediction_of_the_position_before_it(
+    loaded: LoadedModel, segments: list[Segment]
+) -> None:
+    """Against logits of the whole row, computed by the model itself."""
+    model: Any = loaded.model
+    slots_K, ids_B = coord_positions(segments[:4]), torch.tensor(loaded.vocab.coord_token_ids)
+    logits_LV = model(**inputs_of(loaded, segments[:4]), use_cache=False).logits[0]
+    expected_KH = coord_embeddings(
+        logits_LV[slots_K - 1][:, ids_B], model.get_input_embeddings().weight[ids_B], "soft", 0.1
+    )
+    with watching(model) as calls:
+        run(loaded, segments[:4], SelfContext(2, "soft", temperature=0.1))
+    torch.testing.assert_close(calls[1]["inputs_embeds"][0, slots_K], expected_KH, atol=1e-5, rtol=1e-5)
+    assert (logits_LV[slots_K - 1][:, ids_B] / 0.1).softmax(-1).amax() > 0.05, "flat predictions compare equal anywhere"
+
+
+@torch.no_grad()
+def test_every_forward_has_the_rows_positions_and_no_cache(loaded: LoadedModel, segments: list[Segment]) -> None:
+    inputs = inputs_of(loaded, segments)
+    with watching(loaded.model) as calls:
+        run(loaded, segments, SelfContext(4, "st"))
+    assert len(calls) == 4
+    for call in calls:
+        assert torch.equal(call["position_ids"], inputs["position_ids"]) and call["position_ids"].shape[0] == 4
+        assert call["use_cache"] is False and call.get("past_key_values") is None
+        assert call["segments"].lengths == tuple(segment.length for segment in segments)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("attention", ["packed", "sdpa"])
+@pytest.mark.parametrize("mode", ["soft", "st"])
+def test_a_packed_row_equals_its_segments_alone(segments: list[Segment], mode: EmbedMode, attention: str) -> None:
+    loaded = load_tiny(attention=attention, sharpen=4.0)
+    settings = SelfContext(3, mode)
+    together = run(loaded, segments, settings)
+    lengths = [segment.length for segment in segments]
+    alone = [run(loaded, [segment], settings) for segment in segments]
+    for forward in (0, 1):
+        parts = together[forward].split(lengths)
+        for part, states in zip(parts, alone, strict=True):
+            torch.testing.assert_close(part, states[forward], atol=2e-5, rtol=1e-4)
+    assert (together[0] - together[1]).abs().max() > 1e-2, "the last forward reads something else than the first"
+
+
+@torch.no_grad()
+def test_the_vision_tower_runs_once(loaded: LoadedModel, segments: list[Segment]) -> None:
+    model: Any = loaded.model
+    calls: list[int] = []
+    handle = model.model.visual.register_forward_hook(lambda *_: calls.append(1))
+    run(loaded, segments[:2], SelfContext(4))
+    handle.remove()
+    assert calls == [1]
+
+
+@torch.no_grad()
+def test_one_iteration_reads_what_a_plain_forward_reads(loaded: LoadedModel, segments: list[Segment]) -> None:
+    model: Any = loaded.model
+    first, last = run(loaded, segments, SelfContext(1))
+    assert first is last
+    assert torch.equal(first, model.model(**inputs_of(loaded, segments), use_cache=False).last_hidden_state[0])
+
+
+@torch.no_grad()
+def test_offsets_of_the_coordinate_rows_are_fed_too(segments: list[Segment]) -> None:
+    """A LoRA run trains an offset on the coordinate embeddings, and what is fed is made of the sums."""
+    loaded = load_tiny(sharpen=4.0)
+    model: Any = loaded.model
+    ids_B = torch.tensor(loaded.vocab.coord_token_ids)
+    add_coord_offset(model, loaded.vocab.coord_token_ids)
+    offset = model.get_input_embeddings().coord_offset
+    offset.data = torch.randn(offset.shape, generator=torch.Generator().manual_seed(1)) * 0.1
+    with watching(model) as calls:
+        run(loaded, segments[:2], SelfContext(2, "hard"))
+    fed_KH = calls[1]["inputs_embeds"][0, coord_positions(segments[:2])]
+    table_BH = model.get_input_embeddings().weight[ids_B] + offset
+    nearest_K = torch.cdist(fed_KH, table_BH).argmin(-1)
+    torch.testing.assert_close(fed_KH, table_BH[nearest_K])
+
+
+@pytest.mark.parametrize("grad_mode", ["unroll", "em_detach"])
+def test_gradient_checkpointing_changes_no_gradient(segments: list[Segment], grad_mode: Any) -> None:
+    def gradients(checkpointing: bool) -> dict[str, torch.Tensor]:
+        loaded = load_tiny(sharpen=2.0)
+        model: Any = loaded.model
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+        first, last = run(loaded, segments[:3], SelfContext(3, "soft", grad_mode))
+        (first.square().mean() + last.square().mean() * 3).backward()
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    plain, checkpointed = gradients(False), gradients(True)
+    assert plain.keys() == checkpointed.keys() and len(plain) > 20
+    for name, gradient in plain.items():
+        torch.testing.assert_close(checkpointed[name], gradient, atol=1e-6, rtol=1e-5, msg=name)
+
+
+def test_the_embedding_keeps_no_hook(loaded: LoadedModel, segments: list[Segment]) -> None:
+    model: Any = loaded.model
+    before = len(model.get_input_embeddings()._forward_hooks)
+    with torch.no_grad():
+        run(loaded, segments[:1], SelfContext(3))
+    assert len(model.get_input_embeddings()._forward_hooks) == before
