@@ -1,9 +1,9 @@
 """How much does attention within segments save over attention under a block mask?
 
-One packed row, forward and backward of one layer's attention: `coordexp.modeling.attention.packed_attention`, whose
-cost grows with the sum of squared segment lengths, against transformers' SDPA under a boolean block-causal mask, whose
-cost grows with the row's squared length. On the CPU, in float32. Building that mask is not counted. Both must give the
-same numbers.
+One packed row, forward and backward of one layer's attention: each implementation of `coordexp.modeling.attention` that
+runs on this machine, whose cost grows with the sum of squared segment lengths, against transformers' SDPA under a
+boolean block-causal mask, whose cost grows with the row's squared length. On the CPU in float32; on a GPU in bfloat16,
+where varlen, flex and (if installed) flash join. Building that mask is not counted. All must give the same numbers.
 """
 
 from __future__ import annotations
@@ -34,66 +34,96 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings = {**vars(options), "threads": threads}
     shown = {name: settings[name] for name in ("segment_length", "heads", "kv_heads", "head_dim")}
     print_machine(console, where, **shown, threads=threads)
-    results = [compare([options.segment_length] * count, options) for count in options.segments]
+    results = [row for count in options.segments for row in compare([options.segment_length] * count, options)]
     console.print(_table(results))
     write_json(options.json, "attention", where, settings, results)
 
 
-def compare(lengths: list[int], options: Any) -> dict[str, float]:
-    """Milliseconds of forward and backward both ways, their ratio, and how far the two results lie apart."""
+def compare(lengths: list[int], options: Any) -> list[dict[str, Any]]:
+    """One line per implementation: milliseconds of forward and backward, the ratio to SDPA's, and how far its output
+    and gradients lie from SDPA's."""
     import torch
 
     from coordexp.cpu_wheels import ensure_torchvision
 
     ensure_torchvision()
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers import AttentionInterface
 
-    from coordexp.modeling.attention import packed_attention, segment_lengths_mask
+    from coordexp.modeling.attention import row_arguments, transformers_name
 
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
     generator = torch.Generator().manual_seed(0)
     total = sum(lengths)
 
     def tensor(heads: int) -> torch.Tensor:
-        return torch.randn(1, heads, total, options.head_dim, generator=generator).requires_grad_()
+        drawn = torch.randn(1, heads, total, options.head_dim, generator=generator)
+        return drawn.to(device, dtype).requires_grad_()
 
     query, key, value = tensor(options.heads), tensor(options.kv_heads), tensor(options.kv_heads)
     # What attention functions read of their layer.
     layer = SimpleNamespace(
         num_key_value_groups=options.heads // options.kv_heads, is_causal=True, training=True, layer_idx=0
     )
-    segment_L = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    causal_LL = torch.ones(total, total, dtype=torch.bool).tril()
+    segment_L = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device)
+    causal_LL = torch.ones(total, total, dtype=torch.bool, device=device).tril()
     block_11LL = (causal_LL & (segment_L[:, None] == segment_L[None, :]))[None, None]
-    masks = {"packed": segment_lengths_mask(lengths), "sdpa": block_11LL}
-    functions = {"packed": packed_attention, "sdpa": sdpa_attention_forward}
 
-    def run(name: str) -> tuple[torch.Tensor, ...]:
+    def run(name: str) -> list[torch.Tensor]:
         for leaf in (query, key, value):
             leaf.grad = None
-        output, _ = functions[name](layer, query, key, value, masks[name], scaling=options.head_dim**-0.5)
+        arguments = {"attention_mask": block_11LL} if name == "sdpa" else row_arguments(lengths)
+        attend = AttentionInterface()[transformers_name(name)]
+        output, _ = attend(layer, query, key, value, scaling=options.head_dim**-0.5, **arguments)
         output.square().sum().backward()
-        return (output.detach(), *(leaf.grad for leaf in (query, key, value)))
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return [output.detach(), *(leaf.grad for leaf in (query, key, value))]
 
-    difference = max(float((a - b).abs().max()) for a, b in zip(run("packed"), run("sdpa"), strict=True))
-    seconds = {name: median_seconds(lambda name=name: run(name), options.repeats) for name in functions}
-    return {
-        "segments": len(lengths),
-        "tokens": total,
-        "packed_ms": 1000 * seconds["packed"],
-        "sdpa_ms": 1000 * seconds["sdpa"],
-        "speedup": seconds["sdpa"] / seconds["packed"],
-        "work_ratio": total**2 / sum(length**2 for length in lengths),
-        "mask_mib": block_11LL.numel() / 2**20,
-        "max_difference": difference,
-    }
+    reference = run("sdpa")
+    sdpa_s = median_seconds(lambda: run("sdpa"), options.repeats)
+    rows = []
+    for name in implementations(device):
+        difference = max(float((a - b).abs().max()) for a, b in zip(run(name), reference, strict=True))
+        seconds = median_seconds(lambda name=name: run(name), options.repeats)
+        rows.append(
+            {
+                "implementation": name,
+                "segments": len(lengths),
+                "tokens": total,
+                "packed_ms": 1000 * seconds,
+                "sdpa_ms": 1000 * sdpa_s,
+                "speedup": sdpa_s / seconds,
+                "work_ratio": total**2 / sum(length**2 for length in lengths),
+                "mask_mib": block_11LL.numel() / 2**20,
+                "max_difference": difference,
+            }
+        )
+    return rows
 
 
-def _table(results: Sequence[dict[str, float]]) -> Table:
+def implementations(device: str) -> list[str]:
+    """Those that can train here, by the rules that refuse them at the start of a run."""
+    from coordexp.errors import CoordExpError
+    from coordexp.modeling.attention import KERNELS, check_attention
+
+    found = []
+    for name in KERNELS:
+        try:
+            check_attention(name, device, half=device == "cuda")
+        except CoordExpError:
+            continue
+        found.append(name)
+    return found
+
+
+def _table(results: Sequence[dict[str, Any]]) -> Table:
     table = Table(title="one layer's attention, forward and backward (median)", title_justify="left")
-    for name in ("parts", "tokens", "packed ms", "SDPA ms", "speed-up", "L²/Σl²", "mask MiB", "max diff"):
+    for name in ("how", "parts", "tokens", "ms", "SDPA ms", "speed-up", "L²/Σl²", "mask MiB", "max diff"):
         table.add_column(name, justify="right")
     for row in results:
         table.add_row(
+            row["implementation"],
             f"{row['segments']}",
             f"{row['tokens']:,}",
             f"{row['packed_ms']:.2f}",

@@ -14,7 +14,7 @@ import torch
 from coordexp.data.images import open_rgb
 from coordexp.data.prompts import build_messages
 from coordexp.errors import AlignmentError
-from coordexp.modeling.attention import segment_lengths_mask
+from coordexp.modeling.attention import row_arguments
 from coordexp.records import ImageRecord, PackedRow, RolloutRequest
 
 RopeIndex = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -51,12 +51,12 @@ class PromptEncoder:
 
 def row_inputs(
     row: PackedRow, rope_index: RopeIndex, image_token_id: int, attention: str, dtype: torch.dtype
-) -> dict[str, torch.Tensor]:
-    """Tensors of one packed row of L tokens, for a Qwen3-VL forward with ``use_cache=False``.
+) -> dict[str, Any]:
+    """Arguments of one packed row of L tokens, for a Qwen3-VL forward with ``use_cache=False``.
 
     ``position_ids`` (4, 1, L): text positions restarting at 0 for each segment, then the model's three M-RoPE rows,
-    computed per segment. Segments are kept apart by :data:`coordexp.modeling.attention.PACKED` (``attention="packed"``)
-    or, with ``"sdpa"``, by transformers' own reading of the restarting positions.
+    computed per segment. Segments are kept apart by :mod:`coordexp.modeling.attention` or, for ``attention="sdpa"``,
+    by transformers' own reading of the restarting positions.
     """
     ids_1L = torch.from_numpy(row.token_ids_L.astype(np.int64))[None]
     is_image_1L = (ids_1L == image_token_id).to(torch.int32)
@@ -77,11 +77,9 @@ def row_inputs(
         "pixel_values": torch.cat(pixels).to(dtype),
         "image_grid_thw": torch.cat(grids),
     }
-    if attention == "packed":
-        inputs["attention_mask"] = segment_lengths_mask(
-            [end - start for start, end in zip(row.offsets[:-1], row.offsets[1:], strict=True)]
-        )
-    return inputs
+    if attention == "sdpa":
+        return inputs
+    return inputs | row_arguments([end - start for start, end in zip(row.offsets[:-1], row.offsets[1:], strict=True)])
 
 
 def check_prompt(
@@ -103,11 +101,9 @@ def check_prompt(
     )
 
 
-def to_device(inputs: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    """Move every tensor; the packed attention's segment lengths stay on the CPU, where they are read as numbers."""
+def to_device(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Move every tensor; what is none (a packed row's segments) stays as it is."""
     return {
-        name: tensor
-        if name == "attention_mask" and tensor.dtype == torch.int64 and tensor.ndim == 4
-        else tensor.to(device)
-        for name, tensor in inputs.items()
+        name: value.to(device, non_blocking=device.type == "cuda") if isinstance(value, torch.Tensor) else value
+        for name, value in inputs.items()
     }

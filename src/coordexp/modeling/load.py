@@ -12,14 +12,15 @@ from transformers import AutoConfig, AutoProcessor, AutoTokenizer, Qwen3VLForCon
 
 from coordexp.coords import CoordVocab
 from coordexp.errors import CheckpointError, VocabError
-from coordexp.modeling.attention import PACKED
+from coordexp.modeling.adapter import base_of, is_adapter_folder, merge_adapter
+from coordexp.modeling.attention import transformers_name
 
 MODEL_TYPE = "qwen3_vl"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    """A model with what belongs to it. ``attention`` is ``"packed"`` or ``"sdpa"``."""
+    """A model with what belongs to it. ``attention`` is ``model.attn_implementation``'s value."""
 
     model: Qwen3VLForConditionalGeneration
     processor: Any
@@ -31,6 +32,17 @@ class LoadedModel:
         return self.model.config.image_token_id
 
 
+def base_checkpoint(path: str | Path) -> Path:
+    """The plain checkpoint at the bottom of ``path``: itself, or the model to which its adapters belong.
+
+    A LoRA run changes neither tokenizer nor processor nor sizes, so those are read there, by engines too.
+
+    Raises:
+        CheckpointError: adapters whose base is not there.
+    """
+    return base_checkpoint(base_of(path)) if is_adapter_folder(path) else Path(path)
+
+
 def load_vocab(path: str | Path) -> CoordVocab:
     """Read and check only the tokenizer: cheap, so it runs before anything expensive.
 
@@ -38,7 +50,7 @@ def load_vocab(path: str | Path) -> CoordVocab:
         CheckpointError: no such folder, or not a Qwen3-VL checkpoint. VocabError: no coordinate tokens.
     """
     config = read_config(path)
-    tokenizer = _read(AutoTokenizer, path, "tokenizer")
+    tokenizer = _read(AutoTokenizer, base_checkpoint(path), "tokenizer")
     try:
         vocab = CoordVocab.from_tokenizer(tokenizer)
     except VocabError as error:
@@ -53,20 +65,21 @@ def load_vocab(path: str | Path) -> CoordVocab:
 
 
 def load_model(path: str | Path, dtype: str = "bfloat16", attention: str = "packed") -> LoadedModel:
-    """Load a Qwen3-VL checkpoint that knows the coordinate tokens.
+    """Load a Qwen3-VL checkpoint that knows the coordinate tokens; a LoRA run's folder with its adapters merged.
 
     Raises:
         CheckpointError: weights that are unreadable, missing or of another shape. VocabError: no coordinate tokens.
     """
     vocab = load_vocab(path)
     model = _read_weights(path, getattr(torch, dtype))
-    model.set_attn_implementation({"text_config": PACKED if attention == "packed" else "sdpa", "vision_config": "sdpa"})
+    model.name_or_path = str(Path(path).absolute())  # what adapters that are trained on it will name as their base
+    model.set_attn_implementation({"text_config": transformers_name(attention), "vision_config": "sdpa"})
     return LoadedModel(model, load_processor(path), vocab, attention)
 
 
 def load_processor(path: str | Path) -> Any:
     """The checkpoint's processor: tokenizer, image processor, chat template. Raises CheckpointError without one."""
-    return _read(AutoProcessor, path, "processor")
+    return _read(AutoProcessor, base_checkpoint(path), "processor")
 
 
 def read_config(path: str | Path) -> Any:
@@ -77,6 +90,7 @@ def read_config(path: str | Path) -> Any:
     """
     if not Path(path).is_dir():
         raise CheckpointError(f"{path}: no such folder; model.model must be a Qwen3-VL checkpoint on disk")
+    path = base_checkpoint(path)
     if not (Path(path) / "config.json").is_file():
         raise CheckpointError(f"{path}: no config.json; model.model must be a Qwen3-VL checkpoint folder")
     config = _read(AutoConfig, path, "configuration")
@@ -90,6 +104,10 @@ def read_config(path: str | Path) -> Any:
 
 def _read_weights(path: str | Path, dtype: torch.dtype) -> Qwen3VLForConditionalGeneration:
     """transformers starts missing weights at random and goes on; here that is an error."""
+    if is_adapter_folder(path):
+        merged = _read_weights(base_of(path), dtype)
+        merge_adapter(merged, Path(path))
+        return merged
     try:
         loaded: Any = Qwen3VLForConditionalGeneration.from_pretrained(path, dtype=dtype, output_loading_info=True)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:

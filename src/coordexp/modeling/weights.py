@@ -72,7 +72,7 @@ class LearnerWeights:
         config = getattr(self._model, "peft_config", {}).get(ADAPTER)
         if config is None:
             return None
-        named = [(name, _whole(p)) for name, p in self._model.named_parameters() if _is_adapter(name)]
+        named = [(name, _whole(p)) for name, p in self._model.named_parameters() if is_adapter_part(name)]
         tensors = tuple((adapter_name(name), tensor.detach()) for name, tensor in named)
         with torch.no_grad():
             changed = tuple((s.name, _merged(s)) for s in self._sources() if s.is_trained_outside_adapter)
@@ -93,7 +93,7 @@ class LearnerWeights:
         for path, owner in modules.items():
             for own_name, parameter in owner.named_parameters(recurse=False):
                 full_name = f"{path}.{own_name}"
-                if id(parameter) in seen or _is_adapter(full_name) or is_offset(full_name):
+                if id(parameter) in seen or is_adapter_part(full_name) or is_offset(full_name):
                     continue
                 if ".original_module." in f"{full_name}.":
                     continue  # the copy that is trained follows under modules_to_save
@@ -105,7 +105,7 @@ class LearnerWeights:
 
 def adapter_name(name: str) -> str:
     """A parameter's name in the model → its name in peft's file. DoRA's vector loses its ``weight``."""
-    stem = name.replace(f".{ADAPTER}.", ".")
+    stem = name.replace(_SAVED, "").replace(f".{ADAPTER}.", ".")
     if ".lora_magnitude_vector." in stem:
         stem = stem.removesuffix(".weight")
     return _PEFT_PREFIX + stem
@@ -117,7 +117,13 @@ def adapter_config(config: Any) -> dict[str, Any]:
     return {key: getattr(value, "value", value) for key, value in sorted(values.items())}
 
 
-def _is_adapter(name: str) -> bool:
+def is_saved_whole(name: str) -> bool:
+    """Whether a parameter of this name belongs to a module that is trained whole beside adapters."""
+    return f"{_SAVED}." in name
+
+
+def is_adapter_part(name: str) -> bool:
+    """Whether a parameter of this name belongs to LoRA or DoRA."""
     return any(f".{part}.{ADAPTER}" in name for part in ("lora_A", "lora_B", "lora_magnitude_vector"))
 
 

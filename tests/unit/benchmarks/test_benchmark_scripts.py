@@ -117,9 +117,10 @@ def test_packing_compares_three_selectors(run: Run) -> None:
     assert all(found["max_wait"] >= 1 for found in results["stream"][0]["selectors"].values())
 
 
-def test_attention_compares_two_ways_to_the_same_numbers(run: Run) -> None:
+def test_attention_compares_every_way_that_runs_here_to_the_same_numbers(run: Run) -> None:
     results = run("attention", "--segments", "1,3", "--segment-length", 16, "--repeats", 1)
-    assert [(row["segments"], row["tokens"], row["work_ratio"]) for row in results] == [(1, 16, 1.0), (3, 48, 3.0)]
+    packed = [row for row in results if row["implementation"] == "packed"]
+    assert [(row["segments"], row["tokens"], row["work_ratio"]) for row in packed] == [(1, 16, 1.0), (3, 48, 3.0)]
     for row in results:
         assert row["max_difference"] < 1e-4, "packed attention and the block mask must agree"
         assert row["packed_ms"] > 0 and row["sdpa_ms"] > 0

@@ -65,8 +65,8 @@ def test_a_rows_tensors_have_the_documented_shapes(loaded: LoadedModel, dtype: t
     assert packed["pixel_values"].dtype == dtype
     assert packed["image_grid_thw"].shape == (3, 3)
     assert packed["mm_token_type_ids"].sum() == sum(s.prompt_token_ids.count(loaded.image_token_id) for s in segments)
-    assert packed["attention_mask"].tolist() == [[[[segment.length for segment in segments]]]]
-    assert sdpa.keys() == packed.keys() - {"attention_mask"}
+    assert packed["segments"].lengths == tuple(segment.length for segment in segments)
+    assert sdpa.keys() == packed.keys() - {"attention_mask", "segments"}
 
 
 def test_equal_prompts_pass() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from coordexp.modeling.attention import PACKED, segment_lengths_mask
+from coordexp.modeling.attention import row_arguments
 from coordexp.modeling.forward import supervised_logits
 from coordexp.modeling.inputs import row_inputs, to_device
 from coordexp.modeling.load import LoadedModel
@@ -17,12 +17,13 @@ from coordexp.records import Segment
 from tiny_run import gt_segments, load_tiny, row_of
 
 ATTENTIONS = ("packed", "sdpa")
+FORWARD_ONLY = ("flex",)  # on a CPU
 
 
 @pytest.fixture(scope="module")
 def models() -> dict[str, LoadedModel]:
     """One model per attention, same weights. Sharpened: with flat random attention a leak would hardly show."""
-    return {attention: load_tiny(attention=attention, sharpen=4.0) for attention in ATTENTIONS}
+    return {attention: load_tiny(attention=attention, sharpen=4.0) for attention in (*ATTENTIONS, *FORWARD_ONLY)}
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,7 @@ def separate_logits(loaded: LoadedModel, segment: Segment) -> torch.Tensor:
     ).logits[0]
 
 
-@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("attention", [*ATTENTIONS, *FORWARD_ONLY])
 def test_a_packed_row_equals_separate_forwards(
     models: dict[str, LoadedModel], segments: list[Segment], attention: str
 ) -> None:
@@ -68,7 +69,7 @@ def test_a_packed_row_equals_separate_forwards(
         torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("attention", [*ATTENTIONS, *FORWARD_ONLY])
 def test_a_segment_does_not_see_its_neighbours(
     models: dict[str, LoadedModel], segments: list[Segment], attention: str
 ) -> None:
@@ -79,11 +80,14 @@ def test_a_segment_does_not_see_its_neighbours(
 
 
 def test_with_a_cache_sdpa_leaks_between_segments(models: dict[str, LoadedModel], segments: list[Segment]) -> None:
-    """Why the one forward switches the cache off. If this fails, transformers reads packed rows right at last."""
+    """Why the one forward switches the cache off. If this fails, transformers reads packed rows right at last. Our own
+    attention is told the segments, and cannot leak."""
     length = segments[1].length
     clean = packed_logits(models["sdpa"], segments[:2])[-length:]
     leaking = packed_logits(models["sdpa"], segments[:2], use_cache=True)[-length:]
     assert (clean - leaking).abs().max() > 0.1
+    ours = packed_logits(models["packed"], segments[:2], use_cache=True)[-length:]
+    torch.testing.assert_close(ours, clean, atol=1e-5, rtol=1e-5)
 
 
 def test_supervised_logits_do_not_leak_when_the_model_defaults_to_a_cache(
@@ -108,7 +112,7 @@ def test_packed_attention_refuses_cached_keys(models: dict[str, LoadedModel], se
 def test_packed_attention_refuses_lengths_that_are_not_the_rows(
     models: dict[str, LoadedModel], segments: list[Segment]
 ) -> None:
-    inputs = inputs_of(models["packed"], segments[:2]) | {"attention_mask": segment_lengths_mask([7, 9])}
+    inputs = inputs_of(models["packed"], segments[:2]) | row_arguments([7, 9])
     with torch.no_grad(), pytest.raises(ValueError, match="segments of 16 tokens"):
         models["packed"].model(**inputs, use_cache=False)
 
@@ -184,16 +188,19 @@ def test_both_attentions_have_equal_gradients(models: dict[str, LoadedModel], se
         assert (packed[name] - gradient).abs().max() < 1e-4 * scale, name
 
 
-def test_lengths_stay_on_the_cpu_where_they_are_read(models: dict[str, LoadedModel], segments: list[Segment]) -> None:
+def test_every_tensor_of_a_row_moves_and_its_lengths_need_not(
+    models: dict[str, LoadedModel], segments: list[Segment]
+) -> None:
     inputs = inputs_of(models["packed"], segments[:2])
     moved = to_device(inputs, torch.device("meta"))
-    assert moved["attention_mask"].device.type == "cpu"
-    assert {name for name, value in moved.items() if value.device.type == "meta"} == inputs.keys() - {"attention_mask"}
+    assert moved.keys() == inputs.keys() and moved["segments"] is inputs["segments"]
+    assert {value.device.type for name, value in moved.items() if name != "segments"} == {"meta"}
+    assert moved["segments"].lengths == tuple(segment.length for segment in segments[:2])
 
 
 def test_the_language_model_attends_packed_and_the_vision_tower_does_not(models: dict[str, LoadedModel]) -> None:
     config = models["packed"].model.config
-    assert config.text_config._attn_implementation == PACKED
+    assert config.text_config._attn_implementation == "coordexp_packed"
     assert config.vision_config._attn_implementation == "sdpa"
 
 

@@ -1,0 +1,177 @@
+"""The folder of a LoRA run: adapters in peft's own files, coordinate offsets in one beside them.
+
+* ``adapter_config.json``, peft's: rank, scale, adapted modules, the folder of the base model
+* ``adapter_model.safetensors``, peft's: adapters, and modules that are saved whole
+* ``coord_offset.safetensors``: float32 offsets by parameter name, token ids of their rows, the base model's folder
+
+Saved while training, these files restore the trained weights bit for bit. Merged into the base they are a plain model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+
+from coordexp.errors import CheckpointError
+from coordexp.modeling.coord_offset import add_offset, is_offset, offset_of
+from coordexp.modeling.weights import ADAPTER, adapter_config, adapter_name, is_adapter_part, is_saved_whole, merge_lora
+
+CONFIG, WEIGHTS, OFFSETS = "adapter_config.json", "adapter_model.safetensors", "coord_offset.safetensors"
+_BASE_KEY = "base_model_name_or_path"
+_IDS = "coord_token_ids"
+_PREFIX, _LORA_A = "base_model.model.", ".lora_A.weight"
+# Settings of peft that change what an adapter computes and that nothing here writes.
+_UNKNOWN_TO_US = ("use_rslora", "fan_in_fan_out", "lora_bias", "rank_pattern", "alpha_pattern", "layer_replication",
+                  "use_qalora", "alora_invocation_tokens", "trainable_token_indices", "target_parameters")  # fmt: skip
+
+
+def has_adapter(model: Any) -> bool:
+    """Whether the model is trained by adapters or coordinate offsets, and so saved as such a folder."""
+    return any(_is_ours(name) for name, _ in model.named_parameters())
+
+
+def is_adapter_folder(path: str | Path) -> bool:
+    return any((Path(path) / name).is_file() for name in (CONFIG, OFFSETS))
+
+
+def base_of(path: str | Path) -> Path:
+    """The folder of the model to which the adapters of ``path`` belong.
+
+    Raises:
+        CheckpointError: unreadable files, or a base that is not there.
+    """
+    folder = Path(path)
+    try:
+        if (folder / CONFIG).is_file():
+            named = json.loads((folder / CONFIG).read_text(encoding="utf-8")).get(_BASE_KEY)
+        else:
+            with safe_open(folder / OFFSETS, "pt") as file:
+                named = (file.metadata() or {}).get(_BASE_KEY)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise CheckpointError(f"{folder}: its adapter files cannot be read ({error}); restore them") from error
+    if not named or not Path(named).is_dir() or Path(named).resolve() == folder.resolve():
+        raise CheckpointError(
+            f"{folder}: holds adapters of the model {named}, which is no folder here; put that model back, or name its "
+            "new place: coordexp model merge FOLDER OUTPUT --base MODEL"
+        )
+    return Path(named)
+
+
+def save_adapter(model: Any, folder: Path, state_dict: Mapping[str, torch.Tensor] | None = None) -> None:
+    """Write what is trained to ``folder``. ``state_dict``: the model's, where it had to be gathered first."""
+    folder.mkdir(parents=True, exist_ok=True)
+    state = model.state_dict() if state_dict is None else state_dict
+    # A tied offset stands under both names in the state; parameters are listed once.
+    names = [name for name, _ in model.named_parameters() if _is_ours(name)]
+    trained = {name: state[name].detach().cpu().contiguous() for name in names}
+    adapters = {adapter_name(name): tensor for name, tensor in trained.items() if not is_offset(name)}
+    offsets = {name: tensor for name, tensor in trained.items() if is_offset(name)}
+    base = str(model.name_or_path)
+    if adapters:
+        config = adapter_config(model.peft_config[ADAPTER]) | {_BASE_KEY: base, "inference_mode": True}
+        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        save_file(adapters, folder / WEIGHTS, metadata={"format": "pt"})
+    if offsets:
+        found = offset_of(model.get_input_embeddings())
+        assert found is not None, "an offset is always on the embedding"
+        offsets[_IDS] = found[0].cpu()
+        save_file(offsets, folder / OFFSETS, metadata={"format": "pt", _BASE_KEY: base})
+
+
+@torch.no_grad()
+def load_adapter(model: Any, folder: Path) -> None:
+    """Restore what :func:`save_adapter` wrote into a model that is tuned in the same way.
+
+    Raises:
+        CheckpointError: files that are missing, unreadable, or of a model tuned otherwise.
+    """
+    saved = _read(folder / WEIGHTS) | _read(folder / OFFSETS)
+    saved.pop(_IDS, None)
+    wanted = {
+        name if is_offset(name) else adapter_name(name): parameter
+        for name, parameter in model.named_parameters()
+        if _is_ours(name)
+    }
+    odd = sorted(wanted.keys() ^ saved.keys())
+    odd += [name for name, p in wanted.items() if name in saved and p.shape != saved[name].shape]
+    if odd:
+        raise CheckpointError(
+            f"{folder}: its adapters are not those that this configuration trains ({len(odd)} differ, {odd[0]} first); "
+            "resume with the tuner section that wrote them"
+        )
+    for name, parameter in wanted.items():
+        parameter.copy_(saved[name])
+
+
+@torch.no_grad()
+def merge_adapter(model: Any, folder: Path) -> None:
+    """Merge the adapters and offsets of ``folder`` into a plain model, in place.
+
+    Raises:
+        CheckpointError: files that are unreadable, that belong to another model, or that hold what is not LoRA.
+    """
+    weights = dict(model.named_parameters())
+    saved, offsets = _read(folder / WEIGHTS), _read(folder / OFFSETS)
+    if not saved and (folder / CONFIG).is_file():
+        raise CheckpointError(f"{folder}: has {CONFIG} but no {WEIGHTS}; restore it, or use an older checkpoint")
+
+    def target(name: str, shape: Sequence[int]) -> torch.nn.Parameter:
+        weight = weights.get(name.removeprefix(_PREFIX))
+        if weight is None or weight.shape != tuple(shape):
+            raise CheckpointError(
+                f"{folder}: its {name} fits no weight of the base model; put back the model that it was trained on"
+            )
+        return weight
+
+    for module in [name.removesuffix(_LORA_A) for name in sorted(saved) if name.endswith(_LORA_A)]:
+        a_RI, b_OR = saved.pop(module + _LORA_A), saved.pop(f"{module}.lora_B.weight")
+        magnitude_O = saved.pop(f"{module}.lora_magnitude_vector", None)
+        weight_OI = target(f"{module}.weight", (b_OR.shape[0], a_RI.shape[1]))
+        weight_OI.copy_(merge_lora(weight_OI, a_RI, b_OR, _scaling(folder), magnitude_O))
+    for name, tensor in saved.items():  # modules that were trained whole
+        target(name, tensor.shape).copy_(tensor)
+    if offsets:
+        ids_B, rows = offsets.pop(_IDS), model.config.text_config.vocab_size
+        for name, offset_BH in offsets.items():
+            weight_VH = target(name.rpartition(".")[0] + ".weight", (rows, offset_BH.shape[1]))
+            weight_VH.copy_(add_offset(weight_VH, ids_B, offset_BH))
+
+
+def _is_ours(name: str) -> bool:
+    return is_adapter_part(name) or is_saved_whole(name) or is_offset(name)
+
+
+def _read(file: Path) -> dict[str, torch.Tensor]:
+    """A file's tensors; none where there is no file."""
+    if not file.is_file():
+        return {}
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file}: cannot be read ({error}); restore it, or use an older checkpoint") from error
+
+
+def _scaling(folder: Path) -> float:
+    """``lora_alpha / r`` of the adapters in ``folder``.
+
+    Raises:
+        CheckpointError: peft's configuration says more than this project's merging knows.
+    """
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        scaling = float(config["lora_alpha"]) / float(config["r"])
+    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
+        raise CheckpointError(f"{folder / CONFIG}: no configuration of LoRA ({error!r}); restore it") from error
+    unknown = [key for key in _UNKNOWN_TO_US if config.get(key)]
+    if unknown or config.get("bias", "none") != "none":
+        raise CheckpointError(
+            f"{folder / CONFIG}: sets {', '.join(unknown) or 'bias'}, which CoordExp cannot merge; merge it with peft "
+            "(PeftModel.merge_and_unload)"
+        )
+    return scaling

@@ -1,0 +1,205 @@
+"""A LoRA run's folder restores what was trained bit for bit, and merges into a plain checkpoint."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import Qwen3VLForConditionalGeneration
+
+from coordexp.errors import CheckpointError
+from coordexp.modeling.adapter import (
+    CONFIG,
+    OFFSETS,
+    WEIGHTS,
+    base_of,
+    has_adapter,
+    is_adapter_folder,
+    load_adapter,
+    save_adapter,
+)
+from coordexp.modeling.export import export_checkpoint
+from coordexp.modeling.load import base_checkpoint, load_model, load_vocab
+from coordexp.modeling.merge import merge_checkpoint
+from coordexp.modeling.weights import LearnerWeights
+from tiny_run import load_tiny, tiny_checkpoint
+from tuned_models import TUNERS, lora, randomise, tuned, untied_checkpoint
+
+
+def trainable(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def pushed(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    with LearnerWeights(model).full() as tensors:
+        return {name: tensor.clone() for name, tensor in tensors}
+
+
+@pytest.mark.parametrize("checkpoint", [tiny_checkpoint, untied_checkpoint], ids=["tied", "untied"])
+@pytest.mark.parametrize("keys", TUNERS.values(), ids=TUNERS)
+def test_what_is_saved_is_restored_bit_for_bit(keys: dict, checkpoint: Callable[[], Path], tmp_path: Path) -> None:
+    model = tuned(lora(**keys), dtype="bfloat16", checkpoint=checkpoint()).model
+    save_adapter(model, tmp_path)
+    again = tuned(lora(**keys), dtype="bfloat16", checkpoint=checkpoint(), seed=8).model
+    assert any(not torch.equal(value, trainable(model)[name]) for name, value in trainable(again).items())
+    load_adapter(again, tmp_path)
+    saved, restored = trainable(model), trainable(again)
+    assert saved.keys() == restored.keys() and all(torch.equal(saved[name], restored[name]) for name in saved)
+
+
+@pytest.mark.parametrize("checkpoint", [tiny_checkpoint, untied_checkpoint], ids=["tied", "untied"])
+@pytest.mark.parametrize("keys", TUNERS.values(), ids=TUNERS)
+def test_a_merged_checkpoint_is_what_engines_were_pushed(
+    keys: dict, checkpoint: Callable[[], Path], tmp_path: Path
+) -> None:
+    loaded = tuned(lora(**keys), checkpoint=checkpoint())
+    save_adapter(loaded.model, tmp_path / "run")
+    merge_checkpoint(tmp_path / "run", tmp_path / "merged")
+    merged = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "merged")
+    assert {path.name for path in (tmp_path / "merged").iterdir()} >= {"config.json", "tokenizer.json"}
+    expected = pushed(loaded.model)
+    assert expected.keys() == dict(merged.named_parameters()).keys()
+    assert all(torch.equal(parameter, expected[name]) for name, parameter in merged.named_parameters())
+
+
+def test_peft_reads_the_adapters_as_its_own(tmp_path: Path) -> None:
+    loaded = tuned(lora(use_dora=True, train_coord_rows=False))
+    save_adapter(loaded.model, tmp_path)
+    theirs = PeftModel.from_pretrained(load_tiny().model, tmp_path).merge_and_unload()
+    for name, tensor in pushed(loaded.model).items():
+        torch.testing.assert_close(theirs.get_parameter(name), tensor, atol=1e-6, rtol=1e-5)
+
+
+def test_an_adapter_folder_loads_as_the_merged_model(tmp_path: Path) -> None:
+    """``coordexp evaluate`` and ``model.model`` take a LoRA run's folder."""
+    loaded = tuned(lora())
+    save_adapter(loaded.model, tmp_path)
+    assert base_checkpoint(tmp_path) == base_of(tmp_path) == tiny_checkpoint()
+    assert load_vocab(tmp_path).coord_token_ids == loaded.vocab.coord_token_ids
+    again = load_model(tmp_path, "float32")
+    assert not has_adapter(again.model)
+    assert all(torch.equal(again.model.get_parameter(name), value) for name, value in pushed(loaded.model).items())
+
+
+def test_adapters_on_a_model_of_adapters_find_the_way_down(tmp_path: Path) -> None:
+    save_adapter(tuned(lora()).model, tmp_path / "first")
+    second = tuned(lora(use_dora=True), checkpoint=tmp_path / "first")
+    save_adapter(second.model, tmp_path / "second")
+    assert base_of(tmp_path / "second") == tmp_path / "first"
+    assert base_checkpoint(tmp_path / "second") == tiny_checkpoint()
+    again = load_model(tmp_path / "second", "float32").model
+    assert all(torch.equal(again.get_parameter(name), value) for name, value in pushed(second.model).items())
+
+
+def test_export_merges_too(tmp_path: Path) -> None:
+    save_adapter(tuned(lora()).model, tmp_path / "run")
+    export_checkpoint(tmp_path / "run", tmp_path / "out", "bfloat16")
+    assert not is_adapter_folder(tmp_path / "out")
+    exported = load_model(tmp_path / "out", "float32").model
+    reference = load_model(tmp_path / "run", "bfloat16").model
+    for name, parameter in exported.named_parameters():
+        torch.testing.assert_close(parameter, reference.get_parameter(name).float(), atol=0, rtol=0)
+
+
+def test_the_bases_number_type_is_kept_unless_another_is_named(tmp_path: Path) -> None:
+    save_adapter(tuned(lora()).model, tmp_path / "run")
+    for dtype, expected in ((None, torch.float32), ("bfloat16", torch.bfloat16)):
+        out = merge_checkpoint(tmp_path / "run", tmp_path / str(dtype), dtype=dtype)
+        assert {tensor.dtype for tensor in load_file(out / "model.safetensors").values()} == {expected}
+
+
+def test_a_base_that_moved_can_be_named(tmp_path: Path) -> None:
+    base = shutil.copytree(tiny_checkpoint(), tmp_path / "base")
+    loaded = tuned(lora(), checkpoint=base)
+    save_adapter(loaded.model, tmp_path / "run")
+    base.rename(tmp_path / "moved")
+    with pytest.raises(CheckpointError, match=r"holds adapters of the model .*base, which is no folder here.*--base"):
+        load_model(tmp_path / "run", "float32")
+    merged = load_model(merge_checkpoint(tmp_path / "run", tmp_path / "out", base=tmp_path / "moved"), "float32").model
+    assert all(torch.equal(merged.get_parameter(name), value) for name, value in pushed(loaded.model).items())
+
+
+def cut_adapters(folder: Path) -> None:
+    (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:100])
+
+
+def cut_offsets(folder: Path) -> None:
+    (folder / OFFSETS).write_bytes((folder / OFFSETS).read_bytes()[:100])
+
+
+def no_adapters(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+
+
+def rank_pattern(folder: Path) -> None:
+    config = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps(config | {"rank_pattern": {"q_proj": 2}}))
+
+
+def broken_config(folder: Path) -> None:
+    (folder / CONFIG).write_text("{")
+
+
+def other_width(folder: Path) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    name = "base_model.model.model.language_model.layers.0.mlp.up_proj.lora_A.weight"
+    tensors[name] = torch.zeros(4, 7)
+    save_file(tensors, folder / WEIGHTS)
+
+
+def other_layers(folder: Path) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    save_file({name.replace("layers.1.", "layers.9."): tensor for name, tensor in tensors.items()}, folder / WEIGHTS)
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [(cut_adapters, "cannot be read"),
+     (cut_offsets, "cannot be read"),
+     (no_adapters, f"has {CONFIG} but no {WEIGHTS}"),
+     (rank_pattern, "sets rank_pattern, which CoordExp cannot merge"),
+     (broken_config, "adapter files cannot be read"),
+     (other_width, "up_proj.weight fits no weight of the base model"),
+     (other_layers, "layers.9.mlp.down_proj.weight fits no weight of the base model")],
+)  # fmt: skip
+def test_what_cannot_be_merged_is_one_clear_error(damage: Callable[[Path], None], says: str, tmp_path: Path) -> None:
+    save_adapter(tuned(lora()).model, tmp_path)
+    damage(tmp_path)
+    with pytest.raises(CheckpointError, match=says) as caught:
+        load_model(tmp_path, "float32")
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_a_plain_folder_has_nothing_to_merge(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="holds no adapters to merge"):
+        merge_checkpoint(tiny_checkpoint(), tmp_path)
+    with pytest.raises(CheckpointError, match="no such folder"):
+        merge_checkpoint(tmp_path / "none", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "other", [{"use_dora": True}, {"train_coord_rows": False}, {"target_modules": ["q_proj"]}], ids=str
+)
+def test_resuming_with_another_tuner_is_refused(other: dict, tmp_path: Path) -> None:
+    save_adapter(tuned(lora()).model, tmp_path)
+    model = tuned(lora(**other)).model
+    before = trainable(model)
+    with pytest.raises(CheckpointError, match="resume with the tuner section that wrote them"):
+        load_adapter(model, tmp_path)
+    assert all(torch.equal(before[name], value) for name, value in trainable(model).items()), "nothing was half loaded"
+
+
+def test_saving_reads_a_gathered_state_where_one_is_given(tmp_path: Path) -> None:
+    """Under FSDP the model itself holds shards."""
+    model = tuned(lora()).model
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    randomise(model, seed=99)
+    save_adapter(model, tmp_path, state)
+    load_adapter(model, tmp_path)
+    assert all(torch.equal(value, state[name]) for name, value in trainable(model).items())

@@ -1,0 +1,149 @@
+"""Each attention for packed rows gives what a softmax within each segment gives, and refuses where it cannot run."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate.utils import send_to_device
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.utils import _recursive_to
+from transformers import AttentionInterface
+
+from coordexp.errors import ConfigError, MissingDependency
+from coordexp.modeling.attention import (
+    KERNELS,
+    Segments,
+    attend_each_segment,
+    check_attention,
+    row_arguments,
+    transformers_name,
+)
+
+HEADS, KV_HEADS, DIM = 4, 2, 16
+LENGTHS = [(5,), (1, 1, 1), (127, 1, 128), (40, 300, 1, 90), (256, 256)]
+
+
+def rows(total: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(total)
+    return [
+        torch.randn(1, heads, total, DIM, generator=generator, dtype=dtype) for heads in (HEADS, KV_HEADS, KV_HEADS)
+    ]
+
+
+def reference(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
+    """Softmax over the earlier tokens of one's own segment, as the formula says it."""
+    segment_L = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    total = len(segment_L)
+    allowed_LL = torch.ones(total, total, dtype=torch.bool).tril() & (segment_L[:, None] == segment_L[None])
+    key, value = (part.repeat_interleave(HEADS // KV_HEADS, dim=1) for part in (key, value))
+    scores = (query @ key.transpose(-1, -2)) * DIM**-0.5
+    return (scores.masked_fill(~allowed_LL, float("-inf")).softmax(-1) @ value).transpose(1, 2)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("name", ["packed", "flex"])
+def test_forward_is_the_formula(name: str, lengths: tuple[int, ...]) -> None:
+    query, key, value = rows(sum(lengths))
+    output = KERNELS[name](query, key, value, Segments(lengths), DIM**-0.5, 0.0)
+    torch.testing.assert_close(output, reference(query, key, value, lengths), atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_gradients_are_the_formulas(lengths: tuple[int, ...]) -> None:
+    leaves = [leaf.requires_grad_() for leaf in rows(sum(lengths))]
+    ours = torch.autograd.grad(attend_each_segment(*leaves, Segments(lengths), DIM**-0.5).square().sum(), leaves)
+    theirs = torch.autograd.grad(reference(*leaves, lengths).square().sum(), leaves)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-11, rtol=1e-11)
+
+
+@given(st.lists(st.integers(1, 400), min_size=1, max_size=8))
+@settings(max_examples=40, deadline=None)
+def test_flex_block_mask_covers_exactly_what_segments_need(lengths: list[int]) -> None:
+    """No block with a pair of one segment is missing, none without one is computed, and 'full' blocks need no mask."""
+    mask = Segments(lengths).block_mask(torch.device("cpu"))
+    segment_L = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    total = len(segment_L)
+    allowed_LL = torch.ones(total, total, dtype=torch.bool).tril() & (segment_L[:, None] == segment_L[None])
+    padded = -(-total // 128) * 128
+    square = torch.zeros(padded, padded, dtype=torch.bool)
+    square[:total, :total] = allowed_LL
+    blocks = square.view(padded // 128, 128, padded // 128, 128)
+    assert torch.equal(mask.to_dense()[0, 0].bool(), blocks.any(dim=3).any(dim=1))
+    for query_block in range(padded // 128):
+        count = int(mask.full_kv_num_blocks[0, 0, query_block])
+        for key_block in mask.full_kv_indices[0, 0, query_block, :count].tolist():
+            inside = allowed_LL[query_block * 128 : query_block * 128 + 128, key_block * 128 : key_block * 128 + 128]
+            assert inside.all()
+
+
+def test_segments_pass_through_ddp_and_accelerate_as_they_are() -> None:
+    """A tensor of lengths would be moved to the GPU with the rest, and every layer would wait to read it back."""
+    arguments = row_arguments([3, 4])
+    ddp = _recursive_to(arguments, torch.device("meta"), use_side_stream_for_tensor_copies=False)[0]
+    for moved in (ddp, send_to_device(arguments, "meta")):
+        assert moved["segments"] is arguments["segments"]
+        assert moved["attention_mask"].device.type == "meta" and not moved["attention_mask"].numel()
+
+
+def test_what_kernels_need_is_made_once_a_forward() -> None:
+    segments = Segments([3, 4, 5])
+    starts = segments.cumulative(torch.device("cpu"))
+    assert starts.tolist() == [0, 3, 7, 12] and starts.dtype == torch.int32
+    assert segments.cumulative(torch.device("cpu")) is starts
+    assert segments.block_mask(torch.device("cpu")) is segments.block_mask(torch.device("cpu"))
+    assert (segments.total, segments.longest) == (12, 5)
+
+
+def test_lost_segments_are_noticed() -> None:
+    """If transformers stopped passing unknown arguments on, rows would silently be one causal sequence."""
+    query, key, value = rows(7)
+    layer = SimpleNamespace(num_key_value_groups=2, is_causal=True, training=False, layer_idx=0)
+    attend = AttentionInterface()[transformers_name("packed")]
+    mask = row_arguments([3, 4])["attention_mask"]
+    with pytest.raises(AssertionError, match="segments were lost"):
+        attend(layer, query, key, value, mask, scaling=DIM**-0.5)
+
+
+def test_dropout_is_refused_by_kernels_without_it() -> None:
+    with pytest.raises(ConfigError, match=r"model\.attn_implementation: flex knows no dropout"):
+        KERNELS["flex"](*rows(8), Segments([8]), DIM**-0.5, 0.1)
+
+
+REFUSED = [
+    ("flex", "cpu", False, ConfigError, "no backward pass on the CPU; write packed"),
+    ("varlen", "cpu", True, ConfigError, "no backward pass on the CPU; write packed"),
+    ("flash", "cpu", True, ConfigError, "no backward pass on the CPU; write packed"),
+    ("varlen", "cuda", False, ConfigError, "bfloat16 or float16 only"),
+    ("flash", "cuda", False, ConfigError, "bfloat16 or float16 only"),
+    ("flash", "cuda", True, MissingDependency, "flash_attn"),
+]
+
+
+@pytest.mark.parametrize(("name", "device", "half", "error", "says"), REFUSED)
+def test_what_cannot_run_is_refused_before_anything_is_loaded(
+    name: str, device: str, half: bool, error: type[Exception], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", None)  # not installed
+    with pytest.raises(error, match=says) as caught:
+        check_attention(name, device, half)
+    assert "model.attn_implementation" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["packed", "sdpa"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_default_and_sdpa_run_everywhere(name: str, device: str) -> None:
+    check_attention(name, device, half=False)
+
+
+def test_under_autocast_every_kernel_gets_half_precision() -> None:
+    """Norms leave queries in float32; only SDPA would be cast by autocast itself."""
+    query, key, value = rows(8, torch.float32)
+    attend = AttentionInterface()[transformers_name("flex")]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output, _ = attend(None, query, key, value, None, scaling=DIM**-0.5, segments=Segments([3, 5]))
+    assert output.dtype == torch.bfloat16
