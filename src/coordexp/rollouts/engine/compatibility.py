@@ -33,6 +33,7 @@ TESTED_VERSIONS: dict[str, tuple[str, ...]] = {
 
 _LORA = "adapters that come from memory"
 _SERVER = "coordexp serve"
+_COLOCATED = "engines inside the learner"
 
 VLLM_ENGINE = (
     UpstreamName("vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm", "loadable weights on CPUs"),
@@ -67,6 +68,57 @@ VLLM_SERVER = (
     UpstreamName("vllm.v1.engine.async_llm", "AsyncLLM.reset_encoder_cache", _SERVER),
     UpstreamName("vllm.v1.engine.async_llm", "AsyncLLM.reset_mm_cache", _SERVER),
     UpstreamName("vllm.v1.engine.async_llm", "AsyncLLM.shutdown", _SERVER),
+)
+VLLM_IN_PROCESS = (
+    *VLLM_ENGINE,
+    UpstreamName("vllm", "EngineArgs", _COLOCATED),
+    UpstreamName("vllm", "SamplingParams", _COLOCATED),
+    UpstreamName("vllm.sampling_params", "RequestOutputKind.FINAL_ONLY", _COLOCATED),
+    UpstreamName("vllm.v1.engine.llm_engine", "LLMEngine.from_engine_args", _COLOCATED),
+    UpstreamName("vllm.v1.engine.llm_engine", "LLMEngine.add_request", _COLOCATED),
+    UpstreamName("vllm.v1.engine.llm_engine", "LLMEngine.abort_request", _COLOCATED),
+    UpstreamName("vllm.v1.engine.llm_engine", "LLMEngine.step", _COLOCATED),
+    UpstreamName("vllm.v1.engine.llm_engine", "LLMEngine.collective_rpc", _COLOCATED),
+    UpstreamName("vllm.v1.engine.llm_engine", "LLMEngine.reset_prefix_cache", _COLOCATED),
+    UpstreamName("vllm.v1.engine.llm_engine", "LLMEngine.reset_encoder_cache", _COLOCATED),
+    UpstreamName("vllm.v1.engine.llm_engine", "LLMEngine.reset_mm_cache", _COLOCATED),
+    UpstreamName("vllm.v1.engine.llm_engine", "LLMEngine.sleep", _COLOCATED),
+    UpstreamName("vllm.v1.engine.llm_engine", "LLMEngine.wake_up", _COLOCATED),
+    UpstreamName("vllm.v1.engine.llm_engine", "LLMEngine.is_sleeping", _COLOCATED),
+    UpstreamName("vllm.v1.engine.core_client", "InprocClient.shutdown", _COLOCATED),
+)
+
+_GUARD = "the repeat guard"
+_SWIFT = "swift rollout with the CoordExp plugin"
+_ROLLOUT = "swift.pipelines.infer.rollout"
+
+REPEAT_GUARD = (
+    UpstreamName("vllm.v1.sample.logits_processor", "LogitsProcessor.apply", _GUARD),
+    UpstreamName("vllm.v1.sample.logits_processor", "LogitsProcessor.update_state", _GUARD),
+    UpstreamName("vllm.v1.sample.logits_processor", "LogitsProcessor.is_argmax_invariant", _GUARD),
+    UpstreamName("vllm.v1.sample.logits_processor", "LogitsProcessor.validate_params", _GUARD),
+    UpstreamName("vllm.v1.sample.logits_processor", "LogitsProcessors.all", "seeing that the guard is there"),
+    UpstreamName("vllm.v1.sample.logits_processor", "process_dict_updates", _GUARD),
+    UpstreamName("vllm.sampling_params", "SamplingParams.extra_args", "naming requests to the guard"),
+    UpstreamName("vllm.v1.engine.llm_engine", "LLMEngine.collective_rpc", "asking workers"),
+)
+SWIFT_ROLLOUT = (
+    *VLLM_ENGINE,
+    *REPEAT_GUARD,
+    UpstreamName(_ROLLOUT, "GRPOVllmEngine", _SWIFT),
+    UpstreamName(_ROLLOUT, "SwiftRolloutDeploy._register_rl_rollout_app", _SWIFT),
+    UpstreamName(_ROLLOUT, "SwiftRolloutDeploy._require_api_key", _SWIFT),
+    UpstreamName(_ROLLOUT, "SwiftRolloutDeploy.lifespan", _SWIFT),
+    *(
+        UpstreamName(_ROLLOUT, f"SwiftRolloutDeploy.{endpoint}", _SWIFT)
+        for endpoint in ("health", "infer", "init_communicator", "process_weights_after_loading", "get_world_size")
+    ),
+    UpstreamName("swift.infer_engine", "GRPOVllmEngine._add_request", "naming requests to the guard"),
+    UpstreamName("swift.infer_engine", "GRPOVllmEngine.infer", "trigger flags"),
+    UpstreamName("swift.infer_engine", "GRPOVllmEngine._get_grpo_lora_request", "adapters that come from memory"),
+    UpstreamName("swift.infer_engine.protocol", "RolloutOutput.model_fields", "the envelope of answers"),
+    UpstreamName("swift.arguments.deploy_args", "get_device_count", "machines without a GPU"),
+    UpstreamName("swift.utils", "get_device_count", "machines without a GPU"),
 )
 
 

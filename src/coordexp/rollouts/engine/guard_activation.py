@@ -7,8 +7,9 @@ names. Torch-free: the launcher writes what engine processes read.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -23,6 +24,10 @@ ACTIVATION_PATH = (
     f"'swift rollout --external_plugins coordexp_rollout_plugin.py' or 'coordexp serve', started with {ENABLE}=1 and "
     f"{CONFIG_JSON} (or {CONFIG_JSON_PATH}); 'coordexp launch' does all of this"
 )
+
+# What vLLM's engine is given: the processor's class, and where it finds a request's id among the sampling parameters.
+GUARD_PROCESSOR = "coordexp.rollouts.engine.guard_processor:RepeatTerminateProcessor"
+REQUEST_KEY = "coordexp_request_id"
 
 _OPTIONAL = {"max_object_keys"}
 
@@ -64,6 +69,27 @@ def activated_config(environment: Mapping[str, str]) -> RepeatTerminateConfig | 
         problems = [f"{dotted(p.path)}: {p.message}" for p in problems_from(error, RepeatTerminateConfig)]
         raise RolloutError(f"{source}: " + "; ".join(problems)) from error
     return config if config.enabled else None
+
+
+def check_guard(workers: Sequence[Mapping[str, Any]], wanted: RepeatTerminateConfig | None) -> None:
+    """Compare what a server's workers really guard against with what was asked for (None or disabled: nothing).
+
+    Args:
+        workers: the ``workers`` of a server's ``/status/``.
+
+    Raises:
+        RolloutError: naming the missing activation path. Nothing may be trained on such a server's answers.
+    """
+    expected = wanted.model_dump() if wanted is not None and wanted.enabled else None
+    if not workers:
+        raise RolloutError("the server's status names no worker, so nobody knows whether repeat_terminate is active")
+    for number, status in enumerate(workers):
+        found = status.get("repeat_terminate") or {"active": False, "config": None}
+        if found["active"] != (expected is not None) or found["config"] != expected:
+            raise RolloutError(
+                f"rollout_matching.repeat_terminate is not active as configured: wanted {expected}, but worker "
+                f"{number} has {found}. It is activated at the server's start, by {ACTIVATION_PATH}"
+            )
 
 
 def _configuration_text(environment: Mapping[str, str]) -> tuple[str, str]:

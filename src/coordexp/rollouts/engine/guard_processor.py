@@ -1,8 +1,8 @@
 """The repeat guard as a logits processor of vLLM's engine (V1 interface): it guards every request of a server.
 
-vLLM loads :data:`GUARD_PROCESSOR` in each engine process and tells it which requests stand in which rows. A row whose
-guard has a verdict may only end; all other rows are left alone. Which requests that was is asked for afterwards, by
-the request ids that the server wrote into ``SamplingParams.extra_args``.
+vLLM loads :class:`RepeatTerminateProcessor` in each engine process and tells it which requests stand in which rows. A
+row whose guard has a verdict may only end; all other rows are left alone. Which requests that was is asked for
+afterwards, by the request ids that the server wrote into ``SamplingParams.extra_args``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vllm.v1.sample.logits_processor import LogitsProcessor, process_dict_update
 
 from coordexp.coords import CoordVocab
 from coordexp.errors import RolloutError
-from coordexp.rollouts.engine.guard_activation import ACTIVATION_PATH, activated_config
+from coordexp.rollouts.engine.guard_activation import ACTIVATION_PATH, REQUEST_KEY, activated_config
 from coordexp.rollouts.repeat_guard import ObjectKeyReader, RepeatGuard, Trigger
 
 if TYPE_CHECKING:
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.sample.logits_processor import BatchUpdate
 
-GUARD_PROCESSOR = f"{__name__}:RepeatTerminateProcessor"
-REQUEST_KEY = "coordexp_request_id"
 _MAX_UNASKED = 65_536  # requests whose client went away are never asked for
 _NOT_SAMPLED_YET = -1  # vLLM's placeholder for a token that is still on its way from the device
 
@@ -90,7 +88,8 @@ class RepeatTerminateProcessor(LogitsProcessor):
         for token in answer[guard.num_tokens :] if guard.num_tokens < len(answer) else ():
             if token == _NOT_SAMPLED_YET:
                 raise RolloutError(
-                    "vLLM asked for a verdict before it knew the newest token; start the server without async scheduling"
+                    "vLLM asked for a verdict before it knew the newest token; start the server without asynchronous "
+                    "scheduling"
                 )
             if token == self._eos_id:
                 return False  # over: with async scheduling vLLM computes one more step, and drops it

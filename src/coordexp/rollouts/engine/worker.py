@@ -27,6 +27,7 @@ from coordexp.rollouts.engine.communicator import Communicator, GroupAddress, jo
 from coordexp.rollouts.engine.cpu import DIE_WITH_PARENT, keep_weights_loadable
 from coordexp.rollouts.engine.guard_processor import guard_of_worker, guard_report
 from coordexp.rollouts.engine.layout import WeightLayout
+from coordexp.rollouts.engine.lifetime import die_with_owner
 
 EXTENSION = "coordexp.rollouts.engine.worker.WeightSyncExtension"
 TIMEOUT_VARIABLE = "COORDEXP_COMMUNICATOR_TIMEOUT_S"
@@ -47,6 +48,7 @@ class PushState:
     open: bool = False
     version: int = 0
     pushes: int = 0
+    base_overwritten: bool = False  # full weights came at least once: an adapter for the checkpoint no longer fits
     checksum: str | None = None
     failure: str | None = None
     received_bytes: int = 0
@@ -141,6 +143,7 @@ class WeightReceiver:
             state.checksum = self._checksum() if wants_checksum else None
             state.version = state.version + 1 if version is None else version
             state.pushes += 1
+            state.base_overwritten |= not state.adapter_names
             state.open = False
             state.failure = None
             return self.report()
@@ -151,6 +154,7 @@ class WeightReceiver:
         return {
             "weight_version": state.version,
             "pushes": state.pushes,
+            "base_overwritten": state.base_overwritten,
             "push_open": state.open,
             "failure": state.failure,
             "checksum": state.checksum,
@@ -180,7 +184,13 @@ class WeightReceiver:
         if self.state.open:
             return
         last = self.state
-        self.state = PushState(open=True, version=last.version, pushes=last.pushes, failure=last.failure)
+        self.state = PushState(
+            open=True,
+            version=last.version,
+            pushes=last.pushes,
+            base_overwritten=last.base_overwritten,
+            failure=last.failure,
+        )
 
     def _load(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         if self._device.type == "cuda":
@@ -235,6 +245,7 @@ class WeightSyncExtension:
     def __new__(cls, *args: Any, **kwargs: Any) -> WeightSyncExtension:
         if os.environ.get(DIE_WITH_PARENT) == "1":
             die_with_parent()
+        die_with_owner()
         return super().__new__(cls)
 
     @property
