@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,15 +59,31 @@ def open_rgb(
         DataError: missing, truncated, no image, not 8-bit, or of another size than ``expected_size``.
     """
     with _open(path) as image:
-        header = _header(image, path)
-        size = header.size if apply_orientation else header.stored_size
-        if expected_size is not None and size != expected_size:
-            raise DataError(size_problem(expected_size, size), path=path)
-        try:
-            # The file's own EXIF is left behind by convert(): nobody may turn these pixels a second time.
-            rgb = _flatten(image)
-        except _PILLOW_ERRORS as error:
-            raise DataError(f"cannot decode the image ({error}); replace the file", path=path) from error
+        return _decode(image, path, expected_size, apply_orientation)
+
+
+def rgb_from_bytes(data: bytes, name: str) -> Image.Image:
+    """:func:`open_rgb` of an image file's bytes; errors call it ``name``. Raises DataError as that does."""
+    try:
+        opened = Image.open(io.BytesIO(data))
+    except _PILLOW_ERRORS as error:
+        raise DataError(f"not a readable image ({error}); send the file's own bytes", path=name) from error
+    with opened as image:
+        return _decode(image, Path(name), None, True)
+
+
+def _decode(
+    image: Image.Image, path: Path, expected_size: tuple[int, int] | None, apply_orientation: bool
+) -> Image.Image:
+    header = _header(image, path)
+    size = header.size if apply_orientation else header.stored_size
+    if expected_size is not None and size != expected_size:
+        raise DataError(size_problem(expected_size, size), path=path)
+    try:
+        # The file's own EXIF is left behind by convert(): nobody may turn these pixels a second time.
+        rgb = _flatten(image)
+    except _PILLOW_ERRORS as error:
+        raise DataError(f"cannot decode the image ({error}); replace the file", path=path) from error
     upright = _UPRIGHT_BY_ORIENTATION.get(header.orientation) if apply_orientation else None
     return rgb if upright is None else rgb.transpose(upright)
 

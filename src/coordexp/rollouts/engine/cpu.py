@@ -20,11 +20,16 @@ _ON_CPU = {
 }
 
 
-def has_gpu() -> bool:
-    """Whether engines of this machine run on GPUs. Does not initialise CUDA, so children may still choose devices."""
+def num_gpus() -> int:
+    """Visible GPUs. Does not initialise CUDA, so children may still choose devices."""
     import torch
 
-    return torch.cuda.device_count() > 0
+    return torch.cuda.device_count()
+
+
+def has_gpu() -> bool:
+    """Whether engines of this machine run on GPUs."""
+    return num_gpus() > 0
 
 
 def engine_environment(given: Mapping[str, str], *, gpu: bool) -> dict[str, str]:

@@ -1,0 +1,39 @@
+"""``coordexp serve``: one rollout server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    """Add this command to ``app``."""
+    app.command()(serve)
+
+
+def serve(
+    config: Annotated[Path, typer.Option("--config", metavar="CONFIG.yaml", help="The learner's configuration.")],
+    index: Annotated[int, typer.Option(min=0, help="Which of rollout_matching.vllm.server.servers to be.")] = 0,
+    data_parallel_size: Annotated[
+        int | None, typer.Option(min=1, help="Engines side by side [one per tensor_parallel_size visible GPUs].")
+    ] = None,
+) -> None:
+    """Answer rollout requests of learners, with the weights that they push. Ends on Ctrl-C or SIGTERM."""
+    import logging
+
+    from coordexp.config import load_config
+
+    run = load_config(config)  # before vLLM is imported: a mistake in the YAML shows at once
+    logging.basicConfig(format="%(asctime)s %(name)s %(message)s")
+    logging.getLogger("coordexp").setLevel(logging.INFO)  # not the root: vLLM sets that one
+    from coordexp.rollouts.engine.cpu import num_gpus
+    from coordexp.serving.options import serve_options
+    from coordexp.serving.server import prepare_environment, run_server
+
+    gpus = num_gpus()
+    options = serve_options(run, index, data_parallel_size, gpus)
+    assert run.rollout_matching is not None  # or serve_options would have refused
+    prepare_environment(run.rollout_matching.repeat_terminate, gpu=gpus > 0)
+    run_server(options, gpu=gpus > 0)
