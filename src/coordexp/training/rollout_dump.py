@@ -25,7 +25,7 @@ from coordexp.data.dataset import Sample
 from coordexp.metrics import SampleOutcome
 from coordexp.metrics.rollout_record import Settings, WhereInTraining, make_record, to_line
 from coordexp.records import ImageRecord
-from coordexp.training.sources import RolloutSource, SegmentSource
+from coordexp.training.sources import RolloutSource
 
 logger = logging.getLogger("coordexp")
 
@@ -168,11 +168,11 @@ class RolloutRecorder:
         logger.warning("%s (counted in %s from here on)", message, counter)
 
 
-def build_recorder(config: MonitorDumpConfig, source: SegmentSource, output_dir: Path) -> RolloutRecorder | None:
+def build_recorder(config: MonitorDumpConfig, source: RolloutSource | None, output_dir: Path) -> RolloutRecorder | None:
     """The recorder that ``rollout_matching.monitor_dump`` asks for on this rank; None for none."""
     if not config.enabled or (config.only_world_process_zero and not distributed.is_main()):
         return None
-    assert isinstance(source, RolloutSource), "the schema refuses monitor_dump without rollouts"
+    assert source is not None, "the schema refuses monitor_dump without rollouts"
     settings = Settings(source.matching, source.transport, source.field_order)
     policy = DumpPolicy(
         config.every_steps, config.dump_first_step, config.max_samples, config.max_pending, config.min_free_gb
