@@ -48,6 +48,14 @@ def output_head(model: Any) -> OutputHead:
     return OutputHead(head.weight, None if offset is None else getattr(head, _IDS), offset)
 
 
+def coord_embedding_rows(model: Any, coord_ids_B: torch.Tensor) -> torch.Tensor:
+    """The coordinate tokens' input embeddings (1000, H) of a bare Qwen3-VL model, offsets included."""
+    embedding = model.get_input_embeddings()
+    rows_BH = embedding.weight[coord_ids_B]
+    found = offset_of(embedding)
+    return rows_BH if found is None else rows_BH + found[1].to(rows_BH.dtype)
+
+
 def add_coord_offset(model: Any, coord_ids: Sequence[int]) -> None:
     """Give ``model`` a zero offset on the rows ``coord_ids`` of its embedding and head. Freezes neither."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()

@@ -51,6 +51,7 @@ def check_run(config: RunConfig) -> CheckedRun:
     check_world_size(config, distributed.world_size())
     rollout = config.rollout_matching or RolloutMatchingConfig(rollout_backend="hf")
     check_backend(rollout)
+    _check_attention(config)
     if config.training.eval_strategy != "no" and config.custom.val_jsonl is None:
         raise ConfigError("training.eval_strategy: evaluates, but custom.val_jsonl is null; give a file, or write 'no'")
     if config.training.packing:
@@ -77,8 +78,10 @@ def build_trainer(run: CheckedRun, console: Console, description: str = "train",
 
     from coordexp.modeling.inputs import PromptEncoder
     from coordexp.modeling.load import load_model
+    from coordexp.modeling.tuner import tune
     from coordexp.rollouts import build_backend
     from coordexp.training.checkpoint import check_carry_buffers, resolve_resume, write_manifest
+    from coordexp.training.optimizer import LearningRates
     from coordexp.training.progress import RichProgress
     from coordexp.training.rollout_dump import build_recorder
     from coordexp.training.trainer import CoordExpTrainer
@@ -103,8 +106,7 @@ def build_trainer(run: CheckedRun, console: Console, description: str = "train",
     write_manifest(config, config_path, Path(training.output_dir))
     set_seed(training.seed)
     loaded = load_model(config.model.model, config.model.dtype, config.model.attn_implementation)
-    if config.tuner.freeze_vit:
-        loaded.model.model.visual.requires_grad_(False)
+    tune(loaded.model, config.tuner, loaded.vocab.coord_token_ids)
     encoder = PromptEncoder(loaded.processor, config.template.prompt, config.template.system)
     datasets = [
         RecordDataset(records, encoder.encode, config.custom.object_ordering, training.seed)
@@ -120,6 +122,7 @@ def build_trainer(run: CheckedRun, console: Console, description: str = "train",
         pipeline=pipeline,
         eval_backend=backend,
         decode_batch_size=rollout.decode_batch_size,
+        learning_rates=LearningRates(training.learning_rate, training.vit_lr, training.aligner_lr, training.coord_lr),
         recorder=build_recorder(rollout.monitor_dump, source, Path(training.output_dir)),
         args=arguments,
         train_dataset=datasets[0],
@@ -196,6 +199,17 @@ def _build_buffer(run: CheckedRun, encoder: PromptEncoder, resume: Path | None) 
         by_id = {record.sample_id: record for record in run.train}
         load_carry_buffer(buffer, resume, lambda sample_id: encoder.encode(_lookup(by_id, sample_id)))
     return buffer
+
+
+def _check_attention(config: RunConfig) -> None:
+    import torch
+
+    from coordexp.modeling.attention import check_attention
+
+    training = config.training
+    on_cpu = training.use_cpu or not torch.cuda.is_available()
+    half = training.bf16 or training.fp16 or config.model.dtype != "float32"
+    check_attention(config.model.attn_implementation, "cpu" if on_cpu else "cuda", half)
 
 
 def _use_one_device(arguments: Any) -> None:

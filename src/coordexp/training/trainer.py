@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from transformers import Trainer
+from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from coordexp import distributed
@@ -18,12 +19,14 @@ from coordexp.data.dataset import RecordDataset, Sample
 from coordexp.errors import CheckpointError, TrainingDiverged
 from coordexp.evaluation import evaluate_dataset
 from coordexp.metrics import MetricsPayload, MetricSums
+from coordexp.modeling.adapter import has_adapter, load_adapter, save_adapter
 from coordexp.modeling.forward import supervised_logits
 from coordexp.modeling.inputs import row_inputs, to_device
 from coordexp.modeling.load import LoadedModel
 from coordexp.objective import ObjectiveContext, ObjectivePipeline, SupervisionTensors
 from coordexp.rollouts import RolloutBackend
 from coordexp.training.checkpoint import save_carry_buffer
+from coordexp.training.optimizer import LearningRates, grouped, parameter_groups
 from coordexp.training.rollout_dump import RolloutRecorder
 from coordexp.training.window import Window, WindowBuilder
 
@@ -44,6 +47,7 @@ class CoordExpTrainer(Trainer):
         pipeline: ObjectivePipeline,
         eval_backend: RolloutBackend,
         decode_batch_size: int,
+        learning_rates: LearningRates,
         recorder: RolloutRecorder | None = None,
         **kwargs: Any,
     ) -> None:
@@ -60,8 +64,19 @@ class CoordExpTrainer(Trainer):
         self._pipeline = pipeline
         self._eval_backend = eval_backend
         self._decode_batch_size = decode_batch_size
+        self._learning_rates = learning_rates
         self._recorder = recorder
         self._sums = MetricSums()
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """transformers' optimizer over groups of ours: each part of the model has its own learning rate."""
+        if self.optimizer is None:
+            tuned = self.model if model is None else model
+            decaying = self.get_decay_parameter_names(tuned)
+            groups = parameter_groups(tuned, self._learning_rates, self.args.weight_decay, decaying)
+            standard = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, tuned)
+            self.optimizer_cls_and_kwargs = grouped(standard, groups, self._learning_rates)
+        return super().create_optimizer(model)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -136,6 +151,27 @@ class CoordExpTrainer(Trainer):
             folder = Path(str(self.args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
             save_carry_buffer(self.window_builder.buffer, folder)
         super()._save_checkpoint(model, trial)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        if not has_adapter(self._loaded.model):
+            super()._save(output_dir, state_dict)
+            return
+        folder = Path(output_dir or str(self.args.output_dir))
+        save_adapter(self._loaded.model, folder, state_dict)
+        self._loaded.processor.save_pretrained(folder)
+        torch.save(self.args, folder / TRAINING_ARGS_NAME)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if has_adapter(self._loaded.model) and not self.is_fsdp_enabled:  # FSDP saves and loads all weights, sharded
+            load_adapter(self._loaded.model, Path(resume_from_checkpoint))
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        if has_adapter(self._loaded.model) and not self.is_fsdp_enabled:
+            load_adapter(self._loaded.model, Path(str(self.state.best_model_checkpoint)))
+        else:
+            super()._load_best_model()
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """transformers warns of a tied language head, which no file holds, and no more than warns of a real gap."""

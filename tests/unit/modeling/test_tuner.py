@@ -1,0 +1,197 @@
+"""What is frozen stays frozen, adapters start as the base, and coordinate rows have exactly their own gradient."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from coordexp.config.tuner import TunerConfig
+from coordexp.errors import ConfigError
+from coordexp.modeling.coord_offset import coord_offsets, output_head
+from coordexp.modeling.load import LoadedModel, load_model
+from coordexp.modeling.tuner import part_of, tune
+from coordexp.rollouts import SeedContext
+from coordexp.rollouts.backend import DecodingOptions
+from coordexp.rollouts.hf import HFBackend
+from tiny_run import gt_segments, load_tiny, tiny_checkpoint, tiny_samples
+from tuned_models import lora, tuned, untied_checkpoint
+
+PARTS = [
+    ("model.visual.blocks.0.attn.qkv.weight", "vit"),
+    ("model.visual.patch_embed.proj.bias", "vit"),
+    ("model.visual.merger.linear_fc1.weight", "aligner"),
+    ("model.visual.deepstack_merger_list.0.norm.weight", "aligner"),
+    ("model.language_model.layers.0.mlp.up_proj.lora_A.default.weight", "llm"),
+    ("model.language_model.embed_tokens.weight", "llm"),
+    ("lm_head.weight", "llm"),
+    ("model.language_model.embed_tokens.coord_offset", "coord"),
+    ("lm_head.coord_offset", "coord"),
+]
+
+
+@pytest.mark.parametrize(("name", "part"), PARTS)
+def test_each_parameter_belongs_to_one_part(name: str, part: str) -> None:
+    assert part_of(name) == part
+
+
+def trained_parts(loaded: LoadedModel) -> set[str]:
+    return {part_of(name) for name, p in loaded.model.named_parameters() if p.requires_grad}
+
+
+def tune_tiny(config: TunerConfig) -> LoadedModel:
+    loaded = load_tiny()
+    tune(loaded.model, config, loaded.vocab.coord_token_ids)
+    return loaded
+
+
+FREEZING = [
+    ({}, {"vit", "aligner", "llm"}),
+    ({"freeze_vit": True}, {"aligner", "llm"}),
+    ({"freeze_vit": True, "freeze_aligner": True}, {"llm"}),
+    ({"freeze_llm": True, "freeze_aligner": True}, {"vit"}),
+]
+
+
+@pytest.mark.parametrize(("keys", "parts"), FREEZING, ids=str)
+def test_full_training_trains_every_weight_of_the_parts_that_are_not_frozen(keys: dict, parts: set[str]) -> None:
+    model = tune_tiny(TunerConfig(**keys)).model
+    assert {n for n, p in model.named_parameters() if p.requires_grad} == {
+        n for n, _ in model.named_parameters() if part_of(n) in parts
+    }
+
+
+@pytest.mark.parametrize(("keys", "parts"), FREEZING, ids=str)
+def test_adapters_go_on_every_linear_layer_of_the_parts_that_are_not_frozen(keys: dict, parts: set[str]) -> None:
+    model = tune_tiny(lora(**keys)).model
+    adapted = {name.rpartition(".lora_A.")[0] for name, _ in model.named_parameters() if ".lora_A." in name}
+    plain = load_tiny().model
+    linear = {n for n, m in plain.named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head"}
+    assert adapted == {name for name in linear if part_of(name) in parts}
+    assert not any(p.requires_grad for n, p in model.named_parameters() if "lora_" not in n and "coord_offset" not in n)
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+
+
+def test_coordinate_rows_are_trained_even_where_every_part_is_frozen() -> None:
+    everything = {"freeze_vit": True, "freeze_aligner": True, "freeze_llm": True}
+    assert trained_parts(tune_tiny(lora(**everything))) == {"coord"}
+
+
+@pytest.mark.parametrize(("checkpoint", "tables"), [(tiny_checkpoint, 1), (untied_checkpoint, 2)])
+def test_a_tied_table_has_one_offset_under_two_names(checkpoint, tables: int) -> None:
+    loaded = tuned(lora(), checkpoint=checkpoint())
+    assert len(coord_offsets(loaded.model)) == tables
+    embedding, head = loaded.model.get_input_embeddings(), loaded.model.get_output_embeddings()
+    assert (embedding.coord_offset is head.coord_offset) == (tables == 1)
+
+
+REFUSED = [
+    ({"target_modules": ["q_prj"]}, "no module whose name ends in 'q_prj'"),
+    ({"target_modules": ["norm"]}, "is a .*; adapters go on linear layers"),
+    ({"target_modules": ["lm_head"]}, "lm_head is the embedding or the head"),
+    ({"modules_to_save": ["embed_tokens"]}, "embed_tokens is the embedding or the head"),
+    ({"target_modules": ["all-linear", "q_proj"]}, "all-linear stands alone"),
+    ({"target_modules": ["q_proj"], "freeze_llm": True, "train_coord_rows": False}, "every part is frozen, so"),
+    ({"modules_to_save": ["visual.posembed"]}, "tuner.modules_to_save: the model has no module"),
+]
+
+
+@pytest.mark.parametrize(("keys", "says"), REFUSED, ids=lambda value: str(value))
+def test_what_cannot_be_adapted_is_refused(keys: dict, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        tune_tiny(lora(**keys))
+
+
+def test_nothing_left_to_train_is_refused() -> None:
+    with pytest.raises(ConfigError, match="leave nothing to train"):
+        tune_tiny(TunerConfig(freeze_vit=True, freeze_aligner=True, freeze_llm=True))
+
+
+def row(loaded: LoadedModel) -> dict[str, torch.Tensor]:
+    """A prompt with an image and an answer with coordinates."""
+    segment = gt_segments(loaded, 1)[0]
+    ids = torch.tensor([[*segment.prompt_token_ids, *segment.target.token_ids]])
+    is_image = (ids == loaded.image_token_id).int()
+    return {"input_ids": ids, "mm_token_type_ids": is_image, "use_cache": False, **segment.model_inputs}
+
+
+def test_a_fresh_adapter_with_its_zero_offset_changes_nothing() -> None:
+    plain, adapted = load_tiny(), tune_tiny(lora(lora_dropout=0.0))
+    with torch.no_grad():
+        assert torch.equal(plain.model(**row(plain)).logits, adapted.model(**row(adapted)).logits)
+
+
+def loss(loaded: LoadedModel) -> torch.Tensor:
+    inputs = row(loaded)
+    logits = loaded.model(**inputs).logits[0, :-1]
+    return torch.nn.functional.cross_entropy(logits, inputs["input_ids"][0, 1:])
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpoint", [tiny_checkpoint, untied_checkpoint], ids=["tied", "untied"])
+def test_an_offsets_gradient_is_the_tables_own_at_its_rows(checkpoint, checkpointing: bool) -> None:
+    """Full training differentiates the whole tables; at the base, the offset's gradient is the slice of it. With a tied
+    head that is the sum of what flows into the embedding and into the head."""
+    full = load_model(checkpoint(), "float32")
+    loss(full).backward()
+    adapted = load_model(checkpoint(), "float32")
+    tune(adapted.model, lora(lora_dropout=0.0), adapted.vocab.coord_token_ids)
+    if checkpointing:
+        adapted.model.gradient_checkpointing_enable()
+        adapted.model.train()
+    loss(adapted).backward()
+    rows = list(adapted.vocab.coord_token_ids)
+    for name, offset in coord_offsets(adapted.model).items():
+        table = full.model.get_submodule(name.rpartition(".")[0]).weight
+        assert table.grad[rows].abs().max() > 1e-4
+        torch.testing.assert_close(offset.grad, table.grad[rows], atol=1e-7, rtol=1e-4)
+        assert adapted.model.get_submodule(name.rpartition(".")[0]).weight.grad is None
+
+
+@pytest.mark.parametrize("checkpoint", [tiny_checkpoint, untied_checkpoint], ids=["tied", "untied"])
+def test_the_head_as_the_objective_takes_it_is_the_models_own(checkpoint) -> None:
+    loaded = tuned(lora(), checkpoint=checkpoint())
+    head = output_head(loaded.model)
+    hidden = torch.randn(5, head.weight_VH.shape[1], generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        logits = loaded.model.lm_head(hidden)
+        torch.testing.assert_close(hidden @ head.effective_weight().T, logits, atol=1e-5, rtol=1e-5)
+        logits_NV = hidden @ head.weight_VH.T
+        logits_NV[:, head.coord_ids_B] += hidden @ head.offset_BH.T
+        torch.testing.assert_close(logits_NV, logits, atol=1e-5, rtol=1e-5)
+    plain = output_head(load_tiny().model)
+    assert plain.offset_BH is None and plain.effective_weight() is plain.weight_VH
+
+
+def test_a_copy_of_a_model_has_an_offset_of_its_own() -> None:
+    loaded = tuned(lora(), seed=1)
+    twin = copy.deepcopy(loaded.model)
+    with torch.no_grad():
+        before = loaded.model(**row(loaded)).logits
+        for offset in coord_offsets(twin).values():
+            offset.zero_()
+        assert torch.equal(loaded.model(**row(loaded)).logits, before)
+        assert not torch.equal(twin(**row(loaded)).logits, before)
+    assert twin.get_input_embeddings().coord_offset is twin.get_output_embeddings().coord_offset
+
+
+def test_rollouts_come_from_the_adapted_model_and_its_rows() -> None:
+    """HF generation of the tuned model is that of its merged weights, token by token."""
+    from coordexp.modeling.weights import LearnerWeights
+
+    loaded, plain = tuned(lora()), load_tiny()
+    with LearnerWeights(loaded.model).full() as tensors:
+        plain.model.load_state_dict(dict(tensors), strict=False)
+    requests = [sample.request for sample in tiny_samples(loaded, 3)]
+    seeds = SeedContext(1, 0, 0, 0)
+    answers = [
+        HFBackend(one.model, one.vocab, DecodingOptions(max_new_tokens=16), 3, one.image_token_id).generate(
+            requests, seeds
+        )
+        for one in (loaded, plain)
+    ]
+    assert [a.response_token_ids for a in answers[0]] == [a.response_token_ids for a in answers[1]]
+    assert answers[0] != HFBackend(
+        load_tiny().model, plain.vocab, DecodingOptions(max_new_tokens=16), 3, plain.image_token_id
+    ).generate(requests, seeds)

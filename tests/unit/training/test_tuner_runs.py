@@ -1,0 +1,121 @@
+"""LoRA and DoRA runs: the base is not touched, checkpoints resume exactly, and what is saved evaluates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from coordexp.errors import CheckpointError, ConfigError
+from coordexp.modeling.load import load_model
+from coordexp.modeling.weights import LearnerWeights
+from coordexp.training.build import check_run, run_training
+from coordexp.training.evaluate import evaluate_model
+from tiny_run import load_tiny, run_config, step_lines, tiny_checkpoint, train, weights
+
+LORA: dict[str, Any] = {"tuner__train_type": "lora", "tuner__lora_rank": 4, "training__max_steps": 2}
+DORA = LORA | {"tuner__use_dora": True}
+
+
+def trained(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def pushed(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    with LearnerWeights(model).full() as tensors:
+        return {name: tensor.clone() for name, tensor in tensors}
+
+
+@pytest.mark.parametrize(("keys", "stage"), [(LORA, 1), (DORA, 2)], ids=["lora", "dora"])
+def test_training_moves_adapters_and_coordinate_rows_and_leaves_the_base(
+    keys: dict[str, Any], stage: int, tmp_path: Path
+) -> None:
+    start = weights(load_tiny().model)
+    trainer = train(run_config(tmp_path, stage, **keys))
+    assert len(step_lines(trainer)) == 2
+    moved = trained(trainer.model)
+    assert all(value.abs().sum() > 0 for name, value in moved.items() if "lora_B" in name or "coord_offset" in name)
+    for name, value in weights(trainer.model).items():
+        if name not in moved and "coord_offset" not in name:
+            assert torch.equal(value, start[name.replace(".base_layer", "")]), name
+
+
+def test_a_run_cut_in_two_is_the_run_in_one(tmp_path: Path) -> None:
+    keys = DORA | {"training__max_steps": 4, "training__save_strategy": "steps", "training__save_steps": 2}
+    whole = train(run_config(tmp_path, 2, "whole", **keys))
+    resumed = train(
+        run_config(
+            tmp_path, 2, "resumed", **keys, training__resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2")
+        )
+    )
+    assert resumed.state.global_step == 4
+    one, two = trained(whole.model), trained(resumed.model)
+    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+    files = {path.name for path in (tmp_path / "whole" / "checkpoint-2").iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors", "coord_offset.safetensors"} <= files
+    assert "model.safetensors" not in files, "the base is not written again with every checkpoint"
+
+
+def test_resuming_full_weights_as_adapters_is_refused(tmp_path: Path) -> None:
+    keys = {"training__max_steps": 1, "training__save_strategy": "steps", "training__save_steps": 1}
+    train(run_config(tmp_path, 1, "full", **keys))
+    config = run_config(
+        tmp_path, 1, "lora", **LORA, training__resume_from_checkpoint=str(tmp_path / "full" / "checkpoint-1")
+    )
+    with pytest.raises(CheckpointError, match="resume with the tuner section that wrote them"):
+        train(config)
+
+
+def test_the_best_adapters_are_loaded_at_the_end(tmp_path: Path) -> None:
+    keys = LORA | {
+        "training__save_strategy": "steps", "training__save_steps": 1, "training__eval_strategy": "steps",
+        "training__eval_steps": 1, "training__load_best_model_at_end": True, "custom__val_sample_limit": 1,
+        "training__metric_for_best_model": "rollout/f1", "training__greater_is_better": True,
+    }  # fmt: skip
+    trainer = train(run_config(tmp_path, 1, **keys))
+    assert str(trainer.state.best_model_checkpoint).endswith("checkpoint-1"), "a random model's F1 does not grow"
+    best = load_model(trainer.state.best_model_checkpoint, "float32").model
+    final = pushed(trainer.model)
+    assert all(torch.equal(best.get_parameter(name), value) for name, value in final.items())
+
+
+def test_the_final_folder_loads_evaluates_and_is_a_start(tmp_path: Path) -> None:
+    config = run_config(tmp_path, 1, "first", **LORA)
+    trainer = run_training(config, Console(quiet=True))
+    folder = tmp_path / "first"
+    loaded = load_model(folder, "float32")
+    assert all(torch.equal(loaded.model.get_parameter(name), value) for name, value in pushed(trainer.model).items())
+    figures, predictions = evaluate_model(config, Console(quiet=True), model=folder)
+    assert len(predictions) == figures["images"] == 5
+    second = train(run_config(tmp_path, 1, "second", model__model=str(folder), training__max_steps=1))
+    assert second.state.global_step == 1
+    assert "peft_config" not in vars(second.model), "full training goes on from the merged weights"
+
+
+@pytest.mark.parametrize("keys", [LORA, {"training__max_steps": 2}], ids=["lora", "full"])
+def test_gradient_checkpointing_trains_the_same(keys: dict[str, Any], tmp_path: Path) -> None:
+    keys = keys | {"training__optim": "sgd", "tuner__lora_dropout": 0.0}
+    plain, recomputed = (
+        trained(train(run_config(tmp_path, 1, str(on), **keys, training__gradient_checkpointing=on)).model)
+        for on in (False, True)
+    )
+    for name, value in plain.items():
+        torch.testing.assert_close(recomputed[name], value, atol=1e-6, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_frozen_parts_stay_as_they_are(tmp_path: Path) -> None:
+    start = weights(load_tiny().model)
+    end = weights(train(run_config(tmp_path, 1, tuner__freeze_vit=True, tuner__freeze_llm=True)).model)
+    changed = {name for name in start if not torch.equal(start[name], end[name])}
+    assert changed and all(".merger." in name or ".deepstack_merger_list." in name for name in changed)
+
+
+@pytest.mark.parametrize("name", ["varlen", "flex", "flash"])
+def test_an_attention_that_cannot_train_here_is_refused_before_anything_is_read(name: str, tmp_path: Path) -> None:
+    config = run_config(tmp_path, 1, model__attn_implementation=name, model__model=str(tmp_path / "no-such-model"))
+    with pytest.raises(ConfigError, match=rf"model\.attn_implementation: {name} has no backward pass on the CPU"):
+        check_run(config)
+    assert tiny_checkpoint().is_dir()
