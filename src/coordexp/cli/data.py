@@ -27,6 +27,11 @@ MinPixels = Annotated[int | None, typer.Option(help="Least area of a resized ima
 MaxPixels = Annotated[int | None, typer.Option(help="Largest area of a resized image, in pixels.")]
 
 
+MaxVertices = Annotated[
+    int | None, typer.Option(min=3, help="Simplify polygons with more vertices; the report says what that cost.")
+]
+
+
 class SceneFamily(StrEnum):
     """Families of generated scenes; the keys of ``coordexp.data.scenes.SPECS``."""
 
@@ -41,6 +46,13 @@ class CocoGeometry(StrEnum):
 
     BBOX = "bbox"
     POLY = "poly"
+
+
+class ShapeGeometry(StrEnum):
+    """What becomes of a format's polygons."""
+
+    AS_ANNOTATED = "as_annotated"
+    BBOX = "bbox"
 
 
 @convert_app.command("voc")
@@ -85,6 +97,7 @@ def convert_coco_command(
     out: Annotated[Path, typer.Option(help="Folder of the JSONL and its images.")],
     geometry: Annotated[CocoGeometry, typer.Option(help="Boxes, or segmentation polygons.")] = CocoGeometry.BBOX,
     name: Annotated[str | None, typer.Option(help="Name of the JSONL; the annotation file's when left out.")] = None,
+    max_vertices: MaxVertices = None,
     resize: Resize = True,
     factor: Factor = None,
     min_pixels: MinPixels = None,
@@ -93,10 +106,86 @@ def convert_coco_command(
     """COCO instances to JSONL."""
     from coordexp.data.convert import convert_coco
 
-    options = _image_options(resize, factor, min_pixels, max_pixels)
+    options = _image_options(resize, factor, min_pixels, max_pixels, max_vertices)
     with counting("converting") as progress:
         report = convert_coco(
             annotations, images, out, geometry=geometry.value, name=name, options=options, progress=progress
+        )
+    _show_report(report)
+
+
+@convert_app.command("lvis")
+def convert_lvis_command(
+    annotations: Annotated[Path, typer.Argument(help="The LVIS JSON.")],
+    images: Annotated[Path, typer.Argument(help="Folder with the images, or with COCO's train2017 and val2017.")],
+    out: Annotated[Path, typer.Option(help="Folder of the JSONL and its images.")],
+    geometry: Annotated[CocoGeometry, typer.Option(help="Boxes, or segmentation polygons.")] = CocoGeometry.BBOX,
+    name: Annotated[str | None, typer.Option(help="Name of the JSONL; the annotation file's when left out.")] = None,
+    max_vertices: MaxVertices = None,
+    resize: Resize = True,
+    factor: Factor = None,
+    min_pixels: MinPixels = None,
+    max_pixels: MaxPixels = None,
+) -> None:
+    """LVIS to JSONL."""
+    from coordexp.data.convert import convert_lvis
+
+    options = _image_options(resize, factor, min_pixels, max_pixels, max_vertices)
+    with counting("converting") as progress:
+        report = convert_lvis(
+            annotations, images, out, geometry=geometry.value, name=name, options=options, progress=progress
+        )
+    _show_report(report)
+
+
+@convert_app.command("yolo")
+def convert_yolo_command(
+    source: Annotated[Path, typer.Argument(help="data.yaml, or a folder with images, labels and classes.txt.")],
+    out: Annotated[Path, typer.Option(help="Folder of the JSONL and its images.")],
+    split: Annotated[str | None, typer.Option(help="train, val or test of data.yaml; or a folder of images.")] = None,
+    geometry: Annotated[
+        ShapeGeometry, typer.Option(help="Polygons as they are, or their bounds.")
+    ] = ShapeGeometry.AS_ANNOTATED,
+    name: Annotated[str | None, typer.Option(help="Name of the JSONL; the split's when left out.")] = None,
+    max_vertices: MaxVertices = None,
+    resize: Resize = True,
+    factor: Factor = None,
+    min_pixels: MinPixels = None,
+    max_pixels: MaxPixels = None,
+) -> None:
+    """YOLO labels (boxes and polygons) to JSONL."""
+    from coordexp.data.convert import convert_yolo
+
+    options = _image_options(resize, factor, min_pixels, max_pixels, max_vertices)
+    with counting("converting") as progress:
+        report = convert_yolo(
+            source, out, split=split, geometry=geometry.value, name=name, options=options, progress=progress
+        )
+    _show_report(report)
+
+
+@convert_app.command("labelme")
+def convert_labelme_command(
+    folder: Annotated[Path, typer.Argument(help="Folder of LabelMe's JSON files; searched with all below it.")],
+    out: Annotated[Path, typer.Option(help="Folder of the JSONL and its images.")],
+    images: Annotated[Path | None, typer.Option(help="Folder that imagePath starts in; each file's own.")] = None,
+    geometry: Annotated[
+        ShapeGeometry, typer.Option(help="Polygons as they are, or their bounds.")
+    ] = ShapeGeometry.AS_ANNOTATED,
+    name: Annotated[str | None, typer.Option(help="Name of the JSONL; the folder's when left out.")] = None,
+    max_vertices: MaxVertices = None,
+    resize: Resize = True,
+    factor: Factor = None,
+    min_pixels: MinPixels = None,
+    max_pixels: MaxPixels = None,
+) -> None:
+    """LabelMe (one JSON per image) to JSONL."""
+    from coordexp.data.convert import convert_labelme
+
+    options = _image_options(resize, factor, min_pixels, max_pixels, max_vertices)
+    with counting("converting") as progress:
+        report = convert_labelme(
+            folder, out, images_dir=images, geometry=geometry.value, name=name, options=options, progress=progress
         )
     _show_report(report)
 
@@ -144,10 +233,16 @@ def check_command(
     open_console().print(table)
 
 
-def _image_options(resize: bool, factor: int | None, min_pixels: int | None, max_pixels: int | None) -> ImageOptions:
+def _image_options(
+    resize: bool,
+    factor: int | None,
+    min_pixels: int | None,
+    max_pixels: int | None,
+    max_vertices: int | None = None,
+) -> ImageOptions:
     from coordexp.data.convert import ImageOptions
 
-    given = {"factor": factor, "min_pixels": min_pixels, "max_pixels": max_pixels}
+    given = {"factor": factor, "min_pixels": min_pixels, "max_pixels": max_pixels, "max_vertices": max_vertices}
     return ImageOptions(resize=resize, **{name: value for name, value in given.items() if value is not None})
 
 

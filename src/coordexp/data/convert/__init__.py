@@ -2,8 +2,11 @@
 
 from coordexp.data.convert.assemble import ImageOptions, to_bin
 from coordexp.data.convert.coco import convert_coco
+from coordexp.data.convert.labelme import convert_labelme
+from coordexp.data.convert.lvis import convert_lvis
 from coordexp.data.convert.report import ConversionReport, Note, Problem, SkipReason, render_report
 from coordexp.data.convert.voc import convert_voc
+from coordexp.data.convert.yolo import convert_yolo
 
 __all__ = [
     "ConversionReport",
@@ -12,7 +15,10 @@ __all__ = [
     "Problem",
     "SkipReason",
     "convert_coco",
+    "convert_labelme",
+    "convert_lvis",
     "convert_voc",
+    "convert_yolo",
     "render_report",
     "to_bin",
 ]

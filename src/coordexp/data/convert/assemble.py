@@ -13,6 +13,7 @@ from pathlib import Path, PurePosixPath
 from PIL import Image
 
 from coordexp.data.convert.report import ConversionReport, Note, SkipReason
+from coordexp.data.convert.simplify import simplified
 from coordexp.data.images import ImageHeader, open_rgb, read_header
 from coordexp.data.jsonl import clean_desc
 from coordexp.data.smart_resize import (
@@ -29,24 +30,31 @@ from coordexp.records import NUM_BINS, GeometryKind, GTObject, ImageRecord
 
 Progress = Callable[[int, int], None]
 
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
 _JPEG_SUFFIXES = (".jpg", ".jpeg")
 _SUFFIXES_BY_FORMAT = {"JPEG": _JPEG_SUFFIXES, "PNG": (".png",)}
 
 
 @dataclass(frozen=True, slots=True)
 class ImageOptions:
-    """What happens to the images. ``factor`` is the model's patch_size * merge_size; ``min_pixels`` / ``max_pixels``
-    bound the area after resizing. ``resize=False`` leaves images where they are and only refers to them.
-    ``workers``: threads that decode, resize and save."""
+    """What happens to images and polygons.
+
+    ``factor`` is the model's patch_size * merge_size; ``min_pixels`` / ``max_pixels`` bound the area after resizing.
+    ``resize=False`` leaves images where they are and only refers to them. ``max_vertices``: polygons with more are
+    simplified (:mod:`coordexp.data.convert.simplify`). ``workers``: threads that decode, resize and save.
+    """
 
     resize: bool = True
     factor: int = DEFAULT_FACTOR
     min_pixels: int = DEFAULT_MIN_PIXELS
     max_pixels: int = DEFAULT_MAX_PIXELS
+    max_vertices: int | None = None
     workers: int = min(8, os.cpu_count() or 1)
 
     def __post_init__(self) -> None:
         check_resize_limits(self.factor, self.min_pixels, self.max_pixels)
+        if self.max_vertices is not None and self.max_vertices < 3:
+            raise DataError(f"max_vertices is {self.max_vertices}; a polygon needs at least 3")
         if self.workers < 1:
             raise DataError(f"workers is {self.workers}; expected at least 1 thread")
 
@@ -116,7 +124,7 @@ def assemble(
             if isinstance(prepared, _Skip):
                 report.skip_image(prepared.reason, source.annotation, str(prepared), len(source.objects))
             else:
-                records.append(_record(source, prepared, report))
+                records.append(_record(source, prepared, report, options.max_vertices))
             if progress is not None:
                 progress(done, len(targets))
     finally:
@@ -228,13 +236,17 @@ def _is_plain(header: ImageHeader, target: Path) -> bool:
     return header.orientation == 1 and header.mode == "RGB" and target.suffix.lower() in suffixes
 
 
-def _record(source: SourceImage, prepared: _Prepared, report: ConversionReport) -> ImageRecord:
+def _record(
+    source: SourceImage, prepared: _Prepared, report: ConversionReport, max_vertices: int | None
+) -> ImageRecord:
     if prepared.note is not None:
         report.note(prepared.note[0], source.annotation, None, prepared.note[1])
     objects: list[GTObject] = []
     for obj in source.objects:
         try:
             quantised = _quantise(obj, prepared.frame, source.annotation, report)
+            if max_vertices is not None and quantised.kind == "poly" and len(quantised.bins) > 2 * max_vertices:
+                quantised = _simplify(quantised, max_vertices, source.annotation, obj.index, report)
             if quantised in objects:
                 detail = f"{quantised.desc} {quantised.kind} {list(quantised.bins)} is there already; both are kept"
                 report.note(Note.DUPLICATE_OBJECT, source.annotation, obj.index, detail)
@@ -279,6 +291,12 @@ def _quantise(obj: SourceObject, frame: tuple[int, int], file: str, report: Conv
     return GTObject(desc, obj.kind, bins)
 
 
+def _simplify(obj: GTObject, max_vertices: int, file: str, index: int, report: ConversionReport) -> GTObject:
+    simpler, iou = simplified(obj, max_vertices)
+    report.simplified(iou, file, index, f"{obj.desc}: {len(obj.bins) // 2} vertices to {max_vertices}, IoU {iou:.4f}")
+    return simpler
+
+
 def _desc(text: str) -> str:
     if not text.strip():
         raise _Skip(SkipReason.EMPTY_DESC, "the class name is empty")
@@ -293,6 +311,11 @@ def _area(kind: GeometryKind, points: Sequence[float]) -> float:
     if kind == "bbox_2d":
         return (points[2] - points[0]) * (points[3] - points[1])
     return abs(signed_ring_area(points))
+
+
+def bounds(points: Sequence[float]) -> tuple[float, float, float, float]:
+    """The box ``(x1, y1, x2, y2)`` around a flat list of points."""
+    return min(points[0::2]), min(points[1::2]), max(points[0::2]), max(points[1::2])
 
 
 def signed_ring_area(points: Sequence[float]) -> float:

@@ -49,9 +49,22 @@ def convert_coco(
         raise DataError(f"geometry {geometry!r} is unknown; use {' or '.join(get_args(Geometry))}")
     if not images_dir.is_dir():
         raise DataError("images folder not found; check the path", path=images_dir)
-    coco = _load(annotations_json)
-    descs = _categories(coco["categories"], annotations_json)
     report = ConversionReport(Path(out_dir) / f"{name or annotations_json.stem}.jsonl")
+    coco = load_instances(annotations_json)
+    return convert_instances(coco, annotations_json, images_dir, report, geometry, options, progress)
+
+
+def convert_instances(
+    coco: dict[str, Any],
+    annotations_json: Path,
+    images_dir: Path,
+    report: ConversionReport,
+    geometry: Geometry,
+    options: ImageOptions,
+    progress: Progress | None,
+) -> ConversionReport:
+    """:func:`convert_coco` of a file's content; ``annotations_json`` names it in errors."""
+    descs = _categories(coco["categories"], annotations_json)
     usable = _images(coco["images"], annotations_json, report)
     objects: dict[Any, list[SourceObject]] = defaultdict(list)
     for index, annotation in enumerate(coco["annotations"]):
@@ -72,7 +85,8 @@ def convert_coco(
     return assemble(sorted(sources, key=lambda source: source.file), report, options, progress)
 
 
-def _load(path: Path) -> dict[str, Any]:
+def load_instances(path: Path) -> dict[str, Any]:
+    """A COCO instances file's content. Raises DataError when it is none."""
     try:
         coco = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -25,6 +25,7 @@ class SkipReason(StrEnum):
     CROWD = "crowd"
     RLE_SEGMENTATION = "rle_segmentation"  # a mask, where polygons were asked for
     NO_SEGMENTATION = "no_segmentation"
+    UNSUPPORTED_SHAPE = "unsupported_shape"  # a point, a line, a mask
     DIFFICULT = "difficult"  # left out on request
     UNKNOWN_CATEGORY = "unknown_category"
     UNKNOWN_IMAGE = "unknown_image"
@@ -51,6 +52,7 @@ class Note(StrEnum):
     COLLAPSED_BINS = "collapsed_bins"  # thinner than one norm1000 bin
     MULTIPART_POLYGON = "multipart_polygon"  # the largest part was kept
     DUPLICATE_OBJECT = "duplicate_object"  # same description and shape as an earlier object of the image
+    SIMPLIFIED = "simplified"  # a polygon lost vertices; the detail says what that cost
     EMPTIED_IMAGE = "emptied_image"  # had objects, all of them left out: now an empty image
 
 
@@ -79,6 +81,7 @@ class ConversionReport:
     notes: Counter[str] = field(default_factory=Counter)
     objects_by_desc: Counter[str] = field(default_factory=Counter)
     problems: list[Problem] = field(default_factory=list)
+    simplified_ious: list[float] = field(default_factory=list)
 
     @property
     def skipped(self) -> Counter[str]:
@@ -105,6 +108,16 @@ class ConversionReport:
         self.notes[note.value] += 1
         self.problems.append(Problem(note.value, file, index, detail))
 
+    def simplified(self, iou: float, file: str, index: int, detail: str) -> None:
+        """A polygon lost vertices; ``iou`` is its mask IoU with what it was."""
+        self.simplified_ious.append(iou)
+        self.note(Note.SIMPLIFIED, file, index, detail)
+
+    def simplification(self) -> dict[str, float] | None:
+        """How many polygons were simplified, and their mean and least IoU with what they were; None for none."""
+        ious = self.simplified_ious
+        return {"polygons": len(ious), "mean_iou": sum(ious) / len(ious), "min_iou": min(ious)} if ious else None
+
     def to_json(self) -> str:
         """The whole report as indented JSON."""
         fields = {
@@ -117,6 +130,7 @@ class ConversionReport:
             "skipped_objects": dict(sorted(self.skipped_objects.items())),
             "objects_by_desc": dict(sorted(self.objects_by_desc.items())),
             "notes": dict(sorted(self.notes.items())),
+            "simplification": self.simplification(),
             "problems": [asdict(problem) for problem in self.problems],
         }
         return json.dumps(fields, indent=2, ensure_ascii=False) + "\n"
@@ -138,6 +152,9 @@ def render_report(report: ConversionReport, max_problems: int = 20) -> Table:
         table.add_section()
         for reason, count in sorted(counter.items()):
             table.add_row(title, str(count), reason)
+    if (cost := report.simplification()) is not None:
+        table.add_row("polygons simplified", str(int(cost["polygons"])),
+                      f"IoU with the original: mean {cost['mean_iou']:.4f}, least {cost['min_iou']:.4f}")  # fmt: skip
     table.add_section()
     for problem in report.problems[:max_problems]:
         where = problem.file if problem.object_index is None else f"{problem.file} object {problem.object_index}"

@@ -11,6 +11,7 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 from coordexp.data.convert.assemble import (
+    IMAGE_SUFFIXES,
     ImageOptions,
     Progress,
     SourceImage,
@@ -20,8 +21,6 @@ from coordexp.data.convert.assemble import (
 )
 from coordexp.data.convert.report import ConversionReport, Note, SkipReason
 from coordexp.errors import DataError
-
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
 
 
 def convert_voc(

@@ -1,0 +1,196 @@
+"""YOLO labels (one text file an image) → JSONL: boxes ``class cx cy w h`` and polygons ``class x y x y …``.
+
+Values are shares of the image's width and height. An image without a label file is an image without objects, as YOLO
+itself has it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from coordexp.data.convert.assemble import (
+    IMAGE_SUFFIXES,
+    ImageOptions,
+    Progress,
+    SourceImage,
+    SourceObject,
+    assemble,
+    bounds,
+)
+from coordexp.data.convert.report import ConversionReport, SkipReason
+from coordexp.data.images import read_header
+from coordexp.errors import DataError
+
+Geometry = Literal["as_annotated", "bbox"]
+
+
+def convert_yolo(
+    source: str | Path,
+    out_dir: str | Path,
+    *,
+    split: str | None = None,
+    geometry: Geometry = "as_annotated",
+    name: str | None = None,
+    options: ImageOptions = ImageOptions(),  # noqa: B008 - frozen
+    progress: Progress | None = None,
+) -> ConversionReport:
+    """Convert a YOLO data set to ``out_dir/{name}.jsonl`` with its images in ``out_dir/images/{name}/``.
+
+    Args:
+        source: a ``data.yaml`` (``path``, ``names``, and a folder, a list file or several per split), or a folder with
+            ``images``, ``labels`` and the class names in ``data.yaml`` or ``classes.txt``.
+        split: ``train``, ``val``, …; needed where a ``data.yaml`` has several. Without a ``data.yaml`` a folder below
+            ``images``.
+        geometry: ``bbox`` writes the bounds of polygons.
+        name: of the JSONL; the split's, or ``data``, when None.
+
+    Raises:
+        DataError: names, split or images are not found, or nothing usable is.
+    """
+    names, images = _read_layout(Path(source), split)
+    report = ConversionReport(Path(out_dir) / f"{name or split or 'data'}.jsonl")
+    sources = [_read_image(path, root, names, geometry, report) for path, root in images]
+    known = {_label_of(path) for path, _ in images}
+    for label in sorted(
+        {file for folder in {label.parent for label in known} for file in folder.glob("*.txt")} - known
+    ):
+        if label.name != "classes.txt":
+            report.images_seen += 1
+            report.skip_image(SkipReason.MISSING_IMAGE, label.name, f"no image beside the label {label}")
+    return assemble(sources, report, options, progress)
+
+
+def _read_layout(source: Path, split: str | None) -> tuple[dict[int, str], list[tuple[Path, Path]]]:
+    """Class names by number, and every image with the folder that its name starts in."""
+    if source.is_dir():
+        found = [path for path in (source / "data.yaml", source / "data.yml") if path.is_file()]
+        if not found:
+            return _read_plain_folder(source, split)
+        source = found[0]
+    if not source.is_file():
+        raise DataError("not found; give a data.yaml, or a folder with images and labels", path=source)
+    try:
+        content = yaml.safe_load(source.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise DataError(f"not readable as YAML: {error}", path=source) from error
+    if not isinstance(content, dict):
+        raise DataError("expected a mapping with names, train, val", path=source)
+    names = _names(content.get("names"), source)
+    splits = {key: content[key] for key in ("train", "val", "test") if content.get(key)}
+    if split is None and len(splits) == 1:
+        split = next(iter(splits))
+    if split not in splits:
+        raise DataError(f"no split {split!r}; found: {', '.join(splits) or 'none'}; choose one with split", path=source)
+    base = source.parent / str(content.get("path") or "")
+    if not base.is_dir():  # exports keep the path of the machine that wrote them
+        base = source.parent
+    entries = splits[split] if isinstance(splits[split], list) else [splits[split]]
+    return names, [pair for entry in entries for pair in _images_of(base, str(entry), source)]
+
+
+def _read_plain_folder(folder: Path, split: str | None) -> tuple[dict[int, str], list[tuple[Path, Path]]]:
+    images = folder / "images" / (split or "")
+    classes = [path for path in (folder / "classes.txt", folder / "labels" / "classes.txt") if path.is_file()]
+    if not images.is_dir() or not classes:
+        raise DataError(
+            "no data.yaml, and no folder images with a classes.txt (one name a line) beside it", path=folder
+        )
+    lines = [line.strip() for line in classes[0].read_text(encoding="utf-8").splitlines()]
+    return dict(enumerate(lines)), [(path, images) for path in _image_files(images)]
+
+
+def _names(names: Any, path: Path) -> dict[int, str]:
+    if isinstance(names, list):
+        names = dict(enumerate(names))
+    if not isinstance(names, dict) or not all(str(k).isdecimal() and isinstance(v, str) for k, v in names.items()):
+        raise DataError("names must be a list of class names, or a mapping from numbers to them", path=path)
+    return {int(number): name for number, name in names.items()}
+
+
+def _images_of(base: Path, entry: str, source: Path) -> list[tuple[Path, Path]]:
+    # Roboflow writes ../train/images, meant from a folder beside it.
+    candidates = [base / entry, source.parent / entry, base / entry.removeprefix("../")]
+    found = next((path for path in candidates if path.exists()), None)
+    if found is None:
+        raise DataError(f"{entry!r} is neither a folder nor a list of images (looked for {candidates[0]})", path=source)
+    if found.is_dir():
+        return [(path, found) for path in _image_files(found)]
+    lines = [line.strip() for line in found.read_text(encoding="utf-8").splitlines() if line.strip()]
+    listed = [(found.parent / line, found.parent) for line in lines]
+    return [(path, path.parent if not path.is_relative_to(root) else root) for path, root in listed]
+
+
+def _image_files(folder: Path) -> Iterator[Path]:
+    return (path for path in sorted(folder.rglob("*")) if path.suffix.lower() in IMAGE_SUFFIXES)
+
+
+def _label_of(image: Path) -> Path:
+    """YOLO's rule: the last folder called ``images`` on the way is ``labels``; else the label lies beside the image."""
+    parts = list(image.parts)
+    at = max((i for i, part in enumerate(parts[:-1]) if part == "images"), default=None)
+    if at is not None:
+        parts[at] = "labels"
+    return Path(*parts).with_suffix(".txt")
+
+
+def _read_image(
+    image: Path, root: Path, names: dict[int, str], geometry: Geometry, report: ConversionReport
+) -> SourceImage:
+    report.images_seen += 1
+    file = image.relative_to(root).as_posix()
+    size = None
+    if image.is_file():
+        try:
+            size = read_header(image).size
+        except DataError:
+            size = None  # assembling names the reason, with all that leaves with it
+    label = _label_of(image)
+    objects = []
+    if label.is_file():
+        lines = [line for line in label.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+        for index, line in enumerate(lines):
+            report.objects_seen += 1
+            obj = _read_line(index, line, names, size or (1, 1), geometry, file, report)
+            if obj is not None:
+                objects.append(obj)
+    return SourceImage(file, file, image, size, tuple(objects))
+
+
+def _read_line(
+    index: int,
+    line: str,
+    names: dict[int, str],
+    size: tuple[int, int],
+    geometry: Geometry,
+    file: str,
+    report: ConversionReport,
+) -> SourceObject | None:
+    try:
+        number, *values = (float(text) for text in line.split())
+    except ValueError:
+        number, values = math.nan, []
+    is_box, is_polygon = len(values) == 4, len(values) >= 6 and len(values) % 2 == 0
+    if not all(math.isfinite(value) for value in (number, *values)) or not (is_box or is_polygon):
+        detail = f"{line[:80]!r}: expected 'class cx cy w h' or 'class x y x y x y …'"
+        report.skip_object(SkipReason.MALFORMED_GEOMETRY, file, index, detail)
+        return None
+    if number not in names:
+        report.skip_object(SkipReason.UNKNOWN_CATEGORY, file, index, f"class {number:g} has no name")
+        return None
+    desc = names[int(number)]
+    if max(map(abs, values)) > 2:  # a little beyond 1 is an object at the edge
+        detail = f"{desc}: {line[:80]!r} looks like pixels; YOLO's values are shares of the image, 0..1"
+        report.skip_object(SkipReason.MALFORMED_GEOMETRY, file, index, detail)
+        return None
+    pixels = tuple(value * size[at % 2] for at, value in enumerate(values))
+    if is_box:
+        x, y, width, height = pixels
+        return SourceObject(index, desc, "bbox_2d", (x - width / 2, y - height / 2, x + width / 2, y + height / 2))
+    if geometry == "bbox":
+        return SourceObject(index, desc, "bbox_2d", bounds(pixels))
+    return SourceObject(index, desc, "poly", pixels)

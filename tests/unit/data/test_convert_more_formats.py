@@ -1,0 +1,229 @@
+"""YOLO, LabelMe and LVIS as people have them, and polygons with fewer vertices: one line a case."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from annotation_folders import KEEP, SMALL, objects_of, paint
+from coordexp.data import read_jsonl
+from coordexp.data.convert import (
+    ConversionReport,
+    ImageOptions,
+    convert_coco,
+    convert_labelme,
+    convert_lvis,
+    convert_yolo,
+)
+from coordexp.data.convert.simplify import simplified, simplify_ring
+from coordexp.errors import DataError
+from coordexp.records import GTObject
+
+CAT_BOX = GTObject("cat", "bbox_2d", (256, 261, 768, 782))  # the middle of a 40 x 24 image
+
+
+def yolo(folder: Path, label: str | None, names: str = "[cat, dog]") -> Path:
+    paint(folder / "images" / "train" / "a.jpg")
+    if label is not None:
+        (folder / "labels" / "train").mkdir(parents=True)
+        (folder / "labels" / "train" / "a.txt").write_text(label)
+    (folder / "data.yaml").write_text(f"train: images/train\nnames: {names}\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("label", "objects", "skipped"),
+    [
+        ("0 0.5 0.5 0.5 0.5", [CAT_BOX], {}),
+        ("0 0.5 0.5 0.5 0.5\n\n  1 0.5 0.5 0.5 0.5  \n", [CAT_BOX, GTObject("dog", "bbox_2d", CAT_BOX.bins)], {}),
+        ("0 0.25 0.25 0.75 0.25 0.75 0.75", [GTObject("cat", "poly", (256, 261, 768, 261, 768, 782))], {}),
+        ("0.0 0.5 0.5 0.5 0.5", [CAT_BOX], {}),
+        (None, [], {}),  # no label file: an image without objects
+        ("", [], {}),
+        ("7 0.5 0.5 0.5 0.5", [], {"unknown_category": 1}),
+        ("0 0.5 0.5 0.5", [], {"malformed_geometry": 1}),
+        ("0 0.5 0.5 0.5 0.5 0.9", [], {"malformed_geometry": 1}),  # a prediction with its confidence
+        ("0 0.1 0.1 0.9 0.1 0.9 0.9 0.5", [], {"malformed_geometry": 1}),
+        ("cat 0.5 0.5 0.5 0.5", [], {"malformed_geometry": 1}),
+        ("0 0.5 nan 0.5 0.5", [], {"malformed_geometry": 1}),
+        ("0 20 12 20 12", [], {"malformed_geometry": 1}),  # pixels
+        ("0 0.5 0.5 0 0.5", [], {"zero_area": 1}),
+        ("0 1.5 0.5 0.2 0.2", [], {"outside_image": 1}),
+    ],
+)
+def test_yolo_lines(tmp_path: Path, label: str | None, objects: list[GTObject], skipped: dict[str, int]) -> None:
+    report = convert_yolo(yolo(tmp_path / "in", label), tmp_path / "out", options=SMALL)
+    assert objects_of(report) == tuple(objects)
+    assert report.skipped == skipped
+    assert [problem.reason for problem in report.problems if problem.reason in skipped] == list(skipped)
+
+
+def test_yolo_polygons_as_boxes(tmp_path: Path) -> None:
+    folder = yolo(tmp_path / "in", "0 0.25 0.25 0.75 0.25 0.75 0.75")
+    assert objects_of(convert_yolo(folder, tmp_path / "out", geometry="bbox", options=SMALL)) == (CAT_BOX,)
+
+
+def test_yolo_names_as_a_mapping_and_a_list_of_files(tmp_path: Path) -> None:
+    folder = yolo(tmp_path / "in", "0 0.5 0.5 0.5 0.5", names="{0: cat}")
+    (folder / "train.txt").write_text("./images/train/a.jpg\n")
+    (folder / "data.yaml").write_text("train: train.txt\nnames: {0: cat}\n")
+    assert objects_of(convert_yolo(folder / "data.yaml", tmp_path / "out", options=SMALL)) == (CAT_BOX,)
+
+
+def test_yolo_labels_without_image_are_counted(tmp_path: Path) -> None:
+    folder = yolo(tmp_path / "in", "0 0.5 0.5 0.5 0.5")
+    (folder / "labels" / "train" / "lost.txt").write_text("0 0.5 0.5 0.5 0.5")
+    report = convert_yolo(folder, tmp_path / "out", options=SMALL)
+    assert (report.images_seen, report.images, report.skipped_images) == (2, 1, {"missing_image": 1})
+
+
+@pytest.mark.parametrize(
+    ("content", "split", "complaint"),
+    [
+        ("train: nowhere\nnames: [cat]\n", None, "'nowhere' is neither a folder nor a list"),
+        ("train: images/train\nval: images/train\nnames: [cat]\n", None, "no split None; found: train, val"),
+        ("train: images/train\nnames: 3\n", None, "names must be a list"),
+        ("train: [\n", None, "not readable as YAML"),
+        ("just text", None, "expected a mapping"),
+    ],
+)
+def test_yolo_layouts_that_cannot_be_read(tmp_path: Path, content: str, split: str | None, complaint: str) -> None:
+    folder = yolo(tmp_path / "in", "")
+    (folder / "data.yaml").write_text(content)
+    with pytest.raises(DataError, match=complaint):
+        convert_yolo(folder, tmp_path / "out", split=split)
+
+
+def labelme(folder: Path, *shapes: object, **fields: object) -> Path:
+    paint(folder / "a.jpg")
+    content = {"shapes": list(shapes), "imagePath": "a.jpg", "imageWidth": 40, "imageHeight": 24, **fields}
+    (folder / "a.json").write_text(json.dumps(content))
+    return folder
+
+
+def shape(kind: str | None, *points: object, label: object = "cat") -> dict[str, object]:
+    return {"label": label, "points": list(points), "shape_type": kind}
+
+
+@pytest.mark.parametrize(
+    ("fields", "objects", "skipped"),
+    [
+        (shape("rectangle", [10, 6], [30, 18]), [CAT_BOX], {}),
+        (shape("rectangle", [30, 6], [10, 18]), [CAT_BOX], {}),  # any two opposite corners
+        (shape("rectangle", [10, 6], [30, 6], [30, 18], [10, 18]), [CAT_BOX], {}),  # newer versions write four
+        (shape("polygon", [10, 6], [30, 6], [30, 18]), [GTObject("cat", "poly", (256, 261, 768, 261, 768, 782))], {}),
+        (shape(None, [10, 6], [30, 6], [30, 18]), [GTObject("cat", "poly", (256, 261, 768, 261, 768, 782))], {}),
+        (shape("circle", [20, 12], [20, 18]), [GTObject("cat", "bbox_2d", (359, 261, 666, 782))], {}),
+        (shape("point", [20, 12]), [], {"unsupported_shape": 1}),
+        (shape("linestrip", [1, 1], [5, 5], [9, 1]), [], {"unsupported_shape": 1}),
+        (shape("mask", [1, 1], [5, 5]), [], {"unsupported_shape": 1}),
+        (shape("polygon", [1, 1], [5, 5]), [], {"malformed_geometry": 1}),
+        (shape("rectangle", [1, 1], [5, 5], [9, 9]), [], {"malformed_geometry": 1}),
+        (shape("rectangle", [1, "1"], [5, 5]), [], {"malformed_geometry": 1}),
+        (shape("rectangle", [1, 1], [5, 5], label=None), [], {"empty_desc": 1}),
+        ("no shape", [], {"malformed_geometry": 1}),
+    ],
+)
+def test_labelme_shapes(tmp_path: Path, fields: object, objects: list[GTObject], skipped: dict[str, int]) -> None:
+    report = convert_labelme(labelme(tmp_path / "in", fields), tmp_path / "out", options=SMALL)
+    found = objects_of(report)
+    assert [(obj.desc, obj.kind) for obj in found] == [(obj.desc, obj.kind) for obj in objects]
+    for got, wanted in zip(found, objects, strict=True):
+        assert max(abs(a - b) for a, b in zip(got.bins, wanted.bins, strict=True)) <= 1
+    assert report.skipped == skipped
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"shapes": None}, "unreadable_annotation"),
+        ({"imagePath": None}, "unreadable_annotation"),
+        ({"imagePath": "gone.jpg"}, "missing_image"),
+        ({"imageWidth": 400}, "size_mismatch"),
+    ],
+)
+def test_labelme_files_that_cannot_be_used(tmp_path: Path, fields: dict[str, object], reason: str) -> None:
+    folder = labelme(tmp_path / "in", shape("rectangle", [10, 6], [30, 18]), **fields)
+    good = labelme(tmp_path / "in" / "deeper", shape("rectangle", [10, 6], [30, 18]))
+    report = convert_labelme(folder, tmp_path / "out", options=SMALL)
+    assert (report.images, report.skipped_images) == (1, {reason: 1})
+    assert read_jsonl(report.jsonl)[0].metadata["source"]["file"] == f"{good.name}/a.jpg"
+
+
+def test_labelme_finds_images_that_lay_elsewhere_when_annotated(tmp_path: Path) -> None:
+    folder = labelme(tmp_path / "in", shape("rectangle", [10, 6], [30, 18]), imagePath="..\\photos\\a.jpg")
+    assert objects_of(convert_labelme(folder, tmp_path / "out", options=SMALL)) == (CAT_BOX,)
+
+
+@pytest.mark.parametrize("folder", ["", "train2017"])
+def test_lvis_names_its_files_by_url(tmp_path: Path, folder: str) -> None:
+    paint(tmp_path / "images" / folder / "07.jpg")
+    content = {
+        "images": [{"id": 7, "coco_url": "http://images.example/train2017/07.jpg", "width": 40, "height": 24}],
+        "annotations": [{"id": 1, "image_id": 7, "category_id": 2, "bbox": [10, 6, 20, 12]}],
+        "categories": [{"id": 2, "name": "baby_buggy", "synonyms": ["pram"]}],
+    }
+    path = tmp_path / "lvis.json"
+    path.write_text(json.dumps(content))
+    report = convert_lvis(path, tmp_path / "images", tmp_path / "out", options=SMALL)
+    assert objects_of(report) == (GTObject("baby buggy", "bbox_2d", CAT_BOX.bins),)
+
+
+# Fewer vertices
+
+SQUARE_WITH_NOTCH = (0, 0, 500, 0, 500, 3, 501, 0, 999, 0, 999, 999, 0, 999)
+
+
+def test_the_least_telling_vertices_go_first() -> None:
+    assert simplify_ring(SQUARE_WITH_NOTCH, 4) == (0, 0, 999, 0, 999, 999, 0, 999)
+    assert simplify_ring(SQUARE_WITH_NOTCH, 7) == SQUARE_WITH_NOTCH
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 999), st.integers(0, 999)), min_size=3, max_size=40), st.integers(3, 12))
+def test_what_is_left_are_some_of_the_vertices_in_order(points: list[tuple[int, int]], cap: int) -> None:
+    bins = tuple(value for point in points for value in point)
+    kept = simplify_ring(bins, cap)
+    assert len(kept) == min(len(bins), 2 * cap)
+    rest = iter(points)
+    assert all(point in rest for point in zip(kept[0::2], kept[1::2], strict=True))
+
+
+def test_a_circle_keeps_most_of_its_area() -> None:
+    angles = [2 * math.pi * k / 100 for k in range(100)]
+    ring = tuple(round(500 + 400 * value) for a in angles for value in (math.cos(a), math.sin(a)))
+    simpler, iou = simplified(GTObject("disc", "poly", ring), 16)
+    assert len(simpler.bins) == 32 and 0.96 < iou < 1
+
+
+def test_the_report_says_what_fewer_vertices_cost(tmp_path: Path) -> None:
+    paint(tmp_path / "images" / "a.jpg", (400, 400))
+    ring = [value for a in range(90) for value in (200 + 150 * math.cos(a / 14), 200 + 150 * math.sin(a / 14))]
+    content = {
+        "images": [{"id": 1, "file_name": "a.jpg", "width": 400, "height": 400}],
+        "annotations": [{"id": k, "image_id": 1, "category_id": 1, "segmentation": [part]}
+                        for k, part in enumerate([ring, ring[:12]])],
+        "categories": [{"id": 1, "name": "disc"}],
+    }  # fmt: skip
+    path = tmp_path / "data.json"
+    path.write_text(json.dumps(content))
+    options = ImageOptions(resize=False, max_vertices=12)
+    report: ConversionReport = convert_coco(
+        path, tmp_path / "images", tmp_path / "out", geometry="poly", options=options
+    )
+    assert [len(obj.bins) // 2 for obj in read_jsonl(report.jsonl)[0].objects] == [12, 6]
+    written = json.loads(report.path.read_text())["simplification"]
+    assert written["polygons"] == 1 and 0.9 < written["min_iou"] == written["mean_iou"] < 1
+    assert report.notes["simplified"] == 1 and "to 12, IoU 0.9" in report.problems[0].detail
+
+
+def test_without_a_cap_nothing_is_simplified(tmp_path: Path) -> None:
+    report = convert_yolo(yolo(tmp_path / "in", "0 0.25 0.25 0.75 0.25 0.75 0.75"), tmp_path / "out", options=KEEP)
+    assert report.simplification() is None
+    with pytest.raises(DataError, match="max_vertices is 2"):
+        ImageOptions(max_vertices=2)
