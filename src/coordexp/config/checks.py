@@ -22,6 +22,13 @@ _VLLM = f"{_RM}.vllm"
 def cross_checks(config: RunConfig) -> Iterator[Problem]:
     """Every rule between keys that ``config`` breaks."""
     yield from _variant_checks(config)
+    if config.training.eval_strategy != "no" and config.custom.val_jsonl is None:
+        yield problem(
+            "training.eval_strategy",
+            f"'{config.training.eval_strategy}' evaluates, but custom.val_jsonl is null; give a file there, or "
+            "write 'no'",
+            "custom.val_jsonl",
+        )
     yield from _training_checks(config.training)
     yield from _parallel_checks(config)
     yield from _tuner_checks(config)
@@ -214,6 +221,14 @@ def _parallel_checks(config: RunConfig) -> Iterator[Problem]:
 
 def _tuner_checks(config: RunConfig) -> Iterator[Problem]:
     tuner = config.tuner
+    if config.model.dtype == "float16" and config.training.fp16 and tuner.train_type == "full":
+        yield problem(
+            "model.dtype",
+            "float16 weights cannot be trained with training.fp16, whose loss scaling needs float32 weights; write "
+            "model.dtype: float32",
+            "training.fp16",
+            "tuner.train_type",
+        )
     if tuner.freeze_vit and tuner.freeze_aligner and tuner.freeze_llm and tuner.train_type == "full":
         yield problem(
             "tuner.freeze_llm",
@@ -264,10 +279,10 @@ def _world_size_checks(config: RunConfig, world_size: int) -> Iterator[Problem]:
 
 def advice(config: RunConfig) -> Iterator[str]:
     """What is allowed but seldom meant, one sentence each; printed and logged, never an error."""
-    training = config.training
-    if config.model.dtype != "float32" and not (training.bf16 or training.fp16) and config.tuner.train_type == "full":
+    shards = config.deepspeed.enabled or config.fsdp.enabled  # these keep float32 weights beside the others
+    if config.model.dtype != "float32" and config.tuner.train_type == "full" and not shards:
         yield (
-            f"model.dtype: {config.model.dtype} without training.bf16 or fp16 keeps weights and optimizer in "
-            f"{config.model.dtype}: small updates are rounded away. Write model.dtype: float32 with training.bf16: "
-            "true, if memory allows"
+            f"model.dtype: {config.model.dtype} with tuner.train_type: full stores the trained weights themselves in "
+            f"{config.model.dtype}, so small updates are rounded away. Write model.dtype: float32 and training.bf16: "
+            "true to compute in bfloat16 and store in float32, if memory allows"
         )

@@ -111,7 +111,7 @@ class TrainingConfig(StrictModel):
         default=1.0, gt=0, description="log every N steps; a number below 1 is a share of all steps"
     )
     logging_first_step: bool = Field(default=False, description="log the first step too")
-    report_to: Annotated[ListOf[str], BeforeValidator(_one_as_list)] = Field(
+    report_to: Annotated[ListOf[str], BeforeValidator(_one_as_list, json_schema_input_type=str | ListOf[str])] = Field(
         default=("tensorboard",), description="loggers, by transformers' names; [] or none for none"
     )
     disable_tqdm: bool | None = Field(default=None, description="no progress bar; null leaves it to transformers")
@@ -142,7 +142,9 @@ class TrainingConfig(StrictModel):
         default=None, description="is more of metric_for_best_model better? null: yes, unless its name ends in loss"
     )
     # One plain validator: a failed union of types would be reported once per member.
-    resume_from_checkpoint: Annotated[bool | str | None, PlainValidator(_resume)] = Field(
+    resume_from_checkpoint: Annotated[
+        bool | str | None, PlainValidator(_resume, json_schema_input_type=bool | str | None)
+    ] = Field(
         default=None, description="null starts anew; true goes on from the newest checkpoint; or a checkpoint folder"
     )
     eval_strategy: Strategy = Field(default="no", description="when to evaluate on val_jsonl: no, steps, epoch")

@@ -69,6 +69,7 @@ RULES = [
         "stage2_ab.schedule.b_ratio: 0",
     ),
     # training
+    (stage1(), {"training.eval_strategy": "epoch"}, "training.eval_strategy", "custom.val_jsonl is null"),
     (stage1(), {"training.packing_drop_last": False}, "training.packing_drop_last", "must be true"),
     (stage1(), {"training.bf16": True, "training.fp16": True}, "training.fp16", "exclude each other"),
     (
@@ -94,6 +95,7 @@ RULES = [
         {
             "training.load_best_model_at_end": True,
             "training.metric_for_best_model": "rollout/f1",
+            "custom.val_jsonl": "data/val.jsonl",
             "training.eval_strategy": "steps",
             "training.eval_steps": 200,
             "training.save_steps": 300,
@@ -103,7 +105,12 @@ RULES = [
     ),
     (
         stage1(),
-        {"training.load_best_model_at_end": True, "training.eval_strategy": "epoch", "training.save_strategy": "epoch"},
+        {
+            "training.load_best_model_at_end": True,
+            "training.eval_strategy": "epoch",
+            "training.save_strategy": "epoch",
+            "custom.val_jsonl": "data/val.jsonl",
+        },
         "training.metric_for_best_model",
         "needs the figure",
     ),
@@ -128,6 +135,12 @@ RULES = [
         {"tuner": {"freeze_vit": True, "freeze_aligner": True, "freeze_llm": True}},
         "tuner.freeze_llm",
         "the whole model is frozen",
+    ),
+    (
+        stage1(),
+        {"model.dtype": "float16", "training.fp16": True},
+        "model.dtype",
+        "write model.dtype: float32",
     ),
     # decoding and lengths
     (stage2(), {f"{RM}.decoding.top_k": 0}, f"{RM}.decoding.top_k", "write -1"),
@@ -234,6 +247,7 @@ ALLOWED = [
         {
             "training.load_best_model_at_end": True,
             "training.metric_for_best_model": "rollout/f1",
+            "custom.val_jsonl": "data/val.jsonl",
             "training.eval_strategy": "steps",
             "training.eval_steps": 100,
             "training.save_steps": 300,
@@ -287,11 +301,12 @@ def test_rules_of_the_number_of_processes(raw: dict[str, Any], world_size: int, 
     [
         ({"model.dtype": "bfloat16"}, True),
         ({"model.dtype": "float16"}, True),
-        ({"model.dtype": "bfloat16", "training.bf16": True}, False),
+        ({"model.dtype": "bfloat16", "training.bf16": True}, True),  # autocast computes; it does not store
+        ({"model.dtype": "bfloat16", "fsdp.enabled": True}, False),
         ({"model.dtype": "bfloat16", "tuner.train_type": "lora"}, False),
         ({"model.dtype": "float32"}, False),
     ],
 )
-def test_training_in_low_precision_alone_is_advised_against(keys: dict[str, Any], advised: bool) -> None:
+def test_storing_trained_weights_in_low_precision_is_advised_against(keys: dict[str, Any], advised: bool) -> None:
     sentences = list(advice(parse_config(changed(stage1(), keys))))
     assert ["rounded away" in sentence for sentence in sentences] == [True] * advised

@@ -11,7 +11,13 @@ SHIPPED = sorted((ROOT / "configs").rglob("*.yaml"))
 
 
 def test_there_are_some():
-    assert {path.parent.name for path in SHIPPED} >= {"demo", "stage1", "stage2_rollout_aligned", "bccd"}
+    assert {path.parent.name for path in SHIPPED} >= {
+        "demo",
+        "stage1",
+        "stage2_rollout_aligned",
+        "stage2_two_channel",
+        "bccd",
+    }
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=[str(path.relative_to(ROOT)) for path in SHIPPED])
@@ -20,3 +26,19 @@ def test_it_loads_and_its_resolved_form_loads_back(path: Path, tmp_path: Path):
     again = tmp_path / "resolved.yaml"
     again.write_text(resolved_yaml(config))
     assert load_config(again) == config
+
+
+def test_backends_and_splits_are_all_shown():
+    runs = [load_config(path) for path in SHIPPED if path.parent.name == "stage2_rollout_aligned"]
+    rollouts = [run.rollout_matching for run in runs if run.rollout_matching is not None]
+    engines = {(rollout.rollout_backend, rollout.vllm.mode) for rollout in rollouts}
+    assert engines >= {("hf", "colocate"), ("vllm", "colocate"), ("vllm", "server")}
+    servers = {len(rollout.vllm.server.servers) for rollout in rollouts if rollout.vllm.server is not None}
+    assert servers >= {1, 2, 3}
+
+
+def test_every_key_of_the_full_examples_says_what_it_means():
+    """In the files that others extend: a comment on each line that sets a value of a loss or of a rollout."""
+    for name in ("stage1/sft.yaml", "stage2_rollout_aligned/base.yaml", "stage2_two_channel/base.yaml"):
+        lines = (ROOT / "configs" / name).read_text(encoding="utf-8").splitlines()
+        assert sum(" # " in line for line in lines) >= 30, name

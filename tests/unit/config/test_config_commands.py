@@ -1,0 +1,140 @@
+"""``coordexp config check``, ``schema`` and ``diff``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from config_samples import drop_key, set_key, stage1, stage2, write_yaml
+from coordexp.cli import app
+from coordexp.config import RunConfig, load_config
+from coordexp.config.json_schema import FILE_NAME, json_schema, json_schema_text
+
+ROOT = Path(__file__).parents[3]
+
+
+def run(*arguments: str | Path) -> Any:
+    return CliRunner().invoke(app, ["config", *map(str, arguments)])
+
+
+@pytest.fixture
+def leaf(tmp_path: Path) -> Path:
+    """A file that extends another, takes a value from the environment, and leaves the rest at its defaults."""
+    write_yaml(
+        tmp_path, set_key(stage2(), "template.prompt", "Find\neverything: ${env:COORDEXP_TEST_WHAT:-cats}"), "base.yaml"
+    )
+    raw = {
+        "extends": "base.yaml",
+        "model": {"dtype": "float32"},
+        "training": {"seed": 7, "lr_scheduler_kwargs": {"a": [1, {"b": 2}], "${c}": []}},
+    }
+    return write_yaml(tmp_path, raw, "leaf.yaml")
+
+
+def test_check_prints_each_value_with_its_source(leaf: Path) -> None:
+    lines = {line.split("#")[0].rstrip(): line.split("# ")[-1] for line in run("check", leaf).stdout.splitlines()}
+    base = leaf.with_name("base.yaml")
+    assert lines["  seed: 7"] == f"{leaf}:{_line(leaf, 'seed: 7')}"
+    assert lines["  train_jsonl: data/train.jsonl"] == f"{base}:{_line(base, 'train_jsonl')}"
+    assert lines["  max_grad_norm: 1.0"] == "default"
+    assert lines['  prompt: "Find\\neverything: cats"'] == f"{base}:{_line(base, 'prompt')}, $COORDEXP_TEST_WHAT"
+    assert lines["      - name: token_ce"] == f"{base}:{_line(base, 'name: token_ce')}"
+
+
+def _line(path: Path, words: str) -> int:
+    return 1 + next(number for number, line in enumerate(path.read_text().splitlines()) if words in line)
+
+
+@pytest.mark.parametrize("flags", [[], ["--plain"], ["--only-set"], ["--plain", "--only-set"]])
+def test_what_check_prints_loads_back_to_the_same_run(flags: list[str], leaf: Path, tmp_path: Path) -> None:
+    printed = run("check", leaf, *flags)
+    assert (printed.exit_code, printed.stderr) == (0, "")
+    assert ("# " in printed.stdout) is ("--plain" not in flags)
+    again = tmp_path / "again.yaml"
+    again.write_text(printed.stdout, encoding="utf-8")
+    assert load_config(again) == load_config(leaf)
+
+
+def test_check_advises_on_stderr(tmp_path: Path) -> None:
+    printed = run("check", write_yaml(tmp_path, set_key(stage1(), "model.dtype", "bfloat16")))
+    assert printed.exit_code == 0 and printed.stderr.startswith("note: model.dtype: bfloat16")
+
+
+def test_diff_names_what_differs_on_both_sides(tmp_path: Path) -> None:
+    a = write_yaml(tmp_path, stage2(), "a.yaml")
+    changed = drop_key(set_key(stage2(), "training.seed", 7), "rollout_matching.pipeline.objective[2]")
+    b = write_yaml(tmp_path, changed, "b.yaml")
+    printed = run("diff", a, b)
+    lines = printed.stdout.splitlines()
+    assert printed.exit_code == 1
+    assert lines[:3] == ["training.seed", "  - 42  # default", f"  + 7  # {b}:{_line(b, 'seed: 7')}"]
+    paths = {line for line in lines if not line.startswith(" ")}
+    assert paths == {"training.seed"} | {
+        f"rollout_matching.pipeline.objective[2].{key}"
+        for key in ("name", "enabled", "weight", "channels", "config.smoothl1_weight", "config.ciou_weight")
+    }
+    assert "  + (no such entry)" in lines
+
+
+def test_diff_of_two_spellings_of_one_run_is_empty(leaf: Path, tmp_path: Path) -> None:
+    flat = tmp_path / "flat.yaml"
+    flat.write_text(run("check", leaf, "--plain").stdout, encoding="utf-8")
+    assert (run("diff", leaf, flat).exit_code, run("diff", leaf, flat).stdout) == (0, "")
+
+
+def test_committed_schema_is_current() -> None:
+    path = ROOT / "configs" / FILE_NAME
+    assert path.read_text(encoding="utf-8") == json_schema_text(), f"run: coordexp config schema > {path}"
+    assert run("schema").stdout == json_schema_text()
+
+
+def test_schema_covers_every_section_and_key() -> None:
+    schema = json_schema()
+    assert set(schema["properties"]) == {"extends", *RunConfig.model_fields}
+    assert all(definition.get("additionalProperties") is False for definition in schema["$defs"].values())
+    assert schema["$defs"]["TokenCESpec"]["required"] == ["name", "enabled", "weight", "channels", "config"]
+    assert "required" not in schema["$defs"]["ModelConfig"]  # may come from the file that is extended
+
+
+SHIPPED = sorted((ROOT / "configs").rglob("*.yaml"))
+# (YAML, is it valid by the schema?)
+SCHEMA_CASES: list[tuple[dict[str, Any], bool]] = [
+    (stage1(), True),
+    (stage2(), True),
+    ({"extends": "x.yaml"}, True),
+    ({}, False),
+    (drop_key(stage1(), "training"), False),
+    (set_key(stage1(), "training.sed", 1), False),
+    (set_key(stage1(), "training.seed", "${env:SEED}"), True),
+    (set_key(stage1(), "training.seed", "1"), False),
+    (set_key(stage1(), "training.report_to", "wandb"), True),
+    (set_key(stage1(), "training.resume_from_checkpoint", True), True),
+    (set_key(stage1(), "training.resume_from_checkpoint", 3), False),
+    (drop_key(stage2(), "rollout_matching.pipeline.objective[0].weight"), False),
+    (set_key(stage2(), "rollout_matching.pipeline.objective[0].config.foo", 1), False),
+]
+
+
+def _valid(data: Any) -> bool:
+    jsonschema = pytest.importorskip("jsonschema")
+    return not list(jsonschema.Draft202012Validator(json_schema()).iter_errors(data))
+
+
+@pytest.mark.parametrize(("data", "valid"), SCHEMA_CASES)
+def test_schema_agrees_with_the_loader(data: dict[str, Any], valid: bool) -> None:
+    assert _valid(data) is valid
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=[str(path.relative_to(ROOT)) for path in SHIPPED])
+def test_shipped_files_are_valid_by_the_schema_they_name(path: Path) -> None:
+    first = path.read_text(encoding="utf-8").splitlines()[0]
+    prefix = "# yaml-language-server: $schema="
+    assert first.startswith(prefix)
+    assert (path.parent / first.removeprefix(prefix)).resolve() == ROOT / "configs" / FILE_NAME
+    assert json.loads((ROOT / "configs" / FILE_NAME).read_text(encoding="utf-8"))["$schema"]
+    assert _valid(yaml.safe_load(path.read_text(encoding="utf-8")))
