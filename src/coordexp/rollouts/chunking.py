@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 from coordexp.errors import ConfigError, RolloutError
@@ -78,6 +79,58 @@ def chunk_size(decode_batch_size: int, server_world_sizes: Sequence[int], learne
             f"rollout_matching.decode_batch_size to at least {-(-learner_world_size // total)}"
         )
     return slots // learner_world_size
+
+
+def server_slots(
+    decode_batch_size: int, server_world_sizes: Sequence[int], learner_world_size: int, rank: int
+) -> tuple[int, ...]:
+    """How many requests this rank may have in flight at each server; together its :func:`chunk_size`.
+
+    All ranks ask at once, so what is dealt out is the list of everybody's slots: ``learner_world_size`` times
+    :func:`chunk_size` of them, rank after rank, given to servers by :func:`split_requests`. No device then gets more
+    than ``decode_batch_size`` sequences, whatever the sizes; ranks that went by themselves would all send their first
+    request to the first server.
+    """
+    chunk = chunk_size(decode_batch_size, server_world_sizes, learner_world_size)
+    own = range(rank * chunk, (rank + 1) * chunk)
+    return tuple(
+        max(0, min(own.stop, part.stop) - max(own.start, part.start))
+        for part in split_requests(chunk * learner_world_size, server_world_sizes)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call to one server: requests ``indices`` of round (micro-step) ``round_idx``."""
+
+    server: int
+    round_idx: int
+    indices: range
+
+
+def plan_calls(round_sizes: Sequence[int], slots: Sequence[int]) -> list[list[Call]]:
+    """The calls of a whole window on one rank, in batches of at most ``sum(slots)`` requests, in order.
+
+    The window's requests, round after round, are cut into batches; each is dealt to the servers contiguously, in
+    proportion to this rank's slots there. A call ends where its round ends: its seed belongs to a micro-step.
+
+    Args:
+        round_sizes: number of requests of each round. slots: :func:`server_slots`.
+    """
+    servers = [server for server, count in enumerate(slots) if count]
+    weights = [slots[server] for server in servers]
+    starts = [sum(round_sizes[:idx]) for idx in range(len(round_sizes))]
+    batches = []
+    for batch in chunk_ranges(sum(round_sizes), sum(weights)):
+        calls = []
+        for server, part in zip(servers, split_requests(len(batch), weights), strict=True):
+            first, last = batch.start + part.start, batch.start + part.stop
+            for round_idx, (start, size) in enumerate(zip(starts, round_sizes, strict=True)):
+                indices = range(max(first, start) - start, min(last, start + size) - start)
+                if len(indices):
+                    calls.append(Call(server, round_idx, indices))
+        batches.append(calls)
+    return batches
 
 
 def _total(world_sizes: Sequence[int]) -> int:

@@ -23,8 +23,10 @@ from coordexp.rollouts import RolloutBackend, check_backend
 if TYPE_CHECKING:
     from coordexp.coords import CoordVocab
     from coordexp.modeling.inputs import PromptEncoder
+    from coordexp.modeling.load import LoadedModel
     from coordexp.objective import ObjectivePipeline
     from coordexp.packing import CarryBuffer
+    from coordexp.rollouts.build import LearnerParts
     from coordexp.training.sources import SegmentSource
 
 logger = logging.getLogger("coordexp")
@@ -112,7 +114,7 @@ def build_trainer(run: CheckedRun, console: Console, description: str = "train",
         RecordDataset(records, encoder.encode, config.custom.object_ordering, training.seed)
         for records in (run.train, run.val)
     ]
-    backend = build_backend(rollout, model=loaded.model, vocab=loaded.vocab, image_token_id=loaded.image_token_id)
+    backend = build_backend(rollout, _learner_parts(config, loaded))
     source, pipeline = _build_source(config, rollout, loaded.vocab, backend)
     buffer = _build_buffer(run, encoder, resume)
     builder = WindowBuilder(source, buffer, _warn_once(), training.packing_min_fill_ratio)
@@ -153,6 +155,26 @@ def run_training(config: RunConfig, console: Console, description: str = "train"
         trainer.close()
     trainer.save_model()
     return trainer
+
+
+def _learner_parts(config: RunConfig, loaded: LoadedModel) -> LearnerParts:
+    """What rollout backends may need of the learner."""
+    from coordexp.data.images import open_rgb
+    from coordexp.modeling.load import base_checkpoint
+    from coordexp.modeling.weights import LearnerWeights
+    from coordexp.rollouts.build import LearnerParts
+
+    return LearnerParts(
+        model=loaded.model,
+        vocab=loaded.vocab,
+        image_token_id=loaded.image_token_id,
+        weights=LearnerWeights(loaded.model),
+        checkpoint=base_checkpoint(config.model.model),
+        dtype=config.model.dtype,
+        max_length=config.global_max_length,
+        open_image=open_rgb,
+        lora_rank=config.tuner.lora_rank,
+    )
 
 
 def _build_source(

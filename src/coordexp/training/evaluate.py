@@ -125,8 +125,11 @@ def _evaluate(
 ) -> tuple[dict[str, float], list[Prediction]]:
     from accelerate import PartialState
 
+    from coordexp.data.images import open_rgb
     from coordexp.modeling.inputs import PromptEncoder
-    from coordexp.modeling.load import load_model
+    from coordexp.modeling.load import base_checkpoint, load_model
+    from coordexp.modeling.weights import LearnerWeights
+    from coordexp.rollouts.build import LearnerParts
 
     config, rollout = checked.config, checked.rollout
     state = PartialState(cpu=config.training.use_cpu)  # joins the process group under torchrun
@@ -134,7 +137,19 @@ def _evaluate(
     torch.nn.Module.to(loaded.model, state.device)
     encoder = PromptEncoder(loaded.processor, config.template.prompt, config.template.system)
     dataset = RecordDataset(checked.records, encoder.encode, config.custom.object_ordering, config.training.seed)
-    backend = build_backend(rollout, model=loaded.model, vocab=loaded.vocab, image_token_id=loaded.image_token_id)
+    backend = build_backend(
+        rollout,
+        LearnerParts(
+            model=loaded.model,
+            vocab=loaded.vocab,
+            image_token_id=loaded.image_token_id,
+            weights=LearnerWeights(loaded.model),
+            checkpoint=base_checkpoint(checked.model),
+            dtype=config.model.dtype,
+            max_length=config.global_max_length,
+            open_image=open_rgb,
+        ),
+    )
     try:
         with _reporting(console, description) as on_progress:
             return evaluate_dataset(

@@ -1,0 +1,200 @@
+"""vLLM's engine inside the learner's own process: started without disturbing the learner, loaded from its memory.
+
+An engine takes liberties with the process it lives in: it replaces ``torch.set_num_threads``, seeds every random
+generator, and destroys the default process group when it ends. Here all of that is put back.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from coordexp.errors import RolloutError
+from coordexp.rollouts.backend import AdapterWeights
+from coordexp.rollouts.engine.buckets import in_buckets
+from coordexp.rollouts.engine.compatibility import VLLM_IN_PROCESS, check_upstream
+from coordexp.rollouts.engine.cpu import complete_environment, has_gpu
+
+ADVICE = (
+    "lower rollout_matching.vllm.gpu_memory_utilization or max_num_seqs, set rollout_matching.offload, or write "
+    "rollout_matching.rollout_backend: hf"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One request to the engine: prompt ids with one placeholder per image, vLLM's sampling parameters."""
+
+    request_id: str
+    token_ids: Sequence[int]
+    image: Any
+    sampling: Any
+
+
+class InProcessEngine:
+    """A vLLM engine of which this process holds one worker. Every method that touches weights or memory is collective
+    over the ranks whose engines were started together."""
+
+    def __init__(self, arguments: Mapping[str, Any], max_in_flight: int) -> None:
+        """Start it: seconds to minutes. ``arguments``: those of vLLM's ``EngineArgs``.
+
+        Raises:
+            MissingDependency, UpstreamChanged, RolloutError.
+        """
+        complete_environment(gpu=has_gpu())
+        # A second process per engine would not share the learner's memory.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        check_upstream(VLLM_IN_PROCESS)
+        self._max_in_flight = max_in_flight
+        self._found_group = dist.is_initialized()
+        self._engine: Any = None
+        with _learners_settings_kept():
+            self._engine = _named("the engine could not be started", lambda: _start(arguments))
+        self._can_sleep = has_gpu() and bool(arguments.get("enable_sleep_mode"))
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]], version: int, bucket_bytes: int) -> dict[str, Any]:
+        """Replace all of the engine's weights, and everything that was computed with the old ones.
+
+        Returns: the worker's report, with ``checksum`` of what it now holds.
+
+        Raises:
+            RolloutError: a tensor has no place in the engine, or one of the engine's weights did not come.
+        """
+
+        def push(worker: Any) -> dict[str, Any]:
+            for bucket in in_buckets(weights, bucket_bytes):
+                worker.receiver.take(bucket)
+            return worker.process_weights_after_loading(version, True)
+
+        return self._commit(push)
+
+    def load_adapter(self, adapter: AdapterWeights, version: int) -> dict[str, Any]:
+        """Replace the engine's adapter, and the plain weights that train beside it."""
+
+        def push(worker: Any) -> dict[str, Any]:
+            if adapter.changed:
+                worker.receiver.take(adapter.changed)
+            worker.take_adapter(dict(adapter.config), list(adapter.tensors))
+            return worker.process_weights_after_loading(version, False)
+
+        return self._commit(push)
+
+    def run(self, prompts: Sequence[Prompt], lora_request: Any = None) -> Iterator[Any]:
+        """vLLM's ``RequestOutput`` of each prompt as it finishes; at most ``max_in_flight`` are decoded at once.
+
+        The schedule depends on the prompts alone, so engines that share one model over several ranks run alike.
+        """
+        waiting = deque(prompts)
+        decoding: set[str] = set()
+        try:
+            while waiting or decoding:
+                while waiting and len(decoding) < self._max_in_flight:
+                    prompt = waiting.popleft()
+                    _named(f"request {prompt.request_id}", lambda one=prompt: self._add(one, lora_request))
+                    decoding.add(prompt.request_id)
+                for output in _named("decoding failed", self._engine.step):
+                    if output.finished:
+                        decoding.remove(output.request_id)
+                        yield output
+        finally:
+            if decoding:
+                self._engine.abort_request(list(decoding))
+
+    def ask_worker(self, question: Callable[[Any], Any]) -> Any:
+        """``question(worker)`` of this process's worker."""
+        return self._engine.collective_rpc(question)[0]
+
+    def sleep(self, level: int) -> None:
+        """Give device memory back until :meth:`wake_up`; 1 keeps the weights on the host, 2 forgets them."""
+        if level and self._can_sleep:
+            _named("the engine could not go to sleep", lambda: self._engine.sleep(level))
+
+    def wake_up(self, parts: Sequence[str]) -> None:
+        """Take memory again for ``parts`` of ``weights`` and ``kv_cache``; nothing where nothing sleeps."""
+        if self._can_sleep and self._engine.is_sleeping():
+            _named("the engine could not wake up", lambda: self._engine.wake_up(list(parts)))
+
+    def close(self) -> None:
+        """End the engine and free what it holds; the learner's process group stays. Safe to call twice."""
+        engine, self._engine = self._engine, None
+        if engine is None:
+            return
+        with _learners_settings_kept(), _default_group_kept(self._found_group):
+            engine.engine_core.shutdown()
+
+    def _add(self, prompt: Prompt, lora_request: Any) -> None:
+        content = {"prompt_token_ids": list(prompt.token_ids), "multi_modal_data": {"image": prompt.image}}
+        self._engine.add_request(prompt.request_id, content, prompt.sampling, lora_request=lora_request)
+
+    def _commit(self, push: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        report = self.ask_worker(push)
+        # What stands in these caches was computed with the old weights.
+        self._engine.reset_prefix_cache()
+        self._engine.reset_encoder_cache()
+        self._engine.reset_mm_cache()
+        return report
+
+
+def _start(arguments: Mapping[str, Any]) -> Any:
+    from vllm import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    return LLMEngine.from_engine_args(EngineArgs(**arguments))
+
+
+def _named(what: str, act: Callable[[], Any]) -> Any:
+    """``act()``; what vLLM raises on bad input, too little memory or a broken engine becomes a RolloutError."""
+    try:
+        return act()
+    except (ValueError, RuntimeError, AssertionError, OSError, NotImplementedError) as error:
+        raise RolloutError(f"the colocated vLLM engine: {what}: {type(error).__name__}: {error}; {ADVICE}") from error
+
+
+@contextmanager
+def _learners_settings_kept() -> Iterator[None]:
+    """Random states, torch's settings and the current device, as they were before."""
+    set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
+    precision, dtype = torch.get_float32_matmul_precision(), torch.get_default_dtype()
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+    with torch.random.fork_rng(devices=[] if device is None else [device]):
+        try:
+            yield
+        finally:
+            torch.set_num_threads = set_num_threads
+            torch.set_num_threads(num_threads)
+            torch.set_float32_matmul_precision(precision)
+            torch.set_default_dtype(dtype)
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
+            if device is not None:
+                torch.cuda.set_device(device)
+
+
+@contextmanager
+def _default_group_kept(is_learners: bool) -> Iterator[None]:
+    """vLLM ends with ``destroy_process_group()``. The default group goes only if vLLM made it."""
+    if not is_learners:
+        yield
+        return
+    destroy = dist.destroy_process_group
+
+    def destroy_other_groups(group: Any = None) -> None:
+        if group is not None and group is not dist.group.WORLD:
+            destroy(group)
+
+    dist.destroy_process_group = destroy_other_groups
+    try:
+        yield
+    finally:
+        dist.destroy_process_group = destroy
