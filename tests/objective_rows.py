@@ -11,7 +11,8 @@ import torch
 from answers import CAT, DOG, LEAF, answer, entry, outcome_of, tiny_vocab
 from config_samples import pipeline
 from coordexp.config.objective import PipelineConfig
-from coordexp.objective import ObjectiveContext, SupervisionCounts, SupervisionTensors
+from coordexp.objective import ObjectiveContext, ObjectivePipeline, SupervisionCounts, SupervisionTensors, score_head
+from coordexp.objective.pipeline import ObjectiveResult
 from coordexp.packing import build_row
 from coordexp.records import GTObject, Segment, TrainingTarget
 from coordexp.targets import build_gt_target
@@ -19,6 +20,7 @@ from coordexp.targets import build_gt_target
 NEAR_CAT = GTObject("cat", "bbox_2d", (12, 25, 195, 230))
 NEAR_LEAF = GTObject("leaf", "poly", (305, 22, 480, 25, 488, 200))
 COORD_IDS = torch.tensor(tiny_vocab().coord_token_ids)
+COORDS = tiny_vocab().coord_token_ids
 
 
 @lru_cache(maxsize=1)
@@ -36,7 +38,7 @@ def segments() -> tuple[Segment, ...]:
 
 
 class Trigram:
-    """Logits from the two tokens before, alone: the same for a segment wherever it is packed."""
+    """Hidden states from the two tokens before, alone: the same for a segment wherever it is packed."""
 
     def __init__(self, seed: int = 0, hidden: int = 6, scale: float = 1.0) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -45,21 +47,36 @@ class Trigram:
         self.head = torch.randn(hidden, size, dtype=torch.float64, generator=generator).requires_grad_()
 
     def __call__(self, token_ids_L: torch.Tensor, position_N: torch.Tensor) -> torch.Tensor:
-        return (self.embed[token_ids_L[position_N - 1]] + 0.7 * self.embed[token_ids_L[position_N - 2]]) @ self.head
+        return self.embed[token_ids_L[position_N - 1]] + 0.7 * self.embed[token_ids_L[position_N - 2]]
 
     def gradients(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.embed.grad, self.head.grad
 
 
 def context(
-    row_segments: Sequence[Segment], model: Trigram, counts: SupervisionCounts | None = None
+    row_segments: Sequence[Segment],
+    model: Trigram,
+    pipeline: ObjectivePipeline,
+    counts: SupervisionCounts | None = None,
 ) -> ObjectiveContext:
-    """The context of one packed row; ``counts`` of the whole step, the row's own by default."""
+    """The context of one packed row for ``pipeline``; ``counts`` of the whole step, the row's own by default."""
     row = build_row(row_segments)
     supervision = SupervisionTensors.of(row)
-    logits = model(torch.from_numpy(row.token_ids_L), supervision.position_N)
+    hidden = model(torch.from_numpy(row.token_ids_L), supervision.position_N)
+    query = pipeline.query(supervision)
+    scores = score_head(hidden, model.head.T, query, supervision.label_N, COORDS)
     counts = counts or SupervisionCounts.of(segment.target for segment in row_segments)
-    return ObjectiveContext(supervision, logits, COORD_IDS, counts)
+    return ObjectiveContext(supervision, query, scores, counts)
+
+
+def scored(
+    pipeline: ObjectivePipeline,
+    row_segments: Sequence[Segment],
+    model: Trigram,
+    counts: SupervisionCounts | None = None,
+) -> ObjectiveResult:
+    """The pipeline on one packed row."""
+    return pipeline(context(row_segments, model, pipeline, counts))
 
 
 def config(drop: Sequence[str] = (), **changes: float | None) -> PipelineConfig:

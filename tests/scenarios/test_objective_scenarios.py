@@ -14,16 +14,21 @@ from coordexp.config.data import CoordSoftCEW1Config
 from coordexp.errors import AlignmentError
 from coordexp.objective import (
     ObjectiveContext,
+    ObjectivePipeline,
     SupervisionCounts,
     SupervisionTensors,
     build_pipeline,
     coord_gate,
+    score_head,
     sft_pipeline,
 )
+from coordexp.objective.coord_math import fence
+from coordexp.objective.pipeline import ObjectiveResult
 from coordexp.packing import build_row
 from coordexp.records import GTObject, Segment, TokenRole
 from coordexp.targets import build_gt_target
-from objective_rows import COORD_IDS, EVERYTHING, config
+from naive_head import context_of_logits
+from objective_rows import COORD_IDS, COORDS, EVERYTHING, config
 
 PROMPT = (3, 4, 5, 6)
 NEAR_CAT = GTObject("cat", "bbox_2d", (12, 25, 195, 230))
@@ -39,18 +44,22 @@ def rollout_segment() -> Segment:
 
 def gradient_of(segment: Segment, **changes: float | None) -> torch.Tensor:
     """Gradient of the loss on every logit of the row, (L, V): row p is what predicts token p + 1."""
-    logits_LV, ctx = whole_row(segment)
-    build_pipeline(config(**changes))(ctx).loss.backward()
+    logits_LV = logits_of(segment)
+    score(segment, logits_LV, build_pipeline(config(**changes))).loss.backward()
     return logits_LV.grad
 
 
-def whole_row(segment: Segment) -> tuple[torch.Tensor, ObjectiveContext]:
-    row = build_row([segment])
-    supervision = SupervisionTensors.of(row)
+def logits_of(segment: Segment) -> torch.Tensor:
+    """Any logits for every position of the segment's row, (L, V)."""
     generator = torch.Generator().manual_seed(0)
-    logits_LV = torch.randn(row.length, len(tiny_vocab()), dtype=torch.float64, generator=generator).requires_grad_()
-    counts = SupervisionCounts.of([segment.target])
-    return logits_LV, ObjectiveContext(supervision, logits_LV[supervision.position_N - 1], COORD_IDS, counts)
+    return torch.randn(segment.length, len(tiny_vocab()), dtype=torch.float64, generator=generator).requires_grad_()
+
+
+def score(segment: Segment, logits_LV: torch.Tensor, pipeline: ObjectivePipeline) -> ObjectiveResult:
+    """The pipeline on a row for which the model says ``logits_LV``."""
+    supervision = SupervisionTensors.of(build_row([segment]))
+    logits_NV = logits_LV[supervision.position_N - 1]
+    return pipeline(context_of_logits(pipeline, supervision, logits_NV, COORDS, SupervisionCounts.of([segment.target])))
 
 
 def positions(segment: Segment, *roles: TokenRole) -> list[int]:
@@ -93,8 +102,8 @@ def test_appended_descriptions_are_masked_unless_weighted(weight: float, touched
 def test_polygon_slots_learn_their_fractional_targets_and_decode_nothing() -> None:
     near_leaf = GTObject("leaf", "poly", (310, 25, 470, 22, 485, 195))
     segment = Segment("s", PROMPT, outcome_of(answer(entry(1, near_leaf)), [LEAF], tiny_vocab()).target)
-    logits_LV, ctx = whole_row(segment)
-    result = build_pipeline(config(coord_gate_weight=0.0))(ctx)
+    logits_LV = logits_of(segment)
+    result = score(segment, logits_LV, build_pipeline(config(coord_gate_weight=0.0)))
     assert not [name for name in result.terms if name.startswith("loss/bbox_geo")]
     # Independent: the slot's softmax against a Gaussian around the transported coordinate.
     bins = torch.arange(1000, dtype=torch.float64)
@@ -133,13 +142,10 @@ def test_every_supervised_position_lies_in_the_assistants_tokens() -> None:
 
 def text_gate_of(segment: Segment, spikes: list[int], **changes: float | None) -> float:
     """The text-gate term where text logits hold no coordinate mass, but for spikes at some row positions."""
-    _, ctx = whole_row(segment)
-    row = build_row([segment])
-    logits_LV = torch.zeros(row.length, len(tiny_vocab()), dtype=torch.float64)
+    logits_LV = torch.zeros(segment.length, len(tiny_vocab()), dtype=torch.float64)
     logits_LV[:, COORD_IDS] = -1e4
     logits_LV[spikes, COORD_IDS[7]] = 20.0
-    logits_NV = logits_LV[ctx.supervision.position_N - 1]
-    result = build_pipeline(config(**changes))(ObjectiveContext(ctx.supervision, logits_NV, COORD_IDS, ctx.counts))
+    result = score(segment, logits_LV, build_pipeline(config(**changes)))
     return result.terms["loss/coord_reg/text_gate"].item()
 
 
@@ -195,39 +201,42 @@ BROKEN = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("text", "coord"), BROKEN.values(), ids=BROKEN)
 def test_stage_1_stage_2_and_metrics_agree_on_the_gate(text: float, coord: float, dtype: torch.dtype) -> None:
-    segment = Segment("gt", PROMPT, build_gt_target([CAT], tiny_vocab(), sample_id="gt"))
-    _, ctx = whole_row(segment)
-    logits = torch.randn(ctx.logits_NV.shape, dtype=dtype, generator=torch.Generator().manual_seed(1))
-    logits[:, 11] = text
-    logits[:, COORD_IDS[3]] = coord
-    ctx = ObjectiveContext(ctx.supervision, logits, COORD_IDS, ctx.counts)
-    slots = logits[ctx.supervision.coord_in_N_K]
-    helper = coord_gate(slots, slots[:, COORD_IDS], 1.0)
-    assert torch.isfinite(helper).all() and (helper >= 0).all()
+    """A head with one hidden unit that is 1: its weight is what every position's logits are, broken ones included."""
+    supervision = SupervisionTensors.of(
+        build_row([Segment("gt", PROMPT, build_gt_target([CAT], tiny_vocab(), sample_id="gt"))])
+    )
+    logits_V = torch.randn(len(tiny_vocab()), dtype=dtype, generator=torch.Generator().manual_seed(1))
+    logits_V[11] = text
+    logits_V[COORD_IDS[3]] = coord
+    full, bins = (torch.logsumexp(fence(logits), dim=-1) for logits in (logits_V, logits_V[COORD_IDS]))
+    helper = coord_gate(full, bins)
+    assert torch.isfinite(helper) and helper >= 0
+
+    def terms(pipeline: ObjectivePipeline) -> dict[str, torch.Tensor]:
+        query = pipeline.query(supervision)
+        hidden_N1 = torch.ones(len(supervision.position_N), 1, dtype=dtype)
+        scores = score_head(hidden_N1, logits_V[:, None], query, supervision.label_N, COORDS)
+        counts = SupervisionCounts(struct=1, closure=1, desc_gt=1, coords=len(supervision.coord_in_N_K))
+        return pipeline(ObjectiveContext(supervision, query, scores, counts)).terms
 
     only_gate = {"soft_ce_weight": 0.0, "w1_weight": 0.0, "coord_gate_weight": 1.0}
-    stage2 = build_pipeline(config(["bbox_geo"], **only_gate))(ctx)
-    stage1 = sft_pipeline(CoordSoftCEW1Config(enabled=True, soft_ce_weight=0.0, w1_weight=0.0, gate_weight=1.0))(ctx)
-    assert stage2.terms["loss/coord_reg/coord_gate"].item() == pytest.approx(helper.mean().item(), rel=1e-6)
-    assert stage1.terms["loss/coord_reg/coord_gate"].item() == stage2.terms["loss/coord_reg/coord_gate"].item()
-    for result in (stage1, stage2):  # the metric is the same helper's mass
-        mass = result.terms["coord_diag/coord_mass"].item()
-        assert mass == pytest.approx(torch.exp(-helper).mean().item(), rel=1e-6)
+    stage2 = terms(build_pipeline(config(["bbox_geo"], **only_gate)))
+    stage1 = terms(sft_pipeline(CoordSoftCEW1Config(enabled=True, soft_ce_weight=0.0, w1_weight=0.0, gate_weight=1.0)))
+    assert stage2["loss/coord_reg/coord_gate"].item() == pytest.approx(helper.item(), rel=1e-5, abs=1e-6)
+    assert stage1["loss/coord_reg/coord_gate"].item() == stage2["loss/coord_reg/coord_gate"].item()
+    for found in (stage1, stage2):  # the metric is the same helper's mass
+        assert found["coord_diag/coord_mass"].item() == pytest.approx(torch.exp(-helper).item(), rel=1e-5)
 
 
 @pytest.mark.scenario("Gate-loss numeric fences are consistent across training and rollout paths")
 def test_rollout_slots_and_ground_truth_slots_use_the_same_gate() -> None:
     """Equal logits at a matched prefix slot and at a tail slot cost the same, at any temperature."""
     segment = rollout_segment()
-    _, ctx = whole_row(segment)
-    logits = torch.zeros_like(ctx.logits_NV)
-    logits[:, 11] = 4.0
-    changes = EVERYTHING | {"temperature": 0.7}
+    pipeline = build_pipeline(config(**(EVERYTHING | {"temperature": 0.7})))
     by_slot = []
     for role in (TokenRole.PREFIX_COORD, TokenRole.TAIL_COORD):
-        is_slot = ctx.supervision.role_N == role
-        leaf = logits.clone()
-        leaf[is_slot, COORD_IDS[5]] = math.nan
-        result = build_pipeline(config(**changes))(ObjectiveContext(ctx.supervision, leaf, COORD_IDS, ctx.counts))
-        by_slot.append(result.terms["loss/coord_reg/coord_gate"].item())
+        logits_LV = torch.zeros(segment.length, len(tiny_vocab()), dtype=torch.float64)
+        logits_LV[:, 11] = 4.0
+        logits_LV[positions(segment, role), COORD_IDS[5]] = math.nan
+        by_slot.append(score(segment, logits_LV, pipeline).terms["loss/coord_reg/coord_gate"].item())
     assert by_slot[0] == pytest.approx(by_slot[1], rel=1e-12)

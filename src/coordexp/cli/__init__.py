@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from coordexp.cli import run, serve
+from coordexp.cli import evaluate, run, serve
 from coordexp.cli.config import config_app
 from coordexp.cli.data import data_app
 from coordexp.cli.model import model_app
@@ -26,6 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,  # a bug's plain traceback is easier to report than a decorated one
 )
 run.register(app)
+evaluate.register(app)
 serve.register(app)
 app.add_typer(data_app, name="data")
 app.add_typer(model_app, name="model")

@@ -55,4 +55,6 @@ def _index() -> tuple[dict[str, Metric], list[tuple[re.Pattern[str], Metric]]]:
             patterns.append((re.compile(r"[^/]+".join(map(re.escape, literal))), metric))
         else:
             exact[metric.name] = metric
+    # Of several patterns the one that says most decides: AP_<area> before AP<iou>.
+    patterns.sort(key=lambda found: -len(found[1].name.split("<")[0]))
     return exact, patterns

@@ -1,18 +1,39 @@
-"""The one forward: logits only where something is supervised."""
+"""The one forward of the learner: hidden states where something is supervised, inside one call of the wrapped model."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any
 
 import torch
+import transformers
+
+Program = Callable[[Any], Any]
 
 
-def supervised_logits(
-    model: torch.nn.Module, inputs: Mapping[str, torch.Tensor], position_N: torch.Tensor
-) -> torch.Tensor:
-    """Logits (N, V) that predict the tokens at ``position_N`` of one packed row.
+class Qwen3VLForConditionalGeneration(transformers.Qwen3VLForConditionalGeneration):
+    """Qwen3-VL that can run a *program* as its forward: ``model(program=f)`` returns ``f(model)``.
 
-    The token at p is predicted from position p − 1; the language head runs on those N hidden states only. The cache is
-    off: with it on, transformers no longer sees the packed segments apart and attention leaks between them.
+    A loss that never forms all the logits must apply the language head itself. Outside the model's forward that would
+    be wrong under every wrapper: DDP prepares its gradient reducer, FSDP gathers parameters, autocast and DeepSpeed
+    switch on in the *wrapper's* call. So whatever uses parameters, forwards and the head alike, is handed in and runs
+    within.
+
+    Its name is that of the class it extends: ``save_pretrained`` writes it as the checkpoint's architecture.
     """
-    return model(**inputs, logits_to_keep=position_N - 1, use_cache=False).logits[0]
+
+    @wraps(transformers.Qwen3VLForConditionalGeneration.forward)  # generate() reads the signature
+    def forward(self, *args: Any, program: Program | None = None, **kwargs: Any) -> Any:
+        if program is not None:
+            return program(self)
+        return super().forward(*args, **kwargs)
+
+
+def supervised_hidden(model: Any, inputs: Mapping[str, Any], position_N: torch.Tensor) -> torch.Tensor:
+    """Last hidden states (N, H) that predict the tokens at ``position_N`` of one packed row, of the bare model.
+
+    The token at p is predicted from position p − 1. The cache is off: with it on, transformers no longer sees the
+    packed segments apart and attention leaks between them.
+    """
+    return model.model(**inputs, use_cache=False)[0][0, position_N - 1]

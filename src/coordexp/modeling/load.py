@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoProcessor, AutoTokenizer, Qwen3VLForConditionalGeneration
+from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
 from coordexp.coords import CoordVocab
 from coordexp.errors import CheckpointError, VocabError
 from coordexp.modeling.adapter import base_of, is_adapter_folder, merge_adapter
 from coordexp.modeling.attention import transformers_name
+from coordexp.modeling.forward import Qwen3VLForConditionalGeneration
 
 MODEL_TYPE = "qwen3_vl"
 

@@ -2,15 +2,22 @@
 
 from coordexp.objective.context import ObjectiveContext, SupervisionCounts, SupervisionTensors
 from coordexp.objective.coord_math import coord_gate
+from coordexp.objective.head import HeadQuery, HeadScores, score_head
 from coordexp.objective.pipeline import MODULES, ObjectivePipeline, build_pipeline, sft_pipeline
+from coordexp.objective.query import Wants, head_query
 
 __all__ = [
     "MODULES",
+    "HeadQuery",
+    "HeadScores",
     "ObjectiveContext",
     "ObjectivePipeline",
     "SupervisionCounts",
     "SupervisionTensors",
+    "Wants",
     "build_pipeline",
     "coord_gate",
+    "head_query",
+    "score_head",
     "sft_pipeline",
 ]

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from coordexp.objective import coord_math
-from coordexp.objective.context import ObjectiveContext, SupervisionCounts
+from coordexp.objective.context import ObjectiveContext, SupervisionCounts, SupervisionTensors
+from coordexp.objective.query import Wants
 from coordexp.records import NUM_BINS
 
 
@@ -25,12 +26,16 @@ class BBoxGeo:
     def denominators(self, counts: SupervisionCounts) -> dict[str, int]:
         return {"smoothl1": counts.boxes, "ciou": counts.boxes}
 
+    def wants(self, supervision: SupervisionTensors) -> Wants:
+        return Wants(
+            coord_logits=(self.smoothl1_weight > 0 or self.ciou_weight > 0) and len(supervision.box_in_K_M4) > 0
+        )
+
     def sums(self, ctx: ObjectiveContext) -> dict[str, torch.Tensor]:
         supervision = ctx.supervision
-        if not len(supervision.box_in_K_M4):
+        if not self.wants(supervision).coord_logits:
             return {}
-        slots = supervision.coord_in_N_K[supervision.box_in_K_M4.reshape(-1)]
-        z_SB = coord_math.fence(ctx.logits_NV[slots[:, None], ctx.coord_ids_B])
+        z_SB = ctx.slot_logits_KB()[supervision.box_in_K_M4.reshape(-1)]
         decoded_M4 = coord_math.expected_position(z_SB.softmax(dim=-1)).reshape(-1, 4)
         predicted_M4 = coord_math.canonical_boxes(decoded_M4)
         true_M4 = coord_math.canonical_boxes(supervision.box_bin_M4.to(decoded_M4.dtype) / (NUM_BINS - 1))

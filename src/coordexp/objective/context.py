@@ -1,17 +1,18 @@
-"""What the objective sees: one packed row's logits at supervised positions, and what should have been there."""
+"""What the objective sees: what the head says at a packed row's supervised positions, and what should stand there."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
 import torch
 
+from coordexp.objective.head import HeadQuery, HeadScores, move
 from coordexp.packing import supervise_row
 from coordexp.records import PackedRow, TokenRole, TrainingTarget
 
-# Positions whose logits are computed: the roles that some module of the objective may supervise. All others cost
+# Positions whose hidden states are kept: the roles that some module of the objective may supervise. All others cost
 # nothing, and a module cannot reach them.
 SUPERVISED_ROLES = (
     TokenRole.PREFIX_COORD,
@@ -20,6 +21,7 @@ SUPERVISED_ROLES = (
     TokenRole.TAIL_COORD,
     TokenRole.CLOSE,
     TokenRole.EOS,
+    TokenRole.PREFIX_STRUCT,
 )
 
 
@@ -28,7 +30,8 @@ class SupervisionCounts:
     """How many positions each kind of supervision has: the exact denominators of an optimizer step.
 
     Additive over segments, micro-steps and ranks. ``desc_gt`` and ``desc_rollout`` are description tokens by context;
-    ``struct`` is tail structure without the closing brace and EOS, which ``closure`` counts.
+    ``struct`` is tail structure without the closing brace and EOS, which ``closure`` counts; ``prefix_struct`` is
+    matched objects' structure in the model's own prefix.
     """
 
     struct: int = 0
@@ -37,6 +40,7 @@ class SupervisionCounts:
     desc_rollout: int = 0
     coords: int = 0
     boxes: int = 0
+    prefix_struct: int = 0
 
     @classmethod
     def of(cls, targets: Iterable[TrainingTarget]) -> SupervisionCounts:
@@ -51,6 +55,7 @@ class SupervisionCounts:
                 desc_rollout=desc if target.context == "rollout" else 0,
                 coords=len(target.coord_pos_K),
                 boxes=len(target.box_pos_M4),
+                prefix_struct=int(by_role[TokenRole.PREFIX_STRUCT]),
             )
         return total
 
@@ -58,15 +63,15 @@ class SupervisionCounts:
         return SupervisionCounts(*(a + b for a, b in zip(self.as_tuple(), other.as_tuple(), strict=True)))
 
     def as_tuple(self) -> tuple[int, ...]:
-        return (self.struct, self.closure, self.desc_gt, self.desc_rollout, self.coords, self.boxes)
+        return astuple(self)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SupervisionTensors:
     """A packed row's supervision as tensors. N supervised positions of the row's L tokens, K of them coordinates.
 
-    ``position_N``: positions of the supervised tokens (their logits come from ``position_N − 1``); ``label_N`` token
-    ids; ``role_N`` :class:`TokenRole`; ``from_gt_N`` whether the segment was written from ground truth;
+    ``position_N``: positions of the supervised tokens (their hidden states stand at ``position_N − 1``); ``label_N``
+    token ids; ``role_N`` :class:`TokenRole`; ``from_gt_N`` whether the segment was written from ground truth;
     ``coord_in_N_K`` indices into N of the coordinate slots and ``coord_bin_K`` their targets; ``box_in_K_M4`` indices
     into K of each box's four slots and ``box_bin_M4`` its true bins.
     """
@@ -98,19 +103,53 @@ class SupervisionTensors:
             box_bin_M4=torch.from_numpy(found.box_bin_M4),
         )
 
-    def as_dict(self) -> dict[str, torch.Tensor]:
-        """Plain mapping, which trainers move between devices."""
-        return {name: getattr(self, name) for name in self.__slots__}
+    def to(self, device: torch.device) -> SupervisionTensors:
+        return move(self, device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ObjectiveContext:
-    """Row supervision, the logits that predict it, and the step's global denominators.
+    """Row supervision, what the head says where the modules asked, and the step's global denominators.
 
-    ``logits_NV`` float; ``coord_ids_B`` the 1000 coordinate token ids.
+    A module reaches only what its own ``wants`` asked for; anything else is a LookupError or not there. U positions
+    scored against the vocabulary, K coordinate slots, G text positions of the text gate.
     """
 
     supervision: SupervisionTensors
-    logits_NV: torch.Tensor
-    coord_ids_B: torch.Tensor
+    query: HeadQuery
+    scores: HeadScores
     counts: SupervisionCounts
+
+    def vocab_lse_U(self, temperature: float = 1.0) -> torch.Tensor:
+        """logsumexp(z/τ) over the vocabulary: (U,)."""
+        return self.scores.vocab_lse_TU[self._index(temperature)]
+
+    def label_ce_U(self) -> torch.Tensor:
+        """Cross-entropy of the label over the vocabulary: (U,)."""
+        return self.vocab_lse_U() - self.scores.label_logit_U
+
+    def slot_vocab_lse_K(self, temperature: float = 1.0) -> torch.Tensor:
+        """logsumexp(z/τ) over the vocabulary at the coordinate slots: (K,)."""
+        if len(self.query.slot_in_U_K) != len(self.supervision.coord_in_N_K):
+            raise LookupError(
+                "the coordinate slots were not scored against the vocabulary: no module wanted them in vocab_N"
+            )
+        return self.vocab_lse_U(temperature)[self.query.slot_in_U_K]
+
+    def slot_logits_KB(self) -> torch.Tensor:
+        """Fenced logits of the 1000 coordinate tokens at the coordinate slots: (K, B)."""
+        if len(self.query.slot_in_N_K) != len(self.supervision.coord_in_N_K):
+            raise LookupError("the coordinate logits were not computed: no module wanted coord_logits")
+        return self.scores.coord_logit_KB
+
+    def leak_lse_G(self, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """logsumexp(z/τ) over the vocabulary and over the coordinate tokens, at text positions of ``leak_N``: (G,)."""
+        index = self._index(temperature)
+        return self.scores.vocab_lse_TU[index, self.query.leak_in_U_G], self.scores.coord_lse_TG[index]
+
+    def _index(self, temperature: float) -> int:
+        if temperature not in self.query.temperatures:
+            raise LookupError(
+                f"no module wanted logsumexps at temperature {temperature}, only {self.query.temperatures}"
+            )
+        return self.query.temperatures.index(temperature)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from coordexp.objective import coord_math
-from coordexp.objective.context import ObjectiveContext, SupervisionCounts
+from coordexp.objective.context import ObjectiveContext, SupervisionCounts, SupervisionTensors
+from coordexp.objective.query import Wants
 from coordexp.records import NUM_BINS
 
 
@@ -22,12 +23,16 @@ class CoordDiag:
     def denominators(self, counts: SupervisionCounts) -> dict[str, int]:
         return dict.fromkeys(("acc_top5", "p_target", "expected_bin_mae", "coord_mass"), counts.coords)
 
+    def wants(self, supervision: SupervisionTensors) -> Wants:
+        slots_N = torch.zeros_like(supervision.from_gt_N)
+        slots_N[supervision.coord_in_N_K] = True
+        return Wants(vocab_N=slots_N, coord_logits=True, temperatures=frozenset({1.0}))
+
     @torch.no_grad()
     def sums(self, ctx: ObjectiveContext) -> dict[str, torch.Tensor]:
         if not len(ctx.supervision.coord_in_N_K):
             return {}
-        full_KV = ctx.logits_NV.detach()[ctx.supervision.coord_in_N_K]
-        z_KB = coord_math.fence(full_KV[:, ctx.coord_ids_B])
+        z_KB = ctx.slot_logits_KB()
         p_KB = z_KB.softmax(dim=-1)
         target_K1 = ctx.supervision.coord_bin_K.round().long()[:, None]
         expected_K = coord_math.expected_position(p_KB) * (NUM_BINS - 1)
@@ -35,5 +40,5 @@ class CoordDiag:
             "acc_top5": (p_KB.topk(5, dim=-1).indices == target_K1).any(dim=-1).sum(),
             "p_target": p_KB.gather(1, target_K1).sum(),
             "expected_bin_mae": (expected_K - ctx.supervision.coord_bin_K.to(expected_K.dtype)).abs().sum(),
-            "coord_mass": torch.exp(-coord_math.coord_gate(full_KV, z_KB, 1.0)).sum(),
+            "coord_mass": torch.exp(-coord_math.coord_gate(ctx.slot_vocab_lse_K(), z_KB.logsumexp(dim=-1))).sum(),
         }

@@ -11,29 +11,31 @@ LOGIT_LIMIT = 1e4
 MAX_COORD_MASS = 1.0 - 1e-6  # caps the text gate at −log(1e-6)
 
 
-def fence(logits: torch.Tensor) -> torch.Tensor:
-    """Widen to float32, replace NaN by 0 and clamp to ±1e4, so that one broken logit cannot erase a step's gradient."""
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    return torch.nan_to_num(wide, nan=0.0, posinf=LOGIT_LIMIT, neginf=-LOGIT_LIMIT).clamp(-LOGIT_LIMIT, LOGIT_LIMIT)
+def fence(logits: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Widen to float32, replace NaN by 0 and clamp to ±1e4, so that one broken logit cannot erase a step's gradient.
 
-
-def coord_gate(logits_full: torch.Tensor, logits_coord: torch.Tensor, temperature: float) -> torch.Tensor:
-    """``−log`` of the probability mass on the coordinate tokens, per slot.
-
-    ``logsumexp(z_full/τ) − logsumexp(z_coord/τ)``, floored at 0 against rounding.
-
-    Args: logits_full (…, V), logits_coord (…, B): the same slots, temperature τ > 0. Returns: (…).
+    The one fence of training and metrics. ``out`` may be ``logits`` itself, where that is wide and needs no gradient.
     """
-    full = torch.logsumexp(fence(logits_full) / temperature, dim=-1)
-    coord = torch.logsumexp(fence(logits_coord) / temperature, dim=-1)
-    return (full - coord).clamp_min(0.0)
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    finite = torch.nan_to_num(wide, nan=0.0, posinf=LOGIT_LIMIT, neginf=-LOGIT_LIMIT, out=out)
+    return torch.clamp(finite, -LOGIT_LIMIT, LOGIT_LIMIT, out=out)
 
 
-def text_gate(logits_full: torch.Tensor, logits_coord: torch.Tensor, temperature: float) -> torch.Tensor:
-    """``−log(1 − p)`` with p the mass on coordinate tokens at a text slot; p is capped at 1 − 1e-6. Returns: (…)."""
-    full = torch.logsumexp(fence(logits_full) / temperature, dim=-1)
-    coord = torch.logsumexp(fence(logits_coord) / temperature, dim=-1)
-    mass = torch.exp(coord - full).clamp_max(MAX_COORD_MASS)
+def coord_gate(vocab_lse: torch.Tensor, coord_lse: torch.Tensor) -> torch.Tensor:
+    """``−log`` of the probability mass on the coordinate tokens, per slot; floored at 0 against rounding.
+
+    Both arguments are logsumexps of fenced logits at one temperature, over the vocabulary and over the coordinate
+    tokens: ``logsumexp(z/τ) − logsumexp(z_coord/τ)``.
+    """
+    return (vocab_lse - coord_lse).clamp_min(0.0)
+
+
+def text_gate(vocab_lse: torch.Tensor, coord_lse: torch.Tensor) -> torch.Tensor:
+    """``−log(1 − p)`` with p the mass on coordinate tokens at a text slot; p is capped at 1 − 1e-6.
+
+    Arguments as in :func:`coord_gate`.
+    """
+    mass = torch.exp(coord_lse - vocab_lse).clamp_max(MAX_COORD_MASS)
     return -torch.log1p(-mass)
 
 

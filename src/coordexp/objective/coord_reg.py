@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from coordexp.objective import coord_math
-from coordexp.objective.context import ObjectiveContext, SupervisionCounts
+from coordexp.objective.context import ObjectiveContext, SupervisionCounts, SupervisionTensors
+from coordexp.objective.query import Wants
 from coordexp.records import NUM_BINS, TokenRole
 
 
@@ -36,20 +37,34 @@ class CoordReg:
         coords = dict.fromkeys(("coord_ce", "soft_ce", "w1", "coord_gate"), counts.coords)
         return {**coords, "text_gate": text}
 
+    def wants(self, supervision: SupervisionTensors) -> Wants:
+        gate_N = torch.zeros_like(supervision.from_gt_N)
+        if self.coord_gate_weight > 0:
+            gate_N[supervision.coord_in_N_K] = True
+        text_N = self._text_mask(supervision) if self.text_gate_weight > 0 else torch.zeros_like(gate_N)
+        any_gate = self.coord_gate_weight > 0 or self.text_gate_weight > 0
+        return Wants(
+            vocab_N=gate_N | text_N,
+            leak_N=text_N,
+            coord_logits=any(
+                weight > 0
+                for weight in (self.coord_ce_weight, self.soft_ce_weight, self.w1_weight, self.coord_gate_weight)
+            ),
+            temperatures=frozenset({self.temperature}) if any_gate else frozenset(),
+        )
+
     def sums(self, ctx: ObjectiveContext) -> dict[str, torch.Tensor]:
         sums: dict[str, torch.Tensor] = {}
-        if len(ctx.supervision.coord_in_N_K):
+        if len(ctx.supervision.coord_in_N_K) and len(ctx.query.slot_in_N_K):
             sums.update(self._coord_sums(ctx))
         if self.text_gate_weight > 0:
-            full = ctx.logits_NV[self._text_mask(ctx)]
-            leak = coord_math.text_gate(full, full[:, ctx.coord_ids_B], self.temperature)
-            sums["text_gate"] = self.text_gate_weight * leak.sum()
+            sums["text_gate"] = self.text_gate_weight * coord_math.text_gate(*ctx.leak_lse_G(self.temperature)).sum()
         return sums
 
     def _coord_sums(self, ctx: ObjectiveContext) -> dict[str, torch.Tensor]:
-        slots_K = ctx.supervision.coord_in_N_K
-        z_KB = ctx.logits_NV[slots_K[:, None], ctx.coord_ids_B]  # not the whole rows: only the gate needs those
-        log_p_KB = torch.log_softmax(coord_math.fence(z_KB) / self.temperature, dim=-1)
+        z_KB = ctx.slot_logits_KB() / self.temperature
+        coord_lse_K = torch.logsumexp(z_KB, dim=-1)
+        log_p_KB = z_KB - coord_lse_K[:, None]
         center_K = ctx.supervision.coord_bin_K.to(log_p_KB.dtype)
         sums: dict[str, torch.Tensor] = {}
         if self.soft_ce_weight > 0 or self.w1_weight > 0:
@@ -62,12 +77,12 @@ class CoordReg:
             hard_K1 = center_K.round().long()[:, None]
             sums["coord_ce"] = -self.coord_ce_weight * log_p_KB.gather(1, hard_K1).sum()
         if self.coord_gate_weight > 0:
-            gate_K = coord_math.coord_gate(ctx.logits_NV[slots_K], z_KB, self.temperature)
+            gate_K = coord_math.coord_gate(ctx.slot_vocab_lse_K(self.temperature), coord_lse_K)
             sums["coord_gate"] = self.coord_gate_weight * gate_K.sum()
         return sums
 
-    def _text_mask(self, ctx: ObjectiveContext) -> torch.Tensor:
-        role_N, from_gt_N = ctx.supervision.role_N, ctx.supervision.from_gt_N
+    def _text_mask(self, supervision: SupervisionTensors) -> torch.Tensor:
+        role_N, from_gt_N = supervision.role_N, supervision.from_gt_N
         mask_N = role_N == TokenRole.TAIL_STRUCT
         desc_N = role_N == TokenRole.TAIL_DESC
         if self.desc_in_gt:

@@ -9,25 +9,30 @@ the loss is therefore the step's exact mean per term, however its segments were 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from coordexp.config.data import CoordSoftCEW1Config
-from coordexp.config.objective import Channel, PipelineConfig
+from coordexp.config.objective import Channel, ModuleSpec, PipelineConfig
 from coordexp.objective.bbox_geo import BBoxGeo
-from coordexp.objective.context import ObjectiveContext, SupervisionCounts
+from coordexp.objective.context import ObjectiveContext, SupervisionCounts, SupervisionTensors
 from coordexp.objective.coord_diag import CoordDiag
 from coordexp.objective.coord_reg import CoordReg
+from coordexp.objective.head import HeadQuery
+from coordexp.objective.query import Wants, head_query
 from coordexp.objective.token_ce import TokenCE
 
 MODULES: dict[str, type] = {"token_ce": TokenCE, "coord_reg": CoordReg, "bbox_geo": BBoxGeo, "coord_diag": CoordDiag}
 
 
 class Module(Protocol):
-    """A term group: sums over the row's supervised positions, and each term's denominator from the step's counts."""
+    """A term group: what it wants of the head, sums over the row's supervised positions, and each term's denominator
+    from the step's counts."""
 
     def denominators(self, counts: SupervisionCounts) -> dict[str, int]: ...
+
+    def wants(self, supervision: SupervisionTensors) -> Wants: ...
 
     def sums(self, ctx: ObjectiveContext) -> dict[str, torch.Tensor]: ...
 
@@ -55,10 +60,28 @@ class ObjectivePipeline:
     objective: tuple[WeightedModule, ...]
     diagnostics: tuple[WeightedModule, ...] = ()
 
+    def query(self, supervision: SupervisionTensors) -> HeadQuery:
+        """What these modules want of the language head for one row. Cheapest on the CPU, before the row moves."""
+        return head_query(
+            supervision,
+            [entry.module.wants(supervision) for entry in self.objective],
+            [entry.module.wants(supervision) for entry in self.diagnostics],
+        )
+
+    def split(self, *names: str) -> tuple[ObjectivePipeline, ObjectivePipeline]:
+        """The modules called ``names``, and the others: for two forwards of one row, each with its own query."""
+        parts = []
+        for inside in (True, False):
+            picked = (
+                tuple(entry for entry in entries if (entry.name in names) is inside)
+                for entries in (self.objective, self.diagnostics)
+            )
+            parts.append(ObjectivePipeline(*picked))
+        return parts[0], parts[1]
+
     def __call__(self, ctx: ObjectiveContext) -> ObjectiveResult:
         # A row without one supervised slot of some term still needs a loss with a graph: DDP waits for every gradient.
-        # The sum of no rows: times zero, one broken logit of all of them would make the loss NaN.
-        loss = ctx.logits_NV[:0].sum()
+        loss = ctx.scores.vocab_lse_TU[:, :0].sum()
         terms: dict[str, torch.Tensor] = {}
         for entry in self.objective:
             for term, share in _shares(entry, ctx).items():
@@ -70,10 +93,15 @@ class ObjectivePipeline:
         return ObjectiveResult(loss, terms)
 
 
-def build_pipeline(config: PipelineConfig, channel: Channel = "B") -> ObjectivePipeline:
-    """The pipeline that ``config`` declares, for one training channel; other modules are left out and cost nothing."""
+def build_pipeline(
+    config: PipelineConfig, channel: Channel = "B", *, with_matched_prefix: bool = False
+) -> ObjectivePipeline:
+    """The pipeline that ``config`` declares, for one training channel; other modules are left out and cost nothing.
 
-    def is_active(spec: Any) -> bool:
+    ``with_matched_prefix``: see :class:`TokenCE`.
+    """
+
+    def is_active(spec: ModuleSpec) -> bool:
         return spec.enabled and channel in spec.channels and spec.weight > 0
 
     token_ce = next((spec.config for spec in config.objective if spec.name == "token_ce" and is_active(spec)), None)
@@ -82,10 +110,12 @@ def build_pipeline(config: PipelineConfig, channel: Channel = "B") -> ObjectiveP
         "desc_in_rollout": token_ce is not None and token_ce.rollout_fn_desc_weight > 0,
     }
 
-    def build(spec: Any, weight: float) -> WeightedModule:
+    def build(spec: ModuleSpec, weight: float) -> WeightedModule:
         options = spec.config.model_dump()
         if spec.name == "coord_reg":
             options |= desc
+        if spec.name == "token_ce":
+            options |= {"with_matched_prefix": with_matched_prefix}
         return WeightedModule(spec.name, weight, MODULES[spec.name](**options))
 
     return ObjectivePipeline(

@@ -1,14 +1,13 @@
-"""Cross-entropy on text tokens that were written from ground truth: structure, descriptions, closing brace, EOS."""
+"""Cross-entropy on text: what was written from ground truth, and in Channel-B what a match vouches for."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
-from coordexp.objective.context import ObjectiveContext, SupervisionCounts
-from coordexp.objective.coord_math import fence
+from coordexp.objective.context import ObjectiveContext, SupervisionCounts, SupervisionTensors
+from coordexp.objective.query import Wants
 from coordexp.records import TokenRole
 
 
@@ -19,35 +18,50 @@ class TokenCE:
     The terms share N, so they add up to one mean. ``desc_ce_weight`` weighs descriptions in ground-truth context,
     ``rollout_fn_desc_weight`` those appended behind a rollout. ``with_coords`` counts coordinate tokens in too, as
     ordinary tokens of the vocabulary: stage 1 without a coordinate loss, never a declared pipeline.
+    ``with_matched_prefix``: ``struct_ce_weight`` also weighs matched objects' own structure in the rollout's prefix
+    (Channel-B of two-channel training); without it a prefix's text is never taught.
     """
 
     struct_ce_weight: float
     desc_ce_weight: float
     rollout_fn_desc_weight: float
     with_coords: bool = False
+    with_matched_prefix: bool = False
 
     def denominators(self, counts: SupervisionCounts) -> dict[str, int]:
-        total = (counts.struct + counts.closure) * (self.struct_ce_weight > 0)
+        struct = counts.struct + counts.closure + counts.prefix_struct * self.with_matched_prefix
+        total = struct * (self.struct_ce_weight > 0)
         total += counts.desc_gt * (self.desc_ce_weight > 0) + counts.desc_rollout * (self.rollout_fn_desc_weight > 0)
         total += counts.coords * self.with_coords
         return {"struct_ce": total, "desc_ce": total, "coord_ce": total}
 
+    def wants(self, supervision: SupervisionTensors) -> Wants:
+        vocab_N = torch.zeros_like(supervision.from_gt_N)
+        for parts in self._parts(supervision.role_N, supervision.from_gt_N).values():
+            for mask_N, weight in parts:
+                vocab_N |= mask_N & (weight > 0)
+        return Wants(vocab_N=vocab_N, temperatures=frozenset({1.0}))
+
     def sums(self, ctx: ObjectiveContext) -> dict[str, torch.Tensor]:
-        role_N, from_gt_N = ctx.supervision.role_N, ctx.supervision.from_gt_N
-        struct_N = (role_N == TokenRole.TAIL_STRUCT) | (role_N == TokenRole.CLOSE) | (role_N == TokenRole.EOS)
-        desc_N = role_N == TokenRole.TAIL_DESC
-        sums = {
-            "struct_ce": self._weighted(ctx, struct_N, self.struct_ce_weight),
-            "desc_ce": self._weighted(ctx, desc_N & from_gt_N, self.desc_ce_weight)
-            + self._weighted(ctx, desc_N & ~from_gt_N, self.rollout_fn_desc_weight),
+        scored_U = ctx.query.vocab_in_N_U
+        parts = self._parts(ctx.supervision.role_N[scored_U], ctx.supervision.from_gt_N[scored_U])
+        ce_U = ctx.label_ce_U()
+        # Positions that only other modules asked for drop out by their mask: every number here is finite.
+        return {
+            term: sum((weight * (mask_U * ce_U).sum() for mask_U, weight in masks), ce_U.new_zeros(()))
+            for term, masks in parts.items()
+        }
+
+    def _parts(self, role: torch.Tensor, from_gt: torch.Tensor) -> dict[str, list[tuple[torch.Tensor, float]]]:
+        """Each term's positions, as masks with a weight."""
+        struct = (role == TokenRole.TAIL_STRUCT) | (role == TokenRole.CLOSE) | (role == TokenRole.EOS)
+        if self.with_matched_prefix:
+            struct = struct | (role == TokenRole.PREFIX_STRUCT)
+        desc = role == TokenRole.TAIL_DESC
+        parts = {
+            "struct_ce": [(struct, self.struct_ce_weight)],
+            "desc_ce": [(desc & from_gt, self.desc_ce_weight), (desc & ~from_gt, self.rollout_fn_desc_weight)],
         }
         if self.with_coords:
-            sums["coord_ce"] = self._weighted(ctx, role_N == TokenRole.TAIL_COORD, 1.0)
-        return sums
-
-    @staticmethod
-    def _weighted(ctx: ObjectiveContext, mask_N: torch.Tensor, weight: float) -> torch.Tensor:
-        if weight == 0.0 or not mask_N.any():
-            return ctx.logits_NV.new_zeros((), dtype=torch.float32)
-        logits = fence(ctx.logits_NV[mask_N])
-        return weight * F.cross_entropy(logits, ctx.supervision.label_N[mask_N], reduction="sum")
+            parts["coord_ce"] = [(role == TokenRole.TAIL_COORD, 1.0)]
+        return parts

@@ -20,14 +20,14 @@ from coordexp.errors import CheckpointError, TrainingDiverged
 from coordexp.evaluation import evaluate_dataset
 from coordexp.metrics import MetricsPayload, MetricSums
 from coordexp.modeling.adapter import has_adapter, load_adapter, save_adapter
-from coordexp.modeling.forward import supervised_logits
 from coordexp.modeling.inputs import row_inputs, to_device
 from coordexp.modeling.load import LoadedModel
-from coordexp.objective import ObjectiveContext, ObjectivePipeline, SupervisionTensors
+from coordexp.objective import HeadQuery, HeadScores, ObjectiveContext, ObjectivePipeline, SupervisionTensors
 from coordexp.rollouts import RolloutBackend
 from coordexp.training.checkpoint import save_carry_buffer
 from coordexp.training.optimizer import LearningRates, grouped, parameter_groups
 from coordexp.training.rollout_dump import RolloutRecorder
+from coordexp.training.scoring import ScoreRow
 from coordexp.training.window import Window, WindowBuilder
 
 
@@ -60,7 +60,6 @@ class CoordExpTrainer(Trainer):
         self._loaded = loaded
         self._vocab: CoordVocab = loaded.vocab
         self._rope_index = loaded.model.model.get_rope_index
-        self._coord_ids_B = torch.tensor(loaded.vocab.coord_token_ids)
         self._pipeline = pipeline
         self._eval_backend = eval_backend
         self._decode_batch_size = decode_batch_size
@@ -101,10 +100,13 @@ class CoordExpTrainer(Trainer):
     def _step_inputs(self, row: Any) -> dict[str, Any]:
         dtype = next(self._loaded.model.parameters()).dtype
         inputs = row_inputs(row, self._rope_index, self._loaded.image_token_id, self._loaded.attention, dtype)
-        return {"model": inputs, "supervision": SupervisionTensors.of(row).as_dict()}
+        supervision = SupervisionTensors.of(row)
+        return {"model": inputs, "supervision": supervision, "query": self._pipeline.query(supervision)}
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        return {name: to_device(tensors, self.args.device) for name, tensors in inputs.items()}
+        device = self.args.device
+        moved = {name: inputs[name].to(device) for name in ("supervision", "query")}
+        return {"model": to_device(inputs["model"], device), **moved}
 
     def training_step(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Forward and backward of one row, timed."""
@@ -124,22 +126,23 @@ class CoordExpTrainer(Trainer):
         assert self.window is not None, "compute_loss without a prepared window"
         assert not return_outputs, "evaluation goes through rollouts, not through the loss"
         started = time.perf_counter()
-        supervision = SupervisionTensors(**inputs["supervision"])
-        logits_NV = supervised_logits(model, inputs["model"], supervision.position_N)
-        context = ObjectiveContext(supervision, logits_NV, self._coord_ids_B.to(logits_NV.device), self.window.counts)
-        self._count_broken(logits_NV)
+        supervision, query = inputs["supervision"], inputs["query"]
+        scores = model(program=ScoreRow(inputs["model"], supervision, query, self._vocab.coord_token_ids))
+        self._count_broken(scores, query)
+        context = ObjectiveContext(supervision, query, scores, self.window.counts)
         result = self._pipeline(context)
-        self._sums.add({name: share.item() for name, share in result.terms.items()})
+        # One look from the host for all terms: each would wait for the device.
+        shares = torch.stack([*result.terms.values()]).tolist() if result.terms else []
+        self._sums.add(dict(zip(result.terms, shares, strict=True)))
         self._sums.add({"time/forward_s": time.perf_counter() - started, "train/micro_steps": 1})
         return result.loss * distributed.world_size()
 
-    def _count_broken(self, logits_NV: torch.Tensor) -> None:
+    def _count_broken(self, scores: HeadScores, query: HeadQuery) -> None:
         """The objective replaces NaN and infinity, so that one broken logit cannot erase a step. That must not hide a
         model that is broken altogether: its loss would look finite for ever."""
-        row_sums_N = logits_NV.detach().sum(dim=-1, dtype=torch.float32)
-        broken = int((~torch.isfinite(row_sums_N)).sum())
-        self._sums.add({"train/nonfinite_positions_total": broken})
-        if broken == len(row_sums_N):
+        broken, clamped = torch.stack([scores.nonfinite_N.sum(), scores.clamped_N.sum()]).tolist()
+        self._sums.add({"train/nonfinite_positions_total": broken, "train/clamped_positions_total": clamped})
+        if query.num_scored and broken == query.num_scored:
             raise TrainingDiverged(
                 f"step {self.state.global_step + 1}: every supervised position has NaN or infinite logits; lower "
                 "training.learning_rate or training.max_grad_norm, or use bf16 instead of fp16, and resume from the "

@@ -8,10 +8,18 @@ import pytest
 import torch
 
 from coordexp.objective import coord_math
-from coordexp.objective.coord_math import LOGIT_LIMIT, coord_gate, gaussian_targets, text_gate
+from coordexp.objective.coord_math import LOGIT_LIMIT, fence, gaussian_targets
 
 V = 152_670  # tokens of the Qwen vocabulary with coordinates
 F64 = torch.float64
+
+
+def coord_gate(full: torch.Tensor, coord: torch.Tensor, temperature: float) -> torch.Tensor:
+    return coord_math.coord_gate(*(torch.logsumexp(fence(z) / temperature, dim=-1) for z in (full, coord)))
+
+
+def text_gate(full: torch.Tensor, coord: torch.Tensor, temperature: float) -> torch.Tensor:
+    return coord_math.text_gate(*(torch.logsumexp(fence(z) / temperature, dim=-1) for z in (full, coord)))
 
 
 def target(center: float, sigma: float = 2.0, truncate: float | None = None) -> torch.Tensor:

@@ -9,12 +9,22 @@ import numpy as np
 import pytest
 import torch
 
+from answers import tiny_vocab
 from coordexp.config.data import CoordSoftCEW1Config
 from coordexp.config.objective import PipelineConfig
-from coordexp.objective import MODULES, ObjectiveContext, SupervisionCounts, build_pipeline, sft_pipeline
+from coordexp.objective import (
+    MODULES,
+    ObjectiveContext,
+    ObjectivePipeline,
+    SupervisionCounts,
+    SupervisionTensors,
+    build_pipeline,
+    sft_pipeline,
+)
 from coordexp.packing import build_row
 from coordexp.records import TokenRole as R
-from objective_rows import COORD_IDS, EVERYTHING, Trigram, config, context, segments
+from naive_head import context_of_logits
+from objective_rows import COORD_IDS, COORDS, EVERYTHING, Trigram, config, scored, segments
 
 TEXT = (R.TAIL_STRUCT, R.CLOSE, R.EOS)
 
@@ -88,7 +98,7 @@ def naive_ciou(p: list[float], t: list[float]) -> float:
 @pytest.mark.parametrize("seed", [0, 1])
 def test_every_term_equals_the_loop(seed: int) -> None:
     model = Trigram(seed)
-    result = build_pipeline(config(**EVERYTHING))(context(segments(), model))
+    result = scored(build_pipeline(config(**EVERYTHING)), segments(), model)
     got = {name: value.item() for name, value in result.terms.items() if name.startswith("loss/")}
     assert got == pytest.approx(naive(model, EVERYTHING), rel=1e-9)
     assert result.loss.item() == pytest.approx(sum(got.values()), rel=1e-12)
@@ -98,29 +108,27 @@ def test_every_term_equals_the_loop(seed: int) -> None:
 def test_order_never_changes_a_value(order: tuple[int, ...]) -> None:
     declared = config(**EVERYTHING)
     shuffled = declared.model_copy(update={"objective": tuple(declared.objective[i] for i in order)})
-    ctx = context(segments(), Trigram())
-    want, got = build_pipeline(declared)(ctx), build_pipeline(shuffled)(ctx)
+    want, got = (scored(build_pipeline(pipe), segments(), Trigram()) for pipe in (declared, shuffled))
     assert {name: term.item() for name, term in got.terms.items()} == {k: v.item() for k, v in want.terms.items()}
     assert got.loss.item() == pytest.approx(want.loss.item(), rel=1e-14)
 
 
 @pytest.mark.parametrize("drop", [["bbox_geo"], ["token_ce"], ["bbox_geo", "token_ce"]])
 def test_coordinate_terms_do_not_depend_on_other_modules(drop: list[str]) -> None:
-    ctx = context(segments(), Trigram())
     terms = ("coord_ce", "soft_ce", "w1", "coord_gate")
-    alone = build_pipeline(config(drop))(ctx).terms
-    beside = build_pipeline(config())(ctx).terms
+    alone = scored(build_pipeline(config(drop)), segments(), Trigram()).terms
+    beside = scored(build_pipeline(config()), segments(), Trigram()).terms
     for term in terms:
         name = f"loss/coord_reg/{term}"
         assert (name in alone) == (name in beside)
-        assert name not in alone or alone[name].item() == beside[name].item()
+        assert name not in alone or alone[name].item() == pytest.approx(beside[name].item(), rel=1e-14)
 
 
 def test_coordinate_terms_need_no_box() -> None:
     polygons_only = [segments()[2]]
-    ctx = context(polygons_only, Trigram())
-    assert ctx.counts.boxes == 0 and ctx.counts.coords == 6
-    terms = build_pipeline(config())(ctx).terms
+    counts = SupervisionCounts.of([segments()[2].target])
+    assert counts.boxes == 0 and counts.coords == 6
+    terms = scored(build_pipeline(config()), polygons_only, Trigram()).terms
     assert terms["loss/coord_reg/soft_ce"].item() > 0
     assert not any(name.startswith("loss/bbox_geo") for name in terms)
 
@@ -137,7 +145,7 @@ def test_a_pipeline_without_bbox_geo_decodes_nothing(monkeypatch: pytest.MonkeyP
         ["bbox_geo"], **{k: v for k, v in EVERYTHING.items() if k not in ("smoothl1_weight", "ciou_weight")}
     )
     without = without.model_copy(update={"diagnostics": ()})
-    terms = build_pipeline(without)(context(segments(), Trigram())).terms
+    terms = scored(build_pipeline(without), segments(), Trigram()).terms
     assert sorted(terms) == [
         f"loss/coord_reg/{t}" for t in ("coord_ce", "coord_gate", "soft_ce", "text_gate", "w1")
     ] + [
@@ -145,7 +153,7 @@ def test_a_pipeline_without_bbox_geo_decodes_nothing(monkeypatch: pytest.MonkeyP
         "loss/token_ce/struct_ce",
     ]
     with pytest.raises(AssertionError, match="decoded"):
-        build_pipeline(config())(context(segments(), Trigram()))
+        scored(build_pipeline(config()), segments(), Trigram())
 
 
 @pytest.mark.parametrize("index", range(3), ids=["token_ce", "coord_reg", "bbox_geo"])
@@ -156,7 +164,7 @@ def test_a_module_that_is_off_is_not_built(index: int, change: dict) -> None:
     pipe = build_pipeline(PipelineConfig(objective=tuple(specs), diagnostics=()))
     names = [spec.name for spec in specs if spec is not specs[index]]
     assert [entry.name for entry in pipe.objective] == names
-    terms = pipe(context(segments(), Trigram())).terms
+    terms = scored(pipe, segments(), Trigram()).terms
     assert {name.split("/")[1] for name in terms} == set(names)
 
 
@@ -169,24 +177,28 @@ def test_a_channel_a_module_acts_in_channel_a() -> None:
 
 def test_module_weight_scales_its_terms_and_never_a_diagnostic() -> None:
     declared = config()
-    ctx = context(segments(), Trigram())
     scaled = PipelineConfig(
         objective=tuple(spec.model_copy(update={"weight": 2.5}) for spec in declared.objective),
         diagnostics=tuple(spec.model_copy(update={"weight": 0.5}) for spec in declared.diagnostics),
     )
-    want, got = build_pipeline(declared)(ctx).terms, build_pipeline(scaled)(ctx).terms
+    want, got = (scored(build_pipeline(pipe), segments(), Trigram()).terms for pipe in (declared, scaled))
     for name, value in want.items():
         factor = 2.5 if name.startswith("loss/") else 1.0
         assert got[name].item() == pytest.approx(factor * value.item(), rel=1e-12)
 
 
-def peaked(bins: list[tuple[int, ...]], height: float = 1e4) -> ObjectiveContext:
+def supervision() -> SupervisionTensors:
+    """Of a row of one ground-truth answer: a box and a triangle."""
+    return SupervisionTensors.of(build_row([segments()[1]]))
+
+
+def peaked(pipeline: ObjectivePipeline, bins: list[tuple[int, ...]], height: float = 1e4) -> ObjectiveContext:
     """A row of ground-truth boxes whose coordinate logits all stand on ``bins``."""
-    ctx = context([segments()[1]], Trigram())
-    logits = torch.zeros_like(ctx.logits_NV)
+    found = supervision()
+    logits = torch.zeros(len(found.position_N), len(tiny_vocab()), dtype=torch.float64)
     flat = [k for box in bins for k in box]
-    logits[ctx.supervision.coord_in_N_K[: len(flat)], COORD_IDS[flat]] = height
-    return ObjectiveContext(ctx.supervision, logits, COORD_IDS, ctx.counts)
+    logits[found.coord_in_N_K[: len(flat)], COORD_IDS[flat]] = height
+    return context_of_logits(pipeline, found, logits, COORDS, SupervisionCounts.of([segments()[1].target]))
 
 
 @pytest.mark.parametrize(
@@ -199,48 +211,51 @@ def peaked(bins: list[tuple[int, ...]], height: float = 1e4) -> ObjectiveContext
     ],
 )
 def test_bbox_geo_reads_the_expectation_of_each_side(predicted, smoothl1, ciou) -> None:
-    terms = MODULES["bbox_geo"](1.0, 1.0).sums(peaked([predicted]))
+    terms = MODULES["bbox_geo"](1.0, 1.0).sums(peaked(build_pipeline(config()), [predicted]))
     assert terms["smoothl1"].item() == pytest.approx(smoothl1, rel=1e-3, abs=1e-9)
     if ciou is not None:
         assert terms["ciou"].item() == pytest.approx(ciou, abs=2e-6)
 
 
 def test_diagnostics_measure_what_they_say() -> None:
-    sums = MODULES["coord_diag"]().sums(peaked([(500, 500, 700, 801)]))
+    sums = MODULES["coord_diag"]().sums(peaked(build_pipeline(config()), [(500, 500, 700, 801)]))
     num = 10  # four sides of the box, six of the polygon whose logits are flat
     assert sums["p_target"].item() == pytest.approx(3 + 6 / 1000, abs=1e-9)
     assert sums["acc_top5"].item() >= 3
     flat = sum(abs(k - 499.5) for k in segments()[1].target.coord_bin_K[4:])
     assert sums["expected_bin_mae"].item() == pytest.approx(1 + flat, rel=1e-9)
-    vocabulary = len(COORD_IDS) / peaked([]).logits_NV.shape[1]
+    vocabulary = len(COORD_IDS) / len(tiny_vocab())
     assert sums["coord_mass"].item() == pytest.approx(4 + (num - 4) * vocabulary, rel=1e-9)
     assert MODULES["coord_diag"]().denominators(SupervisionCounts(coords=num))["p_target"] == num
 
 
 def test_diagnostics_carry_no_gradient() -> None:
     model = Trigram()
-    result = build_pipeline(config())(context(segments(), model))
+    result = scored(build_pipeline(config()), segments(), model)
     assert all(not value.requires_grad for value in result.terms.values())
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
 def test_one_broken_logit_cannot_erase_the_step(broken: float) -> None:
-    ctx = context(segments(), Trigram())
-    logits = ctx.logits_NV.detach().float()
-    logits[0, 3] = broken
-    logits.requires_grad_()
-    result = build_pipeline(config(**EVERYTHING))(ObjectiveContext(ctx.supervision, logits, COORD_IDS, ctx.counts))
+    """A column of the head that is broken: one logit at every position of the row."""
+    model = Trigram()
+    with torch.no_grad():
+        model.embed[:, 0] = 1.0
+        model.head[:, 3] = 0.0
+        model.head[0, 3] = broken
+    result = scored(build_pipeline(config(**EVERYTHING)), segments(), model)
     result.loss.backward()
     assert torch.isfinite(result.loss)
-    assert torch.isfinite(logits.grad).all()
-    assert logits.grad[1:].abs().sum() > 0
+    embed, head = model.gradients()
+    assert torch.isfinite(embed).all() and torch.isfinite(head).all()
+    assert embed.abs().sum() > 0 and head.abs().sum() > 0
+    assert torch.count_nonzero(head[:, 3]) == 0, "what the fence replaced has no gradient"
 
 
-def test_half_precision_logits_give_a_float32_loss() -> None:
-    ctx = context(segments(), Trigram())
-    logits = ctx.logits_NV.detach().to(torch.bfloat16).requires_grad_()
-    result = build_pipeline(config())(ObjectiveContext(ctx.supervision, logits, COORD_IDS, ctx.counts))
-    assert result.loss.dtype == torch.float32
+def test_half_precision_gives_a_float32_loss() -> None:
+    model = Trigram()
+    model.embed, model.head = (value.detach().bfloat16().requires_grad_() for value in (model.embed, model.head))
+    assert scored(build_pipeline(config()), segments(), model).loss.dtype == torch.float32
 
 
 # -- stage 1 -------------------------------------------------------------------------------------------------------
@@ -249,10 +264,12 @@ def test_half_precision_logits_give_a_float32_loss() -> None:
 @pytest.mark.parametrize("coord_loss", [None, CoordSoftCEW1Config(enabled=False)])
 def test_plain_sft_is_full_vocabulary_cross_entropy(coord_loss: CoordSoftCEW1Config | None) -> None:
     """One mean over every token of the answers, as any language model is fine-tuned."""
-    ctx = context([segments()[1], segments()[4]], Trigram())
-    assert 0 < len(ctx.supervision.coord_in_N_K) < len(ctx.supervision.label_N)
-    full = torch.nn.functional.cross_entropy(ctx.logits_NV, ctx.supervision.label_N)
-    result = sft_pipeline(coord_loss)(ctx)
+    row, model = [segments()[1], segments()[4]], Trigram()
+    found = SupervisionTensors.of(build_row(row))
+    assert 0 < len(found.coord_in_N_K) < len(found.label_N)
+    logits = model(torch.from_numpy(build_row(row).token_ids_L), found.position_N) @ model.head
+    full = torch.nn.functional.cross_entropy(logits, found.label_N)
+    result = scored(sft_pipeline(coord_loss), row, model)
     assert result.loss.item() == pytest.approx(full.item(), rel=1e-12)
 
 
@@ -261,12 +278,11 @@ def test_sft_with_a_coordinate_loss_uses_its_keys() -> None:
         enabled=True, ce_weight=0.3, soft_ce_weight=0.5, w1_weight=0.7, gate_weight=0.9, text_gate_weight=1.1,
         temperature=1.5, target_sigma=3.0, target_truncate=12.0,
     )  # fmt: skip
-    ctx = context([segments()[1]], Trigram())
     same = config(
         ["bbox_geo"], coord_ce_weight=0.3, soft_ce_weight=0.5, w1_weight=0.7, coord_gate_weight=0.9, temperature=1.5,
         text_gate_weight=1.1, target_sigma=3.0, target_truncate=12.0,
     )  # fmt: skip
-    want, got = build_pipeline(same)(ctx), sft_pipeline(keys)(ctx)
+    want, got = (scored(pipe, [segments()[1]], Trigram()) for pipe in (build_pipeline(same), sft_pipeline(keys)))
     assert {k: v.item() for k, v in got.terms.items()} == {k: v.item() for k, v in want.terms.items()}
 
 
@@ -275,7 +291,7 @@ def test_sft_with_a_coordinate_loss_uses_its_keys() -> None:
 
 def test_counts_are_those_of_the_tensors() -> None:
     counts = SupervisionCounts.of(segment.target for segment in segments())
-    found = context(segments(), Trigram()).supervision
+    found = SupervisionTensors.of(build_row(segments()))
     roles, from_gt = found.role_N, found.from_gt_N
     assert counts.struct == (roles == R.TAIL_STRUCT).sum()
     assert counts.closure == ((roles == R.CLOSE) | (roles == R.EOS)).sum() == 2 * len(segments())
@@ -283,15 +299,17 @@ def test_counts_are_those_of_the_tensors() -> None:
     assert counts.desc_rollout == ((roles == R.TAIL_DESC) & ~from_gt).sum() > 0
     assert counts.coords == len(found.coord_in_N_K) == len(found.coord_bin_K)
     assert counts.boxes == len(found.box_in_K_M4) == len(found.box_bin_M4)
-    # Logits are computed at these positions and no others: not at prompts, not at the rollout's own text.
+    # Hidden states are kept at these positions and no others: not at prompts, not at text that no match vouches for.
     supervised = counts.struct + counts.closure + counts.desc_gt + counts.desc_rollout + counts.coords
+    supervised += counts.prefix_struct
     assert len(found.position_N) == len(roles) == supervised
 
 
 def test_labels_and_boxes_point_at_their_tokens() -> None:
-    found = context(segments(), Trigram()).supervision
+    found = SupervisionTensors.of(build_row(segments()))
     row = build_row(segments())
     assert found.label_N.tolist() == row.token_ids_L[found.position_N].tolist()
     assert torch.isin(found.label_N[found.coord_in_N_K], COORD_IDS).all()
     assert torch.equal(found.coord_bin_K[found.box_in_K_M4], found.box_bin_M4)
-    assert set(found.as_dict()) == set(found.__slots__)
+    moved = found.to(torch.device("meta"))
+    assert {getattr(moved, name).device.type for name in found.__slots__} == {"meta"}

@@ -9,7 +9,7 @@ import torch
 
 from coordexp.objective import ObjectivePipeline, SupervisionCounts, build_pipeline, sft_pipeline
 from coordexp.records import Segment
-from objective_rows import EVERYTHING, Trigram, config, context, segments
+from objective_rows import EVERYTHING, Trigram, config, scored, segments
 
 PIPELINES = {"stage2": build_pipeline(config(**EVERYTHING)), "sft": sft_pipeline(None)}
 ROWS = {
@@ -25,7 +25,7 @@ def step(rows: Sequence[Sequence[Segment]], pipeline: ObjectivePipeline) -> tupl
     counts = SupervisionCounts.of(segment.target for row in rows for segment in row)
     model, loss, terms = Trigram(), 0.0, {}
     for row in rows:
-        result = pipeline(context(row, model, counts))
+        result = scored(pipeline, row, model, counts)
         result.loss.backward()
         loss += result.loss.item()
         for name, share in result.terms.items():
@@ -55,7 +55,7 @@ def test_twice_the_same_segments_are_the_same_mean() -> None:
 def test_a_row_with_nothing_to_score_still_has_a_graph() -> None:
     """Every rank runs backward: an image without objects under a coordinates-only pipeline has a zero gradient."""
     model = Trigram()
-    result = build_pipeline(config(["token_ce", "bbox_geo"]))(context([segments()[4]], model))
+    result = scored(build_pipeline(config(["token_ce", "bbox_geo"])), [segments()[4]], model)
     assert result.loss.item() == 0.0
     result.loss.backward()
     assert all(torch.count_nonzero(gradient) == 0 for gradient in model.gradients())

@@ -10,13 +10,13 @@ import torch
 from config_samples import pipeline
 from coordexp.config.objective import PipelineConfig
 from coordexp.matching import match_objects
-from coordexp.modeling.forward import supervised_logits
 from coordexp.modeling.inputs import row_inputs
 from coordexp.modeling.load import LoadedModel
 from coordexp.objective import ObjectiveContext, SupervisionCounts, SupervisionTensors, build_pipeline
 from coordexp.parsing import parse_rollout
 from coordexp.records import Segment
 from coordexp.targets import build_target
+from coordexp.training.scoring import ScoreRow
 from tiny_run import gt_segments, load_tiny, nearly_right, row_of, tiny_samples
 
 PIPELINE = build_pipeline(PipelineConfig.model_validate(pipeline()), channel="B")
@@ -53,9 +53,9 @@ def step(loaded: LoadedModel, micro_steps: Sequence[Sequence[Segment]]) -> tuple
         rope_index = model.model.get_rope_index
         inputs = row_inputs(row, rope_index, loaded.image_token_id, loaded.attention, torch.float64)
         supervision = SupervisionTensors.of(row)
-        logits = supervised_logits(model, inputs, supervision.position_N)
-        coord_ids = torch.tensor(loaded.vocab.coord_token_ids)
-        loss = PIPELINE(ObjectiveContext(supervision, logits, coord_ids, counts)).loss
+        query = PIPELINE.query(supervision)
+        scores = model(program=ScoreRow(inputs, supervision, query, loaded.vocab.coord_token_ids))
+        loss = PIPELINE(ObjectiveContext(supervision, query, scores, counts)).loss
         loss.backward()
         total += loss.item()
     return total, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}

@@ -1,0 +1,218 @@
+"""The chunked head against all the logits and plain autograd: values, gradients, the fence, memory."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from coordexp.objective import HeadQuery, HeadScores, score_head
+from naive_head import scores_from_logits
+
+V, H, N = 700, 5, 9
+SCATTERED = (3, 4, 5, 99, 300, 301, 302, 303, 304, 650)
+CONTIGUOUS = tuple(range(250, 262))  # over the edge of the first chunk
+
+
+def query(temperatures: tuple[float, ...] = (1.0, 1.7), taught: int = 5) -> HeadQuery:
+    """Seven of nine positions scored, the last only measured; three coordinate slots, two text-gate positions."""
+    return HeadQuery(
+        vocab_in_N_U=torch.tensor([0, 2, 3, 5, 8, 1, 4]),
+        slot_in_U_K=torch.tensor([1, 3, 5]),
+        leak_in_U_G=torch.tensor([0, 4]),
+        slot_in_N_K=torch.tensor([2, 5, 1]),
+        num_taught=taught,
+        num_scored=7,
+        temperatures=temperatures,
+    )
+
+
+NOTHING = HeadQuery(*(torch.zeros(0, dtype=torch.long) for _ in range(4)), 0, 0, ())
+
+
+def tensors(dtype: torch.dtype = torch.float64, bins: int = 12, scale: float = 1.0) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = scale * torch.randn(N, H, dtype=torch.float64, generator=generator)
+    weight = torch.randn(V, H, dtype=torch.float64, generator=generator)
+    offset = 0.3 * torch.randn(bins, H, dtype=torch.float64, generator=generator)
+    label = torch.randint(0, V, (N,), generator=generator)
+    label[0] = label[2] = 255  # one of the coordinate tokens, twice
+    return (*(value.to(dtype).requires_grad_() for value in (hidden, weight, offset)), label)
+
+
+def total(scores: HeadScores, taught: int) -> torch.Tensor:
+    """A function of every score with a gradient, non-linear in each."""
+    parts = [scores.vocab_lse_TU[:, :taught], scores.label_logit_U[:taught], scores.coord_lse_TG, scores.coord_logit_KB]
+    return sum(
+        ((0.3 + part).sin() * torch.linspace(0.5, 2, part.numel(), dtype=part.dtype).view_as(part)).sum()
+        for part in parts
+    )
+
+
+@pytest.mark.parametrize("chunk_logits", [1, 256 * 7, 10**9], ids=["three chunks", "also three", "one"])
+@pytest.mark.parametrize("ids", [CONTIGUOUS, SCATTERED], ids=["contiguous ids", "scattered ids"])
+@pytest.mark.parametrize("with_offset", [False, True], ids=["plain", "offset"])
+@pytest.mark.parametrize("temperatures", [(1.0,), (0.6,), (1.0, 1.7), (0.5, 1.0, 2.0)])
+def test_it_equals_all_the_logits_and_plain_autograd(temperatures, with_offset, ids, chunk_logits) -> None:
+    hidden, weight, offset, label = tensors(bins=len(ids))
+    leaves = [hidden, weight, *([offset] if with_offset else [])]
+    asked = query(temperatures)
+    logits = hidden @ weight.T
+    if with_offset:
+        logits = logits.index_add(1, torch.tensor(ids), hidden @ offset.T)
+    want = scores_from_logits(logits, asked, label, ids)
+    got = score_head(hidden, weight, asked, label, ids, offset if with_offset else None, chunk_logits)
+    for name, a, b in zip(HeadScores._fields, got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+    want_grads = torch.autograd.grad(total(want, asked.num_taught), leaves)
+    got_grads = torch.autograd.grad(total(got, asked.num_taught), leaves)
+    for a, b in zip(got_grads, want_grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+        assert b.abs().max() > 1e-3
+
+
+def test_gradcheck() -> None:
+    hidden, weight, offset, label = tensors(scale=0.5)
+    small = weight[240:275].detach().requires_grad_()
+    ids, asked = tuple(range(10, 22)), query()
+
+    def scores(h: torch.Tensor, w: torch.Tensor, o: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        got = score_head(h, w, asked, label % 35, ids, o)
+        return got.vocab_lse_TU[:, : asked.num_taught], got.label_logit_U[: asked.num_taught], *got[2:4]
+
+    assert torch.autograd.gradcheck(scores, (hidden, small, offset))
+
+
+def test_positions_that_are_only_measured_get_no_gradient() -> None:
+    hidden, weight, _, label = tensors()
+    scores = score_head(hidden, weight, query(taught=5), label, CONTIGUOUS)
+    scores.vocab_lse_TU.sum().backward()
+    moved = (hidden.grad.abs().sum(dim=1) > 0).tolist()
+    assert [index for index, yes in enumerate(moved) if yes] == [0, 2, 3, 5, 8]
+
+
+@pytest.mark.parametrize("frozen", ["weight", "hidden", "offset"])
+def test_what_is_frozen_gets_no_gradient_and_changes_no_other(frozen: str) -> None:
+    def grads(freeze: str | None) -> dict[str, torch.Tensor | None]:
+        hidden, weight, offset, label = tensors()
+        leaves = {"hidden": hidden, "weight": weight, "offset": offset}
+        for name, leaf in leaves.items():
+            leaf.requires_grad_(name != freeze)
+        total(score_head(hidden, weight, query(), label, CONTIGUOUS, offset), 5).backward()
+        return {name: leaf.grad for name, leaf in leaves.items()}
+
+    all_of_them, some = grads(None), grads(frozen)
+    for name, grad in all_of_them.items():
+        if name == frozen:
+            assert some[name] is None
+        else:
+            assert torch.equal(some[name], grad)
+
+
+def test_asking_for_nothing_still_leaves_a_graph() -> None:
+    hidden, weight, _, label = tensors()
+    scores = score_head(hidden, weight, NOTHING, label, CONTIGUOUS)
+    assert [tuple(part.shape) for part in scores[:4]] == [(1, 0), (0,), (1, 0), (0, 12)]
+    scores.vocab_lse_TU[:, :0].sum().backward()
+    assert torch.count_nonzero(hidden.grad) == 0 == torch.count_nonzero(weight.grad)
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_half_precision_is_summed_in_float32(half: torch.dtype) -> None:
+    """Equal to the same rounded factors multiplied in float64, far beyond what half-precision logits could say."""
+    hidden, weight, _, label = (value.detach() for value in tensors(half))
+    exact = [value.double().requires_grad_() for value in (hidden, weight)]
+    narrow = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+    want = score_head(*exact, query(), label, CONTIGUOUS)
+    got = score_head(*narrow, query(), label, CONTIGUOUS)
+    assert got.vocab_lse_TU.dtype == got.coord_logit_KB.dtype == torch.float32
+    for a, b in zip(got[:4], want[:4], strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=2e-6, atol=2e-5)
+    total(got, 5).backward()
+    total(want, 5).backward()
+    for a, b in zip(narrow, exact, strict=True):
+        assert a.grad.dtype == half
+        torch.testing.assert_close(a.grad.double(), b.grad, rtol=0.02, atol=0.02 * b.grad.abs().max().item())
+
+
+def test_autocast_computes_in_half_and_returns_gradients_as_the_leaves_are() -> None:
+    hidden, weight, _, label = tensors(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = score_head(hidden, weight, query(), label, CONTIGUOUS)
+    rounded = score_head(hidden.bfloat16(), weight.bfloat16(), query(), label, CONTIGUOUS)
+    assert torch.equal(got.vocab_lse_TU, rounded.vocab_lse_TU)
+    total(got, 5).backward()
+    assert hidden.grad.dtype == weight.grad.dtype == torch.float32
+
+
+# -- the fence ---------------------------------------------------------------------------------------------------------
+
+NAN, INF = math.nan, math.inf
+BROKEN = [NAN, INF, -INF, 3e4, -3e4]
+
+
+@pytest.mark.parametrize("column", [7, 255, 690], ids=["text", "coordinate", "last chunk"])
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_broken_column_is_fenced_as_in_the_reference(broken: float, column: int) -> None:
+    """One hidden unit that is 1 everywhere: the first column of the weight is then every position's logits."""
+    hidden = torch.ones(N, 1, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(V, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    weight[column] = broken
+    weight.requires_grad_()
+    label = torch.full((N,), column)
+    got = score_head(hidden, weight, query(), label, CONTIGUOUS)
+    want = scores_from_logits(hidden @ weight.T, query(), label, CONTIGUOUS)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    asked = query()
+    assert int((got.clamped_N if math.isfinite(broken) else got.nonfinite_N).sum()) == asked.num_scored
+    grad, d_hidden = torch.autograd.grad(total(got, 5), (weight, hidden))
+    (reference,) = torch.autograd.grad(total(want, 5), weight)
+    assert grad[column] == 0 and torch.isfinite(grad).all()
+    assert torch.isfinite(d_hidden).all(), "not even the broken weight may spread"
+    torch.testing.assert_close(grad, reference, rtol=1e-10, atol=1e-12)
+
+
+def test_one_broken_position_leaves_the_others_alone() -> None:
+    hidden, weight, _, label = tensors()
+    sound = score_head(hidden, weight, query(), label, CONTIGUOUS)
+    broken = hidden.detach().clone()
+    broken[2] = NAN
+    got = score_head(broken.requires_grad_(), weight, query(), label, CONTIGUOUS)
+    assert torch.nonzero(got.nonfinite_N)[:, 0].tolist() == [2] and not got.clamped_N.any()
+    assert got.vocab_lse_TU[0, 1].item() == pytest.approx(math.log(V)), "NaN reads as 0 everywhere"
+    others = [0, 2, 3, 4, 5, 6]
+    torch.testing.assert_close(got.vocab_lse_TU[:, others], sound.vocab_lse_TU[:, others])
+    total(got, 5).backward()
+    assert torch.isfinite(broken.grad).all() and torch.isfinite(weight.grad).all()
+    assert torch.count_nonzero(broken.grad[2]) == 0
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+class Peak(torch.utils._python_dispatch.TorchDispatchMode):
+    """Notes the largest tensor that any operation returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for value in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(value, torch.Tensor):
+                self.numel = max(self.numel, value.numel())
+        return out
+
+
+def test_no_buffer_has_the_size_of_positions_times_vocabulary() -> None:
+    size, hidden_size = 40_000, 4
+    weight = torch.randn(size, hidden_size, requires_grad=True)
+    hidden = torch.randn(N, hidden_size, requires_grad=True)
+    with Peak() as peak:
+        scores = score_head(hidden, weight, query(), torch.arange(N), CONTIGUOUS, chunk_logits=7 * 1024)
+        torch.autograd.backward(total(scores, 5))
+    # The largest are the weight and its gradient; the logits would be larger.
+    assert peak.numel == size * hidden_size < 7 * size
