@@ -1,6 +1,7 @@
 """The YAML contract: typed, strict, torch-free. ``load_config(path)`` is the only way in."""
 
 from coordexp.config.checks import advice, check_world_size
+from coordexp.config.contract import resolved_rollout, rollout_contract
 from coordexp.config.data import CoordSoftCEW1Config, CustomConfig, DataConfig
 from coordexp.config.debug import DebugConfig
 from coordexp.config.launch import LaunchConfig
@@ -72,5 +73,7 @@ __all__ = [
     "check_world_size",
     "load_config",
     "parse_config",
+    "resolved_rollout",
     "resolved_yaml",
+    "rollout_contract",
 ]

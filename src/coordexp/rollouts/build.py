@@ -92,8 +92,8 @@ def build_backend(config: RolloutMatchingConfig, learner: LearnerParts) -> Rollo
     return ColocatedBackend(
         config.vllm,
         model=learner.checkpoint,
-        dtype=learner.dtype,
-        max_model_len=learner.max_length,
+        dtype=config.vllm.dtype or learner.dtype,
+        max_model_len=config.vllm.max_model_len or learner.max_length,
         options=options,
         decode_batch_size=config.decode_batch_size,
         vocab=learner.vocab,
@@ -103,5 +103,5 @@ def build_backend(config: RolloutMatchingConfig, learner: LearnerParts) -> Rollo
         open_image=learner.open_image,
         offload=learner.offload,
         repeat_terminate=config.repeat_terminate,
-        lora_rank=learner.lora_rank,
+        lora_rank=config.vllm.max_lora_rank or learner.lora_rank,
     )

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from coordexp import distributed
-from coordexp.config import RunConfig, check_world_size
+from coordexp.config import RunConfig, advice, check_world_size, resolved_rollout, rollout_contract
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.data.dataset import RecordDataset
 from coordexp.data.jsonl import check_dataset, read_jsonl
-from coordexp.errors import ConfigError, DataError
+from coordexp.errors import DataError
 from coordexp.extras import require
 from coordexp.records import ImageRecord
 from coordexp.rollouts import RolloutBackend, check_backend
@@ -51,11 +51,12 @@ def check_run(config: RunConfig) -> CheckedRun:
     from coordexp.modeling.load import load_vocab
 
     check_world_size(config, distributed.world_size())
-    rollout = config.rollout_matching or RolloutMatchingConfig(rollout_backend="hf")
+    if distributed.is_main():
+        for sentence in advice(config):
+            logger.warning(sentence)
+    rollout = resolved_rollout(config)
     check_backend(rollout)
     _check_attention(config)
-    if config.training.eval_strategy != "no" and config.custom.val_jsonl is None:
-        raise ConfigError("training.eval_strategy: evaluates, but custom.val_jsonl is null; give a file, or write 'no'")
     if config.training.packing:
         require("binpacking", "training.packing")
     for name in config.training.report_to:
@@ -123,7 +124,7 @@ def build_trainer(run: CheckedRun, console: Console, description: str = "train",
         window_builder=builder,
         pipeline=pipeline,
         eval_backend=backend,
-        decode_batch_size=rollout.decode_batch_size,
+        rollout_matching_cfg=rollout_contract(config),
         learning_rates=LearningRates(training.learning_rate, training.vit_lr, training.aligner_lr, training.coord_lr),
         recorder=build_recorder(rollout.monitor_dump, source, Path(training.output_dir)),
         args=arguments,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ class CoordExpTrainer(Trainer):
         window_builder: WindowBuilder,
         pipeline: ObjectivePipeline,
         eval_backend: RolloutBackend,
-        decode_batch_size: int,
+        rollout_matching_cfg: Mapping[str, Any],
         learning_rates: LearningRates,
         recorder: RolloutRecorder | None = None,
         **kwargs: Any,
@@ -62,7 +62,7 @@ class CoordExpTrainer(Trainer):
         self._rope_index = loaded.model.model.get_rope_index
         self._pipeline = pipeline
         self._eval_backend = eval_backend
-        self._decode_batch_size = decode_batch_size
+        self.rollout_matching_cfg = rollout_matching_cfg
         self._learning_rates = learning_rates
         self._recorder = recorder
         self._sums = MetricSums()
@@ -212,7 +212,7 @@ class CoordExpTrainer(Trainer):
             dataset,
             self._eval_backend,
             self._vocab,
-            batch_size=self._decode_batch_size,
+            batch_size=self.rollout_matching_cfg["decode_batch_size"],
             seed=self.args.seed,
             global_step=self.state.global_step,
         )
