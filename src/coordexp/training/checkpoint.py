@@ -156,11 +156,11 @@ def resolve_resume(output_dir: str | Path, resume: bool | str | None) -> Path | 
         return None
     if resume is True:
         for folder in _checkpoints(Path(output_dir)):
-            if _is_complete(folder):
+            if is_complete(folder):
                 return folder
             logger.warning("%s is unfinished; passing over it", folder)
         return None
-    if not _is_complete(Path(resume)):
+    if not is_complete(Path(resume)):
         raise CheckpointError(
             f"training.resume_from_checkpoint: {resume} holds no readable trainer_state.json; name a checkpoint-N "
             "folder that was written to its end"
@@ -175,7 +175,7 @@ def _checkpoints(output_dir: Path) -> list[Path]:
     return [folder for _, folder in sorted(found, reverse=True)]
 
 
-def _is_complete(folder: Path) -> bool:
+def is_complete(folder: Path) -> bool:
     """The trainer's state is the last file of a checkpoint; half of it is no JSON."""
     try:
         json.loads((folder / TRAINER_STATE_NAME).read_text(encoding="utf-8"))

@@ -7,7 +7,6 @@ it cannot keep up, the disk is nearly full, or a write fails, the record is lost
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import shutil
 import threading
@@ -15,7 +14,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 from pydantic_core import PydanticSerializationError
 
@@ -25,6 +23,7 @@ from coordexp.data.dataset import Sample
 from coordexp.metrics import SampleOutcome
 from coordexp.metrics.rollout_record import Settings, WhereInTraining, make_record, to_line
 from coordexp.records import ImageRecord
+from coordexp.training.line_files import append_line
 from coordexp.training.sources import RolloutSource
 
 logger = logging.getLogger("coordexp")
@@ -34,7 +33,6 @@ DROPPED = "rollout/records_dropped_total"  # the queue was full, the disk was ne
 FAILED = "rollout/records_failed_total"  # the write itself failed
 COUNTERS = (WRITTEN, DROPPED, FAILED)
 _POLL_S = 0.2
-_BLOCK = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,25 +177,3 @@ def build_recorder(config: MonitorDumpConfig, source: RolloutSource | None, outp
     )
     folder = config.out_dir or output_dir / "rollout_records"
     return RolloutRecorder(folder, distributed.rank(), settings, policy)
-
-
-def append_line(path: Path, line: bytes) -> None:
-    """Append a line to a file whose last line a kill may have left unfinished: that part is no record, and goes."""
-    with path.open("ab+") as file:
-        end = _end_of_last_line(file)
-        if end < file.seek(0, os.SEEK_END):
-            file.truncate(end)
-        file.write(line)
-
-
-def _end_of_last_line(file: BinaryIO) -> int:
-    """The byte behind the file's last line break; 0 without one. Looks from the end: one block of a whole file."""
-    end = file.seek(0, os.SEEK_END)
-    while end:
-        start = max(0, end - _BLOCK)
-        file.seek(start)
-        found = file.read(end - start).rfind(b"\n")
-        if found >= 0:
-            return start + found + 1
-        end = start
-    return 0

@@ -21,6 +21,7 @@ from coordexp.parsing import parse_rollout
 from coordexp.records import Rollout, Segment
 from coordexp.rollouts import RolloutBackend, RolloutRound, SeedContext, synced
 from coordexp.targets import TransportConfig, build_gt_target, build_target, empty_target, is_closed
+from coordexp.training.rollout_log import RolloutLog
 
 
 class SegmentSource(Protocol):
@@ -65,6 +66,7 @@ class RolloutSource:
     training_seed: int
     decode_flag: str  # the 0/1 metric that names the decoding mode
     drop_unclosed: bool = False  # Channel-B: count an answer behind which nothing can be written, and train without it
+    log: RolloutLog | None = None
 
     def segments(
         self, micro_batches: Sequence[Sequence[Sample]], global_step: int, metrics: MutableMapping[str, float]
@@ -73,6 +75,8 @@ class RolloutSource:
         with synced(self.backend, global_step):
             metrics["time/weight_sync_s"] = time.perf_counter() - started
             by_round = self._answer(micro_batches, global_step, metrics)
+        if self.log is not None:
+            self.log.write(global_step, self.backend.last_report())
         outcomes = [outcome for one in by_round for outcome in one]
         metrics.update(rollout_counters(outcomes))
         metrics["rollout/repeat_terminate_active"] = 0  # unless the backend knows better

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
+from coordexp import distributed
 from coordexp.config import RunConfig
 from coordexp.config.objective import Channel
 from coordexp.config.rollout import RolloutMatchingConfig
@@ -18,6 +20,7 @@ from coordexp.packing import CarryBuffer
 from coordexp.rollouts import RolloutBackend
 from coordexp.targets import TransportConfig
 from coordexp.training.learning import Learning, SelfContextLearning, TeacherForcing
+from coordexp.training.rollout_log import RolloutLog
 from coordexp.training.schedule import ChannelSchedule
 from coordexp.training.sources import GroundTruthSource, RolloutSource
 from coordexp.training.two_channel import DrainingBuilder, TwoChannelBuilder
@@ -61,14 +64,15 @@ def build_stage(
         )
         return Stage(builder, _by_channel(config.stage2_ab, vocab), rollouts)
     assert rollout.pipeline is not None, "the schema requires a pipeline for this variant"
-    pipeline = build_pipeline(rollout.pipeline, "B")
+    pipeline = build_pipeline(rollout.pipeline, "B", decode=rollout.coord_decode_mode)
     return Stage(_carrying(config, rollouts, buffer), {None: TeacherForcing(pipeline, vocab.coord_token_ids)}, rollouts)
 
 
 def _by_channel(stage2_ab: Stage2ABConfig, vocab: CoordVocab) -> dict[Channel | None, Learning]:
     ids = vocab.coord_token_ids
-    channel_a = build_pipeline(stage2_ab.pipeline, "A")
-    channel_b = build_pipeline(stage2_ab.pipeline, "B", with_matched_prefix=True)
+    decode = stage2_ab.coord_decode_mode
+    channel_a = build_pipeline(stage2_ab.pipeline, "A", decode=decode)
+    channel_b = build_pipeline(stage2_ab.pipeline, "B", decode=decode, with_matched_prefix=True)
     self_context = SelfContext(
         stage2_ab.n_softctx_iter,
         stage2_ab.coord_ctx_embed_mode,
@@ -107,6 +111,7 @@ def _rollout_source(
         training_seed=config.training.seed,
         decode_flag=_decode_flag(rollout),
         drop_unclosed=config.custom.trainer_variant == "stage2_two_channel",
+        log=RolloutLog(Path(config.training.output_dir), distributed.rank()),
     )
 
 

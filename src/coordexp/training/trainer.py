@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -16,19 +17,21 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from coordexp import distributed
 from coordexp.coords import CoordVocab
 from coordexp.data.dataset import RecordDataset, Sample
-from coordexp.errors import CheckpointError, TrainingDiverged
+from coordexp.errors import AlignmentError, CheckpointError, RolloutError, TrainingDiverged
 from coordexp.evaluation import evaluate_dataset
 from coordexp.metrics import MetricsPayload, MetricSums
 from coordexp.modeling.adapter import has_adapter, load_adapter, save_adapter
 from coordexp.modeling.inputs import row_inputs, to_device
 from coordexp.modeling.load import LoadedModel
 from coordexp.objective import HeadQuery, HeadScores, ObjectiveContext, ObjectivePipeline, SupervisionTensors
-from coordexp.rollouts import RolloutBackend
-from coordexp.training.checkpoint import save_carry_buffer
+from coordexp.rollouts import RolloutBackend, synced
+from coordexp.training.checkpoint import is_complete, save_carry_buffer
 from coordexp.training.optimizer import LearningRates, grouped, parameter_groups
 from coordexp.training.rollout_dump import RolloutRecorder
 from coordexp.training.scoring import ScoreRow
 from coordexp.training.window import Window, WindowBuilder
+
+logger = logging.getLogger("coordexp")
 
 
 class CoordExpTrainer(Trainer):
@@ -87,7 +90,11 @@ class CoordExpTrainer(Trainer):
             return [], None
         raw = [[_owning_memory(sample) for sample in batch] for batch in raw]
         started = time.perf_counter()
-        self.window = self.window_builder.prepare(raw, self.state.global_step)
+        try:
+            self.window = self.window_builder.prepare(raw, self.state.global_step)
+        except (RolloutError, AlignmentError):
+            self._save_before_giving_up()
+            raise
         self._sums.add(self.window.metrics)
         if self._recorder is not None:
             logging_steps = int(self.state.logging_steps or 1)
@@ -149,6 +156,15 @@ class CoordExpTrainer(Trainer):
                 "last checkpoint with finite loss"
             )
 
+    def _save_before_giving_up(self) -> None:
+        """Rollouts failed, on every rank alike; what was learned so far is intact and waits for a resumed run."""
+        step = self.state.global_step
+        folder = Path(str(self.args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+        if step and not is_complete(folder):
+            self._save_checkpoint(self.model, None)
+        if step and distributed.is_main():
+            logger.error("rollouts failed after %d steps; resume from %s", step, folder)
+
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         if self.window_builder.buffer is not None:
             folder = Path(str(self.args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
@@ -207,15 +223,15 @@ class CoordExpTrainer(Trainer):
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         assert isinstance(dataset, RecordDataset)
         started = time.perf_counter()
-        self._eval_backend.sync_weights(self.state.global_step)
-        figures, _ = evaluate_dataset(
-            dataset,
-            self._eval_backend,
-            self._vocab,
-            batch_size=self.rollout_matching_cfg["decode_batch_size"],
-            seed=self.args.seed,
-            global_step=self.state.global_step,
-        )
+        with synced(self._eval_backend, self.state.global_step):
+            figures, _ = evaluate_dataset(
+                dataset,
+                self._eval_backend,
+                self._vocab,
+                batch_size=self.rollout_matching_cfg["decode_batch_size"],
+                seed=self.args.seed,
+                global_step=self.state.global_step,
+            )
         metrics = {f"{metric_key_prefix}_rollout/{name}": value for name, value in figures.items()}
         metrics[f"{metric_key_prefix}_time/runtime_s"] = time.perf_counter() - started
         self.log(dict(MetricsPayload("eval", self.state.global_step, metrics).metrics))

@@ -1,0 +1,31 @@
+"""Files of JSON lines that a run appends to, and a killed run may leave unfinished."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import BinaryIO
+
+_BLOCK = 1 << 16
+
+
+def append_line(path: Path, line: bytes) -> None:
+    """Append a line to a file whose last line a kill may have left unfinished: that part is no record, and goes."""
+    with path.open("ab+") as file:
+        end = _end_of_last_line(file)
+        if end < file.seek(0, os.SEEK_END):
+            file.truncate(end)
+        file.write(line)
+
+
+def _end_of_last_line(file: BinaryIO) -> int:
+    """The byte behind the file's last line break; 0 without one. Looks from the end: one block of a whole file."""
+    end = file.seek(0, os.SEEK_END)
+    while end:
+        start = max(0, end - _BLOCK)
+        file.seek(start)
+        found = file.read(end - start).rfind(b"\n")
+        if found >= 0:
+            return start + found + 1
+        end = start
+    return 0
