@@ -15,13 +15,15 @@ from coordexp.records import NUM_BINS
 
 @dataclass(frozen=True, slots=True)
 class BBoxGeo:
-    """SmoothL1 (β = 1, mean over the four sides) and CIoU on expectation-decoded boxes, means over the step's boxes.
+    """SmoothL1 (β = 1, mean over the four sides) and CIoU on decoded boxes, means over the step's boxes.
 
+    ``decode`` is the run's coordinate decoding, no key of the module: see :func:`coord_math.decoded_position`.
     Predicted and true boxes are canonicalised the same way for both losses: an inverted box is not free for one.
     """
 
     smoothl1_weight: float
     ciou_weight: float
+    decode: coord_math.DecodeMode = "exp"
 
     def denominators(self, counts: SupervisionCounts) -> dict[str, int]:
         return {"smoothl1": counts.boxes, "ciou": counts.boxes}
@@ -36,7 +38,7 @@ class BBoxGeo:
         if not self.wants(supervision).coord_logits:
             return {}
         z_SB = ctx.slot_logits_KB()[supervision.box_in_K_M4.reshape(-1)]
-        decoded_M4 = coord_math.expected_position(z_SB.softmax(dim=-1)).reshape(-1, 4)
+        decoded_M4 = coord_math.decoded_position(z_SB, self.decode).reshape(-1, 4)
         predicted_M4 = coord_math.canonical_boxes(decoded_M4)
         true_M4 = coord_math.canonical_boxes(supervision.box_bin_M4.to(decoded_M4.dtype) / (NUM_BINS - 1))
         sums: dict[str, torch.Tensor] = {}

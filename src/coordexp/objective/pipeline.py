@@ -18,6 +18,7 @@ from coordexp.config.objective import Channel, ModuleSpec, PipelineConfig
 from coordexp.objective.bbox_geo import BBoxGeo
 from coordexp.objective.context import ObjectiveContext, SupervisionCounts, SupervisionTensors
 from coordexp.objective.coord_diag import CoordDiag
+from coordexp.objective.coord_math import DecodeMode
 from coordexp.objective.coord_reg import CoordReg
 from coordexp.objective.head import HeadQuery
 from coordexp.objective.query import Wants, head_query
@@ -94,28 +95,32 @@ class ObjectivePipeline:
 
 
 def build_pipeline(
-    config: PipelineConfig, channel: Channel = "B", *, with_matched_prefix: bool = False
+    config: PipelineConfig,
+    channel: Channel = "B",
+    *,
+    decode: DecodeMode = "exp",
+    with_matched_prefix: bool = False,
 ) -> ObjectivePipeline:
     """The pipeline that ``config`` declares, for one training channel; other modules are left out and cost nothing.
 
-    ``with_matched_prefix``: see :class:`TokenCE`.
+    ``decode``: how ``bbox_geo`` decodes a coordinate. ``with_matched_prefix``: see :class:`TokenCE`.
     """
 
     def is_active(spec: ModuleSpec) -> bool:
         return spec.enabled and channel in spec.channels and spec.weight > 0
 
     token_ce = next((spec.config for spec in config.objective if spec.name == "token_ce" and is_active(spec)), None)
-    desc = {
-        "desc_in_gt": token_ce is not None and token_ce.desc_ce_weight > 0,
-        "desc_in_rollout": token_ce is not None and token_ce.rollout_fn_desc_weight > 0,
+    beside_its_keys = {
+        "token_ce": {"with_matched_prefix": with_matched_prefix},
+        "coord_reg": {
+            "desc_in_gt": token_ce is not None and token_ce.desc_ce_weight > 0,
+            "desc_in_rollout": token_ce is not None and token_ce.rollout_fn_desc_weight > 0,
+        },
+        "bbox_geo": {"decode": decode},
     }
 
     def build(spec: ModuleSpec, weight: float) -> WeightedModule:
-        options = spec.config.model_dump()
-        if spec.name == "coord_reg":
-            options |= desc
-        if spec.name == "token_ce":
-            options |= {"with_matched_prefix": with_matched_prefix}
+        options = spec.config.model_dump() | beside_its_keys.get(spec.name, {})
         return WeightedModule(spec.name, weight, MODULES[spec.name](**options))
 
     return ObjectivePipeline(

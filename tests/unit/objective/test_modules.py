@@ -217,6 +217,14 @@ def test_bbox_geo_reads_the_expectation_of_each_side(predicted, smoothl1, ciou) 
         assert terms["ciou"].item() == pytest.approx(ciou, abs=2e-6)
 
 
+def test_bbox_geo_decodes_as_the_run_says() -> None:
+    """Two thirds of each side's mass on the true bin, the rest at the far end: only the expectation is off."""
+    pipe = {decode: build_pipeline(config(), decode=decode) for decode in ("exp", "st")}
+    ctx = peaked(pipe["exp"], [(500, 500, 700, 800)], height=math.log(2 * 999))
+    loss = {decode: pipeline.objective[2].module.sums(ctx)["smoothl1"].item() for decode, pipeline in pipe.items()}
+    assert loss["st"] == pytest.approx(0.0, abs=1e-12) and loss["exp"] > 1e-3
+
+
 def test_diagnostics_measure_what_they_say() -> None:
     sums = MODULES["coord_diag"]().sums(peaked(build_pipeline(config()), [(500, 500, 700, 801)]))
     num = 10  # four sides of the box, six of the polygon whose logits are flat
