@@ -7,12 +7,12 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from rich.console import Console
 
-from config_samples import set_key, stage1, stage2, write_yaml
+from config_samples import set_key, stage1, stage2, two_channel, write_yaml
 from coordexp.config import RunConfig, load_config
 from coordexp.coords import TURN_END, serialize_objects
 from coordexp.data.dataset import RecordDataset, Sample
@@ -96,11 +96,13 @@ def gt_segments(loaded: LoadedModel, count: int = 6) -> list[Segment]:
     ]
 
 
-def run_config(folder: Path, stage: int, name: str = "run", **keys: Any) -> RunConfig:
+def run_config(folder: Path, stage: int | Literal["two_channel"], name: str = "run", **keys: Any) -> RunConfig:
     """Train the tiny model on the tiny scenes for two steps; ``keys``: dotted keys with ``__`` for the dot."""
-    config = stage1() if stage == 1 else stage2(max_new_tokens=12, decode_batch_size=3)
+    rollouts: Any = {"rollout_backend": "hf", "max_new_tokens": 12, "decode_batch_size": 3}
     if stage == 1:
-        config["rollout_matching"] = {"rollout_backend": "hf", "max_new_tokens": 12, "decode_batch_size": 3}
+        config = stage1() | {"rollout_matching": rollouts}
+    else:
+        config = stage2(**rollouts) if stage == 2 else two_channel(**rollouts)
     config["model"] = {"model": str(tiny_checkpoint()), "dtype": "float32"}
     config["template"] = {"prompt": PROMPT}
     config["custom"] |= {"train_jsonl": str(tiny_scenes()), "val_jsonl": str(tiny_scenes()), "val_sample_limit": 5}
@@ -128,7 +130,7 @@ def train(config: RunConfig, backend: Any = None, on_built: Callable[[Any], None
 
     trainer, resume = build_trainer(check_run(config), Console(quiet=True))
     if backend is not None:
-        source = trainer.window_builder._source
+        source = getattr(trainer.window_builder, "channel_b", trainer.window_builder)._source
         object.__setattr__(source, "backend", backend)
         trainer._eval_backend = backend
     if on_built is not None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,16 +20,13 @@ from coordexp.data.jsonl import check_dataset, read_jsonl
 from coordexp.errors import DataError
 from coordexp.extras import require
 from coordexp.records import ImageRecord
-from coordexp.rollouts import RolloutBackend, check_backend
+from coordexp.rollouts import check_backend
 
 if TYPE_CHECKING:
-    from coordexp.coords import CoordVocab
     from coordexp.modeling.inputs import PromptEncoder
     from coordexp.modeling.load import LoadedModel
-    from coordexp.objective import ObjectivePipeline
     from coordexp.packing import CarryBuffer
     from coordexp.rollouts.build import LearnerParts
-    from coordexp.training.sources import SegmentSource
 
 logger = logging.getLogger("coordexp")
 
@@ -83,12 +82,13 @@ def build_trainer(run: CheckedRun, console: Console, description: str = "train",
     from coordexp.modeling.load import load_model
     from coordexp.modeling.tuner import tune
     from coordexp.rollouts import build_backend
+    from coordexp.rollouts.offload import build_offload, context_of
     from coordexp.training.checkpoint import check_carry_buffers, resolve_resume, write_manifest
     from coordexp.training.optimizer import LearningRates
     from coordexp.training.progress import RichProgress
     from coordexp.training.rollout_dump import build_recorder
+    from coordexp.training.stages import build_stage
     from coordexp.training.trainer import CoordExpTrainer
-    from coordexp.training.window import WindowBuilder
 
     config, rollout, training = run.config, run.rollout, run.config.training
     if training.logging_dir is not None:
@@ -115,23 +115,25 @@ def build_trainer(run: CheckedRun, console: Console, description: str = "train",
         RecordDataset(records, encoder.encode, config.custom.object_ordering, training.seed)
         for records in (run.train, run.val)
     ]
-    backend = build_backend(rollout, _learner_parts(config, loaded))
-    source, pipeline = _build_source(config, rollout, loaded.vocab, backend)
-    buffer = _build_buffer(run, encoder, resume)
-    builder = WindowBuilder(source, buffer, _warn_once(), training.packing_min_fill_ratio)
+    offload = build_offload(loaded.model, rollout)
+    backend = build_backend(rollout, _learner_parts(config, loaded, context_of(offload)))
+    stage = build_stage(config, rollout, loaded.vocab, backend, _build_buffer(run, encoder, resume))
     trainer = CoordExpTrainer(
         loaded=loaded,
-        window_builder=builder,
-        pipeline=pipeline,
+        window_builder=stage.window_builder,
+        learning=stage.learning,
         eval_backend=backend,
         rollout_matching_cfg=rollout_contract(config),
         learning_rates=LearningRates(training.learning_rate, training.vit_lr, training.aligner_lr, training.coord_lr),
-        recorder=build_recorder(rollout.monitor_dump, source, Path(training.output_dir)),
+        recorder=build_recorder(rollout.monitor_dump, stage.rollouts, Path(training.output_dir)),
         args=arguments,
         train_dataset=datasets[0],
         eval_dataset=datasets[1] if run.val else None,
         processing_class=loaded.processor,
     )
+    if offload is not None:
+        owner = "DeepSpeed" if trainer.is_deepspeed_enabled else "FSDP" if trainer.is_fsdp_enabled else None
+        offload.bind(lambda: trainer.optimizer, sharded_by=owner)
     for callback in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
     trainer.add_callback(RichProgress(console, description))
@@ -158,7 +160,9 @@ def run_training(config: RunConfig, console: Console, description: str = "train"
     return trainer
 
 
-def _learner_parts(config: RunConfig, loaded: LoadedModel) -> LearnerParts:
+def _learner_parts(
+    config: RunConfig, loaded: LoadedModel, offload: Callable[[], AbstractContextManager[None]]
+) -> LearnerParts:
     """What rollout backends may need of the learner."""
     from coordexp.data.images import open_rgb
     from coordexp.modeling.load import base_checkpoint
@@ -175,38 +179,8 @@ def _learner_parts(config: RunConfig, loaded: LoadedModel) -> LearnerParts:
         max_length=config.global_max_length,
         open_image=open_rgb,
         lora_rank=config.tuner.lora_rank,
+        offload=offload,
     )
-
-
-def _build_source(
-    config: RunConfig, rollout: RolloutMatchingConfig, vocab: CoordVocab, backend: RolloutBackend
-) -> tuple[SegmentSource, ObjectivePipeline]:
-    """Where segments come from and what is learned from them: the two things in which the stages differ."""
-    from coordexp.matching import MatchingConfig
-    from coordexp.objective import build_pipeline, sft_pipeline
-    from coordexp.targets import TransportConfig
-    from coordexp.training.sources import GroundTruthSource, RolloutSource
-
-    field_order = config.custom.object_field_order
-    if config.custom.trainer_variant is None:
-        return GroundTruthSource(vocab, field_order), sft_pipeline(config.custom.coord_soft_ce_w1)
-    assert rollout.pipeline is not None, "the schema requires a pipeline for this variant"
-    source = RolloutSource(
-        backend=backend,
-        vocab=vocab,
-        matching=MatchingConfig(
-            rollout.candidate_top_k,
-            rollout.maskiou_gate,
-            rollout.maskiou_resolution,
-            rollout.fp_cost,
-            rollout.fn_cost,
-        ),
-        transport=TransportConfig(rollout.ot_cost, rollout.ot_epsilon, rollout.ot_iters),
-        field_order=field_order,
-        training_seed=config.training.seed,
-        decode_flag=_decode_flag(rollout),
-    )
-    return source, build_pipeline(rollout.pipeline, channel="B")
 
 
 def _build_buffer(run: CheckedRun, encoder: PromptEncoder, resume: Path | None) -> CarryBuffer | None:
@@ -247,26 +221,7 @@ def _use_one_device(arguments: Any) -> None:
         arguments._n_gpu = 1
 
 
-def _decode_flag(rollout: RolloutMatchingConfig) -> str:
-    if rollout.num_beams > 1:
-        return "rollout/decode_beam"
-    return "rollout/decode_sample" if rollout.decoding.temperature > 0 else "rollout/decode_greedy"
-
-
 def _lookup(by_id: dict[str, ImageRecord], sample_id: str) -> ImageRecord:
     if sample_id not in by_id:
         raise DataError(f"the checkpoint's carry buffer holds sample {sample_id}, which custom.train_jsonl does not")
     return by_id[sample_id]
-
-
-def _warn_once():
-    """A warner that says each kind of thing once a run; the metric counts the rest."""
-    said: set[str] = set()
-
-    def warn(message: str) -> None:
-        kind = message.split("is filled")[0]
-        if kind not in said:
-            said.add(kind)
-            logger.warning(message)
-
-    return warn

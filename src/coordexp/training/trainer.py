@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import DistributedType
 from transformers import Trainer
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from coordexp import distributed
+from coordexp.config.objective import Channel
 from coordexp.coords import CoordVocab
 from coordexp.data.dataset import RecordDataset, Sample
 from coordexp.errors import AlignmentError, CheckpointError, RolloutError, TrainingDiverged
@@ -23,19 +26,23 @@ from coordexp.metrics import MetricsPayload, MetricSums
 from coordexp.modeling.adapter import has_adapter, load_adapter, save_adapter
 from coordexp.modeling.inputs import row_inputs, to_device
 from coordexp.modeling.load import LoadedModel
-from coordexp.objective import HeadQuery, HeadScores, ObjectiveContext, ObjectivePipeline, SupervisionTensors
+from coordexp.objective import HeadQuery, HeadScores, SupervisionTensors
+from coordexp.records import PackedRow
 from coordexp.rollouts import RolloutBackend, synced
 from coordexp.training.checkpoint import is_complete, save_carry_buffer
+from coordexp.training.drift import DriftWatch
+from coordexp.training.learning import Learning, name_channel
 from coordexp.training.optimizer import LearningRates, grouped, parameter_groups
 from coordexp.training.rollout_dump import RolloutRecorder
-from coordexp.training.scoring import ScoreRow
+from coordexp.training.two_channel import TwoChannelBuilder
 from coordexp.training.window import Window, WindowBuilder
 
 logger = logging.getLogger("coordexp")
 
 
 class CoordExpTrainer(Trainer):
-    """Stage 1 and stage 2 alike: they differ in where the window's segments come from and in the pipeline.
+    """Stage 1, stage 2 and both channels alike: they differ in where a window's rows come from and in what is learned
+    from a row.
 
     ``get_batch_samples`` is where transformers hands over the raw micro-batches of a whole accumulation window; a step
     is prepared there, so its global counts exist before its first backward. ``compute_loss`` is then only forward,
@@ -46,8 +53,8 @@ class CoordExpTrainer(Trainer):
         self,
         *,
         loaded: LoadedModel,
-        window_builder: WindowBuilder,
-        pipeline: ObjectivePipeline,
+        window_builder: WindowBuilder | TwoChannelBuilder,
+        learning: Mapping[Channel | None, Learning],
         eval_backend: RolloutBackend,
         rollout_matching_cfg: Mapping[str, Any],
         learning_rates: LearningRates,
@@ -63,7 +70,8 @@ class CoordExpTrainer(Trainer):
         self._loaded = loaded
         self._vocab: CoordVocab = loaded.vocab
         self._rope_index = loaded.model.model.get_rope_index
-        self._pipeline = pipeline
+        self._learning = learning
+        self._drift: DriftWatch | None = None
         self._eval_backend = eval_backend
         self.rollout_matching_cfg = rollout_matching_cfg
         self._learning_rates = learning_rates
@@ -96,31 +104,54 @@ class CoordExpTrainer(Trainer):
             self._save_before_giving_up()
             raise
         self._sums.add(self.window.metrics)
-        if self._recorder is not None:
+        if self._recorder is not None and self.window.outcomes:
             logging_steps = int(self.state.logging_steps or 1)
             self._recorder.offer(self.state.global_step, logging_steps, raw, self.window.outcomes)
             self._sums.add(self._recorder.take_counters())
         self._sums.add({"time/window_prepare_s": time.perf_counter() - started})
-        self._sums.steps += 1
-        return [self._step_inputs(row) for row in self.window.rows], None
+        self._sums.count_step(self.window.channel)
+        return [[self._row_inputs(row) for row in rows] for rows in self.window.micro_steps], None
 
-    def _step_inputs(self, row: Any) -> dict[str, Any]:
+    def _row_inputs(self, row: PackedRow) -> dict[str, Any]:
         dtype = next(self._loaded.model.parameters()).dtype
         inputs = row_inputs(row, self._rope_index, self._loaded.image_token_id, self._loaded.attention, dtype)
         supervision = SupervisionTensors.of(row)
-        return {"model": inputs, "supervision": supervision, "query": self._pipeline.query(supervision)}
+        return {"model": inputs, "supervision": supervision, "queries": self._what_to_learn().queries(supervision)}
+
+    def _what_to_learn(self) -> Learning:
+        assert self.window is not None, "a row without a prepared window"
+        return self._learning[self.window.channel]
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         device = self.args.device
-        moved = {name: inputs[name].to(device) for name in ("supervision", "query")}
-        return {"model": to_device(inputs["model"], device), **moved}
+        return {
+            "model": to_device(inputs["model"], device),
+            "supervision": inputs["supervision"].to(device),
+            "queries": tuple(query.to(device) for query in inputs["queries"]),
+        }
 
     def training_step(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Forward and backward of one row, timed."""
+        """Forward and backward of one micro-step's rows, timed; gradients are exchanged behind the last of them."""
         started = time.perf_counter()
-        loss = super().training_step(model, inputs, num_items_in_batch)
+        loss = torch.zeros((), device=self.args.device)
+        for number, row in enumerate(inputs, start=1):
+            with nullcontext() if number == len(inputs) else self._without_exchange(model):
+                loss = loss + super().training_step(model, row, num_items_in_batch)
         self._sums.add({"time/learner_s": time.perf_counter() - started})
         return loss
+
+    @contextmanager
+    def _without_exchange(self, model: torch.nn.Module) -> Iterator[None]:
+        """As transformers does for all micro-steps of a window but the last."""
+        state = self.accelerator.gradient_state
+        exchanges = state.sync_gradients
+        state._set_sync_gradients(False)
+        is_deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
+        try:
+            with nullcontext() if is_deepspeed else self.accelerator.no_sync(model):
+                yield
+        finally:
+            state._set_sync_gradients(exchanges)
 
     def compute_loss(
         self,
@@ -133,23 +164,27 @@ class CoordExpTrainer(Trainer):
         assert self.window is not None, "compute_loss without a prepared window"
         assert not return_outputs, "evaluation goes through rollouts, not through the loss"
         started = time.perf_counter()
-        supervision, query = inputs["supervision"], inputs["query"]
-        scores = model(program=ScoreRow(inputs["model"], supervision, query, self._vocab.coord_token_ids))
-        self._count_broken(scores, query)
-        context = ObjectiveContext(supervision, query, scores, self.window.counts)
-        result = self._pipeline(context)
+        learning, supervision, queries = self._what_to_learn(), inputs["supervision"], inputs["queries"]
+        scores = model(program=learning.program(inputs["model"], supervision, queries))
+        self._count_broken(scores, queries)
+        result = learning.result(supervision, queries, scores, self.window.counts)
         # One look from the host for all terms: each would wait for the device.
         shares = torch.stack([*result.terms.values()]).tolist() if result.terms else []
-        self._sums.add(dict(zip(result.terms, shares, strict=True)))
+        names = [name_channel(name, self.window.channel) for name in result.terms]
+        self._sums.add(dict(zip(names, shares, strict=True)))
         self._sums.add({"time/forward_s": time.perf_counter() - started, "train/micro_steps": 1})
         return result.loss * distributed.world_size()
 
-    def _count_broken(self, scores: HeadScores, query: HeadQuery) -> None:
+    def _count_broken(self, scores: Sequence[HeadScores], queries: Sequence[HeadQuery]) -> None:
         """The objective replaces NaN and infinity, so that one broken logit cannot erase a step. That must not hide a
         model that is broken altogether: its loss would look finite for ever."""
-        broken, clamped = torch.stack([scores.nonfinite_N.sum(), scores.clamped_N.sum()]).tolist()
+        broken_F, clamped_F = (
+            torch.stack([getattr(one, name).sum() for one in scores]) for name in ("nonfinite_N", "clamped_N")
+        )
+        broken, clamped = torch.stack([broken_F.sum(), clamped_F.sum()]).tolist()
+        num_scored = sum(query.num_scored for query in queries)
         self._sums.add({"train/nonfinite_positions_total": broken, "train/clamped_positions_total": clamped})
-        if query.num_scored and broken == query.num_scored:
+        if num_scored and broken == num_scored:
             raise TrainingDiverged(
                 f"step {self.state.global_step + 1}: every supervised position has NaN or infinite logits; lower "
                 "training.learning_rate or training.max_grad_norm, or use bf16 instead of fp16, and resume from the "
@@ -213,8 +248,16 @@ class CoordExpTrainer(Trainer):
         if "loss" in logs and self._sums.steps:
             metrics = self._sums.take()
             # The trainer averages the scaled loss over ranks; the sum of the terms is the same number, exactly.
+            metrics |= self._watched(metrics)
             logs = {**logs, **MetricsPayload("train", self.state.global_step, metrics).metrics}
         super().log(logs, start_time)
+
+    def _watched(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Safeguards of a line with rollouts. What a resumed run logged before counts."""
+        if self._drift is None:
+            self._drift = DriftWatch()
+            self._drift.replay(self.state.log_history)
+        return self._drift.observe(metrics, self.state.global_step)
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"

@@ -1,0 +1,318 @@
+"""Whole runs of two channels: which steps are which, what each trains on, and what is equal to what to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from config_samples import pipeline
+from coordexp.errors import AppendError
+from coordexp.metrics.registry import find_metric
+from coordexp.records import TokenRole
+from coordexp.training import sources
+from coordexp.training.trainer import CoordExpTrainer
+from coordexp.training.window import Window
+from tiny_run import (
+    InMemoryBackend,
+    load_tiny,
+    nearly_right,
+    run_config,
+    same_weights,
+    step_lines,
+    tiny_samples,
+    train,
+    weights,
+)
+
+SGD = {"training__optim": "sgd", "training__learning_rate": 0.05, "training__max_grad_norm": 0.0}
+
+
+def finder() -> InMemoryBackend:
+    """Finds every object but the last, each a little off."""
+    loaded = load_tiny()
+    truth = {sample.record.sample_id: sample.record.objects for sample in tiny_samples(loaded)}
+    return InMemoryBackend(loaded.vocab, lambda request: nearly_right(truth[request.sample_id]))
+
+
+def figures(trainer: CoordExpTrainer) -> list[dict[str, float]]:
+    return [{name: v for name, v in line.items() if not name.startswith("time/")} for line in step_lines(trainer)]
+
+
+def watch_windows(trainer: CoordExpTrainer) -> list[Window]:
+    windows: list[Window] = []
+    builder = trainer.window_builder
+    prepare = builder.prepare
+
+    class Watched:
+        buffer = property(lambda self: builder.buffer)
+
+        def prepare(self, *args: Any) -> Window:
+            windows.append(prepare(*args))
+            return windows[-1]
+
+    trainer.window_builder = Watched()  # pyright: ignore[reportAttributeAccessIssue]
+    return windows
+
+
+def run(config: Any, backend: Any = None) -> tuple[CoordExpTrainer, list[Window]]:
+    windows: list[Window] = []
+    trainer = train(config, backend, on_built=lambda built: windows.append(watch_windows(built)))  # pyright: ignore[reportArgumentType]
+    return trainer, windows[0]  # pyright: ignore[reportReturnType]
+
+
+# -- Channel-A ---------------------------------------------------------------------------------------------------------
+
+COORD_LOSS = {
+    "enabled": True, "ce_weight": 0.0, "soft_ce_weight": 1.0, "w1_weight": 1.0, "gate_weight": 1.0, "text_gate_weight": 0.5,
+    "temperature": 1.0, "target_sigma": 2.0, "target_truncate": None,
+}  # fmt: skip
+
+
+def sft_as_a_pipeline() -> dict[str, Any]:
+    declared = pipeline()
+    declared["objective"] = declared["objective"][:2]
+    declared["objective"][1]["config"]["text_gate_weight"] = 0.5
+    return declared
+
+
+def test_one_forward_of_channel_a_is_stage_1_to_the_bit(tmp_path: Path) -> None:
+    """Rows of 150 tokens: segments wait in the buffer, so the packing is compared too."""
+    common = {"global_max_length": 150, "training__per_device_train_batch_size": 4, "training__max_steps": 3}
+    sft = train(run_config(tmp_path, 1, "sft", custom__coord_soft_ce_w1=COORD_LOSS, **common))
+    channel_a = train(
+        run_config(tmp_path, "two_channel", "a", stage2_ab__schedule__b_ratio=0, stage2_ab__n_softctx_iter=1,
+                   stage2_ab__pipeline=sft_as_a_pipeline(), **common)
+    )  # fmt: skip
+    assert same_weights(weights(sft.model), weights(channel_a.model))
+    plain = [
+        {name.replace("/A/", "/"): value for name, value in line.items() if not name.startswith("stage2/")}
+        for line in figures(channel_a)
+    ]
+    assert plain == figures(sft) and len(plain) == 3
+    assert all(line["packing/buffer_segments"] > 0 for line in plain)
+    assert all(line["stage2/channel_a"] == 1 and line["stage2/b_ratio_realised"] == 0 for line in step_lines(channel_a))
+
+
+@pytest.mark.parametrize("mode", ["soft", "st", "hard"])
+@pytest.mark.parametrize("grad_mode", ["unroll", "em_detach"])
+def test_later_forwards_change_coordinates_and_leave_text_alone(mode: str, grad_mode: str, tmp_path: Path) -> None:
+    """The first step's losses: the same weights read the same text, and other coordinates."""
+    keys = {"stage2_ab__schedule__b_ratio": 0, "training__max_steps": 1, "stage2_ab__coord_ctx_embed_mode": mode,
+            "stage2_ab__softctx_grad_mode": grad_mode}  # fmt: skip
+    one, two, three = (
+        step_lines(train(run_config(tmp_path, "two_channel", f"by{n}", stage2_ab__n_softctx_iter=n, **keys)))[0]
+        for n in (1, 2, 3)
+    )
+    for line in (two, three):
+        assert line["loss/A/token_ce/struct_ce"] == pytest.approx(one["loss/A/token_ce/struct_ce"], rel=1e-6)
+        assert line["loss/A/coord_reg/soft_ce"] != pytest.approx(one["loss/A/coord_reg/soft_ce"], rel=1e-6)
+        assert line["loss"] == pytest.approx(sum(v for name, v in line.items() if name.startswith("loss/")), rel=1e-5)
+    assert three["loss/A/coord_reg/soft_ce"] != two["loss/A/coord_reg/soft_ce"]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_step_of_channel_a_does_not_depend_on_its_packing(checkpointing: bool, tmp_path: Path) -> None:
+    """One row of four samples, or four micro-steps of one: the same gradient, self-context included."""
+    keys = {"stage2_ab__schedule__b_ratio": 0, "stage2_ab__n_softctx_iter": 3, "training__max_steps": 1, **SGD}
+    keys |= {"stage2_ab__coord_ctx_embed_mode": "soft", "training__gradient_checkpointing": checkpointing}
+    whole, split = (
+        train(run_config(tmp_path, "two_channel", f"by{batch}", training__per_device_train_batch_size=batch,
+                         training__gradient_accumulation_steps=4 // batch, **keys))
+        for batch in (4, 1)
+    )  # fmt: skip
+    for name, value in weights(whole.model).items():
+        torch.testing.assert_close(weights(split.model)[name], value, atol=5e-6, rtol=1e-4, msg=name)
+    assert not same_weights(weights(load_tiny().model), weights(whole.model))
+
+
+# -- Channel-B ---------------------------------------------------------------------------------------------------------
+
+
+def test_channel_b_trains_on_every_sample_of_its_step_in_that_step(tmp_path: Path) -> None:
+    config = run_config(
+        tmp_path, "two_channel", stage2_ab__schedule__b_ratio=1, global_max_length=150, training__max_steps=3,
+        training__per_device_train_batch_size=2, training__gradient_accumulation_steps=3,
+    )  # fmt: skip
+    backend = finder()
+    trainer, windows = run(config, backend)
+    assert trainer.state.global_step == 3
+    for window, line in zip(windows, step_lines(trainer), strict=True):
+        assert [len(rows) for rows in window.micro_steps[:-1]] == [0, 0] and len(window.micro_steps[-1]) >= 3
+        trained = [segment.sample_id for row in window.rows for segment in row.segments]
+        assert sorted(trained) == sorted(outcome.rollout.sample_id for outcome in window.outcomes)
+        assert len(trained) == line["train/samples_total"] == line["rollout/samples_total"] == 6
+        assert line["train/micro_steps"] == len(window.rows)
+        assert all(row.length <= 150 for row in window.rows)
+        assert line["packing/buffer_segments"] == 0
+    assert backend.versions == [0, 1, 2]
+
+
+def test_channel_b_does_not_depend_on_its_packing(tmp_path: Path) -> None:
+    """Many short rows or one long one: the same gradient."""
+    keys = {"stage2_ab__schedule__b_ratio": 1, "training__max_steps": 1, "training__per_device_train_batch_size": 6,
+            **SGD}  # fmt: skip
+    (many, many_windows), (one, one_windows) = (
+        run(run_config(tmp_path, "two_channel", f"rows{length}", global_max_length=length, **keys), finder())
+        for length in (130, 2000)
+    )
+    assert len(many_windows[0].rows) >= 3 and len(one_windows[0].rows) == 1
+    assert step_lines(many)[0]["loss"] == pytest.approx(step_lines(one)[0]["loss"], rel=1e-5)
+    for name, value in weights(one.model).items():
+        torch.testing.assert_close(weights(many.model)[name], value, atol=5e-6, rtol=1e-4, msg=name)
+    assert not same_weights(weights(load_tiny().model), weights(one.model))
+
+
+def test_channel_b_teaches_matched_structure_and_the_aligned_stage_does_not(tmp_path: Path) -> None:
+    """One sample, found but for one object. Cross-entropy's mean is over more tokens in Channel-B, by exactly those."""
+    keys = {"training__max_steps": 1, "training__per_device_train_batch_size": 6}
+    _, (aligned,) = run(run_config(tmp_path, 2, "aligned", **keys), finder())
+    channel_b, (window,) = run(
+        run_config(tmp_path, "two_channel", "b", stage2_ab__schedule__b_ratio=1, **keys), finder()
+    )
+    roles = [role for row in window.rows for segment in row.segments for role in segment.target.roles_T.tolist()]
+    assert window.counts == aligned.counts and window.counts.prefix_struct == roles.count(TokenRole.PREFIX_STRUCT) > 0
+    module = next(entry for entry in channel_b._learning["B"].pipeline.objective if entry.name == "token_ce").module  # pyright: ignore[reportAttributeAccessIssue]
+    text = window.counts.struct + window.counts.closure
+    assert module.denominators(window.counts)["struct_ce"] == text + window.counts.prefix_struct
+
+
+def test_an_answer_that_cannot_be_closed_is_counted_and_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parser leaves no such prefix; were one to come, its sample must not stop the others."""
+    build, seen = sources.build_target, []
+
+    def refuse_every_third(*args: Any, **kwargs: Any) -> Any:
+        seen.append(kwargs["sample_id"])
+        if len(seen) % 3 == 0:
+            raise AppendError("the prefix does not end where an entry may follow")
+        return build(*args, **kwargs)
+
+    monkeypatch.setattr(sources, "build_target", refuse_every_third)
+    keys = {"training__max_steps": 1, "training__per_device_train_batch_size": 6}
+    trainer, (window,) = run(run_config(tmp_path, "two_channel", "b", stage2_ab__schedule__b_ratio=1, **keys), finder())
+    (line,) = step_lines(trainer)
+    assert line["stage2/closure_dropped_total"] == 2 and line["rollout/samples_total"] == 6
+    assert sum(len(row.segments) for row in window.rows) == line["packing/segments_total"] == 4
+    seen.clear()
+    with pytest.raises(AppendError):  # elsewhere it is an error
+        train(run_config(tmp_path, 2, "aligned", **keys), finder())
+
+
+def test_a_step_without_a_usable_answer_goes_through_a_blank_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise AppendError("the prefix does not end where an entry may follow")
+
+    monkeypatch.setattr(sources, "build_target", refuse)
+    trainer, (window,) = run(
+        run_config(tmp_path, "two_channel", stage2_ab__schedule__b_ratio=1, training__max_steps=1, **SGD), finder()
+    )
+    (line,) = step_lines(trainer)
+    assert line["packing/blank_rows_total"] == len(window.rows) == 1 and line["stage2/closure_dropped_total"] == 2
+    assert line["loss"] == 0 and line["grad_norm"] == 0
+    assert same_weights(weights(trainer.model), weights(load_tiny().model))
+
+
+# -- the mix -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_schedule_decides_what_a_step_says(tmp_path: Path) -> None:
+    config = run_config(tmp_path, "two_channel", training__max_steps=6, stage2_ab__schedule__b_ratio=0.4)
+    backend = finder()
+    trainer, windows = run(config, backend)
+    assert [window.channel for window in windows] == ["A", "A", "B", "A", "B", "A"]
+    lines = step_lines(trainer)
+    assert [line["stage2/channel_b"] for line in lines] == [0, 0, 1, 0, 1, 0]
+    assert [line["stage2/channel_a"] for line in lines] == [1, 1, 0, 1, 0, 1]
+    assert [line["stage2/b_ratio_realised"] for line in lines] == pytest.approx([0, 0, 1 / 3, 1 / 4, 2 / 5, 1 / 3])
+    for line in lines:
+        channel = "B" if line["stage2/channel_b"] else "A"
+        other = "A" if channel == "B" else "B"
+        assert [name for name in line if name.startswith(f"loss/{channel}/")]
+        assert not [name for name in line if f"/{other}/" in name]
+        families = {name.partition("/")[0] for name in line}
+        assert ("rollout" in families) == ("safeguard" in families) == (channel == "B")
+        assert not [name for name in line if find_metric(name) is None]
+    assert backend.versions == [2, 4]  # weights are pushed when there is something to answer
+
+
+@pytest.mark.parametrize(
+    ("channels", "b_ratio", "terms"),
+    [
+        (["A"], 0.5, {"A": {"token_ce", "coord_reg"}, "B": {"token_ce"}}),
+        (["B"], 0.5, {"A": {"token_ce"}, "B": {"token_ce", "coord_reg"}}),
+        (["A", "B"], 0.5, {"A": {"token_ce", "coord_reg"}, "B": {"token_ce", "coord_reg"}}),
+    ],
+)
+def test_a_module_works_in_its_channels_alone(
+    channels: list[str], b_ratio: float, terms: dict[str, set[str]], tmp_path: Path
+) -> None:
+    declared = pipeline()
+    declared["objective"] = declared["objective"][:2]
+    declared["objective"][1]["channels"] = channels
+    config = run_config(tmp_path, "two_channel", stage2_ab__pipeline=declared, stage2_ab__schedule__b_ratio=b_ratio)
+    lines = step_lines(train(config, finder()))
+    for channel, line in zip("AB", lines, strict=True):
+        assert {name.split("/")[2] for name in line if name.startswith(f"loss/{channel}/")} == terms[channel]
+
+
+def test_resumed_from_any_step_the_run_is_the_same(tmp_path: Path) -> None:
+    """Steps A B A B A, with Channel-A's segments waiting; a checkpoint behind each."""
+    keys = {
+        "global_max_length": 150, "training__per_device_train_batch_size": 4, "training__max_steps": 5,
+        "training__save_strategy": "steps", "training__save_steps": 1, "training__lr_scheduler_type": "linear",
+        "rollout_matching__decoding": {"temperature": 1.0},
+    }  # fmt: skip
+    whole = train(run_config(tmp_path, "two_channel", "whole", **keys))
+    assert figures(whole)[1]["packing/buffer_segments"] > 0
+    assert [line["stage2/channel_b"] for line in figures(whole)] == [0, 1, 0, 1, 0]
+    for step in (1, 2, 3, 4):
+        checkpoint = str(tmp_path / "whole" / f"checkpoint-{step}")
+        keys |= {"training__save_strategy": "no"}
+        resumed = train(
+            run_config(tmp_path, "two_channel", f"from{step}", training__resume_from_checkpoint=checkpoint, **keys)
+        )
+        assert figures(resumed) == figures(whole), step
+        assert same_weights(weights(resumed.model), weights(whole.model)), step
+
+
+def test_records_are_kept_of_rollout_steps_alone(tmp_path: Path) -> None:
+    config = run_config(
+        tmp_path, "two_channel", training__max_steps=4, training__logging_steps=1,
+        rollout_matching__monitor_dump={"enabled": True, "every_steps": 1, "min_free_gb": 0.0},
+    )  # fmt: skip
+    trainer = train(config)
+    trainer.close()
+    from coordexp.metrics.rollout_record import read_records
+
+    records = read_records(tmp_path / "run" / "rollout_records")
+    assert sorted({record.where.global_step for record in records}) == [1, 3]
+
+
+def test_the_best_checkpoint_is_the_one_with_the_best_f1(tmp_path: Path) -> None:
+    """transformers compares what evaluation returns, under the name that the YAML gives it."""
+    keys = {
+        "training__max_steps": 3, "training__eval_strategy": "steps", "training__eval_steps": 1,
+        "training__save_strategy": "steps", "training__save_steps": 1,
+        "training__metric_for_best_model": "rollout/f1", "training__greater_is_better": True,
+    }  # fmt: skip
+    config = run_config(tmp_path, "two_channel", **keys)
+
+    def script_f1(trainer: CoordExpTrainer) -> None:
+        evaluate, scripted = trainer.evaluate, iter((0.25, 0.75, 0.5))
+
+        def evaluated(*args: Any, **kwargs: Any) -> dict[str, float]:
+            metrics = evaluate(*args, **kwargs)
+            metrics["eval_rollout/f1"] = next(scripted)
+            return metrics
+
+        trainer.evaluate = evaluated  # pyright: ignore[reportAttributeAccessIssue]
+
+    trainer = train(config, finder(), on_built=script_f1)
+    assert trainer.state.best_metric == 0.75
+    assert Path(str(trainer.state.best_model_checkpoint)).name == "checkpoint-2"
