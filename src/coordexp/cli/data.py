@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from coordexp.cli import inspect
 from coordexp.cli.console import counting, open_console
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ convert_app = typer.Typer(
     help="Other annotation formats to JSONL, with a report of what was left out.", no_args_is_help=True
 )
 data_app.add_typer(convert_app, name="convert")
+inspect.register(data_app)
 
 Resize = Annotated[bool, typer.Option(help="Resize images for the model once, now. --no-resize only refers to them.")]
 Factor = Annotated[
@@ -201,36 +203,6 @@ def scenes_command(
     from coordexp.data.scenes import SPECS, write_scenes
 
     typer.echo(f"wrote {write_scenes(out, count, SPECS[spec.value], seed)}: {count} images")
-
-
-@data_app.command("check")
-def check_command(
-    jsonl: Annotated[Path, typer.Argument(metavar="DATA.jsonl", help="The dataset.")],
-    limit: Annotated[int | None, typer.Option(min=1, help="Check only the first N records.")] = None,
-) -> None:
-    """Read a dataset strictly, open every image's header, and count what it holds."""
-    from collections import Counter
-
-    from rich.table import Table
-    from rich.text import Text
-
-    from coordexp.data import read_jsonl
-
-    records = read_jsonl(jsonl, limit=limit, check_images=True)
-    table = Table("what", "count", title=str(jsonl))
-    table.columns[1].justify = "right"
-    table.add_row("images", str(len(records)))
-    table.add_row("images without objects", str(sum(not record.objects for record in records)))
-    for title, counter in (
-        ("objects", Counter("all" for record in records for _ in record.objects)),
-        ("of geometry", Counter(obj.kind for record in records for obj in record.objects)),
-        ("of class", Counter(obj.desc for record in records for obj in record.objects)),
-    ):
-        table.add_section()
-        for name, count in counter.most_common():
-            # A Text, because a class may be called "[red] car", which rich would read as markup.
-            table.add_row(Text(f"{title} {name}" if title != "objects" else title), str(count))
-    open_console().print(table)
 
 
 def _image_options(

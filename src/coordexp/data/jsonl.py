@@ -56,7 +56,7 @@ def read_jsonl(path: str | Path, *, limit: int | None = None, check_images: bool
     path = Path(path)
     records: list[ImageRecord] = []
     problems: list[DataError] = []
-    for number, text in _numbered_lines(path, limit):
+    for number, text in numbered_lines(path, limit):
         try:
             records.append(parse_line(text, path=path, line=number))
         except DataError as error:
@@ -76,7 +76,7 @@ def iter_jsonl(path: str | Path, *, limit: int | None = None) -> Iterator[ImageR
         DataError: as :func:`read_jsonl`, but for the first problem only.
     """
     path = Path(path)
-    for number, text in _numbered_lines(path, limit):
+    for number, text in numbered_lines(path, limit):
         yield parse_line(text, path=path, line=number)
 
 
@@ -140,7 +140,12 @@ def order_objects(
     return tuple(rng.sample(list(objects), len(objects)))
 
 
-def _numbered_lines(path: Path, limit: int | None) -> Iterator[tuple[int, bytes]]:
+def numbered_lines(path: Path, limit: int | None) -> Iterator[tuple[int, bytes]]:
+    """The lines that hold something, each with its number from 1.
+
+    Raises:
+        DataError: no such file, or a limit below 1.
+    """
     if limit is not None and limit < 1:
         raise DataError(f"limit is {limit}; expected at least 1 record, or no limit", path=path)
     if not path.is_file():

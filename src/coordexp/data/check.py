@@ -1,0 +1,259 @@
+"""What is in a dataset, and what is wrong with it: every line is looked at, whatever the others hold."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from coordexp.data.images import read_header, size_problem
+from coordexp.data.jsonl import numbered_lines, parse_line
+from coordexp.errors import DataError
+from coordexp.records import NUM_BINS, GTObject, ImageRecord
+
+Progress = Callable[[int, int], None]
+CountTokens = Callable[[ImageRecord], int]
+
+DENSITY_EDGES = (0, 1, 2, 3, 5, 10, 20, 50, 100)
+
+
+class Finding(StrEnum):
+    """What a check can find. Errors refuse the dataset in training; the others are worth a look."""
+
+    # errors
+    SCHEMA = "schema"  # a line that is no record; says why
+    XYWH_LOOKING = "xywh_looking"  # right of its left edge, unless its last two values are width and height
+    OUT_OF_RANGE = "out_of_range"  # values beyond 0..999: pixels, most often
+    MISSING_IMAGE = "missing_image"
+    UNREADABLE_IMAGE = "unreadable_image"
+    SIZE_MISMATCH = "size_mismatch"
+    TOO_LONG = "too_long"  # prompt and answer exceed global_max_length
+    ROUND_TRIP = "round_trip"  # objects → text → tokens → objects gives others
+    # worth a look
+    DEGENERATE = "degenerate"  # a shape without area on the norm1000 grid
+    DUPLICATE_OBJECT = "duplicate_object"  # same description and shape twice in an image
+    DUPLICATE_IMAGE = "duplicate_image"  # one image file in several records, or the same bytes in several files
+    EMPTY_IMAGE = "empty_image"
+    LEFT_OUT = "left_out"  # by the conversion, whose report lies beside the dataset
+
+
+ERRORS = frozenset({
+    Finding.SCHEMA, Finding.XYWH_LOOKING, Finding.OUT_OF_RANGE, Finding.MISSING_IMAGE, Finding.UNREADABLE_IMAGE,
+    Finding.SIZE_MISMATCH, Finding.TOO_LONG, Finding.ROUND_TRIP,
+})  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One finding and its place: ``file.jsonl:line``, or what the conversion's report names."""
+
+    finding: Finding
+    where: str
+    detail: str
+
+
+@dataclass
+class DatasetCheck:
+    """Everything found, and what the sound records hold."""
+
+    path: Path
+    lines: int = 0
+    records: list[ImageRecord] = field(default_factory=list)
+    found: list[Found] = field(default_factory=list)
+    token_lengths: list[int] = field(default_factory=list)
+    max_tokens: int | None = None
+
+    def add(self, finding: Finding, where: str, detail: str) -> None:
+        self.found.append(Found(finding, where, detail))
+
+    @property
+    def errors(self) -> int:
+        """How many findings refuse the dataset."""
+        return sum(found.finding in ERRORS for found in self.found)
+
+    def counts(self) -> Counter[Finding]:
+        return Counter(found.finding for found in self.found)
+
+    def classes(self) -> Counter[str]:
+        return Counter(obj.desc for record in self.records for obj in record.objects)
+
+    def kinds(self) -> Counter[str]:
+        return Counter(obj.kind for record in self.records for obj in record.objects)
+
+    def densities(self) -> dict[str, int]:
+        """Images by their number of objects."""
+        return histogram([len(record.objects) for record in self.records], DENSITY_EDGES)
+
+    def to_json(self) -> dict[str, Any]:
+        """The check for machines."""
+        lengths = sorted(self.token_lengths)
+        return {
+            "path": str(self.path),
+            "lines": self.lines,
+            "images": len(self.records),
+            "objects": sum(len(record.objects) for record in self.records),
+            "errors": self.errors,
+            "findings": {finding.value: count for finding, count in sorted(self.counts().items())},
+            "classes": dict(self.classes().most_common()),
+            "kinds": dict(self.kinds()),
+            "density": self.densities(),
+            "tokens": None if not lengths else {
+                "min": lengths[0], "median": lengths[len(lengths) // 2], "max": lengths[-1], "limit": self.max_tokens,
+            },
+            "found": [asdict(found) for found in self.found],
+        }  # fmt: skip
+
+
+def check_jsonl(
+    path: str | Path,
+    *,
+    limit: int | None = None,
+    count_tokens: CountTokens | None = None,
+    max_tokens: int | None = None,
+    progress: Progress | None = None,
+) -> DatasetCheck:
+    """Check a dataset line by line.
+
+    Args:
+        limit: look at the first ``limit`` lines only.
+        count_tokens: tokens of a record's prompt and answer; with it, those above ``max_tokens`` are found.
+
+    Raises:
+        DataError: no such file, or no line in it.
+    """
+    path = Path(path)
+    check = DatasetCheck(path, max_tokens=max_tokens)
+    lines = list(numbered_lines(path, limit))
+    if not lines:
+        raise DataError("the file holds no records; expected one JSON object per line", path=path)
+    digests: defaultdict[str, list[str]] = defaultdict(list)
+    paths: defaultdict[Path, list[str]] = defaultdict(list)
+    for done, (number, text) in enumerate(lines, start=1):
+        check.lines += 1
+        try:
+            record = parse_line(text, path=path, line=number)
+        except DataError as error:
+            _add_refused(check, f"{path.name}:{number}", text, error)
+            continue
+        check.records.append(record)
+        _check_image(check, record, paths, digests)
+        _check_objects(check, record)
+        if count_tokens is not None:
+            _check_length(check, record, count_tokens)
+        if progress is not None:
+            progress(done, len(lines))
+    for kind, groups in (("in", paths), ("with the same bytes in", digests)):
+        for name, records in groups.items():
+            if len(records) > 1:
+                detail = f"{Path(name).name if kind == 'in' else 'images'} {kind} {', '.join(records)}"
+                check.add(Finding.DUPLICATE_IMAGE, records[-1], detail)
+    _add_left_out(check)
+    return check
+
+
+def _add_refused(check: DatasetCheck, where: str, text: bytes, error: DataError) -> None:
+    """A line that is no record, by the likeliest cause."""
+    reason = str(error).removeprefix(f"{error.path}:{error.line}: ")
+    boxes = [box for box in _raw_boxes(text) if len(box) == 4]
+    inverted = [box for box in boxes if box[2] < box[0] or box[3] < box[1]]
+    if "is inverted" in reason and all(box[0] + box[2] <= NUM_BINS and box[1] + box[3] <= NUM_BINS for box in inverted):
+        detail = f"{reason}; {len(inverted)} of {len(boxes)} boxes of the line are, all of which fit as x, y, w, h"
+        check.add(Finding.XYWH_LOOKING, where, detail)
+    elif "0..999, not pixels" in reason:
+        check.add(Finding.OUT_OF_RANGE, where, reason)
+    else:
+        check.add(Finding.SCHEMA, where, reason)
+
+
+def _raw_boxes(text: bytes) -> list[list[int]]:
+    """Every list of integers under ``bbox_2d`` of a line that may be no record."""
+    try:
+        objects = json.loads(text)["objects"]
+        boxes = [obj.get("bbox_2d") for obj in objects]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return []
+    return [box for box in boxes if isinstance(box, list) and all(type(value) is int for value in box)]
+
+
+def _check_image(
+    check: DatasetCheck,
+    record: ImageRecord,
+    paths: defaultdict[Path, list[str]],
+    digests: defaultdict[str, list[str]],
+) -> None:
+    first = record.image not in paths
+    paths[record.image].append(record.sample_id)
+    if not record.image.is_file():
+        check.add(Finding.MISSING_IMAGE, record.sample_id, f"no file {record.image}")
+        return
+    try:
+        size = read_header(record.image).size
+    except DataError as error:
+        check.add(Finding.UNREADABLE_IMAGE, record.sample_id, str(error))
+        return
+    if first:
+        digests[hashlib.sha256(record.image.read_bytes()).hexdigest()].append(record.sample_id)
+    if size != (record.width, record.height):
+        check.add(Finding.SIZE_MISMATCH, record.sample_id, size_problem((record.width, record.height), size))
+
+
+def _check_objects(check: DatasetCheck, record: ImageRecord) -> None:
+    if not record.objects:
+        check.add(Finding.EMPTY_IMAGE, record.sample_id, "no objects")
+    seen: set[GTObject] = set()
+    for index, obj in enumerate(record.objects):
+        shown = f"objects[{index}] {obj.desc!r} {obj.kind} {list(obj.bins)}"
+        if _has_no_area(obj):
+            check.add(Finding.DEGENERATE, record.sample_id, shown)
+        if obj in seen:
+            check.add(Finding.DUPLICATE_OBJECT, record.sample_id, shown)
+        seen.add(obj)
+
+
+def _has_no_area(obj: GTObject) -> bool:
+    xs, ys = obj.bins[0::2], obj.bins[1::2]
+    if obj.kind == "bbox_2d":
+        return xs[0] == xs[1] or ys[0] == ys[1]
+    following = [*range(1, len(xs)), 0]
+    return sum(xs[i] * ys[j] - xs[j] * ys[i] for i, j in enumerate(following)) == 0
+
+
+def _check_length(check: DatasetCheck, record: ImageRecord, count_tokens: CountTokens) -> None:
+    length = count_tokens(record)
+    check.token_lengths.append(length)
+    if check.max_tokens is not None and length > check.max_tokens:
+        detail = f"{length} tokens of prompt and answer, global_max_length is {check.max_tokens}"
+        check.add(Finding.TOO_LONG, record.sample_id, detail)
+
+
+def _add_left_out(check: DatasetCheck) -> None:
+    """What the conversion that made the dataset could not use: it is no longer in the lines, so nothing else tells."""
+    report = check.path.with_name(f"{check.path.stem}.conversion_report.json")
+    if not report.is_file():
+        return
+    try:
+        content = json.loads(report.read_text(encoding="utf-8"))
+        reasons = content["skipped_objects"].keys() | content["skipped_images"].keys()
+        problems = [problem for problem in content["problems"] if problem["reason"] in reasons]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"no conversion report: {error!r}; remove the file or convert again", path=report) from error
+    for problem in problems:
+        index = problem["object_index"]
+        where = str(problem["file"]) if index is None else f"{problem['file']} object {index}"
+        check.add(Finding.LEFT_OUT, where, f"{problem['reason']}: {problem['detail']}")
+
+
+def histogram(values: Sequence[int], edges: Sequence[int]) -> dict[str, int]:
+    """Counts by range, from each edge to the next; the last is open. Ranges without any value are left out."""
+    counts: dict[str, int] = {}
+    for low, high in zip(edges, [*edges[1:], None], strict=True):
+        inside = sum(1 for value in values if value >= low and (high is None or value < high))
+        if inside:
+            name = f"{low}+" if high is None else f"{low}" if high == low + 1 else f"{low}-{high - 1}"
+            counts[name] = inside
+    return counts

@@ -1,0 +1,69 @@
+"""Objects drawn as a model would read them back: serialised, tokenised, parsed, decoded, drawn.
+
+A coordinate bug anywhere on that way shows at a glance: what is drawn is not what was annotated, but what is left of it
+after the whole way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from PIL import Image, ImageDraw, ImageFont
+
+from coordexp.coords import CoordVocab, serialize_objects
+from coordexp.data.images import open_rgb
+from coordexp.parsing import parse_rollout
+from coordexp.records import NUM_BINS, GTObject, ImageRecord
+
+_TILE = 320
+_COLOURS = ("#e6194b", "#3cb44b", "#4363d8", "#f58231", "#911eb4", "#008080", "#9a6324", "#808000", "#000075")
+
+
+def round_trip(objects: Sequence[GTObject], vocab: CoordVocab) -> list[GTObject]:
+    """The objects that are read from the tokens of the text that is written for ``objects``."""
+    parsed = parse_rollout(vocab.encode(serialize_objects(objects)), vocab, ended=True)
+    return [GTObject(obj.desc, obj.kind, obj.bins) for obj in parsed.objects]
+
+
+def draw_contact_sheet(records: Sequence[ImageRecord], vocab: CoordVocab, path: Path, columns: int = 4) -> Path:
+    """A PNG with a tile per record: its image, and its objects after the round trip, one colour per description.
+
+    Raises:
+        DataError: an image cannot be read. ValueError: there is no record.
+    """
+    if not records:
+        raise ValueError("nothing to draw: pass at least one record")
+    names = sorted({obj.desc for record in records for obj in record.objects})
+    colour_of = {name: _COLOURS[k % len(_COLOURS)] for k, name in enumerate(names)}
+    rows = -(-len(records) // columns)
+    sheet = Image.new("RGB", (columns * _TILE, rows * _TILE), "#202020")
+    for k, record in enumerate(records):
+        tile = _tile(record, round_trip(record.objects, vocab), colour_of)
+        sheet.paste(tile, (k % columns * _TILE, k // columns * _TILE))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sheet.save(path)
+    return path
+
+
+def _tile(record: ImageRecord, objects: Sequence[GTObject], colour_of: dict[str, str]) -> Image.Image:
+    image = open_rgb(record.image)
+    scale = (_TILE - 4) / max(image.size)
+    image = image.resize((max(1, round(image.width * scale)), max(1, round(image.height * scale))))
+    draw = ImageDraw.Draw(image)
+    font = ImageFont.load_default(11)
+    for obj in objects:
+        colour = colour_of.get(obj.desc, "white")
+        xs = [k / (NUM_BINS - 1) * (image.width - 1) for k in obj.bins[0::2]]
+        ys = [k / (NUM_BINS - 1) * (image.height - 1) for k in obj.bins[1::2]]
+        points = list(zip(xs, ys, strict=True))
+        if obj.kind == "bbox_2d":
+            draw.rectangle([points[0], points[1]], outline=colour, width=2)
+        else:
+            draw.line([*points, points[0]], fill=colour, width=2)
+        corner = (min(xs) + 2, min(ys) + 1)
+        draw.rectangle(draw.textbbox(corner, obj.desc, font=font), fill="white")
+        draw.text(corner, obj.desc, fill=colour, font=font)
+    tile = Image.new("RGB", (_TILE, _TILE), "#202020")
+    tile.paste(image, (2, 2))
+    return tile

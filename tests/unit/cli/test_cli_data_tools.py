@@ -1,0 +1,101 @@
+"""``coordexp data check | stats | split | sample`` and the converters' commands, as a person types them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from cli_runs import run_cli, small_checkpoint
+from coordexp.data import read_jsonl
+from one_scene import as_coco, as_labelme, as_yolo
+
+
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from coordexp.data.scenes import SPARSE, write_scenes
+
+    return write_scenes(tmp_path_factory.mktemp("scenes"), 20, SPARSE, 3)
+
+
+def test_check_for_machines(scenes: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    outcome = run_cli(capsys, "data", "check", scenes, "--json")
+    found = json.loads(outcome.out)
+    assert outcome.code == 0 and (found["images"], found["errors"], found["tokens"]) == (20, 0, None)
+    assert sum(found["density"].values()) == 20 and sum(found["classes"].values()) == found["objects"]
+
+
+def test_check_counts_tokens_as_training_does(scenes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from coordexp.modeling.inputs import PromptEncoder
+    from coordexp.modeling.load import load_processor, load_vocab
+    from coordexp.targets import build_gt_target
+
+    model = small_checkpoint(tmp_path / "model")
+    outcome = run_cli(capsys, "data", "check", scenes, "--model", model, "--max-tokens", 150, "--json")
+    found = json.loads(outcome.out)
+    records = read_jsonl(scenes)
+    encoder, vocab = PromptEncoder(load_processor(model), None, None), load_vocab(model)
+    lengths = [
+        len(encoder.encode(r).prompt_token_ids) + len(build_gt_target(r.objects, vocab, sample_id="s").token_ids)
+        for r in records
+    ]
+    assert (found["tokens"]["min"], found["tokens"]["max"]) == (min(lengths), max(lengths))
+    too_long = sum(length > 150 for length in lengths)
+    assert found["findings"].get("too_long", 0) == too_long
+    assert outcome.code == (2 if too_long else 0)
+    assert run_cli(capsys, "data", "check", scenes, "--max-tokens", 150).code == 2  # counts with whose tokenizer?
+
+
+def test_check_draws_what_comes_back(scenes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sheet = tmp_path / "sheet.png"
+    assert run_cli(capsys, "data", "check", scenes, "--sheet", sheet, "--sheet-images", 5).code == 0
+    with Image.open(sheet) as image:
+        assert image.size == (4 * 320, 2 * 320)
+
+
+def test_check_of_a_broken_dataset_says_what_and_exits_2(
+    scenes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"images": ["a.png"], "width": 10, "height": 10, "objects": []}\nno JSON\n')
+    outcome = run_cli(capsys, "data", "check", broken)
+    assert outcome.code == 2 and "missing_image" in outcome.out and "schema" in outcome.out
+    assert "2 findings that training refuses" in " ".join(outcome.err.split())
+
+
+def test_stats(scenes: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "objects by size" in run_cli(capsys, "data", "stats", scenes).out
+    found = json.loads(run_cli(capsys, "data", "stats", scenes, "--json").out)
+    assert sum(found["size_percent"].values()) == found["objects"]
+
+
+def test_split_and_sample(scenes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    everything = read_jsonl(scenes)
+    assert run_cli(capsys, "data", "split", scenes, "--shares", "fit=0.75,rest=0.25", "--seed", 4).code == 0
+    fit, rest = (read_jsonl(scenes.with_name(f"scenes.{name}.jsonl"), check_images=True) for name in ("fit", "rest"))
+    assert (len(fit), len(rest)) == (15, 5)
+    assert sorted(r.image for r in [*fit, *rest]) == sorted(r.image for r in everything)
+    again = run_cli(capsys, "data", "split", scenes, "--shares", "fit=0.75,rest=0.25")
+    assert again.code == 2 and "exists already" in again.err
+    assert run_cli(capsys, "data", "split", scenes, "--shares", "fit=lots").code == 2
+    drawn = tmp_path / "deep" / "few.jsonl"
+    assert run_cli(capsys, "data", "sample", scenes, "--count", 3, "--out", drawn).code == 0
+    assert {r.image for r in read_jsonl(drawn, check_images=True)} < {r.image for r in everything}
+    assert run_cli(capsys, "data", "sample", scenes, "--count", 99, "--out", tmp_path / "x.jsonl").code == 2
+
+
+@pytest.mark.parametrize("form", ["yolo", "labelme", "coco"])
+def test_converters_have_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str) -> None:
+    source = tmp_path / "in"
+    arguments = {
+        "yolo": lambda: [as_yolo(source, rings=True), "--split", "train", "--name", "data"],
+        "labelme": lambda: [as_labelme(source, rings=True), "--name", "data"],
+        "coco": lambda: [*as_coco(source, rings=True), "--geometry", "poly", "--name", "data"],
+    }[form]()
+    common = ["--out", tmp_path / "out", "--factor", 8, "--min-pixels", 64, "--max-vertices", 3]
+    outcome = run_cli(capsys, "data", "convert", form, *arguments, *common)
+    assert outcome.code == 0 and "polygons simplified" in outcome.out
+    (first, _) = read_jsonl(tmp_path / "out" / "data.jsonl", check_images=True)
+    assert [len(obj.bins) for obj in first.objects] == [6, 6]

@@ -1,0 +1,122 @@
+"""What a check finds: one line per kind of trouble, each by name and place."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from annotation_folders import KEEP, paint, voc, voc_object
+from coordexp.data.check import ERRORS, Finding, check_jsonl, histogram
+from coordexp.data.convert import convert_voc
+from coordexp.data.subset import sample_records, split_records
+from coordexp.errors import DataError
+from coordexp.records import ImageRecord
+
+BOX = {"desc": "cat", "bbox_2d": [10, 20, 300, 400]}
+
+
+def line(*objects: Any, image: str = "a.png", **fields: Any) -> str:
+    return json.dumps({"images": [image], "width": 40, "height": 24, "objects": list(objects), **fields})
+
+
+def check(folder: Path, *lines: str) -> list[tuple[Finding, str]]:
+    paint(folder / "a.png")
+    (folder / "torn.png").write_bytes(b"no image")
+    path = folder / "data.jsonl"
+    path.write_text("".join(text + "\n" for text in lines))
+    return [(found.finding, found.detail) for found in check_jsonl(path).found]
+
+
+@pytest.mark.parametrize(
+    ("text", "finding", "detail"),
+    [
+        ("no JSON", Finding.SCHEMA, "broken JSON"),
+        (line({"desc": "", "bbox_2d": [1, 2, 3, 4]}), Finding.SCHEMA, "desc is empty"),
+        (line({"desc": "cat", "bbox_2d": [500, 600, 100, 50]}), Finding.XYWH_LOOKING, "1 of 1 boxes"),
+        (line(BOX, {"desc": "cat", "bbox_2d": [900, 600, 850, 950]}), Finding.SCHEMA, "is inverted"),  # no x, y, w, h
+        (line({"desc": "cat", "bbox_2d": [10, 20, 1300, 400]}), Finding.OUT_OF_RANGE, "not pixels"),
+        (line(BOX, image="gone.png"), Finding.MISSING_IMAGE, "gone.png"),
+        (line(BOX, image="torn.png"), Finding.UNREADABLE_IMAGE, "torn.png"),
+        (line(BOX, width=41), Finding.SIZE_MISMATCH, "40"),
+        (line(), Finding.EMPTY_IMAGE, "no objects"),
+        (line({"desc": "cat", "bbox_2d": [5, 5, 5, 9]}), Finding.DEGENERATE, "objects[0] 'cat' bbox_2d [5, 5, 5, 9]"),
+        (line({"desc": "cat", "poly": [1, 1, 5, 5, 9, 9]}), Finding.DEGENERATE, "poly"),
+        (line(BOX, BOX), Finding.DUPLICATE_OBJECT, "objects[1]"),
+    ],
+)
+def test_one_trouble_one_finding(tmp_path: Path, text: str, finding: Finding, detail: str) -> None:
+    ((found, said),) = check(tmp_path, text)
+    assert found is finding and detail in said
+
+
+def test_a_sound_dataset_has_none(tmp_path: Path) -> None:
+    assert check(tmp_path, line(BOX, {"desc": "leaf", "poly": [1, 1, 9, 1, 9, 9]})) == []
+
+
+def test_every_line_is_looked_at(tmp_path: Path) -> None:
+    found = [finding for finding, _ in check(tmp_path, "no JSON", line(BOX, image="gone.png"), line())]
+    assert found == [Finding.SCHEMA, Finding.MISSING_IMAGE, Finding.EMPTY_IMAGE]
+
+
+def test_an_image_used_twice_and_one_stored_twice(tmp_path: Path) -> None:
+    paint(tmp_path / "copy.png")
+    found = check(tmp_path, line(BOX), line(BOX), line(BOX, image="copy.png"))
+    assert [finding for finding, _ in found] == [Finding.DUPLICATE_IMAGE] * 2
+    assert "a.png in data.jsonl:1, data.jsonl:2" in found[0][1]
+    assert "same bytes in data.jsonl:1, data.jsonl:3" in found[1][1]
+
+
+def test_samples_that_are_too_long(tmp_path: Path) -> None:
+    check(tmp_path, line(), line(BOX), line(BOX, {**BOX, "desc": "dog"}))
+    found = check_jsonl(tmp_path / "data.jsonl", count_tokens=lambda r: 10 + 30 * len(r.objects), max_tokens=40)
+    assert found.token_lengths == [10, 40, 70]
+    assert [(f.finding, f.where) for f in found.found if f.finding in ERRORS] == [(Finding.TOO_LONG, "data.jsonl:3")]
+    assert found.to_json()["tokens"] == {"min": 10, "median": 40, "max": 70, "limit": 40}
+
+
+def test_what_the_conversion_left_out_is_named(tmp_path: Path) -> None:
+    root = voc(tmp_path / "voc", voc_object("cat", 2, 3, 20, 20), voc_object("dog", 5, 5, 5, 5))
+    report = convert_voc(root, tmp_path / "out", options=KEEP)
+    ((found),) = check_jsonl(report.jsonl).found
+    assert (found.finding, found.where) == (Finding.LEFT_OUT, "a.xml object 1")
+    assert found.detail.startswith("zero_area: dog") and Finding.LEFT_OUT not in ERRORS
+
+
+def test_histograms_name_their_ranges() -> None:
+    assert histogram([0, 1, 3, 4, 4, 200], (0, 1, 2, 5, 100)) == {"0": 1, "1": 1, "2-4": 3, "100+": 1}
+
+
+def records(count: int, images: int) -> list[ImageRecord]:
+    return [ImageRecord(f"d:{k}", Path(f"/{k % images}.png"), 1, 1, ()) for k in range(count)]
+
+
+def test_a_split_keeps_images_together_and_loses_nothing() -> None:
+    everything = records(30, 12)
+    parts = split_records(everything, [0.5, 0.25, 0.25], seed=1)
+    assert [len({r.image for r in part}) for part in parts] == [6, 3, 3]
+    assert sorted(r.sample_id for part in parts for r in part) == sorted(r.sample_id for r in everything)
+    assert not {r.image for r in parts[0]} & {r.image for r in [*parts[1], *parts[2]]}
+    assert parts == split_records(everything, [0.5, 0.25, 0.25], seed=1)
+    assert parts != split_records(everything, [0.5, 0.25, 0.25], seed=2)
+
+
+def test_no_part_is_empty() -> None:
+    assert [len(part) for part in split_records(records(3, 3), [0.98, 0.01, 0.01])] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("shares", [[1.0], [0.5, 0.6], [1.2, -0.2]])
+def test_shares_that_are_none(shares: list[float]) -> None:
+    with pytest.raises(DataError, match="expected at least two positive numbers that sum to 1"):
+        split_records(records(9, 9), shares)
+
+
+def test_a_sample_is_drawn_without_replacement_in_order() -> None:
+    everything = records(20, 20)
+    drawn = sample_records(everything, 8, seed=2)
+    assert len(set(r.sample_id for r in drawn)) == 8
+    assert [everything.index(r) for r in drawn] == sorted(everything.index(r) for r in drawn)
+    with pytest.raises(DataError, match="cannot draw 21 of 20"):
+        sample_records(everything, 21)

@@ -1,0 +1,81 @@
+"""The score of an object is its tokens' probability under the model, however the answer came about."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from answers import CAT, DOG, request
+from coordexp.coords import serialize_objects
+from coordexp.evaluation.scores import COORD_WEIGHT, NEIGHBOURS, TokenScorer
+from coordexp.parsing import parse_rollout
+from coordexp.records import ImageRecord, ParsedRollout, Rollout, RolloutRequest
+from qwen_tokenizer import qwen_vocab
+
+
+class FakeModel(torch.nn.Module):
+    """Gives every position the same logits but for the tokens it is told to favour; remembers the last call."""
+
+    def __init__(self, favour: dict[int, float]) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.favour = favour
+        self.dtype = torch.float32
+
+    def forward(self, *, input_ids, logits_to_keep, **inputs):
+        self.asked = (input_ids, logits_to_keep, inputs, self.training)
+        logits = torch.zeros(1, len(logits_to_keep), len(qwen_vocab()))
+        for token_id, value in self.favour.items():
+            logits[..., token_id] = value
+        return type("Output", (), {"logits": logits})
+
+
+def answered(objects) -> tuple[RolloutRequest, Rollout, ParsedRollout]:
+    vocab = qwen_vocab()
+    text = serialize_objects(objects)
+    ids = tuple(vocab.encode(text))
+    asked = request(ImageRecord("s", __file__, 8, 8, ()))  # type: ignore[arg-type]
+    asked = RolloutRequest("s", asked.image, asked.messages, (1, 2, 3), {
+        "pixel_values": torch.zeros(1, 2), "image_grid_thw": torch.ones(1, 3, dtype=torch.int64)})  # fmt: skip
+    return asked, Rollout("s", (1, 2, 3), ids, text, False), parse_rollout(ids, vocab, ended=True)
+
+
+def test_uniform_probabilities_give_the_formula() -> None:
+    model = FakeModel({})
+    scores = TokenScorer(model, qwen_vocab(), 5).score(*answered([CAT]))
+    size = len(qwen_vocab())
+    expected = COORD_WEIGHT * math.log((2 * NEIGHBOURS + 1) / size) + (1 - COORD_WEIGHT) * math.log(1 / size)
+    assert scores == pytest.approx((math.exp(expected),), rel=1e-5)
+
+
+def test_a_bin_at_the_edge_has_fewer_neighbours() -> None:
+    edge = CAT.__class__(CAT.desc, CAT.kind, (0, 0, 0, 0))
+    middle, at_edge = (TokenScorer(FakeModel({}), qwen_vocab(), 5).score(*answered([o]))[0] for o in (CAT, edge))
+    assert at_edge == pytest.approx(middle * ((NEIGHBOURS + 1) / (2 * NEIGHBOURS + 1)) ** COORD_WEIGHT, rel=1e-5)
+
+
+def test_what_the_model_favours_scores_higher() -> None:
+    vocab = qwen_vocab()
+    sure = {vocab.coord_token_ids[k]: 20.0 for k in CAT.bins}
+    cat, dog = TokenScorer(FakeModel(sure), vocab, 5).score(*answered([CAT, DOG]))
+    assert 0 < dog < cat < 1
+
+
+def test_only_the_needed_positions_are_asked_for_and_the_mode_is_kept() -> None:
+    model = FakeModel({}).train()
+    asked, rollout, parsed = answered([CAT])
+    TokenScorer(model, qwen_vocab(), 5).score(asked, rollout, parsed)
+    ids, kept, inputs, training = model.asked
+    assert ids.tolist() == [[1, 2, 3, *rollout.response_token_ids]]
+    obj = parsed.objects[0]
+    wanted = sorted({*obj.coord_token_idx, *range(*obj.desc_token_span)})
+    assert kept.tolist() == [3 + at - 1 for at in wanted]  # the token at p is predicted from position p - 1
+    assert inputs["use_cache"] is False and training is False and model.training is True
+
+
+def test_an_answer_without_objects_asks_for_nothing() -> None:
+    model = FakeModel({})
+    assert TokenScorer(model, qwen_vocab(), 5).score(*answered([])) == ()
+    assert not hasattr(model, "asked")
