@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,11 +17,11 @@ from typing import Any
 import torch
 
 from config_samples import set_key, stage2, write_yaml
-from coordexp.modeling.inputs import PromptEncoder
 from coordexp.modeling.load import LoadedModel, load_model
 from coordexp.modeling.tiny import TinySpec, build_tiny_checkpoint
 from coordexp.records import RolloutRequest
 from coordexp.rollouts.server_client import ServerClient
+from rollout_ports import free_ports
 from tiny_run import PROMPT, _session_folder, tiny_samples, tiny_scenes
 
 # Heads of 64: vLLM's CPU attention has no kernel for the smallest ones.
@@ -50,17 +49,6 @@ def sharpen(model: torch.nn.Module, factor: float = 4.0) -> None:
         for parameter in model.parameters():
             if parameter.ndim >= 2:
                 parameter.mul_(factor)
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago, all different."""
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 def server_config(folder: Path, num_servers: int = 1, checkpoint: Path | None = None, **keys: Any) -> dict[str, Any]:
@@ -277,7 +265,3 @@ def served_tokens(
     for request, item in zip(requests, items, strict=True):
         assert tuple(item["response"]["prompt_token_ids"]) == request.prompt_token_ids
     return [item["response"]["choices"][0]["token_ids"] for item in items]
-
-
-def encoder_of_served(loaded: LoadedModel) -> PromptEncoder:
-    return PromptEncoder(loaded.processor, PROMPT, None)

@@ -20,7 +20,7 @@ from coordexp.errors import CoordExpError, RolloutError
 from coordexp.rollouts.backend import AdapterWeights, WeightSource
 from coordexp.rollouts.engine import checksum
 from coordexp.rollouts.engine.buckets import describe, in_buckets, piece_bytes, pieces
-from coordexp.rollouts.engine.communicator import Communicator, GroupAddress, join
+from coordexp.rollouts.engine.communicator import Communicator, GroupAddress, join, wait_until_free
 from coordexp.rollouts.server_client import ServerClient
 
 logger = logging.getLogger(__name__)
@@ -295,6 +295,9 @@ class _Lane:
         world_size = self._client.world_size() + 1
         self._rank = world_size - 1
         address = GroupAddress(self._client.host, self._client.group_port, self._rank, world_size, self._timeout_s)
+        self._client.close_communicator(timeout_s=timeout_s)
+        # Otherwise this side could meet the members of the old group, whose store still holds their keys.
+        wait_until_free(address, timeout_s)
         told = _in_background(lambda: self._client.init_communicator(world_size, 0, timeout_s))
         joined = _in_background(lambda: join(address, device))
         _all([told, joined])

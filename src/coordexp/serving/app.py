@@ -132,7 +132,7 @@ class RolloutServer:
     async def close_group(self) -> None:
         async with self._group_lock:
             self.gate.fail("the learner left in the middle of a push")
-            await self.engines.workers("close_communicator")
+            await self.engines.workers("close_communicator", timeout_s=self._timeout_s + 30)
 
     async def update(self, method: str, *args: Any, adapter: bool = False) -> None:
         """Take one bucket; the first one opens a push."""

@@ -33,6 +33,7 @@ def prepare_environment(repeat_terminate: RepeatTerminateConfig, *, gpu: bool) -
     complete_environment(gpu=gpu)
     os.environ[DIE_WITH_PARENT] = "1"
     own_engines()
+    own_engines()
     if ENABLE not in os.environ:
         os.environ.update(activation_environment(repeat_terminate))
     active = activated_config(os.environ)

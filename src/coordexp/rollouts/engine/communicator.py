@@ -72,6 +72,27 @@ def join(address: GroupAddress, device: torch.device) -> Communicator:
     return GlooCommunicator(address, store)
 
 
+def wait_until_free(address: GroupAddress, timeout_s: float) -> None:
+    """Wait until nobody listens where a group is to meet: until the group before it is gone.
+
+    Raises:
+        RolloutError: somebody still listens at the deadline.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            with socket.create_connection((address.host, address.port), timeout=1.0):
+                pass
+        except OSError:  # refused, or nothing answers: free as far as anybody can tell
+            return
+        if time.monotonic() > deadline:
+            raise RolloutError(
+                f"{address}: another program, or a group that was not left, still listens there after {timeout_s:g} s; "
+                "choose another group_port, or restart the server"
+            )
+        time.sleep(0.05)
+
+
 def _open_store(address: GroupAddress) -> dist.TCPStore:
     """The group's key-value store. Rank 0 listens on ``address.host`` alone: torch by itself would listen on all."""
     listener: socket.socket | None = None
