@@ -83,6 +83,7 @@ def offset_of(module: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor] | No
 
 def add_offset(weight_VH: torch.Tensor, coord_ids_B: torch.Tensor, offset_BH: torch.Tensor) -> torch.Tensor:
     """A copy of the table with the offset added to its coordinate rows, in the wider of the two types."""
+    coord_ids_B = coord_ids_B.to(weight_VH.device)  # weights may be away in main memory, where buffers never go
     wide = torch.promote_types(weight_VH.dtype, offset_BH.dtype)
     rows_BH = weight_VH[coord_ids_B].to(wide) + offset_BH.to(wide)
     return weight_VH.index_copy(0, coord_ids_B, rows_BH.to(weight_VH.dtype))

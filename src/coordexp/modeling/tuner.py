@@ -37,7 +37,8 @@ def tune(model: Any, config: TunerConfig, coord_ids: Sequence[int]) -> None:
     Raises:
         ConfigError: nothing is left to train, or names that match no module that can be adapted.
     """
-    frozen = {part for part in ("vit", "aligner", "llm") if getattr(config, f"freeze_{part}")}
+    freeze = {"vit": config.freeze_vit, "aligner": config.freeze_aligner, "llm": config.freeze_llm}
+    frozen = {part for part, frozen in freeze.items() if frozen}
     if config.train_type == "full":
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(part_of(name) not in frozen)

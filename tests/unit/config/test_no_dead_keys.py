@@ -22,8 +22,8 @@ SETTLED_WHILE_LOADING = {
 }
 
 # Features that are being built. This goes when they are there.
-PENDING = {"FSDPConfig", "DeepSpeedConfig", "EvalDetectionConfig", "OffloadConfig", "Stage2ABConfig", "ScheduleConfig"}
-PENDING |= {"LaunchConfig", "TunerConfig", "TrainingConfig", "ServerConfig", "SyncConfig", "RolloutMatchingConfig"}
+PENDING = {"FSDPConfig", "DeepSpeedConfig", "EvalDetectionConfig", "Stage2ABConfig", "ScheduleConfig"}
+PENDING |= {"LaunchConfig", "TrainingConfig", "ServerConfig", "SyncConfig", "RolloutMatchingConfig"}
 
 
 def leaves() -> set[tuple[str, str]]:

@@ -1,0 +1,283 @@
+"""The learner leaves the device for colocated rollouts and comes back bit for bit, whatever happens meanwhile."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from coordexp.config.rollout import OffloadConfig, RolloutMatchingConfig
+from coordexp.data.jsonl import read_jsonl
+from coordexp.errors import ConfigError
+from coordexp.modeling.weights import LearnerWeights
+from coordexp.rollouts.offload import LearnerOffload, build_offload, context_of
+from tiny_run import (
+    InMemoryBackend,
+    load_tiny,
+    nearly_right,
+    run_config,
+    same_weights,
+    step_lines,
+    tiny_scenes,
+    train,
+    weights,
+)
+from tuned_models import lora, tuned
+
+BOTH = OffloadConfig(enabled=True, offload_model=True, offload_optimizer=True)
+
+
+def nothing_stays(tensor: torch.Tensor) -> bool:
+    """Treat main memory as a device, so that the same moves happen where there is none."""
+    return False
+
+
+def owning(model: torch.nn.Module) -> torch.nn.Module:
+    """Parameters read from a file may be views of it, whose memory nobody can give back."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    return model
+
+
+@dataclass
+class Learner:
+    """A small model with a tied table and two parameters in one buffer, and an optimizer after a step."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+
+    @classmethod
+    def build(cls) -> Learner:
+        torch.manual_seed(0)
+        model = torch.nn.Module()
+        model.embedding, model.head = torch.nn.Embedding(11, 6), torch.nn.Linear(6, 11, bias=False)
+        model.head.weight = model.embedding.weight
+        flat = torch.randn(20)
+        model.one, model.two = torch.nn.Parameter(flat[:8].view(2, 4)), torch.nn.Parameter(flat[8:].view(4, 3).t())
+        learner = cls(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+        learner.step()
+        return learner
+
+    def step(self) -> None:
+        loss = self.model.head(self.model.embedding(torch.arange(11))).logsumexp(-1).sum()
+        (loss + self.model.one.square().sum() + self.model.two.exp().sum()).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def tensors(self) -> list[torch.Tensor]:
+        state = [value for entry in self.optimizer.state.values() for value in entry.values()]
+        return [*self.model.parameters(), *state]
+
+    def offload(self, config: OffloadConfig = BOTH) -> LearnerOffload:
+        offload = LearnerOffload(self.model, config, nothing_stays)
+        offload.bind(lambda: self.optimizer, sharded_by=None)
+        return offload
+
+
+def places(tensors: list[torch.Tensor]) -> list[tuple]:
+    return [(id(t), t.untyped_storage()._cdata, t.storage_offset(), t.shape, t.stride(), t.device) for t in tensors]
+
+
+def test_everything_returns_to_its_own_storage_bit_for_bit() -> None:
+    learner = Learner.build()
+    tensors = learner.tensors()
+    values, before = [t.clone() for t in tensors], places(tensors)
+    homes = [tensor.untyped_storage() for tensor in tensors]
+    with learner.offload().away():
+        assert all(home.nbytes() == 0 for home in homes), "the device's memory is given back"
+        assert all(torch.equal(t, value) for t, value in zip(tensors, values, strict=True)), "and can still be read"
+        assert learner.model.one.untyped_storage()._cdata == learner.model.two.untyped_storage()._cdata
+    assert places(tensors) == before
+    assert all(torch.equal(t, value) for t, value in zip(tensors, values, strict=True))
+
+
+def test_everything_returns_when_the_rollouts_fail() -> None:
+    learner = Learner.build()
+    values, before = [t.clone() for t in learner.tensors()], places(learner.tensors())
+    offload = learner.offload()
+    with pytest.raises(ConnectionError), offload.away():
+        raise ConnectionError
+    assert places(learner.tensors()) == before
+    assert all(torch.equal(t, value) for t, value in zip(learner.tensors(), values, strict=True))
+    with offload.away():  # and it can be used again
+        pass
+
+
+def test_a_failure_half_way_out_brings_back_what_had_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    learner = Learner.build()
+    before, calls, real = places(learner.tensors()), iter([True, True]), torch.empty
+
+    def no_memory_left(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs.get("dtype") is torch.uint8 and not next(calls, False):
+            raise MemoryError
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", no_memory_left)
+    with pytest.raises(MemoryError), learner.offload().away():
+        pytest.fail("the context must not be entered")
+    assert places(learner.tensors()) == before
+
+
+PARTS = [
+    (True, False, "the model alone"),
+    (False, True, "the optimizer alone"),
+]
+
+
+@pytest.mark.parametrize(("of_model", "of_optimizer", "reason"), PARTS)
+def test_only_what_is_asked_for_moves(of_model: bool, of_optimizer: bool, reason: str) -> None:
+    learner = Learner.build()
+    config = OffloadConfig(enabled=True, offload_model=of_model, offload_optimizer=of_optimizer)
+    parameters = [p.untyped_storage() for p in learner.model.parameters()]
+    state = [entry["exp_avg"].untyped_storage() for entry in learner.optimizer.state.values()]
+    with learner.offload(config).away():
+        assert {storage.nbytes() == 0 for storage in parameters} == {of_model}, reason
+        assert {storage.nbytes() == 0 for storage in state} == {of_optimizer}, reason
+
+
+def test_training_goes_on_as_if_nothing_had_happened() -> None:
+    moved, stayed = Learner.build(), Learner.build()
+    for _ in range(3):
+        with moved.offload().away():
+            pass
+        moved.step()
+        stayed.step()
+    assert all(torch.equal(a, b) for a, b in zip(moved.tensors(), stayed.tensors(), strict=True))
+
+
+def test_in_main_memory_nothing_moves() -> None:
+    learner = Learner.build()
+    offload = LearnerOffload(learner.model, BOTH)
+    offload.bind(lambda: learner.optimizer, sharded_by=None)
+    before, pointers = places(learner.tensors()), [t.data_ptr() for t in learner.tensors()]
+    with offload.away():
+        assert places(learner.tensors()) == before
+        assert [t.data_ptr() for t in learner.tensors()] == pointers
+
+
+def test_an_optimizer_before_its_first_step_has_nothing_to_move() -> None:
+    model = owning(load_tiny().model)
+    with LearnerOffload(model, BOTH, nothing_stays).away():
+        pass
+    fresh = LearnerOffload(model, BOTH, nothing_stays)
+    fresh.bind(lambda: torch.optim.AdamW(model.parameters()), sharded_by=None)
+    with fresh.away():
+        pass
+
+
+def test_waiting_gradients_are_noticed() -> None:
+    learner = Learner.build()
+    learner.model.one.square().sum().backward()
+    with pytest.raises(AssertionError, match="in the middle of an optimizer step"), learner.offload().away():
+        pass
+
+
+def test_merged_weights_can_be_pushed_from_main_memory() -> None:
+    """Pushing lies within the context: the engine's copy must not need the learner's on the device."""
+    loaded = tuned(lora(use_dora=True))
+    owning(loaded.model)
+    source = LearnerWeights(loaded.model)
+    with source.full() as tensors:
+        expected = {name: tensor.clone() for name, tensor in tensors}
+    with LearnerOffload(loaded.model, BOTH, nothing_stays).away(), source.full() as tensors:
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors)
+
+
+def rollouts(backend: str, mode: str = "colocate", **offload: bool) -> RolloutMatchingConfig:
+    keys: dict[str, Any] = {"rollout_backend": backend, "offload": OffloadConfig(**offload)}
+    vllm: dict[str, Any] = {"mode": mode, "tensor_parallel_size": 1}
+    if mode == "server":
+        vllm["server"] = {"servers": [{"base_url": "http://127.0.0.1:1", "group_port": 2}]}
+    return RolloutMatchingConfig.model_validate(keys | {"vllm": vllm})
+
+
+NO_OP = [
+    (rollouts("hf", enabled=True, offload_model=True), "HF rollouts need the learner's model where it is"),
+    (rollouts("vllm", "server", enabled=True, offload_model=True), "a server has devices of its own"),
+    (rollouts("vllm", offload_model=True), "not enabled"),
+]
+
+
+@pytest.mark.parametrize(("config", "reason"), NO_OP, ids=[reason for _, reason in NO_OP])
+def test_offload_is_a_no_op_where_nothing_is_colocated(config: RolloutMatchingConfig, reason: str) -> None:
+    learner = Learner.build()
+    before, pointers = places(learner.tensors()), [t.data_ptr() for t in learner.tensors()]
+    offload = build_offload(learner.model, config)
+    assert offload is None, reason
+    with context_of(offload)():
+        assert places(learner.tensors()) == before and [t.data_ptr() for t in learner.tensors()] == pointers
+
+
+COLOCATED = rollouts("vllm", enabled=True, offload_model=True, offload_optimizer=True)
+
+
+@pytest.mark.parametrize("owner", ["DeepSpeed", "FSDP"])
+def test_a_learner_whose_memory_others_own_is_refused(owner: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Learner.build().model
+    offload = build_offload(model, COLOCATED)
+    assert offload is not None
+    says = rf"rollout_matching\.offload\.enabled: {owner} owns .*offload\.enabled: false.*rollout_backend: hf"
+    with pytest.raises(ConfigError, match=says):
+        offload.bind(lambda: None, sharded_by=owner)
+    monkeypatch.setenv(f"ACCELERATE_USE_{owner.upper()}", "true")
+    with pytest.raises(ConfigError, match=says):
+        build_offload(model, COLOCATED)
+
+
+class FakeColocatedBackend(InMemoryBackend):
+    """No engine: answers from a table, but borrows the device where a colocated engine does, and notes what it saw."""
+
+    def __init__(self, vocab: Any, answers: Any, offload: LearnerOffload, homes: list[Any]) -> None:
+        super().__init__(vocab, answers)
+        self._offload, self._homes, self._borrowed = offload, homes, ExitStack()
+        self.device_was_free: list[bool] = []
+
+    def sync_weights(self, version: int) -> None:
+        self._borrowed.enter_context(self._offload.away())
+        super().sync_weights(version)
+
+    def generate(self, requests: Any, seeds: Any) -> Any:
+        self.device_was_free.append(all(home.nbytes() == 0 for home in self._homes))
+        return super().generate(requests, seeds)
+
+    def rest(self) -> None:
+        self._borrowed.close()
+
+
+@pytest.mark.scenario("Offload context does not break the training step")
+def test_steps_between_offloaded_rollouts_are_the_steps_without_offload(tmp_path: Path) -> None:
+    objects = {record.sample_id: record.objects for record in read_jsonl(tiny_scenes())}
+
+    def answers(request: Any) -> str:
+        return nearly_right(objects[request.sample_id])
+
+    def run(name: str, offloaded: bool) -> tuple[Any, InMemoryBackend]:
+        vocab = load_tiny().vocab
+        backends: list[InMemoryBackend] = []
+
+        def use(trainer: Any) -> None:
+            model = owning(trainer.model)
+            offload = LearnerOffload(model, BOTH, nothing_stays)
+            offload.bind(lambda: trainer.optimizer, sharded_by=None)
+            homes = [p.untyped_storage() for p in model.parameters()]
+            backends.append(FakeColocatedBackend(vocab, answers, offload, homes))
+            object.__setattr__(trainer.window_builder._source, "backend", backends[0])
+
+        config = run_config(tmp_path, 2, name, training__max_steps=3)
+        if offloaded:
+            trainer = train(config, on_built=use)
+        else:
+            backends.append(InMemoryBackend(vocab, answers))
+            trainer = train(config, backends[0])
+        return trainer, backends[0]
+
+    (moved, colocated), (stayed, _) = run("moved", True), run("stayed", False)
+    assert isinstance(colocated, FakeColocatedBackend)
+    assert colocated.versions == [0, 1, 2] and colocated.device_was_free == [True] * 3
+    assert [line["loss"] for line in step_lines(moved)] == [line["loss"] for line in step_lines(stayed)]
+    assert same_weights(weights(moved.model), weights(stayed.model))
+    assert not same_weights(weights(moved.model), weights(load_tiny().model))
