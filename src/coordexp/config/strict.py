@@ -79,9 +79,12 @@ def nearest(key: str, valid: list[str]) -> str | None:
 
 def problems_from(error: ValidationError, model: type[BaseModel]) -> Iterator[Problem]:
     """Every finding of a validation of ``model``, in the order of the schema."""
-    for detail in error.errors(include_url=False, include_context=True):
-        path, owner, description = _resolve(model, detail["loc"])
-        yield _from_detail(detail, path, owner, description)
+    details = [(detail, *_resolve(model, detail["loc"])) for detail in error.errors(include_url=False)]
+    for detail, path, owner, description in details:
+        # pydantic counts valid items alone, so a list of wrong ones is also "too short" to it.
+        below = any(len(other) > len(path) and other[: len(path)] == path for _, other, _, _ in details)
+        if not (detail["type"] == "too_short" and below):
+            yield _from_detail(detail, path, owner, description)
 
 
 def _from_detail(detail: ErrorDetails, path: KeyPath, owner: type[BaseModel] | None, description: str) -> Problem:

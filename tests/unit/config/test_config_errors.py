@@ -161,6 +161,13 @@ def test_every_problem_is_reported_at_once_also_across_sections() -> None:
     )
 
 
+def test_list_of_one_wrong_entry_is_not_called_empty() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(set_key(stage2(), f"{RM}.vllm.server", {"servers": [{"base_url": "http://a"}]}))
+    (line,) = str(caught.value).splitlines()[1:]
+    assert line.startswith(f"  {RM}.vllm.server.servers[0].group_port: missing")
+
+
 def test_findings_that_rest_on_a_broken_key_wait_for_it() -> None:
     config = set_key(stage2(), "global_max_length", "4096")
     config[RM]["max_new_tokens"] = 3000  # fine under 4096, not under any default that could stand in

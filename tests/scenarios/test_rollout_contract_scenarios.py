@@ -1,0 +1,251 @@
+"""Scenarios of the rollout contract: one validated configuration, the same for trainer, backend and launcher."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from config_samples import drop_key, set_key, stage2, write_yaml
+from coordexp.cli import app
+from coordexp.config import ConfigError, check_world_size, load_config, parse_config, resolved_rollout, rollout_contract
+from coordexp.errors import CoordExpError, MissingDependency
+from coordexp.rollouts import check_backend
+from coordexp.rollouts.hf import HFBackend
+from coordexp.training.build import build_trainer, check_run
+from tiny_run import run_config, step_lines, train
+
+SERVERS = [
+    {"base_url": "http://127.0.0.1:8000", "group_port": 51216},
+    {"base_url": "http://127.0.0.1:8001", "group_port": 51217},
+]
+ADAPTERS = {"train_type": "lora", "train_coord_rows": False}
+
+
+def built(config: Any) -> Any:
+    """The trainer as ``coordexp train`` builds it, before its first step."""
+    return build_trainer(check_run(config), Console(quiet=True))[0]
+
+
+def plain(value: Any) -> Any:
+    """A read-only contract as plain dicts and lists."""
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, tuple) else value
+
+
+@pytest.mark.scenario("Canonical Stage-2 key controls decode microbatching")
+@pytest.mark.parametrize("size", [2, 3])
+def test_decode_batch_size_of_a_two_channel_run_is_what_is_decoded_at_once(size: int, tmp_path: Path) -> None:
+    config = run_config(
+        tmp_path,
+        "two_channel",
+        rollout_matching__decode_batch_size=size,
+        stage2_ab__schedule__b_ratio=1.0,
+        training__per_device_train_batch_size=5,
+        training__max_steps=1,
+    )
+    decoded: list[int] = []
+
+    def watch(trainer: Any) -> None:
+        assert trainer.rollout_matching_cfg["decode_batch_size"] == size
+        generate = trainer.model.generate
+
+        def counting(**arguments: Any) -> Any:
+            decoded.append(len(arguments["input_ids"]))
+            return generate(**arguments)
+
+        trainer.model.generate = counting
+
+    train(config, on_built=watch)
+    assert (max(decoded), sum(decoded)) == (size, 5)
+
+
+@pytest.mark.scenario("Canonical grouped config drives trainer contract")
+def test_trainer_is_given_the_normalised_contract(tmp_path: Path) -> None:
+    config = run_config(
+        tmp_path,
+        2,
+        rollout_matching__decoding={"temperature": 0.7, "top_p": 0.9, "top_k": 20},
+        rollout_matching__repeat_terminate={"enabled": True, "ngram_size": 8},
+        rollout_matching__maskiou_gate=0.25,
+        rollout_matching__vllm={"mode": "server", "server": {"servers": SERVERS}, "sync": {"mode": "auto"}},
+        training__packing_buffer=99,
+        custom__object_ordering="file",
+    )
+    trainer = built(config)
+    contract = trainer.rollout_matching_cfg
+    assert contract["rollout_backend"] == "hf"
+    assert plain(contract["decoding"]) == {"temperature": 0.7, "top_p": 0.9, "top_k": 20}
+    assert (contract["repeat_terminate"]["ngram_size"], contract["repeat_terminate"]["min_new_tokens"]) == (8, 256)
+    assert [server["group_port"] for server in contract["vllm"]["server"]["servers"]] == [51216, 51217]
+    assert (contract["packing_enabled"], contract["packing_length"], contract["packing_buffer"]) == (True, 512, 99)
+    assert (contract["object_ordering"], contract["object_field_order"]) == ("file", "desc_first")
+    # Nothing is left open: what stands for another key, and what auto means, is filled in.
+    assert (contract["vllm"]["max_model_len"], contract["vllm"]["dtype"]) == (512, "float32")
+    assert (contract["vllm"]["sync"]["mode"], contract["vllm"]["max_lora_rank"]) == ("full", 8)
+    # Rollout execution runs by it, and nobody can change it under way.
+    backend, builder = trainer._eval_backend, trainer.window_builder
+    assert isinstance(backend, HFBackend)
+    assert (backend._options.temperature, backend._options.top_p, backend._options.top_k) == (0.7, 0.9, 20)
+    assert builder._source.matching.maskiou_gate == contract["maskiou_gate"] == 0.25
+    assert (builder.buffer.capacity, builder.buffer.max_segments) == (512, 99)
+    with pytest.raises(TypeError):
+        contract["decode_batch_size"] = 64
+    with pytest.raises(TypeError):
+        contract["decoding"]["top_k"] = 1
+
+
+@pytest.mark.scenario("Runtime rollout injection path stays stable")
+@pytest.mark.parametrize("stage", [2, "two_channel"])
+def test_every_rollout_trainer_has_the_loaded_contract_and_no_other_source(stage: Any, tmp_path: Path) -> None:
+    config = run_config(tmp_path, stage)
+    trainer = built(config)
+    assert plain(trainer.rollout_matching_cfg) == plain(rollout_contract(config))
+    section = resolved_rollout(config).model_dump(mode="json")
+    assert {key: plain(trainer.rollout_matching_cfg[key]) for key in section} == section
+    # The old path is no second source: it does not load.
+    old = set_key(stage2(), "custom.extra.rollout_matching", {"decode_batch_size": 64})
+    with pytest.raises(ConfigError, match=r"write rollout_matching\.decode_batch_size instead"):
+        load_config(write_yaml(tmp_path, old, "old.yaml"))
+
+
+@pytest.mark.scenario("Runtime rollout injection path stays stable")
+def test_evaluation_while_training_follows_the_injected_contract(tmp_path: Path) -> None:
+    """The attribute is what evaluation decodes by, not a copy for show."""
+    decoded: list[int] = []
+
+    def change(trainer: Any) -> None:
+        trainer.rollout_matching_cfg = {**trainer.rollout_matching_cfg, "decode_batch_size": 2}
+        generate = trainer._eval_backend.generate
+
+        def counting(requests: Any, seeds: Any) -> Any:
+            decoded.append(len(requests))
+            return generate(requests, seeds)
+
+        trainer._eval_backend.generate = counting
+
+    keys = {"training__max_steps": 1, "training__eval_strategy": "steps", "training__eval_steps": 1}
+    trainer = train(run_config(tmp_path, 1, rollout_matching__decode_batch_size=5, **keys), on_built=change)
+    assert step_lines(trainer) and decoded == [2, 2, 1]
+
+
+@pytest.mark.scenario("Non-full sync mode fails fast under multi-process learner")
+@pytest.mark.parametrize("mode", ["adapter", "auto"])
+def test_adapter_pushes_from_two_learners_are_refused_at_start(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm = {"mode": "server", "server": {"servers": SERVERS}, "enable_lora": True, "sync": {"mode": mode}}
+    config = run_config(
+        tmp_path, 2, tuner=ADAPTERS, rollout_matching__rollout_backend="vllm", rollout_matching__vllm=vllm
+    )
+    check_world_size(config, 1)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"rollout_matching\.vllm\.sync\.mode: .*write sync\.mode: full"):
+        check_run(config)  # before servers are asked, data is read or the model is loaded
+
+
+# (keys of rollout_matching.vllm.server, path of the problem)
+BROKEN_SERVERS = [
+    (None, "rollout_matching.vllm.server"),
+    ({}, "rollout_matching.vllm.server.servers"),
+    ({"servers": []}, "rollout_matching.vllm.server.servers"),
+    ({"servers": [drop_key(SERVERS[0], "base_url")]}, "rollout_matching.vllm.server.servers[0].base_url"),
+    (
+        {"servers": [SERVERS[0], drop_key(SERVERS[1], "group_port")]},
+        "rollout_matching.vllm.server.servers[1].group_port",
+    ),
+    (
+        {"servers": [{"base_url": "127.0.0.1:8000", "group_port": 1}]},
+        "rollout_matching.vllm.server.servers[0].base_url",
+    ),
+    ({"servers": [{"base_url": "http://a", "group_port": 0}]}, "rollout_matching.vllm.server.servers[0].group_port"),
+]
+
+
+@pytest.mark.scenario("Invalid server configuration fails fast")
+@pytest.mark.parametrize(("server", "path"), BROKEN_SERVERS, ids=[path for _, path in BROKEN_SERVERS])
+def test_incomplete_servers_are_refused_when_the_file_is_read(server: Any, path: str, tmp_path: Path) -> None:
+    raw = stage2(rollout_backend="vllm", vllm={"mode": "server", "server": server})
+    with pytest.raises(ConfigError) as caught:
+        load_config(write_yaml(tmp_path, raw))
+    (line,) = str(caught.value).splitlines()[1:]
+    assert line.startswith(f"  {path} (")
+    if server is None:  # nothing to complete: the message names the ways out
+        assert "vllm.mode: colocate" in line and "rollout_backend: hf" in line
+    for way_out in ({"rollout_matching.vllm.mode": "colocate"}, {"rollout_matching.rollout_backend": "hf"}):
+        (key, value) = next(iter(way_out.items()))
+        assert parse_config(set_key(drop_key(raw, "rollout_matching.vllm.server"), key, value))
+
+
+@pytest.mark.scenario("Invalid vLLM configuration fails fast")
+@pytest.mark.parametrize(
+    ("vllm", "path"),
+    [
+        ({"tensor_parallel_size": 4}, "rollout_matching.vllm.tensor_parallel_size"),
+        ({"tensor_parallel_size": 1, "sync": {"mode": "adapter"}}, "rollout_matching.vllm.sync.mode"),
+        (
+            {"tensor_parallel_size": 1, "enable_lora": True, "sync": {"mode": "adapter"}},
+            "rollout_matching.vllm.sync.mode",
+        ),
+    ],
+    ids=["tensor parallel over more processes than there are", "adapters without room", "adapters of full training"],
+)
+def test_engine_that_cannot_work_is_refused_before_anything_loads(vllm: Any, path: str, tmp_path: Path) -> None:
+    keys = {"rollout_matching__rollout_backend": "vllm", "rollout_matching__vllm": vllm, "model__model": "/nowhere"}
+    with pytest.raises(CoordExpError) as caught:
+        check_run(run_config(tmp_path, 2, **keys))
+    assert path in str(caught.value)
+    assert run_config(tmp_path, 2, **keys | {"rollout_matching__rollout_backend": "hf"})
+
+
+@pytest.mark.scenario("Invalid vLLM configuration fails fast")
+def test_missing_vllm_is_named_with_its_alternative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = run_config(tmp_path, 2, rollout_matching__rollout_backend="vllm")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingDependency, match="rollout_backend: hf"):
+        check_backend(resolved_rollout(config))
+
+
+@pytest.mark.scenario("Preflight/runtime consume a shared validated rollout contract")
+def test_launcher_and_trainer_see_one_contract(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from coordexp.serving.options import serve_options
+    from coordexp.serving.plan import plan_launch
+
+    monkeypatch.setenv("COORDEXP_TEST_KEY", "token")
+    guard = {"enabled": True, "max_object_keys": 7}
+    vllm = {
+        "mode": "server",
+        "server": {"servers": SERVERS, "api_key_env": "COORDEXP_TEST_KEY"},
+        "tensor_parallel_size": 1,
+    }
+    keys = {"rollout_matching__repeat_terminate": guard, "rollout_matching__vllm": vllm}
+    config = run_config(tmp_path, 2, **keys, rollout_matching__rollout_backend="vllm")
+    plan = plan_launch(config, tmp_path / "run.yaml", local=(True, True), rendezvous_port=29500, model_type="qwen3_vl")
+    # The trainer of the same file with rollouts of its own: all but the backend's name is the same contract.
+    contract = built(run_config(tmp_path, 2, **keys)).rollout_matching_cfg
+    assert plain(contract) | {"rollout_backend": "vllm"} == plain(rollout_contract(config))
+    assert plan.server_base_urls == tuple(server["base_url"] for server in contract["vllm"]["server"]["servers"])
+    assert plan.repeat_terminate == plain(contract["repeat_terminate"])
+    assert plan.api_key_env == contract["vllm"]["server"]["api_key_env"]
+    for index in range(2):
+        engine = dict(serve_options(config, index, None, 0).engine)
+        assert {key: engine[key] for key in ("dtype", "max_model_len")} == {
+            key: contract["vllm"][key] for key in ("dtype", "max_model_len")
+        }
+
+
+@pytest.mark.scenario("Preflight/runtime consume a shared validated rollout contract")
+def test_launcher_and_trainer_refuse_a_wrong_file_in_the_same_words(tmp_path: Path) -> None:
+    """No consumer has a list of keys of its own: the schema speaks in all of them."""
+    raw = set_key(stage2(), "rollout_matching.vllm.server", {"servers": [SERVERS[0] | {"unknown_flag": 1}]})
+    path = str(write_yaml(tmp_path, raw))
+    commands = (["train", path], ["launch", "--dry-run", "--config", path], ["serve", "--config", path])
+    refusals = {str(CliRunner().invoke(app, command).exception) for command in commands}
+    assert len(refusals) == 1
+    assert "rollout_matching.vllm.server.servers[0].unknown_flag" in refusals.pop()
