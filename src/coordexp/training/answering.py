@@ -14,12 +14,13 @@ from rich.console import Console
 from coordexp.config import RunConfig
 from coordexp.config.rollout import EvalDetectionConfig, RolloutMatchingConfig
 from coordexp.data.images import open_rgb
+from coordexp.errors import ConfigError
 from coordexp.evaluation import EvaluationOptions
 from coordexp.evaluation.scores import TokenScorer
 from coordexp.modeling.inputs import PromptEncoder
 from coordexp.modeling.load import LoadedModel, base_checkpoint, load_model
 from coordexp.modeling.weights import LearnerWeights
-from coordexp.rollouts import RolloutBackend, build_backend
+from coordexp.rollouts import RolloutBackend, build_backend, synced
 from coordexp.rollouts.build import LearnerParts
 
 _LINE_EVERY_S = 30.0
@@ -59,15 +60,36 @@ def answering(config: RunConfig, rollout: RolloutMatchingConfig, model: Path) ->
     )
     backend = build_backend(rollout, parts)
     try:
-        backend.sync_weights(0)
-        encoder = PromptEncoder(loaded.processor, config.template.prompt, config.template.system)
-        yield Answerer(loaded, encoder, backend, TokenScorer(loaded.model, loaded.vocab, loaded.image_token_id))
+        with synced(backend, 0):
+            encoder = PromptEncoder(loaded.processor, config.template.prompt, config.template.system)
+            yield Answerer(loaded, encoder, backend, TokenScorer(loaded.model, loaded.vocab, loaded.image_token_id))
     finally:
         backend.close()
 
 
-def training_options(config: EvalDetectionConfig) -> EvaluationOptions:
-    """What ``rollout_matching.eval_detection`` measures while training."""
+def training_options(config: EvalDetectionConfig) -> EvaluationOptions | None:
+    """What ``rollout_matching.eval_detection`` measures while training; None for nothing."""
+    return evaluation_options(config) if config.enabled else None
+
+
+def training_scorer(config: RolloutMatchingConfig, loaded: LoadedModel) -> TokenScorer | None:
+    """What scores predictions while training; None where their score is constant.
+
+    Raises:
+        ConfigError: scores come from the learner, which is offloaded while there are rollouts.
+    """
+    if config.eval_detection.score_mode == "constant":
+        return None
+    if config.offload.enabled:
+        raise ConfigError(
+            "rollout_matching.eval_detection.score_mode: confidence needs the learner during rollouts, and "
+            "rollout_matching.offload moves it away; write score_mode: constant, or offload.enabled: false"
+        )
+    return TokenScorer(loaded.model, loaded.vocab, loaded.image_token_id)
+
+
+def evaluation_options(config: EvalDetectionConfig) -> EvaluationOptions:
+    """The section's keys but ``enabled``."""
     return EvaluationOptions(
         iou_thrs=tuple(config.f1ish_iou_thrs),
         coco=config.metrics != "f1ish",

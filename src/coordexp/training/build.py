@@ -41,8 +41,11 @@ class CheckedRun:
     val: tuple[ImageRecord, ...]
 
 
-def check_run(config: RunConfig) -> CheckedRun:
-    """Read the data, the tokenizer and the backend's name: every mistake that can be seen early, seen early.
+def check_run(config: RunConfig, *, servers_are_up: bool = True) -> CheckedRun:
+    """Read the data and the tokenizer, ask the rollout servers: every mistake that can be seen early, seen early.
+
+    Args:
+        servers_are_up: false before a launch, when there is nobody to ask yet.
 
     Raises:
         ConfigError, DataError, CheckpointError, VocabError, MissingDependency.
@@ -54,7 +57,8 @@ def check_run(config: RunConfig) -> CheckedRun:
         for sentence in advice(config):
             logger.warning(sentence)
     rollout = resolved_rollout(config)
-    check_backend(rollout)
+    if servers_are_up:
+        check_backend(rollout)
     _check_attention(config)
     if config.training.packing:
         require("binpacking", "training.packing")
@@ -83,6 +87,7 @@ def build_trainer(run: CheckedRun, console: Console, description: str = "train",
     from coordexp.modeling.tuner import tune
     from coordexp.rollouts import build_backend
     from coordexp.rollouts.offload import build_offload, context_of
+    from coordexp.training.answering import training_options, training_scorer
     from coordexp.training.checkpoint import check_carry_buffers, resolve_resume, write_manifest
     from coordexp.training.optimizer import LearningRates
     from coordexp.training.progress import RichProgress
@@ -126,6 +131,8 @@ def build_trainer(run: CheckedRun, console: Console, description: str = "train",
         rollout_matching_cfg=rollout_contract(config),
         learning_rates=LearningRates(training.learning_rate, training.vit_lr, training.aligner_lr, training.coord_lr),
         recorder=build_recorder(rollout.monitor_dump, stage.rollouts, Path(training.output_dir)),
+        measured=training_options(rollout.eval_detection),
+        scorer=training_scorer(rollout, loaded),
         args=arguments,
         train_dataset=datasets[0],
         eval_dataset=datasets[1] if run.val else None,

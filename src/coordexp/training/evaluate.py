@@ -19,7 +19,7 @@ from coordexp.evaluation.predict import ON_COUNTS_ALONE, gather_answers
 from coordexp.evaluation.summary import METRICS, write_summary
 from coordexp.records import ImageRecord
 from coordexp.rollouts import check_backend
-from coordexp.training.answering import answering, reporting, training_options
+from coordexp.training.answering import answering, evaluation_options, reporting
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def run_evaluation(
     """
     checked = check_evaluation(config, model, data, limit)
     folder = output or Path(config.training.output_dir) / "evaluation"
-    options = replace(training_options(checked.rollout.eval_detection), coco=True, constant_score=constant_score)
+    options = replace(evaluation_options(checked.rollout.eval_detection), coco=True, constant_score=constant_score)
     _, predictions = _evaluate(
         checked, console, f"evaluating {checked.model}", ON_COUNTS_ALONE, scored=constant_score is None
     )

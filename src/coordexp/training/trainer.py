@@ -21,7 +21,8 @@ from coordexp.config.objective import Channel
 from coordexp.coords import CoordVocab
 from coordexp.data.dataset import RecordDataset, Sample
 from coordexp.errors import AlignmentError, CheckpointError, RolloutError, TrainingDiverged
-from coordexp.evaluation import evaluate_dataset
+from coordexp.evaluation import EvaluationOptions, evaluate_dataset
+from coordexp.evaluation.predict import ON_COUNTS_ALONE, Scorer
 from coordexp.metrics import MetricsPayload, MetricSums
 from coordexp.modeling.adapter import has_adapter, load_adapter, save_adapter
 from coordexp.modeling.inputs import row_inputs, to_device
@@ -59,6 +60,8 @@ class CoordExpTrainer(Trainer):
         rollout_matching_cfg: Mapping[str, Any],
         learning_rates: LearningRates,
         recorder: RolloutRecorder | None = None,
+        measured: EvaluationOptions | None = ON_COUNTS_ALONE,
+        scorer: Scorer | None = None,
         **kwargs: Any,
     ) -> None:
         as_they_are: Any = list
@@ -73,6 +76,8 @@ class CoordExpTrainer(Trainer):
         self._learning = learning
         self._drift: DriftWatch | None = None
         self._eval_backend = eval_backend
+        self._measured = measured
+        self._scorer = scorer
         self.rollout_matching_cfg = rollout_matching_cfg
         self._learning_rates = learning_rates
         self._recorder = recorder
@@ -262,19 +267,24 @@ class CoordExpTrainer(Trainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Rollouts on the validation set → ``eval_rollout/*``; batched by ``decode_batch_size`` alone."""
+        """Rollouts on the validation set → ``eval_rollout/*``; batched by ``decode_batch_size`` alone. None, where
+        ``rollout_matching.eval_detection`` is off."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         assert isinstance(dataset, RecordDataset)
         started = time.perf_counter()
-        with synced(self._eval_backend, self.state.global_step):
-            figures, _ = evaluate_dataset(
-                dataset,
-                self._eval_backend,
-                self._vocab,
-                batch_size=self.rollout_matching_cfg["decode_batch_size"],
-                seed=self.args.seed,
-                global_step=self.state.global_step,
-            )
+        figures: dict[str, float] = {}
+        if self._measured is not None:
+            with synced(self._eval_backend, self.state.global_step):
+                figures, _ = evaluate_dataset(
+                    dataset,
+                    self._eval_backend,
+                    self._vocab,
+                    batch_size=self.rollout_matching_cfg["decode_batch_size"],
+                    seed=self.args.seed,
+                    global_step=self.state.global_step,
+                    options=self._measured,
+                    scorer=self._scorer,
+                )
         metrics = {f"{metric_key_prefix}_rollout/{name}": value for name, value in figures.items()}
         metrics[f"{metric_key_prefix}_time/runtime_s"] = time.perf_counter() - started
         self.log(dict(MetricsPayload("eval", self.state.global_step, metrics).metrics))

@@ -179,6 +179,21 @@ def test_evaluation_during_training(tmp_path: Path) -> None:
     assert {"eval_rollout/precision", "eval_rollout/recall", "eval_rollout/truncated_rate"} <= lines[0].keys()
 
 
+def test_what_evaluation_measures_is_the_configurations(tmp_path: Path) -> None:
+    def measured(name: str, **keys: Any) -> set[str]:
+        section = {f"rollout_matching__eval_detection__{key}": value for key, value in keys.items()}
+        often = {"training__eval_strategy": "steps", "training__eval_steps": 1}
+        trainer = train(run_config(tmp_path, 2, name, **often, **section))
+        lines = [line for line in trainer.state.log_history if any(key.startswith("eval_") for key in line)]
+        return {key.removeprefix("eval_rollout/") for line in lines for key in line if key.startswith("eval_rollout/")}
+
+    both = measured("both", use_segm=True, f1ish_iou_thrs=[0.5, 0.75], score_mode="confidence")
+    assert {"AP", "AP50", "segm_AP", "f1@0.75"} <= both
+    alone = measured("alone", metrics="f1ish")
+    assert "f1" in alone and "AP" not in alone
+    assert measured("off", enabled=False) == set()
+
+
 def test_evaluation_does_not_change_training(tmp_path: Path) -> None:
     sampling = {"rollout_matching__decoding": {"temperature": 1.0}}
     plain = train(run_config(tmp_path, 2, "plain", **sampling))
