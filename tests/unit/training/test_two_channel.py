@@ -66,8 +66,8 @@ def run(config: Any, backend: Any = None) -> tuple[CoordExpTrainer, list[Window]
 # -- Channel-A ---------------------------------------------------------------------------------------------------------
 
 COORD_LOSS = {
-    "enabled": True, "ce_weight": 0.0, "soft_ce_weight": 1.0, "w1_weight": 1.0, "gate_weight": 1.0, "text_gate_weight": 0.5,
-    "temperature": 1.0, "target_sigma": 2.0, "target_truncate": None,
+    "enabled": True, "ce_weight": 0.0, "soft_ce_weight": 1.0, "w1_weight": 1.0, "gate_weight": 1.0,
+    "text_gate_weight": 0.5, "temperature": 1.0, "target_sigma": 2.0, "target_truncate": None,
 }  # fmt: skip
 
 
