@@ -1,7 +1,9 @@
-"""``coordexp model``: make checkpoints that know the coordinate tokens."""
+"""``coordexp model``: make, merge and inspect checkpoints that know the coordinate tokens."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +12,9 @@ import typer
 
 from coordexp.cli.console import refuse_filled
 
-model_app = typer.Typer(help="Make checkpoints that know the coordinate tokens.", no_args_is_help=True)
+model_app = typer.Typer(
+    help="Make, merge and inspect checkpoints that know the coordinate tokens.", no_args_is_help=True
+)
 
 
 @model_app.command("tiny")
@@ -56,3 +60,49 @@ def export_command(
     from coordexp.modeling.export import export_checkpoint
 
     typer.echo(f"wrote {export_checkpoint(checkpoint, out, dtype.value)}")
+
+
+@model_app.command("merge")
+def merge_command(
+    run: Annotated[Path, typer.Argument(help="A LoRA run's output_dir, or one of its checkpoint-N folders.")],
+    out: Annotated[Path, typer.Argument(help="Folder of the new checkpoint.")],
+    base: Annotated[
+        Path | None, typer.Option(help="The model that the adapters were trained on, if it moved since.")
+    ] = None,
+    dtype: Annotated[Dtype | None, typer.Option(help="Number type of the weights; the base's own without it.")] = None,
+) -> None:
+    """Merge a run's adapters and coordinate rows into a plain checkpoint, which transformers and vLLM load."""
+    refuse_filled(out)
+    from coordexp.modeling.merge import merge_checkpoint
+
+    typer.echo(f"wrote {merge_checkpoint(run, out, base, None if dtype is None else dtype.value)}")
+
+
+@model_app.command("info")
+def info_command(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint folder, or a LoRA run's.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show what a checkpoint holds, without reading its weights."""
+    from coordexp.modeling.describe import describe
+
+    info = describe(checkpoint)
+    if as_json:
+        typer.echo(json.dumps(asdict(info), indent=2))
+        return
+    adapter = info.adapter
+    lines = [
+        ("checkpoint", info.path),
+        ("model", f"{info.model_type}, {info.layers} layers, hidden {info.hidden}, {info.dtype}"),
+        ("parameters", ", ".join(f"{part} {count:,}" for part, count in info.parameters.items())),
+        ("vocabulary", f"{info.vocab_rows:,} rows, {'tied' if info.tied_head else 'untied'} head"),
+        ("coord tokens", info.coord_tokens),
+        *((f"linear, {part}", " ".join(names)) for part, names in info.linear_modules.items()),
+    ]
+    if adapter is not None:
+        rows = ", coordinate rows" if adapter.coordinate_rows else ""
+        kind = "DoRA" if adapter.dora else "LoRA"
+        what = "" if adapter.rank is None else f", {kind} of rank {adapter.rank}, alpha {adapter.alpha:g}"
+        lines += [("adapter", f"{adapter.parameters:,} parameters{what}{rows}"), ("base", adapter.base)]
+    for name, value in lines:
+        typer.echo(f"{name:<16} {value}")

@@ -1,0 +1,82 @@
+"""``coordexp model merge`` and ``info``, from a real LoRA run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
+
+from cli_runs import run_cli, small_checkpoint, write_run
+
+LORA = {"tuner__train_type": "lora", "tuner__lora_rank": 4, "tuner__lora_alpha": 8, "tuner__use_dora": True}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A LoRA run's output_dir, trained by the command; its base model lies beside it."""
+    folder = tmp_path_factory.mktemp("run")
+    yaml = write_run(folder, 1, small_checkpoint(folder / "base"), **LORA)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        from coordexp.cli import main
+
+        with pytest.raises(SystemExit) as exit_:
+            main(["train", str(yaml)])
+    assert not exit_.value.code
+    return folder / "out1"
+
+
+def test_merge_writes_what_transformers_loads(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    outcome = run_cli(capsys, "model", "merge", run, tmp_path / "merged")
+    assert outcome.code == 0 and f"wrote {tmp_path / 'merged'}" in outcome.out
+    model = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "merged")
+    assert not [name for name, _ in model.named_parameters() if "lora" in name or "offset" in name]
+    AutoProcessor.from_pretrained(tmp_path / "merged")
+    info = json.loads(run_cli(capsys, "model", "info", tmp_path / "merged", "--json").out)
+    assert info["adapter"] is None and info["coord_tokens"] == "yes"
+    assert sum(info["parameters"].values()) == sum(p.numel() for p in model.parameters())
+
+
+def test_merge_into_another_number_type_from_a_moved_base(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    moved = (run.parent / "base").rename(tmp_path / "moved")
+    try:
+        refused = run_cli(capsys, "model", "merge", run, tmp_path / "out")
+        assert refused.code == 2 and "--base MODEL" in refused.err and not (tmp_path / "out").exists()
+        done = run_cli(capsys, "model", "merge", run, tmp_path / "out", "--base", moved, "--dtype", "bfloat16")
+    finally:
+        moved.rename(run.parent / "base")
+    assert done.code == 0
+    assert json.loads(run_cli(capsys, "model", "info", tmp_path / "out", "--json").out)["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize(("source", "says"), [("base", "holds no adapters to merge"), ("none", "no such folder")])
+def test_what_cannot_be_merged_is_one_line(
+    source: str, says: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcome = run_cli(capsys, "model", "merge", run.parent / source, tmp_path / "out")
+    assert outcome.code == 2 and says in outcome.err and "Traceback" not in outcome.err
+
+
+def test_info_of_a_lora_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = run_cli(capsys, "model", "info", run)
+    assert shown.code == 0
+    assert "DoRA of rank 4, alpha 8, coordinate rows" in shown.out and str(run.parent / "base") in shown.out
+    assert "q_proj" in shown.out and "linear_fc1" in shown.out, "what tuner.target_modules can name"
+    info = json.loads(run_cli(capsys, "model", "info", run, "--json").out)
+    adapter = info["adapter"]
+    assert (adapter["rank"], adapter["alpha"], adapter["dora"], adapter["coordinate_rows"]) == (4, 8, True, True)
+    assert adapter["parameters"] > 1000 * info["hidden"], "the coordinate rows and the adapters"
+    assert info["parameters"].keys() == {"vit", "aligner", "llm"}
+
+
+def test_info_says_what_a_model_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small_checkpoint(tmp_path / "plain", coord_tokens=False)
+    shown = run_cli(capsys, "model", "info", tmp_path / "plain")
+    assert shown.code == 0 and "coord tokens     yes" not in shown.out
+    assert "expand-vocab" in shown.out, shown.out
+    missing = run_cli(capsys, "model", "info", tmp_path / "none")
+    assert missing.code == 2 and "no such folder" in missing.err
