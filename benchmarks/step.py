@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     threads = set_threads(options.threads)
     where = machine()
     with tempfile.TemporaryDirectory(prefix="coordexp-bench-") as folder:
-        model, origin = _checkpoint(options.model, Path(folder))
+        model, origin = checkpoint_or_tiny(options.model, Path(folder))
         print_machine(console, where, model=origin, batch=options.batch, steps=options.steps, threads=threads)
         steps = _run(model, Path(folder), options)[options.warmup :]
     results = summarise(steps, options.batch)
@@ -82,7 +82,8 @@ def summarise(steps: Sequence[dict[str, float]], batch: int) -> dict[str, Any]:
     }
 
 
-def _checkpoint(named: Path | None, folder: Path) -> tuple[Path, str]:
+def checkpoint_or_tiny(named: Path | None, folder: Path) -> tuple[Path, str]:
+    """The checkpoint to train, and what to call it."""
     from coordexp.assets import asset
     from coordexp.errors import CheckpointError
     from coordexp.modeling.tiny import build_tiny_checkpoint
@@ -101,7 +102,6 @@ def _run(model: Path, folder: Path, options: Any) -> list[dict[str, float]]:
     from coordexp.assets import asset
     from coordexp.config import load_config
     from coordexp.data.scenes import DENSE, write_scenes
-    from coordexp.training.build import build_trainer, check_run
 
     steps = options.warmup + options.steps
     data = write_scenes(folder / "scenes", min(256, options.batch * steps), DENSE, seed=7)
@@ -126,11 +126,21 @@ def _run(model: Path, folder: Path, options: Any) -> list[dict[str, float]]:
             "rollout_matching.max_new_tokens": options.max_new_tokens,
         },
     )
+    return [_split(line, marks) for line, marks in timed_steps(config)]
+
+
+def timed_steps(config: Any) -> list[tuple[dict[str, float], dict[str, float]]]:
+    """Train; per step what was logged, and the seconds of ``fetch``, ``optimizer`` and the whole ``step``."""
+    from coordexp.training.build import build_trainer, check_run
+
     trainer, _ = build_trainer(check_run(config), Console(stderr=True), "benchmark")
     clock = _Clock(trainer)
-    trainer.train()
+    try:
+        trainer.train()
+    finally:
+        trainer.close()
     logged = [line for line in trainer.state.log_history if "time/learner_s" in line]
-    return [_split(line, marks) for line, marks in zip(logged, clock.steps, strict=True)]
+    return list(zip(logged, clock.steps, strict=True))
 
 
 def _split(line: dict[str, float], marks: dict[str, float]) -> dict[str, float]:

@@ -84,7 +84,7 @@ def self_context_states(
     base: Any,
     inputs: Mapping[str, Any],
     coord_pos_K: torch.Tensor,
-    head_BH: Callable[[], torch.Tensor],
+    coord_logits: Callable[[torch.Tensor], torch.Tensor],
     coord_ids_B: torch.Tensor,
     settings: SelfContext,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -95,13 +95,12 @@ def self_context_states(
 
     Args:
         base: the bare Qwen3-VL model; ``inputs`` of :func:`coordexp.modeling.inputs.row_inputs`.
-        coord_pos_K: row positions of the coordinate tokens to substitute; ``head_BH`` gives the output head's rows of
-            the coordinate tokens ``coord_ids_B``.
+        coord_pos_K: row positions of the coordinate tokens to substitute; ``coord_logits`` is the output head on the
+            coordinate tokens ``coord_ids_B`` alone: hidden states (K, H) → (K, B).
     """
     embed = base.get_input_embeddings()
     text_inputs = {name: value for name, value in inputs.items() if name != "pixel_values"}
     images = base.model.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"], return_dict=True)
-    rows_BH = head_BH()
 
     def forward(fed_KH: torch.Tensor | None) -> torch.Tensor:
         with _coordinates_replaced(embed, coord_pos_K, fed_KH):
@@ -109,10 +108,10 @@ def self_context_states(
             states = base.model(**text_inputs, mm_encoder_outputs={"image": images}, use_cache=False)
         return states.last_hidden_state[0]
 
-    def coord_logits(hidden_LH: torch.Tensor) -> torch.Tensor:
-        return hidden_LH[coord_pos_K - 1] @ rows_BH.T
+    def predict(hidden_LH: torch.Tensor) -> torch.Tensor:
+        return coord_logits(hidden_LH[coord_pos_K - 1])
 
-    return unroll(forward, coord_logits, embed(coord_ids_B), settings)
+    return unroll(forward, predict, embed(coord_ids_B), settings)
 
 
 @contextmanager

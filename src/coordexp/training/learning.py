@@ -98,12 +98,15 @@ class SelfContextLearning:
             head = output_head(model)
             coord_ids_B = torch.tensor(self.coord_ids, device=head.weight_VH.device)
 
-            def coord_rows() -> torch.Tensor:
-                rows_BH = head.weight_VH[coord_ids_B]
-                return rows_BH if head.offset_BH is None else rows_BH + head.offset_BH.to(rows_BH.dtype)
+            # Once for all iterations: the gradient of a selection of rows is as large as the head.
+            rows_BH = head.weight_VH[coord_ids_B]
+
+            def coord_logits(hidden_KH: torch.Tensor) -> torch.Tensor:
+                z_KB = hidden_KH @ rows_BH.T
+                return z_KB if head.offset_BH is None else z_KB + hidden_KH.to(head.offset_BH.dtype) @ head.offset_BH.T
 
             coord_pos_K = supervision.position_N[supervision.coord_in_N_K]
-            states = self_context_states(model, inputs, coord_pos_K, coord_rows, coord_ids_B, self.settings)
+            states = self_context_states(model, inputs, coord_pos_K, coord_logits, coord_ids_B, self.settings)
             return tuple(
                 score_head(
                     hidden_LH[supervision.position_N - 1],

@@ -43,7 +43,7 @@ def run(loaded: LoadedModel, segments: Sequence[Segment], settings: SelfContext)
         model,
         inputs_of(loaded, segments),
         coord_positions(segments),
-        lambda: model.lm_head.weight[ids_B],
+        lambda h_KH: h_KH @ model.lm_head.weight[ids_B].T,
         ids_B,
         settings,
     )
