@@ -73,5 +73,9 @@ class ServerTimeout(RolloutError):
     """A rollout server accepted a request and did not answer in time."""
 
 
+class LaunchFailed(CoordExpError):
+    """A program that ``coordexp launch`` started did not come up, or went down before its time."""
+
+
 class UpstreamChanged(CoordExpError):
     """An installed version of vLLM or ms-swift lacks a name that CoordExp uses."""

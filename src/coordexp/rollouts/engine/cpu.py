@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 
 DIE_WITH_PARENT = "COORDEXP_DIE_WITH_PARENT"
+SERVER_API_KEY = "COORDEXP_ROLLOUT_API_KEY"  # the token itself, for servers whose command line would show it
 
 _EVERYWHERE = {
     "VLLM_NO_USAGE_STATS": "1",

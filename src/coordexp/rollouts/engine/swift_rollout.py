@@ -23,7 +23,7 @@ from swift.pipelines.infer import rollout as swift_rollout
 from coordexp.errors import RolloutError
 from coordexp.rollouts.engine import worker
 from coordexp.rollouts.engine.compatibility import SWIFT_ROLLOUT, check_upstream, versions
-from coordexp.rollouts.engine.cpu import DIE_WITH_PARENT, complete_environment, has_gpu
+from coordexp.rollouts.engine.cpu import DIE_WITH_PARENT, SERVER_API_KEY, complete_environment, has_gpu
 from coordexp.rollouts.engine.guard_activation import GUARD_PROCESSOR, REQUEST_KEY, activated_config, check_guard
 from coordexp.rollouts.engine.lifetime import own_engines
 
@@ -247,6 +247,7 @@ def _install_endpoints(server: Any) -> None:
         asked = _asked_port(sys.argv)
         if asked is not None and asked != self.args.port:
             raise RolloutError(f"port {asked} is taken; ms-swift would listen on {self.args.port}, where nobody looks")
+        self.args.api_key = self.args.api_key or os.environ.get(SERVER_API_KEY)
         register(self)
         self.app.get("/status/", dependencies=[Depends(self._require_api_key())])(self.status)
 

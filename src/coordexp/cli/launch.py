@@ -1,0 +1,77 @@
+"""``coordexp launch``: servers and learner of a run, from one command."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from coordexp.cli.console import open_console
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import Console
+
+    from coordexp.serving.plan import LaunchPlan, ProcessPlan
+    from coordexp.serving.preflight import Check
+
+
+def register(app: typer.Typer) -> None:
+    """Add this command to ``app``."""
+    app.command()(launch)
+
+
+def launch(
+    config: Annotated[Path, typer.Option("--config", metavar="CONFIG.yaml", help="The run's configuration.")],
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything and print what would be started; start nothing.")
+    ] = False,
+) -> None:
+    """Start the rollout servers, wait until they answer, train under torchrun, and end everything.
+
+    The section launch of CONFIG.yaml says on which devices. The exit code is the learner's. Ctrl-C ends it all.
+    """
+    from coordexp.config import load_config
+
+    run = load_config(config)
+    from coordexp.rollouts.engine.cpu import num_gpus
+    from coordexp.serving.launch import run_plan
+    from coordexp.serving.preflight import make_plan, refuse_problems, run_checks
+    from coordexp.training.build import check_run
+
+    plan = make_plan(run, config.absolute())
+    checks = run_checks(run, plan, num_gpus())
+    _show(plan, checks)
+    refuse_problems(checks)
+    check_run(run, servers_are_up=False)  # data, tokenizer and objective, as the learner itself does first
+    if not dry_run:
+        raise typer.Exit(run_plan(plan))
+
+
+def _show(plan: LaunchPlan, checks: Sequence[Check]) -> None:
+    from rich.markup import escape
+
+    console = open_console()
+    for check in checks:
+        mark = "[green]ok[/]" if check.problem is None else "[red]no[/]"
+        console.print(f"{mark} {escape(check.name)}: {escape(check.found)}", highlight=False, soft_wrap=True)
+    urls = ", ".join(plan.server_base_urls) or "none: the learner generates by itself"
+    console.print(f"server_base_urls: {urls}", highlight=False, soft_wrap=True)
+    for process in [server.process for server in plan.servers if server.process is not None] + [plan.learner]:
+        _show_process(console, process)
+
+
+def _show_process(console: Console, process: ProcessPlan) -> None:
+    from rich.markup import escape
+
+    where = "the CPU" if not process.devices else "devices " + ", ".join(map(str, process.devices))
+    log = escape(str(process.log))
+    console.print(f"[bold]{process.name}[/] on {where}, log {log}", highlight=False, soft_wrap=True)
+    for name, value in process.environment.items():
+        console.print(f"  {name}={shlex.quote(value)}", highlight=False, markup=False, soft_wrap=True)
+    for name, source in process.secrets.items():
+        console.print(f"  {name}=${{{source}}}", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"  {shlex.join(process.command)}", highlight=False, markup=False, soft_wrap=True)

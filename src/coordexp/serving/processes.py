@@ -1,0 +1,110 @@
+"""Process trees on Linux: adopt orphans, find every descendant, end them all.
+
+A launched program starts programs of its own, some in new sessions, some renamed, some orphaned when their parent is
+killed. A *subreaper* becomes the parent of all of those orphans, so nothing that it started leaves its tree.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_POLL_S = 0.05
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of every descendant that loses its own. Nothing outside Linux."""
+    if sys.platform.startswith("linux"):
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to end this process with its parent. For ``preexec_fn``: between fork and exec."""
+    if sys.platform.startswith("linux"):
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def descendants(pid: int) -> list[int]:
+    """Every living process below ``pid``, children before grandchildren."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and (parent := _living_parent(entry)) is not None:
+            children.setdefault(parent, []).append(int(entry.name))
+    found, queue = [], [pid]
+    while queue:
+        below = children.get(queue.pop(0), [])
+        found += below
+        queue += below
+    return found
+
+
+def end_descendants(grace_s: float) -> list[int]:
+    """End everything below this process: children are asked first, and what is left after ``grace_s`` is killed.
+
+    Returns: what had to be killed.
+    """
+    own = os.getpid()
+    _signal(_children(own), signal.SIGTERM)
+    deadline = time.monotonic() + grace_s
+    while descendants(own) and time.monotonic() < deadline:
+        reap()
+        time.sleep(_POLL_S)
+    killed: list[int] = []
+    while left := descendants(own):  # again and again: a process may have started another meanwhile
+        killed += [pid for pid in left if pid not in killed]
+        _signal(left, signal.SIGKILL)
+        reap()
+        time.sleep(_POLL_S)
+    reap()
+    return killed
+
+
+def reap() -> None:
+    """Take the exit codes of adopted orphans, which would stay as zombies. Not for children of ``subprocess``, whose
+    codes it would take too: call it when those are done with."""
+    while True:
+        try:
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+
+
+def exit_code(returncode: int) -> int:
+    """``subprocess``'s return code as a shell writes it: 128 + number for a signal."""
+    return 128 - returncode if returncode < 0 else returncode
+
+
+def _children(pid: int) -> list[int]:
+    entries = (entry for entry in Path("/proc").iterdir() if entry.name.isdigit())
+    return [int(entry.name) for entry in entries if _living_parent(entry) == pid]
+
+
+def _signal(pids: Iterable[int], number: signal.Signals) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            continue
+
+
+def _living_parent(entry: Path) -> int | None:
+    try:
+        state, parent = (entry / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[:2]
+    except (OSError, ValueError):
+        return None  # it has just ended
+    return None if state in "ZX" else int(parent)
+
+
+def _prctl(option: int, argument: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, argument, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl failed")
