@@ -80,7 +80,14 @@ def nearest(key: str, valid: list[str]) -> str | None:
 def problems_from(error: ValidationError, model: type[BaseModel]) -> Iterator[Problem]:
     """Every finding of a validation of ``model``, in the order of the schema."""
     details = [(detail, *_resolve(model, detail["loc"])) for detail in error.errors(include_url=False)]
+    misspelt = {
+        (*path[:-1], nearest(str(path[-1]), list(owner.model_fields)))
+        for detail, path, owner, _ in details
+        if detail["type"] == "extra_forbidden" and owner is not None
+    }
     for detail, path, owner, description in details:
+        if detail["type"] == "missing" and path in misspelt:
+            continue  # one mistake: the unknown key's own finding asks whether this one was meant
         # pydantic counts valid items alone, so a list of wrong ones is also "too short" to it.
         below = any(len(other) > len(path) and other[: len(path)] == path for _, other, _, _ in details)
         if not (detail["type"] == "too_short" and below):

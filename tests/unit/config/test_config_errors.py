@@ -161,6 +161,13 @@ def test_every_problem_is_reported_at_once_also_across_sections() -> None:
     )
 
 
+def test_misspelt_required_key_is_one_problem() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(set_key(drop_key(stage2(), f"{OBJ}[0].weight"), f"{OBJ}[0].wieght", 1.0))
+    (line,) = str(caught.value).splitlines()[1:]
+    assert line == f"  {OBJ}[0].wieght: unknown key; did you mean 'weight'?"
+
+
 def test_list_of_one_wrong_entry_is_not_called_empty() -> None:
     with pytest.raises(ConfigError) as caught:
         parse_config(set_key(stage2(), f"{RM}.vllm.server", {"servers": [{"base_url": "http://a"}]}))
