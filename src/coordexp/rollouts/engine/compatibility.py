@@ -72,6 +72,7 @@ VLLM_SERVER = (
 VLLM_IN_PROCESS = (
     *VLLM_ENGINE,
     UpstreamName("vllm", "EngineArgs", _COLOCATED),
+    UpstreamName("vllm.exceptions", "VLLMError", _COLOCATED),
     UpstreamName("vllm", "SamplingParams", _COLOCATED),
     UpstreamName("vllm.sampling_params", "RequestOutputKind.FINAL_ONLY", _COLOCATED),
     UpstreamName("vllm.v1.engine.llm_engine", "LLMEngine.from_engine_args", _COLOCATED),

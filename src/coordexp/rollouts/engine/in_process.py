@@ -51,14 +51,13 @@ class InProcessEngine:
             MissingDependency, UpstreamChanged, RolloutError.
         """
         complete_environment(gpu=has_gpu())
-        # A second process per engine would not share the learner's memory.
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         check_upstream(VLLM_IN_PROCESS)
         self._max_in_flight = max_in_flight
         self._found_group = dist.is_initialized()
         self._engine: Any = None
-        with _learners_settings_kept():
+        # A second process per engine would not share the learner's memory.
+        with _learners_settings_kept(), _variable("VLLM_ENABLE_V1_MULTIPROCESSING", "0"):
             self._engine = _named("the engine could not be started", lambda: _start(arguments))
         self._can_sleep = has_gpu() and bool(arguments.get("enable_sleep_mode"))
 
@@ -154,10 +153,26 @@ def _start(arguments: Mapping[str, Any]) -> Any:
 
 def _named(what: str, act: Callable[[], Any]) -> Any:
     """``act()``; what vLLM raises on bad input, too little memory or a broken engine becomes a RolloutError."""
+    from vllm.exceptions import VLLMError
+
     try:
         return act()
-    except (ValueError, RuntimeError, AssertionError, OSError, NotImplementedError) as error:
+    except (VLLMError, ValueError, RuntimeError, AssertionError, OSError) as error:
         raise RolloutError(f"the colocated vLLM engine: {what}: {type(error).__name__}: {error}; {ADVICE}") from error
+
+
+@contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    """An environment variable for a while: the learner's children do not inherit it."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 @contextmanager

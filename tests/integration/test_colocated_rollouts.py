@@ -1,0 +1,240 @@
+"""Rollouts by a real vLLM engine inside the learner: token for token those of the learner's own ``generate``."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from PIL import Image
+
+from coordexp.data.images import open_rgb
+from coordexp.errors import AlignmentError, RolloutError
+from coordexp.modeling.load import LoadedModel
+from coordexp.modeling.weights import LearnerWeights
+from coordexp.records import RolloutRequest
+from coordexp.rollouts import RolloutRound, SeedContext, build_backend, synced
+from coordexp.rollouts.build import LearnerParts
+from coordexp.rollouts.vllm_colocate import ColocatedBackend
+from rollout_servers import greedy_tokens, load_served, requests_of, served_checkpoint
+from tiny_run import same_weights, step_lines, train, weights
+from vllm_runs import COLOCATED, vllm_config
+
+SEEDS = SeedContext(1, 0, 0, 0)
+
+
+class State:
+    """What an engine could spoil in the process that it lives in."""
+
+    def __init__(self) -> None:
+        self.threads = (torch.set_num_threads, torch.get_num_threads())
+        self.numbers = (torch.get_default_dtype(), torch.get_float32_matmul_precision())
+        self.random = (torch.random.get_rng_state(), random.getstate(), np.random.get_state()[1])
+
+    def same_as(self, other: State) -> bool:
+        torch_state, python_state, numpy_state = self.random
+        return (
+            (self.threads, self.numbers, python_state) == (other.threads, other.numbers, other.random[1])
+            and torch.equal(torch_state, other.random[0])
+            and np.array_equal(numpy_state, other.random[2])
+        )
+
+
+@pytest.fixture(scope="module")
+def learner() -> LoadedModel:
+    return load_served()
+
+
+@pytest.fixture(scope="module")
+def requests_(learner: LoadedModel) -> list[RolloutRequest]:
+    return requests_of(learner, 6)
+
+
+def colocated(learner: LoadedModel, folder: Path, open_image: Any = open_rgb, **keys: Any) -> ColocatedBackend:
+    config = vllm_config(folder, **COLOCATED | keys)
+    assert config.rollout_matching is not None
+    parts = LearnerParts(
+        model=learner.model, vocab=learner.vocab, image_token_id=learner.image_token_id,
+        weights=LearnerWeights(learner.model), checkpoint=served_checkpoint(), dtype="float32", max_length=512,
+        open_image=open_image,
+    )  # fmt: skip
+    backend = build_backend(config.rollout_matching, parts)
+    assert isinstance(backend, ColocatedBackend)
+    return backend
+
+
+class ImageDoor:
+    """Opens images, larger than they are when told to: then the engine's prompt is not the learner's."""
+
+    def __init__(self) -> None:
+        self.enlarge = 1
+
+    def __call__(self, path: Path) -> Image.Image:
+        image = open_rgb(path)
+        return image.resize((image.width * self.enlarge, image.height * self.enlarge))
+
+
+DOOR = ImageDoor()
+
+
+@pytest.fixture(scope="module")
+def backend(learner: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ColocatedBackend]:
+    folder = tmp_path_factory.mktemp("colocated")
+    backend = colocated(learner, folder, DOOR, rollout_matching__decoding__temperature=0.0)
+    yield backend
+    backend.close()
+    backend.close()
+
+
+def test_nothing_is_answered_before_the_first_push(backend: ColocatedBackend, requests_: list[RolloutRequest]) -> None:
+    with pytest.raises(RolloutError, match="sync_weights"):
+        backend.generate(requests_[:1], SEEDS)
+
+
+def test_starting_and_asking_leave_the_learners_process_as_it_was(
+    backend: ColocatedBackend, requests_: list[RolloutRequest]
+) -> None:
+    before = State()
+    with synced(backend, 0):
+        backend.generate(requests_[:2], SEEDS)
+    assert State().same_as(before)
+
+
+def test_answers_are_the_learners_after_every_push(
+    backend: ColocatedBackend, learner: LoadedModel, requests_: list[RolloutRequest]
+) -> None:
+    answers = []
+    for version in (7, 8):
+        with synced(backend, version):
+            rollouts = backend.generate(requests_, SEEDS)
+        assert [r.prompt_token_ids for r in rollouts] == [r.prompt_token_ids for r in requests_]
+        assert {rollout.weight_version for rollout in rollouts} == {version}
+        expected = greedy_tokens(learner, requests_, 12)
+        answers.append([list(rollout.response_token_ids) for rollout in rollouts])
+        eos = learner.vocab.eos_id
+        assert answers[-1] == [ids[: ids.index(eos)] if eos in ids else ids for ids in expected]
+        assert [rollout.truncated for rollout in rollouts] == [eos not in ids for ids in expected]
+        # The same prompts again: every cached prefix and image embedding is of the old weights.
+        with torch.no_grad():
+            generator = torch.Generator().manual_seed(version)
+            for parameter in learner.model.parameters():
+                parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    assert answers[0] != answers[1]
+
+
+def test_a_window_is_answered_whole_and_by_request(backend: ColocatedBackend, requests_: list[RolloutRequest]) -> None:
+    rounds = [RolloutRound(tuple(requests_[:4]), SEEDS), RolloutRound((), SeedContext(1, 0, 1, 0)),
+              RolloutRound(tuple(requests_[4:]), SeedContext(1, 0, 2, 0))]  # fmt: skip
+    with synced(backend, 1):
+        answers = list(backend.generate_window(rounds))
+        one_by_one = {r.sample_id: backend.generate([r], SEEDS)[0].response_token_ids for r in requests_}
+    assert {(a.round_idx, a.index) for a in answers} == {(0, 0), (0, 1), (0, 2), (0, 3), (2, 0), (2, 1)}
+    for answer in answers:
+        request = rounds[answer.round_idx].requests[answer.index]
+        assert answer.rollout.sample_id == request.sample_id
+        assert answer.rollout.response_token_ids == one_by_one[request.sample_id]
+    report = backend.last_report()
+    assert report["weight_version"] == 1 and report["cap"] == 3 and report["sync_mode"] == "full"
+
+
+def test_at_most_decode_batch_size_sequences_decode_at_once(
+    backend: ColocatedBackend, requests_: list[RolloutRequest]
+) -> None:
+    engine = backend._engine._engine
+    with synced(backend, 1):
+        stream = backend.generate_window([RolloutRound(tuple(requests_), SEEDS)])
+        first = next(stream)
+        assert engine.get_num_unfinished_requests() <= 3  # the rest has not even been handed over
+        assert len([first, *stream]) == 6
+
+
+def test_leaving_a_window_early_leaves_nothing_behind(
+    backend: ColocatedBackend, requests_: list[RolloutRequest]
+) -> None:
+    with synced(backend, 1):
+        stream = backend.generate_window([RolloutRound(tuple(requests_), SEEDS)])
+        next(stream)
+        stream.close()
+        assert not backend._engine._engine.has_unfinished_requests()
+        assert len(backend.generate(requests_[:2], SEEDS)) == 2
+
+
+@pytest.mark.scenario("vLLM backend produces token ids suitable for strict alignment")
+def test_a_prompt_that_the_engine_reads_otherwise_is_refused(
+    backend: ColocatedBackend, learner: LoadedModel, requests_: list[RolloutRequest]
+) -> None:
+    from coordexp.modeling.inputs import check_prompt
+
+    DOOR.enlarge = 2
+    try:
+        with synced(backend, 1):
+            (rollout,) = backend.generate(requests_[:1], SEEDS)
+    finally:
+        DOOR.enlarge = 1
+    assert len(rollout.prompt_token_ids) > len(requests_[0].prompt_token_ids)
+    with pytest.raises(AlignmentError, match="they part at token"):
+        check_prompt("s", requests_[0].prompt_token_ids, rollout.prompt_token_ids, learner.vocab.decode)
+
+
+def test_a_prompt_that_does_not_fit_is_named_and_the_engine_lives_on(
+    backend: ColocatedBackend, requests_: list[RolloutRequest]
+) -> None:
+    DOOR.enlarge = 16
+    try:
+        with synced(backend, 1), pytest.raises(RolloutError, match="rollout_backend: hf"):
+            backend.generate(requests_[:1], SEEDS)
+    finally:
+        DOOR.enlarge = 1
+    with synced(backend, 1):
+        assert len(backend.generate(requests_[:2], SEEDS)) == 2
+
+
+def test_closing_ends_the_engine_and_its_process_group(backend: ColocatedBackend) -> None:
+    before = State()
+    backend.close()
+    assert not dist.is_initialized() and State().same_as(before)
+
+
+@pytest.mark.scenario("Default behavior preserved (colocate)")
+@pytest.mark.scenario("vLLM backend produces token ids suitable for strict alignment")
+def test_training_on_colocated_answers_is_training_on_ones_own(tmp_path: Path) -> None:
+    keys = {"training__per_device_train_batch_size": 2, "training__gradient_accumulation_steps": 2,
+            "training__eval_strategy": "steps", "training__eval_steps": 2}  # fmt: skip
+    config = vllm_config(tmp_path, "colocated", **COLOCATED, **keys)
+    assert config.rollout_matching is not None and config.rollout_matching.vllm.mode == "colocate"  # not written down
+    own = train(vllm_config(tmp_path, "own", **keys))
+    by_vllm = train(config)
+    try:
+        assert isinstance(by_vllm._eval_backend, ColocatedBackend)
+        # Exactly the same answers make exactly the same targets, gradients and weights.
+        assert same_weights(weights(own.model), weights(by_vllm.model))
+        for a, b in zip(step_lines(own), step_lines(by_vllm), strict=True):
+            assert a["loss"] == b["loss"] and a["rollout/gen_new_tokens_total"] == b["rollout/gen_new_tokens_total"]
+        lines = [json.loads(line) for line in (tmp_path / "colocated" / "rollout_log_rank0.jsonl").open()]
+        assert [(line["global_step"], line["weight_version"], line["mode"]) for line in lines] == [
+            (0, 0, "colocate"), (1, 1, "colocate"),
+        ]  # fmt: skip
+        assert lines[0]["seeds"]["0"] == [SeedContext(config.training.seed, 0, 0, 0).seed_of(i) for i in (0, 1)]
+    finally:
+        by_vllm.close()
+
+
+def test_sampling_is_reproducible_and_follows_the_seed(
+    learner: LoadedModel, requests_: list[RolloutRequest], tmp_path: Path
+) -> None:
+    backend = colocated(learner, tmp_path, rollout_matching__decoding__temperature=3.0)
+    try:
+        with synced(backend, 0):
+            first, again = (backend.generate(requests_[:3], SEEDS) for _ in range(2))
+            other = backend.generate(requests_[:3], SeedContext(1, 1, 0, 0))
+    finally:
+        backend.close()
+    assert [r.response_token_ids for r in first] == [r.response_token_ids for r in again]
+    assert [r.response_token_ids for r in first] != [r.response_token_ids for r in other]
+    assert max(max(r.response_token_ids) for r in first) < len(learner.vocab)
