@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
@@ -30,6 +30,7 @@ from coordexp.records import (
     MatchResult,
     ParsedRollout,
     PredictedObject,
+    Segment,
     SupervisionContext,
     TokenRole,
     TrainingTarget,
@@ -105,9 +106,9 @@ class TargetRecord:
 class RolloutRecord:
     """A line of ``rollouts_rank{r}.jsonl``.
 
-    ``loss_by_role`` is null: a line is written when its target is built, before the forward pass, and a segment may
-    wait in the carry buffer for steps. Losses of single samples would also need per-position terms that the objective
-    sums up at once.
+    ``loss_by_role`` (mean by name of the role) and ``token_loss`` (position in the target, loss in nats) are null in
+    the file: a line is written when its target is built, before the forward pass, and a segment may wait in the carry
+    buffer for steps. :func:`read_records` fills them from the :class:`LossRecord` beside it, where there is one.
     """
 
     schema_version: Literal[1]
@@ -128,9 +129,44 @@ class RolloutRecord:
     target: TargetRecord
     settings: Settings
     loss_by_role: dict[str, float] | None = None
+    token_loss: tuple[tuple[int, float], ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LossRecord:
+    """A line of ``losses_rank{r}.jsonl``: what the tokens of one recorded sample cost when they were trained on.
+
+    ``answered_at`` and ``sample_idx`` say which record it belongs to; ``trained_at``: optimizer steps taken before the
+    one that trained on it.
+    """
+
+    schema_version: Literal[1]
+    sample_id: str
+    answered_at: int
+    sample_idx: int
+    trained_at: int
+    loss_by_role: dict[str, float]
+    token_loss: tuple[tuple[int, float], ...]
+
+    @classmethod
+    def of(
+        cls,
+        segment: Segment,
+        where: WhereInTraining,
+        trained_at: int,
+        position_P: Sequence[int],
+        loss_P: Sequence[float],
+    ) -> LossRecord:
+        by_role: dict[str, list[float]] = {}
+        for position, loss in zip(position_P, loss_P, strict=True):
+            by_role.setdefault(TokenRole(int(segment.target.roles_T[position])).name, []).append(loss)
+        means = {role: round(sum(losses) / len(losses), 4) for role, losses in by_role.items()}
+        pairs = tuple(zip(position_P, loss_P, strict=True))
+        return cls(1, segment.sample_id, where.global_step, where.sample_idx, trained_at, means, pairs)
 
 
 _LINE: TypeAdapter[RolloutRecord] = TypeAdapter(RolloutRecord)
+_LOSS_LINE: TypeAdapter[LossRecord] = TypeAdapter(LossRecord)
 
 
 def prompt_sha256(prompt_token_ids: Sequence[int]) -> str:
@@ -205,6 +241,16 @@ def to_line(record: RolloutRecord) -> bytes:
     return _LINE.dump_json(record) + b"\n"
 
 
+def loss_to_line(record: LossRecord) -> bytes:
+    """The record as one line of JSON with its line break."""
+    return _LOSS_LINE.dump_json(record) + b"\n"
+
+
+def loss_path(records: Path) -> Path:
+    """The file of losses beside a file of records."""
+    return records.with_name(records.name.replace("rollouts_", "losses_", 1))
+
+
 def from_line(line: bytes) -> RolloutRecord:
     """The inverse of :func:`to_line`; nothing is coerced, and unknown fields are refused.
 
@@ -215,7 +261,8 @@ def from_line(line: bytes) -> RolloutRecord:
 
 
 def read_records(path: str | Path) -> list[RolloutRecord]:
-    """All records of a file, or of every ``rollouts_rank*.jsonl`` of a folder, by rank and then in order of writing.
+    """All records of a file, or of every ``rollouts_rank*.jsonl`` of a folder, by rank and then in order of writing,
+    with the losses that are known.
 
     Lines that a resumed run replaced are left out (see the module). What stands behind the last line break is a line
     that is still being written, and no record yet.
@@ -246,7 +293,29 @@ def read_records(path: str | Path) -> list[RolloutRecord]:
         if kept and (record.where.global_step, record.where.sample_idx) <= _place_of(kept[-1]):
             kept = [old for old in kept if _place_of(old) != _place_of(record)]
         kept.append(record)
-    return kept
+    losses = _read_losses(loss_path(path)) if path.name.startswith("rollouts_") else {}
+    return [_with_loss(record, losses.get((*_place_of(record), record.sample_id))) for record in kept]
+
+
+def _read_losses(path: Path) -> dict[tuple[int, int, str], LossRecord]:
+    """By place and name of the sample; of a step that was taken back and again, the later line counts."""
+    if not path.is_file():
+        return {}
+    losses: dict[tuple[int, int, str], LossRecord] = {}
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        try:
+            loss = _LOSS_LINE.validate_json(line, strict=True, extra="forbid")
+        except ValidationError as error:
+            reason = str(error).replace("\n", " ")
+            raise DataError(f"no line of losses: {reason}", path=path, line=number) from error
+        losses[loss.answered_at, loss.sample_idx, loss.sample_id] = loss
+    return losses
+
+
+def _with_loss(record: RolloutRecord, loss: LossRecord | None) -> RolloutRecord:
+    if loss is None:
+        return record
+    return replace(record, loss_by_role=loss.loss_by_role, token_loss=loss.token_loss)
 
 
 def _place_of(record: RolloutRecord) -> tuple[int, int]:

@@ -25,7 +25,7 @@ from coordexp.evaluation.summary import write_coco
 from coordexp.records import ImageRecord
 from coordexp.rollouts import SeedContext, check_backend
 from coordexp.training.answering import answering, reporting
-from coordexp.training.rollout_dump import append_line
+from coordexp.training.line_files import append_line
 
 SETTINGS = "prediction.json"
 

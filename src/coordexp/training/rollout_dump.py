@@ -1,7 +1,9 @@
 """Writes rollout records while training goes on, and never makes it wait.
 
-A worker thread takes samples from a bounded queue, turns them into lines and appends them to one file per rank. Where
-it cannot keep up, the disk is nearly full, or a write fails, the record is lost, counted and (once) warned of.
+A record is written when its target is built; what its tokens cost is known only after its forward pass, maybe steps
+later, and goes into a file of its own, which readers join to the first. A worker thread takes lines to be made from a
+bounded queue and appends them. Where it cannot keep up, the disk is nearly full, or a write fails, the line is lost,
+counted and (once) warned of.
 """
 
 from __future__ import annotations
@@ -11,8 +13,9 @@ import queue
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from pydantic_core import PydanticSerializationError
@@ -21,10 +24,19 @@ from coordexp import distributed
 from coordexp.config.rollout import MonitorDumpConfig
 from coordexp.data.dataset import Sample
 from coordexp.metrics import SampleOutcome
-from coordexp.metrics.rollout_record import Settings, WhereInTraining, make_record, to_line
-from coordexp.records import ImageRecord
+from coordexp.metrics.rollout_record import (
+    LossRecord,
+    Settings,
+    WhereInTraining,
+    loss_path,
+    loss_to_line,
+    make_record,
+    to_line,
+)
+from coordexp.records import ImageRecord, Segment
 from coordexp.training.line_files import append_line
 from coordexp.training.sources import RolloutSource
+from coordexp.training.token_losses import TokenLosses
 
 logger = logging.getLogger("coordexp")
 
@@ -53,7 +65,8 @@ class DumpPolicy:
 
 
 class RolloutRecorder:
-    """The file ``rollouts_rank{rank}.jsonl`` of one rank. Counters are additive; :meth:`take_counters` hands them over.
+    """The files ``rollouts_rank{rank}.jsonl`` and ``losses_rank{rank}.jsonl`` of one rank. Counters are additive;
+    :meth:`take_counters` hands them over.
 
     The thread is no daemon, so that a normal exit loses nothing: it ends by itself when the main thread has.
     """
@@ -63,7 +76,8 @@ class RolloutRecorder:
         self._rank = rank
         self._settings = settings
         self._policy = policy
-        self._queue: queue.Queue[tuple[ImageRecord, SampleOutcome, WhereInTraining]] = queue.Queue(policy.max_pending)
+        self._queue: queue.Queue[tuple[Path, Callable[[], bytes]]] = queue.Queue(policy.max_pending)
+        self._untrained: dict[str, WhereInTraining] = {}  # recorded, but its loss is not known yet
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
         self._abandoned = threading.Event()
@@ -85,14 +99,28 @@ class RolloutRecorder:
         for idx, ((micro_step, sample), outcome) in enumerate(zip(samples, outcomes, strict=True)):
             if idx >= self._policy.max_samples:
                 return
-            self._put(sample.record, outcome, WhereInTraining(global_step, micro_step, self._rank, idx, len(samples)))
+            where = WhereInTraining(global_step, micro_step, self._rank, idx, len(samples))
+            self._untrained[sample.record.sample_id] = where
+            self._put(self.path, partial(_record_line, sample.record, outcome, where, self._settings))
 
-    def _put(self, image: ImageRecord, outcome: SampleOutcome, where: WhereInTraining) -> None:
+    def wants_losses(self, segments: Sequence[Segment]) -> bool:
+        """Whether one of ``segments`` is of a recorded sample, so that its tokens' losses are worth a look."""
+        return bool(self._untrained) and any(segment.sample_id in self._untrained for segment in segments)
+
+    def offer_losses(self, global_step: int, segments: Sequence[Segment], losses: Sequence[TokenLosses]) -> None:
+        """Queue what the recorded ones among ``segments``, which the step after ``global_step`` trained on, cost."""
+        for segment, loss in zip(segments, losses, strict=True):
+            where = self._untrained.pop(segment.sample_id, None)
+            if where is not None and segment.target.context == "rollout":
+                line = LossRecord.of(segment, where, global_step, loss.position_P, loss.loss_P)
+                self._put(loss_path(self.path), partial(loss_to_line, line))
+
+    def _put(self, path: Path, make_line: Callable[[], bytes]) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="rollout-records", daemon=False)
             self._thread.start()
         try:
-            self._queue.put_nowait((image, outcome, where))
+            self._queue.put_nowait((path, make_line))
         except queue.Full:
             self._lose(
                 DROPPED,
@@ -126,7 +154,7 @@ class RolloutRecorder:
     def _work(self) -> None:
         while True:
             try:
-                image, outcome, where = self._queue.get(timeout=_POLL_S)
+                path, make_line = self._queue.get(timeout=_POLL_S)
             except queue.Empty:
                 # Without close(), the interpreter waits for this thread after the main thread has ended.
                 if self._closing.is_set() or not threading.main_thread().is_alive():
@@ -135,11 +163,11 @@ class RolloutRecorder:
             if self._abandoned.is_set():
                 self._lose(DROPPED, "end", "rollout records were dropped at the end of training")
                 continue
-            self._write(image, outcome, where)
+            self._write(path, make_line)
 
-    def _write(self, image: ImageRecord, outcome: SampleOutcome, where: WhereInTraining) -> None:
+    def _write(self, path: Path, make_line: Callable[[], bytes]) -> None:
         try:
-            line = to_line(make_record(image, outcome, where, self._settings))
+            line = make_line()
             self.path.parent.mkdir(parents=True, exist_ok=True)
             free_gb = shutil.disk_usage(self.path.parent).free / 1e9
             if free_gb < self._policy.min_free_gb:
@@ -150,12 +178,13 @@ class RolloutRecorder:
                     "no rollout records until there is more",
                 )
                 return
-            append_line(self.path, line)
+            append_line(path, line)
         except (OSError, PydanticSerializationError) as error:
-            self._lose(FAILED, "write", f"{self.path}: a rollout record was not written: {error}")
+            self._lose(FAILED, "write", f"{path}: a rollout record was not written: {error}")
             return
-        with self._lock:
-            self._counters[WRITTEN] += 1
+        if path == self.path:
+            with self._lock:
+                self._counters[WRITTEN] += 1
 
     def _lose(self, counter: str, cause: str, message: str) -> None:
         with self._lock:
@@ -164,6 +193,10 @@ class RolloutRecorder:
                 return
             self._warned.add(cause)
         logger.warning("%s (counted in %s from here on)", message, counter)
+
+
+def _record_line(image: ImageRecord, outcome: SampleOutcome, where: WhereInTraining, settings: Settings) -> bytes:
+    return to_line(make_record(image, outcome, where, settings))
 
 
 def build_recorder(config: MonitorDumpConfig, source: RolloutSource | None, output_dir: Path) -> RolloutRecorder | None:

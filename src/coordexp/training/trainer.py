@@ -35,6 +35,7 @@ from coordexp.training.drift import DriftWatch
 from coordexp.training.learning import Learning, name_channel
 from coordexp.training.optimizer import LearningRates, grouped, parameter_groups
 from coordexp.training.rollout_dump import RolloutRecorder
+from coordexp.training.token_losses import token_losses
 from coordexp.training.two_channel import TwoChannelBuilder
 from coordexp.training.window import Window, WindowBuilder
 
@@ -121,7 +122,8 @@ class CoordExpTrainer(Trainer):
         dtype = next(self._loaded.model.parameters()).dtype
         inputs = row_inputs(row, self._rope_index, self._loaded.image_token_id, self._loaded.attention, dtype)
         supervision = SupervisionTensors.of(row)
-        return {"model": inputs, "supervision": supervision, "queries": self._what_to_learn().queries(supervision)}
+        queries = self._what_to_learn().queries(supervision)
+        return {"model": inputs, "supervision": supervision, "queries": queries, "row": row}
 
     def _what_to_learn(self) -> Learning:
         assert self.window is not None, "a row without a prepared window"
@@ -133,6 +135,7 @@ class CoordExpTrainer(Trainer):
             "model": to_device(inputs["model"], device),
             "supervision": inputs["supervision"].to(device),
             "queries": tuple(query.to(device) for query in inputs["queries"]),
+            "row": inputs["row"],
         }
 
     def training_step(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -172,6 +175,7 @@ class CoordExpTrainer(Trainer):
         learning, supervision, queries = self._what_to_learn(), inputs["supervision"], inputs["queries"]
         scores = model(program=learning.program(inputs["model"], supervision, queries))
         self._count_broken(scores, queries)
+        self._record_losses(inputs["row"], supervision, queries, scores)
         result = learning.result(supervision, queries, scores, self.window.counts)
         # One look from the host for all terms: each would wait for the device.
         shares = torch.stack([*result.terms.values()]).tolist() if result.terms else []
@@ -179,6 +183,18 @@ class CoordExpTrainer(Trainer):
         self._sums.add(dict(zip(names, shares, strict=True)))
         self._sums.add({"time/forward_s": time.perf_counter() - started, "train/micro_steps": 1})
         return result.loss * distributed.world_size()
+
+    def _record_losses(
+        self,
+        row: PackedRow,
+        supervision: SupervisionTensors,
+        queries: Sequence[HeadQuery],
+        scores: Sequence[HeadScores],
+    ) -> None:
+        """Of samples that are recorded only, which a step in many has: it waits for the device."""
+        if self._recorder is not None and len(scores) == 1 and self._recorder.wants_losses(row.segments):
+            losses = token_losses(row, supervision, queries[0], scores[0])
+            self._recorder.offer_losses(self.state.global_step, row.segments, losses)
 
     def _count_broken(self, scores: Sequence[HeadScores], queries: Sequence[HeadQuery]) -> None:
         """The objective replaces NaN and infinity, so that one broken logit cannot erase a step. That must not hide a

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from answers import CAT, DOG, answer, entry, outcome_of, record, request, tiny_vocab
 from config_samples import stage1
@@ -17,10 +18,11 @@ from coordexp.config import parse_config
 from coordexp.data.dataset import Sample
 from coordexp.errors import ConfigError
 from coordexp.matching import MatchingConfig
-from coordexp.metrics.rollout_record import Settings, read_records, replay
+from coordexp.metrics.rollout_record import RolloutRecord, Settings, read_records, replay
 from coordexp.targets import TransportConfig
 from coordexp.training import rollout_dump
 from coordexp.training.rollout_dump import DROPPED, FAILED, WRITTEN, DumpPolicy, RolloutRecorder
+from coordexp.training.trainer import CoordExpTrainer
 from tiny_run import InMemoryBackend, load_tiny, nearly_right, run_config, step_lines, train
 
 SETTINGS = Settings(MatchingConfig(), TransportConfig(), "desc_first")
@@ -183,6 +185,33 @@ def test_training_writes_what_replays(tmp_path: Path) -> None:
         assert replay(line, loaded.vocab) == ()
         assert line.ground_truth == by_id[line.sample_id] and line.prompt.num_tokens > 10
     assert {"rollout/records_written_total", "rollout/records_dropped_total"} <= step_lines(trainer)[-1].keys()
+    assert set(found[0].loss_by_role or {}) >= {"PREFIX_COORD", "TAIL_STRUCT", "TAIL_COORD", "CLOSE", "EOS"}
+    assert dict(found[0].token_loss or ()) == pytest.approx(alone(found[0], trainer), abs=2e-3)
+
+
+def alone(record: RolloutRecord, trainer: CoordExpTrainer) -> dict[int, float]:
+    """The first step's losses by a forward of its own over the sample, with the weights before any training."""
+    loaded = load_tiny()
+    request = trainer.train_dataset[
+        next(i for i, r in enumerate(trainer.train_dataset.records) if r.sample_id == record.sample_id)
+    ].request
+    ids = torch.tensor([[*request.prompt_token_ids, *record.target.token_ids]])
+    with torch.no_grad():
+        logits = loaded.model(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            mm_token_type_ids=(ids == loaded.image_token_id).int(),
+            pixel_values=request.model_inputs["pixel_values"],
+            image_grid_thw=request.model_inputs["image_grid_thw"],
+            use_cache=False,
+        ).logits[0, len(request.prompt_token_ids) - 1 : -1].float()  # fmt: skip
+    roles = [role for role, count in record.target.roles for _ in range(count)]
+    bin_at = dict(zip(record.target.coord_pos, record.target.coord_bin, strict=True))
+    coord_ids = list(loaded.vocab.coord_token_ids)
+    scored = {"TAIL_STRUCT", "CLOSE", "EOS"}  # the shipped objective leaves the tail's descriptions out
+    losses = {at: -logits[at].log_softmax(-1)[record.target.token_ids[at]].item()
+              for at, role in enumerate(roles) if role in scored}  # fmt: skip
+    return losses | {at: -logits[at, coord_ids].log_softmax(-1)[round(k)].item() for at, k in bin_at.items()}
 
 
 def test_nothing_is_written_unless_asked_for(tmp_path: Path) -> None:
