@@ -127,12 +127,33 @@ def test_attention_compares_every_way_that_runs_here_to_the_same_numbers(run: Ru
         assert row["speedup"] == pytest.approx(row["sdpa_ms"] / row["packed_ms"])
 
 
+def test_learner_compares_three_forms_of_one_loss(run: Run) -> None:
+    sizes = ("--vocabulary", 3000, "--hidden", "16,24", "--positions", 30, "--samples", 5, "--lengths", "30,60")
+    results = run("learner", *sizes, "--capacity", 150, "--batch", 2, "--repeats", 1)
+    assert [row["hidden"] for row in results["objective"]] == [16, 24]
+    for row in results["objective"]:
+        forms = row["forms"]
+        assert list(forms) == ["chunked", "naive", "head_alone", "naive_from_logits"]
+        assert forms["chunked"]["value"] == pytest.approx(forms["naive"]["value"], rel=1e-4)
+        assert row["speedup_with_head"] == pytest.approx(forms["naive"]["seconds"] / forms["chunked"]["seconds"])
+    training = results["training"]
+    assert list(training["forms"]) == ["ours", "padded", "full"]
+    losses = [form["value"] for form in training["forms"].values()]
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-4), "three forms, one loss"
+    assert 0 < training["padding_share"] < 1 and 0 < training["fill"] <= 1 and training["samples"] == 5
+    assert 0 < training["scored_positions"] < training["tokens"]
+    for name, form in training["forms"].items():
+        assert form["tokens_per_s"] == pytest.approx(training["tokens"] / form["seconds"])
+        assert training["speedup"][name] > 0
+    assert 0.9 < results["packing"]["fill"] <= 1 and results["packing"]["ms"] > 0
+
+
 def test_json_goes_to_a_file_where_one_is_named(script: Callable[[str], ModuleType], tmp_path: Path) -> None:
     script("reporting").write_json(tmp_path / "new" / "figures.json", "packing", {}, {}, [1])
     assert json.loads((tmp_path / "new" / "figures.json").read_text(encoding="utf-8"))["results"] == [1]
 
 
-@pytest.mark.parametrize("name", ["step", "targets", "packing", "attention"])
+@pytest.mark.parametrize("name", ["step", "targets", "packing", "attention", "learner"])
 def test_help_explains_the_question(
     script: Callable[[str], ModuleType], name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,0 +1,266 @@
+"""The learner's ways to compute one loss: ours, and the two that it is measured against. Shared by `learner.py`.
+
+All three give the same number. `padded` and `full` hold all the logits in float32 and take the coordinate gate from
+them as it is usually written: a fence, a temperature and a logsumexp, each a buffer of vocabulary size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from coordexp.config.objective import PipelineConfig
+from coordexp.modeling.inputs import row_inputs, to_device
+from coordexp.objective import ObjectiveContext, SupervisionCounts, SupervisionTensors, build_pipeline, coord_math
+from coordexp.packing import build_row, select_segments
+from coordexp.records import NUM_BINS, Segment, TokenRole, TrainingTarget
+from coordexp.training.scoring import ScoreRow
+
+SOFT_CE, W1, GATE, SIGMA = 1.0, 1.0, 1.0, 2.0
+PIPELINE = {
+    "objective": [
+        {
+            "name": "token_ce",
+            "enabled": True,
+            "weight": 1.0,
+            "channels": ["B"],
+            "config": {"struct_ce_weight": 1.0, "desc_ce_weight": 1.0, "rollout_fn_desc_weight": 0.0},
+        },
+        {
+            "name": "coord_reg",
+            "enabled": True,
+            "weight": 1.0,
+            "channels": ["B"],
+            "config": {
+                "coord_ce_weight": 0.0,
+                "soft_ce_weight": SOFT_CE,
+                "w1_weight": W1,
+                "coord_gate_weight": GATE,
+                "text_gate_weight": 0.0,
+                "temperature": 1.0,
+                "target_sigma": SIGMA,
+                "target_truncate": None,
+            },
+        },
+    ],
+    "diagnostics": [],
+}
+# Token ids of the synthetic vocabulary; the last 1000 ids are the coordinates.
+IMAGE, VISION_START, VISION_END, FIRST_WORD = 3, 4, 5, 10
+ROLE_OF_ENTRY = [TokenRole.TAIL_STRUCT] * 6 + [TokenRole.TAIL_DESC] * 2 + [TokenRole.TAIL_STRUCT] * 4
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """A Qwen3-VL by its sizes. The vocabulary is real; the rest may be tiny."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int
+    vision_hidden: int
+    vision_depth: int
+    vision_mlp: int
+    vocabulary: int = 152_670
+
+
+TINY = Sizes(192, 5, 4, 2, 64, 576, 128, 4, 384)
+GPU_SIZES = {
+    "2B": Sizes(2048, 28, 16, 8, 128, 6144, 1024, 24, 4096),
+    "4B": Sizes(2560, 36, 32, 8, 128, 9728, 1024, 24, 4096),
+}
+
+
+def build_model(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Any:
+    """A random model of these sizes, attention by segments."""
+    from transformers import Qwen3VLConfig
+
+    from coordexp.modeling.attention import transformers_name
+    from coordexp.modeling.forward import Qwen3VLForConditionalGeneration
+
+    third = sizes.head_dim // 2 // 3
+    config = Qwen3VLConfig(
+        text_config={
+            "vocab_size": sizes.vocabulary,
+            "hidden_size": sizes.hidden,
+            "intermediate_size": sizes.mlp,
+            "num_hidden_layers": sizes.layers,
+            "num_attention_heads": sizes.heads,
+            "num_key_value_heads": sizes.kv_heads,
+            "head_dim": sizes.head_dim,
+            "max_position_embeddings": 32768,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e6,
+                "mrope_section": [sizes.head_dim // 2 - 2 * third, third, third],
+                "mrope_interleaved": True,
+            },
+            "tie_word_embeddings": True,
+        },
+        vision_config={
+            "depth": sizes.vision_depth,
+            "hidden_size": sizes.vision_hidden,
+            "intermediate_size": sizes.vision_mlp,
+            "num_heads": max(1, sizes.vision_hidden // 64),
+            "patch_size": 8,
+            "out_hidden_size": sizes.hidden,
+            "num_position_embeddings": 256,
+            "deepstack_visual_indexes": [1],
+        },
+        image_token_id=IMAGE,
+        vision_start_token_id=VISION_START,
+        vision_end_token_id=VISION_END,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = Qwen3VLForConditionalGeneration(config).to(dtype)
+    model.set_attn_implementation({"text_config": transformers_name("packed"), "vision_config": "sdpa"})
+    return model.train()
+
+
+def draw_segments(lengths: Sequence[int], sizes: Sizes, seed: int = 0) -> list[Segment]:
+    """Samples of these lengths: an image and a prompt, then an answer of as many boxes as fit in two thirds."""
+    rng = np.random.default_rng(seed)
+    segments = []
+    for number, length in enumerate(lengths):
+        boxes = max(1, (length * 2 // 3 - 2) // (len(ROLE_OF_ENTRY) + 4))
+        target = _target(str(number), boxes, sizes.vocabulary, rng)
+        prompt = max(8, length - len(target.token_ids))
+        side = 2 * max(1, int((prompt / 2) ** 0.5))
+        placeholders = side * side // 4
+        words = rng.integers(FIRST_WORD, FIRST_WORD + 500, max(1, prompt - placeholders - 2)).tolist()
+        ids = (VISION_START, *[IMAGE] * placeholders, VISION_END, *words)
+        inputs = {
+            "pixel_values": torch.randn(side * side, 3 * 2 * 8 * 8),
+            "image_grid_thw": torch.tensor([[1, side, side]]),
+        }
+        segments.append(Segment(str(number), ids, target, inputs))
+    return segments
+
+
+def _target(sample_id: str, boxes: int, vocabulary: int, rng: np.random.Generator) -> TrainingTarget:
+    entry = len(ROLE_OF_ENTRY) + 4
+    roles = ([*ROLE_OF_ENTRY, *[TokenRole.TAIL_COORD] * 4] * boxes) + [TokenRole.CLOSE, TokenRole.EOS]
+    box_pos = np.arange(boxes)[:, None] * entry + np.arange(len(ROLE_OF_ENTRY), entry)
+    box_bin = rng.integers(0, NUM_BINS, (boxes, 4))
+    ids = rng.integers(FIRST_WORD, FIRST_WORD + 500, len(roles))
+    ids[box_pos] = vocabulary - NUM_BINS + box_bin
+    return TrainingTarget(
+        sample_id, tuple(ids.tolist()), np.array(roles, dtype=np.uint8), box_pos.ravel(), box_bin.ravel().astype(float),
+        box_pos, box_bin.astype(float), "gt", 0, (), (), (), (),
+    )  # fmt: skip
+
+
+def naive_gate_losses(logits_KV: torch.Tensor, bins_K: torch.Tensor, coord_ids: slice) -> torch.Tensor:
+    """softCE + W1 + gate, summed, from all the logits of K coordinate slots in float32."""
+    fenced_KV = torch.nan_to_num(logits_KV, nan=0.0, posinf=1e4, neginf=-1e4).clamp(-1e4, 1e4)
+    full_K = torch.logsumexp(fenced_KV / 1.0, dim=-1)
+    z_KB = logits_KV[:, coord_ids]
+    z_KB = torch.nan_to_num(z_KB, nan=0.0, posinf=1e4, neginf=-1e4).clamp(-1e4, 1e4)
+    log_p_KB = torch.log_softmax(z_KB / 1.0, dim=-1)
+    q_KB = coord_math.gaussian_targets(bins_K.to(log_p_KB.dtype), NUM_BINS, SIGMA, None)
+    gate_K = (full_K - torch.logsumexp(z_KB / 1.0, dim=-1)).clamp_min(0.0)
+    soft_K = coord_math.soft_cross_entropy(log_p_KB, q_KB)
+    return (SOFT_CE * soft_K + W1 * coord_math.wasserstein1(log_p_KB.exp(), q_KB) + GATE * gate_K).sum()
+
+
+def all_logits_loss(
+    logits_LV: torch.Tensor, supervision: SupervisionTensors, first_L: torch.Tensor, counts: SupervisionCounts
+) -> torch.Tensor:
+    """The same loss from float32 logits of every position. ``first_L``: where each supervised token's logits are."""
+    labels = torch.full((len(logits_LV),), -100, device=logits_LV.device)
+    is_coord_N = torch.zeros_like(supervision.from_gt_N)
+    is_coord_N[supervision.coord_in_N_K] = True
+    labels[first_L[~is_coord_N]] = supervision.label_N[~is_coord_N]
+    text = F.cross_entropy(logits_LV, labels, reduction="sum") / (counts.struct + counts.closure + counts.desc_gt)
+    slots = slice(logits_LV.shape[1] - NUM_BINS, None)
+    coords = naive_gate_losses(logits_LV[first_L[is_coord_N]], supervision.coord_bin_K, slots)
+    return text + coords / counts.coords
+
+
+def pack(segments: Sequence[Segment], capacity: int) -> list[list[Segment]]:
+    """Every segment, in the rows that the carry buffer would make of them."""
+    waiting, rows = list(segments), []
+    while waiting:
+        chosen = set(select_segments([segment.length for segment in waiting], capacity))
+        rows.append([segment for index, segment in enumerate(waiting) if index in chosen])
+        waiting = [segment for index, segment in enumerate(waiting) if index not in chosen]
+    return rows
+
+
+def ours(model: Any, batch: Sequence[Segment], counts: SupervisionCounts) -> torch.Tensor:
+    """A packed row; the head in chunks at supervised positions."""
+    inputs, supervision = _row(model, batch)
+    pipeline = build_pipeline(PipelineConfig.model_validate(PIPELINE))
+    query = pipeline.query(supervision)
+    device = model.device
+    vocabulary = model.config.text_config.vocab_size
+    moved = supervision.to(device), query.to(device)
+    coord_ids = range(vocabulary - NUM_BINS, vocabulary)
+    scores = model(program=ScoreRow(to_device(inputs, device), *moved, coord_ids))
+    return pipeline(ObjectiveContext(*moved, scores, counts)).loss
+
+
+def full(model: Any, batch: Sequence[Segment], counts: SupervisionCounts) -> torch.Tensor:
+    """A packed row; all its logits in float32."""
+    inputs, supervision = _row(model, batch)
+    logits_LV = model(**to_device(inputs, model.device), use_cache=False).logits[0].float()
+    supervision = supervision.to(model.device)
+    return all_logits_loss(logits_LV, supervision, supervision.position_N - 1, counts)
+
+
+def padded(model: Any, batch: Sequence[Segment], counts: SupervisionCounts) -> torch.Tensor:
+    """One row per sample, padded to the longest; all their logits in float32."""
+    longest = max(segment.length for segment in batch)
+    ids = torch.zeros(len(batch), longest, dtype=torch.long)
+    mask = torch.zeros(len(batch), longest, dtype=torch.long)
+    for row, segment in enumerate(batch):
+        ids[row, : segment.length] = torch.tensor([*segment.prompt_token_ids, *segment.target.token_ids])
+        mask[row, : segment.length] = 1
+    inputs = {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "mm_token_type_ids": (ids == IMAGE).int(),
+        "pixel_values": torch.cat([segment.model_inputs["pixel_values"] for segment in batch]).to(model.dtype),
+        "image_grid_thw": torch.cat([segment.model_inputs["image_grid_thw"] for segment in batch]),
+    }
+    logits = model(**to_device(inputs, model.device), use_cache=False).logits.float()
+    row = build_row(batch)
+    supervision = SupervisionTensors.of(row)
+    starts = np.asarray(row.offsets[:-1])
+    of_N = np.searchsorted(starts, supervision.position_N.numpy(), side="right") - 1
+    first = torch.from_numpy(supervision.position_N.numpy() - 1 - starts[of_N] + of_N * longest)
+    return all_logits_loss(logits.flatten(0, 1), supervision.to(model.device), first.to(model.device), counts)
+
+
+FORMS: dict[str, Callable[[Any, Sequence[Segment], SupervisionCounts], torch.Tensor]] = {
+    "ours": ours,
+    "padded": padded,
+    "full": full,
+}
+
+
+def _row(model: Any, batch: Sequence[Segment]) -> tuple[dict[str, Any], SupervisionTensors]:
+    row = build_row(batch)
+    inputs = row_inputs(row, model.model.get_rope_index, IMAGE, "packed", model.dtype)
+    return inputs, SupervisionTensors.of(row)
+
+
+def flops_per_step(model: Any, sizes: Sizes, segments: Sequence[Segment], scored: int) -> float:
+    """Floating-point operations that the step needs: 6 per weight and token, attention within segments, the head at
+    ``scored`` positions. What a form computes beyond that is its own."""
+    body = sum(p.numel() for name, p in model.model.language_model.named_parameters() if "embed_tokens" not in name)
+    vision = sum(p.numel() for p in model.model.visual.parameters())
+    tokens = sum(segment.length for segment in segments)
+    patches = sum(len(segment.model_inputs["pixel_values"]) for segment in segments)
+    pairs = sum(segment.length**2 for segment in segments) / 2
+    attention = 12 * sizes.layers * sizes.heads * sizes.head_dim * pairs
+    return 6 * (body * tokens + vision * patches + sizes.vocabulary * sizes.hidden * scored) + attention
