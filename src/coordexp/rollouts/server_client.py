@@ -269,6 +269,16 @@ def _refusal(where: str, reply: httpx.Response) -> ServerRefused:
         403: "the token is wrong: set rollout_matching.vllm.server.api_key_env on both sides",
         404: "is this a rollout server, and does base_url hold its prefix?",
     }.get(reply.status_code, "look into the server's log")
-    error = ServerRefused(f"{where}: status {reply.status_code}, {reply.text[:EXCERPT]!r}; {advice}")
+    error = ServerRefused(f"{where}: status {reply.status_code}, {_account(reply)}; {advice}")
     error.status = reply.status_code
     return error
+
+
+def _account(reply: httpx.Response) -> str:
+    """What the server says went wrong: its own words, or the beginning of whatever it sent."""
+    try:
+        content = reply.json()
+    except ValueError:
+        content = None
+    words = content.get("error", content.get("detail")) if isinstance(content, dict) else None
+    return words[:EXCERPT] if isinstance(words, str) else repr(reply.text[:EXCERPT])

@@ -332,9 +332,9 @@ def _admission(api_key: str | None) -> Callable[..., Awaitable[Any]]:
 
 async def _reply_to_error(request: Request, error: Exception) -> JSONResponse:
     status = error.status if isinstance(error, RequestRefused) else 500
-    if status == 500:
-        logger.error("%s: %s: %s", request.url.path, type(error).__name__, error, exc_info=error)
-    return _error(status, f"{type(error).__name__}: {error}")
+    known = isinstance(error, CoordExpError)
+    logger.warning("%s: %s: %s", request.url.path, type(error).__name__, error, exc_info=None if known else error)
+    return _error(status, str(error) if known else f"{type(error).__name__}: {error}")
 
 
 def _error(status: int, message: str) -> JSONResponse:

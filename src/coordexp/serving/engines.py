@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ from coordexp.serving.options import ServeOptions, device_groups
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 RPC_S = 60.0
+_WORKER_ERROR = re.compile(
+    r"Worker failed with error ['\"](?P<message>.*)['\"], please check the stack trace", re.DOTALL
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,3 +175,8 @@ class EngineGroup:
             return list(await asyncio.wait_for(asyncio.gather(*calls), timeout_s))
         except TimeoutError as error:
             raise RolloutError(f"{what}: an engine did not answer within {timeout_s:g} s") from error
+        except Exception as error:
+            # vLLM wraps what a worker raised in sentences of its own, as a plain Exception.
+            if (told := _WORKER_ERROR.search(str(error))) is None:
+                raise
+            raise RolloutError(told["message"]) from error

@@ -152,6 +152,7 @@ class GlooCommunicator:
         self.device = torch.device("cpu")
         self._address = address
         self._store: Any = store
+        self._unfinished = False
         options: Any = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
         # Gloo's own choice is the host name's address, which may be one that the whole network reaches.
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address(address))]
@@ -169,6 +170,7 @@ class GlooCommunicator:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = source, 0
         deadline = time.monotonic() + self._address.timeout_s
+        self._unfinished = True
         try:
             work = self._group.broadcast([bytes_N], options)
             if give_up is not None:
@@ -176,6 +178,7 @@ class GlooCommunicator:
                     give_up()
                     time.sleep(POLL_S)
             work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+            self._unfinished = False
         except RuntimeError as error:
             raise RolloutError(
                 f"{self._address}: {bytes_N.numel()} bytes did not arrive within {self._address.timeout_s:g} s, or "
@@ -183,9 +186,15 @@ class GlooCommunicator:
             ) from error
 
     def close(self) -> None:
-        if self._group is not None:
-            self._group.abort()
+        left = [self._group, self._store]
         self._group = self._store = None
+        if left[0] is None:
+            return
+        if self._unfinished:
+            # Gloo's destructor waits for a transfer that nobody ends, up to its deadline.
+            threading.Thread(target=_drop, args=(left,), daemon=True, name="drop-weight-group").start()
+        else:
+            _drop(left)
 
 
 class NcclCommunicator:
@@ -254,6 +263,11 @@ def within(seconds: float, what: str, act: Callable[[], Result]) -> Result:
     if not outcome:
         raise RolloutError(f"{what} within {seconds:g} s")
     return outcome[0]
+
+
+def _drop(group_and_store: list[Any]) -> None:
+    group_and_store[0].abort()
+    group_and_store.clear()
 
 
 def _own_address(address: GroupAddress) -> str:
