@@ -8,6 +8,8 @@ from typing import Any
 
 import yaml
 
+from coordexp.config.source import YAMLDumper
+
 
 def module(name: str, **config: Any) -> dict[str, Any]:
     return {"name": name, "enabled": True, "weight": 1.0, "channels": ["A", "B"], "config": config}
@@ -82,5 +84,5 @@ def drop_key(config: dict[str, Any], path: str) -> dict[str, Any]:
 
 def write_yaml(folder: Path, config: dict[str, Any], name: str = "run.yaml") -> Path:
     path = folder / name
-    path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+    path.write_text(yaml.dump(config, Dumper=YAMLDumper, sort_keys=False), encoding="utf-8")
     return path

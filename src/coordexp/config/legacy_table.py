@@ -265,7 +265,7 @@ _SECTIONS = (
     *_moved(
         "model",
         gradient_checkpointing="training.gradient_checkpointing",
-        freeze_vision="tuner.freeze_vit",
+        freeze_vision="tuner.freeze_vit, and tuner.freeze_aligner for the mergers,",
         torch_dtype="model.dtype",
         attn_impl="model.attn_implementation",
     ),

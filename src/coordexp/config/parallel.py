@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, PlainValidator
 
 from coordexp.config.strict import ListOf, StrictModel
+
+
+def _file_or_mapping(value: object) -> str | dict[str, Any] | None:
+    if value is None or (isinstance(value, str) and value.strip()):
+        return value
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return value
+    raise ValueError("expected a JSON file or a mapping")
 
 
 class DeepSpeedConfig(StrictModel):
     """DeepSpeed, by its own configuration."""
 
     enabled: bool = Field(default=False, description="train under DeepSpeed; needs the package deepspeed")
-    config: str | dict[str, Any] | None = Field(
-        default=None, description="DeepSpeed's configuration: a JSON file, or the mapping itself"
-    )
+    # One plain validator: a failed union of types would be reported once per member.
+    config: Annotated[
+        str | dict[str, Any] | None,
+        PlainValidator(_file_or_mapping, json_schema_input_type=str | dict[str, Any] | None),
+    ] = Field(default=None, description="DeepSpeed's configuration: a JSON file, or the mapping itself")
 
 
 class FSDPConfig(StrictModel):

@@ -43,7 +43,7 @@ class _Loader(_SafeLoader):
     yaml_implicit_resolvers: ClassVar[dict[str, list[Any]]] = {}
 
 
-class _Dumper(yaml.SafeDumper):
+class YAMLDumper(yaml.SafeDumper):
     """Quotes whatever either YAML 1.1 or the loader above would take for more than text."""
 
     yaml_implicit_resolvers: ClassVar[dict[str, list[Any]]] = {
@@ -52,7 +52,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 for _kind, _pattern, _first in _RESOLVERS:
-    for _class in (_Loader, _Dumper):
+    for _class in (_Loader, YAMLDumper):
         _class.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", _pattern, list(_first))
 
 
@@ -61,7 +61,7 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     return dumper.represent_scalar(_TEXT_TAG, text, style=None if text.isprintable() else '"')
 
 
-_Dumper.add_representer(str, _represent_text)
+YAMLDumper.add_representer(str, _represent_text)
 
 # $${ stands for ${ itself; the rest is ${env:NAME}, ${env:NAME:-default}, or a mistake.
 _REFERENCE = re.compile(r"\$\$\{|\$\{env:(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^}]*))?\}|\$\{[^}]*\}?")
@@ -120,7 +120,7 @@ def dump_yaml(data: Any, flow: bool = False) -> str:
     with ``flow``."""
     width = 2**31 if flow else 100
     text = yaml.dump(
-        _escaped(data), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=width, default_flow_style=flow
+        _escaped(data), Dumper=YAMLDumper, sort_keys=False, allow_unicode=True, width=width, default_flow_style=flow
     )
     assert isinstance(text, str)
     return text

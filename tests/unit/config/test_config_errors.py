@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from config_samples import drop_key, module, set_key, stage1, stage2
-from coordexp.config import ConfigError, RunConfig, parse_config
+from config_samples import drop_key, module, set_key, stage1, stage2, two_channel, write_yaml
+from coordexp.config import ConfigError, RunConfig, load_config, parse_config
 
 RM = "rollout_matching"
 OBJ = f"{RM}.pipeline.objective"
@@ -120,13 +122,71 @@ WRONG = [
 ]
 
 
+WRONG += [
+    ("tuner.train_type", "qlora", "tuner.train_type", "'full' or 'lora'"),
+    ("tuner.lora_rank", 0, "tuner.lora_rank", "greater than or equal to 1"),
+    ("tuner.lora_rnk", 8, "tuner.lora_rnk", "did you mean 'lora_rank'"),
+    ("tuner.lora_dropout", 1.0, "tuner.lora_dropout", "less than 1"),
+    ("tuner.target_modules", "all-linear", "tuner.target_modules", "write a list, [all-linear]"),
+    ("tuner.target_modules", [], "tuner.target_modules", "at least 1 item"),
+    ("training.vit_lr", "1e-6", "training.vit_lr", "without quotes"),
+    ("training.logging_dir", 4, "training.logging_dir", "TensorBoard"),
+    ("training.ddp_backend", "mpi", "training.ddp_backend", "'nccl' or 'gloo'"),
+    ("deepspeed.config", 3, "deepspeed.config", "expected a JSON file or a mapping"),
+    ("deepspeed.enable", True, "deepspeed.enable", "did you mean 'enabled'"),
+    ("fsdp.state_dict_type", "full", "fsdp.state_dict_type", "'FULL_STATE_DICT' or 'SHARDED_STATE_DICT'"),
+    ("debug.train_sample_limit", 0, "debug.train_sample_limit", "greater than or equal to 1"),
+    ("launch.server", "vllm", "launch.server", "'coordexp' or 'swift'"),
+    ("launch.server_devices", [0, 1], "launch.server_devices[0]", "valid tuple"),
+    ("launch.wait_s", 0, "launch.wait_s", "greater than 0"),
+    ("custom.emit_norm", "norm1000", "custom.emit_norm", "'none'"),
+    ("custom.json_format", "compact", "custom.json_format", "'standard'"),
+    ("custom.coord_tokens.enabled", False, "custom.coord_tokens.enabled", "expected True"),
+    (f"{RM}.coord_decode_mode", "argmax", f"{RM}.coord_decode_mode", "'exp' or 'st'"),
+    (f"{RM}.offload.offload_mdel", True, f"{RM}.offload.offload_mdel", "did you mean 'offload_model'"),
+    (f"{RM}.eval_detection.metrics", "map", f"{RM}.eval_detection.metrics", "'f1ish', 'coco' or 'both'"),
+    (f"{RM}.eval_detection.iou_thrs", [0.5, 2], f"{RM}.eval_detection.iou_thrs[1]", "less than or equal to 1"),
+    (f"{RM}.repeat_terminate.min_new_token", 8, f"{RM}.repeat_terminate.min_new_token", "'min_new_tokens'"),
+    (f"{RM}.repeat_terminate.ngram_size", -1, f"{RM}.repeat_terminate.ngram_size", "greater than or equal to 0"),
+    (f"{RM}.repeat_terminate.max_object_keys", 0, f"{RM}.repeat_terminate.max_object_keys", "equal to 1"),
+    (f"{RM}.vllm.sleep_level", 3, f"{RM}.vllm.sleep_level", "0, 1 or 2"),
+    (f"{RM}.vllm.tensor_parallel_size", 0, f"{RM}.vllm.tensor_parallel_size", "greater than or equal to 1"),
+    (f"{RM}.vllm.limit_mm_per_prompt.images", 1, f"{RM}.vllm.limit_mm_per_prompt.images", "did you mean 'image'"),
+    (f"{RM}.vllm.sync.fallback_to_full", "yes", f"{RM}.vllm.sync.fallback_to_full", "true or false"),
+    (
+        f"{RM}.vllm.server",
+        {"servers": [{"base_url": "http://a", "group_port": 1}], "api_key_env": "my token"},
+        f"{RM}.vllm.server.api_key_env",
+        "name of the environment variable",
+    ),
+    (
+        f"{RM}.vllm.server",
+        {"servers": [{"base_url": "http://a", "group_port": 70000}]},
+        f"{RM}.vllm.server.servers[0].group_port",
+        "less than or equal to 65535",
+    ),
+    ("stage2_ab.shedule", {}, "stage2_ab.shedule", "did you mean 'schedule'"),
+    ("stage2_ab.schedule", {"b_ratio": 1.5}, "stage2_ab.schedule.b_ratio", "less than or equal to 1"),
+    ("stage2_ab.n_softctx_iter", 0, "stage2_ab.n_softctx_iter", "greater than or equal to 1"),
+    ("stage2_ab.softctx_grad_mode", "detach", "stage2_ab.softctx_grad_mode", "'unroll' or 'em_detach'"),
+    ("stage2_ab.softctx_temperature", 0, "stage2_ab.softctx_temperature", "greater than 0"),
+    ("stage2_ab.coord_ctx_embed_mode", "exp", "stage2_ab.coord_ctx_embed_mode", "'st', 'soft' or 'hard'"),
+    ("stage2_ab.channel_b", {"foo": 1}, "stage2_ab.channel_b.foo", "takes no keys"),
+]
+
+
 @pytest.mark.parametrize(("key", "value", "path", "words"), WRONG, ids=[f"{k}={v!r:.30}" for k, v, _, _ in WRONG])
-def test_mistake_is_named_and_explained(key: str, value: Any, path: str, words: str) -> None:
+def test_mistake_is_named_placed_and_explained(key: str, value: Any, path: str, words: str, tmp_path: Path) -> None:
+    raw = two_channel() if key.startswith("stage2_ab") else stage2()
+    file = write_yaml(tmp_path, set_key(raw, key, value))
     with pytest.raises(ConfigError) as caught:
-        parse_config(set_key(stage2(), key, value))
-    lines = [line for line in str(caught.value).splitlines() if line.startswith(f"  {path}: ")]
-    assert lines, str(caught.value)
-    assert any(words in line for line in lines), lines
+        load_config(file)
+    found = re.findall(rf"^  {re.escape(path)} \({re.escape(str(file))}:(\d+)\): (.*)$", str(caught.value), re.M)
+    assert any(words in message for _, message in found), str(caught.value)
+    # The line is that of the key itself, or of what it is missing from.
+    line = file.read_text(encoding="utf-8").splitlines()[int(found[0][0]) - 1]
+    parts = [part for part in re.split(r"[.\[\]]", path) if part and not part.isdigit()]
+    assert any(f"{part}:" in line for part in parts[-2:]) or line.lstrip().startswith("- "), line
 
 
 @pytest.mark.parametrize(
