@@ -55,6 +55,7 @@ CASES = (
             "rollout_matching.vllm.mode": "colocate",
             "rollout_matching.vllm.tensor_parallel_size": 1,
             "rollout_matching.vllm.enforce_eager": True,
+            "rollout_matching.vllm.max_model_len": 1024,  # a prompt and an answer; rows of the learner are longer
         },
         needs="vllm",
     ),
@@ -86,6 +87,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 console.print(f"{case.name}: not measured, {case.needs} is not installed", highlight=False)
                 continue
             results[case.name] = measure(case, model, Path(folder), options)
+            console.print(f"{case.name}: {results[case.name]['step_s']:.3f} s a step", highlight=False, style="dim")
     console.print(_table(results))
     settings = {**vars(options), "threads": threads, "model": origin}
     write_json(options.json, "channels", where, settings, results)

@@ -1,0 +1,146 @@
+"""Two-channel training of two processes on a real vLLM server: the same run as with transformers' rollouts in one."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from coordexp.errors import RolloutError
+from coordexp.training.build import build_trainer, check_run, run_training
+from rollout_servers import RunningServer, served_checkpoint, serving
+from swift_servers import GUARD, GUARDED_TOKENS, guarded_config
+from tiny_run import run_config, step_lines, train
+from two_channel_runs import SGD, assert_same_training, torchrun
+from vllm_runs import server_keys
+
+
+def guarded_keys() -> dict[str, Any]:
+    return SGD | {
+        "model__model": str(served_checkpoint()),
+        "training__max_steps": 4,
+        "training__learning_rate": 0.005,  # sharpened weights have steep losses
+        "global_max_length": 2000,
+        "rollout_matching__max_new_tokens": GUARDED_TOKENS,
+        "rollout_matching__repeat_terminate": GUARD,
+        "stage2_ab__coord_ctx_embed_mode": "soft",
+    }
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningServer, dict[str, Any]]]:
+    """``coordexp serve``, guarded as the configuration says."""
+    folder = tmp_path_factory.mktemp("server")
+    config = guarded_config(folder, "coordexp")
+    with serving(folder, config) as running:
+        yield running, config
+
+
+@pytest.mark.scenario("Channel-B run in vLLM mode uses repeat-aware termination")
+@pytest.mark.scenario("Tail-control audit metrics are emitted")
+def test_a_mixed_run_on_a_real_server(server: Any, tmp_path: Path) -> None:
+    """A, B, A, B in two processes: the answers that repeat end early by the guard's own word, and training goes on with
+    all of them, to the same weights as with transformers' rollouts and guard in one process."""
+    keys = guarded_keys()
+    alone = train(run_config(tmp_path, "two_channel", "one", training__per_device_train_batch_size=4, **keys))
+    ranks = torchrun(
+        run_config(
+            tmp_path, "two_channel", "two", training__per_device_train_batch_size=2, **keys, **server_keys(server[1])
+        )
+    )
+    assert_same_training(tmp_path / "two", alone, ranks, but={"rollout/server_retries_total"})
+    lines = ranks[0]["steps"]
+    assert [line["stage2/channel_b"] for line in lines] == [0, 1, 0, 1]
+    audit = ("rollout/gen_new_tokens_p99", "rollout/parse_truncated_rate", "rollout/parse_dropped_invalid")
+    for line in (lines[1], lines[3]):
+        assert line["rollout/repeat_terminate_active"] == 1
+        assert line["rollout/samples_total"] == line["packing/segments_total"] == 4
+        assert all(name in line for name in audit)
+        assert (
+            0 < line["rollout/gen_new_tokens_p99"] <= GUARDED_TOKENS and 0 <= line["rollout/parse_truncated_rate"] <= 1
+        )
+    assert sum(lines[step]["rollout/repeat_terminate_triggered_sequences"] for step in (1, 3)) > 0
+    assert not [name for step in (0, 2) for name in lines[step] if name.startswith("rollout/")]
+
+
+class FakeUnguardedServer(ThreadingHTTPServer):
+    """No rollout server: it is healthy, has one worker, and says that nothing guards its answers."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        super().__init__(("127.0.0.1", 0), _FakeAnswers)
+
+    @property
+    def base_url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class _FakeAnswers(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        assert isinstance(self.server, FakeUnguardedServer)
+        self.server.asked.append(self.path)
+        worker = {"weight_version": 0, "repeat_terminate": {"active": False, "config": None}}
+        body = {
+            "/get_world_size/": {"world_size": 1},
+            "/status/": {"workers": [worker], "versions": {}, "repeat_terminate": worker["repeat_terminate"]},
+        }.get(self.path, {"status": "ok"})
+        data = json.dumps(body).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Quiet."""
+
+
+@pytest.fixture
+def unguarded() -> Iterator[FakeUnguardedServer]:
+    with FakeUnguardedServer() as fake:
+        thread = threading.Thread(target=fake.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+        thread.start()
+        yield fake
+        fake.shutdown()
+
+
+@pytest.mark.scenario("Channel-B startup fails when repeat-aware contract is enabled but inactive")
+@pytest.mark.parametrize("b_ratio", [1.0, 0.5])
+def test_an_unguarded_server_stops_the_run_before_its_first_step(
+    unguarded: FakeUnguardedServer, b_ratio: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordexp.modeling.load._read_weights", lambda *_: pytest.fail("weights were read"))
+    entry, keys = {"base_url": unguarded.base_url, "group_port": 1}, guarded_keys()
+    config = run_config(
+        tmp_path, "two_channel", stage2_ab__schedule__b_ratio=b_ratio, **keys,
+        rollout_matching__rollout_backend="vllm",
+        rollout_matching__vllm={"mode": "server", "server": {"servers": [entry], "timeout_s": 20.0}},
+    )  # fmt: skip
+    with pytest.raises(RolloutError, match=r"not active as configured.*external_plugins.*coordexp serve") as stopped:
+        run_training(config, Console(quiet=True))
+    assert "COORDEXP_ENABLE_VLLM_REPEAT_TERMINATE_INJECTION" in str(stopped.value)
+    assert "/infer/" not in unguarded.asked
+    assert not list(tmp_path.glob("run/checkpoint-*")) and not (tmp_path / "run" / "model.safetensors").exists()
+
+
+def test_a_learner_that_wants_another_guard_refuses_the_real_server(server: Any, tmp_path: Path) -> None:
+    keys = guarded_keys() | server_keys(server[1]) | {"rollout_matching__repeat_terminate": GUARD | {"ngram_size": 21}}
+    with pytest.raises(RolloutError, match="not active as configured"):
+        build_trainer(check_run(run_config(tmp_path, "two_channel", **keys)), Console(quiet=True))
+
+
+def test_channel_a_alone_asks_no_server(server: Any, tmp_path: Path) -> None:
+    """Evaluation may: the server is checked at the start, and gets no weights and no request while training."""
+    keys = guarded_keys() | server_keys(server[1]) | {"training__max_steps": 2, "stage2_ab__schedule__b_ratio": 0}
+    before = server[0].client().status()
+    lines = step_lines(train(run_config(tmp_path, "two_channel", **keys)))
+    assert [line["stage2/channel_a"] for line in lines] == [1, 1]
+    assert server[0].client().status() == before
