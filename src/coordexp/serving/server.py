@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from coordexp.config.rollout import RepeatTerminateConfig
@@ -65,11 +66,13 @@ def run_server(options: ServeOptions, *, gpu: bool) -> None:
 async def _serve(options: ServeOptions, gpu: bool, listener: socket.socket) -> None:
     import uvicorn
 
-    from coordexp.modeling.load import load_processor
+    from coordexp.modeling.load import base_checkpoint, load_processor
     from coordexp.serving.app import RolloutServer, build_app
     from coordexp.serving.engines import EngineGroup
     from coordexp.serving.requests import PromptBuilder
 
+    # Of a LoRA run's folder the engine loads the base; the learner's first push brings the rest.
+    options = replace(options, model=base_checkpoint(options.model))
     prompts = PromptBuilder(load_processor(options.model), options.max_images)
     engines = EngineGroup.start(options, gpu)
     try:

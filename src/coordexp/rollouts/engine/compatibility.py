@@ -177,7 +177,7 @@ def _installed(package: str) -> str:
 
 def _tested_of(package: str) -> set[str]:
     # A build's local part, as in 0.32.0+cpu, names no other version.
-    return {f"{name} {version}" for name in _distributions(package) for version in TESTED_VERSIONS[name]}
+    return {f"{name} {version}" for name in _distributions(package) for version in TESTED_VERSIONS.get(name, ())}
 
 
 def _tested() -> str:

@@ -14,7 +14,7 @@ import torch
 
 from coordexp.errors import RolloutError
 
-_WRAPPED = ".base_layer"  # vLLM's LoRA layers hold the layer that they wrap under this name
+_WRAPPED = ".base_layer"  # vLLM's LoRA layers hold the layer that they wrap so, and load its weights without it
 _SHOWN = 4
 
 
@@ -33,7 +33,6 @@ class WeightLayout:
 
     parameters: Mapping[str, torch.Tensor]
     _aliases: Mapping[str, str]
-    _wrapped: frozenset[str]
     _fused: Mapping[str, tuple[str, tuple[str, ...]]]
     _rename: Any
     _places: dict[str, Place] = field(default_factory=dict)
@@ -43,11 +42,8 @@ class WeightLayout:
         parameters: dict[str, torch.Tensor] = {}
         first_name: dict[int, str] = {}
         aliases: dict[str, str] = {}
-        wrapped = set()
         for runtime_name, parameter in model.named_parameters(remove_duplicate=False):
             name = runtime_name.replace(_WRAPPED, "")
-            if name != runtime_name:
-                wrapped.add(name)
             if id(parameter) in first_name:  # tied: the same memory under a second name
                 aliases[name] = first_name[id(parameter)]
                 continue
@@ -56,7 +52,7 @@ class WeightLayout:
         packed: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
         fused = {part: (whole, tuple(parts)) for whole, parts in packed.items() if len(parts) > 1 for part in parts}
         mapper = getattr(model, "hf_to_vllm_mapper", None)
-        return cls(parameters, aliases, frozenset(wrapped), fused, mapper)
+        return cls(parameters, aliases, fused, mapper)
 
     def place(self, name: str) -> Place:
         """Where the learner's tensor ``name`` belongs.
@@ -85,13 +81,6 @@ class WeightLayout:
             + (f" (it would be {renamed!r} there)" if renamed not in (None, name) else "")
             + "; both must be the same architecture with the same names"
         )
-
-    def loader_name(self, name: str) -> str:
-        """``name`` as the model's ``load_weights`` finds it, also where LoRA layers wrap the module."""
-        if self.place(name).parameter not in self._wrapped:
-            return name
-        module, _, last = name.rpartition(".")
-        return f"{module}{_WRAPPED}.{last}"
 
     def check_complete(self, names: Iterable[str]) -> None:
         """Refuse a set of the learner's tensors that leaves a parameter, or a part of one, as it was.

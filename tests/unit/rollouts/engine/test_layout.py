@@ -1,0 +1,125 @@
+"""Coverage of pushed names, on a small model that is fused, renamed and tied as vLLM's are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import ClassVar
+
+import pytest
+import torch
+
+from coordexp.errors import RolloutError
+from coordexp.rollouts.engine.layout import Place, WeightLayout
+
+
+class Rename:
+    """As much of vLLM's ``WeightsMapper`` as the layout asks for."""
+
+    def get_rename_mapper(self) -> Rename:
+        return self
+
+    def map_name(self, name: str) -> str | None:
+        for old, new in (("model.language.", "language.model."), ("lm_head.", "language.lm_head.")):
+            if name.startswith(old):
+                return new + name.removeprefix(old)
+        return name
+
+
+class Wrapped(torch.nn.Module):
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.base_layer = layer
+
+
+class FusedModel(torch.nn.Module):
+    """Heads of 4 and 2 rows fused; a tied head; one layer wrapped as vLLM's LoRA layers wrap it."""
+
+    packed_modules_mapping: ClassVar = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "qkv": ["qkv"]}
+    hf_to_vllm_mapper = Rename()
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = torch.nn.ModuleDict(
+            {"qkv_proj": Wrapped(torch.nn.Linear(3, 8, bias=False)), "norm": torch.nn.LayerNorm(3, bias=False)}
+        )
+        embed = torch.nn.Embedding(6, 3)
+        head = torch.nn.Linear(3, 6, bias=False)
+        head.weight = embed.weight
+        self.language = torch.nn.ModuleDict(
+            {"model": torch.nn.ModuleDict({"embed": embed, "layer": layer}), "lm_head": head}
+        )
+        self.visual = torch.nn.ModuleDict({"qkv": torch.nn.Linear(2, 6)})
+
+
+SHAPES = {
+    "model.language.embed.weight": (5, 3),  # the engine pads the vocabulary
+    "model.language.layer.q_proj.weight": (4, 3),
+    "model.language.layer.k_proj.weight": (2, 3),
+    "model.language.layer.v_proj.weight": (2, 3),
+    "model.language.layer.norm.weight": (3,),
+    "visual.qkv.weight": (6, 2),
+    "visual.qkv.bias": (6,),
+}
+
+
+@pytest.fixture
+def layout() -> WeightLayout:
+    return WeightLayout.of(FusedModel())
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("model.language.layer.norm.weight", Place("language.model.layer.norm.weight")),
+        ("visual.qkv.bias", Place("visual.qkv.bias")),
+        ("lm_head.weight", Place("language.model.embed.weight")),
+        (
+            "model.language.layer.k_proj.weight",
+            Place("language.model.layer.qkv_proj.weight", "k_proj", ("q_proj", "k_proj", "v_proj")),
+        ),
+    ],
+    ids=["renamed", "the same", "tied", "fused, in a wrapped layer"],
+)
+def test_a_tensors_place(layout: WeightLayout, name: str, place: Place) -> None:
+    assert layout.place(name) == place
+
+
+@pytest.mark.parametrize("name", ["model.language.layer.o_proj.weight", "layer.norm.weight", "", "lm_head.bias"])
+def test_a_name_without_a_place_is_refused(layout: WeightLayout, name: str) -> None:
+    with pytest.raises(RolloutError, match="no weight of the engine's model"):
+        layout.place(name)
+
+
+def without(*missing: str) -> Iterable[str]:
+    return [name for name in SHAPES if name not in missing]
+
+
+def test_all_names_cover_the_model_with_and_without_the_tied_one(layout: WeightLayout) -> None:
+    layout.check_complete(SHAPES)
+    layout.check_complete([*SHAPES, "lm_head.weight"])
+
+
+@pytest.mark.parametrize("missing", list(SHAPES))
+def test_each_missing_name_is_noticed(layout: WeightLayout, missing: str) -> None:
+    with pytest.raises(RolloutError, match="1 of the engine's weights were not sent") as refused:
+        layout.check_complete(without(missing))
+    place = layout.place(missing)
+    assert place.parameter in str(refused.value) and place.part in str(refused.value)
+
+
+def test_parameters_are_read_back_as_they_were_sent(layout: WeightLayout) -> None:
+    sent = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+    with torch.no_grad():
+        fused = layout.parameters["language.model.layer.qkv_proj.weight"]
+        fused.copy_(torch.cat([sent[f"model.language.layer.{part}_proj.weight"] for part in "qkv"]))
+        layout.parameters["language.model.embed.weight"][:5] = sent["model.language.embed.weight"]
+        for name in ("model.language.layer.norm.weight", "visual.qkv.weight", "visual.qkv.bias"):
+            layout.parameters[layout.place(name).parameter].copy_(sent[name])
+    read = dict(layout.read_back(SHAPES))
+    assert read.keys() == sent.keys()
+    assert all(torch.equal(read[name], sent[name]) for name in sent)
+
+
+def test_parts_that_do_not_fill_their_place_are_an_error(layout: WeightLayout) -> None:
+    with pytest.raises(RolloutError, match=r"v_proj\.weight has shape \(3, 3\)"):
+        list(layout.read_back({**SHAPES, "model.language.layer.v_proj.weight": (3, 3)}))

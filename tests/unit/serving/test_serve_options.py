@@ -1,0 +1,111 @@
+"""One YAML for learner and servers: what ``coordexp serve`` reads of it, and what it refuses to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from config_samples import set_key, stage2, write_yaml
+from coordexp.config import RunConfig, load_config
+from coordexp.errors import ConfigError
+from coordexp.serving.options import ServeOptions, device_groups, is_loopback, serve_options
+
+SERVERS = [
+    {"base_url": "http://127.0.0.1:8000", "group_port": 51216},
+    {"base_url": "http://127.0.0.1:8001", "group_port": 51217},
+]
+
+
+def config_of(folder: Path, **keys: Any) -> RunConfig:
+    config = stage2(rollout_backend="vllm", vllm={"mode": "server", "server": {"servers": SERVERS}})
+    config["rollout_matching"]["vllm"]["tensor_parallel_size"] = 1
+    for key, value in keys.items():
+        config = set_key(config, "rollout_matching.vllm." + key.replace("__", "."), value)
+    return load_config(write_yaml(folder, config))
+
+
+def options_of(folder: Path, index: int = 0, replicas: int | None = None, gpus: int = 0, **keys: Any) -> ServeOptions:
+    return serve_options(config_of(folder, **keys), index, replicas, gpus)
+
+
+def test_an_entry_becomes_an_address_and_engine_arguments(tmp_path: Path) -> None:
+    options = options_of(tmp_path, 1, dtype="float32", max_num_seqs=5, gpu_memory_utilization=0.5)
+    assert (options.host, options.port, options.group_port) == ("127.0.0.1", 8001, 51217)
+    assert options.engine["dtype"] == "float32" and options.engine["max_num_seqs"] == 5
+    assert options.engine["gpu_memory_utilization"] == 0.5
+    assert options.engine["max_model_len"] == 2048  # global_max_length
+    assert "kv_cache_dtype" not in options.engine and "enable_lora" not in options.engine
+
+
+def test_adapters_bring_their_rank(tmp_path: Path) -> None:
+    engine = options_of(tmp_path, enable_lora=True, max_lora_rank=16).engine
+    assert (engine["enable_lora"], engine["max_loras"], engine["max_lora_rank"]) == (True, 1, 16)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "tensor", "wanted", "engines"),
+    [(0, 1, None, 1), (0, 1, 2, 2), (3, 1, None, 3), (4, 2, None, 2), (5, 2, None, 2), (4, 2, 1, 1)],
+)
+def test_engines_fill_the_visible_devices(
+    tmp_path: Path, gpus: int, tensor: int, wanted: int | None, engines: int
+) -> None:
+    options = options_of(tmp_path, replicas=wanted, gpus=gpus, tensor_parallel_size=tensor)
+    assert options.data_parallel_size == engines
+    assert options.world_size == engines * tensor
+
+
+@pytest.mark.parametrize(("gpus", "tensor", "wanted"), [(1, 4, None), (4, 2, 3)])
+def test_devices_that_are_not_there_are_named(tmp_path: Path, gpus: int, tensor: int, wanted: int | None) -> None:
+    with pytest.raises(ConfigError, match=f"{gpus} are visible"):
+        options_of(tmp_path, replicas=wanted, gpus=gpus, tensor_parallel_size=tensor)
+
+
+def test_an_open_address_needs_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_server = [{"base_url": "http://10.0.0.7:8000", "group_port": 51216}]
+    with pytest.raises(ConfigError, match=r"10\.0\.0\.7.*overwrite its weights.*api_key_env"):
+        options_of(tmp_path, server__servers=open_server)
+    monkeypatch.setenv("ROLLOUT_TOKEN", "secret-of-servers")
+    options = options_of(tmp_path, server__servers=open_server, server__api_key_env="ROLLOUT_TOKEN")
+    assert options.api_key == "secret-of-servers" and "secret-of-servers" not in repr(options)
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [
+        ("127.0.0.1", True),
+        ("127.1.2.3", True),
+        ("::1", True),
+        ("localhost", True),
+        ("0.0.0.0", False),
+        ("node7", False),
+    ],
+)
+def test_what_counts_as_this_machine_alone(host: str, loopback: bool) -> None:
+    assert is_loopback(host) is loopback
+
+
+@pytest.mark.parametrize(
+    ("servers", "index", "message"),
+    [
+        (SERVERS, 2, r"has 2 entries, there is no \[2\]"),
+        ([{"base_url": "http://127.0.0.1:8000/rollouts", "group_port": 1}], 0, "has a path"),
+        ([{"base_url": "http://127.0.0.1:99999", "group_port": 1}], 0, "no usable port"),
+    ],
+)
+def test_an_entry_that_cannot_be_served(tmp_path: Path, servers: Any, index: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        options_of(tmp_path, index, server__servers=servers)
+
+
+@pytest.mark.parametrize(
+    ("visible", "groups"),
+    [
+        (None, ["0,1", "2,3"]),
+        ("4,5,6,7,1", ["4,5", "6,7"]),
+        ("GPU-a, GPU-b,GPU-c,GPU-d", ["GPU-a,GPU-b", "GPU-c,GPU-d"]),
+    ],
+)
+def test_engines_get_devices_of_their_own(visible: str | None, groups: list[str]) -> None:
+    assert device_groups(2, 2, {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}) == groups
