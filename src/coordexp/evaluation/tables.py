@@ -43,8 +43,8 @@ def summary_tables(summary: Summary, title: str, max_classes: int = 20) -> Itera
 def _rows(title: str, first: str, rows: Sequence[GroupRow]) -> Table:
     table = Table(title=title, title_justify="left")
     table.add_column(first)
-    for name in ("annotated", "predicted", "right", "precision", "recall", "F1", "mean IoU", "AP"):
-        table.add_column(name, justify="right")
+    for name in ("gt", "pred", "right", "prec.", "recall", "F1", "IoU", "AP"):  # short: eight fit beside a name
+        table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         rates = (row.precision, row.recall, row.f1, row.mean_matched_iou, row.ap)
         cells = ["–" if value is None else f"{value:.3f}" for value in rates]

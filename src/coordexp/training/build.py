@@ -21,6 +21,7 @@ from coordexp.errors import DataError
 from coordexp.extras import require
 from coordexp.records import ImageRecord
 from coordexp.rollouts import check_backend
+from coordexp.training.parallel import check_parallel, parallel_arguments
 
 if TYPE_CHECKING:
     from coordexp.modeling.inputs import PromptEncoder
@@ -60,6 +61,7 @@ def check_run(config: RunConfig, *, servers_are_up: bool = True) -> CheckedRun:
     if servers_are_up:
         check_backend(rollout)
     _check_attention(config)
+    check_parallel(config, distributed.world_size())
     if config.training.packing:
         require("binpacking", "training.packing")
     for name in config.training.report_to:
@@ -105,6 +107,7 @@ def build_trainer(run: CheckedRun, console: Console, description: str = "train",
         logging_nan_inf_filter=False,  # a NaN is shown, not replaced by a running mean
         dataloader_num_workers=config.data.num_workers,
         dataloader_pin_memory=torch.cuda.is_available(),
+        **parallel_arguments(config),
         ddp_find_unused_parameters=False,  # every row reaches every weight: each segment has an image and a target
     )
     _use_one_device(arguments)
@@ -164,6 +167,7 @@ def run_training(config: RunConfig, console: Console, description: str = "train"
                 callback.stop()
         trainer.close()
     trainer.save_model()
+    trainer.save_state()  # everything that was logged: the viewer's curves
     return trainer
 
 

@@ -1,0 +1,246 @@
+"""What a run left behind → what the viewer shows: answers with their matches, tokens with their roles, curves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from coordexp.coords import CoordVocab
+from coordexp.errors import DataError
+from coordexp.evaluation import ImageAnswer, match_by_desc, read_answers
+from coordexp.evaluation.answers import PREDICTIONS
+from coordexp.metrics.rollout_record import RolloutRecord, read_records
+
+BEHIND_CUT = "BEHIND_CUT"  # tokens of the answer that are not part of the target
+_RECORDS, _MANIFEST = "rollout_records", "run_manifest.json"
+
+
+@dataclass(frozen=True, slots=True)
+class ViewShape:
+    """An object to draw. ``partner``: index of what it is matched with on the other side, or None."""
+
+    desc: str
+    kind: str
+    bins: tuple[int, ...]
+    partner: int | None
+    iou: float | None = None
+    score: float | None = None
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ViewTokens:
+    """Tokens with runs of (role, count), and losses of some positions in nats."""
+
+    pieces: tuple[str, ...]
+    roles: tuple[tuple[str, int], ...]
+    loss: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ViewRecord:
+    """One answer. ``loss`` is the mean over its supervised tokens."""
+
+    sample_id: str
+    step: int | None
+    image: str
+    width: int
+    height: int
+    gt: tuple[ViewShape, ...]
+    pred: tuple[ViewShape, ...]
+    annotated: bool
+    dropped: Mapping[str, int]
+    truncated: bool
+    repeat_terminated: bool
+    text: str
+    loss: float | None = None
+    loss_by_role: Mapping[str, float] | None = None
+    rollout: ViewTokens | None = None
+    target: ViewTokens | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ViewData:
+    """Everything on the page. ``curves``: metric → (step, value) points; ``notes``: what is not shown, and why."""
+
+    title: str
+    records: tuple[ViewRecord, ...]
+    curves: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def collect(source: Path, vocab: CoordVocab | None = None, max_records: int = 1000) -> ViewData:
+    """Read a run's folder, a folder or file of rollout records, or predictions.
+
+    Args:
+        vocab: of the tokenizer that wrote the answers; without it tokens are not shown.
+        max_records: further ones are left out, evenly over the run, and that is said.
+
+    Raises:
+        DataError: nothing there that can be shown.
+    """
+    records = [*_rollout_records(source, vocab), *_predictions(source)]
+    curves = _curves(source)
+    if not records and not curves:
+        raise DataError(
+            "nothing to show: no rollout records (rollout_matching.monitor_dump), no predictions.jsonl and no "
+            "trainer_state.json",
+            path=source,
+        )
+    notes = []
+    if len(records) > max_records:
+        notes.append(f"{len(records)} records; shown are {max_records}, evenly over all of them (--max-records)")
+        records = [records[i * len(records) // max_records] for i in range(max_records)]
+    if vocab is None and any(record.step is not None for record in records):
+        notes.append("no tokenizer was found, so tokens are not shown; name the checkpoint with --model")
+    return ViewData(str(source), tuple(records), curves, tuple(notes))
+
+
+def find_checkpoint(source: Path) -> Path | None:
+    """The checkpoint whose tokenizer wrote the records: the run's own, or the model that it started from."""
+    for folder in (source, source.parent, source.parent.parent) if source.is_dir() else source.parents[:3]:
+        if (folder / "tokenizer.json").is_file() and (folder / "config.json").is_file():
+            return folder
+        manifest = folder / _MANIFEST
+        if manifest.is_file():
+            model = _find_key(json.loads(manifest.read_text(encoding="utf-8")), "model")
+            if isinstance(model, dict) and Path(str(model.get("model"))).is_dir():
+                return Path(str(model["model"]))
+    return None
+
+
+def _find_key(content: Any, key: str) -> Any:
+    """The first mapping under ``key``, wherever the manifest keeps the configuration."""
+    if isinstance(content, dict):
+        if isinstance(content.get(key), dict):
+            return content[key]
+        return next((found for value in content.values() if (found := _find_key(value, key)) is not None), None)
+    return None
+
+
+def has_rollout_records(source: Path) -> bool:
+    """Whether there are tokens to show."""
+    return source.name.startswith("rollouts_") or _records_folder(source) is not None
+
+
+def _records_folder(source: Path) -> Path | None:
+    for folder in (source / _RECORDS, source):
+        if folder.is_dir() and any(folder.glob("rollouts_rank*.jsonl")):
+            return folder
+    return None
+
+
+def _rollout_records(source: Path, vocab: CoordVocab | None) -> list[ViewRecord]:
+    if source.is_file():
+        found = read_records(source) if source.name.startswith("rollouts_") else []
+    else:
+        folder = _records_folder(source)
+        found = [] if folder is None else read_records(folder)
+    found.sort(key=lambda record: (record.where.global_step, record.where.rank, record.where.sample_idx))
+    return [_from_record(record, vocab) for record in found]
+
+
+def _from_record(record: RolloutRecord, vocab: CoordVocab | None) -> ViewRecord:
+    pair_of_pred = {pair.pred_idx: pair for pair in record.match.pairs}
+    pred_of_gt = {pair.gt_idx: pair.pred_idx for pair in record.match.pairs}
+    losses = [loss for _, loss in record.token_loss or ()]
+    return ViewRecord(
+        sample_id=record.sample_id,
+        step=record.where.global_step,
+        image=record.image,
+        width=record.width,
+        height=record.height,
+        gt=tuple(ViewShape(o.desc, o.kind, o.bins, pred_of_gt.get(i)) for i, o in enumerate(record.ground_truth)),
+        pred=tuple(
+            ViewShape(o.desc, o.kind, o.bins, pair.gt_idx if pair else None, round(pair.iou, 4) if pair else None,
+                      name=f"object_{o.index}")
+            for o, pair in ((o, pair_of_pred.get(i)) for i, o in enumerate(record.parse.objects))
+        ),
+        annotated=True,
+        dropped={reason.value: count for reason, count in record.parse.dropped.items() if count},
+        truncated=record.truncated,
+        repeat_terminated=record.repeat_terminated,
+        text=record.text,
+        loss=round(sum(losses) / len(losses), 4) if losses else None,
+        loss_by_role=record.loss_by_role,
+        rollout=None if vocab is None else _rollout_tokens(record, vocab),
+        target=None if vocab is None else _target_tokens(record, vocab),
+    )  # fmt: skip
+
+
+def _target_tokens(record: RolloutRecord, vocab: CoordVocab) -> ViewTokens:
+    return ViewTokens(_pieces(record.target.token_ids, vocab), record.target.roles, record.token_loss or ())
+
+
+def _rollout_tokens(record: RolloutRecord, vocab: CoordVocab) -> ViewTokens:
+    """The answer's own tokens, each with its role in the target; those behind the cut have none."""
+    roles = [role for role, count in record.target.roles for _ in range(count)]
+    kept = min(record.parse.prefix_len - record.parse.num_replaced_tail, len(record.response_token_ids))
+    own = [*roles[:kept], *[BEHIND_CUT] * (len(record.response_token_ids) - kept)]
+    runs = tuple((role, sum(1 for _ in run)) for role, run in groupby(own))
+    return ViewTokens(_pieces(record.response_token_ids, vocab), runs)
+
+
+def _pieces(token_ids: Sequence[int], vocab: CoordVocab) -> tuple[str, ...]:
+    return tuple(vocab.piece(i) if 0 <= i < len(vocab) else f"<id {i}>" for i in token_ids)
+
+
+def _predictions(source: Path) -> list[ViewRecord]:
+    if source.is_dir():
+        if not any((folder / PREDICTIONS).is_file() for folder in (source, source / "evaluation")):
+            return []
+    elif source.name.startswith("rollouts_"):
+        return []
+    return [_from_answer(answer) for answer in read_answers(source)]
+
+
+def _from_answer(answer: ImageAnswer) -> ViewRecord:
+    matched = match_by_desc(answer.pred, answer.gt or ())
+    gt_of_pred = {i: (j, iou) for i, j, iou in matched}
+    pred_of_gt = {j: i for i, j, _ in matched}
+    return ViewRecord(
+        sample_id=answer.sample_id,
+        step=None,
+        image=answer.image,
+        width=answer.width,
+        height=answer.height,
+        gt=tuple(ViewShape(o.desc, o.kind, o.bins, pred_of_gt.get(i)) for i, o in enumerate(answer.gt or ())),
+        pred=tuple(
+            ViewShape(o.desc, o.kind, o.bins, found[0] if found else None, round(found[1], 4) if found else None,
+                      None if o.score is None else round(o.score, 4), f"object {i + 1}")
+            for i, (o, found) in enumerate((o, gt_of_pred.get(i)) for i, o in enumerate(answer.pred))
+        ),
+        annotated=answer.gt is not None,
+        dropped=answer.dropped,
+        truncated=answer.truncated,
+        repeat_terminated=answer.repeat_terminated,
+        text=answer.text,
+    )  # fmt: skip
+
+
+def _curves(source: Path) -> dict[str, list[tuple[float, float]]]:
+    """Every logged number of the run's latest state, by name, where there are at least two points."""
+    if not source.is_dir():
+        return {}
+    states = [source / "trainer_state.json", source / "log_history.json"]
+    states += sorted(source.glob("checkpoint-*/trainer_state.json"), key=lambda path: -_step_of(path.parent))
+    state = next((path for path in states if path.is_file()), None)
+    if state is None:
+        return {}
+    content = json.loads(state.read_text(encoding="utf-8"))
+    lines = content if isinstance(content, list) else content.get("log_history", [])
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for line in lines:
+        for name, value in line.items():
+            if name not in ("step", "epoch") and type(value) in (int, float) and value == value:
+                curves.setdefault(name, []).append((line.get("step", 0), value))
+    return {name: points for name, points in curves.items() if len(points) > 1}
+
+
+def _step_of(folder: Path) -> int:
+    tail = folder.name.rpartition("-")[2]
+    return int(tail) if tail.isdecimal() else -1

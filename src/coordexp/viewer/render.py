@@ -1,0 +1,91 @@
+"""Collected records → one HTML file that needs nothing else: no server, no network, no second file.
+
+Whatever a model or an annotator wrote is data here: it travels as JSON that cannot end its element, the page's script
+puts it on the screen as text only, and the page's policy runs no script but that one.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import io
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from coordexp.data.images import open_rgb
+from coordexp.errors import DataError
+from coordexp.viewer.collect import ViewData
+
+Progress = Callable[[int, int], None]
+
+_HERE = Path(__file__).parent
+_QUALITY = 80
+_WORKERS = 4
+
+
+def render(data: ViewData, image_side: int = 384, progress: Progress | None = None) -> str:
+    """The page. Images are embedded once each, at most ``image_side`` pixels long, as JPEG; one that cannot be read is
+    missing on the page, with the reason."""
+    paths = list(dict.fromkeys(record.image for record in data.records))
+    place = {path: number for number, path in enumerate(paths)}
+    images: list[dict[str, str]] = []
+    pool = ThreadPoolExecutor(_WORKERS)
+    try:
+        for done, image in enumerate(pool.map(lambda path: _embed(Path(path), image_side), paths), start=1):
+            images.append(image)
+            if progress is not None:
+                progress(done, len(paths))
+    finally:
+        pool.shutdown(cancel_futures=True)
+    content = {
+        "title": data.title,
+        "notes": list(data.notes),
+        "curves": {name: [list(point) for point in points] for name, points in data.curves.items()},
+        "records": [{**asdict(record), "image": place[record.image]} for record in data.records],
+    }
+    return _page(data.title, content, images)
+
+
+def _page(title: str, content: dict[str, Any], images: list[dict[str, str]]) -> str:
+    style, script = (_HERE / "page.css").read_text(encoding="utf-8"), (_HERE / "page.js").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii")
+    parts = {
+        "title": html.escape(title),
+        "policy": f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'",
+        "style": style,
+        "data": as_script_data(content),
+        "images": as_script_data(images),
+        "script": script,
+    }
+    page = (_HERE / "page.html").read_text(encoding="utf-8")
+    # One pass over the template: what is put in is never looked at again.
+    pieces = page.split("{{")
+    filled = [pieces[0]]
+    for piece in pieces[1:]:
+        name, _, rest = piece.partition("}}")
+        filled += [parts[name.strip()], rest]
+    return "".join(filled)
+
+
+def as_script_data(content: Any) -> str:
+    """JSON for a ``<script type="application/json">``: none of its characters can end the element or open a comment."""
+    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _embed(path: Path, side: int) -> dict[str, str]:
+    try:
+        image = open_rgb(path)
+    except DataError as error:
+        return {"error": str(error)}
+    image.thumbnail((side, side), Image.Resampling.BILINEAR)
+    buffer = io.BytesIO()
+    image.save(buffer, format="JPEG", quality=_QUALITY)
+    return {"src": "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")}

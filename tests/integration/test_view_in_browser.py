@@ -1,0 +1,185 @@
+"""The viewer in a real browser: click, key, filter, slider, hover, theme; and text that would like to be markup."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from answers import tiny_vocab
+from browser import Browser, open_browser
+from coordexp.evaluation.answers import write_answers
+from coordexp.viewer import collect, render
+from scored_answers import random_answers
+from view_runs import HOSTILE, hostile_answers, write_run
+
+ROW = '#list [aria-current="true"]'
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with open_browser() as window:
+        yield window
+
+
+def opened(browser: Browser, page: str, folder: Path) -> Browser:
+    path = folder / "page.html"
+    path.write_text(page, encoding="utf-8")
+    browser.problems()  # of the page before
+    browser.open(path.as_uri())
+    return browser
+
+
+@pytest.fixture
+def run_page(browser: Browser, tmp_path: Path) -> Iterator[Browser]:
+    yield opened(browser, render(collect(write_run(tmp_path, steps=4), tiny_vocab())), tmp_path)
+    assert browser.problems() == []
+
+
+@pytest.fixture
+def answers_page(browser: Browser, tmp_path: Path) -> Iterator[Browser]:
+    answers = random_answers(30, 1)
+    answers[3] = replace(answers[3], truncated=True)
+    answers[7] = replace(answers[7], repeat_terminated=True)
+    write_answers(answers, tmp_path / "predictions.jsonl")
+    yield opened(browser, render(collect(tmp_path)), tmp_path)
+    assert browser.problems() == []
+
+
+def test_records_are_listed_and_clicked(answers_page: Browser) -> None:
+    assert answers_page.count("#list button") == 30
+    assert answers_page.text("#name") == "s0"
+    answers_page.click('#list [data-number="4"]')
+    assert answers_page.text("#name") == "s4" and "s4" in answers_page.text(ROW)
+
+
+def test_everything_has_a_key(answers_page: Browser) -> None:
+    answers_page.press("j", "j", "k", "ArrowDown")
+    assert answers_page.text("#name") == "s2"
+    answers_page.press("ArrowUp", "ArrowUp", "ArrowUp", "ArrowUp")
+    assert answers_page.text("#name") == "s0"
+    answers_page.press("?")
+    assert answers_page.run("return document.querySelector('#help').hidden") is False
+    answers_page.press("/", "s", "1", "7")  # letters typed into the search are no commands
+    assert answers_page.text("#name") == "s17" and answers_page.count("#list button") == 1
+    answers_page.press("Escape", "g")
+    assert answers_page.run("return document.querySelector('#show-gt').checked") is False
+
+
+def test_filters_and_orders(answers_page: Browser) -> None:
+    answers_page.choose("#filter", "truncated")
+    assert (answers_page.count("#list button"), answers_page.text("#name")) == (1, "s3")
+    answers_page.choose("#filter", "repeat")
+    assert (answers_page.count("#list button"), answers_page.text("#name")) == (1, "s7")
+    answers_page.choose("#filter", "missed")
+    few = answers_page.count("#list button")
+    assert 0 < few < 30 and answers_page.count("#stage .missed") > 0
+    answers_page.choose("#order", "missed")
+    counts = answers_page.run(
+        "return [...document.querySelectorAll('#list .sub')].map(e => Number(/(\\d+) FN/.exec(e.textContent)[1]))"
+    )
+    assert counts == sorted(counts, reverse=True)
+    answers_page.choose("#search", "nobody wrote this")
+    assert "nothing matches" in answers_page.text("#list")
+
+
+def test_overlays_are_toggled(answers_page: Browser) -> None:
+    answers_page.choose("#filter", "missed")
+
+    def visible(css: str) -> int:
+        return answers_page.run(
+            "return [...document.querySelectorAll(arguments[0])].filter(e => getComputedStyle(e).display !== 'none')"
+            ".length", css
+        )  # fmt: skip
+
+    before = {css: visible(css) for css in (".gt", ".pred", ".link")}
+    assert before[".gt"] > 0
+    answers_page.press("g")
+    assert (visible(".gt"), visible(".link"), visible(".pred")) == (0, 0, before[".pred"])
+    answers_page.press("g", "p")
+    assert (visible(".gt"), visible(".pred")) == (before[".gt"], 0)
+    answers_page.press("p")
+    answers_page.click("#show-links")
+    assert (visible(".link"), visible(".pred")) == (0, before[".pred"])
+
+
+def test_hovering_a_match_says_its_iou_and_lights_its_partner(run_page: Browser) -> None:
+    run_page.hover("#stage .pred.right")
+    assert run_page.text("#tip") == "object_1: black cat · matches black cat, IoU 1"
+    assert run_page.count("#stage .gt.lit") == 1
+    run_page.hover("#stage .gt.missed")
+    assert "missed" in run_page.text("#tip") and run_page.count("#stage .lit") == 0
+    run_page.hover("#name")
+    assert run_page.run("return document.querySelector('#tip').hidden") is True
+
+
+def test_tokens_have_roles_and_losses(run_page: Browser) -> None:
+    for role in ("PREFIX_COORD", "PREFIX_DESC", "TAIL_COORD", "TAIL_STRUCT", "CLOSE", "EOS"):
+        assert run_page.count(f"#target .{role}") > 0, role
+    assert run_page.count("#rollout .BEHIND_CUT") > 0 and run_page.count("#rollout .TAIL_COORD") == 0
+    colours = run_page.run(
+        "return ['PREFIX_COORD', 'TAIL_COORD', 'TAIL_DESC'].map(r => "
+        "getComputedStyle(document.querySelector('#target .' + r)).backgroundColor)"
+    )
+    assert len(set(colours)) == 3
+    run_page.hover("#target .TAIL_COORD")
+    assert "TAIL_COORD · loss 0.5 · mean of its role 0.5" in run_page.text("#tip")
+    run_page.hover("#target .TAIL_DESC")
+    assert "TAIL_DESC · no loss" in run_page.text("#tip")
+    assert "missing_geometry1" in run_page.text("#facts") and "PREFIX_COORD0.5" in run_page.text("#facts")
+    run_page.press("c")
+    assert run_page.count("#record.by-loss") == 1
+
+
+def test_steps_slide_and_curves_are_drawn(run_page: Browser) -> None:
+    assert run_page.count("#list button") == 4 and run_page.text("#step-name") == "all"
+    run_page.press("]", "]")
+    assert run_page.count("#list button") == 1 and run_page.text("#name") == "sample 1"
+    run_page.choose("#step", "4")
+    assert run_page.text("#name") == "sample 3" and run_page.text("#step-name") == "3"
+    run_page.choose("#step", "0")
+    assert run_page.count("#list button") == 4
+    assert run_page.count('#curves svg[data-curve="loss"] polyline') == 1
+    run_page.choose("#order", "loss")
+    assert run_page.text("#list button:first-child").startswith("sample 3")
+
+
+def test_light_and_dark(run_page: Browser) -> None:
+    def ground() -> str:
+        return run_page.run("return getComputedStyle(document.body).backgroundColor")
+
+    first = ground()
+    run_page.press("t")
+    second = ground()
+    run_page.click("#theme")
+    assert first != second and ground() == first
+
+
+def test_hostile_text_is_shown_and_never_run(browser: Browser, tmp_path: Path) -> None:
+    write_answers(hostile_answers(tmp_path), tmp_path / "predictions.jsonl")
+    page = opened(browser, render(replace(collect(tmp_path), title=HOSTILE)), tmp_path)
+    assert page.text("#name") == page.text("#title") == page.text("#rollout") == HOSTILE
+    assert page.run("return document.title").startswith("</script>")
+    assert HOSTILE in page.text("#facts")
+    page.hover("#stage polygon")
+    assert HOSTILE in page.text("#tip")
+    assert page.count("img") == 0 and page.count("script") == 3
+    assert page.problems() == []
+
+
+def test_an_added_script_would_not_run(browser: Browser, tmp_path: Path) -> None:
+    """The page's policy is the second wall, should text ever become markup."""
+    write_answers(random_answers(2, 1), tmp_path / "predictions.jsonl")
+    page = opened(browser, render(collect(tmp_path)).replace("</body>", "<script>window.owned = 1</script></body>"),
+                  tmp_path)  # fmt: skip
+    assert page.run("return window.owned ?? null") is None
+    assert any("Content Security Policy" in problem for problem in page.problems())
+
+
+def test_a_thousand_records_open_whole(browser: Browser, tmp_path: Path) -> None:
+    write_answers(random_answers(1000, 4), tmp_path / "predictions.jsonl")
+    page = opened(browser, render(collect(tmp_path)), tmp_path)
+    assert page.count("#list button") == 1000
+    assert int(page.run("return document.documentElement.dataset.readyMs")) >= 0

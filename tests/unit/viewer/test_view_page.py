@@ -1,0 +1,121 @@
+"""What the page is made of: collected records, and data that can be nothing but data."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+from PIL import Image
+
+from answers import tiny_vocab
+from cli_runs import run_cli
+from coordexp.errors import DataError
+from coordexp.evaluation.answers import write_answers
+from coordexp.viewer import collect, render
+from coordexp.viewer.collect import BEHIND_CUT
+from coordexp.viewer.render import as_script_data
+from coordexp.viewer.serve import make_server
+from scored_answers import random_answers
+from view_runs import HOSTILE, hostile_answers, write_run
+
+
+def data_of(page: str, name: str) -> object:
+    return json.loads(re.search(rf'<script id="{name}" type="application/json">(.*?)</script>', page, re.S)[1])
+
+
+def test_a_runs_records_come_with_matches_roles_losses_and_curves(tmp_path: Path) -> None:
+    vocab = tiny_vocab()
+    data = collect(write_run(tmp_path), vocab)
+    assert [(r.sample_id, r.step, r.loss) for r in data.records] == [("sample 0", 0, 0.5), ("sample 1", 1, 1.5)]
+    first = data.records[0]
+    assert [o.partner for o in first.gt] == [0, None] and [o.partner for o in first.pred] == [0]
+    assert first.pred[0].iou == 1.0 and first.dropped == {"missing_geometry": 1}
+    assert first.target is not None and first.rollout is not None
+    assert "".join(first.target.pieces).startswith('{"object_1"')
+    assert sum(count for _, count in first.target.roles) == len(first.target.pieces)
+    assert sum(count for _, count in first.rollout.roles) == len(first.rollout.pieces)
+    assert {role for role, _ in first.rollout.roles} >= {"PREFIX_COORD", BEHIND_CUT}
+    assert set(first.loss_by_role or {}) == {"PREFIX_COORD", "TAIL_STRUCT", "TAIL_COORD"}
+    assert data.curves == {"loss": [(1, 1.0), (2, 0.0)]}
+
+
+def test_without_a_tokenizer_everything_but_tokens_is_shown(tmp_path: Path) -> None:
+    data = collect(write_run(tmp_path))
+    assert data.records[0].rollout is None and any("--model" in note for note in data.notes)
+    assert '"object_1"' in data.records[0].text
+
+
+@pytest.mark.parametrize("place", ["", "evaluation"])
+def test_predictions_are_matched_anew(tmp_path: Path, place: str) -> None:
+    write_answers(random_answers(5, 1), tmp_path / place / "predictions.jsonl")
+    data = collect(tmp_path)
+    for shown, one in zip(data.records, random_answers(5, 1), strict=True):
+        assert [o.bins for o in shown.gt] == [o.bins for o in one.truth]
+        for i, found in enumerate(shown.pred):
+            assert found.partner is None or (shown.gt[found.partner].partner == i and (found.iou or 0) >= 0.5)
+
+
+def test_too_many_records_are_thinned_evenly_and_said(tmp_path: Path) -> None:
+    write_answers(random_answers(10, 1), tmp_path / "predictions.jsonl")
+    data = collect(tmp_path, max_records=4)
+    assert [r.sample_id for r in data.records] == ["s0", "s2", "s5", "s7"]
+    assert data.notes == ("10 records; shown are 4, evenly over all of them (--max-records)",)
+
+
+def test_nothing_to_show_is_said(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="nothing to show"):
+        collect(tmp_path)
+
+
+def test_hostile_text_stays_text(tmp_path: Path) -> None:
+    write_answers(hostile_answers(tmp_path), tmp_path / "predictions.jsonl")
+    page = render(replace(collect(tmp_path), title=HOSTILE))
+    assert page.count("<script") == 3 and page.count("</script>") == 3 and "<img" not in page.split("<script>")[0]
+    content = data_of(page, "data")
+    assert content["records"][0]["sample_id"] == content["title"] == HOSTILE
+    assert "gone.png" in data_of(page, "images")[0]["error"]
+
+
+@pytest.mark.parametrize("text", ["</script>", "<!--", "<script", "&amp;", "]]>", "{{ title }}"])
+def test_script_data_is_inert_and_comes_back(text: str) -> None:
+    written = as_script_data({"a": text})
+    assert not set("<>&") & set(written)
+    assert json.loads(written) == {"a": text}
+
+
+def test_each_image_is_embedded_once_and_small(tmp_path: Path) -> None:
+    Image.new("RGB", (2000, 1000), "red").save(tmp_path / "big.png")
+    answers = [replace(a, image=str(tmp_path / "big.png")) for a in random_answers(3, 1)]
+    write_answers(answers, tmp_path / "predictions.jsonl")
+    images = data_of(render(collect(tmp_path), image_side=100), "images")
+    assert len(images) == 1 and images[0]["src"].startswith("data:image/jpeg;base64,") and len(images[0]["src"]) < 5000
+
+
+def test_the_page_names_no_other_place(tmp_path: Path) -> None:
+    page = render(collect(write_run(tmp_path)))
+    assert set(re.findall(r"https?://[^\"'\s<]+", page)) == {"http://www.w3.org/2000/svg"}
+    assert "default-src 'none'" in page
+
+
+def test_it_is_served_on_loopback_only() -> None:
+    with make_server("<p>é</p>") as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        host, port = server.server_address[:2]
+        assert host == "127.0.0.1"
+        page = httpx.get(f"http://127.0.0.1:{port}/", timeout=10)
+        assert page.text == "<p>é</p>" and page.headers["content-type"] == "text/html; charset=utf-8"
+        assert httpx.get(f"http://127.0.0.1:{port}/etc/passwd", timeout=10).status_code == 404
+        server.shutdown()
+
+
+def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "deep" / "page.html"
+    outcome = run_cli(capsys, "view", write_run(tmp_path / "run"), "--out", out)
+    assert outcome.code == 0 and "2 records" in outcome.out and "note: no tokenizer" in outcome.out
+    assert data_of(out.read_text(encoding="utf-8"), "data")["curves"]
+    assert run_cli(capsys, "view", tmp_path / "nowhere").code == 2
