@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, zip_longest
 from typing import Protocol
 
@@ -57,15 +57,18 @@ def evaluate_dataset(
     """Global metrics on every rank, and this rank's predictions. A collective call.
 
     Samples are dealt to ranks in turn; each rank decodes ``batch_size`` at a time, so that images are held for one
-    batch only.
+    batch only. All ranks ask equally often, the last time perhaps for nothing: they may share an engine.
     """
     mine = range(distributed.rank(), len(dataset), distributed.world_size())
+    most = range(0, len(dataset), distributed.world_size())
     predictions: list[Prediction] = []
-    for round_idx, indices in enumerate(batches(mine, batch_size)):
-        seeds = SeedContext(seed, global_step, round_idx, distributed.rank())
-        predictions += predict([dataset[index] for index in indices], backend, vocab, seeds, scorer)
-        if on_progress is not None:
-            on_progress(len(predictions), len(mine))
+    with distributed.together("evaluation"):
+        for round_idx, start in enumerate(range(0, len(most), batch_size)):
+            seeds = SeedContext(seed, global_step, round_idx, distributed.rank())
+            samples = [dataset[index] for index in mine[start : start + batch_size]]
+            predictions += predict(samples, backend, vocab, seeds, scorer)
+            if on_progress is not None:
+                on_progress(len(predictions), len(mine))
     return summarise(gather_answers([item.answer() for item in predictions]), options).figures, predictions
 
 
@@ -74,9 +77,3 @@ def gather_answers(mine: Sequence[ImageAnswer]) -> list[ImageAnswer]:
     parts = distributed.gather_json([to_line(answer) for answer in mine])
     in_turn = chain.from_iterable(zip_longest(*parts))
     return [from_line(line) for line in in_turn if line is not None]
-
-
-def batches(indices: range | Sequence[int], size: int) -> Iterator[Sequence[int]]:
-    """``indices`` in parts of ``size``."""
-    for start in range(0, len(indices), size):
-        yield indices[start : start + size]

@@ -20,7 +20,6 @@ from coordexp.data.jsonl import check_dataset, read_jsonl
 from coordexp.errors import DataError
 from coordexp.evaluation import Prediction, predict, read_answers
 from coordexp.evaluation.answers import PREDICTIONS, ImageAnswer, from_line, make_answer, to_line
-from coordexp.evaluation.predict import batches
 from coordexp.evaluation.summary import write_coco
 from coordexp.records import ImageRecord
 from coordexp.rollouts import SeedContext, check_backend
@@ -94,19 +93,20 @@ def run_prediction(
     mine = _part(output, distributed.rank())
     known = {answer.sample_id for part in _parts(output) for answer in _read_part(part)}
     todo = [index for index, record in enumerate(records) if record.sample_id not in known]
-    share = todo[distributed.rank() :: distributed.world_size()]
-    done = 0
+    # All ranks ask equally often, the last time perhaps for nothing: they may share an engine.
+    share, most = todo[distributed.rank() :: distributed.world_size()], len(todo[:: distributed.world_size()])
     with answering(config, rollout, path) as answerer, reporting(console, f"predicting with {path}") as on_progress:
         dataset = RecordDataset(records, answerer.encoder.encode, "file", config.training.seed)
         scorer = answerer.scorer if constant_score is None else None
-        for indices in batches(share, rollout.decode_batch_size):
-            # The seed follows the image's place in the source, so that an interrupted run answers as a whole one.
-            seeds = SeedContext(config.training.seed, 0, indices[0], 0)
-            found = predict([dataset[i] for i in indices], answerer.backend, answerer.loaded.vocab, seeds, scorer)
-            lines = [to_line(_answer(item, annotated, constant_score)) + "\n" for item in found]
-            append_line(mine, "".join(lines).encode("utf-8"))
-            done += len(indices)
-            on_progress(done, len(share))
+        with distributed.together("coordexp predict"):
+            for start in range(0, most, rollout.decode_batch_size):
+                indices = share[start : start + rollout.decode_batch_size]
+                # The seed follows the image's place in the source, so that an interrupted run answers as a whole one.
+                seeds = SeedContext(config.training.seed, 0, indices[0] if indices else 0, distributed.rank())
+                found = predict([dataset[i] for i in indices], answerer.backend, answerer.loaded.vocab, seeds, scorer)
+                if lines := [to_line(_answer(item, annotated, constant_score)) + "\n" for item in found]:
+                    append_line(mine, "".join(lines).encode("utf-8"))
+                on_progress(min(start + len(indices), len(share)), len(share))
     distributed.barrier()
     files: list[Path] = []
     if distributed.is_main():

@@ -1,6 +1,7 @@
 """Evaluation over a dataset: every sample once, in batches, dealt over ranks."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -76,6 +77,7 @@ def test_figures_are_global_and_predictions_are_this_ranks(monkeypatch):
     for rank in range(2):
         monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
         monkeypatch.setattr(distributed, "world_size", lambda: 2)
+        monkeypatch.setattr(distributed, "together", lambda where: nullcontext())
         monkeypatch.setattr(distributed, "gather_json", lambda mine: parts.append(mine) or [*parts])
         figures, predictions = evaluate_dataset(dataset(scenes), Scripted(texts), qwen_vocab(), batch_size=8, seed=0)
         assert [p.record.sample_id for p in predictions] == [["s0", "s2", "s4"], ["s1", "s3"]][rank]
