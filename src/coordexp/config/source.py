@@ -199,7 +199,7 @@ def _parse(path: Path) -> Document:
         node = loader.get_single_node()
         if node is None:
             return Document()
-        if not isinstance(node, yaml.MappingNode):
+        if not isinstance(node, yaml.MappingNode) or node.tag not in _COLLECTION_TAGS:
             raise ConfigError(f"{path}: expected a mapping of keys to values at the top")
         reader = _NodeReader(loader, shown_path(path))
         reader.document.data = reader.read(node, (), ())
@@ -245,18 +245,21 @@ class _NodeReader:
             if key_node.tag == "tag:yaml.org,2002:merge":
                 continue
             line = key_node.start_mark.line + 1
-            key = key_node.value if isinstance(key_node, yaml.ScalarNode) else None
-            if key is None or key_node.tag != _TEXT_TAG:
-                shown = "this key" if key is None else repr(key)
-                raise ConfigError(
-                    f"{self.name}:{line}: {dotted(here) or 'top level'}: keys must be text; quote {shown}"
-                )
+            key = self._key(key_node, here)
             if key in seen:
                 self._problem((*here, key), f"given twice, on lines {seen[key]} and {line} of {self.name}; keep one")
             seen[key] = line
             self.document.origin[(*here, key)] = f"{self.name}:{line}"
         self.loader.flatten_mapping(node)  # `<<: *anchor` puts the anchor's keys before the mapping's own
-        return {key.value: self.read(value, (*here, key.value), above) for key, value in node.value}
+        pairs = [(self._key(key_node, here), value) for key_node, value in node.value]
+        return {key: self.read(value, (*here, key), above) for key, value in pairs}
+
+    def _key(self, node: yaml.Node, here: KeyPath) -> str:
+        if isinstance(node, yaml.ScalarNode) and node.tag == _TEXT_TAG:
+            return node.value
+        where = f"{self.name}:{node.start_mark.line + 1}: {dotted(here) or 'top level'}"
+        shown = repr(node.value) if isinstance(node, yaml.ScalarNode) else "this key"
+        raise ConfigError(f"{where}: keys must be text; quote {shown}")
 
     def _scalar(self, node: yaml.ScalarNode, here: KeyPath) -> Any:
         if node.tag not in _SCALAR_TAGS:
@@ -269,7 +272,7 @@ class _NodeReader:
             node = yaml.ScalarNode(self.loader.resolve(yaml.ScalarNode, text, (True, False)), text)
         try:
             return self.loader.construct_object(node, deep=True)
-        except ValueError:
+        except (ValueError, LookupError):  # what PyYAML's constructors raise for `!!int x`, `!!int ''`, `!!bool x`
             self._problem(here, f"cannot be read as {node.tag.rsplit(':', 1)[-1]}: {node.value[:40]!r}")
             return None
 

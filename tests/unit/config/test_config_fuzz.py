@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from config_samples import drop_key, set_key, stage2, two_channel
-from coordexp.config import ConfigError, parse_config, resolved_yaml
+from coordexp.config import ConfigError, load_config, parse_config, resolved_yaml
 from coordexp.config.source import read_document
 
 SERVER = {"timeout_s": 10, "servers": [{"base_url": "http://a:8000", "group_port": 51216}]}
@@ -106,3 +108,51 @@ def test_resolved_yaml_reads_back_as_what_was_resolved(
     assert document.problems == []
     assert parse_config(document.data) == config
     assert document.data["template"]["prompt"] == prompt
+
+
+PIECES = [
+    "model",
+    "training",
+    ": ",
+    ":\n  ",
+    "\n",
+    "- ",
+    "{",
+    "}",
+    "[",
+    "]",
+    ", ",
+    "&a ",
+    "*a",
+    "<<: ",
+    "<<",
+    "!!int ",
+    "!x ",
+]
+PIECES += [
+    "? ",
+    "1",
+    "x",
+    "~",
+    "'",
+    '"',
+    "| ",
+    "> ",
+    "#",
+    "${env:HOME}",
+    "${",
+    "%YAML 1.1\n",
+    "---\n",
+    "\t",
+    "extends: ",
+    ".",
+]
+
+
+@settings(max_examples=150, deadline=None)
+@given(pieces=st.lists(st.sampled_from(PIECES), max_size=14))
+def test_any_text_is_a_configuration_or_one_clear_error(tmp_path_factory: Any, pieces: list[str]) -> None:
+    path = tmp_path_factory.getbasetemp() / "any.yaml"
+    path.write_text("".join(pieces), encoding="utf-8")
+    with pytest.raises(ConfigError, match=re.escape(str(path))):
+        load_config(path)
