@@ -38,7 +38,9 @@ def lora(**keys: Any) -> TunerConfig:
 def tuned(config: TunerConfig, *, dtype: str = "float32", checkpoint: Path | None = None, seed: int = 7) -> LoadedModel:
     """A model under ``config`` whose trainable weights are random: zero-initialised ones would hide every mistake."""
     loaded = load_model(checkpoint or tiny_checkpoint(), dtype)
-    tune(loaded.model, config, loaded.vocab.coord_token_ids)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        tune(loaded.model, config, loaded.vocab.coord_token_ids)
     randomise(loaded.model, seed)
     return loaded.model.eval() and loaded
 
