@@ -3,63 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import ClassVar
 
 import pytest
 import torch
 
 from coordexp.errors import RolloutError
 from coordexp.rollouts.engine.layout import Place, WeightLayout
-
-
-class Rename:
-    """As much of vLLM's ``WeightsMapper`` as the layout asks for."""
-
-    def get_rename_mapper(self) -> Rename:
-        return self
-
-    def map_name(self, name: str) -> str | None:
-        for old, new in (("model.language.", "language.model."), ("lm_head.", "language.lm_head.")):
-            if name.startswith(old):
-                return new + name.removeprefix(old)
-        return name
-
-
-class Wrapped(torch.nn.Module):
-    def __init__(self, layer: torch.nn.Module) -> None:
-        super().__init__()
-        self.base_layer = layer
-
-
-class FusedModel(torch.nn.Module):
-    """Heads of 4 and 2 rows fused; a tied head; one layer wrapped as vLLM's LoRA layers wrap it."""
-
-    packed_modules_mapping: ClassVar = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "qkv": ["qkv"]}
-    hf_to_vllm_mapper = Rename()
-
-    def __init__(self) -> None:
-        super().__init__()
-        layer = torch.nn.ModuleDict(
-            {"qkv_proj": Wrapped(torch.nn.Linear(3, 8, bias=False)), "norm": torch.nn.LayerNorm(3, bias=False)}
-        )
-        embed = torch.nn.Embedding(6, 3)
-        head = torch.nn.Linear(3, 6, bias=False)
-        head.weight = embed.weight
-        self.language = torch.nn.ModuleDict(
-            {"model": torch.nn.ModuleDict({"embed": embed, "layer": layer}), "lm_head": head}
-        )
-        self.visual = torch.nn.ModuleDict({"qkv": torch.nn.Linear(2, 6)})
-
-
-SHAPES = {
-    "model.language.embed.weight": (5, 3),  # the engine pads the vocabulary
-    "model.language.layer.q_proj.weight": (4, 3),
-    "model.language.layer.k_proj.weight": (2, 3),
-    "model.language.layer.v_proj.weight": (2, 3),
-    "model.language.layer.norm.weight": (3,),
-    "visual.qkv.weight": (6, 2),
-    "visual.qkv.bias": (6,),
-}
+from fused_model import SHAPES, FusedModel
 
 
 @pytest.fixture

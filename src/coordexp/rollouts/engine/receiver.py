@@ -1,0 +1,214 @@
+"""The receiving end of weight pushes in one worker: what arrives, whether it is complete, and that it landed.
+
+Knows the model and the weight group, not vLLM: the worker extension calls it, and colocated engines hand it tensors.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from coordexp.errors import RolloutError
+from coordexp.rollouts.engine import checksum
+from coordexp.rollouts.engine.buckets import TensorInfo, pieces, read_infos, unpack
+from coordexp.rollouts.engine.communicator import Communicator, GroupAddress, join
+from coordexp.rollouts.engine.layout import WeightLayout
+
+
+@dataclass(slots=True)
+class PushState:
+    """The push under way, and what the last ones did."""
+
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    received_hashes: dict[str, int] = field(default_factory=dict)
+    adapter_names: list[str] = field(default_factory=list)
+    open: bool = False
+    version: int = 0
+    pushes: int = 0
+    base_overwritten: bool = False  # full weights came at least once: an adapter for the checkpoint no longer fits
+    checksum: str | None = None
+    failure: str | None = None
+    received_bytes: int = 0
+    receive_s: float = 0.0
+    load_s: float = 0.0
+
+
+class WeightReceiver:
+    """One worker's end of weight pushes; knows the model, not vLLM.
+
+    A bucket is loaded in the background while the next one arrives, so an error of loading shows at the next call.
+    """
+
+    def __init__(self, model: torch.nn.Module, device: torch.device, *, sharded: bool) -> None:
+        self.layout = WeightLayout.of(model)
+        self.state = PushState()
+        self._model = model
+        self._device = device
+        self._sharded = sharded  # tensor parallel: no worker holds a whole tensor to read back
+        self._group: Communicator | None = None
+        self._source = -1
+        self._loader = ThreadPoolExecutor(1, thread_name_prefix="load-weights")
+        self._loading: Future[None] | None = None
+
+    def open(self, address: GroupAddress) -> None:
+        """Join a weight group whose last rank sends. A group that is still open belongs to a learner of the past: it is
+        torn down, not waited for."""
+        self.close()
+        self._group = join(address, self._device)
+        self._source = address.world_size - 1
+
+    def close(self) -> None:
+        """Leave the group; a push that was under way is lost, and its weights stay half-loaded."""
+        if self._group is not None:
+            self._group.close()
+        self._group = None
+        self._loading = None
+        if self.state.open:
+            self.record_failure("the learner left in the middle of a push")
+        self.state.open = False
+
+    def receive(self, payload: Sequence[Mapping[str, Any]]) -> None:
+        """Receive one bucket of full weights and start to load it."""
+        with recorded(self.record_failure):
+            infos = read_infos(payload)
+            self._expect([(info.name, info.shape) for info in infos])
+            self._load_behind(self.receive_tensors(infos))
+
+    def take(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Load full weights that are in this process already. They must not change before :meth:`commit` returns."""
+        with recorded(self.record_failure):
+            self._expect([(name, tuple(tensor.shape)) for name, tensor in named])
+            self._load_behind(named)
+
+    def receive_adapter(self, payload: Sequence[Mapping[str, Any]]) -> list[tuple[str, torch.Tensor]]:
+        """Receive the tensors of an adapter."""
+        with recorded(self.record_failure):
+            infos = read_infos(payload)
+            self.begin()
+            return self.receive_tensors(infos)
+
+    def receive_tensors(self, infos: Sequence[TensorInfo]) -> list[tuple[str, torch.Tensor]]:
+        """The tensors of one bucket, from the group's source."""
+        if self._group is None:
+            raise RolloutError("no weight group is open; call /init_communicator/ first")
+        started = time.perf_counter()
+        bytes_N = torch.empty(infos[-1].end_idx, dtype=torch.uint8, device=self._device)
+        for piece in pieces(infos):
+            self._group.broadcast(bytes_N[infos[piece[0]].start_idx : infos[piece[-1]].end_idx], self._source)
+        self.state.receive_s += time.perf_counter() - started
+        self.state.received_bytes += infos[-1].end_idx
+        return unpack(bytes_N, infos)
+
+    def commit(self, version: int | None, wants_checksum: bool, finish: Callable[[], None]) -> dict[str, Any]:
+        """End a push: everything loaded, everything covered; ``finish`` lets vLLM lay the weights out anew.
+
+        Args:
+            version: what these weights are called from now on; None counts on.
+            wants_checksum: read the parameters back and sum them.
+
+        Raises:
+            RolloutError: nothing was pushed, loading failed, or weights are missing. The old version is gone too.
+        """
+        state = self.state
+        with recorded(self.record_failure):
+            if not state.open:
+                raise RolloutError(state.failure or "no push is under way")
+            self._finish_loading()
+            if not state.adapter_names:
+                self.layout.check_complete(state.shapes)
+            finish()
+            state.checksum = self._checksum() if wants_checksum else None
+            state.version = state.version + 1 if version is None else version
+            state.pushes += 1
+            state.base_overwritten |= not state.adapter_names
+            state.open = False
+            state.failure = None
+            return self.report()
+
+    def report(self) -> dict[str, Any]:
+        """What a learner checks; JSON-able."""
+        state = self.state
+        return {
+            "weight_version": state.version,
+            "pushes": state.pushes,
+            "base_overwritten": state.base_overwritten,
+            "push_open": state.open,
+            "failure": state.failure,
+            "checksum": state.checksum,
+            "checksum_of": "received" if self._sharded else "parameters",
+            "num_tensors": len(state.shapes),
+            "received_bytes": state.received_bytes,
+            "receive_s": state.receive_s,
+            "load_s": state.load_s,
+            "communicator_open": self._group is not None,
+        }
+
+    def _expect(self, named_shapes: Sequence[tuple[str, tuple[int, ...]]]) -> None:
+        """Note what a bucket holds, and refuse it before a byte of it is loaded."""
+        self.begin()
+        for name, shape in named_shapes:
+            self.layout.place(name)
+            if name in self.state.shapes:
+                raise RolloutError(f"the learner sent {name!r} twice in one push")
+            self.state.shapes[name] = shape
+
+    def _load_behind(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        self._finish_loading()
+        self._loading = self._loader.submit(self._load, tensors)
+
+    def begin(self) -> None:
+        """Open a push, if none is open."""
+        if self.state.open:
+            return
+        last = self.state
+        self.state = PushState(
+            open=True,
+            version=last.version,
+            pushes=last.pushes,
+            base_overwritten=last.base_overwritten,
+            failure=last.failure,
+        )
+
+    def _load(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        started = time.perf_counter()
+        if self._sharded:
+            self.state.received_hashes |= {name: checksum.tensor_hash(tensor) for name, tensor in tensors}
+        with torch.no_grad():
+            self._model.load_weights(list(tensors))  # pyright: ignore[reportCallIssue]
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self.state.load_s += time.perf_counter() - started
+
+    def _finish_loading(self) -> None:
+        loading, self._loading = self._loading, None
+        if loading is not None:
+            loading.result()
+
+    def _checksum(self) -> str:
+        if self.state.adapter_names and not self.state.shapes:
+            return checksum.combined({})
+        if self._sharded:
+            return checksum.combined(self.state.received_hashes)
+        read = self.layout.read_back(self.state.shapes)
+        return checksum.combined({name: checksum.tensor_hash(tensor) for name, tensor in read})
+
+    def record_failure(self, why: str) -> None:
+        self.state.failure = why
+
+
+@contextmanager
+def recorded(keep: Callable[[str], None]) -> Iterator[None]:
+    """Keep the text of an error that leaves the block: ``swift rollout`` answers 200 whatever happens here."""
+    try:
+        yield
+    except Exception as error:
+        keep(f"{type(error).__name__}: {error}")
+        raise
