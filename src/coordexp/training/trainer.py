@@ -99,16 +99,14 @@ class CoordExpTrainer(Trainer):
     ) -> tuple[list[Any], None]:
         if self.state.global_step >= self.state.max_steps:
             return [], None  # a finished run, resumed: transformers would look at max_steps only after one step more
-        raw, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        with distributed.together(f"reading the samples of step {self.state.global_step + 1}"):
+            raw, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+            raw = [[_owning_memory(sample) for sample in batch] for batch in raw]
         if not raw:
             return [], None
-        raw = [[_owning_memory(sample) for sample in batch] for batch in raw]
         started = time.perf_counter()
-        try:
+        with self._saving_before_giving_up():
             self.window = self.window_builder.prepare(raw, self.state.global_step)
-        except (RolloutError, AlignmentError):
-            self._save_before_giving_up()
-            raise
         self._sums.add(self.window.metrics)
         if self._recorder is not None and self.window.outcomes:
             logging_steps = int(self.state.logging_steps or 1)
@@ -212,14 +210,19 @@ class CoordExpTrainer(Trainer):
                 "last checkpoint with finite loss"
             )
 
-    def _save_before_giving_up(self) -> None:
-        """Rollouts failed, on every rank alike; what was learned so far is intact and waits for a resumed run."""
-        step = self.state.global_step
-        folder = Path(str(self.args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
-        if step and not is_complete(folder):
-            self._save_checkpoint(self.model, None)
-        if step and distributed.is_main():
-            logger.error("rollouts failed after %d steps; resume from %s", step, folder)
+    @contextmanager
+    def _saving_before_giving_up(self) -> Iterator[None]:
+        """Where rollouts fail, they fail on every rank alike; what was learned so far is intact, and is saved first."""
+        try:
+            yield
+        except (RolloutError, AlignmentError):
+            step = self.state.global_step
+            folder = Path(str(self.args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+            if step and not is_complete(folder):
+                self._save_checkpoint(self.model, None)
+            if step and distributed.is_main():
+                logger.error("rollouts failed after %d steps; resume from %s", step, folder)
+            raise
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         if self.window_builder.buffer is not None:
@@ -290,7 +293,7 @@ class CoordExpTrainer(Trainer):
         started = time.perf_counter()
         figures: dict[str, float] = {}
         if self._measured is not None:
-            with synced(self._eval_backend, self.state.global_step):
+            with self._saving_before_giving_up(), synced(self._eval_backend, self.state.global_step):
                 figures, _ = evaluate_dataset(
                     dataset,
                     self._eval_backend,
