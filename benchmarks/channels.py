@@ -55,7 +55,6 @@ CASES = (
             "rollout_matching.vllm.mode": "colocate",
             "rollout_matching.vllm.tensor_parallel_size": 1,
             "rollout_matching.vllm.enforce_eager": True,
-            "rollout_matching.vllm.max_model_len": 1024,  # a prompt and an answer; rows of the learner are longer
         },
         needs="vllm",
     ),
@@ -117,8 +116,9 @@ def measure(case: Case, model: Path, folder: Path, options: Any) -> dict[str, fl
             "training.logging_steps": 1,
             "training.report_to": [],
             "training.use_cpu": True,
-            # Every sample of a step fits one row in either channel, so that their steps train on the same samples.
-            "global_max_length": options.batch * (options.max_new_tokens + 512),
+            # Every sample of a step fits one row in either channel, so that their steps train on the same samples; an
+            # engine reads it as the model's longest sequence, of which the demo's checkpoint has 8,192 positions.
+            "global_max_length": min(8192, options.batch * (options.max_new_tokens + 512)),
             "training.packing_min_fill_ratio": 0.01,
             "rollout_matching.decode_batch_size": options.batch,
             "rollout_matching.max_new_tokens": options.max_new_tokens,

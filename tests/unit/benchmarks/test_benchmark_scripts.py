@@ -45,6 +45,17 @@ def run(script: Callable[[str], ModuleType], tmp_path: Path) -> Run:
     return run_script
 
 
+def test_channels_measures_each_case_by_itself(run: Run, tmp_path: Path) -> None:
+    model = small_checkpoint(tmp_path / "model")
+    sizes = ("--steps", 1, "--warmup", 1, "--batch", 2, "--max-new-tokens", 12, "--model", model)
+    plain = run("channels", *sizes, "--only", "A, 2")
+    assert list(plain) == ["A, 2 forwards"]
+    assert plain["A, 2 forwards"]["new_tokens"] == 0 and plain["A, 2 forwards"]["rollout_s"] == 0
+    rollouts = run("channels", *sizes, "--only", "B, hf")["B, hf"]
+    # Random weights never end an answer: 2 samples of 12 tokens.
+    assert rollouts["new_tokens"] == 24 and rollouts["rollout_s"] > 0 and rollouts["step_s"] > rollouts["learner_s"] > 0
+
+
 def test_step_splits_a_step_into_stages_that_add_up(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
