@@ -102,3 +102,49 @@ def test_a_checkpoint_holds_every_ranks_buffer(two: Outcome) -> None:
     names = {path.name for path in (two.folder / "checkpoint-3").iterdir()}
     assert {"carry_buffer_rank0.json", "carry_buffer_rank1.json", "trainer_state.json", "config.json"} <= names
     assert json.loads((two.folder / "run_manifest.json").read_text())["world_size"] == 2
+
+
+# -- sharded by FSDP2 --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """The same run with weights, gradients and optimizer split over both processes."""
+    folder = tmp_path_factory.mktemp("sharded")
+    keys = KEYS | {"training__per_device_train_batch_size": 2, "training__save_steps": 2, "fsdp__enabled": True}
+    return torchrun(run_config(folder, 2, **keys), 2)
+
+
+def assert_weights(folder: Path, alone: Any) -> None:
+    trained, expected = load_file(folder / "model.safetensors"), weights(alone.model)
+    assert trained.keys() == load_file(tiny_checkpoint() / "model.safetensors").keys(), "a plain checkpoint"
+    for name, value in trained.items():
+        torch.testing.assert_close(value, expected[name], atol=5e-6, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_sharded_processes_take_the_same_optimizer_steps_as_one(sharded: Outcome, two: Outcome, one: Any) -> None:
+    assert [rank["sharded"] for rank in two.ranks] == [0, 0]
+    assert all(rank["sharded"] > 50 for rank in sharded.ranks), "every weight is split"
+    assert_weights(sharded.folder, one)
+    for line, alone in zip(sharded.ranks[0]["steps"], step_lines(one), strict=True):
+        assert line["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+        assert line["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-4)
+    (evaluated,) = sharded.ranks[1]["evaluations"]
+    assert evaluated["eval_rollout/images"] == 5, "sharded weights generate too"
+
+
+def test_a_sharded_run_resumes_as_if_it_had_never_stopped(tmp_path: Path) -> None:
+    """With AdamW, whose state is sharded too: two of three steps, and the third in new processes."""
+    keys = {
+        "training__max_steps": 3,
+        "training__save_strategy": "steps",
+        "training__save_steps": 2,
+        "fsdp__enabled": True,
+    }
+    whole = torchrun(run_config(tmp_path, 1, "whole", **keys), 2)
+    keys["training__resume_from_checkpoint"] = str(whole.folder / "checkpoint-2")
+    resumed = torchrun(run_config(tmp_path, 1, "resumed", **keys), 2)
+    (last,) = [line for line in resumed.ranks[0]["steps"] if line["step"] == 3]
+    assert last["loss"] == whole.ranks[0]["steps"][2]["loss"]
+    ours, theirs = (load_file(run.folder / "model.safetensors") for run in (resumed, whole))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)

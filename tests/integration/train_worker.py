@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from rich.console import Console
+from torch.distributed.tensor import DTensor
 
 from coordexp.config import load_config
 from coordexp.distributed import rank
@@ -19,6 +20,7 @@ def main(yaml: str) -> None:
     result = {
         "steps": [line for line in trainer.state.log_history if "loss" in line],
         "evaluations": [line for line in trainer.state.log_history if "eval_rollout/f1" in line],
+        "sharded": sum(isinstance(weight, DTensor) for weight in trainer.model.parameters()),
         "trained": len(trainer.window.rows) if trainer.window is not None else 0,
     }
     path = Path(config.training.output_dir) / f"rank{rank()}.json"

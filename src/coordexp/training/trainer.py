@@ -34,6 +34,7 @@ from coordexp.training.checkpoint import is_complete, save_carry_buffer
 from coordexp.training.drift import DriftWatch
 from coordexp.training.learning import Learning, name_channel
 from coordexp.training.optimizer import LearningRates, grouped, parameter_groups
+from coordexp.training.parallel import shard_on_cpus
 from coordexp.training.rollout_dump import RolloutRecorder
 from coordexp.training.token_losses import token_losses
 from coordexp.training.two_channel import TwoChannelBuilder
@@ -67,6 +68,7 @@ class CoordExpTrainer(Trainer):
     ) -> None:
         as_they_are: Any = list
         super().__init__(model=loaded.model, data_collator=as_they_are, **kwargs)
+        shard_on_cpus(self)
         # Shares are already divided by the whole step's counts: dividing again by micro-steps would be wrong.
         self.loss_is_scaled_for_ga = True
         self.window_builder = window_builder
@@ -232,6 +234,10 @@ class CoordExpTrainer(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         if not has_adapter(self._loaded.model):
+            if state_dict is not None and self._loaded.model.config.tie_word_embeddings:
+                # Gathered from shards, a tied head is a tensor of its own, which no plain checkpoint holds.
+                ties = self._loaded.model.all_tied_weights_keys or {}
+                state_dict = {name: value for name, value in state_dict.items() if name not in ties}
             super()._save(output_dir, state_dict)
             return
         folder = Path(output_dir or str(self.args.output_dir))

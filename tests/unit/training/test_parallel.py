@@ -1,0 +1,76 @@
+"""``fsdp`` and ``deepspeed``: what reaches transformers, and what is refused before anything is loaded."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordexp.config import RunConfig
+from coordexp.errors import ConfigError, MissingDependency
+from coordexp.training.parallel import check_parallel, parallel_arguments
+from tiny_run import run_config
+
+
+def configured(folder: Path, **keys: Any) -> RunConfig:
+    return run_config(folder, 1, **keys)
+
+
+def test_without_either_section_nothing_is_passed(tmp_path: Path) -> None:
+    config = configured(tmp_path)
+    check_parallel(config, 1)
+    check_parallel(config, 8)
+    assert parallel_arguments(config) == {}
+
+
+def test_fsdp_reaches_accelerate_as_version_2(tmp_path: Path) -> None:
+    keys = {"fsdp__enabled": True, "fsdp__reshard_after_forward": False, "fsdp__cpu_offload": True}
+    config = configured(tmp_path, **keys, fsdp__transformer_layer_cls_to_wrap=["Qwen3VLTextDecoderLayer"])
+    check_parallel(config, 2)
+    assert parallel_arguments(config) == {
+        "fsdp": True,
+        "fsdp_config": {
+            "version": 2,
+            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "reshard_after_forward": False,
+            "cpu_offload": True,
+            "activation_checkpointing": False,
+            "state_dict_type": "FULL_STATE_DICT",
+            "transformer_layer_cls_to_wrap": ["Qwen3VLTextDecoderLayer"],
+        },
+    }
+
+
+def test_fsdp_over_one_process_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"fsdp\.enabled: .*torchrun --nproc_per_node"):
+        check_parallel(configured(tmp_path, fsdp__enabled=True), 1)
+
+
+def test_deepspeeds_configuration_is_handed_over_as_it_is(tmp_path: Path) -> None:
+    stage = {"zero_optimization": {"stage": 2}}
+    config = configured(tmp_path, deepspeed__enabled=True, deepspeed__config=stage, training__use_cpu=False)
+    assert parallel_arguments(config) == {"deepspeed": stage}
+
+
+@pytest.mark.parametrize(
+    ("keys", "error", "complaint"),
+    [
+        ({"training__use_cpu": True}, ConfigError, r"deepspeed\.enabled: DeepSpeed trains on GPUs"),
+        (
+            {"deepspeed__config": "/nowhere/z.json"},
+            ConfigError,
+            r"deepspeed\.config: /nowhere/z\.json: no such",
+        ),
+        ({}, MissingDependency, r"deepspeed\.enabled: true needs the package 'deepspeed'.*pip install"),
+    ],
+    ids=["on a CPU", "no such file", "not installed"],
+)
+def test_deepspeed_that_cannot_work_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], error: type[Exception], complaint: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    given = {"deepspeed__enabled": True, "deepspeed__config": {"train_batch_size": "auto"}, "training__use_cpu": False}
+    with pytest.raises(error, match=complaint):
+        check_parallel(configured(tmp_path, **(given | keys)), 2)
