@@ -1,0 +1,111 @@
+"""On a GPU every attention for packed rows gives what separate forwards give, and waits for nothing but the kernels."""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from coordexp.modeling.attention import KERNELS, Segments, check_attention, varlen_runs_on
+from coordexp.modeling.inputs import row_inputs, to_device
+from tiny_run import gt_segments, load_tiny, row_of
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+LENGTHS = (40, 300, 1, 90, 513)
+HEADS, KV_HEADS, DIM = 4, 2, 64
+
+
+def runs(name: str) -> bool:
+    if name == "flash":
+        return importlib.util.find_spec("flash_attn") is not None
+    return name != "varlen" or varlen_runs_on(torch.device("cuda", 0))
+
+
+@pytest.fixture(params=list(KERNELS))
+def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
+    if not runs(request.param):
+        pytest.skip(f"{request.param} does not run on this machine")
+    yield request.param
+
+
+def rows(dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator("cuda").manual_seed(0)
+    return [
+        torch.randn(1, heads, sum(LENGTHS), DIM, generator=generator, device="cuda", dtype=torch.float32)
+        .to(dtype)
+        .requires_grad_()
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    ]
+
+
+def reference(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    segment_L = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS)).cuda()
+    allowed_LL = (segment_L[:, None] == segment_L[None]) & torch.ones(
+        len(segment_L), len(segment_L)
+    ).tril().bool().cuda()
+    key, value = (part.repeat_interleave(HEADS // KV_HEADS, dim=1) for part in (key, value))
+    scores = (query @ key.transpose(-1, -2)) * DIM**-0.5
+    return (scores.masked_fill(~allowed_LL, float("-inf")).softmax(-1) @ value).transpose(1, 2)
+
+
+def test_forward_and_gradients_are_the_formulas(kernel: str) -> None:
+    leaves = rows(torch.bfloat16)
+    output = KERNELS[kernel](*leaves, Segments(LENGTHS), DIM**-0.5, 0.0)
+    ours = torch.autograd.grad(output.float().square().sum(), leaves)
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    expected = reference(*exact)
+    theirs = torch.autograd.grad(expected.square().sum(), exact)
+    torch.testing.assert_close(output.double(), expected, atol=2e-2, rtol=2e-2)
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a.double() - b).norm() < 2e-2 * b.norm()
+
+
+def test_packed_takes_varlen_in_half_precision_and_sdpa_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[str] = []
+    for name in ("attend_varlen", "attend_each_segment"):
+        monkeypatch.setattr(f"coordexp.modeling.attention.{name}", lambda *a, n=name: taken.append(n) or a[0])
+    for dtype in (torch.bfloat16, torch.float32):
+        KERNELS["packed"](*rows(dtype), Segments(LENGTHS), None, 0.0)
+    expected = "attend_varlen" if varlen_runs_on(torch.device("cuda", 0)) else "attend_each_segment"
+    assert taken == [expected, "attend_each_segment"]
+
+
+def test_a_packed_row_equals_separate_forwards(kernel: str) -> None:
+    loaded = load_tiny("bfloat16", kernel)
+    model = loaded.model.cuda()
+    segments = gt_segments(loaded, 4)
+
+    @torch.no_grad()
+    def logits(chosen: list) -> torch.Tensor:
+        inputs = row_inputs(row_of(chosen), model.model.get_rope_index, loaded.image_token_id, kernel, torch.bfloat16)
+        return model(**to_device(inputs, torch.device("cuda")), use_cache=False).logits[0].float()
+
+    together = logits(segments).split([segment.length for segment in segments])
+    for packed, segment in zip(together, segments, strict=True):
+        alone = logits([segment])
+        assert (packed - alone).abs().max() < 0.05 * alone.abs().max()
+
+
+@pytest.mark.parametrize("name", ["packed", "varlen"])
+def test_layers_never_wait_for_the_device(name: str) -> None:
+    """Lengths are Python numbers; what kernels want of them on the device is made before the first layer is through."""
+    if not runs(name):
+        pytest.skip(f"{name} does not run on this machine")
+    leaves, segments = rows(torch.bfloat16), Segments(LENGTHS)
+    KERNELS[name](*leaves, segments, DIM**-0.5, 0.0)  # makes the segment starts
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with warnings.catch_warnings():
+            for _ in range(3):
+                KERNELS[name](*leaves, segments, DIM**-0.5, 0.0).float().sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_start_check_knows_what_runs(kernel: str) -> None:
+    check_attention(kernel, "cuda", half=True)
