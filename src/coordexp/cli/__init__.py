@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from coordexp.cli import evaluate, launch, run, serve, view
+from coordexp.cli import evaluate, launch, replay, run, serve, view
 from coordexp.cli.config import config_app
 from coordexp.cli.data import data_app
 from coordexp.cli.model import model_app
@@ -28,6 +28,7 @@ app = typer.Typer(
 run.register(app)
 evaluate.register(app)
 view.register(app)
+replay.register(app)
 serve.register(app)
 launch.register(app)
 app.add_typer(data_app, name="data")

@@ -19,7 +19,7 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from coordexp.coords import CoordVocab, FieldOrder
-from coordexp.errors import CoordExpError, DataError
+from coordexp.errors import AppendError, CoordExpError, DataError
 from coordexp.matching import MatchingConfig, match_objects
 from coordexp.metrics.counters import SampleOutcome
 from coordexp.parsing import parse_rollout
@@ -35,7 +35,7 @@ from coordexp.records import (
     TokenRole,
     TrainingTarget,
 )
-from coordexp.targets import TransportConfig, build_target
+from coordexp.targets import TransportConfig, build_target, empty_target
 
 SCHEMA_VERSION = 1
 
@@ -322,22 +322,35 @@ def _place_of(record: RolloutRecord) -> tuple[int, int]:
     return record.where.global_step, record.where.sample_idx
 
 
-def replay(record: RolloutRecord, vocab: CoordVocab) -> tuple[str, ...]:
-    """Parse, match and build again from the recorded response; what came out differently, by name. Empty: nothing.
+def rebuild(record: RolloutRecord, vocab: CoordVocab) -> tuple[ParsedRollout, MatchResult, TrainingTarget]:
+    """Parse, match and build again from the recorded response. ``vocab`` must be that of the run's tokenizer.
 
-    ``vocab`` must be that of the run's tokenizer; the code may be a later version, which is what this is for.
+    Raises:
+        AppendError: nothing can be written behind the answer, although something was when it was recorded.
     """
     parsed = parse_rollout(record.response_token_ids, vocab, ended=not record.truncated)
     match = match_objects(parsed.objects, record.ground_truth, record.settings.matching)
-    target = build_target(
-        parsed,
-        match,
-        record.ground_truth,
-        vocab,
-        sample_id=record.sample_id,
-        field_order=record.settings.field_order,
-        transport=record.settings.transport,
-    )
+    try:
+        target = build_target(
+            parsed,
+            match,
+            record.ground_truth,
+            vocab,
+            sample_id=record.sample_id,
+            field_order=record.settings.field_order,
+            transport=record.settings.transport,
+        )
+    except AppendError:
+        if record.target.token_ids:
+            raise
+        target = empty_target(record.sample_id)  # two-channel training goes on without such an answer
+    return parsed, match, target
+
+
+def replay(record: RolloutRecord, vocab: CoordVocab) -> tuple[str, ...]:
+    """What :func:`rebuild` makes differently from what was recorded, by name. Empty: nothing. The code may be a later
+    version, which is what this is for."""
+    parsed, match, target = rebuild(record, vocab)
     pairs: tuple[tuple[str, Mapping[str, Any], Mapping[str, Any]], ...] = (
         ("parse", asdict(record.parse), asdict(_parse_record(parsed))),
         ("match", asdict(record.match), asdict(match)),

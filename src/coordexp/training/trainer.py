@@ -221,7 +221,7 @@ class CoordExpTrainer(Trainer):
             step = self.state.global_step
             folder = Path(str(self.args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
             if step and not is_complete(folder):
-                self._save_checkpoint(self.model, None)
+                self._save_checkpoint(self._loaded.model, None)
             if step and distributed.is_main():
                 logger.error("rollouts failed after %d steps; resume from %s", step, folder)
             raise
