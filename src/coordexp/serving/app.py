@@ -331,10 +331,16 @@ def _admission(api_key: str | None) -> Callable[..., Awaitable[Any]]:
 
 
 async def _reply_to_error(request: Request, error: Exception) -> JSONResponse:
-    status = error.status if isinstance(error, RequestRefused) else 500
+    status = error.status if isinstance(error, RequestRefused) else 503 if _is_engine_death(error) else 500
     known = isinstance(error, CoordExpError)
     logger.warning("%s: %s: %s", request.url.path, type(error).__name__, error, exc_info=None if known else error)
     return _error(status, str(error) if known else f"{type(error).__name__}: {error}")
+
+
+def _is_engine_death(error: Exception) -> bool:
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    return isinstance(error, EngineDeadError)
 
 
 def _error(status: int, message: str) -> JSONResponse:

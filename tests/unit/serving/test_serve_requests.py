@@ -1,0 +1,149 @@
+"""From ``/infer/``'s payload to a prompt: the learner's pixels, ms-swift's forms, and refusals that say why."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from pydantic import ValidationError
+
+from coordexp.data.images import open_rgb
+from coordexp.serving import requests
+from coordexp.serving.gate import RequestRefused
+from coordexp.serving.requests import InferRequest, PromptBuilder, RequestConfig, open_image
+
+
+class FakeProcessor:
+    """Shows the messages that a chat template would get."""
+
+    def apply_chat_template(self, messages: Any, tokenize: bool, add_generation_prompt: bool) -> str:
+        assert not tokenize and add_generation_prompt
+        parts = [
+            f"{message['role']}:" + "".join(part.get("text", "[image]") for part in message["content"])
+            for message in messages
+        ]
+        return "|".join(parts)
+
+
+@pytest.fixture
+def picture(tmp_path: Path) -> Path:
+    """Not upright as stored, and partly transparent: opening it takes more than decoding it."""
+    pixels = np.random.default_rng(0).integers(0, 256, (20, 30, 4), dtype=np.uint8)
+    path = tmp_path / "picture.png"
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.fromarray(pixels, "RGBA").save(path, exif=exif)
+    return path
+
+
+def test_an_image_is_the_learners_however_it_comes(picture: Path) -> None:
+    data = base64.b64encode(picture.read_bytes()).decode()
+    expected = np.asarray(open_rgb(picture))
+    assert expected.shape == (30, 20, 3)
+    for source in (str(picture), f"file://{picture}", data, f"data:image/png;base64,{data}"):
+        assert np.array_equal(np.asarray(open_image(source)), expected)
+
+
+@pytest.mark.parametrize(
+    ("source", "status", "message"),
+    [
+        ("/no/such.png", 400, "image not found"),
+        ("https://example.org/a.png", 400, "not fetched"),
+        ("data:image/png,raw", 400, "must be ;base64"),
+        ("picture.png", 400, "neither an absolute path"),
+        (base64.b64encode(b"no image").decode(), 400, "not a readable image"),
+        ("A" * 2000, 413, "more than"),
+        ("data:;base64," + "A" * 2000, 413, "more than"),
+    ],
+    ids=["missing", "address", "not base64", "relative", "no image", "large", "large url"],
+)
+def test_an_image_that_is_refused(monkeypatch: pytest.MonkeyPatch, source: str, status: int, message: str) -> None:
+    monkeypatch.setattr(requests, "MAX_IMAGE_BYTES", 1000)
+    with pytest.raises(RequestRefused, match=message) as refused:
+        open_image(source)
+    assert refused.value.status == status
+
+
+def test_a_large_file_is_refused_before_it_is_read(picture: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "MAX_IMAGE_BYTES", 100)
+    with pytest.raises(RequestRefused, match="larger than") as refused:
+        open_image(str(picture))
+    assert refused.value.status == 413
+
+
+def built(picture: Path, messages: list[Any], num_images: int, max_images: int = 1) -> dict[str, Any]:
+    request = InferRequest(messages=messages, images=[str(picture)] * num_images)
+    return PromptBuilder(FakeProcessor(), max_images).build(request)
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+@pytest.mark.parametrize(
+    ("messages", "text"),
+    [
+        ([user("<image>Detect.")], "user:[image]Detect."),
+        ([user([{"type": "image", "image": "x"}, {"type": "text", "text": "Detect."}])], "user:[image]Detect."),
+        ([{"role": "system", "content": "Be brief."}, user("See<image>")], "system:Be brief.|user:See[image]"),
+    ],
+    ids=["mark", "parts", "system"],
+)
+def test_both_forms_of_messages_become_one_prompt(picture: Path, messages: list[Any], text: str) -> None:
+    prompt = built(picture, messages, 1)
+    assert prompt["prompt"] == text
+    assert [image.size for image in prompt["multi_modal_data"]["image"]] == [(20, 30)]
+
+
+def test_a_prompt_without_an_image(picture: Path) -> None:
+    assert built(picture, [user("Hello.")], 0) == {"prompt": "user:Hello."}
+
+
+@pytest.mark.parametrize(
+    ("messages", "num_images", "message"),
+    [
+        ([user("<image>a")], 0, "have 1 images, but 0"),
+        ([user("a")], 1, "have 0 images, but 1"),
+        ([user("<image><image>")], 2, "allows 1"),
+        ([{"content": "a"}], 0, "without a role"),
+        ([user(3)], 0, "content is int"),
+        ([user([{"type": "video"}])], 0, "must be an image or a text"),
+        ([user(["text"])], 0, "must be an image or a text"),
+    ],
+)
+def test_messages_that_are_refused(picture: Path, messages: list[Any], num_images: int, message: str) -> None:
+    with pytest.raises(RequestRefused, match=message):
+        built(picture, messages, num_images)
+
+
+def test_decoding_keys_reach_the_engine() -> None:
+    config = RequestConfig(
+        max_tokens=9, temperature=0.0, top_k=-1, top_p=0.9, repetition_penalty=1.1, seed=5, stop=["x"]
+    )
+    arguments = config.sampling_arguments(2)
+    expected = {"max_tokens": 9, "temperature": 0.0, "top_k": -1, "top_p": 0.9, "repetition_penalty": 1.1}
+    assert expected.items() <= arguments.items()
+    assert (arguments["seed"], arguments["stop"]) == (7, ["x"])
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+def test_no_seed_stays_none(seed: int | None) -> None:
+    assert RequestConfig(seed=seed).sampling_arguments(3)["seed"] is None
+
+
+@pytest.mark.parametrize("key", [{"n": 2}, {"num_beams": 2}, {"top_p": 0}, {"temperatur": 1}, {"length_penalty": 0.5}])
+def test_what_would_change_the_answer_in_unknown_ways_is_refused(key: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        RequestConfig(**key)
+
+
+def test_everything_that_ms_swift_sends_by_default_is_taken() -> None:
+    swift = pytest.importorskip("swift.infer_engine.protocol")
+    from dataclasses import asdict
+
+    RequestConfig(**asdict(swift.RequestConfig(max_tokens=5, seed=1, return_details=True)))
+    InferRequest(**asdict(swift.RolloutInferRequest(messages=[user("<image>a")], images=["/a.png"])))
