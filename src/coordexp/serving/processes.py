@@ -46,14 +46,18 @@ def descendants(pid: int) -> list[int]:
 
 
 def end_descendants(grace_s: float) -> list[int]:
-    """End everything below this process: children are asked first, and what is left after ``grace_s`` is killed.
+    """End everything below this process: children, and orphans as they are adopted, are asked once each; what is left
+    after ``grace_s`` is killed.
 
     Returns: what had to be killed.
     """
     own = os.getpid()
-    _signal(_children(own), signal.SIGTERM)
+    asked: set[int] = set()
     deadline = time.monotonic() + grace_s
     while descendants(own) and time.monotonic() < deadline:
+        children = set(_children(own))
+        _signal(children - asked, signal.SIGTERM)
+        asked |= children
         reap()
         time.sleep(_POLL_S)
     killed: list[int] = []

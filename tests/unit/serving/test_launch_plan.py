@@ -1,0 +1,207 @@
+"""What ``coordexp launch`` would start: from the validated configuration alone, before anything runs."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli_runs import run_cli
+from config_samples import set_key, write_yaml
+from coordexp.config import load_config
+from coordexp.errors import ConfigError
+from coordexp.rollouts.engine.guard_activation import CONFIG_JSON, ENABLE, activated_config
+from coordexp.serving.plan import LaunchPlan, plan_from_json, plan_launch
+from coordexp.serving.preflight import make_plan, refuse_problems, run_checks
+from coordexp.training.build import resolved_rollout
+from rollout_servers import server_config
+from swift_servers import GUARD, guarded_config, plan_of
+from tiny_run import tiny_checkpoint
+
+PORT = 29500
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> dict[str, Any]:
+    config = guarded_config(tmp_path, "swift", num_servers=2, checkpoint=tiny_checkpoint())
+    return set_key(config, "training.save_strategy", "no")
+
+
+def planned(folder: Path, config: dict[str, Any], local: tuple[bool, ...] = (True, True), **keys: Any) -> LaunchPlan:
+    for key, value in keys.items():
+        config = set_key(config, key.replace("__", "."), value)
+    path = write_yaml(folder, config)
+    return plan_launch(load_config(path), path, local=local, rendezvous_port=PORT, model_type="qwen3_vl")
+
+
+@pytest.mark.scenario("Preflight/runtime consume a shared validated rollout contract")
+def test_preflight_and_trainer_read_the_same_contract(tmp_path: Path, config: dict[str, Any]) -> None:
+    """Both go through the one loader: the launcher's projections are those of the trainer's own section."""
+    run = load_config(write_yaml(tmp_path, config))
+    plan = plan_of(tmp_path, config)
+    rollout = resolved_rollout(run)
+    assert rollout.vllm.server is not None
+    assert list(plan.server_base_urls) == [entry.base_url for entry in rollout.vllm.server.servers]
+    assert [server.group_port for server in plan.servers] == [e.group_port for e in rollout.vllm.server.servers]
+    for server in plan.servers:
+        assert server.process is not None
+        assert activated_config(server.process.environment) == rollout.repeat_terminate
+    assert str(tmp_path / "launch.yaml") in plan.learner.command
+
+
+def test_the_whole_guard_section_reaches_the_server_and_not_the_learner(tmp_path: Path, config: dict[str, Any]) -> None:
+    plan = planned(tmp_path, config)
+    for server in plan.servers:
+        assert server.process is not None
+        assert server.process.environment[ENABLE] == "1"
+        assert json.loads(server.process.environment[CONFIG_JSON]) == {**GUARD, "max_object_keys": None}
+    assert ENABLE not in plan.learner.environment
+    off = planned(tmp_path, config, rollout_matching__repeat_terminate__enabled=False)
+    assert all(server.process is not None and ENABLE not in server.process.environment for server in off.servers)
+
+
+def test_swift_is_started_with_the_plugin_and_the_yaml_alone(tmp_path: Path, config: dict[str, Any]) -> None:
+    (first, _) = planned(tmp_path, config, rollout_matching__vllm__max_num_batched_tokens=2048).servers
+    assert first.process is not None
+    words = first.process.command
+    flags = {words[i]: words[i + 1] for i in range(3, len(words), 2)}
+    assert words[1:3] == ("-m", "swift.cli.rollout")
+    assert Path(flags["--external_plugins"]).name == "coordexp_rollout_plugin.py"
+    assert Path(flags["--external_plugins"]).is_file()
+    assert (flags["--host"], flags["--port"]) == ("127.0.0.1", first.base_url.rsplit(":", 1)[1])
+    assert flags["--vllm_use_async_engine"] == "false" and flags["--torch_dtype"] == "float32"
+    assert flags["--vllm_max_model_len"] == "512"
+    assert json.loads(flags["--vllm_engine_kwargs"]) == {"max_num_batched_tokens": 2048}
+    assert json.loads(flags["--vllm_limit_mm_per_prompt"]) == {"image": 1, "video": 0}
+
+
+def test_the_yaml_decides_which_program_serves(tmp_path: Path, config: dict[str, Any]) -> None:
+    plan = planned(tmp_path, config, launch__server="coordexp")
+    commands = [server.process.command for server in plan.servers if server.process is not None]
+    assert [command[1:4] for command in commands] == [("-m", "coordexp", "serve")] * 2
+    assert [command[-2:] for command in commands] == [("--index", "0"), ("--index", "1")]
+
+
+def test_devices_give_data_parallel_engines_and_learner_processes(tmp_path: Path, config: dict[str, Any]) -> None:
+    plan = planned(
+        tmp_path,
+        config,
+        launch__server_devices=[[0, 1, 2, 3], [4, 5]],
+        launch__learner_devices=[6, 7],
+        rollout_matching__vllm__tensor_parallel_size=2,
+    )
+    seen = []
+    for server in plan.servers:
+        assert server.process is not None
+        words = server.process.command
+        seen.append(
+            (server.process.environment["CUDA_VISIBLE_DEVICES"], words[words.index("--vllm_data_parallel_size") + 1])
+        )
+    assert seen == [("0,1,2,3", "2"), ("4,5", "1")]
+    assert plan.learner.environment["CUDA_VISIBLE_DEVICES"] == "6,7"
+    assert "--nproc-per-node=2" in plan.learner.command and f"--master-port={PORT}" in plan.learner.command
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"launch__server_devices": [[0], [0]], "launch__learner_devices": [1]}, "device 0 is already in"),
+        (
+            {"launch__server_devices": [[0], [1]], "launch__learner_devices": [1]},
+            "learner_devices: device 1 is already",
+        ),
+        ({"launch__server_devices": [[0]], "launch__learner_devices": [1]}, "1 lists of devices for 2 servers"),
+        ({"launch__server_devices": [[0], [1]]}, "launch.learner_devices: missing"),
+        ({"launch__server_devices": [[0], []], "launch__learner_devices": [1]}, r"server_devices\[1\]: missing"),
+        (
+            {
+                "launch__server_devices": [[0], [1]],
+                "launch__learner_devices": [2],
+                "rollout_matching__vllm__tensor_parallel_size": 2,
+            },
+            "tensor_parallel_size 2",
+        ),
+    ],
+)
+def test_devices_that_do_not_fit_are_refused(
+    tmp_path: Path, config: dict[str, Any], keys: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        planned(tmp_path, config, **keys)
+
+
+def test_a_server_elsewhere_is_waited_for_and_not_started(tmp_path: Path, config: dict[str, Any]) -> None:
+    plan = planned(tmp_path, config, local=(True, False))
+    assert [server.process is not None for server in plan.servers] == [True, False]
+
+
+def test_without_servers_only_the_learner_is_started(tmp_path: Path, config: dict[str, Any]) -> None:
+    plan = planned(tmp_path, config, local=(), rollout_matching__rollout_backend="hf")
+    assert plan.servers == () and plan.server_base_urls == ()
+
+
+def test_another_family_is_refused_for_swift(tmp_path: Path, config: dict[str, Any]) -> None:
+    path = write_yaml(tmp_path, config)
+    with pytest.raises(ConfigError, match=r"launch\.server: coordexp"):
+        plan_launch(load_config(path), path, local=(True, True), rendezvous_port=PORT, model_type="llama")
+
+
+def test_a_token_is_never_part_of_a_plan(
+    tmp_path: Path, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_TOKEN", "very-secret")
+    plan = planned(tmp_path, config, rollout_matching__vllm__server__api_key_env="MY_TOKEN")
+    assert "very-secret" not in plan.to_json()
+    assert all(one.process is not None and list(one.process.secrets.values()) == ["MY_TOKEN"] for one in plan.servers)
+
+
+def test_a_plan_survives_the_pipe(tmp_path: Path, config: dict[str, Any]) -> None:
+    plan = planned(tmp_path, config, local=(True, False))
+    assert "\n" not in plan.to_json()
+    assert plan_from_json(plan.to_json()) == plan
+
+
+def test_taken_ports_missing_devices_and_full_disks_are_all_named(
+    tmp_path: Path, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers = config["rollout_matching"]["vllm"]["server"]["servers"]
+    servers[1]["group_port"] = servers[0]["group_port"]
+    config = set_key(config, "launch.server_devices", [[0], [1]])
+    config = set_key(config, "launch.learner_devices", [9])
+    monkeypatch.setattr("coordexp.serving.preflight.CHECKPOINT_SHARE", 1e12)
+    config = set_key(config, "training.save_strategy", "steps")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", int(servers[0]["base_url"].rsplit(":", 1)[1])))
+        taken.listen()
+        path = write_yaml(tmp_path, config)
+        run = load_config(path)
+        with pytest.raises(ConfigError) as caught:
+            refuse_problems(run_checks(run, make_plan(run, path), num_gpus=2))
+    text = str(caught.value)
+    assert "there is no device 9" in text
+    assert "servers[0].base_url" in text and "is taken" in text
+    assert "servers[1].group_port" in text and "give each its own" in text
+    assert "training.output_dir" in text
+
+
+def test_dry_run_prints_the_plan_and_starts_nothing(
+    tmp_path: Path, config: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_yaml(tmp_path, config)
+    result = run_cli(capsys, "launch", "--config", path, "--dry-run")
+    assert result.code == 0, result.err
+    urls = [entry["base_url"] for entry in config["rollout_matching"]["vllm"]["server"]["servers"]]
+    assert f"server_base_urls: {', '.join(urls)}" in result.out
+    for word in ("swift.cli.rollout", "torch.distributed.run", ENABLE, "CUDA_VISIBLE_DEVICES", "server1.log"):
+        assert word in result.out
+    assert not Path(config["training"]["output_dir"]).exists()
+
+
+def test_a_missing_model_is_refused_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = server_config(tmp_path, checkpoint=tmp_path / "nowhere")
+    result = run_cli(capsys, "launch", "--config", write_yaml(tmp_path, config))
+    assert result.code == 2
+    assert "model.model" in result.err

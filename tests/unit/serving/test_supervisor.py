@@ -1,0 +1,170 @@
+"""Whatever ends a launch, nothing that it started is left. Servers and learner are stand-ins: small programs that
+answer ``/health/`` and start children in sessions of their own, as torchrun and vLLM do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from coordexp.serving.plan import LaunchPlan, ProcessPlan, ServerPlan
+from rollout_ports import free_ports
+from rollout_servers import descendants, is_alive
+
+# Answers /health/ with 200 and everything else with 404, and has a child in a session of its own.
+SERVER = """
+import http.server, subprocess, sys
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/health/" else 404)
+        self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+# A learner that ignores what it is asked, with a child in a session of its own.
+LONG_LEARNER = """
+import signal, subprocess, sys, time
+child = "import time; print('child up', flush=True); time.sleep(600)"
+subprocess.Popen([sys.executable, "-c", child], start_new_session=True)
+time.sleep(600)
+"""
+LAUNCHER = """
+import sys
+from coordexp.serving.launch import run_plan
+from coordexp.serving.plan import plan_from_json
+sys.exit(run_plan(plan_from_json(sys.stdin.readline())))
+"""
+DEADLINE_S = 60.0
+
+
+def plan(
+    folder: Path, learner: str, server: str = SERVER, wait_s: float = 60.0, guard: dict[str, int] | None = None
+) -> LaunchPlan:
+    port, group = free_ports(2)
+
+    def process(name: str, code: str) -> ProcessPlan:
+        return ProcessPlan(name, (sys.executable, "-c", code, str(port)), {}, (), folder / f"{name}.log")
+
+    return LaunchPlan(
+        (ServerPlan(f"http://127.0.0.1:{port}", group, (port, group), process("server0", server)),),
+        process("learner", learner),
+        wait_s,
+        guard,
+        None,
+    )
+
+
+@dataclass(frozen=True)
+class Running:
+    process: subprocess.Popen[str]
+    folder: Path
+
+    def wait_for(self, text: str, log: str) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        path = self.folder / log
+        while not (path.exists() and text in path.read_text()):
+            assert time.monotonic() < deadline and self.process.poll() is None, f"no {text!r} in {log}"
+            time.sleep(0.05)
+
+    def pid_of(self, word: str) -> int:
+        """The process below the launcher whose command line holds ``word``."""
+        for pid in descendants(self.process.pid):
+            if word.encode() in (Path("/proc") / str(pid) / "cmdline").read_bytes():
+                return pid
+        raise AssertionError(f"no process with {word!r}")
+
+
+@contextmanager
+def launched(folder: Path, plan: LaunchPlan) -> Iterator[Running]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER],
+        stdin=subprocess.PIPE,
+        stdout=(folder / "launch.log").open("wb"),
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    process.stdin.write(plan.to_json() + "\n")
+    process.stdin.flush()
+    try:
+        yield Running(process, folder)
+    finally:
+        for pid in [*descendants(process.pid), process.pid]:
+            if is_alive(pid):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+
+
+def all_gone(pids: list[int]) -> bool:
+    deadline = time.monotonic() + DEADLINE_S
+    while any(map(is_alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return not any(map(is_alive, pids))
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_the_learners_exit_code_is_returned(tmp_path: Path, code: int) -> None:
+    learner = f"import sys; print('trained', flush=True); sys.exit({code})"
+    with launched(tmp_path, plan(tmp_path, learner)) as running:
+        assert running.process.wait(DEADLINE_S) == code
+    shown = (tmp_path / "launch.log").read_text()
+    assert "trained" in shown and f"exit code {code}" in shown
+    assert (tmp_path / "learner.log").read_text() == "trained\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_is_passed_on_and_everything_ends(tmp_path: Path, number: signal.Signals) -> None:
+    with launched(tmp_path, plan(tmp_path, LONG_LEARNER)) as running:
+        running.wait_for("child up", "learner.log")
+        everything = descendants(running.process.pid)
+        assert len(everything) >= 5  # supervisor, server, its child, learner, its child
+        running.process.send_signal(number)
+        assert running.process.wait(DEADLINE_S) == 128 + number
+        assert all_gone(everything)
+
+
+@pytest.mark.parametrize("victim", ["launcher", "supervisor", "server", "learner"])
+def test_kill_9_of_any_of_them_leaves_no_process(tmp_path: Path, victim: str) -> None:
+    with launched(tmp_path, plan(tmp_path, LONG_LEARNER)) as running:
+        running.wait_for("child up", "learner.log")
+        everything = descendants(running.process.pid)
+        word = {"supervisor": "coordexp.serving.supervisor", "server": "HTTPServer", "learner": "import signal, sub"}
+        pid = running.process.pid if victim == "launcher" else running.pid_of(word[victim])
+        os.kill(pid, signal.SIGKILL)
+        assert all_gone(everything), f"left over after kill -9 of the {victim}"
+        assert running.process.wait(DEADLINE_S) != 0
+
+
+def test_a_server_that_does_not_start_ends_the_launch_with_its_log(tmp_path: Path) -> None:
+    failing = "print('no such model', flush=True); raise SystemExit(7)"
+    with launched(tmp_path, plan(tmp_path, LONG_LEARNER, server=failing)) as running:
+        assert running.process.wait(DEADLINE_S) == 1
+    shown = (tmp_path / "launch.log").read_text()
+    assert "server0 ended with exit code 7" in shown and "no such model" in shown
+    assert not (tmp_path / "learner.log").exists(), "the learner must not have been started"
+
+
+def test_a_server_that_never_answers_is_given_up(tmp_path: Path) -> None:
+    with launched(tmp_path, plan(tmp_path, LONG_LEARNER, server="import time; time.sleep(600)", wait_s=2)) as running:
+        everything = descendants(running.process.pid)
+        assert running.process.wait(DEADLINE_S) == 1
+        assert all_gone(everything)
+    assert "launch.wait_s" in (tmp_path / "launch.log").read_text()
+    assert not (tmp_path / "learner.log").exists()
+
+
+def test_a_server_without_status_cannot_prove_its_guard(tmp_path: Path) -> None:
+    guarded = plan(tmp_path, LONG_LEARNER, guard={"enabled": True})
+    with launched(tmp_path, guarded) as running:
+        assert running.process.wait(DEADLINE_S) == 1
+    assert "external_plugins" in (tmp_path / "launch.log").read_text()
+    assert not (tmp_path / "learner.log").exists()
