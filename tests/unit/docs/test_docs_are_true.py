@@ -104,6 +104,7 @@ def test_python_blocks_compile() -> None:
 def test_the_example_module_runs() -> None:
     """Its focal loss without focusing is the hard cross-entropy of coord_reg."""
     from coordexp.objective.coord_reg import CoordReg
+    from coordexp.objective.pipeline import ObjectivePipeline, WeightedModule
     from objective_rows import Trigram, context, segments
 
     (source,) = [text for page, text in blocks("python") if "class CoordFocal:" in text]
@@ -113,9 +114,9 @@ def test_the_example_module_runs() -> None:
         exec(compile(source, "add-a-module.md", "exec"), namespace)
     finally:
         del sys.modules["coord_focal_example"]
-    ctx = context(segments(), Trigram())
     focal = namespace["CoordFocal"](focal_weight=0.5, gamma=0.0)
     hard = CoordReg(0.5, 0.0, 0.0, 0.0, 0.0, 1.0, 2.0, None)
+    ctx = context(segments(), Trigram(), ObjectivePipeline((WeightedModule("coord_focal", 1.0, focal),)))
     assert focal.sums(ctx)["focal"].item() == pytest.approx(hard.sums(ctx)["coord_ce"].item())
     assert focal.denominators(ctx.counts)["focal"] == hard.denominators(ctx.counts)["coord_ce"] == ctx.counts.coords
 
