@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-import coordexp.config
+import coordexp.config.explain
 from cli_runs import run_cli, small_checkpoint, write_run
 from coordexp.cli import main
 from coordexp.errors import ConfigError
@@ -71,11 +71,13 @@ BAD_CHECKPOINTS = {
 @pytest.fixture
 def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     import coordexp.modeling.load
+    import coordexp.training.answering
 
     def load_model(*_: object, **__: object) -> None:
         raise AssertionError("weights are read although the input is bad")
 
-    monkeypatch.setattr(coordexp.modeling.load, "load_model", load_model)
+    for module in (coordexp.modeling.load, coordexp.training.answering):
+        monkeypatch.setattr(module, "load_model", load_model)
 
 
 def expect_one_error(capsys: pytest.CaptureFixture[str], run: Path, argv: list[object], texts: tuple[str, ...]) -> None:
@@ -149,7 +151,7 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(path: Path) -> None:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(coordexp.config, "load_config", broken)
+    monkeypatch.setattr(coordexp.config.explain, "explain_config", broken)
     with pytest.raises(ZeroDivisionError):
         main(["config", "check", "any.yaml"])
 
