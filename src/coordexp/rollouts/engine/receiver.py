@@ -20,6 +20,8 @@ from coordexp.rollouts.engine.buckets import TensorInfo, pieces, read_infos, unp
 from coordexp.rollouts.engine.communicator import Communicator, GroupAddress, join
 from coordexp.rollouts.engine.layout import WeightLayout
 
+LOAD_BYTES = 32 << 20  # what is loaded at once while more arrives
+
 
 @dataclass(slots=True)
 class PushState:
@@ -42,7 +44,7 @@ class PushState:
 class WeightReceiver:
     """One worker's end of weight pushes; knows the model, not vLLM.
 
-    A bucket is loaded in the background while the next one arrives, so an error of loading shows at the next call.
+    Weights are loaded in the background while further ones arrive, so an error of loading shows at a later call.
     """
 
     def __init__(self, model: torch.nn.Module, device: torch.device, *, sharded: bool) -> None:
@@ -54,7 +56,9 @@ class WeightReceiver:
         self._group: Communicator | None = None
         self._source = -1
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="load-weights")
-        self._loading: Future[None] | None = None
+        self._loading_before: list[Future[None]] = []  # of the bucket before the newest
+        self._loading: list[Future[None]] = []
+        self._buffers: list[torch.Tensor] = []  # two, taken in turn
 
     def open(self, address: GroupAddress) -> None:
         """Join a weight group whose last rank sends. A group that is still open belongs to a learner of the past: it is
@@ -68,7 +72,7 @@ class WeightReceiver:
         if self._group is not None:
             self._group.close()
         self._group = None
-        self._loading = None
+        self._loading_before, self._loading, self._buffers = [], [], []
         if self.state.open:
             self.record_failure("the learner left in the middle of a push")
         self.state.open = False
@@ -78,32 +82,56 @@ class WeightReceiver:
         with recorded(self.record_failure):
             infos = read_infos(payload)
             self._expect([(info.name, info.shape) for info in infos])
-            self._load_behind(self.receive_tensors(infos))
+            self._next_bucket()
+            for tensors in self._arriving(infos, self._buffer(infos[-1].end_idx)):
+                self._loading.append(self._loader.submit(self._load, tensors))
 
     def take(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Load full weights that are in this process already. They must not change before :meth:`commit` returns."""
         with recorded(self.record_failure):
             self._expect([(name, tuple(tensor.shape)) for name, tensor in named])
-            self._load_behind(named)
+            self._next_bucket()
+            self._loading.append(self._loader.submit(self._load, named))
 
     def receive_adapter(self, payload: Sequence[Mapping[str, Any]]) -> list[tuple[str, torch.Tensor]]:
         """Receive the tensors of an adapter."""
         with recorded(self.record_failure):
             infos = read_infos(payload)
             self.begin()
-            return self.receive_tensors(infos)
+            # Memory of its own: an engine may keep an adapter's tensors as they are.
+            own = torch.empty(infos[-1].end_idx, dtype=torch.uint8, device=self._device)
+            return [named for tensors in self._arriving(infos, own) for named in tensors]
 
-    def receive_tensors(self, infos: Sequence[TensorInfo]) -> list[tuple[str, torch.Tensor]]:
-        """The tensors of one bucket, from the group's source."""
+    def _arriving(self, infos: Sequence[TensorInfo], bytes_N: torch.Tensor) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """The tensors of one bucket, received into ``bytes_N``, as soon as enough of them are there to be loaded."""
         if self._group is None:
             raise RolloutError("no weight group is open; call /init_communicator/ first")
-        started = time.perf_counter()
-        bytes_N = torch.empty(infos[-1].end_idx, dtype=torch.uint8, device=self._device)
+        here: list[tuple[str, torch.Tensor]] = []
+        num_bytes = 0
         for piece in pieces(infos):
-            self._group.broadcast(bytes_N[infos[piece[0]].start_idx : infos[piece[-1]].end_idx], self._source)
-        self.state.receive_s += time.perf_counter() - started
-        self.state.received_bytes += infos[-1].end_idx
-        return unpack(bytes_N, infos)
+            part = [infos[index] for index in piece]
+            started = time.perf_counter()
+            self._group.broadcast(bytes_N[part[0].start_idx : part[-1].end_idx], self._source)
+            self.state.receive_s += time.perf_counter() - started
+            self.state.received_bytes += part[-1].end_idx - part[0].start_idx
+            num_bytes += part[-1].end_idx - part[0].start_idx
+            here += unpack(bytes_N, part)
+            if num_bytes >= LOAD_BYTES:
+                yield here
+                here, num_bytes = [], 0
+        if here:
+            yield here
+
+    def _buffer(self, size: int) -> torch.Tensor:
+        """Memory for one bucket. On a CPU it is used again, as fresh pages cost as much as the transfer itself: every
+        other bucket gets the same, whose weights :meth:`_next_bucket` has waited for."""
+        if self._device.type != "cpu":
+            return torch.empty(size, dtype=torch.uint8, device=self._device)
+        buffer = self._buffers.pop(0) if len(self._buffers) == 2 else torch.empty(0, dtype=torch.uint8)
+        if buffer.numel() < size:
+            buffer = torch.empty(size, dtype=torch.uint8)
+        self._buffers.append(buffer)
+        return buffer
 
     def commit(self, version: int | None, wants_checksum: bool, finish: Callable[[], None]) -> dict[str, Any]:
         """End a push: everything loaded, everything covered; ``finish`` lets vLLM lay the weights out anew.
@@ -158,9 +186,10 @@ class WeightReceiver:
                 raise RolloutError(f"the learner sent {name!r} twice in one push")
             self.state.shapes[name] = shape
 
-    def _load_behind(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-        self._finish_loading()
-        self._loading = self._loader.submit(self._load, tensors)
+    def _next_bucket(self) -> None:
+        """Make room for one more bucket: at most one is still being loaded while another arrives."""
+        _finish(self._loading_before)
+        self._loading_before, self._loading = self._loading, []
 
     def begin(self) -> None:
         """Open a push, if none is open."""
@@ -185,12 +214,15 @@ class WeightReceiver:
             self._model.load_weights(list(tensors))  # pyright: ignore[reportCallIssue]
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+        for name, tensor in tensors:
+            parameter = self.layout.parameters[self.layout.place(name).parameter]
+            if parameter.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
+                raise RolloutError(f"the engine made {name} a parameter without copying it; its memory is used again")
         self.state.load_s += time.perf_counter() - started
 
     def _finish_loading(self) -> None:
-        loading, self._loading = self._loading, None
-        if loading is not None:
-            loading.result()
+        _finish(self._loading_before)
+        _finish(self._loading)
 
     def _checksum(self) -> str:
         if self.state.adapter_names and not self.state.shapes:
@@ -202,6 +234,11 @@ class WeightReceiver:
 
     def record_failure(self, why: str) -> None:
         self.state.failure = why
+
+
+def _finish(loading: list[Future[None]]) -> None:
+    while loading:
+        loading.pop(0).result()
 
 
 @contextmanager
