@@ -1,9 +1,13 @@
 """The contract's scenarios on distributing requests over rollout servers."""
 
+import threading
+import time
+
 import pytest
 
 from coordexp.errors import ConfigError
-from coordexp.rollouts.chunking import chunk_size, reassemble, split_requests
+from coordexp.rollouts.chunking import Call, chunk_size, plan_calls, server_slots
+from coordexp.rollouts.in_flight import in_flight
 
 
 @pytest.mark.scenario("vLLM server mode fails fast when cap is infeasible")
@@ -19,8 +23,19 @@ def test_more_learner_ranks_than_decode_slots():
 
 @pytest.mark.scenario("Multi-server request distribution is deterministic")
 def test_the_same_requests_go_to_the_same_servers_and_come_back_in_order():
+    slots = server_slots(decode_batch_size=3, server_world_sizes=[2, 1, 1], learner_world_size=1, rank=0)
+    first, second = plan_calls([11], slots), plan_calls([11], slots)
+    assert first == second == [[Call(0, 0, range(0, 6)), Call(1, 0, range(6, 9)), Call(2, 0, range(9, 11))]]
     requests = [f"request {i}" for i in range(11)]
-    first, second = split_requests(11, [2, 1, 1]), split_requests(11, [2, 1, 1])
-    assert first == second == [range(0, 6), range(6, 9), range(9, 11)]
-    replies = [[requests[i].upper() for i in chunk] for chunk in first]
-    assert reassemble(first, replies) == [request.upper() for request in requests]
+    for slow in range(3):  # whichever server answers last
+        answered = {}
+        others = threading.Barrier(3)
+
+        def ask(call, slow=slow, others=others):
+            others.wait(20)  # all servers are asked at once
+            time.sleep(0.2 if call.server == slow else 0)
+            return [requests[i].upper() for i in call.indices]
+
+        for call, replies in in_flight(first[0], slots, ask, watch=lambda servers: None, watch_s=60):
+            answered |= dict(zip(call.indices, replies, strict=True))
+        assert [answered[i] for i in range(11)] == [request.upper() for request in requests]

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
-from coordexp.errors import ConfigError, RolloutError
-
-Answer = TypeVar("Answer")
+from coordexp.errors import ConfigError
 
 
 def split_requests(n: int, world_sizes: Sequence[int]) -> list[range]:
@@ -30,24 +27,6 @@ def split_requests(n: int, world_sizes: Sequence[int]) -> list[range]:
         plan.append(range(start, stop))
         start = stop
     return plan
-
-
-def reassemble(plan: Sequence[range], answers: Sequence[Sequence[Answer]]) -> list[Answer]:
-    """The servers' answers in the original order of the requests.
-
-    Raises:
-        RolloutError: a server did not answer each of its requests exactly once.
-    """
-    if len(plan) != len(answers):
-        raise RolloutError(f"{len(answers)} lists of answers for {len(plan)} servers; every server must reply")
-    ordered: list[Answer] = []
-    for server, (asked, given) in enumerate(zip(plan, answers, strict=True)):
-        if len(asked) != len(given):
-            raise RolloutError(
-                f"server {server} returned {len(given)} answers to {len(asked)} requests; check that server's log"
-            )
-        ordered.extend(given)
-    return ordered
 
 
 def chunk_ranges(n: int, size: int) -> list[range]:
