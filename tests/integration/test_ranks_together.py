@@ -1,0 +1,59 @@
+"""One rank's failure is everybody's, with one text; two real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from coordexp import distributed
+from coordexp.errors import RolloutError
+
+WORKER = Path(__file__).parent / "together_worker.py"
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[str] | None]]:
+    folder = tmp_path_factory.mktemp("together")
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(WORKER), str(folder)],
+        capture_output=True, text=True, timeout=200, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "message"),
+    [
+        ("second", "RolloutError", "rank 1, the test: server 0 is gone"),
+        ("both", "DataError", "rank 0, the test: a.png: no image (2 of 2 ranks failed)"),
+        ("a bug", "RuntimeError", "rank 0, the test: division by zero"),
+    ],
+)
+def test_all_ranks_raise_the_first_failure(
+    case: str, kind: str, message: str, seen: list[dict[str, list[str] | None]]
+) -> None:
+    for rank in seen:
+        found = rank[case]
+        assert found is not None and found[:2] == [kind, message]
+
+
+def test_nobody_fails_when_nobody_failed(seen: list[dict[str, list[str] | None]]) -> None:
+    assert [rank["nobody"] for rank in seen] == [None, None]
+
+
+def test_the_failing_rank_keeps_its_own_traceback(seen: list[dict[str, list[str] | None]]) -> None:
+    causes = [found[2] if (found := rank["a bug"]) is not None else None for rank in seen]
+    assert causes == ["ZeroDivisionError", "NoneType"]
+
+
+def test_alone_an_error_is_left_as_it_is() -> None:
+    error = RolloutError("as it was")
+    with pytest.raises(RolloutError) as raised, distributed.together("anywhere"):
+        raise error
+    assert raised.value is error
