@@ -121,7 +121,8 @@ def build_model(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Any:
     )
     torch.manual_seed(0)
     with torch.device(device):
-        model = Qwen3VLForConditionalGeneration(config).to(dtype)
+        model: Any = Qwen3VLForConditionalGeneration(config)
+        model = model.to(dtype)
     model.set_attn_implementation({"text_config": transformers_name("packed"), "vision_config": "sdpa"})
     return model.train()
 

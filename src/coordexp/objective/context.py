@@ -8,7 +8,7 @@ from dataclasses import astuple, dataclass
 import numpy as np
 import torch
 
-from coordexp.objective.head import HeadQuery, HeadScores, move
+from coordexp.objective.scores import HeadQuery, HeadScores, move
 from coordexp.packing import supervise_row
 from coordexp.records import PackedRow, TokenRole, TrainingTarget
 

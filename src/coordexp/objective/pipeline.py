@@ -20,8 +20,8 @@ from coordexp.objective.context import ObjectiveContext, SupervisionCounts, Supe
 from coordexp.objective.coord_diag import CoordDiag
 from coordexp.objective.coord_math import DecodeMode
 from coordexp.objective.coord_reg import CoordReg
-from coordexp.objective.head import HeadQuery
 from coordexp.objective.query import Wants, head_query
+from coordexp.objective.scores import HeadQuery
 from coordexp.objective.token_ce import TokenCE
 
 MODULES: dict[str, type] = {"token_ce": TokenCE, "coord_reg": CoordReg, "bbox_geo": BBoxGeo, "coord_diag": CoordDiag}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from coordexp.objective.context import SupervisionTensors
-from coordexp.objective.head import HeadQuery
+from coordexp.objective.scores import HeadQuery
 
 
 @dataclass(frozen=True, slots=True, eq=False)
