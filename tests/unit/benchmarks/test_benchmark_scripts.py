@@ -56,6 +56,17 @@ def test_channels_measures_each_case_by_itself(run: Run, tmp_path: Path) -> None
     assert rollouts["new_tokens"] == 24 and rollouts["rollout_s"] > 0 and rollouts["step_s"] > rollouts["learner_s"] > 0
 
 
+def test_repeat_guard_measures_its_share_and_what_it_saves(run: Run) -> None:
+    figures = run("repeat_guard", "--batch", 2, "--tokens", 8, "--saved-tokens", 300)
+    assert set(figures["alone"]) == {"runs and n-grams", "and object keys"}
+    cost, saved = figures["cost"], figures["saved"]
+    assert cost["tokens"] == 16 and 0 < cost["guard_s"] < cost["decode_s"]
+    assert cost["share"] == pytest.approx(cost["guard_s"] / cost["decode_s"])
+    # The repeating model is ended once the default limits allow it, at 256 tokens.
+    assert saved["tokens_free"] == 600 and saved["sequences_ended"] == saved["sequences"] == 2
+    assert saved["tokens_guarded"] == 512
+
+
 def test_step_splits_a_step_into_stages_that_add_up(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,0 +1,68 @@
+"""Where the repeat guard's server contract ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from config_samples import set_key, write_yaml
+from coordexp.config import load_config
+from coordexp.config.rollout import RepeatTerminateConfig
+from coordexp.errors import RolloutError
+from coordexp.rollouts import DecodingOptions
+from coordexp.rollouts.build import check_backend
+from coordexp.rollouts.engine.guard_activation import CONFIG_JSON, CONFIG_JSON_PATH, ENABLE
+from coordexp.rollouts.vllm_colocate import ColocatedBackend
+from coordexp.serving.plan import plan_launch
+from rollout_servers import server_config
+from tiny_run import tiny_checkpoint
+
+GUARD = {"enabled": True, "ngram_size": 8}
+
+
+def colocated(folder: Path, **repeat_terminate: Any) -> Any:
+    config = server_config(folder, checkpoint=tiny_checkpoint())
+    config = set_key(config, "rollout_matching.vllm", {"mode": "colocate", "tensor_parallel_size": 1})
+    return load_config(write_yaml(folder, set_key(config, "rollout_matching.repeat_terminate", repeat_terminate)))
+
+
+def engine_arguments(rollout: Any) -> dict[str, Any]:
+    """What a colocated engine would be started with; none is."""
+    unused: Any = None
+    backend = ColocatedBackend(
+        rollout.vllm, model=tiny_checkpoint(), dtype="float32", max_model_len=512, options=DecodingOptions(),
+        decode_batch_size=2, vocab=unused, image_token_id=0, num_embeddings=1, weights=unused, open_image=unused,
+        offload=unused, repeat_terminate=rollout.repeat_terminate, lora_rank=8,
+    )  # fmt: skip
+    return backend.engine_arguments()
+
+
+@pytest.mark.scenario("Non-server vLLM paths are unchanged by this delta")
+def test_a_colocated_engine_needs_no_server_activation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No plugin, no variables, no status: what servers must prove is not asked of an engine inside the learner, and one
+    that is not told to guard is started exactly as if there were no guard."""
+    for name in (ENABLE, CONFIG_JSON, CONFIG_JSON_PATH):
+        monkeypatch.delenv(name, raising=False)
+    plain, guarded = colocated(tmp_path), colocated(tmp_path, **GUARD)
+    for run in (plain, guarded):
+        assert run.rollout_matching is not None
+        check_backend(run.rollout_matching)  # nobody is asked
+        plan = plan_launch(run, tmp_path / "run.yaml", local=(), rendezvous_port=1, model_type="qwen3_vl")
+        assert plan.servers == () and not {ENABLE, CONFIG_JSON} & set(plan.learner.environment)
+    pytest.importorskip("vllm", reason="the engine's worker extension is a class of vLLM's interface")
+    arguments = engine_arguments(plain.rollout_matching)
+    assert "logits_processors" not in arguments and "async_scheduling" not in arguments
+    disabled = colocated(tmp_path, **{**GUARD, "enabled": False}).rollout_matching
+    assert engine_arguments(disabled) == arguments
+
+
+def test_the_same_keys_behind_a_server_are_demanded(tmp_path: Path) -> None:
+    """The contrast: mode server with the guard on, and nobody who says that it is active."""
+    config = set_key(server_config(tmp_path, checkpoint=tiny_checkpoint()), "rollout_matching.repeat_terminate", GUARD)
+    config = set_key(config, "rollout_matching.vllm.server.timeout_s", 0.5)
+    run = load_config(write_yaml(tmp_path, config))
+    assert run.rollout_matching is not None and run.rollout_matching.repeat_terminate == RepeatTerminateConfig(**GUARD)
+    with pytest.raises(RolloutError):
+        check_backend(run.rollout_matching)
