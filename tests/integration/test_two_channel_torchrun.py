@@ -13,12 +13,14 @@ from tiny_run import run_config, train
 from two_channel_runs import SGD, assert_same_training, torchrun
 
 
-def test_a_mixed_run_is_the_same_in_two_processes(tmp_path: Path) -> None:
-    """A, B, A, B; Channel-A with three forwards of the wrapped model's one call."""
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_mixed_run_is_the_same_in_two_processes(sharded: bool, tmp_path: Path) -> None:
+    """A, B, A, B; Channel-A with three forwards within the wrapped model's one call: DDP, and FSDP's shards."""
     keys = SGD | {"training__max_steps": 4, "stage2_ab__n_softctx_iter": 3, "stage2_ab__coord_ctx_embed_mode": "soft",
                   "global_max_length": 2000}  # fmt: skip
     alone = train(run_config(tmp_path, "two_channel", "one", training__per_device_train_batch_size=4, **keys))
-    ranks = torchrun(run_config(tmp_path, "two_channel", "two", training__per_device_train_batch_size=2, **keys))
+    ranks = torchrun(run_config(tmp_path, "two_channel", "two", training__per_device_train_batch_size=2,
+                                fsdp__enabled=sharded, **keys))  # fmt: skip
     assert [line["stage2/channel_b"] for line in ranks[0]["steps"]] == [0, 1, 0, 1]
     assert_same_training(tmp_path / "two", alone, ranks)
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from coordexp.config.objective import Channel
-from coordexp.modeling.coord_offset import output_head
+from coordexp.modeling.coord_offset import OutputHead, output_head
 from coordexp.modeling.self_context import SelfContext, self_context_states
 from coordexp.objective import (
     HeadQuery,
@@ -95,18 +95,17 @@ class SelfContextLearning:
         self, inputs: Mapping[str, Any], supervision: SupervisionTensors, queries: Sequence[HeadQuery]
     ) -> Callable[[Any], tuple[HeadScores, ...]]:
         def score(model: Any) -> tuple[HeadScores, ...]:
-            head = output_head(model)
-            coord_ids_B = torch.tensor(self.coord_ids, device=head.weight_VH.device)
-
-            # Once for all iterations: the gradient of a selection of rows is as large as the head.
-            rows_BH = head.weight_VH[coord_ids_B]
+            coord_ids_B = torch.tensor(self.coord_ids, device=supervision.position_N.device)
+            coord_pos_K = supervision.position_N[supervision.coord_in_N_K]
+            columns: list[_CoordColumns] = []
 
             def coord_logits(hidden_KH: torch.Tensor) -> torch.Tensor:
-                z_KB = hidden_KH @ rows_BH.T
-                return z_KB if head.offset_BH is None else z_KB + hidden_KH.to(head.offset_BH.dtype) @ head.offset_BH.T
+                if not columns:  # not before the first forward, with which FSDP gathers the table
+                    columns.append(_CoordColumns.of(output_head(model), coord_ids_B))
+                return columns[0](hidden_KH)
 
-            coord_pos_K = supervision.position_N[supervision.coord_in_N_K]
             states = self_context_states(model, inputs, coord_pos_K, coord_logits, coord_ids_B, self.settings)
+            head = output_head(model)
             return tuple(
                 score_head(
                     hidden_LH[supervision.position_N - 1],
@@ -133,6 +132,23 @@ class SelfContextLearning:
             for part, query, found in zip(self._parts(), queries, scores, strict=True)
         )
         return ObjectiveResult(first.loss + last.loss, {**first.terms, **last.terms})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _CoordColumns:
+    """The head on the coordinate tokens alone; made once a row, as the gradient of a selection of rows is as large as
+    the head."""
+
+    rows_BH: torch.Tensor
+    offset_BH: torch.Tensor | None
+
+    @classmethod
+    def of(cls, head: OutputHead, coord_ids_B: torch.Tensor) -> _CoordColumns:
+        return cls(head.weight_VH[coord_ids_B], head.offset_BH)
+
+    def __call__(self, hidden_KH: torch.Tensor) -> torch.Tensor:
+        z_KB = hidden_KH @ self.rows_BH.T
+        return z_KB if self.offset_BH is None else z_KB + hidden_KH.to(self.offset_BH.dtype) @ self.offset_BH.T
 
 
 def name_channel(name: str, channel: Channel | None) -> str:
