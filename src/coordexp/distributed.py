@@ -68,6 +68,9 @@ def gather_json(value: Any) -> list[Any]:
     return [json.loads(bytes(part[: int(n)].tolist())) for part, n in zip(parts, lengths, strict=True)]
 
 
+_SHARED = "is_every_ranks"  # set on errors that all ranks have raised alike
+
+
 @contextmanager
 def together(where: str) -> Iterator[None]:
     """All ranks leave this block, or all raise the same error. A collective call, at the block's end.
@@ -89,14 +92,19 @@ def raise_together(failure: Exception | None, where: str) -> None:
         if failure is not None:
             raise failure
         return
-    told = gather_json(None if failure is None else [type(failure).__name__, str(failure)])
+    is_shared = getattr(failure, _SHARED, False)
+    told = gather_json(None if failure is None else [type(failure).__name__, str(failure), is_shared])
     first = next((r for r, one in enumerate(told) if one is not None), None)
     if first is None:
         return
-    kind, message = told[first]
+    kind, message, is_told = told[first]
+    if is_told and failure is not None:
+        raise failure  # a block around another one says it no second time
     failed = sum(one is not None for one in told)
     others = f" ({failed} of {world_size()} ranks failed)" if failed > 1 else ""
-    raise _error_class(kind)(f"rank {first}, {where}: {message}{others}") from failure
+    shared = _error_class(kind)(f"rank {first}, {where}: {message}{others}")
+    setattr(shared, _SHARED, True)
+    raise shared from failure
 
 
 def _error_class(name: str) -> type[Exception]:

@@ -25,7 +25,7 @@ def main(folder: str) -> None:
     seen = {}
     for name, failures in CASES.items():
         try:
-            with distributed.together("the test"):
+            with distributed.together("the whole"), distributed.together("the test"):
                 if rank in failures:
                     raise failures[rank]
         except Exception as error:  # any: what was raised is the result
