@@ -152,7 +152,8 @@ class MatchResult:
 
 
 class TokenRole(IntEnum):
-    """What a token of the assistant's target is for. TAIL_STRUCT, TAIL_DESC, CLOSE and EOS may carry cross-entropy;
+    """What a token of the assistant's target is for. The prompt's tokens have no role: they stand before the target,
+    whose positions count from the first assistant token. TAIL_STRUCT, TAIL_DESC, CLOSE and EOS may carry cross-entropy;
     PREFIX_COORD and TAIL_COORD carry coordinate losses. The rest of the prefix carries none in the rollout-aligned
     objective; of it, only PREFIX_STRUCT is text that a matched object vouches for.
 

@@ -190,3 +190,9 @@ def test_every_script_is_in_the_readme() -> None:
     readme = (BENCHMARKS / "README.md").read_text(encoding="utf-8")
     for path in BENCHMARKS.glob("*.py"):
         assert f"`{path.name}`" in readme
+
+
+def test_toolkit_measures_conversion_evaluation_and_viewer(run: Run) -> None:
+    results = run("toolkit", "--images", 2, "--answers", 6, "--objects", 4, "--records", 3, "--resamples", 2)
+    assert [name.split()[0] for name in results] == ["convert", "evaluate", "compare", "viewer"]
+    assert all(row["seconds"] > 0 and row["rate"] > 0 for row in results.values())

@@ -1,0 +1,154 @@
+"""What does the work around training cost? Converting images, measuring answers, building the viewer's page.
+
+Conversion reads and writes real files in a temporary folder. The evaluation is what ``coordexp evaluate`` does with
+saved answers: one-to-one matching, counts by class and density, and pycocotools' average precision of the whole and by
+density.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+from reporting import machine, parser, positive, print_machine, set_threads, write_json
+from rich.console import Console
+from rich.table import Table
+
+from coordexp.data.convert import ImageOptions, convert_coco
+from coordexp.evaluation import Detection, ImageAnswer, summarise
+from coordexp.evaluation.answers import write_answers
+from coordexp.evaluation.compare import compare
+from coordexp.records import GTObject
+from coordexp.viewer import collect, render
+
+_CLASSES = [f"class {k}" for k in range(20)]
+_SIZE = (640, 480)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    flags = parser(__doc__)
+    flags.add_argument("--images", type=positive, default=200, help="images to convert [200]")
+    flags.add_argument("--answers", type=positive, default=5000, help="images whose answers are evaluated [5000]")
+    flags.add_argument("--objects", type=positive, default=30, help="objects of each answer [30]")
+    flags.add_argument("--records", type=positive, default=1000, help="records on the viewer's page [1000]")
+    flags.add_argument("--resamples", type=positive, default=200, help="resamples of the comparison [200]")
+    options = flags.parse_args(argv)
+    console = Console()
+    threads = set_threads(options.threads or 1)
+    where = machine()
+    print_machine(console, where, threads=threads)
+    with tempfile.TemporaryDirectory() as folder:
+        results = {
+            **convert(Path(folder) / "convert", options.images),
+            **evaluate(options.answers, options.objects, options.resamples),
+            **view(Path(folder) / "view", options.records),
+        }
+    table = Table(title="the toolkit", title_justify="left")
+    for column in ("what", "seconds", "rate"):
+        table.add_column(column, justify="left" if column == "what" else "right")
+    for name, row in results.items():
+        table.add_row(name, f"{row['seconds']:.2f}", f"{row['rate']:,.0f} {row['unit']}/s")
+    console.print(table)
+    write_json(options.json, "toolkit", where, {**vars(options), "threads": threads}, results)
+
+
+def timed(what: str, count: int, unit: str, seconds: float) -> dict[str, dict[str, object]]:
+    return {what: {"seconds": seconds, "count": count, "unit": unit, "rate": count / seconds}}
+
+
+def convert(folder: Path, count: int) -> dict[str, dict[str, object]]:
+    """COCO to JSONL: decode, resize, encode every image; 30 boxes each."""
+    rng = np.random.default_rng(0)
+    images_dir = folder / "images"
+    images_dir.mkdir(parents=True)
+    noise = Image.fromarray(rng.integers(0, 255, (60, 80, 3), dtype=np.uint8)).resize(_SIZE)
+    annotations = []
+    for k in range(count):
+        noise.save(images_dir / f"{k}.jpg", quality=90)
+        for x, y in rng.integers(0, 400, (30, 2)).tolist():
+            annotations.append({"id": len(annotations), "image_id": k, "category_id": 1, "bbox": [x, y, 40, 40]})
+    content = {
+        "images": [{"id": k, "file_name": f"{k}.jpg", "width": _SIZE[0], "height": _SIZE[1]} for k in range(count)],
+        "annotations": annotations,
+        "categories": [{"id": 1, "name": "thing"}],
+    }
+    source = folder / "data.json"
+    source.write_text(json.dumps(content))
+    started = time.perf_counter()
+    workers = min(8, os.cpu_count() or 1)
+    report = convert_coco(
+        source, images_dir, folder / "out", options=ImageOptions(max_pixels=512 * 512, workers=workers)
+    )
+    seconds = time.perf_counter() - started
+    assert report.images == count, "every image must have been converted"
+    return timed(f"convert {count} images of {_SIZE[0]}x{_SIZE[1]}, {workers} threads", count, "images", seconds)
+
+
+def evaluate(count: int, objects: int, resamples: int) -> dict[str, dict[str, object]]:
+    """All figures of a set of answers, and the comparison of it with a worse one."""
+    answers = make_answers(count, objects, seed=1)
+    started = time.perf_counter()
+    summary = summarise(answers)
+    seconds = time.perf_counter() - started
+    assert 0 < summary.figures["AP"] < 1, "the benchmark's own answers must be neither perfect nor useless"
+    found = timed(f"evaluate {count} images x {objects} objects", count, "images", seconds)
+    few = answers[: max(2, count // 10)]
+    started = time.perf_counter()
+    compare(few, make_answers(count, objects, seed=2, like=few), resamples=resamples)
+    seconds = time.perf_counter() - started
+    return found | timed(f"compare two runs of {len(few)} images, {resamples} resamples", len(few), "images", seconds)
+
+
+def make_answers(count: int, objects: int, seed: int, like: Sequence[ImageAnswer] | None = None) -> list[ImageAnswer]:
+    """Boxes; four of five are found, a little off. ``like``: answers whose ground truth is answered again."""
+    rng = np.random.default_rng(seed)
+    answers = []
+    for k in range(count if like is None else len(like)):
+        truth = like[k].truth if like is not None else _truth(rng, objects)
+        found = tuple(
+            Detection(obj.desc, obj.kind, _moved(rng, obj.bins), round(float(rng.random()), 4))
+            for obj in truth
+            if rng.random() < 0.8
+        )
+        answers.append(ImageAnswer(f"s{k}", f"{k}.png", *_SIZE, truth, found))
+    return answers
+
+
+def _truth(rng: np.random.Generator, objects: int) -> tuple[GTObject, ...]:
+    corner_N2, side_N2 = rng.integers(0, 850, (objects, 2)), rng.integers(20, 149, (objects, 2))
+    boxes = np.concatenate([corner_N2, corner_N2 + side_N2], axis=1).tolist()
+    names = rng.integers(0, len(_CLASSES), objects).tolist()
+    return tuple(GTObject(_CLASSES[name], "bbox_2d", tuple(box)) for name, box in zip(names, boxes, strict=True))
+
+
+def _moved(rng: np.random.Generator, bins: tuple[int, ...]) -> tuple[int, ...]:
+    dx, dy = rng.integers(-8, 9, 2).tolist()
+    return tuple(min(999, max(0, k + (dx, dy)[at % 2])) for at, k in enumerate(bins))
+
+
+def view(folder: Path, count: int) -> dict[str, dict[str, object]]:
+    """Read answers, match them, embed their images, write the page."""
+    rng = np.random.default_rng(3)
+    folder.mkdir(parents=True)
+    answers = []
+    for k, answer in enumerate(make_answers(count, 10, seed=3)):
+        path = folder / f"{k}.jpg"
+        Image.fromarray(rng.integers(0, 255, (12, 16, 3), dtype=np.uint8)).resize(_SIZE).save(path, quality=85)
+        answers.append(ImageAnswer(answer.sample_id, str(path), *_SIZE, answer.gt, answer.pred))
+    write_answers(answers, folder / "predictions.jsonl")
+    started = time.perf_counter()
+    page = render(collect(folder, max_records=count))
+    (folder / "view.html").write_text(page, encoding="utf-8")
+    seconds = time.perf_counter() - started
+    name = f"viewer page of {count} records with as many images, {len(page) / 1e6:.0f} MB"
+    return timed(name, count, "records", seconds)
+
+
+if __name__ == "__main__":
+    main()
