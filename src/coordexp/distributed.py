@@ -110,5 +110,6 @@ def raise_together(failure: Exception | None, where: str) -> None:
 def _error_class(name: str) -> type[Exception]:
     """The project's error of that name; another rank's bug is a RuntimeError here."""
     found = getattr(errors, name, None)
-    is_ours = isinstance(found, type) and issubclass(found, errors.CoordExpError)
-    return found if is_ours else RuntimeError
+    if isinstance(found, type) and issubclass(found, errors.CoordExpError):
+        return found
+    return RuntimeError
