@@ -89,7 +89,7 @@ class CoordExpTrainer(Trainer):
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """transformers' optimizer over groups of ours: each part of the model has its own learning rate."""
         if self.optimizer is None:
-            tuned = self.model if model is None else model
+            tuned: Any = self.model if model is None else model
             decaying = self.get_decay_parameter_names(tuned)
             groups = parameter_groups(tuned, self._learning_rates, self.args.weight_decay, decaying)
             standard = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, tuned)
