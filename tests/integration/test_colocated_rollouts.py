@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from PIL import Image
+from safetensors.torch import load_file
 
 from coordexp.data.images import open_rgb
 from coordexp.errors import AlignmentError, RolloutError
@@ -26,6 +30,7 @@ from rollout_servers import greedy_tokens, load_served, requests_of, served_chec
 from tiny_run import same_weights, step_lines, train, weights
 from vllm_runs import COLOCATED, vllm_config
 
+WORKER = Path(__file__).parent / "train_worker.py"
 SEEDS = SeedContext(1, 0, 0, 0)
 
 
@@ -223,6 +228,24 @@ def test_training_on_colocated_answers_is_training_on_ones_own(tmp_path: Path) -
         assert lines[0]["seeds"]["0"] == [SeedContext(config.training.seed, 0, 0, 0).seed_of(i) for i in (0, 1)]
     finally:
         by_vllm.close()
+
+
+@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
+def test_two_ranks_have_an_engine_each_or_share_one(tensor_parallel_size: int, tmp_path: Path) -> None:
+    sgd = {"training__optim": "sgd", "training__learning_rate": 0.05, "training__max_grad_norm": 0.0}
+    own = train(vllm_config(tmp_path, "own", training__per_device_train_batch_size=4, **sgd))
+    keys = COLOCATED | {"rollout_matching__vllm__tensor_parallel_size": tensor_parallel_size}
+    config = vllm_config(tmp_path, "two", training__per_device_train_batch_size=2, **keys, **sgd)
+    folder = Path(config.training.output_dir)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(WORKER),
+         str(folder.with_name("two.yaml"))],
+        capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    trained, alone = load_file(folder / "model.safetensors"), weights(own.model)
+    for name, value in trained.items():
+        torch.testing.assert_close(value, alone[name], atol=5e-6, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def test_sampling_is_reproducible_and_follows_the_seed(

@@ -34,6 +34,8 @@ from coordexp.rollouts.engine.guard_activation import (
 
 logger = logging.getLogger("coordexp")
 
+EXTENSION = "coordexp.rollouts.engine.worker.WeightSyncExtension"  # by name: importing it would import vLLM
+
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
@@ -205,8 +207,6 @@ class ColocatedBackend:
 
     def engine_arguments(self) -> dict[str, Any]:
         """The arguments of vLLM's ``EngineArgs``; what the configuration leaves to vLLM is left out."""
-        from coordexp.rollouts.engine.worker import EXTENSION
-
         config = self._config
         arguments: dict[str, Any] = {
             "model": str(self._model),
@@ -223,7 +223,7 @@ class ColocatedBackend:
             "enable_sleep_mode": config.sleep_level > 0,
             "limit_mm_per_prompt": config.limit_mm_per_prompt.model_dump(),
             "worker_extension_cls": EXTENSION,
-            # Weights are replaced before the first answer, but 'dummy' would also randomise buffers, which no push covers.
+            # Weights are replaced before the first answer, but 'dummy' would randomise buffers too, which none covers.
             "load_format": "auto",
             "generation_config": "vllm",  # the YAML decides, not the checkpoint's generation_config.json
             "skip_mm_profiling": False,

@@ -11,15 +11,18 @@ import pytest
 from config_samples import stage2
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.coords import TURN_END
-from coordexp.errors import ConfigError
+from coordexp.data.images import open_rgb
+from coordexp.errors import MissingDependency
 from coordexp.modeling.load import LoadedModel
+from coordexp.modeling.weights import LearnerWeights
 from coordexp.parsing import parse_rollout
 from coordexp.records import RolloutRequest
 from coordexp.rollouts import DecodingOptions, RolloutBackend, SeedContext, build_backend, check_backend
-from coordexp.rollouts.build import decoding_options
+from coordexp.rollouts.build import LearnerParts, decoding_options
 from coordexp.rollouts.hf import HFBackend
 from coordexp.rollouts.seeds import request_seed
-from tiny_run import InMemoryBackend, load_tiny, tiny_samples
+from coordexp.rollouts.vllm_colocate import ColocatedBackend
+from tiny_run import InMemoryBackend, load_tiny, tiny_checkpoint, tiny_samples
 
 SEEDS = SeedContext(0, 0, 0, 0)
 
@@ -103,18 +106,66 @@ def test_every_decoding_key_becomes_an_option() -> None:
     assert decoding_options(config) == DecodingOptions(7, 0.4, 0.5, 6, 3, 1.5)
 
 
+def parts(loaded: LoadedModel) -> LearnerParts:
+    return LearnerParts(
+        model=loaded.model, vocab=loaded.vocab, image_token_id=loaded.image_token_id,
+        weights=LearnerWeights(loaded.model), checkpoint=tiny_checkpoint(), dtype="float32", max_length=512,
+        open_image=open_rgb, lora_rank=16,
+    )  # fmt: skip
+
+
 def test_hf_is_built_on_the_learners_model(loaded: LoadedModel) -> None:
     config = section(decode_batch_size=5, max_new_tokens=3)
-    backend = build_backend(config, model=loaded.model, vocab=loaded.vocab, image_token_id=loaded.image_token_id)
+    check_backend(config)
+    backend = build_backend(config, parts(loaded))
     assert isinstance(backend, HFBackend)
     assert (backend._model, backend._decode_batch_size) == (loaded.model, 5)
     assert backend._options == decoding_options(config)
 
 
-@pytest.mark.parametrize("mode", ["colocate", "server"])
-def test_a_backend_that_does_not_exist_yet_is_named_with_the_alternative(mode: str, loaded: LoadedModel) -> None:
-    config = section(rollout_backend="vllm", vllm={"mode": mode})
-    with pytest.raises(ConfigError, match=r"rollout_matching\.rollout_backend: vllm .*write rollout_backend: hf"):
-        check_backend(config)
-    with pytest.raises(ConfigError):
-        build_backend(config, model=None, vocab=loaded.vocab, image_token_id=0)
+def test_a_colocated_engine_has_the_contracts_defaults_and_starts_later(loaded: LoadedModel) -> None:
+    """Conservative on four GPUs: 0.45 of their memory, one model over the four."""
+    backend = build_backend(section(rollout_backend="vllm", decode_batch_size=3), parts(loaded))
+    assert isinstance(backend, ColocatedBackend)
+    arguments = backend.engine_arguments()
+    assert (arguments["gpu_memory_utilization"], arguments["tensor_parallel_size"]) == (0.45, 4)
+    assert (arguments["dtype"], arguments["max_model_len"], arguments["model"]) == (
+        "float32", 512, str(tiny_checkpoint()),
+    )  # fmt: skip
+    assert arguments["max_num_seqs"] == 12  # decode_batch_size for each device
+    assert arguments["enable_prefix_caching"] and not arguments["enable_sleep_mode"]
+    assert not {"enable_lora", "kv_cache_dtype", "logits_processors"} & arguments.keys()
+    backend.close()  # nothing was started
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"gpu_memory_utilization": 0.2}, {"gpu_memory_utilization": 0.2}),
+        ({"max_model_len": 700, "dtype": "bfloat16"}, {"max_model_len": 700, "dtype": "bfloat16"}),
+        ({"enable_lora": True}, {"enable_lora": True, "max_lora_rank": 16, "max_loras": 1}),
+        ({"enable_lora": True, "max_lora_rank": 64}, {"max_lora_rank": 64}),
+        ({"max_num_seqs": 5}, {"max_num_seqs": 5}),
+        ({"max_num_seqs": 500}, {"max_num_seqs": 12}),
+        ({"max_num_batched_tokens": 4096}, {"max_num_batched_tokens": 4096}),
+        ({"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "fp8"}),
+        ({"sleep_level": 2}, {"enable_sleep_mode": True}),
+        ({"enforce_eager": True, "cpu_offload_gb": 2.0}, {"enforce_eager": True, "cpu_offload_gb": 2.0}),
+        ({"mm_encoder_tp_mode": "data", "limit_mm_per_prompt": {"image": 2}},
+         {"mm_encoder_tp_mode": "data", "limit_mm_per_prompt": {"image": 2, "video": 0}}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_every_engine_key_reaches_the_engine(
+    keys: dict[str, Any], expected: dict[str, Any], loaded: LoadedModel
+) -> None:
+    backend = build_backend(section(rollout_backend="vllm", decode_batch_size=3, vllm=keys), parts(loaded))
+    assert isinstance(backend, ColocatedBackend)
+    arguments = backend.engine_arguments()
+    assert {name: arguments[name] for name in expected} == expected
+
+
+def test_without_vllm_the_error_names_the_way_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingDependency, match="or write rollout_backend: hf"):
+        check_backend(section(rollout_backend="vllm"))
