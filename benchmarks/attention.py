@@ -119,7 +119,7 @@ def implementations(device: str) -> list[str]:
 
 def _table(results: Sequence[dict[str, Any]]) -> Table:
     table = Table(title="one layer's attention, forward and backward (median)", title_justify="left")
-    for name in ("how", "parts", "tokens", "ms", "SDPA ms", "speed-up", "L²/Σl²", "mask MiB", "max diff"):
+    for name in ("how", "parts", "tokens", "ms", "SDPA ms", "gain", "L²/Σl²", "mask MiB", "diff"):
         table.add_column(name, justify="right")
     for row in results:
         table.add_row(
@@ -131,7 +131,7 @@ def _table(results: Sequence[dict[str, Any]]) -> Table:
             f"{row['speedup']:.2f}x",
             f"{row['work_ratio']:.1f}",
             f"{row['mask_mib']:.1f}",
-            f"{row['max_difference']:.1e}",
+            f"{row['max_difference']:.0e}",
         )
     return table
 
