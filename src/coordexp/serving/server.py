@@ -57,8 +57,10 @@ def run_server(options: ServeOptions, *, gpu: bool) -> None:
 
     check_upstream(VLLM_SERVER)
     listener = _listener(options.host, options.port)
-    # While engines start, nobody else handles signals: leave through the exits that end them.
-    signal.signal(signal.SIGTERM, _leave)
+    # While engines start, nobody else handles signals, and asyncio would keep Ctrl-C back until they have: leave through
+    # the exits that end them.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _leave)
     with listener:
         asyncio.run(_serve(options, gpu, listener))
 
