@@ -1,0 +1,149 @@
+"""A step's rollouts: targets are built while others decode, a failure leaves a checkpoint, each round leaves a line."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordexp.coords import TURN_END
+from coordexp.data.dataset import Sample
+from coordexp.errors import AlignmentError, RolloutError
+from coordexp.matching import MatchingConfig
+from coordexp.modeling.load import LoadedModel
+from coordexp.records import Rollout, RolloutRequest
+from coordexp.rollouts import Answer, RolloutRound, SeedContext
+from coordexp.targets import TransportConfig
+from coordexp.training.checkpoint import is_complete
+from coordexp.training.rollout_log import RolloutLog
+from coordexp.training.sources import RolloutSource
+from tiny_run import InMemoryBackend, load_tiny, run_config, step_lines, tiny_samples, train
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return load_tiny()
+
+
+@pytest.fixture(scope="module")
+def samples(loaded: LoadedModel) -> list[Sample]:
+    return tiny_samples(loaded, 4)
+
+
+class Staged(InMemoryBackend):
+    """Answers the last request first, and goes on only when the target of that answer has been built."""
+
+    def __init__(self, vocab: Any, built: threading.Event) -> None:
+        super().__init__(vocab, lambda request: "{}" + TURN_END)
+        self._built = built
+        self.waited_for_target = False
+        self.rested = 0
+
+    def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[Answer]:
+        places = [(r, i) for r, one in enumerate(rounds) for i in range(len(one.requests))]
+        for round_idx, index in reversed(places):
+            (rollout,) = self.generate([rounds[round_idx].requests[index]], rounds[round_idx].seeds)
+            yield Answer(round_idx, index, rollout)
+            if not self.waited_for_target:
+                self.waited_for_target = self._built.wait(20)
+
+    def rest(self) -> None:
+        self.rested += 1
+
+
+def source_of(backend: InMemoryBackend, loaded: LoadedModel, log: RolloutLog | None = None) -> RolloutSource:
+    return RolloutSource(
+        backend, loaded.vocab, MatchingConfig(), TransportConfig(), "desc_first", 3, "rollout/decode_greedy", log=log
+    )
+
+
+def test_a_target_is_built_while_others_decode_and_order_is_the_loaders(
+    loaded: LoadedModel, samples: list[Sample], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = threading.Event()
+    backend = Staged(loaded.vocab, built)
+    outcome = RolloutSource.outcome
+
+    def outcome_and_tell(self: RolloutSource, sample: Sample, rollout: Rollout) -> Any:
+        result = outcome(self, sample, rollout)
+        built.set()
+        return result
+
+    monkeypatch.setattr(RolloutSource, "outcome", outcome_and_tell)
+    metrics: dict[str, float] = {}
+    segments, outcomes = source_of(backend, loaded).segments([samples[:3], [], samples[3:]], 0, metrics)
+    assert backend.waited_for_target and backend.rested == 1
+    assert [[s.sample_id for s in batch] for batch in segments] == [
+        [s.record.sample_id for s in samples[:3]], [], [samples[3].record.sample_id],
+    ]  # fmt: skip
+    assert [o.rollout.sample_id for o in outcomes] == [s.record.sample_id for s in samples]
+    assert {"time/weight_sync_s", "time/rollout_wait_s", "time/target_build_s"} <= metrics.keys()
+
+
+class OtherPrompt(InMemoryBackend):
+    """Says that it read one token more than it was asked."""
+
+    def generate(self, requests: Sequence[RolloutRequest], seeds: SeedContext) -> list[Rollout]:
+        one_more = [
+            RolloutRequest(r.sample_id, r.image, r.messages, (*r.prompt_token_ids, 5), r.model_inputs) for r in requests
+        ]
+        return super().generate(one_more, seeds)
+
+
+def test_an_answer_to_another_prompt_ends_the_step(loaded: LoadedModel, samples: list[Sample]) -> None:
+    source = source_of(OtherPrompt(loaded.vocab, lambda request: "{}" + TURN_END), loaded)
+    with pytest.raises(AlignmentError, match="they part at token"):
+        source.segments([samples], 0, {})
+
+
+class Failing(InMemoryBackend):
+    """Works for one step."""
+
+    def generate(self, requests: Sequence[RolloutRequest], seeds: SeedContext) -> list[Rollout]:
+        if seeds.global_step >= 1:
+            raise RolloutError("the engine is gone")
+        return super().generate(requests, seeds)
+
+
+def test_rollouts_that_fail_leave_a_checkpoint_from_which_training_goes_on(loaded: LoadedModel, tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"training__max_steps": 3, "training__save_strategy": "no"}
+    answers = lambda request: "{}" + TURN_END  # noqa: E731
+    with pytest.raises(RolloutError, match="the engine is gone"):
+        train(run_config(tmp_path, 2, **keys), Failing(loaded.vocab, answers))
+    assert is_complete(tmp_path / "run" / "checkpoint-1")
+    resumed = train(
+        run_config(tmp_path, 2, **keys, training__resume_from_checkpoint=True), InMemoryBackend(loaded.vocab, answers)
+    )
+    straight = train(run_config(tmp_path, 2, "straight", **keys), InMemoryBackend(loaded.vocab, answers))
+    assert resumed.state.global_step == 3
+    assert step_lines(resumed)[-1]["loss"] == step_lines(straight)[-1]["loss"]
+
+
+def test_nothing_is_saved_where_nothing_was_learned(loaded: LoadedModel, tmp_path: Path) -> None:
+    class Dead(InMemoryBackend):
+        def sync_weights(self, version: int) -> None:
+            raise RolloutError("no server")
+
+    with pytest.raises(RolloutError, match="no server"):
+        train(run_config(tmp_path, 2), Dead(loaded.vocab, lambda request: "{}"))
+    assert not list((tmp_path / "run").glob("checkpoint-*"))
+
+
+def test_each_round_leaves_a_line(loaded: LoadedModel, samples: list[Sample], tmp_path: Path) -> None:
+    backend = InMemoryBackend(loaded.vocab, lambda request: "{}" + TURN_END)
+    source = source_of(backend, loaded, RolloutLog(tmp_path, 3))
+    for step in (4, 5):
+        source.segments([samples[:1]], step, {})
+    lines = [json.loads(line) for line in (tmp_path / "rollout_log_rank3.jsonl").read_text().splitlines()]
+    assert [(line["global_step"], line["rank"], line["weight_version"]) for line in lines] == [(4, 3, 4), (5, 3, 5)]
+
+
+def test_a_line_that_cannot_be_written_is_logged_instead(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    report: Mapping[str, Any] = {"seeds": [7]}
+    RolloutLog(tmp_path / "file" / "below", 0).write(2, report)
+    assert '"seeds": [7]' in caplog.text and '"global_step": 2' in caplog.text
