@@ -49,8 +49,17 @@ def run_demo(output: Path, console: Console, size: DemoSize | None = None) -> di
         results[name], pictures[label] = _evaluate(config, str(config.training.output_dir), label, console)
         results[name]["seconds_per_step"] = seconds
     results["settings"] = _settings(stage2, size, time.monotonic() - started)
+    _write_page(Path(stage2.training.output_dir), output / "view.html")
     _show(results, pictures, output, console, size)
     return results
+
+
+def _write_page(run: Path, path: Path) -> None:
+    """The answers that rollout matching learned from, its curves and its tokens, on one page."""
+    from coordexp.modeling.load import load_vocab
+    from coordexp.viewer import collect, render
+
+    path.write_text(render(collect(run, load_vocab(run))), encoding="utf-8")
 
 
 def _write_data(output: Path, size: DemoSize, console: Console) -> dict[str, Path]:
@@ -78,6 +87,8 @@ def _config(output: Path, name: str, data: dict[str, Path], size: DemoSize) -> R
     }
     if size.max_steps is not None:
         values["training"]["max_steps"] = size.max_steps
+    if name == "stage2":  # what the page shows
+        values["rollout_matching"] = {"monitor_dump": {"enabled": True, "every_steps": 20, "max_samples": 4}}
     path = output / f"{name}.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"# Written by coordexp demo. Run it by hand: coordexp train {path}\n" + yaml.safe_dump(values))
@@ -125,7 +136,8 @@ def _show(results: dict[str, Any], pictures: dict[str, Any], output: Path, conso
     gain = results["after"]["f1"] - results["before"]["f1"]
     console.print(f"F1 {results['before']['f1']:.3f} → {results['after']['f1']:.3f} ({gain:+.3f}) by rollout matching")
     console.print(
-        f"figures: {path}\npictures: {output / 'comparison.png'}\ncurves: tensorboard --logdir {output}",
+        f"figures: {path}\npictures: {output / 'comparison.png'}\nanswers and curves: {output / 'view.html'}\n"
+        f"tensorboard --logdir {output}",
         highlight=False,
         soft_wrap=True,
     )

@@ -49,6 +49,11 @@ def test_pictures_show_ground_truth_and_three_runs_side_by_side(demo):
         assert sheet.width % 4 == 0 and sheet.width >= 4 * 128
 
 
+def test_the_page_shows_what_was_learned_from(demo):
+    page = (demo[0] / "view.html").read_text(encoding="utf-8")
+    assert "PREFIX_COORD" in page and "data:image/jpeg;base64," in page and '"curves":{"' in page
+
+
 def test_both_trainings_saw_the_same_samples_and_moved_the_weights(demo):
     output, _ = demo
     totals = {}

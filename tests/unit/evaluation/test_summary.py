@@ -53,6 +53,13 @@ def test_classes_and_densities_add_up_to_the_whole() -> None:
     assert any("annotated nowhere: 'unheard of'" in note for note in summary.notes)
 
 
+def test_average_precision_by_density_is_that_of_those_images_alone() -> None:
+    answers = random_answers(30, 3)
+    for row in summarise(answers).by_density:
+        alone = [a for a in answers if row.name == f"{density_bin(len(a.truth))} objects"]
+        assert row.ap == pytest.approx(summarise(alone).figures["AP"]) if row.gt else row.ap is None
+
+
 def test_what_plain_ap_hides_is_counted() -> None:
     figures = summarise(
         [
