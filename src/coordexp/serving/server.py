@@ -57,8 +57,8 @@ def run_server(options: ServeOptions, *, gpu: bool) -> None:
 
     check_upstream(VLLM_SERVER)
     listener = _listener(options.host, options.port)
-    # While engines start, nobody else handles signals, and asyncio would keep Ctrl-C back until they have: leave through
-    # the exits that end them.
+    # While engines start, nobody else handles signals, and asyncio would keep Ctrl-C back until then: leave through the
+    # exits that end them.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)
     with listener:
