@@ -52,11 +52,11 @@ def run_server(options: ServeOptions, *, gpu: bool) -> None:
     Raises:
         RolloutError: the port is taken, or the engine does not start as the configuration wants it.
     """
+    listener = _listener(options.host, options.port)  # first: a taken port shows before vLLM is imported
     require("vllm", "coordexp serve")
     from coordexp.rollouts.engine.compatibility import VLLM_SERVER, check_upstream
 
     check_upstream(VLLM_SERVER)
-    listener = _listener(options.host, options.port)
     # While engines start, nobody else handles signals, and asyncio would keep Ctrl-C back until then: leave through the
     # exits that end them.
     for number in (signal.SIGTERM, signal.SIGINT):

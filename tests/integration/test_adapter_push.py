@@ -1,0 +1,127 @@
+"""Adapter pushes to a real ``coordexp serve`` with ``enable_lora``: exact where vLLM adapts, full where it cannot."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import tuned_models
+from coordexp.errors import RolloutError
+from coordexp.modeling.load import LoadedModel
+from coordexp.modeling.weights import LearnerWeights
+from coordexp.rollouts.server_client import ServerClient
+from coordexp.rollouts.weight_sync import WeightSync
+from rollout_servers import (
+    RunningServer,
+    greedy_tokens,
+    requests_of,
+    served_checkpoint,
+    served_tokens,
+    server_config,
+    serving,
+)
+
+LLM_ONLY = {"freeze_vit": True, "freeze_aligner": True}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    folder = tmp_path_factory.mktemp("server")
+    keys = {"rollout_matching__vllm__enable_lora": True, "rollout_matching__vllm__max_lora_rank": 8}
+    with serving(folder, server_config(folder, **keys)) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: RunningServer) -> Iterator[ServerClient]:
+    client = server.client()
+    yield client
+    client.close()
+
+
+def learner_of(**tuner: bool) -> LoadedModel:
+    return tuned_models.tuned(tuned_models.lora(**tuner), checkpoint=served_checkpoint())
+
+
+def adapter_sync(client: ServerClient, learner: LoadedModel, fallback_to_full: bool = True) -> WeightSync:
+    return WeightSync(
+        [client],
+        LearnerWeights(learner.model),
+        mode="adapter",
+        fallback_to_full=fallback_to_full,
+        bucket_mb=1,
+        timeout_s=30.0,
+    )
+
+
+# The order matters here: on a server that has once received full weights, adapters no longer fit.
+@pytest.mark.parametrize("rows", [False, True], ids=["lora", "lora and coordinate rows"])
+def test_an_adapter_alone_makes_the_servers_answers_the_learners(client: ServerClient, rows: bool) -> None:
+    learner = learner_of(train_coord_rows=rows, **LLM_ONLY)
+    requests = requests_of(learner, 3)
+    sync = adapter_sync(client, learner, fallback_to_full=False)
+    first = sync.push(1)
+    old_answers = greedy_tokens(learner, requests)
+    assert served_tokens(client, requests) == old_answers
+    tuned_models.randomise(learner.model, 8)  # the same adapter after another step, for the same prompts
+    second = sync.push(2)
+    sync.close()
+    new_answers = greedy_tokens(learner, requests)
+    assert new_answers != old_answers
+    assert served_tokens(client, requests) == new_answers
+    assert (first.mode, second.mode, second.fallback) == ("adapter", "adapter", None)
+    whole = sum(parameter.numel() * 4 for parameter in learner.model.parameters())
+    assert 0 < second.bytes < whole
+    status = client.status()
+    assert status is not None and status["adapter"] and status["weight_version"] == 2
+
+
+def test_without_fallback_an_adapter_that_vllm_would_ignore_is_an_error(client: ServerClient) -> None:
+    sync = adapter_sync(client, learner_of(train_coord_rows=False), fallback_to_full=False)
+    with pytest.raises(RolloutError, match=r"vision tower.*sync\.mode: full"):
+        sync.push(3)
+    sync.close()
+
+
+@pytest.mark.scenario("Adapter sync can fall back to full sync")
+@pytest.mark.parametrize(
+    ("tuner", "reason"),
+    [
+        pytest.param({"train_coord_rows": False, "use_dora": True, **LLM_ONLY}, "DoRA", id="refused by the engine"),
+        pytest.param({"train_coord_rows": False}, "vision tower", id="refused by the learner"),
+    ],
+)
+def test_a_failed_adapter_push_becomes_full_for_good(
+    client: ServerClient, caplog: pytest.LogCaptureFixture, tuner: dict[str, bool], reason: str
+) -> None:
+    learner = learner_of(**tuner)
+    requests = requests_of(learner, 2)
+    sync = adapter_sync(client, learner)
+    with caplog.at_level(logging.WARNING):
+        first = sync.push(4)
+    assert (first.mode, sync.mode) == ("full", "full")
+    assert first.fallback is not None and reason in first.fallback
+    assert "pushes are full from here on" in caplog.text
+    assert served_tokens(client, requests) == greedy_tokens(learner, requests)
+    with torch.no_grad():
+        tuned_models.randomise(learner.model, 9)
+    second = sync.push(5)
+    assert (second.mode, second.fallback) == ("full", None)
+    assert served_tokens(client, requests) == greedy_tokens(learner, requests)
+    sync.close()
+    status = client.status()
+    assert status is not None and not status["adapter"]
+
+
+def test_an_adapter_is_not_put_on_weights_that_hold_one_already(client: ServerClient) -> None:
+    learner = learner_of(train_coord_rows=False, **LLM_ONLY)
+    full = WeightSync([client], LearnerWeights(learner.model), timeout_s=30.0)
+    full.push(6)
+    full.close()
+    sync = adapter_sync(client, learner, fallback_to_full=False)
+    with pytest.raises(RolloutError, match="full weights of an earlier push"):
+        sync.push(7)
+    sync.close()

@@ -1,0 +1,131 @@
+"""What a learner sees of a ``coordexp serve`` that is wedged, dying or dead; and what is left of it afterwards."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from coordexp.errors import RolloutError, ServerRefused, ServerTimeout, ServerUnreachable
+from coordexp.modeling.weights import LearnerWeights
+from coordexp.rollouts.weight_sync import WeightSync
+from rollout_servers import (
+    RunningServer,
+    is_alive,
+    load_served,
+    payload,
+    requests_of,
+    server_config,
+    serving,
+    started,
+    tail,
+)
+
+
+@pytest.fixture
+def server(tmp_path: object) -> Iterator[RunningServer]:
+    from pathlib import Path
+
+    folder = Path(str(tmp_path))
+    with serving(folder, server_config(folder), arguments=["--data-parallel-size", "2"]) as running:
+        yield running
+
+
+def ended(pids: list[int], seconds: float = 20.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while any(map(is_alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return not any(map(is_alive, pids))
+
+
+# One server, from good health to its end: booting one for each act would cost a minute apiece.
+def test_a_server_from_health_to_death(server: RunningServer) -> None:
+    learner = load_served()
+    requests = requests_of(learner, 3)
+    client = server.client(timeout_s=3.0, infer_timeout_s=3.0)
+    sync = WeightSync([client], LearnerWeights(learner.model), bucket_mb=1, timeout_s=3.0)
+    family = server.children()
+
+    assert client.world_size() == 2
+    sync.push(1)
+    status = client.status()
+    assert status is not None
+    assert [worker["weight_version"] for worker in status["workers"]] == [1, 1]
+    assert len({worker["pid"] for worker in status["workers"]}) == 2
+    assert len(client.infer(payload(requests, 4))) == 3
+
+    # Wedged: it accepts connections and never answers.
+    server.process.send_signal(signal.SIGSTOP)
+    for act in (client.health, lambda: client.infer(payload(requests)), lambda: sync.push(2)):
+        begun = time.monotonic()
+        with pytest.raises(ServerTimeout, match="no answer within"):
+            act()
+        assert time.monotonic() - begun < 15
+    server.process.send_signal(signal.SIGCONT)
+    patient = server.client()
+    patient.wait_until_healthy(30)
+    recovered = WeightSync([patient], LearnerWeights(learner.model), bucket_mb=1, timeout_s=60.0)
+    recovered.push(3)
+    assert len(patient.infer(payload(requests, 4))) == 3
+
+    # One of its engines dies.
+    os.kill(status["workers"][1]["pid"], signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        try:
+            patient.health()
+        except ServerRefused as refused:
+            assert refused.status == 503
+            break
+        time.sleep(0.2)
+    else:
+        pytest.fail("the death of an engine was not noticed")
+    with pytest.raises(RolloutError):
+        patient.infer(payload(requests))
+    begun = time.monotonic()
+    with pytest.raises(RolloutError):
+        recovered.push(4)
+    assert time.monotonic() - begun < 60
+
+    # And it is killed itself.
+    server.process.kill()
+    server.process.wait()
+    with pytest.raises(ServerUnreachable, match="start it"):
+        patient.infer(payload(requests))
+    assert ended(family), f"left behind by the server: {tail(server.log)}"
+    client.close()
+    patient.close()
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT], ids=lambda sent: sent.name)
+def test_a_server_that_is_stopped_while_it_starts_leaves_nothing(
+    tmp_path_factory: pytest.TempPathFactory, sent: signal.Signals
+) -> None:
+    folder = tmp_path_factory.mktemp("server")
+    with started(folder, server_config(folder)) as server:
+        deadline = time.monotonic() + 90
+        while not (family := server.children()) and server.process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert family, tail(server.log)
+        time.sleep(1.0)
+        family = server.children()
+        server.process.send_signal(sent)
+        assert server.process.wait(60) != 0
+        assert ended(family)
+
+
+def test_a_taken_port_is_named_before_an_engine_starts(tmp_path_factory: pytest.TempPathFactory) -> None:
+    import socket
+
+    folder = tmp_path_factory.mktemp("server")
+    config = server_config(folder)
+    port = int(config["rollout_matching"]["vllm"]["server"]["servers"][0]["base_url"].rpartition(":")[2])
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", port))
+        other.listen()
+        with started(folder, config) as server:
+            assert server.process.wait(90) == 2
+    assert "this address cannot be taken" in tail(server.log)
