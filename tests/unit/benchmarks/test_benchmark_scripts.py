@@ -45,6 +45,13 @@ def run(script: Callable[[str], ModuleType], tmp_path: Path) -> Run:
     return run_script
 
 
+def test_rollouts_counts_the_same_answers_for_each_batch(run: Run, tmp_path: Path) -> None:
+    model = small_checkpoint(tmp_path / "model")
+    rows = run("rollouts", "--backends", "hf", "--batches", "1,2", "--objects", 1, "--model", model, "--check")
+    assert [(row["backend"], row["batch"], row["equal_to_first"]) for row in rows] == [("hf", 1, 1), ("hf", 2, 2)]
+    assert all(row["tokens"] > 0 and row["tokens_per_s"] > 0 for row in rows)
+
+
 def test_channels_measures_each_case_by_itself(run: Run, tmp_path: Path) -> None:
     model = small_checkpoint(tmp_path / "model")
     sizes = ("--steps", 1, "--warmup", 1, "--batch", 2, "--max-new-tokens", 12, "--model", model)
