@@ -14,7 +14,7 @@ EXTRAS ?= dev,$(VLLM),swift
 STAMP := $(VENV)/.coordexp-setup-$(subst $(comma),-,$(EXTRAS))
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: setup demo test fuzz check bench clean
+.PHONY: setup demo test browser fuzz check bench clean
 
 setup: $(STAMP)
 
@@ -36,8 +36,15 @@ demo: setup
 
 # By file, so that tests of one module share its engine or server; in the order of collection, so that the slow ones
 # (tests/integration) start first.
-test: setup
+test: setup browser
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+# The viewer is tested in headless Chromium, which no Python package brings.
+browser:
+	@if command -v chromium >/dev/null && command -v chromedriver >/dev/null; then :; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium chromium-driver >/dev/null; \
+	else echo "chromium and chromedriver are missing: the viewer's browser tests will fail until they are installed"; fi
 
 # Random answers against the invariants of parsing and targets; stops at the first that breaks one, and names it.
 fuzz: setup
