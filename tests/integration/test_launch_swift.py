@@ -97,12 +97,12 @@ def test_one_command_trains_behind_swift_rollout_and_leaves_nothing(tmp_path: Pa
 
 
 def test_killing_the_launcher_ends_swift_and_learner(tmp_path: Path) -> None:
-    """kill -9 of ``coordexp launch`` while the learner trains."""
+    """kill -9 of ``coordexp launch`` once the learner runs beside its server."""
     path = write_yaml(tmp_path, channel_b(tmp_path, max_steps=10_000))
     learner_log = tmp_path / "run" / "logs" / "learner.log"
     with running([sys.executable, "-m", "coordexp", "launch", "--config", str(path)], tmp_path) as process:
         deadline = time.monotonic() + LAUNCH_S
-        while not (learner_log.exists() and "loss" in learner_log.read_text(errors="replace")):
+        while not learner_log.exists():
             assert process.poll() is None and time.monotonic() < deadline, shown(tmp_path)
             time.sleep(0.5)
         everything = descendants(process.pid)
