@@ -99,7 +99,7 @@ def test_step_names_the_checkpoint_it_falls_back_to(
 ) -> None:
     monkeypatch.setattr("coordexp.assets._PACKAGED", tmp_path)
     monkeypatch.setattr("coordexp.assets._SOURCE_TREE", tmp_path)
-    model, origin = script("step")._checkpoint(None, tmp_path)
+    model, origin = script("step").checkpoint_or_tiny(None, tmp_path)
     assert (model / "config.json").is_file() and "random weights" in origin
 
 
