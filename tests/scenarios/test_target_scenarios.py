@@ -21,7 +21,7 @@ from coordexp.rollouts import Answer, RolloutRound, SeedContext, in_turn
 from coordexp.targets import TransportConfig
 from coordexp.training.sources import RolloutSource
 from coordexp.training.window import WindowBuilder
-from objective_rows import Trigram, config, context
+from objective_rows import Trigram, config, scored
 from qwen_tokenizer import qwen_vocab
 
 NEAR_CAT = GTObject("cat", "bbox_2d", (12, 25, 195, 230))
@@ -230,7 +230,7 @@ def test_the_step_behind_such_answers_has_a_finite_loss() -> None:
         Segment(f"s{i}", (3, 4, 5), outcome_of(text, SCENE, tiny_vocab()).target) for i, text in enumerate(MALFORMED)
     ]
     model = Trigram()
-    result = build_pipeline(config())(context(segments, model))
+    result = scored(build_pipeline(config()), segments, model)
     result.loss.backward()
     assert 0 < result.loss.item() < float("inf")
     assert all(gradient.isfinite().all() and gradient.abs().max() > 0 for gradient in model.gradients())

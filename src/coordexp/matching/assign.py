@@ -110,7 +110,8 @@ def _best_edges(pred_of_F: np.ndarray, gt_of_F: np.ndarray, cost_F: np.ndarray, 
         if _is_star(pred_of_F[part]) or _is_star(gt_of_F[part]):
             cheapest = cost_F[part].min()
             if cheapest - config.fn_cost <= config.fp_cost + _TIE:
-                chosen.append(part[cost_F[part] <= cheapest + _TIE][:1])
+                tied = part[cost_F[part] <= cheapest + _TIE]
+                chosen.append(tied[np.lexsort((gt_of_F[tied], pred_of_F[tied]))][:1])
             continue
         preds, row = np.unique(pred_of_F[part], return_inverse=True)
         gts, column = np.unique(gt_of_F[part], return_inverse=True)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
+import objective_rows
 from answers import CAT, DOG, answer, entry, outcome_of, tiny_vocab
 from coordexp.coords import TURN_END, CoordVocab
-from coordexp.objective.context import SUPERVISED_ROLES
-from coordexp.records import GTObject, TokenRole, TrainingTarget
+from coordexp.objective import SupervisionTensors, build_pipeline
+from coordexp.packing import build_row
+from coordexp.records import GTObject, Segment, TokenRole, TrainingTarget
 from parse_invariants import byte_vocab
 from qwen_tokenizer import qwen_vocab
 
@@ -137,10 +140,13 @@ def test_a_coordinate_inside_a_desc_is_desc() -> None:
 
 
 def test_no_prefix_text_is_supervised_by_the_rollout_aligned_objective() -> None:
-    assert set(SUPERVISED_ROLES) == {TokenRole.PREFIX_COORD, TokenRole.TAIL_STRUCT, TokenRole.TAIL_DESC,
-                                     TokenRole.TAIL_COORD, TokenRole.CLOSE, TokenRole.EOS}  # fmt: skip
     target = outcome_of(answer(entry(1, NEAR)), [CAT, DOG], qwen_vocab()).target
     prefix = target.roles_T[: target.prefix_len]
     assert {TokenRole.PREFIX_STRUCT, TokenRole.PREFIX_DESC} <= {TokenRole(int(r)) for r in np.unique(prefix)}
-    assert np.isin(prefix, SUPERVISED_ROLES).sum() == 4
+    supervision = SupervisionTensors.of(build_row([Segment("s", (1, 2, 3), target)]))
+    query = build_pipeline(objective_rows.config()).query(supervision)
+    asked_N = torch.cat([query.vocab_in_N_U, query.slot_in_N_K]).unique()
+    in_prefix_N = supervision.position_N[asked_N] < 3 + target.prefix_len
+    assert supervision.role_N[asked_N][in_prefix_N].tolist() == [TokenRole.PREFIX_COORD] * 4
+    assert not in_prefix_N.all(), "the tail is supervised"
     assert target.token_ids[-1] == qwen_vocab().encode(TURN_END)[0]
