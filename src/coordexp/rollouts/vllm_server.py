@@ -175,6 +175,7 @@ class ServerBackend:
             raise RolloutError("the servers have no weights of this run yet; call sync_weights before asking them")
         self._silent_since.clear()
         for call, items in in_flight(calls, self._slots, lambda call: self._ask(call, rounds), self._watch, WATCH_S):
+            self._silent_since.pop(call.server, None)  # an answer is a sign of life
             where = f"{self._clients[call.server].base_url}/infer/"
             for index, item in zip(call.indices, items, strict=True):
                 request = rounds[call.round_idx].requests[index]
@@ -190,7 +191,7 @@ class ServerBackend:
         try:
             if distributed.is_main():
                 report = self._push(version)
-        except RolloutError as error:
+        except Exception as error:  # not handled here: raised again below, on every rank
             failure = error
         finally:
             self._weights.finish()

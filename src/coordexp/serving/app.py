@@ -88,9 +88,8 @@ class RolloutServer:
             raise RequestRefused(413, f"{len(requests)} requests in one call; at most {MAX_REQUESTS}")
         async with self.gate.answering() as version:
             prompts = await asyncio.to_thread(lambda: [self._prompts.build(request) for request in requests])
-            per_engine = max(1, -(-len(prompts) // len(self.engines.engines)))
             completions = await _together(
-                self.engines.answer(prompt, config.sampling_arguments(index), index // per_engine, self._adapted)
+                self.engines.answer(prompt, config.sampling_arguments(index), self._adapted)
                 for index, prompt in enumerate(prompts)
             )
             triggers = await self.engines.pop_triggers([one.request_id for one in completions])

@@ -7,8 +7,9 @@ import logging
 import os
 import re
 import uuid
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from coordexp.errors import RolloutError
@@ -42,6 +43,7 @@ class EngineGroup:
     engines: list[Any]
     tensor_parallel_size: int
     guarded: bool
+    _num_answering: Counter[int] = field(default_factory=Counter)  # by engine
 
     @classmethod
     def start(cls, options: ServeOptions, gpu: bool) -> EngineGroup:
@@ -110,10 +112,21 @@ class EngineGroup:
         answers = await self._all(method, calls, timeout_s)
         return [result for of_engine in answers for result in of_engine]
 
-    async def answer(
-        self, prompt: Mapping[str, Any], sampling: Mapping[str, Any], engine_index: int, adapted: bool
+    async def answer(self, prompt: Mapping[str, Any], sampling: Mapping[str, Any], adapted: bool) -> Completion:
+        """Generate one answer on the engine that has fewest to give; cancelling it aborts the request there.
+
+        Calls may hold a single request each, so requests are dealt out over all calls, not within each.
+        """
+        index = min(range(len(self.engines)), key=self._num_answering.__getitem__)
+        self._num_answering[index] += 1
+        try:
+            return await self._answer_on(self.engines[index], prompt, sampling, adapted)
+        finally:
+            self._num_answering[index] -= 1
+
+    async def _answer_on(
+        self, engine: Any, prompt: Mapping[str, Any], sampling: Mapping[str, Any], adapted: bool
     ) -> Completion:
-        """Generate one answer on engine ``engine_index``; cancelling it aborts the request in the engine."""
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
         from vllm.sampling_params import RequestOutputKind
@@ -124,7 +137,7 @@ class EngineGroup:
         )
         adapter = LoRARequest(ADAPTER_NAME, ADAPTER_ID, ADAPTER_PATH) if adapted else None
         final = None
-        async for output in self.engines[engine_index].generate(prompt, parameters, request_id, lora_request=adapter):
+        async for output in engine.generate(prompt, parameters, request_id, lora_request=adapter):
             final = output
         if final is None or not final.finished:
             raise RolloutError("the engine ended a request without an answer; look into the server's log")

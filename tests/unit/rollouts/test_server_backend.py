@@ -6,18 +6,22 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from PIL import Image
 
 from config_samples import set_key, stage2
+from coordexp import distributed
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.data.prompts import build_messages
 from coordexp.errors import ConfigError, RolloutError, ServerRefused, ServerTimeout, ServerUnreachable
 from coordexp.records import RolloutRequest
 from coordexp.rollouts import RolloutRound, SeedContext, vllm_server
 from coordexp.rollouts.build import decoding_options
+from coordexp.rollouts.chunking import Call
+from coordexp.rollouts.server_client import ServerClient
 from coordexp.rollouts.vllm_server import ServerBackend, check_servers, make_clients
 from coordexp.rollouts.weight_sync import SyncReport
 from fake_rollout_server import FakeRolloutServer
@@ -30,7 +34,7 @@ SEEDS = SeedContext(1, 2, 0, 0)
 class PretendSync:
     """No weights travel; a push can be made to fail."""
 
-    def __init__(self, failure: RolloutError | None = None) -> None:
+    def __init__(self, failure: Exception | None = None) -> None:
         self.failure = failure
         self.versions: list[int] = []
         self.closed = False
@@ -226,6 +230,48 @@ def test_without_a_timeout_a_server_without_any_sign_of_life_is_given_up(
         with pytest.raises(ServerTimeout, match="gave no sign of life"):
             backend.generate(requests_(6), SEEDS)
         assert time.monotonic() - started < 30
+
+
+def test_a_server_that_answers_call_after_call_is_alive_however_long_the_window_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """ms-swift says nothing while it decodes, not even that it is healthy: only its answers show that it lives."""
+    now = [0.0]
+
+    def slow_calls(calls: Sequence[Call], _: Any, ask: Any, watch: Any, __: float) -> Iterator[tuple[Call, Any]]:
+        for call in calls:
+            for _ in range(2):
+                watch({call.server})
+                now[0] += 0.4  # timeout_s is 1
+            yield call, ask(call)
+
+    def silent(self: ServerClient, timeout_s: float | None = None) -> None:
+        raise ServerTimeout("no answer")
+
+    with FakeRolloutServer(1) as fake:
+        fake.infer = answers
+        with backend_of([fake]) as backend:
+            backend.sync_weights(0)
+            monkeypatch.setattr(ServerClient, "health", silent)
+            monkeypatch.setattr(vllm_server, "in_flight", slow_calls)
+            monkeypatch.setattr(vllm_server, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep))
+            assert len(backend.generate(requests_(8), SEEDS)) == 8
+    assert len(fake.calls) == 4
+
+
+@pytest.mark.parametrize("failure", [RolloutError("the cable"), RuntimeError("CUDA out of memory")])
+def test_whatever_stops_a_push_stops_every_rank(
+    failure: Exception, fakes: list[FakeRolloutServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 pushes while the others wait for its outcome."""
+    told: list[tuple[str, Exception | None]] = []
+    tell = distributed.raise_together
+    monkeypatch.setattr(
+        distributed, "raise_together", lambda what, where: (told.append((where, what)), tell(what, where))
+    )
+    with backend_of(fakes, PretendSync(failure)) as backend, pytest.raises(type(failure), match=str(failure)):
+        backend.sync_weights(1)
+    assert told == [("before the weight push", None), ("weight push", failure)]
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:{}", "http://127.0.0.1:{}/prefix"])
