@@ -133,6 +133,24 @@ def test_answers_are_the_learners_after_every_push(
     assert answers[0] != answers[1]
 
 
+def test_weights_that_land_changed_are_noticed(
+    backend: ColocatedBackend, learner: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = backend._engine.ask_worker(lambda worker: worker.receiver._model)
+    load = model.load_weights
+    monkeypatch.setattr(
+        model,
+        "load_weights",
+        lambda named: load([(n, t + 1e-3 if n.endswith("visual.pos_embed.weight") else t) for n, t in named]),
+    )
+    backend._compared = False  # as before the first push, whose parameters are read back
+    with pytest.raises(RolloutError, match=r"checksum .* its answers would not be the learner's"), synced(backend, 3):
+        pass
+    monkeypatch.undo()
+    with synced(backend, 3):
+        assert backend._compared
+
+
 def test_a_window_is_answered_whole_and_by_request(backend: ColocatedBackend, requests_: list[RolloutRequest]) -> None:
     rounds = [RolloutRound(tuple(requests_[:4]), SEEDS), RolloutRound((), SeedContext(1, 0, 1, 0)),
               RolloutRound(tuple(requests_[4:]), SeedContext(1, 0, 2, 0))]  # fmt: skip

@@ -93,6 +93,7 @@ class ColocatedBackend:
         self._borrowed = ExitStack()
         self._version = 0
         self._pushes = 0
+        self._compared = False  # whether a push has been read back yet
         self._seeds: dict[str, list[int]] = {}
         self._fallbacks: list[str] = []
         self._metrics: Counter[str] = Counter()
@@ -127,7 +128,8 @@ class ColocatedBackend:
             self._borrowed.enter_context(self._offload())
             with distributed.together("starting the colocated engine"):
                 self._wake()
-            self._push(version)
+            with distributed.together("the push into the colocated engine"):
+                self._push(version)
         except BaseException:
             self.rest()
             raise
@@ -181,8 +183,11 @@ class ColocatedBackend:
         if self._mode == "adapter" and not self._push_adapter(version):
             self._mode = "full"
         if self._mode == "full":
+            every = self._config.sync.checksum_every
+            compares = not self._compared or (every > 0 and self._pushes % every == 0)
             with self._weights.full() as named:
-                self._engine.load(named, version, self._config.sync.bucket_mb << 20)
+                self._engine.load(named, version, self._config.sync.bucket_mb << 20, compares_checksum=compares)
+            self._compared |= compares
         self._engine.wake_up(["kv_cache"])
         self._pushes += 1
 

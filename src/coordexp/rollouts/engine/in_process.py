@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from coordexp.errors import RolloutError
 from coordexp.rollouts.backend import AdapterWeights
+from coordexp.rollouts.engine import checksum
 from coordexp.rollouts.engine.buckets import in_buckets
 from coordexp.rollouts.engine.compatibility import VLLM_IN_PROCESS, check_upstream
 from coordexp.rollouts.engine.cpu import complete_environment, has_gpu
@@ -61,19 +62,43 @@ class InProcessEngine:
             self._engine = _named("the engine could not be started", lambda: _start(arguments))
         self._can_sleep = has_gpu() and bool(arguments.get("enable_sleep_mode"))
 
-    def load(self, weights: Iterable[tuple[str, torch.Tensor]], version: int, bucket_bytes: int) -> dict[str, Any]:
+    def load(
+        self,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        version: int,
+        bucket_bytes: int,
+        *,
+        compares_checksum: bool = False,
+    ) -> dict[str, Any]:
         """Replace all of the engine's weights, and everything that was computed with the old ones.
 
-        Returns: the worker's report, with ``checksum`` of what it now holds.
+        Returns: the worker's report. With ``compares_checksum`` the engine's parameters were read back and are, bit
+        for bit, the learner's in the engine's number type.
 
         Raises:
-            RolloutError: a tensor has no place in the engine, or one of the engine's weights did not come.
+            RolloutError: a tensor has no place in the engine, one of the engine's weights did not come, or what the
+                engine holds is not what the learner sent.
         """
 
         def push(worker: Any) -> dict[str, Any]:
-            for bucket in in_buckets(weights, bucket_bytes):
+            hashes: dict[str, int] = {}
+            dtype = worker.model_runner.model_config.dtype
+
+            def summed() -> Iterator[tuple[str, torch.Tensor]]:
+                for name, tensor in weights:
+                    tensor = tensor.detach().to(dtype) if tensor.is_floating_point() else tensor.detach()
+                    hashes[name] = checksum.tensor_hash(tensor)
+                    yield name, tensor
+
+            for bucket in in_buckets(summed() if compares_checksum else weights, bucket_bytes):
                 worker.receiver.take(bucket)
-            return worker.process_weights_after_loading(version, True)
+            report = worker.process_weights_after_loading(version, compares_checksum)
+            if compares_checksum and report["checksum"] != checksum.combined(hashes):
+                raise RolloutError(
+                    f"the colocated engine's weights have the checksum {report['checksum']}, the learner's "
+                    f"{checksum.combined(hashes)}; its answers would not be the learner's"
+                )
+            return report
 
         return self._commit(push)
 
