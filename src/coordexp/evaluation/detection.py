@@ -10,7 +10,7 @@ import numpy as np
 
 from coordexp.evaluation.answers import Detection, ImageAnswer, make_answer
 from coordexp.geometry import Shape, aabbs, mask_iou_pairs, overlapping_boxes
-from coordexp.matching import MatchingConfig, match_objects
+from coordexp.matching import MatchingConfig, assign_pairs
 from coordexp.records import NUM_BINS, GTObject, ImageRecord, ParsedRollout, PredictedObject, Rollout
 
 IOU_THRESHOLD = 0.5
@@ -60,23 +60,39 @@ def match_by_desc(
     predicted: Sequence[Detection | PredictedObject], truth: Sequence[GTObject], threshold: float = IOU_THRESHOLD
 ) -> list[tuple[int, int, float]]:
     """Assign within equal descriptions, mask IoU at least ``threshold``: ``(pred_idx, gt_idx, iou)`` triples."""
-    by_desc: dict[str, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
-    for i, obj in enumerate(predicted):
-        by_desc[obj.desc][0].append(i)
-    for j, obj in enumerate(truth):
-        by_desc[obj.desc][1].append(j)
-    triples = []
-    for preds, gts in by_desc.values():
-        pairs = _match([predicted[i] for i in preds], [truth[j] for j in gts], threshold)
-        triples += [(preds[i], gts[j], iou) for i, j, iou in pairs]
-    return sorted(triples)
+    pairs = _overlapping(predicted, truth, threshold)
+    return pairs.of_equal_desc(predicted, truth).assigned(threshold)
 
 
-def _match(predicted: Sequence[Shape], truth: Sequence[Shape], threshold: float) -> list[tuple[int, int, float]]:
-    if not predicted or not truth:
-        return []
-    config = MatchingConfig(candidate_top_k=len(truth), maskiou_gate=threshold, maskiou_resolution=_CANVAS)
-    return [(pair.pred_idx, pair.gt_idx, pair.iou) for pair in match_objects(predicted, truth, config).pairs]
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pairs:
+    """Pairs of (prediction, ground truth) with their mask IoU: what an assignment chooses from."""
+
+    pairs_K2: np.ndarray
+    iou_K: np.ndarray
+
+    def of_equal_desc(self, predicted: Sequence[Detection | PredictedObject], truth: Sequence[GTObject]) -> _Pairs:
+        same = [k for k, (i, j) in enumerate(self.pairs_K2.tolist()) if predicted[i].desc == truth[j].desc]
+        return _Pairs(self.pairs_K2[same], self.iou_K[same])
+
+    def assigned(self, threshold: float) -> list[tuple[int, int, float]]:
+        """The assignment: ``(pred_idx, gt_idx, iou)`` in order of prediction. Descriptions share no object, so the one
+        of all descriptions together is each description's own."""
+        config = MatchingConfig(maskiou_gate=threshold)
+        chosen = assign_pairs(self.pairs_K2[:, 0], self.pairs_K2[:, 1], self.iou_K, config)
+        return sorted(
+            (i, j, iou) for (i, j), iou in zip(self.pairs_K2[chosen].tolist(), self.iou_K[chosen].tolist(), strict=True)
+        )
+
+
+def _overlapping(predicted: Sequence[Shape], truth: Sequence[Shape], threshold: float) -> _Pairs:
+    """Pairs that may reach ``threshold``: those whose bounding boxes overlap, and with a threshold of 0 all."""
+    boxes = aabbs(predicted), aabbs(truth)
+    first_K, second_K = (
+        overlapping_boxes(*boxes) if threshold > 0 else np.nonzero(np.ones((len(predicted), len(truth)), dtype=bool))
+    )
+    pairs_K2 = np.stack([first_K, second_K], axis=1)
+    return _Pairs(pairs_K2, mask_iou_pairs(predicted, truth, pairs_K2, _CANVAS, aabbs_of=boxes))
 
 
 def count_image(answer: ImageAnswer, threshold: float = IOU_THRESHOLD) -> ImageCounts:
@@ -86,7 +102,8 @@ def count_image(answer: ImageAnswer, threshold: float = IOU_THRESHOLD) -> ImageC
         DataError: the image has no annotations.
     """
     objects, truth = answer.pred, answer.truth
-    matched = match_by_desc(objects, truth, threshold)
+    pairs = _overlapping(objects, truth, threshold)
+    matched = pairs.of_equal_desc(objects, truth).assigned(threshold)
     found = {i for i, _, _ in matched}
     giants = _areas(objects) >= GIANT * (NUM_BINS - 1) ** 2
     counts = Counter(
@@ -94,7 +111,7 @@ def count_image(answer: ImageAnswer, threshold: float = IOU_THRESHOLD) -> ImageC
         gt=len(truth),
         pred=len(objects),
         matched=len(matched),
-        matched_any_desc=len(_match(objects, truth, threshold)),
+        matched_any_desc=len(pairs.assigned(threshold)),
         dropped=answer.num_dropped,
         duplicates=_num_duplicates(objects),
         giants=sum(1 for i in np.flatnonzero(giants).tolist() if i not in found),

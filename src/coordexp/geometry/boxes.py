@@ -42,9 +42,11 @@ def ring(shape: Shape) -> np.ndarray:
 
 def aabb(shape: Shape) -> tuple[int, int, int, int]:
     """Axis-aligned bounding box ``(x1, y1, x2, y2)`` of a box or polygon, clamped to 0..999."""
-    if shape.kind == "poly" and len(shape.bins) >= 6 and len(shape.bins) % 2 == 0:
+    bins = shape.bins
+    is_box, is_poly = shape.kind == "bbox_2d", shape.kind == "poly"
+    if (is_box and len(bins) == 4) or (is_poly and len(bins) >= 6 and len(bins) % 2 == 0):
         # Of a dozen numbers Python's own minimum is several times faster than an array's.
-        x, y = shape.bins[::2], shape.bins[1::2]
+        x, y = bins[::2], bins[1::2]
         x1, y1, x2, y2 = (min(max(value, 0), NUM_BINS - 1) for value in (min(x), min(y), max(x), max(y)))
         return x1, y1, x2, y2
     vertices_V2 = ring(shape)

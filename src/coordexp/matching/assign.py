@@ -67,20 +67,24 @@ def match_objects(
     pred_of_N, gt_of_N = _candidates(pred_P4, gt_G4, config)
     pairs_N2 = np.stack([pred_of_N, gt_of_N], axis=1)
     iou_N = mask_iou_pairs(predicted, ground_truth, pairs_N2, config.maskiou_resolution, aabbs_of=(pred_P4, gt_G4))
-    feasible_N = iou_N >= config.maskiou_gate
-    pred_of_F, gt_of_F, iou_F = pred_of_N[feasible_N], gt_of_N[feasible_N], iou_N[feasible_N]
-    chosen_F = _best_edges(pred_of_F, gt_of_F, 1.0 - iou_F, config)
-    found = zip(pred_of_F[chosen_F].tolist(), gt_of_F[chosen_F].tolist(), iou_F[chosen_F].tolist(), strict=True)
+    chosen = assign_pairs(pred_of_N, gt_of_N, iou_N, config)
+    found = zip(pred_of_N[chosen].tolist(), gt_of_N[chosen].tolist(), iou_N[chosen].tolist(), strict=True)
     pairs = tuple([Match(pred_idx=i, gt_idx=j, iou=iou) for i, j, iou in sorted(found)])
     free_P, free_G = np.ones(num_pred, dtype=bool), np.ones(num_gt, dtype=bool)
-    free_P[pred_of_F[chosen_F]] = False
-    free_G[gt_of_F[chosen_F]] = False
+    free_P[pred_of_N[chosen]] = False
+    free_G[gt_of_N[chosen]] = False
     return MatchResult(
         pairs=pairs,
         fn_gt_idx=tuple(np.flatnonzero(free_G).tolist()),
         fp_pred_idx=tuple(np.flatnonzero(free_P).tolist()),
-        num_gate_rejections=len(iou_N) - len(iou_F),
+        num_gate_rejections=int(np.count_nonzero(iou_N < config.maskiou_gate)),
     )
+
+
+def assign_pairs(pred_of_N: np.ndarray, gt_of_N: np.ndarray, iou_N: np.ndarray, config: MatchingConfig) -> np.ndarray:
+    """The one-to-one assignment among given pairs of known mask IoU: which of them it takes, as indices into them."""
+    feasible = np.flatnonzero(iou_N >= config.maskiou_gate)
+    return feasible[_best_edges(pred_of_N[feasible], gt_of_N[feasible], 1.0 - iou_N[feasible], config)]
 
 
 def _candidates(pred_P4: np.ndarray, gt_G4: np.ndarray, config: MatchingConfig) -> tuple[np.ndarray, np.ndarray]:

@@ -5,9 +5,12 @@ import pytest
 from answers import CAT, DOG, LEAF, answer, entry, record
 from coordexp.coords import CoordVocab, serialize_objects
 from coordexp.evaluation import Prediction, detection_counts, detection_metrics, match_by_desc
+from coordexp.evaluation.detection import count_image
+from coordexp.matching import MatchingConfig, match_objects
 from coordexp.parsing import parse_rollout
 from coordexp.records import GTObject, Rollout
 from qwen_tokenizer import qwen_vocab
+from scored_answers import random_answers
 
 SCENE = [CAT, DOG, LEAF]
 WRONG_DESC = GTObject("dog", "bbox_2d", CAT.bins)
@@ -84,3 +87,19 @@ def test_assignment_is_best_overall_within_a_description():
 @pytest.mark.parametrize(("threshold", "found"), [(0.5, 1), (0.6, 0)])
 def test_the_threshold_is_the_callers(threshold, found):
     assert len(match_by_desc(predicted(serialize_objects([LOOSE]), []).parsed.objects, [CAT], threshold)) == found
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.3, 0.5, 0.75])
+def test_one_assignment_of_all_descriptions_is_each_descriptions_own(threshold: float) -> None:
+    config = MatchingConfig(candidate_top_k=100, maskiou_gate=threshold)
+    for found in random_answers(12, seed=7, per_image=25):
+        expected = []
+        for desc in {obj.desc for obj in found.truth}:
+            preds = [i for i, obj in enumerate(found.pred) if obj.desc == desc]
+            gts = [j for j, obj in enumerate(found.truth) if obj.desc == desc]
+            alone = match_objects([found.pred[i] for i in preds], [found.truth[j] for j in gts], config)
+            expected += [(preds[pair.pred_idx], gts[pair.gt_idx], pair.iou) for pair in alone.pairs]
+        assert match_by_desc(found.pred, found.truth, threshold) == sorted(expected)
+        counts = count_image(found, threshold).counts
+        assert counts["matched"] == len(expected)
+        assert counts["matched_any_desc"] == len(match_objects(found.pred, found.truth, config).pairs)
