@@ -14,7 +14,7 @@ from PIL import Image, ImageDraw, ImageFont
 from coordexp.coords import CoordVocab, serialize_objects
 from coordexp.data.images import open_rgb
 from coordexp.parsing import parse_rollout
-from coordexp.records import NUM_BINS, GTObject, ImageRecord
+from coordexp.records import NUM_BINS, GTObject, ImageRecord, PredictedObject
 
 _TILE = 320
 _COLOURS = ("#e6194b", "#3cb44b", "#4363d8", "#f58231", "#911eb4", "#008080", "#9a6324", "#808000", "#000075")
@@ -50,10 +50,17 @@ def _tile(record: ImageRecord, objects: Sequence[GTObject], colour_of: dict[str,
     image = open_rgb(record.image)
     scale = (_TILE - 4) / max(image.size)
     image = image.resize((max(1, round(image.width * scale)), max(1, round(image.height * scale))))
+    draw_objects(image, [(obj, colour_of.get(obj.desc, "white")) for obj in objects])
+    tile = Image.new("RGB", (_TILE, _TILE), "#202020")
+    tile.paste(image, (2, 2))
+    return tile
+
+
+def draw_objects(image: Image.Image, coloured: Sequence[tuple[GTObject | PredictedObject, str]]) -> None:
+    """Outlines and descriptions over ``image``, each object in its colour."""
     draw = ImageDraw.Draw(image)
     font = ImageFont.load_default(11)
-    for obj in objects:
-        colour = colour_of.get(obj.desc, "white")
+    for obj, colour in coloured:
         xs = [k / (NUM_BINS - 1) * (image.width - 1) for k in obj.bins[0::2]]
         ys = [k / (NUM_BINS - 1) * (image.height - 1) for k in obj.bins[1::2]]
         points = list(zip(xs, ys, strict=True))
@@ -64,6 +71,3 @@ def _tile(record: ImageRecord, objects: Sequence[GTObject], colour_of: dict[str,
         corner = (min(xs) + 2, min(ys) + 1)
         draw.rectangle(draw.textbbox(corner, obj.desc, font=font), fill="white")
         draw.text(corner, obj.desc, fill=colour, font=font)
-    tile = Image.new("RGB", (_TILE, _TILE), "#202020")
-    tile.paste(image, (2, 2))
-    return tile

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ from rich.console import Console
 
 from coordexp import distributed
 from coordexp.config import RunConfig, advice, check_world_size, resolved_rollout, rollout_contract
-from coordexp.config.rollout import RolloutMatchingConfig
+from coordexp.config.rollout import MonitorDumpConfig, RolloutMatchingConfig
 from coordexp.data.dataset import RecordDataset
 from coordexp.data.jsonl import check_dataset, read_jsonl
 from coordexp.errors import DataError
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from coordexp.modeling.load import LoadedModel
     from coordexp.packing import CarryBuffer
     from coordexp.rollouts.build import LearnerParts
+    from coordexp.training.rollout_board import RolloutBoard
+    from coordexp.training.trainer import CoordExpTrainer
 
 logger = logging.getLogger("coordexp")
 
@@ -147,7 +149,25 @@ def build_trainer(run: CheckedRun, console: Console, description: str = "train",
     for callback in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
     trainer.add_callback(RichProgress(console, description))
+    if rollout.monitor_dump.enabled and distributed.is_main():
+        trainer.add_callback(_rollout_board(rollout.monitor_dump, run.train, trainer))
     return trainer, resume
+
+
+def _rollout_board(config: MonitorDumpConfig, records: Sequence[ImageRecord], trainer: CoordExpTrainer) -> RolloutBoard:
+    """Draws into TensorBoard's files, where ``training.report_to`` names it: nothing is drawn otherwise."""
+    from transformers.integrations import TensorBoardCallback
+
+    from coordexp.training.rollout_board import RolloutBoard
+    from coordexp.training.rollout_dump import DumpPolicy
+
+    loggers = [one for one in trainer.callback_handler.callbacks if isinstance(one, TensorBoardCallback)]
+    return RolloutBoard(
+        DumpPolicy.of(config),
+        {record.sample_id: record for record in records},
+        outcomes=lambda: trainer.window.outcomes if trainer.window is not None else (),
+        writer=lambda: next((one.tb_writer for one in loggers), None),
+    )
 
 
 def run_training(config: RunConfig, console: Console, description: str = "train", config_path: Path | None = None):

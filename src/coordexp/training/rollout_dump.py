@@ -57,6 +57,12 @@ class DumpPolicy:
     max_pending: int = 64
     min_free_gb: float = 2.0
 
+    @classmethod
+    def of(cls, config: MonitorDumpConfig) -> DumpPolicy:
+        return cls(
+            config.every_steps, config.dump_first_step, config.max_samples, config.max_pending, config.min_free_gb
+        )
+
     def is_due(self, global_step: int, logging_steps: int) -> bool:
         """Whether the step after ``global_step`` finished ones is recorded: with every N, steps N, 2N, …"""
         if global_step == 0 and self.dump_first_step:
@@ -100,7 +106,8 @@ class RolloutRecorder:
             if idx >= self._policy.max_samples:
                 return
             where = WhereInTraining(global_step, micro_step, self._rank, idx, len(samples))
-            self._untrained[sample.record.sample_id] = where
+            if outcome.target.token_ids:  # an answer that cannot be closed is dropped, and never trained on
+                self._untrained[sample.record.sample_id] = where
             self._put(self.path, partial(_record_line, sample.record, outcome, where, self._settings))
 
     def wants_losses(self, segments: Sequence[Segment]) -> bool:
@@ -110,6 +117,8 @@ class RolloutRecorder:
     def offer_losses(self, global_step: int, segments: Sequence[Segment], losses: Sequence[TokenLosses]) -> None:
         """Queue what the recorded ones among ``segments``, which the step after ``global_step`` trained on, cost."""
         for segment, loss in zip(segments, losses, strict=True):
+            if not segment.target.token_ids:
+                continue  # a blank row, which borrows its prompt from a sample that may be recorded
             where = self._untrained.pop(segment.sample_id, None)
             if where is not None and segment.target.context == "rollout":
                 line = LossRecord.of(segment, where, global_step, loss.position_P, loss.loss_P)
@@ -205,8 +214,5 @@ def build_recorder(config: MonitorDumpConfig, source: RolloutSource | None, outp
         return None
     assert source is not None, "the schema refuses monitor_dump without rollouts"
     settings = Settings(source.matching, source.transport, source.field_order)
-    policy = DumpPolicy(
-        config.every_steps, config.dump_first_step, config.max_samples, config.max_pending, config.min_free_gb
-    )
     folder = config.out_dir or output_dir / "rollout_records"
-    return RolloutRecorder(folder, distributed.rank(), settings, policy)
+    return RolloutRecorder(folder, distributed.rank(), settings, DumpPolicy.of(config))

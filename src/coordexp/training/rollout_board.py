@@ -1,0 +1,77 @@
+"""Pictures and histograms of rollouts for TensorBoard, in the steps whose rollouts are recorded.
+
+Its cost is bounded: a few pictures of bounded size per recorded step, whatever the batch; other steps cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from coordexp.data.images import open_rgb
+from coordexp.evaluation.contact_sheet import draw_objects
+from coordexp.metrics import SampleOutcome
+from coordexp.records import ImageRecord
+from coordexp.training.rollout_dump import DumpPolicy
+
+MAX_PICTURES = 4
+SIDE = 384
+TRUTH, MATCHED, UNMATCHED = "#00a000", "#2060ff", "#e00000"
+
+
+class RolloutBoard(TrainerCallback):
+    """Draws the first samples of a due step, before it is trained on.
+
+    Args:
+        policy: which steps, and how many of their samples. record_of: the dataset's records by ``sample_id``.
+        outcomes: those of the step that begins, on this rank; none in a step without rollouts.
+        writer: TensorBoard's ``SummaryWriter``, or None where this process has none (yet).
+    """
+
+    def __init__(
+        self,
+        policy: DumpPolicy,
+        record_of: Mapping[str, ImageRecord],
+        outcomes: Callable[[], Sequence[SampleOutcome]],
+        writer: Callable[[], Any],
+    ) -> None:
+        self._policy = policy
+        self._record_of = record_of
+        self._outcomes = outcomes
+        self._writer = writer
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        writer, outcomes = self._writer(), self._outcomes()
+        if writer is None or not outcomes or not self._policy.is_due(state.global_step, int(state.logging_steps or 1)):
+            return
+        step = state.global_step + 1
+        for number, outcome in enumerate(outcomes[: min(MAX_PICTURES, self._policy.max_samples)]):
+            record = self._record_of[outcome.rollout.sample_id]
+            writer.add_image(f"rollouts/sample_{number}", draw_rollout(record, outcome), step, dataformats="HWC")
+        for name, values in (
+            ("rollouts/answer_tokens", [len(outcome.rollout.response_token_ids) for outcome in outcomes]),
+            ("rollouts/objects_per_answer", [len(outcome.parsed.objects) for outcome in outcomes]),
+            ("rollouts/missed_per_image", [len(outcome.match.fn_gt_idx) for outcome in outcomes]),
+        ):
+            writer.add_histogram(name, np.array(values), step)
+
+
+def draw_rollout(record: ImageRecord, outcome: SampleOutcome) -> np.ndarray:
+    """The image, its annotation in green, matched predictions in blue and the others in red: (H, W, 3) uint8."""
+    image = open_rgb(record.image)
+    scale = min(1.0, SIDE / max(image.size))
+    size = max(1, round(image.width * scale)), max(1, round(image.height * scale))
+    image = image.resize(size, Image.Resampling.BILINEAR)
+    draw_objects(image, [(obj, TRUTH) for obj in record.objects])
+    unmatched = set(outcome.match.fp_pred_idx)
+    draw_objects(
+        image,
+        [(obj, UNMATCHED if k in unmatched else MATCHED) for k, obj in enumerate(outcome.parsed.objects)],
+    )
+    return np.asarray(image)
