@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,10 +20,13 @@ from coordexp.data.dataset import Sample
 from coordexp.errors import ConfigError
 from coordexp.matching import MatchingConfig
 from coordexp.metrics.rollout_record import RolloutRecord, Settings, read_records, replay
-from coordexp.targets import TransportConfig
+from coordexp.records import Segment
+from coordexp.targets import TransportConfig, empty_target
 from coordexp.training import rollout_dump
 from coordexp.training.rollout_dump import DROPPED, FAILED, WRITTEN, DumpPolicy, RolloutRecorder
+from coordexp.training.token_losses import TokenLosses
 from coordexp.training.trainer import CoordExpTrainer
+from coordexp.training.two_channel import blank_segment
 from tiny_run import InMemoryBackend, load_tiny, nearly_right, run_config, step_lines, train
 
 SETTINGS = Settings(MatchingConfig(), TransportConfig(), "desc_first")
@@ -72,6 +76,31 @@ def test_records_of_due_steps_are_written_with_their_place(tmp_path: Path) -> No
     assert [(r.where.num_samples, r.where.rank) for r in found] == [(4, 3), (4, 3), (4, 3), (1, 3)]
     assert totals(recorder) == (4, 0, 0) and totals(recorder) == (0, 0, 0)
     assert all(replay(r, tiny_vocab()) == () for r in found)
+
+
+def test_a_blank_row_is_not_the_sample_whose_prompt_it_borrows(tmp_path: Path) -> None:
+    recorder = RolloutRecorder(tmp_path, 0, SETTINGS, DumpPolicy(min_free_gb=0))
+    (sample,) = samples(1)
+    offer(recorder, 0, [sample])
+    target = outcome_of(answer(entry(1)), [CAT, DOG], tiny_vocab()).target
+    eos = len(target.token_ids) - 1
+    recorder.offer_losses(0, [blank_segment(sample)], [TokenLosses((), ())])
+    trained = Segment(sample.record.sample_id, sample.request.prompt_token_ids, target, {})
+    recorder.offer_losses(0, [trained], [TokenLosses((eos,), (0.5,))])
+    recorder.close()
+    assert [found.token_loss for found in read_records(tmp_path)] == [((eos, 0.5),)]
+
+
+def test_a_dropped_answer_is_not_given_the_losses_of_a_later_one(tmp_path: Path) -> None:
+    recorder = RolloutRecorder(tmp_path, 0, SETTINGS, DumpPolicy(min_free_gb=0))
+    (sample,) = samples(1)
+    closed = outcome_of(answer(entry(1)), [CAT, DOG], tiny_vocab())
+    recorder.offer(0, 1, [[sample]], [replace(closed, target=empty_target(sample.record.sample_id))])
+    later = Segment(sample.record.sample_id, sample.request.prompt_token_ids, closed.target, {})
+    assert not recorder.wants_losses([later])
+    recorder.offer_losses(5, [later], [TokenLosses((0,), (0.5,))])
+    recorder.close()
+    assert [found.token_loss for found in read_records(tmp_path)] == [None]
 
 
 def test_a_slow_disk_never_stalls_and_losses_are_counted(
