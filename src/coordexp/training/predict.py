@@ -79,6 +79,8 @@ def run_prediction(
     Raises:
         DataError: ``output`` holds the answers of other settings, or an image cannot be read.
     """
+    from accelerate import PartialState
+
     from coordexp.modeling.load import load_vocab
 
     rollout = resolved_rollout(config)
@@ -87,11 +89,13 @@ def run_prediction(
     path = Path(model or config.model.model)
     load_vocab(path)
     settings = _settings(config, rollout, path, source, constant_score)
+    mine = _part(output, distributed.rank())
+    PartialState(cpu=config.training.use_cpu)  # joins the process group under torchrun: the next line needs it
     with distributed.together("coordexp predict"):
         if distributed.is_main():
             _claim(output, settings)
-    mine = _part(output, distributed.rank())
-    known = {answer.sample_id for part in _parts(output) for answer in _read_part(part)}
+        # Before any rank writes: all ranks must share out the same images.
+        known = {answer.sample_id for part in _parts(output) for answer in _read_part(part)}
     todo = [index for index, record in enumerate(records) if record.sample_id not in known]
     # All ranks ask equally often, the last time perhaps for nothing: they may share an engine.
     share, most = todo[distributed.rank() :: distributed.world_size()], len(todo[:: distributed.world_size()])
