@@ -83,11 +83,12 @@ def _pipeline(config: RunConfig):
     from coordexp.objective import build_pipeline
 
     if config.stage2_ab is not None and config.custom.trainer_variant == "stage2_two_channel":
-        return build_pipeline(config.stage2_ab.pipeline, "B", with_matched_prefix=True)
+        decode = config.stage2_ab.coord_decode_mode
+        return build_pipeline(config.stage2_ab.pipeline, "B", decode=decode, with_matched_prefix=True)
     if config.rollout_matching is None or config.rollout_matching.pipeline is None:
         raise ConfigError("rollout_matching.pipeline: missing, so there is no objective to compute losses of; give the "
                           "configuration of the run that was recorded")  # fmt: skip
-    return build_pipeline(config.rollout_matching.pipeline, "B")
+    return build_pipeline(config.rollout_matching.pipeline, "B", decode=config.rollout_matching.coord_decode_mode)
 
 
 def _image_of(record: RolloutRecord) -> ImageRecord:
