@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from coordexp.config.rollout import RepeatTerminateConfig
 from coordexp.errors import CoordExpError, LaunchFailed, RolloutError
@@ -86,7 +86,11 @@ class Supervisor:
             while learner.poll() is None:
                 self._pause()
                 self.view.pass_on(log.read())
-                self._check_servers()
+                try:
+                    self._check_servers()
+                except LaunchFailed:
+                    self._let_learner_save(learner, log)
+                    raise
             self.view.pass_on(log.read())
         code = exit_code(learner.returncode)
         self.view.say(f"learner ended with exit code {code}")
@@ -164,6 +168,15 @@ class Supervisor:
             return ""
         lines = server.process.log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_TAIL_LINES:]
         return f". The end of {server.process.log}:\n" + "\n".join(f"  {line}" for line in lines)
+
+    def _let_learner_save(self, learner: subprocess.Popen[bytes], log: TextIO) -> None:
+        """A learner that loses a server saves what it has learned and then ends; ended at once, it would lose that."""
+        self.view.say(f"a server ended: the learner has {LEARNER_GRACE_S:g} s to save and end")
+        deadline = time.monotonic() + LEARNER_GRACE_S
+        while learner.poll() is None and time.monotonic() < deadline:
+            self._pause()
+            self.view.pass_on(log.read())
+        self.view.pass_on(log.read())
 
     def _end_learner(self, number: int) -> int:
         """Let the learner end by itself, as it was asked to; its exit code, or the signal's."""

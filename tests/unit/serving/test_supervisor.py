@@ -36,6 +36,20 @@ child = "import time; print('child up', flush=True); time.sleep(600)"
 subprocess.Popen([sys.executable, "-c", child], start_new_session=True)
 time.sleep(600)
 """
+# A learner that notices a moment later that its server is gone, and saves first.
+SAVING_LEARNER = """
+import socket, sys, time
+print("training", flush=True)
+while True:
+    try:
+        socket.create_connection(("127.0.0.1", int(sys.argv[1])), 1).close()
+    except OSError:
+        break
+    time.sleep(0.1)
+time.sleep(2)
+print("saved", flush=True)
+sys.exit(1)
+"""
 LAUNCHER = """
 import sys
 from coordexp.serving.launch import run_plan
@@ -142,6 +156,17 @@ def test_kill_9_of_any_of_them_leaves_no_process(tmp_path: Path, victim: str) ->
         os.kill(pid, signal.SIGKILL)
         assert all_gone(everything), f"left over after kill -9 of the {victim}"
         assert running.process.wait(DEADLINE_S) != 0
+
+
+def test_a_learner_that_loses_its_server_may_save_before_everything_ends(tmp_path: Path) -> None:
+    with launched(tmp_path, plan(tmp_path, SAVING_LEARNER)) as running:
+        running.wait_for("training", "learner.log")
+        everything = descendants(running.process.pid)
+        os.kill(running.pid_of("HTTPServer"), signal.SIGKILL)
+        assert running.process.wait(DEADLINE_S) == 1
+        assert all_gone(everything)
+    assert "saved" in (tmp_path / "learner.log").read_text()
+    assert "server0 ended with exit code 137" in (tmp_path / "launch.log").read_text()
 
 
 def test_a_server_that_does_not_start_ends_the_launch_with_its_log(tmp_path: Path) -> None:
