@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from coordexp.evaluation import ImageAnswer
+
+    Rename = Callable[[Sequence[ImageAnswer]], list[ImageAnswer]]
 
 ModelOption = Annotated[Path | None, typer.Option(help="Checkpoint to use instead of model.model.")]
 Limit = Annotated[int | None, typer.Option(min=1, help="Use only the first N images.")]
@@ -81,6 +85,13 @@ def evaluate(
     aliases: Annotated[
         Path | None, typer.Option(help="YAML or JSON of the form 'class: [alias, …]', applied to predictions.")
     ] = None,
+    embedder: Annotated[
+        Path | None,
+        typer.Option(help="Folder of a text encoder: what no alias names becomes the annotated class nearest to it."),
+    ] = None,
+    embedding_threshold: Annotated[
+        float, typer.Option(min=-1, max=1, help="Least cosine similarity of --embedder.")
+    ] = 0.7,
     segm: Annotated[bool, typer.Option(help="Average precision of masks too (of saved predictions).")] = False,
     runs: Annotated[
         tuple[Path, Path] | None,
@@ -93,12 +104,13 @@ def evaluate(
     if (source is None) == (runs is None):
         raise ConfigError("name a configuration or predictions to evaluate, or two runs with --compare A B")
     console = open_console(stderr=as_json)
+    rename = _renaming(aliases, embedder, embedding_threshold)
     if runs is not None:
-        _compare(console, runs, aliases, constant_score, resamples, as_json)
+        _compare(console, runs, rename, constant_score, resamples, as_json)
     elif source is not None and source.suffix in (".yaml", ".yml"):
-        _evaluate_model(console, source, model, data, limit, output, constant_score, aliases, as_json)
+        _evaluate_model(console, source, model, data, limit, output, constant_score, rename, as_json)
     elif source is not None:
-        _evaluate_saved(console, source, limit, output, constant_score, aliases, segm, as_json)
+        _evaluate_saved(console, source, limit, output, constant_score, rename, segm, as_json)
 
 
 def _evaluate_model(
@@ -109,21 +121,19 @@ def _evaluate_model(
     limit: int | None,
     output: Path | None,
     constant_score: float | None,
-    aliases: Path | None,
+    rename: Rename | None,
     as_json: bool,
 ) -> None:
     from coordexp.config import load_config
 
     run = load_config(config)
-    from coordexp.evaluation.categories import read_aliases
     from coordexp.evaluation.tables import summary_tables
     from coordexp.training.evaluate import run_evaluation
 
-    class_of = read_aliases(aliases) if aliases else None
     no_bars_in_log_files()
     result = run_evaluation(
         run, console, model=model, data=data, limit=limit, output=output, constant_score=constant_score,
-        class_of=class_of,
+        rename=rename,
     )  # fmt: skip
     if as_json:
         if not console.quiet:
@@ -148,7 +158,7 @@ def _evaluate_saved(
     limit: int | None,
     output: Path | None,
     constant_score: float | None,
-    aliases: Path | None,
+    rename: Rename | None,
     segm: bool,
     as_json: bool,
 ) -> None:
@@ -158,7 +168,7 @@ def _evaluate_saved(
     from coordexp.evaluation.summary import write_summary
     from coordexp.evaluation.tables import summary_tables
 
-    answers = _read(source, aliases)[:limit]
+    answers = _read(source, rename)[:limit]
     options = EvaluationOptions(segm=segm, constant_score=constant_score)
     summary = summarise(answers, options)
     files = [] if output is None else write_summary(output, summary, answers, {"predictions": str(source)}, options)
@@ -177,7 +187,7 @@ def _evaluate_saved(
 def _compare(
     console: Console,
     runs: tuple[Path, Path],
-    aliases: Path | None,
+    rename: Rename | None,
     constant_score: float | None,
     resamples: int,
     as_json: bool,
@@ -188,7 +198,7 @@ def _compare(
     confidence = 0.95
     names = str(runs[0]), str(runs[1])
     found = compare(
-        _read(runs[0], aliases), _read(runs[1], aliases), resamples=resamples, confidence=confidence,
+        _read(runs[0], rename), _read(runs[1], rename), resamples=resamples, confidence=confidence,
         constant_score=constant_score,
     )  # fmt: skip
     if as_json:
@@ -197,12 +207,27 @@ def _compare(
         console.print(differences_table(found, names, confidence))
 
 
-def _read(source: Path, aliases: Path | None) -> list[ImageAnswer]:
-    from coordexp.evaluation import read_answers
+def _renaming(aliases: Path | None, embedder: Path | None, threshold: float) -> Rename | None:
+    """Aliases first; then the encoder, for what is still annotated nowhere. Files are read before any work is done."""
     from coordexp.evaluation.categories import apply_aliases, read_aliases
 
+    steps: list[Rename] = []
+    if aliases is not None:
+        class_of = read_aliases(aliases)
+        steps.append(lambda answers: apply_aliases(answers, class_of))
+    if embedder is not None:
+        from coordexp.evaluation.embedding import TextEncoder, apply_embedding
+
+        encoder = TextEncoder(embedder)
+        steps.append(lambda answers: apply_embedding(answers, encoder, threshold))
+    return (lambda answers: reduce(lambda found, step: step(found), steps, list(answers))) if steps else None
+
+
+def _read(source: Path, rename: Rename | None) -> list[ImageAnswer]:
+    from coordexp.evaluation import read_answers
+
     answers = read_answers(source)
-    return apply_aliases(answers, read_aliases(aliases)) if aliases else answers
+    return rename(answers) if rename else answers
 
 
 def _say(console: Console, text: str) -> None:

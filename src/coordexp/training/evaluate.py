@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,7 +15,6 @@ from coordexp.data.dataset import RecordDataset
 from coordexp.data.jsonl import check_dataset, read_jsonl
 from coordexp.errors import ConfigError
 from coordexp.evaluation import EvaluationOptions, ImageAnswer, Prediction, Summary, evaluate_dataset, summarise
-from coordexp.evaluation.categories import apply_aliases
 from coordexp.evaluation.predict import ON_COUNTS_ALONE, gather_answers
 from coordexp.evaluation.summary import METRICS, write_summary
 from coordexp.records import ImageRecord
@@ -74,12 +74,12 @@ def run_evaluation(
     limit: int | None = None,
     output: Path | None = None,
     constant_score: float | None = None,
-    class_of: dict[str, str] | None = None,
+    rename: Callable[[Sequence[ImageAnswer]], list[ImageAnswer]] | None = None,
 ) -> EvaluationResult:
     """Evaluate, and write figures and answers to ``output`` (``<training.output_dir>/evaluation``).
 
-    Predictions are scored by their tokens' probabilities unless ``constant_score`` is given; ``class_of``: aliases of
-    descriptions. Under torchrun the images are shared out over the ranks.
+    Predictions are scored by their tokens' probabilities unless ``constant_score`` is given; ``rename``: gives
+    predictions other descriptions. Under torchrun the images are shared out over the ranks.
     """
     checked = check_evaluation(config, model, data, limit)
     folder = output or Path(config.training.output_dir) / "evaluation"
@@ -88,7 +88,7 @@ def run_evaluation(
         checked, console, f"evaluating {checked.model}", ON_COUNTS_ALONE, scored=constant_score is None
     )
     answers: list[ImageAnswer] = gather_answers([prediction.answer() for prediction in predictions])
-    answers = apply_aliases(answers, class_of) if class_of else answers
+    answers = rename(answers) if rename else answers
     summary = summarise(answers, options)
     files: list[Path] = []
     if distributed.is_main():

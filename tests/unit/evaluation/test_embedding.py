@@ -1,0 +1,96 @@
+"""Descriptions by meaning: equal text first, then aliases, then the nearest category. The encoder's weights are random:
+what is tested is the way of a description, not a model's knowledge."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+from cli_runs import run_cli
+from coordexp.errors import CheckpointError
+from coordexp.evaluation import Detection, ImageAnswer
+from coordexp.evaluation.answers import write_answers
+from coordexp.evaluation.embedding import TextEncoder, apply_embedding, nearest_categories
+from coordexp.records import GTObject
+
+WORDS = ("[PAD]", "[UNK]", "red", "car", "sedan", "person", "man", "walking", "cloud")
+BOX = (10, 10, 500, 500)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A BERT of random weights over nine words."""
+    path = tmp_path_factory.mktemp("encoder")
+    words = Tokenizer(models.WordLevel({word: k for k, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(path)
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    BertModel(BertConfig(vocab_size=len(WORDS), **shape)).save_pretrained(path)
+    return path
+
+
+def answered(truth: list[str], found: list[str]) -> ImageAnswer:
+    gt = tuple(GTObject(desc, "bbox_2d", BOX) for desc in truth)
+    return ImageAnswer("s", "a.png", 100, 100, gt, tuple(Detection(desc, "bbox_2d", BOX, 0.9) for desc in found))
+
+
+def test_rows_are_unit_vectors_and_padding_does_not_count(folder: Path) -> None:
+    encoder = TextEncoder(folder)
+    rows = encoder.embed(["car", "man walking", "red car"])
+    assert np.linalg.norm(rows, axis=1) == pytest.approx([1, 1, 1])
+    assert encoder.embed(["car"])[0] == pytest.approx(rows[0], abs=1e-5)  # alone, without padding
+    assert len(encoder.embed(["car"] * 70)) == 70 and len(encoder.embed([])) == 0
+
+
+def test_the_nearest_category_above_the_threshold(folder: Path) -> None:
+    encoder = TextEncoder(folder)
+    categories, descs = ["car", "person"], ["red car", "man walking", "cloud"]
+    cosine = encoder.embed(descs) @ encoder.embed(categories).T
+    threshold = float(np.sort(cosine.max(axis=1))[1])  # one of the three is below
+    expected = {
+        desc: categories[row.argmax()] for desc, row in zip(descs, cosine, strict=True) if row.max() >= threshold
+    }
+    assert nearest_categories(descs, categories, encoder, threshold) == expected and len(expected) == 2
+    assert nearest_categories(descs, categories, encoder, 1.01) == {}
+    assert nearest_categories(descs, [], encoder, 0.0) == {}
+
+
+def test_what_is_annotated_is_left_alone(folder: Path) -> None:
+    encoder = TextEncoder(folder)
+    (found,) = apply_embedding([answered(["car", "person"], ["person", "cloud"])], encoder, -1.0)
+    assert found.pred[0].desc == "person" and found.pred[1].desc in ("car", "person")
+    (same,) = apply_embedding([answered(["car"], ["cloud"])], encoder, 1.01)
+    assert same.pred[0].desc == "cloud"
+
+
+def test_equal_then_alias_then_embedding(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answers = [answered(["car", "person"], ["sedan", "man walking"])]
+    write_answers(answers, tmp_path / "predictions.jsonl")
+    (tmp_path / "aliases.yaml").write_text("car: [sedan]\nperson: [man walking]\n", encoding="utf-8")
+
+    def f1(*argv: object) -> float:
+        return json.loads(run_cli(capsys, "evaluate", tmp_path / "predictions.jsonl", "--json", *argv).out)["metrics"][
+            "f1"
+        ]
+
+    assert f1() == 0.0
+    assert f1("--aliases", tmp_path / "aliases.yaml") == 1.0
+    # Aliases come first: what they name is annotated, and nothing is left to the encoder.
+    assert f1("--aliases", tmp_path / "aliases.yaml", "--embedder", folder, "--embedding-threshold", "-1") == 1.0
+    assert f1("--embedder", folder, "--embedding-threshold", "-1") > 0.0
+    assert f1("--embedder", folder, "--embedding-threshold", "1") == 0.0
+
+
+def test_no_encoder_there(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no such folder"):
+        TextEncoder(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="no text encoder"):
+        TextEncoder(tmp_path / "empty")
