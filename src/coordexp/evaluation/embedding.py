@@ -65,7 +65,7 @@ def nearest_categories(
     cosine_NC = encoder.embed(descs) @ encoder.embed(categories).T
     best_N = cosine_NC.argmax(axis=1)
     return {
-        desc: categories[best]
+        desc: categories[int(best)]
         for desc, best, row_C in zip(descs, best_N.tolist(), cosine_NC, strict=True)
         if row_C[best] >= threshold
     }
