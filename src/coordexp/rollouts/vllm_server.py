@@ -133,6 +133,10 @@ class ServerBackend:
         self._fallbacks: list[str] = []
         self._calls: list[dict[str, Any]] = []
         self._silent_since: dict[int, float] = {}
+        # ms-swift says nothing while it decodes, not even that it is healthy: its silence has no meaning.
+        self._heard_while_decoding = frozenset(
+            index for index, client in enumerate(clients) if (client.status() or {}).get("server") == "coordexp serve"
+        )
         self._metrics: Counter[str] = Counter()
         self._lock = threading.Lock()  # guards the metrics, which call threads count in
 
@@ -280,8 +284,9 @@ class ServerBackend:
             )
 
     def _watch(self, servers: set[int]) -> None:
-        """Servers may take their time over answers, but not over a sign of life."""
-        for server in sorted(servers):
+        """Servers may take their time over answers, but not over a sign of life, where they can give one. (Of others a
+        dead process or machine shows by its connection, which TCP probes.)"""
+        for server in sorted(servers & self._heard_while_decoding):
             client = self._clients[server]
             try:
                 client.health(timeout_s=min(SIGN_OF_LIFE_S, self._timeout_s))

@@ -223,6 +223,7 @@ def test_without_a_timeout_a_server_without_any_sign_of_life_is_given_up(
 ) -> None:
     """infer_timeout_s: null sets no deadline for answers; a dead machine must still end the wait."""
     monkeypatch.setattr(vllm_server, "WATCH_S", 0.1)
+    fakes[0].status = {"server": "coordexp serve", "workers": []}  # this one is heard while it decodes
     with backend_of(fakes) as backend:
         backend.sync_weights(0)
         fakes[0].wedged.set()
@@ -232,10 +233,27 @@ def test_without_a_timeout_a_server_without_any_sign_of_life_is_given_up(
         assert time.monotonic() - started < 30
 
 
+def test_a_server_that_is_mute_while_it_decodes_is_waited_for(
+    fakes: list[FakeRolloutServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """infer_timeout_s: null means no timeout, and of ms-swift's silence nothing follows."""
+    asked: list[str] = []
+    monkeypatch.setattr(ServerClient, "health", lambda self, timeout_s=None: asked.append(self.base_url))
+    with backend_of(fakes) as backend:
+        asked.clear()
+        backend._watch({0, 1})
+        assert asked == []
+    fakes[1].status = {"server": "coordexp serve", "workers": []}
+    with backend_of(fakes) as backend:
+        asked.clear()
+        backend._watch({0, 1})
+        assert asked == [fakes[1].url]
+
+
 def test_a_server_that_answers_call_after_call_is_alive_however_long_the_window_takes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """ms-swift says nothing while it decodes, not even that it is healthy: only its answers show that it lives."""
+    """A busy server may miss many a question after its health: its answers show that it lives."""
     now = [0.0]
 
     def slow_calls(calls: Sequence[Call], _: Any, ask: Any, watch: Any, __: float) -> Iterator[tuple[Call, Any]]:
@@ -248,7 +266,7 @@ def test_a_server_that_answers_call_after_call_is_alive_however_long_the_window_
     def silent(self: ServerClient, timeout_s: float | None = None) -> None:
         raise ServerTimeout("no answer")
 
-    with FakeRolloutServer(1) as fake:
+    with FakeRolloutServer(1, status={"server": "coordexp serve", "workers": []}) as fake:
         fake.infer = answers
         with backend_of([fake]) as backend:
             backend.sync_weights(0)
