@@ -16,6 +16,7 @@ from coordexp.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from coordexp.config import RunConfig
     from coordexp.evaluation import ImageAnswer
 
     Rename = Callable[[Sequence[ImageAnswer]], list[ImageAnswer]]
@@ -104,18 +105,23 @@ def evaluate(
     if (source is None) == (runs is None):
         raise ConfigError("name a configuration or predictions to evaluate, or two runs with --compare A B")
     console = open_console(stderr=as_json)
+    run = None
+    if source is not None and source.suffix in (".yaml", ".yml"):
+        from coordexp.config import load_config
+
+        run = load_config(source)  # before anything heavy is imported: a mistake in the YAML shows at once
     rename = _renaming(aliases, embedder, embedding_threshold)
     if runs is not None:
         _compare(console, runs, rename, constant_score, resamples, as_json)
-    elif source is not None and source.suffix in (".yaml", ".yml"):
-        _evaluate_model(console, source, model, data, limit, output, constant_score, rename, as_json)
+    elif run is not None:
+        _evaluate_model(console, run, model, data, limit, output, constant_score, rename, as_json)
     elif source is not None:
         _evaluate_saved(console, source, limit, output, constant_score, rename, segm, as_json)
 
 
 def _evaluate_model(
     console: Console,
-    config: Path,
+    run: RunConfig,
     model: Path | None,
     data: Path | None,
     limit: int | None,
@@ -124,9 +130,6 @@ def _evaluate_model(
     rename: Rename | None,
     as_json: bool,
 ) -> None:
-    from coordexp.config import load_config
-
-    run = load_config(config)
     from coordexp.evaluation.tables import summary_tables
     from coordexp.training.evaluate import run_evaluation
 
