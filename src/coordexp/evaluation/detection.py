@@ -10,7 +10,7 @@ import numpy as np
 
 from coordexp.evaluation.answers import Detection, ImageAnswer, make_answer
 from coordexp.geometry import Shape, aabbs, mask_iou_pairs, overlapping_boxes
-from coordexp.matching import MatchingConfig, assign_pairs
+from coordexp.matching import MatchingConfig, assign_pairs, num_duplicates
 from coordexp.records import NUM_BINS, GTObject, ImageRecord, ParsedRollout, PredictedObject, Rollout
 
 IOU_THRESHOLD = 0.5
@@ -113,7 +113,7 @@ def count_image(answer: ImageAnswer, threshold: float = IOU_THRESHOLD) -> ImageC
         matched=len(matched),
         matched_any_desc=len(pairs.assigned(threshold)),
         dropped=answer.num_dropped,
-        duplicates=_num_duplicates(objects),
+        duplicates=num_duplicates(objects),
         giants=sum(1 for i in np.flatnonzero(giants).tolist() if i not in found),
         truncated=int(answer.truncated),
         repeat_terminated=int(answer.repeat_terminated),
@@ -185,18 +185,3 @@ def detection_metrics(counts: Mapping[str, float]) -> dict[str, float]:
 def _areas(objects: Sequence[Shape]) -> np.ndarray:
     box_N4 = aabbs(objects)
     return (box_N4[:, 2] - box_N4[:, 0]) * (box_N4[:, 3] - box_N4[:, 1])
-
-
-def _num_duplicates(objects: Sequence[Detection]) -> int:
-    """Objects that repeat an earlier one of the same description."""
-    if len(objects) < 2:
-        return 0
-    box_N4 = aabbs(objects)
-    pairs_K2 = np.stack(overlapping_boxes(box_N4, box_N4), axis=1)
-    pairs_K2 = pairs_K2[pairs_K2[:, 0] < pairs_K2[:, 1]]
-    same_K = np.array([objects[i].desc == objects[j].desc for i, j in pairs_K2.tolist()], dtype=bool)
-    pairs_K2 = pairs_K2[same_K]
-    if not len(pairs_K2):
-        return 0
-    overlap_K = mask_iou_pairs(objects, objects, pairs_K2, _CANVAS, aabbs_of=(box_N4, box_N4)) >= IOU_THRESHOLD
-    return len(np.unique(pairs_K2[overlap_K, 1]))

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
-from coordexp.geometry import aabbs, mask_iou_pairs, overlapping_boxes
-from coordexp.records import GTObject, PredictedObject
+from coordexp.geometry import Shape, aabbs, mask_iou_pairs, overlapping_boxes
 
 DUPLICATE_IOU = 0.5
 
 
-def num_duplicates(objects: Sequence[PredictedObject | GTObject], resolution: int = 256) -> int:
+class DescribedShape(Shape, Protocol):
+    """Anything with ``.desc``, ``.kind`` and ``.bins``."""
+
+    @property
+    def desc(self) -> str: ...
+
+
+def num_duplicates(objects: Sequence[DescribedShape], resolution: int = 256) -> int:
     """How many repeat an earlier one: equal description, and mask IoU of at least 0.5."""
     if len(objects) < 2:
         return 0

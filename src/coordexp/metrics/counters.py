@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from coordexp.matching.duplicates import num_duplicates
+from coordexp.matching import num_duplicates
 from coordexp.records import DropReason, MatchResult, ParsedRollout, Rollout, TrainingTarget
 
 

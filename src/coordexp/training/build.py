@@ -83,8 +83,7 @@ def build_trainer(run: CheckedRun, console: Console, description: str = "train",
 
     Returns: the trainer, and the checkpoint folder to resume from (None to start anew).
     """
-    import torch
-    from transformers import PrinterCallback, ProgressCallback, TrainingArguments, set_seed
+    from transformers import PrinterCallback, ProgressCallback, set_seed
 
     from coordexp.modeling.inputs import PromptEncoder
     from coordexp.modeling.load import load_model
@@ -100,19 +99,7 @@ def build_trainer(run: CheckedRun, console: Console, description: str = "train",
     from coordexp.training.trainer import CoordExpTrainer
 
     config, rollout, training = run.config, run.rollout, run.config.training
-    if training.logging_dir is not None:
-        os.environ["TENSORBOARD_LOGGING_DIR"] = str(training.logging_dir)  # transformers' only way to say where
-    arguments = TrainingArguments(
-        **training.hf_arguments(distributed.world_size()),
-        remove_unused_columns=False,
-        label_names=[],
-        logging_nan_inf_filter=False,  # a NaN is shown, not replaced by a running mean
-        dataloader_num_workers=config.data.num_workers,
-        dataloader_pin_memory=torch.cuda.is_available(),
-        **parallel_arguments(config),
-        ddp_find_unused_parameters=False,  # every row reaches every weight: each segment has an image and a target
-    )
-    _use_one_device(arguments)
+    arguments = _training_arguments(config)
     resume = resolve_resume(training.output_dir, training.resume_from_checkpoint)
     if resume is not None:
         check_carry_buffers(resume, training.packing)
@@ -152,6 +139,28 @@ def build_trainer(run: CheckedRun, console: Console, description: str = "train",
     if rollout.monitor_dump.enabled and distributed.is_main():
         trainer.add_callback(_rollout_board(rollout.monitor_dump, run.train, trainer))
     return trainer, resume
+
+
+def _training_arguments(config: RunConfig) -> Any:
+    """transformers' arguments: the YAML's, and what this trainer needs of them."""
+    import torch
+    from transformers import TrainingArguments
+
+    training = config.training
+    if training.logging_dir is not None:
+        os.environ["TENSORBOARD_LOGGING_DIR"] = str(training.logging_dir)  # transformers' only way to say where
+    arguments = TrainingArguments(
+        **training.hf_arguments(distributed.world_size()),
+        remove_unused_columns=False,
+        label_names=[],
+        logging_nan_inf_filter=False,  # a NaN is shown, not replaced by a running mean
+        dataloader_num_workers=config.data.num_workers,
+        dataloader_pin_memory=torch.cuda.is_available(),
+        **parallel_arguments(config),
+        ddp_find_unused_parameters=False,  # every row reaches every weight: each segment has an image and a target
+    )
+    _use_one_device(arguments)
+    return arguments
 
 
 def _rollout_board(config: MonitorDumpConfig, records: Sequence[ImageRecord], trainer: CoordExpTrainer) -> RolloutBoard:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import yaml
 from typer.testing import CliRunner
@@ -121,7 +122,6 @@ SCHEMA_CASES: list[tuple[dict[str, Any], bool]] = [
 
 
 def _valid(data: Any) -> bool:
-    jsonschema = pytest.importorskip("jsonschema")
     return not list(jsonschema.Draft202012Validator(json_schema()).iter_errors(data))
 
 
