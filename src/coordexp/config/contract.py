@@ -22,7 +22,7 @@ def resolved_rollout(config: RunConfig) -> RolloutMatchingConfig:
     engine = {
         "max_model_len": vllm.max_model_len or config.global_max_length,
         "dtype": vllm.dtype or config.model.dtype,
-        "max_lora_rank": vllm.max_lora_rank or config.tuner.lora_rank,
+        "max_lora_rank": vllm.adapter_rank(config.tuner.lora_rank),
         "sync": vllm.sync.model_copy(update={"mode": vllm.sync.resolved(vllm.enable_lora)}),
     }
     return rollout.model_copy(update={"vllm": vllm.model_copy(update=engine)})

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.config.strict import Problem, problem
+from coordexp.config.vllm import ADAPTER_RANKS, VLLMConfig
 
 if TYPE_CHECKING:
     from coordexp.config.root import RunConfig
@@ -129,13 +130,8 @@ def _sync_checks(config: RunConfig, rollout: RolloutMatchingConfig) -> Iterator[
     if vllm.sync.mode == "adapter" and not vllm.enable_lora:
         yield problem(mode, "adapter needs vllm.enable_lora: true; otherwise write full", *reads)
         return
-    if vllm.max_lora_rank is not None and vllm.enable_lora and vllm.max_lora_rank < tuner.lora_rank:
-        yield problem(
-            f"{_VLLM}.max_lora_rank",
-            f"{vllm.max_lora_rank} is less than tuner.lora_rank ({tuner.lora_rank}); raise it, or remove it",
-            "tuner.lora_rank",
-            *reads,
-        )
+    if vllm.enable_lora:
+        yield from _rank_checks(vllm, tuner.lora_rank, reads)
     if vllm.sync.resolved(vllm.enable_lora) != "adapter":
         return
     what = "pushes adapters only"
@@ -159,3 +155,23 @@ def _sync_checks(config: RunConfig, rollout: RolloutMatchingConfig) -> Iterator[
                 key,
                 *reads,
             )
+
+
+def _rank_checks(vllm: VLLMConfig, lora_rank: int, reads: tuple[str, ...]) -> Iterator[Problem]:
+    key = f"{_VLLM}.max_lora_rank"
+    if vllm.max_lora_rank is not None and vllm.max_lora_rank < lora_rank:
+        yield problem(
+            key,
+            f"{vllm.max_lora_rank} is less than tuner.lora_rank ({lora_rank}); raise it, or remove it",
+            "tuner.lora_rank",
+            *reads,
+        )
+    elif vllm.adapter_rank(lora_rank) not in ADAPTER_RANKS:
+        known = ", ".join(map(str, ADAPTER_RANKS))
+        yield problem(
+            key,
+            f"vLLM makes room for adapters of rank {known}, not {vllm.adapter_rank(lora_rank)}; write one of those, or "
+            "enable_lora: false",
+            "tuner.lora_rank",
+            *reads,
+        )

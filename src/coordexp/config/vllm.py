@@ -8,6 +8,8 @@ from pydantic import Field
 
 from coordexp.config.strict import ListOf, StrictModel
 
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM makes room; it refuses every other number
+
 
 class ServerEntry(StrictModel):
     """One rollout server."""
@@ -86,7 +88,10 @@ class VLLMConfig(StrictModel):
     )
     enable_lora: bool = Field(default=False, description="let the engine load adapters")
     max_lora_rank: int | None = Field(
-        default=None, ge=1, description="largest rank of adapters the engine makes room for; null = tuner.lora_rank"
+        default=None,
+        ge=1,
+        description="largest rank of adapters the engine makes room for, one of those vLLM knows; null = the smallest "
+        "from tuner.lora_rank on",
     )
     enable_prefix_caching: bool = Field(
         default=True, description="keep what was computed for a prompt's beginning; emptied with every push of weights"
@@ -121,3 +126,7 @@ class VLLMConfig(StrictModel):
     )
     server: ServerConfig | None = Field(default=None, description="servers of mode 'server'")
     sync: SyncConfig = Field(default=SyncConfig(), description="weight pushes")
+
+    def adapter_rank(self, lora_rank: int) -> int:
+        """The rank that an engine makes room for, to take adapters of rank ``lora_rank``."""
+        return self.max_lora_rank or next((rank for rank in ADAPTER_RANKS if rank >= lora_rank), lora_rank)

@@ -103,5 +103,5 @@ def build_backend(config: RolloutMatchingConfig, learner: LearnerParts) -> Rollo
         open_image=learner.open_image,
         offload=learner.offload,
         repeat_terminate=config.repeat_terminate,
-        lora_rank=config.vllm.max_lora_rank or learner.lora_rank,
+        lora_rank=config.vllm.adapter_rank(learner.lora_rank),
     )

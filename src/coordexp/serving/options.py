@@ -135,7 +135,7 @@ def _engine_arguments(config: RunConfig, vllm: VLLMConfig) -> dict[str, Any]:
         arguments |= {
             "enable_lora": True,
             "max_loras": 1,
-            "max_lora_rank": vllm.max_lora_rank or config.tuner.lora_rank,
+            "max_lora_rank": vllm.adapter_rank(config.tuner.lora_rank),
         }
     return {name: value for name, value in arguments.items() if value is not None}
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from config_samples import drop_key, module, set_key, stage1, stage2, two_channel
-from coordexp.config import ConfigError, RunConfig, advice, check_world_size, parse_config
+from coordexp.config import ConfigError, RunConfig, advice, check_world_size, parse_config, resolved_rollout
 
 RM = "rollout_matching"
 VLLM = f"{RM}.vllm"
@@ -206,6 +206,18 @@ RULES = [
         f"{VLLM}.max_lora_rank",
         "less than tuner.lora_rank (16)",
     ),
+    (
+        vllm(enable_lora=True),
+        {"tuner": {"train_type": "lora", "lora_rank": 16}, f"{VLLM}.max_lora_rank": 24},
+        f"{VLLM}.max_lora_rank",
+        "512, not 24",
+    ),
+    (
+        vllm(enable_lora=True),
+        {"tuner": {"train_type": "lora", "lora_rank": 600}},
+        f"{VLLM}.max_lora_rank",
+        "512, not 600",
+    ),
 ]  # fmt: skip
 
 
@@ -310,3 +322,9 @@ def test_rules_of_the_number_of_processes(raw: dict[str, Any], world_size: int, 
 def test_storing_trained_weights_in_low_precision_is_advised_against(keys: dict[str, Any], advised: bool) -> None:
     sentences = list(advice(parse_config(changed(stage1(), keys))))
     assert ["rounded away" in sentence for sentence in sentences] == [True] * advised
+
+
+@pytest.mark.parametrize(("lora_rank", "room"), [(1, 1), (4, 8), (8, 8), (24, 32), (512, 512)])
+def test_engines_make_room_for_the_next_rank_that_vllm_knows(lora_rank: int, room: int) -> None:
+    raw = changed(vllm(enable_lora=True), {"tuner": {"train_type": "lora", "lora_rank": lora_rank}})
+    assert resolved_rollout(parse_config(raw)).vllm.max_lora_rank == room
