@@ -43,7 +43,7 @@ class ViewTokens:
 
 @dataclass(frozen=True, slots=True)
 class ViewRecord:
-    """One answer. ``loss`` is the mean over its supervised tokens."""
+    """One answer. ``loss``: mean over its supervised tokens. ``step``: from 1, as logs and TensorBoard count."""
 
     sample_id: str
     step: int | None
@@ -150,7 +150,7 @@ def _from_record(record: RolloutRecord, vocab: CoordVocab | None) -> ViewRecord:
     losses = [loss for _, loss in record.token_loss or ()]
     return ViewRecord(
         sample_id=record.sample_id,
-        step=record.where.global_step,
+        step=record.where.global_step + 1,
         image=record.image,
         width=record.width,
         height=record.height,

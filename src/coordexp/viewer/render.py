@@ -26,6 +26,7 @@ from coordexp.viewer.collect import ViewData
 Progress = Callable[[int, int], None]
 
 _HERE = Path(__file__).parent
+_SCRIPT = ("list", "record", "tokens", "curves", "hover", "controls")
 _QUALITY = 80
 _WORKERS = 4
 
@@ -54,7 +55,7 @@ def render(data: ViewData, image_side: int = 384, progress: Progress | None = No
 
 
 def _page(title: str, content: dict[str, Any], images: list[dict[str, str]]) -> str:
-    style, script = (_HERE / "page.css").read_text(encoding="utf-8"), (_HERE / "page.js").read_text(encoding="utf-8")
+    style, script = (_HERE / "page.css").read_text(encoding="utf-8"), _script()
     digest = base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii")
     parts = {
         "title": html.escape(title),
@@ -72,6 +73,12 @@ def _page(title: str, content: dict[str, Any], images: list[dict[str, str]]) -> 
         name, _, rest = piece.partition("}}")
         filled += [parts[name.strip()], rest]
     return "".join(filled)
+
+
+def _script() -> str:
+    """The page's one script. Its files share a scope of their own, in which each may use what stands before it."""
+    texts = [(_HERE / "script" / f"{name}.js").read_text(encoding="utf-8") for name in _SCRIPT]
+    return '"use strict";\n(() => {\n' + "\n".join(texts) + "})();\n"
 
 
 def as_script_data(content: Any) -> str:

@@ -31,7 +31,7 @@ def data_of(page: str, name: str) -> object:
 def test_a_runs_records_come_with_matches_roles_losses_and_curves(tmp_path: Path) -> None:
     vocab = tiny_vocab()
     data = collect(write_run(tmp_path), vocab)
-    assert [(r.sample_id, r.step, r.loss) for r in data.records] == [("sample 0", 0, 0.5), ("sample 1", 1, 1.5)]
+    assert [(r.sample_id, r.step, r.loss) for r in data.records] == [("sample 0", 1, 0.5), ("sample 1", 2, 1.5)]
     first = data.records[0]
     assert [o.partner for o in first.gt] == [0, None] and [o.partner for o in first.pred] == [0]
     assert first.pred[0].iou == 1.0 and first.dropped == {"missing_geometry": 1}

@@ -1,0 +1,50 @@
+// The run's curves, with a mark at the record's step.
+
+const PREFERRED = ["loss", "eval_rollout/f1", "eval_rollout/AP", "rollout/match_rate", "rollout/precision",
+  "rollout/parse_truncated_rate", "rollout/duplicate_rate", "rollout/gen_new_tokens_mean",
+  "coord_diag/expected_bin_mae"];
+
+const drawCurves = () => {
+  const names = Object.keys(data.curves);
+  byId("curves").hidden = !names.length;
+  document.querySelector("main").classList.toggle("no-curves", !names.length);
+  if (!names.length) return;
+  const first = PREFERRED.filter((name) => names.includes(name));
+  const rest = names.filter((name) => !PREFERRED.includes(name)).sort((a, b) => a.localeCompare(b));
+  const more = el("details", {}, el("summary", {}, `${counted(rest.length, "further metric")}`), ...rest.map(curve));
+  more.open = !first.length;
+  byId("curves").replaceChildren(...first.map(curve), ...(rest.length ? [more] : []));
+};
+
+const curve = (name) => {
+  const points = data.curves[name];
+  const [xs, ys] = [points.map((point) => point[0]), points.map((point) => point[1])];
+  const [left, right, low, high] = [Math.min(...xs), Math.max(...xs), Math.min(...ys), Math.max(...ys)];
+  const x = (value) => (100 * (value - left)) / (right - left || 1);
+  const y = (value) => 38 - (36 * (value - low)) / (high - low || 1);
+  const chart = shape("svg", { viewBox: "0 0 100 40", preserveAspectRatio: "none", "data-curve": name,
+    "data-left": left, "data-right": right });
+  chart.append(shape("polyline", { points: points.map(([a, b]) => `${x(a)},${y(b)}`).join(" ") }));
+  const range = low === high ? "" : ` · ${round(low)} … ${round(high)}`;
+  return el("figure", {}, el("figcaption", {}, el("span", { class: "who" }, name), el("b", {}, round(ys.at(-1))),
+    el("span", { class: "range" }, `steps ${left}–${right}${range}`)), chart);
+};
+
+const drawMarkers = () => {
+  for (const chart of byId("curves").querySelectorAll("svg")) {
+    chart.querySelector("line.now")?.remove();
+    if (current === null || current.step === null) continue;
+    const [left, right] = [Number(chart.dataset.left), Number(chart.dataset.right)];
+    const x = (100 * (current.step - left)) / (right - left || 1);
+    if (x >= 0 && x <= 100) chart.append(shape("line", { class: "now", x1: x, x2: x, y1: 0, y2: 40 }));
+  }
+};
+
+// The logged point nearest to where the pointer stands.
+const pointAt = (chart, clientX) => {
+  const box = chart.getBoundingClientRect();
+  const [left, right] = [Number(chart.dataset.left), Number(chart.dataset.right)];
+  const step = left + ((clientX - box.left) / box.width) * (right - left);
+  return data.curves[chart.dataset.curve].reduce((best, point) =>
+    (Math.abs(point[0] - step) < Math.abs(best[0] - step) ? point : best));
+};
