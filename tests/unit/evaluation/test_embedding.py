@@ -1,9 +1,12 @@
 """Descriptions by meaning: equal text first, then aliases, then the nearest category. The encoder's weights are random:
-what is tested is the way of a description, not a model's knowledge."""
+what is tested is the way of a description, not a model's knowledge. A real encoder's is tested where there is one: its
+folder in COORDEXP_TEXT_ENCODER (docs/evaluation.md says which was tried)."""
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +52,54 @@ def test_rows_are_unit_vectors_and_padding_does_not_count(folder: Path) -> None:
     assert len(encoder.embed(["car"] * 70)) == 70 and len(encoder.embed([])) == 0
 
 
+def with_pooling(folder: Path, copy: Path, **files: object) -> Path:
+    shutil.copytree(folder, copy)
+    (copy / "1_Pooling").mkdir()
+    for name, content in files.items():
+        path = copy / "1_Pooling" / "config.json" if name == "pooling" else copy / f"{name}.json"
+        path.write_text(json.dumps(content), encoding="utf-8")
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("pooling", "first"),
+    [
+        ({"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}, False),
+        ({"pooling_mode_mean_tokens": False, "pooling_mode_cls_token": True}, True),
+        ({"pooling_mode": "mean"}, False),  # as sentence-transformers 6 writes it
+        ({"pooling_mode": ["cls"]}, True),
+    ],
+)
+def test_pooled_as_the_folder_says(folder: Path, tmp_path: Path, pooling: dict[str, object], first: bool) -> None:
+    found = TextEncoder(with_pooling(folder, tmp_path / "copy", pooling=pooling)).embed(["red car"])[0]
+    encoder = TextEncoder(folder)
+    with torch.inference_mode():
+        hidden_LD = encoder._model(**encoder._tokenizer("red car", return_tensors="pt")).last_hidden_state[0]
+    pooled_D = (hidden_LD[0] if first else hidden_LD.mean(dim=0)).double().numpy()
+    assert found == pytest.approx(pooled_D / np.linalg.norm(pooled_D), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("files", "complaint"),
+    [
+        ({"pooling": {"pooling_mode_max_tokens": True}}, "asks for max; mean or cls"),
+        ({"pooling": {"pooling_mode": ["mean", "max"]}}, "asks for mean and max"),
+        ({"modules": [{"type": "sentence_transformers.models.Dense"}]}, "asks for Dense"),
+    ],
+)
+def test_an_encoder_that_takes_more_than_we_do_is_refused(
+    folder: Path, tmp_path: Path, files: dict[str, object], complaint: str
+) -> None:
+    with pytest.raises(CheckpointError, match=complaint):
+        TextEncoder(with_pooling(folder, tmp_path / "copy", **files))
+
+
+def test_of_equally_near_categories_the_first_is_taken(folder: Path) -> None:
+    # Unknown words are one token, so these two categories have one embedding.
+    assert nearest_categories(["car"], ["zebra", "yak"], TextEncoder(folder), -1.0) == {"car": "zebra"}
+    assert nearest_categories(["car"], ["yak", "zebra"], TextEncoder(folder), -1.0) == {"car": "yak"}
+
+
 def test_the_nearest_category_above_the_threshold(folder: Path) -> None:
     encoder = TextEncoder(folder)
     categories, descs = ["car", "person"], ["red car", "man walking", "cloud"]
@@ -86,6 +137,17 @@ def test_equal_then_alias_then_embedding(folder: Path, tmp_path: Path, capsys: p
     assert f1("--aliases", tmp_path / "aliases.yaml", "--embedder", folder, "--embedding-threshold", "-1") == 1.0
     assert f1("--embedder", folder, "--embedding-threshold", "-1") > 0.0
     assert f1("--embedder", folder, "--embedding-threshold", "1") == 0.0
+
+
+@pytest.mark.skipif("COORDEXP_TEXT_ENCODER" not in os.environ, reason="COORDEXP_TEXT_ENCODER names no folder")
+def test_a_real_encoder_knows_words() -> None:
+    categories = ["person", "car", "dog", "tv", "couch", "motorcycle"]
+    descs = ["automobile", "puppy", "television", "sofa", "motorbike", "a car", "cloud", "woman in a red coat"]
+    found = nearest_categories(descs, categories, TextEncoder(os.environ["COORDEXP_TEXT_ENCODER"]), 0.7)
+    assert found == {
+        "automobile": "car", "puppy": "dog", "television": "tv", "sofa": "couch", "motorbike": "motorcycle",
+        "a car": "car",
+    }  # fmt: skip
 
 
 def test_no_encoder_there(tmp_path: Path) -> None:
