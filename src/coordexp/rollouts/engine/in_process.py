@@ -53,6 +53,7 @@ class InProcessEngine:
         """
         complete_environment(gpu=has_gpu())
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # stdout is for what --json prints
         check_upstream(VLLM_IN_PROCESS)
         self._max_in_flight = max_in_flight
         self._found_group = dist.is_initialized()
