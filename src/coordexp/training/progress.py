@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.utils import logging
 
 _LINE_EVERY_S = 30.0
 _SHOWN = (
@@ -43,6 +44,7 @@ class RichProgress(TrainerCallback):
         self._note = ""
         self._last_line = 0.0
         self._first: tuple[int, float] = (0, 0.0)
+        self._other_bars = False
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -56,6 +58,9 @@ class RichProgress(TrainerCallback):
             self._task = self._progress.add_task(
                 self._description, total=state.max_steps, completed=state.global_step, note=""
             )
+            # transformers' bar of each checkpoint would be drawn into this one.
+            self._other_bars = logging.is_progress_bar_enabled()
+            logging.disable_progress_bar()
             self._progress.start()
 
     def on_log(
@@ -84,6 +89,7 @@ class RichProgress(TrainerCallback):
             self._console.print(
                 f"{self._description}: step {state.global_step}/{state.max_steps}, eta {left:.0f} s  {self._note}",
                 highlight=False,
+                soft_wrap=True,
             )
 
     def on_train_end(
@@ -96,3 +102,5 @@ class RichProgress(TrainerCallback):
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
+            if self._other_bars:
+                logging.enable_progress_bar()

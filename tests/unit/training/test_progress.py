@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from transformers.utils import logging
 
 from coordexp.training.progress import RichProgress
 
@@ -54,6 +55,20 @@ def test_a_terminal_gets_a_bar_and_is_given_back() -> None:
     assert "3/3" in file.getvalue() and "stage 2" in file.getvalue()
     assert progress._progress is None
     progress.stop()  # again, as after an error
+
+
+def test_a_line_of_a_log_file_is_one_line_however_narrow_the_console_thinks_it_is() -> None:
+    file = io.StringIO()
+    run(Console(file=file, width=20))
+    assert len(file.getvalue().splitlines()) == 1
+
+
+def test_transformers_draws_no_bars_into_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    logging.enable_progress_bar()
+    during = []
+    monkeypatch.setattr(RichProgress, "on_log", lambda *_, **__: during.append(logging.is_progress_bar_enabled()))
+    run(Console(file=io.StringIO(), force_terminal=True, width=200))
+    assert during == [False] * 3 and logging.is_progress_bar_enabled()
 
 
 def test_other_ranks_are_silent() -> None:
