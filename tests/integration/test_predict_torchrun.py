@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,18 +11,39 @@ from pathlib import Path
 import pytest
 
 from cli_runs import run_cli, small_checkpoint, write_run
+from coordexp.data.scenes import SPARSE, write_scenes
 from coordexp.evaluation import read_answers
 
 
-def test_two_processes_write_what_one_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run, data = write_run(tmp_path, 1, small_checkpoint(tmp_path / "model")), tmp_path / "scenes.jsonl"
-    assert run_cli(capsys, "predict", run, data, "--output", tmp_path / "one").code == 0
+def predict_by_two(run: Path, data: Path, output: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "coordexp",
-         "predict", str(run), str(data), "--output", str(tmp_path / "two")],
+         "predict", str(run), str(data), "--output", str(output)],
         capture_output=True, text=True, timeout=300, check=False,
         env=os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    assert read_answers(tmp_path / "two") == read_answers(tmp_path / "one")
-    assert not list((tmp_path / "two").glob("predictions.rank*.jsonl"))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_two_processes_write_what_one_writes_also_after_a_kill(
+    temperature: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is sampled follows from the seed and the image, not from ranks, batches or where a run was killed."""
+    write_scenes(tmp_path, 7, SPARSE, 5)
+    keys = {"rollout_matching__decoding": {"temperature": temperature}}
+    run = write_run(tmp_path, 1, small_checkpoint(tmp_path / "model"), **keys)
+    data, one, two = tmp_path / "scenes.jsonl", tmp_path / "one", tmp_path / "two"
+    assert run_cli(capsys, "predict", run, data, "--output", one).code == 0
+    whole = read_answers(one)
+    assert len({answer.text for answer in whole}) > (1 if temperature else 0), "all alike would show nothing"
+    predict_by_two(run, data, two)
+    assert read_answers(two) == whole
+    assert not list(two.glob("predictions.rank*.jsonl"))
+    killed = tmp_path / "killed"
+    killed.mkdir()
+    shutil.copy(one / "prediction.json", killed)
+    lines = (one / "predictions.jsonl").read_bytes().splitlines(keepends=True)
+    (killed / "predictions.jsonl").write_bytes(b"".join([lines[0], lines[3], lines[4]]))
+    predict_by_two(run, data, killed)
+    assert read_answers(killed) == whole

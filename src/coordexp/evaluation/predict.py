@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import chain, zip_longest
+from itertools import chain
 from typing import Protocol
 
 from coordexp import distributed
@@ -14,7 +14,7 @@ from coordexp.evaluation.detection import Prediction
 from coordexp.evaluation.summary import EvaluationOptions, summarise
 from coordexp.parsing import parse_rollout
 from coordexp.records import ParsedRollout, Rollout, RolloutRequest
-from coordexp.rollouts import RolloutBackend, SeedContext
+from coordexp.rollouts import DatasetSeeds, RolloutBackend, Seeds
 
 ON_COUNTS_ALONE = EvaluationOptions(coco=False)
 
@@ -29,7 +29,7 @@ def predict(
     samples: Sequence[Sample],
     backend: RolloutBackend,
     vocab: CoordVocab,
-    seeds: SeedContext,
+    seeds: Seeds,
     scorer: Scorer | None = None,
 ) -> list[Prediction]:
     """Generate, parse and, with a ``scorer``, score; results stand in the order of ``samples``."""
@@ -42,6 +42,24 @@ def predict(
     return predictions
 
 
+def share_out(positions: Sequence[int], world_size: int, batch_size: int) -> list[list[range]]:
+    """For each rank its batches of samples, by their ascending ``positions`` in a data set.
+
+    A batch is a run of neighbours, at most ``batch_size`` of them, so that each keeps the seed of its place; batches
+    are dealt in turn. All ranks get equally many, the last perhaps empty: they may share an engine, and ask together.
+    """
+    size = max(1, min(batch_size, -(-len(positions) // world_size)))  # small sets are for all ranks too
+    batches: list[range] = []
+    for position in positions:
+        last = batches[-1] if batches else range(0)
+        if len(last) and position == last.stop and len(last) < size:
+            batches[-1] = range(last.start, position + 1)
+        else:
+            batches.append(range(position, position + 1))
+    batches += [range(0)] * (-len(batches) % world_size)
+    return [batches[rank::world_size] for rank in range(world_size)]
+
+
 def evaluate_dataset(
     dataset: RecordDataset,
     backend: RolloutBackend,
@@ -49,31 +67,34 @@ def evaluate_dataset(
     *,
     batch_size: int,
     seed: int,
-    global_step: int = 0,
     on_progress: Callable[[int, int], None] | None = None,
     options: EvaluationOptions = ON_COUNTS_ALONE,
     scorer: Scorer | None = None,
 ) -> tuple[dict[str, float], list[Prediction]]:
     """Global metrics on every rank, and this rank's predictions. A collective call.
 
-    Samples are dealt to ranks in turn; each rank decodes ``batch_size`` at a time, so that images are held for one
-    batch only. All ranks ask equally often, the last time perhaps for nothing: they may share an engine.
+    Each rank decodes ``batch_size`` samples at a time, so that images are held for one batch only. What is sampled
+    depends on ``seed`` and on a sample's place in ``dataset``: not on ranks, batches or the training step.
     """
-    mine = range(distributed.rank(), len(dataset), distributed.world_size())
-    most = range(0, len(dataset), distributed.world_size())
+    batches = share_out(range(len(dataset)), distributed.world_size(), batch_size)[distributed.rank()]
+    total = sum(len(batch) for batch in batches)
     predictions: list[Prediction] = []
     with distributed.together("evaluation"):
-        for round_idx, start in enumerate(range(0, len(most), batch_size)):
-            seeds = SeedContext(seed, global_step, round_idx, distributed.rank())
-            samples = [dataset[index] for index in mine[start : start + batch_size]]
-            predictions += predict(samples, backend, vocab, seeds, scorer)
+        for batch in batches:
+            samples = [dataset[index] for index in batch]
+            predictions += predict(samples, backend, vocab, DatasetSeeds(seed, batch.start), scorer)
             if on_progress is not None:
-                on_progress(len(predictions), len(mine))
-    return summarise(gather_answers([item.answer() for item in predictions]), options).figures, predictions
+                on_progress(len(predictions), total)
+    answers = gather_answers([item.answer() for item in predictions], batch_size)
+    return summarise(answers, options).figures, predictions
 
 
-def gather_answers(mine: Sequence[ImageAnswer]) -> list[ImageAnswer]:
-    """The answers of all ranks, on every rank, in the order of the dataset that was dealt in turn."""
+def gather_answers(mine: Sequence[ImageAnswer], batch_size: int) -> list[ImageAnswer]:
+    """The answers of all ranks, on every rank, in the order of the data set that :func:`evaluate_dataset` shared out
+    in batches of ``batch_size``."""
     parts = distributed.gather_json([to_line(answer) for answer in mine])
-    in_turn = chain.from_iterable(zip_longest(*parts))
-    return [from_line(line) for line in in_turn if line is not None]
+    shares = share_out(range(sum(map(len, parts))), len(parts), batch_size)
+    placed: dict[int, str] = {}
+    for share, part in zip(shares, parts, strict=True):
+        placed.update(zip(chain.from_iterable(share), part, strict=True))
+    return [from_line(placed[position]) for position in sorted(placed)]

@@ -8,10 +8,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from coordexp.records import Rollout, RolloutRequest
-from coordexp.rollouts.seeds import request_seed
+from coordexp.rollouts.seeds import dataset_seed, request_seed
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+class Seeds(Protocol):
+    """Where the seeds of a round of requests come from. ``micro_step_idx`` names the round in reports."""
+
+    @property
+    def micro_step_idx(self) -> int: ...
+
+    def seed_of(self, req_idx: int) -> int:
+        """Seed of the call whose first request is ``req_idx`` of its round; request i of the call has it plus i."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +37,19 @@ class SeedContext:
     def seed_of(self, req_idx: int) -> int:
         """Seed of the call whose first request is ``req_idx`` of its micro-step."""
         return request_seed(self.training_seed, self.global_step, self.micro_step_idx, self.rank, req_idx)
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetSeeds:
+    """Seeds of answers outside training steps: request i is sample ``first`` + i of its data set, and its seed follows
+    from the run's and that place alone, however samples are batched, shared out to ranks or resumed."""
+
+    training_seed: int
+    first: int
+    micro_step_idx: int = 0
+
+    def seed_of(self, req_idx: int) -> int:
+        return dataset_seed(self.training_seed, self.first + req_idx)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +70,7 @@ class RolloutRound:
     """The requests of one micro-step, in the data loader's order, with the place in the run that seeds them."""
 
     requests: tuple[RolloutRequest, ...]
-    seeds: SeedContext
+    seeds: Seeds
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +89,7 @@ class RolloutBackend(Protocol):
     are collective: every rank calls them, also with nothing to ask.
     """
 
-    def generate(self, requests: Sequence[RolloutRequest], seeds: SeedContext) -> list[Rollout]:
+    def generate(self, requests: Sequence[RolloutRequest], seeds: Seeds) -> list[Rollout]:
         """One answer per request, in their order; an empty list for none.
 
         Raises:
@@ -117,7 +141,7 @@ def synced(backend: RolloutBackend, version: int) -> Iterator[None]:
 
 
 def in_turn(
-    generate: Callable[[Sequence[RolloutRequest], SeedContext], list[Rollout]], rounds: Sequence[RolloutRound]
+    generate: Callable[[Sequence[RolloutRequest], Seeds], list[Rollout]], rounds: Sequence[RolloutRound]
 ) -> Iterator[Answer]:
     """A window, round after round: ``generate_window`` of backends that decode one batch at a time."""
     for round_idx, one in enumerate(rounds):

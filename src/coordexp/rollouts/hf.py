@@ -11,15 +11,17 @@ import torch
 
 from coordexp.coords import CoordVocab
 from coordexp.records import Rollout, RolloutRequest
-from coordexp.rollouts.backend import Answer, DecodingOptions, RolloutRound, SeedContext, in_turn
+from coordexp.rollouts.backend import Answer, DecodingOptions, RolloutRound, Seeds, in_turn
 from coordexp.rollouts.hf_guard import RepeatStop
+from coordexp.rollouts.hf_sampling import sampling_processors
 from coordexp.rollouts.repeat_guard import GuardSettings, ObjectKeyReader, RepeatGuard
 
 
 class HFBackend:
     """Batched decoding with left padding, at most ``decode_batch_size`` sequences at once.
 
-    The model is left as it was found: train/eval mode, random state and caches.
+    Request i of a call samples by the call's seed + i, as servers do it: what it draws depends on its seed, not on the
+    batch around it. The model is left as it was found: train/eval mode, random state and caches.
     """
 
     def __init__(
@@ -44,7 +46,7 @@ class HFBackend:
         counts_keys = self._guard is not None and self._guard.max_object_keys is not None
         self._key_reader = ObjectKeyReader(vocab.pieces) if counts_keys else None
 
-    def generate(self, requests: Sequence[RolloutRequest], seeds: SeedContext) -> list[Rollout]:
+    def generate(self, requests: Sequence[RolloutRequest], seeds: Seeds) -> list[Rollout]:
         rollouts: list[Rollout] = []
         with _evaluating(self._model), torch.no_grad():
             for start in range(0, len(requests), self._decode_batch_size):
@@ -91,7 +93,11 @@ class HFBackend:
         pixels = torch.cat([request.model_inputs["pixel_values"] for request in requests])
         grids = torch.cat([request.model_inputs["image_grid_thw"] for request in requests])
         guard = self._repeat_stop(longest)
-        with _seeded(seed, device), _own_generation_config(self._model):
+        processors = [
+            *([] if guard is None else [guard]),
+            *sampling_processors(self._options, [seed + row for row in range(len(requests))], device),
+        ]
+        with _own_generation_config(self._model):
             output_BT = self._model.generate(
                 input_ids=ids_BL.to(device),
                 attention_mask=mask_BL.to(device),
@@ -99,7 +105,7 @@ class HFBackend:
                 pixel_values=pixels.to(device, self._model.dtype),
                 image_grid_thw=grids.to(device),
                 **self._generation_arguments(),
-                **({} if guard is None else {"logits_processor": [guard]}),
+                **({"logits_processor": processors} if processors else {}),
             )
         answers = output_BT[:, longest:].tolist()
         return [
@@ -119,7 +125,7 @@ class HFBackend:
         options = self._options
         arguments: dict[str, Any] = {
             "max_new_tokens": options.max_new_tokens,
-            "do_sample": options.temperature > 0,
+            "do_sample": False,  # where there is a temperature, a processor draws; see hf_sampling
             "num_beams": options.num_beams,
             "num_return_sequences": 1,
             "repetition_penalty": options.repetition_penalty,
@@ -130,8 +136,6 @@ class HFBackend:
         # Checkpoints may have more embedding rows than the tokenizer has tokens: such an id decodes to nothing.
         if unknown := range(len(self._vocab), self._model.config.text_config.vocab_size):
             arguments["suppress_tokens"] = list(unknown)
-        if options.temperature > 0:
-            arguments |= {"temperature": options.temperature, "top_p": options.top_p, "top_k": max(0, options.top_k)}
         return arguments
 
     def _rollout(self, request: RolloutRequest, row: int, answer: list[int], guard: RepeatStop | None) -> Rollout:
@@ -157,14 +161,6 @@ def _evaluating(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for module, training in was_training.items():
             module.training = training
-
-
-@contextmanager
-def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed)
-        yield
 
 
 @contextmanager

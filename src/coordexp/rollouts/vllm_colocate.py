@@ -24,7 +24,7 @@ from coordexp.coords import CoordVocab
 from coordexp.errors import ConfigError, RolloutError
 from coordexp.extras import require
 from coordexp.records import Rollout, RolloutRequest
-from coordexp.rollouts.backend import Answer, DecodingOptions, RolloutRound, SeedContext, WeightSource
+from coordexp.rollouts.backend import Answer, DecodingOptions, RolloutRound, Seeds, WeightSource
 from coordexp.rollouts.engine.guard_activation import (
     GUARD_PROCESSOR,
     REQUEST_KEY,
@@ -98,7 +98,7 @@ class ColocatedBackend:
         self._fallbacks: list[str] = []
         self._metrics: Counter[str] = Counter()
 
-    def generate(self, requests: Sequence[RolloutRequest], seeds: SeedContext) -> list[Rollout]:
+    def generate(self, requests: Sequence[RolloutRequest], seeds: Seeds) -> list[Rollout]:
         answers = sorted(self.generate_window([RolloutRound(tuple(requests), seeds)]), key=lambda answer: answer.index)
         return [answer.rollout for answer in answers]
 

@@ -27,7 +27,7 @@ from coordexp.rollouts.backend import (
     Answer,
     DecodingOptions,
     RolloutRound,
-    SeedContext,
+    Seeds,
     WeightSource,
 )
 from coordexp.rollouts.chunking import Call, chunk_size, plan_calls, server_slots
@@ -165,7 +165,7 @@ class ServerBackend:
         )
         return cls(clients, weight_sync, drained, config, vocab, options, open_image)
 
-    def generate(self, requests: Sequence[RolloutRequest], seeds: SeedContext) -> list[Rollout]:
+    def generate(self, requests: Sequence[RolloutRequest], seeds: Seeds) -> list[Rollout]:
         answers = sorted(self.generate_window([RolloutRound(tuple(requests), seeds)]), key=lambda answer: answer.index)
         return [answer.rollout for answer in answers]
 

@@ -87,7 +87,8 @@ def run_evaluation(
     _, predictions = _evaluate(
         checked, console, f"evaluating {checked.model}", ON_COUNTS_ALONE, scored=constant_score is None
     )
-    answers: list[ImageAnswer] = gather_answers([prediction.answer() for prediction in predictions])
+    mine = [prediction.answer() for prediction in predictions]
+    answers: list[ImageAnswer] = gather_answers(mine, checked.rollout.decode_batch_size)
     answers = rename(answers) if rename else answers
     summary = summarise(answers, options)
     files: list[Path] = []

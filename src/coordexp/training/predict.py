@@ -20,9 +20,10 @@ from coordexp.data.jsonl import check_dataset, read_jsonl
 from coordexp.errors import DataError
 from coordexp.evaluation import Prediction, predict, read_answers
 from coordexp.evaluation.answers import PREDICTIONS, ImageAnswer, from_line, make_answer, to_line
+from coordexp.evaluation.predict import share_out
 from coordexp.evaluation.summary import write_coco
 from coordexp.records import ImageRecord
-from coordexp.rollouts import SeedContext, check_backend
+from coordexp.rollouts import DatasetSeeds, check_backend
 from coordexp.training.answering import answering, reporting
 from coordexp.training.line_files import append_line
 
@@ -97,20 +98,20 @@ def run_prediction(
         # Before any rank writes: all ranks must share out the same images.
         known = {answer.sample_id for part in _parts(output) for answer in _read_part(part)}
     todo = [index for index, record in enumerate(records) if record.sample_id not in known]
-    # All ranks ask equally often, the last time perhaps for nothing: they may share an engine.
-    share, most = todo[distributed.rank() :: distributed.world_size()], len(todo[:: distributed.world_size()])
+    batches = share_out(todo, distributed.world_size(), rollout.decode_batch_size)[distributed.rank()]
+    done, total = 0, sum(len(batch) for batch in batches)
     with answering(config, rollout, path) as answerer, reporting(console, f"predicting with {path}") as on_progress:
         dataset = RecordDataset(records, answerer.encoder.encode, "file", config.training.seed)
         scorer = answerer.scorer if constant_score is None else None
         with distributed.together("coordexp predict"):
-            for start in range(0, most, rollout.decode_batch_size):
-                indices = share[start : start + rollout.decode_batch_size]
-                # The seed follows the image's place in the source, so that an interrupted run answers as a whole one.
-                seeds = SeedContext(config.training.seed, 0, indices[0] if indices else 0, distributed.rank())
-                found = predict([dataset[i] for i in indices], answerer.backend, answerer.loaded.vocab, seeds, scorer)
+            for batch in batches:
+                # Seeded by the images' places in the source, so that an interrupted run answers as a whole one.
+                seeds = DatasetSeeds(config.training.seed, batch.start)
+                found = predict([dataset[i] for i in batch], answerer.backend, answerer.loaded.vocab, seeds, scorer)
                 if lines := [to_line(_answer(item, annotated, constant_score)) + "\n" for item in found]:
                     append_line(mine, "".join(lines).encode("utf-8"))
-                on_progress(min(start + len(indices), len(share)), len(share))
+                done += len(batch)
+                on_progress(done, total)
     distributed.barrier()
     files: list[Path] = []
     if distributed.is_main():

@@ -306,7 +306,6 @@ class CoordExpTrainer(Trainer):
                     self._vocab,
                     batch_size=self.rollout_matching_cfg["decode_batch_size"],
                     seed=self.args.seed,
-                    global_step=self.state.global_step,
                     options=self._measured,
                     scorer=self._scorer,
                 )

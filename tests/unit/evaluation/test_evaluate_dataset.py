@@ -11,8 +11,10 @@ from coordexp import distributed
 from coordexp.coords import serialize_objects
 from coordexp.data.dataset import RecordDataset
 from coordexp.evaluation import evaluate_dataset
+from coordexp.evaluation.answers import to_line
+from coordexp.evaluation.predict import gather_answers, share_out
 from coordexp.records import GTObject, Rollout, RolloutRequest
-from coordexp.rollouts import Answer, RolloutRound, SeedContext, in_turn
+from coordexp.rollouts import Answer, DatasetSeeds, RolloutRound, Seeds, in_turn
 from qwen_tokenizer import qwen_vocab
 
 
@@ -21,9 +23,9 @@ class Scripted:
 
     def __init__(self, texts: dict[str, str]) -> None:
         self.texts = texts
-        self.batches: list[tuple[list[str], SeedContext]] = []
+        self.batches: list[tuple[list[str], Seeds]] = []
 
-    def generate(self, requests: Sequence[RolloutRequest], seeds: SeedContext) -> list[Rollout]:
+    def generate(self, requests: Sequence[RolloutRequest], seeds: Seeds) -> list[Rollout]:
         self.batches.append(([r.sample_id for r in requests], seeds))
         vocab = qwen_vocab()
         return [
@@ -57,11 +59,11 @@ def test_every_sample_is_answered_once_in_batches():
     backend = Scripted({f"s{i}": serialize_objects(objects) for i, objects in enumerate(scenes)})
     seen = []
     figures, predictions = evaluate_dataset(
-        dataset(scenes), backend, qwen_vocab(), batch_size=2, seed=7, global_step=30,
+        dataset(scenes), backend, qwen_vocab(), batch_size=2, seed=7,
         on_progress=lambda done, total: seen.append((done, total)),
     )  # fmt: skip
     assert [ids for ids, _ in backend.batches] == [["s0", "s1"], ["s2", "s3"], ["s4"]]
-    assert [seeds for _, seeds in backend.batches] == [SeedContext(7, 30, i, 0) for i in range(3)]
+    assert [seeds for _, seeds in backend.batches] == [DatasetSeeds(7, first) for first in (0, 2, 4)]
     assert seen == [(2, 5), (4, 5), (5, 5)]
     assert [p.record.sample_id for p in predictions] == ["s0", "s1", "s2", "s3", "s4"]
     assert figures["f1"] == figures["precision"] == figures["recall"] == 1
@@ -80,6 +82,37 @@ def test_figures_are_global_and_predictions_are_this_ranks(monkeypatch):
         monkeypatch.setattr(distributed, "together", lambda where: nullcontext())
         monkeypatch.setattr(distributed, "gather_json", lambda mine: parts.append(mine) or [*parts])
         figures, predictions = evaluate_dataset(dataset(scenes), Scripted(texts), qwen_vocab(), batch_size=8, seed=0)
-        assert [p.record.sample_id for p in predictions] == [["s0", "s2", "s4"], ["s1", "s3"]][rank]
+        assert [p.record.sample_id for p in predictions] == [["s0", "s1", "s2"], ["s3", "s4"]][rank]
     assert (figures["images"], figures["gt_objects"], figures["matched_objects"]) == (5, 5, 2)
     assert figures["recall"] == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize(
+    ("positions", "world_size", "batch_size", "shares"),
+    [
+        (range(5), 1, 2, [[range(0, 2), range(2, 4), range(4, 5)]]),
+        (range(5), 2, 8, [[range(0, 3)], [range(3, 5)]]),  # a small set is for all ranks too
+        (range(9), 2, 2, [[range(0, 2), range(4, 6), range(8, 9)], [range(2, 4), range(6, 8), range(0)]]),
+        ([0, 1, 4, 5, 6], 1, 2, [[range(0, 2), range(4, 6), range(6, 7)]]),  # 2 and 3 were answered before
+        ([3], 3, 4, [[range(3, 4)], [range(0)], [range(0)]]),
+        ([], 2, 4, [[], []]),
+    ],
+    ids=str,
+)
+def test_batches_are_neighbours_and_ranks_ask_equally_often(
+    positions: Sequence[int], world_size: int, batch_size: int, shares: list[list[range]]
+):
+    assert share_out(positions, world_size, batch_size) == shares
+
+
+@pytest.mark.parametrize(("world_size", "batch_size"), [(1, 4), (2, 3), (3, 2), (4, 8)])
+def test_answers_come_back_in_the_order_of_the_data_set(world_size: int, batch_size: int, monkeypatch):
+    scenes = [[CAT]] * 11
+    backend = Scripted({f"s{i}": "{}" for i in range(11)})
+    _, alone = evaluate_dataset(dataset(scenes), backend, qwen_vocab(), batch_size=4, seed=0)
+    in_order = [item.answer() for item in alone]
+    shares = share_out(range(11), world_size, batch_size)
+    parts = [[to_line(in_order[i]) for batch in share for i in batch] for share in shares]
+    monkeypatch.setattr(distributed, "gather_json", lambda mine: parts)
+    gathered = gather_answers([], batch_size)
+    assert [answer.sample_id for answer in gathered] == [f"s{i}" for i in range(11)]

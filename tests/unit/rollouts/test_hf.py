@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from coordexp.modeling.load import LoadedModel
 from coordexp.records import Rollout, RolloutRequest
-from coordexp.rollouts import DecodingOptions, SeedContext
+from coordexp.rollouts import DatasetSeeds, DecodingOptions, SeedContext
 from coordexp.rollouts.hf import HFBackend
+from coordexp.rollouts.hf_sampling import sampling_processors
 from tiny_run import load_tiny, tiny_samples
 
 SEEDS = SeedContext(training_seed=1, global_step=2, micro_step_idx=0, rank=0)
@@ -35,7 +36,7 @@ def calls(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[list
     generate = loaded.model.generate
 
     def watched(**arguments: Any) -> torch.Tensor:
-        state = {"seed": torch.initial_seed(), "grad": torch.is_grad_enabled(), "training": loaded.model.training}
+        state = {"grad": torch.is_grad_enabled(), "training": loaded.model.training}
         seen.append({**arguments, **state})
         return generate(**arguments)
 
@@ -96,10 +97,54 @@ def test_rows_are_padded_on_the_left_and_masked(
 
 
 def test_each_call_is_seeded_by_the_index_of_its_first_request(
-    loaded: LoadedModel, requests_: list[RolloutRequest], calls: list[dict[str, Any]]
+    loaded: LoadedModel, requests_: list[RolloutRequest]
 ) -> None:
-    backend(loaded, batch=3, max_new_tokens=1).generate(requests_, SEEDS)
-    assert [call["seed"] for call in calls] == [SEEDS.seed_of(index) for index in (0, 3, 6)]
+    sampler = backend(loaded, batch=3, temperature=1.0, max_new_tokens=1)
+    sampler.generate(requests_, SEEDS)
+    assert sampler.last_report()["seeds"] == [SEEDS.seed_of(index) for index in (0, 3, 6)]
+
+
+class FixedSeeds(NamedTuple):
+    """Every call has the same seed."""
+
+    seed: int
+    micro_step_idx: int = 0
+
+    def seed_of(self, req_idx: int) -> int:
+        return self.seed
+
+
+def test_request_i_of_a_call_has_the_calls_seed_plus_i(loaded: LoadedModel, requests_: list[RolloutRequest]) -> None:
+    together = backend(loaded, batch=7, temperature=1.0).generate(requests_, FixedSeeds(40))
+    alone = [
+        backend(loaded, temperature=1.0).generate([request], FixedSeeds(40 + index))[0]
+        for index, request in enumerate(requests_)
+    ]
+    assert ids(together) == ids(alone)
+    assert ids(together) != ids(backend(loaded, batch=7, temperature=1.0).generate(requests_, FixedSeeds(90)))
+
+
+@pytest.mark.parametrize("batch", [1, 2, 7])
+def test_a_data_sets_samples_are_answered_alike_in_any_batch(
+    loaded: LoadedModel, requests_: list[RolloutRequest], batch: int
+) -> None:
+    sampler = backend(loaded, batch=batch, temperature=1.0)
+    whole = ids(backend(loaded, batch=3, temperature=1.0).generate(requests_, DatasetSeeds(5, 10)))
+    assert ids(sampler.generate(requests_, DatasetSeeds(5, 10))) == whole
+    assert ids(sampler.generate(requests_[4:], DatasetSeeds(5, 14))) == whole[4:]
+
+
+def test_tokens_are_drawn_as_often_as_they_are_likely(loaded: LoadedModel) -> None:
+    logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0])
+    options = DecodingOptions(temperature=2.0, top_k=4, top_p=0.8)
+    expected = torch.zeros(5)  # top_k drops the last; the first three of four have 0.85 of the mass, two have 0.66
+    expected[:3] = (logits[:3] / 2).softmax(-1)
+    scores = logits.expand(4000, 5)
+    for processor in sampling_processors(options, range(4000), torch.device("cpu")):
+        scores = processor(torch.zeros(4000, 1, dtype=torch.int64), scores)
+    drawn = scores.argmax(-1)
+    assert torch.isinf(scores).sum() == 4000 * 4, "one token a row is left"
+    torch.testing.assert_close(drawn.bincount(minlength=5) / 4000, expected, atol=0.03, rtol=0)
 
 
 def test_sampling_is_a_function_of_the_seed_alone(loaded: LoadedModel, requests_: list[RolloutRequest]) -> None:
