@@ -56,8 +56,10 @@ def _tile(record: ImageRecord, objects: Sequence[GTObject], colour_of: dict[str,
     return tile
 
 
-def draw_objects(image: Image.Image, coloured: Sequence[tuple[GTObject | PredictedObject, str]]) -> None:
-    """Outlines and descriptions over ``image``, each object in its colour."""
+def draw_objects(
+    image: Image.Image, coloured: Sequence[tuple[GTObject | PredictedObject, str]], labels: bool = True
+) -> None:
+    """Outlines over ``image``, each object in its colour, and their descriptions, moved to where they fit."""
     draw = ImageDraw.Draw(image)
     font = ImageFont.load_default(11)
     for obj, colour in coloured:
@@ -68,6 +70,8 @@ def draw_objects(image: Image.Image, coloured: Sequence[tuple[GTObject | Predict
             draw.rectangle([points[0], points[1]], outline=colour, width=2)
         else:
             draw.line([*points, points[0]], fill=colour, width=2)
-        corner = (min(xs) + 2, min(ys) + 1)
-        draw.rectangle(draw.textbbox(corner, obj.desc, font=font), fill="white")
-        draw.text(corner, obj.desc, fill=colour, font=font)
+        if labels:
+            _, _, width, height = draw.textbbox((0, 0), obj.desc, font=font)
+            corner = (max(0, min(min(xs) + 2, image.width - width)), max(0, min(min(ys) + 1, image.height - height)))
+            draw.rectangle(draw.textbbox(corner, obj.desc, font=font), fill="white")
+            draw.text(corner, obj.desc, fill=colour, font=font)

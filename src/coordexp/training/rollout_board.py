@@ -20,7 +20,7 @@ from coordexp.training.rollout_dump import DumpPolicy
 
 MAX_PICTURES = 4
 SIDE = 384
-TRUTH, MATCHED, UNMATCHED = "#00a000", "#2060ff", "#e00000"
+FOUND, MISSED, MATCHED, UNMATCHED = "#00a000", "#d9730d", "#2060ff", "#e00000"
 
 
 class RolloutBoard(TrainerCallback):
@@ -63,13 +63,16 @@ class RolloutBoard(TrainerCallback):
 
 
 def draw_rollout(record: ImageRecord, outcome: SampleOutcome) -> np.ndarray:
-    """The image, its annotation in green, matched predictions in blue and the others in red: (H, W, 3) uint8."""
+    """The image, ``SIDE`` pixels long, as (H, W, 3) uint8: found objects of its annotation in green, missed ones in
+    orange, matched predictions in blue and the others in red. Found objects carry no label: their prediction's stands
+    beside them."""
     image = open_rgb(record.image)
-    scale = min(1.0, SIDE / max(image.size))
+    scale = SIDE / max(image.size)
     size = max(1, round(image.width * scale)), max(1, round(image.height * scale))
     image = image.resize(size, Image.Resampling.BILINEAR)
-    draw_objects(image, [(obj, TRUTH) for obj in record.objects])
-    unmatched = set(outcome.match.fp_pred_idx)
+    missed, unmatched = set(outcome.match.fn_gt_idx), set(outcome.match.fp_pred_idx)
+    draw_objects(image, [(obj, FOUND) for k, obj in enumerate(record.objects) if k not in missed], labels=False)
+    draw_objects(image, [(obj, MISSED) for k, obj in enumerate(record.objects) if k in missed])
     draw_objects(
         image,
         [(obj, UNMATCHED if k in unmatched else MATCHED) for k, obj in enumerate(outcome.parsed.objects)],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,8 @@ import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from coordexp.training.rollout_board import MATCHED, MAX_PICTURES, RolloutBoard
+from answers import CAT, DOG, answer, entry, outcome_of, record, tiny_vocab
+from coordexp.training.rollout_board import FOUND, MATCHED, MAX_PICTURES, MISSED, SIDE, RolloutBoard, draw_rollout
 from tiny_run import InMemoryBackend, load_tiny, nearly_right, run_config, train
 
 
@@ -40,12 +42,29 @@ def test_recorded_rollouts_are_drawn(tmp_path: Path) -> None:
     drawn = [np.asarray(Image.open(io.BytesIO(found.Images(tag)[0].encoded_image_string)).convert("RGB"))
              for tag in found.Tags()["images"]]  # fmt: skip
     matched = tuple(bytes.fromhex(MATCHED[1:]))
-    assert pixels.ndim == 3 and any((one == matched).all(axis=-1).any() for one in drawn)
+    assert max(pixels.shape[:2]) == SIDE  # small images are enlarged, so that labels fit
+    assert any((one == matched).all(axis=-1).any() for one in drawn)
     (lengths,) = found.Histograms("rollouts/answer_tokens")
     assert lengths.histogram_value.num == 4 and lengths.histogram_value.max > 1
     assert set(found.Tags()["histograms"]) == {
         "rollouts/answer_tokens", "rollouts/objects_per_answer", "rollouts/missed_per_image"
     }  # fmt: skip
+
+
+def test_what_was_found_and_what_was_missed_have_their_colours(tmp_path: Path) -> None:
+    Image.new("RGB", (64, 48), "gray").save(tmp_path / "a.png")
+    image = replace(record([CAT, DOG]), image=tmp_path / "a.png", width=64, height=48)
+    outcome = outcome_of(answer(entry(1)), [CAT, DOG], tiny_vocab())  # the cat, and no dog
+    assert outcome.match.fn_gt_idx == (1,)
+    pixels = draw_rollout(image, outcome)
+    assert pixels.shape == (288, 384, 3)
+
+    def columns(colour: str) -> np.ndarray:
+        return np.flatnonzero((pixels == tuple(bytes.fromhex(colour[1:]))).all(axis=-1).any(axis=0))
+
+    missed_from = DOG.bins[0] / 999 * 383
+    assert columns(MATCHED).size and columns(MISSED).min() == pytest.approx(missed_from, abs=2)
+    assert columns(FOUND).size == 0  # the prediction, equal to the truth, is drawn over it
 
 
 @pytest.mark.parametrize(
