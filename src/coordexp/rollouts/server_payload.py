@@ -81,7 +81,8 @@ def read_answer(
         version: weights that the answer must come from. guarded: the configuration switches the repeat guard on.
 
     Raises:
-        RolloutError: token ids or the finish reason are missing, or answer, weights or guard are not those asked for.
+        RolloutError: token ids or the finish reason are missing, an id is none of the tokenizer's, or answer, weights
+            or guard are not those asked for.
     """
     where = f"{where}, {request.sample_id}"
     response = item.get("response", item)
@@ -99,6 +100,12 @@ def read_answer(
         raise RolloutError(f"{where}: the server says that the prompt had no tokens; update the server")
     if finish_reason not in ("stop", "length"):
         raise RolloutError(f"{where}: the answer ended with {finish_reason!r} instead of 'stop' or 'length'")
+    if unknown := [token for token in answer_ids if token >= len(vocab)]:
+        raise RolloutError(
+            f"{where}: the answer holds token id {unknown[0]}, but the tokenizer knows only 0 to {len(vocab) - 1}: the "
+            "model's language head has rows for no token, and this server may draw them; use coordexp serve or the "
+            "CoordExp plugin, which cannot"
+        )
     envelope = _check_envelope(item.get(ENVELOPE), version, guarded, where)
     ended = vocab.eos_id in answer_ids
     answer = answer_ids[: answer_ids.index(vocab.eos_id)] if ended else answer_ids

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from coordexp.errors import RolloutError
 from coordexp.rollouts.engine.guard_activation import GUARD_PROCESSOR, REQUEST_KEY, activated_config, check_guard
+from coordexp.rollouts.engine.known_tokens import KNOWN_TOKENS_PROCESSOR, check_known_tokens
 from coordexp.rollouts.engine.worker import ADAPTER_ID, ADAPTER_NAME, ADAPTER_PATH, EXTENSION
 from coordexp.serving.options import ServeOptions, device_groups
 
@@ -62,9 +63,11 @@ class EngineGroup:
             "generation_config": "vllm",  # the request decides, not the checkpoint's generation_config.json
             "seed": 0,
             "disable_log_stats": True,
+            "logits_processors": [KNOWN_TOKENS_PROCESSOR],
         }
         if guarded:
-            arguments |= {"logits_processors": [GUARD_PROCESSOR], "async_scheduling": False}
+            arguments["logits_processors"] += [GUARD_PROCESSOR]
+            arguments["async_scheduling"] = False
         group = cls([], options.tensor_parallel_size, guarded)
         devices = device_groups(options.data_parallel_size, options.tensor_parallel_size)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -170,13 +173,16 @@ class EngineGroup:
         """Raises vLLM's own error where an engine is dead."""
         await self._all("check_health", [engine.check_health() for engine in self.engines], RPC_S)
 
-    async def check_guard(self) -> None:
-        """Refuse to serve unguarded where the environment asks for the repeat guard.
+    async def check_answers(self) -> None:
+        """Refuse to serve answers that the environment's repeat guard should watch and does not, or that may contain
+        ids beyond the tokenizer's vocabulary.
 
         Raises:
-            RolloutError: a worker dropped it, or guards by other thresholds.
+            RolloutError: a worker dropped a logits processor, or guards by other thresholds.
         """
-        check_guard(await self.workers("coordexp_status"), activated_config(os.environ))
+        workers = await self.workers("coordexp_status")
+        check_guard(workers, activated_config(os.environ))
+        check_known_tokens(workers)
 
     def shutdown(self) -> None:
         """End every engine process; safe to call twice."""

@@ -34,7 +34,6 @@ def prepare_environment(repeat_terminate: RepeatTerminateConfig, *, gpu: bool) -
     complete_environment(gpu=gpu)
     os.environ[DIE_WITH_PARENT] = "1"
     own_engines()
-    own_engines()
     if ENABLE not in os.environ:
         os.environ.update(activation_environment(repeat_terminate))
     active = activated_config(os.environ)
@@ -78,7 +77,7 @@ async def _serve(options: ServeOptions, gpu: bool, listener: socket.socket) -> N
     prompts = PromptBuilder(load_processor(options.model), options.max_images)
     engines = EngineGroup.start(options, gpu)
     try:
-        await engines.check_guard()
+        await engines.check_answers()
         app = build_app(RolloutServer(options, engines, prompts))
         config: Any = uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=DRAIN_S)
         logger.info("serving %s at %s:%d (%d devices)", options.model, options.host, options.port, options.world_size)
@@ -91,7 +90,8 @@ def _listener(host: str, port: int) -> socket.socket:
     """Take the port before the engines start; connections are refused until they are ready."""
     try:
         family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
+        # asyncio turns Nagle's delay off only where the protocol is named: otherwise each answer waits 40 ms for an ACK.
+        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(where)
     except OSError as error:

@@ -124,6 +124,7 @@ def broken(**changes: Any) -> dict[str, Any]:
         (broken(finish_reason="abort"), "ended with 'abort'"),
         ({"response": {"choices": [], "prompt_token_ids": [1]}}, "return_details"),
         ({"response": "no"}, "return_details"),
+        (item([9, len(qwen_vocab())]), f"token id {len(qwen_vocab())}, but the tokenizer knows"),  # a padded head's
         (item([9], weight_version=3), "weights of version 3, not 4"),
         (item([9], weight_version=4, repeat_terminate_active=1), "guard is active"),
         (item([9]) | {"coordexp": [1]}, "not an object"),

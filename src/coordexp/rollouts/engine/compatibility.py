@@ -50,6 +50,8 @@ VLLM_ENGINE = (
     UpstreamName("vllm.model_executor.model_loader.utils", "process_weights_after_loading", "layouts after a push"),
     UpstreamName("vllm.model_executor.models.utils", "WeightsMapper.get_rename_mapper", "coverage of pushed names"),
     UpstreamName("vllm.model_executor.models.utils", "WeightsMapper.map_name", "coverage of pushed names"),
+    UpstreamName("vllm.v1.sample.logits_processor", "LogitsProcessor.apply", "answers of known tokens alone"),
+    UpstreamName("vllm.v1.sample.logits_processor", "LogitsProcessors.all", "answers of known tokens alone"),
     UpstreamName("vllm.lora.lora_model", "LoRAModel.from_lora_tensors", _LORA),
     UpstreamName("vllm.lora.peft_helper", "PEFTHelper.from_dict", _LORA),
     UpstreamName("vllm.lora.worker_manager", "WorkerLoRAManager._load_adapter", _LORA),

@@ -25,6 +25,7 @@ from coordexp.rollouts.engine import worker
 from coordexp.rollouts.engine.compatibility import SWIFT_ROLLOUT, check_upstream, versions
 from coordexp.rollouts.engine.cpu import DIE_WITH_PARENT, SERVER_API_KEY, complete_environment, has_gpu
 from coordexp.rollouts.engine.guard_activation import GUARD_PROCESSOR, REQUEST_KEY, activated_config, check_guard
+from coordexp.rollouts.engine.known_tokens import KNOWN_TOKENS_PROCESSOR, check_known_tokens
 from coordexp.rollouts.engine.lifetime import own_engines
 
 logger = logging.getLogger(__name__)
@@ -51,10 +52,12 @@ class CoordExpVllmEngine(GRPOVllmEngine):
         self._weight_version = 0
         engine_kwargs = dict(engine_kwargs or {})
         engine_kwargs["worker_extension_cls"] = worker.EXTENSION
-        if self._guard is not None:
-            engine_kwargs["logits_processors"] = [*(engine_kwargs.get("logits_processors") or []), GUARD_PROCESSOR]
+        ours = [KNOWN_TOKENS_PROCESSOR] + [GUARD_PROCESSOR] * (self._guard is not None)
+        engine_kwargs["logits_processors"] = [*(engine_kwargs.get("logits_processors") or []), *ours]
         super().__init__(*args, engine_kwargs=engine_kwargs, **kwargs)
-        check_guard(self.coordexp_status(), self._guard)
+        workers = self.coordexp_status()
+        check_guard(workers, self._guard)
+        check_known_tokens(workers)
 
     def infer(self, *args: Any, **kwargs: Any) -> list[RolloutOutput]:
         outputs = super().infer(*args, **kwargs)

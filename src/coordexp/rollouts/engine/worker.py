@@ -20,6 +20,7 @@ from coordexp.errors import RolloutError
 from coordexp.rollouts.engine.communicator import GroupAddress
 from coordexp.rollouts.engine.cpu import DIE_WITH_PARENT, keep_weights_loadable
 from coordexp.rollouts.engine.guard_processor import guard_of_worker, guard_report
+from coordexp.rollouts.engine.known_tokens import num_known_tokens
 from coordexp.rollouts.engine.lifetime import die_with_owner
 from coordexp.rollouts.engine.receiver import WeightReceiver, recorded
 
@@ -87,10 +88,15 @@ class WeightSyncExtension:
 
     def update_adapter_flattened_param(self, peft_config: dict[str, Any], metadatas: list[dict[str, Any]]) -> None:
         """Receive a LoRA adapter under PEFT's names; it takes the place of the one before."""
-        self.take_adapter(peft_config, self.receiver.receive_adapter(metadatas))
+        self._take_adapter(peft_config, self.receiver.receive_adapter(metadatas))
 
     def take_adapter(self, peft_config: Mapping[str, Any], tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Put a LoRA adapter that is in this process already in the place of the one before."""
+        """Put a LoRA adapter that is in this process already in the place of the one before; ``tensors`` stay as they
+        are."""
+        # vLLM multiplies an adapter's scale into the tensors that it is given: here they are the learner's own.
+        self._take_adapter(peft_config, [(name, tensor.clone()) for name, tensor in tensors])
+
+    def _take_adapter(self, peft_config: Mapping[str, Any], tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         with recorded(self.receiver.record_failure):
             self.receiver.begin()
             self.receiver.state.adapter_names += [name for name, _ in tensors]
@@ -117,6 +123,7 @@ class WeightSyncExtension:
             "dtype": dtype,
             "model_runner": f"{runner.__module__}.{runner.__name__}",
             "repeat_terminate": guard_report(self),
+            "num_known_tokens": num_known_tokens(self),
         }
 
     def coordexp_pop_triggers(self, request_ids: Sequence[str]) -> dict[str, dict[str, Any]]:
