@@ -199,7 +199,7 @@ def test_what_a_server_says_that_it_read_is_compared_with_the_learners_own(diffe
     loaded = load_tiny()
     samples = tiny_samples(loaded, 3)
     prompt_of = {str(sample.request.image): list(sample.request.prompt_token_ids) for sample in samples}
-    ended = list(loaded.vocab.encode("{}")) + [loaded.vocab.eos_id]
+    ended = [*loaded.vocab.encode("{}"), loaded.vocab.eos_id]
 
     def infer(body: dict[str, Any]) -> tuple[int, Any]:
         items = []
@@ -298,8 +298,7 @@ def test_four_ranks_on_two_devices_are_refused_when_training_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with FakeRolloutServer(1) as first, FakeRolloutServer(1) as second:
-        with pytest.raises(ConfigError) as refused:
-            check_run(server_run(tmp_path, [first.url, second.url], rollout_matching__decode_batch_size=1))
+    with FakeRolloutServer(1) as first, FakeRolloutServer(1) as second, pytest.raises(ConfigError) as refused:
+        check_run(server_run(tmp_path, [first.url, second.url], rollout_matching__decode_batch_size=1))
     for cure in ("increase the rollout servers' world size", "reduce the learner's world size", "decode_batch_size"):
         assert cure in str(refused.value)
