@@ -10,6 +10,8 @@ from PIL import Image
 
 from coordexp.errors import DataError
 
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".webp", ".tif", ".tiff")
+"""What is taken for an image where a folder is searched; in lower case."""
 _EXIF_ORIENTATION = 0x0112
 _UPRIGHT_BY_ORIENTATION = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,

@@ -13,9 +13,8 @@ from rich.console import Console
 from coordexp import distributed
 from coordexp.config import RunConfig, resolved_rollout
 from coordexp.config.rollout import RolloutMatchingConfig
-from coordexp.data.convert.assemble import IMAGE_SUFFIXES
 from coordexp.data.dataset import RecordDataset
-from coordexp.data.images import read_header
+from coordexp.data.images import IMAGE_SUFFIXES, read_header
 from coordexp.data.jsonl import check_dataset, read_jsonl
 from coordexp.errors import DataError
 from coordexp.evaluation import Prediction, predict, read_answers
@@ -98,9 +97,10 @@ def run_prediction(
         # Before any rank writes: all ranks must share out the same images.
         known = {answer.sample_id for part in _parts(output) for answer in _read_part(part)}
     todo = [index for index, record in enumerate(records) if record.sample_id not in known]
-    batches = share_out(todo, distributed.world_size(), rollout.decode_batch_size)[distributed.rank()]
-    done, total = 0, sum(len(batch) for batch in batches)
     with answering(config, rollout, path) as answerer, reporting(console, f"predicting with {path}") as on_progress:
+        batch_size = answerer.backend.batch_size(rollout.decode_batch_size)
+        batches = share_out(todo, distributed.world_size(), batch_size)[distributed.rank()]
+        done, total = 0, sum(len(batch) for batch in batches)
         dataset = RecordDataset(records, answerer.encoder.encode, "file", config.training.seed)
         scorer = answerer.scorer if constant_score is None else None
         with distributed.together("coordexp predict"):

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections import defaultdict
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal, get_args
+from typing import Any
 
-from coordexp.data.convert.assemble import (
-    ImageOptions,
-    Progress,
+from coordexp.data.convert.assemble import Progress, assemble
+from coordexp.data.convert.prepare import ImageOptions
+from coordexp.data.convert.quantise import signed_ring_area
+from coordexp.data.convert.report import ConversionReport, Note, SkipReason
+from coordexp.data.convert.sources import (
+    InstanceGeometry,
     SourceImage,
     SourceObject,
-    assemble,
-    signed_ring_area,
+    check_folder,
+    check_geometry,
+    declared_size,
+    finite_numbers,
+    read_json,
     unsafe_file_name,
+    with_slashes,
 )
-from coordexp.data.convert.report import ConversionReport, Note, SkipReason
 from coordexp.errors import DataError
-
-Geometry = Literal["bbox", "poly"]
 
 
 def convert_coco(
@@ -28,7 +30,7 @@ def convert_coco(
     images_dir: str | Path,
     out_dir: str | Path,
     *,
-    geometry: Geometry = "bbox",
+    geometry: InstanceGeometry = "bbox",
     name: str | None = None,
     options: ImageOptions = ImageOptions(),  # noqa: B008 - frozen
     progress: Progress | None = None,
@@ -45,13 +47,26 @@ def convert_coco(
         DataError: the file is no COCO instances file, or nothing usable is found.
     """
     annotations_json, images_dir = Path(annotations_json), Path(images_dir)
-    if geometry not in get_args(Geometry):
-        raise DataError(f"geometry {geometry!r} is unknown; use {' or '.join(get_args(Geometry))}")
-    if not images_dir.is_dir():
-        raise DataError("images folder not found; check the path", path=images_dir)
+    coco = open_instances(annotations_json, images_dir, geometry)
     report = ConversionReport(Path(out_dir) / f"{name or annotations_json.stem}.jsonl")
-    coco = load_instances(annotations_json)
     return convert_instances(coco, annotations_json, images_dir, report, geometry, options, progress)
+
+
+def open_instances(annotations_json: Path, images_dir: Path, geometry: str) -> dict[str, Any]:
+    """A COCO instances file's content, once the arguments beside it are known to be sound.
+
+    Raises:
+        DataError: an unknown geometry, no images folder, or no COCO instances file.
+    """
+    check_geometry(geometry, InstanceGeometry)
+    check_folder(images_dir, "images folder")
+    if not annotations_json.is_file():
+        raise DataError("annotation file not found; check the path", path=annotations_json)
+    coco = read_json(annotations_json)
+    for key in ("images", "annotations", "categories"):
+        if not isinstance(coco, dict) or not isinstance(coco.get(key), list):
+            raise DataError(f"no list {key!r} at the top level; expected a COCO instances file", path=annotations_json)
+    return coco
 
 
 def convert_instances(
@@ -59,7 +74,7 @@ def convert_instances(
     annotations_json: Path,
     images_dir: Path,
     report: ConversionReport,
-    geometry: Geometry,
+    geometry: InstanceGeometry,
     options: ImageOptions,
     progress: Progress | None,
 ) -> ConversionReport:
@@ -74,29 +89,14 @@ def convert_instances(
             reason = SkipReason.UNKNOWN_IMAGE
             report.skip_object(reason, annotations_json.name, index, f"no usable image has the id {image!r}")
             continue
-        obj = _object(index, annotation, descs, geometry, usable[image]["file_name"], report)
+        obj = _object(index, annotation, descs, geometry, usable[image][0], report)
         if obj is not None:
             objects[image].append(obj)
     sources = [
-        SourceImage(file, file, images_dir / file, _size(image), tuple(objects[image_id]))
-        for image_id, image in usable.items()
-        if (file := image["file_name"])
+        SourceImage(file, file, images_dir / file, size, tuple(objects[image_id]))
+        for image_id, (file, size) in usable.items()
     ]
     return assemble(sorted(sources, key=lambda source: source.file), report, options, progress)
-
-
-def load_instances(path: Path) -> dict[str, Any]:
-    """A COCO instances file's content. Raises DataError when it is none."""
-    try:
-        coco = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise DataError("annotation file not found; check the path", path=path) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"not readable as JSON: {error}", path=path) from error
-    for key in ("images", "annotations", "categories"):
-        if not isinstance(coco, dict) or not isinstance(coco.get(key), list):
-            raise DataError(f"no list {key!r} at the top level; expected a COCO instances file", path=path)
-    return coco
 
 
 def _categories(categories: list[Any], path: Path) -> dict[Any, str]:
@@ -113,9 +113,10 @@ def _categories(categories: list[Any], path: Path) -> dict[Any, str]:
     return descs
 
 
-def _images(images: list[Any], path: Path, report: ConversionReport) -> dict[Any, dict[str, Any]]:
-    """Usable images by id. Their objects find them by id, so an id that is used twice is fatal."""
-    usable: dict[Any, dict[str, Any]] = {}
+def _images(images: list[Any], path: Path, report: ConversionReport) -> dict[Any, tuple[str, tuple[int, int] | None]]:
+    """File name and declared size of each usable image, by id. Objects find their image by id, so one that is used
+    twice is fatal."""
+    usable: dict[Any, tuple[str, tuple[int, int] | None]] = {}
     files: set[str] = set()
     for index, image in enumerate(images):
         report.images_seen += 1
@@ -123,37 +124,32 @@ def _images(images: list[Any], path: Path, report: ConversionReport) -> dict[Any
         if not isinstance(image, dict) or not isinstance(image.get("id"), int | str):
             report.skip_image(SkipReason.UNREADABLE_ANNOTATION, path.name, f"{where} has no id")
             continue
-        file = image.get("file_name")
         if image["id"] in usable:
             raise DataError(
                 f"{where}: the id {image['id']!r} is used twice; objects cannot be assigned to images", path=path
             )
-        if not isinstance(file, str) or not file.strip():
+        named = image.get("file_name")
+        if not isinstance(named, str) or not named.strip():
             report.skip_image(SkipReason.UNREADABLE_ANNOTATION, path.name, f"{where} has no file_name")
-        elif unsafe_file_name(file):
-            report.skip_image(SkipReason.UNSAFE_FILE_NAME, path.name, f"{where}: {file!r} leaves the images folder")
-        elif str(PurePosixPath(file)) in files:
+            continue
+        file = str(PurePosixPath(with_slashes(named)))
+        if unsafe_file_name(file):
+            report.skip_image(SkipReason.UNSAFE_FILE_NAME, path.name, f"{where}: {named!r} leaves the images folder")
+        elif file in files:
             report.skip_image(
-                SkipReason.DUPLICATE_IMAGE, path.name, f"{where}: {file!r} is listed twice; kept the first"
+                SkipReason.DUPLICATE_IMAGE, path.name, f"{where}: {named!r} is listed twice; kept the first"
             )
         else:
-            files.add(str(PurePosixPath(file)))
-            usable[image["id"]] = {**image, "file_name": str(PurePosixPath(file))}
+            files.add(file)
+            usable[image["id"]] = file, declared_size(image.get("width"), image.get("height"))
     return usable
-
-
-def _size(image: dict[str, Any]) -> tuple[int, int] | None:
-    width, height = image.get("width"), image.get("height")
-    if type(width) is not int or type(height) is not int or min(width, height) < 1:
-        return None
-    return width, height
 
 
 def _object(
     index: int,
     annotation: dict[str, Any],
     descs: dict[Any, str],
-    geometry: Geometry,
+    geometry: InstanceGeometry,
     file: str,
     report: ConversionReport,
 ) -> SourceObject | None:
@@ -168,7 +164,7 @@ def _object(
     if geometry == "poly":
         ring = _largest_part(index, annotation.get("segmentation"), desc, file, report)
         return None if ring is None else SourceObject(index, desc, "poly", ring)
-    box = _numbers(annotation.get("bbox"))
+    box = finite_numbers(annotation.get("bbox"))
     if box is None or len(box) != 4:
         detail = f"{desc}: bbox is {annotation.get('bbox')!r}, not [x, y, width, height]"
         report.skip_object(SkipReason.MALFORMED_GEOMETRY, file, index, detail)
@@ -186,7 +182,7 @@ def _largest_part(
     if not isinstance(segmentation, list) or not segmentation:
         report.skip_object(SkipReason.NO_SEGMENTATION, file, index, f"{desc}: no segmentation; use geometry='bbox'")
         return None
-    rings = [_numbers(part) for part in segmentation]
+    rings = [finite_numbers(part) for part in segmentation]
     sound = [ring for ring in rings if ring is not None and len(ring) >= 6 and len(ring) % 2 == 0]
     if len(sound) != len(rings):
         detail = f"{desc}: expected polygons [x, y, …] of at least 3 points, got {str(segmentation)[:80]}"
@@ -195,11 +191,3 @@ def _largest_part(
     if len(sound) > 1:
         report.note(Note.MULTIPART_POLYGON, file, index, f"{desc}: kept the largest of {len(sound)} parts")
     return max(sound, key=lambda ring: abs(signed_ring_area(ring)))
-
-
-def _numbers(values: Any) -> tuple[float, ...] | None:
-    """``values`` as floats, or None when they are not a list of finite numbers."""
-    if not isinstance(values, list) or any(type(value) not in (int, float) for value in values):
-        return None
-    numbers = tuple(float(value) for value in values)
-    return numbers if all(math.isfinite(value) for value in numbers) else None

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
-from typing import Any, Literal
+import os
+from pathlib import Path, PurePosixPath
+from typing import Any
 
-from coordexp.data.convert.assemble import (
-    ImageOptions,
-    Progress,
+from coordexp.data.convert.assemble import Progress, assemble
+from coordexp.data.convert.prepare import ImageOptions
+from coordexp.data.convert.report import REPORT_SUFFIX, ConversionReport, SkipReason
+from coordexp.data.convert.sources import (
+    ShapeGeometry,
     SourceImage,
     SourceObject,
-    assemble,
     bounds,
-    unsafe_file_name,
+    check_folder,
+    check_geometry,
+    declared_size,
+    finite_numbers,
+    read_json,
+    with_slashes,
 )
-from coordexp.data.convert.report import ConversionReport, SkipReason
 from coordexp.errors import DataError
-
-Geometry = Literal["as_annotated", "bbox"]
 
 
 def convert_labelme(
@@ -27,7 +30,7 @@ def convert_labelme(
     out_dir: str | Path,
     *,
     images_dir: str | Path | None = None,
-    geometry: Geometry = "as_annotated",
+    geometry: ShapeGeometry = "as_annotated",
     name: str | None = None,
     options: ImageOptions = ImageOptions(),  # noqa: B008 - frozen
     progress: Progress | None = None,
@@ -36,7 +39,8 @@ def convert_labelme(
 
     Args:
         folder: searched for ``*.json``, below it too.
-        images_dir: the folder in which ``imagePath`` starts; each file's own when None.
+        images_dir: the folder in which ``imagePath`` starts; each file's own when None. A path that is not there, the
+            annotator's own ``C:\\photos\\a.jpg`` above all, is looked for by its last part.
         geometry: ``bbox`` writes the bounds of polygons.
         name: of the JSONL; the folder's when None.
 
@@ -44,7 +48,9 @@ def convert_labelme(
         DataError: no such folder, no file in it, or nothing usable.
     """
     folder = Path(folder)
-    files = sorted(folder.rglob("*.json"))
+    check_geometry(geometry, ShapeGeometry)
+    check_folder(folder, "folder")
+    files = sorted(file for file in folder.rglob("*.json") if not file.name.endswith(REPORT_SUFFIX))
     if not files:
         raise DataError("no *.json below this folder; LabelMe writes one beside each image", path=folder)
     report = ConversionReport(Path(out_dir) / f"{name or folder.resolve().name}.jsonl")
@@ -58,13 +64,13 @@ def convert_labelme(
 
 
 def _read_file(
-    file: Path, root: Path, images_dir: Path | None, geometry: Geometry, report: ConversionReport
+    file: Path, root: Path, images_dir: Path | None, geometry: ShapeGeometry, report: ConversionReport
 ) -> SourceImage | None:
     shown = file.relative_to(root).as_posix()
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        report.skip_image(SkipReason.UNREADABLE_ANNOTATION, shown, f"not readable as JSON: {error}")
+        content = read_json(file)
+    except DataError as error:
+        report.skip_image(SkipReason.UNREADABLE_ANNOTATION, shown, str(error))
         return None
     if not isinstance(content, dict) or not isinstance(content.get("shapes"), list):
         report.skip_image(SkipReason.UNREADABLE_ANNOTATION, shown, "no list 'shapes': not a LabelMe file")
@@ -73,29 +79,35 @@ def _read_file(
     if not isinstance(image_path, str) or not image_path.strip():
         report.skip_image(SkipReason.UNREADABLE_ANNOTATION, shown, "no imagePath")
         return None
-    # LabelMe on Windows writes backslashes.
-    relative = image_path.replace("\\", "/")
-    base = images_dir if images_dir is not None else file.parent
-    if unsafe_file_name(relative):
-        # It points at where the image lay on the annotator's machine; beside the file is where people keep it.
-        relative = Path(relative).name
-    image = base / relative
-    named = image.relative_to(root).as_posix() if image.is_relative_to(root) else relative
+    base = file.parent if images_dir is None else images_dir
+    image = _find_image(with_slashes(image_path), base)
+    named = _name_below(image, root if images_dir is None else images_dir)
     objects = []
     for index, shape in enumerate(content["shapes"]):
         report.objects_seen += 1
         obj = _read_shape(index, shape, geometry, shown, report)
         if obj is not None:
             objects.append(obj)
-    return SourceImage(named, shown, image, _size(content), tuple(objects))
+    size = declared_size(content.get("imageWidth"), content.get("imageHeight"))
+    return SourceImage(named, shown, image, size, tuple(objects))
 
 
-def _size(content: dict[str, Any]) -> tuple[int, int] | None:
-    width, height = content.get("imageWidth"), content.get("imageHeight")
-    return (width, height) if type(width) is int and type(height) is int and min(width, height) >= 1 else None
+def _find_image(image_path: str, base: Path) -> Path:
+    """Where ``imagePath`` leads from ``base``; by its last part where that is not there, which is how the path of an
+    annotator's own machine is to be read."""
+    led_to = Path(os.path.normpath(base / image_path.replace("\0", "")))
+    return led_to if led_to.is_file() else base / PurePosixPath(image_path).name
 
 
-def _read_shape(index: int, shape: Any, geometry: Geometry, file: str, report: ConversionReport) -> SourceObject | None:
+def _name_below(image: Path, folder: Path) -> str:
+    """The image's path from ``folder``, without the steps that lead out of it."""
+    parts = PurePosixPath(Path(os.path.relpath(image, folder)).as_posix()).parts
+    return "/".join(part for part in parts if part != "..")
+
+
+def _read_shape(
+    index: int, shape: Any, geometry: ShapeGeometry, file: str, report: ConversionReport
+) -> SourceObject | None:
     fields = shape if isinstance(shape, dict) else {}
     kind, label = fields.get("shape_type") or "polygon", fields.get("label")
     desc = label if isinstance(label, str) else ""
@@ -124,7 +136,4 @@ def _points(points: Any) -> tuple[float, ...] | None:
     """[[x, y], …] as a flat tuple; None when it is anything else."""
     if not isinstance(points, list) or any(not isinstance(point, list) or len(point) != 2 for point in points):
         return None
-    flat = [value for point in points for value in point]
-    if any(type(value) not in (int, float) or not math.isfinite(value) for value in flat):
-        return None
-    return tuple(float(value) for value in flat)
+    return finite_numbers([value for point in points for value in point])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path, PurePosixPath
-from typing import Any, get_args
+from typing import Any
 
-from coordexp.data.convert.assemble import ImageOptions, Progress
-from coordexp.data.convert.coco import Geometry, convert_instances, load_instances
+from coordexp.data.convert.assemble import Progress
+from coordexp.data.convert.coco import convert_instances, open_instances
+from coordexp.data.convert.prepare import ImageOptions
 from coordexp.data.convert.report import ConversionReport
-from coordexp.errors import DataError
+from coordexp.data.convert.sources import InstanceGeometry
 
 
 def convert_lvis(
@@ -16,7 +17,7 @@ def convert_lvis(
     images_dir: str | Path,
     out_dir: str | Path,
     *,
-    geometry: Geometry = "bbox",
+    geometry: InstanceGeometry = "bbox",
     name: str | None = None,
     options: ImageOptions = ImageOptions(),  # noqa: B008 - frozen
     progress: Progress | None = None,
@@ -30,11 +31,7 @@ def convert_lvis(
         DataError: the file is no LVIS file, or nothing usable is found.
     """
     annotations_json, images_dir = Path(annotations_json), Path(images_dir)
-    if geometry not in get_args(Geometry):
-        raise DataError(f"geometry {geometry!r} is unknown; use {' or '.join(get_args(Geometry))}")
-    if not images_dir.is_dir():
-        raise DataError("images folder not found; check the path", path=images_dir)
-    content = load_instances(annotations_json)
+    content = open_instances(annotations_json, images_dir, geometry)
     lvis = {
         **content,
         "images": [_with_file(image, images_dir) for image in content["images"]],

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from rich.table import Table
 
+REPORT_SUFFIX = ".conversion_report.json"
+
 
 class SkipReason(StrEnum):
     """Why an object or an image of the source is not in the JSONL."""
@@ -47,6 +49,8 @@ class Note(StrEnum):
     SIZE_MISSING = "size_missing"  # the annotation gives no usable size; the image's own was taken
     SIZE_SCALED = "size_scaled"  # annotated on another resolution of the same shape; coordinates still hold
     EXIF_IGNORED = "exif_ignored"  # annotated on the pixels as stored; the image is kept unturned
+    EXIF_APPLIED = "exif_applied"  # turned upright by EXIF, though the annotation's size tells nothing about it
+    NO_LABEL_FILE = "no_label_file"  # YOLO's way to say: no objects
     FILENAME_MISMATCH = "filename_mismatch"  # the annotation names another image than its own file name does
     CLIPPED = "clipped"  # reached over the image's edge
     COLLAPSED_BINS = "collapsed_bins"  # thinner than one norm1000 bin
@@ -54,6 +58,14 @@ class Note(StrEnum):
     DUPLICATE_OBJECT = "duplicate_object"  # same description and shape as an earlier object of the image
     SIMPLIFIED = "simplified"  # a polygon lost vertices; the detail says what that cost
     EMPTIED_IMAGE = "emptied_image"  # had objects, all of them left out: now an empty image
+
+
+class LeftOut(Exception):
+    """An image or an object that cannot be used; its text is the report's detail."""
+
+    def __init__(self, reason: SkipReason, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +103,7 @@ class ConversionReport:
     @property
     def path(self) -> Path:
         """Where the report lies as JSON, beside its JSONL."""
-        return self.jsonl.with_name(f"{self.jsonl.stem}.conversion_report.json")
+        return self.jsonl.with_name(self.jsonl.stem + REPORT_SUFFIX)
 
     def skip_object(self, reason: SkipReason, file: str, index: int, detail: str) -> None:
         self.skipped_objects[reason.value] += 1

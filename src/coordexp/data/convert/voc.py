@@ -8,19 +8,26 @@ from __future__ import annotations
 
 import math
 import xml.etree.ElementTree as ET
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
 
-from coordexp.data.convert.assemble import (
-    IMAGE_SUFFIXES,
-    ImageOptions,
-    Progress,
+from coordexp.data.convert.assemble import Progress, assemble
+from coordexp.data.convert.prepare import ImageOptions
+from coordexp.data.convert.report import ConversionReport, Note, SkipReason
+from coordexp.data.convert.sources import (
     SourceImage,
     SourceObject,
-    assemble,
+    declared_size,
+    files_below,
+    read_text,
     unsafe_file_name,
+    with_slashes,
 )
-from coordexp.data.convert.report import ConversionReport, Note, SkipReason
+from coordexp.data.images import IMAGE_SUFFIXES
 from coordexp.errors import DataError
+
+Images = Mapping[str, Sequence[Path]]
+"""Image files by their path below the images folder, without suffix."""
 
 
 def convert_voc(
@@ -51,82 +58,113 @@ def convert_voc(
     xml_dir, image_dir = root / annotations_dir, root / images_dir
     for folder in (xml_dir, image_dir):
         if not folder.is_dir():
+            deeper = _deeper(root, xml_dir, image_dir)
+            hint = "" if deeper is None else f"; there is one in {deeper}"
             raise DataError(
-                f"no folder {folder}; give the folder that holds {annotations_dir} and {images_dir}", path=root
+                f"no folder {folder}; give the folder that holds {annotations_dir} and {images_dir}{hint}", path=root
             )
     report = ConversionReport(Path(out_dir) / f"{name or split or 'data'}.jsonl")
     images_by_stem = _images_by_stem(image_dir)
     sources: list[SourceImage] = []
     seen: set[str] = set()
-    stems = _split_stems(root, split) if split is not None else _all_stems(xml_dir, images_by_stem)
+    stems = _split_stems(root, split, xml_dir) if split is not None else _all_stems(xml_dir, images_by_stem)
     for stem in stems:
         report.images_seen += 1
-        xml = xml_dir / f"{stem}.xml"
+        xml, shown = xml_dir / f"{stem}.xml", f"{stem}.xml"
         if stem in seen:
-            report.skip_image(SkipReason.DUPLICATE_IMAGE, xml.name, f"{stem!r} stands twice in the split; used once")
+            report.skip_image(SkipReason.DUPLICATE_IMAGE, shown, f"{stem!r} stands twice in the split; used once")
         elif unsafe_file_name(stem):
-            report.skip_image(SkipReason.UNSAFE_FILE_NAME, xml.name, f"{stem!r} leaves the annotations folder")
+            report.skip_image(SkipReason.UNSAFE_FILE_NAME, shown, f"{stem!r} leaves the annotations folder")
         elif not xml.is_file():
-            report.skip_image(SkipReason.MISSING_ANNOTATION, xml.name, f"no file {xml}")
+            report.skip_image(SkipReason.MISSING_ANNOTATION, shown, f"no file {xml}")
         else:
-            source = _read_xml(xml, images_by_stem.get(stem), image_dir, one_based, skip_difficult, report)
+            candidates = images_by_stem.get(stem, ())
+            source = _read_xml(xml, shown, candidates, image_dir, one_based, skip_difficult, report)
             if source is not None:
                 sources.append(source)
         seen.add(stem)
     return assemble(sources, report, options, progress)
 
 
-def _images_by_stem(image_dir: Path) -> dict[str, Path]:
-    found: dict[str, Path] = {}
-    for path in sorted(image_dir.iterdir()):
-        if path.suffix.lower() in IMAGE_SUFFIXES:
-            found.setdefault(path.stem, path)
+def _deeper(root: Path, *folders: Path) -> Path | None:
+    """A folder below ``root`` that holds what ``root`` does not: the ``VOC2007`` of a ``VOCdevkit``."""
+    if not all(folder.is_relative_to(root) for folder in folders):
+        return None
+    names = [folder.relative_to(root) for folder in folders]
+    found = (path for pattern in ("*", "*/*") for path in sorted(root.glob(pattern)))
+    return next((path for path in found if all((path / name).is_dir() for name in names)), None)
+
+
+def _images_by_stem(image_dir: Path) -> dict[str, list[Path]]:
+    found: dict[str, list[Path]] = {}
+    for path in files_below(image_dir, IMAGE_SUFFIXES):
+        found.setdefault(path.relative_to(image_dir).with_suffix("").as_posix(), []).append(path)
     return found
 
 
-def _all_stems(xml_dir: Path, images_by_stem: dict[str, Path]) -> list[str]:
+def _all_stems(xml_dir: Path, images_by_stem: Images) -> list[str]:
     """Every annotation, and every image without one (so that it is counted)."""
-    return sorted({path.stem for path in xml_dir.glob("*.xml")} | images_by_stem.keys())
+    annotated = {path.relative_to(xml_dir).with_suffix("").as_posix() for path in files_below(xml_dir, (".xml",))}
+    return sorted(annotated | images_by_stem.keys())
 
 
-def _split_stems(root: Path, split: str) -> list[str]:
+def _split_stems(root: Path, split: str, xml_dir: Path) -> list[str]:
     folder = root / "ImageSets" / "Main"
     path = folder / f"{split}.txt"
     if not path.is_file():
         known = ", ".join(sorted(file.stem for file in folder.glob("*.txt"))) or "none"
         raise DataError(f"no split {split!r} (no file {path}); found: {known}", path=root)
-    stems: list[str] = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        text = line.strip()
-        head, _, flag = text.rpartition(" ")
-        # Per-class split files carry a presence flag; an image without the class is an example all the same.
-        stem = head.strip() if head and flag in ("-1", "0", "1") else text
-        if stem:
-            stems.append(stem)
-    return stems
+    lines = [line.strip() for line in read_text(path).splitlines()]
+    return [_stem_of(line, xml_dir) for line in lines if line]
+
+
+def _stem_of(line: str, xml_dir: Path) -> str:
+    """The annotation that a line of a split means. Lines of per-class files end in a presence flag (an image without
+    the class is an example all the same), and some tools write the image's suffix; both only where the line is not
+    itself the name of an annotation, such as ``photo 1``."""
+    if unsafe_file_name(line) or (xml_dir / f"{line}.xml").is_file():
+        return line
+    head, _, flag = line.rpartition(" ")
+    stem = head.strip() if head and flag in ("-1", "0", "1") else line
+    without, dot, suffix = stem.rpartition(".")
+    is_image = f"{dot}{suffix.lower()}" in IMAGE_SUFFIXES and (xml_dir / f"{without}.xml").is_file()
+    return without if is_image else stem
 
 
 def _read_xml(
-    xml: Path, image: Path | None, image_dir: Path, one_based: bool, skip_difficult: bool, report: ConversionReport
+    xml: Path,
+    shown: str,
+    candidates: Sequence[Path],
+    image_dir: Path,
+    one_based: bool,
+    skip_difficult: bool,
+    report: ConversionReport,
 ) -> SourceImage | None:
+    """One annotation; ``shown`` names it in the report, ``candidates`` are the images that share its name."""
     try:
         tree = ET.parse(xml).getroot()
     except (ET.ParseError, OSError, ValueError, LookupError) as error:  # LookupError: an encoding nobody knows
-        report.skip_image(SkipReason.UNREADABLE_ANNOTATION, xml.name, f"broken XML: {error}")
+        report.skip_image(SkipReason.UNREADABLE_ANNOTATION, shown, f"broken XML: {error}")
         return None
-    named = _text(tree, "filename")
-    if image is None and named and not unsafe_file_name(named):
-        image = image_dir / named
-    if image is None:
-        image = image_dir / f"{xml.stem}.jpg"
-    if named and Path(named).stem not in (xml.stem, ""):
-        report.note(Note.FILENAME_MISMATCH, xml.name, None, f"<filename> is {named!r}; used {image.name!r}")
+    named = with_slashes(_text(tree, "filename"))
+    image = _find_image(named, xml.stem, candidates, image_dir)
+    if named and xml.stem not in (PurePosixPath(named).name, PurePosixPath(named).stem):
+        report.note(Note.FILENAME_MISMATCH, shown, None, f"<filename> is {named!r}; used {image.name!r}")
     objects = [
         obj
         for index, node in enumerate(tree.findall("object"))
-        if (obj := _object(index, node, xml.name, one_based, skip_difficult, report)) is not None
+        if (obj := _object(index, node, shown, one_based, skip_difficult, report)) is not None
     ]
-    return SourceImage(image.name, xml.name, image, _size(tree), tuple(objects))
+    return SourceImage(image.relative_to(image_dir).as_posix(), shown, image, _size(tree), tuple(objects))
+
+
+def _find_image(named: str, stem: str, candidates: Sequence[Path], image_dir: Path) -> Path:
+    """The image of the annotation's own name (of several the one that ``<filename>`` names), or else the one that
+    ``<filename>`` names, whether or not it is there."""
+    name = PurePosixPath(named).name
+    if candidates:
+        return next((path for path in candidates if path.name == name), candidates[0])
+    return image_dir / (f"{stem}.jpg" if not named else name if unsafe_file_name(named) else named)
 
 
 def _object(
@@ -153,10 +191,9 @@ def _object(
 def _size(tree: ET.Element) -> tuple[int, int] | None:
     """The declared (width, height), or None when it is missing or no positive numbers (some tools write 0)."""
     try:
-        width, height = (int(float(_text(tree, f"size/{side}"))) for side in ("width", "height"))
-    except (ValueError, OverflowError):
+        return declared_size(*(float(_text(tree, f"size/{side}")) for side in ("width", "height")))
+    except ValueError:
         return None
-    return (width, height) if min(width, height) >= 1 else None
 
 
 def _text(node: ET.Element, path: str) -> str:

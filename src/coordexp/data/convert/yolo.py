@@ -7,26 +7,38 @@ itself has it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 
-from coordexp.data.convert.assemble import (
-    IMAGE_SUFFIXES,
-    ImageOptions,
-    Progress,
+from coordexp.data.convert.assemble import Progress, assemble
+from coordexp.data.convert.prepare import ImageOptions
+from coordexp.data.convert.report import ConversionReport, Note, SkipReason
+from coordexp.data.convert.sources import (
+    ShapeGeometry,
     SourceImage,
     SourceObject,
-    assemble,
     bounds,
+    check_geometry,
+    files_below,
+    read_text,
+    with_slashes,
 )
-from coordexp.data.convert.report import ConversionReport, SkipReason
-from coordexp.data.images import read_header
+from coordexp.data.images import IMAGE_SUFFIXES, read_header
 from coordexp.errors import DataError
 
-Geometry = Literal["as_annotated", "bbox"]
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Class names by number; every image with the folder that its name starts in; folders that were listed whole, in
+    which a label without an image is worth a word."""
+
+    names: dict[int, str]
+    images: list[tuple[Path, Path]]
+    folders: list[Path]
 
 
 def convert_yolo(
@@ -34,7 +46,7 @@ def convert_yolo(
     out_dir: str | Path,
     *,
     split: str | None = None,
-    geometry: Geometry = "as_annotated",
+    geometry: ShapeGeometry = "as_annotated",
     name: str | None = None,
     options: ImageOptions = ImageOptions(),  # noqa: B008 - frozen
     progress: Progress | None = None,
@@ -52,21 +64,18 @@ def convert_yolo(
     Raises:
         DataError: names, split or images are not found, or nothing usable is.
     """
-    names, images = _read_layout(Path(source), split)
+    check_geometry(geometry, ShapeGeometry)
+    layout = _read_layout(Path(source), split)
     report = ConversionReport(Path(out_dir) / f"{name or split or 'data'}.jsonl")
-    sources = [_read_image(path, root, names, geometry, report) for path, root in images]
-    known = {_label_of(path) for path, _ in images}
-    for label in sorted(
-        {file for folder in {label.parent for label in known} for file in folder.glob("*.txt")} - known
-    ):
-        if label.name != "classes.txt":
-            report.images_seen += 1
-            report.skip_image(SkipReason.MISSING_IMAGE, label.name, f"no image beside the label {label}")
+    sources = [_read_image(path, root, layout.names, geometry, report) for path, root in layout.images]
+    known = {_label_of(path) for path, _ in layout.images}
+    for label in sorted({file for folder in layout.folders for file in _labels_for(folder)} - known):
+        report.images_seen += 1
+        report.skip_image(SkipReason.MISSING_IMAGE, label.name, f"no image beside the label {label}")
     return assemble(sources, report, options, progress)
 
 
-def _read_layout(source: Path, split: str | None) -> tuple[dict[int, str], list[tuple[Path, Path]]]:
-    """Class names by number, and every image with the folder that its name starts in."""
+def _read_layout(source: Path, split: str | None) -> _Layout:
     if source.is_dir():
         found = [path for path in (source / "data.yaml", source / "data.yml") if path.is_file()]
         if not found:
@@ -75,11 +84,13 @@ def _read_layout(source: Path, split: str | None) -> tuple[dict[int, str], list[
     if not source.is_file():
         raise DataError("not found; give a data.yaml, or a folder with images and labels", path=source)
     try:
-        content = yaml.safe_load(source.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        content = yaml.safe_load(read_text(source))
+    except yaml.YAMLError as error:
         raise DataError(f"not readable as YAML: {error}", path=source) from error
     if not isinstance(content, dict):
         raise DataError("expected a mapping with names, train, val", path=source)
+    if "kpt_shape" in content:
+        raise DataError("kpt_shape: labels of keypoints; only boxes and polygons are read", path=source)
     names = _names(content.get("names"), source)
     splits = {key: content[key] for key in ("train", "val", "test") if content.get(key)}
     if split is None and len(splits) == 1:
@@ -90,56 +101,80 @@ def _read_layout(source: Path, split: str | None) -> tuple[dict[int, str], list[
     if not base.is_dir():  # exports keep the path of the machine that wrote them
         base = source.parent
     entries = splits[split] if isinstance(splits[split], list) else [splits[split]]
-    return names, [pair for entry in entries for pair in _images_of(base, str(entry), source)]
+    found = [_find(str(entry), base, source) for entry in entries]
+    folders = [path for path in found if path.is_dir()]
+    images = [pair for path in found for pair in (_images_in(path) if path.is_dir() else _images_listed(path))]
+    return _Layout(names, images, folders)
 
 
-def _read_plain_folder(folder: Path, split: str | None) -> tuple[dict[int, str], list[tuple[Path, Path]]]:
+def _read_plain_folder(folder: Path, split: str | None) -> _Layout:
     images = folder / "images" / (split or "")
     classes = [path for path in (folder / "classes.txt", folder / "labels" / "classes.txt") if path.is_file()]
     if not images.is_dir() or not classes:
         raise DataError(
             "no data.yaml, and no folder images with a classes.txt (one name a line) beside it", path=folder
         )
-    lines = [line.strip() for line in classes[0].read_text(encoding="utf-8").splitlines()]
-    return dict(enumerate(lines)), [(path, images) for path in _image_files(images)]
+    lines = [line.strip() for line in read_text(classes[0]).splitlines()]
+    return _Layout(dict(enumerate(lines)), _images_in(images), [images])
 
 
 def _names(names: Any, path: Path) -> dict[int, str]:
     if isinstance(names, list):
         names = dict(enumerate(names))
-    if not isinstance(names, dict) or not all(str(k).isdecimal() and isinstance(v, str) for k, v in names.items()):
+    if not isinstance(names, dict) or not all(str(number).isdecimal() for number in names):
         raise DataError("names must be a list of class names, or a mapping from numbers to them", path=path)
+    for number, name in names.items():
+        if not isinstance(name, str):  # YAML reads no, on and 7 as something else than text
+            raise DataError(f"names[{number}] is {name!r}, not text; put it in quotes", path=path)
     return {int(number): name for number, name in names.items()}
 
 
-def _images_of(base: Path, entry: str, source: Path) -> list[tuple[Path, Path]]:
+def _find(entry: str, base: Path, source: Path) -> Path:
+    """The folder or list file that an entry of ``data.yaml`` means."""
+    entry = with_slashes(entry)
     # Roboflow writes ../train/images, meant from a folder beside it.
     candidates = [base / entry, source.parent / entry, base / entry.removeprefix("../")]
     found = next((path for path in candidates if path.exists()), None)
     if found is None:
         raise DataError(f"{entry!r} is neither a folder nor a list of images (looked for {candidates[0]})", path=source)
-    if found.is_dir():
-        return [(path, found) for path in _image_files(found)]
-    lines = [line.strip() for line in found.read_text(encoding="utf-8").splitlines() if line.strip()]
-    listed = [(found.parent / line, found.parent) for line in lines]
-    return [(path, path.parent if not path.is_relative_to(root) else root) for path, root in listed]
+    return found
 
 
-def _image_files(folder: Path) -> Iterator[Path]:
-    return (path for path in sorted(folder.rglob("*")) if path.suffix.lower() in IMAGE_SUFFIXES)
+def _images_in(folder: Path) -> list[tuple[Path, Path]]:
+    return [(path, folder) for path in files_below(folder, IMAGE_SUFFIXES)]
+
+
+def _images_listed(file: Path) -> list[tuple[Path, Path]]:
+    """The images of a list file, one path a line from the file's own folder. Those outside of it are named from the
+    folder that all of them share."""
+    lines = [with_slashes(line.strip()) for line in read_text(file).splitlines() if line.strip()]
+    paths = [Path(os.path.normpath(file.parent / line)) for line in lines]
+    home = Path(os.path.normpath(file.parent))
+    outside = [path.parent for path in paths if not path.is_relative_to(home)]
+    shared = Path(os.path.commonpath(outside)) if outside else home
+    return [(path, home if path.is_relative_to(home) else shared) for path in paths]
 
 
 def _label_of(image: Path) -> Path:
-    """YOLO's rule: the last folder called ``images`` on the way is ``labels``; else the label lies beside the image."""
+    """YOLO's rule: the last folder called ``images`` on the way is ``labels``. The label may lie beside the image, too:
+    where no folder has that name, or nothing lies where the rule leads."""
     parts = list(image.parts)
     at = max((i for i, part in enumerate(parts[:-1]) if part == "images"), default=None)
     if at is not None:
         parts[at] = "labels"
-    return Path(*parts).with_suffix(".txt")
+    by_rule, beside = Path(*parts).with_suffix(".txt"), image.with_suffix(".txt")
+    return beside if beside.is_file() and not by_rule.is_file() else by_rule
+
+
+def _labels_for(images: Path) -> list[Path]:
+    """Label files of a folder of images, whether or not their images are there."""
+    folder = _label_of(images / "any.jpg").parent
+    found = files_below(folder if folder.is_dir() else images, (".txt",))
+    return [path for path in found if path.name != "classes.txt"]
 
 
 def _read_image(
-    image: Path, root: Path, names: dict[int, str], geometry: Geometry, report: ConversionReport
+    image: Path, root: Path, names: dict[int, str], geometry: ShapeGeometry, report: ConversionReport
 ) -> SourceImage:
     report.images_seen += 1
     file = image.relative_to(root).as_posix()
@@ -152,12 +187,14 @@ def _read_image(
     label = _label_of(image)
     objects = []
     if label.is_file():
-        lines = [line for line in label.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-        for index, line in enumerate(lines):
+        text = label.read_text(encoding="utf-8-sig", errors="replace")  # what is no number is counted line by line
+        for index, line in enumerate(line for line in text.splitlines() if line.strip()):
             report.objects_seen += 1
             obj = _read_line(index, line, names, size or (1, 1), geometry, file, report)
             if obj is not None:
                 objects.append(obj)
+    else:
+        report.note(Note.NO_LABEL_FILE, file, None, f"no file {label}; an image without objects")
     return SourceImage(file, file, image, size, tuple(objects))
 
 
@@ -166,7 +203,7 @@ def _read_line(
     line: str,
     names: dict[int, str],
     size: tuple[int, int],
-    geometry: Geometry,
+    geometry: ShapeGeometry,
     file: str,
     report: ConversionReport,
 ) -> SourceObject | None:

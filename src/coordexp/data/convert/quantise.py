@@ -1,0 +1,91 @@
+"""Shapes in pixels → objects on the norm1000 grid, or the reason why not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from coordexp.data.convert.report import ConversionReport, LeftOut, Note, SkipReason
+from coordexp.data.convert.simplify import simplified
+from coordexp.data.convert.sources import SourceObject
+from coordexp.data.jsonl import clean_desc
+from coordexp.records import NUM_BINS, GeometryKind, GTObject
+
+
+def to_bin(x: float, extent: int) -> int:
+    """Pixel coordinate → norm1000 bin on a side of ``extent`` pixels: 0 → 0, ``extent - 1`` → 999."""
+    return min(NUM_BINS - 1, max(0, round((NUM_BINS - 1) * x / max(1, extent - 1))))
+
+
+def quantise(
+    obj: SourceObject, frame: tuple[int, int], file: str, report: ConversionReport, max_vertices: int | None
+) -> GTObject:
+    """A shape in pixels → an object. ``frame`` is the ``(width, height)`` that its coordinates are measured in;
+    polygons of more than ``max_vertices`` are simplified. What is odd but kept is noted in ``report`` under ``file``.
+
+    Raises:
+        LeftOut: nothing of it can be trained on.
+    """
+    desc = _desc(obj.desc)
+    shown = f"{desc} {obj.kind} {[round(value, 2) for value in obj.points]} on {frame[0]}x{frame[1]}"
+    if obj.kind == "bbox_2d":
+        x1, y1, x2, y2 = obj.points
+        if x2 < x1 or y2 < y1:
+            raise LeftOut(SkipReason.INVERTED, shown)
+    if _area(obj.kind, obj.points) == 0:
+        raise LeftOut(SkipReason.ZERO_AREA, shown)
+    # The image spans 0..W in pixel-edge coordinates; W itself is on the edge, not over it.
+    clipped = tuple(min(max(value, 0.0), float(frame[at % 2])) for at, value in enumerate(obj.points))
+    if _area(obj.kind, clipped) == 0:
+        raise LeftOut(SkipReason.OUTSIDE_IMAGE, shown)
+    bins = tuple(to_bin(value, frame[at % 2]) for at, value in enumerate(clipped))
+    if obj.kind == "poly":
+        bins = _canonical_ring(bins)
+        if len(bins) < 6:
+            raise LeftOut(SkipReason.COLLAPSED_POLYGON, shown)
+    if clipped != obj.points:
+        report.note(Note.CLIPPED, file, obj.index, shown)
+    if _area(obj.kind, bins) == 0:
+        report.note(Note.COLLAPSED_BINS, file, obj.index, shown)
+    quantised = GTObject(desc, obj.kind, bins)
+    if max_vertices is None or obj.kind != "poly" or len(bins) <= 2 * max_vertices:
+        return quantised
+    simpler, iou = simplified(quantised, max_vertices)
+    report.simplified(iou, file, obj.index, f"{desc}: {len(bins) // 2} vertices to {max_vertices}, IoU {iou:.4f}")
+    return simpler
+
+
+def signed_ring_area(points: Sequence[float]) -> float:
+    """Shoelace area of a flat ring; positive when it runs clockwise on the screen (y points down)."""
+    xs, ys = points[0::2], points[1::2]
+    following = [*range(1, len(xs)), 0]
+    return math.fsum(xs[i] * ys[j] - xs[j] * ys[i] for i, j in enumerate(following)) / 2
+
+
+def _desc(text: str) -> str:
+    if not text.strip():
+        raise LeftOut(SkipReason.EMPTY_DESC, "the class name is empty")
+    try:
+        return clean_desc(text)
+    except ValueError as error:
+        raise LeftOut(SkipReason.REFUSED_DESC, str(error)) from error
+
+
+def _area(kind: GeometryKind, points: Sequence[float]) -> float:
+    """Area in square units: of the box, or enclosed by the ring."""
+    if kind == "bbox_2d":
+        return (points[2] - points[0]) * (points[3] - points[1])
+    return abs(signed_ring_area(points))
+
+
+def _canonical_ring(bins: tuple[int, ...]) -> tuple[int, ...]:
+    """One writing for each ring: no repeated neighbours, clockwise, from its top-most (then left-most) point. The
+    shape stays as it is; a model learns one order instead of every annotator's own."""
+    points = list(zip(bins[0::2], bins[1::2], strict=True))
+    ring = [point for at, point in enumerate(points) if point != points[at - 1]]
+    if not ring:
+        return bins[:2]
+    if signed_ring_area([value for point in ring for value in point]) < 0:
+        ring.reverse()
+    start = min(range(len(ring)), key=lambda at: (ring[at][1], ring[at][0]))
+    return tuple(value for point in ring[start:] + ring[:start] for value in point)

@@ -1,0 +1,116 @@
+"""What a format's reader hands to assembling, and what all readers need to read files as people have them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any, Literal, get_args
+
+from coordexp.errors import DataError
+from coordexp.records import GeometryKind
+
+InstanceGeometry = Literal["bbox", "poly"]
+"""What of an annotation that has a box and a segmentation becomes the object's shape."""
+ShapeGeometry = Literal["as_annotated", "bbox"]
+"""Polygons as they are, or their bounds."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceObject:
+    """An annotated shape in source pixels: ``(x1, y1, x2, y2)`` or a flat ring of points. ``index`` as in Problem."""
+
+    index: int
+    desc: str
+    kind: GeometryKind
+    points: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SourceImage:
+    """An image with its sound-looking objects. ``file`` names it in the report and below ``images/`` in the output;
+    ``declared_size`` is the ``(width, height)`` its annotation states, None where it states none."""
+
+    file: str
+    annotation: str
+    path: Path
+    declared_size: tuple[int, int] | None
+    objects: tuple[SourceObject, ...]
+
+
+def check_geometry(given: str, known: Any) -> None:
+    """Raises DataError unless ``given`` is one of the literals of ``known``."""
+    if given not in get_args(known):
+        raise DataError(f"geometry {given!r} is unknown; use {' or '.join(get_args(known))}")
+
+
+def check_folder(folder: Path, what: str) -> None:
+    """Raises DataError unless ``folder`` is one; ``what`` names it."""
+    if not folder.is_dir():
+        raise DataError(f"{what} not found; check the path", path=folder)
+
+
+def files_below(folder: Path, suffixes: Sequence[str]) -> list[Path]:
+    """Files at any depth whose suffix, in lower case, is one of ``suffixes``; sorted by path."""
+    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in suffixes)
+
+
+def read_text(path: Path) -> str:
+    """A UTF-8 file's text; the byte order mark that Windows editors write is no part of it.
+
+    Raises:
+        DataError: not there, not readable, or not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"not UTF-8 at byte {error.start + 1}; save it as UTF-8", path=path) from error
+    except OSError as error:
+        raise DataError(f"not readable: {error.strerror}", path=path) from error
+
+
+def read_json(path: Path) -> Any:
+    """A JSON file's content. Raises DataError as :func:`read_text` does, and when it is no JSON."""
+    text = read_text(path)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"not readable as JSON: {error}", path=path) from error
+
+
+def with_slashes(file: str) -> str:
+    """A relative file name as annotated on any system: Windows tools write backslashes."""
+    return file.replace("\\", "/")
+
+
+def unsafe_file_name(file: str) -> bool:
+    """True when ``file`` could leave the folder it is joined to."""
+    path = PurePosixPath(file)
+    absolute = path.is_absolute() or PureWindowsPath(file).is_absolute()
+    return not file.strip() or absolute or ".." in path.parts or "\0" in file
+
+
+def declared_size(width: Any, height: Any) -> tuple[int, int] | None:
+    """``(width, height)`` in pixels, or None when an annotation gives no positive whole numbers (640.0 is one)."""
+    numbers = finite_numbers([width, height])
+    if numbers is None or min(numbers) < 1 or any(not value.is_integer() for value in numbers):
+        return None
+    return int(numbers[0]), int(numbers[1])
+
+
+def finite_numbers(values: Any) -> tuple[float, ...] | None:
+    """``values`` as floats, or None when they are not a list of finite numbers."""
+    if not isinstance(values, list) or any(type(value) not in (int, float) for value in values):
+        return None
+    try:
+        numbers = tuple(float(value) for value in values)
+    except OverflowError:  # an integer of hundreds of digits
+        return None
+    return numbers if all(math.isfinite(value) for value in numbers) else None
+
+
+def bounds(points: Sequence[float]) -> tuple[float, float, float, float]:
+    """The box ``(x1, y1, x2, y2)`` around a flat list of points."""
+    return min(points[0::2]), min(points[1::2]), max(points[0::2]), max(points[1::2])
