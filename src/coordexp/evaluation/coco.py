@@ -1,9 +1,7 @@
-"""COCO's average precision, by pycocotools on the same predictions, and its value on any resample of the images."""
+"""Answers in COCO's formats, their average precision, and its value on any resample of the images."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,15 +10,13 @@ import numpy as np
 
 from coordexp.errors import DataError
 from coordexp.evaluation.answers import Detection, ImageAnswer
+from coordexp.evaluation.average_precision import AREAS, THRESHOLDS_T, ClassCurve, class_curves
 from coordexp.geometry import aabb
 from coordexp.records import NUM_BINS, GTObject
 
 IouType = Literal["bbox", "segm"]
 
-_MAX_DETECTIONS = 100
-_RECALLS_R = np.linspace(0.0, 1.0, 101)
 _THINNEST = 0.5  # of a bin: COCO gives a box without area IoU 0 with everything, itself included
-_AREAS = ("all", "small", "medium", "large")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +35,6 @@ class CocoFigures:
     figures: dict[str, float]
     by_class: dict[str, float]
     curves: tuple[ClassCurve, ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ClassCurve:
-    """All detections of a class, best score first: D detections at T thresholds, N images."""
-
-    image_D: np.ndarray
-    right_TD: np.ndarray
-    ignored_TD: np.ndarray
-    num_gt_N: np.ndarray
 
 
 def to_coco(
@@ -92,27 +78,35 @@ def to_coco(
 
 
 def _pixels(obj: GTObject | Detection, width: int, height: int) -> dict[str, Any]:
-    """Bin k is pixel k / 999 · (side − 1), as in preparation; thinner sides become half a bin wide."""
-    per_bin = max(1, width - 1) / (NUM_BINS - 1), max(1, height - 1) / (NUM_BINS - 1)
-    x1, y1, x2, y2 = aabb(obj)
-    w, h = max(x2 - x1, _THINNEST) * per_bin[0], max(y2 - y1, _THINNEST) * per_bin[1]
-    x, y = x1 * per_bin[0], y1 * per_bin[1]
+    """An object's box, outline and area."""
+    x, y, w, h = _pixel_box(obj, width, height)
     if obj.kind == "bbox_2d":
         ring, area = [x, y, x + w, y, x + w, y + h, x, y + h], w * h
     else:
+        per_bin = _per_bin(width, height)
         ring = [k * per_bin[at % 2] for at, k in enumerate(obj.bins)]
         xs, ys = np.array(ring[::2]), np.array(ring[1::2])
         area = abs(float(xs @ np.roll(ys, -1) - ys @ np.roll(xs, -1))) / 2
     return {"bbox": [x, y, w, h], "segmentation": [ring], "area": area}
 
 
+def _pixel_box(obj: GTObject | Detection, width: int, height: int) -> list[float]:
+    """Bin k is pixel k / 999 · (side − 1), as in preparation; thinner sides become half a bin wide."""
+    per_x, per_y = _per_bin(width, height)
+    x1, y1, x2, y2 = aabb(obj)
+    return [x1 * per_x, y1 * per_y, max(x2 - x1, _THINNEST) * per_x, max(y2 - y1, _THINNEST) * per_y]
+
+
+def _per_bin(width: int, height: int) -> tuple[float, float]:
+    return max(1, width - 1) / (NUM_BINS - 1), max(1, height - 1) / (NUM_BINS - 1)
+
+
 def _result_shape(found: Detection, width: int, height: int, iou_type: IouType) -> dict[str, Any]:
-    shape = _pixels(found, width, height)
     if iou_type == "bbox":
-        return {"bbox": shape["bbox"]}
+        return {"bbox": _pixel_box(found, width, height)}
     from pycocotools import mask as coco_mask
 
-    rings: Any = shape["segmentation"]
+    rings: Any = _pixels(found, width, height)["segmentation"]
     (mask,) = coco_mask.frPyObjects(rings, height, width)
     return {"segmentation": {"size": mask["size"], "counts": mask["counts"].decode("ascii")}}
 
@@ -127,99 +121,29 @@ def coco_figures(
     data = to_coco(answers, iou_type, constant_score)
     if not data.ground_truth["annotations"]:
         return CocoFigures({}, {}, ())
-    evaluation = _run_pycocotools(data, iou_type, iou_thrs)
-    precision = evaluation.eval["precision"]  # thresholds, recalls, classes, areas, limits
-    recall = evaluation.eval["recall"]
-    thresholds = list(evaluation.params.iouThrs)
-
-    def mean(values: np.ndarray) -> float | None:
-        known = values[values > -1]
-        return float(known.mean()) if known.size else None
-
-    figures = {"AP": mean(precision[:, :, :, 0, -1])}
+    thresholds = THRESHOLDS_T if iou_thrs is None else np.array(sorted(iou_thrs), dtype=np.float64)
+    curves = class_curves(data.ground_truth, data.results, iou_type, thresholds)
+    found = [curve.precision_TR() for curve in curves["all"]]
+    precisions = [precision_TR for precision_TR in found if precision_TR is not None]
+    figures = {"AP": _mean(precisions)}
     for name, threshold in (("AP50", 0.5), ("AP75", 0.75)):
-        at = [k for k, other in enumerate(thresholds) if abs(other - threshold) < 1e-9]
-        figures[name] = mean(precision[at[0], :, :, 0, -1]) if at else None
-    for index, area in enumerate(_AREAS[1:], start=1):
-        figures[f"AP_{area}"] = mean(precision[:, :, :, index, -1])
-    figures["AR100"] = mean(recall[:, :, 0, -1])
+        at = np.flatnonzero(np.abs(thresholds - threshold) < 1e-9)
+        figures[name] = _mean([precision_TR[at[0]] for precision_TR in precisions]) if at.size else None
+    for area in [name for name in AREAS if name != "all"]:
+        figures[f"AP_{area}"] = _mean([curve.precision_TR() for curve in curves[area]])
+    figures["AR100"] = _mean([curve.recall_T() for curve in curves["all"]])
     names = [category["name"] for category in data.ground_truth["categories"]]
-    by_class = {name: mean(precision[:, :, k, 0, -1]) for k, name in enumerate(names)}
+    by_class = {name: float(part.mean()) for name, part in zip(names, found, strict=True) if part is not None}
     return CocoFigures(
-        {name: value for name, value in figures.items() if value is not None},
-        {name: value for name, value in by_class.items() if value is not None},
-        _curves(evaluation, len(answers)),
+        {name: value for name, value in figures.items() if value is not None}, by_class, tuple(curves["all"])
     )
 
 
-def _run_pycocotools(data: CocoData, iou_type: IouType, iou_thrs: Sequence[float] | None) -> Any:
-    from pycocotools.coco import COCO
-    from pycocotools.cocoeval import COCOeval
-
-    with contextlib.redirect_stdout(io.StringIO()):  # it prints its progress, and has no way to ask it not to
-        truth: Any = COCO()
-        truth.dataset = data.ground_truth
-        truth.createIndex()
-        found = truth.loadRes(data.results) if data.results else _no_results(truth)
-        evaluation = COCOeval(truth, found, iou_type)
-        if iou_thrs is not None:
-            evaluation.params.iouThrs = np.array(sorted(iou_thrs), dtype=np.float64)
-        evaluation.evaluate()
-        evaluation.accumulate()
-    return evaluation
-
-
-def _no_results(truth: Any) -> Any:
-    from pycocotools.coco import COCO
-
-    empty: Any = COCO()
-    empty.dataset = {**truth.dataset, "annotations": []}
-    empty.createIndex()
-    return empty
-
-
-def _curves(evaluation: Any, num_images: int) -> tuple[ClassCurve, ...]:
-    params = evaluation.params
-    curves = []
-    images = sorted(params.imgIds)
-    for k in range(len(params.catIds)):
-        first = k * len(params.areaRng) * len(images)  # the first area range is "all"
-        parts = [(i, part) for i, part in enumerate(evaluation.evalImgs[first : first + len(images)]) if part]
-        num_gt_N = np.zeros(num_images, dtype=np.int64)
-        for i, part in parts:
-            num_gt_N[i] = np.count_nonzero(np.asarray(part["gtIgnore"]) == 0)
-        counts = [min(_MAX_DETECTIONS, len(part["dtScores"])) for _, part in parts]
-        score_D = np.concatenate([part["dtScores"][:_MAX_DETECTIONS] for _, part in parts] or [np.zeros(0)])
-        order_D = np.argsort(-score_D, kind="mergesort")
-        empty = np.zeros((len(params.iouThrs), 0))
-        curves.append(
-            ClassCurve(
-                image_D=np.repeat([i for i, _ in parts], counts)[order_D].astype(np.int64),
-                right_TD=np.concatenate(
-                    [part["dtMatches"][:, :_MAX_DETECTIONS] > 0 for _, part in parts] or [empty], axis=1
-                )[:, order_D].astype(bool),
-                ignored_TD=np.concatenate(
-                    [part["dtIgnore"][:, :_MAX_DETECTIONS] for _, part in parts] or [empty], axis=1
-                )[:, order_D].astype(bool),
-                num_gt_N=num_gt_N,
-            )
-        )
-    return tuple(curves)
+def _mean(parts: Sequence[np.ndarray | None]) -> float | None:
+    known = [part for part in parts if part is not None]
+    return float(np.mean(known)) if known else None
 
 
 def resampled_ap(curves: Sequence[ClassCurve], weight_N: np.ndarray) -> float:
     """AP where image n stands ``weight_N[n]`` times; weights of 1 give :func:`coco_figures`' own AP."""
-    precisions = []
-    for curve in curves:
-        num_gt = int(curve.num_gt_N @ weight_N)
-        if num_gt == 0:
-            continue
-        weight_D = weight_N[curve.image_D]
-        right_TD = np.cumsum((curve.right_TD & ~curve.ignored_TD) * weight_D, axis=1)
-        wrong_TD = np.cumsum((~curve.right_TD & ~curve.ignored_TD) * weight_D, axis=1)
-        for right_D, wrong_D in zip(right_TD, wrong_TD, strict=True):
-            precision_D = right_D / (right_D + wrong_D + np.spacing(1))
-            precision_D = np.maximum.accumulate(precision_D[::-1])[::-1]
-            at_R = np.searchsorted(right_D / num_gt, _RECALLS_R, side="left")
-            precisions.append(np.append(precision_D, 0.0)[np.minimum(at_R, len(precision_D))])
-    return float(np.mean(precisions)) if precisions else 0.0
+    return _mean([curve.precision_TR(weight_N) for curve in curves]) or 0.0

@@ -133,7 +133,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("eval_rollout/repeat_terminated_rate", "0..1", EVALUATION, "answers that the repeat guard ended"),
         Metric("eval_rollout/empty_rate", "0..1", EVALUATION, "images without a valid prediction"),
         Metric("eval_rollout/<figure>@<iou>", "0..1", EVALUATION, "precision, recall and F1 at the further thresholds of `rollout_matching.eval_detection.f1ish_iou_thrs`"),
-        Metric("eval_rollout/AP", "0..1", EVALUATION, "COCO's average precision of boxes, mean over its thresholds and the classes; by pycocotools"),
+        Metric("eval_rollout/AP", "0..1", EVALUATION, "COCO's average precision of boxes, mean over its thresholds and the classes; by pycocotools' rules"),
         Metric("eval_rollout/AP<iou>", "0..1", EVALUATION, "the same at IoU 0.50 or 0.75"),
         Metric("eval_rollout/AP_<area>", "0..1", EVALUATION, "the same of small, medium and large objects (COCO's areas, in pixels)"),
         Metric("eval_rollout/AR100", "0..1", EVALUATION, "COCO's average recall with up to 100 predictions"),
