@@ -1,0 +1,136 @@
+"""``coordexp predict`` with real vLLM engines: the answers and scores of ``rollout_backend: hf``, whoever wrote them.
+
+The demo's model answers, because its answers hold objects to score. All runs are greedy and in float32, in which both
+engines choose the same tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from cli_runs import run_cli, write_run
+from coordexp.assets import asset
+from coordexp.cli import main
+from coordexp.data.scenes import SPARSE, write_scenes
+from coordexp.evaluation import ImageAnswer, read_answers
+from rollout_servers import server_config, serving, serving_environment
+from vllm_runs import COLOCATED, server_keys
+
+DEMO = asset("checkpoints/demo-stage1")
+IMAGES = 8
+DEADLINE_S = 200.0
+SCORED_ALIKE = 1e-4
+KEYS: dict[str, Any] = {
+    "template__prompt": "Detect every object.",
+    "global_max_length": 512,
+    "rollout_matching__max_new_tokens": 128,
+    "rollout_matching__decode_batch_size": 2,
+    "rollout_matching__decoding__temperature": 0.0,
+}
+
+
+class Own(NamedTuple):
+    """Scenes, and what the learner itself answers to them."""
+
+    folder: Path
+    answers: list[ImageAnswer]
+
+    @property
+    def data(self) -> Path:
+        return self.folder / "scenes.jsonl"
+
+    def run(self, **keys: Any) -> Path:
+        return write_run(self.folder, 1, DEMO, **KEYS | keys)
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Own:
+    folder = tmp_path_factory.mktemp("predict")
+    write_scenes(folder, IMAGES, SPARSE, 77)
+    found = Own(folder, [])
+    with pytest.raises(SystemExit) as exit_:
+        main(["predict", str(found.run()), str(found.data), "--output", str(folder / "hf")])
+    assert not exit_.value.code
+    found.answers.extend(read_answers(folder / "hf"))
+    assert sum(len(answer.pred) for answer in found.answers) > IMAGES, "answers without objects would show nothing"
+    return found
+
+
+def assert_same(found: Sequence[ImageAnswer], expected: Sequence[ImageAnswer]) -> None:
+    """Token for token the same texts, object for object the same boxes, and the same scores."""
+    assert Counter(Path(a.image).name for a in found) == Counter(Path(a.image).name for a in expected)
+    by_image = {Path(answer.image).name: answer for answer in expected}
+    for answer in found:
+        other = by_image[Path(answer.image).name]
+        assert (answer.text, answer.num_tokens, answer.truncated) == (other.text, other.num_tokens, other.truncated)
+        assert [(o.desc, o.bins) for o in answer.pred] == [(o.desc, o.bins) for o in other.pred]
+        scores = [obj.score for obj in other.pred]
+        assert None not in scores and [obj.score for obj in answer.pred] == pytest.approx(scores, abs=SCORED_ALIKE)
+
+
+def test_an_engine_in_this_process(own: Own, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = own.run(**COLOCATED)
+    out = tmp_path / "jsonl"
+    first = run_cli(capsys, "predict", run, own.data, "--output", out, "--limit", 3, "--json")
+    assert json.loads(first.out)["resumed"] == 0
+    whole = run_cli(capsys, "predict", run, own.data, "--output", out, "--json")
+    assert (json.loads(whole.out)["images"], json.loads(whole.out)["resumed"]) == (IMAGES, 3)
+    assert_same(read_answers(out), own.answers)
+    assert [a.sample_id for a in read_answers(out)] == [a.sample_id for a in own.answers]
+    assert all(answer.gt is not None for answer in read_answers(out))
+    photos = run_cli(capsys, "predict", run, own.folder / "images", "--output", tmp_path / "folder")
+    assert photos.code == 0
+    assert_same(read_answers(tmp_path / "folder"), own.answers)
+
+
+def test_servers_and_a_learner_that_is_killed(own: Own, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = server_config(tmp_path, 1, DEMO, **KEYS)
+    run = own.run(**server_keys(config))
+    with serving(tmp_path / "server", config):
+        out = tmp_path / "jsonl"
+        done = killed_after(2, ["predict", str(run), str(own.data), "--output", str(out)], out / "predictions.jsonl")
+        again = run_cli(capsys, "predict", run, own.data, "--output", out, "--json")
+        assert again.code == 0, again.err
+        assert 2 <= done <= json.loads(again.out)["resumed"] < IMAGES
+        assert_same(read_answers(out), own.answers)
+        assert [a.sample_id for a in read_answers(out)] == [a.sample_id for a in own.answers]
+        photos = run_cli(capsys, "predict", run, own.folder / "images", "--output", tmp_path / "folder", "--json")
+        assert json.loads(photos.out)["images"] == IMAGES
+        found = read_answers(tmp_path / "folder")
+        assert_same(found, own.answers)
+        assert all(answer.gt is None for answer in found)
+
+
+def killed_after(lines: int, argv: Sequence[str], file: Path) -> int:
+    """Start the command and kill it as soon as ``file`` holds ``lines`` lines; returns how many it held then."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "coordexp", *argv],
+        env=serving_environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+    deadline = time.monotonic() + DEADLINE_S
+    try:
+        while (held := count_lines(file)) < lines:
+            if process.poll() is not None:
+                raise AssertionError(f"it ended by itself with {process.returncode}: {process.communicate()[1]!r}")
+            assert time.monotonic() < deadline, "no answers"
+            time.sleep(0.01)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    return held
+
+
+def count_lines(file: Path) -> int:
+    return file.read_bytes().count(b"\n") if file.is_file() else 0
