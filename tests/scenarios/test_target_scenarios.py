@@ -177,6 +177,9 @@ class Scripted:
 
     def rest(self) -> None: ...
 
+    def batch_size(self, decode_batch_size: int) -> int:
+        return decode_batch_size
+
     def last_report(self) -> dict[str, Any]:
         return {}
 

@@ -191,6 +191,9 @@ class Replay:
     def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[Answer]:
         return in_turn(self.generate, rounds)
 
+    def batch_size(self, decode_batch_size: int) -> int:
+        return decode_batch_size
+
     def last_report(self) -> dict[str, Any]:
         return {}
 

@@ -104,6 +104,11 @@ class RolloutBackend(Protocol):
         """
         ...
 
+    def batch_size(self, decode_batch_size: int) -> int:
+        """How many requests this rank must ask for together, so that every rollout device that it may use decodes
+        ``decode_batch_size`` of them at once. The same on every rank."""
+        ...
+
     def sync_weights(self, version: int) -> None:
         """Make the learner's current weights, from now on called ``version``, those of the next answers.
 

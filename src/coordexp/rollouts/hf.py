@@ -59,6 +59,10 @@ class HFBackend:
         """Micro-step after micro-step: a second batch beside the first would only share the same device."""
         return in_turn(self.generate, rounds)
 
+    def batch_size(self, decode_batch_size: int) -> int:
+        """What this rank's own device decodes at once."""
+        return decode_batch_size
+
     def sync_weights(self, version: int) -> None:
         """The model that generates is the model that learns: only the version is noted."""
         self._version = version

@@ -123,6 +123,10 @@ class ColocatedBackend:
                 yield Answer(one.round_idx, one.index, self._rollout(request, output))
         assert answered == len(wanted), f"{answered} answers to {len(wanted)} requests"
 
+    def batch_size(self, decode_batch_size: int) -> int:
+        """What this rank's share of its engine decodes at once."""
+        return decode_batch_size
+
     def sync_weights(self, version: int) -> None:
         try:
             self._borrowed.enter_context(self._offload())

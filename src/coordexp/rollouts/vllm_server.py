@@ -186,6 +186,10 @@ class ServerBackend:
                 rollout = read_answer(item, request, self._vocab, self._version, self._guarded, where)
                 yield Answer(call.round_idx, index, rollout)
 
+    def batch_size(self, decode_batch_size: int) -> int:
+        """This rank's share of all servers' devices."""
+        return chunk_size(decode_batch_size, self._world_sizes, distributed.world_size())
+
     def sync_weights(self, version: int) -> None:
         """Barrier, push by rank 0, barrier; where weights are sharded, all ranks gather while rank 0 sends."""
         with distributed.together("before the weight push"):

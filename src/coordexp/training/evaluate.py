@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 
@@ -84,11 +85,9 @@ def run_evaluation(
     checked = check_evaluation(config, model, data, limit)
     folder = output or Path(config.training.output_dir) / "evaluation"
     options = replace(evaluation_options(checked.rollout.eval_detection), coco=True, constant_score=constant_score)
-    _, predictions = _evaluate(
-        checked, console, f"evaluating {checked.model}", ON_COUNTS_ALONE, scored=constant_score is None
-    )
-    mine = [prediction.answer() for prediction in predictions]
-    answers: list[ImageAnswer] = gather_answers(mine, checked.rollout.decode_batch_size)
+    found = _evaluate(checked, console, f"evaluating {checked.model}", ON_COUNTS_ALONE, scored=constant_score is None)
+    mine = [prediction.answer() for prediction in found.predictions]
+    answers: list[ImageAnswer] = gather_answers(mine, found.batch_size)
     answers = rename(answers) if rename else answers
     summary = summarise(answers, options)
     files: list[Path] = []
@@ -106,24 +105,35 @@ def evaluate_model(
     config: RunConfig, console: Console, *, model: str | Path | None = None, description: str = "evaluating"
 ) -> tuple[dict[str, float], list[Prediction]]:
     """Global figures of ``model`` on ``custom.val_jsonl``, and this rank's answers. Writes nothing."""
-    return _evaluate(check_evaluation(config, model), console, description, ON_COUNTS_ALONE, scored=False)
+    found = _evaluate(check_evaluation(config, model), console, description, ON_COUNTS_ALONE, scored=False)
+    return found.figures, found.predictions
+
+
+class _Found(NamedTuple):
+    """Global figures, this rank's answers, and how many of them it asked for at a time."""
+
+    figures: dict[str, float]
+    predictions: list[Prediction]
+    batch_size: int
 
 
 def _evaluate(
     checked: CheckedEvaluation, console: Console, description: str, options: EvaluationOptions, *, scored: bool
-) -> tuple[dict[str, float], list[Prediction]]:
+) -> _Found:
     config = checked.config
     with answering(config, checked.rollout, checked.model) as answerer, reporting(console, description) as on_progress:
         dataset = RecordDataset(
             checked.records, answerer.encoder.encode, config.custom.object_ordering, config.training.seed
         )
-        return evaluate_dataset(
+        batch_size = answerer.backend.batch_size(checked.rollout.decode_batch_size)
+        figures, predictions = evaluate_dataset(
             dataset,
             answerer.backend,
             answerer.loaded.vocab,
-            batch_size=checked.rollout.decode_batch_size,
+            batch_size=batch_size,
             seed=config.training.seed,
             on_progress=on_progress,
             options=options,
             scorer=answerer.scorer if scored else None,
         )
+    return _Found(figures, predictions, batch_size)

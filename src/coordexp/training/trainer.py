@@ -292,8 +292,8 @@ class CoordExpTrainer(Trainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Rollouts on the validation set → ``eval_rollout/*``; batched by ``decode_batch_size`` alone. None, where
-        ``rollout_matching.eval_detection`` is off."""
+        """Rollouts on the validation set → ``eval_rollout/*``; ``decode_batch_size`` alone says how many a rollout device
+        decodes at once. None, where ``rollout_matching.eval_detection`` is off."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         assert isinstance(dataset, RecordDataset)
         started = time.perf_counter()
@@ -304,7 +304,7 @@ class CoordExpTrainer(Trainer):
                     dataset,
                     self._eval_backend,
                     self._vocab,
-                    batch_size=self.rollout_matching_cfg["decode_batch_size"],
+                    batch_size=self._eval_backend.batch_size(self.rollout_matching_cfg["decode_batch_size"]),
                     seed=self.args.seed,
                     options=self._measured,
                     scorer=self._scorer,

@@ -15,10 +15,12 @@ from PIL import Image
 from config_samples import set_key, stage2
 from coordexp import distributed
 from coordexp.config.rollout import RolloutMatchingConfig
+from coordexp.data.dataset import RecordDataset
 from coordexp.data.prompts import build_messages
 from coordexp.errors import ConfigError, RolloutError, ServerRefused, ServerTimeout, ServerUnreachable
-from coordexp.records import RolloutRequest
-from coordexp.rollouts import RolloutRound, SeedContext, vllm_server
+from coordexp.evaluation import evaluate_dataset
+from coordexp.records import GTObject, ImageRecord, RolloutRequest
+from coordexp.rollouts import DatasetSeeds, RolloutRound, SeedContext, vllm_server
 from coordexp.rollouts.build import decoding_options
 from coordexp.rollouts.chunking import Call
 from coordexp.rollouts.server_client import ServerClient
@@ -140,6 +142,31 @@ def test_all_micro_steps_of_a_window_are_in_flight_together(fakes: list[FakeRoll
     for call in [*fakes[0].calls, *fakes[1].calls]:
         (number,) = numbers(call)
         assert call["request_config"]["seed"] == SeedContext(1, 2, number, 0).seed_of(0)
+
+
+def test_evaluation_keeps_every_device_busy(fakes: list[FakeRolloutServer]) -> None:
+    """Two samples at a time, one device's worth, would leave the second server without a request for ever."""
+    records = [ImageRecord(str(i), Path(f"/images/{i}.png"), 9, 9, (GTObject("x", "bbox_2d", (1, 2, 3, 4)),))
+               for i in range(9)]  # fmt: skip
+    dataset = RecordDataset(records, lambda record: requests_(1, int(record.sample_id))[0], "file")
+    with backend_of(fakes) as backend:
+        backend.sync_weights(0)
+        batch_size = backend.batch_size(2)
+        _, predictions = evaluate_dataset(dataset, backend, qwen_vocab(), batch_size=batch_size, seed=5)
+    assert [one.rollout.response_token_ids for one in predictions] == [(i,) for i in range(9)]
+    assert [[numbers(call) for call in fake.calls] for fake in fakes] == [[[0, 1, 2, 3], [6, 7]], [[4, 5], [8]]]
+    for fake in fakes:  # each sample has the seed of its place, whoever answers it
+        for call in fake.calls:
+            assert call["request_config"]["seed"] == DatasetSeeds(5, 0).seed_of(numbers(call)[0])
+
+
+@pytest.mark.parametrize(("ranks", "size"), [(1, 6), (2, 3), (4, 1)])
+def test_ranks_share_the_devices(
+    fakes: list[FakeRolloutServer], monkeypatch: pytest.MonkeyPatch, ranks: int, size: int
+) -> None:
+    with backend_of(fakes) as backend:
+        monkeypatch.setattr(distributed, "world_size", lambda: ranks)
+        assert backend.batch_size(2) == size
 
 
 def test_nothing_to_ask_touches_no_server(fakes: list[FakeRolloutServer]) -> None:

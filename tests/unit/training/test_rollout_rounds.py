@@ -43,6 +43,9 @@ class Staged(InMemoryBackend):
         self.waited_for_target = False
         self.rested = 0
 
+    def batch_size(self, decode_batch_size: int) -> int:
+        return decode_batch_size
+
     def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[Answer]:
         places = [(r, i) for r, one in enumerate(rounds) for i in range(len(one.requests))]
         for round_idx, index in reversed(places):
