@@ -12,6 +12,7 @@ from coordexp.data.dataset import RecordDataset, Sample
 from coordexp.evaluation.answers import ImageAnswer, from_line, to_line
 from coordexp.evaluation.detection import Prediction
 from coordexp.evaluation.summary import EvaluationOptions, summarise
+from coordexp.modeling.inputs import check_prompt
 from coordexp.parsing import parse_rollout
 from coordexp.records import ParsedRollout, Rollout, RolloutRequest
 from coordexp.rollouts import DatasetSeeds, RolloutBackend, Seeds
@@ -32,10 +33,16 @@ def predict(
     seeds: Seeds,
     scorer: Scorer | None = None,
 ) -> list[Prediction]:
-    """Generate, parse and, with a ``scorer``, score; results stand in the order of ``samples``."""
+    """Generate, parse and, with a ``scorer``, score; results stand in the order of ``samples``.
+
+    Raises:
+        AlignmentError: the backend answered another prompt than ours, e.g. to an image of another size.
+        RolloutError: as the backend's.
+    """
     rollouts = backend.generate([sample.request for sample in samples], seeds)
     predictions = []
     for sample, rollout in zip(samples, rollouts, strict=True):
+        check_prompt(sample.record.sample_id, sample.request.prompt_token_ids, rollout.prompt_token_ids, vocab.decode)
         parsed = parse_rollout(rollout.response_token_ids, vocab, ended=not rollout.truncated)
         scores = None if scorer is None else scorer.score(sample.request, rollout, parsed)
         predictions.append(Prediction(sample.record, rollout, parsed, scores))
