@@ -107,6 +107,11 @@ def raise_together(failure: Exception | None, where: str) -> None:
     raise shared from failure
 
 
+def is_every_ranks(error: BaseException) -> bool:
+    """Whether all ranks have raised this error alike, so that all of them come to where it is handled."""
+    return world_size() == 1 or getattr(error, _SHARED, False)
+
+
 def _error_class(name: str) -> type[Exception]:
     """The project's error of that name; another rank's bug is a RuntimeError here."""
     found = getattr(errors, name, None)
