@@ -129,8 +129,8 @@ def broadcast(group: Communicator, size: int, bucket_bytes: int) -> float:
     ready = [torch.ones(chunk, dtype=torch.uint8) for chunk in chunks(size, bucket_bytes)]
     started = time.perf_counter()
     for bucket in ready:
-        group.broadcast(bucket, 1)
-    group.broadcast(torch.zeros(1, dtype=torch.uint8), 0)
+        group.broadcast([bucket], 1)
+    group.broadcast([torch.zeros(1, dtype=torch.uint8)], 0)
     return time.perf_counter() - started
 
 
@@ -141,8 +141,8 @@ def receive(port: int, size: int, bucket_bytes: int) -> None:
     buffers = [torch.empty(chunk, dtype=torch.uint8) for chunk in chunks(size, bucket_bytes)]
     while True:
         for buffer in buffers:
-            group.broadcast(buffer, 1)
-        group.broadcast(torch.zeros(1, dtype=torch.uint8), 0)
+            group.broadcast([buffer], 1)
+        group.broadcast([torch.zeros(1, dtype=torch.uint8)], 0)
 
 
 @contextmanager

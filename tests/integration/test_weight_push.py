@@ -19,6 +19,7 @@ from coordexp.modeling.load import LoadedModel
 from coordexp.modeling.weights import LearnerWeights
 from coordexp.rollouts.backend import AdapterWeights
 from coordexp.rollouts.engine import checksum
+from coordexp.rollouts.engine.buckets import LONE_PIECE_BYTES
 from coordexp.rollouts.server_client import ServerClient
 from coordexp.rollouts.weight_sync import WeightSync
 from rollout_servers import (
@@ -114,6 +115,10 @@ def test_answers_are_the_learners_before_and_after_a_push(client: ServerClient, 
     assert first.bytes == sum(p.numel() * 4 for p in learner.model.parameters())
     assert first.checksum is not None and second.checksum is None
     assert {item["coordexp"]["weight_version"] for item in client.infer(payload(requests))} == {42}
+    status = client.status()
+    assert status is not None
+    large = sum(p.numel() * 4 >= LONE_PIECE_BYTES for p in learner.model.parameters())
+    assert 0 < large <= status["workers"][0]["num_in_place"]  # of the second push; the first one showed the places
 
 
 def test_weights_travel_in_memory_and_leave_the_checkpoint_alone(client: ServerClient, learner: LoadedModel) -> None:
@@ -207,7 +212,7 @@ def test_a_second_learner_takes_the_server_over(client: ServerClient, learner: L
         requests = requests_of(learner, 2)
         assert served_tokens(client, requests) == greedy_tokens(learner, requests)
         with pytest.raises(RolloutError):
-            first._lanes[0]._group.broadcast(torch.zeros(8, dtype=torch.uint8), 1)  # type: ignore[union-attr]
+            first._lanes[0]._group.broadcast([torch.zeros(8, dtype=torch.uint8)], 1)  # type: ignore[union-attr]
 
 
 def test_a_learner_that_dies_in_the_middle_of_a_push_blocks_nobody(client: ServerClient, learner: LoadedModel) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from coordexp.errors import RolloutError
 from coordexp.rollouts.backend import AdapterWeights
+from coordexp.rollouts.engine import buckets
 from coordexp.rollouts.weight_sync import WeightSync
 from fake_push_server import FakePushServer
 from fused_model import SHAPES
@@ -89,6 +90,27 @@ def test_every_kind_of_server_gets_the_weights(start: Start, kind: dict[str, boo
             assert (report.version, report.num_tensors) == (version, len(SHAPES))
             assert (report.checksum is not None) is (version == 3 and "plain" not in kind)
     assert ("/reset_prefix_cache/" in server.asked) is ("plain" in kind)  # the others do it with the commit
+
+
+@pytest.mark.parametrize("kind", [{}, {"swift": True}], ids=["ours", "swift and plugin"])
+def test_large_weights_arrive_in_place_once_loading_has_shown_where(
+    start: Start, kind: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buckets, "LONE_PIECE_BYTES", 25)  # k, v and norm travel together
+    server, source = start(**kind), FakeWeights()
+    in_place = []
+    with syncing([server], source, checksum_every=1) as sync:
+        for version in (1, 2, 3):
+            source.step(version)
+            sync.push(version)
+            assert holds(server, source)
+            in_place.append(server.receiver.report()["num_in_place"])
+        norm = server.model.get_submodule("language.model.layer.norm")
+        norm.weight = torch.nn.Parameter(torch.zeros(3))  # an engine that lays its weights out anew
+        sync.push(4)
+        assert holds(server, source)
+        in_place.append(server.receiver.report()["num_in_place"])
+    assert in_place == [0, len(SHAPES) - 3, len(SHAPES) - 3, 0]
 
 
 def test_a_server_that_cannot_be_checked_is_said_to_be_so(start: Start, caplog: pytest.LogCaptureFixture) -> None:

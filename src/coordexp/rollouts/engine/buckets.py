@@ -15,7 +15,7 @@ import torch
 
 from coordexp.errors import RolloutError
 
-LONE_PIECE_BYTES = 1 << 20
+LONE_PIECE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +109,9 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def unpack(bytes_N: torch.Tensor, infos: Sequence[TensorInfo]) -> list[tuple[str, torch.Tensor]]:
-    """The tensors of a bucket, as views of it where their alignment allows."""
-    return [(info.name, _typed(bytes_N[info.start_idx : info.end_idx], info)) for info in infos]
+    """The tensors of a bucket, or of consecutive ones of it, as views of its bytes where their alignment allows."""
+    first = infos[0].start_idx
+    return [(info.name, _typed(bytes_N[info.start_idx - first : info.end_idx - first], info)) for info in infos]
 
 
 def _typed(bytes_n: torch.Tensor, info: TensorInfo) -> torch.Tensor:

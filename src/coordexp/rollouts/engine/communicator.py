@@ -11,7 +11,7 @@ import gc
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
@@ -45,13 +45,24 @@ class Communicator(Protocol):
 
     device: torch.device
 
-    def broadcast(self, bytes_N: torch.Tensor, source: int, give_up: Callable[[], None] | None = None) -> None:
-        """Send ``bytes_N`` (uint8, contiguous) from rank ``source`` to all others; they receive into theirs, in place.
+    def broadcast(
+        self,
+        parts: Sequence[torch.Tensor],
+        source: int,
+        *,
+        arrived: Callable[[int], None] | None = None,
+        give_up: Callable[[], None] | None = None,
+    ) -> None:
+        """Send ``parts`` (each uint8, 1-D, contiguous) from rank ``source``; the others receive into theirs, in place.
 
-        ``give_up`` is asked again and again while waiting; what it raises ends the wait.
+        All are under way at once, so that no part waits for the one before to be noticed.
+
+        Args:
+            arrived: told the index of each part, in order, once it is there.
+            give_up: asked again and again while waiting; what it raises ends the wait.
 
         Raises:
-            RolloutError: the deadline passed, or the other side is gone.
+            RolloutError: the deadline of a part passed, or the other side is gone.
         """
         ...
 
@@ -164,24 +175,36 @@ class GlooCommunicator:
         except RuntimeError as error:
             raise RolloutError(f"{address}: Gloo could not connect its members ({_brief(error)})") from error
 
-    def broadcast(self, bytes_N: torch.Tensor, source: int, give_up: Callable[[], None] | None = None) -> None:
+    def broadcast(
+        self,
+        parts: Sequence[torch.Tensor],
+        source: int,
+        *,
+        arrived: Callable[[int], None] | None = None,
+        give_up: Callable[[], None] | None = None,
+    ) -> None:
         if self._group is None:
             raise RolloutError(f"{self._address}: the group is closed")
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = source, 0
-        deadline = time.monotonic() + self._address.timeout_s
         self._unfinished = True
+        under_way = [self._group.broadcast([part], options) for part in parts]
+        for index, work in enumerate(under_way):
+            self._finish(work, parts[index].numel(), give_up)
+            if arrived is not None:
+                arrived(index)
+        self._unfinished = False
+
+    def _finish(self, work: Any, num_bytes: int, give_up: Callable[[], None] | None) -> None:
+        deadline = time.monotonic() + self._address.timeout_s
+        while give_up is not None and not work.is_completed() and time.monotonic() < deadline:
+            give_up()
+            time.sleep(POLL_S)
         try:
-            work = self._group.broadcast([bytes_N], options)
-            if give_up is not None:
-                while not work.is_completed() and time.monotonic() < deadline:
-                    give_up()
-                    time.sleep(POLL_S)
             work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
-            self._unfinished = False
         except RuntimeError as error:
             raise RolloutError(
-                f"{self._address}: {bytes_N.numel()} bytes did not arrive within {self._address.timeout_s:g} s, or "
+                f"{self._address}: {num_bytes} bytes did not arrive within {self._address.timeout_s:g} s, or "
                 f"the other side is gone ({_brief(error)})"
             ) from error
 
@@ -216,23 +239,36 @@ class NcclCommunicator:
             lambda: PyNcclCommunicator.from_unique_id_bytes(unique_id, address.rank, address.world_size, device),
         )
 
-    def broadcast(self, bytes_N: torch.Tensor, source: int, give_up: Callable[[], None] | None = None) -> None:
+    def broadcast(
+        self,
+        parts: Sequence[torch.Tensor],
+        source: int,
+        *,
+        arrived: Callable[[int], None] | None = None,
+        give_up: Callable[[], None] | None = None,
+    ) -> None:
         if self._nccl is None:
             raise RolloutError(f"{self._address}: the group is closed")
-        deadline = time.monotonic() + self._address.timeout_s
         stream = torch.cuda.current_stream(self.device)
-        self._nccl.broadcast(bytes_N, source, stream)
-        done = torch.cuda.Event()
-        done.record(stream)
-        while not done.query():
-            if give_up is not None:
-                give_up()
-            if time.monotonic() > deadline:
-                self.close()
-                raise RolloutError(
-                    f"{self._address}: {bytes_N.numel()} bytes did not arrive within {self._address.timeout_s:g} s"
-                )
-            time.sleep(POLL_S)
+        under_way = []
+        for part in parts:
+            self._nccl.broadcast(part, source, stream)
+            under_way.append(torch.cuda.Event())
+            under_way[-1].record(stream)
+        for index, done in enumerate(under_way):
+            deadline = time.monotonic() + self._address.timeout_s
+            while not done.query():
+                if give_up is not None:
+                    give_up()
+                if time.monotonic() > deadline:
+                    self.close()
+                    raise RolloutError(
+                        f"{self._address}: {parts[index].numel()} bytes did not arrive within "
+                        f"{self._address.timeout_s:g} s"
+                    )
+                time.sleep(POLL_S)
+            if arrived is not None:
+                arrived(index)
 
     def close(self) -> None:
         if self._nccl is not None:

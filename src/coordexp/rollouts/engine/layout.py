@@ -36,6 +36,7 @@ class WeightLayout:
     _fused: Mapping[str, tuple[str, tuple[str, ...]]]
     _rename: Any
     _places: dict[str, Place] = field(default_factory=dict)
+    _siblings: dict[tuple[str, str], str] = field(default_factory=dict)  # parameter and part → the learner's name
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> WeightLayout:
@@ -54,6 +55,11 @@ class WeightLayout:
         mapper = getattr(model, "hf_to_vllm_mapper", None)
         return cls(parameters, aliases, fused, mapper)
 
+    def describes(self, model: torch.nn.Module) -> bool:
+        """Whether these are still the model's parameters: an engine may put new ones in their place."""
+        found = {name.replace(_WRAPPED, ""): parameter for name, parameter in model.named_parameters()}
+        return found.keys() == self.parameters.keys() and all(found[name] is p for name, p in self.parameters.items())
+
     def place(self, name: str) -> Place:
         """Where the learner's tensor ``name`` belongs.
 
@@ -61,7 +67,8 @@ class WeightLayout:
             RolloutError: the engine has no such parameter.
         """
         if name not in self._places:
-            self._places[name] = self._find(name)
+            place = self._places[name] = self._find(name)
+            self._siblings[place.parameter, place.part] = name
         return self._places[name]
 
     def _find(self, name: str) -> Place:
@@ -119,17 +126,30 @@ class WeightLayout:
         Raises:
             RolloutError: parts that do not fill their parameter.
         """
-        by_place = {(self.place(name).parameter, self.place(name).part): name for name in shapes}
         for name, shape in shapes.items():
             place = self.place(name)
-            parameter = self.parameters[place.parameter].detach()
-            start = 0
-            for part in place.parts[: place.parts.index(place.part)]:
-                start += shapes[by_place[place.parameter, part]][0]
-            rows = parameter[start : start + shape[0]] if shape else parameter
-            if rows.numel() != torch.Size(shape).numel():
+            rows = self.rows(name, shapes)
+            if rows is None or rows.numel() != torch.Size(shape).numel():
+                found = "unknown" if rows is None else str(tuple(rows.shape))
                 raise RolloutError(
-                    f"{name} has shape {tuple(shape)}, its place in the engine's {place.parameter} "
-                    f"{tuple(rows.shape)}: rows {start}… of {tuple(parameter.shape)}"
+                    f"{name} has shape {tuple(shape)}, its place in the engine's {place.parameter} {found} "
+                    f"of {tuple(self.parameters[place.parameter].shape)}"
                 )
             yield name, rows
+
+    def rows(self, name: str, shapes: Mapping[str, tuple[int, ...]]) -> torch.Tensor | None:
+        """The rows (a view) of a parameter that a tensor of the learner should fill, by the order of its parts.
+
+        Args:
+            shapes: of the learner's tensors by name; None comes back where that of a part before it is missing.
+        """
+        place = self.place(name)
+        parameter = self.parameters[place.parameter].detach()
+        start = 0
+        for part in place.parts[: place.parts.index(place.part)]:
+            sibling = self._siblings.get((place.parameter, part))
+            if sibling is None or sibling not in shapes:
+                return None
+            start += shapes[sibling][0]
+        shape = shapes[name]
+        return parameter[start : start + shape[0]] if shape else parameter

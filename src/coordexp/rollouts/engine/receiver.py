@@ -18,8 +18,10 @@ from coordexp.errors import RolloutError
 from coordexp.rollouts.engine import checksum
 from coordexp.rollouts.engine.buckets import TensorInfo, pieces, read_infos, unpack
 from coordexp.rollouts.engine.communicator import Communicator, GroupAddress, join
+from coordexp.rollouts.engine.in_place import ProvenPlaces
 from coordexp.rollouts.engine.layout import WeightLayout
 
+Named = list[tuple[str, torch.Tensor]]
 LOAD_BYTES = 32 << 20  # what is loaded at once while more arrives
 
 
@@ -39,12 +41,14 @@ class PushState:
     received_bytes: int = 0
     receive_s: float = 0.0
     load_s: float = 0.0
+    num_in_place: int = 0
 
 
 class WeightReceiver:
     """One worker's end of weight pushes; knows the model, not vLLM.
 
-    Weights are loaded in the background while further ones arrive, so an error of loading shows at a later call.
+    Weights are loaded in the background while further ones arrive, so an error of loading shows at a later call. Once
+    the engine's loader has shown where a large tensor lies, its bytes are received straight into that memory.
     """
 
     def __init__(self, model: torch.nn.Module, device: torch.device, *, sharded: bool) -> None:
@@ -53,6 +57,7 @@ class WeightReceiver:
         self._model = model
         self._device = device
         self._sharded = sharded  # tensor parallel: no worker holds a whole tensor to read back
+        self._places = ProvenPlaces(self.layout, none=sharded)
         self._group: Communicator | None = None
         self._source = -1
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="load-weights")
@@ -83,44 +88,63 @@ class WeightReceiver:
             infos = read_infos(payload)
             self._expect([(info.name, info.shape) for info in infos])
             self._next_bucket()
-            for tensors in self._arriving(infos, self._buffer(infos[-1].end_idx)):
-                self._loading.append(self._loader.submit(self._load, tensors))
+            self._arriving(
+                infos, self._buffer, lambda some: self._loading.append(self._loader.submit(self._load, some))
+            )
 
     def take(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Load full weights that are in this process already. They must not change before :meth:`commit` returns."""
         with recorded(self.record_failure):
             self._expect([(name, tuple(tensor.shape)) for name, tensor in named])
             self._next_bucket()
-            self._loading.append(self._loader.submit(self._load, named))
+            self._start_loading(named)
 
     def receive_adapter(self, payload: Sequence[Mapping[str, Any]]) -> list[tuple[str, torch.Tensor]]:
         """Receive the tensors of an adapter."""
         with recorded(self.record_failure):
             infos = read_infos(payload)
             self.begin()
-            # Memory of its own: an engine may keep an adapter's tensors as they are.
-            own = torch.empty(infos[-1].end_idx, dtype=torch.uint8, device=self._device)
-            return [named for tensors in self._arriving(infos, own) for named in tensors]
+            here: Named = []
 
-    def _arriving(self, infos: Sequence[TensorInfo], bytes_N: torch.Tensor) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """The tensors of one bucket, received into ``bytes_N``, as soon as enough of them are there to be loaded."""
+            def own_memory(size: int) -> torch.Tensor:  # an engine may keep an adapter's tensors as they are
+                return torch.empty(size, dtype=torch.uint8, device=self._device)
+
+            self._arriving(infos, own_memory, here.extend)
+            return here
+
+    def _arriving(
+        self, infos: Sequence[TensorInfo], memory: Callable[[int], torch.Tensor], take: Callable[[Named], None]
+    ) -> None:
+        """Receive one bucket: each piece into its place where that is proven, the others into ``memory``, from which
+        ``take`` gets them as soon as enough are there to be loaded."""
         if self._group is None:
             raise RolloutError("no weight group is open; call /init_communicator/ first")
-        here: list[tuple[str, torch.Tensor]] = []
+        started = time.perf_counter()
+        parts = [[infos[index] for index in piece] for piece in pieces(infos)]
+        sizes = [part[-1].end_idx - part[0].start_idx for part in parts]
+        places = [self._places.bytes_of(part[0]) if len(part) == 1 else None for part in parts]
+        staged = memory(sum(size for size, place in zip(sizes, places, strict=True) if place is None))
+        targets: list[torch.Tensor] = []
+        start = 0
+        for size, place in zip(sizes, places, strict=True):
+            targets.append(staged[start : start + size] if place is None else place)
+            start += size if place is None else 0
+        here: Named = []
         num_bytes = 0
-        for piece in pieces(infos):
-            part = [infos[index] for index in piece]
-            started = time.perf_counter()
-            self._group.broadcast(bytes_N[part[0].start_idx : part[-1].end_idx], self._source)
-            self.state.receive_s += time.perf_counter() - started
-            self.state.received_bytes += part[-1].end_idx - part[0].start_idx
-            num_bytes += part[-1].end_idx - part[0].start_idx
-            here += unpack(bytes_N, part)
-            if num_bytes >= LOAD_BYTES:
-                yield here
+
+        def arrived(index: int) -> None:
+            nonlocal here, num_bytes
+            self.state.received_bytes += sizes[index]
+            if places[index] is None:
+                here += unpack(targets[index], parts[index])
+                num_bytes += sizes[index]
+            if here and (num_bytes >= LOAD_BYTES or index == len(parts) - 1):
+                take(here)
                 here, num_bytes = [], 0
-        if here:
-            yield here
+
+        self._group.broadcast(targets, self._source, arrived=arrived)
+        self.state.num_in_place += sum(place is not None for place in places)
+        self.state.receive_s += time.perf_counter() - started
 
     def _buffer(self, size: int) -> torch.Tensor:
         """Memory for one bucket. On a CPU it is used again, as fresh pages cost as much as the transfer itself: every
@@ -174,6 +198,7 @@ class WeightReceiver:
             "received_bytes": state.received_bytes,
             "receive_s": state.receive_s,
             "load_s": state.load_s,
+            "num_in_place": state.num_in_place,
             "communicator_open": self._group is not None,
         }
 
@@ -195,6 +220,9 @@ class WeightReceiver:
         """Open a push, if none is open."""
         if self.state.open:
             return
+        if not self.layout.describes(self._model):
+            self.layout = WeightLayout.of(self._model)
+            self._places = ProvenPlaces(self.layout, none=self._sharded)
         last = self.state
         self.state = PushState(
             open=True,
@@ -204,6 +232,9 @@ class WeightReceiver:
             failure=last.failure,
         )
 
+    def _start_loading(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        self._loading.append(self._loader.submit(self._load, tensors))
+
     def _load(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
@@ -211,7 +242,10 @@ class WeightReceiver:
         if self._sharded:
             self.state.received_hashes |= {name: checksum.tensor_hash(tensor) for name, tensor in tensors}
         with torch.no_grad():
-            self._model.load_weights(list(tensors))  # pyright: ignore[reportCallIssue]
+            unproven = [(name, tensor) for name, tensor in tensors if not self._places.put(name, tensor)]
+            if unproven:
+                with self._places.proving(unproven):
+                    self._model.load_weights(unproven)  # pyright: ignore[reportCallIssue]
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         for name, tensor in tensors:

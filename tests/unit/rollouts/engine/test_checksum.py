@@ -10,18 +10,37 @@ from coordexp.rollouts.engine.checksum import combined, tensor_hash
 
 
 def by_definition(tensor: torch.Tensor) -> int:
-    words = tensor.contiguous().view(-1).view(torch.int32).tolist()
-    step = 0x9E3779B97F4A7C15
-    return (sum(word * (place * step + 1) for place, word in enumerate(words)) + len(words)) % (1 << 64)
+    data = bytes(tensor.contiguous().view(-1).view(torch.uint8).tolist())
+    total = len(data)
+    for place in range(0, len(data), 8):
+        word = int.from_bytes(data[place : place + 8].ljust(8, b"\0"), "little")
+        word = (word + (place // 8 + 1) * 0x9E3779B97F4A7C15) % (1 << 64)
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            word = (word ^ (word >> shift)) * factor % (1 << 64)
+        total += word ^ (word >> 31)
+    return total % (1 << 64)
 
 
-def test_the_hash_is_a_weighted_sum_whatever_the_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    weights = torch.randn(3, 37, generator=torch.Generator().manual_seed(0))
+@pytest.mark.parametrize("columns", [36, 37], ids=["whole words", "half a word over"])
+def test_the_hash_is_as_defined_whatever_the_chunks(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = torch.randn(3, columns, generator=torch.Generator().manual_seed(0))
     expected = by_definition(weights)
     assert tensor_hash(weights) == expected
-    monkeypatch.setattr(checksum, "_CHUNK", 16)
+    monkeypatch.setattr(checksum, "_WORDS_ON_CPU", 8)
     assert tensor_hash(weights) == expected
     assert tensor_hash(weights.T.contiguous().T) == expected
+    assert tensor_hash(weights[1:]) == by_definition(weights[1:])  # begins in the middle of a word, with 37 columns
+
+
+def test_two_flipped_signs_do_not_cancel() -> None:
+    weights = torch.randn(64, generator=torch.Generator().manual_seed(1))
+    hashes = {tensor_hash(weights)}
+    for first in range(64):
+        for second in range(first + 1, 64):
+            flipped = weights.clone()
+            flipped[[first, second]] *= -1
+            hashes.add(tensor_hash(flipped))
+    assert len(hashes) == 1 + 64 * 63 // 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])

@@ -57,8 +57,8 @@ def test_bytes_arrive_and_a_port_serves_one_group_after_another() -> None:
         worker, learner = both_ends(port)
         sent = torch.full((5_000_000,), value, dtype=torch.uint8)
         received = torch.zeros_like(sent)
-        errors = in_thread(lambda w=worker, r=received: w.broadcast(r, 1))
-        learner.broadcast(sent, 1, lambda: None)
+        errors = in_thread(lambda w=worker, r=received: w.broadcast([r], 1))
+        learner.broadcast([sent], 1, give_up=lambda: None)
         errors_of[id(errors)].join()
         assert errors == [] and torch.equal(sent, received)
         learner.close()
@@ -69,7 +69,7 @@ def test_bytes_arrive_and_a_port_serves_one_group_after_another() -> None:
 def test_a_member_that_leaves_is_noticed_at_once() -> None:
     worker, learner = both_ends(free_ports(1)[0])
     started = time.monotonic()
-    errors = in_thread(lambda: worker.broadcast(torch.zeros(8, dtype=torch.uint8), 1))
+    errors = in_thread(lambda: worker.broadcast([torch.zeros(8, dtype=torch.uint8)], 1))
     learner.close()
     errors_of[id(errors)].join(10)
     assert "other side is gone" in str(errors[0])
@@ -77,14 +77,14 @@ def test_a_member_that_leaves_is_noticed_at_once() -> None:
     worker.close()
     worker.close()
     with pytest.raises(RolloutError, match="the group is closed"):
-        worker.broadcast(torch.zeros(8, dtype=torch.uint8), 1)
+        worker.broadcast([torch.zeros(8, dtype=torch.uint8)], 1)
 
 
 def test_a_silent_member_is_waited_for_until_the_deadline() -> None:
     worker, learner = both_ends(free_ports(1)[0], timeout_s=1.5)
     started = time.monotonic()
     with pytest.raises(RolloutError, match=r"did not arrive within 1\.5 s"):
-        worker.broadcast(torch.zeros(8, dtype=torch.uint8), 1)
+        worker.broadcast([torch.zeros(8, dtype=torch.uint8)], 1)
     assert time.monotonic() - started < 10
     learner.close()
     worker.close()
@@ -97,7 +97,7 @@ def test_waiting_can_be_given_up() -> None:
         raise RolloutError("the server said no")
 
     with pytest.raises(RolloutError, match="the server said no"):
-        worker.broadcast(torch.zeros(8, dtype=torch.uint8), 1, give_up)
+        worker.broadcast([torch.zeros(8, dtype=torch.uint8)], 1, give_up=give_up)
     learner.close()
     worker.close()
 

@@ -1,0 +1,167 @@
+"""The way to one rollout server: its client, and the learner's end of its weight group."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from typing import Any, TypeVar
+
+import torch
+
+from coordexp.errors import RolloutError
+from coordexp.rollouts.engine.buckets import describe, piece_bytes, pieces
+from coordexp.rollouts.engine.communicator import Communicator, GroupAddress, join, wait_until_free
+from coordexp.rollouts.server_client import ServerClient
+
+logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
+Named = list[tuple[str, torch.Tensor]]
+CAUSE_S = 5.0  # how long a failed broadcast waits for the server's own account of it
+
+
+class WeightLane:
+    """The way to one server: its client and this side of its weight group."""
+
+    def __init__(self, client: ServerClient, timeout_s: float) -> None:
+        self._client = client
+        self._timeout_s = min(timeout_s, client.timeout_s)
+        self._group: Communicator | None = None
+        self._rank = -1
+        self.dtype: torch.dtype | None = None
+        self.base_overwritten = False
+        self.verifiable = False
+
+    def __str__(self) -> str:
+        return str(self._client)
+
+    def open(self, left_s: float) -> None:
+        """Meet the server's workers, unless that happened before. A group of an earlier learner is torn down there."""
+        status = self._client.status(timeout_s=left_s)
+        workers = [] if status is None else status["workers"]
+        self.verifiable = bool(workers)
+        if not workers and self._group is None:
+            logger.warning(
+                "%s has no /status/: names, versions and checksums of pushes cannot be checked there; start swift "
+                "rollout with CoordExp's plugin",
+                self,
+            )
+        for worker in workers:
+            self.dtype = getattr(torch, worker["dtype"])
+        self.base_overwritten = any(worker["base_overwritten"] for worker in workers)
+        if self._group is not None and all(worker["communicator_open"] for worker in workers):
+            return
+        self.close(tell=False)
+        self._group = self._join(_device_for(workers), min(left_s, self._timeout_s))
+
+    def _join(self, device: torch.device, timeout_s: float) -> Communicator:
+        world_size = self._client.world_size() + 1
+        self._rank = world_size - 1
+        address = GroupAddress(self._client.host, self._client.group_port, self._rank, world_size, self._timeout_s)
+        self._client.close_communicator(timeout_s=timeout_s)
+        # Otherwise this side could meet the members of the old group, whose store still holds their keys.
+        wait_until_free(address, timeout_s)
+        told = in_background(lambda: self._client.init_communicator(world_size, 0, timeout_s))
+        joined = in_background(lambda: join(address, device))
+        wait_for_all([told, joined])
+        return joined.result()
+
+    def send(self, bucket: Named, left_s: float) -> None:
+        infos = describe(bucket)
+        payload = [info.payload() for info in infos]
+        self._announce_and_send(lambda: self._client.update_flattened_params(payload, left_s), bucket)
+
+    def send_adapter(self, config: Any, tensors: Named, left_s: float) -> None:
+        payload = [info.payload() for info in describe(tensors)]
+        self._announce_and_send(lambda: self._client.update_adapter(config, payload, left_s), tensors)
+
+    def _announce_and_send(self, announce: Callable[[], None], tensors: Named) -> None:
+        group = self._group
+        if group is None:
+            raise RolloutError(f"{self}: the weight group is closed")
+        told = in_background(announce)
+
+        def give_up() -> None:
+            if told.done():
+                told.result()
+
+        try:
+            sent = []
+            for piece in pieces(describe(tensors)):
+                on_device = [(name, tensor.to(group.device)) for name, tensor in (tensors[index] for index in piece)]
+                sent.append(piece_bytes(on_device, range(len(on_device))))
+            group.broadcast(sent, self._rank, give_up=give_up)
+        except RolloutError as error:
+            wait([told], timeout=CAUSE_S)
+            if told.done() and (cause := told.exception()) is not None:
+                raise cause from error
+            raise
+        told.result()
+
+    def commit(self, version: int, expected_checksum: str | None, left_s: float) -> None:
+        reports = self._client.commit_weights(version, expected_checksum is not None, left_s)
+        if reports is None:
+            self._client.reset_caches(timeout_s=left_s)
+            return
+        for number, report in enumerate(reports):
+            where = f"{self}, worker {number}"
+            if report is None:
+                raise RolloutError(f"{where}: the push failed there ({self._failure(number)})")
+            if report["weight_version"] != version or report["failure"] is not None:
+                raise RolloutError(
+                    f"{where}: it holds version {report['weight_version']} after version {version} was pushed "
+                    f"({report['failure'] or 'no error was reported'})"
+                )
+            if expected_checksum is not None and report["checksum"] != expected_checksum:
+                raise RolloutError(
+                    f"{where}: the checksum of its weights is {report['checksum']}, the learner's "
+                    f"{expected_checksum}; its answers would not be the learner's"
+                )
+
+    def _failure(self, number: int) -> str:
+        status = self._client.status(timeout_s=CAUSE_S)
+        workers = [] if status is None else status["workers"]
+        return str(workers[number]["failure"]) if number < len(workers) else "look into the server's log"
+
+    def close(self, *, tell: bool) -> None:
+        """Leave the group; ``tell`` the server too, whose workers would otherwise notice at the next push."""
+        group, self._group = self._group, None
+        if group is None:
+            return
+        group.close()
+        if tell:
+            try:
+                self._client.close_communicator(timeout_s=CAUSE_S)
+            except RolloutError as error:
+                logger.info("%s: not told that the learner leaves (%s)", self, error)
+
+
+def _device_for(workers: Sequence[dict[str, Any]]) -> torch.device:
+    on_gpu = any(worker["device"].startswith("cuda") for worker in workers) if workers else torch.cuda.is_available()
+    if not on_gpu:
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise RolloutError("the server's weights are on GPUs and this learner has none, so no group can hold both")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def in_background(act: Callable[[], Result]) -> Future[Result]:
+    """Run ``act`` in a thread of its own, which a hung call may outlive without holding up the process's end."""
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(act())
+        except BaseException as error:  # the future's owner gets it
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="weight-push").start()
+    return future
+
+
+def wait_for_all(futures: Sequence[Future[Any]]) -> None:
+    """Wait for all; the first error ends the waiting."""
+    done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+    for future in done:
+        future.result()

@@ -1,0 +1,144 @@
+"""One push of weights to all servers at the same time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from coordexp.errors import RolloutError
+from coordexp.rollouts.backend import AdapterWeights
+from coordexp.rollouts.engine import checksum
+from coordexp.rollouts.weight_lane import Named, WeightLane, in_background, wait_for_all
+
+
+@dataclass(frozen=True, slots=True)
+class SyncReport:
+    """What one push did. ``fallback``: why it was full although adapters were asked for, in the push that decided so.
+    ``checksum``: of the learner's weights, where it was compared with every worker's."""
+
+    version: int
+    mode: Literal["full", "adapter"]
+    bytes: int
+    seconds: float
+    num_tensors: int
+    checksum: str | None = None
+    fallback: str | None = None
+
+
+class WeightPush:
+    """One push to all servers. Leaving it by an error tears their groups down, so that the next one starts afresh."""
+
+    def __init__(
+        self,
+        lanes: Sequence[WeightLane],
+        version: int,
+        mode: Literal["full", "adapter"],
+        deadline: float,
+        wants_checksum: bool,
+        fallback: str | None,
+    ) -> None:
+        self._lanes = lanes
+        self._version = version
+        self._mode: Literal["full", "adapter"] = mode
+        self._deadline = deadline
+        self._wants_checksum = wants_checksum
+        self._fallback = fallback
+        self._started = time.monotonic()
+        self._hashes: dict[str, int] = {}
+        self._bytes = 0
+        self._num_tensors = 0
+        self._sending: list[Future[None]] = []
+
+    def __enter__(self) -> WeightPush:
+        try:
+            self._onwait_for_all(lambda lane: lane.open(self._left()))
+        except BaseException:
+            self._tear_down()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if error is not None:
+            self._tear_down()
+
+    def refuse_overwritten(self) -> None:
+        """An adapter belongs on the checkpoint's own weights."""
+        for lane in self._lanes:
+            if lane.base_overwritten:
+                raise RolloutError(
+                    f"{lane}: it holds full weights of an earlier push, where an adapter would count twice; restart it"
+                )
+
+    def send(self, bucket: Named) -> None:
+        """Send a bucket to every server, while the caller prepares the next."""
+        bucket = [(name, self._converted(tensor)) for name, tensor in bucket]
+        if self._wants_checksum:
+            self._hashes |= {name: checksum.tensor_hash(tensor) for name, tensor in bucket}
+        self._count(bucket)
+        self._finish_sending()
+        left = self._left()
+        self._sending = [in_background(lambda lane=lane: lane.send(bucket, left)) for lane in self._lanes]
+
+    def send_adapter(self, adapter: AdapterWeights) -> None:
+        """Send an adapter to every server."""
+        tensors = list(adapter.tensors)
+        self._count(tensors)
+        self._finish_sending()
+        left = self._left()
+        self._sending = [
+            in_background(lambda lane=lane: lane.send_adapter(adapter.config, tensors, left)) for lane in self._lanes
+        ]
+
+    def commit(self) -> SyncReport:
+        """Let every server take the weights over, and check what its workers say."""
+        self._finish_sending()
+        expected = checksum.combined(self._hashes) if self._wants_checksum else None
+        self._onwait_for_all(lambda lane: lane.commit(self._version, expected, self._left()))
+        return SyncReport(
+            version=self._version,
+            mode=self._mode,
+            bytes=self._bytes,
+            seconds=time.monotonic() - self._started,
+            num_tensors=self._num_tensors,
+            checksum=expected if any(lane.verifiable for lane in self._lanes) else None,
+            fallback=self._fallback,
+        )
+
+    def _converted(self, tensor: torch.Tensor) -> torch.Tensor:
+        """In the engines' number type: what they would make of it anyway, at fewer bytes, and comparable."""
+        tensor = tensor.detach()
+        dtypes = {lane.dtype for lane in self._lanes if lane.dtype is not None}
+        if len(dtypes) > 1:
+            raise RolloutError(
+                f"the servers hold weights of different types ({dtypes}); use one rollout_matching.vllm.dtype"
+            )
+        return tensor.to(dtypes.pop()) if dtypes and tensor.is_floating_point() else tensor
+
+    def _count(self, tensors: Named) -> None:
+        self._num_tensors += len(tensors)
+        self._bytes += sum(tensor.numel() * tensor.element_size() for _, tensor in tensors)
+
+    def _finish_sending(self) -> None:
+        sending, self._sending = self._sending, []
+        wait_for_all(sending)
+
+    def _onwait_for_all(self, act: Callable[[WeightLane], None]) -> None:
+        wait_for_all([in_background(lambda lane=lane: act(lane)) for lane in self._lanes])
+
+    def _left(self) -> float:
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise RolloutError(
+                f"version {self._version}: the push took longer than rollout_matching.vllm.sync.timeout_s; raise it, "
+                "or look into the servers' logs"
+            )
+        return left
+
+    def _tear_down(self) -> None:
+        for lane in self._lanes:
+            lane.close(tell=False)
