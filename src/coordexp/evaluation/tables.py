@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
 
 from rich.table import Table
 from rich.text import Text
 
-from coordexp.evaluation.compare import Difference
+from coordexp.evaluation.compare import Comparison, Difference, GroupDifference
+from coordexp.evaluation.detection import IOU_THRESHOLD
 from coordexp.evaluation.summary import GroupRow, Summary
 
 _AP = ("AP", "AP50", "AP75", "AP_small", "AP_medium", "AP_large", "AR100")
 _RATES = ("duplicate_rate", "giant_rate", "invalid_rate", "truncated_rate", "repeat_terminated_rate", "empty_rate",
           "pred_per_image", "gt_per_image", "tokens_per_image")  # fmt: skip
+_DIFFERENCE = ("a", "b", "b − a", "interval")
 
 
 def summary_tables(summary: Summary, title: str, max_classes: int = 20) -> Iterable[Table]:
     """Figures of the set, by class (the ``max_classes`` most frequent), and by density."""
     figures = summary.figures
-    table = Table(title=Text(title), title_justify="left")
+    table = _table(title)
+    table.caption = Text(f"f1 to mean_matched_iou: matched one to one, mask IoU ≥ {IOU_THRESHOLD:g}")
     table.add_column("figure")
     table.add_column("value", justify="right")
     for name in ("f1", "precision", "recall", *(n for n in figures if "@" in n), "f1_any_desc", "mean_matched_iou"):
@@ -36,53 +40,93 @@ def summary_tables(summary: Summary, title: str, max_classes: int = 20) -> Itera
     yield table
     shown = summary.by_class[:max_classes]
     more = len(summary.by_class) - len(shown)
-    yield _rows("by class" + (f" ({more} more in per_class.csv)" if more else ""), "class", shown)
-    yield _rows("by density", "image with", summary.by_density)
+    yield _rows("by class" + (f" ({more} more in per_class.csv of --output)" if more else ""), "class", shown)
+    by_density = [replace(row, name=row.name.removesuffix(" objects")) for row in summary.by_density]
+    yield _rows("by density: images by their number of annotated objects", "objects", by_density, images=True)
 
 
-def _rows(title: str, first: str, rows: Sequence[GroupRow]) -> Table:
-    table = Table(title=title, title_justify="left")
+def _rows(title: str, first: str, rows: Sequence[GroupRow], images: bool = False) -> Table:
+    table = _table(title)
     table.add_column(first)
-    for name in ("gt", "pred", "right", "prec.", "recall", "F1", "IoU", "AP"):  # short: eight fit beside a name
+    columns = (*(["images"] if images else []), "gt", "pred", "right", "prec.", "recall", "F1", "IoU", "AP")
+    for name in columns:  # short: eight fit beside a name
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
+        counts = (*([row.images] if images else []), row.gt, row.pred, row.matched)
         rates = (row.precision, row.recall, row.f1, row.mean_matched_iou, row.ap)
         cells = ["–" if value is None else f"{value:.3f}" for value in rates]
-        table.add_row(Text(row.name), str(row.gt), str(row.pred), str(row.matched), *cells)
+        table.add_row(Text(row.name), *map(str, counts), *cells)
     return table
 
 
-def differences_table(differences: Sequence[Difference], names: tuple[str, str], confidence: float) -> Table:
-    """Both runs' figures and the interval of their difference; bold where it leaves zero out."""
-    table = Table(title=f"b − a, {confidence:.0%} of paired resamples; bold: zero is outside", title_justify="left")
+def comparison_tables(found: Comparison, names: tuple[str, str], max_classes: int = 20) -> Iterable[Table]:
+    """Both runs' figures and the intervals of their differences, bold where zero is outside: of all images, by class
+    (the ``max_classes`` most frequent), and by density."""
+    table = _table(
+        f"a: {names[0]}\nb: {names[1]}\n{found.images} images; interval: {_share(found)}; bold: zero is outside"
+    )
     table.add_column("figure")
-    for label, name in zip("ab", names, strict=True):
-        table.add_column(Text(f"{label}: {name}"), justify="right")
-    table.add_column("b − a", justify="right")
-    table.add_column("interval", justify="right")
-    for found in differences:
-        style = "bold" if found.is_clear else ""
-        table.add_row(
-            found.name,
-            f"{found.a:.3f}",
-            f"{found.b:.3f}",
-            Text(f"{found.b - found.a:+.3f}", style),
-            Text(f"{found.low:+.3f} … {found.high:+.3f}", style),
-        )
+    for name in _DIFFERENCE:
+        table.add_column(name, justify="right", no_wrap=True)
+    for one in found.figures:
+        table.add_row(one.name, *_cells(one))
+    yield table
+    more = len(found.by_class) - max_classes
+    title = "F1 by class" + (f" ({more} more with --json)" if more > 0 else "")
+    yield _groups(title, "class", found.by_class[:max_classes], found)
+    yield _groups("F1 by density", "image with", found.by_density, found)
+
+
+def _groups(title: str, first: str, rows: Sequence[GroupDifference], found: Comparison) -> Table:
+    table = _table(title)
+    lucky = (1 - found.confidence) * len(rows)
+    if lucky >= 0.5:  # many intervals, some of which leave zero out although nothing differs
+        table.caption = Text(f"of {len(rows)} rows, {lucky:.0f} would be bold by luck alone")
+    table.add_column(first)
+    for name in ("gt", *_DIFFERENCE):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(Text(row.name), str(row.gt), *_cells(row.f1))
     return table
 
 
-def differences_json(
-    differences: Sequence[Difference], names: tuple[str, str], confidence: float
-) -> Mapping[str, object]:
+def _table(title: str) -> Table:
+    return Table(title=Text(title), title_justify="left", caption_justify="left")
+
+
+def _share(found: Comparison) -> str:
+    return f"{found.confidence:.0%} of {found.resamples} paired resamples"
+
+
+def _cells(found: Difference) -> tuple[str, str, Text, Text]:
+    style = "bold" if found.is_clear else ""
+    return (
+        f"{found.a:.3f}",
+        f"{found.b:.3f}",
+        Text(f"{found.b - found.a:+.3f}", style),
+        Text(f"{found.low:+.3f} … {found.high:+.3f}", style),
+    )
+
+
+def comparison_json(found: Comparison, names: tuple[str, str]) -> Mapping[str, object]:
     """The same for machines."""
     return {
         "a": names[0],
         "b": names[1],
-        "confidence": confidence,
-        "figures": [
-            {"name": d.name, "a": d.a, "b": d.b, "difference": d.b - d.a, "low": d.low, "high": d.high,
-             "clear": d.is_clear}
-            for d in differences
-        ],
-    }  # fmt: skip
+        "images": found.images,
+        "confidence": found.confidence,
+        "resamples": found.resamples,
+        "seed": found.seed,
+        "figures": [_difference(one) for one in found.figures],
+        "by_class": [_group(row) for row in found.by_class],
+        "by_density": [_group(row) for row in found.by_density],
+    }
+
+
+def _group(row: GroupDifference) -> Mapping[str, object]:
+    figures = [one for one in (row.f1, row.ap) if one is not None]
+    return {"name": row.name, "gt": row.gt, "figures": [_difference(one) for one in figures]}
+
+
+def _difference(found: Difference) -> Mapping[str, object]:
+    return {**asdict(found), "difference": found.b - found.a, "clear": found.is_clear}

@@ -90,7 +90,7 @@ def read_config(path: str | Path) -> Any:
         CheckpointError: no such folder, no readable configuration, another model family, no tokenizer.
     """
     if not Path(path).is_dir():
-        raise CheckpointError(f"{path}: no such folder; model.model must be a Qwen3-VL checkpoint on disk")
+        raise CheckpointError(f"{path}: no such folder; a Qwen3-VL checkpoint on disk is needed, nothing is downloaded")
     path = base_checkpoint(path)
     if not (Path(path) / "config.json").is_file():
         raise CheckpointError(f"{path}: no config.json; model.model must be a Qwen3-VL checkpoint folder")

@@ -86,16 +86,24 @@ def test_split_and_sample(scenes: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert run_cli(capsys, "data", "sample", scenes, "--count", 99, "--out", tmp_path / "x.jsonl").code == 2
 
 
-@pytest.mark.parametrize("form", ["yolo", "labelme", "coco"])
+def with_underscores(annotations: Path, images: Path) -> tuple[Path, Path]:
+    """LVIS writes ``traffic_light``."""
+    annotations.write_text(annotations.read_text(encoding="utf-8").replace("traffic light", "traffic_light"))
+    return annotations, images
+
+
+@pytest.mark.parametrize("form", ["yolo", "labelme", "coco", "lvis"])
 def test_converters_have_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str) -> None:
     source = tmp_path / "in"
     arguments = {
         "yolo": lambda: [as_yolo(source, rings=True), "--split", "train", "--name", "data"],
         "labelme": lambda: [as_labelme(source, rings=True), "--name", "data"],
         "coco": lambda: [*as_coco(source, rings=True), "--geometry", "poly", "--name", "data"],
+        "lvis": lambda: [*with_underscores(*as_coco(source, rings=True)), "--geometry", "poly", "--name", "data"],
     }[form]()
     common = ["--out", tmp_path / "out", "--factor", 8, "--min-pixels", 64, "--max-vertices", 3]
     outcome = run_cli(capsys, "data", "convert", form, *arguments, *common)
     assert outcome.code == 0 and "polygons simplified" in outcome.out
     (first, _) = read_jsonl(tmp_path / "out" / "data.jsonl", check_images=True)
     assert [len(obj.bins) for obj in first.objects] == [6, 6]
+    assert not any("_" in obj.desc for obj in first.objects)
