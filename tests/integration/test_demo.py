@@ -82,7 +82,7 @@ def test_killed_in_the_middle_it_goes_on_from_the_newest_checkpoint(demo, tmp_pa
     command = [sys.executable, "-m", "coordexp", "train", str(config)]
     victim = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     deadline = time.monotonic() + 240
-    while not (tmp_path / "run" / "checkpoint-2" / "trainer_state.json").exists():
+    while not (tmp_path / "run" / "checkpoint-2" / "complete.json").exists():
         assert victim.poll() is None and time.monotonic() < deadline, "training ended or hung before its second step"
         time.sleep(0.05)
     os.killpg(victim.pid, signal.SIGKILL)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
 from coordexp import distributed
 from coordexp.metrics.registry import all_metrics, rule_of
@@ -40,6 +41,18 @@ class MetricSums:
                 self._values[name] = max(self._values[name], float(value))
             else:
                 self._values[name] += float(value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps of a line that is not full yet; JSON can hold it, exact to the bit."""
+        return {"values": dict(self._values), "channel_steps": dict(self._channel_steps), "steps": self.steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with a saved line. Raises ValueError for a metric that is no longer known."""
+        for name in state["values"]:
+            rule_of(name)
+        self._values = dict(state["values"])
+        self._channel_steps = Counter(state["channel_steps"])
+        self.steps = state["steps"]
 
     def take(self) -> dict[str, float]:
         """Global metrics of the steps since the last call. A collective call: every rank must make it."""

@@ -91,7 +91,8 @@ def build_trainer(run: CheckedRun, console: Console, description: str = "train",
     from coordexp.rollouts import build_backend
     from coordexp.rollouts.offload import build_offload, context_of
     from coordexp.training.answering import training_options, training_scorer
-    from coordexp.training.checkpoint import check_carry_buffers, resolve_resume, write_manifest
+    from coordexp.training.checkpoint import check_resume, read_seal, resolve_resume, warn_of_checkpoints_ahead
+    from coordexp.training.manifest import write_manifest
     from coordexp.training.optimizer import LearningRates
     from coordexp.training.progress import RichProgress
     from coordexp.training.rollout_dump import build_recorder
@@ -102,7 +103,8 @@ def build_trainer(run: CheckedRun, console: Console, description: str = "train",
     arguments = _training_arguments(config)
     resume = resolve_resume(training.output_dir, training.resume_from_checkpoint)
     if resume is not None:
-        check_carry_buffers(resume, training.packing)
+        check_resume(resume, training.packing)
+    warn_of_checkpoints_ahead(training.output_dir, 0 if resume is None else read_seal(resume).step)
     write_manifest(config, config_path, Path(training.output_dir))
     set_seed(training.seed)
     loaded = load_model(config.model.model, config.model.dtype, config.model.attn_implementation)
@@ -125,6 +127,7 @@ def build_trainer(run: CheckedRun, console: Console, description: str = "train",
         recorder=build_recorder(rollout.monitor_dump, stage.rollouts, Path(training.output_dir)),
         measured=training_options(rollout.eval_detection),
         scorer=training_scorer(rollout, loaded),
+        keep_checkpoints=training.save_total_limit,
         args=arguments,
         train_dataset=datasets[0],
         eval_dataset=datasets[1] if run.val else None,
@@ -150,7 +153,7 @@ def _training_arguments(config: RunConfig) -> Any:
     if training.logging_dir is not None:
         os.environ["TENSORBOARD_LOGGING_DIR"] = str(training.logging_dir)  # transformers' only way to say where
     arguments = TrainingArguments(
-        **training.hf_arguments(distributed.world_size()),
+        **training.hf_arguments(distributed.world_size()) | {"save_total_limit": None},  # ours: see SavingTrainer
         remove_unused_columns=False,
         label_names=[],
         logging_nan_inf_filter=False,  # a NaN is shown, not replaced by a running mean
@@ -226,7 +229,7 @@ def _learner_parts(
 def _build_buffer(run: CheckedRun, encoder: PromptEncoder, resume: Path | None) -> CarryBuffer | None:
     """The carry buffer, with what waited in it when the checkpoint was written; None without packing."""
     from coordexp.packing import CarryBuffer
-    from coordexp.training.checkpoint import load_carry_buffer
+    from coordexp.training.buffer_file import load_carry_buffer
 
     training = run.config.training
     if not training.packing:

@@ -1,245 +1,240 @@
-"""What a checkpoint must hold beside weights and optimizer: the carry buffer, and what made the run.
+"""Which checkpoints are whole, which one a run goes on from, and which are kept.
 
-The buffer is JSON: token ids, roles and targets, exact to the bit. Images are not in it; on resume they are encoded
-again from the dataset, by the same processor.
+All ranks write a checkpoint together, over seconds or minutes, and a kill may come between any two of its files. It
+counts from the moment at which it is sealed: the seal is its last file, is written once every rank has written its own,
+and lists them all with their sizes.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import os
-import platform
 import re
-import subprocess
-import sys
-from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
-from importlib import metadata
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-import coordexp
 from coordexp import distributed
-from coordexp.config import RunConfig, resolved_yaml
 from coordexp.errors import CheckpointError
-from coordexp.packing import CarryBuffer
-from coordexp.records import RolloutRequest, Segment, TrainingTarget
+from coordexp.training.buffer_file import holds_carry_buffers
+from coordexp.training.line_files import write_atomically
 
 logger = logging.getLogger("coordexp")
 
-MANIFEST = "run_manifest.json"
-RESOLVED_CONFIG = "resolved_config.yaml"
-_PACKAGES = ("torch", "transformers", "accelerate", "peft", "numpy", "scipy")
-_ARRAYS = {
-    "roles_T": np.uint8,
-    "coord_pos_K": np.int64,
-    "coord_bin_K": np.float64,
-    "box_pos_M4": np.int64,
-    "box_bin_M4": np.float64,
-}
-_PROVENANCE = ("matched_pred_idx", "matched_gt_idx", "appended_gt_idx", "appended_object_index")
+SEAL = "complete.json"
 
 
-def segment_to_json(segment: Segment) -> dict[str, Any]:
-    """A segment without its image tensors; floats survive JSON exactly."""
-    target = segment.target
-    return {
-        "sample_id": segment.sample_id,
-        "prompt_token_ids": list(segment.prompt_token_ids),
-        "target": {
-            "token_ids": list(target.token_ids),
-            **{name: getattr(target, name).tolist() for name in _ARRAYS},
-            "context": target.context,
-            "prefix_len": target.prefix_len,
-            **{name: list(getattr(target, name)) for name in _PROVENANCE},
-        },
-    }
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """What a whole checkpoint says about itself. ``files``: sizes in bytes by path; ``resumable``: false for the model
+    alone."""
+
+    step: int
+    world_size: int
+    resumable: bool
+    files: Mapping[str, int]
 
 
-def segment_from_json(data: Mapping[str, Any], encode: Callable[[str], RolloutRequest]) -> Segment:
-    """Rebuild a segment; ``encode`` gives the sample's prompt and image tensors by its id.
+def checkpoint_folder(output_dir: str | Path, step: int) -> Path:
+    return Path(output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+
+
+def seal_checkpoint(folder: Path, step: int, *, resumable: bool, writes: bool, shared: bool) -> None:
+    """Declare a checkpoint finished, once every rank is here. A collective call.
+
+    Args:
+        writes: whether this rank writes the seal. shared: all ranks write to one file system; otherwise each that seals
+            sees the files of its own machine alone.
+    """
+    where = f"sealing {folder}"
+    with distributed.together(where):
+        seen = _sizes(folder)
+    if shared:
+        # A network file system may show a rank the others' files late, but its own at once.
+        for part in distributed.gather_json(seen):
+            seen |= {name: max(size, seen.get(name, 0)) for name, size in part.items()}
+    with distributed.together(where):
+        if writes:
+            seal = Seal(step, distributed.world_size(), resumable, seen)
+            write_atomically(folder / SEAL, json.dumps(asdict(seal), indent=1, sort_keys=True) + "\n")
+
+
+def read_seal(folder: Path) -> Seal:
+    """The seal of a whole checkpoint.
 
     Raises:
-        CheckpointError: the sample's prompt is no longer the one that was saved.
+        CheckpointError: the folder holds none, or not all that its seal lists. The text goes on after a path.
     """
-    target = data["target"]
-    request = encode(data["sample_id"])
-    if list(request.prompt_token_ids) != data["prompt_token_ids"]:
-        raise CheckpointError(
-            f"{data['sample_id']}: its prompt changed since the checkpoint was written; resume with the same data, "
-            "template and processor, or start anew"
-        )
-    arrays: dict[str, Any] = {name: np.array(target[name], dtype=dtype) for name, dtype in _ARRAYS.items()}
-    provenance: dict[str, Any] = {name: tuple(target[name]) for name in _PROVENANCE}
-    for name in ("box_pos_M4", "box_bin_M4"):
-        arrays[name] = arrays[name].reshape(-1, 4)
-    return Segment(
-        data["sample_id"],
-        tuple(data["prompt_token_ids"]),
-        TrainingTarget(
-            sample_id=data["sample_id"],
-            token_ids=tuple(target["token_ids"]),
-            context=target["context"],
-            prefix_len=target["prefix_len"],
-            **arrays,
-            **provenance,
-        ),
-        request.model_inputs,
-    )
-
-
-def save_carry_buffer(buffer: CarryBuffer, folder: Path) -> None:
-    """Write this rank's waiting segments to a checkpoint folder. A collective call.
-
-    Call it before the rest of the checkpoint is written: a folder with a ``trainer_state.json`` then has every rank's
-    buffer, whenever the run is killed.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    _write_atomically(_buffer_path(folder), json.dumps([segment_to_json(s) for s in buffer.segments]))
-    distributed.barrier()
-
-
-def load_carry_buffer(buffer: CarryBuffer, checkpoint: Path, encode: Callable[[str], RolloutRequest]) -> None:
-    """Fill ``buffer`` as it was when ``checkpoint`` was written.
-
-    Raises:
-        CheckpointError: the checkpoint holds no buffer for this rank, or an unreadable one. DataError: a waiting sample
-            is no longer in the dataset.
-    """
-    path = _buffer_path(checkpoint)
-    if not path.is_file():
-        raise CheckpointError(
-            f"{path}: missing; this checkpoint was written with training.packing: false or by fewer processes. Resume "
-            "with the configuration and number of processes that wrote it"
-        )
+    if not folder.is_dir():
+        raise CheckpointError("is no folder")
     try:
-        segments = [segment_from_json(data, encode) for data in json.loads(path.read_text(encoding="utf-8"))]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: not a carry buffer ({error!r}); resume from an older checkpoint") from error
-    buffer.load_state_dict({"segments": segments})
-
-
-def check_carry_buffers(checkpoint: Path, packing: bool) -> None:
-    """Refuse to resume where segments that wait in ``checkpoint`` would never be trained on.
-
-    Raises:
-        CheckpointError: packing is off now, or more processes wrote the checkpoint than run now.
-    """
-    written = len(list(checkpoint.glob("carry_buffer_rank*.json")))
-    if not packing and written:
-        raise CheckpointError(
-            f"{checkpoint}: holds segments that wait for a packed row, but training.packing is false; resume with "
-            "training.packing: true, or start anew"
-        )
-    if packing and written > distributed.world_size():
-        raise CheckpointError(
-            f"{checkpoint}: written by {written} processes, resumed by {distributed.world_size()}: waiting segments "
-            f"of the others would be lost. Resume with {written} processes, or start anew"
-        )
-
-
-def resolve_resume(output_dir: str | Path, resume: bool | str | None) -> Path | None:
-    """The checkpoint that ``training.resume_from_checkpoint`` means; None to start anew.
-
-    ``True`` takes the newest complete checkpoint and passes over those that a kill left unfinished; without a complete
-    one it starts anew, so that one YAML serves the first start and every restart. A named folder must be complete.
-
-    Raises:
-        CheckpointError: the named folder is none, or unfinished.
-    """
-    if not resume:
-        return None
-    if resume is True:
-        for folder in _checkpoints(Path(output_dir)):
-            if is_complete(folder):
-                return folder
-            logger.warning("%s is unfinished; passing over it", folder)
-        return None
-    if not is_complete(Path(resume)):
-        raise CheckpointError(
-            f"training.resume_from_checkpoint: {resume} holds no readable trainer_state.json; name a checkpoint-N "
-            "folder that was written to its end"
-        )
-    return Path(resume)
-
-
-def _checkpoints(output_dir: Path) -> list[Path]:
-    """Checkpoint folders, newest first."""
-    found = [(int(match[1]), folder) for folder in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*")
-             if folder.is_dir() and (match := re.fullmatch(r".*-(\d+)", folder.name))]  # fmt: skip
-    return [folder for _, folder in sorted(found, reverse=True)]
+        seal = Seal(**json.loads((folder / SEAL).read_text(encoding="utf-8")))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"is unfinished: it has no {SEAL}, the last file of a checkpoint") from error
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"has an unreadable {SEAL} ({error})") from error
+    sizes = _sizes(folder)
+    wrong = sorted(name for name, size in seal.files.items() if sizes.get(name) != size)
+    if wrong:
+        state = "is missing" if wrong[0] not in sizes else f"has {sizes[wrong[0]]} bytes of {seal.files[wrong[0]]}"
+        others = f", and {len(wrong) - 1} more files are not as they were" if len(wrong) > 1 else ""
+        raise CheckpointError(f"is damaged: {wrong[0]} {state}{others}")
+    return seal
 
 
 def is_complete(folder: Path) -> bool:
-    """The trainer's state is the last file of a checkpoint; half of it is no JSON."""
+    """Whether everything that all ranks had to write is there."""
     try:
-        json.loads((folder / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError):
+        read_seal(folder)
+    except CheckpointError:
         return False
     return True
 
 
-def write_manifest(config: RunConfig, config_path: str | Path | None, output_dir: Path) -> None:
-    """Write what determines the run, before its first step: resolved configuration, versions, commit, seeds."""
-    if not distributed.is_main():
+def resolve_resume(output_dir: str | Path, resume: bool | str | None) -> Path | None:
+    """The checkpoint that ``training.resume_from_checkpoint`` means; None to start anew. A collective call: all ranks
+    go on from the same one.
+
+    ``True`` takes the newest that is whole for every rank, and passes over others by name. Where none was ever finished
+    it starts anew, so that one YAML serves the first start and every restart. A named folder must be whole.
+
+    Raises:
+        CheckpointError: the named folder is none, unfinished or damaged, or holds a model alone; or all that were
+            finished are so by now.
+    """
+    if not resume:
+        return None
+    if resume is True:
+        return _newest_whole(Path(output_dir))
+    with distributed.together("training.resume_from_checkpoint"):
+        if problem := _problem_with(Path(resume)):
+            whole = [folder for folder in _checkpoints(Path(resume).parent) if _problem_with(folder) is None]
+            cure = f"name {whole[0]}, which is whole" if whole else "name a checkpoint-N folder that is whole"
+            raise CheckpointError(f"training.resume_from_checkpoint: {resume} {problem}; {cure}, or start anew")
+    return Path(resume)
+
+
+def check_resume(checkpoint: Path, packing: bool) -> None:
+    """Refuse to resume where segments that wait in ``checkpoint`` would never be trained on; warn where the data would
+    come in another order.
+
+    Raises:
+        CheckpointError: packing is off now, or another number of processes wrote the checkpoint.
+    """
+    written, now = read_seal(checkpoint).world_size, distributed.world_size()
+    buffered = holds_carry_buffers(checkpoint)
+    if not packing and buffered:
+        raise CheckpointError(
+            f"{checkpoint}: holds segments that wait for a packed row, but training.packing is false; resume with "
+            "training.packing: true, or start anew"
+        )
+    if packing and not buffered:
+        raise CheckpointError(
+            f"{checkpoint}: carry buffer missing: it was written with training.packing: false; resume with that, or "
+            "start anew"
+        )
+    if written == now:
         return
-    output_dir.mkdir(parents=True, exist_ok=True)
-    _write_atomically(output_dir / RESOLVED_CONFIG, resolved_yaml(config))
-    manifest = {
-        "schema_version": 1,
-        "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": sys.argv,
-        "config_path": None if config_path is None else str(Path(config_path).resolve()),
-        "resolved_config": RESOLVED_CONFIG,
-        "seed": config.training.seed,
-        "world_size": distributed.world_size(),
-        "coordexp": coordexp.__version__,
-        "git": _git_state(),
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "packages": {
-            name: _version(name) for name in ("torch", "transformers", "accelerate", "peft", "numpy", "scipy")
-        },
-    }
-    _write_atomically(output_dir / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+    if packing:
+        raise CheckpointError(
+            f"{checkpoint}: written by {written} processes, resumed by {now}: each process has segments of its own "
+            f"waiting for a packed row. Resume with {written} processes, or start anew"
+        )
+    if distributed.is_main():
+        logger.warning(
+            "%s was written by %d processes and is resumed by %d: samples come in another order, random states and "
+            "the log line under way start anew",
+            checkpoint,
+            written,
+            now,
+        )
 
 
-def _buffer_path(folder: Path) -> Path:
-    return folder / f"carry_buffer_rank{distributed.rank()}.json"
+def warn_of_checkpoints_ahead(output_dir: str | Path, start: int) -> None:
+    """Say which checkpoints of an earlier run could be taken for this one's, which starts after ``start`` steps."""
+    ahead = [folder.name for folder in _checkpoints(Path(output_dir)) if _step_of(folder) > start]
+    if ahead and distributed.is_main():
+        logger.warning(
+            "%s holds %s of an earlier run, ahead of step %d where this one starts; training.resume_from_checkpoint: "
+            "true would take the newest. Move them away, or choose another training.output_dir",
+            output_dir,
+            ", ".join(ahead),
+            start,
+        )
 
 
-def _version(package: str) -> str | None:
+def delete_old(output_dir: Path, limit: int | None, *, newest: Path, best: Path | None) -> None:
+    """Keep ``newest``, which must be whole by now, and ``best``; fill up to ``limit`` with the newest other whole ones.
+
+    Everything older goes, unfinished ones too. What cannot be deleted is warned of.
+    """
+    if limit is None:
+        return
+    kept = {newest} if best is None else {newest, best}
+    for folder in _checkpoints(output_dir):
+        if folder in kept:
+            continue
+        whole = is_complete(folder)
+        if whole and len(kept) < limit:
+            kept.add(folder)
+        elif whole or _step_of(folder) < _step_of(newest):
+            try:
+                shutil.rmtree(folder)
+            except OSError as error:
+                logger.warning("%s: cannot be deleted as training.save_total_limit wants it: %s", folder, error)
+
+
+def _newest_whole(output_dir: Path) -> Path | None:
+    with distributed.together(f"looking for checkpoints in {output_dir}"):
+        mine = {folder.name: [_problem_with(folder), (folder / SEAL).exists()] for folder in _checkpoints(output_dir)}
+    reports = distributed.gather_json(mine)
+    absent = ["is not there; all processes must see the same training.output_dir", False]
+    finished: list[str] = []
+    for name in sorted(set().union(*reports), key=lambda name: -_step_of(Path(name))):
+        seen = [report.get(name, absent) for report in reports]
+        rank, problem = next(((rank, problem) for rank, (problem, _) in enumerate(seen) if problem), (0, None))
+        if problem is None:
+            return output_dir / name
+        by = f" (seen by rank {rank})" if len(reports) > 1 else ""
+        if distributed.is_main():
+            logger.warning("%s %s; passing over it%s", output_dir / name, problem, by)
+        if any(sealed for _, sealed in seen):
+            finished.append(f"{name} {problem}{by}")
+    if finished:
+        raise CheckpointError(
+            f"training.resume_from_checkpoint: true found no checkpoint to go on from in {output_dir}, and starting "
+            f"anew would give up what was learned there: {'; '.join(finished)}. Mend or remove it, or choose another "
+            "training.output_dir"
+        )
+    return None
+
+
+def _problem_with(folder: Path) -> str | None:
+    """Why training cannot go on from ``folder``, to be read after its name; None where it can."""
     try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+        seal = read_seal(folder)
+    except CheckpointError as error:
+        return str(error)
+    return None if seal.resumable else "holds the model alone (training.save_only_model: true)"
 
 
-def _git_state() -> dict[str, Any] | None:
-    """Commit of the source tree this package runs from; None for an installed wheel or without git."""
-    folder = Path(__file__).parent
-
-    def git(*arguments: str) -> str | None:
-        try:
-            done = subprocess.run(
-                ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=False
-            )
-        except (FileNotFoundError, subprocess.TimeoutExpired):
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    # Inside somebody else's repository (a venv below it) the commit would be theirs, not ours.
-    if git("ls-files", "--error-unmatch", Path(__file__).name) is None:
-        return None
-    return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
+def _checkpoints(output_dir: Path) -> list[Path]:
+    """Checkpoint folders, of the most steps first."""
+    found = [folder for folder in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+             if folder.is_dir() and re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-\d+", folder.name)]  # fmt: skip
+    return sorted(found, key=_step_of, reverse=True)
 
 
-def _write_atomically(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".partial")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+def _step_of(folder: Path) -> int:
+    return int(folder.name.rpartition("-")[2])
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    return {
+        path.relative_to(folder).as_posix(): path.stat().st_size
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != SEAL
+    }

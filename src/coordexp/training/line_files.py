@@ -1,4 +1,4 @@
-"""Files of JSON lines that a run appends to, and a killed run may leave unfinished."""
+"""Files that a kill may not leave half written: lines that a run appends, and small files that it writes whole."""
 
 from __future__ import annotations
 
@@ -29,3 +29,10 @@ def _end_of_last_line(file: BinaryIO) -> int:
             return start + found + 1
         end = start
     return 0
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a whole file, or leave what was there: also when the run is killed meanwhile."""
+    temporary = path.with_name(f"{path.name}.partial")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)

@@ -2,48 +2,40 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import DistributedType
-from transformers import Trainer
-from transformers.trainer import TRAINING_ARGS_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from coordexp import distributed
 from coordexp.config.objective import Channel
 from coordexp.coords import CoordVocab
 from coordexp.data.dataset import RecordDataset, Sample
-from coordexp.errors import AlignmentError, CheckpointError, RolloutError, TrainingDiverged
+from coordexp.errors import TrainingDiverged
 from coordexp.evaluation import EvaluationOptions, evaluate_dataset
 from coordexp.evaluation.predict import ON_COUNTS_ALONE, Scorer
-from coordexp.metrics import MetricsPayload, MetricSums
-from coordexp.modeling.adapter import has_adapter, load_adapter, save_adapter
+from coordexp.metrics import MetricsPayload
 from coordexp.modeling.inputs import row_inputs, to_device
 from coordexp.modeling.load import LoadedModel
 from coordexp.objective import HeadQuery, HeadScores, SupervisionTensors
 from coordexp.records import PackedRow
 from coordexp.rollouts import RolloutBackend, synced
-from coordexp.training.checkpoint import is_complete, save_carry_buffer
 from coordexp.training.drift import DriftWatch
 from coordexp.training.learning import Learning, name_channel
 from coordexp.training.optimizer import LearningRates, grouped, parameter_groups
 from coordexp.training.parallel import shard_on_cpus
 from coordexp.training.rollout_dump import RolloutRecorder
+from coordexp.training.saving import SavingTrainer
 from coordexp.training.token_losses import token_losses
 from coordexp.training.two_channel import TwoChannelBuilder
 from coordexp.training.window import Window, WindowBuilder
 
-logger = logging.getLogger("coordexp")
 
-
-class CoordExpTrainer(Trainer):
+class CoordExpTrainer(SavingTrainer):
     """Stage 1, stage 2 and both channels alike: they differ in where a window's rows come from and in what is learned
     from a row.
 
@@ -67,13 +59,12 @@ class CoordExpTrainer(Trainer):
         **kwargs: Any,
     ) -> None:
         as_they_are: Any = list
-        super().__init__(model=loaded.model, data_collator=as_they_are, **kwargs)
+        super().__init__(loaded=loaded, buffer=window_builder.buffer, data_collator=as_they_are, **kwargs)
         shard_on_cpus(self)
         # Shares are already divided by the whole step's counts: dividing again by micro-steps would be wrong.
         self.loss_is_scaled_for_ga = True
         self.window_builder = window_builder
         self.window: Window | None = None
-        self._loaded = loaded
         self._vocab: CoordVocab = loaded.vocab
         self._rope_index = loaded.model.model.get_rope_index
         self._learning = learning
@@ -84,7 +75,6 @@ class CoordExpTrainer(Trainer):
         self.rollout_matching_cfg = rollout_matching_cfg
         self._learning_rates = learning_rates
         self._recorder = recorder
-        self._sums = MetricSums()
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """transformers' optimizer over groups of ours: each part of the model has its own learning rate."""
@@ -99,24 +89,31 @@ class CoordExpTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], None]:
+        self.take_up_log_line()
         if self.state.global_step >= self.state.max_steps:
             return [], None  # a finished run, resumed: transformers would look at max_steps only after one step more
-        with distributed.together(f"reading the samples of step {self.state.global_step + 1}"):
-            raw, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-            raw = [[_owning_memory(sample) for sample in batch] for batch in raw]
-        if not raw:
-            return [], None
-        started = time.perf_counter()
-        with self._saving_before_giving_up():
+        step = self.state.global_step + 1
+        with self.saving_before_giving_up(f"step {step}"):
+            with distributed.together(f"reading the samples of step {step}"):
+                raw, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+                raw = [[_owning_memory(sample) for sample in batch] for batch in raw]
+            if not raw:
+                return [], None
+            started = time.perf_counter()
             self.window = self.window_builder.prepare(raw, self.state.global_step)
-        self._sums.add(self.window.metrics)
-        if self._recorder is not None and self.window.outcomes:
-            logging_steps = int(self.state.logging_steps or 1)
-            self._recorder.offer(self.state.global_step, logging_steps, raw, self.window.outcomes)
-            self._sums.add(self._recorder.take_counters())
-        self._sums.add({"time/window_prepare_s": time.perf_counter() - started})
-        self._sums.count_step(self.window.channel)
-        return [[self._row_inputs(row) for row in rows] for rows in self.window.micro_steps], None
+            with distributed.together(f"inputs of step {step}"):
+                recorded = self._record(raw, self.window)
+                prepared_s = time.perf_counter() - started
+                inputs = [[self._row_inputs(row) for row in rows] for rows in self.window.micro_steps]
+        self.sums.add({**self.window.metrics, **recorded, "time/window_prepare_s": prepared_s})
+        self.sums.count_step(self.window.channel)
+        return inputs, None
+
+    def _record(self, raw: Sequence[Sequence[Sample]], window: Window) -> Mapping[str, float]:
+        if self._recorder is None or not window.outcomes:
+            return {}
+        self._recorder.offer(self.state.global_step, int(self.state.logging_steps or 1), raw, window.outcomes)
+        return self._recorder.take_counters()
 
     def _row_inputs(self, row: PackedRow) -> dict[str, Any]:
         dtype = next(self._loaded.model.parameters()).dtype
@@ -145,7 +142,7 @@ class CoordExpTrainer(Trainer):
         for number, row in enumerate(inputs, start=1):
             with nullcontext() if number == len(inputs) else self._without_exchange(model):
                 loss = loss + super().training_step(model, row, num_items_in_batch)
-        self._sums.add({"time/learner_s": time.perf_counter() - started})
+        self.sums.add({"time/learner_s": time.perf_counter() - started})
         return loss
 
     @contextmanager
@@ -180,8 +177,8 @@ class CoordExpTrainer(Trainer):
         # One look from the host for all terms: each would wait for the device.
         shares = torch.stack([*result.terms.values()]).tolist() if result.terms else []
         names = [name_channel(name, self.window.channel) for name in result.terms]
-        self._sums.add(dict(zip(names, shares, strict=True)))
-        self._sums.add({"time/forward_s": time.perf_counter() - started, "train/micro_steps": 1})
+        self.sums.add(dict(zip(names, shares, strict=True)))
+        self.sums.add({"time/forward_s": time.perf_counter() - started, "train/micro_steps": 1})
         return result.loss * distributed.world_size()
 
     def _record_losses(
@@ -204,67 +201,12 @@ class CoordExpTrainer(Trainer):
         )
         broken, clamped = torch.stack([broken_F.sum(), clamped_F.sum()]).tolist()
         num_scored = sum(query.num_scored for query in queries)
-        self._sums.add({"train/nonfinite_positions_total": broken, "train/clamped_positions_total": clamped})
+        self.sums.add({"train/nonfinite_positions_total": broken, "train/clamped_positions_total": clamped})
         if num_scored and broken == num_scored:
             raise TrainingDiverged(
                 f"step {self.state.global_step + 1}: every supervised position has NaN or infinite logits; lower "
                 "training.learning_rate or training.max_grad_norm, or use bf16 instead of fp16, and resume from the "
                 "last checkpoint with finite loss"
-            )
-
-    @contextmanager
-    def _saving_before_giving_up(self) -> Iterator[None]:
-        """Where rollouts fail, they fail on every rank alike; what was learned so far is intact, and is saved first."""
-        try:
-            yield
-        except (RolloutError, AlignmentError):
-            step = self.state.global_step
-            folder = Path(str(self.args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
-            if step and not is_complete(folder):
-                self._save_checkpoint(self._loaded.model, None)
-            if step and distributed.is_main():
-                logger.error("rollouts failed after %d steps; resume from %s", step, folder)
-            raise
-
-    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        if self.window_builder.buffer is not None:
-            folder = Path(str(self.args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-            save_carry_buffer(self.window_builder.buffer, folder)
-        super()._save_checkpoint(model, trial)
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        if not has_adapter(self._loaded.model):
-            if state_dict is not None and self._loaded.model.config.tie_word_embeddings:
-                # Gathered from shards, a tied head is a tensor of its own, which no plain checkpoint holds.
-                ties = self._loaded.model.all_tied_weights_keys or {}
-                state_dict = {name: value for name, value in state_dict.items() if name not in ties}
-            super()._save(output_dir, state_dict)
-            return
-        folder = Path(output_dir or str(self.args.output_dir))
-        save_adapter(self._loaded.model, folder, state_dict)
-        self._loaded.processor.save_pretrained(folder)
-        torch.save(self.args, folder / TRAINING_ARGS_NAME)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if has_adapter(self._loaded.model) and not self.is_fsdp_enabled:  # FSDP saves and loads all weights, sharded
-            load_adapter(self._loaded.model, Path(resume_from_checkpoint))
-        else:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _load_best_model(self) -> None:
-        if has_adapter(self._loaded.model) and not self.is_fsdp_enabled:
-            load_adapter(self._loaded.model, Path(str(self.state.best_model_checkpoint)))
-        else:
-            super()._load_best_model()
-
-    def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """transformers warns of a tied language head, which no file holds, and no more than warns of a real gap."""
-        missing = sorted(set(load_result.missing_keys) - set(self._loaded.model.all_tied_weights_keys or {}))
-        if missing or load_result.unexpected_keys:
-            raise CheckpointError(
-                f"the checkpoint to resume from is of another model: {len(missing)} weights are missing "
-                f"{missing[:1]}, {len(load_result.unexpected_keys)} unknown {load_result.unexpected_keys[:1]}; resume "
-                "with the model.model that it was trained from"
             )
 
     def close(self) -> None:
@@ -275,8 +217,8 @@ class CoordExpTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the steps' global metrics to the trainer's own line. Every rank logs, so the reduction is collective."""
-        if "loss" in logs and self._sums.steps:
-            metrics = self._sums.take()
+        if "loss" in logs and self.sums.steps:
+            metrics = self.sums.take()
             # The trainer averages the scaled loss over ranks; the sum of the terms is the same number, exactly.
             metrics |= self._watched(metrics)
             logs = {**logs, **MetricsPayload("train", self.state.global_step, metrics).metrics}
@@ -299,7 +241,12 @@ class CoordExpTrainer(Trainer):
         started = time.perf_counter()
         figures: dict[str, float] = {}
         if self._measured is not None:
-            with self._saving_before_giving_up(), synced(self._eval_backend, self.state.global_step):
+            where = f"evaluation after step {self.state.global_step}"
+            with (
+                self.saving_before_giving_up(where),
+                distributed.together(where),
+                synced(self._eval_backend, self.state.global_step),
+            ):
                 figures, _ = evaluate_dataset(
                     dataset,
                     self._eval_backend,

@@ -64,7 +64,8 @@ class WindowBuilder:
         """Everything an optimizer step needs but its forward passes. A collective call: all ranks make it together.
 
         Raises:
-            AlignmentError, SegmentTooLong, CarryBufferOverflow, RolloutError: nothing has been trained on yet.
+            AlignmentError, AppendError, SegmentTooLong, CarryBufferOverflow, RolloutError: nothing has been trained on
+                yet, but the carry buffer may have given rows away; :meth:`CarryBuffer.load_state_dict` restores it.
         """
         metrics: defaultdict[str, float] = defaultdict(float)
         with distributed.together(f"rollouts of step {global_step + 1}"):
@@ -72,11 +73,11 @@ class WindowBuilder:
         started = time.perf_counter()
         with distributed.together(f"packing of step {global_step + 1}"):
             laid_out = self._lay_out(segments, metrics)
-        micro_steps = tuple(
-            tuple(build_row(chosen) for chosen in rows) for rows in self._pad(laid_out, micro_batches, metrics)
-        )
-        rows = [row for one in micro_steps for row in one]
-        local = SupervisionCounts.of(segment.target for row in rows for segment in row.segments)
+        padded = self._pad(laid_out, micro_batches, metrics)
+        with distributed.together(f"rows of step {global_step + 1}"):  # before the next collective call: see together
+            micro_steps = tuple(tuple(build_row(chosen) for chosen in rows) for rows in padded)
+            rows = [row for one in micro_steps for row in one]
+            local = SupervisionCounts.of(segment.target for row in rows for segment in row.segments)
         counts = SupervisionCounts(*(int(n) for n in distributed.all_reduce(local.as_tuple(), "sum")))
         metrics["time/pack_s"] = time.perf_counter() - started
         metrics["train/samples_total"] = sum(len(batch) for batch in micro_batches)

@@ -18,16 +18,9 @@ from coordexp.config import load_config
 from coordexp.errors import CheckpointError, DataError
 from coordexp.packing import CarryBuffer
 from coordexp.records import RolloutRequest, Segment
-from coordexp.training.checkpoint import (
-    MANIFEST,
-    RESOLVED_CONFIG,
-    check_carry_buffers,
-    load_carry_buffer,
-    resolve_resume,
-    save_carry_buffer,
-    segment_from_json,
-    segment_to_json,
-)
+from coordexp.training.buffer_file import load_carry_buffer, save_carry_buffer, segment_from_json, segment_to_json
+from coordexp.training.checkpoint import SEAL, check_resume, delete_old, resolve_resume, seal_checkpoint
+from coordexp.training.manifest import MANIFEST, RESOLVED_CONFIG
 from coordexp.training.trainer import CoordExpTrainer
 from tiny_run import gt_segments, load_tiny, run_config, same_weights, step_lines, train, weights
 
@@ -35,7 +28,7 @@ from tiny_run import gt_segments, load_tiny, run_config, same_weights, step_line
 WAITING: dict[str, Any] = {
     "global_max_length": 150,
     "training__per_device_train_batch_size": 4,
-    "training__max_steps": 4,
+    "training__max_steps": 6,
     "training__save_strategy": "steps",
     "training__save_steps": 2,
     "training__lr_scheduler_type": "linear",
@@ -49,14 +42,14 @@ class Killed(BaseException):
 
 def kill_at(step: int) -> Any:
     def arm(trainer: CoordExpTrainer) -> None:
-        prepare = trainer.window_builder.prepare
+        read = trainer.get_batch_samples
 
-        def prepare_or_die(micro_batches: Any, global_step: int) -> Any:
-            if global_step == step:
+        def read_or_die(*arguments: Any) -> Any:
+            if trainer.state.global_step == step:
                 raise Killed
-            return prepare(micro_batches, global_step)
+            return read(*arguments)
 
-        trainer.window_builder.prepare = prepare_or_die
+        trainer.get_batch_samples = read_or_die
 
     return arm
 
@@ -69,18 +62,21 @@ def waiting(trainer: CoordExpTrainer) -> list[dict[str, Any]]:
     return [segment_to_json(segment) for segment in trainer.window_builder.buffer.segments]
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_killed_and_resumed_equals_never_killed(stage: int, tmp_path: Path) -> None:
-    whole = train(run_config(tmp_path, stage, "whole", **WAITING))
-    config = run_config(tmp_path, stage, "killed", training__resume_from_checkpoint=True, **WAITING)
+@pytest.mark.parametrize("stage", [1, 2, "two_channel"])
+@pytest.mark.parametrize("logging_steps", [1, 3])
+def test_killed_and_resumed_equals_never_killed(stage: Any, logging_steps: int, tmp_path: Path) -> None:
+    """Also where the checkpoint falls between two log lines, and a step has two micro-steps."""
+    keys = WAITING | {"training__logging_steps": logging_steps, "training__gradient_accumulation_steps": 2}
+    whole = train(run_config(tmp_path, stage, "whole", **keys))
+    config = run_config(tmp_path, stage, "killed", training__resume_from_checkpoint=True, **keys)
     with pytest.raises(Killed):
-        train(config, on_built=kill_at(3))
-    saved = json.loads((tmp_path / "killed" / "checkpoint-2" / "carry_buffer_rank0.json").read_text())
+        train(config, on_built=kill_at(5))
+    saved = json.loads((tmp_path / "killed" / "checkpoint-4" / "carry_buffer_rank0.json").read_text())
     assert len(saved) >= 2, "nothing waited, so the buffer was not tested"
     random.seed(99)  # a new process has another random state
     np.random.seed(99)
     resumed = train(config)
-    assert figures(resumed) == figures(whole) and len(figures(whole)) == 4
+    assert figures(resumed) == figures(whole) and len(figures(whole)) == 6 // logging_steps
     assert same_weights(weights(resumed.model), weights(whole.model))
     assert waiting(resumed) == waiting(whole) != []
 
@@ -107,6 +103,7 @@ def test_resuming_another_model_is_refused(tmp_path: Path) -> None:
     state = load_file(weights_file)
     state.pop("model.language_model.norm.weight")
     save_file(state, weights_file, metadata={"format": "pt"})
+    seal(tmp_path / "run" / "checkpoint-2", 2)
     with pytest.raises(CheckpointError, match=r"1 weights are missing \['model\.language_model\.norm\.weight'\]"):
         train(run_config(tmp_path, 1, **keys))
 
@@ -120,61 +117,150 @@ def test_a_tied_language_head_is_no_cause_for_alarm(tmp_path: Path, caplog: pyte
     assert resumed.model.lm_head.weight is resumed.model.get_input_embeddings().weight
 
 
-def test_the_buffer_is_on_disk_before_the_checkpoint_counts_as_complete(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("method", ["save_model", "_save_optimizer_and_scheduler", "_save_rng_state"])
+def test_killed_while_saving_the_older_checkpoint_serves(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed while the model is being saved: the buffer is there, the older checkpoint serves."""
-    saves: list[str] = []
-    save_model = CoordExpTrainer.save_model
+    """Also where only one is kept: the older goes when the newer is whole, not before."""
+    saves: list[Path] = []
+    save = getattr(CoordExpTrainer, method)
 
-    def save_or_die(self: CoordExpTrainer, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        saves.append(Path(str(output_dir)).name)
+    def save_or_die(self: CoordExpTrainer, output_dir: str, *args: Any, **kwargs: Any) -> None:
+        saves.append(Path(output_dir))
         if len(saves) == 2:
             raise Killed
-        save_model(self, output_dir, _internal_call)
+        save(self, output_dir, *args, **kwargs)
 
-    monkeypatch.setattr(CoordExpTrainer, "save_model", save_or_die)
-    keys = WAITING | {"training__save_steps": 1, "training__max_steps": 3}
+    monkeypatch.setattr(CoordExpTrainer, method, save_or_die)
+    keys = WAITING | {"training__save_steps": 1, "training__max_steps": 3, "training__save_total_limit": 1}
     with pytest.raises(Killed):
         train(run_config(tmp_path, 1, **keys))
-    assert saves == ["checkpoint-1", "checkpoint-2"]
-    assert sorted(path.name for path in (tmp_path / "run" / "checkpoint-2").iterdir()) == ["carry_buffer_rank0.json"]
+    assert [folder.name for folder in saves] == ["checkpoint-1", "checkpoint-2"]
+    assert (saves[1] / "carry_buffer_rank0.json").is_file() and not (saves[1] / SEAL).exists()
     assert resolve_resume(tmp_path / "run", True) == tmp_path / "run" / "checkpoint-1"
+    monkeypatch.undo()
+    train(run_config(tmp_path, 1, **keys, training__resume_from_checkpoint=True))
+    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-3"]
 
 
-def checkpoint(folder: Path, step: int, state: str | None = "{}") -> Path:
+def seal(folder: Path, step: int, resumable: bool = True) -> None:
+    seal_checkpoint(folder, step, resumable=resumable, writes=True, shared=True)
+
+
+def checkpoint(folder: Path, step: int, *, sealed: bool = True, resumable: bool = True) -> Path:
     path = folder / f"checkpoint-{step}"
-    path.mkdir(parents=True)
-    if state is not None:
-        (path / "trainer_state.json").write_text(state)
+    (path / "shards").mkdir(parents=True)
+    for name in ("trainer_state.json", "rng_state_0.pth", "rng_state_1.pth", "shards/0.distcp"):
+        (path / name).write_text("{}")
+    if sealed:
+        seal(path, step, resumable)
     return path
 
 
-@pytest.mark.parametrize("unfinished", [None, "", '{"global_step": 1'])
-def test_unfinished_checkpoints_are_passed_over_and_named(
-    unfinished: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def spoil(folder: Path, name: str, content: str | None) -> None:
+    if content is None:
+        (folder / name).unlink()
+    else:
+        (folder / name).write_text(content)
+
+
+DAMAGES = [
+    (SEAL, None, "is unfinished: it has no complete.json"),
+    (SEAL, "", "has an unreadable complete.json"),
+    (SEAL, '{"step": 1}', "has an unreadable complete.json"),
+    ("rng_state_1.pth", None, "is damaged: rng_state_1.pth is missing"),
+    ("shards/0.distcp", None, "is damaged: shards/0.distcp is missing"),
+    ("trainer_state.json", "", "is damaged: trainer_state.json has 0 bytes of 2"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "says"), DAMAGES, ids=[says for *_, says in DAMAGES])
+def test_what_is_not_whole_is_passed_over_and_named(
+    name: str, content: str | None, says: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     checkpoint(tmp_path, 8)
     good = checkpoint(tmp_path, 9)
-    checkpoint(tmp_path, 10, unfinished)
+    spoil(checkpoint(tmp_path, 10), name, content)
     (tmp_path / "checkpoint-last").mkdir()
     with caplog.at_level(logging.WARNING, logger="coordexp"):
         assert resolve_resume(tmp_path, True) == good
-    assert "checkpoint-10 is unfinished" in caplog.text
+    assert f"checkpoint-10 {says}" in caplog.text and "passing over it" in caplog.text
+
+
+@pytest.mark.parametrize(("name", "content", "says"), DAMAGES, ids=[says for *_, says in DAMAGES])
+def test_a_named_checkpoint_must_be_whole(name: str, content: str | None, says: str, tmp_path: Path) -> None:
+    good, bad = checkpoint(tmp_path, 1), checkpoint(tmp_path, 2)
+    assert resolve_resume("elsewhere", str(bad)) == bad
+    spoil(bad, name, content)
+    with pytest.raises(CheckpointError, match=rf"training\.resume_from_checkpoint: .*checkpoint-2 {says}.*name {good}"):
+        resolve_resume("elsewhere", str(bad))
+
+
+def test_a_named_checkpoint_must_exist(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"checkpoint-3 is no folder; name a checkpoint-N folder that is whole"):
+        resolve_resume("elsewhere", str(tmp_path / "checkpoint-3"))
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_was_whole_starts_anew(tmp_path: Path) -> None:
+    checkpoint(tmp_path, 5, sealed=False)
+    assert resolve_resume(tmp_path, True) is None
+
+
+@pytest.mark.parametrize("why", ["damaged", "the model alone"])
+def test_a_run_whose_finished_checkpoints_are_of_no_use_does_not_start_anew_unasked(why: str, tmp_path: Path) -> None:
+    """Its first checkpoints would push out what can perhaps be mended."""
+    folder = checkpoint(tmp_path, 5, resumable=why == "damaged")
+    if why == "damaged":
+        (folder / "rng_state_0.pth").unlink()
+    with pytest.raises(CheckpointError, match=rf"starting anew would give up what was learned.*checkpoint-5 .*{why}"):
+        resolve_resume(tmp_path, True)
+
+
+def test_the_model_alone_is_nothing_to_resume_from(tmp_path: Path) -> None:
+    keys = {"training__save_strategy": "steps", "training__save_steps": 2, "training__save_only_model": True}
+    train(run_config(tmp_path, 1, **keys))
+    with pytest.raises(CheckpointError, match=r"checkpoint-2 holds the model alone \(training.save_only_model: true\)"):
+        resolve_resume("elsewhere", str(tmp_path / "run" / "checkpoint-2"))
+
+
+@pytest.mark.parametrize(
+    ("limit", "newest", "best", "unfinished", "kept"),
+    [
+        (None, 4, None, [], [1, 2, 3, 4]),
+        (1, 4, None, [], [4]),
+        (2, 4, None, [], [3, 4]),
+        (2, 4, None, [3], [2, 4]),  # what is not whole does not count, and is older than what is
+        (1, 4, 1, [], [1, 4]),  # the best stays, whatever the limit
+        (2, 4, 1, [], [1, 4]),
+        (1, 2, None, [], [2]),  # resumed from step 1: steps 3 and 4 are of another branch
+        (1, 2, None, [4], [2, 4]),  # unfinished and not older: left alone
+    ],
+)
+def test_old_checkpoints_go_when_the_new_one_is_whole(
+    limit: int | None, newest: int, best: int | None, unfinished: list[int], kept: list[int], tmp_path: Path
+) -> None:
+    folders = {step: checkpoint(tmp_path, step, sealed=step not in unfinished) for step in (1, 2, 3, 4)}
+    delete_old(tmp_path, limit, newest=folders[newest], best=None if best is None else folders[best])
+    assert [step for step, folder in folders.items() if folder.exists()] == kept
+
+
+def test_an_unfinished_folder_of_the_same_step_leaves_nothing_in_the_new_checkpoint(tmp_path: Path) -> None:
+    left = checkpoint(tmp_path / "run", 2, sealed=False)
+    train(run_config(tmp_path, 1, training__save_strategy="steps", training__save_steps=2))
+    assert not (left / "shards").exists() and resolve_resume("elsewhere", str(left)) == left
+
+
+def test_checkpoints_of_an_earlier_run_are_pointed_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoint(tmp_path / "run", 7)
+    with caplog.at_level(logging.WARNING, logger="coordexp"):
+        train(run_config(tmp_path, 1))
+    assert "holds checkpoint-7 of an earlier run, ahead of step 0" in caplog.text
 
 
 @pytest.mark.parametrize("resume", [None, False])
 def test_without_the_key_a_run_starts_anew(resume: Any, tmp_path: Path) -> None:
     checkpoint(tmp_path, 1)
     assert resolve_resume(tmp_path, resume) is None
-
-
-def test_a_named_checkpoint_must_be_whole(tmp_path: Path) -> None:
-    good, bad = checkpoint(tmp_path, 1), checkpoint(tmp_path, 2, None)
-    assert resolve_resume("elsewhere", str(good)) == good
-    for folder in (bad, tmp_path / "checkpoint-3"):
-        with pytest.raises(CheckpointError, match=r"training\.resume_from_checkpoint: .*trainer_state\.json"):
-            resolve_resume("elsewhere", str(folder))
 
 
 def test_a_named_checkpoint_that_is_none_stops_before_the_model_is_loaded(
@@ -215,6 +301,7 @@ def test_fractional_targets_survive_json(segments: list[Segment]) -> None:
 def test_a_buffer_comes_back_oldest_first(segments: list[Segment], tmp_path: Path) -> None:
     buffer = CarryBuffer(200, 10)
     buffer.insert(*segments)
+    (tmp_path / "checkpoint-1").mkdir()
     save_carry_buffer(buffer, tmp_path / "checkpoint-1")
     again = CarryBuffer(200, 10)
     load_carry_buffer(again, tmp_path / "checkpoint-1", requests_of(segments))
@@ -230,7 +317,7 @@ def test_a_run_without_its_buffer_is_not_resumed(tmp_path: Path) -> None:
     keys = {"training__save_strategy": "steps", "training__save_steps": 2, "training__resume_from_checkpoint": True}
     train(run_config(tmp_path, 1, **keys))
     os.unlink(tmp_path / "run" / "checkpoint-2" / "carry_buffer_rank0.json")
-    with pytest.raises(CheckpointError, match="missing"):
+    with pytest.raises(CheckpointError, match=r"carry_buffer_rank0\.json is missing"):
         train(run_config(tmp_path, 1, **keys))
 
 
@@ -258,24 +345,43 @@ def test_a_waiting_sample_that_left_the_dataset_is_an_error(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("written", "packing", "world_size", "says"),
-    [(1, True, 1, None), (2, True, 2, None), (0, True, 1, None), (1, True, 2, None),  # missing ones: see above
-     (0, False, 1, None),
-     (2, True, 1, "written by 2 processes, resumed by 1"),
-     (1, False, 1, "training.packing is false")],
+    ("written", "buffers", "packing", "world_size", "says"),
+    [(1, True, True, 1, None), (2, True, True, 2, None), (1, False, False, 1, None),
+     (2, True, True, 1, "written by 2 processes, resumed by 1"),
+     (1, True, True, 2, "written by 1 processes, resumed by 2"),
+     (1, True, False, 1, "training.packing is false"),
+     (1, False, True, 1, "carry buffer missing")],
 )  # fmt: skip
 def test_waiting_segments_are_never_left_behind(
-    written: int, packing: bool, world_size: int, says: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    written: int, buffers: bool, packing: bool, world_size: int, says: str | None, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    folder = written_by(tmp_path, written, buffers)
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
-    folder = checkpoint(tmp_path, 1)
-    for rank in range(written):
-        (folder / f"carry_buffer_rank{rank}.json").write_text("[]")
     if says is None:
-        check_carry_buffers(folder, packing)
+        check_resume(folder, packing)
     else:
         with pytest.raises(CheckpointError, match=says):
-            check_carry_buffers(folder, packing)
+            check_resume(folder, packing)
+
+
+def written_by(folder: Path, processes: int, buffers: bool) -> Path:
+    path = checkpoint(folder, 1, sealed=False)
+    for rank in range(processes if buffers else 0):
+        (path / f"carry_buffer_rank{rank}.json").write_text("[]")
+    seal(path, 1)
+    told = json.loads((path / SEAL).read_text())
+    (path / SEAL).write_text(json.dumps(told | {"world_size": processes}))
+    return path
+
+
+def test_another_number_of_processes_is_said_where_it_is_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = written_by(tmp_path, 4, buffers=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    check_resume(folder, packing=False)
+    assert "written by 4 processes and is resumed by 2" in caplog.text
 
 
 def test_the_manifest_says_what_made_the_run(tmp_path: Path) -> None:
@@ -299,8 +405,7 @@ def test_the_manifest_is_there_when_the_first_step_fails(tmp_path: Path) -> None
 
 def test_checkpoints_can_be_moved(tmp_path: Path) -> None:
     """Resume names a folder anywhere; nothing inside points back to where it was written."""
-    keys = WAITING | {"training__max_steps": 4}
-    whole = train(run_config(tmp_path, 1, "whole", **keys))
+    whole = train(run_config(tmp_path, 1, "whole", **WAITING))
     moved = Path(shutil.move(tmp_path / "whole" / "checkpoint-2", tmp_path / "elsewhere"))
-    resumed = train(run_config(tmp_path, 1, "other", **keys, training__resume_from_checkpoint=str(moved)))
+    resumed = train(run_config(tmp_path, 1, "other", **WAITING, training__resume_from_checkpoint=str(moved)))
     assert same_weights(weights(resumed.model), weights(whole.model))

@@ -1,0 +1,181 @@
+"""What is saved, when and how, and how it is taken up again: the part of the trainer that makes runs survive."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer
+from transformers.trainer import TRAINING_ARGS_NAME
+
+from coordexp import distributed
+from coordexp.errors import CheckpointError
+from coordexp.metrics import MetricSums
+from coordexp.modeling.adapter import has_adapter, load_adapter, save_adapter
+from coordexp.modeling.load import LoadedModel
+from coordexp.packing import CarryBuffer
+from coordexp.training.buffer_file import save_carry_buffer
+from coordexp.training.checkpoint import checkpoint_folder, delete_old, read_seal, seal_checkpoint
+from coordexp.training.line_files import write_atomically
+
+logger = logging.getLogger("coordexp")
+
+
+class SavingTrainer(Trainer):
+    """transformers' Trainer, whose checkpoints hold what waits on every rank (segments for a packed row, figures for a
+    log line), count once they are whole, and are written too when an error ends the run between two steps.
+
+    ``sums``: what this rank has to say about the steps of the log line under way.
+    """
+
+    def __init__(
+        self, *, loaded: LoadedModel, buffer: CarryBuffer | None, keep_checkpoints: int | None = None, **kwargs: Any
+    ) -> None:
+        """``keep_checkpoints``: as ``training.save_total_limit``, which transformers would apply before the new
+        checkpoint is whole; None keeps all."""
+        super().__init__(model=loaded.model, **kwargs)
+        self.sums = MetricSums()
+        self._loaded = loaded
+        self._buffer = buffer
+        self._keep_checkpoints = keep_checkpoints
+        self._resumes_from: Path | None = None
+        self._saved: tuple[int, Path] | None = None  # the last whole checkpoint of this run: its step and folder
+
+    def train(self, resume_from_checkpoint: str | None = None, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """As transformers' own; ``resume_from_checkpoint`` is a whole checkpoint's folder."""
+        if resume_from_checkpoint is not None:
+            self._resumes_from = Path(resume_from_checkpoint)
+            self._saved = (read_seal(self._resumes_from).step, self._resumes_from)
+        return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+
+    # -- saving --------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def saving_before_giving_up(self, what: str) -> Iterator[None]:
+        """An error within it ends the run, and what was learned before ``what`` is saved first.
+
+        Nothing of ``what`` may have changed the weights. The carry buffer becomes again what it was: the same samples
+        will be read after a resume. A save is a collective call, so it takes an error that every rank has alike; what
+        may fail within must stand in :func:`distributed.together`.
+        """
+        waiting = None if self._buffer is None else self._buffer.state_dict()
+        try:
+            yield
+        except Exception as error:
+            if self._buffer is not None and waiting is not None:
+                self._buffer.load_state_dict(waiting)
+            self._save_what_was_learned(what, error)
+            raise
+
+    def _save_what_was_learned(self, what: str, error: Exception) -> None:
+        step = self.state.global_step
+        if not step:
+            return
+        if distributed.is_every_ranks(error):
+            if self._saved is None or self._saved[0] != step:
+                self._save_checkpoint(self._loaded.model, None)
+        else:
+            logger.error("rank %d: the processes have lost each other, so nothing more is saved", distributed.rank())
+        if self._saved is not None and distributed.is_main():
+            logger.error(
+                "%s failed after %d steps; the first %d are saved. To go on, mend the cause and start again with "
+                "training.resume_from_checkpoint: %s",
+                what,
+                step,
+                *self._saved,
+            )
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        step = self.state.global_step
+        folder = checkpoint_folder(str(self.args.output_dir), step)
+        with distributed.together(f"making room for {folder}"):
+            if self.args.should_save and folder.exists():
+                shutil.rmtree(folder)  # left unfinished, or of an earlier run: its files would mix with the new ones
+        with distributed.together(f"saving to {folder}"):
+            folder.mkdir(parents=True, exist_ok=True)
+            if self._buffer is not None:
+                save_carry_buffer(self._buffer, folder)
+            self._save_log_line(folder)
+        super()._save_checkpoint(model, trial)
+        seal_checkpoint(
+            folder,
+            step,
+            resumable=not self.args.save_only_model,
+            writes=self.args.should_save,
+            shared=not self.args.save_on_each_node,
+        )
+        self._saved = (step, folder)
+        if self.args.should_save:
+            best = self.state.best_model_checkpoint
+            delete_old(folder.parent, self._keep_checkpoints, newest=folder, best=None if best is None else Path(best))
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        if not has_adapter(self._loaded.model):
+            if state_dict is not None and self._loaded.model.config.tie_word_embeddings:
+                # Gathered from shards, a tied head is a tensor of its own, which no plain checkpoint holds.
+                ties = self._loaded.model.all_tied_weights_keys or {}
+                state_dict = {name: value for name, value in state_dict.items() if name not in ties}
+            super()._save(output_dir, state_dict)
+            return
+        folder = Path(output_dir or str(self.args.output_dir))
+        save_adapter(self._loaded.model, folder, state_dict)
+        self._loaded.processor.save_pretrained(folder)
+        torch.save(self.args, folder / TRAINING_ARGS_NAME)
+
+    # -- the log line under way ----------------------------------------------------------------------------------------
+
+    def _save_log_line(self, folder: Path) -> None:
+        line = {
+            **self.sums.state_dict(),
+            "loss": self._tr_loss.item(),
+            "last_logged_step": self._globalstep_last_logged,
+        }
+        write_atomically(_log_line_path(folder), json.dumps(line))
+
+    def take_up_log_line(self) -> None:
+        """After a resume, before the first step: the next line covers all steps since the last one, as it would have.
+
+        transformers starts its own sum anew, and only just before the first step. Written by another number of
+        processes, the line cannot be shared out, and covers the steps since the resume.
+        """
+        checkpoint, self._resumes_from = self._resumes_from, None
+        if checkpoint is None or read_seal(checkpoint).world_size != distributed.world_size():
+            return
+        line = json.loads(_log_line_path(checkpoint).read_text(encoding="utf-8"))
+        self._tr_loss += line.pop("loss")
+        self._globalstep_last_logged = line.pop("last_logged_step")
+        self.sums.load_state_dict(line)
+
+    # -- loading -------------------------------------------------------------------------------------------------------
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if has_adapter(self._loaded.model) and not self.is_fsdp_enabled:  # FSDP saves and loads all weights, sharded
+            load_adapter(self._loaded.model, Path(resume_from_checkpoint))
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        if has_adapter(self._loaded.model) and not self.is_fsdp_enabled:
+            load_adapter(self._loaded.model, Path(str(self.state.best_model_checkpoint)))
+        else:
+            super()._load_best_model()
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """transformers warns of a tied language head, which no file holds, and no more than warns of a real gap."""
+        missing = sorted(set(load_result.missing_keys) - set(self._loaded.model.all_tied_weights_keys or {}))
+        if missing or load_result.unexpected_keys:
+            raise CheckpointError(
+                f"the checkpoint to resume from is of another model: {len(missing)} weights are missing "
+                f"{missing[:1]}, {len(load_result.unexpected_keys)} unknown {load_result.unexpected_keys[:1]}; resume "
+                "with the model.model that it was trained from"
+            )
+
+
+def _log_line_path(folder: Path) -> Path:
+    return folder / f"log_line_rank{distributed.rank()}.json"
