@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from coordexp.data.images import read_header, size_problem
-from coordexp.data.jsonl import numbered_lines, parse_line
+from coordexp.data.jsonl import numbered_lines
+from coordexp.data.record_line import parse_line
 from coordexp.errors import DataError
 from coordexp.records import NUM_BINS, GTObject, ImageRecord
 

@@ -1,46 +1,20 @@
-"""The dataset format: one strict JSON line per image → :class:`ImageRecord`. Torch-free.
-
-    {"images": ["a.jpg"], "width": 640, "height": 480,
-     "objects": [{"desc": "red cup", "bbox_2d": [10, 20, 300, 400]},
-                 {"desc": "leaf", "poly": [10, 10, 90, 12, "<|coord_50|>", "<|coord_80|>"]}],
-     "metadata": {"any": "thing"}}
-
-Coordinates are norm1000 bins (0..999), as integers or coordinate tokens. Nothing is repaired: a line
-is right or refused.
-"""
+"""A dataset file: one line of :mod:`coordexp.data.record_line` per image. Torch-free."""
 
 from __future__ import annotations
 
-import difflib
-import json
-import os
 import random
-import re
-import unicodedata
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Literal
 
-from coordexp.coords import COORD_TOKENS
 from coordexp.data.images import read_header, size_problem
+from coordexp.data.record_line import parse_line
 from coordexp.errors import DataError
-from coordexp.records import GEOMETRY_KINDS, NUM_BINS, GeometryKind, GTObject, ImageRecord
+from coordexp.records import GTObject, ImageRecord
 
 ObjectOrdering = Literal["sorted", "random", "file"]
 
 MAX_PROBLEMS_SHOWN = 20
-_REQUIRED_FIELDS = ("images", "width", "height", "objects")
-_RECORD_FIELDS = (*_REQUIRED_FIELDS, "metadata")
-_OBJECT_FIELDS = ("desc", *GEOMETRY_KINDS)
-_BIN_OF_TOKEN = {token: k for k, token in enumerate(COORD_TOKENS)}
-_CONTROL_LIKE = re.compile(r"<\|.*?\|>", re.DOTALL)
-# Cc control, Cs lone surrogate (cannot be encoded), Zl/Zp line and paragraph separators: an answer is one line of text.
-_REFUSED_CATEGORIES = frozenset({"Cc", "Cs", "Zl", "Zp"})
-_NORM1000_HINT = "values are norm1000 integers 0..999, not pixels: round(999 * x / max(1, width - 1))"
-
-
-class _Invalid(ValueError):
-    """A sentence about a line, before it knows its file and line number."""
 
 
 def read_jsonl(path: str | Path, *, limit: int | None = None, check_images: bool = False) -> list[ImageRecord]:
@@ -89,41 +63,6 @@ def check_dataset(records: Iterable[ImageRecord]) -> None:
     _raise_together(_image_problems(records, None), None)
 
 
-def parse_line(text: str | bytes, *, path: Path, line: int) -> ImageRecord:
-    """One line of the dataset at ``path`` (its folder resolves relative images; ``line`` counts from 1).
-
-    Raises:
-        DataError: what is wrong, with ``path:line`` and the object's 0-based index.
-    """
-    try:
-        return _record(_load(text), path, line)
-    except _Invalid as problem:
-        raise DataError(str(problem), path=path, line=line) from None
-
-
-def clean_desc(desc: Any) -> str:
-    """A description as the model shall write it: stripped, NFC.
-
-    Raises:
-        ValueError: not a string, empty, with control characters, or with text that looks like a control token.
-    """
-    if not isinstance(desc, str):
-        raise _Invalid(f"desc must be a string, got {_show(desc)}")
-    text = unicodedata.normalize("NFC", desc).strip()
-    if not text:
-        raise _Invalid("desc is empty; every object needs a description, e.g. its class name")
-    bad = [char for char in text if unicodedata.category(char) in _REFUSED_CATEGORIES]
-    if bad:
-        raise _Invalid(f"desc {desc!r} contains the control character U+{ord(bad[0]):04X}; remove it")
-    token = _CONTROL_LIKE.search(text)
-    if token:
-        raise _Invalid(
-            f"desc contains {token.group()!r}, which the tokenizer would read as a control token; "
-            "remove it (coordinates belong in bbox_2d or poly)"
-        )
-    return text
-
-
 def order_objects(
     objects: Sequence[GTObject], ordering: ObjectOrdering, rng: random.Random | None = None
 ) -> tuple[GTObject, ...]:
@@ -159,141 +98,6 @@ def numbered_lines(path: Path, limit: int | None) -> Iterator[tuple[int, bytes]]
                 yield number, text
             elif taken == limit:
                 return
-
-
-def _load(text: str | bytes) -> Any:
-    try:
-        decoded = text.decode("utf-8") if isinstance(text, bytes) else text
-    except UnicodeDecodeError as error:
-        raise _Invalid(f"not UTF-8 at byte {error.start + 1} of the line; save the file as UTF-8") from None
-    if decoded.startswith("\ufeff"):
-        raise _Invalid("the file starts with a byte order mark; save it as UTF-8 without BOM")
-    try:
-        return json.loads(decoded, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
-    except json.JSONDecodeError as error:
-        raise _Invalid(
-            f"broken JSON: {error.msg} at column {error.pos + 1}; each line must be one complete JSON object"
-        ) from None
-    except _Invalid:
-        raise
-    except (RecursionError, ValueError) as error:  # nested too deeply, or an integer of thousands of digits
-        raise _Invalid(f"unreadable JSON: {error}") from None
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    mapping = dict(pairs)
-    if len(mapping) != len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise _Invalid(f"the key {twice!r} stands twice in one JSON object; keep one of them")
-    return mapping
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise _Invalid(f"broken JSON: {name} is not a JSON value; use a finite number or null")
-
-
-def _record(line: Any, path: Path, number: int) -> ImageRecord:
-    if not isinstance(line, dict):
-        raise _Invalid(f"expected a JSON object with {', '.join(_REQUIRED_FIELDS)}; got {_show(line)}")
-    _check_fields(line, _RECORD_FIELDS)
-    missing = [name for name in _REQUIRED_FIELDS if name not in line]
-    if missing:
-        raise _Invalid(f"missing {', '.join(missing)}; required are {', '.join(_REQUIRED_FIELDS)} (objects may be [])")
-    for name in ("width", "height"):
-        if type(line[name]) is not int or line[name] < 1:
-            raise _Invalid(f"{name} must be a positive integer, the image's size in pixels; got {_show(line[name])}")
-    metadata = line.get("metadata", {})
-    if not isinstance(metadata, dict):
-        raise _Invalid(f"metadata must be a JSON object; got {_show(metadata)}")
-    if not isinstance(line["objects"], list):
-        raise _Invalid(f"objects must be a list, [] for an empty image; got {_show(line['objects'])}")
-    return ImageRecord(
-        sample_id=f"{path.name}:{number}",
-        image=_image_path(line["images"], path),
-        width=line["width"],
-        height=line["height"],
-        objects=tuple(_object(index, value) for index, value in enumerate(line["objects"])),
-        metadata=metadata,
-    )
-
-
-def _image_path(images: Any, path: Path) -> Path:
-    if not isinstance(images, list) or len(images) != 1 or not isinstance(images[0], str) or not images[0].strip():
-        raise _Invalid(
-            'images must be a list of exactly one path, relative to the JSONL\'s folder, e.g. ["images/a.jpg"]; '
-            f"got {_show(images)}"
-        )
-    if "\0" in images[0]:
-        raise _Invalid(f"images holds a path with a NUL character: {_show(images[0])}")
-    return Path(os.path.abspath(path.parent / images[0]))
-
-
-def _object(index: int, value: Any) -> GTObject:
-    try:
-        if not isinstance(value, dict):
-            raise _Invalid(
-                f"expected a JSON object with desc and one of {' or '.join(GEOMETRY_KINDS)}; got {_show(value)}"
-            )
-        _check_fields(value, _OBJECT_FIELDS)
-        if "desc" not in value:
-            raise _Invalid("missing desc; every object needs a description, e.g. its class name")
-        desc = clean_desc(value["desc"])
-        kinds: list[GeometryKind] = [kind for kind in GEOMETRY_KINDS if kind in value]
-        if len(kinds) != 1:
-            found = "both" if kinds else "neither"
-            raise _Invalid(f"needs exactly one of {' or '.join(GEOMETRY_KINDS)}; found {found}")
-        return GTObject(desc, kinds[0], _bins(kinds[0], value[kinds[0]]))
-    except _Invalid as problem:
-        raise _Invalid(f"objects[{index}]: {problem}") from None
-
-
-def _bins(kind: GeometryKind, values: Any) -> tuple[int, ...]:
-    if not isinstance(values, list):
-        raise _Invalid(f"{kind} must be a flat list of coordinates; got {_show(values)}")
-    bins = tuple(_bin(kind, index, value) for index, value in enumerate(values))
-    if kind == "poly":
-        if len(bins) < 6 or len(bins) % 2:
-            raise _Invalid(
-                f"poly has {len(bins)} values; expected x, y pairs of at least 3 points: an even number >= 6"
-            )
-        return bins
-    if len(bins) != 4:
-        raise _Invalid(f"bbox_2d has {len(bins)} values; expected 4: [x1, y1, x2, y2]")
-    x1, y1, x2, y2 = bins
-    if x2 < x1 or y2 < y1:
-        raise _Invalid(
-            f"bbox_2d {list(bins)} is inverted; expected [x1, y1, x2, y2] with x1 <= x2 and y1 <= y2 "
-            "(is it [x, y, width, height]? then write x + width, y + height)"
-        )
-    return bins
-
-
-def _bin(kind: str, index: int, value: Any) -> int:
-    if type(value) is int and 0 <= value < NUM_BINS:
-        return value
-    if isinstance(value, str):
-        if value in _BIN_OF_TOKEN:
-            return _BIN_OF_TOKEN[value]
-        raise _Invalid(
-            f"{kind}[{index}] is {_show(value)}; expected an integer 0..999 or {COORD_TOKENS[0]} .. {COORD_TOKENS[-1]}"
-        )
-    if isinstance(value, list):
-        raise _Invalid(f"{kind}[{index}] is a list; expected a flat list x, y, x, y, … without inner brackets")
-    raise _Invalid(f"{kind}[{index}] is {_show(value)}; {_NORM1000_HINT}")
-
-
-def _check_fields(mapping: Mapping[str, Any], valid: Sequence[str]) -> None:
-    for name in mapping:
-        if name not in valid:
-            near = difflib.get_close_matches(name, valid, n=1, cutoff=0.4)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise _Invalid(f"unknown field {name!r}; {hint}valid fields: {', '.join(valid)}")
-
-
-def _show(value: Any) -> str:
-    text = repr(value)
-    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
 
 
 def _image_problems(records: Iterable[ImageRecord], path: Path | None) -> list[DataError]:

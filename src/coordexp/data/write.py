@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from coordexp.data.jsonl import parse_line
+from coordexp.data.record_line import parse_line
 from coordexp.errors import DataError
 from coordexp.records import ImageRecord
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from coordexp.data.convert.report import ConversionReport, LeftOut, Note, SkipReason
 from coordexp.data.convert.simplify import simplified
 from coordexp.data.convert.sources import SourceObject
-from coordexp.data.jsonl import clean_desc
+from coordexp.data.record_line import clean_desc
 from coordexp.records import NUM_BINS, GeometryKind, GTObject
 
 
