@@ -189,6 +189,16 @@ def test_no_width_scrolls_sideways(tmp_path: Path, width: int) -> None:
         assert page.run("return document.documentElement.scrollWidth - document.documentElement.clientWidth") == 0
 
 
+def test_the_slider_keeps_its_arrows_and_leaves_the_other_keys(run_page: Browser) -> None:
+    run_page.run("document.querySelector('#step').focus()")
+    run_page.press("ArrowRight")
+    assert run_page.text("#step-name") == "1"
+    run_page.press("Home")
+    assert run_page.text("#step-name") == "all"
+    run_page.press("j", "j")
+    assert run_page.text("#name") == "sample 2"
+
+
 def test_light_and_dark(run_page: Browser) -> None:
     def ground() -> str:
         return run_page.run("return getComputedStyle(document.body).backgroundColor")

@@ -40,8 +40,11 @@ document.addEventListener("keydown", (event) => {
     out();
     return;
   }
-  const typing = ["INPUT", "SELECT"].includes(event.target.tagName) && event.target.type !== "checkbox";
-  if (typing || !KEYS[event.key]) return;
+  // Fields that take letters keep them; the slider keeps its arrows alone, so that j and k work after it was moved.
+  const { tagName, type } = event.target;
+  const typing = tagName === "SELECT" || (tagName === "INPUT" && !["checkbox", "range"].includes(type));
+  const sliding = type === "range" && event.key.startsWith("Arrow");
+  if (typing || sliding || !KEYS[event.key]) return;
   event.preventDefault();
   KEYS[event.key]();
 });
