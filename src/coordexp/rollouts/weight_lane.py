@@ -18,15 +18,15 @@ from coordexp.rollouts.server_client import ServerClient
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 Named = list[tuple[str, torch.Tensor]]
+Left = Callable[[], float]
 CAUSE_S = 5.0  # how long a failed broadcast waits for the server's own account of it
 
 
 class WeightLane:
     """The way to one server: its client and this side of its weight group."""
 
-    def __init__(self, client: ServerClient, timeout_s: float) -> None:
+    def __init__(self, client: ServerClient) -> None:
         self._client = client
-        self._timeout_s = min(timeout_s, client.timeout_s)
         self._group: Communicator | None = None
         self._rank = -1
         self.dtype: torch.dtype | None = None
@@ -36,9 +36,10 @@ class WeightLane:
     def __str__(self) -> str:
         return str(self._client)
 
-    def open(self, left_s: float) -> None:
-        """Meet the server's workers, unless that happened before. A group of an earlier learner is torn down there."""
-        status = self._client.status(timeout_s=left_s)
+    def open(self) -> None:
+        """Meet the server's workers, unless that happened before; at most the client's ``timeout_s``. A group of an
+        earlier learner is torn down there."""
+        status = self._client.status()
         workers = [] if status is None else status["workers"]
         self.verifiable = bool(workers)
         if not workers and self._group is None:
@@ -53,12 +54,12 @@ class WeightLane:
         if self._group is not None and all(worker["communicator_open"] for worker in workers):
             return
         self.close(tell=False)
-        self._group = self._join(_device_for(workers), min(left_s, self._timeout_s))
+        self._group = self._join(_device_for(workers), self._client.timeout_s)
 
     def _join(self, device: torch.device, timeout_s: float) -> Communicator:
         world_size = self._client.world_size() + 1
         self._rank = world_size - 1
-        address = GroupAddress(self._client.host, self._client.group_port, self._rank, world_size, self._timeout_s)
+        address = GroupAddress(self._client.host, self._client.group_port, self._rank, world_size, timeout_s)
         self._client.close_communicator(timeout_s=timeout_s)
         # Otherwise this side could meet the members of the old group, whose store still holds their keys.
         wait_until_free(address, timeout_s)
@@ -67,22 +68,23 @@ class WeightLane:
         wait_for_all([told, joined])
         return joined.result()
 
-    def send(self, bucket: Named, left_s: float) -> None:
-        infos = describe(bucket)
-        payload = [info.payload() for info in infos]
-        self._announce_and_send(lambda: self._client.update_flattened_params(payload, left_s), bucket)
+    def send(self, bucket: Named, left: Left) -> None:
+        """Send one bucket. ``left()``: seconds that are left of the push; it raises when there are none."""
+        payload = [info.payload() for info in describe(bucket)]
+        self._announce_and_send(lambda: self._client.update_flattened_params(payload, left()), bucket, left)
 
-    def send_adapter(self, config: Any, tensors: Named, left_s: float) -> None:
+    def send_adapter(self, config: Any, tensors: Named, left: Left) -> None:
         payload = [info.payload() for info in describe(tensors)]
-        self._announce_and_send(lambda: self._client.update_adapter(config, payload, left_s), tensors)
+        self._announce_and_send(lambda: self._client.update_adapter(config, payload, left()), tensors, left)
 
-    def _announce_and_send(self, announce: Callable[[], None], tensors: Named) -> None:
+    def _announce_and_send(self, announce: Callable[[], None], tensors: Named, left: Left) -> None:
         group = self._group
         if group is None:
             raise RolloutError(f"{self}: the weight group is closed")
         told = in_background(announce)
 
         def give_up() -> None:
+            left()
             if told.done():
                 told.result()
 

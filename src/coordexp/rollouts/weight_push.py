@@ -38,14 +38,15 @@ class WeightPush:
         lanes: Sequence[WeightLane],
         version: int,
         mode: Literal["full", "adapter"],
-        deadline: float,
+        timeout_s: float,
         wants_checksum: bool,
         fallback: str | None,
     ) -> None:
         self._lanes = lanes
         self._version = version
         self._mode: Literal["full", "adapter"] = mode
-        self._deadline = deadline
+        self._timeout_s = timeout_s
+        self._deadline = float("inf")  # set when the servers are met, which has a time of its own
         self._wants_checksum = wants_checksum
         self._fallback = fallback
         self._started = time.monotonic()
@@ -56,7 +57,8 @@ class WeightPush:
 
     def __enter__(self) -> WeightPush:
         try:
-            self._onwait_for_all(lambda lane: lane.open(self._left()))
+            self._on_all(lambda lane: lane.open())
+            self._deadline = time.monotonic() + self._timeout_s
         except BaseException:
             self._tear_down()
             raise
@@ -81,24 +83,23 @@ class WeightPush:
             self._hashes |= {name: checksum.tensor_hash(tensor) for name, tensor in bucket}
         self._count(bucket)
         self._finish_sending()
-        left = self._left()
-        self._sending = [in_background(lambda lane=lane: lane.send(bucket, left)) for lane in self._lanes]
+        self._sending = [in_background(lambda lane=lane: lane.send(bucket, self._left)) for lane in self._lanes]
 
     def send_adapter(self, adapter: AdapterWeights) -> None:
         """Send an adapter to every server."""
         tensors = list(adapter.tensors)
         self._count(tensors)
         self._finish_sending()
-        left = self._left()
         self._sending = [
-            in_background(lambda lane=lane: lane.send_adapter(adapter.config, tensors, left)) for lane in self._lanes
+            in_background(lambda lane=lane: lane.send_adapter(adapter.config, tensors, self._left))
+            for lane in self._lanes
         ]
 
     def commit(self) -> SyncReport:
         """Let every server take the weights over, and check what its workers say."""
         self._finish_sending()
         expected = checksum.combined(self._hashes) if self._wants_checksum else None
-        self._onwait_for_all(lambda lane: lane.commit(self._version, expected, self._left()))
+        self._on_all(lambda lane: lane.commit(self._version, expected, self._left()))
         return SyncReport(
             version=self._version,
             mode=self._mode,
@@ -127,15 +128,15 @@ class WeightPush:
         sending, self._sending = self._sending, []
         wait_for_all(sending)
 
-    def _onwait_for_all(self, act: Callable[[WeightLane], None]) -> None:
+    def _on_all(self, act: Callable[[WeightLane], None]) -> None:
         wait_for_all([in_background(lambda lane=lane: act(lane)) for lane in self._lanes])
 
     def _left(self) -> float:
         left = self._deadline - time.monotonic()
         if left <= 0:
             raise RolloutError(
-                f"version {self._version}: the push took longer than rollout_matching.vllm.sync.timeout_s; raise it, "
-                "or look into the servers' logs"
+                f"version {self._version}: the push took longer than rollout_matching.vllm.sync.timeout_s "
+                f"({self._timeout_s:g} s); raise it, or look into the servers' logs"
             )
         return left
 

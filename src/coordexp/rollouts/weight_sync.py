@@ -7,7 +7,6 @@ the bytes travel in its weight group. It counts only when every worker of every 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 from typing import Literal
 
@@ -40,10 +39,11 @@ class WeightSync:
         Args:
             clients: the servers; none on ranks that only take part in gathering ``source``.
             mode: what is tried first; a failed adapter push falls back to full ones for good, or fails.
-            bucket_mb: size of buckets, in 2^20 bytes. timeout_s: deadline of a whole push.
+            bucket_mb: size of buckets, in 2^20 bytes.
+            timeout_s: deadline of a push once the servers are met, for which each client's own ``timeout_s`` holds.
             checksum_every: compare checksums on every N-th push; 0 on the first full one only.
         """
-        self._lanes = [WeightLane(client, timeout_s) for client in clients]
+        self._lanes = [WeightLane(client) for client in clients]
         self._source = source
         self._mode: Literal["full", "adapter"] = mode
         self._fallback_to_full = fallback_to_full
@@ -88,7 +88,7 @@ class WeightSync:
 
     def _push_full(self, version: int, fallback: str | None) -> SyncReport:
         wants_checksum = self._wants_checksum()
-        push = WeightPush(self._lanes, version, "full", time.monotonic() + self._timeout_s, wants_checksum, fallback)
+        push = WeightPush(self._lanes, version, "full", self._timeout_s, wants_checksum, fallback)
         with push, self._source.full() as weights:
             for bucket in in_buckets(weights, self._bucket_bytes):
                 push.send(bucket)
@@ -106,7 +106,7 @@ class WeightSync:
                 "the adapter reaches the vision tower or the aligner, where vLLM would ignore it; freeze them "
                 "(tuner.freeze_vit, tuner.freeze_aligner)"
             )
-        push = WeightPush(self._lanes, version, "adapter", time.monotonic() + self._timeout_s, False, None)
+        push = WeightPush(self._lanes, version, "adapter", self._timeout_s, False, None)
         with push:
             push.refuse_overwritten()
             for bucket in in_buckets(adapter.changed, self._bucket_bytes):
