@@ -23,7 +23,7 @@ from coordexp.rollouts import DecodingOptions, SeedContext
 from coordexp.rollouts.engine.guard_activation import check_guard
 from coordexp.rollouts.hf import HFBackend
 from coordexp.rollouts.repeat_guard import first_trigger
-from coordexp.rollouts.vllm_server import check_servers
+from coordexp.rollouts.server_fleet import check_servers
 from rollout_servers import RunningServer, greedy_tokens, is_alive, load_served, payload, serving
 from swift_servers import GUARD, GUARDED_TOKENS, guarded_config, swift_rollout
 from tiny_run import tiny_samples

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from coordexp.errors import ConfigError
-from coordexp.rollouts.chunking import Call, chunk_size, plan_calls, server_slots
+from coordexp.rollouts.chunking import Call, chunk_size, plan_calls, plan_posts, server_slots
 from coordexp.rollouts.in_flight import in_flight
 
 
@@ -31,11 +31,11 @@ def test_the_same_requests_go_to_the_same_servers_and_come_back_in_order():
         answered = {}
         others = threading.Barrier(3)
 
-        def ask(call, slow=slow, others=others):
+        def ask(post, slow=slow, others=others):
             others.wait(20)  # all servers are asked at once
-            time.sleep(0.2 if call.server == slow else 0)
-            return [requests[i].upper() for i in call.indices]
+            time.sleep(0.2 if post.server == slow else 0)
+            return [requests[i].upper() for i in post.calls[0].indices]
 
-        for call, replies in in_flight(first[0], slots, ask, watch=lambda servers: None, watch_s=60):
-            answered |= dict(zip(call.indices, replies, strict=True))
+        for post, replies in in_flight(plan_posts(first, ()), slots, ask, watch=lambda servers: None, watch_s=60):
+            answered |= dict(zip(post.calls[0].indices, replies, strict=True))
         assert [answered[i] for i in range(11)] == [request.upper() for request in requests]

