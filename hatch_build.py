@@ -1,4 +1,5 @@
-"""Build hook: the demo's files, which live at the repository's root, go into the wheel as ``coordexp/_assets/…``."""
+"""Build hook: the demo's files and the schema that configurations name, which live at the repository's root, go into
+the wheel as ``coordexp/_assets/…``."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-ASSETS = ("configs/demo", "checkpoints/demo-stage1")
+ASSETS = ("configs/demo", "configs/coordexp.schema.json", "checkpoints/demo-stage1")
 
 
 class DemoAssetsHook(BuildHookInterface):
@@ -18,6 +19,6 @@ class DemoAssetsHook(BuildHookInterface):
             return
         for asset in ASSETS:
             source = Path(self.root) / asset
-            if not source.is_dir() or not any(source.iterdir()):
-                raise FileNotFoundError(f"{asset}: the wheel carries the demo, and this folder is missing or empty")
+            if not (source.is_file() or (source.is_dir() and any(source.iterdir()))):
+                raise FileNotFoundError(f"{asset}: the wheel carries it, and it is missing or empty")
             build_data["force_include"][str(source)] = f"coordexp/_assets/{asset}"

@@ -50,6 +50,15 @@ def test_assets_come_from_the_wheel(installed: Path, tmp_path: Path):
         assert Path(path).is_relative_to(installed / "coordexp" / "_assets")
 
 
+def test_editors_find_the_schema_that_the_wheels_configurations_name(installed: Path):
+    named = "# yaml-language-server: $schema="
+    configs = sorted((installed / "coordexp" / "_assets" / "configs").rglob("*.yaml"))
+    assert configs
+    for config in configs:
+        first = config.read_text(encoding="utf-8").splitlines()[0]
+        assert first.startswith(named) and (config.parent / first.removeprefix(named)).is_file()
+
+
 def test_the_demo_runs_from_the_wheel(installed: Path, tmp_path: Path):
     code = (
         "from pathlib import Path; from rich.console import Console; from coordexp.demo import DemoSize, run_demo\n"

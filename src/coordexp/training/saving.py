@@ -131,9 +131,10 @@ class SavingTrainer(Trainer):
     # -- the log line under way ----------------------------------------------------------------------------------------
 
     def _save_log_line(self, folder: Path) -> None:
+        loss: Any = self._tr_loss
         line = {
             **self.sums.state_dict(),
-            "loss": self._tr_loss.item(),
+            "loss": loss.item(),
             "last_logged_step": self._globalstep_last_logged,
         }
         write_atomically(_log_line_path(folder), json.dumps(line))

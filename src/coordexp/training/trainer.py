@@ -234,8 +234,8 @@ class CoordExpTrainer(SavingTrainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Rollouts on the validation set → ``eval_rollout/*``; ``decode_batch_size`` alone says how many a rollout device
-        decodes at once. None, where ``rollout_matching.eval_detection`` is off."""
+        """Rollouts on the validation set → ``eval_rollout/*``; ``decode_batch_size`` alone says how many a rollout
+        device decodes at once. None, where ``rollout_matching.eval_detection`` is off."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         assert isinstance(dataset, RecordDataset)
         started = time.perf_counter()
