@@ -132,6 +132,7 @@ class _Bench:
         parts = LearnerParts(
             self.loaded.model, self.loaded.vocab, self.loaded.image_token_id,
             LearnerWeights(self.loaded.model), Path(self._checkpoint), self._options.dtype, self._max_length, open_rgb,
+            lora_rank=config.tuner.lora_rank,
         )  # fmt: skip
         backend = build_backend(config.rollout_matching, parts)
         self._open[name] = (backend, server)

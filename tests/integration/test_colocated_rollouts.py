@@ -67,7 +67,7 @@ def colocated(learner: LoadedModel, folder: Path, open_image: Any = open_rgb, **
     parts = LearnerParts(
         model=learner.model, vocab=learner.vocab, image_token_id=learner.image_token_id,
         weights=LearnerWeights(learner.model), checkpoint=served_checkpoint(), dtype="float32", max_length=512,
-        open_image=open_image,
+        open_image=open_image, lora_rank=config.tuner.lora_rank,
     )  # fmt: skip
     backend = build_backend(config.rollout_matching, parts)
     assert isinstance(backend, ColocatedBackend)

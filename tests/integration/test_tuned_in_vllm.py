@@ -51,6 +51,7 @@ def backend(learner: LoadedModel, merged: Path, tmp_path_factory: pytest.TempPat
     parts = LearnerParts(
         model=learner.model, vocab=learner.vocab, image_token_id=learner.image_token_id,
         weights=LearnerWeights(learner.model), checkpoint=merged, dtype="float32", max_length=512, open_image=open_rgb,
+        lora_rank=config.tuner.lora_rank,
     )  # fmt: skip
     backend = build_backend(config.rollout_matching, parts)
     assert isinstance(backend, ColocatedBackend)

@@ -21,8 +21,8 @@ class LearnerParts:
     """What a backend may need of the learner.
 
     ``model``: the bare model, no DDP wrapper. ``checkpoint``: a plain folder whose configuration, tokenizer and
-    processor an engine starts from. ``max_length``: the longest prompt with its answer, in tokens. ``offload``: moves
-    the learner out of a colocated engine's way while it lasts.
+    processor an engine starts from. ``max_length``: the longest prompt with its answer, in tokens. ``lora_rank``: of the
+    learner's adapters, where it has any. ``offload``: moves the learner out of a colocated engine's way while it lasts.
     """
 
     model: Any
@@ -33,7 +33,7 @@ class LearnerParts:
     dtype: str
     max_length: int
     open_image: Callable[[Path], Any]
-    lora_rank: int = 8
+    lora_rank: int
     offload: Callable[[], AbstractContextManager[None]] = nullcontext
 
 

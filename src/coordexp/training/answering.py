@@ -57,6 +57,7 @@ def answering(config: RunConfig, rollout: RolloutMatchingConfig, model: Path) ->
         dtype=config.model.dtype,
         max_length=config.global_max_length,
         open_image=open_rgb,
+        lora_rank=config.tuner.lora_rank,
     )
     backend = build_backend(rollout, parts)
     try:
