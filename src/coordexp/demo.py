@@ -130,7 +130,8 @@ def _show(results: dict[str, Any], pictures: dict[str, Any], output: Path, conso
 
     columns = {"before": results["before"], "rollout matching": results["after"], "plain SFT": results["after_sft"]}
     console.print(figures_table(columns, f"{size.val_scenes} held-out scenes"))
-    draw_comparison(pictures, output / "comparison.png", size.pictures)
+    answers = {name: [prediction.answer() for prediction in run] for name, run in pictures.items()}
+    draw_comparison(answers, output / "comparison.png", size.pictures)
     path = output / "summary.json"
     path.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     gain = results["after"]["f1"] - results["before"]["f1"]

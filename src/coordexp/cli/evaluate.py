@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from functools import reduce
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from coordexp.cli.console import no_bars_in_log_files, open_console
-from coordexp.errors import ConfigError
+from coordexp.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from coordexp.config import RunConfig
-    from coordexp.evaluation import ImageAnswer
+    from coordexp.evaluation import ImageAnswer, Summary
+    from coordexp.evaluation.categories import Renaming
 
     Rename = Callable[[Sequence[ImageAnswer]], list[ImageAnswer]]
 
@@ -27,6 +27,20 @@ ConstantScore = Annotated[
     float | None,
     typer.Option(min=0, max=1, help="Score of every prediction, instead of its tokens' probability."),
 ]
+
+_RESAMPLES = 1000
+_THRESHOLD = 0.7
+_DRAWN = 12  # images of --sheet
+_CONFIG, _SAVED, _RUNS = "a configuration", "saved predictions", "--compare"
+_USED_BY = {
+    "--model": (_CONFIG,),
+    "--data": (_CONFIG,),
+    "--limit": (_CONFIG, _SAVED),
+    "--output": (_CONFIG, _SAVED),
+    "--segm": (_CONFIG, _SAVED),
+    "--resamples": (_RUNS,),
+    "--embedding-threshold": ("--embedder",),
+}
 
 
 def register(app: typer.Typer) -> None:
@@ -65,7 +79,7 @@ def predict(
         return
     resumed = f", {result.resumed} of them by an earlier run" if result.resumed else ""
     _say(console, f"{result.images} images answered{resumed}")
-    _say(console, f"wrote {', '.join(str(path) for path in result.files)}")
+    _say_written(console, result.files)
 
 
 def evaluate(
@@ -91,14 +105,18 @@ def evaluate(
         typer.Option(help="Folder of a text encoder: what no alias names becomes the annotated class nearest to it."),
     ] = None,
     embedding_threshold: Annotated[
-        float, typer.Option(min=-1, max=1, help="Least cosine similarity of --embedder.")
-    ] = 0.7,
-    segm: Annotated[bool, typer.Option(help="Average precision of masks too (of saved predictions).")] = False,
+        float | None, typer.Option(min=-1, max=1, help="Least cosine similarity of --embedder [0.7].")
+    ] = None,
+    segm: Annotated[bool, typer.Option("--segm", help="Average precision of masks too.")] = False,
     runs: Annotated[
         tuple[Path, Path] | None,
         typer.Option("--compare", metavar="A B", help="Compare the saved predictions of two runs on the same images."),
     ] = None,
-    resamples: Annotated[int, typer.Option(min=10, help="Resamples of --compare.")] = 1000,
+    resamples: Annotated[int | None, typer.Option(min=10, help="Resamples of --compare [1000].")] = None,
+    sheet: Annotated[
+        Path | None,
+        typer.Option(help="PNG of the images with most mistakes, or with --compare, of the greatest difference."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print figures as JSON on stdout instead of tables.")] = False,
 ) -> None:
     """Measure how good answers are: of a checkpoint, of saved predictions, or of two runs against each other."""
@@ -110,13 +128,26 @@ def evaluate(
         from coordexp.config import load_config
 
         run = load_config(source)  # before anything heavy is imported: a mistake in the YAML shows at once
-    rename = _renaming(aliases, embedder, embedding_threshold)
+    kind = _RUNS if runs is not None else _SAVED if run is None else _CONFIG
+    _refuse_unused(
+        kind,
+        {"--model": model, "--data": data, "--limit": limit, "--output": output, "--segm": segm or None,
+         "--resamples": resamples, "--embedding-threshold": None if embedder else embedding_threshold},
+    )  # fmt: skip
+    rename = _renaming(aliases, embedder, _THRESHOLD if embedding_threshold is None else embedding_threshold)
     if runs is not None:
-        _compare(console, runs, rename, constant_score, resamples, as_json)
+        _compare(console, runs, rename, constant_score, resamples or _RESAMPLES, sheet, as_json)
     elif run is not None:
-        _evaluate_model(console, run, model, data, limit, output, constant_score, rename, as_json)
+        _evaluate_model(console, run, model, data, limit, output, constant_score, rename, segm, sheet, as_json)
     elif source is not None:
-        _evaluate_saved(console, source, limit, output, constant_score, rename, segm, as_json)
+        _evaluate_saved(console, source, limit, output, constant_score, rename, segm, sheet, as_json)
+
+
+def _refuse_unused(kind: str, given: Mapping[str, object]) -> None:
+    """An option that would do nothing is a misunderstanding."""
+    for option, value in given.items():
+        if value is not None and kind not in _USED_BY[option]:
+            raise ConfigError(f"{option} has no use here; it belongs to {' or '.join(_USED_BY[option])}")
 
 
 def _evaluate_model(
@@ -127,32 +158,23 @@ def _evaluate_model(
     limit: int | None,
     output: Path | None,
     constant_score: float | None,
-    rename: Rename | None,
+    rename: Renaming,
+    segm: bool,
+    sheet: Path | None,
     as_json: bool,
 ) -> None:
-    from coordexp.evaluation.tables import summary_tables
     from coordexp.training.evaluate import run_evaluation
 
     no_bars_in_log_files()
     result = run_evaluation(
         run, console, model=model, data=data, limit=limit, output=output, constant_score=constant_score,
-        rename=rename,
+        rename=rename, segm=segm,
     )  # fmt: skip
-    if as_json:
-        if not console.quiet:
-            typer.echo(result.metrics_json.read_text(encoding="utf-8"), nl=False)
-        return
-    for table in summary_tables(result.summary, f"{model or run.model.model} on {result.data}"):
-        console.print(table)
-    for note in result.summary.notes:
-        _say(console, f"note: {note}")
-    found = {name: int(result.summary.figures[name]) for name in ("images", "gt_objects", "pred_objects")}
-    _say(
-        console,
-        f"{found['images']} images with {found['gt_objects']} objects; {found['pred_objects']} predicted, "
-        f"{int(result.summary.figures['matched_objects'])} of them right",
-    )
-    _say(console, f"wrote {', '.join(str(path) for path in result.files)}")
+    files = [*result.files, *_draw(sheet, {"prediction": result.answers})] if result.files else []
+    if not as_json:
+        _show(console, result.summary, f"{model or run.model.model} on {result.data}", files)
+    elif not console.quiet:
+        typer.echo(result.metrics_json.read_text(encoding="utf-8"), nl=False)
 
 
 def _evaluate_saved(
@@ -161,77 +183,111 @@ def _evaluate_saved(
     limit: int | None,
     output: Path | None,
     constant_score: float | None,
-    rename: Rename | None,
+    rename: Renaming,
     segm: bool,
+    sheet: Path | None,
     as_json: bool,
 ) -> None:
     from dataclasses import asdict
 
-    from coordexp.evaluation import EvaluationOptions, summarise
+    from coordexp.evaluation import EvaluationOptions, read_answers, summarise
     from coordexp.evaluation.summary import write_summary
+
+    saved = read_answers(source)[:limit]
+    answers = rename(saved)
+    options = EvaluationOptions(segm=segm, constant_score=constant_score)
+    summary = summarise(answers, options, rename.note(saved, answers))
+    about = {"predictions": str(source), **(rename.about or {})}
+    files = [] if output is None else write_summary(output, summary, answers, about, options)
+    files += _draw(sheet, {"prediction": answers})
+    if not as_json:
+        _show(console, summary, str(source), files)
+        return
+    fields = {name: value for name, value in asdict(summary).items() if name != "figures"}
+    typer.echo(json.dumps({**about, "metrics": summary.figures, **fields}, ensure_ascii=False))
+
+
+def _show(console: Console, summary: Summary, title: str, files: Sequence[Path]) -> None:
     from coordexp.evaluation.tables import summary_tables
 
-    answers = _read(source, rename)[:limit]
-    options = EvaluationOptions(segm=segm, constant_score=constant_score)
-    summary = summarise(answers, options)
-    files = [] if output is None else write_summary(output, summary, answers, {"predictions": str(source)}, options)
-    if as_json:
-        fields = {name: value for name, value in asdict(summary).items() if name != "figures"}
-        typer.echo(json.dumps({"metrics": summary.figures, **fields}, ensure_ascii=False))
-        return
-    for table in summary_tables(summary, str(source)):
+    for table in summary_tables(summary, title):
         console.print(table)
     for note in summary.notes:
         _say(console, f"note: {note}")
-    if files:
-        _say(console, f"wrote {', '.join(str(path) for path in files)}")
+    found = {name: int(summary.figures[name]) for name in ("images", "gt_objects", "pred_objects", "matched_objects")}
+    _say(
+        console,
+        f"{found['images']} images with {found['gt_objects']} objects; {found['pred_objects']} predicted, "
+        f"{found['matched_objects']} of them right",
+    )
+    _say_written(console, files)
 
 
 def _compare(
     console: Console,
     runs: tuple[Path, Path],
-    rename: Rename | None,
+    rename: Renaming,
     constant_score: float | None,
     resamples: int,
+    sheet: Path | None,
     as_json: bool,
 ) -> None:
-    from coordexp.evaluation.compare import compare
-    from coordexp.evaluation.tables import differences_json, differences_table
+    from coordexp.evaluation import read_answers
+    from coordexp.evaluation.compare import compare, paired
+    from coordexp.evaluation.tables import comparison_json, comparison_tables
 
-    confidence = 0.95
     names = str(runs[0]), str(runs[1])
-    found = compare(
-        _read(runs[0], rename), _read(runs[1], rename), resamples=resamples, confidence=confidence,
-        constant_score=constant_score,
-    )  # fmt: skip
+    saved = [read_answers(run) for run in runs]
+    a, b = (rename(run) for run in saved)
+    found = compare(a, b, resamples=resamples, constant_score=constant_score)
+    notes = [note for run, answers in zip(saved, (a, b), strict=True) for note in rename.note(run, answers)]
+    files = _draw(sheet, {"a": a, "b": paired(a, b)})
     if as_json:
-        typer.echo(json.dumps(differences_json(found, names, confidence)))
-    else:
-        console.print(differences_table(found, names, confidence))
+        typer.echo(json.dumps({**comparison_json(found, names), **(rename.about or {}), "notes": notes}))
+        return
+    for table in comparison_tables(found, names):
+        console.print(table)
+    for label, note in zip("ab", notes, strict=False):
+        _say(console, f"note: {label}: {note}")
+    _say_written(console, files)
 
 
-def _renaming(aliases: Path | None, embedder: Path | None, threshold: float) -> Rename | None:
+def _draw(sheet: Path | None, runs: Mapping[str, Sequence[ImageAnswer]]) -> list[Path]:
+    if sheet is None:
+        return []
+    from coordexp.evaluation.report import draw_comparison, telling_images
+
+    chosen = telling_images(list(runs.values()), _DRAWN)
+    if not chosen:
+        raise DataError("no mistake and no difference to draw; leave out --sheet", path=sheet)
+    draw_comparison({name: [run[n] for n in chosen] for name, run in runs.items()}, sheet, _DRAWN)
+    return [sheet]
+
+
+def _renaming(aliases: Path | None, embedder: Path | None, threshold: float) -> Renaming:
     """Aliases first; then the encoder, for what is still annotated nowhere. Files are read before any work is done."""
-    from coordexp.evaluation.categories import apply_aliases, read_aliases
+    from coordexp.evaluation.categories import Renaming, apply_aliases, read_aliases
 
     steps: list[Rename] = []
+    about: dict[str, object] = {}
     if aliases is not None:
         class_of = read_aliases(aliases)
         steps.append(lambda answers: apply_aliases(answers, class_of))
+        about["aliases"] = str(aliases)
     if embedder is not None:
         from coordexp.evaluation.embedding import TextEncoder, apply_embedding
 
+        no_bars_in_log_files()
         encoder = TextEncoder(embedder)
         steps.append(lambda answers: apply_embedding(answers, encoder, threshold))
-    return (lambda answers: reduce(lambda found, step: step(found), steps, list(answers))) if steps else None
-
-
-def _read(source: Path, rename: Rename | None) -> list[ImageAnswer]:
-    from coordexp.evaluation import read_answers
-
-    answers = read_answers(source)
-    return rename(answers) if rename else answers
+        about |= {"embedder": str(embedder), "embedding_threshold": threshold}
+    return Renaming(tuple(steps), about)
 
 
 def _say(console: Console, text: str) -> None:
     console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _say_written(console: Console, files: Sequence[Path]) -> None:
+    if files:
+        _say(console, f"wrote {', '.join(str(path) for path in files)}")

@@ -137,7 +137,8 @@ def _overlaps(found: _Objects, truth: _Objects, sizes: Sequence[tuple[int, int]]
 def _box_overlaps(found: Sequence[Any], truth: Sequence[Any], size: tuple[int, int]) -> np.ndarray:
     from pycocotools import mask as coco_mask
 
-    box_D4, box_G4 = (np.array([obj["bbox"] for obj in objects], dtype=np.float64) for objects in (found, truth))
+    box_D4: Any = np.array([obj["bbox"] for obj in found], dtype=np.float64)
+    box_G4: Any = np.array([obj["bbox"] for obj in truth], dtype=np.float64)
     return np.asarray(coco_mask.iou(box_D4, box_G4, [0] * len(truth)))
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,34 @@ import yaml
 
 from coordexp.errors import DataError
 from coordexp.evaluation.answers import ImageAnswer
+
+
+@dataclass(frozen=True, slots=True)
+class Renaming:
+    """Ways to give predictions other descriptions, one after the other; ``about``: where they come from."""
+
+    steps: tuple[Callable[[Sequence[ImageAnswer]], list[ImageAnswer]], ...] = ()
+    about: Mapping[str, object] | None = None
+
+    def __call__(self, answers: Sequence[ImageAnswer]) -> list[ImageAnswer]:
+        return reduce(lambda found, step: step(found), self.steps, list(answers))
+
+    def note(self, before: Sequence[ImageAnswer], after: Sequence[ImageAnswer], most: int = 8) -> tuple[str, ...]:
+        """One line that counts what was renamed to what; none without steps."""
+        if not self.steps:
+            return ()
+        renamed = Counter(
+            (old.desc, new.desc)
+            for one, other in zip(before, after, strict=True)
+            for old, new in zip(one.pred, other.pred, strict=True)
+            if old.desc != new.desc
+        )
+        shown = ", ".join(f"{old!r} → {new!r} ({count})" for (old, new), count in renamed.most_common(most))
+        more = f" and {len(renamed) - most} other names" if len(renamed) > most else ""
+        return (f"{renamed.total()} predictions were renamed{': ' if shown else ''}{shown}{more}",)
+
+
+AS_WRITTEN = Renaming()
 
 
 def read_aliases(path: str | Path) -> dict[str, str]:

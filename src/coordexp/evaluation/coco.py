@@ -30,11 +30,16 @@ class CocoData:
 @dataclass(frozen=True, slots=True, eq=False)
 class CocoFigures:
     """``figures``: AP (mean over thresholds), AP50, AP75, AP_small, AP_medium, AP_large, AR100; those without any
-    ground truth are left out. ``by_class``: AP of each description. ``curves``: what :func:`resampled_ap` needs."""
+    ground truth are left out. ``by_class``: AP of each annotated description; ``curve_of``: its detections."""
 
     figures: dict[str, float]
     by_class: dict[str, float]
-    curves: tuple[ClassCurve, ...]
+    curve_of: dict[str, ClassCurve]
+
+    @property
+    def curves(self) -> tuple[ClassCurve, ...]:
+        """What :func:`resampled_ap` needs."""
+        return tuple(self.curve_of.values())
 
 
 def to_coco(
@@ -120,7 +125,7 @@ def coco_figures(
     """Average precision as pycocotools computes it; ``iou_thrs`` None stands for 0.50, 0.55, … 0.95."""
     data = to_coco(answers, iou_type, constant_score)
     if not data.ground_truth["annotations"]:
-        return CocoFigures({}, {}, ())
+        return CocoFigures({}, {}, {})
     thresholds = THRESHOLDS_T if iou_thrs is None else np.array(sorted(iou_thrs), dtype=np.float64)
     curves = class_curves(data.ground_truth, data.results, iou_type, thresholds)
     found = [curve.precision_TR() for curve in curves["all"]]
@@ -134,8 +139,11 @@ def coco_figures(
     figures["AR100"] = _mean([curve.recall_T() for curve in curves["all"]])
     names = [category["name"] for category in data.ground_truth["categories"]]
     by_class = {name: float(part.mean()) for name, part in zip(names, found, strict=True) if part is not None}
+    curve_of = dict(zip(names, curves["all"], strict=True))
     return CocoFigures(
-        {name: value for name, value in figures.items() if value is not None}, by_class, tuple(curves["all"])
+        {name: value for name, value in figures.items() if value is not None},
+        by_class,
+        {name: curve_of[name] for name in by_class},
     )
 
 

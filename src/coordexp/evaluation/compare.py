@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from coordexp.errors import DataError
 from coordexp.evaluation.answers import ImageAnswer
-from coordexp.evaluation.coco import coco_figures, resampled_ap
-from coordexp.evaluation.detection import IOU_THRESHOLD, count_image, detection_metrics
+from coordexp.evaluation.coco import coco_figures
+from coordexp.evaluation.detection import (
+    DENSITY_BINS,
+    IOU_THRESHOLD,
+    ImageCounts,
+    count_image,
+    density_bin,
+    detection_metrics,
+)
 
 _COUNTS = ("images", "gt", "pred", "matched", "matched_any_desc", "matched_iou_sum", "dropped", "duplicates", "giants",
            "truncated", "repeat_terminated", "empty", "tokens")  # fmt: skip
@@ -34,6 +42,30 @@ class Difference:
         return self.low > 0 or self.high < 0
 
 
+@dataclass(frozen=True, slots=True)
+class GroupDifference:
+    """F1 of the objects of one description, or of the images of one density. ``ap`` is None where it was not asked for,
+    and for densities."""
+
+    name: str
+    gt: int
+    f1: Difference
+    ap: Difference | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """``figures`` of all images; ``by_class`` of the annotated descriptions, most frequent first; ``by_density``."""
+
+    images: int
+    resamples: int
+    confidence: float
+    seed: int
+    figures: tuple[Difference, ...]
+    by_class: tuple[GroupDifference, ...]
+    by_density: tuple[GroupDifference, ...]
+
+
 def compare(
     a: Sequence[ImageAnswer],
     b: Sequence[ImageAnswer],
@@ -44,37 +76,139 @@ def compare(
     threshold: float = IOU_THRESHOLD,
     coco: bool = True,
     constant_score: float | None = None,
-) -> list[Difference]:
+) -> Comparison:
     """Every figure of both runs with the percentile interval of their difference.
 
-    Images are drawn with replacement, the same ones for both runs, so that an image that is hard for both cancels.
+    Images are paired by ``sample_id`` and drawn with replacement, the same ones for both runs, so that an image that is
+    hard for both cancels. The same answers and ``seed`` give the same intervals.
 
     Raises:
         DataError: the runs did not answer the same images with the same annotations.
     """
-    b = _paired(a, b)
-    counts = [_count_matrix(run, threshold) for run in (a, b)]
+    b = paired(a, b)
     weights_RN = _resample_weights(len(a), resamples, seed)
-    differences = []
-    whole = [detection_metrics(dict(zip(_COUNTS, run.sum(axis=0).tolist(), strict=True))) for run in counts]
+    counted = [[count_image(answer, threshold) for answer in run] for run in (a, b)]
+    aps = [_ap_by_class(run, constant_score, weights_RN) if coco else {} for run in (a, b)]
+    figures = _figures(counted, weights_RN, confidence)
+    if coco:
+        (before, before_R), (after, after_R) = (_mean_of_classes(run, resamples) for run in aps)
+        figures.insert(0, Difference("AP", before, after, *_interval(after_R - before_R, confidence)))
+    return Comparison(
+        len(a),
+        resamples,
+        confidence,
+        seed,
+        tuple(figures),
+        tuple(_by_class(counted, aps, weights_RN, confidence)),
+        tuple(_by_density(counted, weights_RN, confidence)),
+    )
+
+
+def _figures(counted: Sequence[Sequence[ImageCounts]], weights_RN: np.ndarray, confidence: float) -> list[Difference]:
+    matrices = [
+        np.array([[part.counts[name] for name in _COUNTS] for part in run], dtype=np.float64) for run in counted
+    ]
+    whole = [detection_metrics(dict(zip(_COUNTS, run.sum(axis=0).tolist(), strict=True))) for run in matrices]
     drawn = [
         [detection_metrics(dict(zip(_COUNTS, row, strict=True))) for row in (weights_RN @ run).tolist()]
-        for run in counts
+        for run in matrices
     ]
+    found = []
     for name in COMPARED:
         values = np.array([after[name] - before[name] for before, after in zip(*drawn, strict=True)])
-        differences.append(Difference(name, whole[0][name], whole[1][name], *_interval(values, confidence)))
-    if coco:
-        curves = [coco_figures(run, "bbox", None, constant_score).curves for run in (a, b)]
-        ones_N = np.ones(len(a), dtype=np.int64)
-        before, after = (resampled_ap(run, ones_N) for run in curves)
-        values = np.array([resampled_ap(curves[1], w_N) - resampled_ap(curves[0], w_N) for w_N in weights_RN])
-        differences.insert(0, Difference("AP", before, after, *_interval(values, confidence)))
-    return differences
+        found.append(Difference(name, whole[0][name], whole[1][name], *_interval(values, confidence)))
+    return found
 
 
-def _paired(a: Sequence[ImageAnswer], b: Sequence[ImageAnswer]) -> list[ImageAnswer]:
-    """``b`` in the order of ``a``."""
+def _ap_by_class(
+    answers: Sequence[ImageAnswer], constant_score: float | None, weights_RN: np.ndarray
+) -> dict[str, tuple[float, np.ndarray]]:
+    """Of each annotated class the average precision, and that of every resample: (R,), NaN where it does not occur."""
+    found = coco_figures(answers, "bbox", None, constant_score)
+    return {
+        name: (found.by_class[name], np.array([_ap(curve.precision_TR(weight_N)) for weight_N in weights_RN]))
+        for name, curve in found.curve_of.items()
+    }
+
+
+def _ap(precision_TR: np.ndarray | None) -> float:
+    return np.nan if precision_TR is None else float(precision_TR.mean())
+
+
+def _mean_of_classes(aps: Mapping[str, tuple[float, np.ndarray]], resamples: int) -> tuple[float, np.ndarray]:
+    """Average precision of the whole and of every resample; 0 where nothing is annotated."""
+    if not aps:
+        return 0.0, np.zeros(resamples)
+    whole, drawn_KR = zip(*aps.values(), strict=True)
+    ap_KR = np.array(drawn_KR)
+    occurs_R = np.maximum((~np.isnan(ap_KR)).sum(axis=0), 1)
+    return float(np.mean(whole)), np.nansum(ap_KR, axis=0) / occurs_R
+
+
+def _by_class(
+    counted: Sequence[Sequence[ImageCounts]],
+    aps: Sequence[Mapping[str, tuple[float, np.ndarray]]],
+    weights_RN: np.ndarray,
+    confidence: float,
+) -> list[GroupDifference]:
+    images_of: defaultdict[str, set[int]] = defaultdict(set)
+    for run in counted:
+        for n, part in enumerate(run):
+            for desc in part.by_desc:
+                images_of[desc].add(n)
+    rows = []
+    for desc, images in images_of.items():
+        of_N = np.array(sorted(images))
+        parts = [[run[n].by_desc.get(desc, {}) for n in of_N.tolist()] for run in counted]
+        row = _group(desc, parts, weights_RN[:, of_N], confidence)
+        if row.gt:
+            ap = None
+            if desc in aps[0]:
+                (before, before_R), (after, after_R) = (run[desc] for run in aps)
+                ap = Difference("AP", before, after, *_interval(after_R - before_R, confidence))
+            rows.append(replace(row, ap=ap))
+    return sorted(rows, key=lambda row: (-row.gt, row.name))
+
+
+def _by_density(
+    counted: Sequence[Sequence[ImageCounts]], weights_RN: np.ndarray, confidence: float
+) -> list[GroupDifference]:
+    names = np.array([part.density for part in counted[0]])
+    rows = []
+    for name in [density_bin(low) for low, _ in DENSITY_BINS if low]:
+        of_N = np.flatnonzero(names == name)
+        if of_N.size:
+            parts = [[run[n].counts for n in of_N.tolist()] for run in counted]
+            rows.append(_group(f"{name} objects", parts, weights_RN[:, of_N], confidence))
+    return rows
+
+
+def _group(
+    name: str, parts: Sequence[Sequence[Mapping[str, float]]], weights_RN: np.ndarray, confidence: float
+) -> GroupDifference:
+    """F1 from the counts of both runs on the images of a group."""
+    counts = [
+        np.array([[part.get(key, 0) for key in ("gt", "pred", "matched")] for part in run], dtype=np.float64)
+        for run in parts
+    ]
+    before, after = (float(_f1(count_N3.sum(axis=0, keepdims=True))[0]) for count_N3 in counts)
+    before_R, after_R = (_f1(weights_RN @ count_N3) for count_N3 in counts)
+    gt = int(counts[0][:, 0].sum())
+    return GroupDifference(name, gt, Difference("f1", before, after, *_interval(after_R - before_R, confidence)))
+
+
+def _f1(count_R3: np.ndarray) -> np.ndarray:
+    """(R,), 1 where there is nothing to find and nothing was found."""
+    gt_R, pred_R, matched_R = count_R3.T
+    return np.divide(2 * matched_R, gt_R + pred_R, out=np.ones(len(count_R3)), where=gt_R + pred_R > 0)
+
+
+def paired(a: Sequence[ImageAnswer], b: Sequence[ImageAnswer]) -> list[ImageAnswer]:
+    """``b`` in the order of ``a``.
+
+    Raises:
+        DataError: other images, or other annotations.
+    """
     by_id = {answer.sample_id: answer for answer in b}
     lone = sorted({answer.sample_id for answer in a} ^ by_id.keys())
     if lone:
@@ -87,11 +221,6 @@ def _paired(a: Sequence[ImageAnswer], b: Sequence[ImageAnswer]) -> list[ImageAns
     return [by_id[answer.sample_id] for answer in a]
 
 
-def _count_matrix(answers: Sequence[ImageAnswer], threshold: float) -> np.ndarray:
-    rows = [count_image(answer, threshold).counts for answer in answers]
-    return np.array([[row[name] for name in _COUNTS] for row in rows], dtype=np.float64)
-
-
 def _resample_weights(num_images: int, resamples: int, seed: int) -> np.ndarray:
     """How often each image is drawn: (R, N) int64, each row sums to N."""
     rng = np.random.default_rng(seed)
@@ -99,5 +228,6 @@ def _resample_weights(num_images: int, resamples: int, seed: int) -> np.ndarray:
 
 
 def _interval(values: np.ndarray, confidence: float) -> tuple[float, float]:
-    low, high = np.quantile(values, [(1 - confidence) / 2, (1 + confidence) / 2]).tolist()
+    """A resample in which a class does not occur shows no difference in it: else one image could make a clear one."""
+    low, high = np.quantile(np.nan_to_num(values), [(1 - confidence) / 2, (1 + confidence) / 2]).tolist()
     return low, high

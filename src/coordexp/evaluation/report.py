@@ -9,8 +9,9 @@ from PIL import Image, ImageDraw, ImageFont
 from rich.table import Table
 
 from coordexp.data.images import open_rgb
-from coordexp.evaluation.detection import Prediction, match_by_desc
-from coordexp.records import NUM_BINS, GTObject, PredictedObject
+from coordexp.evaluation.answers import Detection, ImageAnswer
+from coordexp.evaluation.detection import match_by_desc
+from coordexp.records import NUM_BINS, GTObject
 
 # Metric → (label, whether more is better); None where neither is.
 FIGURES: dict[str, tuple[str, bool | None]] = {
@@ -25,7 +26,7 @@ FIGURES: dict[str, tuple[str, bool | None]] = {
 }
 
 _FOUND, _MISSED, _WRONG = (24, 150, 70), (230, 140, 0), (205, 30, 45)
-_SCALE_TO = 320  # shorter sides are enlarged to about this many pixels, so that thin outlines can be seen
+_SMALLEST, _LARGEST = 320, 640  # pixels of a panel's longer side: thin outlines can be seen, photos do not fill a wall
 _BAR = 26
 
 
@@ -43,18 +44,30 @@ def figures_table(columns: Mapping[str, Mapping[str, float]], title: str) -> Tab
     return table
 
 
-def draw_comparison(columns: Mapping[str, Sequence[Prediction]], path: Path, max_rows: int = 6) -> None:
+def telling_images(runs: Sequence[Sequence[ImageAnswer]], most: int) -> list[int]:
+    """Indices of the images worth looking at: of one run those with most mistakes (missed or wrong), of several those
+    in which the number of mistakes differs most. Of equal ones the earlier; none without a mistake."""
+    mistakes_RN = [[_mistakes(answer) for answer in run] for run in runs]
+    spread_N = [max(column) - min(column) if len(runs) > 1 else column[0] for column in zip(*mistakes_RN, strict=True)]
+    return [n for n in sorted(range(len(spread_N)), key=lambda n: -spread_N[n])[:most] if spread_N[n]]
+
+
+def _mistakes(answer: ImageAnswer) -> int:
+    return len(answer.truth) + len(answer.pred) - 2 * len(match_by_desc(answer.pred, answer.truth))
+
+
+def draw_comparison(columns: Mapping[str, Sequence[ImageAnswer]], path: Path, max_rows: int = 6) -> None:
     """A PNG: a row per image; ground truth at the left, then each run's answer.
 
     Green: found (equal description, IoU ≥ 0.5). Red: predicted, but not there. Orange, in the ground truth: missed by
     the last run. Every column is as wide as the widest image.
 
     Raises:
-        ValueError: there is no run, or no prediction.
+        ValueError: there is no run, or no answer. DataError: an image cannot be read.
     """
     runs = list(columns.values())
     if not runs or not runs[0]:
-        raise ValueError("nothing to draw: pass at least one run with at least one prediction")
+        raise ValueError("nothing to draw: pass at least one run with at least one answer")
     rows = [
         [_panel_truth(runs[-1][i]), *(_panel_prediction(run[i]) for run in runs)]
         for i in range(min(max_rows, len(runs[0])))
@@ -73,24 +86,23 @@ def draw_comparison(columns: Mapping[str, Sequence[Prediction]], path: Path, max
     sheet.save(path)
 
 
-def _panel_truth(prediction: Prediction) -> Image.Image:
-    found = {gt for _, gt, _ in match_by_desc(prediction.parsed.objects, prediction.record.objects)}
-    colours = [_FOUND if j in found else _MISSED for j in range(len(prediction.record.objects))]
-    return _panel(prediction, prediction.record.objects, colours)
+def _panel_truth(answer: ImageAnswer) -> Image.Image:
+    found = {gt for _, gt, _ in match_by_desc(answer.pred, answer.truth)}
+    return _panel(answer, answer.truth, [_FOUND if j in found else _MISSED for j in range(len(answer.truth))])
 
 
-def _panel_prediction(prediction: Prediction) -> Image.Image:
-    objects = prediction.parsed.objects
-    found = {pred for pred, _, _ in match_by_desc(objects, prediction.record.objects)}
-    return _panel(prediction, objects, [_FOUND if i in found else _WRONG for i in range(len(objects))])
+def _panel_prediction(answer: ImageAnswer) -> Image.Image:
+    found = {pred for pred, _, _ in match_by_desc(answer.pred, answer.truth)}
+    return _panel(answer, answer.pred, [_FOUND if i in found else _WRONG for i in range(len(answer.pred))])
 
 
 def _panel(
-    prediction: Prediction, objects: Sequence[GTObject | PredictedObject], colours: Sequence[tuple[int, int, int]]
+    answer: ImageAnswer, objects: Sequence[GTObject | Detection], colours: Sequence[tuple[int, int, int]]
 ) -> Image.Image:
-    image = open_rgb(prediction.record.image)
-    factor = max(1, round(_SCALE_TO / max(image.size)))
+    image = open_rgb(Path(answer.image))
+    factor = max(1, round(_SMALLEST / max(image.size)))
     image = image.resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST)
+    image.thumbnail((_LARGEST, _LARGEST))
     draw = ImageDraw.Draw(image)
     for obj, colour in zip(objects, colours, strict=True):
         scale = ((image.width - 1) / (NUM_BINS - 1), (image.height - 1) / (NUM_BINS - 1))
@@ -100,6 +112,7 @@ def _panel(
         else:
             draw.line([*points, points[0]], fill=colour, width=3, joint="curve")
         x, y = points[0][0], min(y for _, y in points)
+        x = max(0.0, min(x, image.width - 6 - draw.textlength(obj.desc, font=_font(11))))  # a name is never cut off
         label = draw.textbbox((x + 2, y + 2), obj.desc, font=_font(11))
         draw.rectangle(label, fill="white")
         draw.text((x + 2, y + 2), obj.desc, fill=colour, font=_font(11))

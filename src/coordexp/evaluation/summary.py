@@ -45,9 +45,11 @@ class EvaluationOptions:
 
 @dataclass(frozen=True, slots=True)
 class GroupRow:
-    """Figures of one description, or of the images of one density. ``ap`` is None where it was not measured."""
+    """Figures of one description, or of the images of one density. ``images``: those with such an object, annotated or
+    predicted. ``ap`` is None where it was not measured."""
 
     name: str
+    images: int
     gt: int
     pred: int
     matched: int
@@ -68,8 +70,10 @@ class Summary:
     notes: tuple[str, ...] = field(default_factory=tuple)
 
 
-def summarise(answers: Sequence[ImageAnswer], options: EvaluationOptions = EvaluationOptions()) -> Summary:
-    """All figures of a set of answers.
+def summarise(
+    answers: Sequence[ImageAnswer], options: EvaluationOptions = EvaluationOptions(), notes: Sequence[str] = ()
+) -> Summary:
+    """All figures of a set of answers; ``notes``: what to say about them before what is found here.
 
     Raises:
         DataError: an image has no annotations, or average precision was asked for and a prediction has no score.
@@ -91,7 +95,10 @@ def summarise(answers: Sequence[ImageAnswer], options: EvaluationOptions = Evalu
             masks = coco_figures(answers, "segm", options.coco_iou_thrs, options.constant_score)
             figures |= {f"segm_{name}": value for name, value in masks.figures.items()}
     return Summary(
-        figures, _class_rows(counted, ap_of), _density_rows(counted, ap_by_density), tuple(_notes(answers, figures))
+        figures,
+        _class_rows(counted, ap_of),
+        _density_rows(counted, ap_by_density),
+        (*notes, *_notes(answers, figures)),
     )
 
 
@@ -110,9 +117,13 @@ def _class_rows(counted: Sequence[ImageCounts], ap_of: Mapping[str, float]) -> t
     for part in counted:
         for desc, counts in part.by_desc.items():
             by_desc[desc].update(counts)
+            by_desc[desc]["images"] += 1
     other: Counter[str] = Counter()
     for desc in [desc for desc, counts in by_desc.items() if not counts["gt"]]:
         other.update(by_desc.pop(desc))
+    if other:
+        known = by_desc.keys()
+        other["images"] = sum(1 for part in counted if part.by_desc.keys() - known)  # not once for each description
     rows = [_row(desc, counts, ap_of.get(desc)) for desc, counts in by_desc.items()]
     rows.sort(key=lambda row: (-row.gt, row.name))
     if other:
@@ -136,6 +147,7 @@ def _row(name: str, counts: Mapping[str, float], ap: float | None) -> GroupRow:
     gt, pred, matched = int(counts.get("gt", 0)), int(counts.get("pred", 0)), int(counts.get("matched", 0))
     return GroupRow(
         name,
+        int(counts.get("images", 0)),
         gt,
         pred,
         matched,

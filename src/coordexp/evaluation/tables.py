@@ -42,17 +42,18 @@ def summary_tables(summary: Summary, title: str, max_classes: int = 20) -> Itera
     more = len(summary.by_class) - len(shown)
     yield _rows("by class" + (f" ({more} more in per_class.csv of --output)" if more else ""), "class", shown)
     by_density = [replace(row, name=row.name.removesuffix(" objects")) for row in summary.by_density]
-    yield _rows("by density: images by their number of annotated objects", "objects", by_density, images=True)
+    yield _rows("by density: images with so many annotated objects", "with", by_density, of_images=True)
 
 
-def _rows(title: str, first: str, rows: Sequence[GroupRow], images: bool = False) -> Table:
+def _rows(title: str, first: str, rows: Sequence[GroupRow], of_images: bool = False) -> Table:
+    """Eight short columns fit beside a name, with numbers of six digits: of images their number, else what is right."""
     table = _table(title)
     table.add_column(first)
-    columns = (*(["images"] if images else []), "gt", "pred", "right", "prec.", "recall", "F1", "IoU", "AP")
-    for name in columns:  # short: eight fit beside a name
+    columns = ("images", "gt", "pred") if of_images else ("gt", "pred", "right")
+    for name in (*columns, "prec.", "recall", "F1", "IoU", "AP"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        counts = (*([row.images] if images else []), row.gt, row.pred, row.matched)
+        counts = (row.images, row.gt, row.pred) if of_images else (row.gt, row.pred, row.matched)
         rates = (row.precision, row.recall, row.f1, row.mean_matched_iou, row.ap)
         cells = ["–" if value is None else f"{value:.3f}" for value in rates]
         table.add_row(Text(row.name), *map(str, counts), *cells)

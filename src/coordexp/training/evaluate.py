@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +15,7 @@ from coordexp.data.dataset import RecordDataset
 from coordexp.data.jsonl import check_dataset, read_jsonl
 from coordexp.errors import ConfigError
 from coordexp.evaluation import EvaluationOptions, ImageAnswer, Prediction, Summary, evaluate_dataset, summarise
+from coordexp.evaluation.categories import AS_WRITTEN, Renaming
 from coordexp.evaluation.predict import ON_COUNTS_ALONE, gather_answers
 from coordexp.evaluation.summary import METRICS, write_summary
 from coordexp.records import ImageRecord
@@ -39,6 +39,7 @@ class EvaluationResult:
     """Everything measured, on every rank, and the files that the first rank wrote (none elsewhere)."""
 
     summary: Summary
+    answers: tuple[ImageAnswer, ...]
     data: Path
     metrics_json: Path
     files: tuple[Path, ...]
@@ -75,30 +76,34 @@ def run_evaluation(
     limit: int | None = None,
     output: Path | None = None,
     constant_score: float | None = None,
-    rename: Callable[[Sequence[ImageAnswer]], list[ImageAnswer]] | None = None,
+    rename: Renaming = AS_WRITTEN,
+    segm: bool = False,
 ) -> EvaluationResult:
     """Evaluate, and write figures and answers to ``output`` (``<training.output_dir>/evaluation``).
 
     Predictions are scored by their tokens' probabilities unless ``constant_score`` is given; ``rename``: gives
-    predictions other descriptions. Under torchrun the images are shared out over the ranks.
+    predictions other descriptions; ``segm``: average precision of masks too. Under torchrun the images are shared out
+    over the ranks.
     """
     checked = check_evaluation(config, model, data, limit)
     folder = output or Path(config.training.output_dir) / "evaluation"
-    options = replace(evaluation_options(checked.rollout.eval_detection), coco=True, constant_score=constant_score)
+    options = evaluation_options(checked.rollout.eval_detection)
+    options = replace(options, coco=True, constant_score=constant_score, segm=segm or options.segm)
     found = _evaluate(checked, console, f"evaluating {checked.model}", ON_COUNTS_ALONE, scored=constant_score is None)
     mine = [prediction.answer() for prediction in found.predictions]
-    answers: list[ImageAnswer] = gather_answers(mine, found.batch_size)
-    answers = rename(answers) if rename else answers
-    summary = summarise(answers, options)
+    written = gather_answers(mine, found.batch_size)
+    answers = rename(written)
+    summary = summarise(answers, options, rename.note(written, answers))
     files: list[Path] = []
     if distributed.is_main():
         about = {
             "model": str(checked.model),
             "data": str(checked.data),
             "score": "token_probability" if constant_score is None else "constant",
+            **(rename.about or {}),
         }
         files = write_summary(folder, summary, answers, about, options)
-    return EvaluationResult(summary, checked.data, folder / METRICS, tuple(files))
+    return EvaluationResult(summary, tuple(answers), checked.data, folder / METRICS, tuple(files))
 
 
 def evaluate_model(

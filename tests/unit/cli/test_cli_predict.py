@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from PIL import Image
+from rich.console import Console
 
 from cli_runs import run_cli, small_checkpoint, write_run
 from coordexp.data import read_jsonl
-from coordexp.evaluation import read_answers
+from coordexp.evaluation import Summary, detection_metrics, read_answers
 from coordexp.evaluation.answers import write_answers
-from scored_answers import random_answers
+from coordexp.evaluation.summary import GroupRow
+from coordexp.evaluation.tables import summary_tables
+from scored_answers import CLASSES, random_answers
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +75,21 @@ def test_saved_predictions_are_evaluated_without_a_model(tmp_path: Path, capsys:
     found = json.loads(run_cli(capsys, "evaluate", tmp_path / "predictions.jsonl", "--json").out)
     written = json.loads((tmp_path / "figures" / "metrics.json").read_text(encoding="utf-8"))
     assert found["metrics"]["AP"] == written["metrics"]["AP"] and found["by_class"] == written["by_class"]
+    assert found["predictions"] == str(tmp_path / "predictions.jsonl") and written["predictions"] == str(tmp_path)
+
+
+def test_tables_fit_a_narrow_terminal_with_the_numbers_of_a_large_set() -> None:
+    rates = {"precision": 0.5, "recall": None, "f1": 0.5, "mean_matched_iou": 0.5, "ap": 0.5}
+    rows = tuple(
+        GroupRow(name, 123_456, 123_456, 123_456, 123_456, **rates) for name in ("yellow triangle", "1-5 objects")
+    )
+    summary = Summary(detection_metrics({"images": 123_456}), rows, rows)
+    console = Console(width=80, record=True, file=io.StringIO())
+    for table in summary_tables(summary, "a title that is rather long for a table: " + "outputs/" * 9):
+        console.print(table)
+    text = console.export_text()
+    assert "…" not in text and all(len(line) <= 80 for line in text.splitlines())
+    assert text.count("123456") == 3 * 2 * 2
 
 
 def test_two_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,7 +97,59 @@ def test_two_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str
     write_answers(answers, tmp_path / "a" / "predictions.jsonl")
     write_answers(random_answers(20, 1)[::-1], tmp_path / "b" / "evaluation" / "predictions.jsonl")
     outcome = run_cli(capsys, "evaluate", "--compare", tmp_path / "a", tmp_path / "b", "--resamples", 20, "--json")
-    figures = {row["name"]: row for row in json.loads(outcome.out)["figures"]}
+    found = json.loads(outcome.out)
+    figures = {row["name"]: row for row in found["figures"]}
     assert figures["AP"]["difference"] == 0 and not figures["f1"]["clear"]
-    assert "b − a" in run_cli(capsys, "evaluate", "--compare", tmp_path / "a", tmp_path / "b", "--resamples", 10).out
+    assert (found["images"], found["resamples"], found["seed"]) == (20, 20, 0)
+    assert {row["name"] for row in found["by_class"]} == set(CLASSES)
+    assert [one["name"] for one in found["by_class"][0]["figures"]] == ["f1", "AP"]
+    shown = run_cli(capsys, "evaluate", "--compare", tmp_path / "a", tmp_path / "b", "--resamples", 10)
+    assert shown.code == 0
+    for part in ("b − a", "F1 by class", "F1 by density", "手提包", "20 images; interval: 95% of 10"):
+        assert part in shown.out
+    assert all(len(line) <= 80 for line in shown.out.splitlines())
+
+
+def test_no_question_and_two_questions_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli(capsys, "evaluate").code == 2
+    assert run_cli(capsys, "evaluate", tmp_path, "--compare", tmp_path, tmp_path).code == 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "complaint"),
+    [
+        (("saved", "--model", "m"), "--model has no use here; it belongs to a configuration"),
+        (("saved", "--data", "d.jsonl"), "--data has no use here"),
+        (("saved", "--resamples", "10"), "--resamples has no use here; it belongs to --compare"),
+        (("saved", "--embedding-threshold", "0.5"), "it belongs to --embedder"),
+        (("--compare", "saved", "saved", "--output", "o"), "it belongs to a configuration or saved predictions"),
+        (("--compare", "saved", "saved", "--limit", "3"), "--limit has no use here"),
+        (("--compare", "saved", "saved", "--segm"), "--segm has no use here"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], complaint: str
+) -> None:
+    write_answers(random_answers(3, 1), tmp_path / "predictions.jsonl")
+    outcome = run_cli(capsys, "evaluate", *(tmp_path if word == "saved" else word for word in argv))
+    assert outcome.code == 2 and complaint in outcome.err
+
+
+def test_a_sheet_shows_the_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answers = []
+    for k, answer in enumerate(random_answers(3, 1)):
+        path = tmp_path / f"{k}.png"
+        Image.new("RGB", (64, 48), "gray").save(path)
+        answers.append(replace(answer, image=str(path)))
+    write_answers(answers, tmp_path / "a" / "predictions.jsonl")
+    write_answers([replace(answer, pred=()) for answer in answers], tmp_path / "b" / "predictions.jsonl")
+    one = run_cli(capsys, "evaluate", tmp_path / "a", "--sheet", tmp_path / "one.png")
+    assert one.code == 0 and f"wrote {tmp_path / 'one.png'}" in one.out
+    both = run_cli(capsys, "evaluate", "--compare", tmp_path / "a", tmp_path / "b", "--resamples", 10, "--sheet",
+                   tmp_path / "both.png")  # fmt: skip
+    assert both.code == 0
+    with Image.open(tmp_path / "one.png") as sheet, Image.open(tmp_path / "both.png") as wider:
+        assert (sheet.width, wider.width) == (2 * 320, 3 * 320)
+    same = run_cli(capsys, "evaluate", "--compare", tmp_path / "a", tmp_path / "a", "--resamples", 10, "--sheet",
+                   tmp_path / "same.png")  # fmt: skip
+    assert same.code == 2 and "no difference to draw" in same.err

@@ -7,24 +7,19 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from answers import CAT, DOG, LEAF, record
-from coordexp.coords import serialize_objects
-from coordexp.evaluation import Prediction, detection_counts, detection_metrics
-from coordexp.evaluation.report import FIGURES, draw_comparison, figures_table
-from coordexp.parsing import parse_rollout
-from coordexp.records import GTObject, Rollout
-from qwen_tokenizer import qwen_vocab
+from answers import CAT, DOG, LEAF
+from coordexp.evaluation import Detection, ImageAnswer, detection_counts, detection_metrics
+from coordexp.evaluation.report import FIGURES, draw_comparison, figures_table, telling_images
+from coordexp.records import GTObject
 
 GREEN, ORANGE, RED = (24, 150, 70), (230, 140, 0), (205, 30, 45)
 
 
-def prediction(folder: Path, said: list[GTObject], truth: list[GTObject], size: tuple[int, int]) -> Prediction:
+def prediction(folder: Path, said: list[GTObject], truth: list[GTObject], size: tuple[int, int]) -> ImageAnswer:
     image = folder / f"{size[0]}x{size[1]}.png"
     Image.new("RGB", size, (10, 10, 10)).save(image)
-    text = serialize_objects(said)
-    ids = tuple(qwen_vocab().encode(text))
-    parsed = parse_rollout(ids, qwen_vocab(), ended=True)
-    return Prediction(record(truth, image=image), Rollout("s", (), ids, text, False), parsed)
+    found = tuple(Detection(obj.desc, obj.kind, obj.bins, 0.5) for obj in said)
+    return ImageAnswer("s", str(image), *size, tuple(truth), found)
 
 
 def rendered(columns: dict[str, dict[str, float]]) -> list[str]:
@@ -77,14 +72,14 @@ def test_images_of_other_sizes_are_never_cut(tmp_path):
     run = [prediction(tmp_path, [DOG], [], size) for size in sizes]
     path = tmp_path / "sheet.png"
     draw_comparison({"run": run}, path, max_rows=3)
-    scaled = [(180, 360), (300, 100), (1000, 50)]
+    scaled = [(180, 360), (300, 100), (640, 32)]  # small ones are enlarged, large ones made smaller
     with Image.open(path) as sheet:
-        assert sheet.size == (2 * 1000, 26 + sum(height for _, height in scaled))
+        assert sheet.size == (2 * 640, 26 + sum(height for _, height in scaled))
         top = 26
         for width, height in scaled:
-            corner = sheet.getpixel((1000 + width - 1, top + height - 1))
+            corner = sheet.getpixel((640 + width - 1, top + height - 1))
             assert corner == (255, 255, 255)  # the panel's own frame …
-            assert sheet.getpixel((1000 + width - 4, top + 4)) == (10, 10, 10)  # … around the image
+            assert sheet.getpixel((640 + width - 4, top + 4)) == (10, 10, 10)  # … around the image
             top += height
 
 
@@ -93,6 +88,24 @@ def test_at_most_max_rows_are_drawn(tmp_path):
     draw_comparison({"run": run}, tmp_path / "sheet.png", max_rows=2)
     with Image.open(tmp_path / "sheet.png") as sheet:
         assert sheet.size == (640, 26 + 640)
+
+
+def test_a_name_at_the_edge_is_moved_into_the_picture(tmp_path):
+    far = GTObject("a name of many letters", "bbox_2d", (950, 500, 999, 600))
+    draw_comparison({"run": [prediction(tmp_path, [], [far], (320, 320))]}, tmp_path / "sheet.png")
+    with Image.open(tmp_path / "sheet.png") as sheet:
+        label = sheet.crop((320 - 130, 26 + 160, 317, 26 + 176))
+        assert (255, 255, 255) in colours(label) and ORANGE in colours(label)
+        assert label.getpixel((60, 8)) != (10, 10, 10)  # a label 120 pixels wide begins far left of the object
+
+
+def test_the_telling_images_have_mistakes_or_differ(tmp_path):
+    right, empty = prediction(tmp_path, [CAT, DOG], [CAT, DOG], (8, 8)), prediction(tmp_path, [], [CAT, DOG], (8, 8))
+    half = prediction(tmp_path, [CAT], [CAT, DOG], (8, 8))
+    assert telling_images([[right, half, empty, half]], 9) == [2, 1, 3]
+    assert telling_images([[right, half, empty, half]], 1) == [2]
+    assert telling_images([[right, empty, empty], [half, empty, right]], 9) == [2, 0]
+    assert telling_images([[right], [right]], 9) == []
 
 
 @pytest.mark.parametrize("columns", [{}, {"run": []}])

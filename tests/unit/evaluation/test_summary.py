@@ -7,13 +7,14 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from answers import CAT, DOG
 from coordexp.errors import DataError
 from coordexp.evaluation import Detection, EvaluationOptions, ImageAnswer, read_answers, summarise
 from coordexp.evaluation.answers import from_line, to_line
-from coordexp.evaluation.categories import apply_aliases, read_aliases
+from coordexp.evaluation.categories import Renaming, apply_aliases, read_aliases
 from coordexp.evaluation.compare import compare
 from coordexp.evaluation.detection import DENSITY_BINS, density_bin
 from coordexp.evaluation.summary import write_summary
@@ -46,6 +47,10 @@ def test_classes_and_densities_add_up_to_the_whole() -> None:
         assert sum(row.gt for row in rows) == summary.figures["gt_objects"]
         assert sum(row.pred for row in rows) == summary.figures["pred_objects"]
         assert sum(row.matched for row in rows) == summary.figures["matched_objects"]
+    assert sum(row.images for row in summary.by_density) == 30
+    for row in summary.by_class[:-1]:
+        with_it = [a for a in answers if any(obj.desc == row.name for obj in (*a.truth, *a.pred))]
+        assert row.images == len(with_it)
     frequent = [row.gt for row in summary.by_class[:-1]]
     assert frequent == sorted(frequent, reverse=True)
     assert (summary.by_class[-1].name, summary.by_class[-1].gt) == ("(not annotated anywhere)", 0)
@@ -133,6 +138,9 @@ def test_aliases_rename_predictions(tmp_path: Path) -> None:
     answers = [answered([CAT], [GTObject("kitten", CAT.kind, CAT.bins)])]
     assert summarise(answers).figures["f1"] == 0
     assert summarise(apply_aliases(answers, read_aliases(path))).figures["f1"] == 1
+    rename = Renaming((lambda found: apply_aliases(found, read_aliases(path)),))
+    assert rename.note(answers, rename(answers)) == ("1 predictions were renamed: 'kitten' → 'black cat' (1)",)
+    assert Renaming().note(answers, answers) == ()
     path.write_text("a: [x]\nb: [X]\n")
     with pytest.raises(DataError, match="'X' is an alias of both 'a' and 'b'"):
         read_aliases(path)
@@ -140,7 +148,9 @@ def test_aliases_rename_predictions(tmp_path: Path) -> None:
 
 def test_two_equal_runs_do_not_differ() -> None:
     answers = random_answers(15, 2)
-    for difference in compare(answers, answers[::-1], resamples=50):
+    found = compare(answers, answers[::-1], resamples=50)
+    groups = [one for row in (*found.by_class, *found.by_density) for one in (row.f1, row.ap) if one is not None]
+    for difference in (*found.figures, *groups):
         assert (difference.low, difference.high) == (0, 0) and not difference.is_clear
         assert difference.a == difference.b
 
@@ -148,15 +158,56 @@ def test_two_equal_runs_do_not_differ() -> None:
 def test_a_run_that_misses_half_is_clearly_worse_and_the_pairing_helps() -> None:
     answers = random_answers(40, 8)
     worse = [replace(answer, pred=answer.pred[::2]) for answer in answers]
-    found = {difference.name: difference for difference in compare(answers, worse, resamples=200)}
+    whole = compare(answers, worse, resamples=200)
+    found = {difference.name: difference for difference in whole.figures}
     assert found["recall"].is_clear and found["recall"].high < 0
     assert found["AP"].is_clear and found["AP"].low <= found["AP"].b - found["AP"].a <= found["AP"].high
-    assert compare(answers, worse, resamples=200) == list(found.values())  # the same seed, the same intervals
+    assert compare(answers, worse, resamples=200) == whole  # the same seed, the same intervals
+    assert compare(answers, worse, resamples=200, seed=1) != whole
+    # Images are paired by their names, in whatever order they stand.
+    assert compare(answers, worse[::-1], resamples=200) == whole
+    # Of unpaired draws the difference spreads as far as the runs' own figures do, and that is wider.
+    rng = np.random.default_rng(0)
+    recalls = [
+        [summarise([run[k] for k in rng.integers(0, 40, 40)], EvaluationOptions(coco=False)).figures["recall"]
+         for _ in range(100)]
+        for run in (answers, worse)
+    ]  # fmt: skip
+    low, high = np.quantile(np.subtract(recalls[1], recalls[0]), [0.025, 0.975])
+    assert found["recall"].high - found["recall"].low < 0.8 * (high - low)
+
+
+def test_differences_by_class_and_density_are_those_of_the_summaries() -> None:
+    a, b = random_answers(30, 8), [replace(one, pred=one.pred[1:]) for one in random_answers(30, 8)]
+    found = compare(a, b, resamples=20)
+    before, after = summarise(a), summarise(b)
+    rows = [[row for row in one.by_class if row.gt] for one in (before, after)]
+    assert [row.name for row in found.by_class] == [row.name for row in rows[0]]
+    of_name = {row.name: row for row in rows[1]}
+    for row, one in zip(found.by_class, rows[0], strict=True):
+        other = of_name[row.name]
+        assert row.ap is not None and row.gt == one.gt
+        assert (row.f1.a, row.f1.b) == pytest.approx((one.f1, other.f1))
+        assert (row.ap.a, row.ap.b) == pytest.approx((one.ap, other.ap))
+    dense = [[row for row in one.by_density if row.gt] for one in (before, after)]
+    assert [row.name for row in found.by_density] == [row.name for row in dense[0]]
+    for row, one, other in zip(found.by_density, *dense, strict=True):
+        assert (row.gt, row.f1.a, row.f1.b) == (one.gt, pytest.approx(one.f1), pytest.approx(other.f1))
+
+
+def test_a_class_that_stands_in_one_image_alone_is_no_clear_difference() -> None:
+    a = [answered([CAT], [CAT], f"s{i}") for i in range(8)] + [answered([DOG], [DOG], "dog")]
+    b = [*a[:-1], answered([DOG], [], "dog")]
+    cat, dog = compare(a, b, resamples=300).by_class
+    assert (dog.name, dog.f1.b - dog.f1.a) == ("dog", -1) and not dog.f1.is_clear and not cat.f1.is_clear
+    assert dog.ap is not None and not dog.ap.is_clear
 
 
 def test_runs_of_other_images_cannot_be_compared() -> None:
     answers = random_answers(3, 0)
     with pytest.raises(DataError, match="1 images were answered by one run only"):
         compare(answers, answers[1:])
+    with pytest.raises(DataError, match="1 images were answered by one run only"):
+        compare(answers[1:], answers)
     with pytest.raises(DataError, match="other annotations"):
         compare(answers, [replace(answers[0], gt=(CAT,)), *answers[1:]])
