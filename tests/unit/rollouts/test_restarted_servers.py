@@ -85,7 +85,7 @@ def test_a_group_port_that_another_program_has_is_named_within_the_deadline(serv
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         other.bind(("127.0.0.1", server.group_port))
         other.listen()
-        sync = WeightSync([server.client()], FakeWeights(), timeout_s=2.0)
+        sync = WeightSync([server.client(timeout_s=2.0)], FakeWeights(), timeout_s=60.0)
         began = time.monotonic()
         with pytest.raises(RolloutError, match=f"{server.group_port}.*choose another group_port"):
             sync.push(1)
@@ -99,7 +99,7 @@ def test_a_group_port_that_only_the_server_reaches_is_named_within_the_deadline(
     client = ServerClient(server.client().base_url, port, timeout_s=2.0)
     usual = server._act
     server._act = lambda path, body: usual(path, {**body, "port": server.group_port} if "port" in body else body)  # type: ignore[method-assign]
-    sync = WeightSync([client], FakeWeights(), timeout_s=2.0)
+    sync = WeightSync([client], FakeWeights(), timeout_s=60.0)
     began = time.monotonic()
     with pytest.raises(RolloutError, match="not every member came within"):
         sync.push(1)
