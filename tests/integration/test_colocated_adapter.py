@@ -72,7 +72,7 @@ def test_an_adapter_alone_makes_the_engines_answers_the_learners(tmp_path: Path)
     config = tuned_models.lora(train_coord_rows=False, freeze_vit=True, freeze_aligner=True)
     learner = tuned_models.tuned(config, checkpoint=served_checkpoint())
     with colocated(
-        learner, tmp_path, **ADAPTERS | {"rollout_matching__vllm__sync__fallback_to_full": False}
+        learner, tmp_path, None, **ADAPTERS | {"rollout_matching__vllm__sync__fallback_to_full": False}
     ) as backend:
         own = {name: parameter.detach().clone() for name, parameter in learner.model.named_parameters()}
         before = answers(backend, learner, 1)
@@ -88,7 +88,7 @@ def test_an_adapter_that_the_engine_would_ignore_means_merged_weights_for_good(
 ) -> None:
     """It reaches the vision tower."""
     learner = tuned_models.tuned(tuned_models.lora(train_coord_rows=False), checkpoint=served_checkpoint())
-    with colocated(learner, tmp_path, **ADAPTERS) as backend:
+    with colocated(learner, tmp_path, None, **ADAPTERS) as backend:
         with caplog.at_level(logging.WARNING, logger="coordexp"):
             assert answers(backend, learner, 3) == expected(learner)
         assert "merged weights are pushed from here on" in caplog.text
@@ -106,7 +106,7 @@ def test_without_fallback_such_an_adapter_is_an_error(tmp_path: Path) -> None:
     learner = tuned_models.tuned(tuned_models.lora(train_coord_rows=False), checkpoint=served_checkpoint())
     keys = ADAPTERS | {"rollout_matching__vllm__sync__fallback_to_full": False}
     with (
-        colocated(learner, tmp_path, **keys) as backend,
+        colocated(learner, tmp_path, None, **keys) as backend,
         pytest.raises(RolloutError, match=r"cannot adapt.*sync\.mode: full"),
         synced(backend, 1),
     ):
