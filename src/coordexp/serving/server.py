@@ -90,7 +90,7 @@ def _listener(host: str, port: int) -> socket.socket:
     """Take the port before the engines start; connections are refused until they are ready."""
     try:
         family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        # asyncio turns Nagle's delay off only where the protocol is named: otherwise each answer waits 40 ms for an ACK.
+        # asyncio turns Nagle's algorithm off only where the protocol is named: without, each answer is 40 ms late.
         listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(where)
