@@ -201,5 +201,8 @@ def test_every_script_is_in_the_readme() -> None:
 
 def test_toolkit_measures_conversion_evaluation_and_viewer(run: Run) -> None:
     results = run("toolkit", "--images", 2, "--answers", 6, "--objects", 4, "--records", 3, "--resamples", 2)
-    assert [name.split()[0] for name in results] == ["convert", "evaluate", "compare", "viewer"]
+    assert [name.split()[0] for name in results] == ["convert", "pycocotools:", "evaluate", "compare", "viewer"]
+    (ratio,) = [row["ratio"] for row in results.values() if "ratio" in row]
+    by_name = {name.split()[0]: row["seconds"] for name, row in results.items()}
+    assert ratio == pytest.approx(by_name["evaluate"] / by_name["pycocotools:"])
     assert all(row["seconds"] > 0 and row["rate"] > 0 for row in results.values())
