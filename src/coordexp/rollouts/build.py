@@ -22,7 +22,7 @@ class LearnerParts:
 
     ``model``: the bare model, no DDP wrapper. ``checkpoint``: a plain folder whose configuration, tokenizer and
     processor an engine starts from. ``max_length``: the longest prompt with its answer, in tokens. ``lora_rank``: of
-    the learner's adapters, where it has any. ``offload``: moves the learner out of a colocated engine's way while it lasts.
+    the learner's adapters, where it has any. ``offload``: moves the learner out of a colocated engine's way.
     """
 
     model: Any
