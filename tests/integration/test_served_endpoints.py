@@ -1,0 +1,176 @@
+"""A real ``coordexp serve`` by its endpoints alone: seeds, single tensors, caches, no data; and its death in a push."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from coordexp.errors import RolloutError, ServerUnreachable
+from coordexp.modeling.load import LoadedModel
+from coordexp.modeling.weights import LearnerWeights
+from coordexp.rollouts.engine.communicator import GroupAddress, join
+from coordexp.rollouts.server_client import ServerClient
+from coordexp.rollouts.weight_sync import WeightSync
+from rollout_servers import (
+    RunningServer,
+    greedy_tokens,
+    is_alive,
+    load_served,
+    payload,
+    requests_of,
+    served_tokens,
+    server_config,
+    serving,
+)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """Its configuration names data that is not there: the data are the learner's business."""
+    folder = tmp_path_factory.mktemp("server")
+    config = server_config(folder, custom__train_jsonl=str(folder / "nowhere.jsonl"))
+    config["custom"].pop("val_jsonl")
+    with serving(folder, config) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: RunningServer) -> Iterator[ServerClient]:
+    client = server.client()
+    yield client
+    client.close()
+
+
+@pytest.fixture(scope="module")
+def learner() -> LoadedModel:
+    return load_served()
+
+
+def sampled(client: ServerClient, requests: Any, seed: int | None) -> list[list[int]]:
+    items = client.infer(payload(requests, temperature=2.0, seed=seed))
+    return [item["response"]["choices"][0]["token_ids"] for item in items]
+
+
+def test_sampled_answers_depend_on_the_seed_and_nothing_else(client: ServerClient, learner: LoadedModel) -> None:
+    requests = requests_of(learner, 3)
+    first = sampled(client, requests, 7)
+    assert sampled(client, requests, 7) == first
+    assert sampled(client, requests, 8) != first
+    # Each request of a call has a seed of its own, counting up: alone it is answered as beside others.
+    assert [sampled(client, [request], 7 + index)[0] for index, request in enumerate(requests)] == first
+    assert len({tuple(sampled(client, requests[:1], 0)[0]) for _ in range(4)}) > 1, "0 is no seed"
+
+
+def test_single_tensors_can_be_pushed_as_ms_swifts_clients_do(
+    server: RunningServer, client: ServerClient, learner: LoadedModel
+) -> None:
+    """Every weight by a request of its own, and a commit that carries nothing."""
+    requests = requests_of(learner, 3)
+    before = served_tokens(client, requests)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in learner.model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    client.close_communicator()
+    opened = in_thread(lambda: client.init_communicator(2, 0, 30.0))
+    group = join(GroupAddress("127.0.0.1", server.group_port, 1, 2, 30.0), torch.device("cpu"))
+    opened.join(30)
+    with LearnerWeights(learner.model).full() as named:
+        for name, tensor in named:
+            body = {"name": name, "dtype": str(tensor.dtype), "shape": list(tensor.shape)}
+            told = in_thread(lambda body=body: client._call("POST", "/update_named_param/", body))
+            group.broadcast([tensor.detach().contiguous().view(torch.uint8).flatten()], 1)
+            told.join(30)
+    (report,) = client.commit_weights(17, True, 30.0) or [None]
+    group.close()
+    assert report is not None and report["weight_version"] == 17 and report["failure"] is None
+    after = served_tokens(client, requests)
+    assert after == greedy_tokens(learner, requests) != before
+
+
+class Background(threading.Thread):
+    """A call beside this one; :meth:`join` raises what it raised."""
+
+    def __init__(self, act: Any) -> None:
+        super().__init__(daemon=True)
+        self._act = act
+        self._error: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            self._act()
+        except Exception as error:  # handed to whoever joins
+            self._error = error
+
+    def join(self, timeout: float | None = None) -> None:
+        super().join(timeout)
+        assert not self.is_alive()
+        if self._error is not None:
+            raise self._error
+
+
+def in_thread(act: Any) -> Background:
+    thread = Background(act)
+    thread.start()
+    return thread
+
+
+def test_each_cache_can_be_emptied_and_answers_stay(client: ServerClient, learner: LoadedModel) -> None:
+    requests = requests_of(learner, 2)
+    answers = served_tokens(client, requests)
+    for cache in ("prefix", "encoder", "mm"):
+        assert client._call("POST", f"/reset_{cache}_cache/") == {"message": f"{cache} cache reset"}
+        assert served_tokens(client, requests) == answers
+
+
+class DeadlyWeights(LearnerWeights):
+    """Kills a server when half of the weights have been handed out."""
+
+    def __init__(self, model: Any, victim: int) -> None:
+        super().__init__(model)
+        self._victim = victim
+
+    @contextmanager
+    def full(self) -> Iterator[Any]:
+        with super().full() as named:
+            yield self._handed_out(named)
+
+    def _handed_out(self, named: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        half = len(self.names()) // 2
+        for number, one in enumerate(named):
+            if number == half:
+                os.kill(self._victim, signal.SIGKILL)
+            yield one
+
+
+def test_a_server_that_dies_in_the_middle_of_a_push_ends_it(
+    server: RunningServer, client: ServerClient, learner: LoadedModel
+) -> None:
+    """Last of the file: it kills the server, and its engines with it. The push's own deadline is far away."""
+    requests = requests_of(learner, 1)
+    good = WeightSync([client], LearnerWeights(learner.model), bucket_mb=1, timeout_s=60.0)
+    good.push(21)
+    good.close()
+    family = server.children()
+    deadly = WeightSync([client], DeadlyWeights(learner.model, server.process.pid), bucket_mb=1, timeout_s=300.0)
+    started = time.monotonic()
+    with pytest.raises(RolloutError, match=server.base_url):
+        deadly.push(22)
+    server.process.wait()
+    for act in (lambda: deadly.push(23), lambda: client.infer(payload(requests)), client.status, client.health):
+        with pytest.raises(ServerUnreachable, match="start it"):
+            act()
+    deadly.close()
+    assert time.monotonic() - started < 30
+    deadline = time.monotonic() + 20
+    while any(map(is_alive, family)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not [pid for pid in family if is_alive(pid)]
