@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from coordexp.errors import ServerRefused
 from coordexp.modeling.load import LoadedModel, load_model
 from coordexp.records import RolloutRequest
 from coordexp.rollouts import DecodingOptions, SeedContext
@@ -38,7 +39,7 @@ def padded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     written = greedy_tokens(served, requests_of(served)[:1])[0][0]
     model.resize_token_embeddings(known + PADDING, mean_resizing=False)
     with torch.no_grad():
-        rows = model.get_output_embeddings().weight
+        rows = model.get_output_embeddings().get_parameter("weight")
         rows[known:] = 1.5 * rows[written]
     model.save_pretrained(folder)
     served.processor.save_pretrained(folder)
@@ -87,3 +88,14 @@ def test_servers_answer_what_transformers_answers_with_these_ids_suppressed(
     status = client.status()
     client.close()
     assert status is not None and {one["num_known_tokens"] for one in status["workers"]} == {known}
+
+
+def test_what_vllm_finds_wrong_with_a_request_reaches_the_learner(server: RunningServer, loaded: LoadedModel) -> None:
+    """As a refusal by our server: a learner tries status 500 again."""
+    client = server.client()
+    status = client.status()
+    with pytest.raises(ServerRefused, match="temperature") as refused:
+        client.infer(payload(requests_of(loaded)[:1], temperature=9.0))
+    assert status is not None
+    assert refused.value.status == {"coordexp serve": 400, "swift rollout": 500}[status["server"]]
+    client.close()

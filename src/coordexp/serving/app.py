@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
@@ -19,28 +18,16 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 
 from coordexp.errors import CoordExpError
-from coordexp.rollouts.engine.compatibility import versions
-from coordexp.serving.engines import Completion, EngineGroup
-from coordexp.serving.gate import RequestRefused, WeightGate
-from coordexp.serving.options import ServeOptions
-from coordexp.serving.requests import MAX_REQUESTS, InferRequest, PromptBuilder, RequestConfig
+from coordexp.serving.engines import EngineGroup
+from coordexp.serving.gate import RequestRefused
+from coordexp.serving.requests import InferRequest, RequestConfig
+from coordexp.serving.rollout_server import CommitRequest, GroupRequest, RolloutServer
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 MAX_BODY_BYTES = 2 << 30
-MAX_WAIT_S = 3600.0
 DISCONNECT_POLL_S = 0.5
 OPEN_PATHS = {"/health", "/health/"}  # for probes that hold no token
-
-
-class GroupRequest(BaseModel):
-    """Where to meet a learner. ``host`` is ms-swift's; this server listens on its own address."""
-
-    host: str = ""
-    port: int = Field(ge=1, le=65535)
-    world_size: int = Field(ge=2)
-    first_rank: int = 0
-    timeout_s: float = Field(default=120.0, gt=0, le=MAX_WAIT_S)
 
 
 class BucketRequest(BaseModel):
@@ -61,151 +48,6 @@ class TensorRequest(BaseModel):
     name: str
     dtype: str
     shape: list[int]
-
-
-class CommitRequest(BaseModel):
-    """End of a push; ms-swift's clients send nothing."""
-
-    weight_version: int | None = None
-    wants_checksum: bool = False
-
-
-class RolloutServer:
-    """State and actions behind the endpoints."""
-
-    def __init__(self, options: ServeOptions, engines: EngineGroup, prompts: PromptBuilder) -> None:
-        self.options = options
-        self.engines = engines
-        self.gate = WeightGate(options.push_wait_s)
-        self._prompts = prompts
-        self._group_lock = asyncio.Lock()  # one action on the weight group at a time
-        self._timeout_s = options.push_wait_s
-        self._adapted = False
-        self._push_is_adapter = False
-
-    async def infer(self, requests: list[InferRequest], config: RequestConfig) -> list[dict[str, Any]]:
-        if len(requests) > MAX_REQUESTS:
-            raise RequestRefused(413, f"{len(requests)} requests in one call; at most {MAX_REQUESTS}")
-        async with self.gate.answering() as version:
-            prompts = await asyncio.to_thread(lambda: [self._prompts.build(request) for request in requests])
-            completions = await _together(
-                self.engines.answer(prompt, config.sampling_arguments(index), self._adapted)
-                for index, prompt in enumerate(prompts)
-            )
-            triggers = await self.engines.pop_triggers([one.request_id for one in completions])
-        return [
-            {
-                "response": self._response(one, config.return_details),
-                "coordexp": {
-                    "weight_version": version,
-                    "repeat_terminate_active": int(self.engines.guarded),
-                    "repeat_terminate_triggered": int(one.request_id in triggers),
-                },
-            }
-            for one in completions
-        ]
-
-    async def open_group(self, request: GroupRequest) -> None:
-        if request.port != self.options.group_port:
-            raise RequestRefused(400, f"this server's group_port is {self.options.group_port}, not {request.port}")
-        if request.world_size != self.engines.world_size + 1:
-            raise RequestRefused(
-                400,
-                f"this server's group has {self.engines.world_size} workers and a learner, not {request.world_size}",
-            )
-        async with self._group_lock:
-            self.gate.fail("another learner took the server over in the middle of a push")
-            self._timeout_s = request.timeout_s
-            await self.engines.workers(
-                "init_communicator",
-                args_of=lambda index: (
-                    self.options.host,
-                    request.port,
-                    request.world_size,
-                    index * self.engines.tensor_parallel_size,
-                    request.timeout_s,
-                ),
-                timeout_s=request.timeout_s + 30,
-            )
-
-    async def close_group(self) -> None:
-        async with self._group_lock:
-            self.gate.fail("the learner left in the middle of a push")
-            await self.engines.workers("close_communicator", timeout_s=self._timeout_s + 30)
-
-    async def update(self, method: str, *args: Any, adapter: bool = False) -> None:
-        """Take one bucket; the first one opens a push."""
-        async with self._group_lock:
-            if not self.gate.updating:
-                self._push_is_adapter = False
-            await self.gate.begin()
-            self._push_is_adapter |= adapter
-            await self._or_broken(self.engines.workers(method, args, timeout_s=self._timeout_s + 30))
-
-    async def commit(self, request: CommitRequest) -> list[dict[str, Any]]:
-        async with self._group_lock:
-            if not self.gate.updating:
-                raise RequestRefused(409, f"no push is under way{self._broken_clause()}")
-            version = self.gate.version + 1 if request.weight_version is None else request.weight_version
-            reports = await self._or_broken(
-                self.engines.workers(
-                    "process_weights_after_loading", [version, request.wants_checksum], timeout_s=MAX_WAIT_S
-                )
-            )
-            await self._or_broken(self.engines.reset_caches())
-            self._adapted = self._push_is_adapter
-            self.gate.commit(version)
-            return reports
-
-    async def status(self) -> dict[str, Any]:
-        workers = await self.engines.workers("coordexp_status")
-        return {
-            "server": "coordexp serve",
-            "engine_alive": True,
-            "model": str(self.options.model),
-            "world_size": self.engines.world_size,
-            "data_parallel_size": len(self.engines.engines),
-            "weight_version": self.gate.version,
-            "weight_checksum": workers[0]["checksum"],
-            "push_open": self.gate.updating,
-            "broken": self.gate.broken,
-            "adapter": self._adapted,
-            "num_answering": self.gate.num_answering,
-            "repeat_terminate": workers[0]["repeat_terminate"],
-            "versions": versions(),
-            "workers": workers,
-        }
-
-    async def _or_broken(self, action: Awaitable[Result]) -> Result:
-        try:
-            return await action
-        except BaseException as error:
-            self.gate.fail(f"{type(error).__name__}: {error}")
-            raise
-
-    def _broken_clause(self) -> str:
-        return "" if self.gate.broken is None else f"; the last one failed: {self.gate.broken}"
-
-    def _response(self, one: Completion, details: bool) -> dict[str, Any]:
-        choice = {
-            "index": 0,
-            "message": {"role": "assistant", "content": one.text},
-            "finish_reason": one.finish_reason,
-            "token_ids": list(one.token_ids) if details else None,
-        }
-        return {
-            "id": one.request_id,
-            "object": "chat.completion",
-            "created": int(time.time()),
-            "model": str(self.options.model),
-            "choices": [choice],
-            "prompt_token_ids": list(one.prompt_token_ids) if details else None,
-            "usage": {
-                "prompt_tokens": len(one.prompt_token_ids),
-                "completion_tokens": len(one.token_ids),
-                "total_tokens": len(one.prompt_token_ids) + len(one.token_ids),
-            },
-        }
 
 
 def build_app(server: RolloutServer) -> FastAPI:
@@ -330,27 +172,24 @@ def _admission(api_key: str | None) -> Callable[..., Awaitable[Any]]:
 
 
 async def _reply_to_error(request: Request, error: Exception) -> JSONResponse:
-    status = error.status if isinstance(error, RequestRefused) else 503 if _is_engine_death(error) else 500
     known = isinstance(error, CoordExpError)
     logger.warning("%s: %s: %s", request.url.path, type(error).__name__, error, exc_info=None if known else error)
-    return _error(status, str(error) if known else f"{type(error).__name__}: {error}")
+    return _error(_status_of(error), str(error) if known else f"{type(error).__name__}: {error}")
 
 
-def _is_engine_death(error: Exception) -> bool:
+def _status_of(error: Exception) -> int:
+    from vllm.exceptions import VLLMValidationError
     from vllm.v1.engine.exceptions import EngineDeadError
 
-    return isinstance(error, EngineDeadError)
+    if isinstance(error, RequestRefused):
+        return error.status
+    if isinstance(error, VLLMValidationError):
+        return 400  # asked again it stays wrong: a learner must not take it for an accident
+    return 503 if isinstance(error, EngineDeadError) else 500
 
 
 def _error(status: int, message: str) -> JSONResponse:
     return JSONResponse({"error": message}, status)
-
-
-async def _together(calls: Any) -> list[Any]:
-    """All results in order; the first failure cancels the rest."""
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(call) for call in calls]
-    return [task.result() for task in tasks]
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:

@@ -68,9 +68,10 @@ async def _serve(options: ServeOptions, gpu: bool, listener: socket.socket) -> N
     import uvicorn
 
     from coordexp.modeling.load import base_checkpoint, load_processor
-    from coordexp.serving.app import RolloutServer, build_app
+    from coordexp.serving.app import build_app
     from coordexp.serving.engines import EngineGroup
     from coordexp.serving.requests import PromptBuilder
+    from coordexp.serving.rollout_server import RolloutServer
 
     # Of a LoRA run's folder the engine loads the base; the learner's first push brings the rest.
     options = replace(options, model=base_checkpoint(options.model))

@@ -71,6 +71,7 @@ VLLM_SERVER = (
     UpstreamName("vllm.v1.engine.async_llm", "AsyncLLM.reset_mm_cache", _SERVER),
     UpstreamName("vllm.v1.engine.async_llm", "AsyncLLM.shutdown", _SERVER),
     UpstreamName("vllm.v1.engine.exceptions", "EngineDeadError", _SERVER),
+    UpstreamName("vllm.exceptions", "VLLMValidationError", _SERVER),
 )
 VLLM_IN_PROCESS = (
     *VLLM_ENGINE,

@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 from fastapi import Depends, HTTPException
@@ -181,12 +182,15 @@ class CoordExpEndpoints:
         *,
         use_tqdm: bool | None = None,
     ) -> list[RolloutOutput]:
-        """ms-swift's own, but for two things: a worker's error reaches the client, and a worker that has nothing to
-        answer is left alone (ms-swift lets it answer a placeholder, at full length)."""
+        """ms-swift's own, but for three things: a worker's error reaches the client; a worker that has nothing to
+        answer is left alone (ms-swift lets it answer a placeholder, at full length); and request i has the call's
+        seed + i, whichever worker answers it."""
         chunks = swift_rollout.chunk_list(infer_requests, len(self.connections))
         busy = [(connection, chunk) for connection, chunk in zip(self.connections, chunks, strict=True) if chunk]
+        configs = seeded_by_place(request_config, [len(chunk) for _, chunk in busy])
         arguments = [
-            {"infer_requests": chunk, "request_config": request_config, "use_tqdm": use_tqdm} for _, chunk in busy
+            {"infer_requests": chunk, "request_config": config, "use_tqdm": use_tqdm}
+            for (_, chunk), config in zip(busy, configs, strict=True)
         ]
         replies = _results(_ask([connection for connection, _ in busy], "coordexp_infer", arguments))
         return [output for part in replies for output in part]
@@ -214,6 +218,13 @@ class CoordExpEndpoints:
         commit = (request or CommitRequest()).model_dump()
         replies = _ask(self.connections, "coordexp_commit", [commit] * len(self.connections))
         return {"message": "weights committed", "reports": [one for part in _results(replies) for one in part]}
+
+
+def seeded_by_place(config: RequestConfig | None, sizes: Sequence[int]) -> list[RequestConfig | None]:
+    """``config`` for each worker, which counts its own requests from 0; ``sizes``: how many each of them gets."""
+    if config is None or config.seed is None:
+        return [config] * len(sizes)
+    return [replace(config, seed=config.seed + sum(sizes[:index])) for index in range(len(sizes))]
 
 
 def install() -> None:
