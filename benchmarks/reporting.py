@@ -96,10 +96,16 @@ def print_machine(console: Console, where: Mapping[str, Any], **settings: Any) -
 
 
 def write_json(
-    path: Path | None, benchmark: str, where: Mapping[str, Any], settings: Mapping[str, Any], results: Any
+    path: Path | None,
+    benchmark: str,
+    where: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    results: Any,
+    *,
+    complete: bool = True,
 ) -> None:
-    """``{"schema_version", "benchmark", "machine", "settings", "results"}`` to ``path``; where that is not named
-    ``*.json``, to ``<benchmark>.json`` in it; nothing for None."""
+    """``{"schema_version", "benchmark", "complete", "machine", "settings", "results"}`` to ``path``; where that is not
+    named ``*.json``, to ``<benchmark>.json`` in it; nothing for None. ``complete``: no more results will come."""
     if path is None:
         return
     if path.suffix != ".json":
@@ -107,12 +113,15 @@ def write_json(
     document = {
         "schema_version": SCHEMA_VERSION,
         "benchmark": benchmark,
+        "complete": complete,
         "machine": dict(where),
         "settings": {name: value for name, value in settings.items() if name != "json"},
         "results": results,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=2, default=str) + "\n", encoding="utf-8")
+    part = path.with_name(path.name + ".part")  # a benchmark that is ended while it writes leaves the last whole file
+    part.write_text(json.dumps(document, indent=2, default=str) + "\n", encoding="utf-8")
+    part.replace(path)
 
 
 def median_seconds(run: Callable[[], Any], repeats: int) -> float:

@@ -2,6 +2,9 @@
 
 One run, one set of weights, the same prompts: tokens per second of greedy answers that may be as long as the text of
 ``--objects`` objects, at each batch size. Counted are the tokens that were written; a random model hardly ever ends.
+Each backend starts once, for the largest batch; before a batch is timed it gets the weights anew, so nothing of its
+prompts is in a cache, as in training. Every finished cell is a line, and ``--json`` holds it at once (``complete``
+turns true with the last): ``--backends`` and ``--batches`` choose the cells of a run that should be short.
 Without ``--model`` the model is a random tiny one: its figures tell what the machinery around a model costs, not how
 vLLM compares on a real one. ``--check`` also counts answers that are token for token transformers' (float32 only).
 """
@@ -16,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 BACKENDS = ("hf", "colocate", "server")
-BOOT_S = 600.0
+BOOT_S = 300.0
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -50,10 +53,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         bench = _Bench(options, Path(folder))
         settings = {**vars(options), "threads": threads, "new_tokens": bench.new_tokens}
         print_machine(console, where, new_tokens=bench.new_tokens, dtype=options.dtype, threads=threads)
-        results = [bench.measure(name, batch) for name in names for batch in options.batches]
-        bench.close()
+        results: list[dict[str, Any]] = []
+        cells = len(names) * len(options.batches)
+        for name in names:
+            console.print(f"{name}: starting", highlight=False)
+            with bench.started(name):
+                for batch in options.batches:
+                    results.append(row := bench.measure(name, batch))
+                    console.print(_line(row, len(results), cells), highlight=False)
+                    write_json(options.json, "rollouts", where, settings, results, complete=len(results) == cells)
     console.print(_table(results))
-    write_json(options.json, "rollouts", where, settings, results)
 
 
 class _Bench:
@@ -87,66 +96,59 @@ class _Bench:
         encoder = PromptEncoder(self.loaded.processor, None, None)
         self._requests = [encoder.encode(record) for record in read_jsonl(folder / "scenes.jsonl")]
         self._max_length = max(len(r.prompt_token_ids) for r in self._requests) + self.new_tokens + 16
-        self._open: dict[str, Any] = {}
+        self._backend: Any = None
+        self._start_s = 0.0
+        self._version = 0
         self._truth: dict[int, list[tuple[int, ...]]] = {}
 
-    def measure(self, name: str, batch: int) -> dict[str, Any]:
-        """Seconds of one batch, after a short one that is not counted; start-up apart."""
-        from coordexp.rollouts import SeedContext, synced
-
-        started = time.perf_counter()
-        backend = self._backend(name, batch)
-        requests, seeds = self._requests[:batch], SeedContext(0, 0, 0, 0)
-        with synced(backend, 0):
-            start_s = time.perf_counter() - started
-            backend.generate(requests, seeds)
-            started = time.perf_counter()
-            rollouts = backend.generate(requests, seeds)
-            seconds = time.perf_counter() - started
-        answers = [rollout.response_token_ids for rollout in rollouts]
-        self._truth.setdefault(batch, answers)
-        self._shut(name)
-        tokens = sum(len(answer) for answer in answers)
-        equal = sum(a == b for a, b in zip(answers, self._truth[batch], strict=True)) if self._options.check else None
-        return {"backend": name, "batch": batch, "tokens": tokens, "seconds": seconds, "tokens_per_s": tokens / seconds,
-                "start_s": start_s, "equal_to_first": equal}  # fmt: skip
-
-    def close(self) -> None:
-        for name in list(self._open):
-            self._shut(name)
-
-    def _backend(self, name: str, batch: int) -> Any:
+    @contextmanager
+    def started(self, name: str) -> Iterator[None]:
+        """Within it, :meth:`measure` asks this backend, which has answered once already."""
         from coordexp.config import load_config
         from coordexp.data.images import open_rgb
         from coordexp.modeling.weights import LearnerWeights
-        from coordexp.rollouts import build_backend
+        from coordexp.rollouts import SeedContext, build_backend, synced
         from coordexp.rollouts.build import LearnerParts
 
-        path = self._write_config(name, batch)
+        path = self._write_config(name)
         config = load_config(path)
         assert config.rollout_matching is not None
-        server = None
-        if name == "server":
-            server = _serving(path, self._folder / f"server-{batch}.log")
-            server.__enter__()
         parts = LearnerParts(
             self.loaded.model, self.loaded.vocab, self.loaded.image_token_id,
             LearnerWeights(self.loaded.model), Path(self._checkpoint), self._options.dtype, self._max_length, open_rgb,
-            lora_rank=config.tuner.lora_rank,
+            config.tuner.lora_rank,
         )  # fmt: skip
-        backend = build_backend(config.rollout_matching, parts)
-        self._open[name] = (backend, server)
-        return backend
+        began = time.perf_counter()
+        with _serving(path, self._folder / "server.log") if name == "server" else nullcontext():
+            self._backend = build_backend(config.rollout_matching, parts)
+            try:
+                with synced(self._backend, 0):
+                    self._start_s = time.perf_counter() - began
+                    self._backend.generate(self._requests[:1], SeedContext(0, 0, 0, 0))
+                yield
+            finally:
+                self._backend.close()
 
-    def _shut(self, name: str) -> None:
-        backend, server = self._open.pop(name)
-        backend.close()
-        if server is not None:
-            server.__exit__(None, None, None)
+    def measure(self, name: str, batch: int) -> dict[str, Any]:
+        """Seconds of one batch by the started backend; start-up apart."""
+        from coordexp.rollouts import SeedContext, synced
 
-    def _write_config(self, name: str, batch: int) -> Path:
+        self._version += 1
+        with synced(self._backend, self._version):
+            began = time.perf_counter()
+            rollouts = self._backend.generate(self._requests[:batch], SeedContext(0, 0, 0, 0))
+            seconds = time.perf_counter() - began
+        answers = [rollout.response_token_ids for rollout in rollouts]
+        self._truth.setdefault(batch, answers)
+        tokens = sum(len(answer) for answer in answers)
+        equal = sum(a == b for a, b in zip(answers, self._truth[batch], strict=True)) if self._options.check else None
+        return {"backend": name, "batch": batch, "tokens": tokens, "seconds": seconds, "tokens_per_s": tokens / seconds,
+                "start_s": self._start_s, "equal_to_first": equal}  # fmt: skip
+
+    def _write_config(self, name: str) -> Path:
         import yaml
 
+        batch = max(self._options.batches)
         ports = [_free_port(), _free_port()]
         vllm: dict[str, Any] = {
             "mode": "server" if name == "server" else "colocate", "tensor_parallel_size": 1, "max_num_seqs": batch,
@@ -167,7 +169,7 @@ class _Bench:
                 "vllm": vllm,
             },
         }
-        path = self._folder / f"{name}-{batch}.yaml"
+        path = self._folder / f"{name}.yaml"
         path.write_text(yaml.safe_dump(config), encoding="utf-8")
         return path
 
@@ -197,6 +199,11 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def _line(row: dict[str, Any], done: int, cells: int) -> str:
+    rate = f"{row['tokens']} tokens in {row['seconds']:.1f} s, {row['tokens_per_s']:.0f} tokens/s"
+    return f"{done}/{cells}  {row['backend']}, batch {row['batch']}: {rate} (started in {row['start_s']:.1f} s)"
 
 
 def _table(results: list[dict[str, Any]]) -> Table:

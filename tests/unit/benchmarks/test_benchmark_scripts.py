@@ -35,7 +35,7 @@ def run(script: Callable[[str], ModuleType], tmp_path: Path) -> Run:
     def run_script(name: str, *flags: object) -> Any:
         script(name).main([str(word) for word in (*flags, "--threads", 1, "--json", tmp_path)])
         document = json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8"))
-        assert (document["schema_version"], document["benchmark"]) == (1, name)
+        assert (document["schema_version"], document["benchmark"], document["complete"]) == (1, name, True)
         assert document["settings"]["threads"] == 1
         where = document["machine"]
         assert where["cpu"] and where["cores"] >= 1 and where["date"].startswith("20")
@@ -50,6 +50,27 @@ def test_rollouts_counts_the_same_answers_for_each_batch(run: Run, tmp_path: Pat
     rows = run("rollouts", "--backends", "hf", "--batches", "1,2", "--objects", 1, "--model", model, "--check")
     assert [(row["backend"], row["batch"], row["equal_to_first"]) for row in rows] == [("hf", 1, 1), ("hf", 2, 2)]
     assert all(row["tokens"] > 0 and row["tokens_per_s"] > 0 for row in rows)
+
+
+def test_rollouts_leaves_each_finished_cell_behind(
+    script: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Ended in the middle, as by a time limit, it has shown and written what it knew."""
+    rollouts = script("rollouts")
+    measure = rollouts._Bench.measure
+
+    def ended_at_batch_2(self: Any, name: str, batch: int) -> dict[str, Any]:
+        if batch == 2:
+            raise KeyboardInterrupt
+        return measure(self, name, batch)
+
+    monkeypatch.setattr(rollouts._Bench, "measure", ended_at_batch_2)
+    flags = ["--backends", "hf", "--batches", "1,2", "--objects", "1", "--threads", "1", "--json"]
+    with pytest.raises(KeyboardInterrupt):
+        rollouts.main([*flags, str(tmp_path / "x.json"), "--model", str(small_checkpoint(tmp_path / "model"))])
+    document = json.loads((tmp_path / "x.json").read_text(encoding="utf-8"))
+    assert document["complete"] is False and [row["batch"] for row in document["results"]] == [1]
+    assert "1/2  hf, batch 1:" in capsys.readouterr().out
 
 
 def test_channels_measures_each_case_by_itself(run: Run, tmp_path: Path) -> None:
