@@ -1,0 +1,162 @@
+"""Weight pushes to a real ``swift rollout`` of two workers: adapters, then full weights; afterwards it answers exactly
+as the learner would, and a learner that starts anew takes it over."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+import tuned_models
+from coordexp.errors import RolloutError, ServerRefused
+from coordexp.modeling.load import LoadedModel
+from coordexp.modeling.weights import LearnerWeights
+from coordexp.records import RolloutRequest
+from coordexp.rollouts.server_client import ServerClient
+from coordexp.rollouts.weight_sync import WeightSync
+from rollout_servers import (
+    RunningServer,
+    greedy_tokens,
+    load_served,
+    served_checkpoint,
+    served_tokens,
+    server_config,
+)
+from swift_servers import swift_rollout
+from tiny_run import tiny_samples
+
+WORKERS = 2
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    folder = tmp_path_factory.mktemp("swift")
+    config = server_config(
+        folder,
+        launch={"server": "swift", "wait_s": 240.0},
+        rollout_matching__vllm__enable_lora=True,
+        rollout_matching__vllm__max_lora_rank=8,
+    )
+    with swift_rollout(folder, config, vllm_data_parallel_size=WORKERS) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: RunningServer) -> Iterator[ServerClient]:
+    client = server.client()
+    yield client
+    client.close()
+
+
+def requests_of(loaded: LoadedModel) -> list[RolloutRequest]:
+    """Images that ms-swift leaves at their size; enough of them for both workers."""
+    found = [sample.request for sample in tiny_samples(loaded, 12) if sample.record.width >= 64][:4]
+    assert len(found) == 2 * WORKERS
+    return found
+
+
+@contextmanager
+def syncing(client: ServerClient, learner: LoadedModel, **keys: Any) -> Iterator[WeightSync]:
+    sync = WeightSync([client], LearnerWeights(learner.model), **{"bucket_mb": 1, "timeout_s": 60.0, **keys})
+    try:
+        yield sync
+    finally:
+        sync.close()
+
+
+def disturb(learner: LoadedModel, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in learner.model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+
+
+def assert_answers_as(client: ServerClient, learner: LoadedModel, version: int) -> list[list[int]]:
+    requests = requests_of(learner)
+    answers = served_tokens(client, requests)
+    assert answers == greedy_tokens(learner, requests)
+    status = client.status()
+    assert status is not None and [one["weight_version"] for one in status["workers"]] == [version] * WORKERS
+    return answers
+
+
+# The order matters: on a server that has once received full weights, adapters no longer fit.
+def test_an_adapter_alone_makes_the_servers_answers_the_learners(client: ServerClient) -> None:
+    config = tuned_models.lora(train_coord_rows=False, freeze_vit=True, freeze_aligner=True)
+    learner = tuned_models.tuned(config, checkpoint=served_checkpoint())
+    with syncing(client, learner, mode="adapter", fallback_to_full=False) as sync:
+        assert sync.push(1).mode == "adapter"
+        before = assert_answers_as(client, learner, 1)
+        tuned_models.randomise(learner.model, 8)
+        assert sync.push(2).mode == "adapter"
+        assert assert_answers_as(client, learner, 2) != before
+
+
+def test_a_failed_adapter_push_becomes_full_for_good(client: ServerClient) -> None:
+    """It reaches the vision tower, where vLLM would ignore it. LoRA arrives merged then."""
+    learner = tuned_models.tuned(tuned_models.lora(train_coord_rows=False), checkpoint=served_checkpoint())
+    with syncing(client, learner, mode="adapter") as sync:
+        first = sync.push(3)
+        assert first.mode == "full" and first.fallback is not None and first.checksum is not None
+        assert_answers_as(client, learner, 3)
+        tuned_models.randomise(learner.model, 9)
+        assert (sync.push(4).mode, sync.mode) == ("full", "full")
+        assert_answers_as(client, learner, 4)
+
+
+def test_full_weights_push_after_push(client: ServerClient) -> None:
+    learner = load_served()
+    with syncing(client, learner, checksum_every=1) as sync:
+        answers = []
+        for version in (5, 6):
+            disturb(learner, version)
+            assert sync.push(version).checksum is not None
+            # The same prompts again: every cached prefix and image embedding is of the old weights.
+            answers.append(assert_answers_as(client, learner, version))
+    assert answers[0] != answers[1]
+
+
+def test_a_missing_weight_is_named_although_ms_swift_swallows_errors(client: ServerClient) -> None:
+    class Partial(LearnerWeights):
+        @contextmanager
+        def full(self) -> Iterator[Any]:
+            with super().full() as named:
+                yield (one for one in named if "layers.0.self_attn.k_proj" not in one[0])
+
+    learner = load_served()
+    sync = WeightSync([client], Partial(learner.model), timeout_s=60.0)
+    with pytest.raises(RolloutError, match=r"not sent: \S+qkv_proj\.weight \(k_proj\)"):
+        sync.push(7)
+    sync.close()
+    with syncing(client, learner) as whole:
+        whole.push(8)
+        assert_answers_as(client, learner, 8)
+
+
+def test_a_learner_that_starts_anew_takes_the_server_over(client: ServerClient) -> None:
+    """The first one is gone without a word: its group still stands in every worker."""
+    learner = load_served()
+    gone = WeightSync([client], LearnerWeights(learner.model), timeout_s=60.0)
+    gone.push(9)
+    disturb(learner, 10)
+    started = time.monotonic()
+    with syncing(client, learner) as anew:
+        anew.push(10)
+        assert time.monotonic() - started < 40
+        assert_answers_as(client, learner, 10)
+
+
+def test_an_error_of_a_worker_reaches_the_learner(client: ServerClient) -> None:
+    learner = load_served()
+    (request, *_) = requests_of(learner)
+    call = {
+        "infer_requests": [{"messages": [{"role": "user", "content": "<image>x"}], "images": ["/no/such/file.png"]}],
+        "request_config": {"max_tokens": 4, "temperature": 0.0, "return_details": True},
+    }
+    with pytest.raises(ServerRefused, match=r"(?s)status 500.*cannot identify image"):
+        client.infer(call)
+    assert len(served_tokens(client, [request])) == 1, "and the server goes on"
