@@ -36,7 +36,7 @@ def engine_arguments(rollout: Any) -> dict[str, Any]:
         decode_batch_size=2, vocab=unused, image_token_id=0, num_embeddings=1, weights=unused, open_image=unused,
         offload=unused, repeat_terminate=rollout.repeat_terminate, lora_rank=8,
     )  # fmt: skip
-    return backend.engine_arguments()
+    return backend.engine_spec.arguments()
 
 
 @pytest.mark.scenario("Non-server vLLM paths are unchanged by this delta")

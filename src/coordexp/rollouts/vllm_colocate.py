@@ -7,9 +7,6 @@ each of them gives the engine the requests of all T, and keeps the answers to it
 
 from __future__ import annotations
 
-import logging
-import os
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass
@@ -21,20 +18,12 @@ from coordexp import distributed
 from coordexp.config.rollout import RepeatTerminateConfig
 from coordexp.config.vllm import VLLMConfig
 from coordexp.coords import CoordVocab
-from coordexp.errors import ConfigError, RolloutError
-from coordexp.extras import require
+from coordexp.errors import RolloutError
 from coordexp.records import Rollout, RolloutRequest
 from coordexp.rollouts.backend import Answer, DecodingOptions, RolloutRound, Seeds, WeightSource
-from coordexp.rollouts.engine.guard_activation import (
-    GUARD_PROCESSOR,
-    REQUEST_KEY,
-    activation_environment,
-    check_guard,
-)
-
-logger = logging.getLogger("coordexp")
-
-EXTENSION = "coordexp.rollouts.engine.worker.WeightSyncExtension"  # by name: importing it would import vLLM
+from coordexp.rollouts.colocate_push import ColocatedPush
+from coordexp.rollouts.colocate_start import EngineSpec
+from coordexp.rollouts.engine.guard_activation import REQUEST_KEY
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,28 +64,29 @@ class ColocatedBackend:
         lora_rank: int,
     ) -> None:
         self._config = config
-        self._model = model
-        self._dtype = config.dtype or dtype
-        self._max_model_len = config.max_model_len or max_model_len
         self._options = options
         self._decode_batch_size = decode_batch_size
         self._vocab = vocab
         self._image_token_id = image_token_id
         self._num_embeddings = num_embeddings
-        self._weights = weights
         self._open_image = open_image
         self._offload = offload
-        self._repeat_terminate = repeat_terminate
-        self._lora_rank = config.max_lora_rank or lora_rank
-        self._mode = config.sync.resolved(config.enable_lora)
+        self._is_guarded = repeat_terminate.enabled
+        cap = decode_batch_size * config.tensor_parallel_size  # decode_batch_size sequences for each of its devices
+        self.engine_spec = EngineSpec(
+            config,
+            repeat_terminate,
+            model=model,
+            dtype=config.dtype or dtype,
+            max_model_len=config.max_model_len or max_model_len,
+            max_lora_rank=config.max_lora_rank or lora_rank,
+            cap=cap if config.max_num_seqs is None else min(cap, config.max_num_seqs),
+        )
+        self._push = ColocatedPush(config.sync, config.sync.resolved(config.enable_lora), weights)
         self._engine: Any = None
         self._borrowed = ExitStack()
         self._version = 0
-        self._pushes = 0
-        self._compared = False  # whether a push has been read back yet
         self._seeds: dict[str, list[int]] = {}
-        self._fallbacks: list[str] = []
-        self._metrics: Counter[str] = Counter()
 
     def generate(self, requests: Sequence[RolloutRequest], seeds: Seeds) -> list[Rollout]:
         answers = sorted(self.generate_window([RolloutRound(tuple(requests), seeds)]), key=lambda answer: answer.index)
@@ -132,8 +122,7 @@ class ColocatedBackend:
             self._borrowed.enter_context(self._offload())
             with distributed.together("starting the colocated engine"):
                 self._wake()
-            with distributed.together("the push into the colocated engine"):
-                self._push(version)
+            self._push.into(self._engine, version)
         except BaseException:
             self.rest()
             raise
@@ -151,18 +140,17 @@ class ColocatedBackend:
             "backend": "vllm",
             "mode": "colocate",
             "weight_version": self._version,
-            "sync_mode": self._mode,
-            "fallbacks": list(self._fallbacks),
+            "sync_mode": self._push.mode,
+            "fallbacks": list(self._push.fallbacks),
             "tensor_parallel_size": self._config.tensor_parallel_size,
             "decode_batch_size": self._decode_batch_size,
-            "cap": self._cap,
+            "cap": self.engine_spec.cap,
             "decoding": asdict(self._options),
             "seeds": self._seeds,
         }
 
     def take_metrics(self) -> Mapping[str, float]:
-        taken, self._metrics = self._metrics, Counter()
-        return {"rollout/repeat_terminate_active": float(self._repeat_terminate.enabled), **taken}
+        return {"rollout/repeat_terminate_active": float(self._is_guarded), **self._push.take_metrics()}
 
     def close(self) -> None:
         self._borrowed.close()
@@ -170,84 +158,11 @@ class ColocatedBackend:
         if engine is not None:
             engine.close()
 
-    @property
-    def _cap(self) -> int:
-        """Sequences that one engine decodes at once: ``decode_batch_size`` for each of its devices."""
-        cap = self._decode_batch_size * self._config.tensor_parallel_size
-        return cap if self._config.max_num_seqs is None else min(cap, self._config.max_num_seqs)
-
     def _wake(self) -> None:
         if self._engine is None:
-            self._engine = _start_engine(self.engine_arguments(), self._cap, self._repeat_terminate)
+            self._engine = self.engine_spec.start()
         else:
             self._engine.wake_up(["weights"])
-
-    def _push(self, version: int) -> None:
-        """The learner's weights into the engine, and room for its cache again."""
-        if self._mode == "adapter" and not self._push_adapter(version):
-            self._mode = "full"
-        if self._mode == "full":
-            every = self._config.sync.checksum_every
-            compares = not self._compared or (every > 0 and self._pushes % every == 0)
-            with self._weights.full() as named:
-                self._engine.load(named, version, self._config.sync.bucket_mb << 20, compares_checksum=compares)
-            self._compared |= compares
-        self._engine.wake_up(["kv_cache"])
-        self._pushes += 1
-
-    def _push_adapter(self, version: int) -> bool:
-        adapter = self._weights.adapter()
-        if adapter is None:
-            raise ConfigError(
-                "rollout_matching.vllm.sync.mode: adapter, but the learner has no adapter; write sync.mode: full"
-            )
-        try:
-            self._engine.load_adapter(adapter, version)
-        except RolloutError as error:
-            if not self._config.sync.fallback_to_full:
-                raise RolloutError(
-                    f"{error}; write rollout_matching.vllm.sync.mode: full, or sync.fallback_to_full: true"
-                ) from error
-            logger.warning("adapter push failed (%s); merged weights are pushed from here on", error)
-            self._fallbacks.append(f"version {version}: {error}")
-            self._metrics["rollout/sync_fallbacks_total"] += 1
-            return False
-        return True
-
-    def engine_arguments(self) -> dict[str, Any]:
-        """The arguments of vLLM's ``EngineArgs``; what the configuration leaves to vLLM is left out."""
-        config = self._config
-        arguments: dict[str, Any] = {
-            "model": str(self._model),
-            "dtype": self._dtype,
-            "max_model_len": self._max_model_len,
-            "max_num_seqs": self._cap,
-            "tensor_parallel_size": config.tensor_parallel_size,
-            # Ranks are started by torchrun, and each takes the device that torchrun gave it.
-            "distributed_executor_backend": "external_launcher" if distributed.world_size() > 1 else "uni",
-            "gpu_memory_utilization": config.gpu_memory_utilization,
-            "enable_prefix_caching": config.enable_prefix_caching,
-            "enforce_eager": config.enforce_eager,
-            "disable_custom_all_reduce": config.disable_custom_all_reduce,
-            "enable_sleep_mode": config.sleep_level > 0,
-            "limit_mm_per_prompt": config.limit_mm_per_prompt.model_dump(),
-            "worker_extension_cls": EXTENSION,
-            # Weights are replaced before the first answer, but 'dummy' would randomise buffers too, which none covers.
-            "load_format": "auto",
-            "generation_config": "vllm",  # the YAML decides, not the checkpoint's generation_config.json
-            "skip_mm_profiling": False,
-            "seed": 0,
-            "disable_log_stats": True,
-            "max_num_batched_tokens": config.max_num_batched_tokens,
-            "kv_cache_dtype": config.kv_cache_dtype,
-            "cpu_offload_gb": config.cpu_offload_gb,
-            "mm_encoder_tp_mode": config.mm_encoder_tp_mode,
-        }
-        if config.enable_lora:
-            arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": self._lora_rank}
-        if self._repeat_terminate.enabled:
-            arguments |= {"logits_processors": [GUARD_PROCESSOR], "async_scheduling": False}
-        return {name: value for name, value in arguments.items() if value is not None}
 
     def _of_group(self, own: Sequence[_Wanted]) -> list[_Wanted]:
         """The requests of all ranks that share this rank's engine, in one order on all of them."""
@@ -274,7 +189,7 @@ class ColocatedBackend:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        options, guarded = self._options, self._repeat_terminate.enabled
+        options, guarded = self._options, self._is_guarded
         arguments: dict[str, Any] = {}
         if guarded:
             arguments["extra_args"] = {REQUEST_KEY: wanted.request_id}
@@ -316,30 +231,15 @@ class ColocatedBackend:
         )
 
     def _was_guarded(self, request_id: str) -> bool:
-        if not self._repeat_terminate.enabled:
+        if not self._is_guarded:
             return False
         return bool(self._engine.ask_worker(lambda worker: worker.coordexp_pop_triggers([request_id])))
 
     def _lora_request(self) -> Any:
-        if self._mode != "adapter":
+        if self._push.mode != "adapter":
             return None
         from vllm.lora.request import LoRARequest
 
         from coordexp.rollouts.engine.worker import ADAPTER_ID, ADAPTER_NAME, ADAPTER_PATH
 
         return LoRARequest(ADAPTER_NAME, ADAPTER_ID, ADAPTER_PATH)
-
-
-def _start_engine(arguments: Mapping[str, Any], cap: int, repeat_terminate: RepeatTerminateConfig) -> Any:
-    """Start the engine, and make sure that it guards its answers where it was told to."""
-    require("vllm", "rollout_matching.rollout_backend: vllm")
-    from coordexp.rollouts.engine.in_process import InProcessEngine
-
-    os.environ.update(activation_environment(repeat_terminate))
-    engine = InProcessEngine(arguments, cap)
-    try:
-        check_guard([engine.ask_worker(lambda worker: worker.coordexp_status())], repeat_terminate)
-    except RolloutError:
-        engine.close()
-        raise
-    return engine

@@ -28,6 +28,8 @@ class FakeFullEngine:
 
 
 class NoWeights:
+    collective = False
+
     def full(self) -> Any:
         return nullcontext(iter(()))
 

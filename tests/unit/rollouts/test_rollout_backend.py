@@ -127,7 +127,7 @@ def test_a_colocated_engine_has_the_contracts_defaults_and_starts_later(loaded: 
     """Conservative on four GPUs: 0.45 of their memory, one model over the four."""
     backend = build_backend(section(rollout_backend="vllm", decode_batch_size=3), parts(loaded))
     assert isinstance(backend, ColocatedBackend)
-    arguments = backend.engine_arguments()
+    arguments = backend.engine_spec.arguments()
     assert (arguments["gpu_memory_utilization"], arguments["tensor_parallel_size"]) == (0.45, 4)
     assert (arguments["dtype"], arguments["max_model_len"], arguments["model"]) == (
         "float32", 512, str(tiny_checkpoint()),
@@ -161,7 +161,7 @@ def test_every_engine_key_reaches_the_engine(
 ) -> None:
     backend = build_backend(section(rollout_backend="vllm", decode_batch_size=3, vllm=keys), parts(loaded))
     assert isinstance(backend, ColocatedBackend)
-    arguments = backend.engine_arguments()
+    arguments = backend.engine_spec.arguments()
     assert {name: arguments[name] for name in expected} == expected
 
 

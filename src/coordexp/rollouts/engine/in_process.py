@@ -1,20 +1,13 @@
-"""vLLM's engine inside the learner's own process: started without disturbing the learner, loaded from its memory.
-
-An engine takes liberties with the process it lives in: it replaces ``torch.set_num_threads``, seeds every random
-generator, and destroys the default process group when it ends. Here all of that is put back.
-"""
+"""vLLM's engine inside the learner's own process: started without disturbing the learner, loaded from its memory."""
 
 from __future__ import annotations
 
 import os
-import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -23,7 +16,8 @@ from coordexp.rollouts.backend import AdapterWeights
 from coordexp.rollouts.engine import checksum
 from coordexp.rollouts.engine.buckets import in_buckets
 from coordexp.rollouts.engine.compatibility import VLLM_IN_PROCESS, check_upstream
-from coordexp.rollouts.engine.cpu import complete_environment, has_gpu
+from coordexp.rollouts.engine.cpu import engine_environment, has_gpu
+from coordexp.rollouts.engine.process_state import default_group_kept, environment_kept, settings_kept
 
 ADVICE = (
     "lower rollout_matching.vllm.gpu_memory_utilization or max_num_seqs, set rollout_matching.offload, or write "
@@ -51,15 +45,11 @@ class InProcessEngine:
         Raises:
             MissingDependency, UpstreamChanged, RolloutError.
         """
-        complete_environment(gpu=has_gpu())
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-        os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # stdout is for what --json prints
-        check_upstream(VLLM_IN_PROCESS)
         self._max_in_flight = max_in_flight
         self._found_group = dist.is_initialized()
         self._engine: Any = None
-        # A second process per engine would not share the learner's memory.
-        with _learners_settings_kept(), _variable("VLLM_ENABLE_V1_MULTIPROCESSING", "0"):
+        with settings_kept(), environment_kept(_environment()):
+            check_upstream(VLLM_IN_PROCESS)  # imports vLLM
             self._engine = _named("the engine could not be started", lambda: _start(arguments))
         self._can_sleep = has_gpu() and bool(arguments.get("enable_sleep_mode"))
 
@@ -104,7 +94,11 @@ class InProcessEngine:
         return self._commit(push)
 
     def load_adapter(self, adapter: AdapterWeights, version: int) -> dict[str, Any]:
-        """Replace the engine's adapter, and the plain weights that train beside it."""
+        """Replace the engine's adapter, and the plain weights that train beside it.
+
+        Raises:
+            RolloutError: the engine cannot take it, in its own words. It waits for full weights then.
+        """
 
         def push(worker: Any) -> dict[str, Any]:
             if adapter.changed:
@@ -112,7 +106,10 @@ class InProcessEngine:
             worker.take_adapter(dict(adapter.config), list(adapter.tensors))
             return worker.process_weights_after_loading(version, False)
 
-        return self._commit(push)
+        try:
+            return self._commit(push)
+        except (RuntimeError, ValueError, TypeError, KeyError, OSError) as error:  # what vLLM and peft's reader raise
+            raise RolloutError(f"the colocated vLLM engine: {type(error).__name__}: {error}") from error
 
     def run(self, prompts: Sequence[Prompt], lora_request: Any = None) -> Iterator[Any]:
         """vLLM's ``RequestOutput`` of each prompt as it finishes; at most ``max_in_flight`` are decoded at once.
@@ -154,7 +151,7 @@ class InProcessEngine:
         engine, self._engine = self._engine, None
         if engine is None:
             return
-        with _learners_settings_kept(), _default_group_kept(self._found_group):
+        with settings_kept(), environment_kept(), default_group_kept(self._found_group):
             engine.engine_core.shutdown()
 
     def _add(self, prompt: Prompt, lora_request: Any) -> None:
@@ -162,12 +159,26 @@ class InProcessEngine:
         self._engine.add_request(prompt.request_id, content, prompt.sampling, lora_request=lora_request)
 
     def _commit(self, push: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-        report = self.ask_worker(push)
+        try:
+            report = self.ask_worker(push)
+        except BaseException:
+            self.ask_worker(lambda worker: worker.receiver.close())  # the next push is no continuation of this one
+            raise
         # What stands in these caches was computed with the old weights.
         self._engine.reset_prefix_cache()
         self._engine.reset_encoder_cache()
         self._engine.reset_mm_cache()
         return report
+
+
+def _environment() -> dict[str, str]:
+    """What the engine's start needs; the learner's own choices stand."""
+    quiet = {
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # stdout is for what --json prints
+    }
+    # A second process per engine would not share the learner's memory.
+    return engine_environment({**quiet, **os.environ}, gpu=has_gpu()) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
 def _start(arguments: Mapping[str, Any]) -> Any:
@@ -185,57 +196,3 @@ def _named(what: str, act: Callable[[], Any]) -> Any:
         return act()
     except (VLLMError, ValueError, RuntimeError, AssertionError, OSError) as error:
         raise RolloutError(f"the colocated vLLM engine: {what}: {type(error).__name__}: {error}; {ADVICE}") from error
-
-
-@contextmanager
-def _variable(name: str, value: str) -> Iterator[None]:
-    """An environment variable for a while: the learner's children do not inherit it."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
-
-
-@contextmanager
-def _learners_settings_kept() -> Iterator[None]:
-    """Random states, torch's settings and the current device, as they were before."""
-    set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
-    precision, dtype = torch.get_float32_matmul_precision(), torch.get_default_dtype()
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    device = torch.cuda.current_device() if torch.cuda.is_available() else None
-    with torch.random.fork_rng(devices=[] if device is None else [device]):
-        try:
-            yield
-        finally:
-            torch.set_num_threads = set_num_threads
-            torch.set_num_threads(num_threads)
-            torch.set_float32_matmul_precision(precision)
-            torch.set_default_dtype(dtype)
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
-            if device is not None:
-                torch.cuda.set_device(device)
-
-
-@contextmanager
-def _default_group_kept(is_learners: bool) -> Iterator[None]:
-    """vLLM ends with ``destroy_process_group()``. The default group goes only if vLLM made it."""
-    if not is_learners:
-        yield
-        return
-    destroy = dist.destroy_process_group
-
-    def destroy_other_groups(group: Any = None) -> None:
-        if group is not None and group is not dist.group.WORLD:
-            destroy(group)
-
-    dist.destroy_process_group = destroy_other_groups
-    try:
-        yield
-    finally:
-        dist.destroy_process_group = destroy

@@ -1,0 +1,38 @@
+"""The learner's process with a real engine in it: as it was, after start, rollouts, pushes and shutdown."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A process that has not imported vLLM: its import changes things too."""
+    folder = tmp_path_factory.mktemp("state")
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("colocated_state_worker.py")), str(folder)],
+        capture_output=True, text=True, timeout=200, check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads((folder / "seen.json").read_text())
+
+
+@pytest.mark.parametrize("after", ["start", "rollouts", "second push", "shutdown"])
+def test_nothing_of_the_learners_process_has_changed(after: str, seen: dict[str, Any]) -> None:
+    """Thread settings, random states, environment, process group, signal handlers."""
+    assert seen["answers"] == 3
+    assert seen[after] == {}
+
+
+def test_the_learners_group_outlives_the_engine(seen: dict[str, Any]) -> None:
+    assert seen["the group still works"] == 1.0
