@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,7 +40,8 @@ def padded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     written = greedy_tokens(served, requests_of(served)[:1])[0][0]
     model.resize_token_embeddings(known + PADDING, mean_resizing=False)
     with torch.no_grad():
-        rows = model.get_output_embeddings().get_parameter("weight")
+        head: Any = model.get_output_embeddings()
+        rows = head.weight
         rows[known:] = 1.5 * rows[written]
     model.save_pretrained(folder)
     served.processor.save_pretrained(folder)
