@@ -12,7 +12,6 @@ import os
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any
 
 from fastapi import Depends, HTTPException
@@ -28,6 +27,7 @@ from coordexp.rollouts.engine.cpu import DIE_WITH_PARENT, SERVER_API_KEY, comple
 from coordexp.rollouts.engine.guard_activation import GUARD_PROCESSOR, REQUEST_KEY, activated_config, check_guard
 from coordexp.rollouts.engine.known_tokens import KNOWN_TOKENS_PROCESSOR, check_known_tokens
 from coordexp.rollouts.engine.lifetime import own_engines
+from coordexp.rollouts.engine.swift_seeds import seeded_by_place
 
 logger = logging.getLogger(__name__)
 
@@ -218,13 +218,6 @@ class CoordExpEndpoints:
         commit = (request or CommitRequest()).model_dump()
         replies = _ask(self.connections, "coordexp_commit", [commit] * len(self.connections))
         return {"message": "weights committed", "reports": [one for part in _results(replies) for one in part]}
-
-
-def seeded_by_place(config: RequestConfig | None, sizes: Sequence[int]) -> list[RequestConfig | None]:
-    """``config`` for each worker, which counts its own requests from 0; ``sizes``: how many each of them gets."""
-    if config is None or config.seed is None:
-        return [config] * len(sizes)
-    return [replace(config, seed=config.seed + sum(sizes[:index])) for index in range(len(sizes))]
 
 
 def install() -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 pytest.importorskip("swift", reason="the plugin runs inside ms-swift")
-pytest.importorskip("vllm", reason="the plugin runs inside ms-swift's vLLM engine")
 
 from swift.infer_engine.protocol import RequestConfig
 
-from coordexp.rollouts.engine.swift_rollout import seeded_by_place
+from coordexp.rollouts.engine.swift_seeds import seeded_by_place
 
 
 def test_each_request_has_the_seed_of_its_place_whichever_worker_answers_it() -> None:

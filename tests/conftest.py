@@ -1,0 +1,16 @@
+"""One process runs many test files: what importing one of them does to the libraries must not reach the others."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+
+def pytest_collection_finish() -> None:
+    """ms-swift's trainers replace methods of ``transformers.Trainer`` as they are imported."""
+    if "swift.trainers" in sys.modules:
+        raise pytest.UsageError(
+            "a test file imports ms-swift's trainers, which patch transformers.Trainer for every other test: import "
+            "them in a process of their own"
+        )
