@@ -111,7 +111,9 @@ class FakePushServer:
             thread.join()
         with self._lock:
             try:
-                report = self.receiver.commit(body["weight_version"], body["wants_checksum"], lambda: None)
+                report = self.receiver.commit(
+                    body["weight_version"], body["wants_checksum"], lambda: None, body["learner_id"]
+                )
             except Exception:
                 if not self._swift:
                     raise

@@ -17,6 +17,7 @@ from coordexp.errors import RolloutError, ServerUnreachable
 from coordexp.modeling.load import LoadedModel
 from coordexp.modeling.weights import LearnerWeights
 from coordexp.rollouts.engine.communicator import GroupAddress, join
+from coordexp.rollouts.engine.stamp import WeightStamp
 from coordexp.rollouts.server_client import ServerClient
 from coordexp.rollouts.weight_sync import WeightSync
 from rollout_servers import (
@@ -89,7 +90,7 @@ def test_single_tensors_can_be_pushed_as_ms_swifts_clients_do(
             told = in_thread(lambda body=body: client._call("POST", "/update_named_param/", body))
             group.broadcast([tensor.detach().contiguous().view(torch.uint8).flatten()], 1)
             told.join(30)
-    (report,) = client.commit_weights(17, True, 30.0) or [None]
+    (report,) = client.commit_weights(WeightStamp(17), True, 30.0) or [None]
     group.close()
     assert report is not None and report["weight_version"] == 17 and report["failure"] is None
     after = served_tokens(client, requests)

@@ -22,6 +22,7 @@ from rollout_servers import (
     RunningServer,
     greedy_tokens,
     load_served,
+    payload,
     served_checkpoint,
     served_tokens,
     server_config,
@@ -145,9 +146,12 @@ def test_a_learner_that_starts_anew_takes_the_server_over(client: ServerClient) 
     disturb(learner, 10)
     started = time.monotonic()
     with syncing(client, learner) as anew:
-        anew.push(10)
+        stamp = anew.push(10).stamp
         assert time.monotonic() - started < 40
         assert_answers_as(client, learner, 10)
+        assert client.infer(payload(requests_of(learner)))[0]["coordexp"].items() >= stamp.payload().items()
+        with pytest.raises(RolloutError, match=f"learner {stamp.learner_id} has pushed"):
+            gone.push(11)
 
 
 def test_an_error_of_a_worker_reaches_the_learner(client: ServerClient) -> None:

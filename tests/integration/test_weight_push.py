@@ -20,6 +20,7 @@ from coordexp.modeling.weights import LearnerWeights
 from coordexp.rollouts.backend import AdapterWeights
 from coordexp.rollouts.engine import checksum
 from coordexp.rollouts.engine.buckets import LONE_PIECE_BYTES
+from coordexp.rollouts.engine.stamp import WeightStamp
 from coordexp.rollouts.server_client import ServerClient
 from coordexp.rollouts.weight_sync import WeightSync
 from rollout_servers import (
@@ -110,7 +111,7 @@ def test_answers_are_the_learners_before_and_after_a_push(client: ServerClient, 
     new_answers = greedy_tokens(learner, requests)
     assert new_answers != old_answers
     assert served_tokens(client, requests) == new_answers
-    assert (first.mode, first.version, second.version) == ("full", 41, 42)
+    assert (first.mode, first.stamp.version, second.stamp.version) == ("full", 41, 42)
     assert first.num_tensors == len(LearnerWeights(learner.model).names())
     assert first.bytes == sum(p.numel() * 4 for p in learner.model.parameters())
     assert first.checksum is not None and second.checksum is None
@@ -213,6 +214,22 @@ def test_a_second_learner_takes_the_server_over(client: ServerClient, learner: L
         assert served_tokens(client, requests) == greedy_tokens(learner, requests)
         with pytest.raises(RolloutError):
             first._lanes[0]._group.broadcast([torch.zeros(8, dtype=torch.uint8)], 1)  # type: ignore[union-attr]
+        with pytest.raises(RolloutError, match=r"has pushed its weights since this one \(version 1 of learner"):
+            first.push(3)  # it was not gone after all; and takes nothing back
+        assert served_tokens(client, requests) == greedy_tokens(learner, requests)
+
+
+def test_answers_say_whose_weights_they_come_from(client: ServerClient, learner: LoadedModel) -> None:
+    """Two learners at the same step: the version alone would not tell their weights apart."""
+    requests, said = requests_of(learner, 2), []
+    for _ in range(2):
+        with syncing(client, LearnerWeights(learner.model)) as sync:
+            stamp = sync.push(40).stamp
+        said += [stamp.payload()]
+        for item in client.infer(payload(requests)):
+            assert item["coordexp"].items() >= stamp.payload().items()
+        assert (client.status() or {}).items() >= stamp.payload().items()
+    assert said[0]["weight_version"] == said[1]["weight_version"] and said[0]["learner_id"] != said[1]["learner_id"]
 
 
 def test_a_learner_that_dies_in_the_middle_of_a_push_blocks_nobody(client: ServerClient, learner: LoadedModel) -> None:
@@ -318,7 +335,7 @@ def test_only_the_configured_group_can_be_opened(server: RunningServer, client: 
     with pytest.raises(ServerRefused, match=r"400.*1 workers and a learner, not 5"):
         client.init_communicator(5, 0, 5.0)
     with pytest.raises(ServerRefused, match=r"409.*no push is under way"):
-        client.commit_weights(9, False, 5.0)
+        client.commit_weights(WeightStamp(9), False, 5.0)
 
 
 def test_endpoints_of_ms_swift_are_there(client: ServerClient) -> None:

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from coordexp.errors import ConfigError, RolloutError, ServerRefused, ServerTimeout, ServerUnreachable
+from coordexp.rollouts.engine.stamp import WeightStamp
 
 CONNECT_S = 10.0
 POLL_S = 0.5
@@ -198,12 +199,12 @@ class ServerClient:
         payload = {"peft_config": peft_config, "metadatas": metadatas}
         self._call("POST", "/update_adapter_flattened_param/", payload, timeout_s=timeout_s)
 
-    def commit_weights(self, version: int, wants_checksum: bool, timeout_s: float) -> list[dict[str, Any]] | None:
+    def commit_weights(self, stamp: WeightStamp, wants_checksum: bool, timeout_s: float) -> list[dict[str, Any]] | None:
         """End a push: layouts, caches and version together. Each worker's report; None from a server that has none."""
         reply = self._call(
             "POST",
             "/process_weights_after_loading/",
-            {"weight_version": version, "wants_checksum": wants_checksum},
+            {**stamp.payload(), "wants_checksum": wants_checksum},
             timeout_s=timeout_s,
         )
         return reply.get("reports") if isinstance(reply, dict) else None

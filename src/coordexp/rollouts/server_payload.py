@@ -12,6 +12,7 @@ from coordexp.coords import CoordVocab
 from coordexp.errors import RolloutError
 from coordexp.records import Rollout, RolloutRequest
 from coordexp.rollouts.backend import DecodingOptions
+from coordexp.rollouts.engine.stamp import WeightStamp
 
 IMAGE_MARK = "<image>"
 ENVELOPE = "coordexp"  # what our server and our plugin say beside the answer
@@ -73,12 +74,12 @@ def _content(parts: str | Sequence[Mapping[str, Any]]) -> str:
 
 
 def read_answer(
-    item: Mapping[str, Any], request: RolloutRequest, vocab: CoordVocab, version: int, guarded: bool, where: str
+    item: Mapping[str, Any], request: RolloutRequest, vocab: CoordVocab, stamp: WeightStamp, guarded: bool, where: str
 ) -> Rollout:
     """One item of a server's reply → a rollout that can be trained on.
 
     Args:
-        version: weights that the answer must come from. guarded: the configuration switches the repeat guard on.
+        stamp: weights that the answer must come from. guarded: the configuration switches the repeat guard on.
 
     Raises:
         RolloutError: token ids or the finish reason are missing, an id is none of the tokenizer's, or answer, weights
@@ -106,7 +107,7 @@ def read_answer(
             "model's language head has rows for no token, and this server may draw them; use coordexp serve or the "
             "CoordExp plugin, which cannot"
         )
-    envelope = _check_envelope(item.get(ENVELOPE), version, guarded, where)
+    envelope = _check_envelope(item.get(ENVELOPE), stamp, guarded, where)
     ended = vocab.eos_id in answer_ids
     answer = answer_ids[: answer_ids.index(vocab.eos_id)] if ended else answer_ids
     return Rollout(
@@ -116,21 +117,23 @@ def read_answer(
         text=vocab.decode(answer),
         truncated=not ended and finish_reason == "length",
         repeat_terminated=bool(envelope.get("repeat_terminate_triggered", 0)),
-        weight_version=version,
+        weight_version=stamp.version,
     )
 
 
-def _check_envelope(envelope: Any, version: int, guarded: bool, where: str) -> Mapping[str, Any]:
+def _check_envelope(envelope: Any, stamp: WeightStamp, guarded: bool, where: str) -> Mapping[str, Any]:
     """A plain ms-swift server sends none: then nobody can tell which weights answered, or that a guard was active."""
     if envelope is None:
         envelope = {}
     elif not isinstance(envelope, Mapping):
         raise RolloutError(f"{where}: {ENVELOPE!r} holds {str(envelope)[:_EXCERPT]}, not an object")
-    answered_by = envelope.get("weight_version", version)
-    if answered_by != version:
+    answered_by = WeightStamp(
+        envelope.get("weight_version", stamp.version), envelope.get("learner_id", stamp.learner_id)
+    )
+    if answered_by != stamp:
         raise RolloutError(
-            f"{where}: the answer comes from weights of version {answered_by}, not {version}: the server restarted, or "
-            "another learner pushes to it. Give each learner its own servers, and resume from the last checkpoint"
+            f"{where}: the answer comes from weights of {answered_by}, not {stamp}: the server restarted, or another "
+            "learner pushes to it. Give each learner its own servers, and resume from the last checkpoint"
         )
     if bool(envelope.get("repeat_terminate_active", 0)) != guarded:
         state = "not active" if guarded else "active"

@@ -24,6 +24,7 @@ from coordexp.records import Rollout, RolloutRequest
 from coordexp.rollouts.backend import Answer, DecodingOptions, RolloutRound, Seeds, WeightSource
 from coordexp.rollouts.chunking import Call, Post, chunk_size, plan_calls, plan_posts, server_slots
 from coordexp.rollouts.drained_weights import DrainedWeights
+from coordexp.rollouts.engine.stamp import WeightStamp
 from coordexp.rollouts.in_flight import in_flight
 from coordexp.rollouts.server_client import ServerClient
 from coordexp.rollouts.server_fleet import make_clients, world_sizes
@@ -69,7 +70,7 @@ class ServerBackend:
         self._slots = server_slots(
             config.decode_batch_size, self._world_sizes, distributed.world_size(), distributed.rank()
         )
-        self._version: int | None = None
+        self._stamp: WeightStamp | None = None
         self._last_sync: Mapping[str, Any] = {}
         self._fallbacks: list[str] = []
         self._calls: list[dict[str, Any]] = []
@@ -120,7 +121,7 @@ class ServerBackend:
         self._calls = [self._describe(call, rounds) for post in posts for call in post.calls]
         if not posts:
             return
-        if self._version is None:
+        if self._stamp is None:
             raise RolloutError("the servers have no weights of this run yet; call sync_weights before asking them")
         self._silent_since.clear()
         for post, items in in_flight(posts, self._slots, lambda post: self._ask(post, rounds), self._watch, WATCH_S):
@@ -128,7 +129,7 @@ class ServerBackend:
             where = f"{self._clients[post.server].base_url}/infer/"
             for (round_idx, index), item in zip(_places(post), items, strict=True):
                 request = rounds[round_idx].requests[index]
-                rollout = read_answer(item, request, self._vocab, self._version, self._guarded, where)
+                rollout = read_answer(item, request, self._vocab, self._stamp, self._guarded, where)
                 yield Answer(round_idx, index, rollout)
 
     def batch_size(self, decode_batch_size: int) -> int:
@@ -138,7 +139,7 @@ class ServerBackend:
     def sync_weights(self, version: int) -> None:
         """Barrier, push by rank 0, barrier; where weights are sharded, all ranks gather while rank 0 sends."""
         with distributed.together("before the weight push"):
-            self._version = None  # no answers between old and new weights
+            self._stamp = None  # no answers between old and new weights
         failure: Exception | None = None
         report: Mapping[str, Any] = {}
         try:
@@ -150,7 +151,7 @@ class ServerBackend:
             self._weights.finish()
         distributed.raise_together(failure, "weight push")
         self._last_sync = distributed.gather_json(dict(report))[0]
-        self._version = version
+        self._stamp = WeightStamp(version, self._last_sync["learner_id"])
 
     def rest(self) -> None:
         """Servers go on by themselves."""
@@ -159,7 +160,7 @@ class ServerBackend:
         return {
             "backend": "vllm",
             "mode": "server",
-            "weight_version": self._version,
+            "weight_version": None if self._stamp is None else self._stamp.version,
             "servers": [
                 {"base_url": client.base_url, "group_port": client.group_port, "world_size": size}
                 for client, size in zip(self._clients, self._world_sizes, strict=True)
@@ -191,7 +192,13 @@ class ServerBackend:
             self._fallbacks.append(f"version {version}: {done.fallback}")
             self._metrics["rollout/sync_fallbacks_total"] += 1
         self._metrics["rollout/sync_bytes_total"] += done.bytes
-        return {"mode": done.mode, "seconds": done.seconds, "bytes": done.bytes, "fallback": done.fallback}
+        return {
+            "mode": done.mode,
+            "seconds": done.seconds,
+            "bytes": done.bytes,
+            "fallback": done.fallback,
+            "learner_id": done.stamp.learner_id,
+        }
 
     def _describe(self, call: Call, rounds: Sequence[RolloutRound]) -> dict[str, Any]:
         seeds = rounds[call.round_idx].seeds

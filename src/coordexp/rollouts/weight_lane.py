@@ -13,6 +13,7 @@ import torch
 from coordexp.errors import RolloutError
 from coordexp.rollouts.engine.buckets import describe, piece_bytes, pieces
 from coordexp.rollouts.engine.communicator import Communicator, GroupAddress, join, wait_until_free
+from coordexp.rollouts.engine.stamp import WeightStamp
 from coordexp.rollouts.server_client import ServerClient
 
 logger = logging.getLogger(__name__)
@@ -32,13 +33,18 @@ class WeightLane:
         self.dtype: torch.dtype | None = None
         self.base_overwritten = False
         self.verifiable = False
+        self._pushed: WeightStamp | None = None
 
     def __str__(self) -> str:
         return str(self._client)
 
     def open(self) -> None:
         """Meet the server's workers, unless that happened before; at most the client's ``timeout_s``. A group of an
-        earlier learner is torn down there."""
+        earlier learner is torn down there.
+
+        Raises:
+            RolloutError: also where another learner has pushed since this one did.
+        """
         status = self._client.status()
         workers = [] if status is None else status["workers"]
         self.verifiable = bool(workers)
@@ -49,12 +55,21 @@ class WeightLane:
                 self,
             )
         for worker in workers:
+            self._refuse_shared(worker["learner_id"])
             self.dtype = getattr(torch, worker["dtype"])
         self.base_overwritten = any(worker["base_overwritten"] for worker in workers)
         if self._group is not None and all(worker["communicator_open"] for worker in workers):
             return
         self.close(tell=False)
         self._group = self._join(_device_for(workers), self._client.timeout_s)
+
+    def _refuse_shared(self, pushed_last: str | None) -> None:
+        """None stands for a server that was started anew. A learner that starts takes over whatever it finds."""
+        if self._pushed is not None and pushed_last not in (None, self._pushed.learner_id):
+            raise RolloutError(
+                f"{self}: learner {pushed_last} has pushed its weights since this one ({self._pushed}) did; give each "
+                "learner its own servers, and resume one of them from its last checkpoint"
+            )
 
     def _join(self, device: torch.device, timeout_s: float) -> Communicator:
         world_size = self._client.world_size() + 1
@@ -101,8 +116,8 @@ class WeightLane:
             raise
         told.result()
 
-    def commit(self, version: int, expected_checksum: str | None, left_s: float) -> None:
-        reports = self._client.commit_weights(version, expected_checksum is not None, left_s)
+    def commit(self, stamp: WeightStamp, expected_checksum: str | None, left_s: float) -> None:
+        reports = self._client.commit_weights(stamp, expected_checksum is not None, left_s)
         if reports is None:
             self._client.reset_caches(timeout_s=left_s)
             return
@@ -110,9 +125,10 @@ class WeightLane:
             where = f"{self}, worker {number}"
             if report is None:
                 raise RolloutError(f"{where}: the push failed there ({self._failure(number)})")
-            if report["weight_version"] != version or report["failure"] is not None:
+            held = WeightStamp(report["weight_version"], report["learner_id"])
+            if held != stamp or report["failure"] is not None:
                 raise RolloutError(
-                    f"{where}: it holds version {report['weight_version']} after version {version} was pushed "
+                    f"{where}: it holds {held} after {stamp} was pushed "
                     f"({report['failure'] or 'no error was reported'})"
                 )
             if expected_checksum is not None and report["checksum"] != expected_checksum:
@@ -120,6 +136,7 @@ class WeightLane:
                     f"{where}: the checksum of its weights is {report['checksum']}, the learner's "
                     f"{expected_checksum}; its answers would not be the learner's"
                 )
+        self._pushed = stamp
 
     def _failure(self, number: int) -> str:
         status = self._client.status(timeout_s=CAUSE_S)

@@ -13,6 +13,7 @@ import torch
 from coordexp.errors import RolloutError
 from coordexp.rollouts.backend import AdapterWeights
 from coordexp.rollouts.engine import checksum
+from coordexp.rollouts.engine.stamp import WeightStamp
 from coordexp.rollouts.weight_lane import Named, WeightLane, in_background, wait_for_all
 
 
@@ -21,7 +22,7 @@ class SyncReport:
     """What one push did. ``fallback``: why it was full although adapters were asked for, in the push that decided so.
     ``checksum``: of the learner's weights, where it was compared with every worker's."""
 
-    version: int
+    stamp: WeightStamp
     mode: Literal["full", "adapter"]
     bytes: int
     seconds: float
@@ -36,14 +37,14 @@ class WeightPush:
     def __init__(
         self,
         lanes: Sequence[WeightLane],
-        version: int,
+        stamp: WeightStamp,
         mode: Literal["full", "adapter"],
         timeout_s: float,
         wants_checksum: bool,
         fallback: str | None,
     ) -> None:
         self._lanes = lanes
-        self._version = version
+        self._stamp = stamp
         self._mode: Literal["full", "adapter"] = mode
         self._timeout_s = timeout_s
         self._deadline = float("inf")  # set when the servers are met, which has a time of its own
@@ -99,9 +100,9 @@ class WeightPush:
         """Let every server take the weights over, and check what its workers say."""
         self._finish_sending()
         expected = checksum.combined(self._hashes) if self._wants_checksum else None
-        self._on_all(lambda lane: lane.commit(self._version, expected, self._left()))
+        self._on_all(lambda lane: lane.commit(self._stamp, expected, self._left()))
         return SyncReport(
-            version=self._version,
+            stamp=self._stamp,
             mode=self._mode,
             bytes=self._bytes,
             seconds=time.monotonic() - self._started,
@@ -135,7 +136,7 @@ class WeightPush:
         left = self._deadline - time.monotonic()
         if left <= 0:
             raise RolloutError(
-                f"version {self._version}: the push took longer than rollout_matching.vllm.sync.timeout_s "
+                f"version {self._stamp.version}: the push took longer than rollout_matching.vllm.sync.timeout_s "
                 f"({self._timeout_s:g} s); raise it, or look into the servers' logs"
             )
         return left

@@ -7,12 +7,14 @@ the bytes travel in its weight group. It counts only when every worker of every 
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Sequence
 from typing import Literal
 
 from coordexp.errors import CoordExpError, RolloutError
 from coordexp.rollouts.backend import WeightSource
 from coordexp.rollouts.engine.buckets import in_buckets
+from coordexp.rollouts.engine.stamp import WeightStamp
 from coordexp.rollouts.server_client import ServerClient
 from coordexp.rollouts.weight_lane import WeightLane
 from coordexp.rollouts.weight_push import SyncReport, WeightPush
@@ -43,6 +45,7 @@ class WeightSync:
             timeout_s: deadline of a push once the servers are met, for which each client's own ``timeout_s`` holds.
             checksum_every: compare checksums on every N-th push; 0 on the first full one only.
         """
+        self._learner_id = secrets.token_hex(8)  # of this process alone; nothing that is computed depends on it
         self._lanes = [WeightLane(client) for client in clients]
         self._source = source
         self._mode: Literal["full", "adapter"] = mode
@@ -88,7 +91,7 @@ class WeightSync:
 
     def _push_full(self, version: int, fallback: str | None) -> SyncReport:
         wants_checksum = self._wants_checksum()
-        push = WeightPush(self._lanes, version, "full", self._timeout_s, wants_checksum, fallback)
+        push = WeightPush(self._lanes, self._stamp(version), "full", self._timeout_s, wants_checksum, fallback)
         with push, self._source.full() as weights:
             for bucket in in_buckets(weights, self._bucket_bytes):
                 push.send(bucket)
@@ -106,7 +109,7 @@ class WeightSync:
                 "the adapter reaches the vision tower or the aligner, where vLLM would ignore it; freeze them "
                 "(tuner.freeze_vit, tuner.freeze_aligner)"
             )
-        push = WeightPush(self._lanes, version, "adapter", self._timeout_s, False, None)
+        push = WeightPush(self._lanes, self._stamp(version), "adapter", self._timeout_s, False, None)
         with push:
             push.refuse_overwritten()
             for bucket in in_buckets(adapter.changed, self._bucket_bytes):
@@ -115,6 +118,9 @@ class WeightSync:
             report = push.commit()
         self._num_pushes += 1
         return report
+
+    def _stamp(self, version: int) -> WeightStamp:
+        return WeightStamp(version, self._learner_id)
 
     def _wants_checksum(self) -> bool:
         every = self._checksum_every

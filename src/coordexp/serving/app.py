@@ -149,7 +149,7 @@ def _add_weights(app: FastAPI, server: RolloutServer) -> None:
     @app.post("/process_weights_after_loading/")
     async def process_weights_after_loading(request: CommitRequest | None = None) -> dict[str, Any]:
         reports = await server.commit(request or CommitRequest())
-        return {"message": "weights committed", "weight_version": server.gate.version, "reports": reports}
+        return {"message": "weights committed", **server.gate.stamp.payload(), "reports": reports}
 
 
 def _admission(api_key: str | None) -> Callable[..., Awaitable[Any]]:

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from coordexp.errors import RolloutError
+from coordexp.rollouts.engine.stamp import WeightStamp
 
 
 class RequestRefused(RolloutError):
@@ -27,7 +28,7 @@ class WeightGate:
     """
 
     wait_s: float
-    version: int = 0
+    stamp: WeightStamp = field(default_factory=WeightStamp)
     broken: str | None = None
     updating: bool = False
     num_answering: int = 0
@@ -37,8 +38,8 @@ class WeightGate:
         self._idle.set()
 
     @asynccontextmanager
-    async def answering(self) -> AsyncIterator[int]:
-        """Within it the weights do not change; gives their version.
+    async def answering(self) -> AsyncIterator[WeightStamp]:
+        """Within it the weights do not change; says which they are.
 
         Raises:
             RequestRefused: weights are being pushed, or a push failed half-way.
@@ -52,7 +53,7 @@ class WeightGate:
         self.num_answering += 1
         self._idle.clear()
         try:
-            yield self.version
+            yield self.stamp
         finally:
             self.num_answering -= 1
             if self.num_answering == 0:
@@ -75,9 +76,9 @@ class WeightGate:
                 409, f"{self.num_answering} requests were still being answered after {self.wait_s:g} s; push later"
             ) from error
 
-    def commit(self, version: int) -> None:
+    def commit(self, stamp: WeightStamp) -> None:
         """The push is complete."""
-        self.updating, self.broken, self.version = False, None, version
+        self.updating, self.broken, self.stamp = False, None, stamp
 
     def fail(self, why: str) -> None:
         """The push under way failed: the weights are neither the old ones nor the new."""

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, Field
 
 from coordexp.rollouts.engine.compatibility import versions
+from coordexp.rollouts.engine.stamp import WeightStamp
 from coordexp.serving.engines import Completion, EngineGroup
 from coordexp.serving.gate import RequestRefused, WeightGate
 from coordexp.serving.options import ServeOptions
@@ -20,6 +21,7 @@ from coordexp.serving.requests import MAX_REQUESTS, InferRequest, PromptBuilder,
 
 Result = TypeVar("Result")
 MAX_WAIT_S = 3600.0
+MAX_LEARNER_ID = 64
 
 
 class GroupRequest(BaseModel):
@@ -36,6 +38,7 @@ class CommitRequest(BaseModel):
     """End of a push; ms-swift's clients send nothing."""
 
     weight_version: int | None = None
+    learner_id: str | None = Field(default=None, max_length=MAX_LEARNER_ID)
     wants_checksum: bool = False
 
 
@@ -55,7 +58,7 @@ class RolloutServer:
     async def infer(self, requests: list[InferRequest], config: RequestConfig) -> list[dict[str, Any]]:
         if len(requests) > MAX_REQUESTS:
             raise RequestRefused(413, f"{len(requests)} requests in one call; at most {MAX_REQUESTS}")
-        async with self.gate.answering() as version:
+        async with self.gate.answering() as stamp:
             prompts = await asyncio.to_thread(lambda: [self._prompts.build(request) for request in requests])
             completions = await _together(
                 self.engines.answer(prompt, config.sampling_arguments(index), self._adapted)
@@ -66,7 +69,7 @@ class RolloutServer:
             {
                 "response": self._response(one, config.return_details),
                 "coordexp": {
-                    "weight_version": version,
+                    **stamp.payload(),
                     "repeat_terminate_active": int(self.engines.guarded),
                     "repeat_terminate_triggered": int(one.request_id in triggers),
                 },
@@ -115,15 +118,18 @@ class RolloutServer:
         async with self._group_lock:
             if not self.gate.updating:
                 raise RequestRefused(409, f"no push is under way{self._broken_clause()}")
-            version = self.gate.version + 1 if request.weight_version is None else request.weight_version
+            version = self.gate.stamp.version + 1 if request.weight_version is None else request.weight_version
+            stamp = WeightStamp(version, request.learner_id)
             reports = await self._or_broken(
                 self.engines.workers(
-                    "process_weights_after_loading", [version, request.wants_checksum], timeout_s=MAX_WAIT_S
+                    "process_weights_after_loading",
+                    [stamp.version, request.wants_checksum, stamp.learner_id],
+                    timeout_s=MAX_WAIT_S,
                 )
             )
             await self._or_broken(self.engines.reset_caches())
             self._adapted = self._push_is_adapter
-            self.gate.commit(version)
+            self.gate.commit(stamp)
             return reports
 
     async def status(self) -> dict[str, Any]:
@@ -134,7 +140,7 @@ class RolloutServer:
             "model": str(self.options.model),
             "world_size": self.engines.world_size,
             "data_parallel_size": len(self.engines.engines),
-            "weight_version": self.gate.version,
+            **self.gate.stamp.payload(),
             "weight_checksum": workers[0]["checksum"],
             "push_open": self.gate.updating,
             "broken": self.gate.broken,

@@ -24,6 +24,7 @@ from coordexp.rollouts import DatasetSeeds, RolloutRound, SeedContext, vllm_serv
 from coordexp.rollouts.build import decoding_options
 from coordexp.rollouts.chunking import Post
 from coordexp.rollouts.drained_weights import DrainedWeights
+from coordexp.rollouts.engine.stamp import WeightStamp
 from coordexp.rollouts.server_client import ServerClient
 from coordexp.rollouts.server_fleet import check_servers, make_clients
 from coordexp.rollouts.vllm_server import ServerBackend
@@ -47,7 +48,7 @@ class PretendSync:
         if self.failure is not None:
             raise self.failure
         self.versions.append(version)
-        return SyncReport(version, "full", 100, 0.5, 3)
+        return SyncReport(WeightStamp(version, "this"), "full", 100, 0.5, 3)
 
     def close(self) -> None:
         self.closed = True

@@ -16,6 +16,7 @@ from coordexp.data.prompts import build_messages
 from coordexp.errors import RolloutError
 from coordexp.records import RolloutRequest
 from coordexp.rollouts import DecodingOptions
+from coordexp.rollouts.engine.stamp import WeightStamp
 from coordexp.rollouts.server_payload import infer_payload, read_answer
 from qwen_tokenizer import qwen_vocab
 
@@ -60,7 +61,7 @@ def test_a_prompt_that_a_server_would_misread_is_refused(tmp_path: Path) -> None
         infer_payload([request], 1, OPTIONS, "path", open_image)
 
 
-def item(ids: list[int], finish: str = "stop", **envelope: int) -> dict[str, Any]:
+def item(ids: list[int], finish: str = "stop", **envelope: Any) -> dict[str, Any]:
     choice = {"index": 0, "message": {"role": "assistant", "content": "x"}, "finish_reason": finish, "token_ids": ids}
     response = {"choices": [choice], "prompt_token_ids": [5, 6, 7]}
     return {"response": response, **({"coordexp": envelope} if envelope else {})}
@@ -68,7 +69,7 @@ def item(ids: list[int], finish: str = "stop", **envelope: int) -> dict[str, Any
 
 def read(body: Any, version: int = 4, guarded: bool = False) -> Any:
     request = RolloutRequest("s1", Path("x.png"), (), (5, 6, 7))
-    return read_answer(body, request, qwen_vocab(), version, guarded, "http://h:1/infer/")
+    return read_answer(body, request, qwen_vocab(), WeightStamp(version, "this"), guarded, "http://h:1/infer/")
 
 
 def test_an_answer_is_trimmed_at_its_end() -> None:
@@ -125,7 +126,9 @@ def broken(**changes: Any) -> dict[str, Any]:
         ({"response": {"choices": [], "prompt_token_ids": [1]}}, "return_details"),
         ({"response": "no"}, "return_details"),
         (item([9, len(qwen_vocab())]), f"token id {len(qwen_vocab())}, but the tokenizer knows"),  # a padded head's
-        (item([9], weight_version=3), "weights of version 3, not 4"),
+        (item([9], weight_version=3), "weights of version 3 of learner this, not version 4"),
+        (item([9], weight_version=4, learner_id="other"), "version 4 of learner other, not version 4 of learner this"),
+        (item([9], weight_version=4, learner_id=None), "version 4 of no named learner, not"),
         (item([9], weight_version=4, repeat_terminate_active=1), "guard is active"),
         (item([9]) | {"coordexp": [1]}, "not an object"),
     ],

@@ -25,6 +25,7 @@ from coordexp.records import RolloutRequest
 from coordexp.rollouts import RolloutRound, SeedContext, vllm_server
 from coordexp.rollouts.build import decoding_options
 from coordexp.rollouts.drained_weights import DrainedWeights
+from coordexp.rollouts.engine.stamp import WeightStamp
 from coordexp.rollouts.server_fleet import make_clients
 from coordexp.rollouts.vllm_server import ServerBackend
 from coordexp.rollouts.weight_sync import SyncReport
@@ -48,7 +49,7 @@ class PretendSync:
         self._reasons = iter(reasons)
 
     def push(self, version: int) -> SyncReport:
-        return SyncReport(version, "full", 100, 0.5, 3, fallback=next(self._reasons, None))
+        return SyncReport(WeightStamp(version, "this"), "full", 100, 0.5, 3, fallback=next(self._reasons, None))
 
     def close(self) -> None: ...
 

@@ -87,7 +87,7 @@ def test_every_kind_of_server_gets_the_weights(start: Start, kind: dict[str, boo
             source.step(version)
             report = sync.push(version)
             assert holds(server, source)
-            assert (report.version, report.num_tensors) == (version, len(SHAPES))
+            assert (report.stamp.version, report.num_tensors) == (version, len(SHAPES))
             assert (report.checksum is not None) is (version == 3 and "plain" not in kind)
     assert ("/reset_prefix_cache/" in server.asked) is ("plain" in kind)  # the others do it with the commit
 
@@ -173,17 +173,33 @@ def test_a_missing_weight_is_named_also_by_a_server_that_swallows_errors(start: 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"weight_version": 7}, "it holds version 7 after version 1 was pushed"),
+        ({"weight_version": 7}, "it holds version 7 of learner .* after version 1 of learner .* was pushed"),
+        ({"learner_id": "theirs"}, "it holds version 1 of learner theirs after version 1 of learner"),
         ({"failure": "ValueError: x"}, "ValueError: x"),
         ({"checksum": "0" * 32}, "the checksum of its weights is 0000"),
     ],
-    ids=["version", "failure", "checksum"],
+    ids=["version", "learner", "failure", "checksum"],
 )
 def test_what_a_worker_reports_is_compared(start: Start, change: dict[str, Any], message: str) -> None:
     server = start()
     server.interfere["/process_weights_after_loading/"] = lambda reply: {"reports": [{**reply["reports"][0], **change}]}
     with syncing([server], FakeWeights()) as sync, pytest.raises(RolloutError, match=message):
         sync.push(1)
+
+
+@pytest.mark.parametrize("kind", [{}, {"swift": True}], ids=["ours", "swift and plugin"])
+def test_two_learners_on_one_server_are_noticed(start: Start, kind: dict[str, bool]) -> None:
+    server, one, other = start(**kind), FakeWeights(), FakeWeights()
+    other.step(5)
+    with syncing([server], one) as first, syncing([server], other) as second:
+        first.push(40)
+        second.push(40)  # a learner that starts takes over what it finds
+        assert holds(server, other)
+        with pytest.raises(RolloutError, match=f"learner {second._learner_id} has pushed .* since this one"):
+            first.push(41)
+        assert holds(server, other), "and nothing was sent"
+        second.push(41)
+        assert server.receiver.report()["learner_id"] == second._learner_id
 
 
 def test_a_push_has_a_deadline(start: Start) -> None:

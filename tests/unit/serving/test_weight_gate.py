@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from coordexp.rollouts.engine.stamp import WeightStamp
 from coordexp.serving.gate import RequestRefused, WeightGate
 
 
@@ -23,9 +24,9 @@ def test_answers_know_their_version() -> None:
         seen = []
         for version in (0, 7):
             await gate.begin()
-            gate.commit(version)
+            gate.commit(WeightStamp(version))
             async with gate.answering() as current:
-                seen.append(current)
+                seen.append(current.version)
         return seen
 
     assert run(scenario) == [0, 7]
@@ -78,9 +79,9 @@ def test_after_a_failed_push_only_a_whole_one_helps() -> None:
                 async with gate.answering():
                     pass
         await gate.begin()
-        gate.commit(3)
-        async with gate.answering() as version:
-            assert version == 3
+        gate.commit(WeightStamp(3, "a"))
+        async with gate.answering() as stamp:
+            assert stamp == WeightStamp(3, "a")
 
     run(scenario)
 

@@ -20,6 +20,7 @@ from coordexp.rollouts.engine.buckets import TensorInfo, pieces, read_infos, unp
 from coordexp.rollouts.engine.communicator import Communicator, GroupAddress, join
 from coordexp.rollouts.engine.in_place import ProvenPlaces
 from coordexp.rollouts.engine.layout import WeightLayout
+from coordexp.rollouts.engine.stamp import WeightStamp
 
 Named = list[tuple[str, torch.Tensor]]
 LOAD_BYTES = 32 << 20  # what is loaded at once while more arrives
@@ -33,7 +34,7 @@ class PushState:
     received_hashes: dict[str, int] = field(default_factory=dict)
     adapter_names: list[str] = field(default_factory=list)
     open: bool = False
-    version: int = 0
+    stamp: WeightStamp = field(default_factory=WeightStamp)
     pushes: int = 0
     base_overwritten: bool = False  # full weights came at least once: an adapter for the checkpoint no longer fits
     checksum: str | None = None
@@ -157,12 +158,19 @@ class WeightReceiver:
         self._buffers.append(buffer)
         return buffer
 
-    def commit(self, version: int | None, wants_checksum: bool, finish: Callable[[], None]) -> dict[str, Any]:
+    def commit(
+        self,
+        version: int | None,
+        wants_checksum: bool,
+        finish: Callable[[], None],
+        learner_id: str | None = None,
+    ) -> dict[str, Any]:
         """End a push: everything loaded, everything covered; ``finish`` lets vLLM lay the weights out anew.
 
         Args:
             version: what these weights are called from now on; None counts on.
             wants_checksum: read the parameters back and sum them.
+            learner_id: whose weights they are.
 
         Raises:
             RolloutError: nothing was pushed, loading failed, or weights are missing. The old version is gone too.
@@ -176,7 +184,7 @@ class WeightReceiver:
                 self.layout.check_complete(state.shapes)
             finish()
             state.checksum = self._checksum() if wants_checksum else None
-            state.version = state.version + 1 if version is None else version
+            state.stamp = WeightStamp(state.stamp.version + 1 if version is None else version, learner_id)
             state.pushes += 1
             state.base_overwritten |= not state.adapter_names
             state.open = False
@@ -187,7 +195,7 @@ class WeightReceiver:
         """What a learner checks; JSON-able."""
         state = self.state
         return {
-            "weight_version": state.version,
+            **state.stamp.payload(),
             "pushes": state.pushes,
             "base_overwritten": state.base_overwritten,
             "push_open": state.open,
@@ -226,7 +234,7 @@ class WeightReceiver:
         last = self.state
         self.state = PushState(
             open=True,
-            version=last.version,
+            stamp=last.stamp,
             pushes=last.pushes,
             base_overwritten=last.base_overwritten,
             failure=last.failure,

@@ -27,6 +27,7 @@ from coordexp.rollouts.engine.cpu import DIE_WITH_PARENT, SERVER_API_KEY, comple
 from coordexp.rollouts.engine.guard_activation import GUARD_PROCESSOR, REQUEST_KEY, activated_config, check_guard
 from coordexp.rollouts.engine.known_tokens import KNOWN_TOKENS_PROCESSOR, check_known_tokens
 from coordexp.rollouts.engine.lifetime import own_engines
+from coordexp.rollouts.engine.stamp import WeightStamp
 from coordexp.rollouts.engine.swift_seeds import seeded_by_place
 
 logger = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ class CoordExpVllmEngine(GRPOVllmEngine):
                 "reports for its first engine only, so triggers and failures of the rest would be lost"
             )
         self._guard = activated_config(os.environ)
-        self._weight_version = 0
+        self._stamp = WeightStamp()
         engine_kwargs = dict(engine_kwargs or {})
         engine_kwargs["worker_extension_cls"] = worker.EXTENSION
         ours = [KNOWN_TOKENS_PROCESSOR] + [GUARD_PROCESSOR] * (self._guard is not None)
@@ -81,15 +82,14 @@ class CoordExpVllmEngine(GRPOVllmEngine):
         """Call ``method`` on every vLLM worker; its error is handed over."""
         return _outcome(lambda: self._workers(method, **arguments))
 
-    def coordexp_commit(self, weight_version: int | None, wants_checksum: bool) -> dict[str, Any]:
+    def coordexp_commit(self, **commit: Any) -> dict[str, Any]:
         """End a push: layouts, caches and version change together."""
-        outcome = self.coordexp_call(
-            "process_weights_after_loading", weight_version=weight_version, wants_checksum=wants_checksum
-        )
+        outcome = self.coordexp_call("process_weights_after_loading", **commit)
         if "result" in outcome:
             for cache in ("prefix", "encoder", "mm"):
                 getattr(self.engine, f"reset_{cache}_cache")()
-            self._weight_version = outcome["result"][0]["weight_version"]
+            report = outcome["result"][0]
+            self._stamp = WeightStamp(report["weight_version"], report["learner_id"])
         return outcome
 
     def _add_request(self, inputs: Any, generation_config: Any, request_id: str, adapter_request: Any = None) -> Any:
@@ -112,7 +112,7 @@ class CoordExpVllmEngine(GRPOVllmEngine):
     def _enveloped(self, output: RolloutOutput, ended: bool) -> CoordExpRolloutOutput:
         fields = {name: getattr(output, name) for name in type(output).model_fields}
         envelope = {
-            "weight_version": self._weight_version,
+            **self._stamp.payload(),
             "repeat_terminate_active": int(self._guard is not None),
             "repeat_terminate_triggered": int(ended),
         }
@@ -140,6 +140,7 @@ class JoinRequest(BaseModel):
 
 class CommitRequest(BaseModel):
     weight_version: int | None = None
+    learner_id: str | None = None
     wants_checksum: bool = False
 
 
@@ -166,7 +167,7 @@ class CoordExpEndpoints:
             "model": str(self.args.model),
             "world_size": len(workers),
             "data_parallel_size": len(self.connections),
-            "weight_version": workers[0]["weight_version"],
+            **{key: workers[0][key] for key in WeightStamp().payload()},
             "weight_checksum": workers[0]["checksum"],
             "push_open": any(one["push_open"] for one in workers),
             "broken": next((one["failure"] for one in workers if one["failure"] is not None), None),

@@ -103,10 +103,10 @@ class WeightSyncExtension:
             self._put_adapter(peft_config, tensors)
 
     def process_weights_after_loading(
-        self, weight_version: int | None = None, wants_checksum: bool = False
+        self, weight_version: int | None = None, wants_checksum: bool = False, learner_id: str | None = None
     ) -> dict[str, Any]:
         """Commit the push; see :meth:`WeightReceiver.commit`."""
-        return self.receiver.commit(weight_version, wants_checksum, self._finish_layouts)
+        return self.receiver.commit(weight_version, wants_checksum, self._finish_layouts, learner_id)
 
     def get_state_keys(self) -> list[str]:
         """The engine's own parameter names."""
