@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from coordexp.errors import RolloutError
+from coordexp.rollouts.engine.cpu import CPU_EXECUTOR
 from coordexp.rollouts.engine.guard_activation import GUARD_PROCESSOR, REQUEST_KEY, activated_config, check_guard
 from coordexp.rollouts.engine.known_tokens import KNOWN_TOKENS_PROCESSOR, check_known_tokens
 from coordexp.rollouts.engine.worker import ADAPTER_ID, ADAPTER_NAME, ADAPTER_PATH, EXTENSION
@@ -68,6 +69,8 @@ class EngineGroup:
         if guarded:
             arguments["logits_processors"] += [GUARD_PROCESSOR]
             arguments["async_scheduling"] = False
+        if not gpu:
+            arguments["distributed_executor_backend"] = CPU_EXECUTOR
         group = cls([], options.tensor_parallel_size, guarded)
         devices = device_groups(options.data_parallel_size, options.tensor_parallel_size)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
+from typing import Any
 
 DIE_WITH_PARENT = "COORDEXP_DIE_WITH_PARENT"
+CPU_EXECUTOR = "coordexp.rollouts.engine.cpu_executor.CpuExecutor"
 SERVER_API_KEY = "COORDEXP_ROLLOUT_API_KEY"  # the token itself, for servers whose command line would show it
 
 _EVERYWHERE = {
@@ -65,3 +68,36 @@ def keep_weights_loadable() -> None:
         layer.cpu_linear = torch.nn.functional.linear  # pyright: ignore[reportArgumentType]
 
     utils.dispatch_cpu_unquantized_gemm = plain_linear
+
+
+def wait_asleep() -> None:
+    """On a CPU, let vLLM's processes sleep while they wait for each other; for queues that are opened from now on.
+
+    They spin on their shared-memory queues, up to a second after the last message. Beside a GPU that is cheap; on a CPU
+    each of them takes a core from the process that it waits for, in every decoding step and every push.
+    """
+    from vllm.distributed.device_communicators import shm_broadcast
+    from vllm.platforms import current_platform
+
+    spinning: Any = shm_broadcast.SpinCondition
+    if not current_platform.is_cpu() or hasattr(spinning, "coordexp_sleeps"):
+        return
+
+    class SleepingCondition(spinning):
+        coordexp_sleeps = True
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.busy_loop_s = 0
+
+        def wait(self, timeout_ms: int | None = None) -> None:
+            super().wait(looks_again_after_ms(time.monotonic() - self.last_read, timeout_ms))
+
+    shm_broadcast.SpinCondition = SleepingCondition  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def looks_again_after_ms(idle_s: float, timeout_ms: int | None) -> int:
+    """How long a queue that was read ``idle_s`` ago waits for the next note: notes of its writer can get lost, which
+    vLLM makes up for after seconds."""
+    again_ms = 5 if idle_s < 1.0 else 100
+    return again_ms if timeout_ms is None else min(again_ms, timeout_ms)

@@ -23,7 +23,13 @@ from swift.pipelines.infer import rollout as swift_rollout
 from coordexp.errors import RolloutError
 from coordexp.rollouts.engine import worker
 from coordexp.rollouts.engine.compatibility import SWIFT_ROLLOUT, check_upstream, versions
-from coordexp.rollouts.engine.cpu import DIE_WITH_PARENT, SERVER_API_KEY, complete_environment, has_gpu
+from coordexp.rollouts.engine.cpu import (
+    CPU_EXECUTOR,
+    DIE_WITH_PARENT,
+    SERVER_API_KEY,
+    complete_environment,
+    has_gpu,
+)
 from coordexp.rollouts.engine.guard_activation import GUARD_PROCESSOR, REQUEST_KEY, activated_config, check_guard
 from coordexp.rollouts.engine.known_tokens import KNOWN_TOKENS_PROCESSOR, check_known_tokens
 from coordexp.rollouts.engine.lifetime import own_engines
@@ -56,6 +62,8 @@ class CoordExpVllmEngine(GRPOVllmEngine):
         engine_kwargs["worker_extension_cls"] = worker.EXTENSION
         ours = [KNOWN_TOKENS_PROCESSOR] + [GUARD_PROCESSOR] * (self._guard is not None)
         engine_kwargs["logits_processors"] = [*(engine_kwargs.get("logits_processors") or []), *ours]
+        if not has_gpu():
+            kwargs["distributed_executor_backend"] = CPU_EXECUTOR
         super().__init__(*args, engine_kwargs=engine_kwargs, **kwargs)
         workers = self.coordexp_status()
         check_guard(workers, self._guard)

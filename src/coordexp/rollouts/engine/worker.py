@@ -2,7 +2,7 @@
 
 vLLM mixes :class:`WeightSyncExtension` into its worker class (``worker_extension_cls``); its methods are what
 ``collective_rpc`` calls by name. Importing this module makes CPU engines keep their weights loadable, because the
-extension is resolved before the model is.
+extension is resolved before the model is, and sleep while they wait.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from coordexp.errors import RolloutError
 from coordexp.rollouts.engine.communicator import GroupAddress
-from coordexp.rollouts.engine.cpu import DIE_WITH_PARENT, keep_weights_loadable
+from coordexp.rollouts.engine.cpu import DIE_WITH_PARENT, keep_weights_loadable, wait_asleep
 from coordexp.rollouts.engine.guard_processor import guard_of_worker, guard_report
 from coordexp.rollouts.engine.known_tokens import num_known_tokens
 from coordexp.rollouts.engine.lifetime import die_with_owner
@@ -31,6 +31,7 @@ ADAPTER_NAME = "coordexp"
 ADAPTER_PATH = "adapter-in-memory"  # vLLM wants one; it is never read
 
 keep_weights_loadable()
+wait_asleep()
 
 
 class WeightSyncExtension:
