@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from typing import Any, TypeVar
+from concurrent.futures import wait
+from typing import Any
 
 import torch
 
 from coordexp.errors import RolloutError
+from coordexp.rollouts.engine.background import in_background, wait_for_all
 from coordexp.rollouts.engine.buckets import describe, piece_bytes, pieces
 from coordexp.rollouts.engine.communicator import Communicator, GroupAddress, join, wait_until_free
 from coordexp.rollouts.engine.stamp import WeightStamp
 from coordexp.rollouts.server_client import ServerClient
 
 logger = logging.getLogger(__name__)
-Result = TypeVar("Result")
 Named = list[tuple[str, torch.Tensor]]
 Left = Callable[[], float]
 CAUSE_S = 5.0  # how long a failed broadcast waits for the server's own account of it
@@ -104,10 +103,10 @@ class WeightLane:
                 told.result()
 
         try:
-            sent = []
-            for piece in pieces(describe(tensors)):
-                on_device = [(name, tensor.to(group.device)) for name, tensor in (tensors[index] for index in piece)]
-                sent.append(piece_bytes(on_device, range(len(on_device))))
+            sent = [
+                piece_bytes([tensors[index][1].to(group.device) for index in piece])
+                for piece in pieces(describe(tensors))
+            ]
             group.broadcast(sent, self._rank, give_up=give_up)
         except RolloutError as error:
             wait([told], timeout=CAUSE_S)
@@ -163,24 +162,3 @@ def _device_for(workers: Sequence[dict[str, Any]]) -> torch.device:
     if not torch.cuda.is_available():
         raise RolloutError("the server's weights are on GPUs and this learner has none, so no group can hold both")
     return torch.device("cuda", torch.cuda.current_device())
-
-
-def in_background(act: Callable[[], Result]) -> Future[Result]:
-    """Run ``act`` in a thread of its own, which a hung call may outlive without holding up the process's end."""
-    future: Future[Result] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(act())
-        except BaseException as error:  # the future's owner gets it
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True, name="weight-push").start()
-    return future
-
-
-def wait_for_all(futures: Sequence[Future[Any]]) -> None:
-    """Wait for all; the first error ends the waiting."""
-    done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-    for future in done:
-        future.result()

@@ -13,8 +13,9 @@ import torch
 from coordexp.errors import RolloutError
 from coordexp.rollouts.backend import AdapterWeights
 from coordexp.rollouts.engine import checksum
+from coordexp.rollouts.engine.background import in_background, wait_for_all
 from coordexp.rollouts.engine.stamp import WeightStamp
-from coordexp.rollouts.weight_lane import Named, WeightLane, in_background, wait_for_all
+from coordexp.rollouts.weight_lane import Named, WeightLane
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +56,11 @@ class WeightPush:
         self._bytes = 0
         self._num_tensors = 0
         self._sending: list[Future[None]] = []
+        self._meeting: list[Future[None]] = []
 
     def __enter__(self) -> WeightPush:
-        try:
-            self._on_all(lambda lane: lane.open())
-            self._deadline = time.monotonic() + self._timeout_s
-        except BaseException:
-            self._tear_down()
-            raise
+        """Servers are met while the caller prepares the first bucket."""
+        self._meeting = self._on_each(lambda lane: lane.open())
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
@@ -71,6 +69,7 @@ class WeightPush:
 
     def refuse_overwritten(self) -> None:
         """An adapter belongs on the checkpoint's own weights."""
+        self._meet()
         for lane in self._lanes:
             if lane.base_overwritten:
                 raise RolloutError(
@@ -79,28 +78,28 @@ class WeightPush:
 
     def send(self, bucket: Named) -> None:
         """Send a bucket to every server, while the caller prepares the next."""
+        self._meet()
         bucket = [(name, self._converted(tensor)) for name, tensor in bucket]
         if self._wants_checksum:
             self._hashes |= {name: checksum.tensor_hash(tensor) for name, tensor in bucket}
         self._count(bucket)
         self._finish_sending()
-        self._sending = [in_background(lambda lane=lane: lane.send(bucket, self._left)) for lane in self._lanes]
+        self._sending = self._on_each(lambda lane: lane.send(bucket, self._left))
 
     def send_adapter(self, adapter: AdapterWeights) -> None:
         """Send an adapter to every server."""
+        self._meet()
         tensors = list(adapter.tensors)
         self._count(tensors)
         self._finish_sending()
-        self._sending = [
-            in_background(lambda lane=lane: lane.send_adapter(adapter.config, tensors, self._left))
-            for lane in self._lanes
-        ]
+        self._sending = self._on_each(lambda lane: lane.send_adapter(adapter.config, tensors, self._left))
 
     def commit(self) -> SyncReport:
         """Let every server take the weights over, and check what its workers say."""
+        self._meet()
         self._finish_sending()
         expected = checksum.combined(self._hashes) if self._wants_checksum else None
-        self._on_all(lambda lane: lane.commit(self._stamp, expected, self._left()))
+        wait_for_all(self._on_each(lambda lane: lane.commit(self._stamp, expected, self._left())))
         return SyncReport(
             stamp=self._stamp,
             mode=self._mode,
@@ -129,8 +128,14 @@ class WeightPush:
         sending, self._sending = self._sending, []
         wait_for_all(sending)
 
-    def _on_all(self, act: Callable[[WeightLane], None]) -> None:
-        wait_for_all([in_background(lambda lane=lane: act(lane)) for lane in self._lanes])
+    def _meet(self) -> None:
+        meeting, self._meeting = self._meeting, []
+        if meeting:
+            wait_for_all(meeting)
+            self._deadline = time.monotonic() + self._timeout_s
+
+    def _on_each(self, act: Callable[[WeightLane], None]) -> list[Future[None]]:
+        return [in_background(lambda lane=lane: act(lane)) for lane in self._lanes]
 
     def _left(self) -> float:
         left = self._deadline - time.monotonic()

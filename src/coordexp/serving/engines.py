@@ -167,10 +167,12 @@ class EngineGroup:
         Raises:
             RolloutError: an engine kept its cache.
         """
-        for cache in which:
-            calls = [getattr(engine, f"reset_{cache}_cache")() for engine in self.engines]
-            if False in await self._all(f"reset_{cache}_cache", calls, RPC_S):
-                raise RolloutError(f"an engine kept its {cache} cache, as if requests were running")
+        await asyncio.gather(*(self._reset(cache) for cache in which))
+
+    async def _reset(self, cache: str) -> None:
+        calls = [getattr(engine, f"reset_{cache}_cache")() for engine in self.engines]
+        if False in await self._all(f"reset_{cache}_cache", calls, RPC_S):
+            raise RolloutError(f"an engine kept its {cache} cache, as if requests were running")
 
     async def check_health(self) -> None:
         """Raises vLLM's own error where an engine is dead."""

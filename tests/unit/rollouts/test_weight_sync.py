@@ -96,7 +96,7 @@ def test_every_kind_of_server_gets_the_weights(start: Start, kind: dict[str, boo
 def test_large_weights_arrive_in_place_once_loading_has_shown_where(
     start: Start, kind: dict[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(buckets, "LONE_PIECE_BYTES", 25)  # k, v and norm travel together
+    monkeypatch.setattr(buckets, "LONE_PIECE_BYTES", 25)  # k, v, norm and the bias travel together
     server, source = start(**kind), FakeWeights()
     in_place = []
     with syncing([server], source, checksum_every=1) as sync:
@@ -110,7 +110,7 @@ def test_large_weights_arrive_in_place_once_loading_has_shown_where(
         sync.push(4)
         assert holds(server, source)
         in_place.append(server.receiver.report()["num_in_place"])
-    assert in_place == [0, len(SHAPES) - 3, len(SHAPES) - 3, 0]
+    assert in_place == [0, len(SHAPES) - 4, len(SHAPES) - 4, 0]
 
 
 def test_a_server_that_cannot_be_checked_is_said_to_be_so(start: Start, caplog: pytest.LogCaptureFixture) -> None:

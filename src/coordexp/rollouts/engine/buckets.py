@@ -1,7 +1,7 @@
 """How weights travel: several tensors in one bucket of bytes, described by metadata in ms-swift's format.
 
-A bucket of N bytes is sent in *pieces*: a large tensor by itself, straight from its memory and into its place, small
-ones gathered. Both sides compute the same pieces from the metadata alone.
+A bucket is sent in *pieces*: a large tensor by itself, straight from its memory and into its place, small ones
+gathered. Both sides compute the same pieces from the metadata alone.
 """
 
 from __future__ import annotations
@@ -82,24 +82,17 @@ def read_infos(payload: Sequence[Mapping[str, Any]]) -> tuple[TensorInfo, ...]:
     return tuple(infos)
 
 
-def pieces(infos: Sequence[TensorInfo]) -> list[range]:
-    """Indices of the tensors that are sent together, in order."""
-    plan: list[range] = []
-    start = 0
-    for index, info in enumerate(infos):
-        if info.numel >= LONE_PIECE_BYTES:
-            if start < index:
-                plan.append(range(start, index))
-            plan.append(range(index, index + 1))
-            start = index + 1
-    if start < len(infos):
-        plan.append(range(start, len(infos)))
-    return [piece for piece in plan if infos[piece[-1]].end_idx > infos[piece[0]].start_idx]
+def pieces(infos: Sequence[TensorInfo]) -> list[list[int]]:
+    """Indices of the tensors that are sent together: each large one by itself, in order, then all small ones, whose
+    single transfers would leave the wire idle between large ones."""
+    large = [[index] for index, info in enumerate(infos) if info.numel >= LONE_PIECE_BYTES]
+    small = [index for index, info in enumerate(infos) if info.numel < LONE_PIECE_BYTES]
+    return [*large, small] if any(infos[index].numel for index in small) else large
 
 
-def piece_bytes(tensors: Sequence[tuple[str, torch.Tensor]], piece: range) -> torch.Tensor:
+def piece_bytes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The bytes of one piece: a view of a lone contiguous tensor, a copy of several."""
-    flat = [as_bytes(tensors[index][1]) for index in piece]
+    flat = [as_bytes(tensor) for tensor in tensors]
     return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
@@ -109,9 +102,9 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def unpack(bytes_N: torch.Tensor, infos: Sequence[TensorInfo]) -> list[tuple[str, torch.Tensor]]:
-    """The tensors of a bucket, or of consecutive ones of it, as views of its bytes where their alignment allows."""
-    first = infos[0].start_idx
-    return [(info.name, _typed(bytes_N[info.start_idx - first : info.end_idx - first], info)) for info in infos]
+    """The tensors of a piece, as views of its bytes where their alignment allows."""
+    parts = bytes_N.split([info.numel for info in infos])
+    return [(info.name, _typed(part, info)) for info, part in zip(infos, parts, strict=True)]
 
 
 def _typed(bytes_n: torch.Tensor, info: TensorInfo) -> torch.Tensor:

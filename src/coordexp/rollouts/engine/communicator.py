@@ -9,9 +9,9 @@ from __future__ import annotations
 import errno
 import gc
 import socket
-import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
@@ -20,9 +20,12 @@ import torch
 import torch.distributed as dist
 
 from coordexp.errors import RolloutError
+from coordexp.rollouts.engine.background import in_background
 
 Result = TypeVar("Result")
 POLL_S = 0.0005
+PARTS_AT_ONCE = 8  # Gloo's own two leave the wire idle between parts: 10% on loopback
+PART_POLL_S = 0.002  # while further parts follow: waking costs more than it gains
 PORT_FREE_S = 5.0
 
 
@@ -167,6 +170,7 @@ class GlooCommunicator:
         options: Any = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
         # Gloo's own choice is the host name's address, which may be one that the whole network reaches.
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address(address))]
+        options._threads = PARTS_AT_ONCE
         options._timeout = timedelta(seconds=address.timeout_s)
         try:
             self._group: Any = dist.ProcessGroupGloo(
@@ -190,16 +194,16 @@ class GlooCommunicator:
         self._unfinished = True
         under_way = [self._group.broadcast([part], options) for part in parts]
         for index, work in enumerate(under_way):
-            self._finish(work, parts[index].numel(), give_up)
+            self._finish(work, parts[index].numel(), give_up, POLL_S if work is under_way[-1] else PART_POLL_S)
             if arrived is not None:
                 arrived(index)
         self._unfinished = False
 
-    def _finish(self, work: Any, num_bytes: int, give_up: Callable[[], None] | None) -> None:
+    def _finish(self, work: Any, num_bytes: int, give_up: Callable[[], None] | None, poll_s: float) -> None:
         deadline = time.monotonic() + self._address.timeout_s
         while give_up is not None and not work.is_completed() and time.monotonic() < deadline:
             give_up()
-            time.sleep(POLL_S)
+            time.sleep(poll_s)
         try:
             work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
         except RuntimeError as error:
@@ -215,7 +219,7 @@ class GlooCommunicator:
             return
         if self._unfinished:
             # Gloo's destructor waits for a transfer that nobody ends, up to its deadline.
-            threading.Thread(target=_drop, args=(left,), daemon=True, name="drop-weight-group").start()
+            in_background(lambda: _drop(left), "drop-weight-group")
         else:
             _drop(left)
 
@@ -282,23 +286,10 @@ def within(seconds: float, what: str, act: Callable[[], Result]) -> Result:
     Raises:
         RolloutError: the deadline passed.
     """
-    outcome: list[Result] = []
-    failure: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            outcome.append(act())
-        except BaseException as error:  # handed to the caller below
-            failure.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if failure:
-        raise failure[0]
-    if not outcome:
+    outcome = in_background(act)
+    if not wait([outcome], timeout=seconds).done:
         raise RolloutError(f"{what} within {seconds:g} s")
-    return outcome[0]
+    return outcome.result()
 
 
 def _drop(group_and_store: list[Any]) -> None:

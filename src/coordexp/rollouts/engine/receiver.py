@@ -122,7 +122,7 @@ class WeightReceiver:
             raise RolloutError("no weight group is open; call /init_communicator/ first")
         started = time.perf_counter()
         parts = [[infos[index] for index in piece] for piece in pieces(infos)]
-        sizes = [part[-1].end_idx - part[0].start_idx for part in parts]
+        sizes = [sum(info.numel for info in part) for part in parts]
         places = [self._places.bytes_of(part[0]) if len(part) == 1 else None for part in parts]
         staged = memory(sum(size for size, place in zip(sizes, places, strict=True) if place is None))
         targets: list[torch.Tensor] = []
