@@ -9,7 +9,9 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 
 from coordexp.errors import MissingDependency, UpstreamChanged
 
@@ -190,7 +192,8 @@ def _tested() -> str:
     return ", ".join(f"{name} {' or '.join(versions)}" for name, versions in TESTED_VERSIONS.items())
 
 
-def versions() -> dict[str, str]:
+@cache  # it takes milliseconds, and every push asks for a server's status
+def versions() -> Mapping[str, str]:
     """What is installed of the packages that rollouts depend on, for logs and ``/status/``."""
     found = {}
     for distribution in ("coordexp", "torch", "transformers", *TESTED_VERSIONS):
