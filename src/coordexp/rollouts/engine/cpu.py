@@ -11,6 +11,10 @@ DIE_WITH_PARENT = "COORDEXP_DIE_WITH_PARENT"
 CPU_EXECUTOR = "coordexp.rollouts.engine.cpu_executor.CpuExecutor"
 SERVER_API_KEY = "COORDEXP_ROLLOUT_API_KEY"  # the token itself, for servers whose command line would show it
 
+SPIN_S = 0.02  # a decoding step of a small model is shorter
+DOZE_S = 1.0  # a queue that was not written to for so long is left to its writer's notes,
+IDLE_MS = 100  # and looked at so often all the same
+
 _EVERYWHERE = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # the guard is a logits processor of the first runner's interface
@@ -74,7 +78,7 @@ def wait_asleep() -> None:
     """On a CPU, let vLLM's processes sleep while they wait for each other; for queues that are opened from now on.
 
     They spin on their shared-memory queues, up to a second after the last message. Beside a GPU that is cheap; on a CPU
-    each of them takes a core from the process that it waits for, in every decoding step and every push.
+    it takes a core from the learner that pushes weights to them. Between two decoding steps they spin still.
     """
     from vllm.distributed.device_communicators import shm_broadcast
     from vllm.platforms import current_platform
@@ -89,15 +93,28 @@ def wait_asleep() -> None:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self.busy_loop_s = 0
+            self._waiting_since: float | None = None
+
+        def record_read(self) -> None:
+            super().record_read()
+            self._waiting_since = None
 
         def wait(self, timeout_ms: int | None = None) -> None:
-            super().wait(looks_again_after_ms(time.monotonic() - self.last_read, timeout_ms))
+            """Return before or when there may be something to read; the caller looks, and waits again."""
+            now = time.monotonic()
+            self._waiting_since = self._waiting_since or now
+            waited_s = now - self._waiting_since
+            if waited_s < SPIN_S:
+                os.sched_yield()
+            elif waited_s < DOZE_S:
+                time.sleep(nap_s(waited_s))
+            else:
+                super().wait(IDLE_MS if timeout_ms is None else min(IDLE_MS, timeout_ms))
 
     shm_broadcast.SpinCondition = SleepingCondition  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def looks_again_after_ms(idle_s: float, timeout_ms: int | None) -> int:
-    """How long a queue that was read ``idle_s`` ago waits for the next note: notes of its writer can get lost, which
-    vLLM makes up for after seconds."""
-    again_ms = 5 if idle_s < 1.0 else 100
-    return again_ms if timeout_ms is None else min(again_ms, timeout_ms)
+def nap_s(waited_s: float) -> float:
+    """Naps in proportion to what was waited already: a message is late by an eighth of its time at most. The writer's
+    notes, which end a wait at once, cannot be relied on while messages are frequent: ZeroMQ may drop them."""
+    return min(waited_s / 8, 5e-3)

@@ -12,7 +12,8 @@ pytest.importorskip("vllm", reason="vLLM's own queue")
 
 from vllm.platforms import current_platform
 
-from coordexp.rollouts.engine.cpu import looks_again_after_ms, wait_asleep
+from coordexp.rollouts.engine import cpu
+from coordexp.rollouts.engine.cpu import nap_s, wait_asleep
 
 if not current_platform.is_cpu():
     pytest.skip("beside a GPU vLLM's queues stay as they are", allow_module_level=True)
@@ -45,7 +46,7 @@ def test_waiting_costs_no_core_and_the_message_comes(queue_pair: tuple[Any, Any]
     assert time.thread_time() - used < 0.1, "CPU seconds, of 0.5 that vLLM would spin"
 
 
-def test_a_lost_note_costs_milliseconds(queue_pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_note_costs_little(queue_pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The writer's note gets lost: what it wrote is found all the same, not only after vLLM's own five seconds."""
     writer, reader = queue_pair
     monkeypatch.setattr(writer._spin_condition, "notify", lambda: None)
@@ -54,13 +55,21 @@ def test_a_lost_note_costs_milliseconds(queue_pair: tuple[Any, Any], monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("idle_s", "timeout_ms", "expected"),
+    ("waited_s", "expected_s"),
     [
-        (0.1, None, 5),  # in the middle of work
-        (0.1, 2, 2),  # the caller's own deadline is nearer
-        (3.0, None, 100),  # an idle server wakes rarely
-        (3.0, 60_000, 100),
+        (0.02, 0.0025),  # an eighth of what was waited
+        (0.9, 0.005),
     ],
 )
-def test_how_soon_a_waiting_queue_looks_again(idle_s: float, timeout_ms: int | None, expected: int) -> None:
-    assert looks_again_after_ms(idle_s, timeout_ms) == expected
+def test_naps_grow_with_the_wait(waited_s: float, expected_s: float) -> None:
+    assert nap_s(waited_s) == pytest.approx(expected_s)
+
+
+def test_an_idle_queue_is_woken_by_its_writers_note(
+    queue_pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "DOZE_S", 0.1)
+    monkeypatch.setattr(cpu, "IDLE_MS", 40_000)
+    writer, reader = queue_pair
+    threading.Timer(1.0, lambda: writer.enqueue(4)).start()
+    assert reader.dequeue(timeout=20) == 4
