@@ -83,11 +83,11 @@ def read_infos(payload: Sequence[Mapping[str, Any]]) -> tuple[TensorInfo, ...]:
 
 
 def pieces(infos: Sequence[TensorInfo]) -> list[list[int]]:
-    """Indices of the tensors that are sent together: each large one by itself, in order, then all small ones, whose
-    single transfers would leave the wire idle between large ones."""
+    """Indices of the tensors that are sent together: all small ones, whose single transfers would leave the wire idle
+    between large ones and which are loaded while those arrive, then each large one by itself, in order."""
     large = [[index] for index, info in enumerate(infos) if info.numel >= LONE_PIECE_BYTES]
     small = [index for index, info in enumerate(infos) if info.numel < LONE_PIECE_BYTES]
-    return [*large, small] if any(infos[index].numel for index in small) else large
+    return [small, *large] if any(infos[index].numel for index in small) else large
 
 
 def piece_bytes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -130,6 +130,7 @@ class WeightReceiver:
         for size, place in zip(sizes, places, strict=True):
             targets.append(staged[start : start + size] if place is None else place)
             start += size if place is None else 0
+        last_staged = max((index for index, place in enumerate(places) if place is None), default=-1)
         here: Named = []
         num_bytes = 0
 
@@ -139,7 +140,7 @@ class WeightReceiver:
             if places[index] is None:
                 here += unpack(targets[index], parts[index])
                 num_bytes += sizes[index]
-            if here and (num_bytes >= LOAD_BYTES or index == len(parts) - 1):
+            if here and (num_bytes >= LOAD_BYTES or index == last_staged):
                 take(here)
                 here, num_bytes = [], 0
 
