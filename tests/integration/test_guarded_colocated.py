@@ -1,0 +1,66 @@
+"""The repeat guard in a real engine inside the learner: every answer ends where the guard, asked offline, ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from coordexp.config.rollout import RepeatTerminateConfig
+from coordexp.data.images import open_rgb
+from coordexp.modeling.load import LoadedModel
+from coordexp.modeling.weights import LearnerWeights
+from coordexp.records import RolloutRequest
+from coordexp.rollouts import SeedContext, build_backend, synced
+from coordexp.rollouts.build import LearnerParts
+from coordexp.rollouts.repeat_guard import first_trigger
+from coordexp.rollouts.vllm_colocate import ColocatedBackend
+from rollout_servers import greedy_tokens, load_served, served_checkpoint
+from swift_servers import GUARD, GUARDED_TOKENS
+from tiny_run import tiny_samples
+from vllm_runs import COLOCATED, vllm_config
+
+SETTINGS = RepeatTerminateConfig(**GUARD)
+
+
+@pytest.fixture(scope="module")
+def learner() -> LoadedModel:
+    return load_served()
+
+
+@pytest.fixture(scope="module")
+def backend(learner: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ColocatedBackend]:
+    keys = {
+        "rollout_matching__repeat_terminate": GUARD,
+        "rollout_matching__max_new_tokens": GUARDED_TOKENS,
+        "rollout_matching__decoding__temperature": 0.0,
+    }
+    config = vllm_config(tmp_path_factory.mktemp("guarded"), **COLOCATED | keys)
+    assert config.rollout_matching is not None
+    parts = LearnerParts(
+        model=learner.model, vocab=learner.vocab, image_token_id=learner.image_token_id,
+        weights=LearnerWeights(learner.model), checkpoint=served_checkpoint(), dtype="float32", max_length=512,
+        open_image=open_rgb, lora_rank=config.tuner.lora_rank,
+    )  # fmt: skip
+    backend = build_backend(config.rollout_matching, parts)
+    assert isinstance(backend, ColocatedBackend)
+    yield backend
+    backend.close()
+
+
+def test_repeating_answers_end_at_their_step_in_whatever_batch(backend: ColocatedBackend, learner: LoadedModel) -> None:
+    requests: list[RolloutRequest] = [sample.request for sample in tiny_samples(learner, 12)]
+    free = greedy_tokens(learner, requests, GUARDED_TOKENS)
+    triggers = [first_trigger(answer, SETTINGS) for answer in free]
+    assert None in triggers and len({one.num_new_tokens for one in triggers if one is not None}) > 1
+    for version, size in enumerate((len(requests), 5)):
+        rollouts = []
+        with synced(backend, version):
+            for start in range(0, len(requests), size):
+                rollouts += backend.generate(requests[start : start + size], SeedContext(1, 0, 0, 0))
+        for rollout, without, trigger in zip(rollouts, free, triggers, strict=True):
+            cut = len(without) if trigger is None else trigger.num_new_tokens
+            assert list(rollout.response_token_ids) == without[:cut], rollout.sample_id
+            assert rollout.repeat_terminated is (trigger is not None)
+            assert rollout.truncated is (trigger is None and len(without) == GUARDED_TOKENS)
+    assert backend.take_metrics()["rollout/repeat_terminate_active"] == 1.0
