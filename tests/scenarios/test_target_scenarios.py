@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -17,11 +16,12 @@ from coordexp.matching import MatchingConfig
 from coordexp.objective import build_pipeline
 from coordexp.packing import CarryBuffer
 from coordexp.records import DropReason, GTObject, Rollout, RolloutRequest, Segment, TokenRole
-from coordexp.rollouts import Answer, RolloutRound, SeedContext, in_turn
+from coordexp.rollouts import SeedContext
 from coordexp.targets import TransportConfig
 from coordexp.training.sources import RolloutSource
 from coordexp.training.window import WindowBuilder
 from objective_rows import Trigram, config, scored
+from quiet_backend import QuietBackend
 from qwen_tokenizer import qwen_vocab
 
 NEAR_CAT = GTObject("cat", "bbox_2d", (12, 25, 195, 230))
@@ -156,7 +156,7 @@ def test_a_truncated_answer_is_completed_behind_its_last_whole_object() -> None:
 # -- through a training window -------------------------------------------------------------------------------------
 
 
-class Scripted:
+class Scripted(QuietBackend):
     """A backend that gives each request its own answer."""
 
     def __init__(self, texts: Sequence[str]) -> None:
@@ -169,24 +169,6 @@ class Scripted:
             Rollout(r.sample_id, r.prompt_token_ids, tuple(vocab.encode(text)), text, not text.endswith(TURN_END))
             for r, text in zip(requests, given, strict=True)
         ]
-
-    def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[Answer]:
-        return in_turn(self.generate, rounds)
-
-    def sync_weights(self, version: int) -> None: ...
-
-    def rest(self) -> None: ...
-
-    def batch_size(self, decode_batch_size: int) -> int:
-        return decode_batch_size
-
-    def last_report(self) -> dict[str, Any]:
-        return {}
-
-    def take_metrics(self) -> dict[str, float]:
-        return {}
-
-    def close(self) -> None: ...
 
 
 MALFORMED = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,11 @@ from coordexp.coords import TURN_END
 from coordexp.modeling.load import LoadedModel
 from coordexp.parsing import parse_rollout
 from coordexp.records import Rollout, RolloutRequest, TokenRole
-from coordexp.rollouts import Answer, DecodingOptions, RolloutRound, SeedContext, in_turn
+from coordexp.rollouts import DecodingOptions, SeedContext
 from coordexp.rollouts.hf import HFBackend
 from coordexp.training.trainer import CoordExpTrainer
 from coordexp.training.window import Window
+from quiet_backend import QuietBackend
 from tiny_run import (
     InMemoryBackend,
     load_tiny,
@@ -179,7 +180,7 @@ def test_decode_batch_size_alone_decides_in_training_and_evaluation(per_device: 
     assert [len(call["input_ids"]) for call in watch.generated] == [3, 1, 3, 2]
 
 
-class Replay:
+class Replay(QuietBackend):
     """A second implementation of the interface: says what another backend said, without a model."""
 
     def __init__(self, said: Sequence[Rollout]) -> None:
@@ -187,24 +188,6 @@ class Replay:
 
     def generate(self, requests: Sequence[RolloutRequest], seeds: SeedContext) -> list[Rollout]:
         return [self._said[request.sample_id] for request in requests]
-
-    def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[Answer]:
-        return in_turn(self.generate, rounds)
-
-    def batch_size(self, decode_batch_size: int) -> int:
-        return decode_batch_size
-
-    def last_report(self) -> dict[str, Any]:
-        return {}
-
-    def take_metrics(self) -> dict[str, float]:
-        return {}
-
-    def sync_weights(self, version: int) -> None: ...
-
-    def rest(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 @pytest.mark.scenario("Backend implementation swap preserves rollout contract")

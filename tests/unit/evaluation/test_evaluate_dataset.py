@@ -1,8 +1,7 @@
 """Evaluation over a dataset: every sample once, in batches, dealt over ranks."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 
@@ -14,11 +13,12 @@ from coordexp.evaluation import evaluate_dataset
 from coordexp.evaluation.answers import to_line
 from coordexp.evaluation.predict import gather_answers, share_out
 from coordexp.records import GTObject, Rollout, RolloutRequest
-from coordexp.rollouts import Answer, DatasetSeeds, RolloutRound, Seeds, in_turn
+from coordexp.rollouts import DatasetSeeds, Seeds
+from quiet_backend import QuietBackend
 from qwen_tokenizer import qwen_vocab
 
 
-class Scripted:
+class Scripted(QuietBackend):
     """A backend that answers each sample with a given text, and remembers what it was asked."""
 
     def __init__(self, texts: dict[str, str]) -> None:
@@ -33,24 +33,6 @@ class Scripted:
             for r in requests
             for text in [self.texts[r.sample_id]]
         ]
-
-    def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[Answer]:
-        return in_turn(self.generate, rounds)
-
-    def sync_weights(self, version: int) -> None: ...
-
-    def rest(self) -> None: ...
-
-    def batch_size(self, decode_batch_size: int) -> int:
-        return decode_batch_size
-
-    def last_report(self) -> dict[str, Any]:
-        return {}
-
-    def take_metrics(self) -> dict[str, float]:
-        return {}
-
-    def close(self) -> None: ...
 
 
 def dataset(scenes: list[list[GTObject]]) -> RecordDataset:
