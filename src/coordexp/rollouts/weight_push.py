@@ -56,11 +56,14 @@ class WeightPush:
         self._bytes = 0
         self._num_tensors = 0
         self._sending: list[Future[None]] = []
-        self._meeting: list[Future[None]] = []
 
     def __enter__(self) -> WeightPush:
-        """Servers are met while the caller prepares the first bucket."""
-        self._meeting = self._on_each(lambda lane: lane.open())
+        try:
+            wait_for_all(self._on_each(lambda lane: lane.open()))
+            self._deadline = time.monotonic() + self._timeout_s
+        except BaseException:
+            self._tear_down()
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
@@ -69,7 +72,6 @@ class WeightPush:
 
     def refuse_overwritten(self) -> None:
         """An adapter belongs on the checkpoint's own weights."""
-        self._meet()
         for lane in self._lanes:
             if lane.base_overwritten:
                 raise RolloutError(
@@ -78,7 +80,6 @@ class WeightPush:
 
     def send(self, bucket: Named) -> None:
         """Send a bucket to every server, while the caller prepares the next."""
-        self._meet()
         bucket = [(name, self._converted(tensor)) for name, tensor in bucket]
         if self._wants_checksum:
             self._hashes |= {name: checksum.tensor_hash(tensor) for name, tensor in bucket}
@@ -88,7 +89,6 @@ class WeightPush:
 
     def send_adapter(self, adapter: AdapterWeights) -> None:
         """Send an adapter to every server."""
-        self._meet()
         tensors = list(adapter.tensors)
         self._count(tensors)
         self._finish_sending()
@@ -96,7 +96,6 @@ class WeightPush:
 
     def commit(self) -> SyncReport:
         """Let every server take the weights over, and check what its workers say."""
-        self._meet()
         self._finish_sending()
         expected = checksum.combined(self._hashes) if self._wants_checksum else None
         wait_for_all(self._on_each(lambda lane: lane.commit(self._stamp, expected, self._left())))
@@ -127,12 +126,6 @@ class WeightPush:
     def _finish_sending(self) -> None:
         sending, self._sending = self._sending, []
         wait_for_all(sending)
-
-    def _meet(self) -> None:
-        meeting, self._meeting = self._meeting, []
-        if meeting:
-            wait_for_all(meeting)
-            self._deadline = time.monotonic() + self._timeout_s
 
     def _on_each(self, act: Callable[[WeightLane], None]) -> list[Future[None]]:
         return [in_background(lambda lane=lane: act(lane)) for lane in self._lanes]
