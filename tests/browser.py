@@ -115,10 +115,12 @@ def open_browser(width: int = 1500, height: int = 950) -> Iterator[Browser]:
             ]
             if "sessionId" not in answer:
                 raise AssertionError(f"Chromium did not start: {answer}")
-            base = f"http://127.0.0.1:{client.base_url.port}/session/{answer['sessionId']}/"
-            with httpx.Client(base_url=base, timeout=_CALL_S) as session:
-                yield Browser(session)
-                session.delete("")
+            own = f"session/{answer['sessionId']}"
+            try:
+                with httpx.Client(base_url=f"{client.base_url}{own}/", timeout=_CALL_S) as session:
+                    yield Browser(session)
+            finally:
+                client.delete(own).raise_for_status()  # without it Chromium outlives its driver
     finally:
         process.terminate()
         try:
