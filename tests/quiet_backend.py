@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from coordexp.records import Rollout, RolloutRequest
 from coordexp.rollouts import Answer, RolloutRound, in_turn
 
 
-class QuietBackend:
+class QuietBackend(Protocol):
     """A backend without weights, memory or metrics; subclasses answer in :meth:`generate`."""
 
-    def generate(self, requests: Sequence[RolloutRequest], seeds: Any) -> list[Rollout]:
-        raise NotImplementedError
+    @abstractmethod
+    def generate(self, requests: Sequence[RolloutRequest], seeds: Any) -> list[Rollout]: ...
 
     def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[Answer]:
         return in_turn(self.generate, rounds)

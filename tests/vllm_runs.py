@@ -6,6 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from coordexp.config import RunConfig
+from coordexp.data.images import open_rgb
+from coordexp.modeling.load import LoadedModel
+from coordexp.modeling.weights import LearnerWeights
+from coordexp.rollouts import build_backend
+from coordexp.rollouts.build import LearnerParts
+from coordexp.rollouts.vllm_colocate import ColocatedBackend
 from rollout_servers import served_checkpoint
 from tiny_run import run_config
 
@@ -20,6 +26,20 @@ COLOCATED: dict[str, Any] = {
 def vllm_config(folder: Path, name: str = "run", **keys: Any) -> RunConfig:
     """As :func:`tiny_run.run_config` of stage 2, with a model that vLLM's CPU kernels can run."""
     return run_config(folder, 2, name, model__model=str(served_checkpoint()), **keys)
+
+
+def colocated(learner: LoadedModel, folder: Path, open_image: Any = open_rgb, **keys: Any) -> ColocatedBackend:
+    """A backend whose engine, not yet started, will live in this process."""
+    config = vllm_config(folder, **COLOCATED | keys)
+    assert config.rollout_matching is not None
+    parts = LearnerParts(
+        model=learner.model, vocab=learner.vocab, image_token_id=learner.image_token_id,
+        weights=LearnerWeights(learner.model), checkpoint=served_checkpoint(), dtype="float32", max_length=512,
+        open_image=open_image, lora_rank=config.tuner.lora_rank,
+    )  # fmt: skip
+    backend = build_backend(config.rollout_matching, parts)
+    assert isinstance(backend, ColocatedBackend)
+    return backend
 
 
 def server_keys(config: dict[str, Any]) -> dict[str, Any]:

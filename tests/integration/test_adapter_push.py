@@ -35,13 +35,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         yield running
 
 
-@pytest.fixture
-def client(server: RunningServer) -> Iterator[ServerClient]:
-    client = server.client()
-    yield client
-    client.close()
-
-
 def learner_of(**tuner: bool) -> LoadedModel:
     return tuned_models.tuned(tuned_models.lora(**tuner), checkpoint=served_checkpoint())
 

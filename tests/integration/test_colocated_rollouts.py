@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,14 +20,12 @@ from safetensors.torch import load_file
 from coordexp.data.images import open_rgb
 from coordexp.errors import AlignmentError, RolloutError
 from coordexp.modeling.load import LoadedModel
-from coordexp.modeling.weights import LearnerWeights
 from coordexp.records import RolloutRequest
-from coordexp.rollouts import RolloutRound, SeedContext, build_backend, synced
-from coordexp.rollouts.build import LearnerParts
+from coordexp.rollouts import RolloutRound, SeedContext, synced
 from coordexp.rollouts.vllm_colocate import ColocatedBackend
-from rollout_servers import greedy_tokens, load_served, requests_of, served_checkpoint
+from rollout_servers import greedy_tokens, load_served, requests_of
 from tiny_run import same_weights, step_lines, train, weights
-from vllm_runs import COLOCATED, vllm_config
+from vllm_runs import COLOCATED, colocated, vllm_config
 
 WORKER = Path(__file__).parent / "train_worker.py"
 SEEDS = SeedContext(1, 0, 0, 0)
@@ -59,19 +56,6 @@ def learner() -> LoadedModel:
 @pytest.fixture(scope="module")
 def requests_(learner: LoadedModel) -> list[RolloutRequest]:
     return requests_of(learner, 6)
-
-
-def colocated(learner: LoadedModel, folder: Path, open_image: Any = open_rgb, **keys: Any) -> ColocatedBackend:
-    config = vllm_config(folder, **COLOCATED | keys)
-    assert config.rollout_matching is not None
-    parts = LearnerParts(
-        model=learner.model, vocab=learner.vocab, image_token_id=learner.image_token_id,
-        weights=LearnerWeights(learner.model), checkpoint=served_checkpoint(), dtype="float32", max_length=512,
-        open_image=open_image, lora_rank=config.tuner.lora_rank,
-    )  # fmt: skip
-    backend = build_backend(config.rollout_matching, parts)
-    assert isinstance(backend, ColocatedBackend)
-    return backend
 
 
 class ImageDoor:

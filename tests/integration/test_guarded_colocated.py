@@ -7,18 +7,15 @@ from collections.abc import Iterator
 import pytest
 
 from coordexp.config.rollout import RepeatTerminateConfig
-from coordexp.data.images import open_rgb
 from coordexp.modeling.load import LoadedModel
-from coordexp.modeling.weights import LearnerWeights
 from coordexp.records import RolloutRequest
-from coordexp.rollouts import SeedContext, build_backend, synced
-from coordexp.rollouts.build import LearnerParts
+from coordexp.rollouts import SeedContext, synced
 from coordexp.rollouts.repeat_guard import first_trigger
 from coordexp.rollouts.vllm_colocate import ColocatedBackend
-from rollout_servers import greedy_tokens, load_served, served_checkpoint
+from rollout_servers import greedy_tokens, load_served
 from swift_servers import GUARD, GUARDED_TOKENS
 from tiny_run import tiny_samples
-from vllm_runs import COLOCATED, vllm_config
+from vllm_runs import colocated
 
 SETTINGS = RepeatTerminateConfig(**GUARD)
 
@@ -35,15 +32,7 @@ def backend(learner: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> I
         "rollout_matching__max_new_tokens": GUARDED_TOKENS,
         "rollout_matching__decoding__temperature": 0.0,
     }
-    config = vllm_config(tmp_path_factory.mktemp("guarded"), **COLOCATED | keys)
-    assert config.rollout_matching is not None
-    parts = LearnerParts(
-        model=learner.model, vocab=learner.vocab, image_token_id=learner.image_token_id,
-        weights=LearnerWeights(learner.model), checkpoint=served_checkpoint(), dtype="float32", max_length=512,
-        open_image=open_rgb, lora_rank=config.tuner.lora_rank,
-    )  # fmt: skip
-    backend = build_backend(config.rollout_matching, parts)
-    assert isinstance(backend, ColocatedBackend)
+    backend = colocated(learner, tmp_path_factory.mktemp("guarded"), **keys)
     yield backend
     backend.close()
 

@@ -16,6 +16,7 @@ import torch
 from coordexp.errors import RolloutError, ServerUnreachable
 from coordexp.modeling.load import LoadedModel
 from coordexp.modeling.weights import LearnerWeights
+from coordexp.rollouts.engine import cpu
 from coordexp.rollouts.engine.communicator import GroupAddress, join
 from coordexp.rollouts.engine.stamp import WeightStamp
 from coordexp.rollouts.server_client import ServerClient
@@ -43,13 +44,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         yield running
 
 
-@pytest.fixture
-def client(server: RunningServer) -> Iterator[ServerClient]:
-    client = server.client()
-    yield client
-    client.close()
-
-
 @pytest.fixture(scope="module")
 def learner() -> LoadedModel:
     return load_served()
@@ -58,6 +52,13 @@ def learner() -> LoadedModel:
 def sampled(client: ServerClient, requests: Any, seed: int | None) -> list[list[int]]:
     items = client.infer(payload(requests, temperature=2.0, seed=seed))
     return [item["response"]["choices"][0]["token_ids"] for item in items]
+
+
+def test_engines_of_a_cpu_sleep_while_they_wait(client: ServerClient) -> None:
+    """Their core process runs the executor that makes it so; what sleeping means is test_cpu_queues'."""
+    status = client.status()
+    assert status is not None
+    assert cpu.has_gpu() or {one["executor"] for one in status["workers"]} == {cpu.CPU_EXECUTOR}
 
 
 def test_sampled_answers_depend_on_the_seed_and_nothing_else(client: ServerClient, learner: LoadedModel) -> None:

@@ -16,6 +16,7 @@ from coordexp.errors import RolloutError, ServerRefused
 from coordexp.modeling.load import LoadedModel
 from coordexp.modeling.weights import LearnerWeights
 from coordexp.records import RolloutRequest
+from coordexp.rollouts.engine import cpu
 from coordexp.rollouts.server_client import ServerClient
 from coordexp.rollouts.weight_sync import WeightSync
 from rollout_servers import (
@@ -44,13 +45,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     )
     with swift_rollout(folder, config, vllm_data_parallel_size=WORKERS) as running:
         yield running
-
-
-@pytest.fixture
-def client(server: RunningServer) -> Iterator[ServerClient]:
-    client = server.client()
-    yield client
-    client.close()
 
 
 def requests_of(loaded: LoadedModel) -> list[RolloutRequest]:
@@ -82,6 +76,7 @@ def assert_answers_as(client: ServerClient, learner: LoadedModel, version: int) 
     assert answers == greedy_tokens(learner, requests)
     status = client.status()
     assert status is not None and [one["weight_version"] for one in status["workers"]] == [version] * WORKERS
+    assert cpu.has_gpu() or {one["executor"] for one in status["workers"]} == {cpu.CPU_EXECUTOR}
     return answers
 
 

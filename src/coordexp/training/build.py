@@ -83,7 +83,7 @@ def build_trainer(run: CheckedRun, console: Console, description: str = "train",
 
     Returns: the trainer, and the checkpoint folder to resume from (None to start anew).
     """
-    from transformers import PrinterCallback, ProgressCallback, set_seed
+    from transformers import set_seed
 
     from coordexp.modeling.inputs import PromptEncoder
     from coordexp.modeling.load import load_model
@@ -94,7 +94,6 @@ def build_trainer(run: CheckedRun, console: Console, description: str = "train",
     from coordexp.training.checkpoint import check_resume, read_seal, resolve_resume, warn_of_checkpoints_ahead
     from coordexp.training.manifest import write_manifest
     from coordexp.training.optimizer import LearningRates
-    from coordexp.training.progress import RichProgress
     from coordexp.training.rollout_dump import build_recorder
     from coordexp.training.stages import build_stage
     from coordexp.training.trainer import CoordExpTrainer
@@ -136,12 +135,21 @@ def build_trainer(run: CheckedRun, console: Console, description: str = "train",
     if offload is not None:
         owner = "DeepSpeed" if trainer.is_deepspeed_enabled else "FSDP" if trainer.is_fsdp_enabled else None
         offload.bind(lambda: trainer.optimizer, sharded_by=owner)
-    for callback in (PrinterCallback, ProgressCallback):
-        trainer.remove_callback(callback)
-    trainer.add_callback(RichProgress(console, description))
+    _show_progress(trainer, console, description)
     if rollout.monitor_dump.enabled and distributed.is_main():
         trainer.add_callback(_rollout_board(rollout.monitor_dump, run.train, trainer))
     return trainer, resume
+
+
+def _show_progress(trainer: Any, console: Console, description: str) -> None:
+    """Our progress in place of transformers' own."""
+    from transformers import PrinterCallback, ProgressCallback
+
+    from coordexp.training.progress import RichProgress
+
+    for callback in (PrinterCallback, ProgressCallback):
+        trainer.remove_callback(callback)
+    trainer.add_callback(RichProgress(console, description))
 
 
 def _training_arguments(config: RunConfig) -> Any:

@@ -122,6 +122,7 @@ class WeightSyncExtension:
             "pid": os.getpid(),
             "device": str(self.device),
             "dtype": dtype,
+            "executor": str(self.vllm_config.parallel_config.distributed_executor_backend),
             "model_runner": f"{runner.__module__}.{runner.__name__}",
             "repeat_terminate": guard_report(self),
             "num_known_tokens": num_known_tokens(self),

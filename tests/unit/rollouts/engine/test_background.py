@@ -30,7 +30,5 @@ def test_the_end_of_a_process_waits_a_little_for_them(seconds: int, ends: bool, 
         f"background.in_background(lambda: (time.sleep({seconds}), Path({str(out)!r}).touch()))\n"
         "raise SystemExit(3)"
     )
-    began = time.monotonic()
     assert subprocess.run([sys.executable, "-c", code], timeout=50, check=False).returncode == 3
     assert out.exists() is ends
-    assert time.monotonic() - began < 50, "and no longer"

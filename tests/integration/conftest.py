@@ -1,0 +1,18 @@
+"""Fixtures of files that talk to one server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from coordexp.rollouts.server_client import ServerClient
+from rollout_servers import RunningServer
+
+
+@pytest.fixture
+def client(server: RunningServer) -> Iterator[ServerClient]:
+    """A client of the file's own ``server``."""
+    client = server.client()
+    yield client
+    client.close()
