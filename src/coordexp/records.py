@@ -21,15 +21,19 @@ NUM_BINS = 1000
 
 @dataclass(frozen=True, slots=True)
 class GTObject:
-    """One annotated object.
+    """One object of the ground truth.
 
     ``bins``: ``(x1, y1, x2, y2)`` with x1 <= x2 and y1 <= y2 for ``bbox_2d``; a flat ``(x, y, x, y, …)`` ring of at
     least three vertices for ``poly``.
+
+    ``soft``: None for an annotated object. A number in (0, 1] for one that nobody annotated and a model is that sure
+    of: its text is taught with this weight, its coordinates are not taught.
     """
 
     desc: str
     kind: GeometryKind
     bins: tuple[int, ...]
+    soft: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

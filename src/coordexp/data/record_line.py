@@ -2,11 +2,11 @@
 
     {"images": ["a.jpg"], "width": 640, "height": 480,
      "objects": [{"desc": "red cup", "bbox_2d": [10, 20, 300, 400]},
-                 {"desc": "leaf", "poly": [10, 10, 90, 12, "<|coord_50|>", "<|coord_80|>"]}],
+                 {"desc": "leaf", "poly": [10, 10, 90, 12, "<|coord_50|>", "<|coord_80|>"], "soft": 0.8}],
      "metadata": {"any": "thing"}}
 
-Coordinates are norm1000 bins (0..999), as integers or coordinate tokens. Nothing is repaired: a line
-is right or refused.
+Coordinates are norm1000 bins (0..999), as integers or coordinate tokens. ``soft`` marks an object that nobody annotated;
+see :class:`~coordexp.records.GTObject`. Nothing is repaired: a line is right or refused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from coordexp.records import GEOMETRY_KINDS, NUM_BINS, GeometryKind, GTObject, I
 
 _REQUIRED_FIELDS = ("images", "width", "height", "objects")
 _RECORD_FIELDS = (*_REQUIRED_FIELDS, "metadata")
-_OBJECT_FIELDS = ("desc", *GEOMETRY_KINDS)
+_OBJECT_FIELDS = ("desc", *GEOMETRY_KINDS, "soft")
 _BIN_OF_TOKEN = {token: k for k, token in enumerate(COORD_TOKENS)}
 _CONTROL_LIKE = re.compile(r"<\|.*?\|>", re.DOTALL)
 # Cc control, Cs lone surrogate (cannot be encoded), Zl/Zp line and paragraph separators: an answer is one line of text.
@@ -155,7 +155,7 @@ def _object(index: int, value: Any) -> GTObject:
         if len(kinds) != 1:
             found = "both" if kinds else "neither"
             raise _Invalid(f"needs exactly one of {' or '.join(GEOMETRY_KINDS)}; found {found}")
-        return GTObject(desc, kinds[0], _bins(kinds[0], value[kinds[0]]))
+        return GTObject(desc, kinds[0], _bins(kinds[0], value[kinds[0]]), _soft(value) if "soft" in value else None)
     except _Invalid as problem:
         raise _Invalid(f"objects[{index}]: {problem}") from None
 
@@ -179,6 +179,16 @@ def _bins(kind: GeometryKind, values: Any) -> tuple[int, ...]:
             "(is it [x, y, width, height]? then write x + width, y + height)"
         )
     return bins
+
+
+def _soft(fields: Mapping[str, Any]) -> float:
+    weight = fields["soft"]
+    if type(weight) not in (int, float) or not 0 < weight <= 1:
+        raise _Invalid(
+            "soft must be a number above 0 and at most 1, the weight of an object that a model found; "
+            f"leave it out for an annotated object; got {_show(weight)}"
+        )
+    return float(weight)
 
 
 def _bin(kind: str, index: int, value: Any) -> int:

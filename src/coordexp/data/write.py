@@ -10,7 +10,7 @@ from typing import Any
 
 from coordexp.data.record_line import parse_line
 from coordexp.errors import DataError
-from coordexp.records import ImageRecord
+from coordexp.records import GTObject, ImageRecord
 
 
 def write_jsonl(records: Iterable[ImageRecord], path: str | Path) -> int:
@@ -45,7 +45,7 @@ def _line(record: ImageRecord, path: Path, number: int) -> str:
         "images": [image],
         "width": record.width,
         "height": record.height,
-        "objects": [{"desc": obj.desc, obj.kind: list(obj.bins)} for obj in record.objects],
+        "objects": [_object(obj) for obj in record.objects],
     }
     if record.metadata:
         fields["metadata"] = dict(record.metadata)
@@ -56,3 +56,8 @@ def _line(record: ImageRecord, path: Path, number: int) -> str:
         raise DataError(f"cannot write {record.sample_id}: {error}", path=path, line=number) from error
     parse_line(text, path=path, line=number)
     return text + "\n"
+
+
+def _object(obj: GTObject) -> dict[str, Any]:
+    fields: dict[str, Any] = {"desc": obj.desc, obj.kind: list(obj.bins)}
+    return fields if obj.soft is None else {**fields, "soft": obj.soft}

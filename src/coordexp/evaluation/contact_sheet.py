@@ -21,9 +21,12 @@ _COLOURS = ("#e6194b", "#3cb44b", "#4363d8", "#f58231", "#911eb4", "#008080", "#
 
 
 def round_trip(objects: Sequence[GTObject], vocab: CoordVocab) -> list[GTObject]:
-    """The objects that are read from the tokens of the text that is written for ``objects``."""
+    """The objects that are read from the tokens of the text that is written for ``objects``. Text does not say which
+    are soft: that is taken from the object of the same place."""
     parsed = parse_rollout(vocab.encode(serialize_objects(objects)), vocab, ended=True)
-    return [GTObject(obj.desc, obj.kind, obj.bins) for obj in parsed.objects]
+    softs = [obj.soft for obj in objects[: len(parsed.objects)]]
+    softs += [None] * (len(parsed.objects) - len(softs))
+    return [GTObject(obj.desc, obj.kind, obj.bins, soft) for obj, soft in zip(parsed.objects, softs, strict=True)]
 
 
 def draw_contact_sheet(records: Sequence[ImageRecord], vocab: CoordVocab, path: Path, columns: int = 4) -> Path:

@@ -105,6 +105,11 @@ BAD_LINES = [
     ("value bool", with_object(desc="a", bbox_2d=[True, 2, 3, 4]), ["bbox_2d[0] is True (bool)"]),
     ("value string", with_object(desc="a", bbox_2d=["1", 2, 3, 4]), ["bbox_2d[0] is '1'", "<|coord_0|>"]),
     ("token 1000", with_object(desc="a", bbox_2d=["<|coord_1000|>", 2, 3, 4]), ["<|coord_1000|>", "<|coord_999|>"]),
+    *(
+        (f"soft {weight!r}", with_object(**BOX, soft=weight), ["objects[1]", "soft must be a number above 0", shown])
+        for weight, shown in [(True, "True (bool)"), (0, "0 (int)"), (1.01, "1.01 (float)"), (-0.5, "-0.5"),
+                              ("0.8", "'0.8' (str)"), (None, "leave it out")]
+    ),
     ("token padded", with_object(desc="a", bbox_2d=["<|coord_007|>", 2, 3, 4]), ["'<|coord_007|>'", "expected"]),
 ]
 
@@ -246,7 +251,7 @@ OBJECTS = (
     GTObject("low", "bbox_2d", (0, 50, 10, 60)),
     GTObject("right", "bbox_2d", (90, 10, 99, 20)),
     GTObject("left", "poly", (40, 30, 20, 10, 5, 30)),
-    GTObject("tie", "bbox_2d", (90, 10, 95, 15)),
+    GTObject("tie", "bbox_2d", (90, 10, 95, 15), 0.5),
 )
 
 

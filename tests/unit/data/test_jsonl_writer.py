@@ -25,7 +25,10 @@ boxes = st.tuples(bins, bins, bins, bins).map(
     lambda b: (min(b[0], b[2]), min(b[1], b[3]), max(b[0], b[2]), max(b[1], b[3]))
 )
 rings = st.lists(st.tuples(bins, bins), min_size=3, max_size=9).map(lambda ps: tuple(v for p in ps for v in p))
-gt_objects = st.builds(GTObject, descs, st.just("bbox_2d"), boxes) | st.builds(GTObject, descs, st.just("poly"), rings)
+softs = st.none() | st.floats(0, 1, exclude_min=True)
+gt_objects = st.builds(GTObject, descs, st.just("bbox_2d"), boxes, softs) | st.builds(
+    GTObject, descs, st.just("poly"), rings, softs
+)
 
 
 def record(folder: Path, *objects: GTObject, name: str = "a.png", **metadata: Any) -> ImageRecord:
@@ -56,10 +59,20 @@ def test_a_dataset_still_reads_after_it_moved(tmp_path: Path) -> None:
     assert read_jsonl(tmp_path / "new" / "set.jsonl")[0].image == tmp_path / "new" / "images" / "a.png"
 
 
+def test_only_soft_objects_say_so(tmp_path: Path) -> None:
+    write_jsonl(
+        [record(tmp_path, GTObject("a", "bbox_2d", (0, 0, 9, 9)), GTObject("b", "poly", (0, 0, 9, 9, 0, 9), 0.8))],
+        tmp_path / "set.jsonl",
+    )
+    objects = json.loads((tmp_path / "set.jsonl").read_text())["objects"]
+    assert objects == [{"desc": "a", "bbox_2d": [0, 0, 9, 9]}, {"desc": "b", "poly": [0, 0, 9, 9, 0, 9], "soft": 0.8}]
+
+
 BAD_RECORDS = [
     ("inverted", [GTObject("a", "bbox_2d", (9, 0, 1, 1))], {}, "inverted"),
     ("pixels", [GTObject("a", "bbox_2d", (0, 0, 1, 1000))], {}, "not pixels"),
     ("empty desc", [GTObject("", "bbox_2d", (0, 0, 1, 1))], {}, "desc is empty"),
+    ("soft", [GTObject("a", "bbox_2d", (0, 0, 1, 1), 1.5)], {}, "soft must be a number above 0"),
     ("surrogate", [GTObject("\ud800", "bbox_2d", (0, 0, 1, 1))], {}, "cannot write anything"),
     ("metadata", [], {"at": float("nan")}, "cannot write anything"),
     ("metadata type", [], {"at": Path("a")}, "cannot write anything"),
