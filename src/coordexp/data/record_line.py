@@ -5,8 +5,8 @@
                  {"desc": "leaf", "poly": [10, 10, 90, 12, "<|coord_50|>", "<|coord_80|>"], "soft": 0.8}],
      "metadata": {"any": "thing"}}
 
-Coordinates are norm1000 bins (0..999), as integers or coordinate tokens. ``soft`` marks an object that nobody annotated;
-see :class:`~coordexp.records.GTObject`. Nothing is repaired: a line is right or refused.
+Coordinates are norm1000 bins (0..999), as integers or coordinate tokens. ``soft`` marks an object that nobody
+annotated; see :class:`~coordexp.records.GTObject`. Nothing is repaired: a line is right or refused.
 """
 
 from __future__ import annotations

@@ -107,8 +107,14 @@ BAD_LINES = [
     ("token 1000", with_object(desc="a", bbox_2d=["<|coord_1000|>", 2, 3, 4]), ["<|coord_1000|>", "<|coord_999|>"]),
     *(
         (f"soft {weight!r}", with_object(**BOX, soft=weight), ["objects[1]", "soft must be a number above 0", shown])
-        for weight, shown in [(True, "True (bool)"), (0, "0 (int)"), (1.01, "1.01 (float)"), (-0.5, "-0.5"),
-                              ("0.8", "'0.8' (str)"), (None, "leave it out")]
+        for weight, shown in [
+            (True, "True (bool)"),
+            (0, "0 (int)"),
+            (1.01, "1.01 (float)"),
+            (-0.5, "-0.5"),
+            ("0.8", "'0.8' (str)"),
+            (None, "leave it out"),
+        ]
     ),
     ("token padded", with_object(desc="a", bbox_2d=["<|coord_007|>", 2, 3, 4]), ["'<|coord_007|>'", "expected"]),
 ]
