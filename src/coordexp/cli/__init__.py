@@ -22,7 +22,8 @@ app = typer.Typer(
     name="coordexp",
     help="Train a vision-language model to detect objects by writing them, and teach it on its own answers.",
     no_args_is_help=True,
-    add_completion=False,
+    rich_markup_mode=None,  # help texts hold brackets, which markup would swallow
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,  # a bug's plain traceback is easier to report than a decorated one
 )
 run.register(app)
@@ -58,7 +59,7 @@ def _show_version(wanted: bool) -> None:
 def _global_options(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of every error.")] = False,
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+        bool, typer.Option("-V", "--version", callback=_show_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
     _flags.debug = debug

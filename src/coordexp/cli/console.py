@@ -15,12 +15,20 @@ if TYPE_CHECKING:
 
 
 def open_console(stderr: bool = False) -> Console:
-    """Where progress and tables go; silent on all ranks but the first."""
-    from rich.console import Console
+    """Where progress and tables go; silent on all ranks but the first.
 
+    Text is printed as it is: a class may be called ``[red] car``, a file ``p [a0] :smile:.jpg``. Style is given by
+    ``rich.text.Text``.
+    """
     from coordexp import distributed
 
-    return Console(stderr=stderr, quiet=not distributed.is_main())
+    return _literal_console(stderr=stderr, quiet=not distributed.is_main())
+
+
+def _literal_console(stderr: bool, quiet: bool = False) -> Console:
+    from rich.console import Console
+
+    return Console(stderr=stderr, quiet=quiet, markup=False, emoji=False, highlight=False)
 
 
 def no_bars_in_log_files() -> None:
@@ -34,11 +42,10 @@ def no_bars_in_log_files() -> None:
 @contextmanager
 def counting(description: str) -> Iterator[Callable[[int, int], None]]:
     """A bar with ETA on stderr, where that is a terminal; gives the callback that moves it."""
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("eta"))
-    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TextColumn("eta"))
+    console = _literal_console(stderr=True)
     with Progress(
         *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
     ) as progress:

@@ -174,4 +174,4 @@ def _convert(convert: Callable[..., ConversionReport], *paths: Path, **given: An
         report = convert(*paths, **given, progress=progress)
     console = open_console()
     console.print(render_report(report))
-    console.print(f"wrote {report.jsonl} and {report.path}", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"wrote {report.jsonl} and {report.path}", soft_wrap=True)

@@ -285,7 +285,7 @@ def _renaming(aliases: Path | None, embedder: Path | None, threshold: float) -> 
 
 
 def _say(console: Console, text: str) -> None:
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
+    console.print(text, soft_wrap=True)
 
 
 def _say_written(console: Console, files: Sequence[Path]) -> None:

@@ -69,7 +69,7 @@ def check_command(
         console.print(_findings(check))
         console.print(_histograms(check))
         if sheet is not None:
-            console.print(f"wrote {sheet}", highlight=False, markup=False, soft_wrap=True)
+            console.print(f"wrote {sheet}", soft_wrap=True)
     if check.errors:
         first = next(found for found in check.found if found.finding in _errors())
         raise DataError(
@@ -179,7 +179,7 @@ def _findings(check: DatasetCheck) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table("finding", "count", "where", title=str(check.path), title_justify="left")
+    table = Table("finding", "count", "where", title=Text(str(check.path)), title_justify="left")
     table.columns[1].justify = "right"
     table.add_row("lines", str(check.lines), f"{len(check.records)} of them sound records")
     for finding, count in sorted(check.counts().items(), key=lambda item: (item[0] not in _errors(), item[0])):

@@ -52,26 +52,25 @@ def launch(
 
 
 def _show(plan: LaunchPlan, checks: Sequence[Check]) -> None:
-    from rich.markup import escape
+    from rich.text import Text
 
     console = open_console()
     for check in checks:
-        mark = "[green]ok[/]" if check.problem is None else "[red]no[/]"
-        console.print(f"{mark} {escape(check.name)}: {escape(check.found)}", highlight=False, soft_wrap=True)
+        mark = ("ok", "green") if check.problem is None else ("no", "red")
+        console.print(Text.assemble(mark, f" {check.name}: {check.found}"), soft_wrap=True)
     urls = ", ".join(plan.server_base_urls) or "none: the learner generates by itself"
-    console.print(f"server_base_urls: {urls}", highlight=False, soft_wrap=True)
+    console.print(f"server_base_urls: {urls}", soft_wrap=True)
     for process in [server.process for server in plan.servers if server.process is not None] + [plan.learner]:
         _show_process(console, process)
 
 
 def _show_process(console: Console, process: ProcessPlan) -> None:
-    from rich.markup import escape
+    from rich.text import Text
 
     where = "the CPU" if not process.devices else "devices " + ", ".join(map(str, process.devices))
-    log = escape(str(process.log))
-    console.print(f"[bold]{process.name}[/] on {where}, log {log}", highlight=False, soft_wrap=True)
+    console.print(Text.assemble((process.name, "bold"), f" on {where}, log {process.log}"), soft_wrap=True)
     for name, value in process.environment.items():
-        console.print(f"  {name}={shlex.quote(value)}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"  {name}={shlex.quote(value)}", soft_wrap=True)
     for name, source in process.secrets.items():
-        console.print(f"  {name}=${{{source}}}", highlight=False, markup=False, soft_wrap=True)
-    console.print(f"  {shlex.join(process.command)}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"  {name}=${{{source}}}", soft_wrap=True)
+    console.print(f"  {shlex.join(process.command)}", soft_wrap=True)

@@ -52,10 +52,10 @@ def replay(
             continue
         place = f"step {where.global_step + 1}, rank {where.rank}, {one.record.sample_id}"
         for difference in one.differences:
-            console.print(f"{place}: {difference}", highlight=False, markup=False, soft_wrap=True)
+            console.print(f"{place}: {difference}", soft_wrap=True)
         if one.losses is not None:
             terms = ", ".join(f"{name} {value:.4f}" for name, value in one.losses.items())
-            console.print(f"{place}: {terms}", highlight=False, markup=False, soft_wrap=True)
-    console.print(f"{seen} records replayed, {changed} differently", highlight=False)
+            console.print(f"{place}: {terms}", soft_wrap=True)
+    console.print(f"{seen} records replayed, {changed} differently")
     if changed:
         raise typer.Exit(DIFFERENT)

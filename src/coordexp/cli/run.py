@@ -31,7 +31,7 @@ def train(config: ConfigFile) -> None:
     console = open_console()
     no_bars_in_log_files()
     run_training(run, console, run.custom.trainer_variant or "stage 1", config)
-    console.print(f"saved to {run.training.output_dir}", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"saved to {run.training.output_dir}", soft_wrap=True)
 
 
 def demo(

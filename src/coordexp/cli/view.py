@@ -47,7 +47,7 @@ def view(
         page = render(data, image_side, progress)
     console = open_console()
     for note in data.notes:
-        console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"note: {note}", soft_wrap=True)
     if serve:
         _serve(page, port)
         return
@@ -56,8 +56,8 @@ def view(
     size = len(page.encode("utf-8")) / 1e6
     console.print(
         f"wrote {out}: {len(data.records)} records, {size:.1f} MB; open it in a browser",
-        highlight=False, markup=False, soft_wrap=True,
-    )  # fmt: skip
+        soft_wrap=True,
+    )
 
 
 def _serve(page: str, port: int) -> None:

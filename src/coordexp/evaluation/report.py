@@ -7,6 +7,7 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 from rich.table import Table
+from rich.text import Text
 
 from coordexp.data.images import open_rgb
 from coordexp.evaluation.answers import Detection, ImageAnswer
@@ -32,14 +33,14 @@ _BAR = 26
 
 def figures_table(columns: Mapping[str, Mapping[str, float]], title: str) -> Table:
     """One row per figure, one column per run; in each row the best run is bold."""
-    table = Table(title=title, title_justify="left")
+    table = Table(title=Text(title), title_justify="left")
     table.add_column("")
     for name in columns:
-        table.add_column(name, justify="right")
+        table.add_column(Text(name), justify="right")
     for key, (label, more_is_better) in FIGURES.items():
         values = [run[key] for run in columns.values()]
         best = None if more_is_better is None or len(values) < 2 else (max if more_is_better else min)(values)
-        cells = [f"[bold]{value:.3f}[/]" if value == best else f"{value:.3f}" for value in values]
+        cells = [Text(f"{value:.3f}", "bold" if value == best else "") for value in values]
         table.add_row(label, *cells)
     return table
 

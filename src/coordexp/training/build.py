@@ -198,7 +198,7 @@ def run_training(config: RunConfig, console: Console, description: str = "train"
     checked = check_run(config)
     trainer, resume = build_trainer(checked, console, description, config_path)
     if resume is not None:
-        console.print(f"resuming from {resume}", highlight=False, soft_wrap=True)
+        console.print(f"resuming from {resume}", highlight=False, markup=False, soft_wrap=True)
     try:
         trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     finally:

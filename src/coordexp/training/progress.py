@@ -22,13 +22,13 @@ _SHOWN = (
 def make_progress(console: Console) -> Progress:
     """The bar that every long piece of work shows."""
     return Progress(
-        TextColumn("[bold]{task.description}"),
+        TextColumn("{task.description}", style="bold", markup=False),
         BarColumn(bar_width=30),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TextColumn("eta"),
         TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}"),
+        TextColumn("{task.fields[note]}", markup=False),
         console=console,
     )
 
@@ -89,6 +89,7 @@ class RichProgress(TrainerCallback):
             self._console.print(
                 f"{self._description}: step {state.global_step}/{state.max_steps}, eta {left:.0f} s  {self._note}",
                 highlight=False,
+                markup=False,
                 soft_wrap=True,
             )
 

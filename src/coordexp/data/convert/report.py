@@ -9,6 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from rich.table import Table
+from rich.text import Text
 
 REPORT_SUFFIX = ".conversion_report.json"
 
@@ -149,13 +150,16 @@ class ConversionReport:
 
 
 def render_report(report: ConversionReport, max_problems: int = 20) -> Table:
-    """A table for the terminal: counts, what was left out and why, the first ``max_problems`` findings."""
-    table = Table("what", "count", "detail", title=f"{report.jsonl}")
+    """A table for the terminal: counts, what was left out and why, the first ``max_problems`` findings.
+
+    Names are data, never markup.
+    """
+    table = Table("what", "count", "detail", title=Text(str(report.jsonl)))
     table.columns[1].justify = "right"
     table.add_row("images written", str(report.images), f"of {report.images_seen}")
     table.add_row("objects written", str(report.objects), f"of {report.objects_seen}")
     for desc, count in report.objects_by_desc.most_common(10):
-        table.add_row("  objects of", str(count), desc)
+        table.add_row("  objects of", str(count), Text(desc))
     for title, counter in (
         ("image left out", report.skipped_images),
         ("object left out", report.skipped_objects),
@@ -170,7 +174,7 @@ def render_report(report: ConversionReport, max_problems: int = 20) -> Table:
     table.add_section()
     for problem in report.problems[:max_problems]:
         where = problem.file if problem.object_index is None else f"{problem.file} object {problem.object_index}"
-        table.add_row(problem.reason, "", f"{where}: {problem.detail}")
+        table.add_row(problem.reason, "", Text(f"{where}: {problem.detail}"))
     if len(report.problems) > max_problems:
-        table.add_row("…", str(len(report.problems) - max_problems), f"more in {report.path.name}")
+        table.add_row("…", str(len(report.problems) - max_problems), Text(f"more in {report.path.name}"))
     return table

@@ -1,0 +1,178 @@
+"""Names are data: what a class or a file is called is printed as it is, through every command that prints any."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from annotation_folders import paint
+from cli_runs import Outcome, run_cli, small_checkpoint, write_run
+from coordexp.cli import app
+from coordexp.evaluation.answers import write_answers
+from coordexp.records import GTObject
+from scored_answers import random_answers
+from view_runs import hostile_answers
+
+CLASSES = ("sign [/stop]", "[bold]x[/]", "[a0]", ":car:", "[link=file:///etc]y")
+FOLDER = "p [a0] [x] :smile:"
+IMAGE = "p [a0] [x].jpg"
+
+
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "600")  # tables break no name apart
+
+
+@pytest.fixture
+def hostile(tmp_path: Path) -> Path:
+    folder = tmp_path / FOLDER
+    paint(folder / "images" / IMAGE, (64, 48))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_checkpoint(tmp_path_factory.mktemp("checkpoint") / FOLDER / "model")
+
+
+def write_dataset(folder: Path) -> Path:
+    objects = [{"desc": name, "bbox_2d": [100 * k, 10, 100 * k + 90, 500]} for k, name in enumerate(CLASSES)]
+    line = {"images": [f"images/{IMAGE}"], "width": 64, "height": 48, "objects": objects}
+    path = folder / "d [b].jsonl"
+    path.write_text(json.dumps(line) + "\n", encoding="utf-8")
+    return path
+
+
+def labelme_file(folder: Path) -> Path:
+    shapes: list[dict[str, Any]] = [
+        {"label": name, "shape_type": "rectangle", "points": [[10 * k, 1], [10 * k + 9, 30]]}
+        for k, name in enumerate(CLASSES)
+    ]
+    shapes.append({"label": "[c1] left out", "shape_type": "point", "points": [[1, 1]]})
+    content = {"imagePath": IMAGE, "imageWidth": 64, "imageHeight": 48, "shapes": shapes}
+    (folder / "images" / "p [a0] [x].json").write_text(json.dumps(content), encoding="utf-8")
+    return folder / "images"
+
+
+def expect(outcome: Outcome, *names: object, code: int = 0) -> None:
+    assert outcome.code == code, outcome.err
+    shown = squeezed(outcome.out + outcome.err)  # titles are broken at the width of their table
+    assert [str(name) for name in names if squeezed(str(name)) not in shown] == []
+
+
+def squeezed(text: str) -> str:
+    return "".join(text.split())
+
+
+def test_a_conversion_prints_names_as_they_are(hostile: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = run_cli(
+        capsys, "data", "convert", "labelme", labelme_file(hostile), "--out", hostile / "o [1]", "--no-resize"
+    )
+    expect(found, *CLASSES, "[c1] left out", "p [a0] [x].json", hostile / "o [1]")
+
+
+def test_looking_at_a_dataset_prints_names_as_they_are(hostile: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = write_dataset(hostile)
+    expect(
+        run_cli(capsys, "data", "check", data, "--sheet", hostile / "s [b].png"), *CLASSES, data, hostile / "s [b].png"
+    )
+    expect(run_cli(capsys, "data", "stats", data), *CLASSES)
+    expect(
+        run_cli(capsys, "data", "sample", data, "--count", 1, "--out", hostile / "x [y].jsonl"), hostile / "x [y].jsonl"
+    )
+    paint(hostile / "images" / "other.png", (64, 48))
+    second = data.read_text(encoding="utf-8").replace(IMAGE, "other.png")
+    data.write_text(data.read_text(encoding="utf-8") + second, encoding="utf-8")
+    expect(run_cli(capsys, "data", "split", data, "--shares", "train=0.5,val=0.5"), hostile / "d [b].train.jsonl")
+    data.write_text(data.read_text(encoding="utf-8").replace(CLASSES[0], " [gap] "), encoding="utf-8")
+    (hostile / "images" / IMAGE).unlink()
+    expect(run_cli(capsys, "data", "check", data), IMAGE, data, code=2)
+
+
+def test_evaluation_prints_names_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / FOLDER
+    name = dict(zip(("person", "car", "手提包", "red cell"), CLASSES, strict=False))
+    answers = [
+        replace(
+            answer,
+            gt=tuple(GTObject(name[o.desc], o.kind, o.bins) for o in answer.truth),
+            pred=tuple(replace(o, desc=name.get(o.desc, o.desc)) for o in answer.pred),
+        )
+        for answer in random_answers(12, 1)
+    ]
+    write_answers(answers, run / "predictions.jsonl")
+    expect(run_cli(capsys, "evaluate", run, "--output", tmp_path / "f [i]"), *CLASSES[:4], run, tmp_path / "f [i]")
+    expect(run_cli(capsys, "evaluate", "--compare", run, run, "--resamples", 10), *CLASSES[:4], run)
+    expect(run_cli(capsys, "evaluate", run / "[none]"), run / "[none]", code=2)
+
+
+def test_training_and_predicting_print_names_as_they_are(
+    tmp_path: Path, hostile: Path, capsys: pytest.CaptureFixture[str], model: Path
+) -> None:
+    data, out = write_dataset(hostile), tmp_path / "out [o1]"
+    run = write_run(tmp_path, 1, model, custom__train_jsonl=str(data), custom__val_jsonl=str(data),
+                    training__output_dir=str(out), training__per_device_train_batch_size=1)  # fmt: skip
+    expect(run_cli(capsys, "config", "check", run), out, data, model)
+    (tmp_path / "other").mkdir()
+    expect(run_cli(capsys, "config", "diff", run, write_run(tmp_path / "other", 1, model)), out, data, code=1)
+    expect(run_cli(capsys, "train", run), f"saved to {out}")
+    again = write_run(tmp_path, 1, model, custom__train_jsonl=str(data), custom__val_jsonl=str(data),
+                      training__output_dir=str(out),
+                      training__resume_from_checkpoint=True, training__max_steps=2,
+                      training__per_device_train_batch_size=1)  # fmt: skip
+    expect(run_cli(capsys, "train", again), f"resuming from {out / 'checkpoint-1'}", f"saved to {out}")
+    expect(
+        run_cli(capsys, "predict", run, hostile / "images", "--output", tmp_path / "a [1]"), tmp_path / "a [1]", model
+    )
+    expect(run_cli(capsys, "evaluate", run), *CLASSES[:3], model, out)
+    expect(run_cli(capsys, "model", "info", model), model)
+    expect(run_cli(capsys, "model", "export", model, tmp_path / "e [2]"), tmp_path / "e [2]")
+
+
+def test_the_viewer_prints_names_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_answers(hostile_answers(tmp_path), tmp_path / FOLDER / "predictions.jsonl")
+    out = tmp_path / "v [w].html"
+    expect(run_cli(capsys, "view", tmp_path / FOLDER, "--out", out), f"wrote {out}")
+
+
+def commands(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    yield words, command
+    for name, below in getattr(command, "commands", {}).items():
+        yield from commands(below, (*words, name))
+
+
+@pytest.mark.parametrize(
+    ("words", "command"), [pytest.param(*row, id=" ".join(row[0])) for row in commands(typer.main.get_command(app))]
+)
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_shows_every_text_whole(
+    words: tuple[str, ...], command: Any, flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = squeezed(run_cli(capsys, *words, flag).out)
+    texts = [param.help for param in command.params if getattr(param, "help", None)]
+    assert [text for text in texts if squeezed(text) not in shown] == []
+
+
+@pytest.mark.parametrize("flag", ["--version", "-V"])
+def test_version(capsys: pytest.CaptureFixture[str], flag: str) -> None:
+    import coordexp
+
+    assert run_cli(capsys, flag).out == f"coordexp {coordexp.__version__}\n"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete_commands(
+    shell: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("_COORDEXP_COMPLETE", f"complete_{shell}")
+    monkeypatch.setenv("COMP_WORDS", "coordexp data con")
+    monkeypatch.setenv("COMP_CWORD", "2")
+    monkeypatch.setenv("_TYPER_COMPLETE_ARGS", "coordexp data con")
+    monkeypatch.setenv("_TYPER_COMPLETE_FISH_ACTION", "get-args")
+    assert "convert" in run_cli(capsys).out
