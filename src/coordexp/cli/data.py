@@ -23,6 +23,7 @@ class SceneFamily(StrEnum):
     MODERATE = "moderate"
     FRAMED = "framed"
     DENSE = "dense"
+    CROWD = "crowd"
 
 
 @data_app.command("scenes")
