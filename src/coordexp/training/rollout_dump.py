@@ -213,6 +213,6 @@ def build_recorder(config: MonitorDumpConfig, source: RolloutSource | None, outp
     if not config.enabled or (config.only_world_process_zero and not distributed.is_main()):
         return None
     assert source is not None, "the schema refuses monitor_dump without rollouts"
-    settings = Settings(source.matching, source.transport, source.field_order)
+    settings = Settings(source.matching, source.transport, source.field_order, source.policy)
     folder = config.out_dir or output_dir / "rollout_records"
     return RolloutRecorder(folder, distributed.rank(), settings, DumpPolicy.of(config))
