@@ -83,6 +83,9 @@ class DropReason(StrEnum):
     AFTER_BREAK = "after_break"  # behind a structural break, so not part of the prefix
     AFTER_ROOT = "after_root"  # behind the closing brace of the first root object
     PREAMBLE = "preamble"  # text stands before the first "{": the whole answer is unusable as a prefix
+    WRONG_ROOT = "wrong_root"  # the answer is a list and not an object; counted once where nothing stands in it
+    UNKEYED = "unkeyed"  # an object that stands where an "object_{n}" key belongs
+    PROSE = "prose"  # text that is no JSON, and no entry in it: counted once an answer
     UNCUTTABLE = "uncuttable"  # no tokenisation realises a cut behind this entry
     KEY_INVALID = "key_invalid"  # key is not object_{n}
     NOT_AN_OBJECT = "not_an_object"  # value is not a JSON object

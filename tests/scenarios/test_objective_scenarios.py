@@ -158,19 +158,24 @@ def test_text_gate_is_positive_exactly_with_coordinate_mass_at_supervised_text()
     assert text_gate_of(segment, struct, text_gate_weight=2.0) == pytest.approx(2 * all_of_them)
 
 
+@pytest.mark.parametrize("role", [TokenRole.CLOSE, TokenRole.EOS])
+def test_text_gate_reaches_what_closes_the_answer(role: TokenRole) -> None:
+    segment = rollout_segment()
+    (spike,) = positions(segment, role)
+    assert text_gate_of(segment, [spike], text_gate_weight=1.0) > 0.1
+
+
 @pytest.mark.parametrize(
     "role",
     [
         TokenRole.PREFIX_MASKED,
         TokenRole.PREFIX_STRUCT,
         TokenRole.PREFIX_DESC,
-        TokenRole.CLOSE,
-        TokenRole.EOS,
         TokenRole.TAIL_COORD,
     ],
 )
 def test_text_gate_ignores_what_it_does_not_supervise(role: TokenRole) -> None:
-    """False positives, matched objects' text, closing tokens and coordinate slots are neutral."""
+    """False positives, matched objects' text and coordinate slots are neutral."""
     segment = rollout_segment()
     spikes = positions(segment, role)
     assert spikes

@@ -8,12 +8,13 @@ from typing import Annotated
 
 import typer
 
-from coordexp.cli import inspect
+from coordexp.cli import completion, inspect
 from coordexp.cli.convert import convert_app
 
 data_app = typer.Typer(help="Make, convert and check datasets.", no_args_is_help=True)
 data_app.add_typer(convert_app, name="convert")
 inspect.register(data_app)
+completion.register(data_app)
 
 
 class SceneFamily(StrEnum):

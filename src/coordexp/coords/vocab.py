@@ -18,6 +18,16 @@ from coordexp.errors import VocabError
 from coordexp.records import NUM_BINS
 
 TURN_END = "<|im_end|>"
+_CONTROL_TOKENS = (
+    "<|im_start|>",
+    TURN_END,
+    "<|endoftext|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
 
 
 def coord_token(bin_index: int) -> str:
@@ -60,7 +70,9 @@ class CoordVocab:
     Attributes:
         coord_token_ids: the 1000 ids, in bin order.
         eos_id: id of ``<|im_end|>``, which ends the assistant's turn.
-        control_ids: special tokens that no answer may contain (image placeholders, turn marks, …).
+        control_ids: tokens that no answer may contain, because they would mean something to the model's input beside
+            their text: image and video placeholders, marks of a turn, and what ends or pads a text.
+        reserved_ids: these and every other ``<|…|>`` token: an answer may hold them, written ground truth may not.
     """
 
     def __init__(
@@ -71,6 +83,7 @@ class CoordVocab:
         control_ids: Iterable[int],
         encode: Any,
         batches: bool = False,
+        reserved_ids: Iterable[int] = (),
     ) -> None:
         self._pieces = tuple(pieces)
         self._encode = encode
@@ -78,6 +91,7 @@ class CoordVocab:
         self.coord_token_ids = tuple(coord_token_ids)
         self.eos_id = eos_id
         self.control_ids = frozenset(control_ids)
+        self.reserved_ids = self.control_ids | frozenset(reserved_ids)
         self._bins = {token_id: k for k, token_id in enumerate(self.coord_token_ids)}
         self._layout = self._build_layout()
         self._ids_of_part: dict[str, tuple[int, ...]] = {}
@@ -117,10 +131,11 @@ class CoordVocab:
                     raise VocabError(
                         f"token {token_id} ({token!r}) is not byte-level BPE; use a Qwen tokenizer"
                     ) from error
-        specials = set(tokenizer.all_special_ids) | {
-            token_id for text, token_id in added.items() if text.startswith("<|") and text.endswith("|>")
-        }
-        return cls(pieces, coord_ids, added[TURN_END], specials - set(coord_ids), tokenizer, batches=True)
+        marked = {token_id for text, token_id in added.items() if text.startswith("<|") and text.endswith("|>")}
+        ends = {tokenizer.eos_token_id, tokenizer.pad_token_id} - {None}
+        control = ends | {added[text] for text in _CONTROL_TOKENS if text in added}
+        reserved = (marked | set(tokenizer.all_special_ids)) - set(coord_ids)
+        return cls(pieces, coord_ids, added[TURN_END], control, tokenizer, batches=True, reserved_ids=reserved)
 
     def __len__(self) -> int:
         return len(self._pieces)

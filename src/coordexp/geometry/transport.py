@@ -13,6 +13,7 @@ TransportCost = Literal["l1", "l2"]
 # exp(±200) is far inside a double's range, and so are sums and products of two such numbers. In units of epsilon: with
 # the default of 10 bins no two shapes on the canvas spread further than 142.
 _MAX_SPREAD = 200.0
+_WELL_OVERLAPPING = 0.5  # centres within half the distance at which boxes touch: no plan collapses there
 _POINTS_AT_ONCE = 128  # a block-diagonal kernel of more points costs more than the calls it saves
 
 
@@ -26,9 +27,11 @@ def barycentric_targets(
     """A target for every predicted point: the mean of the GT points under its row of the transport plan.
 
     The plan comes from Sinkhorn iterations in log space with uniform marginals; no kernel value is ever clamped.
-    Shapes whose bounding boxes share no area are first brought together by their centroids, for the plan alone: the
-    distance between disjoint shapes is (nearly, for L1 exactly) a sum of a term per predicted point and a term per GT
-    point. Then every plan costs the same, and the entropic one would send all points to the GT centroid.
+    The distance between disjoint shapes is (nearly, for L1 exactly) a sum of a term per predicted point and a term per
+    GT point. Then every plan costs the same, and the entropic one would send all points to the GT centroid. For the
+    plan alone, shapes are therefore brought together by their centroids: wholly where their bounding boxes share no
+    area, not at all where these overlap well, and in proportion between, so that the targets are continuous in both
+    shapes.
 
     Args:
         pred_points: (N, 2) points in norm1000. gt_points: (M, 2).
@@ -61,10 +64,20 @@ def barycentric_targets_of(
 
 
 def _plan_cost(pred_N2: np.ndarray, gt_M2: np.ndarray, cost: TransportCost) -> np.ndarray:
-    """(N, M): what moving each point to each costs, of disjoint shapes after their centroids were brought together."""
-    if (pred_N2.max(axis=0) <= gt_M2.min(axis=0)).any() or (gt_M2.max(axis=0) <= pred_N2.min(axis=0)).any():
-        pred_N2, gt_M2 = pred_N2 - pred_N2.mean(axis=0), gt_M2 - gt_M2.mean(axis=0)
+    """(N, M): what moving each point to each costs, with shapes that are far apart brought together first."""
+    share = min(max((_apartness(pred_N2, gt_M2) - _WELL_OVERLAPPING) / (1 - _WELL_OVERLAPPING), 0.0), 1.0)
+    if share > 0:
+        pred_N2 = pred_N2 + share * (gt_M2.mean(axis=0) - pred_N2.mean(axis=0))
     return _distances(pred_N2, gt_M2, cost)
+
+
+def _apartness(pred_N2: np.ndarray, gt_M2: np.ndarray) -> float:
+    """How far apart two bounding boxes are along their worse axis: 0 concentric, 1 touching, more with a gap."""
+    p_low, p_high, g_low, g_high = pred_N2.min(axis=0), pred_N2.max(axis=0), gt_M2.min(axis=0), gt_M2.max(axis=0)
+    touching = ((p_high - p_low) + (g_high - g_low)) / 2  # distance of the centres at which the boxes touch
+    distance = np.abs((p_low + p_high) - (g_low + g_high)) / 2
+    # Of two shapes without extent along an axis, a bin is taken as the extent: any less would be a jump.
+    return float((distance / np.maximum(touching, 1.0)).max())
 
 
 def _as_points(points: ArrayLike, name: str) -> np.ndarray:

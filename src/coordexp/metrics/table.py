@@ -25,7 +25,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("loss/coord_reg/soft_ce", "nats", SHARE, "cross-entropy against a Gaussian over bins, per coordinate. Its minimum is the Gaussian's entropy, not 0"),
         Metric("loss/coord_reg/w1", "0..1, share of the axis", SHARE, "Wasserstein-1 distance to the Gaussian, per coordinate"),
         Metric("loss/coord_reg/coord_gate", "nats", SHARE, "−log of the mass on coordinate tokens, per coordinate"),
-        Metric("loss/coord_reg/text_gate", "nats", SHARE, "−log(1 − mass on coordinate tokens), per supervised text position without closing brace and end of turn"),
+        Metric("loss/coord_reg/text_gate", "nats", SHARE, "−log(1 − mass on coordinate tokens), per supervised text position, closing brace and end of turn included"),
         Metric("loss/bbox_geo/smoothl1", "share of the image, squared", SHARE, "SmoothL1 of decoded boxes, mean over sides, per box"),
         Metric("loss/bbox_geo/ciou", "0..2 and above", SHARE, "1 − CIoU of decoded boxes, per box"),
     ),

@@ -17,8 +17,8 @@ class CoordReg:
     """Hard CE, soft CE, W1 and the coordinate gate per coordinate slot; the text gate per supervised text slot.
 
     Coordinate terms are means over the step's coordinate slots, the text gate over its text slots. Text slots are tail
-    structure, and descriptions where their cross-entropy weight (``desc_in_gt`` / ``desc_in_rollout``) is positive;
-    the closing brace, EOS and the rollout's own text never count.
+    structure, the closing brace and EOS, and descriptions where their cross-entropy weight (``desc_in_gt`` /
+    ``desc_in_rollout``) is positive; the rollout's own text never counts.
     """
 
     coord_ce_weight: float
@@ -33,7 +33,12 @@ class CoordReg:
     desc_in_rollout: bool = False
 
     def denominators(self, counts: SupervisionCounts) -> dict[str, int]:
-        text = counts.struct + counts.desc_gt * self.desc_in_gt + counts.desc_rollout * self.desc_in_rollout
+        text = (
+            counts.struct
+            + counts.closure
+            + counts.desc_gt * self.desc_in_gt
+            + counts.desc_rollout * self.desc_in_rollout
+        )
         coords = dict.fromkeys(("coord_ce", "soft_ce", "w1", "coord_gate"), counts.coords)
         return {**coords, "text_gate": text}
 
@@ -83,7 +88,7 @@ class CoordReg:
 
     def _text_mask(self, supervision: SupervisionTensors) -> torch.Tensor:
         role_N, from_gt_N = supervision.role_N, supervision.from_gt_N
-        mask_N = role_N == TokenRole.TAIL_STRUCT
+        mask_N = (role_N == TokenRole.TAIL_STRUCT) | (role_N == TokenRole.CLOSE) | (role_N == TokenRole.EOS)
         desc_N = role_N == TokenRole.TAIL_DESC
         if self.desc_in_gt:
             mask_N = mask_N | (desc_N & from_gt_N)

@@ -13,13 +13,16 @@ import numpy as np
 from coordexp.coords import CoordVocab
 from coordexp.parsing.prefix import Prefix, choose_prefix
 from coordexp.parsing.scanner import (
+    WHITE_SPACE,
     Kind,
     Member,
     Node,
     RootScan,
     Scanner,
     count_key_lookalikes,
+    count_unkeyed,
     elements,
+    has_words,
     object_index,
     read_string,
 )
@@ -87,9 +90,7 @@ def parse_rollout(token_ids: Sequence[int], vocab: CoordVocab, *, ended: bool | 
     entries: tuple[Member, ...] = ()
     cuts: list[int] = []
     if has_preamble:
-        # Nothing before the first "{" can be kept, so nothing behind it can either.
-        if seen := count_key_lookalikes(answer.data, 0):
-            dropped[DropReason.PREAMBLE] += seen
+        _count_unrooted(answer.data, dropped)
     else:
         root = scanner.scan_root(start)
         _count_behind(root, scanner, dropped)
@@ -137,13 +138,30 @@ def _count_behind(root: RootScan, scanner: Scanner, dropped: Counter[DropReason]
     if root.entry_open:
         simply_ended = root.ran_out and scanner.end == len(scanner.data)
         dropped[DropReason.TRUNCATED if simply_ended else DropReason.MALFORMED] += 1
-    if unread := _count_unread(root, scanner):
-        dropped[DropReason.AFTER_ROOT if root.closed else DropReason.AFTER_BREAK] += unread
-
-
-def _count_unread(root: RootScan, scanner: Scanner) -> int:
     # Up to scanner.end a scan that ran out found nothing wrong: no entry can hide there, only the text of one.
-    return count_key_lookalikes(scanner.data, scanner.end if root.ran_out else root.stop)
+    start = scanner.end if root.ran_out else root.stop
+    if unread := count_key_lookalikes(scanner.data, start):
+        dropped[DropReason.AFTER_ROOT if root.closed else DropReason.AFTER_BREAK] += unread
+    # The "{" behind the key of the entry in which the scan stopped is that entry's own.
+    if unkeyed := count_unkeyed(scanner.data, start, skip_first=root.entry_open and not root.ran_out):
+        dropped[DropReason.UNKEYED] += unkeyed
+    # Chatter behind a finished answer is no loss: everything that it could have said stands in the root.
+    if not (root.closed or root.entry_open or unread or unkeyed) and has_words(scanner.data, start):
+        dropped[DropReason.PROSE] += 1
+
+
+def _count_unrooted(data: bytes, dropped: Counter[DropReason]) -> None:
+    """Count an answer without a root object: nothing before the first ``{`` can be kept, so nothing behind either."""
+    keyed, unkeyed = count_key_lookalikes(data, 0), count_unkeyed(data, 0)
+    if data.lstrip(WHITE_SPACE).startswith(b"["):
+        dropped[DropReason.WRONG_ROOT] += max(1, keyed + unkeyed)
+        return
+    if keyed:
+        dropped[DropReason.PREAMBLE] += keyed
+    if unkeyed:
+        dropped[DropReason.UNKEYED] += unkeyed
+    if not keyed and not unkeyed and has_words(data, 0):
+        dropped[DropReason.PROSE] += 1
 
 
 def _read_entries(

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 MAX_DEPTH = 64  # deeper nesting is a loop, not an answer, and common JSON readers give up on it too
 MAX_NUMBER_BYTES = 1000  # Python's own reader refuses integers of more than 4300 digits
 
+WHITE_SPACE = b" \t\n\r"
 _WS = rb"[ \t\n\r]*+"
 _PLAIN = rb'[^"\\\x00-\x1f]*+'
 _BODY = _PLAIN + rb'(?:\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})' + _PLAIN + rb")*+"
@@ -57,6 +58,13 @@ _CLOSING_BRACE = ord("}")
 _OBJECT_KEY = re.compile(rb"object_([0-9]{1,18})")
 # A key where no structure can be trusted any more: in quotes of some kind, or bare behind "{" or ",".
 _KEY_LOOKALIKE = re.compile(rb"""(?:["'`]object_[0-9]++\\?["'`]|[{,]\s*+object_[0-9]++["'`]?)\s*+:""")
+# An object whose first field is no ``object_{n}``. Group 1: the end of a key before it, which makes it a value, with or
+# without the colon.
+_OBJECT_LOOKALIKE = re.compile(
+    rb"""((?:["'`]|object_[0-9]++)\s*+:?\s*+)?\{\s*+(?!["'`]?object_[0-9])(?=["'`][^"'`\n]{1,99}+["'`]\s*+:)"""
+)
+# What a reader would miss: anything beside white space and JSON's own punctuation.
+_WORD = re.compile(rb"""[^\x00-\x20{}\[\],:"]""")
 
 
 class Kind(IntEnum):
@@ -134,6 +142,22 @@ def object_index(key: bytes) -> int | None:
 def count_key_lookalikes(data: bytes, start: int) -> int:
     """How many entries seem to begin at or after ``start``, by their ``object_{n}`` keys alone."""
     return sum(1 for _ in _KEY_LOOKALIKE.finditer(data, start))
+
+
+def count_unkeyed(data: bytes, start: int, *, skip_first: bool = False) -> int:
+    """How many objects seem to begin at or after ``start`` without a key before them.
+
+    ``skip_first``: what stands at ``start`` is the value of a key that ends there, and not counted.
+    """
+    if skip_first:
+        start += len(data[start:]) - len(data[start:].lstrip(WHITE_SPACE))
+        start += data[start : start + 1] == b"{"
+    return sum(1 for found in _OBJECT_LOOKALIKE.finditer(data, start) if found[1] is None)
+
+
+def has_words(data: bytes, start: int) -> bool:
+    """Whether anything but white space and JSON's punctuation stands at or behind ``start``."""
+    return _WORD.search(data, start) is not None
 
 
 class Scanner:

@@ -15,7 +15,10 @@ from coordexp.rollouts.backend import DecodingOptions
 from coordexp.rollouts.engine.stamp import WeightStamp
 
 IMAGE_MARK = "<image>"
-ENVELOPE = "coordexp"  # what our server and our plugin say beside the answer
+ENVELOPE = "coordexp"  # what a server says beside the answer
+TRIGGERED = "repeat_terminate_triggered"  # 0 or 1, due from every server whose guard is on
+# What our own server and plugin add; others need not.
+ACTIVE = "repeat_terminate_active"
 _EXCERPT = 300
 
 
@@ -116,13 +119,14 @@ def read_answer(
         response_token_ids=answer,
         text=vocab.decode(answer),
         truncated=not ended and finish_reason == "length",
-        repeat_terminated=bool(envelope.get("repeat_terminate_triggered", 0)),
+        repeat_terminated=_flag(envelope, TRIGGERED, where) == 1,
         weight_version=stamp.version,
     )
 
 
 def _check_envelope(envelope: Any, stamp: WeightStamp, guarded: bool, where: str) -> Mapping[str, Any]:
-    """A plain ms-swift server sends none: then nobody can tell which weights answered, or that a guard was active."""
+    """Whether what a server says of weights and guard fits. A plain ms-swift server says nothing: then nobody can tell
+    which weights answered, and no guard may be wanted."""
     if envelope is None:
         envelope = {}
     elif not isinstance(envelope, Mapping):
@@ -135,13 +139,30 @@ def _check_envelope(envelope: Any, stamp: WeightStamp, guarded: bool, where: str
             f"{where}: the answer comes from weights of {answered_by}, not {stamp}: the server restarted, or another "
             "learner pushes to it. Give each learner its own servers, and resume from the last checkpoint"
         )
-    if bool(envelope.get("repeat_terminate_active", 0)) != guarded:
-        state = "not active" if guarded else "active"
-        raise RolloutError(
-            f"{where}: rollout_matching.repeat_terminate.enabled is {str(guarded).lower()}, but the server's guard is "
-            f"{state}; start the server with the learner's YAML (coordexp serve --config, or coordexp launch)"
-        )
+    active = _flag(envelope, ACTIVE, where)
+    if active not in (None, int(guarded)):
+        raise _wrong_guard(guarded, f"the server's guard is {'active' if active else 'not active'}", where)
+    if guarded and TRIGGERED not in envelope:
+        raise _wrong_guard(guarded, f"the answer comes without {ENVELOPE}.{TRIGGERED}: the guard is not active", where)
     return envelope
+
+
+def _flag(envelope: Mapping[str, Any], name: str, where: str) -> int | None:
+    """The 0 or 1 that ``name`` holds; None where it is missing."""
+    value = envelope.get(name)
+    if name in envelope and (type(value) is not int or value not in (0, 1)):
+        raise RolloutError(
+            f"{where}: {ENVELOPE}.{name} holds {str(value)[:_EXCERPT]!r} ({type(value).__name__}), and must be the "
+            "number 0 or 1; correct the server"
+        )
+    return value
+
+
+def _wrong_guard(guarded: bool, found: str, where: str) -> RolloutError:
+    return RolloutError(
+        f"{where}: rollout_matching.repeat_terminate.enabled is {str(guarded).lower()}, but {found}; start the server "
+        "with the learner's YAML (coordexp serve --config, or coordexp launch)"
+    )
 
 
 def _token_ids(value: Any) -> tuple[int, ...]:

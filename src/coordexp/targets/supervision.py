@@ -51,8 +51,8 @@ def encode_tail(fragment: Fragment, objects: Sequence[GTObject], vocab: CoordVoc
     written_T = [pieces[i] for i in token_ids]
     if b"".join(written_T) != fragment.text.encode():
         raise AlignmentError(f"tokens of {fragment.text[:80]!r}… do not decode to it; normalise descriptions to NFC")
-    if not vocab.control_ids.isdisjoint(token_ids):
-        control = next(vocab.piece(i) for i in token_ids if i in vocab.control_ids)
+    if not vocab.reserved_ids.isdisjoint(token_ids):
+        control = next(vocab.piece(i) for i in token_ids if i in vocab.reserved_ids)
         raise AlignmentError(
             f"a description contains {control!r}, which the tokenizer reads as a control token; remove it"
         )

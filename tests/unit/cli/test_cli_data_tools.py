@@ -107,3 +107,41 @@ def test_converters_have_commands(tmp_path: Path, capsys: pytest.CaptureFixture[
     (first, _) = read_jsonl(tmp_path / "out" / "data.jsonl", check_images=True)
     assert [len(obj.bins) for obj in first.objects] == [6, 6]
     assert not any("_" in obj.desc for obj in first.objects)
+
+
+def test_drop(scenes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "deep" / "half.jsonl"
+    outcome = run_cli(capsys, "data", "drop", scenes, "--keep", "0.5", "--seed", 0, "--out", out, "--json")
+    whole, half = read_jsonl(scenes), read_jsonl(out, check_images=True)
+    left = sum(len(record.objects) for record in half)
+    found = json.loads(outcome.out)
+    assert outcome.code == 0 and (found["kept"], found["kept"] + found["dropped"]) == (
+        left, sum(len(record.objects) for record in whole)
+    )  # fmt: skip
+    assert all(set(few.objects) <= set(all_.objects) for few, all_ in zip(half, whole, strict=True))
+    before = out.read_bytes()
+    again = run_cli(capsys, "data", "drop", scenes, "--keep", "0.1", "--out", out)
+    assert again.code == 2 and "--overwrite" in again.err and out.read_bytes() == before
+    options = ["--per-class", "red circle=0", "--per-size", "large=1", "--allow-empty", "--overwrite"]
+    outcome = run_cli(capsys, "data", "drop", scenes, *options, "--out", out)
+    assert outcome.code == 0 and "red circle" in outcome.out and "0 of" in outcome.out
+    assert not any(obj.desc == "red circle" for record in read_jsonl(out) for obj in record.objects)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--per-class", "red circle"], "expected a name and a probability"),
+        (["--per-class", "red circle=2"], "expected a name and a probability"),
+        (["--per-class", "red circle=0", "--per-class", "red circle=1"], "twice"),
+        (["--per-size", "huge=0.5"], "expected small, medium, large"),
+        (["--per-class", "red crcle=0.5"], "no object is called 'red crcle'"),
+        ([], "every annotation would be kept"),
+        (["--soft", "--keep", "0.5"], "--soft takes away soft objects and nothing else"),
+    ],
+)
+def test_drop_says_what_it_did_not_understand(
+    scenes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], says: str
+) -> None:
+    outcome = run_cli(capsys, "data", "drop", scenes, *options, "--out", tmp_path / "x.jsonl")
+    assert outcome.code == 2 and says in " ".join(outcome.err.split()) and not (tmp_path / "x.jsonl").exists()

@@ -67,9 +67,14 @@ def test_bins_and_ids_are_one_to_one(make_vocab, make_tokenizer) -> None:
 def test_control_tokens_are_named_and_exclude_coordinates(make_vocab, make_tokenizer) -> None:
     vocab, tokenizer = make_vocab(), make_tokenizer()
     assert vocab.eos_id == tokenizer.convert_tokens_to_ids(TURN_END)
+    known = [token for token in ("<|im_start|>", TURN_END, "<|endoftext|>", "<|vision_start|>", "<|vision_end|>",
+                                 "<|image_pad|>", "<|video_pad|>") if token in tokenizer.get_added_vocab()]  # fmt: skip
+    assert {TURN_END, "<|image_pad|>", "<|video_pad|>", "<|vision_start|>"} <= set(known)
+    assert {vocab.piece(i) for i in vocab.control_ids} - {"<|vision_pad|>"} == set(known)
     wildcard = tokenizer.convert_tokens_to_ids("<|coord_*|>")
-    assert {vocab.eos_id, wildcard, tokenizer.convert_tokens_to_ids("<|image_pad|>")} <= vocab.control_ids
-    assert vocab.control_ids.isdisjoint(vocab.coord_token_ids)
+    assert wildcard in vocab.reserved_ids - vocab.control_ids
+    assert vocab.control_ids < vocab.reserved_ids
+    assert vocab.reserved_ids.isdisjoint(vocab.coord_token_ids)
 
 
 def test_qwen_ids_are_the_documented_ones() -> None:

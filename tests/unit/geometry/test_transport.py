@@ -49,6 +49,28 @@ def test_far_apart_shapes_keep_their_shape(cost, shift):
     np.testing.assert_allclose(got, SQUARE + shift, atol=0.1)
 
 
+@pytest.mark.parametrize("cost", ["l1", "l2"])
+@pytest.mark.parametrize("direction", [(1, 0), (-1, 0), (0, 1), (1, 1), (1, 0.5)])
+def test_no_shift_collapses_a_shape_and_none_is_a_jump(cost, direction):
+    """From one on the other, over touching, to a gap: in steps of a bin no target leaps, and the square stays one."""
+    shifts = np.arange(0, 131)[:, None] * np.array(direction)
+    targets = np.stack([barycentric_targets(SQUARE, SQUARE + shift, cost=cost) - shift for shift in shifts])
+    assert targets.std(axis=1).min() > 48  # 50 for the square itself
+    assert np.abs(np.diff(targets, axis=0)).max() < 1
+    near = barycentric_targets(SQUARE, SQUARE + np.array(direction) * 99.999, cost=cost)
+    np.testing.assert_allclose(
+        near, barycentric_targets(SQUARE, SQUARE + np.array(direction) * 100, cost=cost), atol=0.01
+    )
+
+
+@settings(max_examples=100, deadline=None)
+@given(POINTS, POINTS, st.integers(-999, 999), st.integers(-999, 999))
+def test_the_targets_are_continuous_in_the_predicted_shape(pred, gt, dx, dy):
+    there = np.array(pred) + np.array([dx, dy])
+    found, beside = (barycentric_targets(there + step, gt) for step in (0.0, 1e-6))
+    np.testing.assert_allclose(found, beside, atol=1e-3)
+
+
 def test_tiny_epsilon_neither_overflows_nor_underflows():
     got = barycentric_targets(SQUARE, SHIFTED, epsilon=1e-3, iters=200)
     np.testing.assert_allclose(got, SHIFTED, atol=1e-6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 
@@ -71,7 +72,7 @@ def naive(model: Trigram, c: dict[str, float]) -> dict[str, float]:
             elif role == R.TAIL_DESC:
                 weight = c["desc_ce_weight"] if target.context == "gt" else c["rollout_fn_desc_weight"]
                 add("token_ce/desc_ce", -weight * log_p[target.token_ids[t]], "text")
-            if role in (R.TAIL_STRUCT, R.TAIL_DESC):
+            if role in (*TEXT, R.TAIL_DESC):
                 add("coord_reg/text_gate", -c["text_gate_weight"] * math.log1p(-min(mass, 1 - 1e-6)))
         for positions, bins in zip(target.box_pos_M4.tolist(), target.box_bin_M4.tolist(), strict=True):
             x1, y1, x2, y2 = (decoded[p] for p in positions)
@@ -102,6 +103,16 @@ def test_every_term_equals_the_loop(seed: int) -> None:
     got = {name: value.item() for name, value in result.terms.items() if name.startswith("loss/")}
     assert got == pytest.approx(naive(model, EVERYTHING), rel=1e-9)
     assert result.loss.item() == pytest.approx(sum(got.values()), rel=1e-12)
+
+
+def test_the_text_gate_reaches_the_closing_brace_and_the_end_of_the_turn() -> None:
+    """With every object matched they are all the text that is left, and mass on coordinates there is a loss."""
+    matched = next(s for s in segments() if s.target.context == "rollout")
+    roles = np.where(np.isin(matched.target.roles_T, (*TEXT, R.TAIL_DESC)), R.PREFIX_MASKED, matched.target.roles_T)
+    roles[-2:] = (R.CLOSE, R.EOS)
+    closed = dataclasses.replace(matched, target=dataclasses.replace(matched.target, roles_T=roles.astype(np.uint8)))
+    terms = scored(build_pipeline(config(**EVERYTHING)), [closed], Trigram()).terms
+    assert terms["loss/coord_reg/text_gate"].item() > 0
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))

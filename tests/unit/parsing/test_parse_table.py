@@ -80,7 +80,20 @@ WHOLE_ANSWERS = [
     ("scalar entry only", f"{{{entry('[]', 4)}}}{END}", [], {R.NOT_AN_OBJECT: 1}, "{", None),
     ("text after the stop token", f"{{{O1}}}{END} {{{O2}}}", [1], {}, f"{{{O1}", 1),
     ("stop token inside a desc", f'{{{O1}, "object_2": {{"desc": "a{END}b"}}}}', [1], {R.TRUNCATED: 1}, f"{{{O1}", 1),
-    ("no JSON", f"NOT_JSON{END}", [], {}, "{", None),
+    ("no JSON", f"NOT_JSON{END}", [], {R.PROSE: 1}, "{", None),
+    ("prose", f"I see a black cat.{END}", [], {R.PROSE: 1}, "{", None),
+    ("prose inside the root", f"{{a black cat}}{END}", [], {R.PROSE: 1}, "{", None),
+    ("prose behind an entry", f"{{{O1}, and a dog}}{END}", [1], {R.PROSE: 1}, f"{{{O1}", 1),
+    ("prose and an object", f"One cat: {GOOD}{END}", [], {R.UNKEYED: 1}, "{", None),
+    ("unkeyed objects behind a keyed one", f"{{{O1}, {GOOD}, {GOOD}}}{END}", [1], {R.UNKEYED: 2}, f"{{{O1}", 1),
+    ("unkeyed objects, then a keyed one", f"{{{O1}, {GOOD}, {O2}}}{END}", [1], {R.UNKEYED: 1, R.AFTER_BREAK: 1},
+     f"{{{O1}", 1),
+    ("unkeyed objects only", f"{{{GOOD}, {GOOD}}}{END}", [], {R.UNKEYED: 2}, "{", None),
+    ("unkeyed object behind the root", f"{{{O1}}} {GOOD}{END}", [1], {R.UNKEYED: 1}, f"{{{O1}", 1),
+    ("unkeyed object behind a broken one", f"{{{O1}, {NO_CLOSE_BRACKET}, {GOOD}}}{END}", [1],
+     {R.MALFORMED: 1, R.UNKEYED: 1}, f"{{{O1}", 1),
+    ("a list of objects", f"[{GOOD}, {GOOD}]{END}", [], {R.WRONG_ROOT: 2}, "{", None),
+    ("a list of nothing", f"[]{END}", [], {R.WRONG_ROOT: 1}, "{", None),
     ("stop token only", END, [], {}, "{", None),
     ("nothing at all", "", [], {}, "{", None),
     ("white space only", " \n", [], {}, "{", None),
@@ -118,7 +131,7 @@ WHOLE_ANSWERS = [
     ("polite preamble", f"Sure! {{{O1}, {O2}}}{END}", [], {R.PREAMBLE: 2}, "{", None),
     ("code fence", f"```json\n{{{O1}}}\n```{END}", [], {R.PREAMBLE: 1}, "{", None),
     ("preamble, then truncated", f"Sure! {{{O1}, {O2[:60]}", [], {R.PREAMBLE: 2}, "{", None),
-    ("preamble, foreign keys only", f"Sure! {{{NOTE}}}", [], {}, "{", None),
+    ("preamble, foreign keys only", f"Sure! {{{NOTE}}}", [], {R.UNKEYED: 1}, "{", None),
     ("preamble with braces", f"The {{objects}}: {{{O1}}}{END}", [], {R.PREAMBLE: 1}, "{", None),
     ("two roots", f"{{{O1}}} {{{O2}, {O3}}}{END}", [1], {R.AFTER_ROOT: 2}, f"{{{O1}", 1),
     ("one brace too many", f"{{{O1}}}, {O2}, {O3}}}{END}", [1], {R.AFTER_ROOT: 2}, f"{{{O1}", 1),
@@ -126,7 +139,7 @@ WHOLE_ANSWERS = [
     ("pretty-printed", f"{{\n  {O1},\n  {O2}\n}}{END}", [1, 2], {}, f"{{\n  {O1},\n  {O2}", 2),
     ("white space before the root", f"\n {{{O1}}}{END}", [1], {}, f"\n {{{O1}", 1),
     ("only a root, spaced", " {", [], {}, " {", None),
-    ("a list as root", f"[{{{O1}}}]{END}", [], {R.PREAMBLE: 1}, "{", None),
+    ("a list as root", f"[{{{O1}}}]{END}", [], {R.WRONG_ROOT: 1}, "{", None),
 ]  # fmt: skip
 
 # id, value of object_2, why it is dropped (None: it is valid)
@@ -144,6 +157,10 @@ VALUES = [
     ("brackets in the desc", box("} { ] [ , :"), None),
     ("quotes in the desc", box(r"a \"big\" cat \\"), None),
     ("coordinate in the desc", box("cat at <|coord_5|>"), None),
+    ("quoted coordinate in the desc", box(r"cat at \"<|coord_5|>\""), None),
+    ("coordinate as the desc", box("<|coord_5|>"), None),
+    ("box mark in the desc", box("cat <|box_start|>"), None),
+    ("other added tokens in the desc", box("<|object_ref_start|>cat<|object_ref_end|> <|coord_*|> <think>"), None),
     ("emoji and rare characters in the desc", box("🦖 龘 𠮷 né"), None),
     ("scalar", "123", R.NOT_AN_OBJECT),
     ("null", "null", R.NOT_AN_OBJECT),
@@ -307,6 +324,15 @@ def test_cut_between_tokens_replaces_nothing() -> None:
 def test_truncated_means_no_stop_token(stop: str, ended: bool | None, truncated: bool) -> None:
     ids = qwen_vocab().encode(f"{{{O1}}}{stop}")
     assert parse_rollout(ids, qwen_vocab(), ended=ended).truncated is truncated
+
+
+@pytest.mark.parametrize(
+    "token", ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|im_start|>", "<|endoftext|>"]
+)
+def test_a_control_token_in_a_desc_breaks_the_structure(token: str) -> None:
+    parsed = read(f"{{{O1}, {entry(box(f'cat {token}'))}, {O3}}}{END}")
+    assert [obj.index for obj in parsed.objects] == [1]
+    assert parsed.dropped == {R.MALFORMED: 1, R.AFTER_BREAK: 1}
 
 
 def test_ids_beyond_the_vocabulary_break_the_structure() -> None:

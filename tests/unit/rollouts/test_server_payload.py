@@ -95,9 +95,21 @@ def test_an_unwrapped_response_is_read_too() -> None:
     assert read(item([9], "length")["response"]).response_token_ids == (9,)
 
 
-def test_a_guarded_answer_says_so() -> None:
-    body = item([9], "stop", weight_version=4, repeat_terminate_active=1, repeat_terminate_triggered=1)
-    assert read(body, guarded=True).repeat_terminated
+@pytest.mark.parametrize("private", [{}, {"weight_version": 4, "learner_id": "this", "repeat_terminate_active": 1}])
+@pytest.mark.parametrize("triggered", [0, 1])
+def test_a_guarded_answer_says_so(private: dict[str, Any], triggered: int) -> None:
+    """The contract's one key is all that a server must send; what ours adds is read where it is there."""
+    body = item([9], "stop", repeat_terminate_triggered=triggered, **private)
+    assert read(body, guarded=True).repeat_terminated is bool(triggered)
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+@pytest.mark.parametrize("flag", ["0", "1", 7, -1, True, False, None, 1.0, [1]])
+@pytest.mark.parametrize("name", ["repeat_terminate_triggered", "repeat_terminate_active"])
+def test_a_flag_is_the_number_0_or_1(name: str, flag: Any, guarded: bool) -> None:
+    body = item([9], "stop", **{"repeat_terminate_triggered": 0, name: flag})
+    with pytest.raises(RolloutError, match=rf"coordexp\.{name} holds .* and must be the number 0 or 1"):
+        read(body, guarded=guarded)
 
 
 def broken(**changes: Any) -> dict[str, Any]:
@@ -139,7 +151,15 @@ def test_what_cannot_be_trained_on_is_refused_with_the_place(body: Any, message:
     assert "http://h:1/infer/, s1" in str(error.value)
 
 
-@pytest.mark.parametrize("body", [item([9]), item([9], weight_version=4, repeat_terminate_active=0)])
+@pytest.mark.parametrize(
+    "body",
+    [
+        item([9]),
+        item([9], weight_version=4),
+        item([9], repeat_terminate_active=1),
+        item([9], repeat_terminate_active=0, repeat_terminate_triggered=0),
+    ],
+)
 def test_an_unguarded_answer_is_refused_where_the_guard_is_on(body: Any) -> None:
     with pytest.raises(RolloutError, match="guard is not active"):
         read(body, guarded=True)

@@ -118,6 +118,7 @@ def test_a_polygon_is_no_box_and_disables_none(make_vocab) -> None:
     [
         ("a<|coord_5|>", "hold 5 coordinates, the objects have 4.*must not contain coordinate tokens"),
         ("a<|im_end|>", r"contains '<\|im_end\|>'.*control token"),
+        ("<|box_start|>", r"contains '<\|box_start\|>'.*control token"),
         ("<|image_pad|>", r"contains '<\|image_pad\|>'.*control token"),
     ],
 )

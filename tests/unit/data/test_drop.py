@@ -1,0 +1,83 @@
+"""Annotations left out at random: how many, which, and always the same ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from coordexp.data.drop import DropRates, drop_annotations, object_size, without_soft
+from coordexp.errors import DataError
+from coordexp.records import GTObject, ImageRecord
+
+CUP, TREE = GTObject("cup", "bbox_2d", (0, 0, 20, 20)), GTObject("tree", "poly", (0, 0, 900, 0, 0, 900))
+
+
+def records(images: int, *objects: GTObject) -> list[ImageRecord]:
+    return [ImageRecord(f"s.jsonl:{n}", Path(f"{n}.png"), 500, 500, objects) for n in range(1, images + 1)]
+
+
+def kept_of(records: list[ImageRecord], name: str) -> int:
+    return sum(obj.desc == name for record in records for obj in record.objects)
+
+
+def test_about_the_asked_share_stays_and_everything_is_counted() -> None:
+    left, counts = drop_annotations(records(400, CUP, TREE, CUP), DropRates(0.6, allow_empty=True), seed=3)
+    assert 0.55 < kept_of(left, "cup") / 800 < 0.65 and 0.53 < kept_of(left, "tree") / 400 < 0.67
+    found = counts.to_json()
+    assert found["classes"] == {"cup": [kept_of(left, "cup"), 800], "tree": [kept_of(left, "tree"), 400]}
+    assert found["kept"] + found["dropped"] == 1200 and found["emptied"] == sum(not r.objects for r in left) > 0
+    assert found["sizes"]["medium"] == [0, 0] and found["sizes"]["small"][1] == 800
+
+
+def test_the_draw_depends_on_seed_and_sample_id_alone() -> None:
+    everything = records(50, CUP, TREE, CUP, TREE)
+    rates = DropRates(0.5)
+    left, _ = drop_annotations(everything, rates, seed=1)
+    backwards, _ = drop_annotations(everything[:20:-1], rates, seed=1)
+    assert backwards == left[:20:-1]
+    assert drop_annotations(everything, rates, seed=2)[0] != left
+
+
+@pytest.mark.parametrize("allow_empty", [True, False])
+def test_fewer_are_a_part_of_more(allow_empty: bool) -> None:
+    objects = [replace(CUP, bins=(0, 0, n, n)) for n in range(6)]
+    drawn = [
+        drop_annotations(records(60, *objects), DropRates(keep, allow_empty=allow_empty))[0] for keep in (0.1, 0.3, 0.7)
+    ]
+    for few, more in pairwise(drawn):
+        for small, large in zip(few, more, strict=True):
+            assert set(small.objects) <= set(large.objects)
+
+
+def test_one_object_of_every_image_stays() -> None:
+    left, counts = drop_annotations(records(40, CUP, TREE), DropRates(0.0))
+    assert {len(record.objects) for record in left} == {1} and counts.spared == 40 and counts.emptied == 0
+    empty, counts = drop_annotations(records(2), DropRates(0.0))
+    assert [record.objects for record in empty] == [(), ()] and counts.emptied == 0
+
+
+def test_a_class_goes_before_a_size_and_a_size_before_keep() -> None:
+    box = GTObject("box", "bbox_2d", (0, 0, 150, 150))  # 75 x 75 pixels
+    sizes = [object_size(obj, records(1)[0]) for obj in (CUP, box, TREE)]
+    assert sizes == ["small", "medium", "large"]
+    rates = DropRates(0.0, {"cup": 1.0}, {"small": 0.0, "large": 1.0}, allow_empty=True)
+    left, _ = drop_annotations(records(9, CUP, box, TREE), rates)
+    assert {record.objects for record in left} == {(CUP, TREE)}
+
+
+def test_what_cannot_be_meant_is_refused() -> None:
+    with pytest.raises(DataError, match="'cpu'; the dataset holds: cup, tree"):
+        drop_annotations(records(1, CUP, TREE), DropRates(0.5, {"cpu": 0.1}))
+    with pytest.raises(DataError, match=r"s\.jsonl:1: holds soft objects"):
+        drop_annotations(records(1, CUP, replace(TREE, soft=0.5)), DropRates(0.5))
+    with pytest.raises(DataError, match="every annotation would be kept"):
+        DropRates(1.0, {"cup": 1.0})
+    with pytest.raises(DataError, match="no probability"):
+        DropRates(1.5)
+
+
+def test_soft_objects_can_be_taken_out() -> None:
+    assert without_soft(records(2, CUP, replace(TREE, soft=0.5))) == (records(2, CUP), 2)
