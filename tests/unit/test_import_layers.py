@@ -18,13 +18,14 @@ LAYERS: dict[str, int] = {
         0: "records errors",  # of layer 1, and what the rest of it may use
         1: "extras distributed cpu_wheels assets",
         2: "config geometry coords",
-        3: "data rollouts parsing matching targets packing",
-        4: "modeling objective metrics",
-        5: "evaluation",
-        6: "training serving viewer",
-        7: "demo",
-        8: "cli",
-        9: "__main__",
+        3: "data rollouts parsing matching packing",
+        4: "targets",
+        5: "modeling objective metrics",
+        6: "evaluation",
+        7: "training serving viewer",
+        8: "demo",
+        9: "cli",
+        10: "__main__",
     }.items()
     for name in names.split()
 }

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
@@ -62,7 +62,7 @@ class Settings:
     matching: MatchingConfig
     transport: TransportConfig
     field_order: FieldOrder
-    target: TargetPolicy = TargetPolicy()
+    target: TargetPolicy = field(default_factory=TargetPolicy)
 
 
 @dataclass(frozen=True, slots=True)
