@@ -91,10 +91,11 @@ def build_trainer(run: CheckedRun, console: Console, description: str = "train",
     from coordexp.rollouts import build_backend
     from coordexp.rollouts.offload import build_offload, context_of
     from coordexp.training.answering import training_options, training_scorer
-    from coordexp.training.checkpoint import check_resume, read_seal, resolve_resume, warn_of_checkpoints_ahead
+    from coordexp.training.checkpoint import check_resume, resolve_resume, warn_of_checkpoints_ahead
     from coordexp.training.manifest import write_manifest
     from coordexp.training.optimizer import LearningRates
     from coordexp.training.rollout_dump import build_recorder
+    from coordexp.training.seal import read_seal
     from coordexp.training.stages import build_stage
     from coordexp.training.trainer import CoordExpTrainer
 
@@ -103,7 +104,8 @@ def build_trainer(run: CheckedRun, console: Console, description: str = "train",
     resume = resolve_resume(training.output_dir, training.resume_from_checkpoint)
     if resume is not None:
         check_resume(resume, training.packing)
-    warn_of_checkpoints_ahead(training.output_dir, 0 if resume is None else read_seal(resume).step)
+    start = 0 if resume is None else read_seal(resume).step
+    warn_of_checkpoints_ahead(training.output_dir, start, training.resume_from_checkpoint)
     write_manifest(config, config_path, Path(training.output_dir))
     set_seed(training.seed)
     loaded = load_model(config.model.model, config.model.dtype, config.model.attn_implementation)
