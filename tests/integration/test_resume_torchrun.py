@@ -12,7 +12,8 @@ from typing import Any
 from safetensors.torch import load_file
 
 from coordexp.config import RunConfig
-from coordexp.training.checkpoint import SEAL, is_complete, resolve_resume
+from coordexp.training.checkpoint import is_complete, resolve_resume
+from coordexp.training.seal import SEAL
 from tiny_run import run_config
 
 HERE = Path(__file__).parent

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from coordexp.cli.console import open_console
+from coordexp.cli.run import Arguments, Print, print_config
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,9 +27,11 @@ def register(app: typer.Typer) -> None:
 
 def launch(
     config: Annotated[Path, typer.Option("--config", metavar="CONFIG.yaml", help="The run's configuration.")],
+    arguments: Arguments = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything and print what would be started; start nothing.")
     ] = False,
+    print_only: Print = False,
 ) -> None:
     """Start the rollout servers, wait until they answer, train under torchrun, and end everything.
 
@@ -36,13 +39,17 @@ def launch(
     """
     from coordexp.config import load_config
 
-    run = load_config(config)
+    given = tuple(arguments or ())
+    if print_only:
+        print_config(config, given)
+        return
+    run = load_config(config, arguments=given)
     from coordexp.rollouts.engine.cpu import num_gpus
     from coordexp.serving.launch import run_plan
     from coordexp.serving.preflight import make_plan, refuse_problems, run_checks
     from coordexp.training.build import check_run
 
-    plan = make_plan(run, config.absolute())
+    plan = make_plan(run, config.absolute(), given)
     checks = run_checks(run, plan, num_gpus())
     _show(plan, checks)
     refuse_problems(checks)

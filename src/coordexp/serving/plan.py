@@ -109,13 +109,20 @@ def server_entries(config: RunConfig) -> tuple[ServerEntry, ...]:
 
 
 def plan_launch(
-    config: RunConfig, config_path: Path, *, local: Sequence[bool], rendezvous_port: int, model_type: str
+    config: RunConfig,
+    config_path: Path,
+    *,
+    local: Sequence[bool],
+    rendezvous_port: int,
+    model_type: str,
+    arguments: Sequence[str] = (),
 ) -> LaunchPlan:
     """The processes of a run.
 
     Args:
         local: for each server whether its address is this machine's. rendezvous_port: a free one for torchrun.
         model_type: ``model_type`` of the checkpoint's config.json.
+        arguments: ``key.path=value``, as ``config`` was loaded with; programs that read the file are given them too.
 
     Raises:
         ConfigError: device lists that do not fit the servers, or overlap.
@@ -124,19 +131,20 @@ def plan_launch(
     entries = server_entries(config)
     devices = _devices_of_servers(config, local)
     logs = launch.log_dir or Path(config.training.output_dir) / "logs"
+    named = (str(config_path), *arguments)
     servers = tuple(
         ServerPlan(
             entry.base_url.rstrip("/"),
             entry.group_port,
             (_port_of(config, index), entry.group_port) if here else (),
-            _server_process(config, config_path, index, devices[index], logs, model_type) if here else None,
+            _server_process(config, named, index, devices[index], logs, model_type) if here else None,
         )
         for index, (entry, here) in enumerate(zip(entries, local, strict=True))
     )
     guard = rollout.repeat_terminate if rollout is not None else None
     return LaunchPlan(
         servers=servers,
-        learner=_learner_process(config, config_path, logs, rendezvous_port),
+        learner=_learner_process(config, named, logs, rendezvous_port),
         wait_s=launch.wait_s,
         repeat_terminate=guard.model_dump() if guard is not None and guard.enabled else None,
         api_key_env=rollout.vllm.server.api_key_env if rollout is not None and rollout.vllm.server else None,
@@ -182,7 +190,7 @@ def _port_of(config: RunConfig, index: int) -> int:
 
 
 def _server_process(
-    config: RunConfig, config_path: Path, index: int, devices: tuple[int, ...], logs: Path, model_type: str
+    config: RunConfig, named: Sequence[str], index: int, devices: tuple[int, ...], logs: Path, model_type: str
 ) -> ProcessPlan:
     rollout = config.rollout_matching
     assert rollout is not None and rollout.vllm.server is not None
@@ -192,7 +200,7 @@ def _server_process(
         command = _swift_command(options, model_type)
         secrets = {} if key_env is None else {SERVER_API_KEY: key_env}
     else:
-        command = (sys.executable, "-m", "coordexp", "serve", "--config", str(config_path), "--index", str(index))
+        command = (sys.executable, "-m", "coordexp", "serve", "--config", *named, "--index", str(index))
         secrets = {}
     environment = {
         **engine_environment({}, gpu=bool(devices)),
@@ -240,12 +248,12 @@ def _swift_command(options: ServeOptions, model_type: str) -> tuple[str, ...]:
     return tuple(words)
 
 
-def _learner_process(config: RunConfig, config_path: Path, logs: Path, rendezvous_port: int) -> ProcessPlan:
+def _learner_process(config: RunConfig, named: Sequence[str], logs: Path, rendezvous_port: int) -> ProcessPlan:
     devices = tuple(config.launch.learner_devices)
     command = (
         *(sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={max(1, len(devices))}"),
         *("--master-addr=127.0.0.1", f"--master-port={rendezvous_port}"),
-        *("-m", "coordexp", "train", str(config_path)),
+        *("-m", "coordexp", "train", *named),
     )
     environment = {**_visible(devices), **({} if devices else {"OMP_WAIT_POLICY": "passive"})}
     return ProcessPlan("learner", command, environment, devices, logs / "learner.log")

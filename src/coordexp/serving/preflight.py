@@ -30,7 +30,7 @@ class Check:
     problem: str | None = None
 
 
-def make_plan(config: RunConfig, config_path: Path) -> LaunchPlan:
+def make_plan(config: RunConfig, config_path: Path, arguments: Sequence[str] = ()) -> LaunchPlan:
     """The plan for this machine: which servers are local, a free port for torchrun.
 
     Raises:
@@ -39,6 +39,7 @@ def make_plan(config: RunConfig, config_path: Path) -> LaunchPlan:
     return plan_launch(
         config,
         config_path,
+        arguments=arguments,
         local=[_is_local(urlsplit(entry.base_url).hostname or "") for entry in server_entries(config)],
         rendezvous_port=_free_port(),
         model_type=_model_type(Path(config.model.model)),

@@ -78,7 +78,13 @@ def check_run(config: RunConfig, *, servers_are_up: bool = True) -> CheckedRun:
     return CheckedRun(config, rollout, tuple(train), tuple(val))
 
 
-def build_trainer(run: CheckedRun, console: Console, description: str = "train", config_path: Path | None = None):
+def build_trainer(
+    run: CheckedRun,
+    console: Console,
+    description: str = "train",
+    config_path: Path | None = None,
+    overrides: Sequence[str] = (),
+):
     """Load the model and join all parts into a :class:`~coordexp.training.trainer.CoordExpTrainer`.
 
     Returns: the trainer, and the checkpoint folder to resume from (None to start anew).
@@ -91,10 +97,11 @@ def build_trainer(run: CheckedRun, console: Console, description: str = "train",
     from coordexp.rollouts import build_backend
     from coordexp.rollouts.offload import build_offload, context_of
     from coordexp.training.answering import training_options, training_scorer
-    from coordexp.training.checkpoint import check_resume, read_seal, resolve_resume, warn_of_checkpoints_ahead
+    from coordexp.training.checkpoint import check_resume, resolve_resume, warn_of_checkpoints_ahead
     from coordexp.training.manifest import write_manifest
     from coordexp.training.optimizer import LearningRates
     from coordexp.training.rollout_dump import build_recorder
+    from coordexp.training.seal import read_seal
     from coordexp.training.stages import build_stage
     from coordexp.training.trainer import CoordExpTrainer
 
@@ -103,8 +110,9 @@ def build_trainer(run: CheckedRun, console: Console, description: str = "train",
     resume = resolve_resume(training.output_dir, training.resume_from_checkpoint)
     if resume is not None:
         check_resume(resume, training.packing)
-    warn_of_checkpoints_ahead(training.output_dir, 0 if resume is None else read_seal(resume).step)
-    write_manifest(config, config_path, Path(training.output_dir))
+    start = 0 if resume is None else read_seal(resume).step
+    warn_of_checkpoints_ahead(training.output_dir, start, training.resume_from_checkpoint)
+    write_manifest(config, config_path, Path(training.output_dir), overrides)
     set_seed(training.seed)
     loaded = load_model(config.model.model, config.model.dtype, config.model.attn_implementation)
     tune(loaded.model, config.tuner, loaded.vocab.coord_token_ids)
@@ -190,13 +198,21 @@ def _rollout_board(config: MonitorDumpConfig, records: Sequence[ImageRecord], tr
     )
 
 
-def run_training(config: RunConfig, console: Console, description: str = "train", config_path: Path | None = None):
+def run_training(
+    config: RunConfig,
+    console: Console,
+    description: str = "train",
+    config_path: Path | None = None,
+    overrides: Sequence[str] = (),
+):
     """Check, build, train, and save the final model with its processor to ``training.output_dir``.
+
+    ``config_path`` and ``overrides`` (``key.path=value``) say in the manifest what ``config`` was loaded from.
 
     Returns: the trainer, after training.
     """
     checked = check_run(config)
-    trainer, resume = build_trainer(checked, console, description, config_path)
+    trainer, resume = build_trainer(checked, console, description, config_path, overrides)
     if resume is not None:
         console.print(f"resuming from {resume}", highlight=False, markup=False, soft_wrap=True)
     try:

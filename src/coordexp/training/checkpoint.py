@@ -1,92 +1,33 @@
-"""Which checkpoints are whole, which one a run goes on from, and which are kept.
-
-All ranks write a checkpoint together, over seconds or minutes, and a kill may come between any two of its files. It
-counts from the moment at which it is sealed: the seal is its last file, is written once every rank has written its own,
-and lists them all with their sizes.
-"""
+"""Which checkpoints are whole, which one a run goes on from, and which are kept."""
 
 from __future__ import annotations
 
-import json
 import logging
+import os
 import re
 import shutil
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 
+from safetensors import SafetensorError
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from coordexp import distributed
 from coordexp.errors import CheckpointError
 from coordexp.training.buffer_file import holds_carry_buffers
-from coordexp.training.line_files import write_atomically
+from coordexp.training.seal import SEAL, check_contents, read_seal
 
 logger = logging.getLogger("coordexp")
-
-SEAL = "complete.json"
-
-
-@dataclass(frozen=True, slots=True)
-class Seal:
-    """What a whole checkpoint says about itself. ``files``: sizes in bytes by path; ``resumable``: false for the model
-    alone."""
-
-    step: int
-    world_size: int
-    resumable: bool
-    files: Mapping[str, int]
 
 
 def checkpoint_folder(output_dir: str | Path, step: int) -> Path:
     return Path(output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
 
 
-def seal_checkpoint(folder: Path, step: int, *, resumable: bool, writes: bool, shared: bool) -> None:
-    """Declare a checkpoint finished, once every rank is here. A collective call.
-
-    Args:
-        writes: whether this rank writes the seal. shared: all ranks write to one file system; otherwise each that seals
-            sees the files of its own machine alone.
-    """
-    where = f"sealing {folder}"
-    with distributed.together(where):
-        seen = _sizes(folder)
-    if shared:
-        # A network file system may show a rank the others' files late, but its own at once.
-        for part in distributed.gather_json(seen):
-            seen |= {name: max(size, seen.get(name, 0)) for name, size in part.items()}
-    with distributed.together(where):
-        if writes:
-            seal = Seal(step, distributed.world_size(), resumable, seen)
-            write_atomically(folder / SEAL, json.dumps(asdict(seal), indent=1, sort_keys=True) + "\n")
-
-
-def read_seal(folder: Path) -> Seal:
-    """The seal of a whole checkpoint.
-
-    Raises:
-        CheckpointError: the folder holds none, or not all that its seal lists. The text goes on after a path.
-    """
-    if not folder.is_dir():
-        raise CheckpointError("is no folder")
-    try:
-        seal = Seal(**json.loads((folder / SEAL).read_text(encoding="utf-8")))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"is unfinished: it has no {SEAL}, the last file of a checkpoint") from error
-    except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(f"has an unreadable {SEAL} ({error})") from error
-    sizes = _sizes(folder)
-    wrong = sorted(name for name, size in seal.files.items() if sizes.get(name) != size)
-    if wrong:
-        state = "is missing" if wrong[0] not in sizes else f"has {sizes[wrong[0]]} bytes of {seal.files[wrong[0]]}"
-        others = f", and {len(wrong) - 1} more files are not as they were" if len(wrong) > 1 else ""
-        raise CheckpointError(f"is damaged: {wrong[0]} {state}{others}")
-    return seal
-
-
 def is_complete(folder: Path) -> bool:
-    """Whether everything that all ranks had to write is there."""
+    """Whether everything that all ranks had to write is there, in its size."""
     try:
         read_seal(folder)
     except CheckpointError:
@@ -99,7 +40,8 @@ def resolve_resume(output_dir: str | Path, resume: bool | str | None) -> Path | 
     go on from the same one.
 
     ``True`` takes the newest that is whole for every rank, and passes over others by name. Where none was ever finished
-    it starts anew, so that one YAML serves the first start and every restart. A named folder must be whole.
+    it starts anew, so that one YAML serves the first start and every restart. A named folder must be whole. What is in
+    the files is compared with their seal: the ranks of each machine read them all, each its share.
 
     Raises:
         CheckpointError: the named folder is none, unfinished or damaged, or holds a model alone; or all that were
@@ -110,10 +52,12 @@ def resolve_resume(output_dir: str | Path, resume: bool | str | None) -> Path | 
     if resume is True:
         return _newest_whole(Path(output_dir))
     with distributed.together("training.resume_from_checkpoint"):
-        if problem := _problem_with(Path(resume)):
-            whole = [folder for folder in _checkpoints(Path(resume).parent) if _problem_with(folder) is None]
-            cure = f"name {whole[0]}, which is whole" if whole else "name a checkpoint-N folder that is whole"
+        if problem := _problem_with(Path(resume)) or _damage_in(Path(resume), *_share()):
+            older = (folder for folder in _checkpoints(Path(resume).parent) if folder != Path(resume))
+            whole = next((one for one in older if _problem_with(one) is None and _damage_in(one) is None), None)
+            cure = "name a checkpoint-N folder that is whole" if whole is None else f"name {whole}, which is whole"
             raise CheckpointError(f"training.resume_from_checkpoint: {resume} {problem}; {cure}, or start anew")
+        _warn_of_no_checksums(Path(resume))
     return Path(resume)
 
 
@@ -153,10 +97,33 @@ def check_resume(checkpoint: Path, packing: bool) -> None:
         )
 
 
-def warn_of_checkpoints_ahead(output_dir: str | Path, start: int) -> None:
-    """Say which checkpoints of an earlier run could be taken for this one's, which starts after ``start`` steps."""
-    ahead = [folder.name for folder in _checkpoints(Path(output_dir)) if _step_of(folder) > start]
-    if ahead and distributed.is_main():
+@contextmanager
+def readable(checkpoint: Path, *files: str) -> Iterator[None]:
+    """Reads ``files`` of a checkpoint.
+
+    Raises:
+        CheckpointError: in place of whatever a library says of a file whose seal fits and which is none.
+    """
+    try:
+        yield
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, EOFError, MemoryError,
+            UnpicklingError, SafetensorError) as error:  # fmt: skip
+        raise CheckpointError(
+            f"{checkpoint}: {' or '.join(files)} cannot be read ({type(error).__name__}: {str(error).strip()[:200]}); "
+            "resume from an older checkpoint, or start anew"
+        ) from error
+
+
+def warn_of_checkpoints_ahead(output_dir: str | Path, start: int, resume: bool | str | None) -> None:
+    """Say which whole checkpoints of an earlier run could be taken for this one's, which starts after ``start`` steps.
+
+    With ``resume`` True there is nothing to say: the newest whole one was taken, and each passed over was named.
+    """
+    if resume is True or not distributed.is_main():
+        return
+    folders = [folder for folder in _checkpoints(Path(output_dir)) if _step_of(folder) > start]
+    ahead = [folder.name for folder in folders if _problem_with(folder) is None]
+    if ahead:
         logger.warning(
             "%s holds %s of an earlier run, ahead of step %d where this one starts; training.resume_from_checkpoint: "
             "true would take the newest. Move them away, or choose another training.output_dir",
@@ -195,8 +162,13 @@ def _newest_whole(output_dir: Path) -> Path | None:
     finished: list[str] = []
     for name in sorted(set().union(*reports), key=lambda name: -_step_of(Path(name))):
         seen = [report.get(name, absent) for report in reports]
+        if all(problem is None for problem, _ in seen):
+            with distributed.together(f"reading {output_dir / name}"):
+                damage = _damage_in(output_dir / name, *_share())
+            seen = [(problem, True) for problem in distributed.gather_json(damage)]
         rank, problem = next(((rank, problem) for rank, (problem, _) in enumerate(seen) if problem), (0, None))
         if problem is None:
+            _warn_of_no_checksums(output_dir / name)
             return output_dir / name
         by = f" (seen by rank {rank})" if len(reports) > 1 else ""
         if distributed.is_main():
@@ -221,6 +193,25 @@ def _problem_with(folder: Path) -> str | None:
     return None if seal.resumable else "holds the model alone (training.save_only_model: true)"
 
 
+def _damage_in(folder: Path, part: int = 0, parts: int = 1) -> str | None:
+    """How files of ``folder`` differ from what was sealed, to be read after its name."""
+    try:
+        check_contents(folder, part, parts)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def _share() -> tuple[int, int]:
+    """This process's part of the reading that the ranks of its machine do together."""
+    return int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _warn_of_no_checksums(folder: Path) -> None:
+    if distributed.is_main() and not read_seal(folder).has_checksums:
+        logger.warning("%s was sealed without checksums, by an older version: only its sizes were compared", folder)
+
+
 def _checkpoints(output_dir: Path) -> list[Path]:
     """Checkpoint folders, of the most steps first."""
     found = [folder for folder in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*")
@@ -230,11 +221,3 @@ def _checkpoints(output_dir: Path) -> list[Path]:
 
 def _step_of(folder: Path) -> int:
     return int(folder.name.rpartition("-")[2])
-
-
-def _sizes(folder: Path) -> dict[str, int]:
-    return {
-        path.relative_to(folder).as_posix(): path.stat().st_size
-        for path in folder.rglob("*")
-        if path.is_file() and path.name != SEAL
-    }

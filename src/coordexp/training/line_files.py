@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 from typing import BinaryIO
 
+from coordexp.training.durable import flush_file
+
 _BLOCK = 1 << 16
 
 
@@ -32,7 +34,11 @@ def _end_of_last_line(file: BinaryIO) -> int:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a whole file, or leave what was there: also when the run is killed meanwhile."""
+    """Write a whole file, or leave what was there: also when the run is killed meanwhile, or the power fails."""
     temporary = path.with_name(f"{path.name}.partial")
-    temporary.write_text(text, encoding="utf-8")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())  # before its name: otherwise a power loss may leave the name with nothing behind it
     os.replace(temporary, path)
+    flush_file(path.parent)

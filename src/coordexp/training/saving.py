@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Trainer
-from transformers.trainer import TRAINING_ARGS_NAME
+from transformers import Trainer, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 
 from coordexp import distributed
 from coordexp.errors import CheckpointError
@@ -21,8 +21,9 @@ from coordexp.modeling.adapter import has_adapter, load_adapter, save_adapter
 from coordexp.modeling.load import LoadedModel
 from coordexp.packing import CarryBuffer
 from coordexp.training.buffer_file import save_carry_buffer
-from coordexp.training.checkpoint import checkpoint_folder, delete_old, read_seal, seal_checkpoint
+from coordexp.training.checkpoint import checkpoint_folder, delete_old, readable
 from coordexp.training.line_files import write_atomically
+from coordexp.training.seal import read_seal, seal_checkpoint
 
 logger = logging.getLogger("coordexp")
 
@@ -52,6 +53,8 @@ class SavingTrainer(Trainer):
         if resume_from_checkpoint is not None:
             self._resumes_from = Path(resume_from_checkpoint)
             self._saved = (read_seal(self._resumes_from).step, self._resumes_from)
+            with readable(self._resumes_from, TRAINER_STATE_NAME):  # transformers reads it twice, and late
+                TrainerState.load_from_json(str(self._resumes_from / TRAINER_STATE_NAME))
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
     # -- saving --------------------------------------------------------------------------------------------------------
@@ -148,18 +151,29 @@ class SavingTrainer(Trainer):
         checkpoint, self._resumes_from = self._resumes_from, None
         if checkpoint is None or read_seal(checkpoint).world_size != distributed.world_size():
             return
-        line = json.loads(_log_line_path(checkpoint).read_text(encoding="utf-8"))
-        self._tr_loss += line.pop("loss")
-        self._globalstep_last_logged = line.pop("last_logged_step")
-        self.sums.load_state_dict(line)
+        with readable(checkpoint, _log_line_path(checkpoint).name):
+            line = json.loads(_log_line_path(checkpoint).read_text(encoding="utf-8"))
+            self._tr_loss += line.pop("loss")
+            self._globalstep_last_logged = line.pop("last_logged_step")
+            self.sums.load_state_dict(line)
 
     # -- loading -------------------------------------------------------------------------------------------------------
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if has_adapter(self._loaded.model) and not self.is_fsdp_enabled:  # FSDP saves and loads all weights, sharded
-            load_adapter(self._loaded.model, Path(resume_from_checkpoint))
-        else:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        folder = Path(resume_from_checkpoint)
+        with readable(folder, "config.json", "model.safetensors"):
+            if has_adapter(self._loaded.model) and not self.is_fsdp_enabled:  # FSDP saves and loads all, sharded
+                load_adapter(self._loaded.model, folder)
+            else:
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        with readable(Path(checkpoint or "."), "optimizer.pt", "scheduler.pt"):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with readable(Path(checkpoint or "."), "rng_state.pth"):
+            super()._load_rng_state(checkpoint)
 
     def _load_best_model(self) -> None:
         if has_adapter(self._loaded.model) and not self.is_fsdp_enabled:

@@ -85,6 +85,20 @@ def test_the_yaml_decides_which_program_serves(tmp_path: Path, config: dict[str,
     assert [command[-2:] for command in commands] == [("--index", "0"), ("--index", "1")]
 
 
+def test_keys_of_the_command_line_reach_every_program_that_reads_the_file(
+    tmp_path: Path, config: dict[str, Any]
+) -> None:
+    path = write_yaml(tmp_path, set_key(config, "launch.server", "coordexp"))
+    words = ("training.max_steps=3", "rollout_matching.vllm.max_model_len=4096")
+    given = load_config(path, arguments=words)
+    made = plan_launch(given, path, local=(True, True), rendezvous_port=PORT, model_type="qwen3_vl", arguments=words)
+    processes = [made.learner, *(server.process for server in made.servers if server.process is not None)]
+    assert len(processes) == 3
+    for process in processes:
+        at = process.command.index(str(path))
+        assert process.command[at + 1 : at + 3] == words
+
+
 def test_devices_give_data_parallel_engines_and_learner_processes(tmp_path: Path, config: dict[str, Any]) -> None:
     plan = planned(
         tmp_path,

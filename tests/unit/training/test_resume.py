@@ -19,8 +19,9 @@ from coordexp.errors import CheckpointError, DataError
 from coordexp.packing import CarryBuffer
 from coordexp.records import RolloutRequest, Segment
 from coordexp.training.buffer_file import load_carry_buffer, save_carry_buffer, segment_from_json, segment_to_json
-from coordexp.training.checkpoint import SEAL, check_resume, delete_old, resolve_resume, seal_checkpoint
+from coordexp.training.checkpoint import check_resume, delete_old, resolve_resume
 from coordexp.training.manifest import MANIFEST, RESOLVED_CONFIG
+from coordexp.training.seal import SEAL, seal_checkpoint
 from coordexp.training.trainer import CoordExpTrainer
 from tiny_run import gt_segments, load_tiny, run_config, same_weights, step_lines, train, weights
 

@@ -1,0 +1,105 @@
+"""A checkpoint that was sealed and is no longer what was sealed: never trained on, never a traceback."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cli_runs import run_cli
+from coordexp.errors import CheckpointError
+from coordexp.training.checkpoint import resolve_resume
+from coordexp.training.seal import SEAL, read_seal
+from faults.corrupter import DAMAGES, damaged_copy, flip_bit, zero_all
+from tiny_run import run_config, train
+
+FILES = ["model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json", "config.json",
+         "log_line_rank0.json", "carry_buffer_rank0.json", "tokenizer.json"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's folder with three checkpoints."""
+    folder = tmp_path_factory.mktemp("finished")
+    train(run_config(folder, 1, training__max_steps=3, training__save_strategy="steps", training__save_steps=1))
+    return folder / "run"
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_changed_without_changing_its_size_is_noticed(
+    name: str, damage: Callable[[Path], None], run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    damaged_copy(run / "checkpoint-3", name, damage)
+    with caplog.at_level(logging.WARNING, logger="coordexp"):
+        assert resolve_resume(run, True) == run / "checkpoint-2"
+    assert f"checkpoint-3 is damaged: {name} is not what was saved" in caplog.text
+    with pytest.raises(CheckpointError, match=rf"checkpoint-3 is damaged: {name} .*name {run / 'checkpoint-2'}"):
+        resolve_resume(run, str(run / "checkpoint-3"))
+
+
+def test_two_damaged_ones_are_passed_over_by_name(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    damaged_copy(run / "checkpoint-3", "model.safetensors", flip_bit)
+    damaged_copy(run / "checkpoint-2", "optimizer.pt", zero_all)
+    with caplog.at_level(logging.WARNING, logger="coordexp"):
+        assert resolve_resume(run, True) == run / "checkpoint-1"
+    assert "checkpoint-3 is damaged" in caplog.text and "checkpoint-2 is damaged" in caplog.text
+
+
+def test_where_all_are_damaged_nothing_starts_anew_unasked(run: Path) -> None:
+    for step in (1, 2, 3):
+        damaged_copy(run / f"checkpoint-{step}", "model.safetensors", flip_bit)
+    with pytest.raises(CheckpointError, match="starting anew would give up what was learned"):
+        resolve_resume(run, True)
+
+
+def test_the_command_says_it_in_one_line(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damaged_copy(run / "checkpoint-3", "optimizer.pt", flip_bit)
+    named = str(run / "checkpoint-3")
+    run_config(tmp_path, 1, training__max_steps=4, training__resume_from_checkpoint=named)
+    refused = run_cli(capsys, "train", tmp_path / "run.yaml")
+    assert refused.code == 2 and refused.err.count("\n") == 1 and "optimizer.pt is not what was saved" in refused.err
+
+
+def test_a_seal_that_knows_sizes_only_is_taken_and_said(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As checkpoints were sealed before there were checksums."""
+    path = run / "checkpoint-3" / SEAL
+    seal = json.loads(path.read_text())
+    seal["files"] = {name: file["bytes"] for name, file in seal["files"].items()}
+    path.write_text(json.dumps(seal))
+    with caplog.at_level(logging.WARNING, logger="coordexp"):
+        assert resolve_resume(run, True) == run / "checkpoint-3"
+    assert "sealed without checksums" in caplog.text
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name not in ("tokenizer.json", "carry_buffer_rank0.json")])
+def test_what_cannot_be_read_though_its_seal_fits_is_one_line(
+    name: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Sealed by size only, or gone bad between the comparison and the reading."""
+    zero_all(run / "checkpoint-3" / name)
+    path = run / "checkpoint-3" / SEAL
+    seal = json.loads(path.read_text())
+    seal["files"] = {name: file["bytes"] for name, file in seal["files"].items()}
+    path.write_text(json.dumps(seal))
+    run_config(tmp_path, 1, training__max_steps=4, training__resume_from_checkpoint=True)
+    refused = run_cli(capsys, "train", tmp_path / "run.yaml")
+    assert refused.code == 2, refused.err
+    assert re.search(rf"checkpoint-3: .*{name}.* cannot be read .*; resume from an older", refused.err), refused.err
+    assert refused.err.count("\nerror: ") + refused.err.startswith("error: ") == 1
+
+
+def test_a_seal_holds_every_file(run: Path) -> None:
+    files = {path.name for path in (run / "checkpoint-3").iterdir()} - {SEAL}
+    seal = read_seal(run / "checkpoint-3")
+    assert set(seal.files) == files >= set(FILES) and seal.has_checksums
