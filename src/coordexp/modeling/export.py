@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from coordexp.data.preparation import write_preparation
 from coordexp.modeling.load import load_model
 
 
 def export_checkpoint(checkpoint: Path, output: Path, dtype: str = "bfloat16") -> Path:
-    """Write model, tokenizer, processor and chat template of ``checkpoint`` to ``output``, weights as ``dtype``.
+    """Write model, tokenizer, processor, chat template and image preparation of ``checkpoint`` to ``output``, weights as
+    ``dtype``.
 
     Nothing else travels: no optimizer, no trainer state. Attention is reset to transformers' default, so that the
     folder loads everywhere.
@@ -20,4 +22,5 @@ def export_checkpoint(checkpoint: Path, output: Path, dtype: str = "bfloat16") -
     output.mkdir(parents=True, exist_ok=True)
     loaded.model.save_pretrained(output)
     loaded.processor.save_pretrained(output)
+    write_preparation(loaded.preparation, output)
     return output

@@ -16,6 +16,7 @@ from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.data.dataset import RecordDataset
 from coordexp.data.images import IMAGE_SUFFIXES, read_header
 from coordexp.data.jsonl import check_dataset, read_jsonl
+from coordexp.data.preparation import ImagePreparation, read_preparation
 from coordexp.errors import DataError
 from coordexp.evaluation import Prediction, predict, read_answers
 from coordexp.evaluation.answers import PREDICTIONS, ImageAnswer, from_line, make_answer, to_line
@@ -88,7 +89,9 @@ def run_prediction(
     records, annotated = read_images(source, limit)
     path = Path(model or config.model.model)
     load_vocab(path)
-    settings = _settings(config, rollout, path, source, constant_score)
+    preparation = read_preparation(path)
+    settings = _settings(config, rollout, path, source, constant_score) | _resizing(preparation)
+    _note_unlike_training(console, preparation, records)
     mine = _part(output, distributed.rank())
     PartialState(cpu=config.training.use_cpu)  # joins the process group under torchrun: the next line needs it
     with distributed.together("coordexp predict"):
@@ -145,6 +148,23 @@ def _settings(
         "repeat_terminate": rollout.repeat_terminate.model_dump(mode="json"),
         "score": "token_probability" if constant_score is None else constant_score,
     }
+
+
+def _resizing(preparation: ImagePreparation) -> dict[str, Any]:
+    return {} if preparation.resize is None else {"resize": preparation.resize.to_metadata()}
+
+
+def _note_unlike_training(console: Console, preparation: ImagePreparation, records: Sequence[ImageRecord]) -> None:
+    unlike = [record for record in records if preparation.is_unlike_training(record.width, record.height)]
+    if unlike and preparation.seen_pixels is not None:
+        least, most = preparation.seen_pixels
+        first = unlike[0]
+        console.print(
+            f"note: {len(unlike)} of {len(records)} images are far from the size that this model was trained at "
+            f"({least:,} to {most:,} pixels), the first is {first.sample_id} ({first.width}x{first.height}); answers "
+            "may be poor. Resize them, or train on what coordexp data convert made: its resizing travels in checkpoints",
+            highlight=False, markup=False, soft_wrap=True,
+        )  # fmt: skip
 
 
 def _claim(output: Path, settings: dict[str, Any]) -> None:
