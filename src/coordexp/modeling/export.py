@@ -9,8 +9,7 @@ from coordexp.modeling.load import load_model
 
 
 def export_checkpoint(checkpoint: Path, output: Path, dtype: str = "bfloat16") -> Path:
-    """Write model, tokenizer, processor, chat template and image preparation of ``checkpoint`` to ``output``, weights as
-    ``dtype``.
+    """Write model, tokenizer, processor, chat template and image preparation of ``checkpoint``, weights as ``dtype``.
 
     Nothing else travels: no optimizer, no trainer state. Attention is reset to transformers' default, so that the
     folder loads everywhere.

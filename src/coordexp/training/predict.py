@@ -162,7 +162,7 @@ def _note_unlike_training(console: Console, preparation: ImagePreparation, recor
         console.print(
             f"note: {len(unlike)} of {len(records)} images are far from the size that this model was trained at "
             f"({least:,} to {most:,} pixels), the first is {first.sample_id} ({first.width}x{first.height}); answers "
-            "may be poor. Resize them, or train on what coordexp data convert made: its resizing travels in checkpoints",
+            "may be poor. Resize them, or train on what coordexp data convert made, whose rule travels in checkpoints",
             highlight=False, markup=False, soft_wrap=True,
         )  # fmt: skip
 
