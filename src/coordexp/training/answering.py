@@ -14,7 +14,6 @@ from rich.console import Console
 from coordexp.config import RunConfig
 from coordexp.config.rollout import EvalDetectionConfig, RolloutMatchingConfig
 from coordexp.data.images import open_rgb
-from coordexp.errors import ConfigError
 from coordexp.evaluation import EvaluationOptions
 from coordexp.evaluation.scores import TokenScorer
 from coordexp.modeling.inputs import PromptEncoder
@@ -84,18 +83,9 @@ def training_options(config: EvalDetectionConfig) -> EvaluationOptions | None:
 
 
 def training_scorer(config: RolloutMatchingConfig, loaded: LoadedModel) -> TokenScorer | None:
-    """What scores predictions while training; None where their score is constant.
-
-    Raises:
-        ConfigError: scores come from the learner, which is offloaded while there are rollouts.
-    """
+    """What scores predictions while training; None where their score is constant."""
     if config.eval_detection.score_mode == "constant":
         return None
-    if config.offload.enabled:
-        raise ConfigError(
-            "rollout_matching.eval_detection.score_mode: confidence needs the learner during rollouts, and "
-            "rollout_matching.offload moves it away; write score_mode: constant, or offload.enabled: false"
-        )
     return TokenScorer(loaded.model, loaded.vocab, loaded.image_token_id)
 
 
