@@ -55,16 +55,26 @@ def answering(config: RunConfig, rollout: RolloutMatchingConfig, model: Path) ->
         checkpoint=base_checkpoint(model),
         dtype=config.model.dtype,
         max_length=config.global_max_length,
-        open_image=open_rgb,
+        open_image=lambda path: loaded.preparation(open_rgb(path)),
         lora_rank=config.tuner.lora_rank,
     )
-    backend = build_backend(rollout, parts)
+    backend = build_backend(_with_pixels(rollout) if loaded.preparation.resize is not None else rollout, parts)
     try:
         with synced(backend, 0):
-            encoder = PromptEncoder(loaded.processor, config.template.prompt, config.template.system)
+            template = config.template
+            encoder = PromptEncoder(loaded.processor, template.prompt, template.system, loaded.preparation)
             yield Answerer(loaded, encoder, backend, TokenScorer(loaded.model, loaded.vocab, loaded.image_token_id))
     finally:
         backend.close()
+
+
+def _with_pixels(rollout: RolloutMatchingConfig) -> RolloutMatchingConfig:
+    """Servers are sent pixels: a path would show them the image before it is resized."""
+    server = rollout.vllm.server
+    if server is None:
+        return rollout
+    pixels = server.model_copy(update={"images": "base64"})
+    return rollout.model_copy(update={"vllm": rollout.vllm.model_copy(update={"server": pixels})})
 
 
 def training_options(config: EvalDetectionConfig) -> EvaluationOptions | None:

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from coordexp.config import RunConfig, advice, check_world_size, resolved_rollou
 from coordexp.config.rollout import MonitorDumpConfig, RolloutMatchingConfig
 from coordexp.data.dataset import RecordDataset
 from coordexp.data.jsonl import check_dataset, read_jsonl
+from coordexp.data.preparation import preparation_of
 from coordexp.errors import DataError
 from coordexp.extras import require
 from coordexp.records import ImageRecord
@@ -115,6 +116,7 @@ def build_trainer(
     write_manifest(config, config_path, Path(training.output_dir), overrides)
     set_seed(training.seed)
     loaded = load_model(config.model.model, config.model.dtype, config.model.attn_implementation)
+    loaded = replace(loaded, preparation=preparation_of(run.train))  # what is learned now is what checkpoints will say
     tune(loaded.model, config.tuner, loaded.vocab.coord_token_ids)
     encoder = PromptEncoder(loaded.processor, config.template.prompt, config.template.system)
     datasets = [
