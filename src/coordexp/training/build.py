@@ -72,8 +72,8 @@ def check_run(config: RunConfig, *, learners: int | None = None, servers_are_up:
         for sentence in advice(config):
             logger.warning(sentence)
     attempt(check_world_size, config, learners)
-    if servers_are_up and not found:  # servers are waited for: what is known already is said at once
-        attempt(check_backend, rollout)
+    if servers_are_up and not found:
+        check_backend(rollout)  # nothing else is read before there is somebody to answer
     attempt(_check_attention, config)
     attempt(check_parallel, config, learners)
     if config.training.packing:
