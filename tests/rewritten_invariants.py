@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from answers import SampleOutcome, taught_text
 from coordexp.coords import COORD_TOKENS, CoordVocab
 from coordexp.geometry import mask_iou
 from coordexp.metrics import rollout_counters
 from coordexp.records import GTObject, TokenRole
 from coordexp.targets import TargetPolicy
+from support.answers import SampleOutcome, taught_text
 
 MODELS_OWN = (TokenRole.PREFIX_COORD, TokenRole.REWRITTEN_STRUCT, TokenRole.REWRITTEN_DESC)
 TAUGHT_COORDS = (TokenRole.PREFIX_COORD, TokenRole.TAIL_COORD)

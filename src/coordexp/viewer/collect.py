@@ -16,7 +16,7 @@ from coordexp.errors import DataError
 from coordexp.evaluation import ImageAnswer, read_answers
 from coordexp.evaluation.answers import PREDICTIONS
 from coordexp.evaluation.detection import match_answer
-from coordexp.metrics.rollout_record import RolloutRecord, read_records
+from coordexp.recording.rollout_record import RolloutRecord, read_records
 from coordexp.records import GTObject, TokenRole
 from coordexp.targets import mark_matched
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from answers import CAT, DOG, LEAF, answer, entry, outcome_of, taught_text, tiny_vocab, vocabs
 from coordexp.coords import TURN_END, CoordVocab
 from coordexp.metrics import SampleOutcome
 from coordexp.records import GTObject, TokenRole
 from coordexp.targets import TargetPolicy, build_gt_target, build_target
-from qwen_tokenizer import qwen_vocab
+from support.answers import CAT, DOG, LEAF, answer, entry, outcome_of, taught_text, tiny_vocab, vocabs
+from support.qwen_tokenizer import qwen_vocab
 
 NEAR_CAT = GTObject("cat", "bbox_2d", (12, 25, 195, 230))
 NEAR_DOG = GTObject("dog", "bbox_2d", (505, 510, 690, 790))

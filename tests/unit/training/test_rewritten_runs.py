@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from coordexp.metrics.rollout_record import read_records
-from coordexp.training.replay import replay_records
-from tiny_run import (
+from coordexp.inference.replay import replay_records
+from coordexp.recording.rollout_record import read_records
+from support.tiny_run import (
     InMemoryBackend,
     load_tiny,
     nearly_right,
