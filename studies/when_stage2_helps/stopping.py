@@ -10,9 +10,9 @@ from typing import Any
 
 @contextmanager
 def stop_threshold(model: Path, threshold: float | None) -> Iterator[None]:
-    """Within it, transformers' ``generate`` writes the root's closing brace behind an entry only with a probability of at
-    least ``threshold``. None changes nothing. For tokenizers that write that brace as a token of its own, as the tiny
-    models' do."""
+    """Within it, transformers' ``generate`` writes the root's closing brace behind an entry only with a probability of
+    at least ``threshold``. None changes nothing. For tokenizers that write that brace as a token of its own, as the
+    tiny models' do."""
     if threshold is None:
         yield
         return

@@ -1,11 +1,13 @@
 """When does stage 2 help? Arms that start from one checkpoint, compared on complete annotations.
 
-    python studies/when_stage2_helps/study.py run incomplete --work outputs/study             # every arm, one after another
-    python studies/when_stage2_helps/study.py run incomplete --work outputs/study --arms sft-long rewritten --seeds 0 1 2
-    python studies/when_stage2_helps/study.py table incomplete --against sft-long             # figures and differences
+    cd studies/when_stage2_helps
+    python study.py run incomplete --work ../../outputs/study                      # every arm of arms.yaml
+    python study.py run incomplete --work ../../outputs/study --arms sft-long rewritten --seeds 0 1 2
+    python study.py table incomplete --against sft-long                            # figures and differences
 
-Every finished (arm, seed, split) is one line of ``results/<regime>.jsonl`` and is not run again: interrupt it and start it
-again at will. One thread a process: start one process a core, with different arms. The test split is for the final comparison.
+Every finished (arm, seed, split) is one line of ``results/<regime>.jsonl`` and is not run again: interrupt it and start
+it again at will. One thread a process: start one process a core, with different arms. The test split is for the final
+comparison.
 """
 
 from __future__ import annotations
@@ -172,7 +174,8 @@ def run_arm(name: str, arm_name: str, seed: int, split: str, work: Path, results
         seconds += train(trained["config"], data, start, model, seed, trained)
     answers, spent = evaluate(model, scenes(regime, split, work, name), arm.get("stop"))
     line = {
-        "arm": arm_name, "seed": seed, "split": split, "train_cpu_s": round(seconds, 1), "answer_cpu_s": round(spent, 1),
+        "arm": arm_name, "seed": seed, "split": split,
+        "train_cpu_s": round(seconds, 1), "answer_cpu_s": round(spent, 1),
         "date": time.strftime("%Y-%m-%d"), "machine": f"{os.cpu_count()} cores, {platform.machine()}",
         "declared": arm, "counts": counts(answers),
     }  # fmt: skip
