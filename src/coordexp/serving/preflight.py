@@ -40,7 +40,6 @@ def make_plan(config: RunConfig, config_path: Path) -> LaunchPlan:
         config,
         config_path,
         local=[_is_local(urlsplit(entry.base_url).hostname or "") for entry in server_entries(config)],
-        rendezvous_port=_free_port(),
         model_type=_model_type(Path(config.model.model)),
     )
 
@@ -160,9 +159,3 @@ def _can_listen(host: str, port: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]

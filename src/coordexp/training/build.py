@@ -206,7 +206,7 @@ def run_training(config: RunConfig, console: Console, description: str = "train"
 
     checked = check_run(config)
     try:
-        join_processes(config.training)
+        join_processes(config)
         with only_run_in(Path(config.training.output_dir)):
             trainer, resume = build_trainer(checked, console, description, config_path)
             if resume is not None:
