@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from coordexp.cli.console import no_bars_in_log_files, open_console
 from coordexp.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -22,6 +24,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the counts as JSON o
 def register(app: typer.Typer) -> None:
     """Add these commands to ``app``."""
     app.command("drop")(drop_command)
+    app.command("complete")(complete_command)
 
 
 def drop_command(
@@ -71,6 +74,76 @@ def drop_command(
     records, counts = drop_annotations(read_jsonl(jsonl), rates, seed)
     write_jsonl(records, out)
     typer.echo(json.dumps(counts.to_json(), ensure_ascii=False) if as_json else _drop_text(counts, out))
+
+
+def complete_command(
+    jsonl: Dataset,
+    out: Out,
+    model: Annotated[Path | None, typer.Option(help="The checkpoint that answers [--config's model.model].")] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="A run's YAML: prompt, decoding and backend [the run that --model comes from, and hf]."),
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(help="What the model is asked, if neither of them says.")] = None,
+    threshold: Annotated[float, typer.Option(min=0.001, max=1, help="Least confidence of an added object.")] = 0.5,
+    max_overlap: Annotated[
+        float, typer.Option(min=0, max=1, help="Most mask IoU of an added object with any other one.")
+    ] = 0.2,
+    min_size: Annotated[
+        float, typer.Option(min=0, max=100, help="Least size: square root of its box's share of the image, %.")
+    ] = 1.0,
+    weight: Annotated[
+        float | None, typer.Option(min=0.001, max=1, help="Weight of every added object [its confidence].")
+    ] = None,
+    known_descs: Annotated[
+        bool, typer.Option("--known-descs", help="Add only descriptions that the dataset's annotations hold.")
+    ] = False,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Images answered at once [--config's, or 16].")] = None,
+    sheet: Annotated[Path | None, typer.Option(help="PNG of the images with the most likely missed objects.")] = None,
+    sheet_images: Annotated[int, typer.Option(min=1, max=100, help="Images on the sheet.")] = 12,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Add what a model finds and the annotations lack, as soft objects: text taught, coordinates not.
+
+    Answers are written as they come. The same command again goes on where it stopped.
+    """
+    from coordexp.evaluation.completion import CompletionRules
+
+    _refuse_existing(out, overwrite)
+    rules = CompletionRules(threshold, max_overlap, min_size, weight, known_descs)
+    from coordexp.training.completion import Sheet, answering_config, run_completion
+
+    run = answering_config(model, jsonl, out, config=config, prompt=prompt, batch_size=batch_size)
+    no_bars_in_log_files()
+    console = open_console(stderr=as_json)
+    drawn = None if sheet is None else Sheet(sheet, sheet_images)
+    found = run_completion(run, console, source=jsonl, out=out, rules=rules, sheet=drawn)
+    if console.quiet:
+        return
+    counts = found.counts.to_json()
+    if as_json:
+        typer.echo(json.dumps({**counts, "files": [str(path) for path in found.files]}, ensure_ascii=False))
+        return
+    typer.echo("\n".join([*_completion_lines(counts, found.prompt), f"wrote {', '.join(map(str, found.files))}"]))
+
+
+def _completion_lines(counts: Mapping[str, Any], prompt: str | None) -> list[str]:
+    lines = [f"asked: {'the built-in prompt' if prompt is None else prompt}"]
+    fates = counts["fates"]
+    width = max(map(len, fates))
+    lines += [f"  {name:<{width}}  {count}" for name, count in fates.items() if count]
+    lines.append(
+        f"{counts['predicted']} objects predicted in {counts['images']} images with {counts['annotated']} annotations: "
+        f"{fates['added']} added"
+    )
+    silent = counts["images"] - counts["images_with_predictions"]
+    if silent > counts["images"] / 2:
+        lines.append(
+            f"note: nothing was predicted in {silent} images. Was the model trained with this prompt? Another one is "
+            "named by --prompt, or by the YAML of its run with --config"
+        )
+    return lines
 
 
 def _refuse_existing(path: Path, overwrite: bool) -> None:

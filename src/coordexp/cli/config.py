@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from coordexp.cli.run import ConfigFile
+from coordexp.cli.run import Arguments, ConfigFile, print_config
 
 config_app = typer.Typer(help="Check, explain and compare configurations.", no_args_is_help=True)
 
@@ -15,6 +15,7 @@ config_app = typer.Typer(help="Check, explain and compare configurations.", no_a
 @config_app.command("check")
 def config_check_command(
     config: ConfigFile,
+    arguments: Arguments = None,
     plain: Annotated[bool, typer.Option("--plain", help="Print the resolved YAML alone, without sources.")] = False,
     only_set: Annotated[bool, typer.Option("--only-set", help="Leave out what is at its default.")] = False,
 ) -> None:
@@ -22,14 +23,7 @@ def config_check_command(
 
     What is printed is YAML that loads back to the same run, with or without --plain.
     """
-    from coordexp.config import advice
-    from coordexp.config.explain import annotated_yaml, explain_config, with_sources
-
-    explained = explain_config(config)
-    for line, comment in with_sources(annotated_yaml(explained, with_defaults=not only_set)):
-        typer.echo(line + ("" if plain else typer.style(comment, dim=True)))
-    for sentence in advice(explained.config):
-        typer.secho(f"note: {sentence}", fg=typer.colors.YELLOW, err=True)
+    print_config(config, arguments or (), plain, only_set)
 
 
 @config_app.command("schema")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from coordexp.cli.console import no_bars_in_log_files, open_console
+from coordexp.cli.run import Arguments, Print, print_config
 from coordexp.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ _THRESHOLD = 0.7
 _DRAWN = 12  # images of --sheet
 _CONFIG, _SAVED, _RUNS = "a configuration", "saved predictions", "--compare"
 _USED_BY = {
+    "KEY=VALUE": (_CONFIG,),
+    "--print": (_CONFIG,),
     "--model": (_CONFIG,),
     "--data": (_CONFIG,),
     "--limit": (_CONFIG, _SAVED),
@@ -90,6 +93,7 @@ def evaluate(
             help="A run's configuration: its model answers first. Or a predictions.jsonl, or a folder that holds one.",
         ),
     ] = None,
+    arguments: Arguments = None,
     model: ModelOption = None,
     data: Annotated[Path | None, typer.Option(help="JSONL to evaluate on instead of custom.val_jsonl.")] = None,
     limit: Limit = None,
@@ -118,6 +122,7 @@ def evaluate(
         typer.Option(help="PNG of the images with most mistakes, or with --compare, of the greatest difference."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print figures as JSON on stdout instead of tables.")] = False,
+    print_only: Print = False,
 ) -> None:
     """Measure how good answers are: of a checkpoint, of saved predictions, or of two runs against each other."""
     if (source is None) == (runs is None):
@@ -127,11 +132,17 @@ def evaluate(
     if source is not None and source.suffix in (".yaml", ".yml"):
         from coordexp.config import load_config
 
-        run = load_config(source)  # before anything heavy is imported: a mistake in the YAML shows at once
+        if print_only:
+            print_config(source, arguments or ())
+            return
+        run = load_config(
+            source, arguments=arguments or ()
+        )  # before heavy imports: a mistake in the YAML shows at once
     kind = _RUNS if runs is not None else _SAVED if run is None else _CONFIG
     _refuse_unused(
         kind,
         {"--model": model, "--data": data, "--limit": limit, "--output": output, "--segm": segm or None,
+         "--print": print_only or None, "KEY=VALUE": arguments or None,
          "--resamples": resamples, "--embedding-threshold": None if embedder else embedding_threshold},
     )  # fmt: skip
     rename = _renaming(aliases, embedder, _THRESHOLD if embedding_threshold is None else embedding_threshold)

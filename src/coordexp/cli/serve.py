@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from coordexp.cli.run import Arguments
+
 
 def register(app: typer.Typer) -> None:
     """Add this command to ``app``."""
@@ -15,6 +17,7 @@ def register(app: typer.Typer) -> None:
 
 def serve(
     config: Annotated[Path, typer.Option("--config", metavar="CONFIG.yaml", help="The learner's configuration.")],
+    arguments: Arguments = None,
     index: Annotated[int, typer.Option(min=0, help="Which of rollout_matching.vllm.server.servers to be.")] = 0,
     data_parallel_size: Annotated[
         int | None, typer.Option(min=1, help="Engines side by side [one per tensor_parallel_size visible GPUs].")
@@ -25,7 +28,7 @@ def serve(
 
     from coordexp.config import load_config
 
-    run = load_config(config)  # before vLLM is imported: a mistake in the YAML shows at once
+    run = load_config(config, arguments=arguments or ())  # before vLLM is imported: a mistake in the YAML shows at once
     logging.basicConfig(format="%(asctime)s %(name)s %(message)s")
     logging.getLogger("coordexp").setLevel(logging.INFO)  # not the root: vLLM sets that one
     from coordexp.rollouts.engine.cpu import num_gpus

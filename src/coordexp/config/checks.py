@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from coordexp.config import trainer_names
 from coordexp.config.objective import PipelineConfig
 from coordexp.config.rollout_checks import rollout_checks
 from coordexp.config.strict import Problem, dotted, problem
@@ -140,6 +141,14 @@ def _training_checks(training: TrainingConfig) -> Iterator[Problem]:
         yield problem(
             "training.packing", "needs the package binpacking; pip install binpacking, or set training.packing: false"
         )
+    for key, name, module in trainer_names.missing_packages(training.optim, training.report_to):
+        yield problem(
+            f"training.{key}",
+            f"'{name}' needs the package {module}, which is not installed here; install it, or write "
+            f"{'none' if key == 'report_to' else 'adamw_torch'}",
+        )
+    if training.fp16 and training.use_cpu:
+        yield problem("training.fp16", "float16 needs a GPU; write bf16: true, or use_cpu: false", "training.use_cpu")
     if training.bf16 and training.fp16:
         yield problem("training.fp16", "bf16 and fp16 exclude each other; set one of them to false", "training.bf16")
     if training.effective_batch_size is not None:
@@ -202,13 +211,16 @@ def _parallel_checks(config: RunConfig) -> Iterator[Problem]:
             "fsdp.enabled",
         )
     rollout = config.rollout_matching
-    if rollout is None or not rollout.offload.enabled:
-        return
+    if rollout is None or not rollout.offload.enabled or not rollout.is_colocated:
+        return  # offload does nothing elsewhere; advice() says so
     if not (rollout.offload.offload_model or rollout.offload.offload_optimizer):
         yield problem(
-            f"{_RM}.offload.enabled", "moves nothing: set offload_model or offload_optimizer to true, or this to false"
+            f"{_RM}.offload.enabled",
+            "moves nothing: set offload_model or offload_optimizer to true, or this to false",
+            f"{_RM}.rollout_backend",
+            f"{_VLLM}.mode",
         )
-    if deepspeed.enabled and (rollout.rollout_backend, rollout.vllm.mode) == ("vllm", "colocate"):
+    if deepspeed.enabled:
         yield problem(
             f"{_RM}.offload.enabled",
             "DeepSpeed owns the learner's weights and optimizer, so they cannot be moved; set offload.enabled: false, "
@@ -285,4 +297,11 @@ def advice(config: RunConfig) -> Iterator[str]:
             f"model.dtype: {config.model.dtype} with tuner.train_type: full stores the trained weights themselves in "
             f"{config.model.dtype}, so small updates are rounded away. Write model.dtype: float32 and training.bf16: "
             "true to compute in bfloat16 and store in float32, if memory allows"
+        )
+    rollout = config.rollout_matching
+    if rollout is not None and rollout.offload.enabled and not rollout.is_colocated:
+        where = "rollout_backend: hf" if rollout.rollout_backend == "hf" else "vllm.mode: server"
+        yield (
+            f"{_RM}.offload is ignored with {where}: only a colocated engine (rollout_backend: vllm, vllm.mode: "
+            "colocate) needs room on the learner's device"
         )

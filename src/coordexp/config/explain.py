@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from coordexp.config.arguments import apply_arguments
 from coordexp.config.load import validate
 from coordexp.config.root import RunConfig
 from coordexp.config.source import Document, dump_yaml, read_document
@@ -45,9 +46,12 @@ class Difference:
     right: tuple[str, str] | None
 
 
-def explain_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Explained:
+def explain_config(
+    path: str | Path, overrides: Mapping[str, Any] | None = None, arguments: Sequence[str] = ()
+) -> Explained:
     """Load as :func:`coordexp.config.load_config` does, and keep the sources."""
     document = read_document(path, overrides)
+    apply_arguments(document, arguments)
     return Explained(validate(document, str(path)), document)
 
 

@@ -128,9 +128,14 @@ _OBJECTIVE = tuple(
         *_gone(
             section,
             "self_context_struct_ce_weight self_context_soft_ce_weight coord_el1_weight coord_ehuber_weight "
-            "coord_huber_delta coord_entropy_weight rollout_matched_prefix_struct_weight "
-            "rollout_drop_invalid_struct_ce_multiplier",
+            "coord_huber_delta coord_entropy_weight rollout_drop_invalid_struct_ce_multiplier",
             f"this loss term does not exist here; {_DELETE}",
+        ),
+        Removed(
+            f"{section}.rollout_matched_prefix_struct_weight",
+            "removed: on Channel-B of two-channel training struct_ce_weight of token_ce.config weighs matched objects' "
+            "own structure too; rollout-aligned training never teaches a prefix's text. Write struct_ce_weight, or "
+            f"{_DELETE}",
         ),
     )
 )
@@ -176,11 +181,37 @@ _CUSTOM = (
     *_gone("custom", "coord_expectation_metrics", f"coord_diag measures this; {_DELETE}"),
     *_gone("custom", "hard_sample_mining", "every sample is drawn once an epoch; delete the section"),
     *_gone("custom", "summary_ratio use_summary", f"samples have objects, not summaries; {_DELETE}"),
+    *_gone(
+        "custom",
+        "augmentation augmentation_curriculum",
+        "images are trained as they are; write augmented images and records when converting, and delete the section",
+    ),
+    *_gone(
+        "custom",
+        "token_type_metrics",
+        "losses are always logged by module and term (loss/…), and by token in the records of "
+        f"{_RM}.monitor_dump; delete the section",
+    ),
+    *_gone(
+        "custom",
+        "dump_conversation_text dump_conversation_path",
+        f"prompts and answers are in the records of {_RM}.monitor_dump; {_DELETE}",
+    ),
+    *_gone(
+        "custom",
+        "val_sample_with_replacement",
+        f"every evaluation takes the same first custom.val_sample_limit samples, each once; {_DELETE}",
+    ),
     *_gone("custom", "images_per_user_turn", f"a sample has one image; {_DELETE}"),
     Removed("custom.extra.prompt_variant", "removed; write template.prompt instead"),
     Removed(
         "custom.extra", "removed: keys are read from their own sections only, never from a free mapping; delete it"
     ),
+)
+
+_OPTIMIZER = (
+    "learning rates by part of the model are training.vit_lr, aligner_lr and coord_lr, and the optimizer's name is "
+    f"training.optim; {_DELETE}"
 )
 
 _TRAINING = (
@@ -255,10 +286,14 @@ _TRAINING = (
     ),
     *_gone("training", "do_train do_eval do_predict", f"the command says it: coordexp train, evaluate; {_DELETE}"),
     *_gone("training", "local_rank", f"torchrun sets it; {_DELETE}"),
+    *_gone("training", "add_version", f"checkpoints lie in training.output_dir itself; {_DELETE}"),
+    *_gone("training", "save_safetensors", f"weights are always saved as safetensors; {_DELETE}"),
+    *_gone("training", "optimizer", _OPTIMIZER),
 )
 
 _SECTIONS = (
     Removed("inherit", "removed; write extends instead"),
+    Removed("optimizer", f"removed: {_OPTIMIZER}"),
     Removed("extra", "removed: keys are read from their own sections only, never from a free mapping; delete it"),
     Removed("quantization", "removed: weights are trained as model.dtype says; delete the section"),
     Removed("rlhf", "removed: there is no reward and no preference loss here; delete the section"),
@@ -281,8 +316,20 @@ _SECTIONS = (
         dataset_num_proc="data.num_workers",
         data_seed="training.seed",
     ),
+    *_gone(
+        "data",
+        "dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor dataloader_drop_last "
+        "dataloader_multiprocessing_context dataloader_in_order",
+        f"the trainer sets this itself, data.num_workers is the loader's one key; {_DELETE}",
+    ),
     *_gone("data", "split_dataset_ratio", f"give custom.val_jsonl its own file; {_DELETE}"),
     *_moved("tuner", tuner_type="tuner.train_type", coord_offset="tuner.train_coord_rows"),
+    *_gone("tuner", "use_swift_lora", f"adapters are peft's; {_DELETE}"),
+    *_gone(
+        "tuner",
+        "target_regex",
+        f"there are no patterns; list the ends of the modules' names in tuner.target_modules, and {_DELETE}",
+    ),
     *_gone("tuner", "use_rslora lora_bias lora_dtype init_weights", f"adapters are plain LoRA or DoRA; {_DELETE}"),
 )
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticUndefined
 
+from coordexp.config.arguments import apply_arguments
 from coordexp.config.debug import DEBUG_STANDS_FOR
 from coordexp.config.legacy import take_removed
 from coordexp.config.root import RunConfig, section_defaults
@@ -18,18 +19,23 @@ from coordexp.config.strict import KeyPath, Problem, dotted, problems_from
 from coordexp.errors import ConfigError
 
 
-def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -> RunConfig:
+def load_config(
+    path: str | Path, overrides: Mapping[str, Any] | None = None, arguments: Sequence[str] = ()
+) -> RunConfig:
     """Read and validate a run's configuration.
 
     Args:
         path: a YAML file. ``extends:`` in it names one file or a list of files, relative to it; later files win over
             earlier ones and the file itself over all; mappings merge key by key, everything else (lists too) replaces.
         overrides: dotted key -> value, put on top, e.g. ``{"training.output_dir": "outputs/run"}``.
+        arguments: words of a command line, put on top of that, e.g. ``["training.max_steps=3"]``; values are YAML.
 
     Raises:
         ConfigError: the text holds every problem, one a line: dotted path, file and line, what is wrong, what to do.
     """
-    return validate(read_document(path, overrides), str(path))
+    document = read_document(path, overrides)
+    apply_arguments(document, arguments)
+    return validate(document, str(path))
 
 
 def parse_config(data: Mapping[str, Any], source: str = "configuration") -> RunConfig:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -95,6 +95,16 @@ class MonitorDumpConfig(StrictModel):
 class RolloutMatchingConfig(StrictModel):
     """Rollouts, matching and the objective of stage 2; evaluation decodes by the same keys."""
 
+    KEY_GROUPS: ClassVar[dict[str, str]] = {
+        "decoding": "rollout_backend decode_batch_size decode_mode num_beams max_new_tokens repetition_penalty "
+        "decoding repeat_terminate",
+        "matching": "candidate_top_k maskiou_gate maskiou_resolution fp_cost fn_cost",
+        "transport": "ot_cost ot_epsilon ot_iters",
+        "objective": "coord_decode_mode pipeline",
+        "engine": "vllm offload",
+        "figures and records": "eval_detection monitor_dump",
+    }
+
     rollout_backend: Literal["hf", "vllm"] = Field(default="vllm", description="what generates: transformers or vLLM")
     decode_batch_size: int = Field(default=1, ge=1, description="sequences decoded at once per rollout device")
     decode_mode: Literal["greedy", "beam"] = Field(
@@ -137,3 +147,8 @@ class RolloutMatchingConfig(StrictModel):
     pipeline: PipelineConfig | None = Field(
         default=None, description="the objective; required by stage2_rollout_aligned and not allowed without it"
     )
+
+    @property
+    def is_colocated(self) -> bool:
+        """Whether the engine shares the learner's process and device: where offload means something."""
+        return self.rollout_backend == "vllm" and self.vllm.mode == "colocate"

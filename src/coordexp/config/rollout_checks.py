@@ -27,6 +27,15 @@ def rollout_checks(config: RunConfig, rollout: RolloutMatchingConfig) -> Iterato
             "global_max_length",
         )
     yield from _repeat_checks(rollout)
+    if rollout.is_colocated and rollout.offload.enabled and rollout.eval_detection.score_mode == "confidence":
+        yield problem(
+            f"{_RM}.eval_detection.score_mode",
+            "confidence needs the learner during rollouts, and offload moves it away; write score_mode: constant, or "
+            "offload.enabled: false",
+            f"{_RM}.offload.enabled",
+            f"{_RM}.rollout_backend",
+            f"{_VLLM}.mode",
+        )
     if rollout.rollout_backend == "vllm":
         yield from _vllm_checks(config, rollout)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field, ValidationInfo, model_validator
 
@@ -22,6 +22,12 @@ from coordexp.errors import ConfigError
 
 class RunConfig(StrictModel):
     """One run, fully determined. Sections are handed to the parts as values, never as this tree."""
+
+    KEY_GROUPS: ClassVar[dict[str, str]] = {
+        "model and data": "model template data custom tuner global_max_length",
+        "training": "training deepspeed fsdp debug",
+        "stage 2": "rollout_matching stage2_ab launch",
+    }
 
     model: ModelConfig = Field(description="what is trained")
     template: TemplateConfig = Field(default=TemplateConfig(), description="the text around the image")

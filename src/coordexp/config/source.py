@@ -96,23 +96,47 @@ def read_document(path: str | Path, overrides: Mapping[str, Any] | None = None) 
 
 
 def put(document: Document, path: KeyPath, value: Any, origin: str) -> None:
-    """Set one key; mappings on the way are created."""
+    """Set one key; mappings on the way are created. Raises ConfigError for an entry of a list that is not there."""
     here: Any = document.data
-    for part in path[:-1]:
-        if isinstance(part, int) and isinstance(here, list) and part < len(here):
-            here = here[part]
-        elif isinstance(here, dict):
-            if not isinstance(here.get(part), dict | list):
-                here[part] = {}
-            here = here[part]
-        else:
-            raise ConfigError(f"override {dotted(path)}: there is no {part} to set it in")
-    last = path[-1]
-    if isinstance(here, list) and not (isinstance(last, int) and last < len(here)):
-        raise ConfigError(f"override {dotted(path)}: there is no {last} in that list")
-    here[last] = value  # pyright: ignore[reportArgumentType, reportCallIssue]
+    for end, part in enumerate(path, start=1):
+        if isinstance(here, list) != isinstance(part, int) or (isinstance(part, int) and part >= len(here)):
+            held = f"has {len(here)} entries" if isinstance(here, list) else "is no list"
+            raise ConfigError(f"{origin} {dotted(path)}: there is no {part} in {dotted(path[: end - 1])}, which {held}")
+        if end == len(path):
+            here[part] = value  # pyright: ignore[reportArgumentType, reportCallIssue]
+            break
+        below = here.get(part) if isinstance(here, dict) else here[part]
+        if not isinstance(below, dict | list):
+            if isinstance(path[end], int):
+                below = []  # whose entry is then refused
+            else:
+                below = here[part] = {}  # pyright: ignore[reportArgumentType, reportCallIssue]
+                document.origin[path[:end]] = origin
+        here = below
     _forget(document, path)
     document.origin[path] = origin
+
+
+def put_text(document: Document, path: KeyPath, text: str, origin: str) -> None:
+    """Set one key to a value that is written as YAML on one line, outside of a file: ``origin`` says where.
+
+    Raises ConfigError as :func:`put` does; what is wrong with the value is one of the document's problems.
+    """
+    value, loader = None, None
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        reader = _NodeReader(loader, origin, with_lines=False)
+        value = None if node is None else reader.read(node, path, ())
+        put(document, path, value, origin)
+        document.origin |= reader.document.origin
+        document.problems += reader.document.problems
+    except yaml.YAMLError as error:
+        put(document, path, None, origin)
+        document.problems.append(Problem(path, f"not valid YAML: {getattr(error, 'problem', None) or error}"))
+    finally:
+        if loader is not None:
+            loader.dispose()
 
 
 def dump_yaml(data: Any, flow: bool = False) -> str:
@@ -218,13 +242,17 @@ def _parse(path: Path) -> Document:
 class _NodeReader:
     """YAML nodes of one file as plain data; notes where each key stands, and what is wrong with single ones."""
 
-    def __init__(self, loader: Any, name: str) -> None:
+    def __init__(self, loader: Any, name: str, with_lines: bool = True) -> None:
         self.loader = loader
         self.name = name
+        self.with_lines = with_lines
         self.document = Document()
 
+    def _where(self, node: yaml.Node) -> str:
+        return f"{self.name}:{node.start_mark.line + 1}" if self.with_lines else self.name
+
     def read(self, node: yaml.Node, here: KeyPath, above: tuple[int, ...]) -> Any:
-        where = f"{self.name}:{node.start_mark.line + 1}"
+        where = self._where(node)
         self.document.origin.setdefault(here, where)
         if id(node) in above:
             raise ConfigError(f"{where}: {dotted(here)}: this alias contains itself")
@@ -249,7 +277,7 @@ class _NodeReader:
             if key in seen:
                 self._problem((*here, key), f"given twice, on lines {seen[key]} and {line} of {self.name}; keep one")
             seen[key] = line
-            self.document.origin[(*here, key)] = f"{self.name}:{line}"
+            self.document.origin[(*here, key)] = self._where(key_node)
         self.loader.flatten_mapping(node)  # `<<: *anchor` puts the anchor's keys before the mapping's own
         pairs = [(self._key(key_node, here), value) for key_node, value in node.value]
         return {key: self.read(value, (*here, key), above) for key, value in pairs}
@@ -257,7 +285,7 @@ class _NodeReader:
     def _key(self, node: yaml.Node, here: KeyPath) -> str:
         if isinstance(node, yaml.ScalarNode) and node.tag == _TEXT_TAG:
             return node.value
-        where = f"{self.name}:{node.start_mark.line + 1}: {dotted(here) or 'top level'}"
+        where = f"{self._where(node)}: {dotted(here) or 'top level'}"
         shown = repr(node.value) if isinstance(node, yaml.ScalarNode) else "this key"
         raise ConfigError(f"{where}: keys must be text; quote {shown}")
 

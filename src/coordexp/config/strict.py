@@ -6,7 +6,6 @@ A *path* is a tuple of keys and list indices, ``("rollout_matching", "pipeline",
 
 from __future__ import annotations
 
-import difflib
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,12 +15,19 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Strict, ValidationError
 from pydantic_core import ErrorDetails
 
+from coordexp.config.wording import expected, nearest, shown, type_hint, unknown_key
+
 KeyPath = tuple[str | int, ...]
+_FEW_PLACES = 3  # of a key that stands in more sections than these, nobody can say which was meant
 T = TypeVar("T")
 
 
 class StrictModel(BaseModel):
-    """A section: every key declared, no coercion of types (an integer may stand for a float), immutable."""
+    """A section: every key declared, no coercion of types (an integer may stand for a float), immutable.
+
+    A section of many keys says in ``KEY_GROUPS`` what they are about, for the message on an unknown one: topic -> keys,
+    separated by blanks.
+    """
 
     model_config = ConfigDict(
         strict=True, frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True, protected_namespaces=()
@@ -71,12 +77,6 @@ def problem(path: str, message: str, *reads: str) -> Problem:
     return Problem(parse_dotted(path), message, tuple(parse_dotted(read) for read in reads))
 
 
-def nearest(key: str, valid: list[str]) -> str | None:
-    """The valid key that ``key`` was probably meant to be."""
-    found = difflib.get_close_matches(key, valid, n=1, cutoff=0.6)
-    return found[0] if found else None
-
-
 def problems_from(error: ValidationError, model: type[BaseModel]) -> Iterator[Problem]:
     """Every finding of a validation of ``model``, in the order of the schema."""
     details = [(detail, *_resolve(model, detail["loc"])) for detail in error.errors(include_url=False)]
@@ -91,14 +91,16 @@ def problems_from(error: ValidationError, model: type[BaseModel]) -> Iterator[Pr
         # pydantic counts valid items alone, so a list of wrong ones is also "too short" to it.
         below = any(len(other) > len(path) and other[: len(path)] == path for _, other, _, _ in details)
         if not (detail["type"] == "too_short" and below):
-            yield _from_detail(detail, path, owner, description)
+            yield _from_detail(detail, path, owner, description, model)
 
 
-def _from_detail(detail: ErrorDetails, path: KeyPath, owner: type[BaseModel] | None, description: str) -> Problem:
+def _from_detail(
+    detail: ErrorDetails, path: KeyPath, owner: type[BaseModel] | None, description: str, model: type[BaseModel]
+) -> Problem:
     kind, value = detail["type"], detail["input"]
     about = f" ({description})" if description else ""
     if kind == "extra_forbidden" and owner is not None:
-        return Problem(path, _unknown_key(str(path[-1]), list(owner.model_fields)))
+        return Problem(path, _unknown_key(path, owner, model))
     if kind == "missing":
         return Problem(path, f"missing; this key is required{about}")
     if kind == "invalid_key":
@@ -107,7 +109,7 @@ def _from_detail(detail: ErrorDetails, path: KeyPath, owner: type[BaseModel] | N
         return (
             Problem((*path, "name"), "missing; every module names itself")
             if isinstance(value, Mapping)
-            else (Problem(path, f"expected a mapping with a name, got {_shown(value)}"))
+            else (Problem(path, f"expected a mapping with a name, got {shown(value)}"))
         )
     if kind == "union_tag_invalid":
         context = detail.get("ctx", {})
@@ -117,46 +119,26 @@ def _from_detail(detail: ErrorDetails, path: KeyPath, owner: type[BaseModel] | N
         hint = f"; did you mean '{guess}'?" if guess else ""
         return Problem((*path, "name"), f"unknown module '{tag}'{hint}; expected one of {', '.join(tags)}")
     if kind == "value_error":
-        return Problem(path, detail["msg"].removeprefix("Value error, ") + about)
-    expected = detail["msg"].replace("Input should be", "expected", 1)
-    return Problem(path, f"{expected}, got {_shown(value)}{_type_hint(kind, value)}{about}")
+        return Problem(path, f"{detail.get('ctx', {}).get('error', detail['msg'])}{about}")
+    return Problem(path, f"expected {expected(detail)}, got {shown(value)}{type_hint(kind, value)}{about}")
 
 
-def _unknown_key(key: str, valid: list[str]) -> str:
-    guess = nearest(key, valid)
-    if guess is not None:
-        return f"unknown key; did you mean '{guess}'?"
-    return f"unknown key; valid here: {', '.join(valid)}" if valid else "unknown key; this section takes no keys"
+def _unknown_key(path: KeyPath, owner: type[BaseModel], root: type[BaseModel]) -> str:
+    key, valid = str(path[-1]), list(owner.model_fields)
+    # debug repeats keys of other sections for its one switch.
+    elsewhere = [dotted(found) for found in _places_of(key, root, ()) if found != path and found[0] != "debug"]
+    groups = getattr(owner, "KEY_GROUPS", {})
+    return unknown_key(valid, nearest(key, valid), elsewhere if len(elsewhere) <= _FEW_PLACES else (), groups)
 
 
-def _shown(value: object) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, Mapping):
-        return "a mapping"
-    if isinstance(value, list | tuple):
-        return "a list"
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "…"
-
-
-def _type_hint(kind: str, value: object) -> str:
-    if isinstance(value, str):
-        if kind in ("int_type", "float_type"):
-            return ": this is text; write the number without quotes"
-        if kind == "bool_type":
-            return ": write true or false, without quotes"
-        if kind in ("tuple_type", "list_type"):
-            return f": write a list, [{value}]"
-    if kind == "string_type" and value is not None and not isinstance(value, Mapping | list | tuple):
-        return ": put it in quotes to make it text"
-    if kind == "int_type" and isinstance(value, float) and value.is_integer():
-        return f": write {int(value)}"
-    if kind in ("model_type", "model_attributes_type", "dict_type") and value is None:
-        return ": an empty section; fill it or remove it"
-    return ""
+def _places_of(key: str, section: type[BaseModel], path: KeyPath) -> Iterator[KeyPath]:
+    """Where in ``section`` a key of this name is declared; entries of lists are not looked into."""
+    for name, field in section.model_fields.items():
+        if name == key:
+            yield (*path, name)
+        for option in _options(field.annotation):
+            if isinstance(option, type) and issubclass(option, BaseModel):
+                yield from _places_of(key, option, (*path, name))
 
 
 def _resolve(model: type[BaseModel], loc: tuple[str | int, ...]) -> tuple[KeyPath, type[BaseModel] | None, str]:

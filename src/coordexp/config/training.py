@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, PlainValidator
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 
+from coordexp.config import trainer_names
 from coordexp.config.strict import FilePath, ListOf, StrictModel
 
 
@@ -25,11 +26,43 @@ def _resume(value: object) -> bool | str | None:
     raise ValueError("expected null, true or a checkpoint folder")
 
 
+def _count_or_share(value: float) -> float:
+    if value > 1 and not value.is_integer():
+        raise ValueError(f"{value:g} is neither a number of steps nor a share below 1; write a whole number")
+    return value
+
+
+def _arguments(value: str) -> str:
+    for argument in value.replace(" ", "").split(","):
+        name, equals, given = argument.partition("=")
+        if not (name and equals and given) or "=" in given:
+            raise ValueError(f"'{argument}' is no name=value; write 'name=value,name=value'")
+    return value
+
+
+# A number of optimizer steps or, below 1, a share of all.
+Steps = Annotated[float, AfterValidator(_count_or_share)]
+_Logger = Annotated[str, AfterValidator(trainer_names.of(frozenset(trainer_names.LOGGERS) | {"none"}, "logger"))]
 Strategy = Annotated[Literal["no", "steps", "epoch"], BeforeValidator(_no_as_text)]
 
 
 class TrainingConfig(StrictModel):
     """One run of the optimizer."""
+
+    KEY_GROUPS: ClassVar[dict[str, str]] = {
+        "the run": "output_dir run_name seed use_cpu max_steps num_train_epochs resume_from_checkpoint",
+        "batches": "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps "
+        "effective_batch_size",
+        "learning rates": "learning_rate vit_lr aligner_lr coord_lr lr_scheduler_type lr_scheduler_kwargs warmup_steps",
+        "the optimizer": "optim optim_args weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm",
+        "precision and memory": "bf16 fp16 tf32 gradient_checkpointing torch_empty_cache_steps full_determinism",
+        "processes": "ddp_backend ddp_bucket_cap_mb ddp_timeout",
+        "logs": "logging_dir logging_steps logging_first_step report_to disable_tqdm",
+        "checkpoints": "save_strategy save_steps save_total_limit save_only_model save_on_each_node "
+        "load_best_model_at_end metric_for_best_model greater_is_better",
+        "evaluation": "eval_strategy eval_steps eval_delay eval_on_start",
+        "packing": "packing packing_buffer packing_min_fill_ratio packing_drop_last",
+    }
 
     output_dir: FilePath = Field(examples=["outputs/run"], description="folder of checkpoints, logs and the manifest")
     run_name: str | None = Field(default=None, description="name shown by loggers; null takes output_dir")
@@ -72,15 +105,17 @@ class TrainingConfig(StrictModel):
     adam_beta2: float = Field(default=0.999, ge=0, lt=1, description="Adam's decay of the second moment")
     adam_epsilon: float = Field(default=1e-8, gt=0, description="Adam's term for numerical stability")
     max_grad_norm: float = Field(default=1.0, ge=0, description="gradient norm to clip to; 0 = no clipping")
-    optim: str = Field(default="adamw_torch", min_length=1, description="optimizer, by transformers' name")
-    optim_args: str | None = Field(
+    optim: Annotated[str, AfterValidator(trainer_names.of(trainer_names.OPTIMIZERS, "optimizer"))] = Field(
+        default="adamw_torch", min_length=1, description="optimizer, by transformers' name"
+    )
+    optim_args: Annotated[str, AfterValidator(_arguments)] | None = Field(
         default=None, min_length=1, description="further arguments of the optimizer, as 'name=value,name=value'"
     )
-    lr_scheduler_type: str = Field(
+    lr_scheduler_type: Annotated[str, AfterValidator(trainer_names.of(trainer_names.SCHEDULES, "schedule"))] = Field(
         default="linear", min_length=1, description="learning-rate schedule, by transformers' name"
     )
     lr_scheduler_kwargs: dict[str, Any] | None = Field(default=None, description="further arguments of the schedule")
-    warmup_steps: float = Field(
+    warmup_steps: Steps = Field(
         default=0.0, ge=0, description="steps of linear warm-up; a number below 1 is a share of all steps"
     )
 
@@ -107,17 +142,17 @@ class TrainingConfig(StrictModel):
     logging_dir: FilePath | None = Field(
         default=None, description="folder of TensorBoard's files; null = runs in output_dir"
     )
-    logging_steps: float = Field(
+    logging_steps: Steps = Field(
         default=1.0, gt=0, description="log every N steps; a number below 1 is a share of all steps"
     )
     logging_first_step: bool = Field(default=False, description="log the first step too")
-    report_to: Annotated[ListOf[str], BeforeValidator(_one_as_list, json_schema_input_type=str | ListOf[str])] = Field(
-        default=("tensorboard",), description="loggers, by transformers' names; [] or none for none"
+    report_to: Annotated[ListOf[_Logger], BeforeValidator(_one_as_list, json_schema_input_type=str | ListOf[str])] = (
+        Field(default=("tensorboard",), description="loggers, by transformers' names; [] or none for none")
     )
     disable_tqdm: bool | None = Field(default=None, description="no progress bar; null leaves it to transformers")
 
     save_strategy: Strategy = Field(default="steps", description="when to save: no, steps, epoch")
-    save_steps: float = Field(
+    save_steps: Steps = Field(
         default=500.0, gt=0, description="save every N steps; a number below 1 is a share of all steps"
     )
     save_total_limit: int | None = Field(
@@ -154,7 +189,7 @@ class TrainingConfig(StrictModel):
         "without",
     )
     eval_strategy: Strategy = Field(default="no", description="when to evaluate on val_jsonl: no, steps, epoch")
-    eval_steps: float | None = Field(
+    eval_steps: Steps | None = Field(
         default=None,
         gt=0,
         description="evaluate every N steps; a number below 1 is a share of all steps; null = logging_steps",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -70,6 +70,14 @@ class MMLimitConfig(StrictModel):
 
 class VLLMConfig(StrictModel):
     """The vLLM engine."""
+
+    KEY_GROUPS: ClassVar[dict[str, str]] = {
+        "where": "mode server tensor_parallel_size disable_custom_all_reduce",
+        "memory": "gpu_memory_utilization max_model_len max_num_seqs max_num_batched_tokens kv_cache_dtype "
+        "cpu_offload_gb sleep_level",
+        "weights": "dtype enable_lora max_lora_rank sync",
+        "running": "enable_prefix_caching enforce_eager mm_encoder_tp_mode limit_mm_per_prompt",
+    }
 
     mode: Literal["colocate", "server"] = Field(
         default="colocate", description="an engine on the learner's own devices, or servers started elsewhere"

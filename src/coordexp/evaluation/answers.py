@@ -50,14 +50,14 @@ class ImageAnswer:
 
     @property
     def truth(self) -> tuple[GTObject, ...]:
-        """The annotations.
+        """The annotations: ``gt`` without soft objects, which nobody annotated.
 
         Raises:
             DataError: there are none to compare with.
         """
         if self.gt is None:
             raise DataError(f"{self.sample_id}: has no annotations, so nothing can be measured; predict from a JSONL")
-        return self.gt
+        return tuple(obj for obj in self.gt if obj.soft is None)
 
 
 def make_answer(
@@ -91,7 +91,7 @@ def to_line(answer: ImageAnswer) -> str:
         "image": answer.image,
         "width": answer.width,
         "height": answer.height,
-        "gt": None if answer.gt is None else [_shape(obj) for obj in answer.gt],
+        "gt": None if answer.gt is None else [_annotation(obj) for obj in answer.gt],
         "pred": [{**_shape(obj), "score": obj.score} for obj in answer.pred],
         "dropped": dict(answer.dropped),
         "truncated": answer.truncated,
@@ -115,7 +115,7 @@ def from_line(text: str | bytes, *, path: Path | None = None, line: int | None =
             image=_typed(fields, "image", str),
             width=_typed(fields, "width", int),
             height=_typed(fields, "height", int),
-            gt=None if fields["gt"] is None else tuple(GTObject(*_read_shape(obj)) for obj in fields["gt"]),
+            gt=None if fields["gt"] is None else tuple(map(_read_annotation, fields["gt"])),
             pred=tuple(Detection(*_read_shape(obj), _score(obj.get("score"))) for obj in fields["pred"]),
             dropped={str(reason): int(count) for reason, count in fields.get("dropped", {}).items()},
             truncated=bool(fields.get("truncated", False)),
@@ -167,6 +167,14 @@ def write_answers(answers: Iterable[ImageAnswer], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8", newline="\n") as file:
         file.writelines(to_line(answer) + "\n" for answer in answers)
+
+
+def _annotation(obj: GTObject) -> dict[str, Any]:
+    return _shape(obj) if obj.soft is None else {**_shape(obj), "soft": obj.soft}
+
+
+def _read_annotation(fields: Mapping[str, Any]) -> GTObject:
+    return GTObject(*_read_shape(fields), _score(fields.get("soft")))
 
 
 def _shape(obj: GTObject | Detection) -> dict[str, Any]:

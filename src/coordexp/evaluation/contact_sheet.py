@@ -6,17 +6,23 @@ after the whole way.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
 from coordexp.coords import CoordVocab, serialize_objects
 from coordexp.data.images import open_rgb
+from coordexp.evaluation.answers import Detection
 from coordexp.parsing import parse_rollout
 from coordexp.records import NUM_BINS, GTObject, ImageRecord, PredictedObject
 
+_Point = tuple[float, float]
+
 _TILE = 320
+_DASH, _GAP = 6, 5  # pixels
 _COLOURS = ("#e6194b", "#3cb44b", "#4363d8", "#f58231", "#911eb4", "#008080", "#9a6324", "#808000", "#000075")
 
 
@@ -60,9 +66,13 @@ def _tile(record: ImageRecord, objects: Sequence[GTObject], colour_of: dict[str,
 
 
 def draw_objects(
-    image: Image.Image, coloured: Sequence[tuple[GTObject | PredictedObject, str]], labels: bool = True
+    image: Image.Image,
+    coloured: Sequence[tuple[GTObject | PredictedObject | Detection, str]],
+    labels: bool = True,
+    width: int = 2,
 ) -> None:
-    """Outlines over ``image``, each object in its colour, and their descriptions, moved to where they fit."""
+    """Outlines over ``image``, each object in its colour, soft ones dashed, and their descriptions, moved to where they
+    fit."""
     draw = ImageDraw.Draw(image)
     font = ImageFont.load_default(11)
     for obj, colour in coloured:
@@ -70,11 +80,24 @@ def draw_objects(
         ys = [k / (NUM_BINS - 1) * (image.height - 1) for k in obj.bins[1::2]]
         points = list(zip(xs, ys, strict=True))
         if obj.kind == "bbox_2d":
-            draw.rectangle([points[0], points[1]], outline=colour, width=2)
-        else:
-            draw.line([*points, points[0]], fill=colour, width=2)
+            (x1, y1), (x2, y2) = points
+            points = [(x1, y1), (x2, y1), (x2, y2), (x1, y2)]
+        outline = [*points, points[0]]
+        for line in [outline] if getattr(obj, "soft", None) is None else _dashes(outline):
+            draw.line(line, fill=colour, width=width, joint="curve")
         if labels:
-            _, _, width, height = draw.textbbox((0, 0), obj.desc, font=font)
-            corner = (max(0, min(min(xs) + 2, image.width - width)), max(0, min(min(ys) + 1, image.height - height)))
+            _, _, right, bottom = draw.textbbox((0, 0), obj.desc, font=font)
+            corner = (max(0, min(min(xs) + 2, image.width - right)), max(0, min(min(ys) + 1, image.height - bottom)))
             draw.rectangle(draw.textbbox(corner, obj.desc, font=font), fill="white")
             draw.text(corner, obj.desc, fill=colour, font=font)
+
+
+def _dashes(outline: Sequence[_Point]) -> list[tuple[_Point, _Point]]:
+    """The drawn parts of a dashed line along ``outline``, each side beginning with one."""
+    parts = []
+    for (x1, y1), (x2, y2) in pairwise(outline):
+        length = math.hypot(x2 - x1, y2 - y1)
+        for start in range(0, math.ceil(length), _DASH + _GAP):
+            a, b = start / length, min(length, start + _DASH) / length
+            parts.append(((x1 + a * (x2 - x1), y1 + a * (y2 - y1)), (x1 + b * (x2 - x1), y1 + b * (y2 - y1))))
+    return parts

@@ -6,6 +6,14 @@ j runs over the object's coordinate tokens, i over the tokens of its description
 its bin and of two bins to either side: training spreads every coordinate over its neighbours, so that even a perfect
 model gives the exact bin a fifth. Probabilities are over the full vocabulary at temperature 1, from one forward pass
 over prompt and answer: however the answer was decoded, and by whichever engine, it is scored in the same way.
+
+The score ranks objects. Confidence is what it takes to act on one, the probability that the object is there and is
+called so:
+
+    confidence = exp( mean_j log P(bin_j ± 32)  +  sum_i log P(desc token_i) )
+
+Its coordinates may differ by what training blurs and annotators disagree on, a thirtieth of the image's side; its
+description may not.
 """
 
 from __future__ import annotations
@@ -21,6 +29,7 @@ from coordexp.records import NUM_BINS, ParsedRollout, PredictedObject, Rollout, 
 
 COORD_WEIGHT = 0.7
 NEIGHBOURS = 2  # bins to either side that count as the same coordinate
+WIDE_NEIGHBOURS = 32  # the same for confidence
 
 
 class TokenScorer:
@@ -34,17 +43,29 @@ class TokenScorer:
     @torch.no_grad()
     def score(self, request: RolloutRequest, rollout: Rollout, parsed: ParsedRollout) -> tuple[float, ...]:
         """One score in 0..1 per object of ``parsed``. The model is left in the mode in which it was found."""
+        return tuple(_fuse(coords, desc) for coords, desc in self._parts(request, rollout, parsed, NEIGHBOURS))
+
+    @torch.no_grad()
+    def confidence(self, request: RolloutRequest, rollout: Rollout, parsed: ParsedRollout) -> tuple[float, ...]:
+        """One confidence in 0..1 per object, at the cost of a score."""
+        parts = self._parts(request, rollout, parsed, WIDE_NEIGHBOURS)
+        return tuple(math.exp(min(0.0, sum(coords) / len(coords) + sum(desc))) for coords, desc in parts)
+
+    def _parts(
+        self, request: RolloutRequest, rollout: Rollout, parsed: ParsedRollout, neighbours: int
+    ) -> list[tuple[list[float], list[float]]]:
+        """Of each object the log probabilities of its coordinates, and of its description's tokens."""
         if not parsed.objects:
-            return ()
+            return []
         positions = sorted({at for obj in parsed.objects for at in _positions(obj)})
-        log_p = self._log_probabilities(request, rollout.response_token_ids, positions)
-        return tuple(
-            _fuse([log_p[at] for at in obj.coord_token_idx], [log_p[at] for at in range(*obj.desc_token_span)])
+        log_p = self._log_probabilities(request, rollout.response_token_ids, positions, neighbours)
+        return [
+            ([log_p[at] for at in obj.coord_token_idx], [log_p[at] for at in range(*obj.desc_token_span)])
             for obj in parsed.objects
-        )
+        ]
 
     def _log_probabilities(
-        self, request: RolloutRequest, response_ids: Sequence[int], positions: Sequence[int]
+        self, request: RolloutRequest, response_ids: Sequence[int], positions: Sequence[int], neighbours: int
     ) -> dict[int, float]:
         """Log probability of what stands at each position of the answer; of a coordinate with its neighbours."""
         device = next(self._model.parameters()).device
@@ -74,10 +95,21 @@ class TokenScorer:
             if k is None:
                 log_it = logits_NV[row, token_id].float()
             else:
-                near = coord_ids_B[max(0, k - NEIGHBOURS) : min(NUM_BINS, k + NEIGHBOURS + 1)]
+                near = coord_ids_B[max(0, k - neighbours) : min(NUM_BINS, k + neighbours + 1)]
                 log_it = torch.logsumexp(logits_NV[row, near].float(), dim=-1)
             found[at] = float(log_it - log_all_N[row])
         return found
+
+
+class ConfidenceScorer:
+    """Gives objects their confidence where a score is asked for."""
+
+    def __init__(self, scorer: TokenScorer) -> None:
+        self._scorer = scorer
+
+    def score(self, request: RolloutRequest, rollout: Rollout, parsed: ParsedRollout) -> tuple[float, ...]:
+        """:meth:`TokenScorer.confidence`."""
+        return self._scorer.confidence(request, rollout, parsed)
 
 
 def _positions(obj: PredictedObject) -> list[int]:

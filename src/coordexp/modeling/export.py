@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from coordexp.data.preparation import write_preparation
 from coordexp.modeling.load import load_model
 
 
 def export_checkpoint(checkpoint: Path, output: Path, dtype: str = "bfloat16") -> Path:
-    """Write model, tokenizer, processor and chat template of ``checkpoint`` to ``output``, weights as ``dtype``.
+    """Write model, tokenizer, processor, chat template and image preparation of ``checkpoint``, weights as ``dtype``.
 
-    Nothing else travels: no optimizer, no trainer state. Attention is reset to transformers' default, so that the
+    With it travels the run's ``resolved_config.yaml``, where there is one: it says what the model was asked. Nothing
+    else does: no optimizer, no trainer state. Attention is reset to transformers' default, so that the
     folder loads everywhere.
 
     Raises:
@@ -20,4 +22,8 @@ def export_checkpoint(checkpoint: Path, output: Path, dtype: str = "bfloat16") -
     output.mkdir(parents=True, exist_ok=True)
     loaded.model.save_pretrained(output)
     loaded.processor.save_pretrained(output)
+    write_preparation(loaded.preparation, output)
+    resolved = checkpoint / "resolved_config.yaml"
+    if resolved.is_file():
+        (output / resolved.name).write_bytes(resolved.read_bytes())
     return output

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 
 from coordexp.data.images import open_rgb
 from coordexp.data.prompts import build_messages
@@ -24,10 +25,18 @@ RopeIndex = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 class PromptEncoder:
     """Records → rollout requests, by the checkpoint's own processor and chat template."""
 
-    def __init__(self, processor: Any, prompt: str | None, system: str | None) -> None:
+    def __init__(
+        self,
+        processor: Any,
+        prompt: str | None,
+        system: str | None,
+        prepare: Callable[[Image.Image], Image.Image] | None = None,
+    ) -> None:
+        """``prepare``: what is done to an image before the processor sees it; None takes images as they are."""
         self._processor = processor
         self._prompt = prompt
         self._system = system
+        self._prepare = prepare
 
     def encode(self, record: ImageRecord) -> RolloutRequest:
         """Tokenise the prompt, with image placeholders expanded, and preprocess the image.
@@ -38,11 +47,9 @@ class PromptEncoder:
             raise DataError(problem, path=record.image)
         messages = build_messages(record.image, self._prompt, self._system)
         text = self._processor.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        encoded = self._processor(
-            text=[text],
-            images=[open_rgb(record.image, expected_size=(record.width, record.height))],
-            return_tensors="pt",
-        )
+        image = open_rgb(record.image, expected_size=(record.width, record.height))
+        shown = image if self._prepare is None else self._prepare(image)
+        encoded = self._processor(text=[text], images=[shown], return_tensors="pt")
         return RolloutRequest(
             sample_id=record.sample_id,
             image=record.image,

@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
 from coordexp.coords import CoordVocab
+from coordexp.data.preparation import AS_THEY_ARE, ImagePreparation, read_preparation
 from coordexp.errors import CheckpointError, VocabError
 from coordexp.modeling.adapter import base_of, is_adapter_folder, merge_adapter
 from coordexp.modeling.attention import transformers_name
@@ -21,12 +22,14 @@ MODEL_TYPE = "qwen3_vl"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    """A model with what belongs to it. ``attention`` is ``model.attn_implementation``'s value."""
+    """A model with what belongs to it. ``attention`` is ``model.attn_implementation``'s value; ``preparation``: how the
+    images that it was trained on were brought to their size."""
 
     model: Qwen3VLForConditionalGeneration
     processor: Any
     vocab: CoordVocab
     attention: str
+    preparation: ImagePreparation = AS_THEY_ARE
 
     @property
     def image_token_id(self) -> int:
@@ -75,7 +78,7 @@ def load_model(path: str | Path, dtype: str = "bfloat16", attention: str = "pack
     model = _read_weights(path, getattr(torch, dtype))
     model.name_or_path = str(Path(path).absolute())  # what adapters that are trained on it will name as their base
     model.set_attn_implementation({"text_config": transformers_name(attention), "vision_config": "sdpa"})
-    return LoadedModel(model, load_processor(path), vocab, attention)
+    return LoadedModel(model, load_processor(path), vocab, attention, read_preparation(path))
 
 
 def load_processor(path: str | Path) -> Any:

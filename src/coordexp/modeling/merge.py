@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from coordexp.data.preparation import read_preparation, write_preparation
 from coordexp.errors import CheckpointError
 from coordexp.modeling.adapter import base_of, is_adapter_folder, merge_adapter
 from coordexp.modeling.load import base_checkpoint, load_model, read_config
@@ -32,4 +33,5 @@ def merge_checkpoint(folder: Path, output: Path, base: Path | None = None, dtype
     output.mkdir(parents=True, exist_ok=True)
     loaded.model.save_pretrained(output)
     loaded.processor.save_pretrained(output)
+    write_preparation(read_preparation(folder), output)
     return output

@@ -75,8 +75,7 @@ def build_offload(model: Any, rollout: RolloutMatchingConfig) -> LearnerOffload 
     Raises:
         ConfigError: the process was launched under DeepSpeed or FSDP.
     """
-    colocated = (rollout.rollout_backend, rollout.vllm.mode) == ("vllm", "colocate")
-    if not (colocated and rollout.offload.enabled):
+    if not (rollout.is_colocated and rollout.offload.enabled):
         return None
     for variable, owner in (("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"), ("ACCELERATE_USE_FSDP", "FSDP")):
         if os.environ.get(variable, "").lower() in ("1", "true"):  # set by `accelerate launch`

@@ -25,7 +25,7 @@ LOOPBACK = "127.0.0.1"
 PLUGIN = Path(__file__).with_name("plugin") / "coordexp_rollout_plugin.py"
 # The guard belongs to servers: what a shell exports must not reach the learner.
 SERVER_ONLY = (ENABLE, CONFIG_JSON, CONFIG_JSON_PATH, SERVER_API_KEY)
-_SWIFT_MODEL_TYPES = ("qwen3_vl", "qwen3_vl_moe")  # called the same in transformers and ms-swift
+SWIFT_MODEL_TYPES = ("qwen3_vl", "qwen3_vl_moe")  # called the same in transformers and ms-swift
 _SWIFT_ENGINE_KEYS = ("max_num_batched_tokens", "kv_cache_dtype", "cpu_offload_gb", "mm_encoder_tp_mode")
 
 
@@ -116,12 +116,20 @@ def server_entries(config: RunConfig) -> tuple[ServerEntry, ...]:
     return rollout.vllm.server.servers
 
 
-def plan_launch(config: RunConfig, config_path: Path, *, local: Sequence[bool], model_type: str) -> LaunchPlan:
+def plan_launch(
+    config: RunConfig,
+    config_path: Path,
+    *,
+    local: Sequence[bool],
+    model_type: str,
+    arguments: Sequence[str] = (),
+) -> LaunchPlan:
     """The processes of a run.
 
     Args:
         local: for each server whether its address is this machine's.
         model_type: ``model_type`` of the checkpoint's config.json.
+        arguments: ``key.path=value``, as ``config`` was loaded with; programs that read the file are given them too.
 
     Raises:
         ConfigError: device lists that do not fit the servers, or overlap.
@@ -130,19 +138,20 @@ def plan_launch(config: RunConfig, config_path: Path, *, local: Sequence[bool], 
     entries = server_entries(config)
     devices = _devices_of_servers(config, local)
     logs = launch.log_dir or Path(config.training.output_dir) / "logs"
+    named = (str(config_path), *arguments)
     servers = tuple(
         ServerPlan(
             entry.base_url.rstrip("/"),
             entry.group_port,
             (_port_of(config, index), entry.group_port) if here else (),
-            _server_process(config, config_path, index, devices[index], logs, model_type) if here else None,
+            _server_process(config, named, index, devices[index], logs, model_type) if here else None,
         )
         for index, (entry, here) in enumerate(zip(entries, local, strict=True))
     )
     guard = rollout.repeat_terminate if rollout is not None else None
     return LaunchPlan(
         servers=servers,
-        learner=_learner_process(config, config_path, logs, local),
+        learner=_learner_process(config, named, logs, local),
         wait_s=launch.wait_s,
         repeat_terminate=guard.model_dump() if guard is not None and guard.enabled else None,
         api_key_env=rollout.vllm.server.api_key_env if rollout is not None and rollout.vllm.server else None,
@@ -158,6 +167,7 @@ def _grace_s(config: RunConfig) -> float:
 def _devices_of_servers(config: RunConfig, local: Sequence[bool]) -> list[tuple[int, ...]]:
     launch = config.launch
     given = launch.server_devices
+    problems: list[str] = []
     if given and len(given) != len(local):
         raise ConfigError(
             f"launch.server_devices: {len(given)} lists of devices for {len(local)} servers in "
@@ -169,16 +179,18 @@ def _devices_of_servers(config: RunConfig, local: Sequence[bool]) -> list[tuple[
     for where, one in [*named, ("launch.learner_devices", tuple(launch.learner_devices))]:
         for device in one:
             if device in owner:
-                raise ConfigError(f"{where}: device {device} is already in {owner[device]}; every device serves once")
-            owner[device] = where
+                problems.append(f"{where}: device {device} is already in {owner[device]}; every device serves once")
+            owner.setdefault(device, where)
     if owner and not launch.learner_devices:
-        raise ConfigError(
+        problems.append(
             "launch.learner_devices: missing, while servers have devices; name the learner's too, or it would train on "
             "the CPU"
         )
     for index, (one, here) in enumerate(zip(devices, local, strict=True)):
         if owner and here and not one:
-            raise ConfigError(f"launch.server_devices[{index}]: missing, while others have devices; name this server's")
+            problems.append(f"launch.server_devices[{index}]: missing, while others have devices; name this server's")
+    if problems:
+        raise ConfigError("\n".join(problems))
     return devices
 
 
@@ -194,7 +206,7 @@ def _port_of(config: RunConfig, index: int) -> int:
 
 
 def _server_process(
-    config: RunConfig, config_path: Path, index: int, devices: tuple[int, ...], logs: Path, model_type: str
+    config: RunConfig, named: Sequence[str], index: int, devices: tuple[int, ...], logs: Path, model_type: str
 ) -> ProcessPlan:
     rollout = config.rollout_matching
     assert rollout is not None and rollout.vllm.server is not None
@@ -204,7 +216,7 @@ def _server_process(
         command = _swift_command(options, model_type)
         secrets = {} if key_env is None else {SERVER_API_KEY: key_env}
     else:
-        command = (sys.executable, "-m", "coordexp", "serve", "--config", str(config_path), "--index", str(index))
+        command = (sys.executable, "-m", "coordexp", "serve", "--config", *named, "--index", str(index))
         secrets = {}
     environment = {
         **engine_environment({}, gpu=bool(devices)),
@@ -215,13 +227,18 @@ def _server_process(
     return ProcessPlan(f"server{index}", command, environment, devices, logs / f"server{index}.log", secrets)
 
 
+def foreign_to_swift(model_type: str) -> str:
+    """What is wrong with a model of a family that ``swift rollout`` is not started for."""
+    return (
+        f"its config.json has model_type {model_type!r}, and swift rollout is started for "
+        f"{' and '.join(SWIFT_MODEL_TYPES)} only; write launch.server: coordexp"
+    )
+
+
 def _swift_command(options: ServeOptions, model_type: str) -> tuple[str, ...]:
     """``swift rollout`` as ``coordexp serve`` would run with the same options."""
-    if model_type not in _SWIFT_MODEL_TYPES:
-        raise ConfigError(
-            f"model.model: its config.json has model_type {model_type!r}, and swift rollout is started for "
-            f"{' and '.join(_SWIFT_MODEL_TYPES)} only; write launch.server: coordexp"
-        )
+    if model_type not in SWIFT_MODEL_TYPES:
+        raise ConfigError(f"model.model: {foreign_to_swift(model_type)}")
     engine = dict(options.engine)
     further = {name: engine[name] for name in _SWIFT_ENGINE_KEYS if name in engine}
     flags: dict[str, Any] = {
@@ -252,7 +269,7 @@ def _swift_command(options: ServeOptions, model_type: str) -> tuple[str, ...]:
     return tuple(words)
 
 
-def _learner_process(config: RunConfig, config_path: Path, logs: Path, local: Sequence[bool]) -> ProcessPlan:
+def _learner_process(config: RunConfig, named: Sequence[str], logs: Path, local: Sequence[bool]) -> ProcessPlan:
     """torchrun on this machine alone. Its processes meet in a file: the store of a port would listen to every network,
     whatever its address says."""
     devices = tuple(config.launch.learner_devices)
@@ -260,7 +277,7 @@ def _learner_process(config: RunConfig, config_path: Path, logs: Path, local: Se
         *(sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={max(1, len(devices))}"),
         *("--rdzv-backend=c10d", "--rdzv-conf=store_type=file", f"--local-addr={LOOPBACK}"),
         *("--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1", f"--shutdown-timeout={_grace_s(config):.0f}"),
-        *("-m", "coordexp", "train", str(config_path)),
+        *("-m", "coordexp", "train", *named),
     )
     # Also the processes' own connections. Where a server is elsewhere, weights must find the way to it.
     on_loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} if all(local) else {}

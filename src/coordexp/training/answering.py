@@ -14,7 +14,6 @@ from rich.console import Console
 from coordexp.config import RunConfig
 from coordexp.config.rollout import EvalDetectionConfig, RolloutMatchingConfig
 from coordexp.data.images import open_rgb
-from coordexp.errors import ConfigError
 from coordexp.evaluation import EvaluationOptions
 from coordexp.evaluation.scores import TokenScorer
 from coordexp.modeling.inputs import PromptEncoder
@@ -56,16 +55,26 @@ def answering(config: RunConfig, rollout: RolloutMatchingConfig, model: Path) ->
         checkpoint=base_checkpoint(model),
         dtype=config.model.dtype,
         max_length=config.global_max_length,
-        open_image=open_rgb,
+        open_image=lambda path: loaded.preparation(open_rgb(path)),
         lora_rank=config.tuner.lora_rank,
     )
-    backend = build_backend(rollout, parts)
+    backend = build_backend(_with_pixels(rollout) if loaded.preparation.resize is not None else rollout, parts)
     try:
         with synced(backend, 0):
-            encoder = PromptEncoder(loaded.processor, config.template.prompt, config.template.system)
+            template = config.template
+            encoder = PromptEncoder(loaded.processor, template.prompt, template.system, loaded.preparation)
             yield Answerer(loaded, encoder, backend, TokenScorer(loaded.model, loaded.vocab, loaded.image_token_id))
     finally:
         backend.close()
+
+
+def _with_pixels(rollout: RolloutMatchingConfig) -> RolloutMatchingConfig:
+    """Servers are sent pixels: a path would show them the image before it is resized."""
+    server = rollout.vllm.server
+    if server is None:
+        return rollout
+    pixels = server.model_copy(update={"images": "base64"})
+    return rollout.model_copy(update={"vllm": rollout.vllm.model_copy(update={"server": pixels})})
 
 
 def training_options(config: EvalDetectionConfig) -> EvaluationOptions | None:
@@ -74,18 +83,9 @@ def training_options(config: EvalDetectionConfig) -> EvaluationOptions | None:
 
 
 def training_scorer(config: RolloutMatchingConfig, loaded: LoadedModel) -> TokenScorer | None:
-    """What scores predictions while training; None where their score is constant.
-
-    Raises:
-        ConfigError: scores come from the learner, which is offloaded while there are rollouts.
-    """
+    """What scores predictions while training; None where their score is constant."""
     if config.eval_detection.score_mode == "constant":
         return None
-    if config.offload.enabled:
-        raise ConfigError(
-            "rollout_matching.eval_detection.score_mode: confidence needs the learner during rollouts, and "
-            "rollout_matching.offload moves it away; write score_mode: constant, or offload.enabled: false"
-        )
     return TokenScorer(loaded.model, loaded.vocab, loaded.image_token_id)
 
 

@@ -7,7 +7,7 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,8 @@ from coordexp.config import RunConfig, advice, check_world_size, resolved_rollou
 from coordexp.config.rollout import MonitorDumpConfig, RolloutMatchingConfig
 from coordexp.data.dataset import RecordDataset
 from coordexp.data.jsonl import check_dataset, read_jsonl
-from coordexp.errors import DataError, ProcessesLost, RunStopped
+from coordexp.data.preparation import preparation_of
+from coordexp.errors import ConfigError, CoordExpError, DataError, ProcessesLost, RunStopped
 from coordexp.extras import require
 from coordexp.records import ImageRecord
 from coordexp.rollouts import check_backend
@@ -45,41 +46,70 @@ class CheckedRun:
     val: tuple[ImageRecord, ...]
 
 
-def check_run(config: RunConfig, *, servers_are_up: bool = True) -> CheckedRun:
+def check_run(config: RunConfig, *, learners: int | None = None, servers_are_up: bool = True) -> CheckedRun:
     """Read the data and the tokenizer, ask the rollout servers: every mistake that can be seen early, seen early.
 
     Args:
+        learners: number of learner processes; None for this process's own world.
         servers_are_up: false before a launch, when there is nobody to ask yet.
 
     Raises:
-        ConfigError, DataError, CheckpointError, VocabError, MissingDependency.
+        ConfigError, DataError, CheckpointError, VocabError, MissingDependency: the one mistake. ConfigError: several,
+            one after the other.
     """
     from coordexp.modeling.load import load_vocab
 
-    check_world_size(config, distributed.world_size())
+    learners = distributed.world_size() if learners is None else learners
+    rollout = resolved_rollout(config)
+    found: list[CoordExpError] = []
+
+    def attempt(act: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return act(*arguments)
+        except CoordExpError as error:
+            found.append(error)
+
     if distributed.is_main():
         for sentence in advice(config):
             logger.warning(sentence)
-    rollout = resolved_rollout(config)
-    if servers_are_up:
-        check_backend(rollout)
-    _check_attention(config)
-    check_parallel(config, distributed.world_size())
+    attempt(check_world_size, config, learners)
+    if servers_are_up and not found:
+        check_backend(rollout)  # nothing else is read before there is somebody to answer
+    attempt(_check_attention, config)
+    attempt(check_parallel, config, learners)
     if config.training.packing:
-        require("binpacking", "training.packing")
-    for name in config.training.report_to:
-        if name == "tensorboard":
-            require("tensorboard", "training.report_to: tensorboard")
-    load_vocab(config.model.model)
-    train = read_jsonl(config.custom.train_jsonl, limit=config.custom.train_sample_limit)
-    if not train:
-        raise DataError("holds no samples", path=config.custom.train_jsonl)
-    val = read_jsonl(config.custom.val_jsonl, limit=config.custom.val_sample_limit) if config.custom.val_jsonl else []
-    check_dataset([*train, *val])
+        attempt(require, "binpacking", "training.packing")
+    if "tensorboard" in config.training.report_to:
+        attempt(require, "tensorboard", "training.report_to: tensorboard")
+    attempt(load_vocab, config.model.model)
+    train, val = attempt(_train_records, config), attempt(_val_records, config)
+    attempt(check_dataset, [*(train or ()), *(val or ())])
+    if len(found) > 1:
+        raise ConfigError("\n".join(map(str, found)))
+    if found:
+        raise found[0]
     return CheckedRun(config, rollout, tuple(train), tuple(val))
 
 
-def build_trainer(run: CheckedRun, console: Console, description: str = "train", config_path: Path | None = None):
+def _train_records(config: RunConfig) -> list[ImageRecord]:
+    records = read_jsonl(config.custom.train_jsonl, limit=config.custom.train_sample_limit)
+    if not records:
+        raise DataError("holds no samples", path=config.custom.train_jsonl)
+    return records
+
+
+def _val_records(config: RunConfig) -> list[ImageRecord]:
+    path = config.custom.val_jsonl
+    return [] if path is None else read_jsonl(path, limit=config.custom.val_sample_limit)
+
+
+def build_trainer(
+    run: CheckedRun,
+    console: Console,
+    description: str = "train",
+    config_path: Path | None = None,
+    overrides: Sequence[str] = (),
+):
     """Load the model and join all parts into a :class:`~coordexp.training.trainer.CoordExpTrainer`.
 
     Returns: the trainer, and the checkpoint folder to resume from (None to start anew).
@@ -107,9 +137,10 @@ def build_trainer(run: CheckedRun, console: Console, description: str = "train",
         check_resume(resume, training.packing)
     start = 0 if resume is None else read_seal(resume).step
     warn_of_checkpoints_ahead(training.output_dir, start, training.resume_from_checkpoint)
-    write_manifest(config, config_path, Path(training.output_dir))
+    write_manifest(config, config_path, Path(training.output_dir), overrides)
     set_seed(training.seed)
     loaded = load_model(config.model.model, config.model.dtype, config.model.attn_implementation)
+    loaded = replace(loaded, preparation=preparation_of(run.train))  # what is learned now is what checkpoints will say
     tune(loaded.model, config.tuner, loaded.vocab.coord_token_ids)
     encoder = PromptEncoder(loaded.processor, config.template.prompt, config.template.system)
     datasets = [
@@ -193,8 +224,16 @@ def _rollout_board(config: MonitorDumpConfig, records: Sequence[ImageRecord], tr
     )
 
 
-def run_training(config: RunConfig, console: Console, description: str = "train", config_path: Path | None = None):
+def run_training(
+    config: RunConfig,
+    console: Console,
+    description: str = "train",
+    config_path: Path | None = None,
+    overrides: Sequence[str] = (),
+):
     """Check, build, train, and save the final model with its processor to ``training.output_dir``.
+
+    ``config_path`` and ``overrides`` (``key.path=value``) say in the manifest what ``config`` was loaded from.
 
     Returns: the trainer, after training.
 
@@ -208,9 +247,9 @@ def run_training(config: RunConfig, console: Console, description: str = "train"
     try:
         join_processes(config)
         with only_run_in(Path(config.training.output_dir)):
-            trainer, resume = build_trainer(checked, console, description, config_path)
+            trainer, resume = build_trainer(checked, console, description, config_path, overrides)
             if resume is not None:
-                console.print(f"resuming from {resume}", highlight=False, soft_wrap=True)
+                console.print(f"resuming from {resume}", highlight=False, markup=False, soft_wrap=True)
             _train(trainer, resume, config.training.stop_within_s)
             trainer.save_model()
             trainer.save_state()  # everything that was logged: the viewer's curves

@@ -6,6 +6,7 @@ import json
 import platform
 import subprocess
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -21,7 +22,9 @@ RESOLVED_CONFIG = "resolved_config.yaml"
 _PACKAGES = ("torch", "transformers", "accelerate", "peft", "numpy", "scipy")
 
 
-def write_manifest(config: RunConfig, config_path: str | Path | None, output_dir: Path) -> None:
+def write_manifest(
+    config: RunConfig, config_path: str | Path | None, output_dir: Path, overrides: Sequence[str] = ()
+) -> None:
     """Write what determines the run, before its first step: resolved configuration, versions, commit, seeds."""
     if not distributed.is_main():
         return
@@ -32,6 +35,7 @@ def write_manifest(config: RunConfig, config_path: str | Path | None, output_dir
         "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": sys.argv,
         "config_path": None if config_path is None else str(Path(config_path).resolve()),
+        "overrides": list(overrides),
         "resolved_config": RESOLVED_CONFIG,
         "seed": config.training.seed,
         "world_size": distributed.world_size(),

@@ -16,11 +16,14 @@ from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.data.dataset import RecordDataset
 from coordexp.data.images import IMAGE_SUFFIXES, read_header
 from coordexp.data.jsonl import check_dataset, read_jsonl
+from coordexp.data.preparation import ImagePreparation, read_preparation
 from coordexp.errors import DataError
 from coordexp.evaluation import Prediction, predict, read_answers
 from coordexp.evaluation.answers import PREDICTIONS, ImageAnswer, from_line, make_answer, to_line
 from coordexp.evaluation.predict import share_out
+from coordexp.evaluation.scores import ConfidenceScorer
 from coordexp.evaluation.summary import write_coco
+from coordexp.modeling.fingerprint import checkpoint_fingerprint
 from coordexp.records import ImageRecord
 from coordexp.rollouts import DatasetSeeds, check_backend
 from coordexp.training.answering import answering, reporting
@@ -70,11 +73,13 @@ def run_prediction(
     model: Path | None = None,
     limit: int | None = None,
     constant_score: float | None = None,
+    confidence: bool = False,
 ) -> PredictionResult:
     """Answer every image of ``source`` and write ``predictions.jsonl`` and COCO results to ``output``.
 
     Each batch is on the disk before the next one starts; run again with the same settings, it goes on where it stopped.
     Under torchrun each rank answers its share into a file of its own, and the first joins them at the end.
+    ``confidence``: objects are scored by their confidence, which calls for action rather than ranks.
 
     Raises:
         DataError: ``output`` holds the answers of other settings, or an image cannot be read.
@@ -88,7 +93,10 @@ def run_prediction(
     records, annotated = read_images(source, limit)
     path = Path(model or config.model.model)
     load_vocab(path)
-    settings = _settings(config, rollout, path, source, constant_score)
+    preparation = read_preparation(path)
+    score = "confidence" if confidence else constant_score
+    settings = _settings(config, rollout, path, source, score) | _resizing(preparation)
+    _note_unlike_training(console, preparation, records)
     mine = _part(output, distributed.rank())
     PartialState(cpu=config.training.use_cpu)  # joins the process group under torchrun: the next line needs it
     with distributed.together("coordexp predict"):
@@ -102,7 +110,9 @@ def run_prediction(
         batches = share_out(todo, distributed.world_size(), batch_size)[distributed.rank()]
         done, total = 0, sum(len(batch) for batch in batches)
         dataset = RecordDataset(records, answerer.encoder.encode, "file", config.training.seed)
-        scorer = answerer.scorer if constant_score is None else None
+        scorer = ConfidenceScorer(answerer.scorer) if confidence else answerer.scorer
+        if constant_score is not None:
+            scorer = None
         with distributed.together("coordexp predict"):
             for batch in batches:
                 # Seeded by the images' places in the source, so that an interrupted run answers as a whole one.
@@ -127,11 +137,12 @@ def _answer(item: Prediction, annotated: bool, constant_score: float | None) -> 
 
 
 def _settings(
-    config: RunConfig, rollout: RolloutMatchingConfig, model: Path, source: Path, constant_score: float | None
+    config: RunConfig, rollout: RolloutMatchingConfig, model: Path, source: Path, score: str | float | None
 ) -> dict[str, Any]:
     """What an answer depends on."""
     return {
         "model": str(model.resolve()),
+        "fingerprint": checkpoint_fingerprint(model),
         "source": str(source.resolve()),
         "dtype": config.model.dtype,
         "prompt": config.template.prompt,
@@ -143,8 +154,25 @@ def _settings(
         "num_beams": rollout.num_beams,
         "repetition_penalty": rollout.repetition_penalty,
         "repeat_terminate": rollout.repeat_terminate.model_dump(mode="json"),
-        "score": "token_probability" if constant_score is None else constant_score,
+        "score": "token_probability" if score is None else score,
     }
+
+
+def _resizing(preparation: ImagePreparation) -> dict[str, Any]:
+    return {} if preparation.resize is None else {"resize": preparation.resize.to_metadata()}
+
+
+def _note_unlike_training(console: Console, preparation: ImagePreparation, records: Sequence[ImageRecord]) -> None:
+    unlike = [record for record in records if preparation.is_unlike_training(record.width, record.height)]
+    if unlike and preparation.seen_pixels is not None:
+        least, most = preparation.seen_pixels
+        first = unlike[0]
+        console.print(
+            f"note: {len(unlike)} of {len(records)} images are far from the size that this model was trained at "
+            f"({least:,} to {most:,} pixels), the first is {first.sample_id} ({first.width}x{first.height}); answers "
+            "may be poor. Resize them, or train on what coordexp data convert made, whose rule travels in checkpoints",
+            highlight=False, markup=False, soft_wrap=True,
+        )  # fmt: skip
 
 
 def _claim(output: Path, settings: dict[str, Any]) -> None:

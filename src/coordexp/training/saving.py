@@ -16,6 +16,7 @@ from transformers import Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 
 from coordexp import distributed
+from coordexp.data.preparation import write_preparation
 from coordexp.errors import CheckpointError, RunStopped, TrainingDiverged
 from coordexp.metrics import MetricSums
 from coordexp.modeling.adapter import has_adapter, load_adapter, save_adapter
@@ -162,16 +163,18 @@ class SavingTrainer(Trainer):
         return writing(folder, needed, self.last_saved())
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        folder = Path(output_dir or str(self.args.output_dir))
         if not has_adapter(self._loaded.model):
             if state_dict is not None and self._loaded.model.config.tie_word_embeddings:
                 # Gathered from shards, a tied head is a tensor of its own, which no plain checkpoint holds.
                 ties = self._loaded.model.all_tied_weights_keys or {}
                 state_dict = {name: value for name, value in state_dict.items() if name not in ties}
             super()._save(output_dir, state_dict)
+            write_preparation(self._loaded.preparation, folder)
             return
-        folder = Path(output_dir or str(self.args.output_dir))
         save_adapter(self._loaded.model, folder, state_dict)
         self._loaded.processor.save_pretrained(folder)
+        write_preparation(self._loaded.preparation, folder)
         torch.save(self.args, folder / TRAINING_ARGS_NAME)
 
     # -- the log line under way ----------------------------------------------------------------------------------------

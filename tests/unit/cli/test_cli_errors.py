@@ -148,7 +148,7 @@ def test_debug_does_not_outlive_its_command(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(path: Path) -> None:
+    def broken(path: Path, **_: object) -> None:
         raise ZeroDivisionError("a bug")
 
     monkeypatch.setattr(coordexp.config.explain, "explain_config", broken)

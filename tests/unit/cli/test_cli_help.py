@@ -69,7 +69,7 @@ def test_groups_list_their_commands(capsys: pytest.CaptureFixture[str], argv: st
     assert expected in outcome.out + outcome.err
 
 
-@pytest.mark.parametrize("argv", ["unknown", "train", "train a.yaml b.yaml", "data scenes --out x", "--verbosity"])
+@pytest.mark.parametrize("argv", ["unknown", "train", "train a.yaml --steps=3", "data scenes --out x", "--verbosity"])
 def test_wrong_usage_exits_with_2(capsys: pytest.CaptureFixture[str], argv: str) -> None:
     outcome = run_cli(capsys, *argv.split())
     assert outcome.code == 2

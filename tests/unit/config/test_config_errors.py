@@ -10,6 +10,8 @@ import pytest
 
 from config_samples import drop_key, module, set_key, stage1, stage2, two_channel, write_yaml
 from coordexp.config import ConfigError, RunConfig, load_config, parse_config
+from coordexp.config.strict import StrictModel
+from coordexp.config.wording import ungrouped
 
 RM = "rollout_matching"
 OBJ = f"{RM}.pipeline.objective"
@@ -25,7 +27,7 @@ WRONG = [
     ("model.dtype", "fp32", "model.dtype", "'float32', 'bfloat16' or 'float16'"),
     ("model.attn_implementation", "eager", "model.attn_implementation", "'flash' or 'sdpa'"),
     ("tuner.freeze_vit", "yes", "tuner.freeze_vit", "write true or false"),
-    ("tuner.freeze_vit", 1, "tuner.freeze_vit", "valid boolean"),
+    ("tuner.freeze_vit", 1, "tuner.freeze_vit", "expected true or false"),
     ("model", None, "model", "an empty section"),
     ("template.system", 5, "template.system", "put it in quotes"),
     ("template.max_lenght", 5, "template.max_lenght", "unknown key"),
@@ -45,9 +47,9 @@ WRONG = [
     ("training.learning_rate", -1.0, "training.learning_rate", "greater than or equal to 0"),
     ("training.learning_rate", float("nan"), "training.learning_rate", "finite number"),
     ("training.learning_rte", 1.0, "training.learning_rte", "did you mean 'learning_rate'"),
-    ("training.seed", True, "training.seed", "valid integer"),
-    ("training.report_to", 7, "training.report_to", "valid tuple"),
-    ("training.report_to", ["wandb", 1], "training.report_to[1]", "valid string"),
+    ("training.seed", True, "training.seed", "expected a whole number"),
+    ("training.report_to", 7, "training.report_to", "expected a list"),
+    ("training.report_to", ["wandb", 1], "training.report_to[1]", "expected text"),
     ("training.save_strategy", True, "training.save_strategy", "'no', 'steps' or 'epoch'"),
     ("training.resume_from_checkpoint", 5, "training.resume_from_checkpoint", "null, true or a checkpoint folder"),
     ("training.packing_drop_last", False, "training.packing_drop_last", "must be true with training.packing"),
@@ -56,7 +58,7 @@ WRONG = [
     ("training.effective_batch_size", 0, "training.effective_batch_size", "greater than or equal to 1"),
     ("global_max_length", "2048", "global_max_length", "without quotes"),
     ("global_max_length", 0, "global_max_length", "greater than 0"),
-    (RM, [], RM, "a list"),
+    (RM, [], RM, "expected a mapping, got an empty list"),
     (f"{RM}.pipline", {}, f"{RM}.pipline", "did you mean 'pipeline'"),
     (f"{RM}.rollout_backend", "vLLM", f"{RM}.rollout_backend", "'hf' or 'vllm'"),
     (f"{RM}.decode_batch_size", 0, f"{RM}.decode_batch_size", "greater than or equal to 1"),
@@ -119,6 +121,31 @@ WRONG = [
     (f"{OBJ}[2]", module("token_ce", struct_ce_weight=1, desc_ce_weight=1, rollout_fn_desc_weight=0), OBJ, "token_ce"),
     (f"{RM}.pipeline.diagnostics", [module("token_ce")], f"{RM}.pipeline.diagnostics[0].name", "'coord_diag'"),
     (f"{RM}.pipeline.diagnostics[0].config.x", 1, f"{RM}.pipeline.diagnostics[0].config.x", "takes no keys"),
+    (f"{OBJ}[0].channels", [], f"{OBJ}[0].channels", "expected a list of at least 1 item, got an empty list"),
+    ("training.max_steps", 2.5, "training.max_steps", "expected a whole number, got 2.5"),
+    ("training.output_dir", ["a"], "training.output_dir", "expected a path as text, got a list"),
+    # Known without torch, and a traceback later.
+    (
+        "training.optim",
+        "adamw_bnb",
+        "training.optim",
+        "there is no optimizer 'adamw_bnb'; did you mean 'adamw_bnb_8bit'?",
+    ),
+    ("training.optim", "adamw_torc", "training.optim", "did you mean 'adamw_torch'?"),
+    ("training.optim", "galore_adamw", "training.optim", "needs the package galore_torch"),
+    ("training.optim_args", "betas", "training.optim_args", "'betas' is no name=value"),
+    ("training.lr_scheduler_type", "cosin", "training.lr_scheduler_type", "did you mean 'cosine'?"),
+    ("training.save_steps", 2.5, "training.save_steps", "neither a number of steps nor a share below 1"),
+    ("training.eval_steps", 1.5, "training.eval_steps", "neither a number of steps nor a share below 1"),
+    ("training.logging_steps", 1.5, "training.logging_steps", "neither a number of steps nor a share below 1"),
+    ("training.warmup_steps", 1.5, "training.warmup_steps", "neither a number of steps nor a share below 1"),
+    ("training.report_to", ["tensorboard", "tensorbord"], "training.report_to[1]", "did you mean 'tensorboard'?"),
+    ("training.report_to", "neptune", "training.report_to", "needs the package neptune, which is not installed here"),
+    ("training.optim", "best", "training.optim", "there is no optimizer 'best'; transformers knows adafactor"),
+    # A key of another section.
+    ("learning_rate", 1e-4, "learning_rate", "unknown key here; write training.learning_rate"),
+    ("output_dir", "out", "output_dir", "unknown key here; write training.output_dir"),
+    ("training.dtype", "float32", "training.dtype", "write model.dtype or rollout_matching.vllm.dtype"),
 ]
 
 
@@ -137,11 +164,11 @@ WRONG += [
     ("fsdp.state_dict_type", "full", "fsdp.state_dict_type", "'FULL_STATE_DICT' or 'SHARDED_STATE_DICT'"),
     ("debug.train_sample_limit", 0, "debug.train_sample_limit", "greater than or equal to 1"),
     ("launch.server", "vllm", "launch.server", "'coordexp' or 'swift'"),
-    ("launch.server_devices", [0, 1], "launch.server_devices[0]", "valid tuple"),
+    ("launch.server_devices", [0, 1], "launch.server_devices[0]", "expected a list"),
     ("launch.wait_s", 0, "launch.wait_s", "greater than 0"),
     ("custom.emit_norm", "norm1000", "custom.emit_norm", "'none'"),
     ("custom.json_format", "compact", "custom.json_format", "'standard'"),
-    ("custom.coord_tokens.enabled", False, "custom.coord_tokens.enabled", "expected True"),
+    ("custom.coord_tokens.enabled", False, "custom.coord_tokens.enabled", "expected true"),
     (f"{RM}.coord_decode_mode", "argmax", f"{RM}.coord_decode_mode", "'exp' or 'st'"),
     (f"{RM}.offload.offload_mdel", True, f"{RM}.offload.offload_mdel", "did you mean 'offload_model'"),
     (f"{RM}.eval_detection.metrics", "map", f"{RM}.eval_detection.metrics", "'f1ish', 'coco' or 'both'"),
@@ -187,6 +214,71 @@ def test_mistake_is_named_placed_and_explained(key: str, value: Any, path: str, 
     line = file.read_text(encoding="utf-8").splitlines()[int(found[0][0]) - 1]
     parts = [part for part in re.split(r"[.\[\]]", path) if part and not part.isdigit()]
     assert any(f"{part}:" in line for part in parts[-2:]) or line.lstrip().startswith("- "), line
+
+
+@pytest.mark.parametrize("text", ["many", "1e", "", "three"])
+def test_only_a_number_in_quotes_is_told_to_lose_them(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(set_key(stage2(), "training.max_steps", text))
+    assert f"training.max_steps: expected a whole number, got '{text}' (" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "key", ["foobar", "tuner.xyz", "training.save_everything", f"{RM}.vllm.zzz", "model.checkpoints"]
+)
+def test_a_key_like_no_other_gets_no_guess_but_the_keys_of_its_section(key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(set_key(stage2(), key, 1))
+    assert "unknown key; valid here: " in str(caught.value) and "did you mean" not in str(caught.value)
+
+
+def test_many_keys_are_shown_by_group() -> None:
+    with pytest.raises(
+        ConfigError, match=r"valid here: the run: output_dir, .*; evaluation: eval_strategy, .*; packing: "
+    ):
+        parse_config(set_key(stage2(), "training.foobar", 1))
+
+
+def test_every_large_section_groups_all_of_its_keys() -> None:
+    models = [RunConfig, *(m for m in all_sections() if len(m.model_fields) > 12)]
+    assert len(models) >= 4
+    for model in models:
+        assert not ungrouped(model.model_fields, model.KEY_GROUPS), model.__name__
+
+
+def all_sections() -> set[type[StrictModel]]:
+    def below(model: type[StrictModel]) -> set[type[StrictModel]]:
+        return {model} | {found for child in model.__subclasses__() for found in below(child)}
+
+    return below(StrictModel)
+
+
+WORDS_OF_A_LIBRARY = (
+    "Input should",
+    "Value error",
+    "instance of",
+    "valid tuple",
+    "Tuple",
+    "valid string",
+    "valid dict",
+)
+
+
+def every_finding_by_value() -> list[tuple[str, Any]]:
+    return [
+        (key, value)
+        for key, _, _, _ in WRONG
+        if not key.startswith("stage2_ab")
+        for value in (None, [], {}, "x y", -7, 0.5)
+    ]
+
+
+def test_no_library_s_own_words_are_shown() -> None:
+    for key, value in every_finding_by_value():
+        try:
+            parse_config(set_key(stage2(), key, value))
+        except ConfigError as error:
+            assert not any(words in str(error) for words in WORDS_OF_A_LIBRARY), str(error)
 
 
 @pytest.mark.parametrize(

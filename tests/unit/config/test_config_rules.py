@@ -123,7 +123,14 @@ RULES = [
         "fsdp.activation_checkpointing",
         "enable one of them",
     ),
-    (stage2(), {f"{RM}.offload.enabled": True}, f"{RM}.offload.enabled", "moves nothing"),
+    (vllm(), {f"{RM}.offload.enabled": True}, f"{RM}.offload.enabled", "moves nothing"),
+    (
+        changed(vllm(), {f"{RM}.offload": {"enabled": True, "offload_model": True}}),
+        {f"{RM}.eval_detection.score_mode": "confidence"},
+        f"{RM}.eval_detection.score_mode",
+        "write score_mode: constant",
+    ),
+    (stage1(), {"training.fp16": True, "training.use_cpu": True}, "training.fp16", "needs a GPU"),
     (
         vllm(),
         {f"{RM}.offload": {"enabled": True, "offload_model": True}, "deepspeed": {"enabled": True, "config": "z.json"}},
@@ -235,10 +242,32 @@ def test_answer_that_fills_the_engine_is_refused() -> None:
 
 
 def test_packing_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "binpacking" else find_spec(name))
     with pytest.raises(ConfigError, match=r"training\.packing: needs the package binpacking; pip install binpacking"):
         parse_config(stage1())
     parse_config(set_key(stage1(), "training.packing", False))
+
+
+# Nothing is colocated, so the contract ignores whatever offload says.
+OFFLOAD_IGNORED = [
+    backend | {RM: backend[RM] | {"offload": offload, "eval_detection": {"score_mode": score_mode}}}
+    for backend in (stage2(), vllm(**SERVER))
+    for offload in ({"enabled": True}, {"enabled": True, "offload_model": True, "offload_optimizer": True})
+    for score_mode in ("constant", "confidence")
+]
+
+
+@pytest.mark.parametrize("config", OFFLOAD_IGNORED)
+def test_offload_without_a_colocated_engine_is_ignored_and_said_so_once(config: dict[str, Any]) -> None:
+    assert ["offload is ignored" in sentence for sentence in advice(parse_config(config))].count(True) == 1
+
+
+@pytest.mark.parametrize(
+    "config", [stage2(), changed(vllm(), {f"{RM}.offload": {"enabled": True, "offload_model": True}})]
+)
+def test_offload_that_is_off_or_works_is_not_commented(config: dict[str, Any]) -> None:
+    assert not any("offload" in sentence for sentence in advice(parse_config(config)))
 
 
 # What comes close to a broken rule and is none.
@@ -250,7 +279,7 @@ ALLOWED = [
     vllm(max_model_len=2048),
     vllm(enable_lora=True),
     changed(vllm(enable_lora=True, sync={"mode": "auto"}), {"tuner": ADAPTERS}),
-    stage2(offload={"enabled": True, "offload_model": True}),  # nothing is colocated: the contract ignores it
+    *OFFLOAD_IGNORED,
     changed(stage2(offload={"enabled": True, "offload_model": True}), {"deepspeed": {"enabled": True, "config": {}}}),
     stage2(repeat_terminate={"enabled": True}),
     stage2(repeat_terminate={"enabled": True, "ngram_size": 0, "ngram_repeats": 0}),

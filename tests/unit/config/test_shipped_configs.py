@@ -1,5 +1,6 @@
 """Every YAML that ships describes a run."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -53,3 +54,12 @@ def test_every_key_of_the_full_examples_is_explained_where_it_first_stands(name:
         if colon and rest.strip() and not line.lstrip().startswith("#"):
             assert " # " in line or key in explained or key == "extends", line
             explained.add(key)
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=[str(path.relative_to(ROOT)) for path in SHIPPED])
+def test_a_config_that_departs_from_masked_descriptions_says_why(path: Path) -> None:
+    """Appended descriptions are masked by default; a file that raises the key gives the reason beside it."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    for before, line in zip(["", *lines], lines, strict=False):
+        if found := re.search(r"rollout_fn_desc_weight: ([0-9.]+)", line):
+            assert float(found[1]) == 0 or "#" in line or before.lstrip().startswith("#"), line

@@ -76,7 +76,8 @@ def test_the_same_scene_gives_the_same_records_from_coco_and_voc(tmp_path: Path)
         GTObject("dog", "bbox_2d", (round(999 * 10 / 39), round(999 * 10 / 23), 999, 999)),
     )
     assert second.objects == ()
-    assert first.metadata == {"source": {"file": "a.jpg", "width": 40, "height": 24}}
+    assert first.metadata["source"] == {"file": "a.jpg", "width": 40, "height": 24}
+    assert first.metadata["prepared"] == {"factor": 8, "min_pixels": 64, "max_pixels": 4096}
 
 
 # --- images ---

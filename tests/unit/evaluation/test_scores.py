@@ -9,7 +9,7 @@ import torch
 
 from answers import CAT, DOG, request
 from coordexp.coords import serialize_objects
-from coordexp.evaluation.scores import COORD_WEIGHT, NEIGHBOURS, TokenScorer
+from coordexp.evaluation.scores import COORD_WEIGHT, NEIGHBOURS, WIDE_NEIGHBOURS, ConfidenceScorer, TokenScorer
 from coordexp.parsing import parse_rollout
 from coordexp.records import ImageRecord, ParsedRollout, Rollout, RolloutRequest
 from qwen_tokenizer import qwen_vocab
@@ -48,6 +48,15 @@ def test_uniform_probabilities_give_the_formula() -> None:
     size = len(qwen_vocab())
     expected = COORD_WEIGHT * math.log((2 * NEIGHBOURS + 1) / size) + (1 - COORD_WEIGHT) * math.log(1 / size)
     assert scores == pytest.approx((math.exp(expected),), rel=1e-5)
+
+
+def test_confidence_asks_for_the_whole_description_and_for_coordinates_nearby() -> None:
+    asked, rollout, parsed = answered([CAT.__class__(CAT.desc, CAT.kind, (100, 200, 300, 400))])
+    model, size = FakeModel({}), len(qwen_vocab())
+    (found,) = ConfidenceScorer(TokenScorer(model, qwen_vocab(), 5)).score(asked, rollout, parsed)
+    start, stop = parsed.objects[0].desc_token_span
+    expected = math.log((2 * WIDE_NEIGHBOURS + 1) / size) + (stop - start) * math.log(1 / size)
+    assert found == pytest.approx(math.exp(expected), rel=1e-5)
 
 
 def test_a_bin_at_the_edge_has_fewer_neighbours() -> None:

@@ -11,6 +11,7 @@ from coordexp.data.convert.prepare import JPEG_SUFFIXES, ImageOptions, PreparedI
 from coordexp.data.convert.quantise import quantise
 from coordexp.data.convert.report import ConversionReport, LeftOut, Note, SkipReason
 from coordexp.data.convert.sources import SourceImage
+from coordexp.data.preparation import IN_METADATA
 from coordexp.data.write import write_jsonl
 from coordexp.errors import DataError
 from coordexp.records import GTObject, ImageRecord
@@ -40,7 +41,7 @@ def assemble(
             if isinstance(prepared, LeftOut):
                 report.skip_image(prepared.reason, source.annotation, str(prepared), len(source.objects))
             else:
-                records.append(_record(source, prepared, report, options.max_vertices))
+                records.append(_record(source, prepared, report, options))
             if progress is not None:
                 progress(done, len(targets))
     finally:
@@ -78,14 +79,14 @@ def _targets(sources: Sequence[SourceImage], report: ConversionReport) -> list[t
 
 
 def _record(
-    source: SourceImage, prepared: PreparedImage, report: ConversionReport, max_vertices: int | None
+    source: SourceImage, prepared: PreparedImage, report: ConversionReport, options: ImageOptions
 ) -> ImageRecord:
     for note, detail in prepared.notes:
         report.note(note, source.annotation, None, detail)
     objects: list[GTObject] = []
     for obj in source.objects:
         try:
-            quantised = quantise(obj, prepared.frame, source.annotation, report, max_vertices)
+            quantised = quantise(obj, prepared.frame, source.annotation, report, options.max_vertices)
         except LeftOut as reason:
             report.skip_object(reason.reason, source.annotation, obj.index, str(reason))
             continue
@@ -101,5 +102,8 @@ def _record(
         width=prepared.size[0],
         height=prepared.size[1],
         objects=tuple(objects),
-        metadata={"source": {"file": source.file, "width": prepared.frame[0], "height": prepared.frame[1]}},
+        metadata={
+            "source": {"file": source.file, "width": prepared.frame[0], "height": prepared.frame[1]},
+            **({} if options.rule is None else {IN_METADATA: options.rule.to_metadata()}),
+        },
     )

@@ -7,18 +7,16 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from PIL import Image
-
 from coordexp.data.convert.report import LeftOut, Note, SkipReason
 from coordexp.data.convert.sources import SourceImage
 from coordexp.data.images import ImageHeader, open_rgb, read_header
+from coordexp.data.preparation import ResizeRule
 from coordexp.data.smart_resize import (
     DEFAULT_FACTOR,
     DEFAULT_MAX_PIXELS,
     DEFAULT_MIN_PIXELS,
     MAX_ASPECT_RATIO,
     check_resize_limits,
-    smart_resize,
 )
 from coordexp.errors import DataError
 
@@ -41,6 +39,11 @@ class ImageOptions:
     max_pixels: int = DEFAULT_MAX_PIXELS
     max_vertices: int | None = None
     workers: int = min(8, os.cpu_count() or 1)
+
+    @property
+    def rule(self) -> ResizeRule | None:
+        """How images are resized; None where they are not."""
+        return ResizeRule(self.factor, self.min_pixels, self.max_pixels) if self.resize else None
 
     def __post_init__(self) -> None:
         check_resize_limits(self.factor, self.min_pixels, self.max_pixels)
@@ -108,10 +111,10 @@ def _frame(declared: tuple[int, int] | None, header: ImageHeader) -> _Frame:
 def _place(path: Path, header: ImageHeader, frame: _Frame, target: Path, options: ImageOptions) -> PreparedImage:
     width, height = header.size if frame.upright else header.stored_size
     size = (width, height)
-    if options.resize:
+    if options.rule is not None:
         if max(size) / min(size) > MAX_ASPECT_RATIO:
             raise LeftOut(SkipReason.EXTREME_ASPECT_RATIO, f"image is {width}x{height}")
-        height, width = smart_resize(height, width, options.factor, options.min_pixels, options.max_pixels)
+        width, height = options.rule.size(width, height)
     # Decoded even where the file is kept as it is: a truncated image must not surface in the middle of a training.
     image = open_rgb(path, apply_orientation=frame.upright)
     if not options.resize and frame.upright:
@@ -120,7 +123,7 @@ def _place(path: Path, header: ImageHeader, frame: _Frame, target: Path, options
     if (width, height) == size and _is_plain(header, target):
         shutil.copyfile(path, target)  # not one pixel changes: no second JPEG generation
     else:
-        resized = image if (width, height) == size else image.resize((width, height), Image.Resampling.BICUBIC)
+        resized = image if options.rule is None else options.rule.resize(image)
         if target.suffix.lower() in JPEG_SUFFIXES:
             resized.save(target, format="JPEG", quality=95, subsampling=0)
         else:

@@ -1,0 +1,149 @@
+"""How a model's training images were brought to their size, so that any other image can be brought there too.
+
+The converters write their rule into each line of a dataset (``metadata.prepared``), training writes it into the
+checkpoint (:data:`PREPARATION`, beside the processor's files), and whoever asks the checkpoint about an image applies
+it.
+Coordinates are thousandths of a side, so an answer holds for the original as it does for the resized copy.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from coordexp.data.smart_resize import (
+    DEFAULT_FACTOR,
+    DEFAULT_MAX_PIXELS,
+    DEFAULT_MIN_PIXELS,
+    check_resize_limits,
+    smart_resize,
+)
+from coordexp.errors import CheckpointError, DataError
+from coordexp.records import ImageRecord
+
+PREPARATION = "image_preparation.json"
+IN_METADATA = "prepared"
+"""The key of a record's metadata that holds its :class:`ResizeRule`."""
+_TELLING = 2.0  # images of twice or half the area are still what a model has seen
+
+
+@dataclass(frozen=True, slots=True)
+class ResizeRule:
+    """Sides become multiples of ``factor`` (the model's patch_size * merge_size), the area stays within the limits."""
+
+    factor: int = DEFAULT_FACTOR
+    min_pixels: int = DEFAULT_MIN_PIXELS
+    max_pixels: int = DEFAULT_MAX_PIXELS
+
+    def __post_init__(self) -> None:
+        check_resize_limits(self.factor, self.min_pixels, self.max_pixels)
+
+    def size(self, width: int, height: int) -> tuple[int, int]:
+        """``(width, height)`` after resizing. Raises DataError for an image that no processor takes."""
+        new_height, new_width = smart_resize(height, width, self.factor, self.min_pixels, self.max_pixels)
+        return new_width, new_height
+
+    def resize(self, image: Image.Image) -> Image.Image:
+        """The image at :meth:`size`; itself where it has that size already."""
+        size = self.size(*image.size)
+        return image if size == image.size else image.resize(size, Image.Resampling.BICUBIC)
+
+    def to_metadata(self) -> dict[str, int]:
+        """What a dataset's line holds under :data:`IN_METADATA`."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePreparation:
+    """What a checkpoint knows of its training images: their rule (None: taken as they were), and the smallest and
+    largest area in pixels (None: nothing is known)."""
+
+    resize: ResizeRule | None = None
+    seen_pixels: tuple[int, int] | None = None
+
+    def __call__(self, image: Image.Image) -> Image.Image:
+        """An image as the model shall see it."""
+        return image if self.resize is None else self.resize.resize(image)
+
+    def is_unlike_training(self, width: int, height: int) -> bool:
+        """Whether an image of this size will be shown at an area that the model has seen nothing like."""
+        if self.seen_pixels is None:
+            return False
+        shown_width, shown_height = (width, height) if self.resize is None else self.resize.size(width, height)
+        least, most = self.seen_pixels
+        return not least / _TELLING <= shown_width * shown_height <= most * _TELLING
+
+
+AS_THEY_ARE = ImagePreparation()
+
+
+def preparation_of(records: Sequence[ImageRecord]) -> ImagePreparation:
+    """What training on ``records`` teaches a checkpoint about images. A rule counts where all of them share it.
+
+    Raises:
+        DataError: a record whose ``metadata.prepared`` is no rule.
+    """
+    rules = {_rule_of(record) for record in records}
+    areas = [record.width * record.height for record in records]
+    return ImagePreparation(rules.pop() if len(rules) == 1 else None, (min(areas), max(areas)) if areas else None)
+
+
+def _rule_of(record: ImageRecord) -> ResizeRule | None:
+    written = record.metadata.get(IN_METADATA)
+    if written is None:
+        return None
+    try:
+        return _read_rule(written)
+    except (TypeError, ValueError, DataError) as error:
+        raise DataError(
+            f"{record.sample_id}: metadata.{IN_METADATA} is {written!r}: {error}; write them as converters do, or "
+            "remove the key"
+        ) from error
+
+
+def read_preparation(folder: str | Path) -> ImagePreparation:
+    """What the checkpoint in ``folder`` says; :data:`AS_THEY_ARE` where it says nothing.
+
+    Raises:
+        CheckpointError: the file is there, and cannot be read.
+    """
+    path = Path(folder) / PREPARATION
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return AS_THEY_ARE
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    try:
+        fields = json.loads(text)
+        rule, seen = fields["resize"], fields["seen_pixels"]
+        least_and_most = None if seen is None else (int(seen[0]), int(seen[1]))
+        return ImagePreparation(None if rule is None else _read_rule(rule), least_and_most)
+    except (KeyError, IndexError, TypeError, ValueError, DataError) as error:
+        raise CheckpointError(f"{path}: no image preparation ({error}); restore the checkpoint's files") from error
+
+
+def write_preparation(preparation: ImagePreparation, folder: str | Path) -> None:
+    """Write :data:`PREPARATION` into ``folder``, or take away what an earlier run left there if nothing is known."""
+    path = Path(folder) / PREPARATION
+    if preparation == AS_THEY_ARE:
+        path.unlink(missing_ok=True)
+        return
+    rule, seen = preparation.resize, preparation.seen_pixels
+    fields = {
+        "schema_version": 1,
+        "resize": None if rule is None else rule.to_metadata(),
+        "seen_pixels": None if seen is None else list(seen),
+    }
+    path.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+
+
+def _read_rule(written: Mapping[str, Any]) -> ResizeRule:
+    if set(written) != {"factor", "min_pixels", "max_pixels"} or any(type(v) is not int for v in written.values()):
+        raise ValueError("expected the whole numbers factor, min_pixels and max_pixels")
+    return ResizeRule(**written)

@@ -1,0 +1,70 @@
+"""``coordexp data complete`` with the shipped checkpoint: objects that were left out come back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from cli_runs import run_cli
+from coordexp.assets import asset
+from coordexp.data import read_jsonl
+from coordexp.data.scenes import SPARSE, write_scenes
+from coordexp.evaluation import match_by_desc
+
+DEMO = asset("checkpoints/demo-stage1")
+
+
+@pytest.fixture
+def half(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    """Six scenes with half of their annotations, beside the whole ones in ``scenes.jsonl``."""
+    scenes = write_scenes(tmp_path, 6, SPARSE, 4)
+    run_cli(capsys, "data", "drop", scenes, "--keep", "0.5", "--out", tmp_path / "half.jsonl")
+    return tmp_path / "half.jsonl"
+
+
+def test_what_was_left_out_comes_back_soft(half: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, sheet = half.with_name("full.jsonl"), half.with_name("sheet.png")
+    command = ["data", "complete", half, "--model", DEMO, "--out", out, "--sheet", sheet, "--json"]
+    outcome = run_cli(capsys, *command)
+    assert outcome.code == 0, outcome.err
+    counts = json.loads(outcome.out)
+    added = counts["fates"]["added"]
+    whole, before, after = read_jsonl(half.with_name("scenes.jsonl")), read_jsonl(half), read_jsonl(out)
+    right = gone = 0
+    for complete, few, found in zip(whole, before, after, strict=True):
+        assert found.objects[: len(few.objects)] == few.objects
+        soft = found.objects[len(few.objects) :]
+        assert all(obj.soft is not None and obj.soft >= 0.5 for obj in soft)
+        (entry,) = found.metadata["completion"]
+        assert len(entry["added"]) == len(soft) and entry["model"] == str(DEMO) and len(entry["fingerprint"]) == 16
+        missing = [obj for obj in complete.objects if obj not in few.objects]
+        right += len(match_by_desc(soft, missing, 0.5))
+        gone += len(missing)
+    assert gone >= 5 and right >= 0.6 * gone and right >= 0.6 * added
+    written = json.loads(half.with_name("full.completion.json").read_text(encoding="utf-8"))
+    assert written["fates"] == counts["fates"] and sum(written["fates"].values()) == written["predicted"]
+    assert written["prompt"] == "Detect every object."  # as the run that made the checkpoint asked
+    with Image.open(sheet) as image:
+        assert image.width == 4 * 320
+
+    # Other rules need no answers anew, and what is there is not replaced unasked.
+    refused = run_cli(capsys, *command)
+    assert refused.code == 2 and "--overwrite" in refused.err
+    answers = half.with_name("full.answers") / "predictions.jsonl"
+    made_at = answers.stat().st_mtime_ns, answers.read_bytes()
+    lines = made_at[1].splitlines(keepends=True)
+    answers.write_bytes(b"".join(lines[:3]) + lines[3][:40])  # killed while writing
+    again = run_cli(capsys, *command, "--overwrite", "--threshold", "0.999", "--weight", "0.5")
+    assert again.code == 0 and json.loads(again.out)["fates"]["added"] < added and answers.read_bytes() == made_at[1]
+    other = run_cli(capsys, *command, "--overwrite", "--prompt", "Where is it?")
+    assert other.code == 2 and "another prompt" in other.err
+
+
+def test_a_prompt_that_the_model_does_not_know_is_noted(half: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["data", "complete", half, "--model", DEMO, "--out", half.with_name("out.jsonl")]
+    outcome = run_cli(capsys, *command, "--prompt", "Compose a long letter to your grandmother about the weather.")
+    assert outcome.code == 0 and "Was the model trained with this prompt?" in outcome.out
+    assert run_cli(capsys, "data", "complete", half, "--out", half.with_name("x.jsonl")).code == 2  # which model?

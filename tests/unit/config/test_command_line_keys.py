@@ -1,0 +1,130 @@
+"""``key.path=value`` behind a configuration: YAML on top of the file, checked as the file is, placed, recorded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli_runs import run_cli, small_checkpoint, write_run
+from config_samples import set_key, stage1, stage2, write_yaml
+from coordexp.config import load_config, resolved_yaml
+from coordexp.config.explain import explain_config
+from coordexp.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("word", "path", "value"),
+    [
+        ("training.max_steps=3", ("training", "max_steps"), 3),
+        ("training.learning_rate=1e-3", ("training", "learning_rate"), 0.001),
+        ("training.run_name=a=b", ("training", "run_name"), "a=b"),
+        ("training.run_name='3'", ("training", "run_name"), "3"),
+        ("training.run_name=", ("training", "run_name"), None),
+        ("training.report_to=[tensorboard, wandb]", ("training", "report_to"), ("tensorboard", "wandb")),
+        ("training.lr_scheduler_kwargs={num_cycles: 2}", ("training", "lr_scheduler_kwargs"), {"num_cycles": 2}),
+        ("training.lr_scheduler_kwargs.num-cycles=2", ("training", "lr_scheduler_kwargs"), {"num-cycles": 2}),
+        ("template.prompt=${env:COORDEXP_TEST_WORD}", ("template", "prompt"), "cats"),
+        ("debug={enabled: true, output_dir: small}", ("training", "output_dir"), Path("small")),
+    ],
+)
+def test_values_are_yaml(
+    word: str, path: tuple[str, str], value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COORDEXP_TEST_WORD", "cats")
+    config = load_config(write_yaml(tmp_path, stage1()), arguments=[word])
+    assert getattr(getattr(config, path[0]), path[1]) == value
+
+
+def test_entries_of_lists_are_reached(tmp_path: Path) -> None:
+    run = write_yaml(tmp_path, stage2())
+    config = load_config(run, arguments=["rollout_matching.pipeline.objective[1].config.w1_weight=0.5"])
+    assert config.rollout_matching.pipeline.objective[1].config.w1_weight == 0.5
+
+
+def test_they_stand_above_everything_else(tmp_path: Path) -> None:
+    run = write_yaml(tmp_path, stage1())
+    config = load_config(run, {"training.seed": 5, "training.max_steps": 5}, ["training.seed=6"])
+    assert (config.training.seed, config.training.max_steps) == (6, 5)
+
+
+# words -> what each line of the error holds
+MISTAKES = [
+    (["training.max_steps=many"], ["training.max_steps (command line): expected a valid integer, got 'many'"]),
+    (["training.max_stepz=3"], ["training.max_stepz (command line): unknown key; did you mean 'max_steps'?"]),
+    (["trainnig.max_steps=3"], ["trainnig (command line): unknown key; did you mean 'training'?"]),
+    (["training.seed.deep=3"], ["training.seed (command line): expected a valid integer, got a mapping"]),
+    (["model.dtype=[1,"], ["model.dtype (command line): not valid YAML"]),
+    (["training.run_name=${env:COORDEXP_UNSET}"], ["training.run_name (command line): the environment variable"]),
+    (["training.report_to={a: 1, a: 2}"], ["training.report_to.a (command line): given twice"]),
+    (["training.seed=!!python/none x"], ["training.seed (command line): the tag"]),
+    (["rollout_matching.temperature=1"], ["rollout_matching.temperature (command line): removed; write"]),
+    (
+        ["training.max_steps=x", "model.dtype=float8", "training.seed=-1"],
+        ["training.max_steps (command line)", "model.dtype (command line)", "training.seed (command line)"],
+    ),
+    (["training.max_steps"], ["command line: 'training.max_steps': expected key.path=value"]),
+    (["=3", "a..b=1", "a[x]=1"], ["'=3': expected", "'a..b=1': expected", "'a[x]=1': expected"]),
+    (["training.seed=1", "training.seed=2"], ["command line: training.seed: given twice, as '1' and '2'; keep one"]),
+    (["training.report_to[4]=x"], ["command line training.report_to[4]: there is no 4 in training.report_to"]),
+    (["training[0]=x"], ["command line training[0]: there is no 0 in training, which is no list"]),
+]
+
+
+@pytest.mark.parametrize(("words", "lines"), MISTAKES, ids=[" ".join(words) for words, _ in MISTAKES])
+def test_a_mistake_is_placed_and_explained_as_in_a_file(words: list[str], lines: list[str], tmp_path: Path) -> None:
+    run = write_yaml(tmp_path, set_key(stage1(), "training.report_to", ["tensorboard"]))
+    with pytest.raises(ConfigError) as caught:
+        load_config(run, arguments=words)
+    assert [line for line in lines if line not in str(caught.value)] == []
+
+
+def test_a_rule_between_a_file_and_the_command_line_names_both(tmp_path: Path) -> None:
+    run = write_yaml(tmp_path, stage1())
+    with pytest.raises(ConfigError, match=r"custom\.val_jsonl|training\.eval_strategy \(command line\)"):
+        load_config(run, arguments=["training.eval_strategy=steps"])
+
+
+def test_check_prints_them_with_their_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_yaml(tmp_path, stage1())
+    shown = run_cli(capsys, "config", "check", run, "training.max_steps=3", "model.dtype=float32")
+    rows = {line.split("#")[0].strip(): line.split("# ")[-1] for line in shown.out.splitlines()}
+    assert (rows["max_steps: 3"], rows["dtype: float32"]) == ("command line", "command line")
+    assert rows["seed: 42"] == "default" and shown.code == 0
+    assert explain_config(run, arguments=["training.seed=1"]).source(("training", "seed")) == "command line"
+
+
+@pytest.mark.parametrize("argv", [("train",), ("evaluate",), ("launch", "--config")])
+def test_print_shows_what_would_run_and_runs_nothing(
+    argv: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_yaml(tmp_path, {**stage1(), "model": {"model": str(tmp_path / "no model"), "dtype": "float32"}})
+    shown = run_cli(capsys, *argv, run, "training.max_steps=7", "--print")
+    assert shown.code == 0 and sorted(tmp_path.iterdir()) == [run]
+    (tmp_path / "again.yaml").write_text(shown.out, encoding="utf-8")
+    again = load_config(tmp_path / "again.yaml")
+    assert again == load_config(run, arguments=["training.max_steps=7"]) and again.training.max_steps == 7
+
+
+def test_training_takes_and_records_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = small_checkpoint(tmp_path / "model")
+    run = write_run(tmp_path, 1, model, training__max_steps=50, training__output_dir=str(tmp_path / "unused"))
+    words = ("training.max_steps=1", f"training.output_dir={tmp_path / 'out'}")
+    assert run_cli(capsys, "train", run, *words).code == 0
+    manifest = json.loads((tmp_path / "out" / "run_manifest.json").read_text(encoding="utf-8"))
+    assert manifest["overrides"] == list(words)
+    resolved = (tmp_path / "out" / "resolved_config.yaml").read_text(encoding="utf-8")
+    assert resolved == resolved_yaml(load_config(run, arguments=words))
+    assert (tmp_path / "out" / "checkpoint-1").is_dir() and not (tmp_path / "unused").exists()
+    shown = run_cli(
+        capsys, "evaluate", run, f"training.output_dir={tmp_path / 'e'}", "custom.val_sample_limit=2", "--json"
+    )
+    assert shown.code == 0 and json.loads(shown.out)["metrics"]["images"] == 2
+    assert (tmp_path / "e" / "evaluation" / "metrics.json").is_file()
+
+
+def test_saved_answers_take_no_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    outcome = run_cli(capsys, "evaluate", tmp_path, "training.seed=3")
+    assert outcome.code == 2 and "KEY=VALUE has no use here; it belongs to a configuration" in outcome.err
