@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from answers import tiny_vocab
-from cli_runs import run_cli
 from coordexp.errors import DataError
 from coordexp.evaluation import read_answers
 from coordexp.parsing import parse_rollout
-from tiny_run import encoder_of, load_tiny, run_config
+from support.answers import tiny_vocab
+from support.cli_runs import run_cli
+from support.tiny_run import encoder_of, load_tiny, run_config
 
 
 def write_line(folder: Path, image: str, size: tuple[int, int]) -> Path:

@@ -16,10 +16,10 @@ import pytest
 
 from coordexp.config import load_config
 from coordexp.distributed import RENDEZVOUS
-from coordexp.serving.plan import plan_launch
+from coordexp.serving.launch.plan import plan_launch
 from coordexp.training.checkpoint import is_complete
-from rollout_servers import descendants
-from tiny_run import run_config
+from support.rollout_servers import descendants
+from support.tiny_run import run_config
 
 TIMEOUT_S = 6
 # Each rank says where it is, so that the test knows when to strike.

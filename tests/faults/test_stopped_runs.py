@@ -17,14 +17,14 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from cli_runs import run_cli
 from coordexp.errors import ConfigError, RunStopped, TrainingDiverged
 from coordexp.training.build import run_training
 from coordexp.training.checkpoint import is_complete
 from coordexp.training.run_lock import LOCK, only_run_in
 from coordexp.training.stopping import StopSignals
 from coordexp.training.trainer import CoordExpTrainer
-from tiny_run import run_config, same_weights, step_lines, train, weights
+from support.cli_runs import run_cli
+from support.tiny_run import run_config, same_weights, step_lines, train, weights
 
 # Segments wait from the first step on; two micro-steps a step, three steps to a log line.
 KEYS: dict[str, Any] = {

@@ -26,7 +26,7 @@ def only_run_in(output_dir: Path) -> Iterator[None]:
     Raises:
         ConfigError: another process trains into the folder.
     """
-    with distributed.together("training.output_dir"):
+    with distributed.raise_on_all_ranks("training.output_dir"):
         descriptor = _take(output_dir) if distributed.is_main() else None
     try:
         yield

@@ -18,6 +18,7 @@ from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from coordexp import distributed
 from coordexp.data.preparation import write_preparation
 from coordexp.errors import CheckpointError, RunStopped, TrainingDiverged
+from coordexp.files import write_atomically
 from coordexp.metrics import MetricSums
 from coordexp.modeling.adapter import has_adapter, load_adapter, save_adapter
 from coordexp.modeling.load import LoadedModel
@@ -25,7 +26,6 @@ from coordexp.packing import CarryBuffer
 from coordexp.training.buffer_file import save_carry_buffer
 from coordexp.training.checkpoint import checkpoint_folder, delete_old, readable
 from coordexp.training.disk import writing
-from coordexp.training.line_files import write_atomically
 from coordexp.training.seal import read_seal, seal_checkpoint
 from coordexp.training.step_start import StepStart
 
@@ -74,7 +74,7 @@ class SavingTrainer(Trainer):
 
         Nothing of ``what`` may have changed the weights. What else the step changed becomes again what it was: a resume
         does the same step again. A save is a collective call, so it takes an error that every rank has alike; what may
-        fail within must stand in :func:`distributed.together`.
+        fail within must stand in :func:`distributed.raise_on_all_ranks`.
 
         Raises:
             TrainingDiverged: in place of what a library says of weights that are NaN or infinite, which are not saved.
@@ -131,18 +131,18 @@ class SavingTrainer(Trainer):
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         step = self.state.global_step
         folder = checkpoint_folder(str(self.args.output_dir), step)
-        with distributed.together(f"making room for {folder}"):
+        with distributed.raise_on_all_ranks(f"making room for {folder}"):
             if self.args.should_save and folder.exists():
                 shutil.rmtree(folder)  # left unfinished, or of an earlier run: its files would mix with the new ones
         with self._told_of_the_disk(folder):
-            with distributed.together(f"saving to {folder}"):
+            with distributed.raise_on_all_ranks(f"saving to {folder}"):
                 folder.mkdir(parents=True, exist_ok=True)
                 if self._buffer is not None:
                     save_carry_buffer(self._buffer, folder)
                 self._save_log_line(folder)
             # Sharded, all ranks write in turns that one alone cannot leave; otherwise each writes its own.
             sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
-            with nullcontext() if sharded else distributed.together(f"saving to {folder}"):
+            with nullcontext() if sharded else distributed.raise_on_all_ranks(f"saving to {folder}"):
                 super()._save_checkpoint(model, trial)
             seal_checkpoint(
                 folder,
@@ -188,7 +188,7 @@ class SavingTrainer(Trainer):
         }
         write_atomically(_log_line_path(folder), json.dumps(line))
 
-    def take_up_log_line(self) -> None:
+    def restore_log_line(self) -> None:
         """After a resume, before the first step: the next line covers all steps since the last one, as it would have.
 
         transformers starts its own sum anew, and only just before the first step. Written by another number of
