@@ -88,8 +88,9 @@ def test_a_declared_arm_can_be_run(regime: str, name: str, tmp_path: Path) -> No
     assert set(arm) <= {"config", "steps", "lr", "set", "complete", "stop", "keep", "of"}
     assert "of" not in arm or "config" in DECLARED["arms"][regime][arm["of"]]
     if "config" in arm:
-        keys = {"custom.train_jsonl": "x.jsonl", "model.model": "x", "training.output_dir": "x",
-                "training.max_steps": arm["steps"], "training.learning_rate": arm["lr"], **arm.get("set", {})}  # fmt: skip
+        paths = {"custom.train_jsonl": "x.jsonl", "model.model": "x", "training.output_dir": "x"}
+        numbers = {"training.max_steps": arm["steps"], "training.learning_rate": arm["lr"]}
+        keys = paths | numbers | arm.get("set", {})
         config = load_config(STUDY / "configs" / f"{arm['config']}.yaml", keys)
         assert config.training.max_steps == arm["steps"]
 
