@@ -22,7 +22,7 @@ LAYERS: dict[str, int] = {
         4: "modeling objective metrics",
         5: "evaluation",
         6: "training serving viewer",
-        7: "demo",
+        7: "demo inference",
         8: "cli",
         9: "__main__",
     }.items()
