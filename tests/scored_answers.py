@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from coordexp.evaluation import Detection, ImageAnswer
@@ -14,6 +16,15 @@ def random_answers(count: int, seed: int, per_image: int = 8, polygons: float = 
     """Images of several sizes; most objects found a little off, some missed, some invented, some called otherwise."""
     rng = np.random.default_rng(seed)
     return [_answer(rng, f"s{i}", int(rng.integers(0, per_image + 1)), polygons) for i in range(count)]
+
+
+def with_soft(answers: list[ImageAnswer], seed: int) -> list[ImageAnswer]:
+    """The same, with every third annotation soft."""
+    rng = np.random.default_rng(seed)
+    return [
+        replace(answer, gt=tuple(replace(o, soft=0.5) if rng.random() < 1 / 3 else o for o in answer.gt or ()))
+        for answer in answers
+    ]
 
 
 def _answer(rng: np.random.Generator, name: str, count: int, polygons: float) -> ImageAnswer:

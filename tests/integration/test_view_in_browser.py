@@ -13,7 +13,7 @@ from answers import tiny_vocab
 from browser import Browser, open_browser
 from coordexp.evaluation.answers import write_answers
 from coordexp.viewer import collect, render
-from scored_answers import random_answers
+from scored_answers import random_answers, with_soft
 from view_runs import HOSTILE, hostile_answers, write_run
 
 ROW = '#list [aria-current="true"]'
@@ -67,6 +67,18 @@ def test_everything_has_a_key(answers_page: Browser) -> None:
     assert answers_page.text("#name") == "s17" and answers_page.count("#list button") == 1
     answers_page.press("Escape", "g")
     assert answers_page.run("return document.querySelector('#show-gt').checked") is False
+
+
+def test_soft_objects_are_dashed_and_never_missed(browser: Browser, tmp_path: Path) -> None:
+    answers = with_soft(random_answers(30, 1), 1)
+    write_answers(answers, tmp_path / "predictions.jsonl")
+    page = opened(browser, render(collect(tmp_path)), tmp_path)
+    number = next(n for n, answer in enumerate(answers) if any(o.soft is not None for o in answer.gt or ()))
+    page.click(f'#list [data-number="{number}"]')
+    soft = sum(o.soft is not None for o in answers[number].gt or ())
+    assert page.count("#stage .gt.soft") == soft and f"{soft} soft" in page.text("#badges")
+    dash = page.run("return getComputedStyle(document.querySelector('#stage .gt.soft')).strokeDasharray")
+    assert dash not in ("", "none") and page.problems() == []
 
 
 def test_filters_and_orders(answers_page: Browser) -> None:

@@ -90,7 +90,9 @@ def stats_command(jsonl: Dataset, as_json: AsJson = False) -> None:
     sizes = histogram(sides, (0, 2, 5, 10, 20, 40, 60, 80, 100))
     if as_json:
         fields = check.to_json()
-        kept = {name: fields[name] for name in ("path", "images", "objects", "classes", "kinds", "density")}
+        kept = {
+            name: fields[name] for name in ("path", "images", "objects", "soft_objects", "classes", "kinds", "density")
+        }
         typer.echo(json.dumps({**kept, "size_percent": sizes}, ensure_ascii=False))
         return
     console = open_console()
@@ -200,8 +202,9 @@ def _histograms(check: DatasetCheck) -> Table:
     from coordexp.data.check import histogram
 
     objects = sum(len(record.objects) for record in check.records)
+    soft = f" ({check.soft_objects()} of them soft)" if check.soft_objects() else ""
     rows: dict[str, Mapping[str, int]] = {
-        f"{objects} objects in {len(check.records)} images, by geometry": check.kinds(),
+        f"{objects} objects{soft} in {len(check.records)} images, by geometry": check.kinds(),
         "objects by class": dict(check.classes().most_common(_SHOWN)),
         "images by number of objects": check.densities(),
     }

@@ -46,25 +46,31 @@ def launch(
     run = load_config(config, arguments=given)
     from coordexp.rollouts.engine.cpu import num_gpus
     from coordexp.serving.launch import run_plan
-    from coordexp.serving.preflight import make_plan, refuse_problems, run_checks
+    from coordexp.serving.preflight import look_over
     from coordexp.training.build import check_run
 
-    plan = make_plan(run, config.absolute(), given)
-    checks = run_checks(run, plan, num_gpus())
-    _show(plan, checks)
-    refuse_problems(checks)
-    check_run(run, servers_are_up=False)  # data, tokenizer and objective, as the learner itself does first
-    if not dry_run:
-        raise typer.Exit(run_plan(plan))
+    def as_the_learner(learners: int) -> object:  # data, tokenizer and objective, which it looks at first
+        return check_run(run, learners=learners, servers_are_up=False)
+
+    found = look_over(run, config.absolute(), given, num_gpus(), as_the_learner)
+    console = open_console()
+    _show_checks(console, found.checks)
+    if found.plan is not None:
+        _show_plan(console, found.plan)
+    found.refuse_problems()
+    if found.plan is not None and not dry_run:
+        raise typer.Exit(run_plan(found.plan))
 
 
-def _show(plan: LaunchPlan, checks: Sequence[Check]) -> None:
+def _show_checks(console: Console, checks: Sequence[Check]) -> None:
     from rich.text import Text
 
-    console = open_console()
     for check in checks:
         mark = ("ok", "green") if check.problem is None else ("no", "red")
         console.print(Text.assemble(mark, f" {check.name}: {check.found}"), soft_wrap=True)
+
+
+def _show_plan(console: Console, plan: LaunchPlan) -> None:
     urls = ", ".join(plan.server_base_urls) or "none: the learner generates by itself"
     console.print(f"server_base_urls: {urls}", soft_wrap=True)
     for process in [server.process for server in plan.servers if server.process is not None] + [plan.learner]:

@@ -86,6 +86,10 @@ class DatasetCheck:
     def kinds(self) -> Counter[str]:
         return Counter(obj.kind for record in self.records for obj in record.objects)
 
+    def soft_objects(self) -> int:
+        """How many objects nobody annotated."""
+        return sum(obj.soft is not None for record in self.records for obj in record.objects)
+
     def densities(self) -> dict[str, int]:
         """Images by their number of objects."""
         return histogram([len(record.objects) for record in self.records], DENSITY_EDGES)
@@ -98,6 +102,7 @@ class DatasetCheck:
             "lines": self.lines,
             "images": len(self.records),
             "objects": sum(len(record.objects) for record in self.records),
+            "soft_objects": self.soft_objects(),
             "errors": self.errors,
             "findings": {finding.value: count for finding, count in sorted(self.counts().items())},
             "classes": dict(self.classes().most_common()),
@@ -206,14 +211,15 @@ def _check_image(
 def _check_objects(check: DatasetCheck, record: ImageRecord) -> None:
     if not record.objects:
         check.add(Finding.EMPTY_IMAGE, record.sample_id, "no objects")
-    seen: set[GTObject] = set()
+    seen: set[tuple[str, str, tuple[int, ...]]] = set()
     for index, obj in enumerate(record.objects):
         shown = f"objects[{index}] {obj.desc!r} {obj.kind} {list(obj.bins)}"
         if _has_no_area(obj):
             check.add(Finding.DEGENERATE, record.sample_id, shown)
-        if obj in seen:
+        identity = obj.desc, obj.kind, obj.bins
+        if identity in seen:
             check.add(Finding.DUPLICATE_OBJECT, record.sample_id, shown)
-        seen.add(obj)
+        seen.add(identity)
 
 
 def _has_no_area(obj: GTObject) -> bool:

@@ -61,14 +61,14 @@ class ImageAnswer:
 
     @property
     def truth(self) -> tuple[GTObject, ...]:
-        """The annotations.
+        """The annotations: ``gt`` without soft objects, which nobody annotated.
 
         Raises:
             DataError: there are none to compare with.
         """
         if self.gt is None:
             raise DataError(f"{self.sample_id}: has no annotations, so nothing can be measured; predict from a JSONL")
-        return self.gt
+        return tuple(obj for obj in self.gt if obj.soft is None)
 
 
 def make_answer(

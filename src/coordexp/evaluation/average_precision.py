@@ -2,8 +2,8 @@
 
 pycocotools walks through every class of every image four times, once for each range of areas. Here whole arrays are
 compared, and only detections that compete for an object are walked through; overlaps are pycocotools' own. The figures
-are the same to the last bit, which ``tests/unit/evaluation/test_average_precision.py`` checks. There are no crowds:
-annotations of a JSONL are objects.
+are the same to the last bit, which ``tests/unit/evaluation/test_average_precision.py`` checks. Crowds are the soft
+objects of a JSONL: what lies in one is ignored, however much of it.
 
 Suffixes: D detections, G objects, P pairs of them, T thresholds, R recalls, N images.
 """
@@ -68,7 +68,7 @@ def class_curves(
     """For each range of areas a curve per category, in the categories' order.
 
     Args:
-        ground_truth, results: as :class:`~coordexp.evaluation.coco.CocoData` holds them; ids count from 1, no crowds.
+        ground_truth, results: as :class:`~coordexp.evaluation.coco.CocoData` holds them; ids count from 1.
         thr_T: IoU thresholds, ascending.
     """
     num_images, num_classes = len(ground_truth["images"]), len(ground_truth["categories"])
@@ -81,14 +81,15 @@ def class_curves(
     sizes = [(image["height"], image["width"]) for image in ground_truth["images"]]
     compare = _box_overlaps if iou_type == "bbox" else _mask_overlaps
     thr_T = np.minimum(thr_T, 1 - 1e-10)
+    crowd_G = np.array([annotation["iscrowd"] for annotation in ground_truth["annotations"]], dtype=bool)
     pairs = _Pairs.of(found, truth, list(_overlaps(found, truth, sizes, compare)), thr_T)
     area_G = np.array([annotation["area"] for annotation in ground_truth["annotations"]], dtype=np.float64)
     area_D = _areas(found.shapes, iou_type)
     of_class = np.searchsorted(found.class_N, np.arange(num_classes + 1))
     curves: dict[str, list[ClassCurve]] = {}
     for name, (low, high) in AREAS.items():
-        out_G, out_D = (area_G < low) | (area_G > high), (area_D < low) | (area_D > high)
-        right_TD, ignored_TD = pairs.matched(out_G, thr_T)
+        out_G, out_D = crowd_G | (area_G < low) | (area_G > high), (area_D < low) | (area_D > high)
+        right_TD, ignored_TD = pairs.matched(out_G, crowd_G, thr_T)
         ignored_TD |= ~right_TD & out_D
         num_gt_KN = np.zeros((num_classes, num_images), dtype=np.int64)
         np.add.at(num_gt_KN, (truth.class_N[~out_G], truth.image_N[~out_G]), 1)
@@ -139,7 +140,7 @@ def _box_overlaps(found: Sequence[Any], truth: Sequence[Any], size: tuple[int, i
 
     box_D4: Any = np.array([obj["bbox"] for obj in found], dtype=np.float64)
     box_G4: Any = np.array([obj["bbox"] for obj in truth], dtype=np.float64)
-    return np.asarray(coco_mask.iou(box_D4, box_G4, [0] * len(truth)))
+    return np.asarray(coco_mask.iou(box_D4, box_G4, _crowds(truth)))
 
 
 def _mask_overlaps(found: Sequence[Any], truth: Sequence[Any], size: tuple[int, int]) -> np.ndarray:
@@ -147,7 +148,11 @@ def _mask_overlaps(found: Sequence[Any], truth: Sequence[Any], size: tuple[int, 
 
     rings: Any = [obj["segmentation"][0] for obj in truth]
     masks: Any = [obj["segmentation"] for obj in found]
-    return np.asarray(coco_mask.iou(masks, coco_mask.frPyObjects(rings, *size), [0] * len(truth)))
+    return np.asarray(coco_mask.iou(masks, coco_mask.frPyObjects(rings, *size), _crowds(truth)))
+
+
+def _crowds(truth: Sequence[Any]) -> list[int]:
+    return [obj["iscrowd"] for obj in truth]
 
 
 def _areas(found: Sequence[Mapping[str, Any]], iou_type: str) -> np.ndarray:
@@ -181,8 +186,9 @@ class _Pairs:
             ious.append(iou_DG[rows, columns])
         return cls(np.concatenate(detections), np.concatenate(objects), np.concatenate(ious), len(found.shapes))
 
-    def matched(self, out_G: np.ndarray, thr_T: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Whether each detection is matched, and whether to an object outside of the area range: (T, D) twice."""
+    def matched(self, out_G: np.ndarray, crowd_G: np.ndarray, thr_T: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Whether each detection is matched, and whether to an object that does not count (outside of the area range,
+        or a crowd, which takes any number of detections): (T, D) twice."""
         right_TD = np.zeros((len(thr_T), self.num_detections), dtype=bool)
         ignored_TD = np.zeros_like(right_TD)
         rivals_D = np.bincount(self.detection_P, minlength=self.num_detections)
@@ -201,7 +207,8 @@ class _Pairs:
             for d, objects in in_turn:
                 chosen = _choice(objects, taken, threshold)
                 if chosen is not None:
-                    taken.add(chosen)
+                    if not crowd_G[chosen]:
+                        taken.add(chosen)
                     right_TD[t, d], ignored_TD[t, d] = True, out_G[chosen]
         return right_TD, ignored_TD
 

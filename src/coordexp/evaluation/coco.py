@@ -47,7 +47,8 @@ def to_coco(
 ) -> CocoData:
     """Answers as COCO's two files; results hold a ``bbox``, or for "segm" a mask.
 
-    Categories are the descriptions of the ground truth, or, where there is none, those that were predicted; predictions
+    Soft objects are crowds there: what finds them is neither right nor wrong. Categories are the descriptions of the
+    ground truth, or, where there is none, those that were predicted; predictions
     of other descriptions have no category to count in and are left out.
 
     Args:
@@ -66,7 +67,7 @@ def to_coco(
             shape = _pixels(obj, answer.width, answer.height)
             annotations.append(
                 {"id": len(annotations) + 1, "image_id": image_id, "category_id": category_of[obj.desc],
-                 "iscrowd": 0, **shape}
+                 "iscrowd": int(obj.soft is not None), **shape}
             )  # fmt: skip
         for found in answer.pred:
             score = found.score if found.score is not None else constant_score

@@ -216,7 +216,7 @@ def paired(a: Sequence[ImageAnswer], b: Sequence[ImageAnswer]) -> list[ImageAnsw
             f"{len(lone)} images were answered by one run only ({lone[0]} first); predict both from one JSONL"
         )
     for answer in a:
-        if by_id[answer.sample_id].truth != answer.truth:
+        if by_id[answer.sample_id].gt != answer.gt or answer.gt is None:
             raise DataError(f"{answer.sample_id}: the two runs have other annotations; predict both from one JSONL")
     return [by_id[answer.sample_id] for answer in a]
 

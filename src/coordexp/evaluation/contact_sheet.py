@@ -15,6 +15,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from coordexp.coords import CoordVocab, serialize_objects
 from coordexp.data.images import open_rgb
+from coordexp.evaluation.answers import Detection
 from coordexp.parsing import parse_rollout
 from coordexp.records import NUM_BINS, GTObject, ImageRecord, PredictedObject
 
@@ -65,7 +66,10 @@ def _tile(record: ImageRecord, objects: Sequence[GTObject], colour_of: dict[str,
 
 
 def draw_objects(
-    image: Image.Image, coloured: Sequence[tuple[GTObject | PredictedObject, str]], labels: bool = True
+    image: Image.Image,
+    coloured: Sequence[tuple[GTObject | PredictedObject | Detection, str]],
+    labels: bool = True,
+    width: int = 2,
 ) -> None:
     """Outlines over ``image``, each object in its colour, soft ones dashed, and their descriptions, moved to where they
     fit."""
@@ -80,10 +84,10 @@ def draw_objects(
             points = [(x1, y1), (x2, y1), (x2, y2), (x1, y2)]
         outline = [*points, points[0]]
         for line in [outline] if getattr(obj, "soft", None) is None else _dashes(outline):
-            draw.line(line, fill=colour, width=2)
+            draw.line(line, fill=colour, width=width, joint="curve")
         if labels:
-            _, _, width, height = draw.textbbox((0, 0), obj.desc, font=font)
-            corner = (max(0, min(min(xs) + 2, image.width - width)), max(0, min(min(ys) + 1, image.height - height)))
+            _, _, right, bottom = draw.textbbox((0, 0), obj.desc, font=font)
+            corner = (max(0, min(min(xs) + 2, image.width - right)), max(0, min(min(ys) + 1, image.height - bottom)))
             draw.rectangle(draw.textbbox(corner, obj.desc, font=font), fill="white")
             draw.text(corner, obj.desc, fill=colour, font=font)
 

@@ -64,6 +64,31 @@ def match_by_desc(
     return pairs.of_equal_desc(predicted, truth).assigned(threshold)
 
 
+def match_answer(answer: ImageAnswer, threshold: float = IOU_THRESHOLD) -> list[tuple[int, int, float]]:
+    """An answer's predictions assigned to its ``gt`` as by :func:`match_by_desc`: first to annotated objects, then what
+    is left to soft ones. In order of prediction."""
+    gt = answer.gt or ()
+    annotated = [j for j, obj in enumerate(gt) if obj.soft is None]
+    soft = [j for j, obj in enumerate(gt) if obj.soft is not None]
+    found = match_by_desc(answer.pred, [gt[j] for j in annotated], threshold)
+    matched = [(i, annotated[j], iou) for i, j, iou in found]
+    if soft:
+        taken = {i for i, _, _ in matched}
+        left = [i for i in range(len(answer.pred)) if i not in taken]
+        found = match_by_desc([answer.pred[i] for i in left], [gt[j] for j in soft], threshold)
+        matched += [(left[i], soft[j], iou) for i, j, iou in found]
+    return sorted(matched)
+
+
+def ignored_predictions(answer: ImageAnswer, threshold: float = IOU_THRESHOLD) -> set[int]:
+    """Predictions that are neither right nor wrong: they found a soft object, of which nobody knows whether it is
+    there."""
+    gt = answer.gt or ()
+    if all(obj.soft is None for obj in gt):
+        return set()
+    return {i for i, j, _ in match_answer(answer, threshold) if gt[j].soft is not None}
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pairs:
     """Pairs of (prediction, ground truth) with their mask IoU: what an assignment chooses from."""
@@ -96,12 +121,15 @@ def _overlapping(predicted: Sequence[Shape], truth: Sequence[Shape], threshold: 
 
 
 def count_image(answer: ImageAnswer, threshold: float = IOU_THRESHOLD) -> ImageCounts:
-    """What one answer got right and wrong, as counts that add up over images and ranks.
+    """What one answer got right and wrong, as counts that add up over images and ranks. Soft objects are no ground
+    truth, and predictions that found one are not counted.
 
     Raises:
         DataError: the image has no annotations.
     """
-    objects, truth = answer.pred, answer.truth
+    ignored = ignored_predictions(answer, threshold)
+    objects = [found for i, found in enumerate(answer.pred) if i not in ignored]
+    truth = answer.truth
     pairs = _overlapping(objects, truth, threshold)
     matched = pairs.of_equal_desc(objects, truth).assigned(threshold)
     found = {i for i, _, _ in matched}

@@ -11,8 +11,9 @@ from rich.text import Text
 
 from coordexp.data.images import open_rgb
 from coordexp.evaluation.answers import Detection, ImageAnswer
-from coordexp.evaluation.detection import match_by_desc
-from coordexp.records import NUM_BINS, GTObject
+from coordexp.evaluation.contact_sheet import draw_objects
+from coordexp.evaluation.detection import ignored_predictions, match_answer, match_by_desc
+from coordexp.records import GTObject
 
 # Metric → (label, whether more is better); None where neither is.
 FIGURES: dict[str, tuple[str, bool | None]] = {
@@ -26,7 +27,7 @@ FIGURES: dict[str, tuple[str, bool | None]] = {
     "pred_per_image": ("objects / image", None),
 }
 
-_FOUND, _MISSED, _WRONG = (24, 150, 70), (230, 140, 0), (205, 30, 45)
+_FOUND, _MISSED, _WRONG, _SOFT = "#189646", "#e68c00", "#cd1e2d", "#70757d"
 _SMALLEST, _LARGEST = 320, 640  # pixels of a panel's longer side: thin outlines can be seen, photos do not fill a wall
 _BAR = 26
 
@@ -54,14 +55,16 @@ def telling_images(runs: Sequence[Sequence[ImageAnswer]], most: int) -> list[int
 
 
 def _mistakes(answer: ImageAnswer) -> int:
-    return len(answer.truth) + len(answer.pred) - 2 * len(match_by_desc(answer.pred, answer.truth))
+    wrong = len(answer.pred) - len(ignored_predictions(answer))
+    return len(answer.truth) + wrong - 2 * len(match_by_desc(answer.pred, answer.truth))
 
 
 def draw_comparison(columns: Mapping[str, Sequence[ImageAnswer]], path: Path, max_rows: int = 6) -> None:
     """A PNG: a row per image; ground truth at the left, then each run's answer.
 
     Green: found (equal description, IoU ≥ 0.5). Red: predicted, but not there. Orange, in the ground truth: missed by
-    the last run. Every column is as wide as the widest image.
+    the last run. Grey: soft objects (dashed), and predictions that found one. Every column is as wide as the widest
+    image.
 
     Raises:
         ValueError: there is no run, or no answer. DataError: an image cannot be read.
@@ -88,36 +91,28 @@ def draw_comparison(columns: Mapping[str, Sequence[ImageAnswer]], path: Path, ma
 
 
 def _panel_truth(answer: ImageAnswer) -> Image.Image:
-    found = {gt for _, gt, _ in match_by_desc(answer.pred, answer.truth)}
-    return _panel(answer, answer.truth, [_FOUND if j in found else _MISSED for j in range(len(answer.truth))])
+    found = {j for _, j, _ in match_answer(answer)}
+    return _panel(answer, [(obj, _colour(obj, j in found, _MISSED)) for j, obj in enumerate(answer.gt or ())])
 
 
 def _panel_prediction(answer: ImageAnswer) -> Image.Image:
-    found = {pred for pred, _, _ in match_by_desc(answer.pred, answer.truth)}
-    return _panel(answer, answer.pred, [_FOUND if i in found else _WRONG for i in range(len(answer.pred))])
+    found = {i: (answer.gt or ())[j] for i, j, _ in match_answer(answer)}
+    return _panel(answer, [(obj, _colour(found.get(i), i in found, _WRONG)) for i, obj in enumerate(answer.pred)])
 
 
-def _panel(
-    answer: ImageAnswer, objects: Sequence[GTObject | Detection], colours: Sequence[tuple[int, int, int]]
-) -> Image.Image:
+def _colour(annotation: GTObject | None, found: bool, otherwise: str) -> str:
+    if annotation is not None and annotation.soft is not None:
+        return _SOFT
+    return _FOUND if found else otherwise
+
+
+def _panel(answer: ImageAnswer, coloured: Sequence[tuple[GTObject | Detection, str]]) -> Image.Image:
     image = open_rgb(Path(answer.image))
     factor = max(1, round(_SMALLEST / max(image.size)))
     image = image.resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST)
     image.thumbnail((_LARGEST, _LARGEST))
-    draw = ImageDraw.Draw(image)
-    for obj, colour in zip(objects, colours, strict=True):
-        scale = ((image.width - 1) / (NUM_BINS - 1), (image.height - 1) / (NUM_BINS - 1))
-        points = [(x * scale[0], y * scale[1]) for x, y in zip(obj.bins[0::2], obj.bins[1::2], strict=True)]
-        if obj.kind == "bbox_2d":
-            draw.rectangle([points[0], points[1]], outline=colour, width=3)
-        else:
-            draw.line([*points, points[0]], fill=colour, width=3, joint="curve")
-        x, y = points[0][0], min(y for _, y in points)
-        x = max(0.0, min(x, image.width - 6 - draw.textlength(obj.desc, font=_font(11))))  # a name is never cut off
-        label = draw.textbbox((x + 2, y + 2), obj.desc, font=_font(11))
-        draw.rectangle(label, fill="white")
-        draw.text((x + 2, y + 2), obj.desc, fill=colour, font=_font(11))
-    draw.rectangle([0, 0, image.width - 1, image.height - 1], outline="white", width=2)
+    draw_objects(image, coloured, width=3)
+    ImageDraw.Draw(image).rectangle([0, 0, image.width - 1, image.height - 1], outline="white", width=2)
     return image
 
 

@@ -21,6 +21,7 @@ from coordexp.evaluation.detection import (
     count_image,
     density_bin,
     detection_metrics,
+    ignored_predictions,
     sum_counts,
 )
 
@@ -98,7 +99,7 @@ def summarise(
         figures,
         _class_rows(counted, ap_of),
         _density_rows(counted, ap_by_density),
-        (*notes, *_notes(answers, figures)),
+        (*notes, *_notes(answers, figures, first)),
     )
 
 
@@ -159,13 +160,19 @@ def _row(name: str, counts: Mapping[str, float], ap: float | None) -> GroupRow:
     )
 
 
-def _notes(answers: Sequence[ImageAnswer], figures: Mapping[str, float]) -> list[str]:
+def _notes(answers: Sequence[ImageAnswer], figures: Mapping[str, float], threshold: float) -> list[str]:
     notes = []
     if not figures["pred_objects"] and figures["gt_objects"]:
         notes.append("nothing was predicted: precision has nothing to be measured on and is written as 0")
     if not figures["gt_objects"]:
         notes.append("nothing is annotated: recall and average precision have nothing to be measured on")
-    known = {obj.desc for answer in answers for obj in answer.truth}
+    soft = sum(obj.soft is not None for answer in answers for obj in answer.gt or ())
+    if soft:
+        ignored = sum(len(ignored_predictions(answer, threshold)) for answer in answers)
+        notes.append(
+            f"{soft} soft objects are no ground truth; {ignored} predictions that found one are neither right nor wrong"
+        )
+    known = {obj.desc for answer in answers for obj in answer.gt or ()}
     unknown = Counter(obj.desc for answer in answers for obj in answer.pred if obj.desc not in known)
     if unknown:
         shown = ", ".join(f"{desc!r} ({count})" for desc, count in unknown.most_common(5))

@@ -118,7 +118,9 @@ class ServerBackend:
     def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[Answer]:
         batches = plan_calls([len(one.requests) for one in rounds], self._slots)
         posts = plan_posts(batches, self._joined)
-        self._calls = [self._describe(call, rounds) for post in posts for call in post.calls]
+        self._calls = [
+            self._describe(number, post, call, rounds) for number, post in enumerate(posts) for call in post.calls
+        ]
         if not posts:
             return
         if self._stamp is None:
@@ -200,22 +202,22 @@ class ServerBackend:
             "learner_id": done.stamp.learner_id,
         }
 
-    def _describe(self, call: Call, rounds: Sequence[RolloutRound]) -> dict[str, Any]:
-        seeds = rounds[call.round_idx].seeds
+    def _describe(self, number: int, post: Post, call: Call, rounds: Sequence[RolloutRound]) -> dict[str, Any]:
+        """A call as it travels: in the window's post ``number``, with that post's one seed."""
         return {
             "server": call.server,
-            "micro_step": seeds.micro_step_idx,
+            "post": number,
+            "micro_step": rounds[call.round_idx].seeds.micro_step_idx,
             "first": call.indices.start,
             "requests": len(call.indices),
-            "seed": seeds.seed_of(call.indices.start),
+            "seed": _seed_of(post, rounds),
         }
 
     def _ask(self, post: Post, rounds: Sequence[RolloutRound]) -> list[dict[str, Any]]:
         """One post, with the retries that the configuration allows. Runs in a thread of its own."""
-        client, first = self._clients[post.server], post.calls[0]
+        client = self._clients[post.server]
         requests = [rounds[round_idx].requests[index] for round_idx, index in _places(post)]
-        seed = rounds[first.round_idx].seeds.seed_of(first.indices.start)
-        payload = infer_payload(requests, seed, self._options, self._images, self._open_image)
+        payload = infer_payload(requests, _seed_of(post, rounds), self._options, self._images, self._open_image)
         attempt = 0
         while True:
             try:
@@ -259,6 +261,12 @@ class ServerBackend:
 def _places(post: Post) -> list[tuple[int, int]]:
     """Round and index of each request that ``post`` carries, in its order."""
     return [(call.round_idx, index) for call in post.calls for index in call.indices]
+
+
+def _seed_of(post: Post, rounds: Sequence[RolloutRound]) -> int:
+    """The seed that ``post`` carries: its first call's."""
+    first = post.calls[0]
+    return rounds[first.round_idx].seeds.seed_of(first.indices.start)
 
 
 def _may_pass(error: RolloutError) -> bool:

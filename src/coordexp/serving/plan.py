@@ -24,7 +24,7 @@ from coordexp.serving.options import ServeOptions, serve_options
 PLUGIN = Path(__file__).with_name("plugin") / "coordexp_rollout_plugin.py"
 # The guard belongs to servers: what a shell exports must not reach the learner.
 SERVER_ONLY = (ENABLE, CONFIG_JSON, CONFIG_JSON_PATH, SERVER_API_KEY)
-_SWIFT_MODEL_TYPES = ("qwen3_vl", "qwen3_vl_moe")  # called the same in transformers and ms-swift
+SWIFT_MODEL_TYPES = ("qwen3_vl", "qwen3_vl_moe")  # called the same in transformers and ms-swift
 _SWIFT_ENGINE_KEYS = ("max_num_batched_tokens", "kv_cache_dtype", "cpu_offload_gb", "mm_encoder_tp_mode")
 
 
@@ -154,6 +154,7 @@ def plan_launch(
 def _devices_of_servers(config: RunConfig, local: Sequence[bool]) -> list[tuple[int, ...]]:
     launch = config.launch
     given = launch.server_devices
+    problems: list[str] = []
     if given and len(given) != len(local):
         raise ConfigError(
             f"launch.server_devices: {len(given)} lists of devices for {len(local)} servers in "
@@ -165,16 +166,18 @@ def _devices_of_servers(config: RunConfig, local: Sequence[bool]) -> list[tuple[
     for where, one in [*named, ("launch.learner_devices", tuple(launch.learner_devices))]:
         for device in one:
             if device in owner:
-                raise ConfigError(f"{where}: device {device} is already in {owner[device]}; every device serves once")
-            owner[device] = where
+                problems.append(f"{where}: device {device} is already in {owner[device]}; every device serves once")
+            owner.setdefault(device, where)
     if owner and not launch.learner_devices:
-        raise ConfigError(
+        problems.append(
             "launch.learner_devices: missing, while servers have devices; name the learner's too, or it would train on "
             "the CPU"
         )
     for index, (one, here) in enumerate(zip(devices, local, strict=True)):
         if owner and here and not one:
-            raise ConfigError(f"launch.server_devices[{index}]: missing, while others have devices; name this server's")
+            problems.append(f"launch.server_devices[{index}]: missing, while others have devices; name this server's")
+    if problems:
+        raise ConfigError("\n".join(problems))
     return devices
 
 
@@ -211,13 +214,18 @@ def _server_process(
     return ProcessPlan(f"server{index}", command, environment, devices, logs / f"server{index}.log", secrets)
 
 
+def foreign_to_swift(model_type: str) -> str:
+    """What is wrong with a model of a family that ``swift rollout`` is not started for."""
+    return (
+        f"its config.json has model_type {model_type!r}, and swift rollout is started for "
+        f"{' and '.join(SWIFT_MODEL_TYPES)} only; write launch.server: coordexp"
+    )
+
+
 def _swift_command(options: ServeOptions, model_type: str) -> tuple[str, ...]:
     """``swift rollout`` as ``coordexp serve`` would run with the same options."""
-    if model_type not in _SWIFT_MODEL_TYPES:
-        raise ConfigError(
-            f"model.model: its config.json has model_type {model_type!r}, and swift rollout is started for "
-            f"{' and '.join(_SWIFT_MODEL_TYPES)} only; write launch.server: coordexp"
-        )
+    if model_type not in SWIFT_MODEL_TYPES:
+        raise ConfigError(f"model.model: {foreign_to_swift(model_type)}")
     engine = dict(options.engine)
     further = {name: engine[name] for name in _SWIFT_ENGINE_KEYS if name in engine}
     flags: dict[str, Any] = {

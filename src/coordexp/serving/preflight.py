@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from coordexp.config import RunConfig, check_world_size
+from coordexp.config import RunConfig
 from coordexp.errors import ConfigError, CoordExpError
 from coordexp.rollouts.engine.compatibility import TESTED_VERSIONS
-from coordexp.serving.plan import PLUGIN, LaunchPlan, plan_launch, server_entries
+from coordexp.serving.plan import PLUGIN, SWIFT_MODEL_TYPES, LaunchPlan, foreign_to_swift, plan_launch, server_entries
 
 # Weights, two moments of the optimizer and the weights being written, against the folder's own size.
 CHECKPOINT_SHARE = 4.0
@@ -30,35 +30,80 @@ class Check:
     problem: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Preflight:
+    """What was found. ``plan`` is None where the device lists make none; ``problems`` is then not empty."""
+
+    plan: LaunchPlan | None
+    checks: tuple[Check, ...]
+    problems: tuple[str, ...]
+
+    def refuse_problems(self) -> None:
+        """
+        Raises:
+            ConfigError: with every problem found.
+        """
+        if self.problems:
+            raise ConfigError("\n".join(self.problems))
+
+
+def look_over(
+    config: RunConfig,
+    config_path: Path,
+    arguments: Sequence[str],
+    num_gpus: int,
+    learner_checks: Callable[[int], object],
+) -> Preflight:
+    """Everything that can be wrong, whatever else is. Nothing is started and nothing is written.
+
+    Args:
+        learner_checks: looks at what the learner itself refuses, given its number of processes; raises what it finds.
+    """
+    problems: list[str] = []
+    plan = shown = None
+    try:
+        plan = shown = make_plan(config, config_path, arguments)
+    except ConfigError as error:
+        problems.append(str(error))
+        undivided = config.launch.model_copy(update={"server_devices": (), "learner_devices": ()})
+        plan = make_plan(config.model_copy(update={"launch": undivided}), config_path, arguments)
+    checks = run_checks(config, plan, num_gpus)
+    problems += [f"{check.name}: {check.problem}" for check in checks if check.problem is not None]
+    try:
+        learner_checks(max(1, len(config.launch.learner_devices)))
+    except CoordExpError as error:
+        problems += str(error).splitlines()
+    return Preflight(shown, tuple(checks), tuple(dict.fromkeys(problems)))
+
+
 def make_plan(config: RunConfig, config_path: Path, arguments: Sequence[str] = ()) -> LaunchPlan:
     """The plan for this machine: which servers are local, a free port for torchrun.
 
+    A model that cannot be read, or not served, is planned for like any other: :func:`run_checks` names it.
+
     Raises:
-        ConfigError: the model's folder or the devices do not fit.
+        ConfigError: the device lists do not fit, with everything that is wrong with them.
     """
+    model_type = _model_type(Path(config.model.model))[0]
     return plan_launch(
         config,
         config_path,
         arguments=arguments,
         local=[_is_local(urlsplit(entry.base_url).hostname or "") for entry in server_entries(config)],
         rendezvous_port=_free_port(),
-        model_type=_model_type(Path(config.model.model)),
+        model_type=model_type if model_type in SWIFT_MODEL_TYPES else SWIFT_MODEL_TYPES[0],
     )
 
 
 def run_checks(config: RunConfig, plan: LaunchPlan, num_gpus: int) -> list[Check]:
     """Every check, in the order in which a user would cure them. Nothing is started and nothing is written."""
-    return [*_device_checks(config, plan, num_gpus), *_package_checks(config, plan), *_port_checks(plan), _disk(config)]
-
-
-def refuse_problems(checks: Sequence[Check]) -> None:
-    """
-    Raises:
-        ConfigError: with every problem found.
-    """
-    problems = [f"{check.name}: {check.problem}" for check in checks if check.problem is not None]
-    if problems:
-        raise ConfigError("\n".join(problems))
+    return [
+        *_device_checks(config, plan, num_gpus),
+        _model_check(config),
+        *_package_checks(config, plan),
+        *_port_checks(plan),
+        _disk(config),
+    ]
 
 
 def _device_checks(config: RunConfig, plan: LaunchPlan, num_gpus: int) -> Iterator[Check]:
@@ -70,8 +115,13 @@ def _device_checks(config: RunConfig, plan: LaunchPlan, num_gpus: int) -> Iterat
         f"{len(wanted)} of {num_gpus} GPUs" if wanted else "the CPU",
         f"there is no device {', '.join(map(str, missing))}: this machine has {num_gpus} GPUs" if missing else None,
     )
-    learners = max(1, len(plan.learner.devices))
-    yield _checked(f"{learners} learner processes", lambda: check_world_size(config, learners))
+
+
+def _model_check(config: RunConfig) -> Check:
+    model_type, problem = _model_type(Path(config.model.model))
+    if problem is None and config.launch.server == "swift" and model_type not in SWIFT_MODEL_TYPES:
+        problem = foreign_to_swift(model_type)
+    return Check("model.model", f"{config.model.model} ({model_type or 'no checkpoint'})", problem)
 
 
 def _package_checks(config: RunConfig, plan: LaunchPlan) -> Iterator[Check]:
@@ -128,23 +178,13 @@ def _disk(config: RunConfig) -> Check:
     )
 
 
-def _checked(name: str, act: Callable[[], object]) -> Check:
+def _model_type(folder: Path) -> tuple[str, str | None]:
+    """``model_type`` of a checkpoint, and what is wrong where there is none."""
     try:
-        act()
-    except CoordExpError as error:
-        return Check(name, "refused", str(error))
-    return Check(name, "fits the configuration")
-
-
-def _model_type(folder: Path) -> str:
-    path = folder / "config.json"
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"model.model: {folder} is no checkpoint ({error}); name a folder with config.json"
-        ) from error
-    return str(data.get("model_type", "")) if isinstance(data, dict) else ""
+        return "", f"{folder} is no checkpoint ({error}); name a folder with config.json"
+    return (str(data.get("model_type", "")) if isinstance(data, dict) else ""), None
 
 
 def _is_local(host: str) -> bool:

@@ -18,7 +18,7 @@ from coordexp.config.rollout import MonitorDumpConfig, RolloutMatchingConfig
 from coordexp.data.dataset import RecordDataset
 from coordexp.data.jsonl import check_dataset, read_jsonl
 from coordexp.data.preparation import preparation_of
-from coordexp.errors import DataError
+from coordexp.errors import ConfigError, CoordExpError, DataError
 from coordexp.extras import require
 from coordexp.records import ImageRecord
 from coordexp.rollouts import check_backend
@@ -45,38 +45,61 @@ class CheckedRun:
     val: tuple[ImageRecord, ...]
 
 
-def check_run(config: RunConfig, *, servers_are_up: bool = True) -> CheckedRun:
+def check_run(config: RunConfig, *, learners: int | None = None, servers_are_up: bool = True) -> CheckedRun:
     """Read the data and the tokenizer, ask the rollout servers: every mistake that can be seen early, seen early.
 
     Args:
+        learners: number of learner processes; None for this process's own world.
         servers_are_up: false before a launch, when there is nobody to ask yet.
 
     Raises:
-        ConfigError, DataError, CheckpointError, VocabError, MissingDependency.
+        ConfigError, DataError, CheckpointError, VocabError, MissingDependency: the one mistake. ConfigError: several,
+            one after the other.
     """
     from coordexp.modeling.load import load_vocab
 
-    check_world_size(config, distributed.world_size())
+    learners = distributed.world_size() if learners is None else learners
+    rollout = resolved_rollout(config)
+    found: list[CoordExpError] = []
+
+    def attempt(act: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return act(*arguments)
+        except CoordExpError as error:
+            found.append(error)
+
     if distributed.is_main():
         for sentence in advice(config):
             logger.warning(sentence)
-    rollout = resolved_rollout(config)
-    if servers_are_up:
-        check_backend(rollout)
-    _check_attention(config)
-    check_parallel(config, distributed.world_size())
+    attempt(check_world_size, config, learners)
+    if servers_are_up and not found:
+        check_backend(rollout)  # nothing else is read before there is somebody to answer
+    attempt(_check_attention, config)
+    attempt(check_parallel, config, learners)
     if config.training.packing:
-        require("binpacking", "training.packing")
-    for name in config.training.report_to:
-        if name == "tensorboard":
-            require("tensorboard", "training.report_to: tensorboard")
-    load_vocab(config.model.model)
-    train = read_jsonl(config.custom.train_jsonl, limit=config.custom.train_sample_limit)
-    if not train:
-        raise DataError("holds no samples", path=config.custom.train_jsonl)
-    val = read_jsonl(config.custom.val_jsonl, limit=config.custom.val_sample_limit) if config.custom.val_jsonl else []
-    check_dataset([*train, *val])
+        attempt(require, "binpacking", "training.packing")
+    if "tensorboard" in config.training.report_to:
+        attempt(require, "tensorboard", "training.report_to: tensorboard")
+    attempt(load_vocab, config.model.model)
+    train, val = attempt(_train_records, config), attempt(_val_records, config)
+    attempt(check_dataset, [*(train or ()), *(val or ())])
+    if len(found) > 1:
+        raise ConfigError("\n".join(map(str, found)))
+    if found:
+        raise found[0]
     return CheckedRun(config, rollout, tuple(train), tuple(val))
+
+
+def _train_records(config: RunConfig) -> list[ImageRecord]:
+    records = read_jsonl(config.custom.train_jsonl, limit=config.custom.train_sample_limit)
+    if not records:
+        raise DataError("holds no samples", path=config.custom.train_jsonl)
+    return records
+
+
+def _val_records(config: RunConfig) -> list[ImageRecord]:
+    path = config.custom.val_jsonl
+    return [] if path is None else read_jsonl(path, limit=config.custom.val_sample_limit)
 
 
 def build_trainer(

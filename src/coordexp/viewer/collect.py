@@ -11,9 +11,11 @@ from typing import Any
 
 from coordexp.coords import CoordVocab
 from coordexp.errors import DataError
-from coordexp.evaluation import ImageAnswer, match_by_desc, read_answers
+from coordexp.evaluation import ImageAnswer, read_answers
 from coordexp.evaluation.answers import PREDICTIONS
+from coordexp.evaluation.detection import match_answer
 from coordexp.metrics.rollout_record import RolloutRecord, read_records
+from coordexp.records import GTObject
 
 BEHIND_CUT = "BEHIND_CUT"  # tokens of the answer that are not part of the target
 _RECORDS, _MANIFEST = "rollout_records", "run_manifest.json"
@@ -21,7 +23,8 @@ _RECORDS, _MANIFEST = "rollout_records", "run_manifest.json"
 
 @dataclass(frozen=True, slots=True)
 class ViewShape:
-    """An object to draw. ``partner``: index of what it is matched with on the other side, or None."""
+    """An object to draw. ``partner``: index of what it is matched with on the other side, or None. ``soft``: its
+    weight, if nobody annotated it."""
 
     desc: str
     kind: str
@@ -30,6 +33,7 @@ class ViewShape:
     iou: float | None = None
     score: float | None = None
     name: str = ""
+    soft: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +158,7 @@ def _from_record(record: RolloutRecord, vocab: CoordVocab | None) -> ViewRecord:
         image=record.image,
         width=record.width,
         height=record.height,
-        gt=tuple(ViewShape(o.desc, o.kind, o.bins, pred_of_gt.get(i)) for i, o in enumerate(record.ground_truth)),
+        gt=_ground_truth(record.ground_truth, pred_of_gt),
         pred=tuple(
             ViewShape(o.desc, o.kind, o.bins, pair.gt_idx if pair else None, round(pair.iou, 4) if pair else None,
                       name=f"object_{o.index}")
@@ -170,6 +174,10 @@ def _from_record(record: RolloutRecord, vocab: CoordVocab | None) -> ViewRecord:
         rollout=None if vocab is None else _rollout_tokens(record, vocab),
         target=None if vocab is None else _target_tokens(record, vocab),
     )  # fmt: skip
+
+
+def _ground_truth(objects: Sequence[GTObject], pred_of_gt: Mapping[int, int]) -> tuple[ViewShape, ...]:
+    return tuple(ViewShape(o.desc, o.kind, o.bins, pred_of_gt.get(i), soft=o.soft) for i, o in enumerate(objects))
 
 
 def _target_tokens(record: RolloutRecord, vocab: CoordVocab) -> ViewTokens:
@@ -199,7 +207,7 @@ def _predictions(source: Path) -> list[ViewRecord]:
 
 
 def _from_answer(answer: ImageAnswer) -> ViewRecord:
-    matched = match_by_desc(answer.pred, answer.gt or ())
+    matched = match_answer(answer)
     gt_of_pred = {i: (j, iou) for i, j, iou in matched}
     pred_of_gt = {j: i for i, j, _ in matched}
     return ViewRecord(
@@ -208,7 +216,7 @@ def _from_answer(answer: ImageAnswer) -> ViewRecord:
         image=answer.image,
         width=answer.width,
         height=answer.height,
-        gt=tuple(ViewShape(o.desc, o.kind, o.bins, pred_of_gt.get(i)) for i, o in enumerate(answer.gt or ())),
+        gt=_ground_truth(answer.gt or (), pred_of_gt),
         pred=tuple(
             ViewShape(o.desc, o.kind, o.bins, found[0] if found else None, round(found[1], 4) if found else None,
                       None if o.score is None else round(o.score, 4), f"object {i + 1}")

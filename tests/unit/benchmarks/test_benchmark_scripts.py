@@ -45,6 +45,14 @@ def run(script: Callable[[str], ModuleType], tmp_path: Path) -> Run:
     return run_script
 
 
+def test_dealing_finds_no_case_in_which_the_plan_is_slower_or_over_the_cap(run: Run) -> None:
+    rows = run("dealing", "--ranks", 3, "--servers", 3)
+    assert [row["ranks"] for row in rows] == [1, 2, 3]
+    for row in rows:
+        assert row["cases"] > 1000 and row["planned_more_waves"] == 0 and row["planned_over"] == 1
+        assert row["alone_more_waves"] > 0 and row["alone_over"] > 1
+
+
 def test_rollouts_counts_the_same_answers_for_each_batch(run: Run, tmp_path: Path) -> None:
     model = small_checkpoint(tmp_path / "model")
     rows = run("rollouts", "--backends", "hf", "--batches", "1,2", "--objects", 1, "--model", model, "--check")

@@ -17,7 +17,7 @@ from coordexp.evaluation import Summary, detection_metrics, read_answers
 from coordexp.evaluation.answers import write_answers
 from coordexp.evaluation.summary import GroupRow
 from coordexp.evaluation.tables import summary_tables
-from scored_answers import CLASSES, random_answers
+from scored_answers import CLASSES, random_answers, with_soft
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +69,10 @@ def test_a_filled_folder_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_saved_predictions_are_evaluated_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_answers(with_soft(random_answers(12, 1), 0), tmp_path / "predictions.jsonl")
+    assert read_answers(tmp_path) == with_soft(random_answers(12, 1), 0)
+    outcome = run_cli(capsys, "evaluate", tmp_path)
+    assert outcome.code == 0 and "soft objects are no ground truth" in " ".join(outcome.out.split())
     write_answers(random_answers(12, 1), tmp_path / "predictions.jsonl")
     outcome = run_cli(capsys, "evaluate", tmp_path, "--segm", "--output", tmp_path / "figures")
     assert outcome.code == 0 and "by class" in outcome.out and "segm_AP" in outcome.out and "手提包" in outcome.out

@@ -56,6 +56,13 @@ def test_a_sound_dataset_has_none(tmp_path: Path) -> None:
     assert check(tmp_path, line(BOX, {"desc": "leaf", "poly": [1, 1, 9, 1, 9, 9]})) == []
 
 
+def test_soft_objects_are_counted_and_no_finding(tmp_path: Path) -> None:
+    soft = {**BOX, "soft": 0.5}
+    assert check(tmp_path, line(BOX, {**soft, "desc": "dog"}), line(soft, BOX))[0][0] is Finding.DUPLICATE_OBJECT
+    found = check_jsonl(tmp_path / "data.jsonl").to_json()
+    assert (found["objects"], found["soft_objects"], found["errors"]) == (4, 2, 0)
+
+
 def test_every_line_is_looked_at(tmp_path: Path) -> None:
     found = [finding for finding, _ in check(tmp_path, "no JSON", line(BOX, image="gone.png"), line())]
     assert found == [Finding.SCHEMA, Finding.MISSING_IMAGE, Finding.EMPTY_IMAGE]

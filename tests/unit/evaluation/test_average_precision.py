@@ -6,6 +6,7 @@ import contextlib
 import copy
 import io
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from coordexp.evaluation import Detection, ImageAnswer
 from coordexp.evaluation.average_precision import AREAS, MAX_DETECTIONS, THRESHOLDS_T, class_curves
 from coordexp.evaluation.coco import CocoData, coco_figures, to_coco
 from coordexp.records import GTObject
-from scored_answers import random_answers
+from scored_answers import random_answers, with_soft
 
 SQUARE = (100, 100, 400, 400)
 
@@ -146,6 +147,20 @@ def test_only_the_hundred_surest_count() -> None:
 def test_random_answers_in_all_area_ranges(iou_type: str, seed: int) -> None:
     evaluation = assert_pycocotools(random_answers(25, seed), iou_type)
     assert (evaluation.eval["precision"][:, :, :, :, -1] > 0).any(axis=(0, 1, 2)).all(), "every area range has a say"
+    assert_pycocotools(with_soft(random_answers(25, seed), seed), iou_type)
+
+
+def test_soft_objects_are_crowds() -> None:
+    (answer,) = CASES["a class that is annotated and never found"]
+    a, b = answer.gt or ()
+    soft = replace(b, soft=0.3)
+    alone = coco_figures([replace(answer, gt=(a,))]).figures
+    assert coco_figures([replace(answer, gt=(a, soft))]).figures == alone != coco_figures([answer]).figures
+    twice = (*answer.pred, Detection("b", "bbox_2d", SQUARE, 0.9), Detection("b", "bbox_2d", shifted(9), 0.8))
+    assert coco_figures([replace(answer, gt=(a, soft), pred=twice)]).figures == alone
+    data = to_coco([replace(answer, gt=(a, soft))])
+    assert [annotation["iscrowd"] for annotation in data.ground_truth["annotations"]] == [0, 1]
+    assert coco_figures([replace(answer, gt=(soft,))]).figures == {}
 
 
 def test_thresholds_of_ones_own() -> None:
@@ -164,6 +179,7 @@ def boxes(draw: st.DrawFn) -> tuple[int, ...]:
     return x1, y1, x2, y2
 
 
+SOFT = st.sampled_from((None, None, 0.5))
 OBJECTS = st.tuples(st.sampled_from("ab"), st.one_of(boxes(), st.lists(BINS, min_size=6, max_size=6).map(tuple)))
 FOUND = st.tuples(OBJECTS, st.sampled_from((0.1, 0.5, 0.9))).map(lambda pair: (*pair[0], pair[1]))
 SIDES = st.sampled_from((1, 30, 150, 800))
@@ -171,8 +187,9 @@ ANSWERS = st.builds(answered, st.lists(OBJECTS, max_size=6), st.lists(FOUND, max
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(ANSWERS, min_size=1, max_size=4), st.sampled_from(("bbox", "segm")))
-def test_any_answers(answers: list[ImageAnswer], iou_type: str) -> None:
-    """Coarse bins and three scores: shapes coincide, compete and tie all the time."""
-    if any(answer.truth for answer in answers):
+@given(st.lists(ANSWERS, min_size=1, max_size=4), st.sampled_from(("bbox", "segm")), st.data())
+def test_any_answers(answers: list[ImageAnswer], iou_type: str, data: st.DataObject) -> None:
+    """Coarse bins and three scores: shapes coincide, compete and tie all the time; some are soft."""
+    answers = [replace(a, gt=tuple(replace(o, soft=data.draw(SOFT)) for o in a.gt or ())) for a in answers]
+    if any(answer.gt for answer in answers):
         assert_pycocotools(answers, iou_type)

@@ -1,11 +1,13 @@
 """Detection figures from counts: one row per kind of answer."""
 
+from dataclasses import replace
+
 import pytest
 
 from answers import CAT, DOG, LEAF, answer, entry, record
 from coordexp.coords import CoordVocab, serialize_objects
 from coordexp.evaluation import Prediction, detection_counts, detection_metrics, match_by_desc
-from coordexp.evaluation.detection import count_image
+from coordexp.evaluation.detection import count_image, ignored_predictions, match_answer
 from coordexp.matching import MatchingConfig, match_objects
 from coordexp.parsing import parse_rollout
 from coordexp.records import GTObject, Rollout
@@ -76,6 +78,18 @@ def test_nothing_evaluated_divides_by_nothing():
     got = detection_metrics(detection_counts([]))
     assert got["images"] == 0
     assert all(value in (0, 1) for value in got.values())
+
+
+def test_a_soft_object_is_no_ground_truth_and_finding_it_neither_right_nor_wrong() -> None:
+    soft_dog = replace(DOG, soft=0.7)
+    alone = figures(serialize_objects([CAT]), [CAT, LEAF])
+    for said in ([CAT], [CAT, DOG], [DOG, CAT]):
+        assert (found := figures(serialize_objects(said), [CAT, LEAF, soft_dog])) == {
+            **alone, "tokens_per_image": found["tokens_per_image"]
+        }  # fmt: skip
+    assert figures(serialize_objects([CAT, DOG, DOG]), [CAT, soft_dog])["precision"] == 0.5  # it is there once at most
+    both = predicted(serialize_objects([CAT]), [replace(CAT, soft=0.9), CAT]).answer()
+    assert match_answer(both) == [(0, 1, 1.0)] and ignored_predictions(both) == set()  # annotated ones first
 
 
 def test_assignment_is_best_overall_within_a_description():

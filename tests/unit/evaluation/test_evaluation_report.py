@@ -1,6 +1,7 @@
 """The table of figures and the picture of answers."""
 
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from coordexp.evaluation import Detection, ImageAnswer, detection_counts, detect
 from coordexp.evaluation.report import FIGURES, draw_comparison, figures_table, telling_images
 from coordexp.records import GTObject
 
-GREEN, ORANGE, RED = (24, 150, 70), (230, 140, 0), (205, 30, 45)
+GREEN, ORANGE, RED, GREY = (24, 150, 70), (230, 140, 0), (205, 30, 45), (112, 117, 125)
 
 
 def prediction(folder: Path, said: list[GTObject], truth: list[GTObject], size: tuple[int, int]) -> ImageAnswer:
@@ -65,6 +66,18 @@ def test_the_picture_shows_found_wrong_and_missed(tmp_path):
         assert {GREEN, ORANGE} <= colours(first) and RED not in colours(first)  # the last run found CAT, missed LEAF
         assert RED in colours(second) and GREEN not in colours(second)
         assert GREEN in colours(third) and RED not in colours(third)
+
+
+def test_soft_objects_are_grey_and_dashed(tmp_path):
+    box = GTObject("cat", "bbox_2d", (100, 300, 900, 900))
+    sides = []
+    for annotation in (box, replace(box, soft=0.5)):
+        draw_comparison({"run": [prediction(tmp_path, [box], [annotation], (320, 320))]}, tmp_path / "sheet.png")
+        with Image.open(tmp_path / "sheet.png") as sheet:
+            bottom = 26 + round(900 / 999 * 319)
+            sides.append([sheet.getpixel((x, bottom)) for x in range(40, 280)])
+            assert {GREEN if annotation.soft is None else GREY} <= colours(sheet.crop((320, 26, 640, 346)))
+    assert set(sides[0]) == {GREEN} and set(sides[1]) == {GREY, (10, 10, 10)}
 
 
 def test_images_of_other_sizes_are_never_cut(tmp_path):

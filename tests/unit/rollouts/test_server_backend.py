@@ -172,9 +172,38 @@ def test_greedy_calls_to_ms_swift_share_a_post(fakes: list[FakeRolloutServer], s
         calls = backend.last_report()["calls"]
     assert got == {(i, 0): (i,) for i in range(8)}
     assert [[numbers(post) for post in fake.calls] for fake in fakes] == [[[0, 1, 2, 3], [6, 7]], [[4, 5]]]
-    assert [(c["server"], c["micro_step"], c["requests"], c["seed"]) for c in calls] == [
-        (0 if i not in (4, 5) else 1, i, 1, SeedContext(1, 2, i, 0).seed_of(0)) for i in range(8)
+    # A post has one seed, its first call's, and that is what the log says of all that it carried.
+    first_of = {i: first for post in ([0, 1, 2, 3], [4, 5], [6, 7]) for i in post for first in post[:1]}
+    for fake in fakes:
+        for post in fake.calls:
+            assert post["request_config"]["seed"] == SeedContext(1, 2, numbers(post)[0], 0).seed_of(0)
+    assert [(c["server"], c["post"], c["micro_step"], c["requests"], c["seed"]) for c in calls] == [
+        (int(i in (4, 5)), (0, 4, 6).index(first_of[i]), i, 1, SeedContext(1, 2, first_of[i], 0).seed_of(0))
+        for i in range(8)
     ]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("status", [OURS, SWIFTS, None], ids=["ours", "with our plugin", "without"])
+def test_the_log_says_what_went_over_the_wire(
+    fakes: list[FakeRolloutServer], status: dict[str, Any] | None, temperature: float
+) -> None:
+    """Every post with its server, its requests and its seed, whatever travelled together."""
+    rounds = [RolloutRound(requests_(2, 2 * i), SeedContext(1, 2, i, 0)) for i in range(5)]
+    for fake in fakes:
+        fake.status = status
+    with backend_of(fakes, decoding__temperature=temperature) as backend:
+        backend.sync_weights(0)
+        assert len(list(backend.generate_window(rounds))) == 10
+        calls = backend.last_report()["calls"]
+    logged = {}
+    for call in calls:
+        first = 2 * call["micro_step"] + call["first"]
+        logged.setdefault((call["server"], call["post"], call["seed"]), []).extend(
+            range(first, first + call["requests"])
+        )
+    sent = [(s, post["request_config"]["seed"], numbers(post)) for s, fake in enumerate(fakes) for post in fake.calls]
+    assert sorted(sent) == sorted((server, seed, asked) for (server, _, seed), asked in logged.items())
 
 
 def test_evaluation_keeps_every_device_busy(fakes: list[FakeRolloutServer]) -> None:

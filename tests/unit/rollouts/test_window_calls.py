@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordexp.errors import RolloutError
@@ -72,6 +73,25 @@ def test_a_single_rank_deals_a_round_by_the_contracts_rule(n: int, world_sizes: 
     dealt = {call.server: call.indices for batch in plan_calls([n], slots) for call in batch}
     expected = dict(enumerate(split_requests(n, world_sizes)))
     assert dealt == {server: part for server, part in expected.items() if len(part)}
+
+
+@settings(max_examples=300)
+@given(st.integers(1, 8), st.lists(st.integers(1, 8), min_size=1, max_size=8), st.integers(1, 16), st.integers(1, 8),
+       st.integers(1, 8))  # fmt: skip
+def test_the_plan_is_as_fast_as_any_within_the_caps(
+    ranks: int, devices: list[int], decode_batch_size: int, steps: int, samples: int
+) -> None:
+    """A batch is as much as a rank may have in flight, and all of it is decoded at once: nobody can be faster."""
+    if decode_batch_size * sum(devices) < ranks:
+        return
+    chunk = chunk_size(decode_batch_size, devices, ranks)
+    plans = [plan_calls([samples] * steps, server_slots(decode_batch_size, devices, ranks, r)) for r in range(ranks)]
+    assert {len(plan) for plan in plans} == {-(-steps * samples // chunk)}
+    for together in zip(*plans, strict=True):
+        load = Counter({call.server: 0 for batch in together for call in batch})
+        for call in itertools.chain.from_iterable(together):
+            load[call.server] += len(call.indices)
+        assert all(load[server] <= decode_batch_size * size for server, size in enumerate(devices))
 
 
 def test_small_micro_steps_share_a_batch_but_never_a_call() -> None:

@@ -15,7 +15,7 @@ from coordexp.config import load_config
 from coordexp.errors import ConfigError
 from coordexp.rollouts.engine.guard_activation import CONFIG_JSON, ENABLE, activated_config
 from coordexp.serving.plan import LaunchPlan, plan_from_json, plan_launch
-from coordexp.serving.preflight import make_plan, refuse_problems, run_checks
+from coordexp.serving.preflight import make_plan, run_checks
 from coordexp.training.build import resolved_rollout
 from rollout_servers import server_config
 from swift_servers import GUARD, guarded_config, plan_of
@@ -192,9 +192,9 @@ def test_taken_ports_missing_devices_and_full_disks_are_all_named(
         taken.listen()
         path = write_yaml(tmp_path, config)
         run = load_config(path)
-        with pytest.raises(ConfigError) as caught:
-            refuse_problems(run_checks(run, make_plan(run, path), num_gpus=2))
-    text = str(caught.value)
+        text = "\n".join(
+            f"{c.name}: {c.problem}" for c in run_checks(run, make_plan(run, path), num_gpus=2) if c.problem
+        )
     assert "there is no device 9" in text
     assert "servers[0].base_url" in text and "is taken" in text
     assert "servers[1].group_port" in text and "give each its own" in text
@@ -211,6 +211,36 @@ def test_dry_run_prints_the_plan_and_starts_nothing(
     assert f"server_base_urls: {', '.join(urls)}" in result.out
     for word in ("swift.cli.rollout", "torch.distributed.run", ENABLE, "CUDA_VISIBLE_DEVICES", "server1.log"):
         assert word in result.out
+    assert not Path(config["training"]["output_dir"]).exists()
+
+
+@pytest.mark.parametrize("dry", [True, False])
+def test_every_problem_of_every_stage_is_printed_and_nothing_starts(
+    tmp_path: Path, config: dict[str, Any], capsys: pytest.CaptureFixture[str], dry: bool
+) -> None:
+    """Devices, ports, the model's folder, its tokenizer and the data are looked at whatever else is wrong."""
+    servers = config["rollout_matching"]["vllm"]["server"]["servers"]
+    servers[1]["group_port"] = servers[0]["group_port"]
+    broken = {
+        "launch.server_devices": [[0], [0]],
+        "launch.learner_devices": [],
+        "model.model": str(tmp_path / "nowhere"),
+        "custom.train_jsonl": str(tmp_path / "no.jsonl"),
+        "custom.val_jsonl": str(tmp_path / "neither.jsonl"),
+    }
+    for key, value in broken.items():
+        config = set_key(config, key, value)
+    result = run_cli(capsys, "launch", "--config", write_yaml(tmp_path, config), *["--dry-run"] * dry)
+    assert result.code == 2
+    for words in (
+        "launch.server_devices[1]: device 0 is already in launch.server_devices[0]",
+        "launch.learner_devices: missing, while servers have devices",
+        "is no checkpoint",
+        f"port {servers[0]['group_port']} is rollout_matching.vllm.server.servers[0].group_port too",
+        "no.jsonl",
+        "neither.jsonl",
+    ):
+        assert words in result.err, words
     assert not Path(config["training"]["output_dir"]).exists()
 
 

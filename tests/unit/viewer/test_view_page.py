@@ -20,7 +20,7 @@ from coordexp.viewer import collect, render
 from coordexp.viewer.collect import BEHIND_CUT
 from coordexp.viewer.render import as_script_data
 from coordexp.viewer.serve import make_server
-from scored_answers import random_answers
+from scored_answers import random_answers, with_soft
 from view_runs import HOSTILE, hostile_answers, write_run
 
 
@@ -58,6 +58,14 @@ def test_predictions_are_matched_anew(tmp_path: Path, place: str) -> None:
         assert [o.bins for o in shown.gt] == [o.bins for o in one.truth]
         for i, found in enumerate(shown.pred):
             assert found.partner is None or (shown.gt[found.partner].partner == i and (found.iou or 0) >= 0.5)
+
+
+def test_soft_objects_are_told_apart(tmp_path: Path) -> None:
+    answers = with_soft(random_answers(5, 1), 1)
+    write_answers(answers, tmp_path / "predictions.jsonl")
+    page = data_of(render(collect(tmp_path)), "data")
+    assert [[o["soft"] for o in r["gt"]] for r in page["records"]] == [[o.soft for o in a.gt or ()] for a in answers]
+    assert any(o.soft for a in answers for o in a.gt or ())
 
 
 def test_too_many_records_are_thinned_evenly_and_said(tmp_path: Path) -> None:

@@ -23,7 +23,8 @@ const counted = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
 const records = data.records.map((record, number) => ({
   ...record,
   number,
-  missed: record.gt.filter((object) => object.partner === null).length,
+  missed: record.gt.filter((object) => object.partner === null && object.soft === null).length,
+  soft: record.gt.filter((object) => object.soft !== null).length,
   unmatched: record.annotated ? record.pred.filter((object) => object.partner === null).length : 0,
   numDropped: Object.values(record.dropped).reduce((sum, count) => sum + count, 0),
   words: [record.sample_id, ...record.gt.map((o) => o.desc), ...record.pred.map((o) => o.desc)]

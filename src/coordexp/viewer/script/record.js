@@ -31,7 +31,8 @@ const badges = (record) => {
   const all = [
     [record.step === null ? "" : `step ${record.step}`, false],
     [`${record.width} × ${record.height}`, false],
-    [record.annotated ? `${record.gt.length} annotated` : "not annotated", false],
+    [record.annotated ? `${record.gt.length - record.soft} annotated` : "not annotated", false],
+    [record.soft ? `${record.soft} soft` : "", false],
     [`${record.pred.length} predicted`, false],
     [record.missed ? `${record.missed} missed` : "", true],
     [record.unmatched ? `${record.unmatched} unmatched` : "", true],
@@ -59,7 +60,13 @@ const extent = (object) => {
   };
   return side(0) * side(1);
 };
+// A soft object is neither missed nor found: nobody annotated it. Nor is what was predicted in its place right or wrong.
+const isSoft = (record, side, object) => {
+  const annotation = side === "gt" ? object : record.gt[object.partner];
+  return annotation !== undefined && annotation.soft !== null;
+};
 const stateOf = (record, side, object) => {
+  if (isSoft(record, side, object)) return "soft";
   const [good, bad] = side === "gt" ? ["found", "missed"] : ["right", "wrong"];
   return object.partner === null && record.annotated ? bad : good;
 };
@@ -92,6 +99,9 @@ const picture = (record) => {
 
 const says = (record, side, number) => {
   const object = record[side][number];
+  if (side === "gt" && object.soft !== null) {
+    return `soft: ${object.desc} · nobody annotated it, weight ${round(object.soft)}`;
+  }
   if (side === "gt") {
     const found = object.partner === null ? "missed" : `found, IoU ${round(record.pred[object.partner].iou)}`;
     return `ground truth: ${object.desc} · ${found}`;
@@ -113,11 +123,12 @@ const objectRows = (record) => {
   const predicted = record.pred.map((object, number) => {
     const truth = object.partner === null ? null : record.gt[object.partner].desc;
     const value = truth === null ? (record.annotated ? "unmatched" : "") : `IoU ${round(object.iou)}`;
-    const desc = truth === null || truth === object.desc ? object.desc : `${object.desc} (annotated: ${truth})`;
+    const given = isSoft(record, "pred", object) ? "soft" : "annotated";
+    const desc = truth === null || truth === object.desc ? object.desc : `${object.desc} (${given}: ${truth})`;
     return row("pred", number, object.name, desc, value);
   });
   const missed = record.gt.flatMap((object, number) => (object.partner === null
-    ? [row("gt", number, "–", object.desc, "missed")] : []));
+    ? [row("gt", number, "–", object.desc, object.soft === null ? "missed" : "soft")] : []));
   return [...predicted, ...missed];
 };
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,6 +66,36 @@ def test_bytes_arrive_and_a_port_serves_one_group_after_another() -> None:
         learner.close()
         worker.close()
         wait_until_free(GroupAddress("127.0.0.1", port, 1, 2, 5.0), 5.0)
+
+
+def listening() -> set[tuple[str, int]]:
+    """Where this process listens, by the kernel's own table."""
+    inodes = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            inodes.add(descriptor.readlink().name)
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                address, port = fields[1].split(":")
+                found.add((address, int(port, 16)))
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="asks Linux what is open")
+def test_a_group_opens_its_port_and_one_more_for_each_member_and_all_on_one_address() -> None:
+    """What docs/serving.md tells whoever writes the firewall's rules."""
+    (port,) = free_ports(1)
+    before = listening()
+    ends = both_ends(port)
+    opened = listening() - before
+    for end in ends:
+        end.close()
+    loopback = "0100007F"
+    assert (loopback, port) in opened
+    assert len(opened) == 3 and {address for address, _ in opened} == {loopback}
 
 
 def test_a_member_that_leaves_is_noticed_at_once() -> None:
