@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from coordexp.cli import evaluate, launch, predict, replay, run, serve, view
+from coordexp.cli import evaluate, export, launch, predict, replay, run, serve, view
 from coordexp.cli.config import config_app
 from coordexp.cli.data import data_app
 from coordexp.cli.model import model_app
@@ -29,6 +29,7 @@ app = typer.Typer(
 run.register(app)
 predict.register(app)
 evaluate.register(app)
+export.register(app)
 view.register(app)
 replay.register(app)
 serve.register(app)
