@@ -22,10 +22,10 @@ from coordexp.errors import AlignmentError, RolloutError
 from coordexp.modeling.load import LoadedModel
 from coordexp.records import RolloutRequest
 from coordexp.rollouts import RolloutRound, SeedContext, synced
-from coordexp.rollouts.vllm_colocate import ColocatedBackend
-from rollout_servers import greedy_tokens, load_served, requests_of
-from tiny_run import same_weights, step_lines, train, weights
-from vllm_runs import COLOCATED, colocated, vllm_config
+from coordexp.vllm_engine.colocated import ColocatedBackend
+from support.rollout_servers import greedy_tokens, load_served, requests_of
+from support.tiny_run import same_weights, step_lines, train, weights
+from support.vllm_runs import COLOCATED, colocated, vllm_config
 
 WORKER = Path(__file__).parent / "train_worker.py"
 SEEDS = SeedContext(1, 0, 0, 0)

@@ -134,7 +134,7 @@ def _evaluate_model(
     sheet: Path | None,
     as_json: bool,
 ) -> None:
-    from coordexp.training.evaluate import run_evaluation
+    from coordexp.inference.evaluate import run_evaluation
 
     no_bars_in_log_files()
     result = run_evaluation(

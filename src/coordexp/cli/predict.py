@@ -57,7 +57,7 @@ def predict(
     """
     config, images = _told_apart(sources)
     run = _configuration(config, model)
-    from coordexp.training.predict import run_prediction
+    from coordexp.inference.predict import run_prediction
 
     console = open_console(stderr=as_json)
     no_bars_in_log_files()

@@ -22,7 +22,7 @@ from coordexp.inference.detections import Detections, as_detections
 from coordexp.records import ImageRecord
 
 if TYPE_CHECKING:
-    from coordexp.training.answering import Answerer
+    from coordexp.inference.session import InferenceSession
 
 ImageLike = str | Path | Image.Image | np.ndarray
 """A file, a PIL image, or an array (height, width, 3) or (height, width) of uint8, in RGB order."""
@@ -61,8 +61,8 @@ class Detector:
             CheckpointError, VocabError: no such checkpoint, or one without coordinate tokens.
             MissingDependency: vLLM is not installed.
         """
+        from coordexp.inference.session import answering
         from coordexp.rollouts import check_backend
-        from coordexp.training.answering import answering
 
         asking = Asking(backend, batch_size, max_new_tokens, prompt, dtype, device == "cpu", seed)
         config = asking_config(model, asking)
@@ -72,7 +72,7 @@ class Detector:
         self._scores = scores
         self._batch_size = batch_size
         self._open = ExitStack()
-        self._answerer: Answerer = self._open.enter_context(answering(config, rollout, Path(model)))
+        self._answerer: InferenceSession = self._open.enter_context(open_session(config, rollout, Path(model)))
 
     @overload
     def predict(self, images: Image.Image | np.ndarray) -> Detections: ...
@@ -133,13 +133,13 @@ class Detector:
         from coordexp.evaluation.predict import predict
         from coordexp.rollouts import DatasetSeeds
 
-        answerer = self._answerer
-        size = answerer.backend.batch_size(self._batch_size)
+        session = self._answerer
+        size = session.backend.batch_size(self._batch_size)
         found: list[Detections] = []
         for start in range(0, len(records), size):
-            batch = [Sample(record, answerer.encoder.encode(record)) for record in records[start : start + size]]
-            seeds, scorer = DatasetSeeds(self._seed, start), answerer.scorer if self._scores else None
-            for item in predict(batch, answerer.backend, answerer.loaded.vocab, seeds, scorer):
+            batch = [Sample(record, session.encoder.encode(record)) for record in records[start : start + size]]
+            seeds, scorer = DatasetSeeds(self._seed, start), session.scorer if self._scores else None
+            for item in predict(batch, session.backend, session.loaded.vocab, seeds, scorer):
                 answer = make_answer(item.record, item.rollout, item.parsed, item.scores, annotated=False)
                 found.append(as_detections(answer, given.get(answer.sample_id)))
         return found

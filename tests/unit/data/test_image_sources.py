@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from annotation_folders import paint
 from coordexp.data.image_sources import find_images
 from coordexp.data.scenes import SPARSE, write_scenes
 from coordexp.errors import DataError
+from support.annotation_folders import paint
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordexp.rollouts.repeat_guard import GuardRule, ObjectKeyReader, RepeatGuard, Trigger, first_trigger
-from qwen_tokenizer import qwen_vocab
+from support.qwen_tokenizer import qwen_vocab
 
 
 @dataclass(frozen=True)
