@@ -61,7 +61,7 @@ class Detector:
             CheckpointError, VocabError: no such checkpoint, or one without coordinate tokens.
             MissingDependency: vLLM is not installed.
         """
-        from coordexp.inference.session import answering
+        from coordexp.inference.session import open_session
         from coordexp.rollouts import check_backend
 
         asking = Asking(backend, batch_size, max_new_tokens, prompt, dtype, device == "cpu", seed)
@@ -72,7 +72,7 @@ class Detector:
         self._scores = scores
         self._batch_size = batch_size
         self._open = ExitStack()
-        self._answerer: InferenceSession = self._open.enter_context(open_session(config, rollout, Path(model)))
+        self._session: InferenceSession = self._open.enter_context(open_session(config, rollout, Path(model)))
 
     @overload
     def predict(self, images: Image.Image | np.ndarray) -> Detections: ...
@@ -133,7 +133,7 @@ class Detector:
         from coordexp.evaluation.predict import predict
         from coordexp.rollouts import DatasetSeeds
 
-        session = self._answerer
+        session = self._session
         size = session.backend.batch_size(self._batch_size)
         found: list[Detections] = []
         for start in range(0, len(records), size):
