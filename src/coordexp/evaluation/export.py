@@ -92,7 +92,7 @@ def export_yolo(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms, sc
     number, further = number_names((obj.desc for answer in answers for obj in answer.pred), terms.names, 0)
     files = []
     for answer, name in _named(answers, ".txt"):
-        lines = [_yolo_line(found, number[found.desc], scores) for found in answer.pred]
+        lines = [_yolo_line(found, frame_of(answer), number[found.desc], scores) for found in answer.pred]
         files.append(_write(out / "labels" / name, "".join(line + "\n" for line in lines)))
     named = "".join(f"  {k}: {json.dumps(name, ensure_ascii=False)}\n"
                     for name, k in sorted(number.items(), key=lambda item: item[1]))  # fmt: skip
@@ -187,13 +187,13 @@ def _coco_shape(obj: Any, frame: OriginalImage) -> dict[str, Any]:
     return {"bbox": box, "segmentation": [outline], "area": round(abs(twice) / 2, 3)}
 
 
-def _yolo_line(found: Detection, number: int, scores: bool) -> str:
-    size = 1001  # shares of a side do not depend on the side, but for the pixel that bins leave out
+def _yolo_line(found: Detection, frame: OriginalImage, number: int, scores: bool) -> str:
+    width, height = frame.width, frame.height
     if found.kind == "poly":
-        values = [value / (size - 1) for point in pixel_ring(found, size, size) for value in point]
+        values = [share for x, y in pixel_ring(found, width, height) for share in (x / width, y / height)]
     else:
-        x1, y1, x2, y2 = (value / (size - 1) for value in pixel_box(found, size, size))
-        values = [(x1 + x2) / 2, (y1 + y2) / 2, x2 - x1, y2 - y1]
+        x1, y1, x2, y2 = pixel_box(found, width, height)
+        values = [(x1 + x2) / 2 / width, (y1 + y2) / 2 / height, (x2 - x1) / width, (y2 - y1) / height]
     if scores:
         values.append(1.0 if found.score is None else found.score)
     return " ".join([str(number), *(f"{value:.6f}" for value in values)])
