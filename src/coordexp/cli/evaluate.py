@@ -91,13 +91,13 @@ def evaluate(
     run = None
     if source is not None and source.suffix in (".yaml", ".yml"):
         from coordexp.config import load_config
+        from coordexp.config.paths import check_evaluation_paths
 
         if print_only:
             print_config(source, arguments or ())
             return
-        run = load_config(
-            source, arguments=arguments or ()
-        )  # before heavy imports: a mistake in the YAML shows at once
+        run = load_config(source, arguments=arguments or ())  # before heavy imports: mistakes show at once
+        check_evaluation_paths(run, model, data)
     kind = _RUNS if runs is not None else _SAVED if run is None else _CONFIG
     _refuse_unused(
         kind,

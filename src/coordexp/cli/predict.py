@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from coordexp.cli.console import no_bars_in_log_files, open_console, say, say_written
-from coordexp.errors import ConfigError
+from coordexp.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from coordexp.config import RunConfig
@@ -55,8 +55,15 @@ def predict(
     An image that cannot be read is told of and left out. Answers are written as they come: the same command with the
     same --output goes on where it stopped.
     """
+    from coordexp.config.paths import check_model_path
+    from coordexp.data.image_sources import is_pattern
+
     config, images = _told_apart(sources)
     run = _configuration(config, model)
+    check_model_path(run, model)
+    missing = [str(path) for path in images if not path.exists() and not is_pattern(path)]
+    if missing:
+        raise DataError(f"no such image, folder or dataset: {', '.join(missing)}")
     from coordexp.inference.predict import run_prediction
 
     console = open_console(stderr=as_json)

@@ -69,6 +69,11 @@ def find_images(sources: Sequence[Path], *, limit: int | None = None, skip_broke
     return Found(tuple(chosen), frozenset(annotated), tuple(skipped))
 
 
+def is_pattern(path: Path) -> bool:
+    """Whether ``path`` may name several files."""
+    return _GLOB.search(_PRINTF.sub("*", str(path))) is not None
+
+
 def _image_files(source: Path, alone: bool) -> Iterator[tuple[Path, str]]:
     """(file, name): the names of one folder's images start in it, others as they were given."""
     if source.is_dir():
@@ -80,7 +85,7 @@ def _image_files(source: Path, alone: bool) -> Iterator[tuple[Path, str]]:
         yield source, source.as_posix()
     else:
         pattern = _PRINTF.sub("*", str(source))
-        if not _GLOB.search(pattern):
+        if not is_pattern(source):
             raise DataError("no such image, folder or dataset", path=source)
         start = Path(Path(pattern).anchor)
         paths = sorted(start.glob(str(Path(pattern).relative_to(start))), key=_by_numbers)
