@@ -138,7 +138,7 @@ def from_line(text: str | bytes, *, path: Path | None = None, line: int | None =
             text=str(fields.get("text", "")),
             original=_original(fields.get("original")),
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise DataError(f"no line of predictions: {type(error).__name__}: {error}", path=path, line=line) from error
 
 
