@@ -1,7 +1,7 @@
 """The demo: a tiny detector learns to name what its annotators left out, on a CPU, before your eyes.
 
-Half of the objects in its training scenes are not annotated, as in most real sets, and the checkpoint that it starts from
-was trained on such scenes: it leaves out what it sees. From there three ways go on, for about the same CPU time and on
+Half of the objects in its training scenes are not annotated, as in many real sets, and the checkpoint that it starts
+from was trained on such scenes: it leaves out what it sees. From there three ways go on, for about the same time and on
 the same incomplete annotations: plain SFT; SFT on annotations that the start's own confident predictions completed; and
 rollout matching on rewritten answers. All are measured on held-out scenes whose annotations are complete.
 Interrupted, it goes on where it was when started again.
@@ -24,7 +24,10 @@ from coordexp.config import RunConfig, load_config
 START = "checkpoints/demo-incomplete"
 COMPLETION_THRESHOLD = 0.3  # least confidence of an added object
 KEPT = 0.5  # share of the training annotations that are there
-_SCENES = {"train": 31, "val": 23}  # split → seed of its stream; the start was trained on the first, never on the second
+_SCENES = {
+    "train": 31,
+    "val": 23,
+}  # split → seed of its stream; the start knows the first one
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,9 @@ def test_the_shipped_checkpoint_writes_what_the_shipped_configuration_expects(de
 
 def test_training_sees_half_of_the_annotations_and_the_completed_set_adds_soft_ones(demo):
     data = demo[0] / "data" / "train"
-    whole, incomplete, completed = (read_jsonl(data / f"{name}.jsonl") for name in ("scenes", "incomplete", "completed"))
+    whole, incomplete, completed = (
+        read_jsonl(data / f"{name}.jsonl") for name in ("scenes", "incomplete", "completed")
+    )
     counts = [sum(len(record.objects) for record in records) for records in (whole, incomplete, completed)]
     assert counts[1] < 0.8 * counts[0] and counts[2] >= counts[1]
     for part, more in zip(incomplete, completed, strict=True):
