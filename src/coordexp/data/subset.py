@@ -16,7 +16,7 @@ from coordexp.records import ImageRecord
 def split_records(records: Sequence[ImageRecord], shares: Sequence[float], seed: int = 0) -> list[list[ImageRecord]]:
     """Parts of about ``shares`` (which sum to 1) of the images, each in the order of the dataset.
 
-    Records of one image stay together, copies of one file too, so that no part is tested on what another was trained on.
+    Records of one image stay together, copies of its file too: no part is tested on what another was trained on.
 
     Raises:
         DataError: shares that are no shares, or too few images for every part to get one.
