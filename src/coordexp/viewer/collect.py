@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+
+import yaml
 
 from coordexp.coords import CoordVocab
 from coordexp.errors import DataError
@@ -18,7 +19,7 @@ from coordexp.recording.rollout_record import RolloutRecord, read_records
 from coordexp.records import GTObject
 
 BEHIND_CUT = "BEHIND_CUT"  # tokens of the answer that are not part of the target
-_RECORDS, _MANIFEST = "rollout_records", "run_manifest.json"
+_RECORDS, _RESOLVED_CONFIG = "rollout_records", "resolved_config.yaml"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,20 +110,11 @@ def find_checkpoint(source: Path) -> Path | None:
     for folder in (source, source.parent, source.parent.parent) if source.is_dir() else source.parents[:3]:
         if (folder / "tokenizer.json").is_file() and (folder / "config.json").is_file():
             return folder
-        manifest = folder / _MANIFEST
-        if manifest.is_file():
-            model = _find_key(json.loads(manifest.read_text(encoding="utf-8")), "model")
-            if isinstance(model, dict) and Path(str(model.get("model"))).is_dir():
-                return Path(str(model["model"]))
-    return None
-
-
-def _find_key(content: Any, key: str) -> Any:
-    """The first mapping under ``key``, wherever the manifest keeps the configuration."""
-    if isinstance(content, dict):
-        if isinstance(content.get(key), dict):
-            return content[key]
-        return next((found for value in content.values() if (found := _find_key(value, key)) is not None), None)
+        resolved = folder / _RESOLVED_CONFIG
+        if resolved.is_file():
+            model = Path(str(yaml.safe_load(resolved.read_text(encoding="utf-8"))["model"]["model"]))
+            if (model / "tokenizer.json").is_file():
+                return model
     return None
 
 

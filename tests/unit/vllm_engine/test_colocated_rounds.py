@@ -100,10 +100,9 @@ def backend_of(
     nothing: Any = SimpleNamespace()
     weights: Any = Weights()
     return ColocatedBackend(
-        VLLMConfig.model_validate({"tensor_parallel_size": 1, **vllm}), model=Path("model"), dtype="float32",
-        max_model_len=64, options=DecodingOptions(), decode_batch_size=1, vocab=nothing, image_token_id=0,
-        num_embeddings=0, weights=weights, open_image=nothing, offload=learner.offload,
-        repeat_terminate=RepeatTerminateConfig(), lora_rank=8,
+        VLLMConfig.model_validate({"tensor_parallel_size": 1, **vllm}), model=Path("model"), options=DecodingOptions(),
+        decode_batch_size=1, vocab=nothing, image_token_id=0, weights=weights, open_image=nothing,
+        offload=learner.offload, repeat_terminate=RepeatTerminateConfig(),
     )  # fmt: skip
 
 
