@@ -123,7 +123,7 @@ def from_line(text: str | bytes, *, path: Path | None = None, line: int | None =
             num_tokens=int(fields.get("num_tokens", 0)),
             text=str(fields.get("text", "")),
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise DataError(f"no line of predictions: {type(error).__name__}: {error}", path=path, line=line) from error
 
 

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 
+import numpy as np
 import yaml
 
 from coordexp.coords import CoordVocab
+from coordexp.data.convert.sources import read_json
 from coordexp.errors import DataError
 from coordexp.evaluation import ImageAnswer, read_answers
 from coordexp.evaluation.answers import PREDICTIONS
 from coordexp.evaluation.detection import match_answer
 from coordexp.recording.rollout_record import RolloutRecord, read_records
-from coordexp.records import GTObject
+from coordexp.records import GTObject, TokenRole
+from coordexp.targets import mark_matched
 
 BEHIND_CUT = "BEHIND_CUT"  # tokens of the answer that are not part of the target
 _RECORDS, _RESOLVED_CONFIG = "rollout_records", "resolved_config.yaml"
@@ -111,11 +113,19 @@ def find_checkpoint(source: Path) -> Path | None:
         if (folder / "tokenizer.json").is_file() and (folder / "config.json").is_file():
             return folder
         resolved = folder / _RESOLVED_CONFIG
-        if resolved.is_file():
-            model = Path(str(yaml.safe_load(resolved.read_text(encoding="utf-8"))["model"]["model"]))
-            if (model / "tokenizer.json").is_file():
-                return model
+        if resolved.is_file() and (model := _model_of(resolved)) is not None and (model / "tokenizer.json").is_file():
+            return model
     return None
+
+
+def _model_of(resolved: Path) -> Path | None:
+    """The checkpoint that a run started from, by its resolved configuration."""
+    try:
+        content = yaml.safe_load(resolved.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise DataError(f"is no YAML: {error}; name the checkpoint with --model", path=resolved) from error
+    section = content.get("model") if isinstance(content, dict) else None
+    return Path(str(section["model"])) if isinstance(section, dict) and "model" in section else None
 
 
 def has_rollout_records(source: Path) -> bool:
@@ -177,9 +187,14 @@ def _target_tokens(record: RolloutRecord, vocab: CoordVocab) -> ViewTokens:
 
 
 def _rollout_tokens(record: RolloutRecord, vocab: CoordVocab) -> ViewTokens:
-    """The answer's own tokens, each with its role in the target; those behind the cut have none."""
-    roles = [role for role, count in record.target.roles for _ in range(count)]
+    """The answer's own tokens, each with the role that the match gives it; those behind the cut have none. In a
+    rewritten answer the target's tokens, which are others, have the same roles for the same reasons."""
     kept = min(record.parse.prefix_len - record.parse.num_replaced_tail, len(record.response_token_ids))
+    roles_T = np.full(record.parse.prefix_len, TokenRole.PREFIX_MASKED, dtype=np.uint8)
+    if record.target.token_ids:
+        pairs = record.match.pairs
+        mark_matched(roles_T, [(record.parse.objects[p.pred_idx], record.ground_truth[p.gt_idx]) for p in pairs])
+    roles = [TokenRole(role).name for role in roles_T.tolist()]
     own = [*roles[:kept], *[BEHIND_CUT] * (len(record.response_token_ids) - kept)]
     runs = tuple((role, sum(1 for _ in run)) for role, run in groupby(own))
     return ViewTokens(_pieces(record.response_token_ids, vocab), runs)
@@ -231,7 +246,7 @@ def _curves(source: Path) -> dict[str, list[tuple[float, float]]]:
     state = next((path for path in states if path.is_file()), None)
     if state is None:
         return {}
-    content = json.loads(state.read_text(encoding="utf-8"))
+    content = read_json(state)
     lines = content if isinstance(content, list) else content.get("log_history", [])
     curves: dict[str, list[tuple[float, float]]] = {}
     for line in lines:

@@ -103,6 +103,7 @@ def resolved(**keys: Any) -> RolloutMatchingConfig:
     config["rollout_matching"] |= keys
     config["model"]["dtype"] = "float32"
     config["global_max_length"] = 640
+    config["tuner"] = {"lora_rank": 16}
     return resolved_rollout(parse_config(config))
 
 

@@ -158,7 +158,7 @@ def test_a_failed_adapter_push_is_one_event_and_full_from_then_on(monkeypatch: p
     for version in (5, 6):
         with synced(backend, version):
             report = backend.last_report()
-        assert report["fallbacks"] == ["version 5: cannot adapt it"] and report["sync_mode"] == "full"
+        assert report["fallbacks"] == ["version 5: RolloutError: cannot adapt it"] and report["sync_mode"] == "full"
     assert [what for what, _ in learner.seen if what in ("adapter", "push")] == ["adapter", "push", "push"]
     assert engine.compared == [True, False], "the first full push is read back, also behind a fallback"
     assert backend.take_metrics()["rollout/sync_fallbacks_total"] == 1
