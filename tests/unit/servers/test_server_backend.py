@@ -328,7 +328,9 @@ def test_a_server_that_is_mute_while_it_decodes_is_waited_for(
 ) -> None:
     """infer_timeout_s: null means no timeout, and of ms-swift's silence nothing follows."""
     asked: list[str] = []
-    monkeypatch.setattr(ServerClient, "health", lambda self, timeout_s=None: asked.append(self.base_url))
+    monkeypatch.setattr(
+        ServerClient, "engine_silent_s", lambda self, timeout_s=None: asked.append(self.base_url) or 0.0
+    )
     with backend_of(fakes) as backend:
         asked.clear()
         backend._watch({0, 1})
@@ -353,14 +355,14 @@ def test_a_server_that_answers_call_after_call_is_alive_however_long_the_window_
                 now[0] += 0.4  # timeout_s is 1
             yield post, ask(post)
 
-    def silent(self: ServerClient, timeout_s: float | None = None) -> None:
+    def silent(self: ServerClient, timeout_s: float | None = None) -> float:
         raise ServerTimeout("no answer")
 
     with FakeRolloutServer(1, status={"server": "coordexp serve", "workers": []}) as fake:
         fake.infer = answers
         with backend_of([fake]) as backend:
             backend.sync_weights(0)
-            monkeypatch.setattr(ServerClient, "health", silent)
+            monkeypatch.setattr(ServerClient, "engine_silent_s", silent)
             monkeypatch.setattr(vllm_server, "in_flight", slow_posts)
             monkeypatch.setattr(vllm_server, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep))
             assert len(backend.generate(requests_(8), SEEDS)) == 8
