@@ -14,7 +14,9 @@ EXTRAS ?= dev,$(VLLM),swift
 STAMP := $(VENV)/.coordexp-setup-$(subst $(comma),-,$(EXTRAS))
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: setup demo test browser fuzz check bench clean
+KILLS ?= 50
+
+.PHONY: setup demo test browser fuzz faults check bench clean
 
 setup: $(STAMP)
 
@@ -49,6 +51,10 @@ browser:
 # Random answers against the invariants of parsing and targets; stops at the first that breaks one, and names it.
 fuzz: setup
 	$(TEST_ENV) $(BIN)/python tests/fuzz/fuzz_targets.py --examples $(FUZZ_EXAMPLES) $(FUZZ_ARGS)
+
+# Every fault of tests/faults, and KILLS runs that are killed at a chosen point and started again; writes the table.
+faults: setup
+	$(TEST_ENV) $(BIN)/python tests/faults/campaign.py --kills $(KILLS) --out benchmarks/results/faults.md $(PYTEST_ARGS)
 
 check: setup
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""A server that speaks HTTP badly on purpose: it drips, hangs, closes early, or never ends a header or an answer."""
+"""A server that speaks HTTP badly on purpose: it drips, hangs, closes early, never ends a header or an answer."""
 
 from __future__ import annotations
 
