@@ -261,8 +261,8 @@ class _NodeReader:
         self._num_read += 1
         if self._num_read > _MOST_NODES:
             raise ConfigError(
-                f"{self.name}: more than {_MOST_NODES:,} keys and values with all its aliases written out; no run needs "
-                "as many"
+                f"{self.name}: more than {_MOST_NODES:,} keys and values with all its aliases written out; no run "
+                "needs as many"
             )
         if id(node) in above:
             raise ConfigError(f"{where}: {dotted(here)}: this alias contains itself")
