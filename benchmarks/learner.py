@@ -167,7 +167,7 @@ def training(sizes: Any, device: torch.device, options: Any) -> dict[str, Any]:
     lengths = rng.integers(low, high + 1, options.samples).tolist()
     segments = draw_segments(lengths, sizes)
     capacity = max(options.capacity, *(segment.length for segment in segments))
-    counts = SupervisionCounts.of(segment.target for segment in segments)
+    counts = SupervisionCounts.from_targets(segment.target for segment in segments)
     rows = pack(segments, capacity)
     batches = [segments[start : start + options.batch] for start in range(0, len(segments), options.batch)]
     tokens = sum(segment.length for segment in segments)

@@ -206,7 +206,7 @@ def ours(model: Any, batch: Sequence[Segment], counts: SupervisionCounts) -> tor
     vocabulary = model.config.text_config.vocab_size
     moved = supervision.to(device), query.to(device)
     coord_ids = range(vocabulary - NUM_BINS, vocabulary)
-    scores = model(program=ScoreRow(to_device(inputs, device), *moved, coord_ids))
+    scores = model(forward_fn=ScoreRow(to_device(inputs, device), *moved, coord_ids))
     return pipeline(ObjectiveContext(*moved, scores, counts)).loss
 
 
@@ -235,7 +235,7 @@ def padded(model: Any, batch: Sequence[Segment], counts: SupervisionCounts) -> t
     }
     logits = model(**to_device(inputs, model.device), use_cache=False).logits.float()
     row = build_row(batch)
-    supervision = SupervisionTensors.of(row)
+    supervision = SupervisionTensors.from_row(row)
     starts = np.asarray(row.offsets[:-1])
     of_N = np.searchsorted(starts, supervision.position_N.numpy(), side="right") - 1
     first = torch.from_numpy(supervision.position_N.numpy() - 1 - starts[of_N] + of_N * longest)
@@ -252,7 +252,7 @@ FORMS: dict[str, Callable[[Any, Sequence[Segment], SupervisionCounts], torch.Ten
 def _row(model: Any, batch: Sequence[Segment]) -> tuple[dict[str, Any], SupervisionTensors]:
     row = build_row(batch)
     inputs = row_inputs(row, model.model.get_rope_index, IMAGE, "packed", model.dtype)
-    return inputs, SupervisionTensors.of(row)
+    return inputs, SupervisionTensors.from_row(row)
 
 
 def flops_per_step(model: Any, sizes: Sizes, segments: Sequence[Segment], scored: int) -> float:

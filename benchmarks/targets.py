@@ -158,8 +158,8 @@ def _tokenizers(console: Console) -> list[tuple[str, Callable[[], CoordVocab]]]:
     """Those that can be had here; says what is missing for the others."""
     found = [("tiny", _tiny_vocab)]
     missing = [name for name in ("dashscope", "pytest") if importlib.util.find_spec(name) is None]
-    if not (_TESTS / "qwen_tokenizer.py").is_file():
-        missing.append(str(_TESTS / "qwen_tokenizer.py"))
+    if not (_TESTS / "support" / "qwen_tokenizer.py").is_file():
+        missing.append(str(_TESTS / "support" / "qwen_tokenizer.py"))
     if missing:
         console.print(
             f"Qwen tokenizer left out: {', '.join(missing)} missing; in the source tree run make setup, "
@@ -173,7 +173,7 @@ def _tokenizers(console: Console) -> list[tuple[str, Callable[[], CoordVocab]]]:
 def _qwen_vocab() -> CoordVocab:
     if str(_TESTS) not in sys.path:
         sys.path.append(str(_TESTS))
-    from qwen_tokenizer import qwen_vocab
+    from support.qwen_tokenizer import qwen_vocab
 
     return qwen_vocab()
 

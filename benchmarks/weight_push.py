@@ -35,9 +35,9 @@ from coordexp.extras import require
 from coordexp.modeling.load import load_model
 from coordexp.modeling.tiny import TinySpec, build_tiny_checkpoint
 from coordexp.modeling.weights import LearnerWeights
-from coordexp.rollouts.engine.communicator import Communicator, GroupAddress, join
-from coordexp.rollouts.server_client import ServerClient
-from coordexp.rollouts.weight_sync import WeightSync
+from coordexp.servers.client import ServerClient
+from coordexp.servers.sync import WeightSync
+from coordexp.weight_sync.group import Communicator, GroupAddress, join
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 600.0

@@ -106,7 +106,7 @@ def _train(config: RunConfig, config_path: Path, label: str, console: Console) -
 
 
 def _evaluate(config: RunConfig, model: str, label: str, console: Console) -> tuple[dict[str, float], list[Any]]:
-    from coordexp.training.evaluate import evaluate_model
+    from coordexp.inference.evaluate import evaluate_model
 
     return evaluate_model(config, console, model=model, description=f"evaluating: {label}")
 

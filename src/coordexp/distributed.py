@@ -72,7 +72,7 @@ _SHARED = "is_every_ranks"  # set on errors that all ranks have raised alike
 
 
 @contextmanager
-def together(where: str) -> Iterator[None]:
+def raise_on_all_ranks(where: str) -> Iterator[None]:
     """All ranks leave this block, or all raise the same error. A collective call, at the block's end.
 
     Without it a rank that fails leaves the others waiting in the next collective. Inside the block every rank must
@@ -83,10 +83,10 @@ def together(where: str) -> Iterator[None]:
         yield
     except Exception as error:  # not handled here: raised again below, on every rank
         failure = error
-    raise_together(failure, where)
+    raise_first_failure(failure, where)
 
 
-def raise_together(failure: Exception | None, where: str) -> None:
+def raise_first_failure(failure: Exception | None, where: str) -> None:
     """Raise the failure of the lowest rank that has one, on every rank with the same text. A collective call."""
     if world_size() == 1:
         if failure is not None:

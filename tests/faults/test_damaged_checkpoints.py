@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from cli_runs import run_cli
 from coordexp.errors import CheckpointError
 from coordexp.training.checkpoint import resolve_resume
 from coordexp.training.seal import SEAL, read_seal
 from faults.corrupter import DAMAGES, damaged_copy, flip_bit, zero_all
-from tiny_run import run_config, train
+from support.cli_runs import run_cli
+from support.tiny_run import run_config, train
 
 FILES = ["model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json", "config.json",
          "log_line_rank0.json", "carry_buffer_rank0.json", "tokenizer.json"]  # fmt: skip

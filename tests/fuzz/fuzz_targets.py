@@ -24,11 +24,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from answers import outcome_of
 from coordexp.coords import TURN_END, CoordVocab, serialize_objects
 from coordexp.records import GTObject
-from parse_invariants import VOCABS, as_gt, check_parse
-from target_invariants import check_target
+from support.answers import outcome_of
+from support.parse_invariants import VOCABS, as_gt, check_parse
+from support.target_invariants import check_target
 
 CHUNK = 250  # cases a worker takes at a time
 SAY_EVERY_S = 10.0

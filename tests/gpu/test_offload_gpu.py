@@ -8,7 +8,7 @@ import torch
 from coordexp.config.rollout import OffloadConfig
 from coordexp.modeling.weights import LearnerWeights
 from coordexp.rollouts.offload import LearnerOffload
-from tiny_run import load_tiny
+from support.tiny_run import load_tiny
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

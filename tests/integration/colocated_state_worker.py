@@ -22,8 +22,8 @@ from coordexp.data.images import open_rgb
 from coordexp.modeling.weights import LearnerWeights
 from coordexp.rollouts import SeedContext, build_backend, synced
 from coordexp.rollouts.build import LearnerParts
-from rollout_servers import load_served, requests_of, served_checkpoint
-from vllm_runs import COLOCATED, vllm_config
+from support.rollout_servers import load_served, requests_of, served_checkpoint
+from support.vllm_runs import COLOCATED, vllm_config
 
 
 def found() -> dict[str, Any]:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from coordexp.rollouts.server_client import ServerClient
-from rollout_servers import RunningServer
+from coordexp.servers.client import ServerClient
+from support.rollout_servers import RunningServer
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from coordexp import distributed
 from coordexp.objective import SupervisionCounts
-from step_gradients import gradients, load_double, mixed_segments, row_loss
+from support.step_gradients import gradients, load_double, mixed_segments, row_loss
 
 
 def main(cases: str, folder: str) -> None:
@@ -27,7 +27,7 @@ def main(cases: str, folder: str) -> None:
     losses = {}
     for name, (wrapper, split) in json.loads(cases).items():
         mine = [[segments[index] for index in row] for row in split[me]]
-        local = SupervisionCounts.of(segment.target for row in mine for segment in row)
+        local = SupervisionCounts.from_targets(segment.target for row in mine for segment in row)
         counts = SupervisionCounts(*(int(n) for n in distributed.all_reduce(local.as_tuple(), "sum")))
         bare = copy.deepcopy(loaded.model)
         model: Any = DistributedDataParallel(bare) if wrapper == "ddp" else sharded(bare)

@@ -16,8 +16,8 @@ from coordexp.modeling.adapter import load_adapter, save_adapter
 from coordexp.modeling.inputs import row_inputs
 from coordexp.modeling.load import LoadedModel
 from coordexp.modeling.weights import LearnerWeights
-from tiny_run import gt_segments, row_of, tiny_checkpoint
-from tuned_models import lora, tuned
+from support.tiny_run import gt_segments, row_of, tiny_checkpoint
+from support.tuned_models import lora, tuned
 
 
 def scored(model: Any, loaded: LoadedModel, which: slice) -> torch.Tensor:

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-import tuned_models
 from coordexp.errors import RolloutError
 from coordexp.modeling.load import LoadedModel
 from coordexp.modeling.weights import LearnerWeights
-from coordexp.rollouts.server_client import ServerClient
-from coordexp.rollouts.weight_sync import WeightSync
-from rollout_servers import (
+from coordexp.servers.client import ServerClient
+from coordexp.servers.sync import WeightSync
+from support import tuned_models
+from support.rollout_servers import (
     RunningServer,
     greedy_tokens,
     requests_of,

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-import tuned_models
 from coordexp.data.images import open_rgb
 from coordexp.errors import RolloutError
 from coordexp.modeling.load import LoadedModel
@@ -20,9 +19,10 @@ from coordexp.modeling.tiny import build_tiny_checkpoint
 from coordexp.modeling.weights import LearnerWeights
 from coordexp.rollouts import SeedContext, build_backend, synced
 from coordexp.rollouts.build import LearnerParts
-from coordexp.rollouts.vllm_colocate import ColocatedBackend
-from rollout_servers import SPEC, greedy_tokens, load_served, requests_of, served_checkpoint, sharpen
-from vllm_runs import COLOCATED, vllm_config
+from coordexp.vllm_engine.colocated import ColocatedBackend
+from support import tuned_models
+from support.rollout_servers import SPEC, greedy_tokens, load_served, requests_of, served_checkpoint, sharpen
+from support.vllm_runs import COLOCATED, vllm_config
 
 SEEDS = SeedContext(1, 0, 0, 0)
 TOKENS = 12

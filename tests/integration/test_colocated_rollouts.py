@@ -17,7 +17,6 @@ import torch.distributed as dist
 from PIL import Image
 from safetensors.torch import load_file
 
-from answers import CAT, record
 from coordexp.data.dataset import Sample
 from coordexp.data.images import open_rgb
 from coordexp.errors import AlignmentError, RolloutError
@@ -26,12 +25,13 @@ from coordexp.modeling.inputs import PromptEncoder
 from coordexp.modeling.load import LoadedModel
 from coordexp.records import RolloutRequest
 from coordexp.rollouts import RolloutRound, SeedContext, synced
-from coordexp.rollouts.vllm_colocate import ColocatedBackend
 from coordexp.targets import TransportConfig
 from coordexp.training.sources import RolloutSource
-from rollout_servers import greedy_tokens, load_served, requests_of
-from tiny_run import same_weights, step_lines, tiny_samples, train, weights
-from vllm_runs import COLOCATED, colocated, vllm_config
+from coordexp.vllm_engine.colocated import ColocatedBackend
+from support.answers import CAT, record
+from support.rollout_servers import greedy_tokens, load_served, requests_of
+from support.tiny_run import same_weights, step_lines, tiny_samples, train, weights
+from support.vllm_runs import COLOCATED, colocated, vllm_config
 
 WORKER = Path(__file__).parent / "train_worker.py"
 SEEDS = SeedContext(1, 0, 0, 0)

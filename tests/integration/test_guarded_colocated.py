@@ -11,11 +11,11 @@ from coordexp.modeling.load import LoadedModel
 from coordexp.records import RolloutRequest
 from coordexp.rollouts import SeedContext, synced
 from coordexp.rollouts.repeat_guard import first_trigger
-from coordexp.rollouts.vllm_colocate import ColocatedBackend
-from rollout_servers import greedy_tokens, load_served
-from swift_servers import GUARD, GUARDED_TOKENS
-from tiny_run import tiny_samples
-from vllm_runs import colocated
+from coordexp.vllm_engine.colocated import ColocatedBackend
+from support.rollout_servers import greedy_tokens, load_served
+from support.swift_servers import GUARD, GUARDED_TOKENS
+from support.tiny_run import tiny_samples
+from support.vllm_runs import colocated
 
 SETTINGS = RepeatTerminateConfig(**GUARD)
 

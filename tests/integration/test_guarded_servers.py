@@ -20,13 +20,13 @@ from coordexp.errors import RolloutError
 from coordexp.modeling.load import LoadedModel
 from coordexp.records import RolloutRequest
 from coordexp.rollouts import DecodingOptions, SeedContext
-from coordexp.rollouts.engine.guard_activation import check_guard
 from coordexp.rollouts.hf import HFBackend
 from coordexp.rollouts.repeat_guard import first_trigger
-from coordexp.rollouts.server_fleet import check_servers
-from rollout_servers import RunningServer, greedy_tokens, is_alive, load_served, payload, serving
-from swift_servers import GUARD, GUARDED_TOKENS, guarded_config, swift_rollout
-from tiny_run import tiny_samples
+from coordexp.servers.fleet import check_servers
+from coordexp.vllm_engine.guard_activation import check_guard
+from support.rollout_servers import RunningServer, greedy_tokens, is_alive, load_served, payload, serving
+from support.swift_servers import GUARD, GUARDED_TOKENS, guarded_config, swift_rollout
+from support.tiny_run import tiny_samples
 
 SETTINGS = RepeatTerminateConfig(**GUARD)
 KINDS = ("swift", "coordexp")
@@ -159,7 +159,7 @@ def test_the_guard_is_the_servers_own(
 def test_the_yaml_section_alone_decides(servers: dict[str, Any], tmp_path: Path, kind: str) -> None:
     """A configuration with the guard on, switched from hf to vllm: the server that it starts guards by its six keys,
     and a learner with other thresholds, or with none, refuses that server before its first step."""
-    from config_samples import set_key, write_yaml
+    from support.config_samples import set_key, write_yaml
 
     _, config = servers[kind]
 

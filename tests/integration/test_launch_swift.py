@@ -15,18 +15,18 @@ from typing import Any
 
 import pytest
 
-from config_samples import pipeline, set_key, write_yaml
 from coordexp.data.jsonl import read_jsonl
 from coordexp.data.write import write_jsonl
-from coordexp.rollouts.engine.guard_activation import CONFIG_JSON
-from coordexp.serving.plan import PLUGIN, LaunchPlan
-from rollout_servers import descendants, is_alive, serving_environment
-from swift_servers import guarded_config, plan_of, with_arguments
-from tiny_run import tiny_scenes
+from coordexp.serving.launch.plan import PLUGIN, LaunchPlan
+from coordexp.vllm_engine.guard_activation import CONFIG_JSON
+from support.config_samples import pipeline, set_key, write_yaml
+from support.rollout_servers import descendants, is_alive, serving_environment
+from support.swift_servers import guarded_config, plan_of, with_arguments
+from support.tiny_run import tiny_scenes
 
 LAUNCH_S = 280.0
 RUN_PLAN = (
-    "import sys; from coordexp.serving.launch import run_plan; from coordexp.serving.plan import plan_from_json; "
+    "import sys; from coordexp.serving.launch.run import run_plan; from coordexp.serving.launch.plan import plan_from_json; "
     "sys.exit(run_plan(plan_from_json(sys.stdin.readline())))"
 )
 

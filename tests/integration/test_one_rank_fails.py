@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from coordexp.training.checkpoint import is_complete
-from rollout_servers import descendants, is_alive, tail
-from tiny_run import run_config
+from support.rollout_servers import descendants, is_alive, tail
+from support.tiny_run import run_config
 
 WORKER = Path(__file__).parent / "failing_rank_worker.py"
 CASES = [

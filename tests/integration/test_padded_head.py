@@ -15,7 +15,7 @@ from coordexp.modeling.load import LoadedModel, load_model
 from coordexp.records import RolloutRequest
 from coordexp.rollouts import DecodingOptions, SeedContext
 from coordexp.rollouts.hf import HFBackend
-from rollout_servers import (
+from support.rollout_servers import (
     NEW_TOKENS,
     RunningServer,
     greedy_tokens,
@@ -25,8 +25,8 @@ from rollout_servers import (
     server_config,
     serving,
 )
-from swift_servers import swift_rollout
-from tiny_run import tiny_samples
+from support.swift_servers import swift_rollout
+from support.tiny_run import tiny_samples
 
 PADDING = 9
 

@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from cli_runs import run_cli, write_run
 from coordexp.assets import asset
 from coordexp.cli import main
 from coordexp.data.scenes import SPARSE, write_scenes
 from coordexp.evaluation import ImageAnswer, read_answers
-from rollout_servers import server_config, serving, serving_environment
-from vllm_runs import COLOCATED, server_keys
+from support.cli_runs import run_cli, write_run
+from support.rollout_servers import server_config, serving, serving_environment
+from support.vllm_runs import COLOCATED, server_keys
 
 DEMO = asset("checkpoints/demo-stage1")
 IMAGES = 8

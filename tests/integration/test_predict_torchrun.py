@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from cli_runs import run_cli, small_checkpoint, write_run
 from coordexp.data.scenes import SPARSE, write_scenes
 from coordexp.evaluation import read_answers
+from support.cli_runs import run_cli, small_checkpoint, write_run
 
 
 def predict_by_two(run: Path, data: Path, output: Path) -> None:

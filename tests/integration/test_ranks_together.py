@@ -54,6 +54,6 @@ def test_the_failing_rank_keeps_its_own_traceback(seen: list[dict[str, list[str]
 
 def test_alone_an_error_is_left_as_it_is() -> None:
     error = RolloutError("as it was")
-    with pytest.raises(RolloutError) as raised, distributed.together("anywhere"):
+    with pytest.raises(RolloutError) as raised, distributed.raise_on_all_ranks("anywhere"):
         raise error
     assert raised.value is error

@@ -9,9 +9,9 @@ import pytest
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
-from cli_runs import run_cli, write_run
 from coordexp.assets import asset
 from coordexp.data.scenes import SPARSE, write_scenes
+from support.cli_runs import run_cli, write_run
 
 STATS = {"AP": 0, "AP50": 1, "AP75": 2, "AP_small": 3, "AP_medium": 4, "AP_large": 5, "AR100": 8}
 

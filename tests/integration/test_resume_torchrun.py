@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from coordexp.config import RunConfig
 from coordexp.training.checkpoint import is_complete, resolve_resume
 from coordexp.training.seal import SEAL
-from tiny_run import run_config
+from support.tiny_run import run_config
 
 HERE = Path(__file__).parent
 

@@ -16,12 +16,12 @@ import torch
 from coordexp.errors import RolloutError, ServerUnreachable
 from coordexp.modeling.load import LoadedModel
 from coordexp.modeling.weights import LearnerWeights
-from coordexp.rollouts.engine import cpu
-from coordexp.rollouts.engine.communicator import GroupAddress, join
-from coordexp.rollouts.engine.stamp import WeightStamp
-from coordexp.rollouts.server_client import ServerClient
-from coordexp.rollouts.weight_sync import WeightSync
-from rollout_servers import (
+from coordexp.servers.client import ServerClient
+from coordexp.servers.sync import WeightSync
+from coordexp.vllm_engine import cpu
+from coordexp.weight_sync.group import GroupAddress, join
+from coordexp.weight_sync.stamp import WeightStamp
+from support.rollout_servers import (
     RunningServer,
     greedy_tokens,
     is_alive,

@@ -11,8 +11,8 @@ import pytest
 
 from coordexp.errors import RolloutError, ServerRefused, ServerTimeout, ServerUnreachable
 from coordexp.modeling.weights import LearnerWeights
-from coordexp.rollouts.weight_sync import WeightSync
-from rollout_servers import (
+from coordexp.servers.sync import WeightSync
+from support.rollout_servers import (
     RunningServer,
     is_alive,
     load_served,

@@ -21,10 +21,10 @@ from safetensors.torch import load_file
 from coordexp.config import RunConfig
 from coordexp.errors import RolloutError, ServerTimeout
 from coordexp.rollouts import SeedContext
-from coordexp.rollouts.vllm_server import ServerBackend
+from coordexp.servers.backend import ServerBackend
 from coordexp.training.checkpoint import is_complete
-from cuttable_proxy import CuttableProxy
-from rollout_servers import (
+from support.cuttable_proxy import CuttableProxy
+from support.rollout_servers import (
     RunningServer,
     descendants,
     is_alive,
@@ -34,8 +34,8 @@ from rollout_servers import (
     tail,
     wait_until_healthy,
 )
-from tiny_run import same_weights, step_lines, train, weights
-from vllm_runs import server_keys, vllm_config
+from support.tiny_run import same_weights, step_lines, train, weights
+from support.vllm_runs import server_keys, vllm_config
 
 WORKER = Path(__file__).parent / "train_worker.py"
 SGD: dict[str, Any] = {"training__optim": "sgd", "training__learning_rate": 0.05, "training__max_grad_norm": 0.0}

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-import tuned_models
 from coordexp.errors import RolloutError, ServerRefused
 from coordexp.modeling.load import LoadedModel
 from coordexp.modeling.weights import LearnerWeights
 from coordexp.records import RolloutRequest
-from coordexp.rollouts.engine import cpu
-from coordexp.rollouts.server_client import ServerClient
-from coordexp.rollouts.weight_sync import WeightSync
-from rollout_servers import (
+from coordexp.servers.client import ServerClient
+from coordexp.servers.sync import WeightSync
+from coordexp.vllm_engine import cpu
+from support import tuned_models
+from support.rollout_servers import (
     RunningServer,
     greedy_tokens,
     load_served,
@@ -28,8 +28,8 @@ from rollout_servers import (
     served_tokens,
     server_config,
 )
-from swift_servers import swift_rollout
-from tiny_run import tiny_samples
+from support.swift_servers import swift_rollout
+from support.tiny_run import tiny_samples
 
 WORKERS = 2
 

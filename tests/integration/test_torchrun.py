@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from coordexp.config import RunConfig
-from tiny_run import run_config, step_lines, tiny_checkpoint, train, weights
+from support.tiny_run import run_config, step_lines, tiny_checkpoint, train, weights
 
 WORKER = Path(__file__).parent / "train_worker.py"
 

@@ -19,11 +19,11 @@ from coordexp.modeling.weights import LearnerWeights
 from coordexp.rollouts import SeedContext, build_backend, synced
 from coordexp.rollouts.build import LearnerParts
 from coordexp.rollouts.offload import LearnerOffload
-from coordexp.rollouts.vllm_colocate import ColocatedBackend
-from rollout_servers import greedy_tokens, load_served, requests_of, served_checkpoint
-from tiny_run import same_weights, step_lines, train, weights
-from tuned_models import lora, tuned
-from vllm_runs import COLOCATED, vllm_config
+from coordexp.vllm_engine.colocated import ColocatedBackend
+from support.rollout_servers import greedy_tokens, load_served, requests_of, served_checkpoint
+from support.tiny_run import same_weights, step_lines, train, weights
+from support.tuned_models import lora, tuned
+from support.vllm_runs import COLOCATED, vllm_config
 
 SEEDS = SeedContext(1, 0, 0, 0)
 TOKENS = 12

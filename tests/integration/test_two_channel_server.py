@@ -14,11 +14,11 @@ from rich.console import Console
 
 from coordexp.errors import RolloutError
 from coordexp.training.build import build_trainer, check_run, run_training
-from rollout_servers import RunningServer, served_checkpoint, serving
-from swift_servers import GUARD, GUARDED_TOKENS, guarded_config
-from tiny_run import run_config, step_lines, train
-from two_channel_runs import SGD, assert_same_training, torchrun
-from vllm_runs import server_keys
+from support.rollout_servers import RunningServer, served_checkpoint, serving
+from support.swift_servers import GUARD, GUARDED_TOKENS, guarded_config
+from support.tiny_run import run_config, step_lines, train
+from support.two_channel_runs import SGD, assert_same_training, torchrun
+from support.vllm_runs import server_keys
 
 
 def guarded_keys() -> dict[str, Any]:

@@ -9,8 +9,8 @@ import pytest
 
 from coordexp.errors import AppendError
 from coordexp.training import sources
-from tiny_run import run_config, train
-from two_channel_runs import SGD, assert_same_training, torchrun
+from support.tiny_run import run_config, train
+from support.two_channel_runs import SGD, assert_same_training, torchrun
 
 
 @pytest.mark.parametrize("sharded", [False, True])

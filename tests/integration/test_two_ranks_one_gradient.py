@@ -13,7 +13,7 @@ import torch
 
 from coordexp.modeling.load import LoadedModel
 from coordexp.records import Segment
-from step_gradients import furthest, load_double, mixed_segments, step
+from support.step_gradients import furthest, load_double, mixed_segments, step
 
 TESTS = Path(__file__).parents[1]
 

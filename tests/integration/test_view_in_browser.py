@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from answers import tiny_vocab
-from browser import Browser, open_browser
 from coordexp.evaluation.answers import write_answers
 from coordexp.viewer import collect, render
-from scored_answers import random_answers, with_soft
-from view_runs import HOSTILE, hostile_answers, write_run
+from support.answers import tiny_vocab
+from support.browser import Browser, open_browser
+from support.scored_answers import random_answers, with_soft
+from support.view_runs import HOSTILE, hostile_answers, write_run
 
 ROW = '#list [aria-current="true"]'
 

@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 import torch
 
-import tuned_models
 from coordexp.errors import RolloutError, ServerRefused
 from coordexp.modeling.load import LoadedModel
 from coordexp.modeling.weights import LearnerWeights
 from coordexp.rollouts.backend import AdapterWeights
-from coordexp.rollouts.engine import checksum
-from coordexp.rollouts.engine.buckets import LONE_PIECE_BYTES
-from coordexp.rollouts.engine.stamp import WeightStamp
-from coordexp.rollouts.server_client import ServerClient
-from coordexp.rollouts.weight_sync import WeightSync
-from rollout_servers import (
+from coordexp.servers.client import ServerClient
+from coordexp.servers.sync import WeightSync
+from coordexp.weight_sync import checksum
+from coordexp.weight_sync.buckets import LONE_PIECE_BYTES
+from coordexp.weight_sync.stamp import WeightStamp
+from support import tuned_models
+from support.rollout_servers import (
     RunningServer,
     greedy_tokens,
     load_served,
@@ -213,7 +213,7 @@ def test_a_second_learner_takes_the_server_over(client: ServerClient, learner: L
         requests = requests_of(learner, 2)
         assert served_tokens(client, requests) == greedy_tokens(learner, requests)
         with pytest.raises(RolloutError):
-            first._lanes[0]._group.broadcast([torch.zeros(8, dtype=torch.uint8)], 1)  # type: ignore[union-attr]
+            first._connections[0]._group.broadcast([torch.zeros(8, dtype=torch.uint8)], 1)  # type: ignore[union-attr]
         with pytest.raises(RolloutError, match=r"has pushed its weights since this one \(version 1 of learner"):
             first.push(3)  # it was not gone after all; and takes nothing back
         assert served_tokens(client, requests) == greedy_tokens(learner, requests)
@@ -235,7 +235,7 @@ def test_answers_say_whose_weights_they_come_from(client: ServerClient, learner:
 def test_a_learner_that_dies_in_the_middle_of_a_push_blocks_nobody(client: ServerClient, learner: LoadedModel) -> None:
     first = WeightSync([client], LearnerWeights(learner.model), bucket_mb=1, timeout_s=30.0)
     first.push(1)
-    lane = first._lanes[0]
+    lane = first._connections[0]
     announced = threading.Thread(target=_announce_and_leave, args=(client, lane))
     started = time.monotonic()
     announced.start()

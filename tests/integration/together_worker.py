@@ -25,7 +25,7 @@ def main(folder: str) -> None:
     seen = {}
     for name, failures in CASES.items():
         try:
-            with distributed.together("the whole"), distributed.together("the test"):
+            with distributed.raise_on_all_ranks("the whole"), distributed.raise_on_all_ranks("the test"):
                 if rank in failures:
                     raise failures[rank]
         except Exception as error:  # any: what was raised is the result

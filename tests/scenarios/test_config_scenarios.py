@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from config_samples import drop_key, set_key, stage2, write_yaml
 from coordexp.config import ConfigError, load_config
+from support.config_samples import drop_key, set_key, stage2, write_yaml
 
 
 def refusal(tmp_path: Path, raw: dict[str, Any]) -> str:

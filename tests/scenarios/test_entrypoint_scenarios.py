@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cli_runs import logged, small_checkpoint, write_run
+from support.cli_runs import logged, small_checkpoint, write_run
 
 ROOT = Path(__file__).parents[2]
 

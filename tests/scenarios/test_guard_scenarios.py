@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from config_samples import set_key, write_yaml
 from coordexp.config import load_config
 from coordexp.config.rollout import RepeatTerminateConfig
 from coordexp.errors import RolloutError
 from coordexp.rollouts import DecodingOptions
 from coordexp.rollouts.build import check_backend
-from coordexp.rollouts.engine.guard_activation import CONFIG_JSON, CONFIG_JSON_PATH, ENABLE
-from coordexp.rollouts.vllm_colocate import ColocatedBackend
-from coordexp.serving.plan import plan_launch
-from rollout_servers import server_config
-from tiny_run import tiny_checkpoint
+from coordexp.serving.launch.plan import plan_launch
+from coordexp.vllm_engine.colocated import ColocatedBackend
+from coordexp.vllm_engine.guard_activation import CONFIG_JSON, CONFIG_JSON_PATH, ENABLE
+from support.config_samples import set_key, write_yaml
+from support.rollout_servers import server_config
+from support.tiny_run import tiny_checkpoint
 
 GUARD = {"enabled": True, "ngram_size": 8}
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from answers import CAT, DOG, LEAF, answer, entry, outcome_of, tiny_vocab
 from coordexp.config.data import CoordSoftCEW1Config
 from coordexp.errors import AlignmentError
 from coordexp.objective import (
@@ -22,13 +21,14 @@ from coordexp.objective import (
     score_head,
     sft_pipeline,
 )
-from coordexp.objective.coord_math import fence
+from coordexp.objective.coord_math import limit_logits
 from coordexp.objective.pipeline import ObjectiveResult
 from coordexp.packing import build_row
 from coordexp.records import GTObject, Segment, TokenRole
 from coordexp.targets import build_gt_target
-from naive_head import context_of_logits
-from objective_rows import COORD_IDS, COORDS, EVERYTHING, config
+from support.answers import CAT, DOG, LEAF, answer, entry, outcome_of, tiny_vocab
+from support.naive_head import context_of_logits
+from support.objective_rows import COORD_IDS, COORDS, EVERYTHING, config
 
 PROMPT = (3, 4, 5, 6)
 NEAR_CAT = GTObject("cat", "bbox_2d", (12, 25, 195, 230))
@@ -57,9 +57,11 @@ def logits_of(segment: Segment) -> torch.Tensor:
 
 def score(segment: Segment, logits_LV: torch.Tensor, pipeline: ObjectivePipeline) -> ObjectiveResult:
     """The pipeline on a row for which the model says ``logits_LV``."""
-    supervision = SupervisionTensors.of(build_row([segment]))
+    supervision = SupervisionTensors.from_row(build_row([segment]))
     logits_NV = logits_LV[supervision.position_N - 1]
-    return pipeline(context_of_logits(pipeline, supervision, logits_NV, COORDS, SupervisionCounts.of([segment.target])))
+    return pipeline(
+        context_of_logits(pipeline, supervision, logits_NV, COORDS, SupervisionCounts.from_targets([segment.target]))
+    )
 
 
 def positions(segment: Segment, *roles: TokenRole) -> list[int]:
@@ -122,14 +124,14 @@ def test_a_shifted_target_never_reaches_the_loss(shift: int) -> None:
     segment = rollout_segment()
     shifted = replace(segment.target, coord_pos_K=segment.target.coord_pos_K + shift)
     with pytest.raises(AlignmentError, match="sample s: supervised coordinate at target position"):
-        SupervisionTensors.of(build_row([replace(segment, target=shifted)]))
+        SupervisionTensors.from_row(build_row([replace(segment, target=shifted)]))
 
 
 @pytest.mark.scenario("Supervision indices are validated against assistant span")
 def test_every_supervised_position_lies_in_the_assistants_tokens() -> None:
     segments = [rollout_segment(), Segment("gt", PROMPT, build_gt_target([LEAF], tiny_vocab(), sample_id="gt"))]
     row = build_row(segments)
-    found = SupervisionTensors.of(row)
+    found = SupervisionTensors.from_row(row)
     assistant = np.concatenate(
         [np.arange(start + len(PROMPT), end) for start, end in zip(row.offsets[:-1], row.offsets[1:], strict=True)]
     )
@@ -207,13 +209,13 @@ BROKEN = {
 @pytest.mark.parametrize(("text", "coord"), BROKEN.values(), ids=BROKEN)
 def test_stage_1_stage_2_and_metrics_agree_on_the_gate(text: float, coord: float, dtype: torch.dtype) -> None:
     """A head with one hidden unit that is 1: its weight is what every position's logits are, broken ones included."""
-    supervision = SupervisionTensors.of(
+    supervision = SupervisionTensors.from_row(
         build_row([Segment("gt", PROMPT, build_gt_target([CAT], tiny_vocab(), sample_id="gt"))])
     )
     logits_V = torch.randn(len(tiny_vocab()), dtype=dtype, generator=torch.Generator().manual_seed(1))
     logits_V[11] = text
     logits_V[COORD_IDS[3]] = coord
-    full, bins = (torch.logsumexp(fence(logits), dim=-1) for logits in (logits_V, logits_V[COORD_IDS]))
+    full, bins = (torch.logsumexp(limit_logits(logits), dim=-1) for logits in (logits_V, logits_V[COORD_IDS]))
     helper = coord_gate(full, bins)
     assert torch.isfinite(helper) and helper >= 0
 

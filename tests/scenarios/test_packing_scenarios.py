@@ -8,7 +8,7 @@ import pytest
 from coordexp.errors import CarryBufferOverflow, MissingDependency, SegmentTooLong
 from coordexp.packing import CarryBuffer, build_row, select_segments
 from coordexp.packing.select import oldest_first
-from packing_segments import make_segment
+from support.packing_segments import make_segment
 
 
 def buffer_of(lengths, capacity, max_segments=512):

@@ -11,7 +11,7 @@ import pytest
 from coordexp.coords import COORD_TOKENS, TURN_END, serialize_append, serialize_objects
 from coordexp.parsing import parse_rollout
 from coordexp.records import DropReason, GTObject, ParsedRollout
-from qwen_tokenizer import qwen_vocab
+from support.qwen_tokenizer import qwen_vocab
 
 CAT = GTObject("black cat", "bbox_2d", (10, 20, 200, 220))
 LEAF = GTObject("leaf", "poly", (0, 0, 90, 0, 90, 90))

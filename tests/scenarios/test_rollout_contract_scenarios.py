@@ -11,14 +11,14 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from config_samples import drop_key, set_key, stage2, write_yaml
 from coordexp.cli import app
 from coordexp.config import ConfigError, check_world_size, load_config, parse_config, resolved_rollout, rollout_contract
 from coordexp.errors import CoordExpError, MissingDependency
 from coordexp.rollouts import check_backend
 from coordexp.rollouts.hf import HFBackend
 from coordexp.training.build import build_trainer, check_run
-from tiny_run import run_config, step_lines, train
+from support.config_samples import drop_key, set_key, stage2, write_yaml
+from support.tiny_run import run_config, step_lines, train
 
 SERVERS = [
     {"base_url": "http://127.0.0.1:8000", "group_port": 51216},
@@ -221,8 +221,8 @@ def test_missing_vllm_is_named_with_its_alternative(tmp_path: Path, monkeypatch:
 
 @pytest.mark.scenario("Preflight/runtime consume a shared validated rollout contract")
 def test_launcher_and_trainer_see_one_contract(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from coordexp.serving.options import serve_options
-    from coordexp.serving.plan import plan_launch
+    from coordexp.serving.launch.plan import plan_launch
+    from coordexp.serving.serve.options import serve_options
 
     monkeypatch.setenv("COORDEXP_TEST_KEY", "token")
     guard = {"enabled": True, "max_object_keys": 7}

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from answers import CAT, DOG, LEAF, answer, entry, outcome_of, record, request, taught_text, tiny_vocab
 from coordexp.coords import COORD_TOKENS, TURN_END
 from coordexp.data.dataset import Sample
 from coordexp.geometry import barycentric_targets
@@ -20,9 +19,10 @@ from coordexp.rollouts import SeedContext
 from coordexp.targets import TransportConfig
 from coordexp.training.sources import RolloutSource
 from coordexp.training.window import WindowBuilder
-from objective_rows import Trigram, config, scored
-from quiet_backend import QuietBackend
-from qwen_tokenizer import qwen_vocab
+from support.answers import CAT, DOG, LEAF, answer, entry, outcome_of, record, request, taught_text, tiny_vocab
+from support.objective_rows import Trigram, config, scored
+from support.quiet_backend import QuietBackend
+from support.qwen_tokenizer import qwen_vocab
 
 NEAR_CAT = GTObject("cat", "bbox_2d", (12, 25, 195, 230))
 NEAR_LEAF = GTObject("leaf", "poly", (310, 25, 470, 22, 485, 195))

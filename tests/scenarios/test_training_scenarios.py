@@ -18,8 +18,8 @@ from coordexp.rollouts import DecodingOptions, SeedContext
 from coordexp.rollouts.hf import HFBackend
 from coordexp.training.trainer import CoordExpTrainer
 from coordexp.training.window import Window
-from quiet_backend import QuietBackend
-from tiny_run import (
+from support.quiet_backend import QuietBackend
+from support.tiny_run import (
     InMemoryBackend,
     load_tiny,
     nearly_right,

@@ -95,7 +95,7 @@ def test_the_package_itself_imports_none_of_its_parts() -> None:
         ("config.root", ["coordexp.coords"], ["coordexp.coords"]),
         ("data.jsonl", ["coordexp.data.images", "coordexp.training.window"], ["coordexp.training.window"]),
         ("serving.plugin.x", ["coordexp.rollouts.repeat_guard", "coordexp.errors"], ["coordexp.errors"]),
-        ("serving.plugin.x", ["coordexp.rollouts.engine.worker", "coordexp.rollouts.hf"], ["coordexp.rollouts.hf"]),
+        ("serving.plugin.x", ["coordexp.vllm_engine.worker", "coordexp.rollouts.hf"], ["coordexp.rollouts.hf"]),
         ("cli", ["coordexp.training", "coordexp.__version__"], []),
     ],
 )

@@ -112,7 +112,7 @@ def complete_command(
 
     _refuse_existing(out, overwrite)
     rules = CompletionRules(threshold, max_overlap, min_size, weight, known_descs)
-    from coordexp.training.completion import Sheet, answering_config, run_completion
+    from coordexp.inference.completion import Sheet, answering_config, run_completion
 
     run = answering_config(model, jsonl, out, config=config, prompt=prompt, batch_size=batch_size)
     no_bars_in_log_files()

@@ -68,7 +68,7 @@ def predict(
     from coordexp.config import load_config
 
     run = load_config(config)
-    from coordexp.training.predict import run_prediction
+    from coordexp.inference.predict import run_prediction
 
     console = open_console(stderr=as_json)
     no_bars_in_log_files()
@@ -174,7 +174,7 @@ def _evaluate_model(
     sheet: Path | None,
     as_json: bool,
 ) -> None:
-    from coordexp.training.evaluate import run_evaluation
+    from coordexp.inference.evaluate import run_evaluation
 
     no_bars_in_log_files()
     result = run_evaluation(

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from coordexp.serving.plan import LaunchPlan, ProcessPlan
-    from coordexp.serving.preflight import Check
+    from coordexp.serving.launch.plan import LaunchPlan, ProcessPlan
+    from coordexp.serving.launch.preflight import Check
 
 
 def register(app: typer.Typer) -> None:
@@ -44,10 +44,10 @@ def launch(
         print_config(config, given)
         return
     run = load_config(config, arguments=given)
-    from coordexp.rollouts.engine.cpu import num_gpus
-    from coordexp.serving.launch import run_plan
-    from coordexp.serving.preflight import look_over
+    from coordexp.serving.launch.preflight import look_over
+    from coordexp.serving.launch.run import run_plan
     from coordexp.training.build import check_run
+    from coordexp.vllm_engine.cpu import num_gpus
 
     def as_the_learner(learners: int) -> object:  # data, tokenizer and objective, which it looks at first
         return check_run(run, learners=learners, servers_are_up=False)

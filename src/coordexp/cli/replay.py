@@ -29,7 +29,7 @@ def replay(
 ) -> None:
     """Parse, match and build recorded answers again, without any engine; exit 1 where a target differs."""
     from coordexp.config import load_config
-    from coordexp.training.replay import config_beside, replay_records
+    from coordexp.inference.replay import config_beside, replay_records
 
     run = load_config(config or config_beside(records))
     no_bars_in_log_files()

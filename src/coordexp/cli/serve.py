@@ -31,9 +31,9 @@ def serve(
     run = load_config(config, arguments=arguments or ())  # before vLLM is imported: a mistake in the YAML shows at once
     logging.basicConfig(format="%(asctime)s %(name)s %(message)s")
     logging.getLogger("coordexp").setLevel(logging.INFO)  # not the root: vLLM sets that one
-    from coordexp.rollouts.engine.cpu import num_gpus
-    from coordexp.serving.options import serve_options
-    from coordexp.serving.server import prepare_environment, run_server
+    from coordexp.serving.serve.options import serve_options
+    from coordexp.serving.serve.run import prepare_environment, run_server
+    from coordexp.vllm_engine.cpu import num_gpus
 
     gpus = num_gpus()
     options = serve_options(run, index, data_parallel_size, gpus)

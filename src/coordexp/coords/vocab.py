@@ -53,12 +53,12 @@ def _byte_of_char() -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenLayout:
-    """By token id: ``length_V`` bytes it writes, ``bin_V`` the bin it writes or -1, ``alien_V`` whether no answer may
+    """By token id: ``length_V`` bytes it writes, ``bin_V`` the bin it writes or -1, ``forbidden_V`` whether no answer may
     contain it (a control token, or an id that writes nothing)."""
 
     length_V: np.ndarray
     bin_V: np.ndarray
-    alien_V: np.ndarray
+    forbidden_V: np.ndarray
 
 
 class CoordVocab:
@@ -167,9 +167,9 @@ class CoordVocab:
         length_V = np.array([len(piece) for piece in self._pieces], dtype=np.int32)
         bin_V = np.full(len(self._pieces), -1, dtype=np.int16)
         bin_V[list(self.coord_token_ids)] = np.arange(NUM_BINS)
-        alien_V = length_V == 0
-        alien_V[sorted(self.control_ids)] = True
-        return TokenLayout(length_V, bin_V, alien_V)
+        forbidden_V = length_V == 0
+        forbidden_V[sorted(self.control_ids)] = True
+        return TokenLayout(length_V, bin_V, forbidden_V)
 
     def piece(self, token_id: int) -> str:
         """``token_id`` decoded alone; U+FFFD where it holds part of a character."""

@@ -72,8 +72,8 @@ def class_curves(
         thr_T: IoU thresholds, ascending.
     """
     num_images, num_classes = len(ground_truth["images"]), len(ground_truth["categories"])
-    truth = _Objects.of(ground_truth["annotations"])
-    found = _Objects.of(results)
+    truth = _Objects.from_dicts(ground_truth["annotations"])
+    found = _Objects.from_dicts(results)
     score_D = np.array([result["score"] for result in results], dtype=np.float64)
     order_D = np.lexsort((-score_D, found.image_N, found.class_N))
     order_D = order_D[_rank_in_group(found.class_N[order_D] * num_images + found.image_N[order_D]) < MAX_DETECTIONS]
@@ -82,7 +82,7 @@ def class_curves(
     compare = _box_overlaps if iou_type == "bbox" else _mask_overlaps
     thr_T = np.minimum(thr_T, 1 - 1e-10)
     crowd_G = np.array([annotation["iscrowd"] for annotation in ground_truth["annotations"]], dtype=bool)
-    pairs = _Pairs.of(found, truth, list(_overlaps(found, truth, sizes, compare)), thr_T)
+    pairs = _Pairs.from_overlaps(found, truth, list(_overlaps(found, truth, sizes, compare)), thr_T)
     area_G = np.array([annotation["area"] for annotation in ground_truth["annotations"]], dtype=np.float64)
     area_D = _areas(found.shapes, iou_type)
     of_class = np.searchsorted(found.class_N, np.arange(num_classes + 1))
@@ -110,7 +110,7 @@ class _Objects:
     shapes: list[Mapping[str, Any]]
 
     @classmethod
-    def of(cls, objects: Sequence[Mapping[str, Any]]) -> _Objects:
+    def from_dicts(cls, objects: Sequence[Mapping[str, Any]]) -> _Objects:
         image_N = np.array([obj["image_id"] for obj in objects], dtype=np.int64) - 1
         return cls(image_N, np.array([obj["category_id"] for obj in objects], dtype=np.int64) - 1, list(objects))
 
@@ -176,7 +176,7 @@ class _Pairs:
     num_detections: int
 
     @classmethod
-    def of(cls, found: _Objects, truth: _Objects, overlaps: Sequence[Any], thr_T: np.ndarray) -> _Pairs:
+    def from_overlaps(cls, found: _Objects, truth: _Objects, overlaps: Sequence[Any], thr_T: np.ndarray) -> _Pairs:
         nothing = np.zeros(0, dtype=np.int64)
         detections, objects, ious = [nothing], [nothing], [np.zeros(0)]
         for d, g, iou_DG in overlaps:

@@ -86,7 +86,7 @@ def evaluate_dataset(
     batches = share_out(range(len(dataset)), distributed.world_size(), batch_size)[distributed.rank()]
     total = sum(len(batch) for batch in batches)
     predictions: list[Prediction] = []
-    with distributed.together("evaluation"):
+    with distributed.raise_on_all_ranks("evaluation"):
         for batch in batches:
             samples = [dataset[index] for index in batch]
             predictions += predict(samples, backend, vocab, DatasetSeeds(seed, batch.start), scorer)

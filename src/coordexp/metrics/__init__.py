@@ -1,7 +1,7 @@
 """Metrics: counters, global reduction, and the payload that loggers get. Torch-free."""
 
 from coordexp.metrics.counters import SampleOutcome, rollout_counters
-from coordexp.metrics.payload_contract import MetricsPayload
+from coordexp.metrics.payload import MetricsPayload
 from coordexp.metrics.reduce import MetricSums, reduce_metrics
 
 __all__ = ["MetricSums", "MetricsPayload", "SampleOutcome", "reduce_metrics", "rollout_counters"]

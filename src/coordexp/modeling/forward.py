@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import transformers
 
-Program = Callable[[Any], Any]
+ForwardFunction = Callable[[Any], Any]
 
 
 class Qwen3VLForConditionalGeneration(transformers.Qwen3VLForConditionalGeneration):
-    """Qwen3-VL that can run a *program* as its forward: ``model(program=f)`` returns ``f(model)``.
+    """Qwen3-VL that can run any function as its forward: ``model(forward_fn=f)`` returns ``f(model)``.
 
     A loss that never forms all the logits must apply the language head itself. Outside the model's forward that would
     be wrong under every wrapper: DDP prepares its gradient reducer, FSDP gathers parameters, autocast and DeepSpeed
@@ -24,9 +24,9 @@ class Qwen3VLForConditionalGeneration(transformers.Qwen3VLForConditionalGenerati
     """
 
     @wraps(transformers.Qwen3VLForConditionalGeneration.forward)  # generate() reads the signature
-    def forward(self, *args: Any, program: Program | None = None, **kwargs: Any) -> Any:
-        if program is not None:
-            return program(self)
+    def forward(self, *args: Any, forward_fn: ForwardFunction | None = None, **kwargs: Any) -> Any:
+        if forward_fn is not None:
+            return forward_fn(self)
         return super().forward(*args, **kwargs)
 
 

@@ -43,7 +43,7 @@ class SupervisionCounts:
     prefix_struct: int = 0
 
     @classmethod
-    def of(cls, targets: Iterable[TrainingTarget]) -> SupervisionCounts:
+    def from_targets(cls, targets: Iterable[TrainingTarget]) -> SupervisionCounts:
         total = cls()
         for target in targets:
             by_role = np.bincount(target.roles_T, minlength=len(TokenRole))
@@ -86,7 +86,7 @@ class SupervisionTensors:
     box_bin_M4: torch.Tensor
 
     @classmethod
-    def of(cls, row: PackedRow) -> SupervisionTensors:
+    def from_row(cls, row: PackedRow) -> SupervisionTensors:
         """Lay out what :func:`coordexp.packing.supervise_row` found and checked."""
         found = supervise_row(row)
         position_N = np.flatnonzero(np.isin(found.roles_L, SUPERVISED_ROLES))
@@ -142,10 +142,10 @@ class ObjectiveContext:
             raise LookupError("the coordinate logits were not computed: no module wanted coord_logits")
         return self.scores.coord_logit_KB
 
-    def leak_lse_G(self, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """logsumexp(z/τ) over the vocabulary and over the coordinate tokens, at text positions of ``leak_N``: (G,)."""
+    def text_gate_lse_G(self, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """logsumexp(z/τ) over the vocabulary and over the coordinate tokens, at text positions of ``text_gate_N``: (G,)."""
         index = self._index(temperature)
-        return self.scores.vocab_lse_TU[index, self.query.leak_in_U_G], self.scores.coord_lse_TG[index]
+        return self.scores.vocab_lse_TU[index, self.query.text_gate_in_U_G], self.scores.coord_lse_TG[index]
 
     def _index(self, temperature: float) -> int:
         if temperature not in self.query.temperatures:

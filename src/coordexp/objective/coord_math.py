@@ -15,10 +15,10 @@ LOGIT_LIMIT = 1e4
 MAX_COORD_MASS = 1.0 - 1e-6  # caps the text gate at −log(1e-6)
 
 
-def fence(logits: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+def limit_logits(logits: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """Widen to float32, replace NaN by 0 and clamp to ±1e4, so that one broken logit cannot erase a step's gradient.
 
-    The one fence of training and metrics. ``out`` may be ``logits`` itself, where that is wide and needs no gradient.
+    The one limit of training and metrics. ``out`` may be ``logits`` itself, where that is wide and needs no gradient.
     """
     wide = logits if logits.dtype == torch.float64 else logits.float()
     finite = torch.nan_to_num(wide, nan=0.0, posinf=LOGIT_LIMIT, neginf=-LOGIT_LIMIT, out=out)
@@ -28,7 +28,7 @@ def fence(logits: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor
 def coord_gate(vocab_lse: torch.Tensor, coord_lse: torch.Tensor) -> torch.Tensor:
     """``−log`` of the probability mass on the coordinate tokens, per slot; floored at 0 against rounding.
 
-    Both arguments are logsumexps of fenced logits at one temperature, over the vocabulary and over the coordinate
+    Both arguments are logsumexps of limited logits at one temperature, over the vocabulary and over the coordinate
     tokens: ``logsumexp(z/τ) − logsumexp(z_coord/τ)``.
     """
     return (vocab_lse - coord_lse).clamp_min(0.0)

@@ -50,7 +50,7 @@ class CoordReg:
         any_gate = self.coord_gate_weight > 0 or self.text_gate_weight > 0
         return Wants(
             vocab_N=gate_N | text_N,
-            leak_N=text_N,
+            text_gate_N=text_N,
             coord_logits=any(
                 weight > 0
                 for weight in (self.coord_ce_weight, self.soft_ce_weight, self.w1_weight, self.coord_gate_weight)
@@ -63,7 +63,9 @@ class CoordReg:
         if len(ctx.supervision.coord_in_N_K) and len(ctx.query.slot_in_N_K):
             sums.update(self._coord_sums(ctx))
         if self.text_gate_weight > 0:
-            sums["text_gate"] = self.text_gate_weight * coord_math.text_gate(*ctx.leak_lse_G(self.temperature)).sum()
+            sums["text_gate"] = (
+                self.text_gate_weight * coord_math.text_gate(*ctx.text_gate_lse_G(self.temperature)).sum()
+            )
         return sums
 
     def _coord_sums(self, ctx: ObjectiveContext) -> dict[str, torch.Tensor]:

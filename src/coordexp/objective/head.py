@@ -16,17 +16,17 @@ from typing import Any
 
 import torch
 
-from coordexp.objective.coord_math import LOGIT_LIMIT, fence
+from coordexp.objective.coord_math import LOGIT_LIMIT, limit_logits
 from coordexp.objective.scores import HeadQuery, HeadScores
 from coordexp.objective.vocab_chunks import (
     HeadProducts,
     Plan,
     VocabGrads,
-    inside_fence,
     product,
     softmax_gradient,
     vocab_backward,
     vocab_scores,
+    within_logit_limit,
 )
 
 # Logits alive at a time: on a CPU they should stay in its cache, on a GPU the matrix products should be large.
@@ -45,7 +45,7 @@ def score_head(
 ) -> HeadScores:
     """Apply the head to the hidden states that predict N tokens, where ``query`` asks for it.
 
-    ``z = h · W``, plus ``h · offset`` on the coordinate columns, fenced as everywhere. Differentiable in ``hidden_NH``,
+    ``z = h · W``, plus ``h · offset`` on the coordinate columns, limited as everywhere. Differentiable in ``hidden_NH``,
     ``weight_VH`` and ``offset_BH``; a frozen weight costs no gradient. Call it inside the wrapped model's forward: DDP
     and FSDP only prepare for gradients of parameters that are used there.
 
@@ -77,9 +77,9 @@ class _ScoreHead(torch.autograd.Function):
         head = HeadProducts(weight_VH, offset_BH, plan)
         query = plan.query
         rows_UH = hidden_NH[query.vocab_in_N_U].to(plan.dtype)
-        scores = vocab_scores(head, rows_UH, plan, fenced=False)
+        scores = vocab_scores(head, rows_UH, plan, limited=False)
         raw_KB = head.coord_logits(hidden_NH[query.slot_in_N_K].to(plan.dtype))
-        raw_GB = head.coord_logits(rows_UH[query.leak_in_U_G])
+        raw_GB = head.coord_logits(rows_UH[query.text_gate_in_U_G])
         high_N, low_N = raw_KB.new_zeros(2, len(hidden_NH))
         high_N[query.vocab_in_N_U], low_N[query.vocab_in_N_U] = scores.high_U, scores.low_U
         if raw_KB.numel():
@@ -88,18 +88,18 @@ class _ScoreHead(torch.autograd.Function):
             low_N[slots_K] = torch.minimum(low_N[slots_K], raw_KB.amin(dim=1))
         nonfinite_N = ~(torch.isfinite(high_N) & torch.isfinite(low_N))
         clamped_N = ~nonfinite_N & ((high_N > LOGIT_LIMIT) | (low_N < -LOGIT_LIMIT))
-        # The one look from the host: rows without a broken logit, which is nearly all of them, skip the fence's passes.
-        fenced = bool((nonfinite_N | clamped_N).any())
-        if fenced:
-            scores = vocab_scores(head, rows_UH, plan, fenced=True)
+        # The one look from the host: rows without a broken logit, which is nearly all of them, skip the limit's passes.
+        limited = bool((nonfinite_N | clamped_N).any())
+        if limited:
+            scores = vocab_scores(head, rows_UH, plan, limited=True)
         coord_lse_TG = torch.stack(
-            [torch.logsumexp(fence(raw_GB) / tau, dim=1) for tau in query.temperatures or (1.0,)]
+            [torch.logsumexp(limit_logits(raw_GB) / tau, dim=1) for tau in query.temperatures or (1.0,)]
         )
         ctx.save_for_backward(hidden_NH, weight_VH, offset_BH, scores.lse_TU, coord_lse_TG)
-        ctx.plan, ctx.fenced, ctx.device_type = plan, fenced, hidden_NH.device.type
+        ctx.plan, ctx.limited, ctx.device_type = plan, limited, hidden_NH.device.type
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(nonfinite_N, clamped_N)
-        coord_logit_KB = fence(raw_KB) if fenced else raw_KB
+        coord_logit_KB = limit_logits(raw_KB) if limited else raw_KB
         return scores.lse_TU, scores.label_logit_U, coord_lse_TG, coord_logit_KB, nonfinite_N, clamped_N
 
     @staticmethod
@@ -109,13 +109,13 @@ class _ScoreHead(torch.autograd.Function):
             return _gradients(ctx, *grads[:4])
 
 
-def _gradients(ctx: Any, g_lse_TU: Any, g_label_U: Any, g_leak_TG: Any, g_coord_KB: Any) -> tuple[Any, ...]:
+def _gradients(ctx: Any, g_lse_TU: Any, g_label_U: Any, g_text_gate_TG: Any, g_coord_KB: Any) -> tuple[Any, ...]:
     """Of hidden states, weight and offset, from those of the scores; None where none is needed."""
-    hidden_NH, weight_VH, offset_BH, lse_TU, leak_TG = ctx.saved_tensors
+    hidden_NH, weight_VH, offset_BH, lse_TU, text_gate_TG = ctx.saved_tensors
     plan: Plan = ctx.plan
     query = plan.query
     needs_hidden, needs_weight, needs_offset, _ = ctx.needs_input_grad
-    head = HeadProducts(weight_VH, offset_BH, plan, fenced=ctx.fenced)
+    head = HeadProducts(weight_VH, offset_BH, plan, limited=ctx.limited)
     wide = lse_TU.dtype
     d_hidden_NH = hidden_NH.new_zeros(hidden_NH.shape, dtype=wide)
     d_coord_BH = hidden_NH.new_zeros(len(plan.coord_ids_B), hidden_NH.shape[1], dtype=wide)
@@ -127,24 +127,26 @@ def _gradients(ctx: Any, g_lse_TU: Any, g_label_U: Any, g_leak_TG: Any, g_coord_
 
     if g_coord_KB is not None and g_coord_KB.numel():
         rows_KH = hidden_NH[query.slot_in_N_K].to(plan.dtype)
-        if ctx.fenced:
-            g_coord_KB = g_coord_KB * inside_fence(head.coord_logits(rows_KH))
+        if ctx.limited:
+            g_coord_KB = g_coord_KB * within_logit_limit(head.coord_logits(rows_KH))
         through_coord_columns(query.slot_in_N_K, rows_KH, g_coord_KB)
-    if g_leak_TG is not None and g_leak_TG.numel():
-        in_N_G = query.vocab_in_N_U[query.leak_in_U_G]
+    if g_text_gate_TG is not None and g_text_gate_TG.numel():
+        in_N_G = query.vocab_in_N_U[query.text_gate_in_U_G]
         rows_GH = hidden_NH[in_N_G].to(plan.dtype)
-        dz_GB = softmax_gradient(head.coord_logits(rows_GH), query.temperatures, leak_TG, g_leak_TG, ctx.fenced)
+        dz_GB = softmax_gradient(
+            head.coord_logits(rows_GH), query.temperatures, text_gate_TG, g_text_gate_TG, ctx.limited
+        )
         through_coord_columns(in_N_G, rows_GH, dz_GB)
 
     d_weight_VH = torch.empty_like(weight_VH) if needs_weight else None
-    taught = slice(query.num_taught)
-    if query.num_taught and (g_lse_TU is not None or g_label_U is not None):
-        in_N = query.vocab_in_N_U[taught]
+    trained = slice(query.num_trained)
+    if query.num_trained and (g_lse_TU is not None or g_label_U is not None):
+        in_N = query.vocab_in_N_U[trained]
         grads = VocabGrads(
-            None if g_lse_TU is None else g_lse_TU[:, taught],
-            None if g_label_U is None else g_label_U[taught],
-            lse_TU[:, taught],
-            plan.label_U[taught],
+            None if g_lse_TU is None else g_lse_TU[:, trained],
+            None if g_label_U is None else g_label_U[trained],
+            lse_TU[:, trained],
+            plan.label_U[trained],
         )
         rows_H = hidden_NH[in_N].to(plan.dtype)
         d_hidden_NH[in_N] += vocab_backward(

@@ -16,17 +16,17 @@ import torch
 class HeadQuery:
     """Which numbers of the head the modules want of one row. Whatever nobody wants is not computed.
 
-    ``vocab_in_N_U``: positions scored against the whole vocabulary, those with a gradient (``num_taught``) first;
-    ``slot_in_U_K``: the coordinate slots among them, all or none; ``leak_in_U_G``: text positions among them whose mass
+    ``vocab_in_N_U``: positions scored against the whole vocabulary, those with a gradient (``num_trained``) first;
+    ``slot_in_U_K``: the coordinate slots among them, all or none; ``text_gate_in_U_G``: text positions among them whose mass
     on coordinate tokens is wanted; ``slot_in_N_K``: the slots whose 1000 coordinate logits are wanted, all or none;
     ``num_scored``: positions of which anything is computed.
     """
 
     vocab_in_N_U: torch.Tensor
     slot_in_U_K: torch.Tensor
-    leak_in_U_G: torch.Tensor
+    text_gate_in_U_G: torch.Tensor
     slot_in_N_K: torch.Tensor
-    num_taught: int
+    num_trained: int
     num_scored: int
     temperatures: tuple[float, ...]
 
@@ -49,7 +49,7 @@ class HeadScores(NamedTuple):
 
     ``vocab_lse_TU`` logsumexp(z/τ) over the vocabulary; ``label_logit_U``; ``coord_lse_TG`` logsumexp(z/τ) over the
     coordinate columns; ``coord_logit_KB``. ``nonfinite_N`` positions with a NaN or infinite logit, ``clamped_N`` those
-    whose finite logits passed the limit: the fence has acted there.
+    whose finite logits passed the limit: the limit has acted there.
     """
 
     vocab_lse_TU: torch.Tensor

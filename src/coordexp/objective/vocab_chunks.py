@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from coordexp.objective.coord_math import LOGIT_LIMIT, fence
+from coordexp.objective.coord_math import LOGIT_LIMIT, limit_logits
 from coordexp.objective.scores import HeadQuery
 
 
@@ -31,12 +31,12 @@ class HeadProducts:
     """Products with the head's rows, in the plan's dtype, summed in float32 or wider."""
 
     def __init__(
-        self, weight_VH: torch.Tensor, offset_BH: torch.Tensor | None, plan: Plan, *, fenced: bool = False
+        self, weight_VH: torch.Tensor, offset_BH: torch.Tensor | None, plan: Plan, *, limited: bool = False
     ) -> None:
         self.weight_VH = weight_VH
         self.offset_BH = offset_BH
         self.plan = plan
-        self.fenced = fenced
+        self.limited = limited
         self._coord_BH = weight_VH[plan.coord_rows].to(plan.dtype)
 
     def coord_logits(self, rows_H: torch.Tensor) -> torch.Tensor:
@@ -59,7 +59,7 @@ class HeadProducts:
 
     def finite(self, factor: torch.Tensor) -> torch.Tensor:
         """A factor of a gradient's product. What broke a logit stands in it, and 0 · NaN would spread over the sum."""
-        return torch.where(torch.isfinite(factor), factor, 0.0) if self.fenced else factor
+        return torch.where(torch.isfinite(factor), factor, 0.0) if self.limited else factor
 
     def chunks(self, positions: int) -> Iterator[_Chunk]:
         """The vocabulary in parts of equal size, such that a part's logits fit the budget."""
@@ -123,7 +123,7 @@ class VocabScores(NamedTuple):
     low_U: torch.Tensor
 
 
-def vocab_scores(head: HeadProducts, rows_UH: torch.Tensor, plan: Plan, *, fenced: bool) -> VocabScores:
+def vocab_scores(head: HeadProducts, rows_UH: torch.Tensor, plan: Plan, *, limited: bool) -> VocabScores:
     """Logsumexp per temperature, label logit and the unfenced extremes of U positions over the vocabulary."""
     wide = torch.promote_types(plan.dtype, torch.float32)
     num = len(rows_UH)
@@ -139,8 +139,8 @@ def vocab_scores(head: HeadProducts, rows_UH: torch.Tensor, plan: Plan, *, fence
         z_UC = scratch.logits(head, chunk, rows_UH, extra_UB)
         top_U = z_UC.amax(dim=1)
         high_U, low_U = torch.maximum(high_U, top_U), torch.minimum(low_U, z_UC.amin(dim=1))
-        if fenced:
-            top_U = fence(z_UC, out=z_UC).amax(dim=1)
+        if limited:
+            top_U = limit_logits(z_UC, out=z_UC).amax(dim=1)
         mine_U, column_U1 = _labels_in(chunk, plan.label_U)
         label_logit_U = torch.where(mine_U, z_UC.gather(1, column_U1)[:, 0], label_logit_U)
         z_UC.sub_(top_U[:, None])
@@ -174,8 +174,8 @@ def vocab_backward(
     scratch = _Scratch()
     for chunk in head.chunks(len(rows_UH)):
         z_UC = scratch.logits(head, chunk, rows_UH, extra_UB)
-        inside_UC = inside_fence(z_UC) if head.fenced else None
-        dz_UC = softmax_gradient(z_UC, plan.query.temperatures, grads.lse_TU, grads.g_lse_TU, head.fenced)
+        inside_UC = within_logit_limit(z_UC) if head.limited else None
+        dz_UC = softmax_gradient(z_UC, plan.query.temperatures, grads.lse_TU, grads.g_lse_TU, head.limited)
         if grads.g_label_U is not None:
             mine_U, column_U1 = _labels_in(chunk, grads.label_U)
             share_U = torch.where(mine_U, grads.g_label_U, 0.0)
@@ -194,14 +194,14 @@ def vocab_backward(
 
 
 def softmax_gradient(
-    z: torch.Tensor, temperatures: Sequence[float], lse_T: torch.Tensor, g_T: torch.Tensor | None, fenced: bool
+    z: torch.Tensor, temperatures: Sequence[float], lse_T: torch.Tensor, g_T: torch.Tensor | None, limited: bool
 ) -> torch.Tensor:
-    """``Σ_τ g_τ/τ · softmax(z/τ)`` over the columns of ``z``, which is overwritten; zero where the fence replaced."""
+    """``Σ_τ g_τ/τ · softmax(z/τ)`` over the columns of ``z``, which is overwritten; zero where the limit replaced."""
     if g_T is None:
         return z.zero_()
-    inside = inside_fence(z) if fenced else None
-    if fenced:
-        fence(z, out=z)
+    inside = within_logit_limit(z) if limited else None
+    if limited:
+        limit_logits(z, out=z)
     total: torch.Tensor | None = None
     for index, tau in enumerate(temperatures):
         last = index == len(temperatures) - 1
@@ -219,8 +219,8 @@ def _labels_in(chunk: _Chunk, label_U: torch.Tensor) -> tuple[torch.Tensor, torc
     return mine_U, column_U.clamp(0, chunk.stop - chunk.start - 1)[:, None]
 
 
-def inside_fence(z: torch.Tensor) -> torch.Tensor:
-    """Where the fence lets a logit through, and so its gradient: (…) bool. NaN compares false."""
+def within_logit_limit(z: torch.Tensor) -> torch.Tensor:
+    """Where the limit lets a logit through, and so its gradient: (…) bool. NaN compares false."""
     return (z >= -LOGIT_LIMIT) & (z <= LOGIT_LIMIT)
 
 

@@ -120,11 +120,11 @@ def _lay_out(ids_T: np.ndarray, vocab: CoordVocab) -> _Answer:
         parts = [pieces[t] if 0 <= t < len(pieces) else b"" for t in ids]
         ids_T = np.where(known_T, ids_T, 0)
     ends_T = np.cumsum(np.where(known_T, layout.length_V[ids_T], 0))
-    aliens = np.flatnonzero(layout.alien_V[ids_T] | ~known_T)
+    forbidden_T = np.flatnonzero(layout.forbidden_V[ids_T] | ~known_T)
     ends = ends_T.tolist()
     end = ends[-1] if ends else 0
-    if aliens.size:
-        first = int(aliens[0])
+    if forbidden_T.size:
+        first = int(forbidden_T[0])
         end = ends[first - 1] if first else 0
     bin_T = np.where(known_T, layout.bin_V[ids_T], -1)
     at_K = np.flatnonzero(bin_T >= 0)

@@ -2,9 +2,9 @@
 
 from coordexp.rollouts.backend import (
     AdapterWeights,
-    Answer,
     DatasetSeeds,
     DecodingOptions,
+    IndexedRollout,
     RolloutBackend,
     RolloutRound,
     SeedContext,
@@ -19,7 +19,7 @@ from coordexp.rollouts.seeds import request_seed
 
 __all__ = [
     "AdapterWeights",
-    "Answer",
+    "IndexedRollout",
     "DatasetSeeds",
     "DecodingOptions",
     "RolloutBackend",

@@ -74,7 +74,7 @@ class RolloutRound:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class IndexedRollout:
     """The rollout of request ``index`` of round ``round_idx``."""
 
     round_idx: int
@@ -97,7 +97,7 @@ class RolloutBackend(Protocol):
         """
         ...
 
-    def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[Answer]:
+    def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[IndexedRollout]:
         """Each answer of an optimizer step exactly once, as soon as it is there, in any order.
 
         As much of the window is in flight at once as ``decode_batch_size`` allows. Raises as :meth:`generate`.
@@ -117,7 +117,7 @@ class RolloutBackend(Protocol):
         """
         ...
 
-    def rest(self) -> None:
+    def release(self) -> None:
         """No more answers until the next :meth:`sync_weights`: give back what was borrowed for them."""
         ...
 
@@ -142,16 +142,16 @@ def synced(backend: RolloutBackend, version: int) -> Iterator[None]:
     try:
         yield
     finally:
-        backend.rest()
+        backend.release()
 
 
 def in_turn(
     generate: Callable[[Sequence[RolloutRequest], Seeds], list[Rollout]], rounds: Sequence[RolloutRound]
-) -> Iterator[Answer]:
+) -> Iterator[IndexedRollout]:
     """A window, round after round: ``generate_window`` of backends that decode one batch at a time."""
     for round_idx, one in enumerate(rounds):
         for index, rollout in enumerate(generate(one.requests, one.seeds)):
-            yield Answer(round_idx, index, rollout)
+            yield IndexedRollout(round_idx, index, rollout)
 
 
 @dataclass(frozen=True, slots=True)

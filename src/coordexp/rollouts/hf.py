@@ -11,7 +11,7 @@ import torch
 
 from coordexp.coords import CoordVocab
 from coordexp.records import Rollout, RolloutRequest
-from coordexp.rollouts.backend import Answer, DecodingOptions, RolloutRound, Seeds, in_turn
+from coordexp.rollouts.backend import DecodingOptions, IndexedRollout, RolloutRound, Seeds, in_turn
 from coordexp.rollouts.hf_guard import RepeatStop
 from coordexp.rollouts.hf_sampling import sampling_processors
 from coordexp.rollouts.repeat_guard import GuardSettings, ObjectKeyReader, RepeatGuard
@@ -55,7 +55,7 @@ class HFBackend:
                 rollouts += self._generate_chunk(chunk, self._seeds[-1])
         return rollouts
 
-    def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[Answer]:
+    def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[IndexedRollout]:
         """Micro-step after micro-step: a second batch beside the first would only share the same device."""
         return in_turn(self.generate, rounds)
 
@@ -68,7 +68,7 @@ class HFBackend:
         self._version = version
         self._seeds = []
 
-    def rest(self) -> None:
+    def release(self) -> None:
         """Nothing was borrowed."""
 
     def last_report(self) -> Mapping[str, Any]:

@@ -15,9 +15,9 @@ import numpy as np
 
 from coordexp import distributed
 from coordexp.errors import CheckpointError
+from coordexp.files import write_atomically
 from coordexp.packing import CarryBuffer
 from coordexp.records import RolloutRequest, Segment, TrainingTarget
-from coordexp.training.line_files import write_atomically
 
 _ARRAYS = {
     "roles_T": np.uint8,

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from coordexp.modeling.inputs import PromptEncoder
     from coordexp.modeling.load import LoadedModel
     from coordexp.packing import CarryBuffer
+    from coordexp.recording.pictures import RolloutPictures
     from coordexp.rollouts.build import LearnerParts
-    from coordexp.training.rollout_board import RolloutBoard
     from coordexp.training.trainer import CoordExpTrainer
 
 logger = logging.getLogger("coordexp")
@@ -115,18 +115,18 @@ def build_trainer(
     """
     from transformers import set_seed
 
+    from coordexp.inference.session import training_options, training_scorer
     from coordexp.modeling.inputs import PromptEncoder
     from coordexp.modeling.load import load_model
     from coordexp.modeling.tuner import tune
+    from coordexp.recording.writer import build_recorder
     from coordexp.rollouts import build_backend
     from coordexp.rollouts.offload import build_offload, context_of
-    from coordexp.training.answering import training_options, training_scorer
     from coordexp.training.checkpoint import check_resume, resolve_resume, warn_of_checkpoints_ahead
     from coordexp.training.manifest import write_manifest
     from coordexp.training.optimizer import LearningRates
-    from coordexp.training.rollout_dump import build_recorder
+    from coordexp.training.recipe import build_recipe
     from coordexp.training.seal import read_seal
-    from coordexp.training.stages import build_stage
     from coordexp.training.trainer import CoordExpTrainer
 
     config, rollout, training = run.config, run.rollout, run.config.training
@@ -148,15 +148,15 @@ def build_trainer(
     ]
     offload = build_offload(loaded.model, rollout)
     backend = build_backend(rollout, _learner_parts(config, loaded, context_of(offload)))
-    stage = build_stage(config, rollout, loaded.vocab, backend, _build_buffer(run, encoder, resume))
+    recipe = build_recipe(config, rollout, loaded.vocab, backend, _build_buffer(run, encoder, resume))
     trainer = CoordExpTrainer(
         loaded=loaded,
-        window_builder=stage.window_builder,
-        learning=stage.learning,
+        window_builder=recipe.window_builder,
+        objectives=recipe.objectives,
         eval_backend=backend,
         rollout_matching_cfg=rollout_contract(config),
         learning_rates=LearningRates(training.learning_rate, training.vit_lr, training.aligner_lr, training.coord_lr),
-        recorder=build_recorder(rollout.monitor_dump, stage.rollouts, Path(training.output_dir)),
+        recorder=build_recorder(rollout.monitor_dump, recipe.rollouts, Path(training.output_dir)),
         measured=training_options(rollout.eval_detection),
         scorer=training_scorer(rollout, loaded),
         keep_checkpoints=training.save_total_limit,
@@ -170,7 +170,7 @@ def build_trainer(
         offload.bind(lambda: trainer.optimizer, sharded_by=owner)
     _show_progress(trainer, console, description)
     if rollout.monitor_dump.enabled and distributed.is_main():
-        trainer.add_callback(_rollout_board(rollout.monitor_dump, run.train, trainer))
+        trainer.add_callback(_rollout_pictures(rollout.monitor_dump, run.train, trainer))
     return trainer, resume
 
 
@@ -207,16 +207,18 @@ def _training_arguments(config: RunConfig) -> Any:
     return arguments
 
 
-def _rollout_board(config: MonitorDumpConfig, records: Sequence[ImageRecord], trainer: CoordExpTrainer) -> RolloutBoard:
+def _rollout_pictures(
+    config: MonitorDumpConfig, records: Sequence[ImageRecord], trainer: CoordExpTrainer
+) -> RolloutPictures:
     """Draws into TensorBoard's files, where ``training.report_to`` names it: nothing is drawn otherwise."""
     from transformers.integrations import TensorBoardCallback
 
-    from coordexp.training.rollout_board import RolloutBoard
-    from coordexp.training.rollout_dump import DumpPolicy
+    from coordexp.recording.pictures import RolloutPictures
+    from coordexp.recording.writer import DumpPolicy
 
     loggers = [one for one in trainer.callback_handler.callbacks if isinstance(one, TensorBoardCallback)]
-    return RolloutBoard(
-        DumpPolicy.of(config),
+    return RolloutPictures(
+        DumpPolicy.from_config(config),
         {record.sample_id: record for record in records},
         outcomes=lambda: trainer.window.outcomes if trainer.window is not None else (),
         writer=lambda: next((one.tb_writer for one in loggers), None),

@@ -51,7 +51,7 @@ def resolve_resume(output_dir: str | Path, resume: bool | str | None) -> Path | 
         return None
     if resume is True:
         return _newest_whole(Path(output_dir))
-    with distributed.together("training.resume_from_checkpoint"):
+    with distributed.raise_on_all_ranks("training.resume_from_checkpoint"):
         if problem := _problem_with(Path(resume)) or _damage_in(Path(resume), *_share()):
             older = (folder for folder in _checkpoints(Path(resume).parent) if folder != Path(resume))
             whole = next((one for one in older if _problem_with(one) is None and _damage_in(one) is None), None)
@@ -155,7 +155,7 @@ def delete_old(output_dir: Path, limit: int | None, *, newest: Path, best: Path 
 
 
 def _newest_whole(output_dir: Path) -> Path | None:
-    with distributed.together(f"looking for checkpoints in {output_dir}"):
+    with distributed.raise_on_all_ranks(f"looking for checkpoints in {output_dir}"):
         mine = {folder.name: [_problem_with(folder), (folder / SEAL).exists()] for folder in _checkpoints(output_dir)}
     reports = distributed.gather_json(mine)
     absent = ["is not there; all processes must see the same training.output_dir", False]
@@ -163,7 +163,7 @@ def _newest_whole(output_dir: Path) -> Path | None:
     for name in sorted(set().union(*reports), key=lambda name: -_step_of(Path(name))):
         seen = [report.get(name, absent) for report in reports]
         if all(problem is None for problem, _ in seen):
-            with distributed.together(f"reading {output_dir / name}"):
+            with distributed.raise_on_all_ranks(f"reading {output_dir / name}"):
                 damage = _damage_in(output_dir / name, *_share())
             seen = [(problem, True) for problem in distributed.gather_json(damage)]
         rank, problem = next(((rank, problem) for rank, (problem, _) in enumerate(seen) if problem), (0, None))

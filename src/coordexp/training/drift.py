@@ -27,7 +27,7 @@ _RECOVERED = 0.5  # a warning is over when half of what it took is left, so that
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
+class AnswerStatistics:
     """Counts of a stretch of training."""
 
     samples: float = 0.0
@@ -37,7 +37,7 @@ class Answers:
     tokens: float = 0.0
 
     @classmethod
-    def of(cls, line: Mapping[str, float]) -> Answers:
+    def from_line(cls, line: Mapping[str, float]) -> AnswerStatistics:
         """The counters of a logged line; nothing where no rollout was made."""
         return cls(
             line.get("rollout/samples_total", 0.0),
@@ -48,7 +48,7 @@ class Answers:
         )
 
     @classmethod
-    def total(cls, parts: Iterable[Answers]) -> Answers:
+    def total(cls, parts: Iterable[AnswerStatistics]) -> AnswerStatistics:
         parts = list(parts)
         return cls(*(sum(getattr(part, one.name) for part in parts) for one in fields(cls)))
 
@@ -70,8 +70,8 @@ class DriftWatch:
 
     def __init__(self, window_samples: int = WINDOW_SAMPLES) -> None:
         self._window_samples = window_samples
-        self._first: Answers = Answers()
-        self._latest: deque[Answers] = deque()
+        self._first: AnswerStatistics = AnswerStatistics()
+        self._latest: deque[AnswerStatistics] = deque()
         self._drifting: dict[str, bool] = {"truncated": False, "duplicate": False, "length": False}
 
     def replay(self, lines: Iterable[Mapping[str, float]]) -> None:
@@ -98,17 +98,17 @@ class DriftWatch:
             "safeguard/length_drift": float(self._drifting["length"]),
         }
 
-    def _take(self, line: Mapping[str, float]) -> Answers | None:
+    def _take(self, line: Mapping[str, float]) -> AnswerStatistics | None:
         """The latest window with ``line`` in it; None where the line has no rollouts."""
-        new = Answers.of(line)
+        new = AnswerStatistics.from_line(line)
         if not new.samples:
             return None
         self._latest.append(new)
         while sum(part.samples for part in self._latest) - self._latest[0].samples >= self._window_samples:
             self._latest.popleft()
-        latest = Answers.total(self._latest)
+        latest = AnswerStatistics.total(self._latest)
         if self._first.samples < self._window_samples:
-            self._first = Answers.total((self._first, new))
+            self._first = AnswerStatistics.total((self._first, new))
             return latest
         rises = {
             "truncated": (latest.truncated_rate - self._first.truncated_rate) / RATE_RISE,
@@ -119,7 +119,7 @@ class DriftWatch:
             self._drifting[name] = rise >= (_RECOVERED if self._drifting[name] else 1.0)
         return latest
 
-    def _say(self, name: str, drifting: bool, latest: Answers, step: int) -> None:
+    def _say(self, name: str, drifting: bool, latest: AnswerStatistics, step: int) -> None:
         first, samples = self._first, round(latest.samples)
         what = {
             "truncated": f"{latest.truncated_rate:.0%} of the last {samples} answers are truncated "

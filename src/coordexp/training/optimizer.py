@@ -23,13 +23,13 @@ class LearningRates:
     aligner: float | None = None
     coord: float | None = None
 
-    def of(self, part: Part) -> float:
+    def rate_of(self, part: Part) -> float:
         own = None if part == "llm" else getattr(self, part)
         return self.base if own is None else own
 
     @property
     def differ(self) -> bool:
-        return len({self.of(part) for part in _ORDER}) > 1
+        return len({self.rate_of(part) for part in _ORDER}) > 1
 
 
 def parameter_groups(
@@ -53,7 +53,7 @@ def parameter_groups(
         {
             "name": f"{part}" if decays else f"{part}, no decay",
             "params": parameters,
-            "lr": rates.of(part),
+            "lr": rates.rate_of(part),
             "weight_decay": weight_decay if decays else 0.0,
         }
         for (part, decays), parameters in groups.items()

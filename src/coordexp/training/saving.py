@@ -17,13 +17,13 @@ from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from coordexp import distributed
 from coordexp.data.preparation import write_preparation
 from coordexp.errors import CheckpointError
+from coordexp.files import write_atomically
 from coordexp.metrics import MetricSums
 from coordexp.modeling.adapter import has_adapter, load_adapter, save_adapter
 from coordexp.modeling.load import LoadedModel
 from coordexp.packing import CarryBuffer
 from coordexp.training.buffer_file import save_carry_buffer
 from coordexp.training.checkpoint import checkpoint_folder, delete_old, readable
-from coordexp.training.line_files import write_atomically
 from coordexp.training.seal import read_seal, seal_checkpoint
 
 logger = logging.getLogger("coordexp")
@@ -66,7 +66,7 @@ class SavingTrainer(Trainer):
 
         Nothing of ``what`` may have changed the weights. The carry buffer becomes again what it was: the same samples
         will be read after a resume. A save is a collective call, so it takes an error that every rank has alike; what
-        may fail within must stand in :func:`distributed.together`.
+        may fail within must stand in :func:`distributed.raise_on_all_ranks`.
         """
         waiting = None if self._buffer is None else self._buffer.state_dict()
         try:
@@ -98,10 +98,10 @@ class SavingTrainer(Trainer):
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         step = self.state.global_step
         folder = checkpoint_folder(str(self.args.output_dir), step)
-        with distributed.together(f"making room for {folder}"):
+        with distributed.raise_on_all_ranks(f"making room for {folder}"):
             if self.args.should_save and folder.exists():
                 shutil.rmtree(folder)  # left unfinished, or of an earlier run: its files would mix with the new ones
-        with distributed.together(f"saving to {folder}"):
+        with distributed.raise_on_all_ranks(f"saving to {folder}"):
             folder.mkdir(parents=True, exist_ok=True)
             if self._buffer is not None:
                 save_carry_buffer(self._buffer, folder)
@@ -145,7 +145,7 @@ class SavingTrainer(Trainer):
         }
         write_atomically(_log_line_path(folder), json.dumps(line))
 
-    def take_up_log_line(self) -> None:
+    def restore_log_line(self) -> None:
         """After a resume, before the first step: the next line covers all steps since the last one, as it would have.
 
         transformers starts its own sum anew, and only just before the first step. Written by another number of

@@ -20,7 +20,7 @@ class ChannelSchedule:
     b_ratio: Fraction
 
     @classmethod
-    def of(cls, b_ratio: float) -> ChannelSchedule:
+    def from_ratio(cls, b_ratio: float) -> ChannelSchedule:
         """The ratio as it was written in YAML.
 
         The shortest decimal that reads back as the same float is the one that was typed (up to 15 digits), and it is

@@ -1,4 +1,4 @@
-"""A packed row through the model and its language head: the program that the wrapped model runs as its forward."""
+"""A packed row through the model and its language head: the function that the wrapped model runs as its forward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from coordexp.objective import HeadQuery, HeadScores, SupervisionTensors, score_
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoreRow:
-    """``model(program=ScoreRow(…))``: what ``query`` asks of the head at one row's supervised positions."""
+    """``model(forward_fn=ScoreRow(…))``: what ``query`` asks of the head at one row's supervised positions."""
 
     inputs: Mapping[str, Any]
     supervision: SupervisionTensors

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from coordexp import distributed
+from coordexp.durable import PIECE_BYTES, checksums, flush_file
 from coordexp.errors import CheckpointError
-from coordexp.training.durable import PIECE_BYTES, checksums, flush_file
-from coordexp.training.line_files import write_atomically
+from coordexp.files import write_atomically
 
 SEAL = "complete.json"
 _WRITTEN_BY = re.compile(r"(?:rank|rng_state_|__)(\d+)(?:_\d+)?\.\w+$")
@@ -54,7 +54,7 @@ def seal_checkpoint(folder: Path, step: int, *, resumable: bool, writes: bool, s
             sees the files of its own machine alone.
     """
     where = f"sealing {folder}"
-    with distributed.together(where):
+    with distributed.raise_on_all_ranks(where):
         sizes = _sizes(folder)
     mine = sorted(sizes) if writes else []
     if shared:
@@ -64,12 +64,12 @@ def seal_checkpoint(folder: Path, step: int, *, resumable: bool, writes: bool, s
         seen = [part for part, _ in gathered]
         sizes = {name: max(part.get(name, 0) for part in seen) for part in seen for name in part}
         mine = _share(seen, sizes, gathered[0][1])[distributed.rank()]
-    with distributed.together(where):
+    with distributed.raise_on_all_ranks(where):
         sums = dict(zip(mine, checksums([folder / name for name in mine], flush=True), strict=True))
     if shared:
         for part in distributed.gather_json(sums):
             sums |= part
-    with distributed.together(where):
+    with distributed.raise_on_all_ranks(where):
         if writes:
             _flush_names(folder)
             files = {name: SealedFile(size, tuple(sums[name])) for name, size in sizes.items()}

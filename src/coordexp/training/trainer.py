@@ -22,15 +22,15 @@ from coordexp.metrics import MetricsPayload
 from coordexp.modeling.inputs import row_inputs, to_device
 from coordexp.modeling.load import LoadedModel
 from coordexp.objective import HeadQuery, HeadScores, SupervisionTensors
+from coordexp.recording.token_losses import token_losses
+from coordexp.recording.writer import RolloutRecorder
 from coordexp.records import PackedRow
 from coordexp.rollouts import RolloutBackend, synced
 from coordexp.training.drift import DriftWatch
-from coordexp.training.learning import Learning, name_channel
+from coordexp.training.objective_step import TrainingObjective, name_channel
 from coordexp.training.optimizer import LearningRates, grouped, parameter_groups
 from coordexp.training.parallel import shard_on_cpus
-from coordexp.training.rollout_dump import RolloutRecorder
 from coordexp.training.saving import SavingTrainer
-from coordexp.training.token_losses import token_losses
 from coordexp.training.two_channel import TwoChannelBuilder
 from coordexp.training.window import Window, WindowBuilder
 
@@ -49,7 +49,7 @@ class CoordExpTrainer(SavingTrainer):
         *,
         loaded: LoadedModel,
         window_builder: WindowBuilder | TwoChannelBuilder,
-        learning: Mapping[Channel | None, Learning],
+        objectives: Mapping[Channel | None, TrainingObjective],
         eval_backend: RolloutBackend,
         rollout_matching_cfg: Mapping[str, Any],
         learning_rates: LearningRates,
@@ -67,7 +67,7 @@ class CoordExpTrainer(SavingTrainer):
         self.window: Window | None = None
         self._vocab: CoordVocab = loaded.vocab
         self._rope_index = loaded.model.model.get_rope_index
-        self._learning = learning
+        self._objectives = objectives
         self._drift: DriftWatch | None = None
         self._eval_backend = eval_backend
         self._measured = measured
@@ -89,19 +89,19 @@ class CoordExpTrainer(SavingTrainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], None]:
-        self.take_up_log_line()
+        self.restore_log_line()
         if self.state.global_step >= self.state.max_steps:
             return [], None  # a finished run, resumed: transformers would look at max_steps only after one step more
         step = self.state.global_step + 1
         with self.saving_before_giving_up(f"step {step}"):
-            with distributed.together(f"reading the samples of step {step}"):
+            with distributed.raise_on_all_ranks(f"reading the samples of step {step}"):
                 raw, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
                 raw = [[_owning_memory(sample) for sample in batch] for batch in raw]
             if not raw:
                 return [], None
             started = time.perf_counter()
             self.window = self.window_builder.prepare(raw, self.state.global_step)
-            with distributed.together(f"inputs of step {step}"):
+            with distributed.raise_on_all_ranks(f"inputs of step {step}"):
                 recorded = self._record(raw, self.window)
                 prepared_s = time.perf_counter() - started
                 inputs = [[self._row_inputs(row) for row in rows] for rows in self.window.micro_steps]
@@ -118,13 +118,13 @@ class CoordExpTrainer(SavingTrainer):
     def _row_inputs(self, row: PackedRow) -> dict[str, Any]:
         dtype = next(self._loaded.model.parameters()).dtype
         inputs = row_inputs(row, self._rope_index, self._loaded.image_token_id, self._loaded.attention, dtype)
-        supervision = SupervisionTensors.of(row)
-        queries = self._what_to_learn().queries(supervision)
+        supervision = SupervisionTensors.from_row(row)
+        queries = self._objective_of_step().queries(supervision)
         return {"model": inputs, "supervision": supervision, "queries": queries, "row": row}
 
-    def _what_to_learn(self) -> Learning:
+    def _objective_of_step(self) -> TrainingObjective:
         assert self.window is not None, "a row without a prepared window"
-        return self._learning[self.window.channel]
+        return self._objectives[self.window.channel]
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         device = self.args.device
@@ -169,11 +169,11 @@ class CoordExpTrainer(SavingTrainer):
         assert self.window is not None, "compute_loss without a prepared window"
         assert not return_outputs, "evaluation goes through rollouts, not through the loss"
         started = time.perf_counter()
-        learning, supervision, queries = self._what_to_learn(), inputs["supervision"], inputs["queries"]
-        scores = model(program=learning.program(inputs["model"], supervision, queries))
+        objective, supervision, queries = self._objective_of_step(), inputs["supervision"], inputs["queries"]
+        scores = model(forward_fn=objective.forward_fn(inputs["model"], supervision, queries))
         self._count_broken(scores, queries)
         self._record_losses(inputs["row"], supervision, queries, scores)
-        result = learning.result(supervision, queries, scores, self.window.counts)
+        result = objective.result(supervision, queries, scores, self.window.counts)
         # One look from the host for all terms: each would wait for the device.
         shares = torch.stack([*result.terms.values()]).tolist() if result.terms else []
         names = [name_channel(name, self.window.channel) for name in result.terms]
@@ -244,7 +244,7 @@ class CoordExpTrainer(SavingTrainer):
             where = f"evaluation after step {self.state.global_step}"
             with (
                 self.saving_before_giving_up(where),
-                distributed.together(where),
+                distributed.raise_on_all_ranks(where),
                 synced(self._eval_backend, self.state.global_step),
             ):
                 figures, _ = evaluate_dataset(

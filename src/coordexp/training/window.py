@@ -68,16 +68,18 @@ class WindowBuilder:
                 yet, but the carry buffer may have given rows away; :meth:`CarryBuffer.load_state_dict` restores it.
         """
         metrics: defaultdict[str, float] = defaultdict(float)
-        with distributed.together(f"rollouts of step {global_step + 1}"):
+        with distributed.raise_on_all_ranks(f"rollouts of step {global_step + 1}"):
             segments, outcomes = self._source.segments(micro_batches, global_step, metrics)
         started = time.perf_counter()
-        with distributed.together(f"packing of step {global_step + 1}"):
+        with distributed.raise_on_all_ranks(f"packing of step {global_step + 1}"):
             laid_out = self._lay_out(segments, metrics)
         padded = self._pad(laid_out, micro_batches, metrics)
-        with distributed.together(f"rows of step {global_step + 1}"):  # before the next collective call: see together
+        with distributed.raise_on_all_ranks(
+            f"rows of step {global_step + 1}"
+        ):  # before the next collective call: see raise_on_all_ranks
             micro_steps = tuple(tuple(build_row(chosen) for chosen in rows) for rows in padded)
             rows = [row for one in micro_steps for row in one]
-            local = SupervisionCounts.of(segment.target for row in rows for segment in row.segments)
+            local = SupervisionCounts.from_targets(segment.target for row in rows for segment in row.segments)
         counts = SupervisionCounts(*(int(n) for n in distributed.all_reduce(local.as_tuple(), "sum")))
         metrics["time/pack_s"] = time.perf_counter() - started
         metrics["train/samples_total"] = sum(len(batch) for batch in micro_batches)

@@ -14,7 +14,7 @@ from coordexp.errors import DataError
 from coordexp.evaluation import ImageAnswer, read_answers
 from coordexp.evaluation.answers import PREDICTIONS
 from coordexp.evaluation.detection import match_answer
-from coordexp.metrics.rollout_record import RolloutRecord, read_records
+from coordexp.recording.rollout_record import RolloutRecord, read_records
 from coordexp.records import GTObject
 
 BEHIND_CUT = "BEHIND_CUT"  # tokens of the answer that are not part of the target

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from cli_runs import small_checkpoint
+from support.cli_runs import small_checkpoint
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 Run = Callable[..., Any]

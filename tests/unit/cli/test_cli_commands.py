@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-import annotation_folders as folders
-from cli_runs import run_cli, small_checkpoint, write_run
 from coordexp.config import load_config
 from coordexp.data import read_jsonl
 from coordexp.evaluation import detection_metrics
+from support import annotation_folders as folders
+from support.cli_runs import run_cli, small_checkpoint, write_run
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_evaluate_another_model_on_other_data(tmp_path: Path, capsys: pytest.Cap
 def test_without_a_rollout_section_the_model_answers_by_transformers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import coordexp.training.answering as answering
+    import coordexp.inference.session as session
 
     seen = []
 
@@ -82,7 +82,7 @@ def test_without_a_rollout_section_the_model_answers_by_transformers(
         seen.append(rollout)
         raise SystemExit(0)
 
-    monkeypatch.setattr(answering, "build_backend", build_backend)
+    monkeypatch.setattr(session, "build_backend", build_backend)
     run_cli(capsys, "evaluate", write_run(tmp_path, 1, model, rollout_matching=None))
     assert [rollout.rollout_backend for rollout in seen] == ["hf"]
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from cli_runs import run_cli
 from coordexp.assets import asset
 from coordexp.data import read_jsonl
 from coordexp.data.scenes import SPARSE, write_scenes
 from coordexp.evaluation import match_by_desc
+from support.cli_runs import run_cli
 
 DEMO = asset("checkpoints/demo-stage1")
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from cli_runs import run_cli, small_checkpoint
 from coordexp.data import read_jsonl
-from one_scene import as_coco, as_labelme, as_yolo
+from support.cli_runs import run_cli, small_checkpoint
+from support.one_scene import as_coco, as_labelme, as_yolo
 
 
 @pytest.fixture(scope="module")

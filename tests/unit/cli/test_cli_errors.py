@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 import coordexp.config.explain
-from cli_runs import run_cli, small_checkpoint, write_run
 from coordexp.cli import main
 from coordexp.errors import ConfigError
+from support.cli_runs import run_cli, small_checkpoint, write_run
 
 
 @pytest.fixture(scope="module")
@@ -70,13 +70,13 @@ BAD_CHECKPOINTS = {
 
 @pytest.fixture
 def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    import coordexp.inference.session
     import coordexp.modeling.load
-    import coordexp.training.answering
 
     def load_model(*_: object, **__: object) -> None:
         raise AssertionError("weights are read although the input is bad")
 
-    for module in (coordexp.modeling.load, coordexp.training.answering):
+    for module in (coordexp.modeling.load, coordexp.inference.session):
         monkeypatch.setattr(module, "load_model", load_model)
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from cli_runs import run_cli
-from config_samples import stage1, write_yaml
+from support.cli_runs import run_cli
+from support.config_samples import stage1, write_yaml
 
 HEAVY = {"torch", "transformers", "torchvision", "accelerate", "numpy", "scipy", "PIL"}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
-from cli_runs import run_cli, small_checkpoint, write_run
+from support.cli_runs import run_cli, small_checkpoint, write_run
 
 LORA = {"tuner__train_type": "lora", "tuner__lora_rank": 4, "tuner__lora_alpha": 8, "tuner__use_dora": True}
 

@@ -11,13 +11,13 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from cli_runs import run_cli, small_checkpoint, write_run
 from coordexp.data import read_jsonl
 from coordexp.evaluation import Summary, detection_metrics, read_answers
 from coordexp.evaluation.answers import write_answers
 from coordexp.evaluation.summary import GroupRow
 from coordexp.evaluation.tables import summary_tables
-from scored_answers import CLASSES, random_answers, with_soft
+from support.cli_runs import run_cli, small_checkpoint, write_run
+from support.scored_answers import CLASSES, random_answers, with_soft
 
 
 @pytest.fixture(scope="module")

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import typer
 
-from annotation_folders import paint
-from cli_runs import Outcome, run_cli, small_checkpoint, write_run
 from coordexp.cli import app
 from coordexp.evaluation.answers import write_answers
 from coordexp.records import GTObject
-from scored_answers import random_answers
-from view_runs import hostile_answers
+from support.annotation_folders import paint
+from support.cli_runs import Outcome, run_cli, small_checkpoint, write_run
+from support.scored_answers import random_answers
+from support.view_runs import hostile_answers
 
 CLASSES = ("sign [/stop]", "[bold]x[/]", "[a0]", ":car:", "[link=file:///etc]y")
 FOLDER = "p [a0] [x] :smile:"

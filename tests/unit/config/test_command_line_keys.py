@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from cli_runs import run_cli, small_checkpoint, write_run
-from config_samples import set_key, stage1, stage2, write_yaml
 from coordexp.config import load_config, resolved_yaml
 from coordexp.config.explain import explain_config
 from coordexp.errors import ConfigError
+from support.cli_runs import run_cli, small_checkpoint, write_run
+from support.config_samples import set_key, stage1, stage2, write_yaml
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from config_samples import drop_key, set_key, stage1, stage2, write_yaml
 from coordexp.cli import app
 from coordexp.config import RunConfig, load_config
 from coordexp.config.json_schema import FILE_NAME, json_schema, json_schema_text
+from support.config_samples import drop_key, set_key, stage1, stage2, write_yaml
 
 ROOT = Path(__file__).parents[3]
 

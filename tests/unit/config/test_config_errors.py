@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from config_samples import drop_key, module, set_key, stage1, stage2, two_channel, write_yaml
 from coordexp.config import ConfigError, RunConfig, load_config, parse_config
 from coordexp.config.strict import StrictModel
 from coordexp.config.wording import ungrouped
+from support.config_samples import drop_key, module, set_key, stage1, stage2, two_channel, write_yaml
 
 RM = "rollout_matching"
 OBJ = f"{RM}.pipeline.objective"

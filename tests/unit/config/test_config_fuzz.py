@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from config_samples import drop_key, set_key, stage2, two_channel
 from coordexp.config import ConfigError, load_config, parse_config, resolved_yaml
 from coordexp.config.source import read_document
+from support.config_samples import drop_key, set_key, stage2, two_channel
 
 SERVER = {"timeout_s": 10, "servers": [{"base_url": "http://a:8000", "group_port": 51216}]}
 

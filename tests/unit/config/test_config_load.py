@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from config_samples import set_key, stage1, stage2, write_yaml
 from coordexp.config import ConfigError, RunConfig, load_config, parse_config, resolved_yaml
+from support.config_samples import set_key, stage1, stage2, write_yaml
 
 
 @pytest.mark.parametrize("raw", [stage1(), stage2(), stage2(decoding={"temperature": 1e-7})], ids=["1", "2", "small"])

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from config_samples import drop_key, module, set_key, stage1, stage2, two_channel
 from coordexp.config import ConfigError, RunConfig, advice, check_world_size, parse_config, resolved_rollout
+from support.config_samples import drop_key, module, set_key, stage1, stage2, two_channel
 
 RM = "rollout_matching"
 VLLM = f"{RM}.vllm"

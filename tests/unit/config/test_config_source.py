@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from config_samples import set_key, stage1, stage2, write_yaml
 from coordexp.config import ConfigError, load_config, resolved_yaml
 from coordexp.config.source import read_document
+from support.config_samples import set_key, stage1, stage2, write_yaml
 
 # (YAML, what it is read as): YAML 1.2, so that words stay words
 SCALARS: list[tuple[str, Any]] = [

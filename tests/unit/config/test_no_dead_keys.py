@@ -7,9 +7,9 @@ from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
-from config_reads import Reads, models_of, sections
 from coordexp.config import RunConfig
 from coordexp.config.debug import DEBUG_STANDS_FOR
+from support.config_reads import Reads, models_of, sections
 
 SOURCE = Path(__file__).parents[3] / "src"
 SECTIONS = sections(RunConfig)

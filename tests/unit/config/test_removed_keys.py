@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from config_samples import set_key, stage2, two_channel
 from coordexp.config import ConfigError, RunConfig, parse_config
 from coordexp.config.legacy_table import REMOVED_KEYS, REMOVED_VALUES
+from support.config_samples import set_key, stage2, two_channel
 
 SERVER = {"servers": [{"base_url": "http://a:8000", "group_port": 51216}]}
 

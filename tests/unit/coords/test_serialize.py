@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from answers import CAT, LEAF, read_json
 from coordexp.coords import COORD_TOKENS, append_fragment, serialize_append, serialize_objects
 from coordexp.errors import AppendError
 from coordexp.records import GTObject
+from support.answers import CAT, LEAF, read_json
 
 ONE = '{"desc": "a", "bbox_2d": ["<|coord_1|>", "<|coord_2|>", "<|coord_3|>", "<|coord_4|>"]}'
 A = GTObject("a", "bbox_2d", (1, 2, 3, 4))

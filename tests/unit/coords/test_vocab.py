@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from answers import tiny_tokenizer, tiny_vocab
 from coordexp.coords import COORD_TOKENS, TURN_END, CoordVocab, coord_token, serialize_append
 from coordexp.errors import VocabError
 from coordexp.records import GTObject
-from qwen_tokenizer import qwen_tokenizer, qwen_vocab
+from support.answers import tiny_tokenizer, tiny_vocab
+from support.qwen_tokenizer import qwen_tokenizer, qwen_vocab
 
 both = pytest.mark.parametrize(
     ("make_vocab", "make_tokenizer"), [(tiny_vocab, tiny_tokenizer), (qwen_vocab, qwen_tokenizer)], ids=["tiny", "qwen"]

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from annotation_folders import KEEP, paint, voc, voc_object
 from coordexp.data.check import ERRORS, Finding, check_jsonl, histogram
 from coordexp.data.convert import convert_voc
 from coordexp.data.subset import sample_records, split_records
 from coordexp.errors import DataError
 from coordexp.records import ImageRecord
+from support.annotation_folders import KEEP, paint, voc, voc_object
 
 BOX = {"desc": "cat", "bbox_2d": [10, 20, 300, 400]}
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from annotation_folders import SMALL, coco, objects_of
 from coordexp.data.convert import ConversionReport, convert_coco, convert_voc, to_bin
 from coordexp.errors import DataError
 from coordexp.records import GTObject
+from support.annotation_folders import SMALL, coco, objects_of
 
 
 def from_coco(tmp_path: Path, annotations: list[Any], **options: Any) -> ConversionReport:

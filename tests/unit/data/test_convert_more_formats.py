@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from annotation_folders import KEEP, SMALL, objects_of, paint
 from coordexp.data import read_jsonl
 from coordexp.data.convert import (
     ConversionReport,
@@ -23,6 +22,7 @@ from coordexp.data.convert import (
 from coordexp.data.convert.simplify import simplified, simplify_ring
 from coordexp.errors import DataError
 from coordexp.records import GTObject
+from support.annotation_folders import KEEP, SMALL, objects_of, paint
 
 CAT_BOX = GTObject("cat", "bbox_2d", (256, 261, 768, 782))  # the middle of a 40 x 24 image
 

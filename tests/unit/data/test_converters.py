@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from PIL import Image
 from rich.console import Console
 
-from annotation_folders import KEEP, SMALL, coco, objects_of, paint, voc, voc_object, voc_xml
 from coordexp.data import read_jsonl
 from coordexp.data.convert import (
     ImageOptions,
@@ -24,6 +23,7 @@ from coordexp.data.convert import (
 )
 from coordexp.errors import DataError
 from coordexp.records import GTObject
+from support.annotation_folders import KEEP, SMALL, coco, objects_of, paint, voc, voc_object, voc_xml
 
 # --- quantisation ---
 

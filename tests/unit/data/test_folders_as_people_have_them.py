@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from annotation_folders import SMALL, coco, paint, voc, voc_object, voc_xml
 from coordexp.data import read_jsonl
 from coordexp.data.convert import (
     ConversionReport,
@@ -23,6 +22,7 @@ from coordexp.data.convert import (
 )
 from coordexp.errors import DataError
 from coordexp.records import ImageRecord
+from support.annotation_folders import SMALL, coco, paint, voc, voc_object, voc_xml
 
 BOX = (256, 261, 768, 782)  # the middle half of a 40 x 24 image
 PIXELS = [10, 6, 30, 18]

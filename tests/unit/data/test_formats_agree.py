@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from annotation_folders import SMALL
 from coordexp.data import read_jsonl
 from coordexp.data.convert import ConversionReport, convert_coco, convert_labelme, convert_voc, convert_yolo
 from coordexp.evaluation import Detection, EvaluationOptions, ImageAnswer, summarise
 from coordexp.records import ImageRecord
-from one_scene import BOXES, RINGS, as_coco, as_labelme, as_voc, as_yolo
+from support.annotation_folders import SMALL
+from support.one_scene import BOXES, RINGS, as_coco, as_labelme, as_voc, as_yolo
 
 
 def convert(form: str, source: Path, out: Path, *, rings: bool) -> ConversionReport:

@@ -46,8 +46,8 @@ def test_config_reference_is_what_the_schema_says() -> None:
 
 
 def test_config_reference_names_every_key_of_a_resolved_run() -> None:
-    from config_samples import stage2
     from coordexp.config import parse_config
+    from support.config_samples import stage2
 
     page = (DOCS / "config-reference.md").read_text(encoding="utf-8")
     documented = set(re.findall(r"^\| `([^`]+)` \|", page, re.M))
@@ -105,7 +105,7 @@ def test_the_example_module_runs() -> None:
     """Its focal loss without focusing is the hard cross-entropy of coord_reg."""
     from coordexp.objective.coord_reg import CoordReg
     from coordexp.objective.pipeline import ObjectivePipeline, WeightedModule
-    from objective_rows import Trigram, context, segments
+    from support.objective_rows import Trigram, context, segments
 
     (source,) = [text for page, text in blocks("python") if "class CoordFocal:" in text]
     namespace: dict[str, Any] = {"__name__": "coord_focal_example"}

@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from cli_runs import small_checkpoint, write_run
-from config_samples import stage2
 from coordexp.config import load_config, parse_config
 from coordexp.evaluation import EvaluationOptions, summarise
 from coordexp.metrics.reduce import RATES
 from coordexp.metrics.registry import all_metrics, find_metric
 from coordexp.objective import MODULES, SupervisionCounts, build_pipeline
+from coordexp.recording import writer
 from coordexp.records import DropReason
-from coordexp.training import rollout_dump
-from scored_answers import random_answers
+from support.cli_runs import small_checkpoint, write_run
+from support.config_samples import stage2
+from support.scored_answers import random_answers
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "metrics.md"
@@ -54,7 +54,7 @@ def put_together_by_the_code() -> set[str]:
         *(f"loss/{entry.name}/{term}" for entry in pipeline.objective for term in entry.module.denominators(counts)),
         *(f"{entry.name}/{term}" for entry in pipeline.diagnostics for term in entry.module.denominators(counts)),
         *(f"rollout/dropped/{reason.value}" for reason in DropReason),
-        *rollout_dump.COUNTERS,
+        *writer.COUNTERS,
         *(f"eval_rollout/{name}" for name in summarise(random_answers(30, 1), everything).figures),
     }
 

@@ -42,7 +42,7 @@ def quoted(page: str) -> list[str]:
 def written() -> tuple[str, ...]:
     """Every string of the package and of the tests' browser, as Python joins it, with a mark for what is filled in."""
     texts = []
-    for path in [*(ROOT / "src" / "coordexp").rglob("*.py"), ROOT / "tests" / "browser.py"]:
+    for path in [*(ROOT / "src" / "coordexp").rglob("*.py"), ROOT / "tests" / "support" / "browser.py"]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.JoinedStr):
                 texts.append("".join(

@@ -20,7 +20,7 @@ from coordexp.evaluation import Detection, ImageAnswer
 from coordexp.evaluation.average_precision import AREAS, MAX_DETECTIONS, THRESHOLDS_T, class_curves
 from coordexp.evaluation.coco import CocoData, coco_figures, to_coco
 from coordexp.records import GTObject
-from scored_answers import random_answers, with_soft
+from support.scored_answers import random_answers, with_soft
 
 SQUARE = (100, 100, 400, 400)
 

@@ -11,13 +11,13 @@ import pytest
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
-from answers import CAT, DOG, LEAF
 from coordexp.errors import DataError
 from coordexp.evaluation import Detection, ImageAnswer
 from coordexp.evaluation.coco import coco_figures, resampled_ap, to_coco
 from coordexp.evaluation.summary import write_coco
 from coordexp.records import GTObject
-from scored_answers import random_answers
+from support.answers import CAT, DOG, LEAF
+from support.scored_answers import random_answers
 
 NAMES = ("AP", "AP50", "AP75", "AP_small", "AP_medium", "AP_large")
 

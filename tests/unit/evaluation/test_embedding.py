@@ -15,12 +15,12 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
-from cli_runs import run_cli
 from coordexp.errors import CheckpointError
 from coordexp.evaluation import Detection, ImageAnswer
 from coordexp.evaluation.answers import write_answers
 from coordexp.evaluation.embedding import TextEncoder, apply_embedding, nearest_categories
 from coordexp.records import GTObject
+from support.cli_runs import run_cli
 
 WORDS = ("[PAD]", "[UNK]", "red", "car", "sedan", "person", "man", "walking", "cloud")
 BOX = (10, 10, 500, 500)

@@ -5,7 +5,6 @@ from contextlib import nullcontext
 
 import pytest
 
-from answers import CAT, DOG, record, request
 from coordexp import distributed
 from coordexp.coords import serialize_objects
 from coordexp.data.dataset import RecordDataset
@@ -14,8 +13,9 @@ from coordexp.evaluation.answers import to_line
 from coordexp.evaluation.predict import gather_answers, share_out
 from coordexp.records import GTObject, Rollout, RolloutRequest
 from coordexp.rollouts import DatasetSeeds, Seeds
-from quiet_backend import QuietBackend
-from qwen_tokenizer import qwen_vocab
+from support.answers import CAT, DOG, record, request
+from support.quiet_backend import QuietBackend
+from support.qwen_tokenizer import qwen_vocab
 
 
 class Scripted(QuietBackend):

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from answers import CAT, record, request
 from coordexp.coords import serialize_objects
 from coordexp.data.dataset import RecordDataset
 from coordexp.errors import AlignmentError
 from coordexp.evaluation import evaluate_dataset
 from coordexp.records import Rollout, RolloutRequest
 from coordexp.rollouts import RolloutBackend
-from qwen_tokenizer import qwen_vocab
+from support.answers import CAT, record, request
+from support.qwen_tokenizer import qwen_vocab
 
 
 class Resizing:

@@ -7,12 +7,12 @@ import math
 import pytest
 import torch
 
-from answers import CAT, DOG, request
 from coordexp.coords import serialize_objects
 from coordexp.evaluation.scores import COORD_WEIGHT, NEIGHBOURS, WIDE_NEIGHBOURS, ConfidenceScorer, TokenScorer
 from coordexp.parsing import parse_rollout
 from coordexp.records import ImageRecord, ParsedRollout, Rollout, RolloutRequest
-from qwen_tokenizer import qwen_vocab
+from support.answers import CAT, DOG, request
+from support.qwen_tokenizer import qwen_vocab
 
 
 class FakeModel(torch.nn.Module):

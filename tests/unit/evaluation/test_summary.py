@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from answers import CAT, DOG
 from coordexp.errors import DataError
 from coordexp.evaluation import Detection, EvaluationOptions, ImageAnswer, read_answers, summarise
 from coordexp.evaluation.answers import from_line, to_line
@@ -19,7 +18,8 @@ from coordexp.evaluation.compare import compare
 from coordexp.evaluation.detection import DENSITY_BINS, density_bin
 from coordexp.evaluation.summary import write_summary
 from coordexp.records import GTObject
-from scored_answers import random_answers
+from support.answers import CAT, DOG
+from support.scored_answers import random_answers
 
 WHOLE = GTObject("black cat", "bbox_2d", (0, 0, 999, 999))
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from PIL import Image, ImageDraw
 
-from cli_runs import run_cli, small_checkpoint, write_run
 from coordexp.data import read_jsonl
 from coordexp.data.preparation import PREPARATION, ImagePreparation, ResizeRule, read_preparation
 from coordexp.evaluation import read_answers
+from support.cli_runs import run_cli, small_checkpoint, write_run
 
 MAX_PIXELS = 128 * 160
 SIZE, COPY = (378, 504), (96, 160)

@@ -2,11 +2,11 @@
 
 import pytest
 
-from answers import CAT, DOG, LEAF, answer, entry, outcome_of
 from coordexp.coords import TURN_END
 from coordexp.metrics import rollout_counters
 from coordexp.records import GTObject
-from qwen_tokenizer import qwen_vocab
+from support.answers import CAT, DOG, LEAF, answer, entry, outcome_of
+from support.qwen_tokenizer import qwen_vocab
 
 NEAR_CAT = GTObject("cat", "bbox_2d", (12, 25, 195, 230))
 FAR = GTObject("cat", "bbox_2d", (190, 200, 420, 400))  # touches CAT and LEAF, finds neither

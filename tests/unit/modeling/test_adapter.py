@@ -28,8 +28,8 @@ from coordexp.modeling.export import export_checkpoint
 from coordexp.modeling.load import base_checkpoint, load_model, load_vocab
 from coordexp.modeling.merge import merge_checkpoint
 from coordexp.modeling.weights import LearnerWeights
-from tiny_run import load_tiny, tiny_checkpoint
-from tuned_models import TUNERS, lora, randomise, tuned, untied_checkpoint
+from support.tiny_run import load_tiny, tiny_checkpoint
+from support.tuned_models import TUNERS, lora, randomise, tuned, untied_checkpoint
 
 
 def trainable(model: torch.nn.Module) -> dict[str, torch.Tensor]:

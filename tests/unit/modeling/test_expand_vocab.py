@@ -9,12 +9,12 @@ import pytest
 import torch
 from transformers import Qwen3VLForConditionalGeneration
 
-from cli_runs import SMALL
 from coordexp.coords import COORD_TOKENS
 from coordexp.errors import CheckpointError, VocabError
 from coordexp.modeling.expand_vocab import NEW_TOKENS, expand_vocab
 from coordexp.modeling.load import AutoTokenizer, LoadedModel, load_model, load_vocab
 from coordexp.modeling.tiny import TinySpec, build_tiny_checkpoint
+from support.cli_runs import SMALL
 
 PADDING_ROWS = 300  # Qwen's checkpoints have more rows than tokens; 300 is less than the 1001 that are added
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from coordexp.errors import CheckpointError, CoordExpError, VocabError
 from coordexp.modeling.load import load_model, load_processor, load_vocab
-from tiny_run import tiny_checkpoint
+from support.tiny_run import tiny_checkpoint
 
 
 def no_config(folder: Path) -> None:

@@ -15,7 +15,7 @@ from coordexp.modeling.inputs import row_inputs, to_device
 from coordexp.modeling.load import LoadedModel
 from coordexp.objective import SupervisionTensors
 from coordexp.records import Segment
-from tiny_run import gt_segments, load_tiny, row_of
+from support.tiny_run import gt_segments, load_tiny, row_of
 
 ATTENTIONS = ("packed", "sdpa")
 FORWARD_ONLY = ("flex",)  # on a CPU
@@ -93,7 +93,7 @@ def test_with_a_cache_sdpa_leaks_between_segments(models: dict[str, LoadedModel]
 
 def supervised_logits(model: Any, inputs: Any, position_N: torch.Tensor) -> torch.Tensor:
     """All logits at supervised positions, through the program that the model runs as its forward."""
-    return model(program=lambda bare: bare.lm_head(supervised_hidden(bare, inputs, position_N)))
+    return model(forward_fn=lambda bare: bare.lm_head(supervised_hidden(bare, inputs, position_N)))
 
 
 def test_supervised_logits_do_not_leak_when_the_model_defaults_to_a_cache(
@@ -101,7 +101,7 @@ def test_supervised_logits_do_not_leak_when_the_model_defaults_to_a_cache(
 ) -> None:
     loaded = models["sdpa"]
     assert loaded.model.config.text_config.use_cache is True
-    positions = SupervisionTensors.of(row_of(segments[:2])).position_N
+    positions = SupervisionTensors.from_row(row_of(segments[:2])).position_N
     with torch.no_grad():
         logits = supervised_logits(loaded.model, inputs_of(loaded, segments[:2]), positions)
     torch.testing.assert_close(logits, packed_logits(loaded, segments[:2])[positions - 1], atol=1e-5, rtol=1e-5)
@@ -128,7 +128,7 @@ def test_supervised_logits_are_the_full_logits_one_position_earlier(
     models: dict[str, LoadedModel], segments: list[Segment], attention: str
 ) -> None:
     loaded = models[attention]
-    positions = SupervisionTensors.of(row_of(segments)).position_N
+    positions = SupervisionTensors.from_row(row_of(segments)).position_N
     with torch.no_grad():
         logits = supervised_logits(loaded.model, inputs_of(loaded, segments), positions)
     assert logits.shape == (len(positions), len(loaded.processor.tokenizer))
@@ -158,7 +158,7 @@ def gradients(loaded: LoadedModel, segments: Sequence[Segment], checkpointing: b
     if checkpointing:
         model.gradient_checkpointing_enable()
     model.train()
-    positions = SupervisionTensors.of(row_of(segments)).position_N
+    positions = SupervisionTensors.from_row(row_of(segments)).position_N
     logits = supervised_logits(model, inputs_of(loaded, segments), positions)
     logits.logsumexp(dim=-1).sum().backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

@@ -15,7 +15,7 @@ from coordexp.modeling.load import LoadedModel
 from coordexp.modeling.self_context import EmbedMode, SelfContext, coord_embeddings, self_context_states
 from coordexp.objective import SupervisionTensors
 from coordexp.records import Segment
-from tiny_run import gt_segments, load_tiny, row_of
+from support.tiny_run import gt_segments, load_tiny, row_of
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def segments(loaded: LoadedModel) -> list[Segment]:
 
 
 def coord_positions(segments: Sequence[Segment]) -> torch.Tensor:
-    supervision = SupervisionTensors.of(row_of(segments))
+    supervision = SupervisionTensors.from_row(row_of(segments))
     return supervision.position_N[supervision.coord_in_N_K]
 
 

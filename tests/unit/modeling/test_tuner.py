@@ -15,8 +15,8 @@ from coordexp.modeling.tuner import part_of, tune
 from coordexp.rollouts import SeedContext
 from coordexp.rollouts.backend import DecodingOptions
 from coordexp.rollouts.hf import HFBackend
-from tiny_run import gt_segments, load_tiny, tiny_checkpoint, tiny_samples
-from tuned_models import lora, tuned, untied_checkpoint
+from support.tiny_run import gt_segments, load_tiny, tiny_checkpoint, tiny_samples
+from support.tuned_models import lora, tuned, untied_checkpoint
 
 PARTS = [
     ("model.visual.blocks.0.attn.qkv.weight", "vit"),

@@ -13,8 +13,8 @@ from safetensors import safe_open
 
 from coordexp.modeling.load import LoadedModel, load_model
 from coordexp.modeling.weights import LearnerWeights
-from tiny_run import gt_segments, load_tiny, tiny_checkpoint
-from tuned_models import TUNERS, lora, tuned, untied_checkpoint
+from support.tiny_run import gt_segments, load_tiny, tiny_checkpoint
+from support.tuned_models import TUNERS, lora, tuned, untied_checkpoint
 
 EMBEDDING = "model.language_model.embed_tokens.weight"
 

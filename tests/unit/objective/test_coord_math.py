@@ -8,18 +8,18 @@ import pytest
 import torch
 
 from coordexp.objective import coord_math
-from coordexp.objective.coord_math import LOGIT_LIMIT, fence, gaussian_targets
+from coordexp.objective.coord_math import LOGIT_LIMIT, gaussian_targets, limit_logits
 
 V = 152_670  # tokens of the Qwen vocabulary with coordinates
 F64 = torch.float64
 
 
 def coord_gate(full: torch.Tensor, coord: torch.Tensor, temperature: float) -> torch.Tensor:
-    return coord_math.coord_gate(*(torch.logsumexp(fence(z) / temperature, dim=-1) for z in (full, coord)))
+    return coord_math.coord_gate(*(torch.logsumexp(limit_logits(z) / temperature, dim=-1) for z in (full, coord)))
 
 
 def text_gate(full: torch.Tensor, coord: torch.Tensor, temperature: float) -> torch.Tensor:
-    return coord_math.text_gate(*(torch.logsumexp(fence(z) / temperature, dim=-1) for z in (full, coord)))
+    return coord_math.text_gate(*(torch.logsumexp(limit_logits(z) / temperature, dim=-1) for z in (full, coord)))
 
 
 def target(center: float, sigma: float = 2.0, truncate: float | None = None) -> torch.Tensor:
@@ -143,7 +143,7 @@ def test_both_gates(text: float, coord: float, temperature: float, gate: float |
 def test_broken_logits_read_as_zeros_and_leave_no_gradient() -> None:
     logits = torch.full((1, V), NAN, requires_grad=True)
     gate = coord_gate(logits, logits[:, -1000:], 1.0)
-    log_p = torch.log_softmax(coord_math.fence(logits[:, -1000:]), dim=-1)
+    log_p = torch.log_softmax(coord_math.limit_logits(logits[:, -1000:]), dim=-1)
     soft = coord_math.soft_cross_entropy(log_p, target(500).float())
     assert gate.item() == pytest.approx(5.0283, abs=1e-4)
     assert soft.item() == pytest.approx(6.9077, abs=1e-3)
@@ -153,9 +153,9 @@ def test_broken_logits_read_as_zeros_and_leave_no_gradient() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_everything_runs_in_float32_or_wider(dtype) -> None:
-    assert coord_math.fence(torch.zeros(2, dtype=dtype)).dtype == torch.float32
+    assert coord_math.limit_logits(torch.zeros(2, dtype=dtype)).dtype == torch.float32
     assert coord_gate(torch.zeros(1, 2000, dtype=dtype), torch.zeros(1, 1000, dtype=dtype), 1.0).dtype == torch.float32
-    assert coord_math.fence(torch.zeros(2, dtype=F64)).dtype == F64
+    assert coord_math.limit_logits(torch.zeros(2, dtype=F64)).dtype == F64
 
 
 def test_expectation_decode() -> None:

@@ -1,4 +1,4 @@
-"""The chunked head against all the logits and plain autograd: values, gradients, the fence, memory."""
+"""The chunked head against all the logits and plain autograd: values, gradients, the limit, memory."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import pytest
 import torch
 
 from coordexp.objective import HeadQuery, HeadScores, score_head
-from naive_head import scores_from_logits
+from support.naive_head import scores_from_logits
 
 V, H, N = 700, 5, 9
 SCATTERED = (3, 4, 5, 99, 300, 301, 302, 303, 304, 650)
 CONTIGUOUS = tuple(range(250, 262))  # over the edge of the first chunk
 
 
-def query(temperatures: tuple[float, ...] = (1.0, 1.7), taught: int = 5) -> HeadQuery:
+def query(temperatures: tuple[float, ...] = (1.0, 1.7), trained: int = 5) -> HeadQuery:
     """Seven of nine positions scored, the last only measured; three coordinate slots, two text-gate positions."""
     return HeadQuery(
         vocab_in_N_U=torch.tensor([0, 2, 3, 5, 8, 1, 4]),
         slot_in_U_K=torch.tensor([1, 3, 5]),
-        leak_in_U_G=torch.tensor([0, 4]),
+        text_gate_in_U_G=torch.tensor([0, 4]),
         slot_in_N_K=torch.tensor([2, 5, 1]),
-        num_taught=taught,
+        num_trained=trained,
         num_scored=7,
         temperatures=temperatures,
     )
@@ -41,9 +41,14 @@ def tensors(dtype: torch.dtype = torch.float64, bins: int = 12, scale: float = 1
     return (*(value.to(dtype).requires_grad_() for value in (hidden, weight, offset)), label)
 
 
-def total(scores: HeadScores, taught: int) -> torch.Tensor:
+def total(scores: HeadScores, trained: int) -> torch.Tensor:
     """A function of every score with a gradient, non-linear in each."""
-    parts = [scores.vocab_lse_TU[:, :taught], scores.label_logit_U[:taught], scores.coord_lse_TG, scores.coord_logit_KB]
+    parts = [
+        scores.vocab_lse_TU[:, :trained],
+        scores.label_logit_U[:trained],
+        scores.coord_lse_TG,
+        scores.coord_logit_KB,
+    ]
     return sum(
         ((0.3 + part).sin() * torch.linspace(0.5, 2, part.numel(), dtype=part.dtype).view_as(part)).sum()
         for part in parts
@@ -65,8 +70,8 @@ def test_it_equals_all_the_logits_and_plain_autograd(temperatures, with_offset, 
     got = score_head(hidden, weight, asked, label, ids, offset if with_offset else None, chunk_logits)
     for name, a, b in zip(HeadScores._fields, got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
-    want_grads = torch.autograd.grad(total(want, asked.num_taught), leaves)
-    got_grads = torch.autograd.grad(total(got, asked.num_taught), leaves)
+    want_grads = torch.autograd.grad(total(want, asked.num_trained), leaves)
+    got_grads = torch.autograd.grad(total(got, asked.num_trained), leaves)
     for a, b in zip(got_grads, want_grads, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
         assert b.abs().max() > 1e-3
@@ -79,14 +84,14 @@ def test_gradcheck() -> None:
 
     def scores(h: torch.Tensor, w: torch.Tensor, o: torch.Tensor) -> tuple[torch.Tensor, ...]:
         got = score_head(h, w, asked, label % 35, ids, o)
-        return got.vocab_lse_TU[:, : asked.num_taught], got.label_logit_U[: asked.num_taught], *got[2:4]
+        return got.vocab_lse_TU[:, : asked.num_trained], got.label_logit_U[: asked.num_trained], *got[2:4]
 
     assert torch.autograd.gradcheck(scores, (hidden, small, offset))
 
 
 def test_positions_that_are_only_measured_get_no_gradient() -> None:
     hidden, weight, _, label = tensors()
-    scores = score_head(hidden, weight, query(taught=5), label, CONTIGUOUS)
+    scores = score_head(hidden, weight, query(trained=5), label, CONTIGUOUS)
     scores.vocab_lse_TU.sum().backward()
     moved = (hidden.grad.abs().sum(dim=1) > 0).tolist()
     assert [index for index, yes in enumerate(moved) if yes] == [0, 2, 3, 5, 8]
@@ -146,7 +151,7 @@ def test_autocast_computes_in_half_and_returns_gradients_as_the_leaves_are() -> 
     assert hidden.grad.dtype == weight.grad.dtype == torch.float32
 
 
-# -- the fence ---------------------------------------------------------------------------------------------------------
+# -- the limit ---------------------------------------------------------------------------------------------------------
 
 NAN, INF = math.nan, math.inf
 BROKEN = [NAN, INF, -INF, 3e4, -3e4]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from config_samples import stage2
 from coordexp.config import parse_config
 from coordexp.config.objective import PipelineConfig, TokenCEConfig
 from coordexp.objective import SupervisionCounts, SupervisionTensors, build_pipeline
 from coordexp.objective.token_ce import TokenCE
 from coordexp.packing import build_row
 from coordexp.records import TokenRole as R
-from objective_rows import segments
+from support.config_samples import stage2
+from support.objective_rows import segments
 
 
 def declared() -> PipelineConfig:
@@ -33,7 +33,7 @@ def token_ce(*, channel_b_of_two: bool) -> TokenCE:
     ],
 )
 def test_which_roles_have_a_text_loss(channel_b_of_two: bool, with_text_loss: set[R]) -> None:
-    found = SupervisionTensors.of(build_row(segments()))
+    found = SupervisionTensors.from_row(build_row(segments()))
     module = TokenCE(1.0, 1.0, 1.0, with_matched_prefix=token_ce(channel_b_of_two=channel_b_of_two).with_matched_prefix)
     wanted_N = module.wants(found).vocab_N
     assert wanted_N is not None
@@ -41,7 +41,7 @@ def test_which_roles_have_a_text_loss(channel_b_of_two: bool, with_text_loss: se
     assert {R(int(role)) for role in found.role_N} >= with_text_loss | {R.PREFIX_COORD}
     # Descriptions of matched objects, and everything about unmatched ones, cannot even be asked for.
     assert not {R.PREFIX_DESC, R.PREFIX_MASKED} & {R(int(role)) for role in found.role_N}
-    counts = SupervisionCounts.of(segment.target for segment in segments())
+    counts = SupervisionCounts.from_targets(segment.target for segment in segments())
     assert module.denominators(counts)["struct_ce"] == int(wanted_N.sum())
 
 
@@ -55,9 +55,9 @@ def test_the_weights_of_the_tail_are_those_that_are_declared() -> None:
 
 
 def test_a_weight_of_zero_turns_matched_structure_off_too() -> None:
-    found = SupervisionTensors.of(build_row(segments()))
+    found = SupervisionTensors.from_row(build_row(segments()))
     module = TokenCE(0.0, 1.0, 1.0, with_matched_prefix=True)
     wanted_N = module.wants(found).vocab_N
     assert wanted_N is not None and {R(int(role)) for role in found.role_N[wanted_N]} == {R.TAIL_DESC}
-    counts = SupervisionCounts.of(segment.target for segment in segments())
+    counts = SupervisionCounts.from_targets(segment.target for segment in segments())
     assert module.denominators(counts)["desc_ce"] == counts.desc_gt + counts.desc_rollout

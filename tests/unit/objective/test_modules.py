@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from answers import tiny_vocab
 from coordexp.config.data import CoordSoftCEW1Config
 from coordexp.config.objective import PipelineConfig
 from coordexp.objective import (
@@ -24,8 +23,9 @@ from coordexp.objective import (
 )
 from coordexp.packing import build_row
 from coordexp.records import TokenRole as R
-from naive_head import context_of_logits
-from objective_rows import COORD_IDS, COORDS, EVERYTHING, Trigram, config, scored, segments
+from support.answers import tiny_vocab
+from support.naive_head import context_of_logits
+from support.objective_rows import COORD_IDS, COORDS, EVERYTHING, Trigram, config, scored, segments
 
 TEXT = (R.TAIL_STRUCT, R.CLOSE, R.EOS)
 
@@ -137,7 +137,7 @@ def test_coordinate_terms_do_not_depend_on_other_modules(drop: list[str]) -> Non
 
 def test_coordinate_terms_need_no_box() -> None:
     polygons_only = [segments()[2]]
-    counts = SupervisionCounts.of([segments()[2].target])
+    counts = SupervisionCounts.from_targets([segments()[2].target])
     assert counts.boxes == 0 and counts.coords == 6
     terms = scored(build_pipeline(config()), polygons_only, Trigram()).terms
     assert terms["loss/coord_reg/soft_ce"].item() > 0
@@ -200,7 +200,7 @@ def test_module_weight_scales_its_terms_and_never_a_diagnostic() -> None:
 
 def supervision() -> SupervisionTensors:
     """Of a row of one ground-truth answer: a box and a triangle."""
-    return SupervisionTensors.of(build_row([segments()[1]]))
+    return SupervisionTensors.from_row(build_row([segments()[1]]))
 
 
 def peaked(pipeline: ObjectivePipeline, bins: list[tuple[int, ...]], height: float = 1e4) -> ObjectiveContext:
@@ -209,7 +209,7 @@ def peaked(pipeline: ObjectivePipeline, bins: list[tuple[int, ...]], height: flo
     logits = torch.zeros(len(found.position_N), len(tiny_vocab()), dtype=torch.float64)
     flat = [k for box in bins for k in box]
     logits[found.coord_in_N_K[: len(flat)], COORD_IDS[flat]] = height
-    return context_of_logits(pipeline, found, logits, COORDS, SupervisionCounts.of([segments()[1].target]))
+    return context_of_logits(pipeline, found, logits, COORDS, SupervisionCounts.from_targets([segments()[1].target]))
 
 
 @pytest.mark.parametrize(
@@ -268,7 +268,7 @@ def test_one_broken_logit_cannot_erase_the_step(broken: float) -> None:
     embed, head = model.gradients()
     assert torch.isfinite(embed).all() and torch.isfinite(head).all()
     assert embed.abs().sum() > 0 and head.abs().sum() > 0
-    assert torch.count_nonzero(head[:, 3]) == 0, "what the fence replaced has no gradient"
+    assert torch.count_nonzero(head[:, 3]) == 0, "what the limit replaced has no gradient"
 
 
 def test_half_precision_gives_a_float32_loss() -> None:
@@ -284,7 +284,7 @@ def test_half_precision_gives_a_float32_loss() -> None:
 def test_plain_sft_is_full_vocabulary_cross_entropy(coord_loss: CoordSoftCEW1Config | None) -> None:
     """One mean over every token of the answers, as any language model is fine-tuned."""
     row, model = [segments()[1], segments()[4]], Trigram()
-    found = SupervisionTensors.of(build_row(row))
+    found = SupervisionTensors.from_row(build_row(row))
     assert 0 < len(found.coord_in_N_K) < len(found.label_N)
     logits = model(torch.from_numpy(build_row(row).token_ids_L), found.position_N) @ model.head
     full = torch.nn.functional.cross_entropy(logits, found.label_N)
@@ -309,8 +309,8 @@ def test_sft_with_a_coordinate_loss_uses_its_keys() -> None:
 
 
 def test_counts_are_those_of_the_tensors() -> None:
-    counts = SupervisionCounts.of(segment.target for segment in segments())
-    found = SupervisionTensors.of(build_row(segments()))
+    counts = SupervisionCounts.from_targets(segment.target for segment in segments())
+    found = SupervisionTensors.from_row(build_row(segments()))
     roles, from_gt = found.role_N, found.from_gt_N
     assert counts.struct == (roles == R.TAIL_STRUCT).sum()
     assert counts.closure == ((roles == R.CLOSE) | (roles == R.EOS)).sum() == 2 * len(segments())
@@ -325,7 +325,7 @@ def test_counts_are_those_of_the_tensors() -> None:
 
 
 def test_labels_and_boxes_point_at_their_tokens() -> None:
-    found = SupervisionTensors.of(build_row(segments()))
+    found = SupervisionTensors.from_row(build_row(segments()))
     row = build_row(segments())
     assert found.label_N.tolist() == row.token_ids_L[found.position_N].tolist()
     assert torch.isin(found.label_N[found.coord_in_N_K], COORD_IDS).all()

@@ -9,7 +9,7 @@ import torch
 
 from coordexp.objective import ObjectivePipeline, SupervisionCounts, build_pipeline, sft_pipeline
 from coordexp.records import Segment
-from objective_rows import EVERYTHING, Trigram, config, scored, segments
+from support.objective_rows import EVERYTHING, Trigram, config, scored, segments
 
 PIPELINES = {"stage2": build_pipeline(config(**EVERYTHING)), "sft": sft_pipeline(None)}
 ROWS = {
@@ -22,7 +22,7 @@ ROWS = {
 
 def step(rows: Sequence[Sequence[Segment]], pipeline: ObjectivePipeline) -> tuple[float, dict[str, float], list]:
     """Backward over each row in turn, with the whole step's counts: what micro-steps and ranks add up to."""
-    counts = SupervisionCounts.of(segment.target for row in rows for segment in row)
+    counts = SupervisionCounts.from_targets(segment.target for row in rows for segment in row)
     model, loss, terms = Trigram(), 0.0, {}
     for row in rows:
         result = scored(pipeline, row, model, counts)
@@ -62,9 +62,9 @@ def test_a_row_with_nothing_to_score_still_has_a_graph() -> None:
 
 
 def test_counts_add_up() -> None:
-    parts = [SupervisionCounts.of([segment.target]) for segment in segments()]
+    parts = [SupervisionCounts.from_targets([segment.target]) for segment in segments()]
     total = SupervisionCounts()
     for part in parts:
         total += part
-    assert total == SupervisionCounts.of(segment.target for segment in segments())
+    assert total == SupervisionCounts.from_targets(segment.target for segment in segments())
     assert SupervisionCounts(*total.as_tuple()) == total

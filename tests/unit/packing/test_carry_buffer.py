@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from coordexp.errors import CarryBufferOverflow, SegmentTooLong
 from coordexp.packing import CarryBuffer
-from packing_segments import make_segment
+from support.packing_segments import make_segment
 
 
 def filled(lengths, capacity=10, max_segments=8):

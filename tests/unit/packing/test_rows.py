@@ -11,7 +11,7 @@ from coordexp.errors import AlignmentError
 from coordexp.packing import build_row, segment_ids, supervise_row
 from coordexp.records import Segment
 from coordexp.records import TokenRole as R
-from packing_segments import make_segment, make_target
+from support.packing_segments import make_segment, make_target
 
 FIRST = Segment(
     "first",

@@ -19,7 +19,7 @@ from coordexp.coords import TURN_END, CoordVocab, serialize_objects
 from coordexp.errors import VocabError
 from coordexp.parsing import parse_rollout, scanner
 from coordexp.records import NUM_BINS, DropReason, GTObject
-from parse_invariants import all_vocabs, as_gt, byte_vocab, check_parse
+from support.parse_invariants import all_vocabs, as_gt, byte_vocab, check_parse
 
 # -- strategies ----------------------------------------------------------------------------------------------------
 

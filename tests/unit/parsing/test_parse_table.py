@@ -8,7 +8,7 @@ from coordexp.coords import COORD_TOKENS, TURN_END
 from coordexp.parsing import parse_rollout
 from coordexp.records import DropReason as R
 from coordexp.records import ParsedRollout
-from qwen_tokenizer import qwen_tokenizer, qwen_vocab
+from support.qwen_tokenizer import qwen_tokenizer, qwen_vocab
 
 
 def coords(*bins: int, quote: str = '"') -> str:

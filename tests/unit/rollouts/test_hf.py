@@ -13,7 +13,7 @@ from coordexp.records import Rollout, RolloutRequest
 from coordexp.rollouts import DatasetSeeds, DecodingOptions, SeedContext
 from coordexp.rollouts.hf import HFBackend
 from coordexp.rollouts.hf_sampling import sampling_processors
-from tiny_run import load_tiny, tiny_samples
+from support.tiny_run import load_tiny, tiny_samples
 
 SEEDS = SeedContext(training_seed=1, global_step=2, micro_step_idx=0, rank=0)
 TOKENS = 10

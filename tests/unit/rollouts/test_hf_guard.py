@@ -14,7 +14,7 @@ from coordexp.rollouts import DecodingOptions, SeedContext
 from coordexp.rollouts.hf import HFBackend
 from coordexp.rollouts.hf_guard import RepeatStop
 from coordexp.rollouts.repeat_guard import ObjectKeyReader, RepeatGuard, first_trigger
-from tiny_run import load_tiny, tiny_samples
+from support.tiny_run import load_tiny, tiny_samples
 
 SEEDS = SeedContext(training_seed=1, global_step=0, micro_step_idx=0, rank=0)
 TOKENS = 48

@@ -15,7 +15,7 @@ from coordexp.data.jsonl import read_jsonl
 from coordexp.errors import ConfigError
 from coordexp.modeling.weights import LearnerWeights
 from coordexp.rollouts.offload import LearnerOffload, build_offload, context_of
-from tiny_run import (
+from support.tiny_run import (
     InMemoryBackend,
     load_tiny,
     nearly_right,
@@ -26,7 +26,7 @@ from tiny_run import (
     train,
     weights,
 )
-from tuned_models import lora, tuned
+from support.tuned_models import lora, tuned
 
 BOTH = OffloadConfig(enabled=True, offload_model=True, offload_optimizer=True)
 
@@ -244,7 +244,7 @@ class FakeColocatedBackend(InMemoryBackend):
         self.device_was_free.append(all(home.nbytes() == 0 for home in self._homes))
         return super().generate(requests, seeds)
 
-    def rest(self) -> None:
+    def release(self) -> None:
         self._borrowed.close()
 
 

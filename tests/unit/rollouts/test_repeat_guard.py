@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from config_samples import set_key, stage2, write_yaml
 from coordexp.config import load_config
 from coordexp.config.rollout import RepeatTerminateConfig
-from coordexp.rollouts.engine.guard_activation import activated_config, activation_environment
 from coordexp.rollouts.repeat_guard import GuardRule, ObjectKeyReader, RepeatGuard, Trigger, first_trigger
-from qwen_tokenizer import qwen_vocab
+from coordexp.vllm_engine.guard_activation import activated_config, activation_environment
+from support.config_samples import set_key, stage2, write_yaml
+from support.qwen_tokenizer import qwen_vocab
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from config_samples import stage2
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.coords import TURN_END
 from coordexp.data.images import open_rgb
@@ -21,8 +20,9 @@ from coordexp.rollouts import DecodingOptions, RolloutBackend, SeedContext, buil
 from coordexp.rollouts.build import LearnerParts, decoding_options
 from coordexp.rollouts.hf import HFBackend
 from coordexp.rollouts.seeds import request_seed
-from coordexp.rollouts.vllm_colocate import ColocatedBackend
-from tiny_run import InMemoryBackend, load_tiny, tiny_checkpoint, tiny_samples
+from coordexp.vllm_engine.colocated import ColocatedBackend
+from support.config_samples import stage2
+from support.tiny_run import InMemoryBackend, load_tiny, tiny_checkpoint, tiny_samples
 
 SEEDS = SeedContext(0, 0, 0, 0)
 

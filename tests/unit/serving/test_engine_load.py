@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from coordexp.serving.engines import EngineGroup
+from coordexp.serving.serve.engines import EngineGroup
 
 
 class FakeEngine:

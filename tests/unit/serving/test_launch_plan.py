@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from cli_runs import run_cli
-from config_samples import set_key, write_yaml
 from coordexp.config import load_config
 from coordexp.errors import ConfigError
-from coordexp.rollouts.engine.guard_activation import CONFIG_JSON, ENABLE, activated_config
-from coordexp.serving.plan import LaunchPlan, plan_from_json, plan_launch
-from coordexp.serving.preflight import make_plan, run_checks
+from coordexp.serving.launch.plan import LaunchPlan, plan_from_json, plan_launch
+from coordexp.serving.launch.preflight import make_plan, run_checks
 from coordexp.training.build import resolved_rollout
-from rollout_servers import server_config
-from swift_servers import GUARD, guarded_config, plan_of
-from tiny_run import tiny_checkpoint
+from coordexp.vllm_engine.guard_activation import CONFIG_JSON, ENABLE, activated_config
+from support.cli_runs import run_cli
+from support.config_samples import set_key, write_yaml
+from support.rollout_servers import server_config
+from support.swift_servers import GUARD, guarded_config, plan_of
+from support.tiny_run import tiny_checkpoint
 
 PORT = 29500
 
@@ -185,7 +185,7 @@ def test_taken_ports_missing_devices_and_full_disks_are_all_named(
     servers[1]["group_port"] = servers[0]["group_port"]
     config = set_key(config, "launch.server_devices", [[0], [1]])
     config = set_key(config, "launch.learner_devices", [9])
-    monkeypatch.setattr("coordexp.serving.preflight.CHECKPOINT_SHARE", 1e12)
+    monkeypatch.setattr("coordexp.serving.launch.preflight.CHECKPOINT_SHARE", 1e12)
     config = set_key(config, "training.save_strategy", "steps")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", int(servers[0]["base_url"].rsplit(":", 1)[1])))

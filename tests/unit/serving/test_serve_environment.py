@@ -6,9 +6,9 @@ import pytest
 
 from coordexp.config.rollout import RepeatTerminateConfig
 from coordexp.errors import RolloutError
-from coordexp.rollouts.engine.cpu import engine_environment
-from coordexp.rollouts.engine.guard_activation import ENABLE, activated_config, activation_environment
-from coordexp.serving.server import prepare_environment
+from coordexp.serving.serve.run import prepare_environment
+from coordexp.vllm_engine.cpu import engine_environment
+from coordexp.vllm_engine.guard_activation import ENABLE, activated_config, activation_environment
 
 GUARD = RepeatTerminateConfig(enabled=True, min_new_tokens=7)
 

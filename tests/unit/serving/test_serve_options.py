@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from config_samples import set_key, stage2, write_yaml
 from coordexp.config import RunConfig, load_config
 from coordexp.errors import ConfigError
-from coordexp.serving.options import ServeOptions, device_groups, is_loopback, serve_options
+from coordexp.serving.serve.options import ServeOptions, device_groups, is_loopback, serve_options
+from support.config_samples import set_key, stage2, write_yaml
 
 SERVERS = [
     {"base_url": "http://127.0.0.1:8000", "group_port": 51216},

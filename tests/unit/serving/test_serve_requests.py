@@ -12,9 +12,9 @@ from PIL import Image
 from pydantic import ValidationError
 
 from coordexp.data.images import open_rgb
-from coordexp.serving import requests
-from coordexp.serving.gate import RequestRefused
-from coordexp.serving.requests import InferRequest, PromptBuilder, RequestConfig, open_image
+from coordexp.serving.serve import requests
+from coordexp.serving.serve.requests import InferRequest, PromptBuilder, RequestConfig, open_image
+from coordexp.serving.serve.weight_lock import RequestRefused
 
 
 class FakeProcessor:

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from coordexp.serving.plan import LaunchPlan, ProcessPlan, ServerPlan
-from rollout_ports import free_ports
-from rollout_servers import descendants, is_alive
+from coordexp.serving.launch.plan import LaunchPlan, ProcessPlan, ServerPlan
+from support.rollout_ports import free_ports
+from support.rollout_servers import descendants, is_alive
 
 # Answers /health/ with 200 and everything else with 404, and has a child in a session of its own.
 SERVER = """
@@ -52,8 +52,8 @@ sys.exit(1)
 """
 LAUNCHER = """
 import sys
-from coordexp.serving.launch import run_plan
-from coordexp.serving.plan import plan_from_json
+from coordexp.serving.launch.run import run_plan
+from coordexp.serving.launch.plan import plan_from_json
 sys.exit(run_plan(plan_from_json(sys.stdin.readline())))
 """
 DEADLINE_S = 60.0
@@ -151,7 +151,11 @@ def test_kill_9_of_any_of_them_leaves_no_process(tmp_path: Path, victim: str) ->
     with launched(tmp_path, plan(tmp_path, LONG_LEARNER)) as running:
         running.wait_for("child up", "learner.log")
         everything = descendants(running.process.pid)
-        word = {"supervisor": "coordexp.serving.supervisor", "server": "HTTPServer", "learner": "import signal, sub"}
+        word = {
+            "supervisor": "coordexp.serving.launch.supervisor",
+            "server": "HTTPServer",
+            "learner": "import signal, sub",
+        }
         pid = running.process.pid if victim == "launcher" else running.pid_of(word[victim])
         os.kill(pid, signal.SIGKILL)
         assert all_gone(everything), f"left over after kill -9 of the {victim}"

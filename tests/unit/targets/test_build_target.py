@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from answers import CAT, DOG, LEAF, answer, entry, outcome_of, taught_text, vocabs
 from coordexp.coords import COORD_TOKENS, TURN_END
 from coordexp.errors import AlignmentError
 from coordexp.geometry import barycentric_targets
@@ -16,7 +15,8 @@ from coordexp.matching import MatchingConfig
 from coordexp.records import GTObject, Match, MatchResult, PredictedObject, TokenRole
 from coordexp.targets import TransportConfig, build_target
 from coordexp.targets.build import coordinate_targets
-from qwen_tokenizer import qwen_vocab
+from support.answers import CAT, DOG, LEAF, answer, entry, outcome_of, taught_text, vocabs
+from support.qwen_tokenizer import qwen_vocab
 
 PREFIX_ROLES = {TokenRole.PREFIX_MASKED, TokenRole.PREFIX_COORD, TokenRole.PREFIX_STRUCT, TokenRole.PREFIX_DESC}
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from answers import CAT, LEAF, tiny_vocab, vocabs
 from coordexp.coords import append_fragment
 from coordexp.errors import AlignmentError
 from coordexp.records import GTObject, TokenRole
 from coordexp.targets import build_gt_target, encode_tail
-from qwen_tokenizer import qwen_vocab
+from support.answers import CAT, LEAF, tiny_vocab, vocabs
+from support.qwen_tokenizer import qwen_vocab
 
 LETTER = {"s": TokenRole.TAIL_STRUCT, "d": TokenRole.TAIL_DESC, "x": TokenRole.TAIL_COORD,
           "}": TokenRole.CLOSE, "E": TokenRole.EOS}  # fmt: skip

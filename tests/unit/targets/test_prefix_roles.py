@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-import objective_rows
-from answers import CAT, DOG, answer, entry, outcome_of, tiny_vocab
 from coordexp.coords import TURN_END, CoordVocab
 from coordexp.objective import SupervisionTensors, build_pipeline
 from coordexp.packing import build_row
 from coordexp.records import GTObject, Segment, TokenRole, TrainingTarget
-from parse_invariants import byte_vocab
-from qwen_tokenizer import qwen_vocab
+from support import objective_rows
+from support.answers import CAT, DOG, answer, entry, outcome_of, tiny_vocab
+from support.parse_invariants import byte_vocab
+from support.qwen_tokenizer import qwen_vocab
 
 # . masked, s matched structure, d matched desc, x matched coordinate
 LETTER = {TokenRole.PREFIX_MASKED: ".", TokenRole.PREFIX_STRUCT: "s", TokenRole.PREFIX_DESC: "d",
@@ -143,7 +143,7 @@ def test_no_prefix_text_is_supervised_by_the_rollout_aligned_objective() -> None
     target = outcome_of(answer(entry(1, NEAR)), [CAT, DOG], qwen_vocab()).target
     prefix = target.roles_T[: target.prefix_len]
     assert {TokenRole.PREFIX_STRUCT, TokenRole.PREFIX_DESC} <= {TokenRole(int(r)) for r in np.unique(prefix)}
-    supervision = SupervisionTensors.of(build_row([Segment("s", (1, 2, 3), target)]))
+    supervision = SupervisionTensors.from_row(build_row([Segment("s", (1, 2, 3), target)]))
     query = build_pipeline(objective_rows.config()).query(supervision)
     asked_N = torch.cat([query.vocab_in_N_U, query.slot_in_N_K]).unique()
     in_prefix_N = supervision.position_N[asked_N] < 3 + target.prefix_len

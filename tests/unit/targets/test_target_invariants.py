@@ -9,10 +9,10 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from answers import outcome_of, taught_text, tiny_vocab, vocabs
 from coordexp.coords import CoordVocab, serialize_objects
 from coordexp.records import GTObject
-from target_invariants import check_target
+from support.answers import outcome_of, taught_text, tiny_vocab, vocabs
+from support.target_invariants import check_target
 
 DESCS = st.sampled_from(["red circle", "U.S.", "wow!", 'a "quote"', "雪豹 🐆", "back\\slash", "}{][", "x,"])
 BIN = st.integers(0, 999)

@@ -6,7 +6,7 @@ import pytest
 
 from coordexp.modeling.load import LoadedModel
 from coordexp.records import Segment
-from step_gradients import furthest, load_double, mixed_segments, step
+from support.step_gradients import furthest, load_double, mixed_segments, step
 
 
 @pytest.fixture(scope="module", params=["packed", "sdpa"])

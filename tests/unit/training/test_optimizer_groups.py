@@ -13,8 +13,8 @@ from coordexp.config.tuner import TunerConfig
 from coordexp.errors import ConfigError
 from coordexp.modeling.tuner import part_of, tune
 from coordexp.training.optimizer import LearningRates, grouped, parameter_groups
-from tiny_run import load_tiny, run_config, tiny_checkpoint, train, weights
-from tuned_models import lora
+from support.tiny_run import load_tiny, run_config, tiny_checkpoint, train, weights
+from support.tuned_models import lora
 
 RATES = LearningRates(base=1e-4, vit=1e-6, aligner=2e-4, coord=5e-3)
 
@@ -58,8 +58,8 @@ def test_what_decays_in_full_training_is_what_transformers_decays() -> None:
 
 def test_a_rate_that_is_not_given_is_the_base_rate() -> None:
     rates = LearningRates(3e-5)
-    assert {rates.of(part) for part in ("llm", "vit", "aligner", "coord")} == {3e-5} and not rates.differ
-    assert LearningRates(3e-5, vit=0.0).of("vit") == 0.0
+    assert {rates.rate_of(part) for part in ("llm", "vit", "aligner", "coord")} == {3e-5} and not rates.differ
+    assert LearningRates(3e-5, vit=0.0).rate_of("vit") == 0.0
 
 
 def test_an_optimizer_with_groups_of_its_own_takes_one_rate_only() -> None:

@@ -11,7 +11,7 @@ import pytest
 from coordexp.config import RunConfig
 from coordexp.errors import ConfigError, MissingDependency
 from coordexp.training.parallel import check_parallel, parallel_arguments
-from tiny_run import run_config
+from support.tiny_run import run_config
 
 
 def configured(folder: Path, **keys: Any) -> RunConfig:

@@ -15,13 +15,13 @@ from coordexp.data.dataset import Sample
 from coordexp.errors import AlignmentError, RolloutError
 from coordexp.matching import MatchingConfig
 from coordexp.modeling.load import LoadedModel
+from coordexp.recording.rollout_log import RolloutLog
 from coordexp.records import Rollout, RolloutRequest
-from coordexp.rollouts import Answer, RolloutRound, SeedContext
+from coordexp.rollouts import IndexedRollout, RolloutRound, SeedContext
 from coordexp.targets import TransportConfig
 from coordexp.training.checkpoint import is_complete
-from coordexp.training.rollout_log import RolloutLog
 from coordexp.training.sources import RolloutSource
-from tiny_run import InMemoryBackend, load_tiny, run_config, step_lines, tiny_samples, train
+from support.tiny_run import InMemoryBackend, load_tiny, run_config, step_lines, tiny_samples, train
 
 
 @pytest.fixture(scope="module")
@@ -46,15 +46,15 @@ class Staged(InMemoryBackend):
     def batch_size(self, decode_batch_size: int) -> int:
         return decode_batch_size
 
-    def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[Answer]:
+    def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[IndexedRollout]:
         places = [(r, i) for r, one in enumerate(rounds) for i in range(len(one.requests))]
         for round_idx, index in reversed(places):
             (rollout,) = self.generate([rounds[round_idx].requests[index]], rounds[round_idx].seeds)
-            yield Answer(round_idx, index, rollout)
+            yield IndexedRollout(round_idx, index, rollout)
             if not self.waited_for_target:
                 self.waited_for_target = self._built.wait(20)
 
-    def rest(self) -> None:
+    def release(self) -> None:
         self.rested += 1
 
 
@@ -90,13 +90,13 @@ def test_a_target_is_built_while_others_decode_and_order_is_the_loaders(
 class Reversed(InMemoryBackend):
     """Answers whatever was asked last first; request i of a window with 2 ** i tokens."""
 
-    def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[Answer]:
+    def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[IndexedRollout]:
         places = [(r, i) for r, one in enumerate(rounds) for i in range(len(one.requests))]
         for number, (round_idx, index) in reversed(list(enumerate(places))):
             request = rounds[round_idx].requests[index]
             ids = (self._vocab.encode("a")[0],) * 2**number
             rollout = Rollout(request.sample_id, request.prompt_token_ids, ids, "a" * 2**number, False)
-            yield Answer(round_idx, index, rollout)
+            yield IndexedRollout(round_idx, index, rollout)
 
 
 @pytest.mark.scenario("Multi-server request distribution is deterministic")

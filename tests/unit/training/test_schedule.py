@@ -26,7 +26,7 @@ def by_definition(ratio: str) -> list[str]:
 
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_ten_thousand_steps_follow_the_definition_on_the_typed_decimal(ratio: str) -> None:
-    schedule = ChannelSchedule.of(float(ratio))
+    schedule = ChannelSchedule.from_ratio(float(ratio))
     channels = [schedule.channel(step) for step in range(STEPS)]
     assert channels == by_definition(ratio)
     assert channels.count("B") == int(STEPS * Fraction(ratio)) == schedule.b_steps_before(STEPS)
@@ -35,9 +35,9 @@ def test_ten_thousand_steps_follow_the_definition_on_the_typed_decimal(ratio: st
 def test_float_arithmetic_would_lose_a_step() -> None:
     """Why the ratio is a fraction: the product of floats falls short of the whole number it should reach."""
     assert int(100 * 0.29) == 28
-    assert ChannelSchedule.of(0.29).b_steps_before(100) == 29
+    assert ChannelSchedule.from_ratio(0.29).b_steps_before(100) == 29
     assert int(10 * Fraction(0.3)) == 2  # the float's own exact value falls short too
-    assert ChannelSchedule.of(0.3).b_steps_before(10) == 3
+    assert ChannelSchedule.from_ratio(0.3).b_steps_before(10) == 3
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_float_arithmetic_would_lose_a_step() -> None:
     ],
 )  # fmt: skip
 def test_the_first_steps(ratio: float, first_steps: str) -> None:
-    schedule = ChannelSchedule.of(ratio)
+    schedule = ChannelSchedule.from_ratio(ratio)
     assert "".join(schedule.channel(step) for step in range(len(first_steps))) == first_steps
 
 
@@ -66,18 +66,18 @@ def test_the_first_steps(ratio: float, first_steps: str) -> None:
     length=st.integers(0, 200),
 )
 def test_any_stretch_of_steps_is_within_one_step_of_its_share(thousandths: int, start: int, length: int) -> None:
-    schedule = ChannelSchedule.of(thousandths / 1000)
+    schedule = ChannelSchedule.from_ratio(thousandths / 1000)
     stretch = [schedule.channel(step) for step in range(start, start + length)].count("B")
     assert abs(stretch - length * Fraction(thousandths, 1000)) < 1
     assert stretch == schedule.b_steps_before(start + length) - schedule.b_steps_before(start)
 
 
 def test_the_realised_share_is_that_of_the_steps_taken() -> None:
-    schedule = ChannelSchedule.of(0.5)
+    schedule = ChannelSchedule.from_ratio(0.5)
     assert [schedule.realised(step) for step in range(4)] == [0.0, 0.5, pytest.approx(1 / 3), 0.5]
 
 
 @pytest.mark.parametrize("ratio", [-0.1, 1.01, float("nan"), float("inf")])
 def test_what_is_no_share_is_refused(ratio: float) -> None:
     with pytest.raises(ValueError):
-        ChannelSchedule.of(ratio)
+        ChannelSchedule.from_ratio(ratio)

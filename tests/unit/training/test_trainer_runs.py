@@ -17,7 +17,7 @@ from coordexp.errors import AlignmentError, ConfigError, SegmentTooLong, Trainin
 from coordexp.records import Rollout
 from coordexp.training.build import _use_one_device, build_trainer, check_run, run_training
 from coordexp.training.trainer import CoordExpTrainer
-from tiny_run import (
+from support.tiny_run import (
     InMemoryBackend,
     load_tiny,
     nearly_right,

@@ -10,11 +10,11 @@ import torch
 from rich.console import Console
 
 from coordexp.errors import CheckpointError, ConfigError
+from coordexp.inference.evaluate import evaluate_model
 from coordexp.modeling.load import load_model
 from coordexp.modeling.weights import LearnerWeights
 from coordexp.training.build import check_run, run_training
-from coordexp.training.evaluate import evaluate_model
-from tiny_run import load_tiny, run_config, step_lines, tiny_checkpoint, train, weights
+from support.tiny_run import load_tiny, run_config, step_lines, tiny_checkpoint, train, weights
 
 LORA: dict[str, Any] = {"tuner__train_type": "lora", "tuner__lora_rank": 4, "training__max_steps": 2}
 DORA = LORA | {"tuner__use_dora": True}

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from config_samples import pipeline
 from coordexp.errors import AppendError
 from coordexp.metrics.registry import find_metric
 from coordexp.records import TokenRole
 from coordexp.training import sources
 from coordexp.training.trainer import CoordExpTrainer
 from coordexp.training.window import Window
-from tiny_run import (
+from support.config_samples import pipeline
+from support.tiny_run import (
     InMemoryBackend,
     load_tiny,
     nearly_right,
@@ -289,7 +289,7 @@ def test_records_are_kept_of_rollout_steps_alone(tmp_path: Path) -> None:
     )  # fmt: skip
     trainer = train(config)
     trainer.close()
-    from coordexp.metrics.rollout_record import read_records
+    from coordexp.recording.rollout_record import read_records
 
     records = read_records(tmp_path / "run" / "rollout_records")
     assert sorted({record.where.global_step for record in records}) == [1, 3]

@@ -9,7 +9,7 @@ import pytest
 
 from coordexp.assets import asset
 from coordexp.config import load_config
-from tiny_run import PROMPT, step_lines, tiny_checkpoint, tiny_scenes, train
+from support.tiny_run import PROMPT, step_lines, tiny_checkpoint, tiny_scenes, train
 
 SIZES = {
     "model.dtype": "float32",

@@ -18,7 +18,7 @@ from coordexp.packing import CarryBuffer
 from coordexp.targets import TransportConfig
 from coordexp.training.sources import GroundTruthSource, RolloutSource, SegmentSource
 from coordexp.training.window import WindowBuilder
-from tiny_run import InMemoryBackend, load_tiny, nearly_right, tiny_samples
+from support.tiny_run import InMemoryBackend, load_tiny, nearly_right, tiny_samples
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +71,8 @@ def test_counts_are_those_of_the_rows_not_of_the_samples(gt: GroundTruthSource, 
     build = builder(gt, capacity=120)
     first = build.prepare([samples[:4]], 0)
     assert len(build.buffer or ()) > 0
-    assert first.counts == SupervisionCounts.of(s.target for row in first.rows for s in row.segments)
-    assert first.counts != SupervisionCounts.of(
+    assert first.counts == SupervisionCounts.from_targets(s.target for row in first.rows for s in row.segments)
+    assert first.counts != SupervisionCounts.from_targets(
         s.target for batch in gt.segments([samples[:4]], 0, {})[0] for s in batch
     )
 

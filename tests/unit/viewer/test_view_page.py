@@ -12,16 +12,16 @@ import httpx
 import pytest
 from PIL import Image
 
-from answers import tiny_vocab
-from cli_runs import run_cli
 from coordexp.errors import DataError
 from coordexp.evaluation.answers import write_answers
 from coordexp.viewer import collect, render
 from coordexp.viewer.collect import BEHIND_CUT
 from coordexp.viewer.render import as_script_data
 from coordexp.viewer.serve import make_server
-from scored_answers import random_answers, with_soft
-from view_runs import HOSTILE, hostile_answers, write_run
+from support.answers import tiny_vocab
+from support.cli_runs import run_cli
+from support.scored_answers import random_answers, with_soft
+from support.view_runs import HOSTILE, hostile_answers, write_run
 
 
 def data_of(page: str, name: str) -> object:

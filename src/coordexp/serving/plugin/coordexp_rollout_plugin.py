@@ -7,9 +7,9 @@ in ms-swift's own environment, and is switched on by environment variables of th
     COORDEXP_VLLM_REPEAT_TERMINATE_CONFIG_JSON=<json>   the section rollout_matching.repeat_terminate, all of it
     COORDEXP_VLLM_REPEAT_TERMINATE_CONFIG_JSON_PATH     or the path of a file that holds it
 
-What it does is in :mod:`coordexp.rollouts.engine.swift_rollout`. ``coordexp launch`` starts servers this way.
+What it does is in :mod:`coordexp.serving.plugin.swift_rollout`. ``coordexp launch`` starts servers this way.
 """
 
-from coordexp.rollouts.engine.swift_rollout import install
+from coordexp.serving.plugin.swift_rollout import install
 
 install()

@@ -10,8 +10,8 @@ import torch
 
 from coordexp.errors import RolloutError
 from coordexp.rollouts.backend import AdapterWeights
-from coordexp.rollouts.engine import in_process
-from coordexp.rollouts.engine.in_process import InProcessEngine
+from coordexp.vllm_engine import in_process
+from coordexp.vllm_engine.in_process import InProcessEngine
 
 pytest.importorskip("vllm", reason="its exceptions are what the engine's failures are told by")
 CACHES = ["prefix", "encoder", "mm"]

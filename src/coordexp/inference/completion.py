@@ -1,0 +1,144 @@
+"""``coordexp data complete``: a model answers a dataset, and what its annotations lack is added as soft objects."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+from rich.console import Console
+
+from coordexp import distributed
+from coordexp.config import RunConfig, TemplateConfig, load_config, parse_config
+from coordexp.data.jsonl import read_jsonl
+from coordexp.data.write import write_jsonl
+from coordexp.errors import ConfigError
+from coordexp.evaluation import read_answers
+from coordexp.evaluation.completion import (
+    CompletionCounts,
+    CompletionRules,
+    ModelOrigin,
+    complete_records,
+    most_likely_missed,
+)
+from coordexp.evaluation.contact_sheet import draw_contact_sheet
+from coordexp.files import write_atomically
+from coordexp.inference.predict import run_prediction
+from coordexp.modeling.fingerprint import checkpoint_fingerprint
+from coordexp.modeling.load import load_vocab
+from coordexp.training.manifest import RESOLVED_CONFIG
+
+_LONGEST = 16384  # tokens of a prompt and its answer, where no configuration sets a limit
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """A picture of the most likely missed objects: of how many images, and where."""
+
+    path: Path
+    images: int = 12
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionResult:
+    """What was counted, the prompt that was asked (None: the built-in one), and the files written, on the first rank
+    (none elsewhere)."""
+
+    counts: CompletionCounts
+    prompt: str | None
+    files: tuple[Path, ...]
+
+
+def answering_config(
+    model: Path | None, source: Path, out: Path, *, config: Path | None, prompt: str | None, batch_size: int | None
+) -> RunConfig:
+    """What to ask, and how: ``config`` if given; else the prompt and number type of the run that ``model`` comes from,
+    where its ``resolved_config.yaml`` lies in the folder or above it, and transformers' generation. Always greedy.
+
+    Raises:
+        ConfigError: neither a model nor a configuration is named, or one of the files describes no run.
+    """
+    if config is not None:
+        values: dict[str, Any] = {} if model is None else {"model.model": str(model)}
+        values |= {} if prompt is None else {"template.prompt": prompt}
+        run = load_config(config, values)
+        if run.rollout_matching is not None:
+            values["rollout_matching.decoding.temperature"] = 0.0
+            values |= {} if batch_size is None else {"rollout_matching.decode_batch_size": batch_size}
+            run = load_config(config, values)
+        return run
+    if model is None:
+        raise ConfigError("name the checkpoint that answers with --model, or a run's YAML with --config")
+    resolved = _resolved_of(model)
+    template = resolved.get("template") or {}
+    if prompt is not None:
+        template = {**template, "prompt": prompt}
+    dtype = (resolved.get("model") or {}).get("dtype")
+    return parse_config(
+        {
+            "model": {"model": str(model), **({} if dtype is None else {"dtype": dtype})},
+            "template": template,
+            "custom": {"train_jsonl": str(source)},
+            "training": {"output_dir": str(out.parent)},
+            "global_max_length": _LONGEST,
+            "rollout_matching": {"rollout_backend": "hf", "decode_batch_size": batch_size or 16},
+        },
+        str(model),
+    )
+
+
+def _resolved_of(model: Path) -> Mapping[str, Any]:
+    """``resolved_config.yaml`` of the run that ``model`` comes from; empty without one."""
+    path = next((folder / RESOLVED_CONFIG for folder in (model, model.parent) if (folder / RESOLVED_CONFIG).is_file()),
+                None)  # fmt: skip
+    if path is None:
+        return {}
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        TemplateConfig.model_validate(content["template"])
+    except (OSError, yaml.YAMLError, KeyError, TypeError, ValidationError) as error:
+        raise ConfigError(f"{path}: describes no run ({error}); name the prompt with --prompt or --config") from error
+    return content
+
+
+def run_completion(
+    run: RunConfig,
+    console: Console,
+    *,
+    source: Path,
+    out: Path,
+    rules: CompletionRules,
+    sheet: Sheet | None = None,
+) -> CompletionResult:
+    """Answer every image of ``source`` with ``run.model``, and write the completed dataset to ``out``.
+
+    Answers lie in ``STEM.answers`` beside it as they come: the same command again goes on where it stopped, and other
+    rules need no answers anew. ``STEM.completion.json`` holds what was counted.
+
+    Raises:
+        DataError, ConfigError, CheckpointError: as :func:`~coordexp.inference.predict.run_prediction` and
+            :func:`~coordexp.evaluation.completion.complete_records`.
+    """
+    records = read_jsonl(source)
+    answers_folder = out.with_name(f"{out.stem}.answers")
+    run_prediction(run, console, source=source, output=answers_folder, confidence=True)
+    model = Path(run.model.model)
+    origin = ModelOrigin(str(model), checkpoint_fingerprint(model))
+    answers = {answer.sample_id: answer for answer in read_answers(answers_folder)}
+    done, counts = complete_records(records, answers, rules, origin)
+    files: list[Path] = []
+    if distributed.is_main():
+        write_jsonl([item.record for item in done], out)
+        summary = out.with_name(f"{out.stem}.completion.json")
+        about = {"source": str(source), **asdict(origin), "prompt": run.template.prompt, "rules": asdict(rules)}
+        text = json.dumps({**about, **counts.to_json()}, indent=2, ensure_ascii=False)
+        write_atomically(summary, text + "\n")
+        files = [out, summary]
+        shown = [] if sheet is None else most_likely_missed(done, sheet.images)
+        if sheet is not None and shown:
+            files.append(draw_contact_sheet(shown, load_vocab(model), sheet.path))
+    return CompletionResult(counts, run.template.prompt, tuple(files))

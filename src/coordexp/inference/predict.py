@@ -1,0 +1,226 @@
+"""``coordexp predict``: images → answers with scores, written as they come; an interrupted run goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from coordexp import distributed
+from coordexp.config import RunConfig, resolved_rollout
+from coordexp.config.rollout import RolloutMatchingConfig
+from coordexp.data.dataset import RecordDataset
+from coordexp.data.images import IMAGE_SUFFIXES, read_header
+from coordexp.data.jsonl import check_dataset, read_jsonl
+from coordexp.data.preparation import ImagePreparation, read_preparation
+from coordexp.errors import DataError
+from coordexp.evaluation import Prediction, predict, read_answers
+from coordexp.evaluation.answers import PREDICTIONS, ImageAnswer, from_line, make_answer, to_line
+from coordexp.evaluation.predict import share_out
+from coordexp.evaluation.scores import ConfidenceScorer
+from coordexp.evaluation.summary import write_coco
+from coordexp.files import append_line
+from coordexp.inference.session import open_session, reporting
+from coordexp.modeling.fingerprint import checkpoint_fingerprint
+from coordexp.records import ImageRecord
+from coordexp.rollouts import DatasetSeeds, check_backend
+
+SETTINGS = "prediction.json"
+
+
+@dataclass(frozen=True, slots=True)
+class PredictionResult:
+    """Where the answers lie, how many there are, and how many of them an earlier run had made."""
+
+    folder: Path
+    images: int
+    resumed: int
+    files: tuple[Path, ...]
+
+
+def read_images(source: Path, limit: int | None = None) -> tuple[tuple[ImageRecord, ...], bool]:
+    """The records of a JSONL, or a record without objects for every image below a folder; and whether they are
+    annotated.
+
+    Raises:
+        DataError: nothing there, or nothing that can be read.
+    """
+    if source.is_dir():
+        paths = sorted(path for path in source.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES)[:limit]
+        if not paths:
+            raise DataError(f"no image below this folder; looked for {', '.join(IMAGE_SUFFIXES)}", path=source)
+        return tuple(_unannotated(path, source) for path in paths), False
+    records = read_jsonl(source, limit=limit)
+    check_dataset(records)
+    return tuple(records), True
+
+
+def _unannotated(path: Path, root: Path) -> ImageRecord:
+    width, height = read_header(path).size
+    return ImageRecord(path.relative_to(root).as_posix(), path.resolve(), width, height, ())
+
+
+def run_prediction(
+    config: RunConfig,
+    console: Console,
+    *,
+    source: Path,
+    output: Path,
+    model: Path | None = None,
+    limit: int | None = None,
+    constant_score: float | None = None,
+    confidence: bool = False,
+) -> PredictionResult:
+    """Answer every image of ``source`` and write ``predictions.jsonl`` and COCO results to ``output``.
+
+    Each batch is on the disk before the next one starts; run again with the same settings, it goes on where it stopped.
+    Under torchrun each rank answers its share into a file of its own, and the first joins them at the end.
+    ``confidence``: objects are scored by their confidence, which calls for action rather than ranks.
+
+    Raises:
+        DataError: ``output`` holds the answers of other settings, or an image cannot be read.
+    """
+    from accelerate import PartialState
+
+    from coordexp.modeling.load import load_vocab
+
+    rollout = resolved_rollout(config)
+    check_backend(rollout)
+    records, annotated = read_images(source, limit)
+    path = Path(model or config.model.model)
+    load_vocab(path)
+    preparation = read_preparation(path)
+    score = "confidence" if confidence else constant_score
+    settings = _settings(config, rollout, path, source, score) | _resizing(preparation)
+    _note_unlike_training(console, preparation, records)
+    mine = _part(output, distributed.rank())
+    PartialState(cpu=config.training.use_cpu)  # joins the process group under torchrun: the next line needs it
+    with distributed.raise_on_all_ranks("coordexp predict"):
+        if distributed.is_main():
+            _claim(output, settings)
+        # Before any rank writes: all ranks must share out the same images.
+        known = {answer.sample_id for part in _parts(output) for answer in _read_part(part)}
+    todo = [index for index, record in enumerate(records) if record.sample_id not in known]
+    with open_session(config, rollout, path) as session, reporting(console, f"predicting with {path}") as on_progress:
+        batch_size = session.backend.batch_size(rollout.decode_batch_size)
+        batches = share_out(todo, distributed.world_size(), batch_size)[distributed.rank()]
+        done, total = 0, sum(len(batch) for batch in batches)
+        dataset = RecordDataset(records, session.encoder.encode, "file", config.training.seed)
+        scorer = ConfidenceScorer(session.scorer) if confidence else session.scorer
+        if constant_score is not None:
+            scorer = None
+        with distributed.raise_on_all_ranks("coordexp predict"):
+            for batch in batches:
+                # Seeded by the images' places in the source, so that an interrupted run answers as a whole one.
+                seeds = DatasetSeeds(config.training.seed, batch.start)
+                found = predict([dataset[i] for i in batch], session.backend, session.loaded.vocab, seeds, scorer)
+                if lines := [to_line(_answer(item, annotated, constant_score)) + "\n" for item in found]:
+                    append_line(mine, "".join(lines).encode("utf-8"))
+                done += len(batch)
+                on_progress(done, total)
+    distributed.barrier()
+    files: list[Path] = []
+    if distributed.is_main():
+        files = _finish(output, records)
+    return PredictionResult(output, len(records), len(records) - len(todo), tuple(files))
+
+
+def _answer(item: Prediction, annotated: bool, constant_score: float | None) -> ImageAnswer:
+    scores = item.scores
+    if constant_score is not None:
+        scores = (constant_score,) * len(item.parsed.objects)
+    return make_answer(item.record, item.rollout, item.parsed, scores, annotated)
+
+
+def _settings(
+    config: RunConfig, rollout: RolloutMatchingConfig, model: Path, source: Path, score: str | float | None
+) -> dict[str, Any]:
+    """What an answer depends on."""
+    return {
+        "model": str(model.resolve()),
+        "fingerprint": checkpoint_fingerprint(model),
+        "source": str(source.resolve()),
+        "dtype": config.model.dtype,
+        "prompt": config.template.prompt,
+        "system": config.template.system,
+        "seed": config.training.seed,
+        "backend": rollout.rollout_backend,
+        "max_new_tokens": rollout.max_new_tokens,
+        "decoding": rollout.decoding.model_dump(mode="json"),
+        "num_beams": rollout.num_beams,
+        "repetition_penalty": rollout.repetition_penalty,
+        "repeat_terminate": rollout.repeat_terminate.model_dump(mode="json"),
+        "score": "token_probability" if score is None else score,
+    }
+
+
+def _resizing(preparation: ImagePreparation) -> dict[str, Any]:
+    return {} if preparation.resize is None else {"resize": preparation.resize.to_metadata()}
+
+
+def _note_unlike_training(console: Console, preparation: ImagePreparation, records: Sequence[ImageRecord]) -> None:
+    unlike = [record for record in records if preparation.is_unlike_training(record.width, record.height)]
+    if unlike and preparation.seen_pixels is not None:
+        least, most = preparation.seen_pixels
+        first = unlike[0]
+        console.print(
+            f"note: {len(unlike)} of {len(records)} images are far from the size that this model was trained at "
+            f"({least:,} to {most:,} pixels), the first is {first.sample_id} ({first.width}x{first.height}); answers "
+            "may be poor. Resize them, or train on what coordexp data convert made, whose rule travels in checkpoints",
+            highlight=False, markup=False, soft_wrap=True,
+        )  # fmt: skip
+
+
+def _claim(output: Path, settings: dict[str, Any]) -> None:
+    output.mkdir(parents=True, exist_ok=True)
+    path = output / SETTINGS
+    if not path.is_file():
+        if any(output.iterdir()):
+            raise DataError(f"the folder is not empty and holds no {SETTINGS}; name a new one", path=output)
+        path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        return
+    earlier = json.loads(path.read_text(encoding="utf-8"))
+    other = sorted(name for name in settings.keys() | earlier.keys() if settings.get(name) != earlier.get(name))
+    if other:
+        raise DataError(
+            f"holds answers made with another {', '.join(other)} ({earlier.get(other[0])!r}, now "
+            f"{settings.get(other[0])!r}); name a new folder, or go on with the same settings",
+            path=output,
+        )
+
+
+def _part(output: Path, rank: int) -> Path:
+    return output / (PREDICTIONS if rank == 0 else f"predictions.rank{rank}.jsonl")
+
+
+def _parts(output: Path) -> list[Path]:
+    return [output / PREDICTIONS, *sorted(output.glob("predictions.rank*.jsonl"))]
+
+
+def _read_part(path: Path) -> list[ImageAnswer]:
+    """What stands behind the last line break is a line that a kill left unfinished."""
+    if not path.is_file():
+        return []
+    lines = path.read_bytes().split(b"\n")[:-1]
+    return [from_line(line, path=path, line=number) for number, line in enumerate(lines, start=1)]
+
+
+def _finish(output: Path, records: Sequence[ImageRecord]) -> list[Path]:
+    """One file in the order of the source, and COCO's results from it."""
+    by_id = {answer.sample_id: answer for part in _parts(output) for answer in _read_part(part)}
+    answers = [by_id[record.sample_id] for record in records]
+    whole = output / PREDICTIONS
+    temporary = whole.with_suffix(".part")
+    temporary.write_bytes(b"".join(to_line(answer).encode("utf-8") + b"\n" for answer in answers))
+    temporary.replace(whole)
+    for part in _parts(output)[1:]:
+        part.unlink()
+    assert len(read_answers(whole)) == len(records)
+    paths = [whole, *write_coco(answers, output, "bbox", None)]
+    if any(obj.kind == "poly" for answer in answers for obj in answer.pred):
+        paths += write_coco(answers, output, "segm", None)
+    return list(dict.fromkeys(paths))

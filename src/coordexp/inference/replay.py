@@ -1,0 +1,108 @@
+"""``coordexp replay``: targets and losses again from rollout records, without any rollout engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from coordexp.config import RunConfig
+from coordexp.errors import ConfigError, DataError
+from coordexp.recording.rollout_record import RolloutRecord, prompt_sha256, read_records, rebuild, replay
+from coordexp.records import ImageRecord, Segment
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """One record. ``differences``: what is built otherwise now, by name. ``losses``: the objective's terms of this
+    sample alone and their sum as ``loss``, under the weights that were asked for; None without a model."""
+
+    record: RolloutRecord
+    differences: tuple[str, ...]
+    losses: dict[str, float] | None
+
+
+def replay_records(
+    source: Path, config: RunConfig, *, model: Path | None = None, limit: int | None = None
+) -> Iterator[Replayed]:
+    """Build every target of ``source`` (a file or folder of records) again, and compare it with what was recorded.
+
+    Args:
+        config: the run's. model: checkpoint under which losses are computed; None computes none.
+
+    Raises:
+        DataError, CheckpointError, VocabError: records, images or tokenizer are not the run's.
+    """
+    from coordexp.modeling.load import load_vocab
+
+    records = read_records(source)[:limit]
+    vocab = load_vocab(config.model.model)
+    losses_of = None if model is None else _loss_function(config, model)
+    for record in records:
+        differences = replay(record, vocab)
+        yield Replayed(record, differences, None if losses_of is None else losses_of(record))
+
+
+def _loss_function(config: RunConfig, model: Path):
+    """``record -> losses`` of its rebuilt target, in a packed row of its own."""
+    import torch
+
+    from coordexp.modeling.inputs import PromptEncoder, row_inputs
+    from coordexp.modeling.load import load_model
+    from coordexp.objective import SupervisionCounts, SupervisionTensors
+    from coordexp.packing import build_row
+    from coordexp.training.objective_step import TeacherForcing
+
+    loaded = load_model(model, config.model.dtype, config.model.attn_implementation)
+    loaded.model.eval()
+    encoder = PromptEncoder(loaded.processor, config.template.prompt, config.template.system)
+    objective = TeacherForcing(_pipeline(config), loaded.vocab.coord_token_ids)
+    dtype = next(loaded.model.parameters()).dtype
+
+    def losses_of(record: RolloutRecord) -> dict[str, float]:
+        request = encoder.encode(_image_of(record))
+        if prompt_sha256(request.prompt_token_ids) != record.prompt.sha256:
+            raise DataError(
+                f"{record.sample_id}: its prompt is no longer the recorded one; replay with the run's data, template "
+                "and processor"
+            )
+        target = rebuild(record, loaded.vocab)[2]
+        row = build_row([Segment(record.sample_id, request.prompt_token_ids, target, request.model_inputs)])
+        supervision = SupervisionTensors.from_row(row)
+        queries = objective.queries(supervision)
+        inputs = row_inputs(row, loaded.model.model.get_rope_index, loaded.image_token_id, loaded.attention, dtype)
+        with torch.no_grad():
+            scores = loaded.model(forward_fn=objective.forward_fn(inputs, supervision, queries))
+            result = objective.result(supervision, queries, scores, SupervisionCounts.from_targets([target]))
+        return {"loss": result.loss.item(), **{name: share.item() for name, share in result.terms.items()}}
+
+    return losses_of
+
+
+def _pipeline(config: RunConfig):
+    from coordexp.objective import build_pipeline
+
+    if config.stage2_ab is not None and config.custom.trainer_variant == "stage2_two_channel":
+        decode = config.stage2_ab.coord_decode_mode
+        return build_pipeline(config.stage2_ab.pipeline, "B", decode=decode, with_matched_prefix=True)
+    if config.rollout_matching is None or config.rollout_matching.pipeline is None:
+        raise ConfigError("rollout_matching.pipeline: missing, so there is no objective to compute losses of; give the "
+                          "configuration of the run that was recorded")  # fmt: skip
+    return build_pipeline(config.rollout_matching.pipeline, "B", decode=config.rollout_matching.coord_decode_mode)
+
+
+def _image_of(record: RolloutRecord) -> ImageRecord:
+    return ImageRecord(record.sample_id, Path(record.image), record.width, record.height, record.ground_truth)
+
+
+def config_beside(source: Path) -> Path:
+    """The resolved configuration of the run whose folder holds these records.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    start = source.resolve()
+    for folder in (start, *start.parents):
+        if (folder / "resolved_config.yaml").is_file():
+            return folder / "resolved_config.yaml"
+    raise ConfigError(f"{source}: no resolved_config.yaml in its folder or above; name the run's YAML with --config")

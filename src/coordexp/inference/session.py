@@ -1,0 +1,126 @@
+"""A checkpoint that answers: model, prompt encoder and rollout backend, opened together and closed together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from coordexp.config import RunConfig
+from coordexp.config.rollout import EvalDetectionConfig, RolloutMatchingConfig
+from coordexp.data.images import open_rgb
+from coordexp.evaluation import EvaluationOptions
+from coordexp.evaluation.scores import TokenScorer
+from coordexp.modeling.inputs import PromptEncoder
+from coordexp.modeling.load import LoadedModel, base_checkpoint, load_model
+from coordexp.modeling.weights import LearnerWeights
+from coordexp.rollouts import RolloutBackend, build_backend, synced
+from coordexp.rollouts.build import LearnerParts
+
+_LINE_EVERY_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InferenceSession:
+    """What turns images into answers. ``scorer`` says how sure the model was."""
+
+    loaded: LoadedModel
+    encoder: PromptEncoder
+    backend: RolloutBackend
+    scorer: TokenScorer
+
+
+@contextmanager
+def open_session(config: RunConfig, rollout: RolloutMatchingConfig, model: Path) -> Iterator[InferenceSession]:
+    """Load ``model`` on this rank's device, start the backend that ``rollout`` names, and close it at the end.
+
+    Raises:
+        CheckpointError, VocabError, RolloutError.
+    """
+    from accelerate import PartialState
+
+    state = PartialState(cpu=config.training.use_cpu)  # joins the process group under torchrun
+    loaded = load_model(model, config.model.dtype, config.model.attn_implementation)
+    torch.nn.Module.to(loaded.model, state.device)
+    parts = LearnerParts(
+        model=loaded.model,
+        vocab=loaded.vocab,
+        image_token_id=loaded.image_token_id,
+        weights=LearnerWeights(loaded.model),
+        checkpoint=base_checkpoint(model),
+        dtype=config.model.dtype,
+        max_length=config.global_max_length,
+        open_image=lambda path: loaded.preparation(open_rgb(path)),
+        lora_rank=config.tuner.lora_rank,
+    )
+    backend = build_backend(_with_pixels(rollout) if loaded.preparation.resize is not None else rollout, parts)
+    try:
+        with synced(backend, 0):
+            template = config.template
+            encoder = PromptEncoder(loaded.processor, template.prompt, template.system, loaded.preparation)
+            yield InferenceSession(
+                loaded, encoder, backend, TokenScorer(loaded.model, loaded.vocab, loaded.image_token_id)
+            )
+    finally:
+        backend.close()
+
+
+def _with_pixels(rollout: RolloutMatchingConfig) -> RolloutMatchingConfig:
+    """Servers are sent pixels: a path would show them the image before it is resized."""
+    server = rollout.vllm.server
+    if server is None:
+        return rollout
+    pixels = server.model_copy(update={"images": "base64"})
+    return rollout.model_copy(update={"vllm": rollout.vllm.model_copy(update={"server": pixels})})
+
+
+def training_options(config: EvalDetectionConfig) -> EvaluationOptions | None:
+    """What ``rollout_matching.eval_detection`` measures while training; None for nothing."""
+    return evaluation_options(config) if config.enabled else None
+
+
+def training_scorer(config: RolloutMatchingConfig, loaded: LoadedModel) -> TokenScorer | None:
+    """What scores predictions while training; None where their score is constant."""
+    if config.eval_detection.score_mode == "constant":
+        return None
+    return TokenScorer(loaded.model, loaded.vocab, loaded.image_token_id)
+
+
+def evaluation_options(config: EvalDetectionConfig) -> EvaluationOptions:
+    """The section's keys but ``enabled``."""
+    return EvaluationOptions(
+        iou_thrs=tuple(config.f1ish_iou_thrs),
+        coco=config.metrics != "f1ish",
+        segm=config.use_segm,
+        coco_iou_thrs=None if config.iou_thrs is None else tuple(config.iou_thrs),
+        constant_score=config.constant_score if config.score_mode == "constant" else None,
+    )
+
+
+@contextmanager
+def reporting(console: Console, description: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar with ETA on a terminal, a line now and then elsewhere; gives the callback that drives it."""
+    from coordexp.training.progress import make_progress
+
+    if console.is_terminal:
+        with make_progress(console) as bar:
+            task = bar.add_task(description, total=None, note="")
+            yield lambda done, total: bar.update(task, completed=done, total=total)
+        return
+    started = last = time.monotonic()
+
+    def line(done: int, total: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= _LINE_EVERY_S or done == total:
+            last = now
+            left = (now - started) / max(1, done) * (total - done)
+            text = f"{description}: {done}/{total} images, eta {left:.0f} s"
+            console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    yield line

@@ -1,0 +1,1 @@
+"""The learner's side of rollout servers: client, payloads, connections, weight pushes, and the backend over them."""

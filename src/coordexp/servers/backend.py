@@ -1,0 +1,274 @@
+"""Rollouts by servers: ``coordexp serve`` or ``swift rollout``, one or many, pushed to and asked over the network.
+
+Requests of a whole optimizer step are dealt to servers, micro-step after micro-step, and sent as soon as the receiving
+devices have room: at most ``decode_batch_size`` sequences on each, over all learner ranks. Under torchrun rank 0 alone
+pushes weights, between barriers, and its outcome is everybody's.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from coordexp import distributed
+from coordexp.config.rollout import RolloutMatchingConfig
+from coordexp.coords import CoordVocab
+from coordexp.errors import RolloutError, ServerRefused, ServerTimeout, ServerUnreachable
+from coordexp.records import Rollout, RolloutRequest
+from coordexp.rollouts.backend import DecodingOptions, IndexedRollout, RolloutRound, Seeds, WeightSource
+from coordexp.rollouts.chunking import Call, Post, chunk_size, plan_calls, plan_posts, server_slots
+from coordexp.servers.client import ServerClient
+from coordexp.servers.fleet import make_clients, world_sizes
+from coordexp.servers.in_flight import in_flight
+from coordexp.servers.protocol import infer_payload, read_answer
+from coordexp.weight_sync.drained import DrainedWeights
+from coordexp.weight_sync.stamp import WeightStamp
+
+if TYPE_CHECKING:
+    from coordexp.servers.sync import WeightSync
+
+logger = logging.getLogger("coordexp")
+
+WATCH_S = 30.0  # without any answer for so long, the servers that owe one are asked whether they live
+SIGN_OF_LIFE_S = 5.0
+RETRY_WAIT_S = 1.0
+
+
+class ServerBackend:
+    """vLLM servers as a rollout backend."""
+
+    def __init__(
+        self,
+        clients: Sequence[ServerClient],
+        weight_sync: WeightSync,
+        weights: DrainedWeights,
+        config: RolloutMatchingConfig,
+        vocab: CoordVocab,
+        options: DecodingOptions,
+        open_image: Callable[[Path], Any],
+    ) -> None:
+        server = config.vllm.server
+        assert server is not None, "the schema requires servers for mode: server"
+        self._clients = tuple(clients)
+        self._sync = weight_sync
+        self._weights = weights
+        self._vocab = vocab
+        self._options = options
+        self._open_image = open_image
+        self._images: Literal["path", "base64"] = server.images
+        self._retries = server.retries
+        self._timeout_s = server.timeout_s
+        self._guarded = config.repeat_terminate.enabled
+        self._decode_batch_size = config.decode_batch_size
+        self._world_sizes = world_sizes(self._clients)
+        self._slots = server_slots(
+            config.decode_batch_size, self._world_sizes, distributed.world_size(), distributed.rank()
+        )
+        self._stamp: WeightStamp | None = None
+        self._last_sync: Mapping[str, Any] = {}
+        self._fallbacks: list[str] = []
+        self._calls: list[dict[str, Any]] = []
+        self._silent_since: dict[int, float] = {}
+        # ms-swift says nothing while it decodes, not even that it is healthy: its silence has no meaning.
+        self._heard_while_decoding = frozenset(
+            index for index, client in enumerate(clients) if (client.status() or {}).get("server") == "coordexp serve"
+        )
+        # It also answers one post after the other: the small calls of many micro-steps would each be decoded alone.
+        # Greedy answers depend on no seed, so there they may share a post.
+        mute = frozenset(range(len(self._clients))) - self._heard_while_decoding
+        self._joined = mute if options.temperature == 0 else frozenset()
+        self._metrics: Counter[str] = Counter()
+        self._lock = threading.Lock()  # guards the metrics, which call threads count in
+
+    @classmethod
+    def connect(
+        cls,
+        config: RolloutMatchingConfig,
+        vocab: CoordVocab,
+        weights: WeightSource,
+        options: DecodingOptions,
+        open_image: Callable[[Path], Any],
+    ) -> ServerBackend:
+        """Find the servers; groups for weights are opened by the first push."""
+        from coordexp.servers.sync import WeightSync
+
+        clients, drained = make_clients(config), DrainedWeights(weights)
+        sync = config.vllm.sync
+        weight_sync = WeightSync(
+            clients,
+            drained,
+            mode=sync.resolved(config.vllm.enable_lora),
+            fallback_to_full=sync.fallback_to_full,
+            bucket_mb=sync.bucket_mb,
+            timeout_s=sync.timeout_s,
+            checksum_every=sync.checksum_every,
+        )
+        return cls(clients, weight_sync, drained, config, vocab, options, open_image)
+
+    def generate(self, requests: Sequence[RolloutRequest], seeds: Seeds) -> list[Rollout]:
+        answers = sorted(self.generate_window([RolloutRound(tuple(requests), seeds)]), key=lambda answer: answer.index)
+        return [answer.rollout for answer in answers]
+
+    def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[IndexedRollout]:
+        batches = plan_calls([len(one.requests) for one in rounds], self._slots)
+        posts = plan_posts(batches, self._joined)
+        self._calls = [
+            self._describe(number, post, call, rounds) for number, post in enumerate(posts) for call in post.calls
+        ]
+        if not posts:
+            return
+        if self._stamp is None:
+            raise RolloutError("the servers have no weights of this run yet; call sync_weights before asking them")
+        self._silent_since.clear()
+        for post, items in in_flight(posts, self._slots, lambda post: self._ask(post, rounds), self._watch, WATCH_S):
+            self._silent_since.pop(post.server, None)  # an answer is a sign of life
+            where = f"{self._clients[post.server].base_url}/infer/"
+            for (round_idx, index), item in zip(_places(post), items, strict=True):
+                request = rounds[round_idx].requests[index]
+                rollout = read_answer(item, request, self._vocab, self._stamp, self._guarded, where)
+                yield IndexedRollout(round_idx, index, rollout)
+
+    def batch_size(self, decode_batch_size: int) -> int:
+        """This rank's share of all servers' devices."""
+        return chunk_size(decode_batch_size, self._world_sizes, distributed.world_size())
+
+    def sync_weights(self, version: int) -> None:
+        """Barrier, push by rank 0, barrier; where weights are sharded, all ranks gather while rank 0 sends."""
+        with distributed.raise_on_all_ranks("before the weight push"):
+            self._stamp = None  # no answers between old and new weights
+        failure: Exception | None = None
+        report: Mapping[str, Any] = {}
+        try:
+            if distributed.is_main():
+                report = self._push(version)
+        except Exception as error:  # not handled here: raised again below, on every rank
+            failure = error
+        finally:
+            self._weights.finish()
+        distributed.raise_first_failure(failure, "weight push")
+        self._last_sync = distributed.gather_json(dict(report))[0]
+        self._stamp = WeightStamp(version, self._last_sync["learner_id"])
+
+    def release(self) -> None:
+        """Servers go on by themselves."""
+
+    def last_report(self) -> Mapping[str, Any]:
+        return {
+            "backend": "vllm",
+            "mode": "server",
+            "weight_version": None if self._stamp is None else self._stamp.version,
+            "servers": [
+                {"base_url": client.base_url, "group_port": client.group_port, "world_size": size}
+                for client, size in zip(self._clients, self._world_sizes, strict=True)
+            ],
+            "sync": dict(self._last_sync),
+            "fallbacks": list(self._fallbacks),
+            "decode_batch_size": self._decode_batch_size,
+            "learner_world_size": distributed.world_size(),
+            "chunk": sum(self._slots),
+            "caps": list(self._slots),
+            "decoding": asdict(self._options),
+            "repeat_terminate": self._guarded,
+            "calls": self._calls,
+        }
+
+    def take_metrics(self) -> Mapping[str, float]:
+        with self._lock:
+            taken, self._metrics = self._metrics, Counter()
+        return {"rollout/repeat_terminate_active": float(self._guarded), "rollout/server_retries_total": 0.0, **taken}
+
+    def close(self) -> None:
+        self._sync.close()
+        for client in self._clients:
+            client.close()
+
+    def _push(self, version: int) -> Mapping[str, Any]:
+        done = self._sync.push(version)
+        if done.fallback is not None:
+            self._fallbacks.append(f"version {version}: {done.fallback}")
+            self._metrics["rollout/sync_fallbacks_total"] += 1
+        self._metrics["rollout/sync_bytes_total"] += done.bytes
+        return {
+            "mode": done.mode,
+            "seconds": done.seconds,
+            "bytes": done.bytes,
+            "fallback": done.fallback,
+            "learner_id": done.stamp.learner_id,
+        }
+
+    def _describe(self, number: int, post: Post, call: Call, rounds: Sequence[RolloutRound]) -> dict[str, Any]:
+        """A call as it travels: in the window's post ``number``, with that post's one seed."""
+        return {
+            "server": call.server,
+            "post": number,
+            "micro_step": rounds[call.round_idx].seeds.micro_step_idx,
+            "first": call.indices.start,
+            "requests": len(call.indices),
+            "seed": _seed_of(post, rounds),
+        }
+
+    def _ask(self, post: Post, rounds: Sequence[RolloutRound]) -> list[dict[str, Any]]:
+        """One post, with the retries that the configuration allows. Runs in a thread of its own."""
+        client = self._clients[post.server]
+        requests = [rounds[round_idx].requests[index] for round_idx, index in _places(post)]
+        payload = infer_payload(requests, _seed_of(post, rounds), self._options, self._images, self._open_image)
+        attempt = 0
+        while True:
+            try:
+                return client.infer(payload)
+            except (ServerUnreachable, ServerRefused) as error:
+                if attempt >= self._retries or not _may_pass(error):
+                    raise
+                attempt += 1
+                logger.warning("retry %d of %d: %s", attempt, self._retries, error)
+                with self._lock:
+                    self._metrics["rollout/server_retries_total"] += 1
+            time.sleep(RETRY_WAIT_S)
+            self._still_ours(client)
+
+    def _still_ours(self, client: ServerClient) -> None:
+        """A server that broke a connection may have been started anew, with the weights it found on disk: its answers
+        must then say which weights they come from, which ms-swift's own do not."""
+        if client.status() is None:
+            raise ServerRefused(
+                f"{client.base_url}: the connection broke, and this server cannot tell which weights it has; restart "
+                "it and resume from the last checkpoint, or use coordexp serve, which can"
+            )
+
+    def _watch(self, servers: set[int]) -> None:
+        """Servers may take their time over answers, but not over a sign of life, where they can give one. (Of others a
+        dead process or machine shows by its connection, which TCP probes.)"""
+        for server in sorted(servers & self._heard_while_decoding):
+            client = self._clients[server]
+            try:
+                client.health(timeout_s=min(SIGN_OF_LIFE_S, self._timeout_s))
+            except ServerTimeout as error:
+                silent_s = time.monotonic() - self._silent_since.setdefault(server, time.monotonic())
+                if silent_s >= self._timeout_s:
+                    raise ServerTimeout(
+                        f"{client.base_url}: owes answers and gave no sign of life for {silent_s:.0f} s; see its log"
+                    ) from error
+            else:
+                self._silent_since.pop(server, None)
+
+
+def _places(post: Post) -> list[tuple[int, int]]:
+    """Round and index of each request that ``post`` carries, in its order."""
+    return [(call.round_idx, index) for call in post.calls for index in call.indices]
+
+
+def _seed_of(post: Post, rounds: Sequence[RolloutRound]) -> int:
+    """The seed that ``post`` carries: its first call's."""
+    first = post.calls[0]
+    return rounds[first.round_idx].seeds.seed_of(first.indices.start)
+
+
+def _may_pass(error: RolloutError) -> bool:
+    """A dropped connection or an error inside the server may pass; a refused request stays refused."""
+    return not isinstance(error, ServerRefused) or (error.status or 0) >= 500

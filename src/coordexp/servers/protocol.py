@@ -1,0 +1,171 @@
+"""What goes to a rollout server and what must come back: ms-swift's ``RolloutInferRequest`` form, strictly read."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from coordexp.coords import CoordVocab
+from coordexp.errors import RolloutError
+from coordexp.records import Rollout, RolloutRequest
+from coordexp.rollouts.backend import DecodingOptions
+from coordexp.weight_sync.stamp import WeightStamp
+
+IMAGE_MARK = "<image>"
+ENVELOPE = "coordexp"  # what a server says beside the answer
+TRIGGERED = "repeat_terminate_triggered"  # 0 or 1, due from every server whose guard is on
+# What our own server and plugin add; others need not.
+ACTIVE = "repeat_terminate_active"
+_EXCERPT = 300
+
+
+def infer_payload(
+    requests: Sequence[RolloutRequest],
+    seed: int,
+    options: DecodingOptions,
+    images: Literal["path", "base64"],
+    open_image: Callable[[Path], Any],
+) -> dict[str, Any]:
+    """The body of one ``/infer/`` call; JSON can hold it.
+
+    ``images: base64`` sends the pixels that the learner's own encoder saw, upright, as PNG.
+    """
+    return {
+        "infer_requests": [_infer_request(request, images, open_image) for request in requests],
+        "request_config": {
+            "n": 1,
+            "max_tokens": options.max_new_tokens,
+            "temperature": options.temperature,
+            "top_p": options.top_p,
+            "top_k": options.top_k,
+            "repetition_penalty": options.repetition_penalty,
+            "seed": seed,
+            "return_details": True,
+        },
+    }
+
+
+def _infer_request(
+    request: RolloutRequest, images: Literal["path", "base64"], open_image: Callable[[Path], Any]
+) -> dict[str, Any]:
+    if images == "path":
+        source = str(request.image)
+    else:
+        encoded = io.BytesIO()
+        open_image(request.image).save(encoded, format="PNG")
+        source = base64.b64encode(encoded.getvalue()).decode("ascii")
+    messages = [{"role": message["role"], "content": _content(message["content"])} for message in request.messages]
+    return {"messages": messages, "images": [source]}
+
+
+def _content(parts: str | Sequence[Mapping[str, Any]]) -> str:
+    """One text with a mark for each image, which every server of this protocol reads."""
+    if isinstance(parts, str):
+        parts = [{"type": "text", "text": parts}]
+    text = ""
+    for part in parts:
+        if part["type"] == "text" and IMAGE_MARK in part["text"]:
+            raise RolloutError(
+                f"a prompt's text holds {IMAGE_MARK!r}, which rollout servers read as an image; reword template.prompt "
+                "or template.system"
+            )
+        text += IMAGE_MARK if part["type"] == "image" else part["text"]
+    return text
+
+
+def read_answer(
+    item: Mapping[str, Any], request: RolloutRequest, vocab: CoordVocab, stamp: WeightStamp, guarded: bool, where: str
+) -> Rollout:
+    """One item of a server's reply → a rollout that can be trained on.
+
+    Args:
+        stamp: weights that the answer must come from. guarded: the configuration switches the repeat guard on.
+
+    Raises:
+        RolloutError: token ids or the finish reason are missing, an id is none of the tokenizer's, or answer, weights
+            or guard are not those asked for.
+    """
+    where = f"{where}, {request.sample_id}"
+    response = item.get("response", item)
+    try:
+        (choice,) = response["choices"]
+        prompt_ids = _token_ids(response["prompt_token_ids"])
+        answer_ids = _token_ids(choice["token_ids"])
+        finish_reason = choice["finish_reason"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise RolloutError(
+            f"{where}: token ids of prompt and answer and one finish reason are due ({type(error).__name__}: {error}), "
+            f"not {str(response)[:_EXCERPT]}; the server must honour return_details"
+        ) from error
+    if not prompt_ids:
+        raise RolloutError(f"{where}: the server says that the prompt had no tokens; update the server")
+    if finish_reason not in ("stop", "length"):
+        raise RolloutError(f"{where}: the answer ended with {finish_reason!r} instead of 'stop' or 'length'")
+    if unknown := [token for token in answer_ids if token >= len(vocab)]:
+        raise RolloutError(
+            f"{where}: the answer holds token id {unknown[0]}, but the tokenizer knows only 0 to {len(vocab) - 1}: the "
+            "model's language head has rows for no token, and this server may draw them; use coordexp serve or the "
+            "CoordExp plugin, which cannot"
+        )
+    envelope = _check_envelope(item.get(ENVELOPE), stamp, guarded, where)
+    ended = vocab.eos_id in answer_ids
+    answer = answer_ids[: answer_ids.index(vocab.eos_id)] if ended else answer_ids
+    return Rollout(
+        sample_id=request.sample_id,
+        prompt_token_ids=prompt_ids,
+        response_token_ids=answer,
+        text=vocab.decode(answer),
+        truncated=not ended and finish_reason == "length",
+        repeat_terminated=_flag(envelope, TRIGGERED, where) == 1,
+        weight_version=stamp.version,
+    )
+
+
+def _check_envelope(envelope: Any, stamp: WeightStamp, guarded: bool, where: str) -> Mapping[str, Any]:
+    """Whether what a server says of weights and guard fits. A plain ms-swift server says nothing: then nobody can tell
+    which weights answered, and no guard may be wanted."""
+    if envelope is None:
+        envelope = {}
+    elif not isinstance(envelope, Mapping):
+        raise RolloutError(f"{where}: {ENVELOPE!r} holds {str(envelope)[:_EXCERPT]}, not an object")
+    answered_by = WeightStamp(
+        envelope.get("weight_version", stamp.version), envelope.get("learner_id", stamp.learner_id)
+    )
+    if answered_by != stamp:
+        raise RolloutError(
+            f"{where}: the answer comes from weights of {answered_by}, not {stamp}: the server restarted, or another "
+            "learner pushes to it. Give each learner its own servers, and resume from the last checkpoint"
+        )
+    active = _flag(envelope, ACTIVE, where)
+    if active not in (None, int(guarded)):
+        raise _wrong_guard(guarded, f"the server's guard is {'active' if active else 'not active'}", where)
+    if guarded and TRIGGERED not in envelope:
+        raise _wrong_guard(guarded, f"the answer comes without {ENVELOPE}.{TRIGGERED}: the guard is not active", where)
+    return envelope
+
+
+def _flag(envelope: Mapping[str, Any], name: str, where: str) -> int | None:
+    """The 0 or 1 that ``name`` holds; None where it is missing."""
+    value = envelope.get(name)
+    if name in envelope and (type(value) is not int or value not in (0, 1)):
+        raise RolloutError(
+            f"{where}: {ENVELOPE}.{name} holds {str(value)[:_EXCERPT]!r} ({type(value).__name__}), and must be the "
+            "number 0 or 1; correct the server"
+        )
+    return value
+
+
+def _wrong_guard(guarded: bool, found: str, where: str) -> RolloutError:
+    return RolloutError(
+        f"{where}: rollout_matching.repeat_terminate.enabled is {str(guarded).lower()}, but {found}; start the server "
+        "with the learner's YAML (coordexp serve --config, or coordexp launch)"
+    )
+
+
+def _token_ids(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(type(token) is int and token >= 0 for token in value):
+        raise TypeError(f"{str(value)[:60]} is no list of token ids")
+    return tuple(value)

@@ -1,0 +1,271 @@
+"""What ``coordexp launch`` will start: pure, from the validated configuration alone, before anything runs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from coordexp.config import RunConfig
+from coordexp.config.vllm import ServerEntry
+from coordexp.errors import ConfigError
+from coordexp.serving.serve.options import ServeOptions, serve_options
+from coordexp.vllm_engine.cpu import DIE_WITH_PARENT, SERVER_API_KEY, engine_environment
+from coordexp.vllm_engine.guard_activation import (
+    CONFIG_JSON,
+    CONFIG_JSON_PATH,
+    ENABLE,
+    activation_environment,
+)
+
+PLUGIN = Path(__file__).with_name("plugin") / "coordexp_rollout_plugin.py"
+# The guard belongs to servers: what a shell exports must not reach the learner.
+SERVER_ONLY = (ENABLE, CONFIG_JSON, CONFIG_JSON_PATH, SERVER_API_KEY)
+SWIFT_MODEL_TYPES = ("qwen3_vl", "qwen3_vl_moe")  # called the same in transformers and ms-swift
+_SWIFT_ENGINE_KEYS = ("max_num_batched_tokens", "kv_cache_dtype", "cpu_offload_gb", "mm_encoder_tp_mode")
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessPlan:
+    """One program. ``environment`` is added to the launcher's own; ``secrets``: variable → the variable of the
+    launcher's environment that holds its value, so that no plan ever shows one. ``devices`` [] is the CPU."""
+
+    name: str
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    devices: tuple[int, ...]
+    log: Path
+    secrets: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerPlan:
+    """A rollout server: started here, or (``process`` None) expected to run where ``base_url`` says."""
+
+    base_url: str
+    group_port: int
+    ports: tuple[int, ...]
+    process: ProcessPlan | None
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchPlan:
+    """Everything that is started, in order: servers, then the learner once they answer."""
+
+    servers: tuple[ServerPlan, ...]
+    learner: ProcessPlan
+    wait_s: float
+    repeat_terminate: Mapping[str, Any] | None
+    api_key_env: str | None
+
+    @property
+    def server_base_urls(self) -> tuple[str, ...]:
+        """A projection of ``rollout_matching.vllm.server.servers[]`` for launch wiring, in its order."""
+        return tuple(server.base_url for server in self.servers)
+
+    def to_json(self) -> str:
+        """One line that :func:`plan_from_json` reads back."""
+        return json.dumps(asdict(self), default=str)
+
+
+def plan_from_json(text: str) -> LaunchPlan:
+    """The inverse of :meth:`LaunchPlan.to_json`."""
+    data = json.loads(text)
+    servers = tuple(
+        ServerPlan(
+            one["base_url"],
+            one["group_port"],
+            tuple(one["ports"]),
+            None if one["process"] is None else _process_from(one["process"]),
+        )
+        for one in data["servers"]
+    )
+    return LaunchPlan(
+        servers, _process_from(data["learner"]), data["wait_s"], data["repeat_terminate"], data["api_key_env"]
+    )
+
+
+def _process_from(data: dict[str, Any]) -> ProcessPlan:
+    return ProcessPlan(
+        data["name"],
+        tuple(data["command"]),
+        data["environment"],
+        tuple(data["devices"]),
+        Path(data["log"]),
+        data["secrets"],
+    )
+
+
+def server_entries(config: RunConfig) -> tuple[ServerEntry, ...]:
+    """The servers that this run asks; none where it generates by itself."""
+    rollout = config.rollout_matching
+    if rollout is None or rollout.rollout_backend != "vllm" or rollout.vllm.mode != "server":
+        return ()
+    assert rollout.vllm.server is not None, "the schema requires servers for mode: server"
+    return rollout.vllm.server.servers
+
+
+def plan_launch(
+    config: RunConfig,
+    config_path: Path,
+    *,
+    local: Sequence[bool],
+    rendezvous_port: int,
+    model_type: str,
+    arguments: Sequence[str] = (),
+) -> LaunchPlan:
+    """The processes of a run.
+
+    Args:
+        local: for each server whether its address is this machine's. rendezvous_port: a free one for torchrun.
+        model_type: ``model_type`` of the checkpoint's config.json.
+        arguments: ``key.path=value``, as ``config`` was loaded with; programs that read the file are given them too.
+
+    Raises:
+        ConfigError: device lists that do not fit the servers, or overlap.
+    """
+    launch, rollout = config.launch, config.rollout_matching
+    entries = server_entries(config)
+    devices = _devices_of_servers(config, local)
+    logs = launch.log_dir or Path(config.training.output_dir) / "logs"
+    named = (str(config_path), *arguments)
+    servers = tuple(
+        ServerPlan(
+            entry.base_url.rstrip("/"),
+            entry.group_port,
+            (_port_of(config, index), entry.group_port) if here else (),
+            _server_process(config, named, index, devices[index], logs, model_type) if here else None,
+        )
+        for index, (entry, here) in enumerate(zip(entries, local, strict=True))
+    )
+    guard = rollout.repeat_terminate if rollout is not None else None
+    return LaunchPlan(
+        servers=servers,
+        learner=_learner_process(config, named, logs, rendezvous_port),
+        wait_s=launch.wait_s,
+        repeat_terminate=guard.model_dump() if guard is not None and guard.enabled else None,
+        api_key_env=rollout.vllm.server.api_key_env if rollout is not None and rollout.vllm.server else None,
+    )
+
+
+def _devices_of_servers(config: RunConfig, local: Sequence[bool]) -> list[tuple[int, ...]]:
+    launch = config.launch
+    given = launch.server_devices
+    problems: list[str] = []
+    if given and len(given) != len(local):
+        raise ConfigError(
+            f"launch.server_devices: {len(given)} lists of devices for {len(local)} servers in "
+            "rollout_matching.vllm.server.servers; give one list per server ([] for one that runs elsewhere)"
+        )
+    devices = [tuple(one) for one in given] or [()] * len(local)
+    owner: dict[int, str] = {}
+    named = [(f"launch.server_devices[{index}]", one) for index, one in enumerate(devices)]
+    for where, one in [*named, ("launch.learner_devices", tuple(launch.learner_devices))]:
+        for device in one:
+            if device in owner:
+                problems.append(f"{where}: device {device} is already in {owner[device]}; every device serves once")
+            owner.setdefault(device, where)
+    if owner and not launch.learner_devices:
+        problems.append(
+            "launch.learner_devices: missing, while servers have devices; name the learner's too, or it would train on "
+            "the CPU"
+        )
+    for index, (one, here) in enumerate(zip(devices, local, strict=True)):
+        if owner and here and not one:
+            problems.append(f"launch.server_devices[{index}]: missing, while others have devices; name this server's")
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return devices
+
+
+def _options(config: RunConfig, index: int, devices: Sequence[int]) -> ServeOptions:
+    return serve_options(config, index, None, len(devices))
+
+
+def _port_of(config: RunConfig, index: int) -> int:
+    from urllib.parse import urlsplit
+
+    url = urlsplit(server_entries(config)[index].base_url)
+    return url.port or (443 if url.scheme == "https" else 80)
+
+
+def _server_process(
+    config: RunConfig, named: Sequence[str], index: int, devices: tuple[int, ...], logs: Path, model_type: str
+) -> ProcessPlan:
+    rollout = config.rollout_matching
+    assert rollout is not None and rollout.vllm.server is not None
+    options = _options(config, index, devices)
+    key_env = rollout.vllm.server.api_key_env
+    if config.launch.server == "swift":
+        command = _swift_command(options, model_type)
+        secrets = {} if key_env is None else {SERVER_API_KEY: key_env}
+    else:
+        command = (sys.executable, "-m", "coordexp", "serve", "--config", *named, "--index", str(index))
+        secrets = {}
+    environment = {
+        **engine_environment({}, gpu=bool(devices)),
+        **activation_environment(rollout.repeat_terminate),
+        **_visible(devices),
+        DIE_WITH_PARENT: "1",
+    }
+    return ProcessPlan(f"server{index}", command, environment, devices, logs / f"server{index}.log", secrets)
+
+
+def foreign_to_swift(model_type: str) -> str:
+    """What is wrong with a model of a family that ``swift rollout`` is not started for."""
+    return (
+        f"its config.json has model_type {model_type!r}, and swift rollout is started for "
+        f"{' and '.join(SWIFT_MODEL_TYPES)} only; write launch.server: coordexp"
+    )
+
+
+def _swift_command(options: ServeOptions, model_type: str) -> tuple[str, ...]:
+    """``swift rollout`` as ``coordexp serve`` would run with the same options."""
+    if model_type not in SWIFT_MODEL_TYPES:
+        raise ConfigError(f"model.model: {foreign_to_swift(model_type)}")
+    engine = dict(options.engine)
+    further = {name: engine[name] for name in _SWIFT_ENGINE_KEYS if name in engine}
+    flags: dict[str, Any] = {
+        "model": options.model,
+        "model_type": model_type,
+        "torch_dtype": engine["dtype"],
+        "host": options.host,
+        "port": options.port,
+        "external_plugins": PLUGIN,
+        "vllm_use_async_engine": False,
+        "vllm_tensor_parallel_size": options.tensor_parallel_size,
+        "vllm_data_parallel_size": options.data_parallel_size,
+        "vllm_max_model_len": engine["max_model_len"],
+        "vllm_gpu_memory_utilization": engine["gpu_memory_utilization"],
+        "vllm_enable_prefix_caching": engine["enable_prefix_caching"],
+        "vllm_enforce_eager": engine["enforce_eager"],
+        "vllm_disable_custom_all_reduce": engine["disable_custom_all_reduce"],
+        "vllm_limit_mm_per_prompt": json.dumps(engine["limit_mm_per_prompt"]),
+        "vllm_max_num_seqs": engine.get("max_num_seqs"),
+        "vllm_enable_lora": True if engine.get("enable_lora") else None,
+        "vllm_max_lora_rank": engine.get("max_lora_rank"),
+        "vllm_engine_kwargs": json.dumps(further) if further else None,
+    }
+    words = [sys.executable, "-m", "swift.cli.rollout"]  # what `swift rollout` runs, without a process between
+    for name, value in flags.items():
+        if value is not None:
+            words += [f"--{name}", str(value).lower() if isinstance(value, bool) else str(value)]
+    return tuple(words)
+
+
+def _learner_process(config: RunConfig, named: Sequence[str], logs: Path, rendezvous_port: int) -> ProcessPlan:
+    devices = tuple(config.launch.learner_devices)
+    command = (
+        *(sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={max(1, len(devices))}"),
+        *("--master-addr=127.0.0.1", f"--master-port={rendezvous_port}"),
+        *("-m", "coordexp", "train", *named),
+    )
+    environment = {**_visible(devices), **({} if devices else {"OMP_WAIT_POLICY": "passive"})}
+    return ProcessPlan("learner", command, environment, devices, logs / "learner.log")
+
+
+def _visible(devices: Sequence[int]) -> dict[str, str]:
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))}

@@ -1,0 +1,227 @@
+"""The process between ``coordexp launch`` and what it started: it watches everything, and ends everything.
+
+It has no terminal of its own to lose. Its standard input is a pipe whose other end ``coordexp launch`` holds: the plan
+comes in one line, and when the pipe closes, the launcher is gone, however it went, and so must everything be.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from coordexp.config.rollout import RepeatTerminateConfig
+from coordexp.errors import CoordExpError, LaunchFailed, RolloutError
+from coordexp.servers.client import ServerClient, api_key_from_environment
+from coordexp.serving.launch.console import LaunchView
+from coordexp.serving.launch.plan import SERVER_ONLY, LaunchPlan, ProcessPlan, ServerPlan, plan_from_json
+from coordexp.serving.launch.processes import adopt_orphans, die_with_parent, end_descendants, exit_code
+from coordexp.vllm_engine.guard_activation import ACTIVATION_PATH, check_guard
+
+POLL_S = 0.2
+PROBE_S = 5.0
+LEARNER_GRACE_S = 30.0
+SERVER_GRACE_S = 15.0
+LOG_TAIL_LINES = 25
+LAST_BYTES = 4096
+FAILED = 1
+
+
+class _LauncherGone(Exception):
+    """The pipe from ``coordexp launch`` closed."""
+
+
+class _Signalled(Exception):
+    """A signal asked for the end."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+@dataclass(slots=True)
+class Supervisor:
+    """One launch. ``stdin`` is the launcher's pipe."""
+
+    plan: LaunchPlan
+    view: LaunchView
+    stdin: int
+    _running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    _signal: int | None = None
+
+    def run(self) -> int:
+        """Start, watch, end. Returns the learner's exit code, or why there is none."""
+        adopt_orphans()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, self._note_signal)
+        try:
+            return self._run()
+        except _Signalled as asked:
+            self.view.say(f"{signal.Signals(asked.number).name}: ending everything")
+            return self._end_learner(asked.number)
+        except _LauncherGone:
+            self._end_learner(signal.SIGTERM)
+            return FAILED
+        except CoordExpError as error:
+            self.view.say(f"error: {error}")
+            return FAILED
+        finally:
+            end_descendants(SERVER_GRACE_S)
+
+    def _run(self) -> int:
+        for server in self.plan.servers:
+            if server.process is not None:
+                self._start(server.process)
+        deadline = time.monotonic() + self.plan.wait_s
+        for server in self.plan.servers:
+            self._await_server(server, deadline)
+        learner = self._start(self.plan.learner)
+        with self.plan.learner.log.open(encoding="utf-8", errors="replace") as log:
+            while learner.poll() is None:
+                self._pause()
+                self.view.pass_on(log.read())
+                try:
+                    self._check_servers()
+                except LaunchFailed:
+                    self._let_learner_save(learner, log)
+                    raise
+            self.view.pass_on(log.read())
+        code = exit_code(learner.returncode)
+        self.view.say(f"learner ended with exit code {code}")
+        return code
+
+    def _start(self, process: ProcessPlan) -> subprocess.Popen[bytes]:
+        process.log.parent.mkdir(parents=True, exist_ok=True)
+        environment = {name: value for name, value in os.environ.items() if name not in SERVER_ONLY}
+        environment |= process.environment
+        environment |= {name: os.environ[source] for name, source in process.secrets.items()}
+        environment["PYTHONUNBUFFERED"] = "1"
+        with process.log.open("wb") as log:
+            self._running[process.name] = subprocess.Popen(
+                process.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,  # the terminal's Ctrl-C is forwarded in order, not sent to all at once
+                preexec_fn=die_with_parent,  # no threads run here, so that nothing can hold a lock across the fork
+            )
+        self.view.say(f"{process.name}: started on {_devices(process)}, log {process.log}")
+        return self._running[process.name]
+
+    def _await_server(self, server: ServerPlan, deadline: float) -> None:
+        """Until it answers, and guards as configured."""
+        name = server.base_url if server.process is None else server.process.name
+        client = ServerClient(
+            server.base_url,
+            server.group_port,
+            timeout_s=PROBE_S,
+            api_key=api_key_from_environment(self.plan.api_key_env),
+        )
+        try:
+            while True:
+                self._check_servers()
+                try:
+                    client.health(timeout_s=PROBE_S)
+                    break
+                except RolloutError as error:
+                    if time.monotonic() > deadline:
+                        raise LaunchFailed(
+                            f"{name}: not up after {self.plan.wait_s:g} s (launch.wait_s): {error}"
+                            + self._tail_of(server)
+                        ) from error
+                    doing = str(error) if server.process is None else _last_line(server.process.log)
+                    self.view.waiting(name, doing)
+                self._pause()
+            self._check_guard(client, name)
+            guarded = ", repeat guard active" if self.plan.repeat_terminate is not None else ""
+            self.view.say(f"{name}: answers at {server.base_url}{guarded}")
+        finally:
+            client.close()
+
+    def _check_guard(self, client: ServerClient, name: str) -> None:
+        wanted = self.plan.repeat_terminate
+        status: Mapping[str, Any] | None = client.status(timeout_s=60.0)
+        if status is None:
+            if wanted is not None:
+                raise LaunchFailed(
+                    f"{name}: no /status/, so nobody knows whether it guards against repetition; activate it by "
+                    f"{ACTIVATION_PATH}"
+                )
+            return
+        check_guard(status["workers"], None if wanted is None else RepeatTerminateConfig.model_validate(wanted))
+
+    def _check_servers(self) -> None:
+        for server in self.plan.servers:
+            process = server.process
+            if process is not None and (code := self._running[process.name].poll()) is not None:
+                raise LaunchFailed(f"{process.name} ended with exit code {exit_code(code)}{self._tail_of(server)}")
+
+    def _tail_of(self, server: ServerPlan) -> str:
+        if server.process is None:
+            return ""
+        lines = server.process.log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_TAIL_LINES:]
+        return f". The end of {server.process.log}:\n" + "\n".join(f"  {line}" for line in lines)
+
+    def _let_learner_save(self, learner: subprocess.Popen[bytes], log: TextIO) -> None:
+        """A learner that loses a server saves what it has learned and then ends; ended at once, it would lose that."""
+        self.view.say(f"a server ended: the learner has {LEARNER_GRACE_S:g} s to save and end")
+        deadline = time.monotonic() + LEARNER_GRACE_S
+        while learner.poll() is None and time.monotonic() < deadline:
+            self._pause()
+            self.view.pass_on(log.read())
+        self.view.pass_on(log.read())
+
+    def _end_learner(self, number: int) -> int:
+        """Let the learner end by itself, as it was asked to; its exit code, or the signal's."""
+        learner = self._running.get("learner")
+        if learner is None:
+            return 128 + number
+        learner.send_signal(number)
+        deadline = time.monotonic() + LEARNER_GRACE_S
+        while learner.poll() is None and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        return 128 + number if learner.returncode is None else exit_code(learner.returncode) or 128 + number
+
+    def _pause(self) -> None:
+        """Wait a moment; raise where the launch is to end."""
+        readable, _, _ = select.select([self.stdin], [], [], POLL_S)
+        if readable and not os.read(self.stdin, 1):
+            raise _LauncherGone
+        if self._signal is not None:
+            raise _Signalled(self._signal)
+
+    def _note_signal(self, number: int, _: object) -> None:
+        self._signal = number
+
+
+def _last_line(log: Path) -> str:
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - LAST_BYTES))
+        lines = file.read().decode("utf-8", errors="replace").splitlines()
+    return next((line for line in reversed(lines) if line.strip()), "")
+
+
+def _devices(process: ProcessPlan) -> str:
+    return "the CPU" if not process.devices else "devices " + ", ".join(map(str, process.devices))
+
+
+def main() -> None:
+    """Read the plan from standard input and run it."""
+    line = b""
+    while not line.endswith(b"\n"):
+        read = os.read(0, 1)
+        if not read:
+            sys.exit(FAILED)
+        line += read
+    sys.exit(Supervisor(plan_from_json(line.decode()), LaunchView(sys.stdout), 0).run())
+
+
+if __name__ == "__main__":
+    main()

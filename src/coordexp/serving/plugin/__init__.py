@@ -1,0 +1,1 @@
+"""The plugin for ``swift rollout``: it runs inside ms-swift's processes."""

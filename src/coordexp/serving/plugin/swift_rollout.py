@@ -1,0 +1,322 @@
+"""CoordExp inside ``swift rollout``: what the plugin installs in ms-swift's HTTP process and in each of its workers.
+
+Nothing of ms-swift is edited. Its engine class is replaced by a subclass (repeat guard, trigger flags, our worker
+extension), and of its HTTP endpoints those that would answer 200 whatever happened.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import Depends, HTTPException
+from pydantic import BaseModel, Field
+from swift.infer_engine import GRPOVllmEngine
+from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest, RolloutOutput
+from swift.pipelines.infer import rollout as swift_rollout
+
+from coordexp.errors import RolloutError
+from coordexp.serving.plugin.swift_seeds import seeded_by_place
+from coordexp.vllm_engine import worker
+from coordexp.vllm_engine.compatibility import SWIFT_ROLLOUT, check_upstream, versions
+from coordexp.vllm_engine.cpu import (
+    CPU_EXECUTOR,
+    DIE_WITH_PARENT,
+    SERVER_API_KEY,
+    complete_environment,
+    has_gpu,
+)
+from coordexp.vllm_engine.guard_activation import GUARD_PROCESSOR, REQUEST_KEY, activated_config, check_guard
+from coordexp.vllm_engine.known_tokens import KNOWN_TOKENS_PROCESSOR, check_known_tokens
+from coordexp.vllm_engine.lifetime import own_engines
+from coordexp.weight_sync.stamp import WeightStamp
+
+logger = logging.getLogger(__name__)
+
+CPU_DEVICES = 64  # ms-swift counts GPUs; a CPU machine runs as many workers as it is asked to
+
+
+class CoordExpRolloutOutput(RolloutOutput):
+    """ms-swift's answer with the envelope's second key; nothing of the first is touched."""
+
+    coordexp: dict[str, Any] = Field(default_factory=dict)
+
+
+class CoordExpVllmEngine(GRPOVllmEngine):
+    """ms-swift's engine of one data-parallel worker, guarded."""
+
+    def __init__(self, *args: Any, engine_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if kwargs.get("use_async_engine"):
+            raise RolloutError(
+                "the CoordExp plugin needs ms-swift's synchronous engine (--vllm_use_async_engine false): the other "
+                "reports for its first engine only, so triggers and failures of the rest would be lost"
+            )
+        self._guard = activated_config(os.environ)
+        self._stamp = WeightStamp()
+        engine_kwargs = dict(engine_kwargs or {})
+        engine_kwargs["worker_extension_cls"] = worker.EXTENSION
+        ours = [KNOWN_TOKENS_PROCESSOR] + [GUARD_PROCESSOR] * (self._guard is not None)
+        engine_kwargs["logits_processors"] = [*(engine_kwargs.get("logits_processors") or []), *ours]
+        if not has_gpu():
+            kwargs["distributed_executor_backend"] = CPU_EXECUTOR
+        super().__init__(*args, engine_kwargs=engine_kwargs, **kwargs)
+        workers = self.coordexp_status()
+        check_guard(workers, self._guard)
+        check_known_tokens(workers)
+
+    def infer(self, *args: Any, **kwargs: Any) -> list[RolloutOutput]:
+        outputs = super().infer(*args, **kwargs)
+        ids = [str(one.response.id) for one in outputs]
+        ended: set[str] = set()
+        if self._guard is not None:
+            for popped in self._workers("coordexp_pop_triggers", ids):
+                ended |= popped.keys()
+        return [self._enveloped(one, request_id in ended) for one, request_id in zip(outputs, ids, strict=True)]
+
+    def coordexp_infer(self, **arguments: Any) -> dict[str, Any]:
+        """:meth:`infer`, whose error is handed over."""
+        return _outcome(lambda: self.infer(**arguments))
+
+    def coordexp_status(self) -> list[dict[str, Any]]:
+        """Every vLLM worker's own account."""
+        return self._workers("coordexp_status")
+
+    def coordexp_call(self, method: str, **arguments: Any) -> dict[str, Any]:
+        """Call ``method`` on every vLLM worker; its error is handed over."""
+        return _outcome(lambda: self._workers(method, **arguments))
+
+    def coordexp_commit(self, **commit: Any) -> dict[str, Any]:
+        """End a push: layouts, caches and version change together."""
+        outcome = self.coordexp_call("process_weights_after_loading", **commit)
+        if "result" in outcome:
+            for cache in ("prefix", "encoder", "mm"):
+                getattr(self.engine, f"reset_{cache}_cache")()
+            report = outcome["result"][0]
+            self._stamp = WeightStamp(report["weight_version"], report["learner_id"])
+        return outcome
+
+    def _add_request(self, inputs: Any, generation_config: Any, request_id: str, adapter_request: Any = None) -> Any:
+        generation_config.extra_args = {**(generation_config.extra_args or {}), REQUEST_KEY: str(request_id)}
+        return super()._add_request(inputs, generation_config, request_id, adapter_request=adapter_request)
+
+    def _get_grpo_lora_request(self, adapter_request: Any = None) -> Any:
+        """The adapter that was pushed last, if one is loaded; ms-swift looks for one of its own number."""
+        from vllm.lora.request import LoRARequest
+
+        engine: Any = self.engine
+        if adapter_request is not None or not self.enable_lora or worker.ADAPTER_ID not in engine.list_loras():
+            return adapter_request
+        return LoRARequest(worker.ADAPTER_NAME, worker.ADAPTER_ID, worker.ADAPTER_PATH)
+
+    def _workers(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        engine: Any = self.engine  # of the two kinds that ms-swift knows, the synchronous one
+        return engine.collective_rpc(method, args=args, kwargs=kwargs)
+
+    def _enveloped(self, output: RolloutOutput, ended: bool) -> CoordExpRolloutOutput:
+        fields = {name: getattr(output, name) for name in type(output).model_fields}
+        envelope = {
+            **self._stamp.payload(),
+            "repeat_terminate_active": int(self._guard is not None),
+            "repeat_terminate_triggered": int(ended),
+        }
+        return CoordExpRolloutOutput(**fields, coordexp=envelope)
+
+
+def _outcome(act: Callable[[], Any]) -> dict[str, Any]:
+    """What ``act`` returns, or the text of its error. ms-swift's loop would log the error and return None."""
+    try:
+        return {"result": act()}
+    except Exception as error:  # this process's edge: the HTTP process answers with status 500
+        logger.exception("a request to this rollout worker failed")
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+class JoinRequest(BaseModel):
+    """ms-swift's request, and two optional fields more."""
+
+    host: str
+    port: int
+    world_size: int
+    first_rank: int | None = None
+    timeout_s: float | None = None
+
+
+class CommitRequest(BaseModel):
+    weight_version: int | None = None
+    learner_id: str | None = None
+    wants_checksum: bool = False
+
+
+class CoordExpEndpoints:
+    """Methods that take the place of :class:`SwiftRolloutDeploy`'s, or are added to it; ``self`` is one of those."""
+
+    args: Any
+    app: Any
+    connections: list[Any]
+    processes: list[Any]
+    _require_api_key: Any
+
+    async def health(self) -> dict[str, str]:
+        dead = [index for index, process in enumerate(self.processes) if not process.is_alive()]
+        if dead:
+            raise HTTPException(503, f"rollout workers {dead} have died; see the server's log")
+        return {"status": "ok"}
+
+    async def status(self) -> dict[str, Any]:
+        asked = _ask(self.connections, "coordexp_status", [{}] * len(self.connections))
+        workers = [one for statuses in asked for one in statuses]
+        return {
+            "server": "swift rollout",
+            "model": str(self.args.model),
+            "world_size": len(workers),
+            "data_parallel_size": len(self.connections),
+            **{key: workers[0][key] for key in WeightStamp().payload()},
+            "weight_checksum": workers[0]["checksum"],
+            "push_open": any(one["push_open"] for one in workers),
+            "broken": next((one["failure"] for one in workers if one["failure"] is not None), None),
+            "repeat_terminate": workers[0]["repeat_terminate"],
+            "versions": versions(),
+            "workers": workers,
+        }
+
+    async def infer(
+        self,
+        infer_requests: list[dict[str, Any] | RolloutInferRequest],
+        request_config: RequestConfig | None = None,
+        *,
+        use_tqdm: bool | None = None,
+    ) -> list[RolloutOutput]:
+        """ms-swift's own, but for three things: a worker's error reaches the client; a worker that has nothing to
+        answer is left alone (ms-swift lets it answer a placeholder, at full length); and request i has the call's
+        seed + i, whichever worker answers it."""
+        chunks = swift_rollout.chunk_list(infer_requests, len(self.connections))
+        busy = [(connection, chunk) for connection, chunk in zip(self.connections, chunks, strict=True) if chunk]
+        configs = seeded_by_place(request_config, [len(chunk) for _, chunk in busy])
+        arguments = [
+            {"infer_requests": chunk, "request_config": config, "use_tqdm": use_tqdm}
+            for (_, chunk), config in zip(busy, configs, strict=True)
+        ]
+        replies = _results(_ask([connection for connection, _ in busy], "coordexp_infer", arguments))
+        return [output for part in replies for output in part]
+
+    async def init_communicator(self, request: JoinRequest) -> dict[str, str]:
+        """Return once every worker has joined: the learner joins meanwhile."""
+        per_engine = self.args.vllm_tensor_parallel_size
+        world_size = request.world_size if request.first_rank is not None else per_engine * len(self.connections) + 1
+        first = request.first_rank or 0
+        arguments = [
+            {
+                "method": "init_communicator",
+                "host": request.host,
+                "port": request.port,
+                "world_size": world_size,
+                "first_rank": first + index * per_engine,
+                "timeout_s": request.timeout_s,
+            }
+            for index in range(len(self.connections))
+        ]
+        _results(_ask(self.connections, "coordexp_call", arguments))
+        return {"message": "communicator open"}
+
+    async def process_weights_after_loading(self, request: CommitRequest | None = None) -> dict[str, Any]:
+        commit = (request or CommitRequest()).model_dump()
+        replies = _ask(self.connections, "coordexp_commit", [commit] * len(self.connections))
+        return {"message": "weights committed", "reports": [one for part in _results(replies) for one in part]}
+
+
+def install() -> None:
+    """Make this process, ms-swift's HTTP process or one of its workers, a guarded one.
+
+    Raises:
+        RolloutError: the guard's configuration is missing or wrong. UpstreamChanged: ms-swift or vLLM has moved a name.
+    """
+    check_upstream(SWIFT_ROLLOUT)
+    activated_config(os.environ)
+    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0").lower() not in ("0", "false"):
+        raise RolloutError(
+            "VLLM_USE_V2_MODEL_RUNNER is set: vLLM's second model runner takes another kind of logits processor, which "
+            "the repeat guard is not; set it to 0"
+        )
+    gpu = has_gpu()
+    complete_environment(gpu=gpu)
+    if not gpu:
+        _count_cpus_as_devices()
+    if multiprocessing.parent_process() is not None:  # a rollout worker: engines are its own
+        own_engines()
+        if os.environ.get(DIE_WITH_PARENT) == "1":
+            worker.die_with_parent()
+    swift_rollout.GRPOVllmEngine = CoordExpVllmEngine
+    _install_endpoints(swift_rollout.SwiftRolloutDeploy)
+
+
+def _install_endpoints(server: Any) -> None:
+    if getattr(server, "coordexp_installed", False):
+        return
+    register, lifespan = server._register_rl_rollout_app, server.lifespan
+
+    def register_ours(self: Any) -> None:
+        asked = _asked_port(sys.argv)
+        if asked is not None and asked != self.args.port:
+            raise RolloutError(f"port {asked} is taken; ms-swift would listen on {self.args.port}, where nobody looks")
+        self.args.api_key = self.args.api_key or os.environ.get(SERVER_API_KEY)
+        register(self)
+        self.app.get("/status/", dependencies=[Depends(self._require_api_key())])(self.status)
+
+    @asynccontextmanager
+    async def lifespan_ours(self: Any, app: Any) -> AsyncIterator[None]:
+        async with lifespan(self, app):
+            yield
+            for connection, process in zip(self.connections, self.processes, strict=True):
+                if process.is_alive():
+                    connection.send({"type": "shutdown"})  # ms-swift waits ten seconds for it, but never says so
+
+    for name in ("health", "status", "infer", "init_communicator", "process_weights_after_loading"):
+        setattr(server, name, getattr(CoordExpEndpoints, name))
+    server._register_rl_rollout_app = register_ours
+    server.lifespan = lifespan_ours
+    server.coordexp_installed = True
+
+
+def _count_cpus_as_devices() -> None:
+    import swift.arguments.deploy_args
+    import swift.utils
+
+    for module in (swift.arguments.deploy_args, swift.utils, swift_rollout):
+        for name in ("get_device_count", "get_physical_device_count"):
+            if hasattr(module, name):
+                setattr(module, name, lambda *_: CPU_DEVICES)
+
+
+def _asked_port(argv: Sequence[str]) -> int | None:
+    for index, word in enumerate(argv):
+        if word == "--port" and index + 1 < len(argv):
+            return int(argv[index + 1])
+        if word.startswith("--port="):
+            return int(word.removeprefix("--port="))
+    return None
+
+
+def _ask(connections: Sequence[Any], method: str, arguments: Sequence[dict[str, Any]]) -> list[Any]:
+    """Call ``method`` of these workers' engines. Like ms-swift's own endpoints it does not yield to the event loop, so
+    that no answer is taken for that of another request."""
+    for connection, kwargs in zip(connections, arguments, strict=True):
+        connection.send({"type": "call", "method": method, "kwargs": kwargs})
+    try:
+        replies = [connection.recv() for connection in connections]
+    except (EOFError, OSError) as error:
+        raise HTTPException(503, f"a rollout worker has died ({error}); see the server's log") from error
+    if any(reply is None for reply in replies):
+        raise HTTPException(500, f"{method} failed in a rollout worker; see the server's log")
+    return replies
+
+
+def _results(replies: Sequence[dict[str, Any]]) -> list[Any]:
+    errors = [reply["error"] for reply in replies if "error" in reply]
+    if errors:
+        raise HTTPException(500, "; ".join(errors))
+    return [reply["result"] for reply in replies]

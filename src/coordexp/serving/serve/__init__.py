@@ -1,0 +1,1 @@
+"""``coordexp serve``: the HTTP application, its service, the engines behind it and the lock of their weights."""

@@ -1,0 +1,151 @@
+"""What ``coordexp serve`` runs: one entry of ``rollout_matching.vllm.server.servers``, as values."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from coordexp.config import RunConfig
+from coordexp.config.vllm import ServerEntry, VLLMConfig
+from coordexp.errors import ConfigError
+from coordexp.servers.client import api_key_from_environment
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """One server. ``engine`` holds the arguments of vLLM's engine that the YAML sets; ``api_key`` is never shown."""
+
+    model: Path
+    host: str
+    port: int
+    group_port: int
+    data_parallel_size: int
+    tensor_parallel_size: int
+    max_images: int
+    engine: Mapping[str, Any]
+    push_wait_s: float
+    api_key: str | None = field(default=None, repr=False)
+
+    @property
+    def world_size(self) -> int:
+        """Number of devices that generate."""
+        return self.data_parallel_size * self.tensor_parallel_size
+
+
+def serve_options(config: RunConfig, index: int, data_parallel_size: int | None, num_gpus: int) -> ServeOptions:
+    """Options of server ``index``.
+
+    Args:
+        config: the learner's own configuration. index: which entry of ``servers``.
+        data_parallel_size: engines side by side; None uses every visible GPU, or one engine on the CPU.
+        num_gpus: visible GPUs.
+
+    Raises:
+        ConfigError: no such server, devices that do not divide, or an open address without a token.
+    """
+    entry, vllm = _entry(config, index)
+    where = f"rollout_matching.vllm.server.servers[{index}].base_url"
+    url = urlsplit(entry.base_url)
+    host = url.hostname or ""
+    try:
+        port = url.port or (443 if url.scheme == "https" else 80)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {entry.base_url} has no usable port ({error})") from error
+    if url.path.strip("/"):
+        raise ConfigError(f"{where}: {entry.base_url} has a path; coordexp serve answers at the root of its port only")
+    assert vllm.server is not None
+    api_key = api_key_from_environment(vllm.server.api_key_env)
+    if not is_loopback(host) and api_key is None:
+        raise ConfigError(
+            f"{where}: {host} can be reached from other machines, and whoever reaches a rollout server can overwrite "
+            "its weights; set rollout_matching.vllm.server.api_key_env, or use http://127.0.0.1"
+        )
+    return ServeOptions(
+        model=Path(config.model.model),
+        host=host,
+        port=port,
+        group_port=entry.group_port,
+        data_parallel_size=_replicas(data_parallel_size, vllm.tensor_parallel_size, num_gpus),
+        tensor_parallel_size=vllm.tensor_parallel_size,
+        max_images=vllm.limit_mm_per_prompt.image,
+        engine=_engine_arguments(config, vllm),
+        push_wait_s=vllm.sync.timeout_s,
+        api_key=api_key,
+    )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether ``host`` can be reached from this machine alone."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _entry(config: RunConfig, index: int) -> tuple[ServerEntry, VLLMConfig]:
+    rollout = config.rollout_matching
+    if rollout is None or rollout.vllm.server is None:
+        raise ConfigError(
+            "rollout_matching.vllm.server: missing; coordexp serve runs one of its servers[] (base_url, group_port)"
+        )
+    servers = rollout.vllm.server.servers
+    if not 0 <= index < len(servers):
+        raise ConfigError(f"rollout_matching.vllm.server.servers has {len(servers)} entries, there is no [{index}]")
+    return servers[index], rollout.vllm
+
+
+def _replicas(wanted: int | None, tensor_parallel_size: int, num_gpus: int) -> int:
+    if num_gpus == 0:
+        return wanted or 1
+    replicas = num_gpus // tensor_parallel_size if wanted is None else wanted
+    if replicas < 1 or replicas * tensor_parallel_size > num_gpus:
+        raise ConfigError(
+            f"rollout_matching.vllm.tensor_parallel_size {tensor_parallel_size} x {max(1, replicas)} engines need "
+            f"{max(1, replicas) * tensor_parallel_size} GPUs, {num_gpus} are visible; lower it, or choose devices with "
+            "CUDA_VISIBLE_DEVICES"
+        )
+    return replicas
+
+
+def _engine_arguments(config: RunConfig, vllm: VLLMConfig) -> dict[str, Any]:
+    """Arguments of vLLM's ``AsyncEngineArgs``; what the YAML leaves to vLLM is left out."""
+    arguments: dict[str, Any] = {
+        "dtype": vllm.dtype or config.model.dtype,
+        "max_model_len": vllm.max_model_len or config.global_max_length,
+        "tensor_parallel_size": vllm.tensor_parallel_size,
+        "gpu_memory_utilization": vllm.gpu_memory_utilization,
+        "enable_prefix_caching": vllm.enable_prefix_caching,
+        "enforce_eager": vllm.enforce_eager,
+        "disable_custom_all_reduce": vllm.disable_custom_all_reduce,
+        "max_num_seqs": vllm.max_num_seqs,
+        "max_num_batched_tokens": vllm.max_num_batched_tokens,
+        "kv_cache_dtype": vllm.kv_cache_dtype,
+        "cpu_offload_gb": vllm.cpu_offload_gb,
+        "mm_encoder_tp_mode": vllm.mm_encoder_tp_mode,
+        "limit_mm_per_prompt": vllm.limit_mm_per_prompt.model_dump(),
+    }
+    if vllm.enable_lora:
+        arguments |= {
+            "enable_lora": True,
+            "max_loras": 1,
+            "max_lora_rank": vllm.adapter_rank(config.tuner.lora_rank),
+        }
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
+def device_groups(
+    num_replicas: int, tensor_parallel_size: int, environment: Mapping[str, str] | None = None
+) -> list[str]:
+    """``CUDA_VISIBLE_DEVICES`` of each engine, cut from this process's own."""
+    environment = os.environ if environment is None else environment
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    needed = num_replicas * tensor_parallel_size
+    devices = [name.strip() for name in visible.split(",")] if visible else [str(index) for index in range(needed)]
+    return [",".join(devices[start : start + tensor_parallel_size]) for start in range(0, needed, tensor_parallel_size)]

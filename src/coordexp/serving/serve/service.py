@@ -1,0 +1,190 @@
+"""What ``coordexp serve`` does when it is asked: answers by its engines, pushes of weights, and its state.
+
+An error reaches the caller, and a push that fails half-way leaves a server that answers nothing until a whole one came.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Coroutine, Iterable
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, Field
+
+from coordexp.serving.serve.engines import Completion, EngineGroup
+from coordexp.serving.serve.options import ServeOptions
+from coordexp.serving.serve.requests import MAX_REQUESTS, InferRequest, PromptBuilder, RequestConfig
+from coordexp.serving.serve.weight_lock import RequestRefused, WeightLock
+from coordexp.vllm_engine.compatibility import versions
+from coordexp.weight_sync.stamp import WeightStamp
+
+Result = TypeVar("Result")
+MAX_WAIT_S = 3600.0
+MAX_LEARNER_ID = 64
+
+
+class GroupRequest(BaseModel):
+    """Where to meet a learner. ``host`` is ms-swift's; this server listens on its own address."""
+
+    host: str = ""
+    port: int = Field(ge=1, le=65535)
+    world_size: int = Field(ge=2)
+    first_rank: int = 0
+    timeout_s: float = Field(default=120.0, gt=0, le=MAX_WAIT_S)
+
+
+class CommitRequest(BaseModel):
+    """End of a push; ms-swift's clients send nothing."""
+
+    weight_version: int | None = None
+    learner_id: str | None = Field(default=None, max_length=MAX_LEARNER_ID)
+    wants_checksum: bool = False
+
+
+class RolloutServer:
+    """State and actions behind the endpoints."""
+
+    def __init__(self, options: ServeOptions, engines: EngineGroup, prompts: PromptBuilder) -> None:
+        self.options = options
+        self.engines = engines
+        self.lock = WeightLock(options.push_wait_s)
+        self._prompts = prompts
+        self._group_lock = asyncio.Lock()  # one action on the weight group at a time
+        self._timeout_s = options.push_wait_s
+        self._adapted = False
+        self._push_is_adapter = False
+
+    async def infer(self, requests: list[InferRequest], config: RequestConfig) -> list[dict[str, Any]]:
+        if len(requests) > MAX_REQUESTS:
+            raise RequestRefused(413, f"{len(requests)} requests in one call; at most {MAX_REQUESTS}")
+        async with self.lock.answering() as stamp:
+            prompts = await asyncio.to_thread(lambda: [self._prompts.build(request) for request in requests])
+            completions = await _together(
+                self.engines.answer(prompt, config.sampling_arguments(index), self._adapted)
+                for index, prompt in enumerate(prompts)
+            )
+            triggers = await self.engines.pop_triggers([one.request_id for one in completions])
+        return [
+            {
+                "response": self._response(one, config.return_details),
+                "coordexp": {
+                    **stamp.payload(),
+                    "repeat_terminate_active": int(self.engines.guarded),
+                    "repeat_terminate_triggered": int(one.request_id in triggers),
+                },
+            }
+            for one in completions
+        ]
+
+    async def open_group(self, request: GroupRequest) -> None:
+        if request.port != self.options.group_port:
+            raise RequestRefused(400, f"this server's group_port is {self.options.group_port}, not {request.port}")
+        if request.world_size != self.engines.world_size + 1:
+            raise RequestRefused(
+                400,
+                f"this server's group has {self.engines.world_size} workers and a learner, not {request.world_size}",
+            )
+        async with self._group_lock:
+            self.lock.fail("another learner took the server over in the middle of a push")
+            self._timeout_s = request.timeout_s
+            await self.engines.workers(
+                "init_communicator",
+                args_of=lambda index: (
+                    self.options.host,
+                    request.port,
+                    request.world_size,
+                    index * self.engines.tensor_parallel_size,
+                    request.timeout_s,
+                ),
+                timeout_s=request.timeout_s + 30,
+            )
+
+    async def close_group(self) -> None:
+        async with self._group_lock:
+            self.lock.fail("the learner left in the middle of a push")
+            await self.engines.workers("close_communicator", timeout_s=self._timeout_s + 30)
+
+    async def update(self, method: str, *args: Any, adapter: bool = False) -> None:
+        """Take one bucket; the first one opens a push."""
+        async with self._group_lock:
+            if not self.lock.updating:
+                self._push_is_adapter = False
+            await self.lock.begin()
+            self._push_is_adapter |= adapter
+            await self._or_broken(self.engines.workers(method, args, timeout_s=self._timeout_s + 30))
+
+    async def commit(self, request: CommitRequest) -> list[dict[str, Any]]:
+        async with self._group_lock:
+            if not self.lock.updating:
+                raise RequestRefused(409, f"no push is under way{self._broken_clause()}")
+            version = self.lock.stamp.version + 1 if request.weight_version is None else request.weight_version
+            stamp = WeightStamp(version, request.learner_id)
+            reports = await self._or_broken(
+                self.engines.workers(
+                    "process_weights_after_loading",
+                    [stamp.version, request.wants_checksum, stamp.learner_id],
+                    timeout_s=MAX_WAIT_S,
+                )
+            )
+            await self._or_broken(self.engines.reset_caches())
+            self._adapted = self._push_is_adapter
+            self.lock.commit(stamp)
+            return reports
+
+    async def status(self) -> dict[str, Any]:
+        workers = await self.engines.workers("coordexp_status")
+        return {
+            "server": "coordexp serve",
+            "engine_alive": True,
+            "model": str(self.options.model),
+            "world_size": self.engines.world_size,
+            "data_parallel_size": len(self.engines.engines),
+            **self.lock.stamp.payload(),
+            "weight_checksum": workers[0]["checksum"],
+            "push_open": self.lock.updating,
+            "broken": self.lock.broken,
+            "adapter": self._adapted,
+            "num_answering": self.lock.num_answering,
+            "repeat_terminate": workers[0]["repeat_terminate"],
+            "versions": versions(),
+            "workers": workers,
+        }
+
+    async def _or_broken(self, action: Awaitable[Result]) -> Result:
+        try:
+            return await action
+        except BaseException as error:
+            self.lock.fail(f"{type(error).__name__}: {error}")
+            raise
+
+    def _broken_clause(self) -> str:
+        return "" if self.lock.broken is None else f"; the last one failed: {self.lock.broken}"
+
+    def _response(self, one: Completion, details: bool) -> dict[str, Any]:
+        choice = {
+            "index": 0,
+            "message": {"role": "assistant", "content": one.text},
+            "finish_reason": one.finish_reason,
+            "token_ids": list(one.token_ids) if details else None,
+        }
+        return {
+            "id": one.request_id,
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": str(self.options.model),
+            "choices": [choice],
+            "prompt_token_ids": list(one.prompt_token_ids) if details else None,
+            "usage": {
+                "prompt_tokens": len(one.prompt_token_ids),
+                "completion_tokens": len(one.token_ids),
+                "total_tokens": len(one.prompt_token_ids) + len(one.token_ids),
+            },
+        }
+
+
+async def _together(calls: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """All results in order; the first failure cancels the rest."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(call) for call in calls]
+    return [task.result() for task in tasks]

@@ -1,0 +1,136 @@
+"""What the trainings differ in: where a step's rows come from, and what is learned from them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from coordexp import distributed
+from coordexp.config import RunConfig
+from coordexp.config.objective import Channel
+from coordexp.config.rollout import RolloutMatchingConfig
+from coordexp.config.two_channel import Stage2ABConfig
+from coordexp.coords import CoordVocab
+from coordexp.matching import MatchingConfig
+from coordexp.modeling.self_context import SelfContext
+from coordexp.objective import build_pipeline, sft_pipeline
+from coordexp.packing import CarryBuffer
+from coordexp.recording.rollout_log import RolloutLog
+from coordexp.rollouts import RolloutBackend
+from coordexp.targets import TransportConfig
+from coordexp.training.objective_step import SelfContextObjective, TeacherForcing, TrainingObjective
+from coordexp.training.schedule import ChannelSchedule
+from coordexp.training.sources import GroundTruthSource, RolloutSource
+from coordexp.training.two_channel import DrainingBuilder, TwoChannelBuilder
+from coordexp.training.window import WindowBuilder
+
+logger = logging.getLogger("coordexp")
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """One training. ``objectives`` by channel, or under None where there are no channels; ``rollouts`` is the source
+    whose samples can be recorded."""
+
+    window_builder: WindowBuilder | TwoChannelBuilder
+    objectives: Mapping[Channel | None, TrainingObjective]
+    rollouts: RolloutSource | None = None
+
+
+def build_recipe(
+    config: RunConfig,
+    rollout: RolloutMatchingConfig,
+    vocab: CoordVocab,
+    backend: RolloutBackend,
+    buffer: CarryBuffer | None,
+) -> Recipe:
+    """The training that ``custom.trainer_variant`` names. ``buffer``: segments that wait, None without packing."""
+    variant = config.custom.trainer_variant
+    truth = GroundTruthSource(vocab, config.custom.object_field_order)
+    if variant is None:
+        pipeline = sft_pipeline(config.custom.coord_soft_ce_w1)
+        return Recipe(_carrying(config, truth, buffer), {None: TeacherForcing(pipeline, vocab.coord_token_ids)})
+    rollouts = _rollout_source(config, rollout, vocab, backend)
+    if variant == "stage2_two_channel":
+        assert config.stage2_ab is not None, "the schema requires stage2_ab for this variant"
+        builder = TwoChannelBuilder(
+            ChannelSchedule.from_ratio(config.stage2_ab.schedule.b_ratio),
+            channel_a=_carrying(config, truth, buffer),
+            channel_b=DrainingBuilder(
+                rollouts, None if buffer is None else buffer.capacity, config.training.packing_min_fill_ratio
+            ),
+        )
+        return Recipe(builder, _by_channel(config.stage2_ab, vocab), rollouts)
+    assert rollout.pipeline is not None, "the schema requires a pipeline for this variant"
+    pipeline = build_pipeline(rollout.pipeline, "B", decode=rollout.coord_decode_mode)
+    return Recipe(
+        _carrying(config, rollouts, buffer), {None: TeacherForcing(pipeline, vocab.coord_token_ids)}, rollouts
+    )
+
+
+def _by_channel(stage2_ab: Stage2ABConfig, vocab: CoordVocab) -> dict[Channel | None, TrainingObjective]:
+    ids = vocab.coord_token_ids
+    decode = stage2_ab.coord_decode_mode
+    channel_a = build_pipeline(stage2_ab.pipeline, "A", decode=decode)
+    channel_b = build_pipeline(stage2_ab.pipeline, "B", decode=decode, with_matched_prefix=True)
+    self_context = SelfContext(
+        stage2_ab.n_softctx_iter,
+        stage2_ab.coord_ctx_embed_mode,
+        stage2_ab.softctx_grad_mode,
+        stage2_ab.softctx_temperature,
+    )
+    # With one forward there is nothing to feed back: plain SFT, by the very code that does plain SFT.
+    plain = self_context.iterations == 1
+    return {
+        "A": TeacherForcing(channel_a, ids) if plain else SelfContextObjective(channel_a, ids, self_context),
+        "B": TeacherForcing(channel_b, ids),
+    }
+
+
+def _carrying(
+    config: RunConfig, source: GroundTruthSource | RolloutSource, buffer: CarryBuffer | None
+) -> WindowBuilder:
+    return WindowBuilder(source, buffer, _warn_once(), config.training.packing_min_fill_ratio)
+
+
+def _rollout_source(
+    config: RunConfig, rollout: RolloutMatchingConfig, vocab: CoordVocab, backend: RolloutBackend
+) -> RolloutSource:
+    return RolloutSource(
+        backend=backend,
+        vocab=vocab,
+        matching=MatchingConfig(
+            rollout.candidate_top_k,
+            rollout.maskiou_gate,
+            rollout.maskiou_resolution,
+            rollout.fp_cost,
+            rollout.fn_cost,
+        ),
+        transport=TransportConfig(rollout.ot_cost, rollout.ot_epsilon, rollout.ot_iters),
+        field_order=config.custom.object_field_order,
+        training_seed=config.training.seed,
+        decode_flag=_decode_flag(rollout),
+        drop_unclosed=config.custom.trainer_variant == "stage2_two_channel",
+        log=RolloutLog(Path(config.training.output_dir), distributed.rank()),
+    )
+
+
+def _decode_flag(rollout: RolloutMatchingConfig) -> str:
+    if rollout.decode_mode == "beam":
+        return "rollout/decode_beam"
+    return "rollout/decode_sample" if rollout.decoding.temperature > 0 else "rollout/decode_greedy"
+
+
+def _warn_once() -> Callable[[str], None]:
+    """A warner that says each kind of thing once a run; the metric counts the rest."""
+    said: set[str] = set()
+
+    def warn(message: str) -> None:
+        kind = message.split("is filled")[0]
+        if kind not in said:
+            said.add(kind)
+            logger.warning(message)
+
+    return warn

@@ -1,0 +1,245 @@
+"""Rollouts by a vLLM engine inside each learner process, on the learner's own device.
+
+The engine starts lazily, at the first :meth:`~ColocatedBackend.sync_weights`, inside the offload context, and is loaded
+from the learner's memory before every round. With ``tensor_parallel_size`` T > 1, T neighbouring ranks share one model:
+each of them gives the engine the requests of all T, and keeps the answers to its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from coordexp import distributed
+from coordexp.config.rollout import RepeatTerminateConfig
+from coordexp.config.vllm import VLLMConfig
+from coordexp.coords import CoordVocab
+from coordexp.errors import RolloutError
+from coordexp.records import Rollout, RolloutRequest
+from coordexp.rollouts.backend import DecodingOptions, IndexedRollout, RolloutRound, Seeds, WeightSource
+from coordexp.vllm_engine.arguments import EngineSpec
+from coordexp.vllm_engine.colocated_push import ColocatedPush
+from coordexp.vllm_engine.guard_activation import REQUEST_KEY
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """One request of any rank of the tensor-parallel group: what an engine needs of it, as JSON can carry it."""
+
+    rank: int
+    round_idx: int
+    index: int
+    seed: int
+    image: str
+    prompt_token_ids: Sequence[int]
+
+    @property
+    def request_id(self) -> str:
+        return f"{self.rank}-{self.round_idx}-{self.index}"
+
+
+class ColocatedBackend:
+    """vLLM on the learner's own devices."""
+
+    def __init__(
+        self,
+        config: VLLMConfig,
+        *,
+        model: Path,
+        dtype: str,
+        max_model_len: int,
+        options: DecodingOptions,
+        decode_batch_size: int,
+        vocab: CoordVocab,
+        image_token_id: int,
+        num_embeddings: int,
+        weights: WeightSource,
+        open_image: Callable[[Path], Any],
+        offload: Callable[[], AbstractContextManager[None]],
+        repeat_terminate: RepeatTerminateConfig,
+        lora_rank: int,
+    ) -> None:
+        self._config = config
+        self._options = options
+        self._decode_batch_size = decode_batch_size
+        self._vocab = vocab
+        self._image_token_id = image_token_id
+        self._num_embeddings = num_embeddings
+        self._open_image = open_image
+        self._offload = offload
+        self._is_guarded = repeat_terminate.enabled
+        cap = decode_batch_size * config.tensor_parallel_size  # decode_batch_size sequences for each of its devices
+        self.engine_spec = EngineSpec(
+            config,
+            repeat_terminate,
+            model=model,
+            dtype=config.dtype or dtype,
+            max_model_len=config.max_model_len or max_model_len,
+            max_lora_rank=config.max_lora_rank or lora_rank,
+            cap=cap if config.max_num_seqs is None else min(cap, config.max_num_seqs),
+        )
+        self._push = ColocatedPush(config.sync, config.sync.resolved(config.enable_lora), weights)
+        self._engine: Any = None
+        self._borrowed = ExitStack()
+        self._version = 0
+        self._seeds: dict[str, list[int]] = {}
+
+    def generate(self, requests: Sequence[RolloutRequest], seeds: Seeds) -> list[Rollout]:
+        answers = sorted(self.generate_window([RolloutRound(tuple(requests), seeds)]), key=lambda answer: answer.index)
+        return [answer.rollout for answer in answers]
+
+    def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[IndexedRollout]:
+        """Every request is a call of its own to the engine, with its own seed. Collective where T > 1."""
+        if self._engine is None:
+            raise RolloutError("the colocated engine has no weights yet; call sync_weights before asking it")
+        wanted = [
+            _Wanted(distributed.rank(), r, i, one.seeds.seed_of(i), str(request.image), request.prompt_token_ids)
+            for r, one in enumerate(rounds)
+            for i, request in enumerate(one.requests)
+        ]
+        self._seeds = {str(one.seeds.micro_step_idx): [one.seeds.seed_of(i) for i in range(len(one.requests))]
+                       for one in rounds}  # fmt: skip
+        by_id = {one.request_id: one for one in wanted}
+        answered = 0
+        for output in self._engine.run([self._prompt(one) for one in self._of_group(wanted)], self._lora_request()):
+            one = by_id.get(output.request_id)
+            if one is not None:
+                answered += 1
+                request = rounds[one.round_idx].requests[one.index]
+                yield IndexedRollout(one.round_idx, one.index, self._rollout(request, output))
+        assert answered == len(wanted), f"{answered} answers to {len(wanted)} requests"
+
+    def batch_size(self, decode_batch_size: int) -> int:
+        """What this rank's share of its engine decodes at once."""
+        return decode_batch_size
+
+    def sync_weights(self, version: int) -> None:
+        try:
+            self._borrowed.enter_context(self._offload())
+            with distributed.raise_on_all_ranks("starting the colocated engine"):
+                self._wake()
+            self._push.into(self._engine, version)
+        except BaseException:
+            self.release()
+            raise
+        self._version = version
+
+    def release(self) -> None:
+        try:
+            if self._engine is not None:
+                self._engine.sleep(self._config.sleep_level)
+        finally:
+            self._borrowed.close()
+
+    def last_report(self) -> Mapping[str, Any]:
+        return {
+            "backend": "vllm",
+            "mode": "colocate",
+            "weight_version": self._version,
+            "sync_mode": self._push.mode,
+            "fallbacks": list(self._push.fallbacks),
+            "tensor_parallel_size": self._config.tensor_parallel_size,
+            "decode_batch_size": self._decode_batch_size,
+            "cap": self.engine_spec.cap,
+            "decoding": asdict(self._options),
+            "seeds": self._seeds,
+        }
+
+    def take_metrics(self) -> Mapping[str, float]:
+        return {"rollout/repeat_terminate_active": float(self._is_guarded), **self._push.take_metrics()}
+
+    def close(self) -> None:
+        self._borrowed.close()
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+
+    def _wake(self) -> None:
+        if self._engine is None:
+            self._engine = self.engine_spec.start()
+        else:
+            self._engine.wake_up(["weights"])
+
+    def _of_group(self, own: Sequence[_Wanted]) -> list[_Wanted]:
+        """The requests of all ranks that share this rank's engine, in one order on all of them."""
+        size = self._config.tensor_parallel_size
+        if size == 1:
+            return list(own)
+        first = distributed.rank() // size * size
+        parts = distributed.gather_json([asdict(one) for one in own])[first : first + size]
+        return [_Wanted(**one) for part in parts for one in part]
+
+    def _prompt(self, wanted: _Wanted) -> Any:
+        from coordexp.vllm_engine.in_process import Prompt
+
+        # vLLM puts one placeholder per image in and expands it itself; what it made of it is compared afterwards.
+        ids = [
+            token
+            for token, run in groupby(wanted.prompt_token_ids)
+            for token in ([token] if token == self._image_token_id else run)
+        ]
+        image = self._open_image(Path(wanted.image))
+        return Prompt(wanted.request_id, ids, image, self._sampling(wanted))
+
+    def _sampling(self, wanted: _Wanted) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        options, guarded = self._options, self._is_guarded
+        arguments: dict[str, Any] = {}
+        if guarded:
+            arguments["extra_args"] = {REQUEST_KEY: wanted.request_id}
+        if options.temperature > 0 and self._num_embeddings > len(self._vocab):
+            # Checkpoints may have more embedding rows than the tokenizer has tokens: such an id decodes to nothing.
+            arguments["logit_bias"] = dict.fromkeys(range(len(self._vocab), self._num_embeddings), -100.0)
+        return SamplingParams(
+            max_tokens=options.max_new_tokens,
+            temperature=options.temperature,
+            top_p=options.top_p,
+            top_k=options.top_k,
+            repetition_penalty=options.repetition_penalty,
+            seed=wanted.seed,
+            stop_token_ids=[self._vocab.eos_id],
+            ignore_eos=not guarded,  # only <|im_end|> ends an answer, whatever else the checkpoint calls an end
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            **arguments,
+        )
+
+    def _rollout(self, request: RolloutRequest, output: Any) -> Rollout:
+        (completion,) = output.outputs
+        ids = list(completion.token_ids)
+        ended = self._vocab.eos_id in ids
+        if not ended and completion.finish_reason != "length":
+            raise RolloutError(
+                f"{request.sample_id}: the engine ended an answer without <|im_end|> ({completion.finish_reason}, "
+                f"{completion.stop_reason!r})"
+            )
+        response = tuple(ids[: ids.index(self._vocab.eos_id)] if ended else ids)
+        return Rollout(
+            sample_id=request.sample_id,
+            prompt_token_ids=tuple(output.prompt_token_ids),
+            response_token_ids=response,
+            text=self._vocab.decode(response),
+            truncated=not ended,
+            repeat_terminated=ended and self._was_guarded(output.request_id),
+            weight_version=self._version,
+        )
+
+    def _was_guarded(self, request_id: str) -> bool:
+        if not self._is_guarded:
+            return False
+        return bool(self._engine.ask_worker(lambda worker: worker.coordexp_pop_triggers([request_id])))
+
+    def _lora_request(self) -> Any:
+        if self._push.mode != "adapter":
+            return None
+        from vllm.lora.request import LoRARequest
+
+        from coordexp.vllm_engine.worker import ADAPTER_ID, ADAPTER_NAME, ADAPTER_PATH
+
+        return LoRARequest(ADAPTER_NAME, ADAPTER_ID, ADAPTER_PATH)

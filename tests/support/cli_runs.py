@@ -1,0 +1,77 @@
+"""The command in this process, and runs small enough to train in a test."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from coordexp.cli import main
+from coordexp.data.scenes import SPARSE, write_scenes
+from support.config_samples import set_key, stage1, stage2, write_yaml
+
+SMALL = {
+    "hidden": 64,
+    "layers": 1,
+    "heads": 2,
+    "kv_heads": 1,
+    "mlp": 64,
+    "vision_hidden": 32,
+    "vision_depth": 2,
+    "vision_heads": 2,
+    "vision_mlp": 64,
+}
+
+
+class Outcome(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+def run_cli(capsys: pytest.CaptureFixture[str], *argv: object) -> Outcome:
+    """``coordexp *argv``; an exception other than an exit passes through, as a bug's traceback would."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as exit_:
+        main([str(word) for word in argv])
+    captured = capsys.readouterr()
+    return Outcome(int(exit_.value.code or 0), captured.out, captured.err)
+
+
+def small_checkpoint(folder: Path, **options: Any) -> Path:
+    """A Qwen3-VL of some hundred thousand parameters."""
+    from coordexp.modeling.tiny import TinySpec, build_tiny_checkpoint
+
+    return build_tiny_checkpoint(folder, spec=TinySpec(**SMALL), **options)
+
+
+def write_run(folder: Path, stage: int, model: Path, **keys: Any) -> Path:
+    """A YAML that trains ``model`` for one step on two generated scenes; ``keys``: dotted key (``__`` for the dot)."""
+    jsonl = folder / "scenes.jsonl"
+    if not jsonl.exists():
+        write_scenes(folder, 4, SPARSE, 5)
+    config = stage1() if stage == 1 else stage2(max_new_tokens=16, decode_batch_size=2)
+    if stage == 1:
+        config["rollout_matching"] = {"rollout_backend": "hf", "max_new_tokens": 16, "decode_batch_size": 2}
+    config["model"] = {"model": str(model), "dtype": "float32"}
+    config["custom"] |= {"train_jsonl": str(jsonl), "val_jsonl": str(jsonl)}
+    config["training"] = {
+        "output_dir": str(folder / f"out{stage}"),
+        "max_steps": 1,
+        "per_device_train_batch_size": 2,
+        "report_to": "none",
+        "use_cpu": True,
+        "save_steps": 1,
+    }
+    for key, value in keys.items():
+        config = set_key(config, key.replace("__", "."), value)
+    return write_yaml(folder, config, f"stage{stage}.yaml")
+
+
+def logged(output_dir: Path) -> dict[str, float]:
+    """What the run in ``output_dir`` logged for its only step."""
+    state = json.loads((output_dir / "checkpoint-1" / "trainer_state.json").read_text(encoding="utf-8"))
+    (line,) = [line for line in state["log_history"] if "loss" in line]
+    return line

@@ -1,0 +1,124 @@
+"""A fake rollout server: real HTTP, real weight group, real receiver of weights; no engine that answers anything."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import torch
+
+from coordexp.servers.client import ServerClient
+from coordexp.weight_sync.group import GroupAddress
+from coordexp.weight_sync.receiver import WeightReceiver
+from support.fused_model import FusedModel
+from support.rollout_ports import free_ports
+
+
+class FakePushServer:
+    """One worker. ``swift``: answers updates before their bytes came, and 200 whatever happens, as ms-swift does;
+    ``plain``: has no ``/status/`` and reports nothing, as ms-swift without our plugin."""
+
+    def __init__(self, *, swift: bool = False, plain: bool = False, dtype: str = "float32") -> None:
+        self.model = FusedModel().to(getattr(torch, dtype))
+        self.receiver = WeightReceiver(self.model, torch.device("cpu"), sharded=False)
+        self.asked: list[str] = []
+        self.interfere: dict[str, Callable[[Any], Any]] = {}  # endpoint → what happens to its reply
+        self._swift = swift or plain
+        self._plain = plain
+        self._dtype = dtype
+        self._lock = threading.Lock()  # workers do one thing after another
+        self._threads: list[threading.Thread] = []
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                size = int(self.headers.get("Content-Length", 0))
+                body = json.loads(self.rfile.read(size)) if size else {}
+                fake.asked.append(self.path)
+                status, reply = fake._reply(self.path, body)
+                content = json.dumps(reply).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            do_GET = do_POST
+
+            def log_message(self, format: str, *args: Any) -> None: ...
+
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        (self.group_port,) = free_ports(1)
+        threading.Thread(target=self._http.serve_forever, daemon=True).start()
+
+    def client(self, timeout_s: float = 20.0) -> ServerClient:
+        return ServerClient(f"http://127.0.0.1:{self._http.server_port}", self.group_port, timeout_s=timeout_s)
+
+    def close(self) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+        with self._lock:
+            self.receiver.close()
+
+    def _reply(self, path: str, body: Any) -> tuple[int, Any]:
+        try:
+            reply = self._act(path, body)
+        except Exception as error:  # as a server: whatever it was, the caller is told
+            return (200, {"message": "received"}) if self._swift else (500, {"error": str(error)})
+        if path in self.interfere:
+            reply = self.interfere[path](reply)
+        return (404, {}) if reply is None else (200, reply)
+
+    def _act(self, path: str, body: Any) -> Any:
+        if path == "/get_world_size/":
+            return {"world_size": 1}
+        if path == "/status/":
+            return None if self._plain else {"workers": [self._status()]}
+        if path == "/init_communicator/":
+            address = GroupAddress("127.0.0.1", body["port"], 0, body["world_size"], body["timeout_s"])
+            return self._work(lambda: self.receiver.open(address))
+        if path == "/close_communicator/":
+            return self._work(self.receiver.close)
+        if path == "/update_flattened_params/":
+            return self._work(lambda: self.receiver.receive(body["metadatas"]))
+        if path == "/process_weights_after_loading/":
+            return self._commit(body)
+        return {"message": "done"}
+
+    def _work(self, act: Callable[[], None]) -> Any:
+        if not self._swift:
+            with self._lock:
+                act()
+            return {"message": "done"}
+
+        def behind() -> None:
+            with self._lock:
+                try:
+                    act()
+                except Exception:
+                    return  # swallowed, as ms-swift does it; the receiver has noted it
+
+        for thread in self._threads:
+            thread.join()
+        self._threads = [threading.Thread(target=behind)]
+        self._threads[0].start()
+        return {"message": "request received"}
+
+    def _commit(self, body: Any) -> Any:
+        for thread in self._threads:
+            thread.join()
+        with self._lock:
+            try:
+                report = self.receiver.commit(
+                    body["weight_version"], body["wants_checksum"], lambda: None, body["learner_id"]
+                )
+            except Exception:
+                if not self._swift:
+                    raise
+                report = None
+        return {"message": "committed"} if self._plain else {"message": "committed", "reports": [report]}
+
+    def _status(self) -> dict[str, Any]:
+        return {**self.receiver.report(), "device": "cpu", "dtype": self._dtype}

@@ -1,0 +1,107 @@
+"""Packed rows with supervision and a small differentiable stand-in for a model, in float64."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+
+from coordexp.config.objective import PipelineConfig
+from coordexp.objective import ObjectiveContext, ObjectivePipeline, SupervisionCounts, SupervisionTensors, score_head
+from coordexp.objective.pipeline import ObjectiveResult
+from coordexp.packing import build_row
+from coordexp.records import GTObject, Segment, TrainingTarget
+from coordexp.targets import build_gt_target
+from support.answers import CAT, DOG, LEAF, answer, entry, outcome_of, tiny_vocab
+from support.config_samples import pipeline
+
+NEAR_CAT = GTObject("cat", "bbox_2d", (12, 25, 195, 230))
+NEAR_LEAF = GTObject("leaf", "poly", (305, 22, 480, 25, 488, 200))
+COORD_IDS = torch.tensor(tiny_vocab().coord_token_ids)
+COORDS = tiny_vocab().coord_token_ids
+
+
+@lru_cache(maxsize=1)
+def segments() -> tuple[Segment, ...]:
+    """Rollout context with boxes and polygons found, missed and invented; ground-truth context; an empty image."""
+    vocab = tiny_vocab()
+    targets: list[TrainingTarget] = [
+        outcome_of(answer(entry(1, NEAR_CAT), entry(2, DOG)), [CAT, LEAF], vocab).target,
+        build_gt_target([DOG, LEAF], vocab, sample_id="gt"),
+        outcome_of(answer(entry(4, NEAR_LEAF)), [LEAF], vocab).target,
+        outcome_of("", [CAT, DOG], vocab, field_order="geometry_first").target,
+        build_gt_target([], vocab, sample_id="empty"),
+    ]
+    return tuple(Segment(f"s{i}", tuple(range(3, 6 + i)), target, {}) for i, target in enumerate(targets))
+
+
+class Trigram:
+    """Hidden states from the two tokens before, alone: the same for a segment wherever it is packed."""
+
+    def __init__(self, seed: int = 0, hidden: int = 6, scale: float = 1.0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        size = len(tiny_vocab())
+        self.embed = (scale * torch.randn(size, hidden, dtype=torch.float64, generator=generator)).requires_grad_()
+        self.head = torch.randn(hidden, size, dtype=torch.float64, generator=generator).requires_grad_()
+
+    def __call__(self, token_ids_L: torch.Tensor, position_N: torch.Tensor) -> torch.Tensor:
+        return self.embed[token_ids_L[position_N - 1]] + 0.7 * self.embed[token_ids_L[position_N - 2]]
+
+    def gradients(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.embed.grad, self.head.grad
+
+
+def context(
+    row_segments: Sequence[Segment],
+    model: Trigram,
+    pipeline: ObjectivePipeline,
+    counts: SupervisionCounts | None = None,
+) -> ObjectiveContext:
+    """The context of one packed row for ``pipeline``; ``counts`` of the whole step, the row's own by default."""
+    row = build_row(row_segments)
+    supervision = SupervisionTensors.from_row(row)
+    hidden = model(torch.from_numpy(row.token_ids_L), supervision.position_N)
+    query = pipeline.query(supervision)
+    scores = score_head(hidden, model.head.T, query, supervision.label_N, COORDS)
+    counts = counts or SupervisionCounts.from_targets(segment.target for segment in row_segments)
+    return ObjectiveContext(supervision, query, scores, counts)
+
+
+def scored(
+    pipeline: ObjectivePipeline,
+    row_segments: Sequence[Segment],
+    model: Trigram,
+    counts: SupervisionCounts | None = None,
+) -> ObjectiveResult:
+    """The pipeline on one packed row."""
+    return pipeline(context(row_segments, model, pipeline, counts))
+
+
+def config(drop: Sequence[str] = (), **changes: float | None) -> PipelineConfig:
+    """The sample pipeline; ``changes`` set keys of whichever module has them."""
+    declared = copy.deepcopy(pipeline())
+    declared["objective"] = [spec for spec in declared["objective"] if spec["name"] not in drop]
+    known = {key for spec in declared["objective"] for key in spec["config"]}
+    assert set(changes) <= known, set(changes) - known
+    for spec in declared["objective"]:
+        spec["config"] |= {key: value for key, value in changes.items() if key in spec["config"]}
+    return PipelineConfig.model_validate(declared)
+
+
+EVERYTHING = {
+    "struct_ce_weight": 1.3,
+    "desc_ce_weight": 0.7,
+    "rollout_fn_desc_weight": 0.2,
+    "coord_ce_weight": 0.4,
+    "soft_ce_weight": 1.1,
+    "w1_weight": 3.0,
+    "coord_gate_weight": 0.6,
+    "text_gate_weight": 0.9,
+    "temperature": 1.5,
+    "target_sigma": 3.0,
+    "target_truncate": 12.0,
+    "smoothl1_weight": 2.0,
+    "ciou_weight": 0.5,
+}

@@ -1,0 +1,35 @@
+"""What a scripted rollout backend has nothing to say to."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+from coordexp.records import Rollout, RolloutRequest
+from coordexp.rollouts import IndexedRollout, RolloutRound, in_turn
+
+
+class QuietBackend(Protocol):
+    """A backend without weights, memory or metrics; subclasses answer in :meth:`generate`."""
+
+    @abstractmethod
+    def generate(self, requests: Sequence[RolloutRequest], seeds: Any) -> list[Rollout]: ...
+
+    def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[IndexedRollout]:
+        return in_turn(self.generate, rounds)
+
+    def sync_weights(self, version: int) -> None: ...
+
+    def release(self) -> None: ...
+
+    def batch_size(self, decode_batch_size: int) -> int:
+        return decode_batch_size
+
+    def last_report(self) -> dict[str, Any]:
+        return {}
+
+    def take_metrics(self) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None: ...

@@ -1,0 +1,207 @@
+"""A real but very small Qwen3-VL, small scenes, and runs that train one on the other within seconds."""
+
+from __future__ import annotations
+
+import atexit
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from rich.console import Console
+
+from coordexp.config import RunConfig, load_config
+from coordexp.coords import TURN_END, serialize_objects
+from coordexp.data.dataset import RecordDataset, Sample
+from coordexp.data.jsonl import read_jsonl
+from coordexp.data.scenes import SceneSpec, make_scene
+from coordexp.data.write import write_jsonl
+from coordexp.modeling.inputs import PromptEncoder
+from coordexp.modeling.load import LoadedModel, load_model
+from coordexp.modeling.tiny import TinySpec, build_tiny_checkpoint
+from coordexp.records import GTObject, ImageRecord, PackedRow, Rollout, RolloutRequest, Segment
+from coordexp.rollouts import IndexedRollout, RolloutRound, SeedContext, in_turn
+from coordexp.targets import build_gt_target
+from support.config_samples import set_key, stage1, stage2, two_channel, write_yaml
+
+SPEC = TinySpec(
+    hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, mlp=96,
+    vision_hidden=32, vision_depth=2, vision_heads=2, vision_mlp=64, min_pixels=32 * 32,
+)  # fmt: skip
+SIZES = (64, 48, 80, 64, 96, 48)
+PROMPT = "Detect."
+
+
+@lru_cache(maxsize=1)
+def _session_folder() -> Path:
+    folder = tempfile.TemporaryDirectory(prefix="coordexp-tests-")
+    atexit.register(folder.cleanup)
+    return Path(folder.name)
+
+
+@lru_cache(maxsize=1)
+def tiny_checkpoint() -> Path:
+    """Random weights, built once per session. Leave it as it is; train copies in folders of your own."""
+    return build_tiny_checkpoint(_session_folder() / "model", seed=3, spec=SPEC)
+
+
+@lru_cache(maxsize=1)
+def tiny_scenes() -> Path:
+    """A JSONL of twelve scenes of several image sizes, one of them without objects."""
+    folder = _session_folder() / "scenes"
+    (folder / "images").mkdir(parents=True)
+    records = []
+    for index in range(12):
+        size = SIZES[index % len(SIZES)]
+        spec = SceneSpec(size=size, min_side=10, max_side=20, max_objects=3, empty=1.0 if index == 5 else 0.0)
+        image, objects = make_scene(spec, 11, index)
+        path = folder / "images" / f"{index}.png"
+        image.save(path)
+        records.append(ImageRecord(str(index), path, size, size, objects))
+    write_jsonl(records, folder / "scenes.jsonl")
+    return folder / "scenes.jsonl"
+
+
+def load_tiny(dtype: str = "float32", attention: str = "packed", sharpen: float = 1.0) -> LoadedModel:
+    """The tiny model; ``sharpen`` multiplies its matrices, so that random weights say something decided."""
+    loaded = load_model(tiny_checkpoint(), dtype, attention)
+    with torch.no_grad():
+        for parameter in loaded.model.parameters():
+            if parameter.ndim >= 2:
+                parameter.mul_(sharpen)
+    return loaded
+
+
+def encoder_of(loaded: LoadedModel) -> PromptEncoder:
+    return PromptEncoder(loaded.processor, PROMPT, None)
+
+
+def tiny_samples(loaded: LoadedModel, count: int = 12) -> list[Sample]:
+    dataset = RecordDataset(read_jsonl(tiny_scenes()), encoder_of(loaded).encode)
+    return [dataset[index] for index in range(count)]
+
+
+def gt_segments(loaded: LoadedModel, count: int = 6) -> list[Segment]:
+    """Segments of different lengths and image sizes, answers written from ground truth."""
+    return [
+        Segment(
+            sample.record.sample_id,
+            sample.request.prompt_token_ids,
+            build_gt_target(sample.record.objects, loaded.vocab, sample_id=sample.record.sample_id),
+            sample.request.model_inputs,
+        )
+        for sample in tiny_samples(loaded, count)
+    ]
+
+
+def run_config(folder: Path, stage: int | Literal["two_channel"], name: str = "run", **keys: Any) -> RunConfig:
+    """Train the tiny model on the tiny scenes for two steps; ``keys``: dotted keys with ``__`` for the dot."""
+    rollouts: Any = {"rollout_backend": "hf", "max_new_tokens": 12, "decode_batch_size": 3}
+    if stage == 1:
+        config = stage1() | {"rollout_matching": rollouts}
+    else:
+        config = stage2(**rollouts) if stage == 2 else two_channel(**rollouts)
+    config["model"] = {"model": str(tiny_checkpoint()), "dtype": "float32"}
+    config["template"] = {"prompt": PROMPT}
+    config["custom"] |= {"train_jsonl": str(tiny_scenes()), "val_jsonl": str(tiny_scenes()), "val_sample_limit": 5}
+    config["global_max_length"] = 512
+    config["training"] = {
+        "output_dir": str(folder / name),
+        "max_steps": 2,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "constant",
+        "report_to": "none",
+        "use_cpu": True,
+        "save_strategy": "no",
+        "packing_min_fill_ratio": 0.01,
+    }
+    for key, value in keys.items():
+        config = set_key(config, key.replace("__", "."), value)
+    folder.mkdir(parents=True, exist_ok=True)
+    return load_config(write_yaml(folder, config, f"{name}.yaml"))
+
+
+def train(config: RunConfig, backend: Any = None, on_built: Callable[[Any], None] | None = None) -> Any:
+    """Train as ``coordexp train`` does; ``backend`` replaces the rollout backend. Returns the trainer."""
+    from coordexp.training.build import build_trainer, check_run
+
+    trainer, resume = build_trainer(check_run(config), Console(quiet=True))
+    if backend is not None:
+        source = getattr(trainer.window_builder, "channel_b", trainer.window_builder)._source
+        object.__setattr__(source, "backend", backend)
+        trainer._eval_backend = backend
+    if on_built is not None:
+        on_built(trainer)
+    trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+    return trainer
+
+
+def step_lines(trainer: Any) -> list[dict[str, float]]:
+    """What was logged for each optimizer step."""
+    return [line for line in trainer.state.log_history if "loss" in line]
+
+
+def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def same_weights(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+class InMemoryBackend:
+    """A rollout backend that is no engine: it answers from a table by sample, and notes what it was asked."""
+
+    def __init__(self, vocab: Any, answers: Callable[[RolloutRequest], str]) -> None:
+        self._vocab = vocab
+        self._answers = answers
+        self.calls: list[tuple[str, ...]] = []
+        self.seeds: list[SeedContext] = []
+        self.versions: list[int] = []
+        self.closed = 0
+
+    def generate(self, requests: Sequence[RolloutRequest], seeds: SeedContext) -> list[Rollout]:
+        self.calls.append(tuple(request.sample_id for request in requests))
+        self.seeds.append(seeds)
+        return [self._rollout(request) for request in requests]
+
+    def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[IndexedRollout]:
+        return in_turn(self.generate, rounds)
+
+    def batch_size(self, decode_batch_size: int) -> int:
+        return decode_batch_size
+
+    def last_report(self) -> Mapping[str, Any]:
+        return {"backend": "in memory", "weight_version": self.versions[-1] if self.versions else 0}
+
+    def take_metrics(self) -> Mapping[str, float]:
+        return {}
+
+    def _rollout(self, request: RolloutRequest) -> Rollout:
+        text = self._answers(request)
+        ended = text.endswith(TURN_END)
+        ids = tuple(self._vocab.encode(text.removesuffix(TURN_END)))
+        return Rollout(request.sample_id, request.prompt_token_ids, ids, self._vocab.decode(ids), truncated=not ended)
+
+    def sync_weights(self, version: int) -> None:
+        self.versions.append(version)
+
+    def release(self) -> None: ...
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def nearly_right(objects: Sequence[GTObject], shift: int = 15) -> str:
+    """A finished answer that finds every object but the last, each a little off."""
+    moved = [GTObject(obj.desc, obj.kind, tuple(min(999, value + shift) for value in obj.bins)) for obj in objects[:-1]]
+    return serialize_objects(moved) + TURN_END
+
+
+def row_of(segments: Sequence[Segment]) -> PackedRow:
+    from coordexp.packing import build_row
+
+    return build_row(segments)

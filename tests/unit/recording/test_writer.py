@@ -1,0 +1,255 @@
+"""Records are written beside training, within bounds, and whatever is lost is counted."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from coordexp.config import parse_config
+from coordexp.data.dataset import Sample
+from coordexp.errors import ConfigError
+from coordexp.matching import MatchingConfig
+from coordexp.recording import writer
+from coordexp.recording.rollout_record import RolloutRecord, Settings, read_records, replay
+from coordexp.recording.token_losses import TokenLosses
+from coordexp.recording.writer import DROPPED, FAILED, WRITTEN, DumpPolicy, RolloutRecorder
+from coordexp.records import Segment
+from coordexp.targets import TransportConfig, empty_target
+from coordexp.training.trainer import CoordExpTrainer
+from coordexp.training.two_channel import blank_segment
+from support.answers import CAT, DOG, answer, entry, outcome_of, record, request, tiny_vocab
+from support.config_samples import stage1
+from support.tiny_run import InMemoryBackend, load_tiny, nearly_right, run_config, step_lines, train
+
+SETTINGS = Settings(MatchingConfig(), TransportConfig(), "desc_first")
+
+
+def samples(count: int, start: int = 0) -> list[Sample]:
+    records = [record([CAT, DOG], f"sample {start + i}") for i in range(count)]
+    return [Sample(image, request(image)) for image in records]
+
+
+def offer(recorder: RolloutRecorder, global_step: int, *batches: list[Sample], logging_steps: int = 1) -> None:
+    one = outcome_of(answer(entry(1)), [CAT, DOG], tiny_vocab())
+    recorder.offer(global_step, logging_steps, batches, [one for batch in batches for _ in batch])
+
+
+def totals(recorder: RolloutRecorder) -> tuple[int, int, int]:
+    counters = recorder.take_counters()
+    return counters[WRITTEN], counters[DROPPED], counters[FAILED]
+
+
+@pytest.mark.parametrize(
+    ("every", "first", "logging_steps", "due"),
+    [
+        (None, True, 5, [0, 4, 9]),
+        (None, False, 5, [4, 9]),
+        (4, True, 5, [0, 3, 7]),
+        (1, False, 5, list(range(10))),
+        (100, True, 1, [0]),
+        (100, False, 1, []),
+    ],
+)
+def test_cadence(every: int | None, first: bool, logging_steps: int, due: list[int]) -> None:
+    policy = DumpPolicy(every_steps=every, dump_first_step=first)
+    assert [step for step in range(10) if policy.is_due(step, logging_steps)] == due
+
+
+def test_records_of_due_steps_are_written_with_their_place(tmp_path: Path) -> None:
+    recorder = RolloutRecorder(tmp_path / "new", 3, SETTINGS, DumpPolicy(max_samples=3, min_free_gb=0))
+    offer(recorder, 0, samples(2), samples(2, start=2), logging_steps=2)
+    offer(recorder, 1, samples(1), logging_steps=3)  # not due
+    offer(recorder, 2, samples(1), logging_steps=3)
+    recorder.close()
+    found = read_records(tmp_path / "new")
+    assert recorder.path.name == "rollouts_rank3.jsonl"
+    places = [(r.where.global_step, r.where.micro_step, r.where.sample_idx, r.sample_id) for r in found]
+    assert places == [(0, 0, 0, "sample 0"), (0, 0, 1, "sample 1"), (0, 1, 2, "sample 2"), (2, 0, 0, "sample 0")]
+    assert [(r.where.num_samples, r.where.rank) for r in found] == [(4, 3), (4, 3), (4, 3), (1, 3)]
+    assert totals(recorder) == (4, 0, 0) and totals(recorder) == (0, 0, 0)
+    assert all(replay(r, tiny_vocab()) == () for r in found)
+
+
+def test_a_blank_row_is_not_the_sample_whose_prompt_it_borrows(tmp_path: Path) -> None:
+    recorder = RolloutRecorder(tmp_path, 0, SETTINGS, DumpPolicy(min_free_gb=0))
+    (sample,) = samples(1)
+    offer(recorder, 0, [sample])
+    target = outcome_of(answer(entry(1)), [CAT, DOG], tiny_vocab()).target
+    eos = len(target.token_ids) - 1
+    recorder.offer_losses(0, [blank_segment(sample)], [TokenLosses((), ())])
+    trained = Segment(sample.record.sample_id, sample.request.prompt_token_ids, target, {})
+    recorder.offer_losses(0, [trained], [TokenLosses((eos,), (0.5,))])
+    recorder.close()
+    assert [found.token_loss for found in read_records(tmp_path)] == [((eos, 0.5),)]
+
+
+def test_a_dropped_answer_is_not_given_the_losses_of_a_later_one(tmp_path: Path) -> None:
+    recorder = RolloutRecorder(tmp_path, 0, SETTINGS, DumpPolicy(min_free_gb=0))
+    (sample,) = samples(1)
+    closed = outcome_of(answer(entry(1)), [CAT, DOG], tiny_vocab())
+    recorder.offer(0, 1, [[sample]], [replace(closed, target=empty_target(sample.record.sample_id))])
+    later = Segment(sample.record.sample_id, sample.request.prompt_token_ids, closed.target, {})
+    assert not recorder.wants_losses([later])
+    recorder.offer_losses(5, [later], [TokenLosses((0,), (0.5,))])
+    recorder.close()
+    assert [found.token_loss for found in read_records(tmp_path)] == [None]
+
+
+def test_a_slow_disk_never_stalls_and_losses_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    release = threading.Event()
+    append = writer.append_line
+    monkeypatch.setattr(writer, "append_line", lambda path, line: (release.wait(30), append(path, line)))
+    recorder = RolloutRecorder(tmp_path, 0, SETTINGS, DumpPolicy(max_pending=4, max_samples=100, min_free_gb=0))
+    started = time.monotonic()
+    with caplog.at_level(logging.WARNING):
+        offer(recorder, 0, samples(40))
+    assert time.monotonic() - started < 5
+    release.set()
+    recorder.close()
+    written, dropped, failed = totals(recorder)
+    assert written in (4, 5) and written + dropped == 40 and failed == 0
+    assert len(read_records(recorder.path)) == written
+    assert [r.message for r in caplog.records] == [caplog.records[0].message] and "max_pending" in caplog.text
+
+
+def test_close_gives_up_at_its_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    release = threading.Event()
+    monkeypatch.setattr(writer, "append_line", lambda path, line: release.wait(30))
+    recorder = RolloutRecorder(tmp_path, 0, SETTINGS, DumpPolicy(min_free_gb=0))
+    offer(recorder, 0, samples(5))
+    started = time.monotonic()
+    recorder.close(timeout_s=0.3)
+    assert time.monotonic() - started < 5
+    assert "were not written within" in caplog.text
+    release.set()
+    assert recorder._thread is not None
+    recorder._thread.join(10)
+    assert not recorder._thread.is_alive()
+    written, dropped, failed = totals(recorder)
+    assert (written + dropped, failed) == (5, 0) and dropped >= 4
+
+
+def test_a_full_disk_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    recorder = RolloutRecorder(tmp_path, 0, SETTINGS, DumpPolicy(min_free_gb=1e9))
+    offer(recorder, 0, samples(3))
+    recorder.close()
+    assert totals(recorder) == (0, 3, 0)
+    assert not recorder.path.exists()
+    assert caplog.text.count("min_free_gb") == 1
+
+
+def test_a_failed_write_is_a_warning_and_a_count(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "rollouts_rank0.jsonl").mkdir()  # nobody can append to a folder
+    recorder = RolloutRecorder(tmp_path, 0, SETTINGS, DumpPolicy(min_free_gb=0))
+    offer(recorder, 0, samples(3))
+    recorder.close()
+    assert totals(recorder) == (0, 0, 3)
+    assert caplog.text.count("was not written") == 1
+
+
+def test_a_text_that_no_file_takes_is_a_failed_write(tmp_path: Path) -> None:
+    image = record([CAT], image=Path("\udcff.png"))  # a file name that is not UTF-8
+    recorder = RolloutRecorder(tmp_path, 0, SETTINGS, DumpPolicy(min_free_gb=0))
+    offer(recorder, 0, [Sample(image, request(image))])
+    recorder.close()
+    assert totals(recorder) == (0, 0, 1)
+
+
+def test_resuming_appends_behind_whole_lines(tmp_path: Path) -> None:
+    for step in (0, 1):
+        recorder = RolloutRecorder(tmp_path, 0, SETTINGS, DumpPolicy(min_free_gb=0))
+        offer(recorder, step, samples(2))
+        recorder.close()
+        with recorder.path.open("ab") as file:
+            file.write(b'{"killed here' * 20_000)
+    recorder = RolloutRecorder(tmp_path, 0, SETTINGS, DumpPolicy(min_free_gb=0))
+    offer(recorder, 1, samples(1, start=5))
+    recorder.close()
+    assert [(r.where.global_step, r.sample_id) for r in read_records(tmp_path)] == [
+        (0, "sample 0"), (0, "sample 1"), (1, "sample 1"), (1, "sample 5"),
+    ]  # fmt: skip
+
+
+def test_without_close_the_process_ends_and_loses_nothing(tmp_path: Path) -> None:
+    code = f"""
+import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+from pathlib import Path
+from unit.recording.test_writer import *
+recorder = RolloutRecorder(Path({str(tmp_path)!r}), 0, SETTINGS, DumpPolicy(min_free_gb=0))
+offer(recorder, 0, samples(5))
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+    assert len(read_records(tmp_path)) == 5
+
+
+def test_training_writes_what_replays(tmp_path: Path) -> None:
+    loaded = load_tiny()
+    config = run_config(
+        tmp_path, 2, rollout_matching__monitor_dump={"enabled": True, "max_samples": 1, "min_free_gb": 0.0},
+        training__gradient_accumulation_steps=2,
+    )  # fmt: skip
+    by_id = {}
+    backend = InMemoryBackend(loaded.vocab, lambda request: nearly_right(by_id[request.sample_id]))
+
+    def on_built(trainer) -> None:
+        by_id.update({r.sample_id: r.objects for r in trainer.train_dataset.records})
+
+    trainer = train(config, backend, on_built)
+    trainer.close()
+    found = read_records(tmp_path / "run" / "rollout_records")
+    assert [(r.where.global_step, r.where.num_samples) for r in found] == [(0, 4), (1, 4)]
+    for line in found:
+        assert replay(line, loaded.vocab) == ()
+        assert line.ground_truth == by_id[line.sample_id] and line.prompt.num_tokens > 10
+    assert {"rollout/records_written_total", "rollout/records_dropped_total"} <= step_lines(trainer)[-1].keys()
+    assert set(found[0].loss_by_role or {}) >= {"PREFIX_COORD", "TAIL_STRUCT", "TAIL_COORD", "CLOSE", "EOS"}
+    assert dict(found[0].token_loss or ()) == pytest.approx(alone(found[0], trainer), abs=2e-3)
+
+
+def alone(record: RolloutRecord, trainer: CoordExpTrainer) -> dict[int, float]:
+    """The first step's losses by a forward of its own over the sample, with the weights before any training."""
+    loaded = load_tiny()
+    request = trainer.train_dataset[
+        next(i for i, r in enumerate(trainer.train_dataset.records) if r.sample_id == record.sample_id)
+    ].request
+    ids = torch.tensor([[*request.prompt_token_ids, *record.target.token_ids]])
+    with torch.no_grad():
+        logits = loaded.model(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            mm_token_type_ids=(ids == loaded.image_token_id).int(),
+            pixel_values=request.model_inputs["pixel_values"],
+            image_grid_thw=request.model_inputs["image_grid_thw"],
+            use_cache=False,
+        ).logits[0, len(request.prompt_token_ids) - 1 : -1].float()  # fmt: skip
+    roles = [role for role, count in record.target.roles for _ in range(count)]
+    bin_at = dict(zip(record.target.coord_pos, record.target.coord_bin, strict=True))
+    coord_ids = list(loaded.vocab.coord_token_ids)
+    scored = {"TAIL_STRUCT", "CLOSE", "EOS"}  # the shipped objective leaves the tail's descriptions out
+    losses = {at: -logits[at].log_softmax(-1)[record.target.token_ids[at]].item()
+              for at, role in enumerate(roles) if role in scored}  # fmt: skip
+    return losses | {at: -logits[at, coord_ids].log_softmax(-1)[round(k)].item() for at, k in bin_at.items()}
+
+
+def test_nothing_is_written_unless_asked_for(tmp_path: Path) -> None:
+    trainer = train(run_config(tmp_path, 2))
+    assert not (tmp_path / "run" / "rollout_records").exists()
+    assert not any("records" in name for line in step_lines(trainer) for name in line)
+
+
+def test_stage_1_has_no_rollouts_to_record() -> None:
+    config = stage1() | {"rollout_matching": {"rollout_backend": "hf", "monitor_dump": {"enabled": True}}}
+    with pytest.raises(ConfigError, match=r"rollout_matching\.monitor_dump\.enabled: only stage 2"):
+        parse_config(config)

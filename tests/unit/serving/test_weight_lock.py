@@ -1,0 +1,95 @@
+"""Answers and pushes exclude each other; half-pushed weights answer nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from coordexp.serving.serve.weight_lock import RequestRefused, WeightLock
+from coordexp.weight_sync.stamp import WeightStamp
+
+
+def run(scenario: Callable[[WeightLock], Awaitable[Any]], wait_s: float = 5.0) -> Any:
+    async def inside() -> Any:
+        return await scenario(WeightLock(wait_s))
+
+    return asyncio.run(inside())
+
+
+def test_answers_know_their_version() -> None:
+    async def scenario(lock: WeightLock) -> list[int]:
+        seen = []
+        for version in (0, 7):
+            await lock.begin()
+            lock.commit(WeightStamp(version))
+            async with lock.answering() as current:
+                seen.append(current.version)
+        return seen
+
+    assert run(scenario) == [0, 7]
+
+
+def test_a_push_waits_for_answers_and_keeps_new_ones_out() -> None:
+    async def scenario(lock: WeightLock) -> list[str]:
+        order: list[str] = []
+
+        async def answer() -> None:
+            async with lock.answering():
+                await asyncio.sleep(0.1)
+                order.append("answered")
+
+        async def push() -> None:
+            await lock.begin()
+            order.append("pushing")
+
+        answering = asyncio.create_task(answer())
+        await asyncio.sleep(0.01)
+        pushing = asyncio.create_task(push())
+        await asyncio.sleep(0.01)
+        with pytest.raises(RequestRefused, match="being pushed") as refused:
+            async with lock.answering():
+                order.append("never")
+        assert refused.value.status == 409
+        await asyncio.gather(answering, pushing)
+        return order
+
+    assert run(scenario) == ["answered", "pushing"]
+
+
+def test_a_push_gives_up_on_answers_that_do_not_end() -> None:
+    async def scenario(lock: WeightLock) -> None:
+        async with lock.answering():
+            with pytest.raises(RequestRefused, match="1 requests were still being answered"):
+                await lock.begin()
+        async with lock.answering():  # the old weights are whole, so they go on answering
+            pass
+
+    run(scenario, wait_s=0.05)
+
+
+def test_after_a_failed_push_only_a_whole_one_helps() -> None:
+    async def scenario(lock: WeightLock) -> None:
+        await lock.begin()
+        lock.fail("the learner left")
+        for _ in range(2):
+            with pytest.raises(RequestRefused, match="the learner left"):
+                async with lock.answering():
+                    pass
+        await lock.begin()
+        lock.commit(WeightStamp(3, "a"))
+        async with lock.answering() as stamp:
+            assert stamp == WeightStamp(3, "a")
+
+    run(scenario)
+
+
+def test_a_failure_outside_a_push_breaks_nothing() -> None:
+    async def scenario(lock: WeightLock) -> None:
+        lock.fail("a learner left, long after its push")
+        async with lock.answering():
+            pass
+
+    run(scenario)

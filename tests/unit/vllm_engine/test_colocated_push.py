@@ -1,0 +1,57 @@
+"""A push into a colocated engine that fails, without an engine."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordexp import distributed
+from coordexp.config.rollout import RepeatTerminateConfig
+from coordexp.config.vllm import VLLMConfig
+from coordexp.errors import RolloutError
+from coordexp.rollouts import DecodingOptions
+from coordexp.vllm_engine.colocated import ColocatedBackend
+
+
+class FakeFullEngine:
+    """Wakes up, and has no room for weights."""
+
+    def wake_up(self, parts: Any) -> None: ...
+    def sleep(self, level: int) -> None: ...
+    def close(self) -> None: ...
+
+    def load(self, *_: Any, **__: Any) -> None:
+        raise RolloutError("no room on this rank's device")
+
+
+class NoWeights:
+    collective = False
+
+    def full(self) -> Any:
+        return nullcontext(iter(()))
+
+
+def test_a_push_that_fails_on_one_rank_is_told_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others would go on to ask their engines, and wait there for this rank's requests."""
+    told: list[tuple[str, Exception | None]] = []
+    tell = distributed.raise_first_failure
+    monkeypatch.setattr(
+        distributed, "raise_first_failure", lambda what, where: (told.append((where, what)), tell(what, where))
+    )
+    nothing: Any = None
+    weights: Any = NoWeights()
+    backend = ColocatedBackend(
+        VLLMConfig(tensor_parallel_size=2), model=Path("model"), dtype="float32", max_model_len=64,
+        options=DecodingOptions(), decode_batch_size=1, vocab=nothing, image_token_id=0, num_embeddings=0,
+        weights=weights, open_image=nothing, offload=nullcontext, repeat_terminate=RepeatTerminateConfig(), lora_rank=8,
+    )  # fmt: skip
+    backend._engine = FakeFullEngine()
+    with pytest.raises(RolloutError, match="no room"):
+        backend.sync_weights(1)
+    assert [(where, str(what)) for where, what in told] == [
+        ("starting the colocated engine", "None"),
+        ("the push into the colocated engine", "no room on this rank's device"),
+    ]

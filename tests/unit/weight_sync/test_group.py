@@ -1,0 +1,161 @@
+"""The weight group over Gloo, with both ends real: in one process, by two threads."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from coordexp.errors import RolloutError
+from coordexp.weight_sync.group import Communicator, GroupAddress, join, wait_until_free, within
+from support.rollout_ports import free_ports
+
+CPU = torch.device("cpu")
+
+
+def both_ends(port: int, timeout_s: float = 20.0) -> tuple[Communicator, Communicator]:
+    """A worker's end (rank 0) and the learner's (rank 1)."""
+    ends: list[Any] = [None, None]
+
+    def meet(rank: int) -> None:
+        ends[rank] = join(GroupAddress("127.0.0.1", port, rank, 2, timeout_s), CPU)
+
+    threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return ends[0], ends[1]
+
+
+def in_thread(act: Callable[[], None]) -> list[BaseException]:
+    """Start ``act``; gives the (later filled) list of its error."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            act()
+        except RolloutError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    errors_of[id(errors)] = thread
+    return errors
+
+
+errors_of: dict[int, threading.Thread] = {}
+
+
+def test_bytes_arrive_and_a_port_serves_one_group_after_another() -> None:
+    (port,) = free_ports(1)
+    for value in (3, 250):
+        worker, learner = both_ends(port)
+        sent = torch.full((5_000_000,), value, dtype=torch.uint8)
+        received = torch.zeros_like(sent)
+        errors = in_thread(lambda w=worker, r=received: w.broadcast([r], 1))
+        learner.broadcast([sent], 1, give_up=lambda: None)
+        errors_of[id(errors)].join()
+        assert errors == [] and torch.equal(sent, received)
+        learner.close()
+        worker.close()
+        wait_until_free(GroupAddress("127.0.0.1", port, 1, 2, 5.0), 5.0)
+
+
+def listening() -> set[tuple[str, int]]:
+    """Where this process listens, by the kernel's own table."""
+    inodes = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            inodes.add(descriptor.readlink().name)
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                address, port = fields[1].split(":")
+                found.add((address, int(port, 16)))
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="asks Linux what is open")
+def test_a_group_opens_its_port_and_one_more_for_each_member_and_all_on_one_address() -> None:
+    """What docs/serving.md tells whoever writes the firewall's rules."""
+    (port,) = free_ports(1)
+    before = listening()
+    ends = both_ends(port)
+    opened = listening() - before
+    for end in ends:
+        end.close()
+    loopback = "0100007F"
+    assert (loopback, port) in opened
+    assert len(opened) == 3 and {address for address, _ in opened} == {loopback}
+
+
+def test_a_member_that_leaves_is_noticed_at_once() -> None:
+    worker, learner = both_ends(free_ports(1)[0])
+    started = time.monotonic()
+    errors = in_thread(lambda: worker.broadcast([torch.zeros(8, dtype=torch.uint8)], 1))
+    learner.close()
+    errors_of[id(errors)].join(10)
+    assert "other side is gone" in str(errors[0])
+    assert time.monotonic() - started < 10
+    worker.close()
+    worker.close()
+    with pytest.raises(RolloutError, match="the group is closed"):
+        worker.broadcast([torch.zeros(8, dtype=torch.uint8)], 1)
+
+
+def test_a_silent_member_is_waited_for_until_the_deadline() -> None:
+    worker, learner = both_ends(free_ports(1)[0], timeout_s=1.5)
+    started = time.monotonic()
+    with pytest.raises(RolloutError, match=r"did not arrive within 1\.5 s"):
+        worker.broadcast([torch.zeros(8, dtype=torch.uint8)], 1)
+    assert time.monotonic() - started < 10
+    learner.close()
+    worker.close()
+
+
+def test_waiting_can_be_given_up() -> None:
+    worker, learner = both_ends(free_ports(1)[0])
+
+    def give_up() -> None:
+        raise RolloutError("the server said no")
+
+    with pytest.raises(RolloutError, match="the server said no"):
+        worker.broadcast([torch.zeros(8, dtype=torch.uint8)], 1, give_up=give_up)
+    learner.close()
+    worker.close()
+
+
+@pytest.mark.parametrize("rank", [0, 1], ids=["no learner comes", "no worker comes"])
+def test_nobody_comes(rank: int) -> None:
+    started = time.monotonic()
+    with pytest.raises(RolloutError, match="not every member came within 1 s"):
+        join(GroupAddress("127.0.0.1", free_ports(1)[0], rank, 2, 1.0), CPU)
+    assert time.monotonic() - started < 15
+
+
+def test_a_port_that_stays_taken_is_named() -> None:
+    import socket
+
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        address = GroupAddress("127.0.0.1", other.getsockname()[1], 1, 2, 1.0)
+        with pytest.raises(RolloutError, match="still listens"):
+            wait_until_free(address, 0.5)
+
+
+def test_within_gives_results_errors_and_deadlines() -> None:
+    assert within(5, "it did not end", lambda: 3) == 3
+    with pytest.raises(ZeroDivisionError):
+        within(5, "it did not end", lambda: 1 // 0)
+    with pytest.raises(RolloutError, match=r"it did not end within 0\.1 s"):
+        within(0.1, "it did not end", lambda: time.sleep(2))

@@ -1,0 +1,123 @@
+"""Receiving into the engine's own memory: only where its loader has shown that loading is copying there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from coordexp.errors import RolloutError
+from coordexp.weight_sync.buckets import describe
+from coordexp.weight_sync.in_place import ProvenPlaces
+from coordexp.weight_sync.layout import WeightLayout
+from support.fused_model import SHAPES, FusedModel
+
+Q, K = "model.language.layer.q_proj.weight", "model.language.layer.k_proj.weight"
+NORM, EMBED = "model.language.layer.norm.weight", "model.language.embed.weight"
+Load = Callable[[FusedModel, list[tuple[str, torch.Tensor]]], None]
+
+
+def learners(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
+
+
+def usual(model: FusedModel, tensors: list[tuple[str, torch.Tensor]]) -> None:
+    model.load_weights(tensors)
+
+
+def without(*names: str) -> Load:
+    return lambda model, tensors: model.load_weights([(name, t) for name, t in tensors if name not in names])
+
+
+def changed(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Load:
+    return lambda model, tensors: model.load_weights([(n, change(t) if n == name else t) for n, t in tensors])
+
+
+def k_under_q(model: FusedModel, tensors: list[tuple[str, torch.Tensor]]) -> None:
+    """Loads the same bytes, but in another order of the fused parameter's parts."""
+    model.load_weights(tensors)
+    fused = model.get_parameter("language.model.layer.qkv_proj.base_layer.weight").data
+    fused.copy_(torch.cat([fused[4:6], fused[:4], fused[6:]]))
+
+
+def proven(load: Load, sent: dict[str, torch.Tensor], **keys: Any) -> tuple[FusedModel, ProvenPlaces, set[str]]:
+    model = FusedModel()
+    places = ProvenPlaces(WeightLayout.from_model(model), **{"none": False, **keys})
+    tensors = list(sent.items())
+    with torch.no_grad(), places.proving(tensors):
+        load(model, tensors)
+    found = {info.name for info in describe(tensors) if places.bytes_of(info) is not None}
+    return model, places, found
+
+
+@pytest.mark.parametrize(
+    ("load", "sent", "keys", "unproven"),
+    [
+        (usual, learners(), {}, set()),
+        (k_under_q, learners(), {}, {Q, K}),
+        (changed(NORM, lambda t: t + 1), learners(), {}, {NORM}),
+        (usual, learners(torch.bfloat16), {}, set(SHAPES)),
+        (
+            usual,
+            {name: t for name, t in learners().items() if name != Q},
+            {},
+            {Q, K, "model.language.layer.v_proj.weight"},
+        ),
+        (usual, learners(), {"none": True}, set(SHAPES)),
+    ],
+    ids=[
+        "plain copies",
+        "another order of parts",
+        "transformed",
+        "another type",
+        "a part before is unknown",
+        "sharded",
+    ],
+)
+def test_what_loading_proves(
+    load: Load, sent: dict[str, torch.Tensor], keys: dict[str, Any], unproven: set[str]
+) -> None:
+    assert proven(load, sent, **keys)[2] == set(SHAPES) - unproven
+
+
+def test_a_tensor_that_the_loader_ignores_is_named() -> None:
+    with pytest.raises(RolloutError, match=r"the engine's loader ignored .*norm\.weight"):
+        proven(without(NORM), learners())
+
+
+def test_bytes_written_to_a_place_are_the_weights() -> None:
+    model, places, _ = proven(usual, learners())
+    fresh = {name: tensor + 1 for name, tensor in learners().items()}
+    infos = describe(list(fresh.items()))
+    for info in infos[:4]:
+        memory = places.bytes_of(info)
+        assert memory is not None
+        memory.copy_(fresh[info.name].view(-1).view(torch.uint8))
+    for name in list(fresh)[4:]:
+        assert places.put(name, fresh[name])
+    expected = FusedModel()
+    expected.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        expected.load_weights(fresh.items())
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), expected.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    "change", [lambda t: t[:-1], lambda t: t.to(torch.bfloat16), lambda t: t.double()], ids=["rows", "narrow", "wide"]
+)
+def test_a_tensor_that_came_otherwise_before_is_loaded(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    _, places, _ = proven(usual, learners())
+    tensor = change(learners()[EMBED])
+    assert not places.put(EMBED, tensor)
+    assert places.bytes_of(describe([(EMBED, tensor)])[0]) is None
+
+
+def test_the_layout_notices_new_parameters() -> None:
+    model = FusedModel()
+    layout = WeightLayout.from_model(model)
+    assert layout.describes(model)
+    model.get_submodule("language.model.layer.norm").weight = torch.nn.Parameter(torch.ones(3))
+    assert not layout.describes(model)
