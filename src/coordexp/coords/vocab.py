@@ -53,8 +53,8 @@ def _byte_of_char() -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenLayout:
-    """By token id: ``length_V`` bytes it writes, ``bin_V`` the bin it writes or -1, ``forbidden_V`` whether no answer may
-    contain it (a control token, or an id that writes nothing)."""
+    """By token id: ``length_V`` bytes it writes, ``bin_V`` the bin it writes or -1, ``forbidden_V`` whether no
+    answer may contain it (a control token, or an id that writes nothing)."""
 
     length_V: np.ndarray
     bin_V: np.ndarray

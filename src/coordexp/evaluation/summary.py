@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from coordexp.config.rollout import EvalDetectionConfig
 from coordexp.evaluation.answers import PREDICTIONS, ImageAnswer, write_answers
 from coordexp.evaluation.coco import ClassCurve, IouType, coco_figures, resampled_ap, to_coco
 from coordexp.evaluation.detection import (
@@ -42,6 +43,17 @@ class EvaluationOptions:
     segm: bool = False
     coco_iou_thrs: tuple[float, ...] | None = None
     constant_score: float | None = None
+
+    @classmethod
+    def from_config(cls, config: EvalDetectionConfig) -> EvaluationOptions:
+        """The keys of ``rollout_matching.eval_detection`` but ``enabled``."""
+        return cls(
+            iou_thrs=tuple(config.f1ish_iou_thrs),
+            coco=config.metrics != "f1ish",
+            segm=config.use_segm,
+            coco_iou_thrs=None if config.iou_thrs is None else tuple(config.iou_thrs),
+            constant_score=config.constant_score if config.score_mode == "constant" else None,
+        )
 
 
 @dataclass(frozen=True, slots=True)

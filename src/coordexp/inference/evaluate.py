@@ -18,7 +18,7 @@ from coordexp.evaluation import EvaluationOptions, ImageAnswer, Prediction, Summ
 from coordexp.evaluation.categories import AS_WRITTEN, Renaming
 from coordexp.evaluation.predict import ON_COUNTS_ALONE, gather_answers
 from coordexp.evaluation.summary import METRICS, write_summary
-from coordexp.inference.session import evaluation_options, open_session, reporting
+from coordexp.inference.session import open_session, reporting
 from coordexp.records import ImageRecord
 from coordexp.rollouts import check_backend
 
@@ -87,7 +87,7 @@ def run_evaluation(
     """
     checked = check_evaluation(config, model, data, limit)
     folder = output or Path(config.training.output_dir) / "evaluation"
-    options = evaluation_options(checked.rollout.eval_detection)
+    options = EvaluationOptions.from_config(checked.rollout.eval_detection)
     options = replace(options, coco=True, constant_score=constant_score, segm=segm or options.segm)
     found = _evaluate(checked, console, f"evaluating {checked.model}", ON_COUNTS_ALONE, scored=constant_score is None)
     mine = [prediction.answer() for prediction in found.predictions]

@@ -12,9 +12,8 @@ import torch
 from rich.console import Console
 
 from coordexp.config import RunConfig
-from coordexp.config.rollout import EvalDetectionConfig, RolloutMatchingConfig
+from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.data.images import open_rgb
-from coordexp.evaluation import EvaluationOptions
 from coordexp.evaluation.scores import TokenScorer
 from coordexp.modeling.inputs import PromptEncoder
 from coordexp.modeling.load import LoadedModel, base_checkpoint, load_model
@@ -77,29 +76,6 @@ def _with_pixels(rollout: RolloutMatchingConfig) -> RolloutMatchingConfig:
         return rollout
     pixels = server.model_copy(update={"images": "base64"})
     return rollout.model_copy(update={"vllm": rollout.vllm.model_copy(update={"server": pixels})})
-
-
-def training_options(config: EvalDetectionConfig) -> EvaluationOptions | None:
-    """What ``rollout_matching.eval_detection`` measures while training; None for nothing."""
-    return evaluation_options(config) if config.enabled else None
-
-
-def training_scorer(config: RolloutMatchingConfig, loaded: LoadedModel) -> TokenScorer | None:
-    """What scores predictions while training; None where their score is constant."""
-    if config.eval_detection.score_mode == "constant":
-        return None
-    return TokenScorer(loaded.model, loaded.vocab, loaded.image_token_id)
-
-
-def evaluation_options(config: EvalDetectionConfig) -> EvaluationOptions:
-    """The section's keys but ``enabled``."""
-    return EvaluationOptions(
-        iou_thrs=tuple(config.f1ish_iou_thrs),
-        coco=config.metrics != "f1ish",
-        segm=config.use_segm,
-        coco_iou_thrs=None if config.iou_thrs is None else tuple(config.iou_thrs),
-        constant_score=config.constant_score if config.score_mode == "constant" else None,
-    )
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Metrics: counters, global reduction, and the payload that loggers get. Torch-free."""
+"""The table of metrics, their counters, and their reduction to one payload per step. Torch-free."""
 
 from coordexp.metrics.counters import SampleOutcome, rollout_counters
 from coordexp.metrics.payload import MetricsPayload

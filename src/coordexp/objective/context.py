@@ -143,7 +143,7 @@ class ObjectiveContext:
         return self.scores.coord_logit_KB
 
     def text_gate_lse_G(self, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """logsumexp(z/τ) over the vocabulary and over the coordinate tokens, at text positions of ``text_gate_N``: (G,)."""
+        """logsumexp(z/τ) over the vocabulary and over the coordinate tokens, at the text gate's positions: (G,)."""
         index = self._index(temperature)
         return self.scores.vocab_lse_TU[index, self.query.text_gate_in_U_G], self.scores.coord_lse_TG[index]
 

@@ -45,9 +45,9 @@ def score_head(
 ) -> HeadScores:
     """Apply the head to the hidden states that predict N tokens, where ``query`` asks for it.
 
-    ``z = h · W``, plus ``h · offset`` on the coordinate columns, limited as everywhere. Differentiable in ``hidden_NH``,
-    ``weight_VH`` and ``offset_BH``; a frozen weight costs no gradient. Call it inside the wrapped model's forward: DDP
-    and FSDP only prepare for gradients of parameters that are used there.
+    ``z = h · W``, plus ``h · offset`` on the coordinate columns, limited as everywhere. Differentiable in
+    ``hidden_NH``, ``weight_VH`` and ``offset_BH``; a frozen weight costs no gradient. Call it inside the wrapped
+    model's forward: DDP and FSDP only prepare for gradients of parameters that are used there.
 
     Args: hidden_NH (N, H); weight_VH (V, H); label_N the N tokens; coord_ids the 1000 tokens; offset_BH (B, H) or None;
         chunk_logits: logits alive at a time.

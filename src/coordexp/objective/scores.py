@@ -17,9 +17,9 @@ class HeadQuery:
     """Which numbers of the head the modules want of one row. Whatever nobody wants is not computed.
 
     ``vocab_in_N_U``: positions scored against the whole vocabulary, those with a gradient (``num_trained``) first;
-    ``slot_in_U_K``: the coordinate slots among them, all or none; ``text_gate_in_U_G``: text positions among them whose mass
-    on coordinate tokens is wanted; ``slot_in_N_K``: the slots whose 1000 coordinate logits are wanted, all or none;
-    ``num_scored``: positions of which anything is computed.
+    ``slot_in_U_K``: the coordinate slots among them, all or none; ``text_gate_in_U_G``: text positions among them
+    whose mass on coordinate tokens is wanted; ``slot_in_N_K``: the slots whose 1000 coordinate logits are wanted, all
+    or none; ``num_scored``: positions of which anything is computed.
     """
 
     vocab_in_N_U: torch.Tensor
@@ -49,7 +49,7 @@ class HeadScores(NamedTuple):
 
     ``vocab_lse_TU`` logsumexp(z/τ) over the vocabulary; ``label_logit_U``; ``coord_lse_TG`` logsumexp(z/τ) over the
     coordinate columns; ``coord_logit_KB``. ``nonfinite_N`` positions with a NaN or infinite logit, ``clamped_N`` those
-    whose finite logits passed the limit: the limit has acted there.
+    whose finite logits passed the limit and were cut off.
     """
 
     vocab_lse_TU: torch.Tensor

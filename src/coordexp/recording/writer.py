@@ -36,7 +36,6 @@ from coordexp.recording.rollout_record import (
 )
 from coordexp.recording.token_losses import TokenLosses
 from coordexp.records import ImageRecord, Segment
-from coordexp.training.sources import RolloutSource
 
 logger = logging.getLogger("coordexp")
 
@@ -208,11 +207,13 @@ def _record_line(image: ImageRecord, outcome: SampleOutcome, where: WhereInTrain
     return to_line(make_record(image, outcome, where, settings))
 
 
-def build_recorder(config: MonitorDumpConfig, source: RolloutSource | None, output_dir: Path) -> RolloutRecorder | None:
-    """The recorder that ``rollout_matching.monitor_dump`` asks for on this rank; None for none."""
+def build_recorder(config: MonitorDumpConfig, settings: Settings | None, output_dir: Path) -> RolloutRecorder | None:
+    """The recorder that ``rollout_matching.monitor_dump`` asks for on this rank; None for none.
+
+    ``settings``: what targets are built with; None in a training without rollouts.
+    """
     if not config.enabled or (config.only_world_process_zero and not distributed.is_main()):
         return None
-    assert source is not None, "the schema refuses monitor_dump without rollouts"
-    settings = Settings(source.matching, source.transport, source.field_order)
+    assert settings is not None, "the schema refuses monitor_dump without rollouts"
     folder = config.out_dir or output_dir / "rollout_records"
     return RolloutRecorder(folder, distributed.rank(), settings, DumpPolicy.from_config(config))

@@ -1,4 +1,9 @@
-"""Rollouts: prompts in, token-exact answers out. The package itself imports without torch."""
+"""What a rollout is and how it is asked for: the backend's contract, seeds, plans, the repeat guard, and the backend
+that generates with transformers.
+
+Backends over vLLM live above (``vllm_engine``, ``servers``); ``build`` joins them all, and imports each one only when a
+configuration names it. So this package itself imports without torch, transformers and vLLM.
+"""
 
 from coordexp.rollouts.backend import (
     AdapterWeights,
@@ -15,13 +20,15 @@ from coordexp.rollouts.backend import (
 )
 from coordexp.rollouts.build import build_backend, check_backend, decoding_options
 from coordexp.rollouts.chunking import chunk_size, split_requests
+from coordexp.rollouts.repeat_guard import RepeatGuard
 from coordexp.rollouts.seeds import request_seed
 
 __all__ = [
     "AdapterWeights",
-    "IndexedRollout",
     "DatasetSeeds",
     "DecodingOptions",
+    "IndexedRollout",
+    "RepeatGuard",
     "RolloutBackend",
     "RolloutRound",
     "SeedContext",

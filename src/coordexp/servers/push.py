@@ -75,7 +75,8 @@ class WeightPush:
         for connection in self._connections:
             if connection.base_overwritten:
                 raise RolloutError(
-                    f"{connection}: it holds full weights of an earlier push, where an adapter would count twice; restart it"
+                    f"{connection}: it holds full weights of an earlier push, where an adapter would count twice; "
+                    "restart it"
                 )
 
     def send(self, bucket: Named) -> None:

@@ -1,1 +1,2 @@
-"""See docs/."""
+"""The programs beside a learner: ``serve`` (``coordexp serve``), ``launch`` (``coordexp launch``) and ``plugin`` (for
+``swift rollout``)."""

@@ -1,4 +1,4 @@
-"""The optimizer's loop: windows, trainer, checkpoints."""
+"""The training loop alone: what a run is built of, windows, the objective's step, the trainer, checkpoints."""
 
 from coordexp.cpu_wheels import ensure_torchvision
 

@@ -25,6 +25,7 @@ from coordexp.rollouts import check_backend
 from coordexp.training.parallel import check_parallel, parallel_arguments
 
 if TYPE_CHECKING:
+    from coordexp.evaluation.scores import TokenScorer
     from coordexp.modeling.inputs import PromptEncoder
     from coordexp.modeling.load import LoadedModel
     from coordexp.packing import CarryBuffer
@@ -115,10 +116,11 @@ def build_trainer(
     """
     from transformers import set_seed
 
-    from coordexp.inference.session import training_options, training_scorer
+    from coordexp.evaluation import EvaluationOptions
     from coordexp.modeling.inputs import PromptEncoder
     from coordexp.modeling.load import load_model
     from coordexp.modeling.tuner import tune
+    from coordexp.recording.rollout_record import Settings
     from coordexp.recording.writer import build_recorder
     from coordexp.rollouts import build_backend
     from coordexp.rollouts.offload import build_offload, context_of
@@ -149,6 +151,8 @@ def build_trainer(
     offload = build_offload(loaded.model, rollout)
     backend = build_backend(rollout, _learner_parts(config, loaded, context_of(offload)))
     recipe = build_recipe(config, rollout, loaded.vocab, backend, _build_buffer(run, encoder, resume))
+    source, detection = recipe.rollouts, rollout.eval_detection
+    settings = None if source is None else Settings(source.matching, source.transport, source.field_order)
     trainer = CoordExpTrainer(
         loaded=loaded,
         window_builder=recipe.window_builder,
@@ -156,9 +160,9 @@ def build_trainer(
         eval_backend=backend,
         rollout_matching_cfg=rollout_contract(config),
         learning_rates=LearningRates(training.learning_rate, training.vit_lr, training.aligner_lr, training.coord_lr),
-        recorder=build_recorder(rollout.monitor_dump, recipe.rollouts, Path(training.output_dir)),
-        measured=training_options(rollout.eval_detection),
-        scorer=training_scorer(rollout, loaded),
+        recorder=build_recorder(rollout.monitor_dump, settings, Path(training.output_dir)),
+        measured=EvaluationOptions.from_config(detection) if detection.enabled else None,
+        scorer=_scorer(rollout, loaded),
         keep_checkpoints=training.save_total_limit,
         args=arguments,
         train_dataset=datasets[0],
@@ -183,6 +187,15 @@ def _show_progress(trainer: Any, console: Console, description: str) -> None:
     for callback in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
     trainer.add_callback(RichProgress(console, description))
+
+
+def _scorer(config: RolloutMatchingConfig, loaded: LoadedModel) -> TokenScorer | None:
+    """What scores predictions while training; None where their score is constant."""
+    from coordexp.evaluation.scores import TokenScorer
+
+    if config.eval_detection.score_mode == "constant":
+        return None
+    return TokenScorer(loaded.model, loaded.vocab, loaded.image_token_id)
 
 
 def _training_arguments(config: RunConfig) -> Any:

@@ -32,7 +32,8 @@ FIRST_FORWARD = ("token_ce",)
 
 
 class TrainingObjective(Protocol):
-    """One training's or channel's way with a row: what to ask of the head, the wrapped model's forward function, the loss."""
+    """What one training, or one channel of it, does with a row: what it asks of the head, what the wrapped model runs
+    as its forward, and the loss."""
 
     def queries(self, supervision: SupervisionTensors) -> tuple[HeadQuery, ...]: ...
 

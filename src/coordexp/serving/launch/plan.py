@@ -21,7 +21,7 @@ from coordexp.vllm_engine.guard_activation import (
     activation_environment,
 )
 
-PLUGIN = Path(__file__).with_name("plugin") / "coordexp_rollout_plugin.py"
+PLUGIN = Path(__file__).parents[1] / "plugin" / "coordexp_rollout_plugin.py"
 # The guard belongs to servers: what a shell exports must not reach the learner.
 SERVER_ONLY = (ENABLE, CONFIG_JSON, CONFIG_JSON_PATH, SERVER_API_KEY)
 SWIFT_MODEL_TYPES = ("qwen3_vl", "qwen3_vl_moe")  # called the same in transformers and ms-swift
