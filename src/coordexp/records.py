@@ -162,7 +162,9 @@ class TokenRole(IntEnum):
     """What a token of the assistant's target is for. The prompt's tokens have no role: they stand before the target,
     whose positions count from the first assistant token. TAIL_STRUCT, TAIL_DESC, CLOSE and EOS may carry cross-entropy;
     PREFIX_COORD and TAIL_COORD carry coordinate losses. The rest of the prefix carries none in the rollout-aligned
-    objective; of it, only PREFIX_STRUCT is text that a matched object vouches for.
+    objective; of it, only PREFIX_STRUCT is text that a matched object vouches for. A rewritten answer has no prefix:
+    its matched objects' text is REWRITTEN_STRUCT and REWRITTEN_DESC, which carry cross-entropy, their coordinates,
+    which are the model's own, PREFIX_COORD, and whatever no annotation matches PREFIX_MASKED.
 
     Which tokens belong to a matched object is decided strictly. PREFIX_STRUCT lies wholly inside its entry: a fused
     ``},`` or `` "`` between two entries also decides that another entry follows, which the match says nothing about,
@@ -179,6 +181,9 @@ class TokenRole(IntEnum):
     EOS = 6
     PREFIX_STRUCT = 7  # a matched object's keys, quotes and brackets in the model's own prefix
     PREFIX_DESC = 8  # a matched object's description there
+    SOFT_COORD = 9  # a soft object's coordinate: context for what follows, never taught
+    REWRITTEN_STRUCT = 10  # a matched object's keys, quotes, brackets and the separator before it in a rewritten answer
+    REWRITTEN_DESC = 11  # its description there, as the annotation has it
 
 
 SupervisionContext = Literal["gt", "rollout"]
@@ -191,6 +196,9 @@ class TrainingTarget:
     ``roles_T`` uint8 of :class:`TokenRole`; ``coord_pos_K`` int64 target positions, ascending; ``coord_bin_K`` float64
     target bins (fractional where a transport plan put them); ``box_pos_M4`` / ``box_bin_M4`` the same for whole boxes
     as (x1, y1, x2, y2). ``context`` is ``"gt"`` when the whole answer was written from ground truth.
+
+    ``text_weight_T`` float64 in (0, 1]: the factor on each token's cross-entropy, below 1 on the text of soft objects;
+    None: 1 everywhere.
 
     Provenance: predicted object ``matched_pred_idx[i]`` was taught ground-truth object ``matched_gt_idx[i]``, and
     ground-truth object ``appended_gt_idx[i]`` was appended as ``object_{appended_object_index[i]}``.
@@ -209,6 +217,7 @@ class TrainingTarget:
     matched_gt_idx: tuple[int, ...]
     appended_gt_idx: tuple[int, ...]
     appended_object_index: tuple[int, ...]
+    text_weight_T: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -19,6 +19,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -26,6 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from coordexp.coords import TURN_END, CoordVocab, serialize_objects
 from coordexp.records import GTObject
+from coordexp.targets import TargetPolicy
+from rewritten_invariants import check_rewritten
 from support.answers import outcome_of
 from support.parse_invariants import VOCABS, as_gt, check_parse
 from support.target_invariants import check_target
@@ -84,7 +87,16 @@ def run_case(seed: int, case: int) -> None:
     if kind < 0.1:
         assert [as_gt(obj) for obj in parsed.objects] == scene and parsed.dropped == {} and not parsed.truncated
     truth = random_truth(rng, scene)
-    check_target(outcome_of(ids, truth, vocab, field_order=rng.choice(["desc_first", "geometry_first"])), truth, vocab)
+    order = rng.choice(["desc_first", "geometry_first"])
+    check_target(outcome_of(ids, truth, vocab, field_order=order), truth, vocab)
+    policy = TargetPolicy(
+        "rewritten",
+        rng.choice(["mask", "drop"]),
+        rng.choice(["keep", "drop", "replace"]),
+        rng.choice(["append", "in_order"]),
+    )
+    truth = [replace(obj, soft=rng.choice([None, None, 0.3, 1.0])) for obj in truth]
+    check_rewritten(outcome_of(ids, truth, vocab, field_order=order, policy=policy), truth, vocab, policy)
 
 
 def random_count(rng: random.Random) -> int:

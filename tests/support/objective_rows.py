@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -13,7 +14,7 @@ from coordexp.objective import ObjectiveContext, ObjectivePipeline, SupervisionC
 from coordexp.objective.pipeline import ObjectiveResult
 from coordexp.packing import build_row
 from coordexp.records import GTObject, Segment, TrainingTarget
-from coordexp.targets import build_gt_target
+from coordexp.targets import TargetPolicy, build_gt_target
 from support.answers import CAT, DOG, LEAF, answer, entry, outcome_of, tiny_vocab
 from support.config_samples import pipeline
 
@@ -35,6 +36,21 @@ def segments() -> tuple[Segment, ...]:
         build_gt_target([], vocab, sample_id="empty"),
     ]
     return tuple(Segment(f"s{i}", tuple(range(3, 6 + i)), target, {}) for i, target in enumerate(targets))
+
+
+@lru_cache(maxsize=1)
+def rewritten_and_soft_segments() -> tuple[Segment, ...]:
+    """Rewritten answers, and soft objects found, missed and in ground truth."""
+    vocab, policy = tiny_vocab(), TargetPolicy("rewritten")
+    soft_cat, soft_leaf = replace(CAT, soft=0.3), replace(LEAF, soft=0.6)
+    written = answer(entry(1, NEAR_CAT), entry(2, DOG), entry(3, NEAR_LEAF))
+    targets = [
+        outcome_of(written, [CAT, LEAF], vocab, policy=policy).target,
+        outcome_of(written, [soft_cat, DOG], vocab, policy=policy).target,
+        outcome_of(answer(entry(1, NEAR_CAT)), [soft_cat, soft_leaf, DOG], vocab).target,
+        build_gt_target([soft_leaf, DOG], vocab, sample_id="gt"),
+    ]
+    return tuple(Segment(f"r{i}", (3, 4, 5), target, {}) for i, target in enumerate(targets))
 
 
 class Trigram:

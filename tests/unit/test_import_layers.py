@@ -19,17 +19,18 @@ LAYERS: dict[str, int] = {
         0: "records errors durable",  # of layer 1, and what the rest of it may use
         1: "extras distributed cpu_wheels assets files",
         2: "config geometry coords",
-        3: "data parsing matching targets packing rollouts",
-        4: "weight_sync modeling objective metrics",
-        5: "vllm_engine evaluation",
-        6: "servers recording",
+        3: "data parsing matching packing rollouts",
+        4: "targets weight_sync",
+        5: "modeling objective metrics vllm_engine",
+        6: "evaluation",
+        7: "servers recording",
         # Above the backends that it chooses between, though it is called as coordexp.rollouts.build_backend.
-        7: "rollouts.build serving viewer",
-        8: "training",
-        9: "inference",
-        10: "demo",
-        11: "cli",
-        12: "__main__",
+        8: "rollouts.build serving viewer",
+        9: "training",
+        10: "inference",
+        11: "demo",
+        12: "cli",
+        13: "__main__",
     }.items()
     for name in names.split()
 }

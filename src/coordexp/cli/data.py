@@ -24,6 +24,7 @@ class SceneFamily(StrEnum):
     MODERATE = "moderate"
     FRAMED = "framed"
     DENSE = "dense"
+    CROWD = "crowd"
 
 
 @data_app.command("scenes")

@@ -71,6 +71,27 @@ class EvalDetectionConfig(StrictModel):
     constant_score: float = Field(default=1.0, ge=0, le=1, description="score of every prediction in mode 'constant'")
 
 
+class TargetConfig(StrictModel):
+    """What the model is taught on its own answer. The keys below ``answer`` concern a rewritten one alone."""
+
+    answer: Literal["as_written", "rewritten"] = Field(
+        default="as_written",
+        description="keep the model's text, untaught, and append what it missed; or rewrite it in place: its order and "
+        "coordinates, the annotations' descriptions, and the text of matched objects taught too",
+    )
+    unmatched: Literal["mask", "drop"] = Field(
+        default="mask", description="objects that no annotation matches: left in the answer untaught, or left out"
+    )
+    duplicates: Literal["keep", "drop", "replace"] = Field(
+        default="keep",
+        description="unmatched objects that repeat an earlier one: treated as any other, left out, or replaced by the "
+        "next missed object",
+    )
+    missed: Literal["append", "in_order"] = Field(
+        default="append", description="annotated objects that were missed: behind the answer, or in annotation order"
+    )
+
+
 class MonitorDumpConfig(StrictModel):
     """Records of single samples for looking at and replaying: answer, parse, match and target, one JSON line each."""
 
@@ -100,7 +121,7 @@ class RolloutMatchingConfig(StrictModel):
         "decoding repeat_terminate",
         "matching": "candidate_top_k maskiou_gate maskiou_resolution fp_cost fn_cost",
         "transport": "ot_cost ot_epsilon ot_iters",
-        "objective": "coord_decode_mode pipeline",
+        "objective": "target coord_decode_mode pipeline",
         "engine": "vllm offload",
         "figures and records": "eval_detection monitor_dump",
     }
@@ -136,6 +157,7 @@ class RolloutMatchingConfig(StrictModel):
     )
     ot_epsilon: float = Field(default=10.0, gt=0, description="entropic regularisation of the transport, in bins")
     ot_iters: int = Field(default=30, ge=1, description="Sinkhorn iterations")
+    target: TargetConfig = Field(default=TargetConfig(), description="what the model is taught on its own answer")
     vllm: VLLMConfig = Field(default=VLLMConfig(), description="the vLLM engine; read when rollout_backend is 'vllm'")
     offload: OffloadConfig = Field(
         default=OffloadConfig(), description="what leaves the device while a colocated engine generates"

@@ -27,6 +27,7 @@ def rollout_checks(config: RunConfig, rollout: RolloutMatchingConfig) -> Iterato
             "global_max_length",
         )
     yield from _repeat_checks(rollout)
+    yield from _target_checks(rollout)
     if rollout.is_colocated and rollout.offload.enabled and rollout.eval_detection.score_mode == "confidence":
         yield problem(
             f"{_RM}.eval_detection.score_mode",
@@ -59,6 +60,19 @@ def _decoding_checks(rollout: RolloutMatchingConfig) -> Iterator[Problem]:
                 f"{_RM}.decode_mode",
                 "beam search needs rollout_backend: hf; with vllm write decode_mode: greedy",
                 f"{_RM}.rollout_backend",
+            )
+
+
+def _target_checks(rollout: RolloutMatchingConfig) -> Iterator[Problem]:
+    target, section = rollout.target, f"{_RM}.target"
+    if target.answer == "rewritten":
+        return
+    for key, default in {"unmatched": "mask", "duplicates": "keep", "missed": "append"}.items():
+        if getattr(target, key) != default:
+            yield problem(
+                f"{section}.{key}",
+                f"concerns rewritten answers alone; write target.answer: rewritten, or leave it at {default}",
+                f"{section}.answer",
             )
 
 

@@ -18,10 +18,24 @@ FieldOrder = Literal["desc_first", "geometry_first"]
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """Text plus where the descriptions stand in it: half-open character ranges *inside* the quotes of each desc."""
+    """Text plus where its objects stand in it, as half-open character ranges.
+
+    ``desc_spans``: *inside* the quotes of each desc. ``entry_spans``: from the separator before an entry, or from its
+    key where there is none, to behind its closing brace.
+    """
 
     text: str
     desc_spans: tuple[tuple[int, int], ...]
+    entry_spans: tuple[tuple[int, int], ...]
+
+    def after(self, text: str) -> Fragment:
+        """The same objects with ``text`` before them."""
+        by = len(text)
+        return Fragment(
+            text + self.text,
+            tuple([(start + by, end + by) for start, end in self.desc_spans]),
+            tuple([(start + by, end + by) for start, end in self.entry_spans]),
+        )
 
 
 def serialize_objects(objects: Sequence[GTObject], field_order: FieldOrder = "desc_first") -> str:
@@ -59,6 +73,7 @@ def append_fragment(
         raise AppendError("the prefix ends with a comma and there is no object to append; cut before the comma")
     parts: list[str] = []
     spans: list[tuple[int, int]] = []
+    entries: list[tuple[int, int]] = []
     at = 0
 
     def write(piece: str) -> None:
@@ -67,6 +82,7 @@ def append_fragment(
         at += len(piece)
 
     for offset, obj in enumerate(objects):
+        entry_start = at
         write(", " if offset or last == "}" else "")
         write(f'"object_{start_index + offset}": {{')
         desc = json.dumps(obj.desc, ensure_ascii=False)
@@ -79,8 +95,9 @@ def append_fragment(
         if field_order == "desc_first":
             write(", " + geometry)
         write("}")
+        entries.append((entry_start, at))
     write("}")
-    return Fragment("".join(parts), tuple(spans))
+    return Fragment("".join(parts), tuple(spans), tuple(entries))
 
 
 def _check_depth(prefix_text: str) -> None:

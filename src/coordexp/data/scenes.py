@@ -40,6 +40,7 @@ class SceneSpec:
     max_side: int = 56
     max_overlap: float = 0.05  # intersection over the smaller box, for any two objects
     same_class: float = 0.0  # chance that an object repeats the class of an earlier one
+    max_kinds: int | None = None  # classes of one scene; all further objects repeat one of them
     empty: float = 0.05  # chance of a scene without objects
     margin: float = 0.0  # annotations are drawn wider than the object, by this share of its sides, on every side
 
@@ -48,7 +49,11 @@ SPARSE = SceneSpec()
 MODERATE = SceneSpec(max_objects=6, min_side=22, max_side=52)
 FRAMED = SceneSpec(min_objects=2, max_objects=5, max_overlap=0.15, same_class=0.35, margin=0.22)
 DENSE = SceneSpec(min_objects=3, max_objects=7, min_side=20, max_side=48, max_overlap=0.25, same_class=0.35)
-SPECS = {"sparse": SPARSE, "moderate": MODERATE, "framed": FRAMED, "dense": DENSE}
+# Crowds of like objects, as cells, people or cars are: where long answers loop, repeat themselves and stop early.
+CROWD = SceneSpec(
+    size=192, min_objects=10, max_objects=40, min_side=16, max_side=30, max_overlap=0.3, same_class=0.85, max_kinds=2
+)
+SPECS = {"sparse": SPARSE, "moderate": MODERATE, "framed": FRAMED, "dense": DENSE, "crowd": CROWD}
 
 
 def make_scene(spec: SceneSpec, seed: int, index: int) -> tuple[Image.Image, tuple[GTObject, ...]]:
@@ -69,7 +74,7 @@ def make_scene(spec: SceneSpec, seed: int, index: int) -> tuple[Image.Image, tup
         box = (x, y, x + w, y + h)
         if any(_overlap(box, other) > spec.max_overlap for other in boxes):
             continue
-        if objects and rng.random() < spec.same_class:
+        if objects and (len({obj.desc for obj in objects}) == spec.max_kinds or rng.random() < spec.same_class):
             colour, shape = objects[int(rng.integers(len(objects)))].desc.split()
         else:
             colour, shape = str(rng.choice(list(COLOURS))), str(rng.choice(SHAPES))

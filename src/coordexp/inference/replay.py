@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from coordexp.config import RunConfig
+from coordexp.config import RunConfig, resolved_rollout
 from coordexp.errors import ConfigError, DataError
 from coordexp.recording.rollout_record import RolloutRecord, prompt_sha256, read_records, rebuild, replay
 from coordexp.records import ImageRecord, Segment
@@ -52,11 +52,12 @@ def _loss_function(config: RunConfig, model: Path):
     from coordexp.objective import SupervisionCounts, SupervisionTensors
     from coordexp.packing import build_row
     from coordexp.training.objective_step import TeacherForcing
+    from coordexp.training.recipe import rollout_pipeline
 
     loaded = load_model(model, config.model.dtype, config.model.attn_implementation)
     loaded.model.eval()
     encoder = PromptEncoder(loaded.processor, config.template.prompt, config.template.system)
-    objective = TeacherForcing(_pipeline(config), loaded.vocab.coord_token_ids)
+    objective = TeacherForcing(rollout_pipeline(config, resolved_rollout(config)), loaded.vocab.coord_token_ids)
     dtype = next(loaded.model.parameters()).dtype
 
     def losses_of(record: RolloutRecord) -> dict[str, float]:
@@ -77,18 +78,6 @@ def _loss_function(config: RunConfig, model: Path):
         return {"loss": result.loss.item(), **{name: share.item() for name, share in result.terms.items()}}
 
     return losses_of
-
-
-def _pipeline(config: RunConfig):
-    from coordexp.objective import build_pipeline
-
-    if config.stage2_ab is not None and config.custom.trainer_variant == "stage2_two_channel":
-        decode = config.stage2_ab.coord_decode_mode
-        return build_pipeline(config.stage2_ab.pipeline, "B", decode=decode, with_matched_prefix=True)
-    if config.rollout_matching is None or config.rollout_matching.pipeline is None:
-        raise ConfigError("rollout_matching.pipeline: missing, so there is no objective to compute losses of; give the "
-                          "configuration of the run that was recorded")  # fmt: skip
-    return build_pipeline(config.rollout_matching.pipeline, "B", decode=config.rollout_matching.coord_decode_mode)
 
 
 def _image_of(record: RolloutRecord) -> ImageRecord:

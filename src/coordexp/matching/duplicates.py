@@ -20,15 +20,20 @@ class DescribedShape(Shape, Protocol):
 
 
 def num_duplicates(objects: Sequence[DescribedShape], resolution: int = 256) -> int:
-    """How many repeat an earlier one: equal description, and mask IoU of at least 0.5."""
+    """How many repeat an earlier one: see :func:`duplicate_indices`."""
+    return len(duplicate_indices(objects, resolution))
+
+
+def duplicate_indices(objects: Sequence[DescribedShape], resolution: int = 256) -> list[int]:
+    """Which repeat an earlier one, ascending: equal description, and mask IoU of at least 0.5."""
     if len(objects) < 2:
-        return 0
+        return []
     box_N4 = aabbs(objects)
     pairs_K2 = np.stack(overlapping_boxes(box_N4, box_N4), axis=1)
     pairs_K2 = pairs_K2[pairs_K2[:, 0] < pairs_K2[:, 1]]
     same_K = np.array([objects[i].desc == objects[j].desc for i, j in pairs_K2.tolist()], dtype=bool)
     pairs_K2 = pairs_K2[same_K]
     if not len(pairs_K2):
-        return 0
+        return []
     iou_K = mask_iou_pairs(objects, objects, pairs_K2, resolution, aabbs_of=(box_N4, box_N4))
-    return len(np.unique(pairs_K2[iou_K >= DUPLICATE_IOU, 1]))
+    return np.unique(pairs_K2[iou_K >= DUPLICATE_IOU, 1]).tolist()

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from coordexp.matching import num_duplicates
-from coordexp.records import DropReason, MatchResult, ParsedRollout, Rollout, TrainingTarget
+from coordexp.records import DropReason, MatchResult, ParsedRollout, Rollout, TokenRole, TrainingTarget
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,6 @@ def rollout_counters(outcomes: Iterable[SampleOutcome]) -> Counter[str]:
         sums["rollout/gating_rejections_total"] += match.num_gate_rejections
         sums["rollout/gen_new_tokens_total"] += len(outcome.rollout.response_token_ids)
         sums["rollout/prefix_coord_targets_total"] += int(
-            (outcome.target.coord_pos_K < outcome.target.prefix_len).sum()
+            (outcome.target.roles_T[outcome.target.coord_pos_K] == TokenRole.PREFIX_COORD).sum()
         )
     return sums

@@ -22,6 +22,8 @@ SUPERVISED_ROLES = (
     TokenRole.CLOSE,
     TokenRole.EOS,
     TokenRole.PREFIX_STRUCT,
+    TokenRole.REWRITTEN_STRUCT,
+    TokenRole.REWRITTEN_DESC,
 )
 
 
@@ -31,7 +33,8 @@ class SupervisionCounts:
 
     Additive over segments, micro-steps and ranks. ``desc_gt`` and ``desc_rollout`` are description tokens by context;
     ``struct`` is tail structure without the closing brace and EOS, which ``closure`` counts; ``prefix_struct`` is
-    matched objects' structure in the model's own prefix.
+    matched objects' structure in the model's own prefix; ``rewritten_struct`` and ``rewritten_desc`` are their text in
+    a rewritten answer.
     """
 
     struct: int = 0
@@ -41,6 +44,8 @@ class SupervisionCounts:
     coords: int = 0
     boxes: int = 0
     prefix_struct: int = 0
+    rewritten_struct: int = 0
+    rewritten_desc: int = 0
 
     @classmethod
     def from_targets(cls, targets: Iterable[TrainingTarget]) -> SupervisionCounts:
@@ -56,6 +61,8 @@ class SupervisionCounts:
                 coords=len(target.coord_pos_K),
                 boxes=len(target.box_pos_M4),
                 prefix_struct=int(by_role[TokenRole.PREFIX_STRUCT]),
+                rewritten_struct=int(by_role[TokenRole.REWRITTEN_STRUCT]),
+                rewritten_desc=int(by_role[TokenRole.REWRITTEN_DESC]),
             )
         return total
 
@@ -71,7 +78,8 @@ class SupervisionTensors:
     """A packed row's supervision as tensors. N supervised positions of the row's L tokens, K of them coordinates.
 
     ``position_N``: positions of the supervised tokens (their hidden states stand at ``position_N − 1``); ``label_N``
-    token ids; ``role_N`` :class:`TokenRole`; ``from_gt_N`` whether the segment was written from ground truth;
+    token ids; ``role_N`` :class:`TokenRole`; ``text_weight_N`` float32, the factor on each token's cross-entropy;
+    ``from_gt_N`` whether the segment was written from ground truth;
     ``coord_in_N_K`` indices into N of the coordinate slots and ``coord_bin_K`` their targets; ``box_in_K_M4`` indices
     into K of each box's four slots and ``box_bin_M4`` its true bins.
     """
@@ -79,6 +87,7 @@ class SupervisionTensors:
     position_N: torch.Tensor
     label_N: torch.Tensor
     role_N: torch.Tensor
+    text_weight_N: torch.Tensor
     from_gt_N: torch.Tensor
     coord_in_N_K: torch.Tensor
     coord_bin_K: torch.Tensor
@@ -96,6 +105,7 @@ class SupervisionTensors:
             position_N=torch.from_numpy(position_N),
             label_N=torch.from_numpy(row.token_ids_L[position_N].astype(np.int64)),
             role_N=torch.from_numpy(found.roles_L[position_N]),
+            text_weight_N=torch.from_numpy(found.text_weight_L[position_N].astype(np.float32)),
             from_gt_N=torch.from_numpy(from_gt_S[found.segment_L[position_N]]),
             coord_in_N_K=torch.from_numpy(coord_in_N_K),
             coord_bin_K=torch.from_numpy(found.coord_bin_K),

@@ -36,7 +36,8 @@ class CoordReg:
         text = (
             counts.struct
             + counts.closure
-            + counts.desc_gt * self.desc_in_gt
+            + counts.rewritten_struct
+            + (counts.desc_gt + counts.rewritten_desc) * self.desc_in_gt
             + counts.desc_rollout * self.desc_in_rollout
         )
         coords = dict.fromkeys(("coord_ce", "soft_ce", "w1", "coord_gate"), counts.coords)
@@ -91,9 +92,10 @@ class CoordReg:
     def _text_mask(self, supervision: SupervisionTensors) -> torch.Tensor:
         role_N, from_gt_N = supervision.role_N, supervision.from_gt_N
         mask_N = (role_N == TokenRole.TAIL_STRUCT) | (role_N == TokenRole.CLOSE) | (role_N == TokenRole.EOS)
+        mask_N = mask_N | (role_N == TokenRole.REWRITTEN_STRUCT)
         desc_N = role_N == TokenRole.TAIL_DESC
         if self.desc_in_gt:
-            mask_N = mask_N | (desc_N & from_gt_N)
+            mask_N = mask_N | (desc_N & from_gt_N) | (role_N == TokenRole.REWRITTEN_DESC)
         if self.desc_in_rollout:
             mask_N = mask_N | (desc_N & ~from_gt_N)
         return mask_N

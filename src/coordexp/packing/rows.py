@@ -19,12 +19,14 @@ class RowSupervision:
     """Supervision of a packed row of L tokens, in row positions. K supervised coordinates, M supervised boxes.
 
     ``roles_L`` int8 of :class:`TokenRole`, -1 on prompt tokens; ``segment_L`` int64 index into the row's segments;
+    ``text_weight_L`` float64, the factor on each token's cross-entropy;
     ``coord_pos_K`` int64, ``coord_bin_K`` float64, ``coord_segment_K`` int64; ``box_pos_M4`` int64 as (x1, y1, x2, y2),
     ``box_bin_M4`` float64, ``box_segment_M`` int64. Coordinates and boxes stand in the order of their segments.
     """
 
     roles_L: np.ndarray
     segment_L: np.ndarray
+    text_weight_L: np.ndarray
     coord_pos_K: np.ndarray
     coord_bin_K: np.ndarray
     coord_segment_K: np.ndarray
@@ -61,12 +63,15 @@ def supervise_row(row: PackedRow) -> RowSupervision:
             not a coordinate's; or a target does not have one role per token.
     """
     roles_L = np.full(row.length, PROMPT_ROLE, dtype=np.int8)
+    text_weight_L = np.ones(row.length)
     coord_pos, coord_bin, box_pos, box_bin = [], [], [], []
     for segment, start, end in zip(row.segments, row.offsets[:-1], row.offsets[1:], strict=True):
         _check_alignment(segment)
         target = segment.target
         first = start + len(segment.prompt_token_ids)
         roles_L[first:end] = target.roles_T
+        if target.text_weight_T is not None:
+            text_weight_L[first:end] = target.text_weight_T
         coord_pos.append(np.asarray(target.coord_pos_K, dtype=np.int64) + first)
         coord_bin.append(np.asarray(target.coord_bin_K, dtype=np.float64))
         box_pos.append(np.asarray(target.box_pos_M4, dtype=np.int64).reshape(-1, 4) + first)
@@ -75,6 +80,7 @@ def supervise_row(row: PackedRow) -> RowSupervision:
     return RowSupervision(
         roles_L=roles_L,
         segment_L=segment_ids(row),
+        text_weight_L=text_weight_L,
         coord_pos_K=np.concatenate(coord_pos),
         coord_bin_K=np.concatenate(coord_bin),
         coord_segment_K=np.repeat(index, [len(positions) for positions in coord_pos]),
@@ -90,6 +96,10 @@ def _check_alignment(segment: Segment) -> None:
     length = len(target.token_ids)
     if len(target.roles_T) != length:
         raise AlignmentError(f"sample {segment.sample_id}: {len(target.roles_T)} roles for {length} target tokens")
+    if target.text_weight_T is not None and len(target.text_weight_T) != length:
+        raise AlignmentError(
+            f"sample {segment.sample_id}: {len(target.text_weight_T)} text weights for {length} target tokens"
+        )
     positions = np.concatenate([np.ravel(target.coord_pos_K), np.ravel(target.box_pos_M4)]).astype(np.int64)
     outside = positions[(positions < 0) | (positions >= length)]
     if outside.size:

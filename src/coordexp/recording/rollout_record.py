@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
@@ -35,7 +35,7 @@ from coordexp.records import (
     TokenRole,
     TrainingTarget,
 )
-from coordexp.targets import TransportConfig, build_target, empty_target
+from coordexp.targets import TargetPolicy, TransportConfig, build_target, empty_target
 
 SCHEMA_VERSION = 1
 
@@ -62,6 +62,7 @@ class Settings:
     matching: MatchingConfig
     transport: TransportConfig
     field_order: FieldOrder
+    target: TargetPolicy = field(default_factory=TargetPolicy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,8 @@ class PromptRef:
 
 @dataclass(frozen=True, slots=True)
 class ParseRecord:
-    """:class:`ParsedRollout` without its prefix, which is the first ``prefix_len`` tokens of the target."""
+    """:class:`ParsedRollout` without its prefix of ``prefix_len`` tokens, which begins the target unless that was
+    rewritten."""
 
     objects: tuple[PredictedObject, ...]
     dropped: dict[DropReason, int]
@@ -100,6 +102,7 @@ class TargetRecord:
     matched_gt_idx: tuple[int, ...]
     appended_gt_idx: tuple[int, ...]
     appended_object_index: tuple[int, ...]
+    text_weight: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +228,7 @@ def _target_record(target: TrainingTarget) -> TargetRecord:
         matched_gt_idx=target.matched_gt_idx,
         appended_gt_idx=target.appended_gt_idx,
         appended_object_index=target.appended_object_index,
+        text_weight=None if target.text_weight_T is None else tuple(target.text_weight_T.tolist()),
     )
 
 
@@ -339,6 +343,7 @@ def rebuild(record: RolloutRecord, vocab: CoordVocab) -> tuple[ParsedRollout, Ma
             sample_id=record.sample_id,
             field_order=record.settings.field_order,
             transport=record.settings.transport,
+            policy=record.settings.target,
         )
     except AppendError:
         if record.target.token_ids:

@@ -1,6 +1,17 @@
 """Parse + match + ground truth → the one teacher-forced sequence and its per-token supervision. Torch-free."""
 
-from coordexp.targets.build import TransportConfig, build_gt_target, build_target, empty_target, is_closed
+from coordexp.targets.build import build_gt_target, build_target, empty_target, is_closed, mark_matched
+from coordexp.targets.rewrite import TargetPolicy
 from coordexp.targets.supervision import encode_tail
+from coordexp.targets.transport import TransportConfig
 
-__all__ = ["TransportConfig", "build_gt_target", "build_target", "empty_target", "encode_tail", "is_closed"]
+__all__ = [
+    "TargetPolicy",
+    "TransportConfig",
+    "build_gt_target",
+    "build_target",
+    "empty_target",
+    "encode_tail",
+    "is_closed",
+    "mark_matched",
+]

@@ -4,22 +4,20 @@
 
 Text of the prefix is never supervised here, though a matched object's own is told apart from the rest. Coordinates of
 matched objects in the prefix are pulled to the ground truth they matched; everything behind the prefix is taught as
-ordinary text and coordinates (see :class:`TokenRole`).
+ordinary text and coordinates (see :class:`TokenRole`). That is the contract's target, ``answer: as_written``;
+:mod:`coordexp.targets.rewrite` builds the other one. Soft objects (:class:`GTObject`) are taught their text, by weight,
+and no coordinates.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
 from coordexp.coords import CoordVocab, FieldOrder, append_fragment
 from coordexp.errors import AlignmentError
-from coordexp.geometry.transport import barycentric_targets_of
 from coordexp.records import (
-    NUM_BINS,
     GTObject,
     Match,
     MatchResult,
@@ -29,26 +27,17 @@ from coordexp.records import (
     TokenRole,
     TrainingTarget,
 )
+from coordexp.targets.rewrite import TargetPolicy, build_rewritten
 from coordexp.targets.supervision import Tail, encode_tail
-
-
-@dataclass(frozen=True, slots=True)
-class TransportConfig:
-    """How a matched pair with a polygon is aligned (keys ``rollout_matching.ot_*``)."""
-
-    cost: Literal["l1", "l2"] = "l2"
-    epsilon: float = 10.0
-    iters: int = 30
+from coordexp.targets.transport import TransportConfig, coordinate_targets
 
 
 def build_gt_target(
     ground_truth: Sequence[GTObject], vocab: CoordVocab, *, sample_id: str, field_order: FieldOrder = "desc_first"
 ) -> TrainingTarget:
     """The whole answer from ground truth: stage 1, and the control of every comparison."""
-    fragment = append_fragment(ground_truth, "{", 1, field_order)
-    whole = type(fragment)("{" + fragment.text, tuple((start + 1, end + 1) for start, end in fragment.desc_spans))
-    tail = encode_tail(whole, ground_truth, vocab)
-    return _join(sample_id, (), [], tail, vocab, "gt", (), tuple(range(len(ground_truth))), 1)
+    tail = encode_tail(append_fragment(ground_truth, "{", 1, field_order).after("{"), ground_truth, vocab)
+    return _join(sample_id, (), [], [], tail, vocab, "gt", (), tuple(range(len(ground_truth))), 1)
 
 
 def build_target(
@@ -60,17 +49,31 @@ def build_target(
     sample_id: str,
     field_order: FieldOrder = "desc_first",
     transport: TransportConfig | None = None,
+    policy: TargetPolicy | None = None,
 ) -> TrainingTarget:
     """Correct what the rollout found, append what it missed.
 
     Args:
         parsed: the rollout; ``match`` its assignment to ``ground_truth`` (objects in the order in which missed ones
             are appended).
+        policy: what becomes of the model's own text; None is the contract's, as it was written.
 
     Raises:
         AlignmentError: a position that should hold a coordinate token of the stated object does not.
     """
     transport = transport or TransportConfig()
+    policy = policy or TargetPolicy()
+    if policy.answer == "rewritten":
+        return build_rewritten(
+            parsed,
+            match,
+            ground_truth,
+            vocab,
+            sample_id=sample_id,
+            field_order=field_order,
+            transport=transport,
+            policy=policy,
+        )
     missed = [ground_truth[j] for j in match.fn_gt_idx]
     first_index = (parsed.max_object_index or 0) + 1
     fragment = append_fragment(missed, parsed.prefix_text, first_index, field_order)
@@ -78,9 +81,8 @@ def build_target(
     found = [(parsed.objects[pair.pred_idx], ground_truth[pair.gt_idx]) for pair in match.pairs]
     _check_coord_tokens([predicted for predicted, _ in found], parsed, vocab, sample_id)
     moved = coordinate_targets(found, transport)
-    matched = [(predicted, bins) for (predicted, _), bins in zip(found, moved, strict=True)]
     prefix = parsed.prefix_token_ids
-    return _join(sample_id, prefix, matched, tail, vocab, "rollout", match.pairs, match.fn_gt_idx, first_index)
+    return _join(sample_id, prefix, found, moved, tail, vocab, "rollout", match.pairs, match.fn_gt_idx, first_index)
 
 
 def empty_target(sample_id: str) -> TrainingTarget:
@@ -108,40 +110,6 @@ def is_closed(target: TrainingTarget) -> bool:
     return target.roles_T[-2:].tolist() == [TokenRole.CLOSE, TokenRole.EOS]
 
 
-def coordinate_targets(
-    pairs: Sequence[tuple[PredictedObject, GTObject]], transport: TransportConfig
-) -> list[Sequence[float]]:
-    """Where each coordinate of each prediction should have been, given its object: as many float bins as it has.
-
-    Two boxes: the true box. Otherwise both shapes are point sets (a box is its four corners) and each predicted point
-    goes to the barycentre of its transport plan; a predicted box takes the bounds of its transported corners.
-    """
-    targets: list[Sequence[float]] = [truth.bins for _, truth in pairs]
-    transported = [k for k, (pred, truth) in enumerate(pairs) if pred.kind == "poly" or truth.kind == "poly"]
-    if not transported:
-        return targets
-    moved = barycentric_targets_of(
-        [(_points(pairs[k][0]), _points(pairs[k][1])) for k in transported],
-        cost=transport.cost,
-        epsilon=transport.epsilon,
-        iters=transport.iters,
-    )
-    for k, moved_N2 in zip(transported, moved, strict=True):
-        points = np.minimum(np.maximum(moved_N2, 0), NUM_BINS - 1)
-        if pairs[k][0].kind == "bbox_2d":
-            targets[k] = [*points.min(axis=0).tolist(), *points.max(axis=0).tolist()]
-        else:
-            targets[k] = points.reshape(-1).tolist()
-    return targets
-
-
-def _points(shape: PredictedObject | GTObject) -> np.ndarray:
-    if shape.kind == "poly":
-        return np.array(shape.bins, dtype=np.float64).reshape(-1, 2)
-    x1, y1, x2, y2 = shape.bins
-    return np.array([(x1, y1), (x2, y1), (x2, y2), (x1, y2)], dtype=np.float64)
-
-
 def _check_coord_tokens(
     matched: Sequence[PredictedObject], parsed: ParsedRollout, vocab: CoordVocab, sample_id: str
 ) -> None:
@@ -165,10 +133,27 @@ def _check_coord_tokens(
         )
 
 
+def mark_matched(roles_T: np.ndarray, matched: Sequence[tuple[PredictedObject, GTObject]]) -> None:
+    """Give the tokens of matched objects, as the model wrote them, their roles in ``roles_T``."""
+    for predicted, _ in matched:
+        roles_T[slice(*predicted.own_token_span)] = TokenRole.PREFIX_STRUCT
+        roles_T[slice(*predicted.desc_token_span)] = TokenRole.PREFIX_DESC
+    # One assignment for all objects' coordinates: one for each object's four would cost more than all the rest.
+    roles_T[_coord_positions(matched)] = TokenRole.PREFIX_COORD
+    softly = [pair for pair in matched if pair[1].soft is not None]
+    if softly:
+        roles_T[_coord_positions(softly)] = TokenRole.SOFT_COORD
+
+
+def _coord_positions(matched: Sequence[tuple[PredictedObject, GTObject]]) -> list[int]:
+    return [position for predicted, _ in matched for position in predicted.coord_token_idx]
+
+
 def _join(
     sample_id: str,
     prefix_ids: tuple[int, ...],
-    matched: Sequence[tuple[PredictedObject, Sequence[float]]],
+    found: Sequence[tuple[PredictedObject, GTObject]],
+    moved: Sequence[Sequence[float]],
     tail: Tail,
     vocab: CoordVocab,
     context: SupervisionContext,
@@ -176,16 +161,14 @@ def _join(
     appended_gt_idx: tuple[int, ...],
     first_index: int,
 ) -> TrainingTarget:
+    """``found``: matched objects, and ``moved`` their target bins."""
     prefix_len = len(prefix_ids)
-    # One array from all objects' numbers: an array of each object's four would cost more than all the rest.
     prefix_roles = np.full(prefix_len, TokenRole.PREFIX_MASKED, dtype=np.uint8)
-    positions = [position for predicted, _ in matched for position in predicted.coord_token_idx]
-    bins = [target for _, targets in matched for target in targets]
-    for predicted, _ in matched:
-        prefix_roles[slice(*predicted.own_token_span)] = TokenRole.PREFIX_STRUCT
-        prefix_roles[slice(*predicted.desc_token_span)] = TokenRole.PREFIX_DESC
-    prefix_roles[positions] = TokenRole.PREFIX_COORD
-    boxes = [(predicted.coord_token_idx, target) for predicted, target in matched if predicted.kind == "bbox_2d"]
+    mark_matched(prefix_roles, found)
+    taught = [(pred, target) for (pred, truth), target in zip(found, moved, strict=True) if truth.soft is None]
+    positions = [position for predicted, _ in taught for position in predicted.coord_token_idx]
+    bins = [target for _, targets in taught for target in targets]
+    boxes = [(predicted.coord_token_idx, target) for predicted, target in taught if predicted.kind == "bbox_2d"]
     coord_pos_K = np.concatenate([np.array(positions, dtype=np.int64), tail.coord_pos_K + prefix_len])
     coord_bin_K = np.concatenate([np.array(bins, dtype=np.float64), tail.coord_bin_K])
     order = np.argsort(coord_pos_K, kind="stable")
@@ -204,4 +187,18 @@ def _join(
         matched_gt_idx=tuple(pair.gt_idx for pair in pairs),
         appended_gt_idx=tuple(appended_gt_idx),
         appended_object_index=tuple(range(first_index, first_index + len(appended_gt_idx))),
+        text_weight_T=_text_weights(prefix_len, found, tail),
     )  # fmt: skip
+
+
+def _text_weights(prefix_len: int, found: Sequence[tuple[PredictedObject, GTObject]], tail: Tail) -> np.ndarray | None:
+    """Of prefix, tail and EOS; None where nothing is soft."""
+    if tail.text_weight_T is None and all(truth.soft is None for _, truth in found):
+        return None
+    weight_T = np.ones(prefix_len + len(tail.token_ids) + 1)
+    for predicted, truth in found:
+        if truth.soft is not None:
+            weight_T[slice(*predicted.own_token_span)] = truth.soft
+    if tail.text_weight_T is not None:
+        weight_T[prefix_len:-1] = tail.text_weight_T
+    return weight_T

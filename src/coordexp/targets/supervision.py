@@ -16,7 +16,12 @@ from coordexp.records import GTObject, TokenRole
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tail:
-    """Tokens of a fragment written from ground truth: T ids, their roles, K coordinate positions and bins, M boxes."""
+    """Tokens of a fragment written from objects: T ids, their roles, K taught coordinates and their bins, M boxes.
+
+    ``text_weight_T``: factor on each token's cross-entropy, None where no object is soft. Of each object written, in
+    order: ``entry_tokens``, the half-open range of the tokens that touch its entry or the separator before it, and
+    ``coords_of``, the positions of its coordinates, taught or not.
+    """
 
     token_ids: tuple[int, ...]
     roles_T: np.ndarray
@@ -24,13 +29,18 @@ class Tail:
     coord_bin_K: np.ndarray
     box_pos_M4: np.ndarray
     box_bin_M4: np.ndarray
+    text_weight_T: np.ndarray | None
+    entry_tokens: tuple[tuple[int, int], ...]
+    coords_of: tuple[tuple[int, ...], ...]
 
 
 def encode_tail(fragment: Fragment, objects: Sequence[GTObject], vocab: CoordVocab) -> Tail:
     """Tokenise ``fragment`` (which writes exactly ``objects``) and say what each token is.
 
     A token that touches a desc value is TAIL_DESC, also where the closing quote is fused into it; a coordinate token is
-    TAIL_COORD; the last token, which holds the root's closing brace, is CLOSE; all else is TAIL_STRUCT.
+    TAIL_COORD, or SOFT_COORD where its object is soft; the last token, which holds the root's closing brace, is CLOSE;
+    all else is TAIL_STRUCT. A token that touches a soft object's entry, or the separator before it, weighs as little as
+    the softest of what it touches.
 
     Raises:
         AlignmentError: the tokens do not decode to the fragment, its coordinate tokens are not the objects', or a
@@ -48,7 +58,7 @@ def encode_tail(fragment: Fragment, objects: Sequence[GTObject], vocab: CoordVoc
         )
     ends_T = list(accumulate(map(len, written_T)))
     roles_T = np.full(len(token_ids), TokenRole.TAIL_STRUCT, dtype=np.uint8)
-    for start, end in _byte_spans(fragment):
+    for start, end in _byte_spans(fragment.text, fragment.desc_spans):
         roles_T[bisect_right(ends_T, start) : bisect_right(ends_T, end - 1) + 1] = TokenRole.TAIL_DESC
     roles_T[-1] = TokenRole.CLOSE
     bins = vocab.bins
@@ -59,31 +69,53 @@ def encode_tail(fragment: Fragment, objects: Sequence[GTObject], vocab: CoordVoc
             f"the tokens of {fragment.text[:80]!r}… hold {len(written)} coordinates, the objects have {len(wanted)}; "
             "descriptions must not contain coordinate tokens"
         )
-    coord_pos_K = np.array([position for position, _ in written], dtype=np.int64)
-    roles_T[coord_pos_K] = TokenRole.TAIL_COORD
-    box_pos, box_bin, at = [], [], 0
+    entry_tokens = tuple(
+        (bisect_right(ends_T, start), bisect_right(ends_T, end - 1) + 1)
+        for start, end in _byte_spans(fragment.text, fragment.entry_spans)
+    )
+    coords_of, at = [], 0
     for obj in objects:
-        if obj.kind == "bbox_2d":
-            box_pos.append(coord_pos_K[at : at + 4])
-            box_bin.append(obj.bins)
+        coords_of.append(tuple([position for position, _ in written[at : at + len(obj.bins)]]))
         at += len(obj.bins)
+    taught = [(obj, positions) for obj, positions in zip(objects, coords_of, strict=True) if obj.soft is None]
+    coord_pos_K = np.array([position for _, positions in taught for position in positions], dtype=np.int64)
+    roles_T[[position for position, _ in written]] = TokenRole.SOFT_COORD
+    roles_T[coord_pos_K] = TokenRole.TAIL_COORD
+    boxes = [(positions, obj.bins) for obj, positions in taught if obj.kind == "bbox_2d"]
     return Tail(
         token_ids=tuple(token_ids),
         roles_T=roles_T,
         coord_pos_K=coord_pos_K,
-        coord_bin_K=np.array(wanted, dtype=np.float64),
-        box_pos_M4=np.array(box_pos, dtype=np.int64).reshape(-1, 4),
-        box_bin_M4=np.array(box_bin, dtype=np.float64).reshape(-1, 4),
+        coord_bin_K=np.array([k for obj, _ in taught for k in obj.bins], dtype=np.float64),
+        box_pos_M4=np.array([positions for positions, _ in boxes], dtype=np.int64).reshape(-1, 4),
+        box_bin_M4=np.array([bins for _, bins in boxes], dtype=np.float64).reshape(-1, 4),
+        text_weight_T=_text_weights(objects, entry_tokens, len(token_ids)),
+        entry_tokens=entry_tokens,
+        coords_of=tuple(coords_of),
     )
 
 
-def _byte_spans(fragment: Fragment) -> list[tuple[int, int]]:
-    if fragment.text.isascii():
-        return list(fragment.desc_spans)
-    spans, at_char, at_byte = [], 0, 0
-    for start, end in fragment.desc_spans:
-        at_byte += len(fragment.text[at_char:start].encode())
-        length = len(fragment.text[start:end].encode())
-        spans.append((at_byte, at_byte + length))
+def _text_weights(
+    objects: Sequence[GTObject], entry_tokens: Sequence[tuple[int, int]], length: int
+) -> np.ndarray | None:
+    if all(obj.soft is None for obj in objects):
+        return None
+    weight_T = np.ones(length)
+    for obj, (start, end) in zip(objects, entry_tokens, strict=True):
+        if obj.soft is not None:
+            weight_T[start:end] = np.minimum(weight_T[start:end], obj.soft)
+    weight_T[-1] = 1.0  # the end of the answer is no part of any object
+    return weight_T
+
+
+def _byte_spans(text: str, spans: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
+    """Ascending character ranges of ``text`` as ranges of its UTF-8."""
+    if text.isascii():
+        return spans
+    in_bytes, at_char, at_byte = [], 0, 0
+    for start, end in spans:
+        at_byte += len(text[at_char:start].encode())
+        length = len(text[start:end].encode())
+        in_bytes.append((at_byte, at_byte + length))
         at_char, at_byte = end, at_byte + length
-    return spans
+    return in_bytes

@@ -41,6 +41,7 @@ def segment_to_json(segment: Segment) -> dict[str, Any]:
             "context": target.context,
             "prefix_len": target.prefix_len,
             **{name: list(getattr(target, name)) for name in _PROVENANCE},
+            "text_weight_T": None if target.text_weight_T is None else target.text_weight_T.tolist(),
         },
     }
 
@@ -60,6 +61,7 @@ def segment_from_json(data: Mapping[str, Any], encode: Callable[[str], RolloutRe
         )
     arrays: dict[str, Any] = {name: np.array(target[name], dtype=dtype) for name, dtype in _ARRAYS.items()}
     provenance: dict[str, Any] = {name: tuple(target[name]) for name in _PROVENANCE}
+    weights = target.get("text_weight_T")  # a checkpoint of an earlier version has none
     for name in ("box_pos_M4", "box_bin_M4"):
         arrays[name] = arrays[name].reshape(-1, 4)
     return Segment(
@@ -72,6 +74,7 @@ def segment_from_json(data: Mapping[str, Any], encode: Callable[[str], RolloutRe
             prefix_len=target["prefix_len"],
             **arrays,
             **provenance,
+            text_weight_T=None if weights is None else np.array(weights, dtype=np.float64),
         ),
         request.model_inputs,
     )

@@ -152,7 +152,9 @@ def build_trainer(
     backend = build_backend(rollout, _learner_parts(config, loaded, context_of(offload)))
     recipe = build_recipe(config, rollout, loaded.vocab, backend, _build_buffer(run, encoder, resume))
     source, detection = recipe.rollouts, rollout.eval_detection
-    settings = None if source is None else Settings(source.matching, source.transport, source.field_order)
+    settings = (
+        None if source is None else Settings(source.matching, source.transport, source.field_order, source.policy)
+    )
     trainer = CoordExpTrainer(
         loaded=loaded,
         window_builder=recipe.window_builder,

@@ -13,13 +13,14 @@ from coordexp.config.objective import Channel
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.config.two_channel import Stage2ABConfig
 from coordexp.coords import CoordVocab
+from coordexp.errors import ConfigError
 from coordexp.matching import MatchingConfig
 from coordexp.modeling.self_context import SelfContext
-from coordexp.objective import build_pipeline, sft_pipeline
+from coordexp.objective import ObjectivePipeline, build_pipeline, sft_pipeline
 from coordexp.packing import CarryBuffer
 from coordexp.recording.rollout_log import RolloutLog
 from coordexp.rollouts import RolloutBackend
-from coordexp.targets import TransportConfig
+from coordexp.targets import TargetPolicy, TransportConfig
 from coordexp.training.objective_step import SelfContextObjective, TeacherForcing, TrainingObjective
 from coordexp.training.schedule import ChannelSchedule
 from coordexp.training.sources import GroundTruthSource, RolloutSource
@@ -62,19 +63,34 @@ def build_recipe(
                 rollouts, None if buffer is None else buffer.capacity, config.training.packing_min_fill_ratio
             ),
         )
-        return Recipe(builder, _by_channel(config.stage2_ab, vocab), rollouts)
-    assert rollout.pipeline is not None, "the schema requires a pipeline for this variant"
-    pipeline = build_pipeline(rollout.pipeline, "B", decode=rollout.coord_decode_mode)
+        channel_b = rollout_pipeline(config, rollout)
+        return Recipe(builder, _by_channel(config.stage2_ab, channel_b, vocab), rollouts)
+    pipeline = rollout_pipeline(config, rollout)
     return Recipe(
         _carrying(config, rollouts, buffer), {None: TeacherForcing(pipeline, vocab.coord_token_ids)}, rollouts
     )
 
 
-def _by_channel(stage2_ab: Stage2ABConfig, vocab: CoordVocab) -> dict[Channel | None, TrainingObjective]:
+def rollout_pipeline(config: RunConfig, rollout: RolloutMatchingConfig) -> ObjectivePipeline:
+    """The objective of rollouts: of rollout matching, or of Channel-B where training has two channels.
+
+    Raises:
+        ConfigError: ``config`` declares none; stage 1 has no rollouts.
+    """
+    two_channels = config.custom.trainer_variant == "stage2_two_channel"
+    section = config.stage2_ab if two_channels else rollout
+    if section is None or section.pipeline is None:
+        raise ConfigError(
+            "rollout_matching.pipeline: missing, so rollouts have no objective; give the configuration of a stage-2 run"
+        )
+    return build_pipeline(section.pipeline, "B", decode=section.coord_decode_mode, with_matched_prefix=two_channels)
+
+
+def _by_channel(
+    stage2_ab: Stage2ABConfig, channel_b: ObjectivePipeline, vocab: CoordVocab
+) -> dict[Channel | None, TrainingObjective]:
     ids = vocab.coord_token_ids
-    decode = stage2_ab.coord_decode_mode
-    channel_a = build_pipeline(stage2_ab.pipeline, "A", decode=decode)
-    channel_b = build_pipeline(stage2_ab.pipeline, "B", decode=decode, with_matched_prefix=True)
+    channel_a = build_pipeline(stage2_ab.pipeline, "A", decode=stage2_ab.coord_decode_mode)
     self_context = SelfContext(
         stage2_ab.n_softctx_iter,
         stage2_ab.coord_ctx_embed_mode,
@@ -109,6 +125,7 @@ def _rollout_source(
             rollout.fn_cost,
         ),
         transport=TransportConfig(rollout.ot_cost, rollout.ot_epsilon, rollout.ot_iters),
+        policy=TargetPolicy(**rollout.target.model_dump()),
         field_order=config.custom.object_field_order,
         training_seed=config.training.seed,
         decode_flag=_decode_flag(rollout),

@@ -21,7 +21,7 @@ from coordexp.parsing import parse_rollout
 from coordexp.recording.rollout_log import RolloutLog
 from coordexp.records import Rollout, Segment
 from coordexp.rollouts import RolloutBackend, RolloutRound, SeedContext, synced
-from coordexp.targets import TransportConfig, build_gt_target, build_target, empty_target, is_closed
+from coordexp.targets import TargetPolicy, TransportConfig, build_gt_target, build_target, empty_target, is_closed
 
 
 class SegmentSource(Protocol):
@@ -62,6 +62,7 @@ class RolloutSource:
     vocab: CoordVocab
     matching: MatchingConfig
     transport: TransportConfig
+    policy: TargetPolicy
     field_order: FieldOrder
     training_seed: int
     decode_flag: str  # the 0/1 metric that names the decoding mode
@@ -154,6 +155,7 @@ class RolloutSource:
                 sample_id=sample.record.sample_id,
                 field_order=self.field_order,
                 transport=self.transport,
+                policy=self.policy,
             )
         except AppendError:
             if not self.drop_unclosed:

@@ -9,13 +9,16 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from coordexp.coords import CoordVocab
 from coordexp.errors import DataError
 from coordexp.evaluation import ImageAnswer, read_answers
 from coordexp.evaluation.answers import PREDICTIONS
 from coordexp.evaluation.detection import match_answer
 from coordexp.recording.rollout_record import RolloutRecord, read_records
-from coordexp.records import GTObject
+from coordexp.records import GTObject, TokenRole
+from coordexp.targets import mark_matched
 
 BEHIND_CUT = "BEHIND_CUT"  # tokens of the answer that are not part of the target
 _RECORDS, _MANIFEST = "rollout_records", "run_manifest.json"
@@ -185,9 +188,14 @@ def _target_tokens(record: RolloutRecord, vocab: CoordVocab) -> ViewTokens:
 
 
 def _rollout_tokens(record: RolloutRecord, vocab: CoordVocab) -> ViewTokens:
-    """The answer's own tokens, each with its role in the target; those behind the cut have none."""
-    roles = [role for role, count in record.target.roles for _ in range(count)]
+    """The answer's own tokens, each with the role that the match gives it; those behind the cut have none. In a
+    rewritten answer the target's tokens, which are others, have the same roles for the same reasons."""
     kept = min(record.parse.prefix_len - record.parse.num_replaced_tail, len(record.response_token_ids))
+    roles_T = np.full(record.parse.prefix_len, TokenRole.PREFIX_MASKED, dtype=np.uint8)
+    if record.target.token_ids:
+        pairs = record.match.pairs
+        mark_matched(roles_T, [(record.parse.objects[p.pred_idx], record.ground_truth[p.gt_idx]) for p in pairs])
+    roles = [TokenRole(role).name for role in roles_T.tolist()]
     own = [*roles[:kept], *[BEHIND_CUT] * (len(record.response_token_ids) - kept)]
     runs = tuple((role, sum(1 for _ in run)) for role, run in groupby(own))
     return ViewTokens(_pieces(record.response_token_ids, vocab), runs)

@@ -150,6 +150,9 @@ RULES = [
         "write model.dtype: float32",
     ),
     # decoding and lengths
+    (stage2(), {f"{RM}.target.unmatched": "drop"}, f"{RM}.target.unmatched", "write target.answer: rewritten"),
+    (stage2(), {f"{RM}.target.duplicates": "drop"}, f"{RM}.target.duplicates", "write target.answer: rewritten"),
+    (two_channel(), {f"{RM}.target.missed": "in_order"}, f"{RM}.target.missed", "write target.answer: rewritten"),
     (stage2(), {f"{RM}.decoding.top_k": 0}, f"{RM}.decoding.top_k", "write -1"),
     (stage2(), {f"{RM}.num_beams": 4}, f"{RM}.num_beams", "needs decode_mode: beam"),
     (stage2(), {f"{RM}.decode_mode": "beam"}, f"{RM}.num_beams", "at least 2"),

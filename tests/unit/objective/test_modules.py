@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -22,20 +23,30 @@ from coordexp.objective import (
     sft_pipeline,
 )
 from coordexp.packing import build_row
+from coordexp.records import Segment
 from coordexp.records import TokenRole as R
 from support.answers import tiny_vocab
 from support.naive_head import context_of_logits
-from support.objective_rows import COORD_IDS, COORDS, EVERYTHING, Trigram, config, scored, segments
+from support.objective_rows import (
+    COORD_IDS,
+    COORDS,
+    EVERYTHING,
+    Trigram,
+    config,
+    rewritten_and_soft_segments,
+    scored,
+    segments,
+)
 
-TEXT = (R.TAIL_STRUCT, R.CLOSE, R.EOS)
+TEXT = (R.TAIL_STRUCT, R.CLOSE, R.EOS, R.REWRITTEN_STRUCT)
 
 
 def log_softmax(x: np.ndarray) -> np.ndarray:
     return x - x.max() - math.log(np.exp(x - x.max()).sum())
 
 
-def naive(model: Trigram, c: dict[str, float]) -> dict[str, float]:
-    """The terms of the step that consists of ``segments()``, by a loop over its positions."""
+def naive(model: Trigram, c: dict[str, float], step: tuple[Segment, ...]) -> dict[str, float]:
+    """The terms of the step that consists of ``step``, by a loop over its positions."""
     sums: dict[str, float] = {}
     num: dict[str, int] = {}
 
@@ -44,7 +55,7 @@ def naive(model: Trigram, c: dict[str, float]) -> dict[str, float]:
         num[count_as or name] = num.get(count_as or name, 0) + 1
 
     embed, head, ids = model.embed.detach().numpy(), model.head.detach().numpy(), COORD_IDS.numpy()
-    for segment in segments():
+    for segment in step:
         tokens = [*segment.prompt_token_ids, *segment.target.token_ids]
         first = len(segment.prompt_token_ids)
         target = segment.target
@@ -67,12 +78,14 @@ def naive(model: Trigram, c: dict[str, float]) -> dict[str, float]:
                 add("coord_reg/w1", c["w1_weight"] * w1)
                 add("coord_reg/coord_gate", -c["coord_gate_weight"] * math.log(mass))
                 decoded[t] = (np.exp(log_softmax(z[ids])) * k).sum() / 999
-            elif role in TEXT:
-                add("token_ce/struct_ce", -c["struct_ce_weight"] * log_p[target.token_ids[t]], "text")
-            elif role == R.TAIL_DESC:
-                weight = c["desc_ce_weight"] if target.context == "gt" else c["rollout_fn_desc_weight"]
-                add("token_ce/desc_ce", -weight * log_p[target.token_ids[t]], "text")
-            if role in (*TEXT, R.TAIL_DESC):
+            soft = 1.0 if target.text_weight_T is None else float(np.float32(target.text_weight_T[t]))
+            if t not in bin_at and role in TEXT:
+                add("token_ce/struct_ce", -c["struct_ce_weight"] * soft * log_p[target.token_ids[t]], "text")
+            elif role in (R.TAIL_DESC, R.REWRITTEN_DESC):
+                annotated = target.context == "gt" or role == R.REWRITTEN_DESC
+                weight = c["desc_ce_weight"] if annotated else c["rollout_fn_desc_weight"]
+                add("token_ce/desc_ce", -weight * soft * log_p[target.token_ids[t]], "text")
+            if role in (*TEXT, R.TAIL_DESC, R.REWRITTEN_DESC):
                 add("coord_reg/text_gate", -c["text_gate_weight"] * math.log1p(-min(mass, 1 - 1e-6)))
         for positions, bins in zip(target.box_pos_M4.tolist(), target.box_bin_M4.tolist(), strict=True):
             x1, y1, x2, y2 = (decoded[p] for p in positions)
@@ -97,11 +110,12 @@ def naive_ciou(p: list[float], t: list[float]) -> float:
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_every_term_equals_the_loop(seed: int) -> None:
-    model = Trigram(seed)
-    result = scored(build_pipeline(config(**EVERYTHING)), segments(), model)
+@pytest.mark.parametrize("make_step", [segments, rewritten_and_soft_segments], ids=lambda make: make.__name__)
+def test_every_term_equals_the_loop(make_step: Callable[[], tuple[Segment, ...]], seed: int) -> None:
+    model, step = Trigram(seed), make_step()
+    result = scored(build_pipeline(config(**EVERYTHING)), step, model)
     got = {name: value.item() for name, value in result.terms.items() if name.startswith("loss/")}
-    assert got == pytest.approx(naive(model, EVERYTHING), rel=1e-9)
+    assert got == pytest.approx(naive(model, EVERYTHING, step), rel=1e-9)
     assert result.loss.item() == pytest.approx(sum(got.values()), rel=1e-12)
 
 

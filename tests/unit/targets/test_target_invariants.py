@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordexp.coords import CoordVocab, serialize_objects
 from coordexp.records import GTObject
+from coordexp.targets import TargetPolicy
+from rewritten_invariants import check_rewritten
 from support.answers import outcome_of, taught_text, tiny_vocab, vocabs
 from support.target_invariants import check_target
 
@@ -76,6 +79,27 @@ def test_any_answer_becomes_a_sound_target(make_vocab, case) -> None:
         assert Counter(got.parsed.dropped).total() == sum(
             obj.kind == "bbox_2d" and (obj.bins[2] < obj.bins[0] or obj.bins[3] < obj.bins[1]) for obj in meant
         )
+
+
+POLICIES = st.builds(
+    TargetPolicy,
+    answer=st.just("rewritten"),
+    unmatched=st.sampled_from(["mask", "drop"]),
+    duplicates=st.sampled_from(["keep", "drop", "replace"]),
+    missed=st.sampled_from(["append", "in_order"]),
+)
+
+
+@vocabs
+@settings(max_examples=150, deadline=None)
+@given(case=cases(), policy=POLICIES, soft=st.lists(st.sampled_from([None, None, 0.25, 1.0]), min_size=4, max_size=4))
+def test_any_answer_is_rewritten_to_a_sound_target(make_vocab, case, policy, soft) -> None:
+    vocab = make_vocab()
+    truth, meant, edits, cut, answer_order, append_order = case
+    truth = [replace(obj, soft=how) for obj, how in zip(truth, soft, strict=False)]
+    whole = [*vocab.encode(serialize_objects(meant, answer_order)), vocab.eos_id]
+    got = outcome_of(edited(whole, edits, cut, vocab), truth, vocab, field_order=append_order, policy=policy)
+    check_rewritten(got, truth, vocab, policy)
 
 
 @settings(max_examples=80, deadline=None)

@@ -1,0 +1,148 @@
+"""The model's answer, rewritten by what the match says: ``rollout_matching.target.answer: rewritten``.
+
+Entries stand in the model's own order, numbered anew from 1, and the whole text is tokenised again:
+
+* a *matched* object, same kind of geometry: the annotation's description and the model's own coordinate tokens, which
+  are pulled to the annotation in place; its key, structure, description and the separator before it are taught;
+* a matched object of the *other kind*: the annotation's entry, taught whole;
+* an *unmatched* object: as the model wrote it, masked with the separator before it (or left out);
+* an object that was *missed*: the annotation's entry, taught whole;
+* then the closing brace and the end of the turn.
+
+A token that touches a masked entry is masked, also where it is fused with a neighbour; the closing brace never is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from coordexp.coords import CoordVocab, FieldOrder, append_fragment
+from coordexp.matching import duplicate_indices
+from coordexp.records import GTObject, MatchResult, ParsedRollout, TokenRole, TrainingTarget
+from coordexp.targets.supervision import encode_tail
+from coordexp.targets.transport import TransportConfig, coordinate_targets
+
+_AS_MATCHED = {
+    TokenRole.TAIL_STRUCT: TokenRole.REWRITTEN_STRUCT,
+    TokenRole.TAIL_DESC: TokenRole.REWRITTEN_DESC,
+    TokenRole.TAIL_COORD: TokenRole.PREFIX_COORD,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TargetPolicy:
+    """What becomes of the model's answer (keys ``rollout_matching.target.*``). All but ``answer`` concern a rewritten
+    one alone. ``duplicates``: unmatched objects that repeat an earlier one."""
+
+    answer: Literal["as_written", "rewritten"] = "as_written"
+    unmatched: Literal["mask", "drop"] = "mask"
+    duplicates: Literal["keep", "drop", "replace"] = "keep"
+    missed: Literal["append", "in_order"] = "append"
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """An entry to write. ``bins``: what its coordinates are taught, None where nothing of it is taught."""
+
+    obj: GTObject
+    bins: Sequence[float] | None
+    gt_idx: int | None = None
+    pred_idx: int | None = None  # the entry is the model's own, at its own coordinates
+
+
+def build_rewritten(
+    parsed: ParsedRollout,
+    match: MatchResult,
+    ground_truth: Sequence[GTObject],
+    vocab: CoordVocab,
+    *,
+    sample_id: str,
+    field_order: FieldOrder,
+    transport: TransportConfig,
+    policy: TargetPolicy,
+) -> TrainingTarget:
+    """``Y_train`` as the module says. No token of it is the rollout's own (``prefix_len`` 0), and nothing that can be
+    parsed is refused: an answer that breaks off is rewritten with the objects that were read.
+
+    Raises:
+        AlignmentError: a description cannot be written, as in :func:`coordexp.targets.encode_tail`.
+    """
+    entries = _entries(parsed, match, ground_truth, transport, policy)
+    written = [entry.obj for entry in entries]
+    tail = encode_tail(append_fragment(written, "{", 1, field_order).after("{"), written, vocab)
+    roles_T = tail.roles_T.copy()
+    for entry, span in zip(entries, tail.entry_tokens, strict=True):
+        if entry.pred_idx is not None and entry.bins is not None:
+            own_T = roles_T[slice(*span)]
+            for role, as_matched in _AS_MATCHED.items():
+                own_T[own_T == role] = as_matched
+    for entry, span in zip(entries, tail.entry_tokens, strict=True):
+        if entry.bins is None:
+            roles_T[slice(*span)] = TokenRole.PREFIX_MASKED
+    roles_T[-1] = TokenRole.CLOSE
+    taught = [
+        (entry.obj, positions, entry.bins)
+        for entry, positions in zip(entries, tail.coords_of, strict=True)
+        if entry.bins is not None and entry.obj.soft is None
+    ]
+    boxes = [(positions, bins) for obj, positions, bins in taught if obj.kind == "bbox_2d"]
+    number_of = {entry.gt_idx: number for number, entry in enumerate(entries, start=1)}
+    weight_T = tail.text_weight_T
+    return TrainingTarget(
+        sample_id=sample_id,
+        token_ids=(*tail.token_ids, vocab.eos_id),
+        roles_T=np.concatenate([roles_T, [np.uint8(TokenRole.EOS)]]),
+        coord_pos_K=np.array([position for _, positions, _ in taught for position in positions], dtype=np.int64),
+        coord_bin_K=np.array([target for _, _, bins in taught for target in bins], dtype=np.float64),
+        box_pos_M4=np.array([positions for positions, _ in boxes], dtype=np.int64).reshape(-1, 4),
+        box_bin_M4=np.array([bins for _, bins in boxes], dtype=np.float64).reshape(-1, 4),
+        context="rollout",
+        prefix_len=0,
+        matched_pred_idx=tuple(pair.pred_idx for pair in match.pairs),
+        matched_gt_idx=tuple(pair.gt_idx for pair in match.pairs),
+        appended_gt_idx=tuple(match.fn_gt_idx),
+        appended_object_index=tuple(number_of[j] for j in match.fn_gt_idx),
+        text_weight_T=None if weight_T is None else np.append(weight_T, 1.0),
+    )
+
+
+def _entries(
+    parsed: ParsedRollout,
+    match: MatchResult,
+    ground_truth: Sequence[GTObject],
+    transport: TransportConfig,
+    policy: TargetPolicy,
+) -> list[_Entry]:
+    """What is written, in order."""
+    gt_of = {pair.pred_idx: pair.gt_idx for pair in match.pairs}
+    in_place = [i for i, j in gt_of.items() if parsed.objects[i].kind == ground_truth[j].kind]
+    targets = coordinate_targets([(parsed.objects[i], ground_truth[gt_of[i]]) for i in in_place], transport)
+    bins_of = dict(zip(in_place, targets, strict=True))
+    repeats = set() if policy.duplicates == "keep" else {*duplicate_indices(parsed.objects)} - gt_of.keys()
+    missed = [_Entry(ground_truth[j], ground_truth[j].bins, j) for j in match.fn_gt_idx]
+    entries: list[_Entry] = []
+    for i, predicted in enumerate(parsed.objects):
+        if i in bins_of:
+            obj = replace(ground_truth[gt_of[i]], bins=predicted.bins)
+            entries.append(_Entry(obj, bins_of[i], gt_of[i], i))
+        elif i in gt_of:
+            entries.append(_Entry(ground_truth[gt_of[i]], ground_truth[gt_of[i]].bins, gt_of[i]))
+        elif i in repeats:
+            if policy.duplicates == "replace" and missed:
+                entries.append(missed.pop(0))
+        elif policy.unmatched == "mask":
+            entries.append(_Entry(GTObject(predicted.desc, predicted.kind, predicted.bins), None, None, i))
+    for entry in missed:
+        entries.insert(_place(entry, entries) if policy.missed == "in_order" else len(entries), entry)
+    return entries
+
+
+def _place(missed: _Entry, entries: Sequence[_Entry]) -> int:
+    """Before the first entry that the annotations name later."""
+    assert missed.gt_idx is not None
+    later = (k for k, entry in enumerate(entries) if entry.gt_idx is not None and entry.gt_idx > missed.gt_idx)
+    return next(later, len(entries))

@@ -1,0 +1,97 @@
+"""What holds of every rewritten target, whatever the answer was and whatever the policy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import numpy as np
+
+from coordexp.coords import COORD_TOKENS, CoordVocab
+from coordexp.geometry import mask_iou
+from coordexp.metrics import rollout_counters
+from coordexp.records import GTObject, TokenRole
+from coordexp.targets import TargetPolicy
+from support.answers import SampleOutcome, taught_text
+
+MODELS_OWN = (TokenRole.PREFIX_COORD, TokenRole.REWRITTEN_STRUCT, TokenRole.REWRITTEN_DESC)
+TAUGHT_COORDS = (TokenRole.PREFIX_COORD, TokenRole.TAIL_COORD)
+
+
+def check_rewritten(got: SampleOutcome, truth: Sequence[GTObject], vocab: CoordVocab, policy: TargetPolicy) -> None:
+    target, match, predicted = got.target, got.match, got.parsed.objects
+    tokens, roles = np.array(target.token_ids), target.roles_T
+    assert len(roles) == len(tokens) and target.prefix_len == 0 and target.context == "rollout"
+    assert roles[-2:].tolist() == [TokenRole.CLOSE, TokenRole.EOS]
+    assert not {TokenRole.CLOSE, TokenRole.EOS} & set(roles[:-2].tolist())
+
+    # The text is one JSON object, as it would be written from objects, numbered from 1.
+    text = taught_text(got, vocab)
+    root = json.loads(text)
+    assert [*root] == [f"object_{n}" for n in range(1, len(root) + 1)]
+    entries = [
+        (body["desc"], *((kind, body[kind]) for kind in ("bbox_2d", "poly") if kind in body)) for body in root.values()
+    ]
+
+    def written(desc: str, kind: str, bins: Sequence[int]) -> tuple[str, tuple[str, list[str]]]:
+        return desc, (kind, [COORD_TOKENS[k] for k in bins])
+
+    # What stands there: every matched object at its own coordinates, every annotation once, unmatched ones by policy.
+    expected = []
+    for pair in match.pairs:
+        own, gt = predicted[pair.pred_idx], truth[pair.gt_idx]
+        expected.append(written(gt.desc, gt.kind, own.bins if own.kind == gt.kind else gt.bins))
+    expected += [written(truth[j].desc, truth[j].kind, truth[j].bins) for j in match.fn_gt_idx]
+    kept = [predicted[i] for i in match.fp_pred_idx] if policy.unmatched == "mask" else []
+    if policy.duplicates == "keep":
+        expected += [written(obj.desc, obj.kind, obj.bins) for obj in kept]
+        assert sorted(entries) == sorted(expected)
+    else:
+        rest = [*entries]
+        for one in expected:
+            rest.remove(one)
+        for one in rest:  # what is left is unmatched
+            assert one in [written(obj.desc, obj.kind, obj.bins) for obj in kept]
+        firsts = [obj for i, obj in enumerate(predicted) if i in match.fp_pred_idx and not any(
+            earlier.desc == obj.desc and mask_iou(earlier, obj) >= 0.5 for earlier in predicted[:i])]  # fmt: skip
+        assert len(rest) == (len(firsts) if policy.unmatched == "mask" else 0)
+    if policy.missed == "append" and policy.duplicates != "replace":
+        assert target.appended_object_index == tuple(range(len(root) - len(match.fn_gt_idx) + 1, len(root) + 1))
+    for number, j in zip(target.appended_object_index, target.appended_gt_idx, strict=True):
+        assert entries[number - 1] == written(truth[j].desc, truth[j].kind, truth[j].bins)
+
+    # Roles: coordinates on coordinate tokens, each once, in order; masked ones are nobody's target.
+    coords = [position for position, token in enumerate(tokens.tolist()) if vocab.bin_of(token) is not None]
+    taught = [p for p in coords if roles[p] in TAUGHT_COORDS]
+    assert target.coord_pos_K.tolist() == taught == np.flatnonzero(np.isin(roles, TAUGHT_COORDS)).tolist()
+    assert {TokenRole(int(roles[p])) for p in coords} <= {*TAUGHT_COORDS, TokenRole.PREFIX_MASKED, TokenRole.SOFT_COORD}
+    tail = roles[target.coord_pos_K] == TokenRole.TAIL_COORD
+    assert [vocab.bin_of(int(t)) for t in tokens[target.coord_pos_K[tail]]] == target.coord_bin_K[tail].tolist()
+    bin_at = dict(zip(target.coord_pos_K.tolist(), target.coord_bin_K.tolist(), strict=True))
+    for positions, bins in zip(target.box_pos_M4.tolist(), target.box_bin_M4.tolist(), strict=True):
+        assert [bin_at[position] for position in positions] == bins
+    hard = [gt for gt in truth if gt.soft is None]
+    in_place = {
+        p.gt_idx: predicted[p.pred_idx] for p in match.pairs if predicted[p.pred_idx].kind == truth[p.gt_idx].kind
+    }
+    assert len(target.coord_pos_K) == sum(
+        len(in_place[j].bins if j in in_place else gt.bins) for j, gt in enumerate(truth) if gt.soft is None
+    )
+    assert len(target.box_pos_M4) == sum(gt.kind == "bbox_2d" for gt in hard)
+
+    # Without anything masked, every token is taught something.
+    if not any(role == TokenRole.PREFIX_MASKED for role in roles.tolist()):
+        assert set(roles.tolist()) <= {*range(len(TokenRole))} - {TokenRole.PREFIX_STRUCT, TokenRole.PREFIX_DESC}
+    if not in_place:
+        assert not set(roles.tolist()) & {int(role) for role in MODELS_OWN}
+
+    # Softness weighs text and nothing else.
+    if all(gt.soft is None for gt in truth):
+        assert target.text_weight_T is None
+    else:
+        assert target.text_weight_T is not None and len(target.text_weight_T) == len(roles)
+        assert target.text_weight_T[-2:].tolist() == [1.0, 1.0]
+        assert set(target.text_weight_T.tolist()) <= {1.0, *(gt.soft for gt in truth if gt.soft is not None)}
+
+    counters = rollout_counters([got])
+    assert counters["rollout/matched_total"] + counters["rollout/fn_appended_total"] == len(truth)

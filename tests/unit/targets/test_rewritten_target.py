@@ -1,0 +1,150 @@
+"""``rollout_matching.target.answer: rewritten``: what stands in the target, and which of its tokens are taught."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from coordexp.coords import TURN_END, CoordVocab
+from coordexp.metrics import SampleOutcome
+from coordexp.records import GTObject, TokenRole
+from coordexp.targets import TargetPolicy, build_gt_target, build_target
+from support.answers import CAT, DOG, LEAF, answer, entry, outcome_of, taught_text, tiny_vocab, vocabs
+from support.qwen_tokenizer import qwen_vocab
+
+NEAR_CAT = GTObject("cat", "bbox_2d", (12, 25, 195, 230))
+NEAR_DOG = GTObject("dog", "bbox_2d", (505, 510, 690, 790))
+OWL = GTObject("owl", "bbox_2d", (800, 10, 990, 200))  # what no annotation knows
+OUTLINE = GTObject("tom", "poly", (10, 20, 200, 20, 200, 220, 10, 220))
+REWRITTEN = TargetPolicy("rewritten")
+
+
+def rewritten(
+    written: Sequence[GTObject], truth: Sequence[GTObject], vocab: CoordVocab, policy: TargetPolicy = REWRITTEN
+) -> SampleOutcome:
+    text = answer(*(entry(n, obj) for n, obj in enumerate(written, start=3)))
+    return outcome_of(text, truth, vocab, policy=policy)
+
+
+def names(got: SampleOutcome, vocab: CoordVocab) -> list[tuple[str, str]]:
+    return [(key, body["desc"]) for key, body in json.loads(taught_text(got, vocab)).items()]
+
+
+def text_of(got: SampleOutcome, vocab: CoordVocab, *roles: TokenRole) -> str:
+    pairs = zip(got.target.token_ids, got.target.roles_T.tolist(), strict=True)
+    return vocab.decode([token for token, role in pairs if role in roles])
+
+
+@vocabs
+def test_matched_objects_stand_in_the_models_order_at_its_coordinates_with_the_annotations_names(make_vocab) -> None:
+    vocab = make_vocab()
+    got = rewritten([NEAR_DOG, OWL, NEAR_CAT], [CAT, LEAF, DOG], vocab)
+    assert names(got, vocab) == [
+        ("object_1", "dog"), ("object_2", "owl"), ("object_3", "black cat"), ("object_4", "leaf"),
+    ]  # fmt: skip
+    target = got.target
+    written = [vocab.bin_of(target.token_ids[p]) for p in target.coord_pos_K]
+    assert written == [*NEAR_DOG.bins, *NEAR_CAT.bins, *LEAF.bins]
+    assert target.coord_bin_K.tolist() == [*DOG.bins, *CAT.bins, *LEAF.bins]
+    assert target.box_bin_M4.tolist() == [list(DOG.bins), list(CAT.bins)]
+    assert (target.appended_gt_idx, target.appended_object_index) == ((1,), (4,))
+
+
+def test_an_unmatched_object_and_the_separator_before_it_are_masked_and_all_else_is_taught() -> None:
+    vocab = tiny_vocab()
+    got = rewritten([NEAR_DOG, OWL, NEAR_CAT], [CAT, DOG], vocab)
+    assert text_of(got, vocab, TokenRole.PREFIX_MASKED) == ", " + entry(2, OWL)
+    taught = {*TokenRole} - {TokenRole.PREFIX_MASKED, TokenRole.EOS}
+    assert text_of(got, vocab, *taught) == "{" + entry(1, NEAR_DOG) + ", " + entry(
+        3, replace(NEAR_CAT, desc="black cat")
+    ) + "}"  # fmt: skip
+    assert text_of(got, vocab, TokenRole.REWRITTEN_DESC) == "dogblack cat"
+
+
+def test_a_fused_token_that_touches_a_masked_entry_is_masked() -> None:
+    vocab = qwen_vocab()
+    got = rewritten([OWL, NEAR_CAT], [CAT], vocab)
+    masked = text_of(got, vocab, TokenRole.PREFIX_MASKED)
+    assert entry(1, OWL)[1:] in masked and masked.endswith(("},", "}, "))  # Qwen writes `},` in one token
+    assert "black cat" not in masked and got.target.roles_T[-2:].tolist() == [TokenRole.CLOSE, TokenRole.EOS]
+    alone = rewritten([OWL], [], vocab).target  # its closing brace is fused with the root's, which stays taught
+    assert alone.roles_T[-2:].tolist() == [TokenRole.CLOSE, TokenRole.EOS]
+
+
+@vocabs
+def test_of_the_other_kind_the_annotation_is_taught_whole(make_vocab) -> None:
+    vocab = make_vocab()
+    got = rewritten([OUTLINE, OWL], [CAT], vocab)
+    body = json.loads(taught_text(got, vocab))
+    assert body["object_1"] == json.loads("{" + entry(1, CAT) + "}")["object_1"]
+    assert got.target.coord_bin_K.tolist() == list(CAT.bins)
+    assert {TokenRole.TAIL_COORD, TokenRole.TAIL_DESC} <= {TokenRole(int(r)) for r in got.target.roles_T}
+    assert (got.target.matched_gt_idx, got.target.appended_gt_idx) == ((0,), ())
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        (TargetPolicy("rewritten"), ["cat", "owl", "owl", "dog", "leaf"]),  # CAT's twin and the owls stay
+        (TargetPolicy("rewritten", unmatched="drop"), ["cat", "dog", "leaf"]),
+        (TargetPolicy("rewritten", duplicates="drop"), ["cat", "owl", "dog", "leaf"]),
+        (TargetPolicy("rewritten", duplicates="replace"), ["cat", "owl", "dog", "leaf"]),
+        (TargetPolicy("rewritten", missed="in_order"), ["dog", "cat", "owl", "owl", "leaf"]),
+        (TargetPolicy("rewritten", "drop", "replace", "in_order"), ["cat", "dog", "leaf"]),
+    ],
+)
+@vocabs
+def test_what_becomes_of_unmatched_repeated_and_missed_objects(make_vocab, policy, expected) -> None:
+    vocab = make_vocab()
+    truth = [DOG, replace(CAT, desc="cat"), LEAF]
+    got = rewritten([NEAR_CAT, OWL, replace(OWL, bins=(801, 10, 990, 201))], truth, vocab, policy)
+    assert [desc for _, desc in names(got, vocab)] == expected
+
+
+@vocabs
+def test_a_duplicate_gives_its_place_to_the_next_missed_object(make_vocab) -> None:
+    vocab = make_vocab()
+    policy = TargetPolicy("rewritten", duplicates="replace")
+    got = rewritten([NEAR_CAT, replace(NEAR_CAT, bins=(13, 25, 195, 231)), NEAR_DOG], [CAT, LEAF, DOG], vocab, policy)
+    assert [desc for _, desc in names(got, vocab)] == ["black cat", "leaf", "dog"]
+    assert got.target.appended_object_index == (2,)
+
+
+@vocabs
+@pytest.mark.parametrize("response", ["", "no idea", '{"object_1": {"desc": "cat", "bbox', "[]" + TURN_END])
+def test_an_answer_without_a_usable_object_becomes_the_annotations(make_vocab, response: str) -> None:
+    vocab = make_vocab()
+    got = outcome_of(response, [CAT, LEAF], vocab, policy=REWRITTEN)
+    truth = build_gt_target([CAT, LEAF], vocab, sample_id="sample")
+    assert got.target.token_ids == truth.token_ids
+    assert got.target.roles_T.tolist() == truth.roles_T.tolist()
+    assert got.target.coord_bin_K.tolist() == truth.coord_bin_K.tolist()
+
+
+@vocabs
+def test_a_soft_object_is_taught_its_text_by_weight_and_no_coordinates(make_vocab) -> None:
+    vocab = make_vocab()
+    soft_cat, soft_leaf = replace(CAT, soft=0.5), replace(LEAF, soft=0.25)
+    for policy in (TargetPolicy(), REWRITTEN):
+        target = rewritten([NEAR_CAT, NEAR_DOG], [soft_cat, DOG, soft_leaf], vocab, policy).target
+        assert target.coord_bin_K.tolist() == list(DOG.bins)
+        assert target.box_bin_M4.tolist() == [list(DOG.bins)]
+        assert (target.roles_T == TokenRole.SOFT_COORD).sum() == len(CAT.bins) + len(LEAF.bins)
+        assert target.text_weight_T is not None
+        assert {*target.text_weight_T.tolist()} == {0.25, 0.5, 1.0}
+        desc = TokenRole.REWRITTEN_DESC if policy is REWRITTEN else TokenRole.PREFIX_DESC
+        assert set(target.text_weight_T[target.roles_T == desc].tolist()) == {0.5, 1.0}
+    gt = build_gt_target([soft_cat, DOG], vocab, sample_id="gt")
+    assert gt.coord_bin_K.tolist() == list(DOG.bins)
+    hard = build_gt_target([CAT, DOG], vocab, sample_id="gt")
+    assert gt.token_ids == hard.token_ids and hard.text_weight_T is None
+
+
+def test_the_contracts_target_is_the_default() -> None:
+    vocab = qwen_vocab()
+    got = rewritten([NEAR_CAT, OWL], [CAT, DOG], vocab, TargetPolicy())
+    plain = build_target(got.parsed, got.match, [CAT, DOG], vocab, sample_id="sample")
+    assert plain.token_ids == got.target.token_ids and plain.prefix_len == len(got.parsed.prefix_token_ids) > 0
