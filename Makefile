@@ -14,7 +14,7 @@ EXTRAS ?= dev,$(VLLM),swift
 STAMP := $(VENV)/.coordexp-setup-$(subst $(comma),-,$(EXTRAS))
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: setup demo test browser fuzz check bench clean
+.PHONY: setup demo test browser fuzz mutants check bench clean
 
 setup: $(STAMP)
 
@@ -55,6 +55,11 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/python -m pytest -q tests/unit/test_import_layers.py
+
+# Whether tests would notice: each change of tests/mutants/mutations.yaml in a copy of src. About half an hour, on demand.
+MUTANTS_ARGS ?= --json outputs/mutants.json
+mutants: setup
+	$(BIN)/python tests/mutants/run.py $(MUTANTS_ARGS)
 
 bench: setup
 	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script $(BENCH_ARGS); done
