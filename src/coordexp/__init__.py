@@ -6,4 +6,22 @@ vllm_engine and servers.
 Records that cross a boundary live in :mod:`coordexp.records`.
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
 __version__ = "0.1.0"
+
+_LAZY = {"Detector": "coordexp.inference.detector", "Detections": "coordexp.inference.detections"}
+
+
+def __getattr__(name: str) -> Any:
+    """What is slow to import comes when it is asked for: ``import coordexp`` itself takes no time."""
+    if name not in _LAZY:
+        raise AttributeError(f"module 'coordexp' has no attribute {name!r}")
+    return getattr(importlib.import_module(_LAZY[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_LAZY])

@@ -10,6 +10,9 @@ from typing import Any, Literal
 
 from coordexp import errors
 
+RENDEZVOUS = "COORDEXP_RENDEZVOUS"
+"""The variable that names the file in which the processes of ``coordexp launch`` meet."""
+
 
 def rank() -> int:
     """This process's rank under torchrun; 0 alone."""

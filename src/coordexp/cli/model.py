@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from coordexp.cli.console import refuse_filled
+from coordexp.errors import CheckpointError
 
 model_app = typer.Typer(
     help="Make, merge and inspect checkpoints that know the coordinate tokens.", no_args_is_help=True
@@ -84,6 +85,8 @@ def info_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show what a checkpoint holds, without reading its weights."""
+    if not checkpoint.is_dir():  # before torch is imported
+        raise CheckpointError(f"{checkpoint}: no such folder; name a checkpoint, such as a run's output_dir")
     from coordexp.modeling.describe import describe
 
     info = describe(checkpoint)

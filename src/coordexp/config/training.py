@@ -182,6 +182,12 @@ class TrainingConfig(StrictModel):
     ] = Field(
         default=None, description="null starts anew; true goes on from the newest checkpoint; or a checkpoint folder"
     )
+    stop_within_s: float = Field(
+        default=300.0,
+        gt=0,
+        description="seconds for a run that Ctrl-C, SIGTERM or SIGUSR1 ends to finish its step and save; then it ends "
+        "without",
+    )
     eval_strategy: Strategy = Field(default="no", description="when to evaluate on val_jsonl: no, steps, epoch")
     eval_steps: Steps | None = Field(
         default=None,
@@ -232,4 +238,5 @@ OWN_KEYS = {
     "packing_min_fill_ratio",
     "packing_drop_last",
     "resume_from_checkpoint",
+    "stop_within_s",
 }

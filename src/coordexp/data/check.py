@@ -11,9 +11,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from coordexp.data.images import read_header, size_problem
+from coordexp.data.images import image_exists, read_header, size_problem
 from coordexp.data.jsonl import numbered_lines
 from coordexp.data.record_line import parse_line
+from coordexp.data.smart_resize import shape_problem
 from coordexp.errors import DataError
 from coordexp.records import NUM_BINS, GTObject, ImageRecord
 
@@ -33,6 +34,7 @@ class Finding(StrEnum):
     MISSING_IMAGE = "missing_image"
     UNREADABLE_IMAGE = "unreadable_image"
     SIZE_MISMATCH = "size_mismatch"
+    EXTREME_SHAPE = "extreme_shape"  # more than 200 times as long as wide, which vision processors refuse
     TOO_LONG = "too_long"  # prompt and answer exceed global_max_length
     ROUND_TRIP = "round_trip"  # objects → text → tokens → objects gives others
     # worth a look
@@ -45,7 +47,7 @@ class Finding(StrEnum):
 
 ERRORS = frozenset({
     Finding.SCHEMA, Finding.XYWH_LOOKING, Finding.OUT_OF_RANGE, Finding.MISSING_IMAGE, Finding.UNREADABLE_IMAGE,
-    Finding.SIZE_MISMATCH, Finding.TOO_LONG, Finding.ROUND_TRIP,
+    Finding.SIZE_MISMATCH, Finding.EXTREME_SHAPE, Finding.TOO_LONG, Finding.ROUND_TRIP,
 })  # fmt: skip
 
 
@@ -194,16 +196,18 @@ def _check_image(
 ) -> None:
     first = record.image not in paths
     paths[record.image].append(record.sample_id)
-    if not record.image.is_file():
-        check.add(Finding.MISSING_IMAGE, record.sample_id, f"no file {record.image}")
-        return
     try:
+        if not image_exists(record.image):
+            check.add(Finding.MISSING_IMAGE, record.sample_id, f"no file {record.image}")
+            return
         size = read_header(record.image).size
     except DataError as error:
         check.add(Finding.UNREADABLE_IMAGE, record.sample_id, str(error))
         return
     if first:
         digests[hashlib.sha256(record.image.read_bytes()).hexdigest()].append(record.sample_id)
+    if problem := shape_problem(*size):
+        check.add(Finding.EXTREME_SHAPE, record.sample_id, f"{record.image}: {problem}")
     if size != (record.width, record.height):
         check.add(Finding.SIZE_MISMATCH, record.sample_id, size_problem((record.width, record.height), size))
 
@@ -247,7 +251,7 @@ def _add_left_out(check: DatasetCheck) -> None:
         content = json.loads(report.read_text(encoding="utf-8"))
         reasons = content["skipped_objects"].keys() | content["skipped_images"].keys()
         problems = [problem for problem in content["problems"] if problem["reason"] in reasons]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"no conversion report: {error!r}; remove the file or convert again", path=report) from error
     for problem in problems:
         index = problem["object_index"]

@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from torch.utils.data import Dataset
-
 from coordexp.data.jsonl import order_objects
 from coordexp.records import ImageRecord, RolloutRequest
 
@@ -21,8 +19,8 @@ class Sample:
     request: RolloutRequest
 
 
-class RecordDataset(Dataset[Sample]):
-    """A map-style dataset over records.
+class RecordDataset:
+    """A map-style dataset over records, as torch's loaders take one; reading answers needs it, and no torch.
 
     ``ordering: random`` shuffles a record's objects by (seed, its index): the same in every epoch and on every rank.
     """

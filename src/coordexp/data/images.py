@@ -12,6 +12,7 @@ from coordexp.errors import DataError
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".webp", ".tif", ".tiff")
 """What is taken for an image where a folder is searched; in lower case."""
+_SHOWN_OF_PATH = 200
 _EXIF_ORIENTATION = 0x0112
 _UPRIGHT_BY_ORIENTATION = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -98,8 +99,25 @@ def size_problem(declared: tuple[int, int], real: tuple[int, int]) -> str:
     )
 
 
+def image_exists(path: Path) -> bool:
+    """Whether ``path`` is a file.
+
+    Raises:
+        DataError: it cannot even be looked for: a name longer than the file system takes, a folder nobody may enter.
+    """
+    try:
+        return path.is_file()
+    except OSError as error:
+        raise DataError(f"cannot be looked for ({error.strerror})", path=_shortened(path)) from error
+
+
+def _shortened(path: Path) -> str:
+    text = str(path)
+    return text if len(text) <= _SHOWN_OF_PATH else f"{text[:_SHOWN_OF_PATH]}… ({len(text):,} characters)"
+
+
 def _open(path: Path) -> Image.Image:
-    if not path.is_file():
+    if not image_exists(path):
         raise DataError("image not found; check the path (relative paths start at the JSONL's folder)", path=path)
     try:
         return Image.open(path)

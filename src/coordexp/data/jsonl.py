@@ -9,6 +9,7 @@ from typing import Literal
 
 from coordexp.data.images import read_header, size_problem
 from coordexp.data.record_line import parse_line
+from coordexp.data.smart_resize import shape_problem
 from coordexp.errors import DataError
 from coordexp.records import GTObject, ImageRecord
 
@@ -106,7 +107,9 @@ def _image_problems(records: Iterable[ImageRecord], path: Path | None) -> list[D
     for record in records:
         if record.image not in sizes:
             try:
-                sizes[record.image] = read_header(record.image).size
+                size = read_header(record.image).size
+                problem = shape_problem(*size)
+                sizes[record.image] = size if problem is None else DataError(problem, path=record.image)
             except DataError as error:
                 sizes[record.image] = error
         real, declared = sizes[record.image], (record.width, record.height)

@@ -138,6 +138,8 @@ def _image_path(images: Any, path: Path) -> Path:
         )
     if "\0" in images[0]:
         raise _Invalid(f"images holds a path with a NUL character: {_show(images[0])}")
+    if any("\ud800" <= char <= "\udfff" for char in images[0]):
+        raise _Invalid(f"images holds a path with half a character (a lone surrogate): {_show(images[0])}; rename it")
     return Path(os.path.abspath(path.parent / images[0]))
 
 

@@ -28,6 +28,16 @@ def check_resize_limits(factor: int, min_pixels: int, max_pixels: int) -> None:
         raise DataError(f"max_pixels={max_pixels} is less than one {factor}x{factor} image token; raise max_pixels")
 
 
+def shape_problem(width: int, height: int) -> str | None:
+    """The sentence for an image that the vision processors refuse for its shape; None for any other."""
+    if max(height, width) / min(height, width) <= MAX_ASPECT_RATIO:
+        return None
+    return (
+        f"image size {width}x{height} has an aspect ratio above {MAX_ASPECT_RATIO:g}, which the vision processor "
+        "refuses; crop or tile the image"
+    )
+
+
 def smart_resize(
     height: int,
     width: int,
@@ -45,11 +55,8 @@ def smart_resize(
     check_resize_limits(factor, min_pixels, max_pixels)
     if height < 1 or width < 1:
         raise DataError(f"image size {width}x{height}: both sides must be at least 1 pixel")
-    if max(height, width) / min(height, width) > MAX_ASPECT_RATIO:
-        raise DataError(
-            f"image size {width}x{height} has an aspect ratio above {MAX_ASPECT_RATIO:g}, which the vision processor "
-            "refuses; crop or tile the image"
-        )
+    if problem := shape_problem(width, height):
+        raise DataError(problem)
     # Python's round (half to even) is part of the contract: the processors use it too.
     grid_h, grid_w = round(height / factor) * factor, round(width / factor) * factor
     if grid_h * grid_w > max_pixels:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,18 @@ class Detection:
 
 
 @dataclass(frozen=True, slots=True)
+class OriginalImage:
+    """The image that a converter prepared this one from: its file, as the source names it, and its size in pixels."""
+
+    file: str
+    width: int
+    height: int
+
+
+@dataclass(frozen=True, slots=True)
 class ImageAnswer:
-    """``gt`` is None where an image came without annotations; ``dropped`` counts unusable entries by reason."""
+    """``gt`` is None where an image came without annotations; ``dropped`` counts unusable entries by reason;
+    ``original`` is None where the image is the one that the user has."""
 
     sample_id: str
     image: str
@@ -43,6 +53,7 @@ class ImageAnswer:
     repeat_terminated: bool = False
     num_tokens: int = 0
     text: str = ""
+    original: OriginalImage | None = None
 
     @property
     def num_dropped(self) -> int:
@@ -81,6 +92,7 @@ def make_answer(
         repeat_terminated=rollout.repeat_terminated,
         num_tokens=len(rollout.response_token_ids),
         text=rollout.text,
+        original=_original(record.metadata.get("source")),
     )
 
 
@@ -99,6 +111,8 @@ def to_line(answer: ImageAnswer) -> str:
         "num_tokens": answer.num_tokens,
         "text": answer.text,
     }
+    if answer.original is not None:
+        fields["original"] = asdict(answer.original)
     return json.dumps(fields, ensure_ascii=False, allow_nan=False)
 
 
@@ -122,8 +136,9 @@ def from_line(text: str | bytes, *, path: Path | None = None, line: int | None =
             repeat_terminated=bool(fields.get("repeat_terminated", False)),
             num_tokens=int(fields.get("num_tokens", 0)),
             text=str(fields.get("text", "")),
+            original=_original(fields.get("original")),
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise DataError(f"no line of predictions: {type(error).__name__}: {error}", path=path, line=line) from error
 
 
@@ -198,6 +213,16 @@ def _score(value: Any) -> float | None:
     if type(value) not in (int, float) or not math.isfinite(value):
         raise ValueError(f"score is {value!r}; expected a finite number or null")
     return float(value)
+
+
+def _original(fields: Any) -> OriginalImage | None:
+    """Of what converters write; metadata of another form says nothing about it."""
+    if not isinstance(fields, Mapping):
+        return None
+    file, width, height = (fields.get(name) for name in ("file", "width", "height"))
+    if not isinstance(file, str) or type(width) is not int or type(height) is not int or min(width, height) < 1:
+        return None
+    return OriginalImage(file, width, height)
 
 
 def _typed(fields: Mapping[str, Any], name: str, kind: type) -> Any:

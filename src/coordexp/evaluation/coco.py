@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -81,6 +81,24 @@ def to_coco(
                 results.append(result | _result_shape(found, answer.width, answer.height, iou_type))
     categories = [{"id": number, "name": name} for name, number in category_of.items()]
     return CocoData({"images": images, "annotations": annotations, "categories": categories}, results)
+
+
+def to_results(
+    answer: ImageAnswer, image_id: int, category_ids: Mapping[str, int] | None = None
+) -> list[dict[str, Any]]:
+    """One image's predictions as COCO results in its pixels, polygons with their outline. ``category_ids`` by name;
+    names that it lacks are numbered behind it in order of appearance. A score that nobody gave is 1."""
+    number = dict(category_ids or {})
+    results = []
+    for found in answer.pred:
+        category = number.setdefault(found.desc, max(number.values(), default=0) + 1)
+        result = {"image_id": image_id, "category_id": category, "category_name": found.desc}
+        result |= {"score": 1.0 if found.score is None else found.score}
+        result |= {"bbox": _pixel_box(found, answer.width, answer.height)}
+        if found.kind == "poly":
+            result["segmentation"] = _pixels(found, answer.width, answer.height)["segmentation"]
+        results.append(result)
+    return results
 
 
 def _pixels(obj: GTObject | Detection, width: int, height: int) -> dict[str, Any]:

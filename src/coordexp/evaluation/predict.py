@@ -12,7 +12,6 @@ from coordexp.data.dataset import RecordDataset, Sample
 from coordexp.evaluation.answers import ImageAnswer, from_line, to_line
 from coordexp.evaluation.detection import Prediction
 from coordexp.evaluation.summary import EvaluationOptions, summarise
-from coordexp.modeling.inputs import check_prompt
 from coordexp.parsing import parse_rollout
 from coordexp.records import ParsedRollout, Rollout, RolloutRequest
 from coordexp.rollouts import DatasetSeeds, RolloutBackend, Seeds
@@ -39,6 +38,8 @@ def predict(
         AlignmentError: the backend answered another prompt than ours, e.g. to an image of another size.
         RolloutError: as the backend's.
     """
+    from coordexp.modeling.inputs import check_prompt  # torch comes with it, and saved answers are read without
+
     rollouts = backend.generate([sample.request for sample in samples], seeds)
     predictions = []
     for sample, rollout in zip(samples, rollouts, strict=True):

@@ -45,8 +45,8 @@ class Sheet:
 
 @dataclass(frozen=True, slots=True)
 class CompletionResult:
-    """What was counted, the prompt that was asked (None: the built-in one), and the files written, on the first rank
-    (none elsewhere)."""
+    """The prompt that was asked (None: the built-in one); on the first rank what was counted, and the files written
+    (nothing elsewhere)."""
 
     counts: CompletionCounts
     prompt: str | None
@@ -123,22 +123,32 @@ def run_completion(
         DataError, ConfigError, CheckpointError: as :func:`~coordexp.inference.predict.run_prediction` and
             :func:`~coordexp.evaluation.completion.complete_records`.
     """
-    records = read_jsonl(source)
-    answers_folder = out.with_name(f"{out.stem}.answers")
-    run_prediction(run, console, source=source, output=answers_folder, confidence=True)
+    run_prediction(run, console, source=source, output=_answers_folder(out), confidence=True)
+    result = CompletionResult(CompletionCounts(), run.template.prompt, ())
+    with distributed.raise_on_all_ranks("coordexp data complete"):
+        if distributed.is_main():
+            result = _complete_from_answers(run, source, out, rules, sheet)
+    return result
+
+
+def _answers_folder(out: Path) -> Path:
+    return out.with_name(f"{out.stem}.answers")
+
+
+def _complete_from_answers(
+    run: RunConfig, source: Path, out: Path, rules: CompletionRules, sheet: Sheet | None
+) -> CompletionResult:
     model = Path(run.model.model)
     origin = ModelOrigin(str(model), checkpoint_fingerprint(model))
-    answers = {answer.sample_id: answer for answer in read_answers(answers_folder)}
-    done, counts = complete_records(records, answers, rules, origin)
-    files: list[Path] = []
-    if distributed.is_main():
-        write_jsonl([item.record for item in done], out)
-        summary = out.with_name(f"{out.stem}.completion.json")
-        about = {"source": str(source), **asdict(origin), "prompt": run.template.prompt, "rules": asdict(rules)}
-        text = json.dumps({**about, **counts.to_json()}, indent=2, ensure_ascii=False)
-        write_atomically(summary, text + "\n")
-        files = [out, summary]
-        shown = [] if sheet is None else most_likely_missed(done, sheet.images)
-        if sheet is not None and shown:
-            files.append(draw_contact_sheet(shown, load_vocab(model), sheet.path))
+    answers = {answer.sample_id: answer for answer in read_answers(_answers_folder(out))}
+    done, counts = complete_records(read_jsonl(source), answers, rules, origin)
+    write_jsonl([item.record for item in done], out)
+    about = {"source": str(source), **asdict(origin), "prompt": run.template.prompt, "rules": asdict(rules)}
+    summary = out.with_name(f"{out.stem}.completion.json")
+    text = json.dumps({**about, **counts.to_json()}, indent=2, ensure_ascii=False)
+    write_atomically(summary, text + "\n")
+    files = [out, summary]
+    shown = [] if sheet is None else most_likely_missed(done, sheet.images)
+    if sheet is not None and shown:
+        files.append(draw_contact_sheet(shown, load_vocab(model), sheet.path))
     return CompletionResult(counts, run.template.prompt, tuple(files))

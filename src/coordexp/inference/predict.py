@@ -14,12 +14,12 @@ from coordexp import distributed
 from coordexp.config import RunConfig, resolved_rollout
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.data.dataset import RecordDataset
-from coordexp.data.images import IMAGE_SUFFIXES, read_header
-from coordexp.data.jsonl import check_dataset, read_jsonl
+from coordexp.data.image_sources import find_images
 from coordexp.data.preparation import ImagePreparation, read_preparation
 from coordexp.errors import DataError
 from coordexp.evaluation import Prediction, predict, read_answers
 from coordexp.evaluation.answers import PREDICTIONS, ImageAnswer, from_line, make_answer, to_line
+from coordexp.evaluation.drawing import save_drawings
 from coordexp.evaluation.predict import share_out
 from coordexp.evaluation.scores import ConfidenceScorer
 from coordexp.evaluation.summary import write_coco
@@ -34,48 +34,32 @@ SETTINGS = "prediction.json"
 
 @dataclass(frozen=True, slots=True)
 class PredictionResult:
-    """Where the answers lie, how many there are, and how many of them an earlier run had made."""
+    """Where the answers lie, how many there are, and how many of them an earlier run had made; (image, reason) of each
+    that could not be read; the answers themselves, on the first rank (none elsewhere)."""
 
     folder: Path
     images: int
     resumed: int
     files: tuple[Path, ...]
-
-
-def read_images(source: Path, limit: int | None = None) -> tuple[tuple[ImageRecord, ...], bool]:
-    """The records of a JSONL, or a record without objects for every image below a folder; and whether they are
-    annotated.
-
-    Raises:
-        DataError: nothing there, or nothing that can be read.
-    """
-    if source.is_dir():
-        paths = sorted(path for path in source.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES)[:limit]
-        if not paths:
-            raise DataError(f"no image below this folder; looked for {', '.join(IMAGE_SUFFIXES)}", path=source)
-        return tuple(_unannotated(path, source) for path in paths), False
-    records = read_jsonl(source, limit=limit)
-    check_dataset(records)
-    return tuple(records), True
-
-
-def _unannotated(path: Path, root: Path) -> ImageRecord:
-    width, height = read_header(path).size
-    return ImageRecord(path.relative_to(root).as_posix(), path.resolve(), width, height, ())
+    skipped: tuple[tuple[str, str], ...] = ()
+    answers: tuple[ImageAnswer, ...] = ()
 
 
 def run_prediction(
     config: RunConfig,
     console: Console,
     *,
-    source: Path,
+    source: Path | Sequence[Path],
     output: Path,
     model: Path | None = None,
     limit: int | None = None,
     constant_score: float | None = None,
     confidence: bool = False,
+    skip_broken: bool = False,
+    save_images: bool = False,
 ) -> PredictionResult:
-    """Answer every image of ``source`` and write ``predictions.jsonl`` and COCO results to ``output``.
+    """Answer every image of ``source`` (:func:`~coordexp.data.image_sources.find_images`) and write
+    ``predictions.jsonl`` and COCO results to ``output``; with ``save_images`` each image with its answer drawn too.
 
     Each batch is on the disk before the next one starts; run again with the same settings, it goes on where it stopped.
     Under torchrun each rank answers its share into a file of its own, and the first joins them at the end.
@@ -90,13 +74,17 @@ def run_prediction(
 
     rollout = resolved_rollout(config)
     check_backend(rollout)
-    records, annotated = read_images(source, limit)
+    sources = [source] if isinstance(source, Path) else list(source)
+    found = find_images(sources, limit=limit, skip_broken=skip_broken)
+    records = found.records
     path = Path(model or config.model.model)
     load_vocab(path)
     preparation = read_preparation(path)
     score = "confidence" if confidence else constant_score
-    settings = _settings(config, rollout, path, source, score) | _resizing(preparation)
+    settings = _settings(config, rollout, path, sources, score) | _resizing(preparation)
     _note_unlike_training(console, preparation, records)
+    for image, reason in found.skipped:
+        console.print(f"skipped {image}: {reason}", highlight=False, markup=False, soft_wrap=True)
     mine = _part(output, distributed.rank())
     PartialState(cpu=config.training.use_cpu)  # joins the process group under torchrun: the next line needs it
     with distributed.raise_on_all_ranks("coordexp predict"):
@@ -117,33 +105,36 @@ def run_prediction(
             for batch in batches:
                 # Seeded by the images' places in the source, so that an interrupted run answers as a whole one.
                 seeds = DatasetSeeds(config.training.seed, batch.start)
-                found = predict([dataset[i] for i in batch], session.backend, session.loaded.vocab, seeds, scorer)
-                if lines := [to_line(_answer(item, annotated, constant_score)) + "\n" for item in found]:
-                    append_line(mine, "".join(lines).encode("utf-8"))
+                answered = predict([dataset[i] for i in batch], session.backend, session.loaded.vocab, seeds, scorer)
+                answers = [_answer(item, found.annotated, constant_score) for item in answered]
+                if answers:
+                    append_line(mine, "".join(to_line(answer) + "\n" for answer in answers).encode("utf-8"))
                 done += len(batch)
                 on_progress(done, total)
     distributed.barrier()
-    files: list[Path] = []
-    if distributed.is_main():
-        files = _finish(output, records)
-    return PredictionResult(output, len(records), len(records) - len(todo), tuple(files))
+    if not distributed.is_main():
+        return PredictionResult(output, len(records), len(records) - len(todo), (), found.skipped)
+    answers, files = _finish(output, records)
+    if save_images:
+        files += save_drawings(answers, output / "images")
+    return PredictionResult(output, len(records), len(records) - len(todo), tuple(files), found.skipped, tuple(answers))
 
 
-def _answer(item: Prediction, annotated: bool, constant_score: float | None) -> ImageAnswer:
+def _answer(item: Prediction, annotated: frozenset[str], constant_score: float | None) -> ImageAnswer:
     scores = item.scores
     if constant_score is not None:
         scores = (constant_score,) * len(item.parsed.objects)
-    return make_answer(item.record, item.rollout, item.parsed, scores, annotated)
+    return make_answer(item.record, item.rollout, item.parsed, scores, item.record.sample_id in annotated)
 
 
 def _settings(
-    config: RunConfig, rollout: RolloutMatchingConfig, model: Path, source: Path, score: str | float | None
+    config: RunConfig, rollout: RolloutMatchingConfig, model: Path, sources: Sequence[Path], score: str | float | None
 ) -> dict[str, Any]:
     """What an answer depends on."""
     return {
         "model": str(model.resolve()),
         "fingerprint": checkpoint_fingerprint(model),
-        "source": str(source.resolve()),
+        "source": str(sources[0].resolve()) if len(sources) == 1 else [str(one.resolve()) for one in sources],
         "dtype": config.model.dtype,
         "prompt": config.template.prompt,
         "system": config.template.system,
@@ -209,7 +200,7 @@ def _read_part(path: Path) -> list[ImageAnswer]:
     return [from_line(line, path=path, line=number) for number, line in enumerate(lines, start=1)]
 
 
-def _finish(output: Path, records: Sequence[ImageRecord]) -> list[Path]:
+def _finish(output: Path, records: Sequence[ImageRecord]) -> tuple[list[ImageAnswer], list[Path]]:
     """One file in the order of the source, and COCO's results from it."""
     by_id = {answer.sample_id: answer for part in _parts(output) for answer in _read_part(part)}
     answers = [by_id[record.sample_id] for record in records]
@@ -223,4 +214,4 @@ def _finish(output: Path, records: Sequence[ImageRecord]) -> list[Path]:
     paths = [whole, *write_coco(answers, output, "bbox", None)]
     if any(obj.kind == "poly" for answer in answers for obj in answer.pred):
         paths += write_coco(answers, output, "segm", None)
-    return list(dict.fromkeys(paths))
+    return answers, list(dict.fromkeys(paths))

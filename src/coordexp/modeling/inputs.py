@@ -14,7 +14,8 @@ from PIL import Image
 
 from coordexp.data.images import open_rgb
 from coordexp.data.prompts import build_messages
-from coordexp.errors import AlignmentError
+from coordexp.data.smart_resize import shape_problem
+from coordexp.errors import AlignmentError, DataError
 from coordexp.modeling.attention import row_arguments
 from coordexp.records import ImageRecord, PackedRow, RolloutRequest
 
@@ -42,6 +43,8 @@ class PromptEncoder:
 
         ``model_inputs`` holds ``pixel_values`` (patches, features) and ``image_grid_thw`` (1, 3).
         """
+        if problem := shape_problem(record.width, record.height):
+            raise DataError(problem, path=record.image)
         messages = build_messages(record.image, self._prompt, self._system)
         text = self._processor.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
         image = open_rgb(record.image, expected_size=(record.width, record.height))

@@ -100,7 +100,7 @@ def load_carry_buffer(buffer: CarryBuffer, checkpoint: Path, encode: Callable[[s
         )
     try:
         segments = [segment_from_json(data, encode) for data in json.loads(path.read_text(encoding="utf-8"))]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path}: not a carry buffer ({error!r}); resume from an older checkpoint") from error
     buffer.load_state_dict({"segments": segments})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from coordexp.config.rollout import MonitorDumpConfig, RolloutMatchingConfig
 from coordexp.data.dataset import RecordDataset
 from coordexp.data.jsonl import check_dataset, read_jsonl
 from coordexp.data.preparation import preparation_of
-from coordexp.errors import ConfigError, CoordExpError, DataError
+from coordexp.errors import ConfigError, CoordExpError, DataError, ProcessesLost, RunStopped
 from coordexp.extras import require
 from coordexp.records import ImageRecord
 from coordexp.rollouts import check_backend
@@ -254,21 +255,60 @@ def run_training(
     ``config_path`` and ``overrides`` (``key.path=value``) say in the manifest what ``config`` was loaded from.
 
     Returns: the trainer, after training.
+
+    Raises:
+        RunStopped: a signal ended the run; everything is saved. ProcessesLost: another process of torchrun is gone.
     """
+    from coordexp.training.process_group import join_processes, lost_each_other
+    from coordexp.training.run_lock import only_run_in
+
     checked = check_run(config)
-    trainer, resume = build_trainer(checked, console, description, config_path, overrides)
-    if resume is not None:
-        console.print(f"resuming from {resume}", highlight=False, markup=False, soft_wrap=True)
     try:
-        trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
-    finally:
-        for callback in trainer.callback_handler.callbacks:
-            if hasattr(callback, "stop"):
-                callback.stop()
-        trainer.close()
-    trainer.save_model()
-    trainer.save_state()  # everything that was logged: the viewer's curves
+        join_processes(config)
+        with only_run_in(Path(config.training.output_dir)):
+            trainer, resume = build_trainer(checked, console, description, config_path, overrides)
+            if resume is not None:
+                console.print(f"resuming from {resume}", highlight=False, markup=False, soft_wrap=True)
+            _train(trainer, resume, config.training.stop_within_s)
+            trainer.save_model()
+            trainer.save_state()  # everything that was logged: the viewer's curves
+    except RuntimeError as error:
+        if not lost_each_other(error):
+            raise
+        raise ProcessesLost(
+            f"rank {distributed.rank()}: another process of this run ended, or did not answer within "
+            f"{config.training.ddp_timeout} s (training.ddp_timeout): {str(error).strip().splitlines()[0][:300]}. Its "
+            "own lines above say why; to go on, start again with training.resume_from_checkpoint: true"
+        ) from error
     return trainer
+
+
+def _train(trainer: CoordExpTrainer, resume: Path | None, stop_within_s: float) -> None:
+    from coordexp.training.stopping import StopAfterStep, StopSignals
+
+    signals = StopSignals(stop_within_s, trainer.last_saved)
+    stop = StopAfterStep(signals)
+    trainer.add_callback(stop)
+    trainer.asked_to_stop = lambda: signals.asked
+    stopped_by = None
+    with signals:
+        try:
+            trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+            stopped_by = stop.stopped_by
+        except RunStopped as stopped:
+            stopped_by = stopped.signal
+        finally:
+            for callback in trainer.callback_handler.callbacks:
+                if hasattr(callback, "stop"):
+                    callback.stop()
+            trainer.close()
+    if stopped_by is not None:
+        raise RunStopped(
+            f"stopped by {signal.Signals(stopped_by).name} after step {trainer.state.global_step} of "
+            f"{trainer.state.max_steps}. {trainer.last_saved()}. To go on, start again with "
+            "training.resume_from_checkpoint: true",
+            stopped_by,
+        )
 
 
 def _learner_parts(

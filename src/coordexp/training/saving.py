@@ -6,17 +6,18 @@ import json
 import logging
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 
 from coordexp import distributed
 from coordexp.data.preparation import write_preparation
-from coordexp.errors import CheckpointError
+from coordexp.errors import CheckpointError, RunStopped, TrainingDiverged
 from coordexp.files import write_atomically
 from coordexp.metrics import MetricSums
 from coordexp.modeling.adapter import has_adapter, load_adapter, save_adapter
@@ -24,14 +25,16 @@ from coordexp.modeling.load import LoadedModel
 from coordexp.packing import CarryBuffer
 from coordexp.training.buffer_file import save_carry_buffer
 from coordexp.training.checkpoint import checkpoint_folder, delete_old, readable
+from coordexp.training.disk import writing
 from coordexp.training.seal import read_seal, seal_checkpoint
+from coordexp.training.step_start import StepStart
 
 logger = logging.getLogger("coordexp")
 
 
 class SavingTrainer(Trainer):
     """transformers' Trainer, whose checkpoints hold what waits on every rank (segments for a packed row, figures for a
-    log line), count once they are whole, and are written too when an error ends the run between two steps.
+    log line), count once they are whole, and are written too when an error ends the run.
 
     ``sums``: what this rank has to say about the steps of the log line under way.
     """
@@ -47,6 +50,7 @@ class SavingTrainer(Trainer):
         self._buffer = buffer
         self._keep_checkpoints = keep_checkpoints
         self._resumes_from: Path | None = None
+        self._step_start: StepStart | None = None
         self._saved: tuple[int, Path] | None = None  # the last whole checkpoint of this run: its step and folder
 
     def train(self, resume_from_checkpoint: str | None = None, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -60,28 +64,48 @@ class SavingTrainer(Trainer):
 
     # -- saving --------------------------------------------------------------------------------------------------------
 
+    def begin_step(self) -> None:
+        """Note what the step changes before it changes the weights."""
+        self._step_start = StepStart.of(self._buffer, self.sums, self._loss_of_line())
+
     @contextmanager
     def saving_before_giving_up(self, what: str) -> Iterator[None]:
         """An error within it ends the run, and what was learned before ``what`` is saved first.
 
-        Nothing of ``what`` may have changed the weights. The carry buffer becomes again what it was: the same samples
-        will be read after a resume. A save is a collective call, so it takes an error that every rank has alike; what
-        may fail within must stand in :func:`distributed.raise_on_all_ranks`.
+        Nothing of ``what`` may have changed the weights. What else the step changed becomes again what it was: a resume
+        does the same step again. A save is a collective call, so it takes an error that every rank has alike; what may
+        fail within must stand in :func:`distributed.raise_on_all_ranks`.
+
+        Raises:
+            TrainingDiverged: in place of what a library says of weights that are NaN or infinite, which are not saved.
         """
-        waiting = None if self._buffer is None else self._buffer.state_dict()
         try:
             yield
+        except TrainingDiverged:
+            raise
+        except RunStopped:
+            if self.state.global_step and (self._saved is None or self._saved[0] != self.state.global_step):
+                self._save_checkpoint(self._loaded.model, None)
+            raise
         except Exception as error:
-            if self._buffer is not None and waiting is not None:
-                self._buffer.load_state_dict(waiting)
+            if self._step_start is not None:
+                self._step_start.restore(self._buffer, self.sums, self._loss_of_line())
+            self._loaded.model.zero_grad(set_to_none=True)  # a save may need the memory
             self._save_what_was_learned(what, error)
             raise
 
     def _save_what_was_learned(self, what: str, error: Exception) -> None:
         step = self.state.global_step
+        together = distributed.is_every_ranks(error)
+        if together and distributed.all_reduce([float(_is_broken(self._loaded.model))], "max")[0]:
+            raise TrainingDiverged(
+                f"{what}: the weights are NaN or infinite after {step} steps; lower training.learning_rate or "
+                "training.max_grad_norm, or use bf16 instead of fp16, and resume from a checkpoint with finite loss. "
+                f"{self.last_saved()}"
+            ) from error
         if not step:
             return
-        if distributed.is_every_ranks(error):
+        if together:
             if self._saved is None or self._saved[0] != step:
                 self._save_checkpoint(self._loaded.model, None)
         else:
@@ -95,29 +119,48 @@ class SavingTrainer(Trainer):
                 *self._saved,
             )
 
+    def last_saved(self) -> str:
+        """A sentence about what is on the disk."""
+        if self._saved is None:
+            return "Nothing of this run is saved"
+        return f"Saved are the first {self._saved[0]} steps, in {self._saved[1]}"
+
+    def _loss_of_line(self) -> torch.Tensor | None:
+        return getattr(self, "_tr_loss", None)  # transformers makes it with the first step
+
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         step = self.state.global_step
         folder = checkpoint_folder(str(self.args.output_dir), step)
         with distributed.raise_on_all_ranks(f"making room for {folder}"):
             if self.args.should_save and folder.exists():
                 shutil.rmtree(folder)  # left unfinished, or of an earlier run: its files would mix with the new ones
-        with distributed.raise_on_all_ranks(f"saving to {folder}"):
-            folder.mkdir(parents=True, exist_ok=True)
-            if self._buffer is not None:
-                save_carry_buffer(self._buffer, folder)
-            self._save_log_line(folder)
-        super()._save_checkpoint(model, trial)
-        seal_checkpoint(
-            folder,
-            step,
-            resumable=not self.args.save_only_model,
-            writes=self.args.should_save,
-            shared=not self.args.save_on_each_node,
-        )
+        with self._told_of_the_disk(folder):
+            with distributed.raise_on_all_ranks(f"saving to {folder}"):
+                folder.mkdir(parents=True, exist_ok=True)
+                if self._buffer is not None:
+                    save_carry_buffer(self._buffer, folder)
+                self._save_log_line(folder)
+            # Sharded, all ranks write in turns that one alone cannot leave; otherwise each writes its own.
+            sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
+            with nullcontext() if sharded else distributed.raise_on_all_ranks(f"saving to {folder}"):
+                super()._save_checkpoint(model, trial)
+            seal_checkpoint(
+                folder,
+                step,
+                resumable=not self.args.save_only_model,
+                writes=self.args.should_save,
+                shared=not self.args.save_on_each_node,
+            )
         self._saved = (step, folder)
         if self.args.should_save:
             best = self.state.best_model_checkpoint
             delete_old(folder.parent, self._keep_checkpoints, newest=folder, best=None if best is None else Path(best))
+
+    def _told_of_the_disk(self, folder: Path) -> AbstractContextManager[None]:
+        states = list(getattr(self.optimizer, "state", {}).values())
+        tensors = [*self._loaded.model.parameters(), *(one for state in states for one in state.values())]
+        needed = sum(one.numel() * one.element_size() for one in tensors if isinstance(one, torch.Tensor))
+        return writing(folder, needed, self.last_saved())
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         folder = Path(output_dir or str(self.args.output_dir))
@@ -193,6 +236,15 @@ class SavingTrainer(Trainer):
                 f"{missing[:1]}, {len(load_result.unexpected_keys)} unknown {load_result.unexpected_keys[:1]}; resume "
                 "with the model.model that it was trained from"
             )
+
+
+def _is_broken(model: torch.nn.Module) -> bool:
+    """Whether a weight that is here is NaN or infinite; of a sharded one, this rank's part."""
+    for weight in model.parameters():
+        local: Any = weight.to_local() if isinstance(weight, DTensor) else weight
+        if not bool(torch.isfinite(local).all()):
+            return True
+    return False
 
 
 def _log_line_path(folder: Path) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -15,7 +15,7 @@ from coordexp import distributed
 from coordexp.config.objective import Channel
 from coordexp.coords import CoordVocab
 from coordexp.data.dataset import RecordDataset, Sample
-from coordexp.errors import TrainingDiverged
+from coordexp.errors import RunStopped, TrainingDiverged
 from coordexp.evaluation import EvaluationOptions, evaluate_dataset
 from coordexp.evaluation.predict import ON_COUNTS_ALONE, Scorer
 from coordexp.metrics import MetricsPayload
@@ -75,6 +75,7 @@ class CoordExpTrainer(SavingTrainer):
         self.rollout_matching_cfg = rollout_matching_cfg
         self._learning_rates = learning_rates
         self._recorder = recorder
+        self.asked_to_stop: Callable[[], int | None] = lambda: None
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """transformers' optimizer over groups of ours: each part of the model has its own learning rate."""
@@ -93,6 +94,7 @@ class CoordExpTrainer(SavingTrainer):
         if self.state.global_step >= self.state.max_steps:
             return [], None  # a finished run, resumed: transformers would look at max_steps only after one step more
         step = self.state.global_step + 1
+        self.begin_step()
         with self.saving_before_giving_up(f"step {step}"):
             with distributed.raise_on_all_ranks(f"reading the samples of step {step}"):
                 raw, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -139,9 +141,10 @@ class CoordExpTrainer(SavingTrainer):
         """Forward and backward of one micro-step's rows, timed; gradients are exchanged behind the last of them."""
         started = time.perf_counter()
         loss = torch.zeros((), device=self.args.device)
-        for number, row in enumerate(inputs, start=1):
-            with nullcontext() if number == len(inputs) else self._without_exchange(model):
-                loss = loss + super().training_step(model, row, num_items_in_batch)
+        with self.saving_before_giving_up(f"step {self.state.global_step + 1}"):
+            for number, row in enumerate(inputs, start=1):
+                with nullcontext() if number == len(inputs) else self._without_exchange(model):
+                    loss = loss + super().training_step(model, row, num_items_in_batch)
         self.sums.add({"time/learner_s": time.perf_counter() - started})
         return loss
 
@@ -255,12 +258,18 @@ class CoordExpTrainer(SavingTrainer):
                     seed=self.args.seed,
                     options=self._measured,
                     scorer=self._scorer,
+                    on_progress=self._end_if_asked,
                 )
         metrics = {f"{metric_key_prefix}_rollout/{name}": value for name, value in figures.items()}
         metrics[f"{metric_key_prefix}_time/runtime_s"] = time.perf_counter() - started
         self.log(dict(MetricsPayload("eval", self.state.global_step, metrics).metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
+
+    def _end_if_asked(self, *_: int) -> None:
+        """Between two batches of an evaluation, which changes nothing. Alone only: ranks must leave it together."""
+        if distributed.world_size() == 1 and (number := self.asked_to_stop()) is not None:
+            raise RunStopped("asked to end during an evaluation", number)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Not estimated: transformers' formula reads padded ``input_ids``, which a packed row does not have."""

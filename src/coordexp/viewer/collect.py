@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from coordexp.coords import CoordVocab
+from coordexp.data.convert.sources import read_json
 from coordexp.errors import DataError
 from coordexp.evaluation import ImageAnswer, read_answers
 from coordexp.evaluation.answers import PREDICTIONS
@@ -114,7 +114,7 @@ def find_checkpoint(source: Path) -> Path | None:
             return folder
         manifest = folder / _MANIFEST
         if manifest.is_file():
-            model = _find_key(json.loads(manifest.read_text(encoding="utf-8")), "model")
+            model = _find_key(read_json(manifest), "model")
             if isinstance(model, dict) and Path(str(model.get("model"))).is_dir():
                 return Path(str(model["model"]))
     return None
@@ -247,7 +247,7 @@ def _curves(source: Path) -> dict[str, list[tuple[float, float]]]:
     state = next((path for path in states if path.is_file()), None)
     if state is None:
         return {}
-    content = json.loads(state.read_text(encoding="utf-8"))
+    content = read_json(state)
     lines = content if isinstance(content, list) else content.get("log_history", [])
     curves: dict[str, list[tuple[float, float]]] = {}
     for line in lines:

@@ -157,3 +157,42 @@ def test_a_sheet_shows_the_mistakes(tmp_path: Path, capsys: pytest.CaptureFixtur
     same = run_cli(capsys, "evaluate", "--compare", tmp_path / "a", tmp_path / "a", "--resamples", 10, "--sheet",
                    tmp_path / "same.png")  # fmt: skip
     assert same.code == 2 and "no difference to draw" in same.err
+
+
+def test_images_are_answered_without_a_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "photos").mkdir()
+    for name in ("a.jpg", "b.png"):
+        Image.new("RGB", (64, 48), "gray").save(tmp_path / "photos" / name)
+    (tmp_path / "photos" / "c.jpg").write_text("no image")
+    shown = run_cli(capsys, "predict", "photos", "--model", model, "--save-images")
+    assert shown.code == 0, shown.err
+    assert "2 images answered; 1 could not be read and were skipped" in shown.out and "skipped c.jpg: " in shown.out
+    assert "a.jpg: " in shown.out
+    out = tmp_path / "outputs" / "predict"
+    assert sorted(path.name for path in (out / "images").iterdir()) == ["a.jpg", "b.png"]
+    assert Image.open(out / "images" / "a.jpg").size == (64, 48)
+    again = run_cli(capsys, "predict", "photos/a.jpg", "photos/*.png", "--model", model, "--json")
+    found = json.loads(again.out)
+    assert (found["images"], found["skipped"]) == (2, []) and str(found["files"][0]).startswith("outputs/predict-2/")
+    assert [answer.sample_id for answer in read_answers(tmp_path / "outputs" / "predict-2")] == [
+        "photos/a.jpg",
+        "photos/b.png",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("argv", "complaint"),
+    [
+        (["a.jpg"], "with --model"),
+        (["run.yaml"], "name what to answer"),
+        (["a.jpg", "--model", "none"], "no such folder"),
+    ],
+)
+def test_what_is_missing_to_predict_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], argv: list[str], complaint: str
+) -> None:
+    outcome = run_cli(capsys, "predict", *argv)
+    assert outcome.code == 2 and complaint in outcome.err

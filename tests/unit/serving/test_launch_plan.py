@@ -21,8 +21,6 @@ from support.rollout_servers import server_config
 from support.swift_servers import GUARD, guarded_config, plan_of
 from support.tiny_run import tiny_checkpoint
 
-PORT = 29500
-
 
 @pytest.fixture
 def config(tmp_path: Path) -> dict[str, Any]:
@@ -34,7 +32,7 @@ def planned(folder: Path, config: dict[str, Any], local: tuple[bool, ...] = (Tru
     for key, value in keys.items():
         config = set_key(config, key.replace("__", "."), value)
     path = write_yaml(folder, config)
-    return plan_launch(load_config(path), path, local=local, rendezvous_port=PORT, model_type="qwen3_vl")
+    return plan_launch(load_config(path), path, local=local, model_type="qwen3_vl")
 
 
 @pytest.mark.scenario("Preflight/runtime consume a shared validated rollout contract")
@@ -91,7 +89,7 @@ def test_keys_of_the_command_line_reach_every_program_that_reads_the_file(
     path = write_yaml(tmp_path, set_key(config, "launch.server", "coordexp"))
     words = ("training.max_steps=3", "rollout_matching.vllm.max_model_len=4096")
     given = load_config(path, arguments=words)
-    made = plan_launch(given, path, local=(True, True), rendezvous_port=PORT, model_type="qwen3_vl", arguments=words)
+    made = plan_launch(given, path, local=(True, True), model_type="qwen3_vl", arguments=words)
     processes = [made.learner, *(server.process for server in made.servers if server.process is not None)]
     assert len(processes) == 3
     for process in processes:
@@ -116,7 +114,7 @@ def test_devices_give_data_parallel_engines_and_learner_processes(tmp_path: Path
         )
     assert seen == [("0,1,2,3", "2"), ("4,5", "1")]
     assert plan.learner.environment["CUDA_VISIBLE_DEVICES"] == "6,7"
-    assert "--nproc-per-node=2" in plan.learner.command and f"--master-port={PORT}" in plan.learner.command
+    assert "--nproc-per-node=2" in plan.learner.command and "--rdzv-conf=store_type=file" in plan.learner.command
 
 
 @pytest.mark.parametrize(
@@ -160,7 +158,7 @@ def test_without_servers_only_the_learner_is_started(tmp_path: Path, config: dic
 def test_another_family_is_refused_for_swift(tmp_path: Path, config: dict[str, Any]) -> None:
     path = write_yaml(tmp_path, config)
     with pytest.raises(ConfigError, match=r"launch\.server: coordexp"):
-        plan_launch(load_config(path), path, local=(True, True), rendezvous_port=PORT, model_type="llama")
+        plan_launch(load_config(path), path, local=(True, True), model_type="llama")
 
 
 def test_a_token_is_never_part_of_a_plan(

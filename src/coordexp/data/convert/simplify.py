@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from dataclasses import replace
 
 from coordexp.geometry import mask_iou
 from coordexp.records import GTObject
@@ -48,5 +49,5 @@ def simplify_ring(bins: tuple[int, ...], max_vertices: int) -> tuple[int, ...]:
 
 def simplified(obj: GTObject, max_vertices: int) -> tuple[GTObject, float]:
     """The polygon with at most ``max_vertices``, and its mask IoU with what it was."""
-    simpler = GTObject(obj.desc, obj.kind, simplify_ring(obj.bins, max_vertices))
+    simpler = replace(obj, bins=simplify_ring(obj.bins, max_vertices))
     return simpler, mask_iou(obj, simpler, _CANVAS)

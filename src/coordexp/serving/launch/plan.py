@@ -21,6 +21,7 @@ from coordexp.vllm_engine.guard_activation import (
     activation_environment,
 )
 
+LOOPBACK = "127.0.0.1"
 PLUGIN = Path(__file__).parents[1] / "plugin" / "coordexp_rollout_plugin.py"
 # The guard belongs to servers: what a shell exports must not reach the learner.
 SERVER_ONLY = (ENABLE, CONFIG_JSON, CONFIG_JSON_PATH, SERVER_API_KEY)
@@ -53,13 +54,15 @@ class ServerPlan:
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """Everything that is started, in order: servers, then the learner once they answer."""
+    """Everything that is started, in order: servers, then the learner once they answer. ``learner_grace_s``: how long
+    a learner that is asked to end may take."""
 
     servers: tuple[ServerPlan, ...]
     learner: ProcessPlan
     wait_s: float
     repeat_terminate: Mapping[str, Any] | None
     api_key_env: str | None
+    learner_grace_s: float = 30.0
 
     @property
     def server_base_urls(self) -> tuple[str, ...]:
@@ -84,7 +87,12 @@ def plan_from_json(text: str) -> LaunchPlan:
         for one in data["servers"]
     )
     return LaunchPlan(
-        servers, _process_from(data["learner"]), data["wait_s"], data["repeat_terminate"], data["api_key_env"]
+        servers,
+        _process_from(data["learner"]),
+        data["wait_s"],
+        data["repeat_terminate"],
+        data["api_key_env"],
+        data["learner_grace_s"],
     )
 
 
@@ -113,14 +121,13 @@ def plan_launch(
     config_path: Path,
     *,
     local: Sequence[bool],
-    rendezvous_port: int,
     model_type: str,
     arguments: Sequence[str] = (),
 ) -> LaunchPlan:
     """The processes of a run.
 
     Args:
-        local: for each server whether its address is this machine's. rendezvous_port: a free one for torchrun.
+        local: for each server whether its address is this machine's.
         model_type: ``model_type`` of the checkpoint's config.json.
         arguments: ``key.path=value``, as ``config`` was loaded with; programs that read the file are given them too.
 
@@ -144,11 +151,17 @@ def plan_launch(
     guard = rollout.repeat_terminate if rollout is not None else None
     return LaunchPlan(
         servers=servers,
-        learner=_learner_process(config, named, logs, rendezvous_port),
+        learner=_learner_process(config, named, logs, local),
         wait_s=launch.wait_s,
         repeat_terminate=guard.model_dump() if guard is not None and guard.enabled else None,
         api_key_env=rollout.vllm.server.api_key_env if rollout is not None and rollout.vllm.server else None,
+        learner_grace_s=_grace_s(config),
     )
+
+
+def _grace_s(config: RunConfig) -> float:
+    """What the learner allows itself, and a moment to end."""
+    return config.training.stop_within_s + 15.0
 
 
 def _devices_of_servers(config: RunConfig, local: Sequence[bool]) -> list[tuple[int, ...]]:
@@ -256,14 +269,24 @@ def _swift_command(options: ServeOptions, model_type: str) -> tuple[str, ...]:
     return tuple(words)
 
 
-def _learner_process(config: RunConfig, named: Sequence[str], logs: Path, rendezvous_port: int) -> ProcessPlan:
+def _learner_process(config: RunConfig, named: Sequence[str], logs: Path, local: Sequence[bool]) -> ProcessPlan:
+    """torchrun on this machine alone. Its processes meet in a file: the store of a port would listen to every network,
+    whatever its address says."""
     devices = tuple(config.launch.learner_devices)
     command = (
         *(sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={max(1, len(devices))}"),
-        *("--master-addr=127.0.0.1", f"--master-port={rendezvous_port}"),
+        *("--rdzv-backend=c10d", "--rdzv-conf=store_type=file", f"--local-addr={LOOPBACK}"),
+        *("--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1", f"--shutdown-timeout={_grace_s(config):.0f}"),
         *("-m", "coordexp", "train", *named),
     )
-    environment = {**_visible(devices), **({} if devices else {"OMP_WAIT_POLICY": "passive"})}
+    # Also the processes' own connections. Where a server is elsewhere, weights must find the way to it.
+    on_loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} if all(local) else {}
+    environment = {
+        **_visible(devices),
+        **({} if devices else {"OMP_WAIT_POLICY": "passive"}),
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        **on_loopback,
+    }
     return ProcessPlan("learner", command, environment, devices, logs / "learner.log")
 
 

@@ -97,7 +97,6 @@ def make_plan(config: RunConfig, config_path: Path, arguments: Sequence[str] = (
         config_path,
         arguments=arguments,
         local=[_is_local(urlsplit(entry.base_url).hostname or "") for entry in server_entries(config)],
-        rendezvous_port=_free_port(),
         model_type=model_type if model_type in SWIFT_MODEL_TYPES else SWIFT_MODEL_TYPES[0],
     )
 
@@ -208,9 +207,3 @@ def _can_listen(host: str, port: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]

@@ -25,7 +25,7 @@ def run_plan(plan: LaunchPlan) -> int:
     assert supervisor.stdin is not None
     handlers = {
         number: signal.signal(number, lambda received, _: supervisor.send_signal(received))
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
     }
     try:
         supervisor.stdin.write(plan.to_json().encode() + b"\n")

@@ -11,6 +11,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from coordexp.config.rollout import RepeatTerminateConfig
+from coordexp.distributed import RENDEZVOUS
 from coordexp.errors import CoordExpError, LaunchFailed, RolloutError
 from coordexp.servers.client import ServerClient, api_key_from_environment
 from coordexp.serving.launch.console import LaunchView
@@ -27,8 +29,10 @@ from coordexp.vllm_engine.guard_activation import ACTIVATION_PATH, check_guard
 
 POLL_S = 0.2
 PROBE_S = 5.0
-LEARNER_GRACE_S = 30.0
 SERVER_GRACE_S = 15.0
+AT_ONCE_S = 2.0
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+FORWARDED = (*ENDING, signal.SIGUSR1)
 LOG_TAIL_LINES = 25
 LAST_BYTES = 4096
 FAILED = 1
@@ -52,18 +56,26 @@ class Supervisor:
     plan: LaunchPlan
     view: LaunchView
     stdin: int
+    # Nobody else's: who can write to it can pose as a process of the run.
+    _meeting: tempfile.TemporaryDirectory[str] = field(
+        default_factory=lambda: tempfile.TemporaryDirectory(prefix="coordexp-launch-")
+    )
     _running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     _signal: int | None = None
+    _again: bool = False  # a second Ctrl-C or SIGTERM: no more waiting
 
     def run(self) -> int:
         """Start, watch, end. Returns the learner's exit code, or why there is none."""
         adopt_orphans()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in FORWARDED:
             signal.signal(number, self._note_signal)
         try:
             return self._run()
         except _Signalled as asked:
-            self.view.say(f"{signal.Signals(asked.number).name}: ending everything")
+            self.view.say(
+                f"{signal.Signals(asked.number).name}: the learner has {self.plan.learner_grace_s:g} s to finish its "
+                "step, save and end; then everything ends. Once more ends it at once"
+            )
             return self._end_learner(asked.number)
         except _LauncherGone:
             self._end_learner(signal.SIGTERM)
@@ -72,7 +84,7 @@ class Supervisor:
             self.view.say(f"error: {error}")
             return FAILED
         finally:
-            end_descendants(SERVER_GRACE_S)
+            end_descendants(AT_ONCE_S if self._again else SERVER_GRACE_S)
 
     def _run(self) -> int:
         for server in self.plan.servers:
@@ -101,6 +113,8 @@ class Supervisor:
         environment = {name: value for name, value in os.environ.items() if name not in SERVER_ONLY}
         environment |= process.environment
         environment |= {name: os.environ[source] for name, source in process.secrets.items()}
+        if process is self.plan.learner:
+            environment[RENDEZVOUS] = str(Path(self._meeting.name) / "store")
         environment["PYTHONUNBUFFERED"] = "1"
         with process.log.open("wb") as log:
             self._running[process.name] = subprocess.Popen(
@@ -171,8 +185,8 @@ class Supervisor:
 
     def _let_learner_save(self, learner: subprocess.Popen[bytes], log: TextIO) -> None:
         """A learner that loses a server saves what it has learned and then ends; ended at once, it would lose that."""
-        self.view.say(f"a server ended: the learner has {LEARNER_GRACE_S:g} s to save and end")
-        deadline = time.monotonic() + LEARNER_GRACE_S
+        self.view.say(f"a server ended: the learner has {self.plan.learner_grace_s:g} s to save and end")
+        deadline = time.monotonic() + self.plan.learner_grace_s
         while learner.poll() is None and time.monotonic() < deadline:
             self._pause()
             self.view.pass_on(log.read())
@@ -184,9 +198,13 @@ class Supervisor:
         if learner is None:
             return 128 + number
         learner.send_signal(number)
-        deadline = time.monotonic() + LEARNER_GRACE_S
-        while learner.poll() is None and time.monotonic() < deadline:
-            time.sleep(POLL_S)
+        deadline = time.monotonic() + self.plan.learner_grace_s
+        with self.plan.learner.log.open(encoding="utf-8", errors="replace") as log:
+            log.seek(0, os.SEEK_END)
+            while learner.poll() is None and time.monotonic() < deadline and not self._again:
+                time.sleep(POLL_S)
+                self.view.pass_on(log.read())
+            self.view.pass_on(log.read())
         return 128 + number if learner.returncode is None else exit_code(learner.returncode) or 128 + number
 
     def _pause(self) -> None:
@@ -198,6 +216,7 @@ class Supervisor:
             raise _Signalled(self._signal)
 
     def _note_signal(self, number: int, _: object) -> None:
+        self._again = self._signal in ENDING and number in ENDING
         self._signal = number
 
 

@@ -1,0 +1,133 @@
+"""``coordexp predict``: what a model finds in images."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from coordexp.cli.console import no_bars_in_log_files, open_console, say, say_written
+from coordexp.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from coordexp.config import RunConfig
+    from coordexp.evaluation import ImageAnswer
+
+ModelOption = Annotated[Path | None, typer.Option(help="Checkpoint to use instead of model.model.")]
+Limit = Annotated[int | None, typer.Option(min=1, help="Use only the first N images.")]
+ConstantScore = Annotated[
+    float | None,
+    typer.Option(min=0, max=1, help="Score of every prediction, instead of its tokens' probability."),
+]
+_SHOWN = 20  # images whose objects are printed
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to ``app``."""
+    app.command()(predict)
+
+
+def predict(
+    sources: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="[CONFIG.yaml] IMAGE|FOLDER|PATTERN|DATA.jsonl...",
+            help="A run's configuration, or --model instead; then images, folders, patterns such as 'frames/*.png' or "
+            "frame_%05d.png, datasets.",
+        ),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Folder of predictions.jsonl and COCO's results [a new one, outputs/predict]."),
+    ] = None,
+    model: ModelOption = None,
+    limit: Limit = None,
+    constant_score: ConstantScore = None,
+    save_images: Annotated[
+        bool, typer.Option("--save-images", help="Write each image with its objects drawn over it.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a summary as JSON on stdout.")] = False,
+) -> None:
+    """Let a checkpoint answer for images, with a score for every object; boxes are in pixels of the images as given.
+
+    An image that cannot be read is told of and left out. Answers are written as they come: the same command with the
+    same --output goes on where it stopped.
+    """
+    from coordexp.config.paths import check_model_path
+    from coordexp.data.image_sources import is_pattern
+
+    config, images = _told_apart(sources)
+    run = _configuration(config, model)
+    check_model_path(run, model)
+    missing = [str(path) for path in images if not path.exists() and not is_pattern(path)]
+    if missing:
+        raise DataError(f"no such image, folder or dataset: {', '.join(missing)}")
+    from coordexp.inference.predict import run_prediction
+
+    console = open_console(stderr=as_json)
+    no_bars_in_log_files()
+    result = run_prediction(
+        run,
+        console,
+        source=images if len(images) > 1 else images[0],
+        output=output or _new_folder(Path("outputs/predict")),
+        model=model,
+        limit=limit,
+        constant_score=constant_score,
+        skip_broken=True,
+        save_images=save_images,
+    )
+    if as_json:
+        if not console.quiet:
+            skipped = [{"image": image, "reason": reason} for image, reason in result.skipped]
+            files = [str(path) for path in result.files]
+            fields = {"images": result.images, "resumed": result.resumed, "skipped": skipped, "files": files}
+            typer.echo(json.dumps(fields))
+        return
+    for answer in result.answers[:_SHOWN]:
+        say(console, _line(answer))
+    if len(result.answers) > _SHOWN:
+        say(console, f"… and {len(result.answers) - _SHOWN} more images")
+    resumed = f", {result.resumed} of them by an earlier run" if result.resumed else ""
+    skipped = f"; {len(result.skipped)} could not be read and were skipped" if result.skipped else ""
+    say(console, f"{result.images} images answered{resumed}{skipped}")
+    say_written(console, result.files)
+
+
+def _told_apart(words: list[Path]) -> tuple[Path | None, list[Path]]:
+    config = words[0] if words[0].suffix.lower() in (".yaml", ".yml") else None
+    images = words if config is None else words[1:]
+    if not images:
+        raise ConfigError("name what to answer behind the configuration: images, folders, patterns or datasets")
+    return config, images
+
+
+def _configuration(config: Path | None, model: Path | None) -> RunConfig:
+    if config is not None:
+        from coordexp.config import load_config
+
+        return load_config(config)
+    if model is None:
+        raise ConfigError("name the checkpoint that answers with --model, or a run's YAML before the images")
+    from coordexp.inference.asking import Asking, asking_config
+
+    return asking_config(model, Asking())
+
+
+def _new_folder(path: Path) -> Path:
+    number = 1
+    while (found := path if number == 1 else path.with_name(f"{path.name}-{number}")).exists():
+        number += 1
+    return found
+
+
+def _line(answer: ImageAnswer) -> str:
+    from coordexp.geometry import pixel_box
+
+    found = []
+    for obj in answer.pred:
+        box = ", ".join(f"{side:.0f}" for side in pixel_box(obj, answer.width, answer.height))
+        found.append(f"{obj.desc} {obj.score:.2f} ({box})" if obj.score is not None else f"{obj.desc} ({box})")
+    return f"{answer.sample_id}: {'; '.join(found) or 'nothing found'}"

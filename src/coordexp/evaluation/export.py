@@ -1,0 +1,287 @@
+"""Predictions in the terms of other tools: COCO, YOLO, VOC, LabelMe, CSV; in pixels of the user's original images.
+
+What a converter resized is written at the size, and under the file name, that the source had. Names keep the numbers
+that the user's own classes give them; further names are numbered behind those, and that is said.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+from xml.etree import ElementTree
+
+from coordexp.errors import DataError
+from coordexp.evaluation.answers import Detection, ImageAnswer, OriginalImage
+from coordexp.geometry import pixel_box, pixel_ring
+
+
+@dataclass(frozen=True, slots=True)
+class UsersTerms:
+    """The numbers that the user's own files give: of names, and of images by file name. ``names`` None has none."""
+
+    names: Mapping[str, int] | None = None
+    images: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """The files written, and what is worth knowing."""
+
+    files: tuple[Path, ...]
+    notes: tuple[str, ...]
+
+
+def frame_of(answer: ImageAnswer) -> OriginalImage:
+    """The image as the user has it: the converter's source, or the image itself."""
+    return answer.original or OriginalImage(answer.image, answer.width, answer.height)
+
+
+def number_names(names: Iterable[str], given: Mapping[str, int] | None, first: int) -> tuple[dict[str, int], list[str]]:
+    """Numbers by name: those given, then further names in alphabetical order behind them; and which these are."""
+    number = dict(given or {})
+    further = sorted(set(names) - set(number))
+    for name in further:
+        number[name] = max([first - 1, *number.values()]) + 1
+    return number, further
+
+
+def export_coco(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms) -> Exported:
+    """``results.json`` (COCO's list of results) and ``dataset.json`` (its images and categories, and annotations where
+    they are known)."""
+    known = [obj.desc for answer in answers for obj in (*(answer.gt or ()), *answer.pred)]
+    number, further = number_names(known, terms.names, 1)
+    notes = _about_names(further, number, terms)
+    next_id = max(terms.images.values(), default=0) + 1
+    images: list[dict[str, Any]] = []
+    annotations: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
+    strangers = 0
+    for answer in answers:
+        frame = frame_of(answer)
+        image_id = _image_id(frame.file, terms.images)
+        if image_id is None:
+            image_id, next_id, strangers = next_id, next_id + 1, strangers + 1
+        images.append({"id": image_id, "file_name": frame.file, "width": frame.width, "height": frame.height})
+        for obj in answer.gt or ():
+            shape = _coco_shape(obj, frame)
+            entry = {"id": len(annotations) + 1, "image_id": image_id, "category_id": number[obj.desc]}
+            annotations.append({**entry, "iscrowd": int(obj.soft is not None), **shape})
+        for found in answer.pred:
+            shape = _coco_shape(found, frame)
+            if found.kind == "bbox_2d":
+                del shape["segmentation"]
+            score = 1.0 if found.score is None else found.score
+            results.append({"image_id": image_id, "category_id": number[found.desc], "score": score, **shape})
+    if terms.images and strangers:
+        notes.append(f"{strangers} images are not among the given annotations; they are numbered behind them")
+    categories = [{"id": k, "name": name} for name, k in sorted(number.items(), key=lambda item: item[1])]
+    dataset = {"images": images, "annotations": annotations, "categories": categories}
+    return Exported(
+        (_write_json(out / "results.json", results), _write_json(out / "dataset.json", dataset)), tuple(notes)
+    )
+
+
+def export_yolo(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms, scores: bool = False) -> Exported:
+    """``labels/NAME.txt`` (``class cx cy w h`` or ``class x y x y …``; shares of a side), and ``data.yaml`` with the
+    names. ``scores`` appends each object's score, as trackers expect and trainers do not."""
+    number, further = number_names((obj.desc for answer in answers for obj in answer.pred), terms.names, 0)
+    files = []
+    for answer, name in _named(answers, ".txt"):
+        lines = [_yolo_line(found, frame_of(answer), number[found.desc], scores) for found in answer.pred]
+        files.append(_write(out / "labels" / name, "".join(line + "\n" for line in lines)))
+    named = "".join(f"  {k}: {json.dumps(name, ensure_ascii=False)}\n"
+                    for name, k in sorted(number.items(), key=lambda item: item[1]))  # fmt: skip
+    files.append(_write(out / "data.yaml", f"path: .\ntrain: images\nval: images\nnames:\n{named}"))
+    return Exported(tuple(files), tuple(_about_names(further, number, terms)))
+
+
+def export_voc(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms) -> Exported:
+    """``Annotations/NAME.xml``; coordinates count from 0, as ``coordexp data convert voc`` reads them."""
+    files, polygons = [], 0
+    for answer, name in _named(answers, ".xml"):
+        frame = frame_of(answer)
+        root = ElementTree.Element("annotation")
+        _child(root, "filename", PurePosixPath(frame.file).name)
+        size = _child(root, "size")
+        for key, value in (("width", frame.width), ("height", frame.height), ("depth", 3)):
+            _child(size, key, str(value))
+        for found in answer.pred:
+            polygons += found.kind == "poly"
+            entry = _child(root, "object")
+            _child(entry, "name", found.desc)
+            _child(entry, "difficult", "0")
+            box = _child(entry, "bndbox")
+            corners = pixel_box(found, frame.width, frame.height)
+            for key, value in zip(("xmin", "ymin", "xmax", "ymax"), corners, strict=True):
+                _child(box, key, f"{value:.2f}")
+            if found.score is not None:
+                _child(entry, "score", f"{found.score:.6f}")
+        ElementTree.indent(root)
+        files.append(_write(out / "Annotations" / name, ElementTree.tostring(root, encoding="unicode") + "\n"))
+    notes = (f"{polygons} polygons are written as their bounds; VOC has boxes alone",) if polygons else ()
+    return Exported(tuple(files), notes)
+
+
+def export_labelme(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms) -> Exported:
+    """``NAME.json``, one beside each other; ``imagePath`` leads from there to the image."""
+    files = []
+    for answer, name in _named(answers, ".json"):
+        frame, path = frame_of(answer), out / name
+        here = os.path.relpath(answer.image, path.parent) if answer.original is None else frame.file
+        shapes = []
+        for found in answer.pred:
+            ring = pixel_ring(found, frame.width, frame.height)
+            points = ring if found.kind == "poly" else (ring[0], ring[2])
+            shapes.append({
+                "label": found.desc,
+                "points": [list(point) for point in points],
+                "group_id": None,
+                "description": "" if found.score is None else f"score {found.score:.4f}",
+                "shape_type": "polygon" if found.kind == "poly" else "rectangle",
+                "flags": {},
+            })  # fmt: skip
+        content = {"version": "5.5.0", "flags": {}, "shapes": shapes, "imagePath": Path(here).as_posix(),
+                   "imageData": None, "imageHeight": frame.height, "imageWidth": frame.width}  # fmt: skip
+        files.append(_write_json(path, content))
+    return Exported(tuple(files), ())
+
+
+def export_csv(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms) -> Exported:
+    """``predictions.csv``: a line per object; ``polygon`` holds ``x y`` pairs, empty for a box."""
+    path = out / "predictions.csv"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["image", "width", "height", "name", "score", "x1", "y1", "x2", "y2", "polygon"])
+        for answer in answers:
+            frame = frame_of(answer)
+            for found in answer.pred:
+                box = [f"{side:.2f}" for side in pixel_box(found, frame.width, frame.height)]
+                ring = pixel_ring(found, frame.width, frame.height) if found.kind == "poly" else ()
+                points = " ".join(f"{x:.2f} {y:.2f}" for x, y in ring)
+                score = "" if found.score is None else f"{found.score:.6f}"
+                writer.writerow([frame.file, frame.width, frame.height, found.desc, score, *box, points])
+    return Exported((path,), ())
+
+
+FORMATS: dict[str, Callable[..., Exported]] = {
+    "coco": export_coco,
+    "yolo": export_yolo,
+    "voc": export_voc,
+    "labelme": export_labelme,
+    "csv": export_csv,
+}
+
+
+def _coco_shape(obj: Any, frame: OriginalImage) -> dict[str, Any]:
+    x1, y1, x2, y2 = pixel_box(obj, frame.width, frame.height)
+    ring = pixel_ring(obj, frame.width, frame.height)
+    twice = sum(xa * yb - xb * ya for (xa, ya), (xb, yb) in zip(ring, (*ring[1:], ring[0]), strict=True))
+    outline = [round(value, 3) for point in ring for value in point]
+    box = [round(value, 3) for value in (x1, y1, x2 - x1, y2 - y1)]
+    return {"bbox": box, "segmentation": [outline], "area": round(abs(twice) / 2, 3)}
+
+
+def _yolo_line(found: Detection, frame: OriginalImage, number: int, scores: bool) -> str:
+    width, height = frame.width, frame.height
+    if found.kind == "poly":
+        values = [share for x, y in pixel_ring(found, width, height) for share in (x / width, y / height)]
+    else:
+        x1, y1, x2, y2 = pixel_box(found, width, height)
+        values = [(x1 + x2) / 2 / width, (y1 + y2) / 2 / height, (x2 - x1) / width, (y2 - y1) / height]
+    if scores:
+        values.append(1.0 if found.score is None else found.score)
+    return " ".join([str(number), *(f"{value:.6f}" for value in values)])
+
+
+def _image_id(file: str, ids: Mapping[str, int]) -> int | None:
+    """By its file name as it is given, or by the name alone where only one image is called so."""
+    if file in ids:
+        return ids[file]
+    name = PurePosixPath(file).name
+    alike = [number for known, number in ids.items() if PurePosixPath(known).name == name]
+    return alike[0] if len(alike) == 1 else None
+
+
+def _named(answers: Sequence[ImageAnswer], suffix: str) -> list[tuple[ImageAnswer, Path]]:
+    """(answer, relative path of its file): the image's own, unlike any other's."""
+    taken: set[Path] = set()
+    found = []
+    for number, answer in enumerate(answers):
+        name = PurePosixPath(frame_of(answer).file)
+        if answer.original is None:
+            given = PurePosixPath(answer.sample_id)
+            name = given if given.name == name.name else name
+        if name.is_absolute() or ".." in name.parts:
+            name = PurePosixPath(name.name)
+        path = Path(name.with_suffix(suffix))
+        if path in taken:
+            path = path.with_name(f"{path.stem}.{number}{suffix}")
+        taken.add(path)
+        found.append((answer, path))
+    return found
+
+
+def _about_names(further: Sequence[str], number: Mapping[str, int], terms: UsersTerms) -> list[str]:
+    if not further or terms.names is None:
+        return []
+    listed = ", ".join(f"{name!r} = {number[name]}" for name in further[:8]) + (", …" if len(further) > 8 else "")
+    return [f"{len(further)} predicted names are not among the given ones; they keep ids of their own: {listed}"]
+
+
+def _child(parent: ElementTree.Element, tag: str, text: str | None = None) -> ElementTree.Element:
+    child = ElementTree.SubElement(parent, tag)
+    child.text = text
+    return child
+
+
+def _write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def _write_json(path: Path, content: object) -> Path:
+    return _write(path, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
+
+
+def read_terms(annotations: Path | None, classes: Path | None) -> UsersTerms:
+    """The user's numbers: of a COCO file's categories and images; or of names alone, one a line from 0, or ``names`` of
+    a ``data.yaml``.
+
+    Raises:
+        DataError: a file that holds none.
+    """
+    if annotations is not None:
+        content = _read(annotations, json.loads)
+        try:
+            names = {str(one["name"]): int(one["id"]) for one in content["categories"]}
+            return UsersTerms(names, {str(one["file_name"]): int(one["id"]) for one in content["images"]})
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(f"no COCO annotations with images and categories: {error!r}", path=annotations) from error
+    if classes is None:
+        return UsersTerms()
+    if classes.suffix.lower() in (".yaml", ".yml"):
+        import yaml
+
+        names = (_read(classes, yaml.safe_load) or {}).get("names")
+        pairs = names.items() if isinstance(names, dict) else enumerate(names or ())
+        found = {str(name): int(number) for number, name in pairs}
+    else:
+        lines = _read(classes, str.splitlines)
+        found = {name.strip(): number for number, name in enumerate(lines) if name.strip()}
+    if not found:
+        raise DataError("holds no class names: one a line, or names of a data.yaml", path=classes)
+    return UsersTerms(found)
+
+
+def _read(path: Path, parse: Callable[[str], Any]) -> Any:
+    try:
+        return parse(path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot be read: {error}", path=path) from error

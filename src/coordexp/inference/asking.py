@@ -1,0 +1,89 @@
+"""What to ask a checkpoint, and how, where no configuration says so: as the run asked that it comes from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from coordexp.config import RunConfig, parse_config
+from coordexp.config.source import read_document
+from coordexp.errors import CheckpointError
+
+RESOLVED_CONFIG = "resolved_config.yaml"
+_LONGEST = 16384  # tokens of a prompt and its answer, where the run's configuration is not at hand
+_ANSWER = 2048  # tokens of an answer, likewise
+Backend = Literal["hf", "vllm"]
+
+
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """What a caller decides; None leaves it to the run that the checkpoint comes from."""
+
+    backend: Backend = "hf"
+    batch_size: int = 8
+    max_new_tokens: int | None = None
+    prompt: str | None = None
+    dtype: str | None = None
+    use_cpu: bool = False
+    seed: int = 42
+
+
+def asking_config(model: str | Path, asking: Asking) -> RunConfig:
+    """A configuration that lets ``model`` answer greedily: with the prompt, number type and limits of the run that it
+    comes from, where that run's ``resolved_config.yaml`` lies beside it or in the folder above.
+
+    Raises:
+        CheckpointError: no such folder. ConfigError: a value that the schema refuses.
+    """
+    folder = Path(model)
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such folder; name a checkpoint, such as a run's output_dir")
+    run = _resolved(folder)
+    asked = run.get("rollout_matching") or {}
+    template = dict(run.get("template") or {})
+    if asking.prompt is not None:
+        template["prompt"] = asking.prompt
+    longest = min(run.get("global_max_length") or _LONGEST, _positions(folder) or _LONGEST)
+    answer = asking.max_new_tokens or asked.get("max_new_tokens") or _ANSWER
+    rollout: dict[str, Any] = {
+        "rollout_backend": asking.backend,
+        "decode_batch_size": asking.batch_size,
+        "max_new_tokens": min(answer, max(1, longest // 2)) if asking.max_new_tokens is None else answer,
+    }
+    if "repeat_terminate" in asked:
+        rollout["repeat_terminate"] = asked["repeat_terminate"]
+    return parse_config(
+        {
+            "model": {"model": str(folder), "dtype": asking.dtype or (run.get("model") or {}).get("dtype", "float32")},
+            "template": template,
+            "custom": {"train_jsonl": "none.jsonl"},  # required of every configuration, and not read here
+            "training": {"output_dir": str(folder), "use_cpu": asking.use_cpu, "seed": asking.seed},
+            "global_max_length": longest,
+            "rollout_matching": rollout,
+        },
+        str(folder),
+    )
+
+
+def _resolved(folder: Path) -> Mapping[str, Any]:
+    """The run's own configuration; empty where it is not at hand."""
+    for place in (folder, folder.absolute().parent):
+        if (place / RESOLVED_CONFIG).is_file():
+            return read_document(place / RESOLVED_CONFIG).data
+    return {}
+
+
+def _positions(folder: Path) -> int | None:
+    """``max_position_embeddings`` of the checkpoint: no engine goes beyond it."""
+    path = folder / "config.json"
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        text = content.get("text_config") or content
+        return int(text["max_position_embeddings"])
+    except (ValueError, KeyError, AttributeError, TypeError):
+        return None  # what is wrong with the file is said when it is loaded

@@ -1,0 +1,155 @@
+"""A run that is asked to end finishes its step, saves, and ends: Ctrl-C, SIGTERM, and the SIGUSR1 of batch systems.
+
+A second Ctrl-C or SIGTERM ends it at once, and so does a deadline, behind which a step that hangs is given up.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from coordexp import distributed
+
+_ENDING = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (*_ENDING, signal.SIGUSR1)
+_AT_ONCE_S = 5.0  # for what is told to end at once to tidy up
+
+
+class StopSignals:
+    """Notes the first signal that asks the run to end, while the context is open.
+
+    ``asked`` is its number. Signals are read by a thread: the main thread may be inside a library that does not return
+    to Python, waiting for another process, and then the deadline must count all the same.
+    """
+
+    def __init__(self, within_s: float, last_saved: Callable[[], str]) -> None:
+        """``within_s``: ``training.stop_within_s``; ``last_saved``: a sentence about what is on the disk."""
+        self.asked: int | None = None
+        self._within_s = within_s
+        self._last_saved = last_saved
+        self._handlers: dict[int, Any] = {}
+        self._ends: list[socket.socket] = []
+        self._wakeup = -1
+        self._reader: threading.Thread | None = None
+        self._timer: threading.Timer | None = None
+
+    def __enter__(self) -> StopSignals:
+        global _open
+        if threading.current_thread() is not threading.main_thread():
+            return self  # signals are the main thread's
+        reads, writes = socket.socketpair()
+        writes.setblocking(False)
+        self._ends = [reads, writes]
+        self._reader = threading.Thread(target=self._read, args=(reads,), name="stop signals", daemon=True)
+        self._reader.start()
+        self._handlers = {number: signal.signal(number, self._note) for number in _SIGNALS}
+        self._wakeup = signal.set_wakeup_fd(writes.fileno(), warn_on_full_buffer=False)
+        _open = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        global _open
+        if self._reader is None:
+            return
+        _open = None
+        signal.set_wakeup_fd(self._wakeup)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        reads, writes = self._ends
+        writes.close()
+        self._reader.join()  # it reads what came last, and may set the timer
+        reads.close()
+        if self._timer is not None:
+            self._timer.cancel()
+        self._ends = []
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        """In the main thread, between two of its instructions."""
+        if self.asked is None or self.asked not in _ENDING:
+            self.asked = number
+        elif number == signal.SIGINT:
+            raise KeyboardInterrupt
+        elif number == signal.SIGTERM:
+            raise SystemExit(128 + number)
+
+    def _read(self, reads: socket.socket) -> None:
+        asked: int | None = None
+        while data := reads.recv(64):
+            for number in data:
+                if number not in _SIGNALS or (asked is not None and number not in _ENDING):
+                    continue
+                if asked is None:
+                    _say(
+                        f"{_name(number)}: the step under way is finished and saved, then the run ends (at most "
+                        f"{self._within_s:g} s, training.stop_within_s). Once more ends it at once"
+                    )
+                    self._end_in(self._within_s, f"the step was not finished {self._within_s:g} s after", number)
+                elif asked in _ENDING:
+                    _say(f"{_name(number)} again: ending at once. {self._last_saved()}")
+                    self._end_in(_AT_ONCE_S, "ended after a second", number)
+                asked = number
+
+    def _end_in(self, seconds: float, why: str, number: int) -> None:
+        def end() -> None:
+            _say(f"{why} {_name(number)}. {self._last_saved()}")
+            os._exit(128 + number)
+
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = threading.Timer(seconds, end)
+        self._timer.daemon = True
+        self._timer.start()
+
+
+class StopAfterStep(TrainerCallback):
+    """Ends the training behind the step in which a signal came, on all ranks behind the same one."""
+
+    def __init__(self, signals: StopSignals) -> None:
+        self._signals = signals
+        self.stopped_by: int | None = None
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        asked = int(distributed.all_reduce([float(self._signals.asked or 0)], "max")[0])
+        if not asked or state.global_step >= state.max_steps:
+            return
+        self.stopped_by = asked
+        control.should_save = control.should_training_stop = True
+        control.should_evaluate = False
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self.stopped_by is not None:  # the epoch is not over, and all of it is saved
+            control.should_save = control.should_evaluate = False
+
+
+_open: StopSignals | None = None
+
+
+def _leave_signals_to_the_parent() -> None:
+    """In a forked child (one that loads data): Ctrl-C reaches it too, and must not take the step under way down."""
+    if _open is not None:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGINT, lambda *_: None)  # not SIG_IGN, which a program started from here would inherit
+        signal.signal(signal.SIGUSR1, lambda *_: None)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+os.register_at_fork(after_in_child=_leave_signals_to_the_parent)
+
+
+def _say(text: str) -> None:
+    """Past every buffer and lock: the main thread may hold them."""
+    prefix = f"rank {distributed.rank()}: " if distributed.world_size() > 1 else ""
+    os.write(2, f"\n{prefix}{text}\n".encode())
+
+
+def _name(number: int) -> str:
+    return signal.Signals(number).name

@@ -1,0 +1,245 @@
+"""When does stage 2 help? Arms that start from one checkpoint, compared on complete annotations.
+
+    cd studies/when_stage2_helps
+    python study.py run incomplete --work ../../outputs/study                      # every arm of arms.yaml
+    python study.py run incomplete --work ../../outputs/study --arms sft-long rewritten --seeds 0 1 2
+    python study.py table incomplete --against sft-long                            # figures and differences
+
+Every finished (arm, seed, split) is one line of ``results/<regime>.jsonl`` and is not run again: interrupt it and start
+it again at will. One thread a process: start one process a core, with different arms. The test split is for the final
+comparison.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+IOUS = (0.5, 0.7, 0.9)
+SPLIT_SEEDS = {"train": 31, "val": 32, "test": 33}
+START = ROOT / "checkpoints" / "demo-stage1"
+
+
+def scenes(regime: dict[str, Any], split: str, work: Path, name: str) -> Path:
+    """Complete annotations of a split; written once."""
+    from coordexp.data.scenes import SPECS, write_scenes
+
+    folder = work / name / split
+    path = folder / "scenes.jsonl"
+    return (
+        path
+        if path.is_file()
+        else write_scenes(folder, regime["images"][split], SPECS[regime["spec"]], SPLIT_SEEDS[split])
+    )
+
+
+def training_data(regime: dict[str, Any], keep: float, seed: int, work: Path, name: str) -> Path:
+    """The training split with a share of its annotations; which ones are left out depends on the seed."""
+    from coordexp.data.drop import DropRates, drop_annotations
+    from coordexp.data.jsonl import read_jsonl
+    from coordexp.data.write import write_jsonl
+
+    whole = scenes(regime, "train", work, name)
+    if keep == 1.0:
+        return whole
+    path = whole.with_name(f"keep-{keep}-seed-{seed}.jsonl")
+    if not path.is_file():
+        write_jsonl(drop_annotations(read_jsonl(whole), DropRates(keep), seed)[0], path)
+    return path
+
+
+def train(config: str, data: Path, model: Path, output: Path, seed: int, arm: dict[str, Any]) -> float:
+    """Train unless it is done. Returns: CPU seconds it took."""
+    from coordexp.config import load_config
+    from coordexp.training.build import run_training
+
+    done = output / "cpu_seconds.json"
+    if done.is_file():
+        return json.loads(done.read_text())
+    values: dict[str, Any] = {
+        "extends": str(HERE / "configs" / f"{config}.yaml"),
+        "model": {"model": str(model), "dtype": "float32"},
+        "custom": {"train_jsonl": str(data)},
+        "training": {"output_dir": str(output), "max_steps": arm["steps"], "learning_rate": arm["lr"], "seed": seed},
+    }
+    path = output.with_suffix(".yaml")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump(values))
+    keys = [f"{key}={json.dumps(value)}" for key, value in arm.get("set", {}).items()]
+    started = time.process_time()
+    run_training(load_config(path, arguments=keys) if keys else load_config(path), quiet(), output.name, path)
+    seconds = time.process_time() - started
+    done.write_text(json.dumps(seconds))
+    return seconds
+
+
+def completed(data: Path, model: Path, rules: dict[str, Any], output: Path) -> tuple[Path, float]:
+    """``data`` with what ``model`` finds and the annotations lack. Returns: the JSONL, and CPU seconds it took."""
+    from stopping import stop_threshold
+
+    from coordexp.cli import main
+
+    path, done = output / "completed.jsonl", output / "completion_seconds.json"
+    if not done.is_file():
+        output.mkdir(parents=True, exist_ok=True)
+        started = time.process_time()
+        words = ["data", "complete", str(data), "--model", str(model), "--out", str(path), "--overwrite",
+                 "--threshold", str(rules["threshold"]), "--batch-size", "64"]  # fmt: skip
+        with stop_threshold(model, rules.get("stop")):
+            try:
+                main(words)
+            except SystemExit as ended:
+                if ended.code:
+                    raise
+        done.write_text(json.dumps(time.process_time() - started))
+    return path, json.loads(done.read_text())
+
+
+def evaluate(model: Path, data: Path, stop: float | None) -> tuple[list[Any], float]:
+    """Greedy answers. Returns: answers, and CPU seconds."""
+    from stopping import stop_threshold
+
+    from coordexp.config import load_config
+    from coordexp.inference.evaluate import evaluate_model
+
+    path = model / f"evaluate-{data.parent.name}.yaml"
+    values = {
+        "extends": str(HERE / "configs" / "base.yaml"),
+        "model": {"model": str(model), "dtype": "float32"},
+        "custom": {"train_jsonl": str(data), "val_jsonl": str(data)},
+        "training": {"output_dir": str(model), "max_steps": 1},
+    }
+    path.write_text(yaml.safe_dump(values))
+    started = time.process_time()
+    with stop_threshold(model, stop):
+        found = evaluate_model(load_config(path), quiet(), model=model)[1]
+    return [prediction.answer() for prediction in found], time.process_time() - started
+
+
+def counts(answers: Sequence[Any]) -> dict[str, list[list[float]]]:
+    """Per image and variant: predictions, ground truth, matched at each IoU, matched whatever the name at 0.5, located
+    at 0.3 whatever the name, summed IoU of matches, duplicates, truncated."""
+    from dataclasses import replace
+
+    from coordexp.evaluation.detection import count_image
+    from coordexp.matching import duplicate_indices
+
+    table: dict[str, list[list[float]]] = {"as_answered": [], "without_duplicates": []}
+    for answer in answers:
+        repeats = set(duplicate_indices(answer.pred))
+        cleaned = replace(answer, pred=tuple(obj for i, obj in enumerate(answer.pred) if i not in repeats))
+        for name, one in (("as_answered", answer), ("without_duplicates", cleaned)):
+            if name == "without_duplicates" and not repeats:
+                table[name].append(table["as_answered"][-1])
+                continue
+            at = {iou: count_image(one, iou).counts for iou in IOUS}
+            located = count_image(one, 0.3).counts["matched_any_desc"]
+            first = at[0.5]
+            table[name].append([
+                first["pred"], first["gt"], *(at[iou]["matched"] for iou in IOUS), first["matched_any_desc"], located,
+                round(first["matched_iou_sum"], 3), first["duplicates"], first["truncated"],
+            ])  # fmt: skip
+    return table
+
+
+def run_arm(name: str, arm_name: str, seed: int, split: str, work: Path, results: Path) -> None:
+    """Train and evaluate one arm, and note what came out."""
+    declared = yaml.safe_load((HERE / "arms.yaml").read_text())
+    regime, arms = declared["regimes"][name], declared["arms"][name]
+    arm = arms[arm_name]
+    base = work / name
+    data = training_data(regime, regime["keep"], seed, work, name)
+    start = base / "runs" / f"start-seed-{seed}"
+    train(regime["start"]["config"], data, START, start, seed, regime["start"])
+    model, seconds = start, 0.0
+    trained = arms[arm["of"]] if "of" in arm else arm
+    if "config" in trained:
+        model = base / "runs" / f"{arm.get('of', arm_name)}-seed-{seed}"
+        if "keep" in trained:
+            data = training_data(regime, trained["keep"], seed, work, name)
+        if "complete" in trained:
+            data, spent = completed(data, start, trained["complete"], model.with_name(model.name + "-data"))
+            seconds += spent
+        seconds += train(trained["config"], data, start, model, seed, trained)
+    answers, spent = evaluate(model, scenes(regime, split, work, name), arm.get("stop"))
+    line = {
+        "arm": arm_name, "seed": seed, "split": split,
+        "train_cpu_s": round(seconds, 1), "answer_cpu_s": round(spent, 1),
+        "date": time.strftime("%Y-%m-%d"), "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+        "declared": arm, "counts": counts(answers),
+    }  # fmt: skip
+    with results.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    print(time.strftime("%H:%M:%S"), arm_name, f"seed {seed}", split, figures_line([line]), flush=True)
+
+
+def figures_line(lines: Iterable[dict[str, Any]]) -> str:
+    from tables import figures
+
+    found = figures([line["counts"]["as_answered"] for line in lines])
+    return " ".join(f"{key} {value:.3f}" for key, value in found.items())
+
+
+def quiet() -> Any:
+    from rich.console import Console
+
+    return Console(file=Path(os.devnull).open("w"), quiet=True)
+
+
+def run(options: argparse.Namespace) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    declared = yaml.safe_load((HERE / "arms.yaml").read_text())["arms"][options.regime]
+    unknown = [arm for arm in options.arms or () if arm not in declared]
+    if unknown:
+        sys.exit(f"arms.yaml declares no arm {unknown[0]!r} for {options.regime}; it has {', '.join(declared)}")
+    results = HERE / "results" / f"{options.regime}.jsonl"
+    results.parent.mkdir(exist_ok=True)
+    for seed in options.seeds:
+        for arm in options.arms or declared:
+            known = [json.loads(line) for line in results.read_text().splitlines()] if results.is_file() else []
+            if not any((line["arm"], line["seed"], line["split"]) == (arm, seed, options.split) for line in known):
+                run_arm(options.regime, arm, seed, options.split, options.work.resolve(), results)
+
+
+def table(options: argparse.Namespace) -> None:
+    from tables import markdown
+
+    lines = [json.loads(line) for line in (HERE / "results" / f"{options.regime}.jsonl").read_text().splitlines()]
+    print(markdown([line for line in lines if line["split"] == options.split], options.against))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    running = commands.add_parser("run", help="train and evaluate what is not in results/ yet")
+    running.add_argument("regime")
+    running.add_argument("--work", type=Path, required=True, help="folder of data, models and answers")
+    running.add_argument("--arms", nargs="+", help="only these [all]")
+    running.add_argument("--seeds", nargs="+", type=int, default=[0])
+    running.set_defaults(do=run)
+    showing = commands.add_parser("table", help="figures with intervals, as Markdown")
+    showing.add_argument("regime")
+    showing.add_argument("--against", required=True, help="the arm that differences are taken to")
+    showing.set_defaults(do=table)
+    for command in (running, showing):
+        command.add_argument("--split", choices=["val", "test"], default="val")
+    options = parser.parse_args()
+    options.do(options)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(HERE))
+    main()

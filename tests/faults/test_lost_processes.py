@@ -1,0 +1,130 @@
+"""Processes of one run that lose each other: the others end within ``training.ddp_timeout``, and say so in one line."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordexp.config import load_config
+from coordexp.distributed import RENDEZVOUS
+from coordexp.serving.launch.plan import plan_launch
+from coordexp.training.checkpoint import is_complete
+from support.rollout_servers import descendants
+from support.tiny_run import run_config
+
+TIMEOUT_S = 6
+# Each rank says where it is, so that the test knows when to strike.
+RANK = """
+import sys
+from coordexp.training.trainer import CoordExpTrainer
+forward = CoordExpTrainer.compute_loss
+def told(self, *arguments, **options):
+    print("forward of step", self.state.global_step + 1, flush=True)
+    return forward(self, *arguments, **options)
+CoordExpTrainer.compute_loss = told
+from coordexp.cli import main
+main(["train", sys.argv[1]])
+"""
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[list[subprocess.Popen[str]]]:
+    """Two ranks behind their second step, without torchrun, which would end one with the other."""
+    run_config(tmp_path, 1, training__max_steps=4000, training__ddp_timeout=TIMEOUT_S,
+               training__save_strategy="steps", training__save_steps=2)  # fmt: skip
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(tmp_path / "run.yaml")],
+            stdout=subprocess.PIPE, stderr=(tmp_path / f"err{rank}").open("w"), text=True,
+            env=os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+                              RENDEZVOUS: str(tmp_path / "store"), "GLOO_SOCKET_IFNAME": "lo"},
+        )
+        for rank in (0, 1)
+    ]  # fmt: skip
+    try:
+        for process in started:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.startswith("forward of step 4"):
+                    break
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_rank_that_stops_or_dies_ends_the_other_with_one_line(
+    number: signal.Signals, ranks: list[subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    os.kill(ranks[1].pid, number)
+    struck = time.monotonic()
+    ranks[0].communicate(timeout=120)
+    waited = time.monotonic() - struck
+    err = (tmp_path / "err0").read_text()
+    assert ranks[0].returncode == 2, err
+    assert re.search(r"error: rank 0: another process of this run ended, or did not answer within 6 s", err), err
+    assert "Traceback" not in err
+    assert waited < 60, "Gloo's own thirty minutes, perhaps"
+    assert is_complete(tmp_path / "run" / "checkpoint-2")
+
+
+def test_both_ranks_save_and_end_when_one_is_asked(ranks: list[subprocess.Popen[str]], tmp_path: Path) -> None:
+    os.kill(ranks[1].pid, signal.SIGTERM)
+    for process in ranks:
+        process.communicate(timeout=120)
+    assert [process.returncode for process in ranks] == [143, 143], (tmp_path / "err0").read_text()
+    said = re.search(r"stopped by SIGTERM after step (\d+)", (tmp_path / "err0").read_text())
+    assert said is not None and is_complete(tmp_path / "run" / f"checkpoint-{said[1]}")
+
+
+def test_a_launched_learner_listens_on_no_network(tmp_path: Path) -> None:
+    """torchrun as ``coordexp launch`` starts it, with two processes."""
+    keys: dict[str, Any] = {"training__max_steps": 4000}
+    run_config(tmp_path, 1, **keys)
+    yaml = tmp_path / "run.yaml"
+    learner = plan_launch(load_config(yaml), yaml, local=(), model_type="qwen3_vl").learner
+    command = [word.replace("--nproc-per-node=1", "--nproc-per-node=2") for word in learner.command]
+    log = tmp_path / "log"
+    environment = os.environ | dict(learner.environment) | {RENDEZVOUS: str(tmp_path / "store")}
+    process = subprocess.Popen(command, stdout=log.open("w"), stderr=subprocess.STDOUT, env=environment)
+    try:
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "run" / "run.lock").exists() or len(list(listening(process.pid))) < 2:
+            assert time.monotonic() < deadline and process.poll() is None, log.read_text()
+            time.sleep(0.2)
+        time.sleep(2)
+        heard = set(listening(process.pid))
+        assert heard and all(address.startswith("127.") for address in heard), heard
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=120)
+
+
+def listening(pid: int) -> Iterator[str]:
+    """Addresses on which the process and everything below it listens, in IPv4's form or as raw IPv6."""
+    own = set()
+    for each in (pid, *descendants(pid)):
+        for link in Path(f"/proc/{each}/fd").glob("*"):
+            try:
+                target = os.readlink(link)
+            except OSError:
+                continue
+            if target.startswith("socket:["):
+                own.add(target[8:-1])
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in own:
+                address = fields[1].partition(":")[0]
+                yield ".".join(str(byte) for byte in reversed(bytes.fromhex(address))) if table == "tcp" else address

@@ -1,0 +1,232 @@
+"""A run that is asked to end, or that fails in a step, leaves what it learned, and goes on as if nothing had been."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+from coordexp.errors import ConfigError, RunStopped, TrainingDiverged
+from coordexp.training.build import run_training
+from coordexp.training.checkpoint import is_complete
+from coordexp.training.run_lock import LOCK, only_run_in
+from coordexp.training.stopping import StopSignals
+from coordexp.training.trainer import CoordExpTrainer
+from support.cli_runs import run_cli
+from support.tiny_run import run_config, same_weights, step_lines, train, weights
+
+# Segments wait from the first step on; two micro-steps a step, three steps to a log line.
+KEYS: dict[str, Any] = {
+    "global_max_length": 150,
+    "training__per_device_train_batch_size": 3,
+    "training__gradient_accumulation_steps": 2,
+    "training__max_steps": 4,
+    "training__logging_steps": 3,
+}
+
+
+def figures(trainer: CoordExpTrainer) -> list[dict[str, float]]:
+    return [{name: v for name, v in line.items() if not name.startswith("time/")} for line in step_lines(trainer)]
+
+
+def in_forward(monkeypatch: pytest.MonkeyPatch, number: int, act: Callable[[], None]) -> None:
+    """Do ``act`` in the ``number``-th forward of the run: the even ones are a step's second."""
+    forward, seen = CoordExpTrainer.compute_loss, 0
+
+    def forward_and_act(self: CoordExpTrainer, *arguments: Any, **options: Any) -> torch.Tensor:
+        nonlocal seen
+        seen += 1
+        loss = forward(self, *arguments, **options)
+        if seen == number:
+            act()
+        return loss
+
+    monkeypatch.setattr(CoordExpTrainer, "compute_loss", forward_and_act)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The run that nothing stopped."""
+    return train(run_config(tmp_path_factory.mktemp("whole"), 1, **KEYS, training__save_strategy="epoch"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_ends_the_run_behind_its_step_with_everything_saved(
+    number: signal.Signals, whole: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    in_forward(monkeypatch, 3, lambda: signal.raise_signal(number))
+    config = run_config(tmp_path, 1, **KEYS, training__resume_from_checkpoint=True)
+    before = signal.getsignal(number)
+    with pytest.raises(RunStopped, match=rf"stopped by {number.name} after step 2 of 4.*resume_from_checkpoint: true"):
+        run_training(config, Console(quiet=True))
+    assert signal.getsignal(number) is before
+    assert "the step under way is finished and saved" in capfd.readouterr().err
+    assert is_complete(tmp_path / "run" / "checkpoint-2")
+    assert not (tmp_path / "run" / "model.safetensors").exists(), "an unfinished run must not look finished"
+    monkeypatch.undo()
+    resumed = train(config)
+    assert same_weights(weights(resumed.model), weights(whole.model)) and figures(resumed) == figures(whole)
+
+
+def test_a_signal_in_the_last_step_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_forward(monkeypatch, 2, lambda: signal.raise_signal(signal.SIGTERM))
+    run_training(run_config(tmp_path, 1), Console(quiet=True))
+    assert (tmp_path / "run" / "model.safetensors").exists()
+
+
+def test_a_signal_during_an_evaluation_does_not_wait_for_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    predicting, batches = sys.modules["coordexp.evaluation.predict"], 0
+    predict = predicting.predict
+
+    def predict_and_signal(*arguments: Any, **options: Any) -> Any:
+        nonlocal batches
+        batches += 1
+        signal.raise_signal(signal.SIGINT)
+        return predict(*arguments, **options)
+
+    monkeypatch.setattr(predicting, "predict", predict_and_signal)
+    keys = {"training__eval_strategy": "steps", "training__eval_steps": 1, "rollout_matching__decode_batch_size": 1}
+    with pytest.raises(RunStopped, match="stopped by SIGINT after step 1 of 2"):
+        run_training(run_config(tmp_path, 1, **keys), Console(quiet=True))
+    assert batches == 1 and is_complete(tmp_path / "run" / "checkpoint-1")
+
+
+def test_a_second_ctrl_c_ends_at_once(capfd: pytest.CaptureFixture) -> None:
+    with pytest.raises(KeyboardInterrupt), StopSignals(60.0, lambda: "Saved is this much") as signals:
+        signal.raise_signal(signal.SIGUSR1)  # a batch system's warning, and what it sends behind it
+        signal.raise_signal(signal.SIGINT)
+        assert signals.asked == signal.SIGINT
+        signal.raise_signal(signal.SIGINT)
+    time.sleep(0.1)
+    assert "the step under way" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_error_inside_a_step_leaves_a_checkpoint_from_which_the_run_is_the_same(
+    where: str, whole: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the second micro-step of step 3: the first has taken rows from the buffer, and added to the log line."""
+
+    def fail() -> None:
+        torch.rand(3)  # as dropout would
+        raise torch.OutOfMemoryError("no memory is left")
+
+    if where == "forward":
+        in_forward(monkeypatch, 6, fail)
+    else:
+        in_forward(monkeypatch, 6, lambda: monkeypatch.setattr(torch.Tensor, "backward", lambda *_, **__: fail()))
+    config = run_config(tmp_path, 1, **KEYS, training__resume_from_checkpoint=True)
+    with pytest.raises(torch.OutOfMemoryError, match="no memory is left"):
+        train(config)
+    assert is_complete(tmp_path / "run" / "checkpoint-2")
+    monkeypatch.undo()
+    resumed = train(config)
+    assert same_weights(weights(resumed.model), weights(whole.model)) and figures(resumed) == figures(whole)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_weights_that_are_nan_are_called_so_and_not_saved(
+    stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sampling from NaN is an error of a library, which says nothing of training."""
+
+    def spoil(trainer: CoordExpTrainer) -> None:
+        step = trainer.callback_handler.on_optimizer_step
+
+        def spoiled(*arguments: Any, **options: Any) -> Any:
+            with torch.no_grad():
+                next(trainer.model.parameters()).fill_(float("nan"))
+            return step(*arguments, **options)
+
+        trainer.callback_handler.on_optimizer_step = spoiled
+
+    config = run_config(tmp_path, stage, rollout_matching__decoding={"temperature": 1.0}, training__max_steps=3)
+    with pytest.raises(TrainingDiverged, match=r"NaN or infinite"):
+        train(config, on_built=spoil)
+    assert not list((tmp_path / "run").glob("checkpoint-*"))
+
+
+def test_a_second_run_into_one_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first is another process, and it is killed: what it leaves refuses nobody."""
+    run_config(tmp_path, 1)
+    hold = "import sys, pathlib; from coordexp.training.run_lock import only_run_in\n" \
+           "with only_run_in(pathlib.Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"  # fmt: skip
+    command = [sys.executable, "-c", hold, str(tmp_path / "run")]
+    holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+    refused = run_cli(capsys, "train", tmp_path / "run.yaml")
+    assert refused.code == 2 and f'"pid": {holder.pid}' in refused.err and "another run trains into" in refused.err
+    holder.kill()
+    holder.wait()
+    with only_run_in(tmp_path / "run"):
+        assert json.loads((tmp_path / "run" / LOCK).read_text())["pid"] == os.getpid()
+
+
+def test_the_lock_is_let_go_of(tmp_path: Path) -> None:
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="from within"), only_run_in(tmp_path):
+            raise ConfigError("from within")
+
+
+# A real process: Ctrl-C reaches it as a terminal sends it, to the whole group, loader processes included.
+SLOW = """
+import sys, time
+from coordexp.training.trainer import CoordExpTrainer
+forward = CoordExpTrainer.compute_loss
+def slow(self, *arguments, **options):
+    print("forward of step", self.state.global_step + 1, flush=True)
+    time.sleep(float(sys.argv[2]))
+    return forward(self, *arguments, **options)
+CoordExpTrainer.compute_loss = slow
+from coordexp.cli import main
+main(["train", sys.argv[1]])
+"""
+
+
+def start(folder: Path, pause_s: float, **keys: Any) -> subprocess.Popen[str]:
+    run_config(folder, 1, training__max_steps=50, training__resume_from_checkpoint=True, **keys)
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW, str(folder / "run.yaml"), str(pause_s)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("forward of step 2"):
+            break
+    return process
+
+
+def test_ctrl_c_in_a_terminal_saves(tmp_path: Path) -> None:
+    process = start(tmp_path, 0.5, data__num_workers=1)
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 130, err
+    assert "stopped by SIGINT after step 2 of 50" in err and "Traceback" not in err
+    assert is_complete(tmp_path / "run" / "checkpoint-2")
+    assert load_file(tmp_path / "run" / "checkpoint-2" / "model.safetensors")
+
+
+def test_a_step_that_hangs_is_given_up_at_the_deadline_and_at_a_second_signal(tmp_path: Path) -> None:
+    hangs = start(tmp_path, 1.0, training__stop_within_s=1.0, training__gradient_accumulation_steps=40)
+    os.kill(hangs.pid, signal.SIGTERM)
+    _, err = hangs.communicate(timeout=60)
+    assert hangs.returncode == 143 and "the step was not finished 1 s after SIGTERM" in err, err
+    again = start(tmp_path, 1.0, training__gradient_accumulation_steps=40)
+    for _ in range(2):
+        os.kill(again.pid, signal.SIGTERM)
+        time.sleep(0.5)
+    _, err = again.communicate(timeout=60)
+    assert again.returncode == 143 and "SIGTERM again: ending at once" in err, err

@@ -1,0 +1,157 @@
+"""Predictions in other tools' terms: original ids, names and sizes; what our own converters read back."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from coordexp.data import read_jsonl
+from coordexp.data.convert import ImageOptions, convert_labelme, convert_voc, convert_yolo
+from coordexp.evaluation import Detection, ImageAnswer, read_answers
+from coordexp.evaluation.answers import OriginalImage, make_answer, write_answers
+from coordexp.records import GTObject, ImageRecord, ParsedRollout, Rollout
+from support.cli_runs import Outcome, run_cli
+
+SIZE = (301, 201)
+CAT = Detection("cat", "bbox_2d", (100, 200, 500, 600), 0.75)
+KITE = Detection("kite", "poly", (0, 0, 999, 0, 999, 999), 0.5)
+
+
+@pytest.fixture
+def predictions(tmp_path: Path) -> Path:
+    """Answers for a copy of 96x64 of the user's ``in/a.png`` of 301x201, and for the user's own ``b.png``."""
+    for name, size in (("copy.png", (96, 64)), ("b.png", (50, 40))):
+        Image.new("RGB", size, "gray").save(tmp_path / name)
+    original = OriginalImage("in/a.png", *SIZE)
+    gt = (GTObject("cat", "bbox_2d", (100, 200, 510, 600)),)
+    answers = [
+        ImageAnswer("d.jsonl:1", str(tmp_path / "copy.png"), 96, 64, gt, (CAT, KITE), original=original),
+        ImageAnswer("b.png", str(tmp_path / "b.png"), 50, 40, None, (Detection("dog", "bbox_2d", (0, 0, 999, 999)),)),
+    ]
+    write_answers(answers, tmp_path / "run" / "predictions.jsonl")
+    assert read_answers(tmp_path / "run") == answers
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def export(predictions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    def run(form: str, *options: object, code: int = 0) -> Outcome:
+        outcome = run_cli(capsys, "export", form, predictions, "--out", tmp_path / "out", *options)
+        assert outcome.code == code, outcome.err
+        return outcome
+
+    return run
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def test_coco_keeps_the_users_ids_names_and_sizes(export: Any, tmp_path: Path) -> None:
+    mine = {"images": [{"id": 901, "file_name": "in/a.png"}, {"id": 77, "file_name": "z.png"}],
+            "categories": [{"id": 17, "name": "cat"}, {"id": 18, "name": "dog"}], "annotations": []}  # fmt: skip
+    (tmp_path / "instances.json").write_text(json.dumps(mine), encoding="utf-8")
+    shown = export("coco", "--annotations", tmp_path / "instances.json")
+    assert "1 predicted names are not among the given ones; they keep ids of their own: 'kite' = 19" in shown.out
+    assert "1 images are not among the given annotations" in shown.out
+    cat, kite, dog = read(tmp_path / "out" / "results.json")
+    assert (cat["image_id"], cat["category_id"], cat["score"]) == (901, 17, 0.75)
+    assert cat["bbox"] == pytest.approx([30.03, 40.04, 120.12, 80.08], abs=0.01)
+    assert (kite["category_id"], kite["segmentation"]) == (19, [[0, 0, 300, 0, 300, 200]])
+    assert (dog["image_id"], dog["category_id"], dog["score"]) == (902, 18, 1.0)
+    dataset = read(tmp_path / "out" / "dataset.json")
+    assert dataset["images"][0] == {"id": 901, "file_name": "in/a.png", "width": 301, "height": 201}
+    assert {c["name"]: c["id"] for c in dataset["categories"]} == {"cat": 17, "dog": 18, "kite": 19}
+    assert [a["category_id"] for a in dataset["annotations"]] == [17]
+
+
+def test_coco_results_are_read_by_pycocotools(export: Any, tmp_path: Path) -> None:
+    from pycocotools.coco import COCO
+
+    export("coco")
+    truth = COCO(str(tmp_path / "out" / "dataset.json"))
+    found = truth.loadRes([r for r in read(tmp_path / "out" / "results.json") if "segmentation" not in r])
+    assert len(found.getAnnIds()) == 2 and sorted(c["name"] for c in truth.loadCats(truth.getCatIds())) == [
+        "cat", "dog", "kite"
+    ]  # fmt: skip
+
+
+def objects(jsonl: Path) -> dict[str, list[tuple[str, str, tuple[int, ...]]]]:
+    return {
+        record.metadata["source"]["file"]: [(o.desc, o.kind, o.bins) for o in record.objects]
+        for record in read_jsonl(jsonl)
+    }
+
+
+def near(found: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    return len(found) == len(wanted) and all(abs(a - b) <= 2 for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("form", ["yolo", "voc", "labelme"])
+def test_what_is_written_is_read_back(form: str, export: Any, tmp_path: Path) -> None:
+    shown = export(form)
+    out, options = tmp_path / "out", ImageOptions(resize=False)
+    folder = {"yolo": out / "images", "voc": out / "JPEGImages", "labelme": out}[form]
+    for name, size in (("in/a.png", SIZE), ("b.png", (50, 40))):
+        place = folder / (Path(name).name if form == "voc" else name)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", size, "gray").save(place)
+    if form == "yolo":
+        report = convert_yolo(out, tmp_path / "back", split="train", options=options)
+    elif form == "voc":
+        for path in list((out / "Annotations").rglob("*.xml")):
+            path.rename(out / "Annotations" / path.name)
+        report = convert_voc(out, tmp_path / "back", options=options)
+        assert "1 polygons are written as their bounds" in shown.out
+    else:
+        report = convert_labelme(out, tmp_path / "back", images_dir=out, options=options)
+    found = {Path(name).name: rows for name, rows in objects(report.jsonl).items()}
+    (cat, kite), (dog,) = found["a.png"], found["b.png"]
+    assert cat[:2] == ("cat", "bbox_2d") and near(cat[2], CAT.bins)
+    assert near(kite[2], (0, 0, 999, 999) if form == "voc" else KITE.bins) and kite[0] == "kite"
+    assert dog[0] == "dog" and near(dog[2], (0, 0, 999, 999))
+
+
+def test_yolo_keeps_the_users_numbers(export: Any, tmp_path: Path) -> None:
+    (tmp_path / "classes.txt").write_text("dog\n\ncat\n", encoding="utf-8")
+    shown = export("yolo", "--classes", tmp_path / "classes.txt", "--scores")
+    lines = (tmp_path / "out" / "labels" / "in" / "a.txt").read_text().splitlines()
+    assert [line.split()[0] for line in lines] == ["2", "3"] and "'kite' = 3" in shown.out
+    assert float(lines[0].split()[-1]) == 0.75 and len(lines[0].split()) == 6
+    (tmp_path / "data.yaml").write_text("names: {4: dog, 9: cat}\n", encoding="utf-8")
+    export("yolo", "--classes", tmp_path / "data.yaml")
+    assert (tmp_path / "out" / "labels" / "b.txt").read_text().startswith("4 ")
+
+
+def test_csv_has_a_line_per_object(export: Any, tmp_path: Path) -> None:
+    export("csv", "--min-score", 0.6)
+    with (tmp_path / "out" / "predictions.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["image"], row["name"], row["score"]) for row in rows] == [
+        ("in/a.png", "cat", "0.750000"),
+        (str(tmp_path / "b.png"), "dog", ""),
+    ]
+    assert (rows[0]["width"], rows[0]["x1"], rows[0]["y2"], rows[0]["polygon"]) == ("301", "30.03", "120.12", "")
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [(("csv", "--classes", "x"), "--classes has no use here; it belongs to yolo"),
+     (("voc", "--scores"), "--scores has no use here"),
+     (("coco", "--annotations", "none.json"), "none.json"), (("yolo", "--classes", "none.txt"), "none.txt")],
+)  # fmt: skip
+def test_what_cannot_be_is_one_line(export: Any, options: tuple[str, ...], complaint: str) -> None:
+    assert complaint in export(*options, code=2).err
+
+
+def test_a_converted_image_remembers_what_it_was(tmp_path: Path) -> None:
+    source = {"file": "in/a.png", "width": 301, "height": 201}
+    rollout, parsed = Rollout("s", (), (), "", False), ParsedRollout((), {}, (), "{", None, False)
+    for metadata, wanted in (({"source": source}, OriginalImage("in/a.png", 301, 201)), ({"source": [1]}, None)):
+        record = ImageRecord("s", tmp_path / "copy.png", 96, 64, (), metadata)
+        assert make_answer(record, rollout, parsed).original == wanted

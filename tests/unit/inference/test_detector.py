@@ -1,0 +1,153 @@
+"""``from coordexp import Detector``: images of any kind in, objects in their own pixels out."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from coordexp.assets import asset
+from coordexp.data.scenes import SPECS, write_scenes
+from coordexp.errors import CheckpointError, DataError, MissingDependency
+from coordexp.evaluation.answers import Detection, ImageAnswer
+from coordexp.inference.detections import Detections, as_detections
+from coordexp.inference.detector import Detector
+
+
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("scenes")
+    write_scenes(folder, 3, SPECS["framed"], 4)
+    return folder / "images"
+
+
+@pytest.fixture(scope="module")
+def detector() -> Iterator[Detector]:
+    with Detector(asset("checkpoints/demo-stage1"), device="cpu", batch_size=2) as found:
+        yield found
+
+
+def test_importing_the_package_is_instant() -> None:
+    code = (
+        "import sys, coordexp\n"
+        "heavy = {'torch', 'numpy', 'PIL', 'transformers', 'pydantic'} & {name.split('.')[0] for name in sys.modules}\n"
+        "assert not heavy, heavy\n"
+        "assert 'Detector' in dir(coordexp)\n"
+        "try:\n    coordexp.Detectr\nexcept AttributeError as error:\n    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "no attribute 'Detectr'" in done.stdout
+
+
+def test_a_file_an_image_and_an_array_are_answered_alike(detector: Detector, scenes: Path) -> None:
+    import coordexp
+
+    assert coordexp.Detector is Detector
+    path = scenes / "000000.png"
+    image = Image.open(path)
+    one = detector.predict(path)
+    assert isinstance(one, Detections) and len(one) > 0 and one.source == str(path)
+    several = detector.predict([image, np.array(image), str(path)])
+    assert [found.objects for found in several] == [one.objects] * 3
+    assert [found.source for found in several] == ["image 0", "image 1", str(path)]
+    assert detector.predict(image).objects == one.objects
+
+
+def test_what_is_found_stands_where_it_is(detector: Detector, scenes: Path) -> None:
+    """The demo's model finds the shapes of its scenes: a wrong unit or a swapped side would not."""
+    from coordexp.data import read_jsonl
+    from coordexp.geometry import pixel_box
+
+    (record, *_) = read_jsonl(scenes.parent / "scenes.jsonl")
+    found = detector.predict(record.image)
+    assert (found.width, found.height) == (record.width, record.height)
+    truth = {obj.desc: pixel_box(obj, record.width, record.height) for obj in record.objects}
+    shared = [obj for obj in found if obj.name in truth]
+    assert shared and all(0 <= obj.score <= 1 for obj in shared)
+    nearest = min(max(abs(a - b) for a, b in zip(obj.box, truth[obj.name], strict=True)) for obj in shared)
+    assert nearest < 0.15 * record.width
+
+
+def test_a_folder_and_a_pattern_give_a_list_in_order(detector: Detector, scenes: Path) -> None:
+    folder = detector.predict(scenes)
+    assert [Path(found.source).name for found in folder] == ["000000.png", "000001.png", "000002.png"]
+    assert [f.objects for f in detector.predict(str(scenes / "*.png"))] == [f.objects for f in folder]
+    assert detector.predict([]) == []
+
+
+@pytest.mark.parametrize("wrong", [np.zeros((4, 4, 3), dtype=np.float32), np.zeros((3, 8, 8), dtype=np.uint8)])
+def test_an_array_that_is_no_image_is_refused(detector: Detector, wrong: np.ndarray) -> None:
+    with pytest.raises(DataError, match=r"expected uint8 of \(height, width, 3\)"):
+        detector.predict(wrong)
+
+
+def test_a_missing_image_and_a_missing_checkpoint_are_named(detector: Detector, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"gone\.jpg: no such image"):
+        detector.predict(tmp_path / "gone.jpg")
+    with pytest.raises(CheckpointError, match="no such folder"):
+        Detector(tmp_path / "nothing")
+
+
+@pytest.fixture
+def detections(tmp_path: Path) -> Detections:
+    Image.new("RGB", (200, 101), "white").save(tmp_path / "a.png")
+    pred = (
+        Detection("cat", "bbox_2d", (0, 0, 999, 999), 0.75),
+        Detection("kite", "poly", (0, 0, 999, 0, 999, 999), None),
+    )
+    return as_detections(ImageAnswer("a.png", str(tmp_path / "a.png"), 200, 101, None, pred))
+
+
+def test_pixels_are_those_of_the_image(detections: Detections) -> None:
+    assert detections.boxes.tolist() == [[0, 0, 199, 100], [0, 0, 199, 100]]
+    assert detections.polygons == [None, ((0, 0), (199, 0), (199, 100))]
+    assert detections.names == ["cat", "kite"] and detections.scores[0] == 0.75 and np.isnan(detections.scores[1])
+
+
+def test_coco_results(detections: Detections) -> None:
+    cat, kite = detections.to_coco(image_id=17, category_ids={"cat": 4})
+    assert (cat["image_id"], cat["category_id"], cat["score"], cat["bbox"]) == (17, 4, 0.75, [0, 0, 199, 100])
+    assert (kite["category_id"], kite["category_name"]) == (5, "kite")
+    assert kite["segmentation"] == [[0, 0, 199, 0, 199, 100]] and "segmentation" not in cat
+
+
+def test_drawing_marks_the_outlines_and_leaves_the_file(detections: Detections, tmp_path: Path) -> None:
+    before = (tmp_path / "a.png").read_bytes()
+    drawn = detections.draw(tmp_path / "out" / "drawn.png")
+    assert drawn.size == (200, 101) and (tmp_path / "a.png").read_bytes() == before
+    with Image.open(tmp_path / "out" / "drawn.png") as saved:
+        assert saved.convert("RGB").getpixel((100, 100)) != (255, 255, 255)
+
+
+def test_supervision_missing_says_how_to_get_it(detections: Detections, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "supervision", None)
+    with pytest.raises(MissingDependency, match="pip install supervision"):
+        detections.to_supervision()
+
+
+def test_supervision_gets_its_fields(detections: Detections, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the package where it is installed; else with a stand-in that only keeps what it is given."""
+    try:
+        import supervision  # noqa: F401  # pyright: ignore[reportMissingImports]
+    except ImportError:
+
+        class StandIn:
+            def __init__(self, **given: Any) -> None:
+                self.__dict__.update(given)
+
+        module = types.ModuleType("supervision")
+        module.Detections = StandIn  # pyright: ignore[reportAttributeAccessIssue]
+        monkeypatch.setitem(sys.modules, "supervision", module)
+    found = detections.to_supervision()
+    assert found.xyxy.tolist() == [[0, 0, 199, 100], [0, 0, 199, 100]]
+    assert found.confidence.tolist() == [0.75, 1.0] and found.class_id.tolist() == [0, 1]
+    assert list(found.data["class_name"]) == ["cat", "kite"]
+    assert found.mask.shape == (2, 101, 200) and found.mask[0].all() and 0.4 < found.mask[1].mean() < 0.6

@@ -1,0 +1,104 @@
+"""The study's tables from counts, and its declared arms."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from coordexp.config import load_config
+from coordexp.evaluation.answers import Detection, ImageAnswer
+from coordexp.records import GTObject
+
+STUDY = Path(__file__).parents[3] / "studies" / "when_stage2_helps"
+DECLARED = yaml.safe_load((STUDY / "arms.yaml").read_text())
+ARMS = [(regime, name) for regime, arms in DECLARED["arms"].items() for name in arms]
+
+
+@pytest.fixture
+def study(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(STUDY))
+    import study
+
+    yield study
+    for name in ("study", "tables", "stopping"):
+        sys.modules.pop(name, None)
+
+
+def answer(pred: list[GTObject], gt: list[GTObject]) -> ImageAnswer:
+    return ImageAnswer(
+        sample_id="x", image="x.png", width=128, height=128, gt=tuple(gt),
+        pred=tuple(Detection(obj.desc, obj.kind, obj.bins, None) for obj in pred),
+        dropped={}, truncated=False, repeat_terminated=False, text="", num_tokens=5,
+    )  # fmt: skip
+
+
+CAT = GTObject("cat", "bbox_2d", (100, 100, 300, 300))
+DOG = GTObject("dog", "bbox_2d", (500, 500, 800, 800))
+
+
+def test_counts_become_the_figures_that_they_stand_for(study: ModuleType) -> None:
+    from tables import figures
+
+    wide = GTObject("cat", "bbox_2d", (100, 100, 300, 350))  # IoU 0.8
+    owl = GTObject("owl", "bbox_2d", DOG.bins)  # found, wrong name
+    counts = study.counts([answer([wide, wide, owl], [CAT, DOG])])
+    found = figures([counts["as_answered"]])
+    assert found["F1@.5"] == pytest.approx(2 * 1 / (3 + 2))
+    assert found["F1@.9"] == 0 and found["F1@.7"] == found["F1@.5"]
+    assert (found["recall"], found["located"], found["name right"]) == (0.5, 1.0, 0.5)
+    assert found["duplicates"] == pytest.approx(1 / 3) and found["objects"] == 3
+    clean = figures([counts["without_duplicates"]])
+    assert clean["F1@.5"] == pytest.approx(2 * 1 / (2 + 2)) and clean["duplicates"] == 0
+
+
+def test_differences_are_paired(study: ModuleType) -> None:
+    from tables import difference
+
+    rng = np.random.default_rng(1)
+    counts = [[[3, 3, int(m), 0, 0, 0, 0, 0, 0, 0] for m in rng.integers(0, 4, 60)] for _ in range(2)]
+    better = [[[row[0], row[1], min(3, row[2] + 1), *row[3:]] for row in one] for one in counts]
+    assert difference(counts, counts) == (0, 0, 0)
+    gain, low, high = difference(better, counts)
+    assert 0 < low < gain < high < 0.5
+    assert difference(counts, better)[0] == -gain
+
+
+def test_a_table_lists_every_arm_and_says_what_is_missing(study: ModuleType) -> None:
+    from tables import markdown
+
+    counts = study.counts([answer([CAT], [CAT, DOG]), answer([], [])])
+    lines = [{"arm": arm, "seed": 0, "train_cpu_s": 3.0, "counts": counts} for arm in ("sft", "mine")]
+    rows = markdown(lines, "sft").splitlines()
+    assert [row.split("|")[1].strip() for row in rows[2:]] == ["sft", "mine"]
+    assert "+0.000 [+0.000, +0.000]" in rows[3]
+    with pytest.raises(SystemExit, match="no results of 'best'"):
+        markdown(lines, "best")
+
+
+@pytest.mark.parametrize(("regime", "name"), ARMS, ids=[" ".join(arm) for arm in ARMS])
+def test_a_declared_arm_can_be_run(regime: str, name: str, tmp_path: Path) -> None:
+    arm: dict[str, Any] = DECLARED["arms"][regime][name]
+    assert set(arm) <= {"config", "steps", "lr", "set", "complete", "stop", "keep", "of"}
+    assert "of" not in arm or "config" in DECLARED["arms"][regime][arm["of"]]
+    if "config" in arm:
+        paths = {"custom.train_jsonl": "x.jsonl", "model.model": "x", "training.output_dir": "x"}
+        numbers = {"training.max_steps": arm["steps"], "training.learning_rate": arm["lr"]}
+        keys = paths | numbers | arm.get("set", {})
+        config = load_config(STUDY / "configs" / f"{arm['config']}.yaml", keys)
+        assert config.training.max_steps == arm["steps"]
+
+
+def test_committed_results_are_of_declared_arms() -> None:
+    for path in (STUDY / "results").glob("*.jsonl"):
+        for line in path.read_text().splitlines():
+            one = json.loads(line)
+            assert one["arm"] in DECLARED["arms"][path.stem]
+            assert one["declared"] == DECLARED["arms"][path.stem][one["arm"]]
+            assert len(one["counts"]["as_answered"]) == DECLARED["regimes"][path.stem]["images"][one["split"]]
