@@ -104,7 +104,7 @@ class _Bench:
     @contextmanager
     def started(self, name: str) -> Iterator[None]:
         """Within it, :meth:`measure` asks this backend, which has answered once already."""
-        from coordexp.config import load_config
+        from coordexp.config import load_config, resolved_rollout
         from coordexp.data.images import open_rgb
         from coordexp.modeling.weights import LearnerWeights
         from coordexp.rollouts import SeedContext, build_backend, synced
@@ -115,12 +115,11 @@ class _Bench:
         assert config.rollout_matching is not None
         parts = LearnerParts(
             self.loaded.model, self.loaded.vocab, self.loaded.image_token_id,
-            LearnerWeights(self.loaded.model), Path(self._checkpoint), self._options.dtype, self._max_length, open_rgb,
-            config.tuner.lora_rank,
+            LearnerWeights(self.loaded.model), Path(self._checkpoint), open_rgb,
         )  # fmt: skip
         began = time.perf_counter()
         with _serving(path, self._folder / "server.log") if name == "server" else nullcontext():
-            self._backend = build_backend(config.rollout_matching, parts)
+            self._backend = build_backend(resolved_rollout(config), parts)
             try:
                 with synced(self._backend, 0):
                     self._start_s = time.perf_counter() - began

@@ -30,6 +30,7 @@ from reporting import machine, parser, positive, print_machine, set_threads, wri
 from rich.console import Console
 from rich.table import Table
 
+from coordexp.config.vllm import SyncConfig
 from coordexp.errors import RolloutError
 from coordexp.extras import require
 from coordexp.modeling.load import load_model
@@ -80,7 +81,7 @@ def measure(
     client: ServerClient, model: Any, group: Communicator, size: int, bucket_mb: int, repeats: int
 ) -> dict[str, Any]:
     """Broadcasts and pushes in turn. The first of each is not counted: it opens groups and touches memory."""
-    sync = WeightSync([client], LearnerWeights(model), bucket_mb=bucket_mb, timeout_s=TIMEOUT_S)
+    sync = WeightSync([client], LearnerWeights(model), SyncConfig(bucket_mb=bucket_mb, timeout_s=TIMEOUT_S))
     first = sync.push(1)
     raw_s, push_s, receive_s, load_s = [], [], [], []
     broadcast(group, size, bucket_mb << 20)

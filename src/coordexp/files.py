@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TextIO
 
 from coordexp.durable import flush_file
 
@@ -33,12 +35,24 @@ def _end_of_last_line(file: BinaryIO) -> int:
     return 0
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a whole file, or leave what was there: also when the run is killed meanwhile, or the power fails."""
-    temporary = path.with_name(f"{path.name}.partial")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())  # before its name: otherwise a power loss may leave the name with nothing behind it
-    os.replace(temporary, path)
+@contextmanager
+def whole_file(path: Path) -> Iterator[TextIO]:
+    """A text file that appears under its name complete, or not at all: also when the run is killed meanwhile, or the
+    power fails. What stood there before stays until then, and stays after an error."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with temporary.open("w", encoding="utf-8", newline="\n") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())  # before its name: otherwise a power loss may leave the name with nothing behind it
+        os.replace(temporary, path)
+    except BaseException:  # Ctrl-C too: leave no half file behind, and go on raising
+        temporary.unlink(missing_ok=True)
+        raise
     flush_file(path.parent)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write ``text`` as a :func:`whole_file`."""
+    with whole_file(path) as file:
+        file.write(text)

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from coordexp.config import resolved_rollout
 from coordexp.data.images import open_rgb
 from coordexp.modeling.weights import LearnerWeights
 from coordexp.rollouts import SeedContext, build_backend, synced
@@ -58,17 +59,15 @@ def main(folder: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder / 'meet'}", rank=0, world_size=1)
     keys = COLOCATED | {"rollout_matching__repeat_terminate__enabled": True}
     config = vllm_config(folder, **keys)
-    assert config.rollout_matching is not None
     parts = LearnerParts(
         model=learner.model, vocab=learner.vocab, image_token_id=learner.image_token_id,
-        weights=LearnerWeights(learner.model), checkpoint=served_checkpoint(), dtype="float32", max_length=512,
-        open_image=open_rgb, lora_rank=config.tuner.lora_rank,
+        weights=LearnerWeights(learner.model), checkpoint=served_checkpoint(), open_image=open_rgb,
     )  # fmt: skip
     torch.set_num_threads(2)  # not what the environment says
     torch.manual_seed(3)
     before = found()
     seen = {}
-    backend = build_backend(config.rollout_matching, parts)
+    backend = build_backend(resolved_rollout(config), parts)
     with synced(backend, 0):
         seen["start"] = changed(before)
         seen["answers"] = len(backend.generate(requests, SeedContext(1, 0, 0, 0)))

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from coordexp.config.vllm import SyncConfig
 from coordexp.errors import RolloutError
 from coordexp.modeling.load import LoadedModel
 from coordexp.modeling.weights import LearnerWeights
@@ -40,14 +41,8 @@ def learner_of(**tuner: bool) -> LoadedModel:
 
 
 def adapter_sync(client: ServerClient, learner: LoadedModel, fallback_to_full: bool = True) -> WeightSync:
-    return WeightSync(
-        [client],
-        LearnerWeights(learner.model),
-        mode="adapter",
-        fallback_to_full=fallback_to_full,
-        bucket_mb=1,
-        timeout_s=30.0,
-    )
+    config = SyncConfig(mode="adapter", fallback_to_full=fallback_to_full, bucket_mb=1, timeout_s=30.0)
+    return WeightSync([client], LearnerWeights(learner.model), config)
 
 
 # The order matters here: on a server that has once received full weights, adapters no longer fit.
@@ -111,7 +106,7 @@ def test_a_failed_adapter_push_becomes_full_for_good(
 
 def test_an_adapter_is_not_put_on_weights_that_hold_one_already(client: ServerClient) -> None:
     learner = learner_of(train_coord_rows=False, **LLM_ONLY)
-    full = WeightSync([client], LearnerWeights(learner.model), timeout_s=30.0)
+    full = WeightSync([client], LearnerWeights(learner.model), SyncConfig(timeout_s=30.0))
     full.push(6)
     full.close()
     sync = adapter_sync(client, learner, fallback_to_full=False)

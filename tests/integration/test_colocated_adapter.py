@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from coordexp.config import resolved_rollout
 from coordexp.data.images import open_rgb
 from coordexp.errors import RolloutError
 from coordexp.modeling.load import LoadedModel
@@ -41,13 +42,11 @@ def colocated(
     learner: LoadedModel, folder: Path, checkpoint: Path | None = None, **keys: Any
 ) -> Iterator[ColocatedBackend]:
     config = vllm_config(folder, **COLOCATED | keys)
-    assert config.rollout_matching is not None
     parts = LearnerParts(
         model=learner.model, vocab=learner.vocab, image_token_id=learner.image_token_id,
-        weights=LearnerWeights(learner.model), checkpoint=checkpoint or served_checkpoint(), dtype="float32",
-        max_length=512, open_image=open_rgb, lora_rank=4,
+        weights=LearnerWeights(learner.model), checkpoint=checkpoint or served_checkpoint(), open_image=open_rgb,
     )  # fmt: skip
-    backend = build_backend(config.rollout_matching, parts)
+    backend = build_backend(resolved_rollout(config), parts)
     assert isinstance(backend, ColocatedBackend)
     try:
         yield backend
@@ -91,7 +90,7 @@ def test_an_adapter_that_the_engine_would_ignore_means_merged_weights_for_good(
     with colocated(learner, tmp_path, None, **ADAPTERS) as backend:
         with caplog.at_level(logging.WARNING, logger="coordexp"):
             assert answers(backend, learner, 3) == expected(learner)
-        assert "merged weights are pushed from here on" in caplog.text
+        assert "pushes are full from here on" in caplog.text
         (event,) = backend.last_report()["fallbacks"]
         assert event.startswith("version 3: ") and "cannot adapt" in event
         assert backend.take_metrics()["rollout/sync_fallbacks_total"] == 1

@@ -154,12 +154,12 @@ def test_weights_that_land_changed_are_noticed(
     )
     # As before the first push: everything goes through the loader, and the parameters are read back.
     monkeypatch.setattr(receiver._places, "_proven", {})
-    backend._push._compared = False
+    backend._push.policy._compared = False
     with pytest.raises(RolloutError, match=r"checksum .* its answers would not be the learner's"), synced(backend, 3):
         pass
     monkeypatch.undo()
     with synced(backend, 3):
-        assert backend._push._compared
+        assert backend._push.policy._compared
 
 
 def test_a_window_is_answered_whole_and_by_request(backend: ColocatedBackend, requests_: list[RolloutRequest]) -> None:

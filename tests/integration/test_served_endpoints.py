@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from coordexp.config.vllm import SyncConfig
 from coordexp.errors import RolloutError, ServerUnreachable
 from coordexp.modeling.load import LoadedModel
 from coordexp.modeling.weights import LearnerWeights
@@ -158,11 +159,13 @@ def test_a_server_that_dies_in_the_middle_of_a_push_ends_it(
 ) -> None:
     """Last of the file: it kills the server, and its engines with it. The push's own deadline is far away."""
     requests = requests_of(learner, 1)
-    good = WeightSync([client], LearnerWeights(learner.model), bucket_mb=1, timeout_s=60.0)
+    good = WeightSync([client], LearnerWeights(learner.model), SyncConfig(bucket_mb=1, timeout_s=60.0))
     good.push(21)
     good.close()
     family = server.children()
-    deadly = WeightSync([client], DeadlyWeights(learner.model, server.process.pid), bucket_mb=1, timeout_s=300.0)
+    deadly = WeightSync(
+        [client], DeadlyWeights(learner.model, server.process.pid), SyncConfig(bucket_mb=1, timeout_s=300.0)
+    )
     started = time.monotonic()
     with pytest.raises(RolloutError, match=server.base_url):
         deadly.push(22)

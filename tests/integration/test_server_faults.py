@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from coordexp.config.vllm import SyncConfig
 from coordexp.errors import RolloutError, ServerRefused, ServerTimeout, ServerUnreachable
 from coordexp.modeling.weights import LearnerWeights
 from coordexp.servers.sync import WeightSync
@@ -46,7 +47,7 @@ def test_a_server_from_health_to_death(server: RunningServer) -> None:
     learner = load_served()
     requests = requests_of(learner, 3)
     client = server.client(timeout_s=3.0, infer_timeout_s=3.0)
-    sync = WeightSync([client], LearnerWeights(learner.model), bucket_mb=1, timeout_s=3.0)
+    sync = WeightSync([client], LearnerWeights(learner.model), SyncConfig(bucket_mb=1, timeout_s=3.0))
     family = server.children()
 
     assert client.world_size() == 2
@@ -67,7 +68,7 @@ def test_a_server_from_health_to_death(server: RunningServer) -> None:
     server.process.send_signal(signal.SIGCONT)
     patient = server.client()
     patient.wait_until_healthy(30)
-    recovered = WeightSync([patient], LearnerWeights(learner.model), bucket_mb=1, timeout_s=60.0)
+    recovered = WeightSync([patient], LearnerWeights(learner.model), SyncConfig(bucket_mb=1, timeout_s=60.0))
     recovered.push(3)
     assert len(patient.infer(payload(requests, 4))) == 3
 

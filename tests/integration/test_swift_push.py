@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from coordexp.config.vllm import SyncConfig
 from coordexp.errors import RolloutError, ServerRefused
 from coordexp.modeling.load import LoadedModel
 from coordexp.modeling.weights import LearnerWeights
@@ -56,7 +57,9 @@ def requests_of(loaded: LoadedModel) -> list[RolloutRequest]:
 
 @contextmanager
 def syncing(client: ServerClient, learner: LoadedModel, **keys: Any) -> Iterator[WeightSync]:
-    sync = WeightSync([client], LearnerWeights(learner.model), **{"bucket_mb": 1, "timeout_s": 60.0, **keys})
+    sync = WeightSync(
+        [client], LearnerWeights(learner.model), SyncConfig(**{"bucket_mb": 1, "timeout_s": 60.0, **keys})
+    )
     try:
         yield sync
     finally:
@@ -124,7 +127,7 @@ def test_a_missing_weight_is_named_although_ms_swift_swallows_errors(client: Ser
                 yield (one for one in named if "layers.0.self_attn.k_proj" not in one[0])
 
     learner = load_served()
-    sync = WeightSync([client], Partial(learner.model), timeout_s=60.0)
+    sync = WeightSync([client], Partial(learner.model), SyncConfig(timeout_s=60.0))
     with pytest.raises(RolloutError, match=r"not sent: \S+qkv_proj\.weight \(k_proj\)"):
         sync.push(7)
     sync.close()
@@ -136,7 +139,7 @@ def test_a_missing_weight_is_named_although_ms_swift_swallows_errors(client: Ser
 def test_a_learner_that_starts_anew_takes_the_server_over(client: ServerClient) -> None:
     """The first one is gone without a word: its group still stands in every worker."""
     learner = load_served()
-    gone = WeightSync([client], LearnerWeights(learner.model), timeout_s=60.0)
+    gone = WeightSync([client], LearnerWeights(learner.model), SyncConfig(timeout_s=60.0))
     gone.push(9)
     disturb(learner, 10)
     started = time.monotonic()

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import coordexp.rollouts.offload as offload_module
+from coordexp.config import resolved_rollout
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.data.images import open_rgb
 from coordexp.modeling.adapter import save_adapter
@@ -47,13 +48,11 @@ def merged(learner: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Pa
 def backend(learner: LoadedModel, merged: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ColocatedBackend]:
     """An engine that starts from the merged folder and has had no push yet."""
     config = vllm_config(tmp_path_factory.mktemp("run"), rollout_matching__max_new_tokens=TOKENS, **COLOCATED)
-    assert config.rollout_matching is not None
     parts = LearnerParts(
         model=learner.model, vocab=learner.vocab, image_token_id=learner.image_token_id,
-        weights=LearnerWeights(learner.model), checkpoint=merged, dtype="float32", max_length=512, open_image=open_rgb,
-        lora_rank=config.tuner.lora_rank,
+        weights=LearnerWeights(learner.model), checkpoint=merged, open_image=open_rgb,
     )  # fmt: skip
-    backend = build_backend(config.rollout_matching, parts)
+    backend = build_backend(resolved_rollout(config), parts)
     assert isinstance(backend, ColocatedBackend)
     backend._wake()
     yield backend

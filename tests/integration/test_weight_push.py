@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from coordexp.config.vllm import SyncConfig
 from coordexp.errors import RolloutError, ServerRefused
 from coordexp.modeling.load import LoadedModel
 from coordexp.modeling.weights import LearnerWeights
@@ -70,7 +71,7 @@ def disturbed(loaded: LoadedModel, seed: int) -> LoadedModel:
 
 @contextmanager
 def syncing(client: ServerClient, source: Any, **keys: Any) -> Iterator[WeightSync]:
-    sync = WeightSync([client], source, **{"bucket_mb": 1, "timeout_s": 30.0, **keys})
+    sync = WeightSync([client], source, SyncConfig(**{"bucket_mb": 1, "timeout_s": 30.0, **keys}))
     try:
         yield sync
     finally:
@@ -161,7 +162,7 @@ def test_weights_that_change_on_their_way_are_noticed(
     with syncing(client, flipped) as sync:
         assert sync.push(2).checksum != report.checksum  # the same numbers in other places
         monkeypatch.setattr(checksum, "tensor_hash", lambda tensor: 17)  # as if other bytes had been sent
-        sync._compared = False
+        sync._policy._compared = False
         with pytest.raises(RolloutError, match="the checksum of its weights is"):
             sync.push(3)
 
@@ -203,7 +204,7 @@ def test_uncovered_names_fail_loudly_and_nothing_is_answered_until_a_whole_push(
 
 
 def test_a_second_learner_takes_the_server_over(client: ServerClient, learner: LoadedModel) -> None:
-    first = WeightSync([client], LearnerWeights(learner.model), bucket_mb=1, timeout_s=30.0)
+    first = WeightSync([client], LearnerWeights(learner.model), SyncConfig(bucket_mb=1, timeout_s=30.0))
     first.push(1)  # and then it is gone, without a word
     disturbed(learner, 5)
     started = time.monotonic()
@@ -233,7 +234,7 @@ def test_answers_say_whose_weights_they_come_from(client: ServerClient, learner:
 
 
 def test_a_learner_that_dies_in_the_middle_of_a_push_blocks_nobody(client: ServerClient, learner: LoadedModel) -> None:
-    first = WeightSync([client], LearnerWeights(learner.model), bucket_mb=1, timeout_s=30.0)
+    first = WeightSync([client], LearnerWeights(learner.model), SyncConfig(bucket_mb=1, timeout_s=30.0))
     first.push(1)
     lane = first._connections[0]
     announced = threading.Thread(target=_announce_and_leave, args=(client, lane))

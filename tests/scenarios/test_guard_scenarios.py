@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from coordexp.config import load_config
+from coordexp.config import load_config, resolved_rollout
 from coordexp.config.rollout import RepeatTerminateConfig
 from coordexp.errors import RolloutError
 from coordexp.rollouts import DecodingOptions
 from coordexp.rollouts.build import check_backend
 from coordexp.serving.launch.plan import plan_launch
 from coordexp.vllm_engine.colocated import ColocatedBackend
-from coordexp.vllm_engine.guard_activation import CONFIG_JSON, CONFIG_JSON_PATH, ENABLE
+from coordexp.vllm_engine.guard_activation import CONFIG_JSON, CONFIG_JSON_PATH, ENABLE, GUARD_PROCESSOR
 from support.config_samples import set_key, write_yaml
 from support.rollout_servers import server_config
 from support.tiny_run import tiny_checkpoint
@@ -28,13 +28,14 @@ def colocated(folder: Path, **repeat_terminate: Any) -> Any:
     return load_config(write_yaml(folder, set_key(config, "rollout_matching.repeat_terminate", repeat_terminate)))
 
 
-def engine_arguments(rollout: Any) -> dict[str, Any]:
+def engine_arguments(run: Any) -> dict[str, Any]:
     """What a colocated engine would be started with; none is."""
     unused: Any = None
+    rollout = resolved_rollout(run)
     backend = ColocatedBackend(
-        rollout.vllm, model=tiny_checkpoint(), dtype="float32", max_model_len=512, options=DecodingOptions(),
-        decode_batch_size=2, vocab=unused, image_token_id=0, num_embeddings=1, weights=unused, open_image=unused,
-        offload=unused, repeat_terminate=rollout.repeat_terminate, lora_rank=8,
+        rollout.vllm, model=tiny_checkpoint(), options=DecodingOptions(),
+        decode_batch_size=2, vocab=unused, image_token_id=0, weights=unused, open_image=unused,
+        offload=unused, repeat_terminate=rollout.repeat_terminate,
     )  # fmt: skip
     return backend.engine_spec.arguments()
 
@@ -52,9 +53,9 @@ def test_a_colocated_engine_needs_no_server_activation(tmp_path: Path, monkeypat
         plan = plan_launch(run, tmp_path / "run.yaml", local=(), rendezvous_port=1, model_type="qwen3_vl")
         assert plan.servers == () and not {ENABLE, CONFIG_JSON} & set(plan.learner.environment)
     pytest.importorskip("vllm", reason="the engine's worker extension is a class of vLLM's interface")
-    arguments = engine_arguments(plain.rollout_matching)
-    assert "logits_processors" not in arguments and "async_scheduling" not in arguments
-    disabled = colocated(tmp_path, **{**GUARD, "enabled": False}).rollout_matching
+    arguments = engine_arguments(plain)
+    assert GUARD_PROCESSOR not in arguments["logits_processors"] and "async_scheduling" not in arguments
+    disabled = colocated(tmp_path, **{**GUARD, "enabled": False})
     assert engine_arguments(disabled) == arguments
 
 

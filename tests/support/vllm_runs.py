@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from coordexp.config import RunConfig
+from coordexp.config import RunConfig, resolved_rollout
 from coordexp.data.images import open_rgb
 from coordexp.modeling.load import LoadedModel
 from coordexp.modeling.weights import LearnerWeights
@@ -31,13 +31,11 @@ def vllm_config(folder: Path, name: str = "run", **keys: Any) -> RunConfig:
 def colocated(learner: LoadedModel, folder: Path, open_image: Any = open_rgb, **keys: Any) -> ColocatedBackend:
     """A backend whose engine, not yet started, will live in this process."""
     config = vllm_config(folder, **COLOCATED | keys)
-    assert config.rollout_matching is not None
     parts = LearnerParts(
         model=learner.model, vocab=learner.vocab, image_token_id=learner.image_token_id,
-        weights=LearnerWeights(learner.model), checkpoint=served_checkpoint(), dtype="float32", max_length=512,
-        open_image=open_image, lora_rank=config.tuner.lora_rank,
+        weights=LearnerWeights(learner.model), checkpoint=served_checkpoint(), open_image=open_image,
     )  # fmt: skip
-    backend = build_backend(config.rollout_matching, parts)
+    backend = build_backend(resolved_rollout(config), parts)
     assert isinstance(backend, ColocatedBackend)
     return backend
 

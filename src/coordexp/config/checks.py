@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from coordexp.config import trainer_names
 from coordexp.config.objective import PipelineConfig
 from coordexp.config.rollout_checks import rollout_checks
+from coordexp.config.sections import Sections
 from coordexp.config.strict import Problem, dotted, problem
 from coordexp.config.training import TrainingConfig
 from coordexp.errors import ConfigError
-
-if TYPE_CHECKING:
-    from coordexp.config.root import RunConfig
 
 _RM = "rollout_matching"
 _VLLM = f"{_RM}.vllm"
 
 
-def cross_checks(config: RunConfig) -> Iterator[Problem]:
+def cross_checks(config: Sections) -> Iterator[Problem]:
     """Every rule between keys that ``config`` breaks."""
     yield from _variant_checks(config)
     if config.training.eval_strategy != "no" and config.custom.val_jsonl is None:
@@ -37,7 +34,7 @@ def cross_checks(config: RunConfig) -> Iterator[Problem]:
         yield from rollout_checks(config, config.rollout_matching)
 
 
-def _variant_checks(config: RunConfig) -> Iterator[Problem]:
+def _variant_checks(config: Sections) -> Iterator[Problem]:
     variant = "custom.trainer_variant"
     name = config.custom.trainer_variant
     rollout = config.rollout_matching
@@ -93,7 +90,7 @@ def _rollout_aligned_checks(pipeline: PipelineConfig | None) -> Iterator[Problem
         )
 
 
-def _two_channel_checks(config: RunConfig, pipeline: PipelineConfig | None) -> Iterator[Problem]:
+def _two_channel_checks(config: Sections, pipeline: PipelineConfig | None) -> Iterator[Problem]:
     variant = "custom.trainer_variant"
     if pipeline is not None:
         yield problem(
@@ -195,7 +192,7 @@ def _best_checkpoint_checks(training: TrainingConfig) -> Iterator[Problem]:
         )
 
 
-def _parallel_checks(config: RunConfig) -> Iterator[Problem]:
+def _parallel_checks(config: Sections) -> Iterator[Problem]:
     deepspeed, fsdp = config.deepspeed, config.fsdp
     if deepspeed.enabled and deepspeed.config is None:
         yield problem(
@@ -231,7 +228,7 @@ def _parallel_checks(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _tuner_checks(config: RunConfig) -> Iterator[Problem]:
+def _tuner_checks(config: Sections) -> Iterator[Problem]:
     tuner = config.tuner
     if config.model.dtype == "float16" and config.training.fp16 and tuner.train_type == "full":
         yield problem(
@@ -251,7 +248,7 @@ def _tuner_checks(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def check_world_size(config: RunConfig, world_size: int) -> None:
+def check_world_size(config: Sections, world_size: int) -> None:
     """Rules that depend on the number of learner processes; call it once that number is known.
 
     Raises:
@@ -262,7 +259,7 @@ def check_world_size(config: RunConfig, world_size: int) -> None:
         raise ConfigError("\n".join(f"{dotted(p.path)}: {p.message}" for p in problems))
 
 
-def _world_size_checks(config: RunConfig, world_size: int) -> Iterator[Problem]:
+def _world_size_checks(config: Sections, world_size: int) -> Iterator[Problem]:
     training, rollout = config.training, config.rollout_matching
     samples = training.per_device_train_batch_size * world_size
     if training.effective_batch_size is not None and training.effective_batch_size % samples:
@@ -289,7 +286,7 @@ def _world_size_checks(config: RunConfig, world_size: int) -> Iterator[Problem]:
         )
 
 
-def advice(config: RunConfig) -> Iterator[str]:
+def advice(config: Sections) -> Iterator[str]:
     """What is allowed but seldom meant, one sentence each; printed and logged, never an error."""
     shards = config.deepspeed.enabled or config.fsdp.enabled  # these keep float32 weights beside the others
     if config.model.dtype != "float32" and config.tuner.train_type == "full" and not shards:

@@ -11,9 +11,11 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticUndefined
 
 from coordexp.config.arguments import apply_arguments
+from coordexp.config.checks import cross_checks
 from coordexp.config.debug import DEBUG_STANDS_FOR
 from coordexp.config.legacy import take_removed
-from coordexp.config.root import RunConfig, section_defaults
+from coordexp.config.root import RunConfig
+from coordexp.config.sections import Sections, section_defaults
 from coordexp.config.source import Document, dump_yaml, put, read_document
 from coordexp.config.strict import KeyPath, Problem, dotted, problems_from
 from coordexp.errors import ConfigError
@@ -53,9 +55,8 @@ def validate(document: Document, source: str) -> RunConfig:
     _apply_debug(document)
     removed = list(take_removed(document.data))
     data = section_defaults(document.data)
-    found: list[Problem] = []
     try:
-        config = RunConfig.model_validate(data, context={"problems": found})
+        found = list(cross_checks(Sections.model_validate(data)))
     except ValidationError as error:
         already = {problem.path for problem in document.problems}
         structural = [problem for problem in problems_from(error, RunConfig) if problem.path not in already]
@@ -64,7 +65,7 @@ def validate(document: Document, source: str) -> RunConfig:
     if removed or found or document.problems:
         # A removed key leaves a hole: what rests on it is not known yet.
         raise _error(source, document, [*removed, *_untouched(found, [*removed, *document.problems])])
-    return config
+    return RunConfig.model_validate(data)
 
 
 def _apply_debug(document: Document) -> None:
@@ -84,12 +85,11 @@ def _agreeing(data: dict[str, Any], broken: list[Problem]) -> list[Problem]:
     data = copy.deepcopy(data)
     for problem in broken:
         _restore_default(data, problem.path)
-    found: list[Problem] = []
     try:
-        RunConfig.model_validate(data, context={"problems": found})
+        sections = Sections.model_validate(data)
     except ValidationError:
         return []  # a key without a default that no example stands in for: what is reported already comes first
-    return _untouched(found, broken)
+    return _untouched(cross_checks(sections), broken)
 
 
 def _untouched(found: Iterable[Problem], broken: list[Problem]) -> list[Problem]:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from coordexp.config.rollout import RolloutMatchingConfig
+from coordexp.config.sections import Sections
 from coordexp.config.strict import Problem, problem
 from coordexp.config.vllm import ADAPTER_RANKS, VLLMConfig
-
-if TYPE_CHECKING:
-    from coordexp.config.root import RunConfig
 
 _RM = "rollout_matching"
 _VLLM = f"{_RM}.vllm"
 
 
-def rollout_checks(config: RunConfig, rollout: RolloutMatchingConfig) -> Iterator[Problem]:
+def rollout_checks(config: Sections, rollout: RolloutMatchingConfig) -> Iterator[Problem]:
     """Every rule between keys of ``rollout_matching``, and between them and others, that ``config`` breaks."""
     yield from _decoding_checks(rollout)
     if rollout.max_new_tokens >= config.global_max_length:
@@ -104,7 +101,7 @@ def _repeat_checks(rollout: RolloutMatchingConfig) -> Iterator[Problem]:
         )
 
 
-def _vllm_checks(config: RunConfig, rollout: RolloutMatchingConfig) -> Iterator[Problem]:
+def _vllm_checks(config: Sections, rollout: RolloutMatchingConfig) -> Iterator[Problem]:
     vllm, backend = rollout.vllm, f"{_RM}.rollout_backend"
     if vllm.mode == "server" and vllm.server is None:
         yield problem(
@@ -147,7 +144,7 @@ def _server_checks(rollout: RolloutMatchingConfig) -> Iterator[Problem]:
             )
 
 
-def _sync_checks(config: RunConfig, rollout: RolloutMatchingConfig) -> Iterator[Problem]:
+def _sync_checks(config: Sections, rollout: RolloutMatchingConfig) -> Iterator[Problem]:
     vllm, tuner, mode = rollout.vllm, config.tuner, f"{_VLLM}.sync.mode"
     reads = (f"{_VLLM}.enable_lora", f"{_RM}.rollout_backend")
     if vllm.sync.mode == "adapter" and not vllm.enable_lora:

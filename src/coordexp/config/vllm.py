@@ -60,6 +60,12 @@ class SyncConfig(StrictModel):
             return "adapter" if enable_lora else "full"
         return self.mode
 
+    @property
+    def settled_mode(self) -> Literal["full", "adapter"]:
+        """``mode`` of a resolved section, in which ``auto`` has been replaced by what it stands for."""
+        assert self.mode != "auto", "resolved_rollout() settles it"
+        return self.mode
+
 
 class MMLimitConfig(StrictModel):
     """Images and videos of one prompt that the engine makes room for."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from coordexp.data.record_line import parse_line
 from coordexp.errors import DataError
+from coordexp.files import whole_file
 from coordexp.records import GTObject, ImageRecord
 
 
@@ -24,18 +25,10 @@ def write_jsonl(records: Iterable[ImageRecord], path: str | Path) -> int:
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     count = 0
-    try:
-        with temporary.open("w", encoding="utf-8", newline="\n") as file:
-            for count, record in enumerate(records, start=1):
-                file.write(_line(record, path, count))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:  # a kill by Ctrl-C too: leave no half file behind, and go on raising
-        temporary.unlink(missing_ok=True)
-        raise
+    with whole_file(path) as file:
+        for count, record in enumerate(records, start=1):
+            file.write(_line(record, path, count))
     return count
 
 

@@ -23,7 +23,7 @@ from coordexp.evaluation.drawing import save_drawings
 from coordexp.evaluation.predict import share_out
 from coordexp.evaluation.scores import ConfidenceScorer
 from coordexp.evaluation.summary import write_coco
-from coordexp.files import append_line
+from coordexp.files import append_line, whole_file
 from coordexp.inference.session import open_session, reporting
 from coordexp.modeling.fingerprint import checkpoint_fingerprint
 from coordexp.records import ImageRecord
@@ -205,9 +205,8 @@ def _finish(output: Path, records: Sequence[ImageRecord]) -> tuple[list[ImageAns
     by_id = {answer.sample_id: answer for part in _parts(output) for answer in _read_part(part)}
     answers = [by_id[record.sample_id] for record in records]
     whole = output / PREDICTIONS
-    temporary = whole.with_suffix(".part")
-    temporary.write_bytes(b"".join(to_line(answer).encode("utf-8") + b"\n" for answer in answers))
-    temporary.replace(whole)
+    with whole_file(whole) as file:
+        file.writelines(f"{to_line(answer)}\n" for answer in answers)
     for part in _parts(output)[1:]:
         part.unlink()
     assert len(read_answers(whole)) == len(records)

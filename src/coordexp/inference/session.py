@@ -52,10 +52,7 @@ def open_session(config: RunConfig, rollout: RolloutMatchingConfig, model: Path)
         image_token_id=loaded.image_token_id,
         weights=LearnerWeights(loaded.model),
         checkpoint=base_checkpoint(model),
-        dtype=config.model.dtype,
-        max_length=config.global_max_length,
         open_image=lambda path: loaded.preparation(open_rgb(path)),
-        lora_rank=config.tuner.lora_rank,
     )
     backend = build_backend(_with_pixels(rollout) if loaded.preparation.resize is not None else rollout, parts)
     try:

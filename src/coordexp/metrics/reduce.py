@@ -1,4 +1,4 @@
-"""A rank's sums over a log line, and their reduction to global metrics. Every rule comes from the registry.
+"""What a rank adds up between two log lines, and how it becomes global metrics. A metric's line in the table says how:
 
 * counters and shares of a mean: global sum
 * seconds, percentiles and 0/1 flags: global maximum

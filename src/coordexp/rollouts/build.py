@@ -21,8 +21,7 @@ class LearnerParts:
     """What a backend may need of the learner.
 
     ``model``: the bare model, no DDP wrapper. ``checkpoint``: a plain folder whose configuration, tokenizer and
-    processor an engine starts from. ``max_length``: the longest prompt with its answer, in tokens. ``lora_rank``: of
-    the learner's adapters, where it has any. ``offload``: moves the learner out of a colocated engine's way.
+    processor an engine starts from. ``offload``: moves the learner out of a colocated engine's way.
     """
 
     model: Any
@@ -30,10 +29,7 @@ class LearnerParts:
     image_token_id: int
     weights: WeightSource
     checkpoint: Path
-    dtype: str
-    max_length: int
     open_image: Callable[[Path], Any]
-    lora_rank: int
     offload: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
@@ -70,7 +66,10 @@ def check_backend(config: RolloutMatchingConfig) -> None:
 
 
 def build_backend(config: RolloutMatchingConfig, learner: LearnerParts) -> RolloutBackend:
-    """The backend that ``config`` names. Engines start, and servers are connected, with the first sync of weights."""
+    """The backend that ``config`` names. Engines start, and servers are connected, with the first sync of weights.
+
+    ``config``: the section with nothing left open, as :func:`coordexp.config.resolved_rollout` gives it.
+    """
     options = decoding_options(config)
     if config.rollout_backend == "hf":
         from coordexp.rollouts.hf import HFBackend
@@ -92,16 +91,12 @@ def build_backend(config: RolloutMatchingConfig, learner: LearnerParts) -> Rollo
     return ColocatedBackend(
         config.vllm,
         model=learner.checkpoint,
-        dtype=config.vllm.dtype or learner.dtype,
-        max_model_len=config.vllm.max_model_len or learner.max_length,
         options=options,
         decode_batch_size=config.decode_batch_size,
         vocab=learner.vocab,
         image_token_id=learner.image_token_id,
-        num_embeddings=learner.model.config.text_config.vocab_size,
         weights=learner.weights,
         open_image=learner.open_image,
         offload=learner.offload,
         repeat_terminate=config.repeat_terminate,
-        lora_rank=config.vllm.adapter_rank(learner.lora_rank),
     )

@@ -11,6 +11,7 @@ import torch
 
 from coordexp.coords import CoordVocab
 from coordexp.records import Rollout, RolloutRequest
+from coordexp.rollouts.answer_tokens import answer_tokens
 from coordexp.rollouts.backend import DecodingOptions, IndexedRollout, RolloutRound, Seeds, in_turn
 from coordexp.rollouts.hf_guard import RepeatStop
 from coordexp.rollouts.hf_sampling import sampling_processors
@@ -143,15 +144,15 @@ class HFBackend:
         return arguments
 
     def _rollout(self, request: RolloutRequest, row: int, answer: list[int], guard: RepeatStop | None) -> Rollout:
-        ended = self._vocab.eos_id in answer
-        response = tuple(answer[: answer.index(self._vocab.eos_id)] if ended else answer)
+        reason = "stop" if self._vocab.eos_id in answer else "length"  # padding follows an end, so it is cut off too
+        tokens = answer_tokens(answer, reason, self._vocab, request.sample_id)
         return Rollout(
             sample_id=request.sample_id,
             prompt_token_ids=request.prompt_token_ids,
-            response_token_ids=response,
-            text=self._vocab.decode(response),
-            truncated=not ended,
-            repeat_terminated=ended and guard is not None and guard.stopped(row, response),
+            response_token_ids=tokens.token_ids,
+            text=self._vocab.decode(tokens.token_ids),
+            truncated=tokens.truncated,
+            repeat_terminated=tokens.ended and guard is not None and guard.stopped(row, tokens.token_ids),
             weight_version=self._version,
         )
 

@@ -99,16 +99,7 @@ class ServerBackend:
         from coordexp.servers.sync import WeightSync
 
         clients, drained = make_clients(config), DrainedWeights(weights)
-        sync = config.vllm.sync
-        weight_sync = WeightSync(
-            clients,
-            drained,
-            mode=sync.resolved(config.vllm.enable_lora),
-            fallback_to_full=sync.fallback_to_full,
-            bucket_mb=sync.bucket_mb,
-            timeout_s=sync.timeout_s,
-            checksum_every=sync.checksum_every,
-        )
+        weight_sync = WeightSync(clients, drained, config.vllm.sync)
         return cls(clients, weight_sync, drained, config, vocab, options, open_image)
 
     def generate(self, requests: Sequence[RolloutRequest], seeds: Seeds) -> list[Rollout]:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from coordexp.coords import CoordVocab
 from coordexp.errors import RolloutError
 from coordexp.records import Rollout, RolloutRequest
+from coordexp.rollouts.answer_tokens import answer_tokens
 from coordexp.rollouts.backend import DecodingOptions
 from coordexp.weight_sync.stamp import WeightStamp
 
@@ -102,23 +103,14 @@ def read_answer(
         ) from error
     if not prompt_ids:
         raise RolloutError(f"{where}: the server says that the prompt had no tokens; update the server")
-    if finish_reason not in ("stop", "length"):
-        raise RolloutError(f"{where}: the answer ended with {finish_reason!r} instead of 'stop' or 'length'")
-    if unknown := [token for token in answer_ids if token >= len(vocab)]:
-        raise RolloutError(
-            f"{where}: the answer holds token id {unknown[0]}, but the tokenizer knows only 0 to {len(vocab) - 1}: the "
-            "model's language head has rows for no token, and this server may draw them; use coordexp serve or the "
-            "CoordExp plugin, which cannot"
-        )
+    answer = answer_tokens(answer_ids, finish_reason, vocab, where)
     envelope = _check_envelope(item.get(ENVELOPE), stamp, guarded, where)
-    ended = vocab.eos_id in answer_ids
-    answer = answer_ids[: answer_ids.index(vocab.eos_id)] if ended else answer_ids
     return Rollout(
         sample_id=request.sample_id,
         prompt_token_ids=prompt_ids,
-        response_token_ids=answer,
-        text=vocab.decode(answer),
-        truncated=not ended and finish_reason == "length",
+        response_token_ids=answer.token_ids,
+        text=vocab.decode(answer.token_ids),
+        truncated=answer.truncated,
         repeat_terminated=_flag(envelope, TRIGGERED, where) == 1,
         weight_version=stamp.version,
     )

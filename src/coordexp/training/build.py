@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -178,6 +177,8 @@ def build_trainer(
         owner = "DeepSpeed" if trainer.is_deepspeed_enabled else "FSDP" if trainer.is_fsdp_enabled else None
         offload.bind(lambda: trainer.optimizer, sharded_by=owner)
     _show_progress(trainer, console, description)
+    if training.logging_dir is not None:
+        _tensorboard_logs_to(training.logging_dir, trainer)
     if rollout.monitor_dump.enabled and distributed.is_main():
         trainer.add_callback(_rollout_pictures(rollout.monitor_dump, run.train, trainer))
     return trainer, resume
@@ -203,14 +204,21 @@ def _scorer(config: RolloutMatchingConfig, loaded: LoadedModel) -> TokenScorer |
     return TokenScorer(loaded.model, loaded.vocab, loaded.image_token_id)
 
 
+def _tensorboard_logs_to(folder: Path, trainer: CoordExpTrainer) -> None:
+    """transformers takes the folder from the environment alone, where it would stay for the process's next run."""
+    from transformers.integrations import TensorBoardCallback
+
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, TensorBoardCallback):
+            callback.logging_dir = str(folder)
+
+
 def _training_arguments(config: RunConfig) -> Any:
     """transformers' arguments: the YAML's, and what this trainer needs of them."""
     import torch
     from transformers import TrainingArguments
 
     training = config.training
-    if training.logging_dir is not None:
-        os.environ["TENSORBOARD_LOGGING_DIR"] = str(training.logging_dir)  # transformers' only way to say where
     arguments = TrainingArguments(
         **training.hf_arguments(distributed.world_size()) | {"save_total_limit": None},  # ours: see SavingTrainer
         remove_unused_columns=False,
@@ -326,10 +334,7 @@ def _learner_parts(
         image_token_id=loaded.image_token_id,
         weights=LearnerWeights(loaded.model),
         checkpoint=base_checkpoint(config.model.model),
-        dtype=config.model.dtype,
-        max_length=config.global_max_length,
         open_image=open_rgb,
-        lora_rank=config.tuner.lora_rank,
         offload=offload,
     )
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import yaml
 
 from coordexp.coords import CoordVocab
 from coordexp.data.convert.sources import read_json
@@ -21,7 +21,7 @@ from coordexp.records import GTObject, TokenRole
 from coordexp.targets import mark_matched
 
 BEHIND_CUT = "BEHIND_CUT"  # tokens of the answer that are not part of the target
-_RECORDS, _MANIFEST = "rollout_records", "run_manifest.json"
+_RECORDS, _RESOLVED_CONFIG = "rollout_records", "resolved_config.yaml"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,21 +112,20 @@ def find_checkpoint(source: Path) -> Path | None:
     for folder in (source, source.parent, source.parent.parent) if source.is_dir() else source.parents[:3]:
         if (folder / "tokenizer.json").is_file() and (folder / "config.json").is_file():
             return folder
-        manifest = folder / _MANIFEST
-        if manifest.is_file():
-            model = _find_key(read_json(manifest), "model")
-            if isinstance(model, dict) and Path(str(model.get("model"))).is_dir():
-                return Path(str(model["model"]))
+        resolved = folder / _RESOLVED_CONFIG
+        if resolved.is_file() and (model := _model_of(resolved)) is not None and (model / "tokenizer.json").is_file():
+            return model
     return None
 
 
-def _find_key(content: Any, key: str) -> Any:
-    """The first mapping under ``key``, wherever the manifest keeps the configuration."""
-    if isinstance(content, dict):
-        if isinstance(content.get(key), dict):
-            return content[key]
-        return next((found for value in content.values() if (found := _find_key(value, key)) is not None), None)
-    return None
+def _model_of(resolved: Path) -> Path | None:
+    """The checkpoint that a run started from, by its resolved configuration."""
+    try:
+        content = yaml.safe_load(resolved.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise DataError(f"is no YAML: {error}; name the checkpoint with --model", path=resolved) from error
+    section = content.get("model") if isinstance(content, dict) else None
+    return Path(str(section["model"])) if isinstance(section, dict) and "model" in section else None
 
 
 def has_rollout_records(source: Path) -> bool:

@@ -1,4 +1,4 @@
-"""What a colocated engine is started with, and proof that it guards its answers where it was told to."""
+"""The arguments of vLLM's engines, built in one place, and how a colocated engine is started with them."""
 
 from __future__ import annotations
 
@@ -13,56 +13,77 @@ from coordexp.errors import RolloutError
 from coordexp.extras import require
 from coordexp.vllm_engine.guard_activation import GUARD_PROCESSOR, activation_environment, check_guard
 
-EXTENSION = "coordexp.vllm_engine.worker.WeightSyncExtension"  # by name: importing it would import vLLM
+# By name: importing them would import vLLM.
+EXTENSION = "coordexp.vllm_engine.worker.WeightSyncExtension"
+KNOWN_TOKENS_PROCESSOR = "coordexp.vllm_engine.known_tokens:KnownTokensProcessor"
+
+
+def section_arguments(vllm: VLLMConfig) -> dict[str, Any]:
+    """What the resolved section ``rollout_matching.vllm`` says of any engine, by the names of vLLM's ``EngineArgs``.
+
+    What the section leaves to vLLM is left out. Colocated engines, ``coordexp serve`` and ``swift rollout`` all start
+    with these values.
+    """
+    assert vllm.dtype is not None and vllm.max_model_len is not None, "resolved_rollout() settles every null"
+    arguments: dict[str, Any] = {
+        "dtype": vllm.dtype,
+        "max_model_len": vllm.max_model_len,
+        "tensor_parallel_size": vllm.tensor_parallel_size,
+        "gpu_memory_utilization": vllm.gpu_memory_utilization,
+        "enable_prefix_caching": vllm.enable_prefix_caching,
+        "enforce_eager": vllm.enforce_eager,
+        "disable_custom_all_reduce": vllm.disable_custom_all_reduce,
+        "max_num_seqs": vllm.max_num_seqs,
+        "max_num_batched_tokens": vllm.max_num_batched_tokens,
+        "kv_cache_dtype": vllm.kv_cache_dtype,
+        "cpu_offload_gb": vllm.cpu_offload_gb,
+        "mm_encoder_tp_mode": vllm.mm_encoder_tp_mode,
+        "limit_mm_per_prompt": vllm.limit_mm_per_prompt.model_dump(),
+    }
+    if vllm.enable_lora:
+        arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": vllm.max_lora_rank}
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
+def own_arguments(model: Path, guarded: bool) -> dict[str, Any]:
+    """What this project adds to every engine that it starts itself: its worker extension and logits processors, and
+    nothing of the checkpoint's or vLLM's own choosing."""
+    arguments: dict[str, Any] = {
+        "model": str(model),
+        "worker_extension_cls": EXTENSION,
+        "logits_processors": [KNOWN_TOKENS_PROCESSOR],
+        "generation_config": "vllm",  # the YAML decides, not the checkpoint's generation_config.json
+        "seed": 0,
+        "disable_log_stats": True,
+    }
+    if guarded:
+        arguments["logits_processors"] += [GUARD_PROCESSOR]
+        arguments["async_scheduling"] = False
+    return arguments
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """One engine, as the configuration and the learner determine it. ``cap``: sequences that it decodes at once;
-    ``max_lora_rank``: the rank that it makes room for where ``config.enable_lora`` says so."""
+    """One colocated engine. ``config``: the resolved section; ``cap``: sequences that it decodes at once."""
 
     config: VLLMConfig
     repeat_terminate: RepeatTerminateConfig
     model: Path
-    dtype: str
-    max_model_len: int
-    max_lora_rank: int
     cap: int
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments of vLLM's ``EngineArgs``; what the configuration leaves to vLLM is left out."""
-        config = self.config
-        arguments: dict[str, Any] = {
-            "model": str(self.model),
-            "dtype": self.dtype,
-            "max_model_len": self.max_model_len,
+        """The arguments of vLLM's ``EngineArgs``."""
+        return {
+            **section_arguments(self.config),
+            **own_arguments(self.model, self.repeat_terminate.enabled),
             "max_num_seqs": self.cap,
-            "tensor_parallel_size": config.tensor_parallel_size,
             # Ranks are started by torchrun, and each takes the device that torchrun gave it.
             "distributed_executor_backend": "external_launcher" if distributed.world_size() > 1 else "uni",
-            "gpu_memory_utilization": config.gpu_memory_utilization,
-            "enable_prefix_caching": config.enable_prefix_caching,
-            "enforce_eager": config.enforce_eager,
-            "disable_custom_all_reduce": config.disable_custom_all_reduce,
-            "enable_sleep_mode": config.sleep_level > 0,
-            "limit_mm_per_prompt": config.limit_mm_per_prompt.model_dump(),
-            "worker_extension_cls": EXTENSION,
+            "enable_sleep_mode": self.config.sleep_level > 0,
             # Weights are replaced before the first answer, but 'dummy' would randomise buffers too, which none covers.
             "load_format": "auto",
-            "generation_config": "vllm",  # the YAML decides, not the checkpoint's generation_config.json
             "skip_mm_profiling": False,
-            "seed": 0,
-            "disable_log_stats": True,
-            "max_num_batched_tokens": config.max_num_batched_tokens,
-            "kv_cache_dtype": config.kv_cache_dtype,
-            "cpu_offload_gb": config.cpu_offload_gb,
-            "mm_encoder_tp_mode": config.mm_encoder_tp_mode,
         }
-        if config.enable_lora:
-            arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": self.max_lora_rank}
-        if self.repeat_terminate.enabled:
-            arguments |= {"logits_processors": [GUARD_PROCESSOR], "async_scheduling": False}
-        return {name: value for name, value in arguments.items() if value is not None}
 
     def start(self) -> Any:
         """The engine, guarding its answers exactly as the configuration says.
@@ -76,10 +97,13 @@ class EngineSpec:
         with environment_kept(activation_environment(self.repeat_terminate)):
             require("vllm", "rollout_matching.rollout_backend: vllm")
             from coordexp.vllm_engine.in_process import InProcessEngine
+            from coordexp.vllm_engine.known_tokens import check_known_tokens
 
             engine = InProcessEngine(self.arguments(), self.cap)
             try:
-                check_guard([engine.ask_worker(lambda worker: worker.coordexp_status())], self.repeat_terminate)
+                status = engine.ask_worker(lambda worker: worker.coordexp_status())
+                check_guard([status], self.repeat_terminate)
+                check_known_tokens([status])
             except RolloutError:
                 engine.close()
                 raise

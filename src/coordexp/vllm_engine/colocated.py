@@ -20,6 +20,7 @@ from coordexp.config.vllm import VLLMConfig
 from coordexp.coords import CoordVocab
 from coordexp.errors import RolloutError
 from coordexp.records import Rollout, RolloutRequest
+from coordexp.rollouts.answer_tokens import answer_tokens
 from coordexp.rollouts.backend import DecodingOptions, IndexedRollout, RolloutRound, Seeds, WeightSource
 from coordexp.vllm_engine.arguments import EngineSpec
 from coordexp.vllm_engine.colocated_push import ColocatedPush
@@ -50,25 +51,20 @@ class ColocatedBackend:
         config: VLLMConfig,
         *,
         model: Path,
-        dtype: str,
-        max_model_len: int,
         options: DecodingOptions,
         decode_batch_size: int,
         vocab: CoordVocab,
         image_token_id: int,
-        num_embeddings: int,
         weights: WeightSource,
         open_image: Callable[[Path], Any],
         offload: Callable[[], AbstractContextManager[None]],
         repeat_terminate: RepeatTerminateConfig,
-        lora_rank: int,
     ) -> None:
         self._config = config
         self._options = options
         self._decode_batch_size = decode_batch_size
         self._vocab = vocab
         self._image_token_id = image_token_id
-        self._num_embeddings = num_embeddings
         self._open_image = open_image
         self._offload = offload
         self._is_guarded = repeat_terminate.enabled
@@ -77,12 +73,9 @@ class ColocatedBackend:
             config,
             repeat_terminate,
             model=model,
-            dtype=config.dtype or dtype,
-            max_model_len=config.max_model_len or max_model_len,
-            max_lora_rank=config.max_lora_rank or lora_rank,
             cap=cap if config.max_num_seqs is None else min(cap, config.max_num_seqs),
         )
-        self._push = ColocatedPush(config.sync, config.sync.resolved(config.enable_lora), weights)
+        self._push = ColocatedPush(config.sync, weights)
         self._engine: Any = None
         self._borrowed = ExitStack()
         self._version = 0
@@ -140,8 +133,8 @@ class ColocatedBackend:
             "backend": "vllm",
             "mode": "colocate",
             "weight_version": self._version,
-            "sync_mode": self._push.mode,
-            "fallbacks": list(self._push.fallbacks),
+            "sync_mode": self._push.policy.mode,
+            "fallbacks": list(self._push.policy.fallbacks),
             "tensor_parallel_size": self._config.tensor_parallel_size,
             "decode_batch_size": self._decode_batch_size,
             "cap": self.engine_spec.cap,
@@ -193,9 +186,6 @@ class ColocatedBackend:
         arguments: dict[str, Any] = {}
         if guarded:
             arguments["extra_args"] = {REQUEST_KEY: wanted.request_id}
-        if options.temperature > 0 and self._num_embeddings > len(self._vocab):
-            # Checkpoints may have more embedding rows than the tokenizer has tokens: such an id decodes to nothing.
-            arguments["logit_bias"] = dict.fromkeys(range(len(self._vocab), self._num_embeddings), -100.0)
         return SamplingParams(
             max_tokens=options.max_new_tokens,
             temperature=options.temperature,
@@ -212,21 +202,16 @@ class ColocatedBackend:
 
     def _rollout(self, request: RolloutRequest, output: Any) -> Rollout:
         (completion,) = output.outputs
-        ids = list(completion.token_ids)
-        ended = self._vocab.eos_id in ids
-        if not ended and completion.finish_reason != "length":
-            raise RolloutError(
-                f"{request.sample_id}: the engine ended an answer without <|im_end|> ({completion.finish_reason}, "
-                f"{completion.stop_reason!r})"
-            )
-        response = tuple(ids[: ids.index(self._vocab.eos_id)] if ended else ids)
+        answer = answer_tokens(
+            completion.token_ids, completion.finish_reason, self._vocab, f"the colocated engine, {request.sample_id}"
+        )
         return Rollout(
             sample_id=request.sample_id,
             prompt_token_ids=tuple(output.prompt_token_ids),
-            response_token_ids=response,
-            text=self._vocab.decode(response),
-            truncated=not ended,
-            repeat_terminated=ended and self._was_guarded(output.request_id),
+            response_token_ids=answer.token_ids,
+            text=self._vocab.decode(answer.token_ids),
+            truncated=answer.truncated,
+            repeat_terminated=answer.ended and self._was_guarded(output.request_id),
             weight_version=self._version,
         )
 
@@ -236,7 +221,7 @@ class ColocatedBackend:
         return bool(self._engine.ask_worker(lambda worker: worker.coordexp_pop_triggers([request_id])))
 
     def _lora_request(self) -> Any:
-        if self._push.mode != "adapter":
+        if self._push.policy.mode != "adapter":
             return None
         from vllm.lora.request import LoRARequest
 

@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 from coordexp import distributed
 from coordexp.config.vllm import SyncConfig
 from coordexp.errors import ConfigError, RolloutError
 from coordexp.rollouts.backend import WeightSource
-
-logger = logging.getLogger("coordexp")
+from coordexp.weight_sync.drained import DrainedWeights
+from coordexp.weight_sync.policy import PushPolicy
 
 
 class ColocatedPush:
-    """Pushes are collective: every rank pushes into its own engine, all in the same mode.
+    """Pushes are collective: every rank pushes into its own engine, all in the same mode, ``policy.mode``."""
 
-    ``mode``: how the next push is done. ``fallbacks``: why adapters are pushed no more; empty, or one text.
-    """
-
-    def __init__(self, config: SyncConfig, mode: Literal["full", "adapter"], weights: WeightSource) -> None:
-        self.mode: Literal["full", "adapter"] = mode
-        self.fallbacks: list[str] = []
-        self._config = config
-        self._weights = weights
-        self._pushes = 0
-        self._compared = False  # whether a push has been read back yet
+    def __init__(self, config: SyncConfig, weights: WeightSource) -> None:
+        self.policy = PushPolicy(config)
+        self._bucket_bytes = config.bucket_mb << 20
+        self._weights = DrainedWeights(weights)
         self._metrics: Counter[str] = Counter()
 
     def into(self, engine: Any, version: int) -> None:
@@ -36,13 +29,15 @@ class ColocatedPush:
         Raises:
             RolloutError: any rank's engine has not got them; on every rank alike.
         """
-        if self.mode == "adapter":
+        if self.policy.mode == "adapter":
             self._adapter_into(engine, version)
+        compares = self.policy.mode == "full" and self.policy.compares_checksum()
         with distributed.raise_on_all_ranks("the push into the colocated engine"):
-            if self.mode == "full":
-                self._full_into(engine, version)
+            if self.policy.mode == "full":
+                with self._weights.full() as named:
+                    engine.load(named, version, self._bucket_bytes, compares_checksum=compares)
             engine.wake_up(["kv_cache"])
-        self._pushes += 1
+        self.policy.done(compared=compares)
 
     def take_metrics(self) -> Mapping[str, float]:
         """Counters since the last call, by metric name."""
@@ -55,28 +50,8 @@ class ColocatedPush:
             with distributed.raise_on_all_ranks("the adapter push into the colocated engine"):
                 adapter = self._weights.adapter()
                 if adapter is None:
-                    raise ConfigError(
-                        "rollout_matching.vllm.sync.mode: adapter, but the learner has no adapter; write full instead"
-                    )
+                    raise ConfigError("the learner trains no adapter (tuner.train_type is full)")
                 engine.load_adapter(adapter, version)
-        except RolloutError as error:
-            if not self._config.fallback_to_full:
-                raise RolloutError(
-                    f"{error}; write rollout_matching.vllm.sync.mode: full, or sync.fallback_to_full: true"
-                ) from error
-            logger.warning("adapter push failed (%s); merged weights are pushed from here on", error)
-            self.fallbacks.append(f"version {version}: {error}")
+        except (RolloutError, ConfigError) as error:
+            self.policy.fall_back(version, error)
             self._metrics["rollout/sync_fallbacks_total"] += 1
-            self.mode = "full"
-
-    def _full_into(self, engine: Any, version: int) -> None:
-        every = self._config.checksum_every
-        compares = not self._compared or (every > 0 and self._pushes % every == 0)
-        with self._weights.full() as named:
-            try:
-                engine.load(named, version, self._config.bucket_mb << 20, compares_checksum=compares)
-            finally:
-                if self._weights.collective:
-                    for _ in named:  # the other ranks gather to the end, and wait for this one there
-                        pass
-        self._compared |= compares

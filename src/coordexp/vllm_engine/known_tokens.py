@@ -13,12 +13,11 @@ import torch
 from vllm.v1.sample.logits_processor import LogitsProcessor
 
 from coordexp.errors import RolloutError
+from coordexp.vllm_engine.arguments import KNOWN_TOKENS_PROCESSOR
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.sample.logits_processor import BatchUpdate
-
-KNOWN_TOKENS_PROCESSOR = "coordexp.vllm_engine.known_tokens:KnownTokensProcessor"
 
 
 class KnownTokensProcessor(LogitsProcessor):

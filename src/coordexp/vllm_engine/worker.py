@@ -24,7 +24,6 @@ from coordexp.vllm_engine.lifetime import die_with_owner
 from coordexp.weight_sync.group import GroupAddress
 from coordexp.weight_sync.receiver import WeightReceiver, recorded
 
-EXTENSION = "coordexp.vllm_engine.worker.WeightSyncExtension"
 TIMEOUT_VARIABLE = "COORDEXP_COMMUNICATOR_TIMEOUT_S"
 ADAPTER_ID = 1
 ADAPTER_NAME = "coordexp"

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from coordexp.config import parse_config, resolved_rollout
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.coords import TURN_END
 from coordexp.data.images import open_rgb
@@ -20,6 +21,7 @@ from coordexp.rollouts import DecodingOptions, RolloutBackend, SeedContext, buil
 from coordexp.rollouts.build import LearnerParts, decoding_options
 from coordexp.rollouts.hf import HFBackend
 from coordexp.rollouts.seeds import request_seed
+from coordexp.vllm_engine.arguments import KNOWN_TOKENS_PROCESSOR
 from coordexp.vllm_engine.colocated import ColocatedBackend
 from support.config_samples import stage2
 from support.tiny_run import InMemoryBackend, load_tiny, tiny_checkpoint, tiny_samples
@@ -95,6 +97,16 @@ def section(**keys: Any) -> RolloutMatchingConfig:
     return RolloutMatchingConfig.model_validate(stage2()["rollout_matching"] | keys)
 
 
+def resolved(**keys: Any) -> RolloutMatchingConfig:
+    """As a run hands it to backends: nulls and ``auto`` settled."""
+    config = stage2()
+    config["rollout_matching"] |= keys
+    config["model"]["dtype"] = "float32"
+    config["global_max_length"] = 640
+    config["tuner"] = {"lora_rank": 16}
+    return resolved_rollout(parse_config(config))
+
+
 def test_every_decoding_key_becomes_an_option() -> None:
     config = section(
         max_new_tokens=7,
@@ -109,8 +121,7 @@ def test_every_decoding_key_becomes_an_option() -> None:
 def parts(loaded: LoadedModel) -> LearnerParts:
     return LearnerParts(
         model=loaded.model, vocab=loaded.vocab, image_token_id=loaded.image_token_id,
-        weights=LearnerWeights(loaded.model), checkpoint=tiny_checkpoint(), dtype="float32", max_length=512,
-        open_image=open_rgb, lora_rank=16,
+        weights=LearnerWeights(loaded.model), checkpoint=tiny_checkpoint(), open_image=open_rgb,
     )  # fmt: skip
 
 
@@ -125,16 +136,17 @@ def test_hf_is_built_on_the_learners_model(loaded: LoadedModel) -> None:
 
 def test_a_colocated_engine_has_the_contracts_defaults_and_starts_later(loaded: LoadedModel) -> None:
     """Conservative on four GPUs: 0.45 of their memory, one model over the four."""
-    backend = build_backend(section(rollout_backend="vllm", decode_batch_size=3), parts(loaded))
+    backend = build_backend(resolved(rollout_backend="vllm", decode_batch_size=3), parts(loaded))
     assert isinstance(backend, ColocatedBackend)
     arguments = backend.engine_spec.arguments()
     assert (arguments["gpu_memory_utilization"], arguments["tensor_parallel_size"]) == (0.45, 4)
     assert (arguments["dtype"], arguments["max_model_len"], arguments["model"]) == (
-        "float32", 512, str(tiny_checkpoint()),
+        "float32", 640, str(tiny_checkpoint()),
     )  # fmt: skip
     assert arguments["max_num_seqs"] == 12  # decode_batch_size for each device
     assert arguments["enable_prefix_caching"] and not arguments["enable_sleep_mode"]
-    assert not {"enable_lora", "kv_cache_dtype", "logits_processors"} & arguments.keys()
+    assert not {"enable_lora", "kv_cache_dtype"} & arguments.keys()
+    assert arguments["logits_processors"] == [KNOWN_TOKENS_PROCESSOR]
     backend.close()  # nothing was started
 
 
@@ -159,7 +171,7 @@ def test_a_colocated_engine_has_the_contracts_defaults_and_starts_later(loaded: 
 def test_every_engine_key_reaches_the_engine(
     keys: dict[str, Any], expected: dict[str, Any], loaded: LoadedModel
 ) -> None:
-    backend = build_backend(section(rollout_backend="vllm", decode_batch_size=3, vllm=keys), parts(loaded))
+    backend = build_backend(resolved(rollout_backend="vllm", decode_batch_size=3, vllm=keys), parts(loaded))
     assert isinstance(backend, ColocatedBackend)
     arguments = backend.engine_spec.arguments()
     assert {name: arguments[name] for name in expected} == expected

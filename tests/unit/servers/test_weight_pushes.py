@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from coordexp.config.vllm import SyncConfig
 from coordexp.errors import CoordExpError, RolloutError
 from coordexp.rollouts.backend import AdapterWeights
 from coordexp.servers.sync import WeightSync
@@ -67,7 +68,9 @@ def start() -> Iterator[Start]:
 
 @contextmanager
 def syncing(servers: list[FakePushServer], source: Any, **keys: Any) -> Iterator[WeightSync]:
-    sync = WeightSync([server.client() for server in servers], source, **{"bucket_mb": 1, "timeout_s": 15.0, **keys})
+    sync = WeightSync(
+        [server.client() for server in servers], source, SyncConfig(**{"bucket_mb": 1, "timeout_s": 15.0, **keys})
+    )
     try:
         yield sync
     finally:
@@ -218,7 +221,7 @@ def test_a_push_has_a_deadline(start: Start) -> None:
 
 def test_a_rank_without_servers_reads_to_the_end(start: Start) -> None:
     source = FakeWeights()
-    report = WeightSync([], source).push(1)
+    report = WeightSync([], source, SyncConfig()).push(1)
     assert source.given == len(SHAPES) and report.checksum is None
 
 
@@ -245,7 +248,7 @@ def test_any_failure_of_the_adapter_path_means_full_pushes_for_good(
         second = sync.push(2)
         assert (second.mode, second.fallback, sync.mode) == ("full", None, "full")
         assert holds(server, source)
-    strict = WeightSync([server.client()], source, mode="adapter", fallback_to_full=False, timeout_s=15.0)
+    strict = WeightSync([server.client()], source, SyncConfig(mode="adapter", fallback_to_full=False, timeout_s=15.0))
     with pytest.raises(RolloutError, match=r"sync\.fallback_to_full: true"):
         strict.push(3)
     strict.close()
@@ -269,7 +272,7 @@ def test_whatever_an_adapter_push_raises_full_weights_take_over(start: Start, fa
         done = sync.push(1)
         assert done.mode == "full" and done.fallback is not None and "no adapter file" in done.fallback
         assert holds(server, source)
-    strict = WeightSync([server.client()], source, mode="adapter", fallback_to_full=False, timeout_s=15.0)
+    strict = WeightSync([server.client()], source, SyncConfig(mode="adapter", fallback_to_full=False, timeout_s=15.0))
     with pytest.raises(RolloutError, match=f"{failure.__name__}.*fallback_to_full: true"):
         strict.push(2)
     strict.close()

@@ -44,9 +44,9 @@ def test_a_push_that_fails_on_one_rank_is_told_to_all(monkeypatch: pytest.Monkey
     nothing: Any = None
     weights: Any = NoWeights()
     backend = ColocatedBackend(
-        VLLMConfig(tensor_parallel_size=2), model=Path("model"), dtype="float32", max_model_len=64,
-        options=DecodingOptions(), decode_batch_size=1, vocab=nothing, image_token_id=0, num_embeddings=0,
-        weights=weights, open_image=nothing, offload=nullcontext, repeat_terminate=RepeatTerminateConfig(), lora_rank=8,
+        VLLMConfig(tensor_parallel_size=2), model=Path("model"),
+        options=DecodingOptions(), decode_batch_size=1, vocab=nothing, image_token_id=0,
+        weights=weights, open_image=nothing, offload=nullcontext, repeat_terminate=RepeatTerminateConfig(),
     )  # fmt: skip
     backend._engine = FakeFullEngine()
     with pytest.raises(RolloutError, match="no room"):

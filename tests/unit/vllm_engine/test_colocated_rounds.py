@@ -100,10 +100,9 @@ def backend_of(
     nothing: Any = SimpleNamespace()
     weights: Any = Weights()
     return ColocatedBackend(
-        VLLMConfig.model_validate({"tensor_parallel_size": 1, **vllm}), model=Path("model"), dtype="float32",
-        max_model_len=64, options=DecodingOptions(), decode_batch_size=1, vocab=nothing, image_token_id=0,
-        num_embeddings=0, weights=weights, open_image=nothing, offload=learner.offload,
-        repeat_terminate=RepeatTerminateConfig(), lora_rank=8,
+        VLLMConfig.model_validate({"tensor_parallel_size": 1, **vllm}), model=Path("model"), options=DecodingOptions(),
+        decode_batch_size=1, vocab=nothing, image_token_id=0, weights=weights, open_image=nothing,
+        offload=learner.offload, repeat_terminate=RepeatTerminateConfig(),
     )  # fmt: skip
 
 
@@ -159,7 +158,7 @@ def test_a_failed_adapter_push_is_one_event_and_full_from_then_on(monkeypatch: p
     for version in (5, 6):
         with synced(backend, version):
             report = backend.last_report()
-        assert report["fallbacks"] == ["version 5: cannot adapt it"] and report["sync_mode"] == "full"
+        assert report["fallbacks"] == ["version 5: RolloutError: cannot adapt it"] and report["sync_mode"] == "full"
     assert [what for what, _ in learner.seen if what in ("adapter", "push")] == ["adapter", "push", "push"]
     assert engine.compared == [True, False], "the first full push is read back, also behind a fallback"
     assert backend.take_metrics()["rollout/sync_fallbacks_total"] == 1

@@ -23,6 +23,7 @@ from swift.pipelines.infer import rollout as swift_rollout
 from coordexp.errors import RolloutError
 from coordexp.serving.plugin.swift_seeds import seeded_by_place
 from coordexp.vllm_engine import worker
+from coordexp.vllm_engine.arguments import EXTENSION, KNOWN_TOKENS_PROCESSOR
 from coordexp.vllm_engine.compatibility import SWIFT_ROLLOUT, check_upstream, versions
 from coordexp.vllm_engine.cpu import (
     CPU_EXECUTOR,
@@ -32,7 +33,7 @@ from coordexp.vllm_engine.cpu import (
     has_gpu,
 )
 from coordexp.vllm_engine.guard_activation import GUARD_PROCESSOR, REQUEST_KEY, activated_config, check_guard
-from coordexp.vllm_engine.known_tokens import KNOWN_TOKENS_PROCESSOR, check_known_tokens
+from coordexp.vllm_engine.known_tokens import check_known_tokens
 from coordexp.vllm_engine.lifetime import own_engines
 from coordexp.weight_sync.stamp import WeightStamp
 
@@ -59,7 +60,7 @@ class CoordExpVllmEngine(GRPOVllmEngine):
         self._guard = activated_config(os.environ)
         self._stamp = WeightStamp()
         engine_kwargs = dict(engine_kwargs or {})
-        engine_kwargs["worker_extension_cls"] = worker.EXTENSION
+        engine_kwargs["worker_extension_cls"] = EXTENSION
         ours = [KNOWN_TOKENS_PROCESSOR] + [GUARD_PROCESSOR] * (self._guard is not None)
         engine_kwargs["logits_processors"] = [*(engine_kwargs.get("logits_processors") or []), *ours]
         if not has_gpu():

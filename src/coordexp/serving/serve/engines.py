@@ -14,10 +14,11 @@ from typing import Any, TypeVar
 
 from coordexp.errors import RolloutError
 from coordexp.serving.serve.options import ServeOptions, device_groups
+from coordexp.vllm_engine.arguments import own_arguments
 from coordexp.vllm_engine.cpu import CPU_EXECUTOR
-from coordexp.vllm_engine.guard_activation import GUARD_PROCESSOR, REQUEST_KEY, activated_config, check_guard
-from coordexp.vllm_engine.known_tokens import KNOWN_TOKENS_PROCESSOR, check_known_tokens
-from coordexp.vllm_engine.worker import ADAPTER_ID, ADAPTER_NAME, ADAPTER_PATH, EXTENSION
+from coordexp.vllm_engine.guard_activation import REQUEST_KEY, activated_config, check_guard
+from coordexp.vllm_engine.known_tokens import check_known_tokens
+from coordexp.vllm_engine.worker import ADAPTER_ID, ADAPTER_NAME, ADAPTER_PATH
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -57,18 +58,7 @@ class EngineGroup:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         guarded = activated_config(os.environ) is not None
-        arguments: dict[str, Any] = {
-            **options.engine,
-            "model": str(options.model),
-            "worker_extension_cls": EXTENSION,
-            "generation_config": "vllm",  # the request decides, not the checkpoint's generation_config.json
-            "seed": 0,
-            "disable_log_stats": True,
-            "logits_processors": [KNOWN_TOKENS_PROCESSOR],
-        }
-        if guarded:
-            arguments["logits_processors"] += [GUARD_PROCESSOR]
-            arguments["async_scheduling"] = False
+        arguments = {**options.engine, **own_arguments(options.model, guarded)}
         if not gpu:
             arguments["distributed_executor_backend"] = CPU_EXECUTOR
         group = cls([], options.tensor_parallel_size, guarded)

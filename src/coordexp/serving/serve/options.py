@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from coordexp.config import RunConfig
+from coordexp.config import RunConfig, resolved_rollout
 from coordexp.config.vllm import ServerEntry, VLLMConfig
 from coordexp.errors import ConfigError
 from coordexp.servers.client import api_key_from_environment
+from coordexp.vllm_engine.arguments import section_arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ def serve_options(config: RunConfig, index: int, data_parallel_size: int | None,
         data_parallel_size=_replicas(data_parallel_size, vllm.tensor_parallel_size, num_gpus),
         tensor_parallel_size=vllm.tensor_parallel_size,
         max_images=vllm.limit_mm_per_prompt.image,
-        engine=_engine_arguments(config, vllm),
+        engine=section_arguments(vllm),
         push_wait_s=vllm.sync.timeout_s,
         api_key=api_key,
     )
@@ -98,7 +99,7 @@ def _entry(config: RunConfig, index: int) -> tuple[ServerEntry, VLLMConfig]:
     servers = rollout.vllm.server.servers
     if not 0 <= index < len(servers):
         raise ConfigError(f"rollout_matching.vllm.server.servers has {len(servers)} entries, there is no [{index}]")
-    return servers[index], rollout.vllm
+    return servers[index], resolved_rollout(config).vllm
 
 
 def _replicas(wanted: int | None, tensor_parallel_size: int, num_gpus: int) -> int:
@@ -112,32 +113,6 @@ def _replicas(wanted: int | None, tensor_parallel_size: int, num_gpus: int) -> i
             "CUDA_VISIBLE_DEVICES"
         )
     return replicas
-
-
-def _engine_arguments(config: RunConfig, vllm: VLLMConfig) -> dict[str, Any]:
-    """Arguments of vLLM's ``AsyncEngineArgs``; what the YAML leaves to vLLM is left out."""
-    arguments: dict[str, Any] = {
-        "dtype": vllm.dtype or config.model.dtype,
-        "max_model_len": vllm.max_model_len or config.global_max_length,
-        "tensor_parallel_size": vllm.tensor_parallel_size,
-        "gpu_memory_utilization": vllm.gpu_memory_utilization,
-        "enable_prefix_caching": vllm.enable_prefix_caching,
-        "enforce_eager": vllm.enforce_eager,
-        "disable_custom_all_reduce": vllm.disable_custom_all_reduce,
-        "max_num_seqs": vllm.max_num_seqs,
-        "max_num_batched_tokens": vllm.max_num_batched_tokens,
-        "kv_cache_dtype": vllm.kv_cache_dtype,
-        "cpu_offload_gb": vllm.cpu_offload_gb,
-        "mm_encoder_tp_mode": vllm.mm_encoder_tp_mode,
-        "limit_mm_per_prompt": vllm.limit_mm_per_prompt.model_dump(),
-    }
-    if vllm.enable_lora:
-        arguments |= {
-            "enable_lora": True,
-            "max_loras": 1,
-            "max_lora_rank": vllm.adapter_rank(config.tuner.lora_rank),
-        }
-    return {name: value for name, value in arguments.items() if value is not None}
 
 
 def device_groups(
