@@ -8,7 +8,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-ASSETS = ("configs/demo", "configs/coordexp.schema.json", "checkpoints/demo-stage1")
+ASSETS = ("configs/demo", "configs/coordexp.schema.json", "checkpoints/demo-incomplete", "checkpoints/demo-stage1")
 
 
 class DemoAssetsHook(BuildHookInterface):

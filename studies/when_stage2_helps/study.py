@@ -96,6 +96,8 @@ def completed(data: Path, model: Path, rules: dict[str, Any], output: Path) -> t
         started = time.process_time()
         words = ["data", "complete", str(data), "--model", str(model), "--out", str(path), "--overwrite",
                  "--threshold", str(rules["threshold"]), "--batch-size", "64"]  # fmt: skip
+        if "weight" in rules:
+            words += ["--weight", str(rules["weight"])]
         with stop_threshold(model, rules.get("stop")):
             try:
                 main(words)

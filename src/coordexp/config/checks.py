@@ -52,6 +52,12 @@ def _variant_checks(config: Sections) -> Iterator[Problem]:
                 "only stage 2 makes rollouts to record; set custom.trainer_variant: stage2_rollout_aligned, or false",
                 variant,
             )
+        if rollout is not None and rollout.target.answer != "as_written":
+            yield problem(
+                f"{_RM}.target.answer",
+                "only stage 2 trains on answers; set custom.trainer_variant: stage2_rollout_aligned, or as_written",
+                variant,
+            )
         if pipeline is not None:
             yield problem(
                 f"{_RM}.pipeline",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections import defaultdict
 from collections.abc import Sequence
@@ -15,16 +16,16 @@ from coordexp.records import ImageRecord
 def split_records(records: Sequence[ImageRecord], shares: Sequence[float], seed: int = 0) -> list[list[ImageRecord]]:
     """Parts of about ``shares`` (which sum to 1) of the images, each in the order of the dataset.
 
-    Records of one image file stay together, so that no part is tested on what another was trained on.
+    Records of one image stay together, copies of its file too: no part is tested on what another was trained on.
 
     Raises:
         DataError: shares that are no shares, or too few images for every part to get one.
     """
     if len(shares) < 2 or min(shares) <= 0 or abs(sum(shares) - 1) > 1e-6:
         raise DataError(f"shares are {list(shares)}; expected at least two positive numbers that sum to 1")
-    groups: defaultdict[Path, list[int]] = defaultdict(list)
+    groups: defaultdict[str, list[int]] = defaultdict(list)
     for index, record in enumerate(records):
-        groups[record.image].append(index)
+        groups[_content(record.image)].append(index)
     images = list(groups)
     if len(images) < len(shares):
         raise DataError(f"{len(images)} images cannot be split into {len(shares)} parts")
@@ -36,6 +37,15 @@ def split_records(records: Sequence[ImageRecord], shares: Sequence[float], seed:
         parts.append([records[i] for i in sorted(i for image in images[start:end] for i in groups[image])])
         start = end
     return parts
+
+
+def _content(image: Path) -> str:
+    """Equal for files of equal bytes; an image that is not there is only itself."""
+    try:
+        with image.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError:
+        return str(image)
 
 
 def sample_records(records: Sequence[ImageRecord], count: int, seed: int = 0) -> list[ImageRecord]:

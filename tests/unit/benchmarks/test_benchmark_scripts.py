@@ -53,6 +53,16 @@ def test_dealing_finds_no_case_in_which_the_plan_is_slower_or_over_the_cap(run: 
         assert row["alone_more_waves"] > 0 and row["alone_over"] > 1
 
 
+def test_cli_times_commands_that_need_no_model(run: Run) -> None:
+    rows = run("cli", "--repeats", 1)
+    assert {row["kind"] for row in rows} == {"start-up", "mistake", "reads"}
+    for row in rows:
+        assert row["code"] == (2 if row["kind"] == "mistake" else 0), row
+        needs_tokenizer = "--sheet" in row["command"] or row["command"].startswith("model info")
+        assert row["torch"] is needs_tokenizer, row
+        assert row["wall_s"] > 0 and row["cpu_s"] > 0
+
+
 def test_rollouts_counts_the_same_answers_for_each_batch(run: Run, tmp_path: Path) -> None:
     model = small_checkpoint(tmp_path / "model")
     rows = run("rollouts", "--backends", "hf", "--batches", "1,2", "--objects", 1, "--model", model, "--check")

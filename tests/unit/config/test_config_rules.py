@@ -150,6 +150,7 @@ RULES = [
         "write model.dtype: float32",
     ),
     # decoding and lengths
+    (stage1(), {f"{RM}.target.answer": "rewritten"}, f"{RM}.target.answer", "only stage 2 trains on answers"),
     (stage2(), {f"{RM}.target.unmatched": "drop"}, f"{RM}.target.unmatched", "write target.answer: rewritten"),
     (stage2(), {f"{RM}.target.duplicates": "drop"}, f"{RM}.target.duplicates", "write target.answer: rewritten"),
     (two_channel(), {f"{RM}.target.missed": "in_order"}, f"{RM}.target.missed", "write target.answer: rewritten"),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from coordexp.data.check import ERRORS, Finding, check_jsonl, histogram
 from coordexp.data.convert import convert_voc
@@ -127,3 +128,12 @@ def test_a_sample_is_drawn_without_replacement_in_order() -> None:
     assert [everything.index(r) for r in drawn] == sorted(everything.index(r) for r in drawn)
     with pytest.raises(DataError, match="cannot draw 21 of 20"):
         sample_records(everything, 21)
+
+
+def test_copies_of_one_image_stay_on_one_side(tmp_path: Path) -> None:
+    for k in range(8):
+        Image.new("RGB", (16, 16), (10 * (k // 2), 0, 0)).save(tmp_path / f"{k}.png")  # pairs of equal bytes
+    everything = [ImageRecord(f"{k}", tmp_path / f"{k}.png", 16, 16, ()) for k in range(8)]
+    for seed in range(5):
+        for part in split_records(everything, [0.5, 0.5], seed):
+            assert sorted(int(record.sample_id) ^ 1 for record in part) == sorted(int(r.sample_id) for r in part)
