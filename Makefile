@@ -16,7 +16,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 
 KILLS ?= 50
 
-.PHONY: setup demo test browser fuzz faults check bench clean
+.PHONY: setup demo test browser fuzz mutants check bench clean faults
 
 setup: $(STAMP)
 
@@ -61,6 +61,11 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/python -m pytest -q tests/unit/test_import_layers.py
+
+# Whether tests would notice: each change of tests/mutants/mutations.yaml in a copy of src. About half an hour, on demand.
+MUTANTS_ARGS ?= --json outputs/mutants.json
+mutants: setup
+	$(BIN)/python tests/mutants/run.py $(MUTANTS_ARGS)
 
 bench: setup
 	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script $(BENCH_ARGS); done

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from support.tiny_run import run_config
 
-KILLS = int(os.environ.get("COORDEXP_KILLS", "1"))
+KILLS = int(os.environ.get("COORDEXP_KILLS", "0"))
 # Where to aim: each is a call of the run, in which the process kills itself the given time.
 AIMS = ("compute_loss", "get_batch_samples", "save_model", "_save_optimizer_and_scheduler", "_save_rng_state",
         "_save_log_line", "seal_checkpoint", "delete_old", "write_atomically", "checksums")  # fmt: skip
