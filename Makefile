@@ -14,7 +14,9 @@ EXTRAS ?= dev,$(VLLM),swift
 STAMP := $(VENV)/.coordexp-setup-$(subst $(comma),-,$(EXTRAS))
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: setup demo test browser fuzz check bench clean
+KILLS ?= 50
+
+.PHONY: setup demo test browser fuzz mutants check bench clean faults
 
 setup: $(STAMP)
 
@@ -50,11 +52,20 @@ browser:
 fuzz: setup
 	$(TEST_ENV) $(BIN)/python tests/fuzz/fuzz_targets.py --examples $(FUZZ_EXAMPLES) $(FUZZ_ARGS)
 
+# Every fault of tests/faults, and KILLS runs that are killed at a chosen point and started again; writes the table.
+faults: setup
+	$(TEST_ENV) $(BIN)/python tests/faults/campaign.py --kills $(KILLS) --out benchmarks/results/faults.md $(PYTEST_ARGS)
+
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/python -m pytest -q tests/unit/test_import_layers.py
+
+# Whether tests would notice: each change of tests/mutants/mutations.yaml in a copy of src. About half an hour, on demand.
+MUTANTS_ARGS ?= --json outputs/mutants.json
+mutants: setup
+	$(BIN)/python tests/mutants/run.py $(MUTANTS_ARGS)
 
 bench: setup
 	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script $(BENCH_ARGS); done

@@ -71,3 +71,25 @@ def test_a_line_of_predictions_nested_200000_deep_is_refused_by_number(tmp_path:
     (tmp_path / "predictions.jsonl").write_text("[" * 200_000 + "]" * 200_000 + "\n")
     with pytest.raises(DataError, match=r"predictions\.jsonl:1: no line of predictions: RecursionError"):
         read_answers(tmp_path)
+
+
+def test_a_cut_off_image_is_found_by_decoding_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Image.effect_noise((64, 64), 50).convert("RGB").save(tmp_path / "cut.png")
+    data = (tmp_path / "cut.png").read_bytes()
+    (tmp_path / "cut.png").write_bytes(data[: len(data) // 2])
+    path = write_line(tmp_path, "cut.png", (64, 64))
+    assert run_cli(capsys, "data", "check", path).code == 0, "the header is whole"
+    deep = run_cli(capsys, "data", "check", path, "--deep")
+    assert deep.code == 2 and "unreadable_image" in deep.out and "cannot decode the image" in deep.err
+
+
+def test_aliases_that_stand_for_millions_of_values_are_refused_at_once(tmp_path: Path) -> None:
+    from coordexp.config import load_config
+    from coordexp.errors import ConfigError
+
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{k}: &a{k} [{', '.join([f'*a{k - 1}'] * 9)}]" for k in range(1, 9)]
+    (tmp_path / "bomb.yaml").write_text("\n".join(lines))
+    with pytest.raises(ConfigError, match=r"bomb\.yaml: more than 100,000 keys and values") as refused:
+        load_config(tmp_path / "bomb.yaml")
+    assert len(str(refused.value)) < 1000

@@ -17,14 +17,20 @@ import torch.distributed as dist
 from PIL import Image
 from safetensors.torch import load_file
 
+from coordexp.data.dataset import Sample
 from coordexp.data.images import open_rgb
 from coordexp.errors import AlignmentError, RolloutError
+from coordexp.matching import MatchingConfig
+from coordexp.modeling.inputs import PromptEncoder
 from coordexp.modeling.load import LoadedModel
 from coordexp.records import RolloutRequest
 from coordexp.rollouts import RolloutRound, SeedContext, synced
+from coordexp.targets import TransportConfig
+from coordexp.training.sources import RolloutSource
 from coordexp.vllm_engine.colocated import ColocatedBackend
+from support.answers import CAT, record
 from support.rollout_servers import greedy_tokens, load_served, requests_of
-from support.tiny_run import same_weights, step_lines, train, weights
+from support.tiny_run import same_weights, step_lines, tiny_samples, train, weights
 from support.vllm_runs import COLOCATED, colocated, vllm_config
 
 WORKER = Path(__file__).parent / "train_worker.py"
@@ -117,6 +123,25 @@ def test_answers_are_the_learners_after_every_push(
     assert answers[0] != answers[1]
 
 
+def test_a_long_prompt_is_not_answered_from_what_old_weights_cached(
+    backend: ColocatedBackend, learner: LoadedModel
+) -> None:
+    """vLLM's CPU engine keeps whole blocks of 128 tokens; shorter prompts never were in its cache."""
+    encoder = PromptEncoder(learner.processor, "Find every object in the picture and write it down. " * 12, None)
+    requests_ = [encoder.encode(sample.record) for sample in tiny_samples(learner, 2)]
+    assert min(len(request.prompt_token_ids) for request in requests_) > 2 * 128
+    for version in (1, 2):
+        with synced(backend, version):
+            again = [[list(r.response_token_ids) for r in backend.generate(requests_, SEEDS)] for _ in range(2)]
+        eos = learner.vocab.eos_id
+        expected = [ids[: ids.index(eos)] if eos in ids else ids for ids in greedy_tokens(learner, requests_, 12)]
+        assert again == [expected, expected]
+        with torch.no_grad():
+            generator = torch.Generator().manual_seed(version)
+            for parameter in learner.model.parameters():
+                parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+
+
 def test_weights_that_land_changed_are_noticed(
     backend: ColocatedBackend, learner: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,17 +203,19 @@ def test_leaving_a_window_early_leaves_nothing_behind(
 def test_a_prompt_that_the_engine_reads_otherwise_is_refused(
     backend: ColocatedBackend, learner: LoadedModel, requests_: list[RolloutRequest]
 ) -> None:
-    from coordexp.modeling.inputs import check_prompt
-
+    """By the step that would train on its answer."""
+    source = RolloutSource(
+        backend, learner.vocab, MatchingConfig(), TransportConfig(), "desc_first", 1, "rollout/decode_greedy"
+    )
+    samples = [Sample(record([CAT], request.sample_id), request) for request in requests_[:2]]
+    (segments,), _ = source.segments([samples], 1, {})
+    assert [segment.prompt_token_ids for segment in segments] == [s.request.prompt_token_ids for s in samples]
     DOOR.enlarge = 2
     try:
-        with synced(backend, 1):
-            (rollout,) = backend.generate(requests_[:1], SEEDS)
+        with pytest.raises(AlignmentError, match="they part at token"):
+            source.segments([samples], 2, {})
     finally:
         DOOR.enlarge = 1
-    assert len(rollout.prompt_token_ids) > len(requests_[0].prompt_token_ids)
-    with pytest.raises(AlignmentError, match="they part at token"):
-        check_prompt("s", requests_[0].prompt_token_ids, rollout.prompt_token_ids, learner.vocab.decode)
 
 
 def test_a_prompt_that_does_not_fit_is_named_and_the_engine_lives_on(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -42,6 +42,13 @@ def ended(pids: list[int], seconds: float = 20.0) -> bool:
     return not any(map(is_alive, pids))
 
 
+def until(holds: Callable[[], bool], seconds: float = 60.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not (held := holds()) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return held
+
+
 # One server, from good health to its end: booting one for each act would cost a minute apiece.
 def test_a_server_from_health_to_death(server: RunningServer) -> None:
     learner = load_served()
@@ -71,6 +78,12 @@ def test_a_server_from_health_to_death(server: RunningServer) -> None:
     recovered = WeightSync([patient], LearnerWeights(learner.model), SyncConfig(bucket_mb=1, timeout_s=60.0))
     recovered.push(3)
     assert len(patient.infer(payload(requests, 4))) == 3
+
+    # One of its engines hangs, behind a process that answers as ever.
+    os.kill(status["workers"][0]["pid"], signal.SIGSTOP)
+    assert until(lambda: patient.engine_silent_s() > 4.0), "the hung engine was not noticed"
+    os.kill(status["workers"][0]["pid"], signal.SIGCONT)
+    assert until(lambda: patient.engine_silent_s() < 3.0), "the engine stirs again"
 
     # One of its engines dies.
     os.kill(status["workers"][1]["pid"], signal.SIGKILL)

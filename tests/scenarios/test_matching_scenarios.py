@@ -28,3 +28,21 @@ def test_a_shape_under_the_gate_with_everything_is_false_positive_and_all_gt_is_
     assert result.num_gate_rejections == 2
     appended = serialize_append([ground_truth[j] for j in result.fn_gt_idx], '{"object_1": {}', start_index=2)
     assert appended.count('"object_') == 2
+
+
+@pytest.mark.scenario("Pre-assignment gating prevents wrong matches and triggers FN append")
+def test_a_pair_under_the_gate_never_takes_part_in_the_assignment():
+    """Without the gate the cheapest assignment crosses over: p0 with g1, p1 with g0. Were the gate asked afterwards, it
+    would take p1 away and leave p0 with its second best."""
+    config = MatchingConfig(maskiou_gate=0.5)
+    ground_truth = [GTObject("a", "bbox_2d", (100, 0, 200, 400)), GTObject("b", "bbox_2d", (158, 0, 258, 400))]
+    predicted = [GTObject("a", "bbox_2d", (125, 0, 225, 400)), GTObject("a", "bbox_2d", (62, 0, 162, 400))]
+    ious = [[mask_iou(p, g) for g in ground_truth] for p in predicted]
+    assert ious[0][0] > ious[0][1] >= config.maskiou_gate > ious[1][0] > ious[1][1] > 0
+    lax = match_objects(predicted, ground_truth, MatchingConfig(maskiou_gate=0.3))
+    assert [(pair.pred_idx, pair.gt_idx) for pair in lax.pairs] == [(0, 1), (1, 0)]
+
+    result = match_objects(predicted, ground_truth, config)
+
+    assert [(pair.pred_idx, pair.gt_idx) for pair in result.pairs] == [(0, 0)]
+    assert (result.fp_pred_idx, result.fn_gt_idx, result.num_gate_rejections) == ((1,), (1,), 2)

@@ -207,9 +207,16 @@ def test_engine_that_cannot_work_is_refused_before_anything_loads(vllm: Any, pat
 @pytest.mark.scenario("Invalid vLLM configuration fails fast")
 def test_missing_vllm_is_named_with_its_alternative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = run_config(tmp_path, 2, rollout_matching__rollout_backend="vllm")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "vllm" else find_spec(name, *rest)
+    )
     with pytest.raises(MissingDependency, match="rollout_backend: hf"):
         check_backend(resolved_rollout(config))
+    # And a run asks, before its model is looked for.
+    with pytest.raises(MissingDependency, match="rollout_backend: hf"):
+        keys = {"rollout_matching__vllm__tensor_parallel_size": 1, "model__model": "/nowhere"}
+        check_run(run_config(tmp_path, 2, rollout_matching__rollout_backend="vllm", **keys))
 
 
 @pytest.mark.scenario("Preflight/runtime consume a shared validated rollout contract")

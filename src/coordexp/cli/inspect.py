@@ -45,6 +45,7 @@ def check_command(
         typer.Option(help="PNG of objects drawn after serialising, tokenising and decoding them."),
     ] = None,
     sheet_images: Annotated[int, typer.Option(min=1, max=100, help="Images on the sheet.")] = 12,
+    deep: Annotated[bool, typer.Option("--deep", help="Decode every image: its body may be cut off.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Look at every line, image and object of a dataset; exit 2 if training would refuse it."""
@@ -59,7 +60,9 @@ def check_command(
 
         count_tokens = token_counter(model, read_jsonl(jsonl, limit=1, check_images=True)[0])
     with counting("checking") as progress:
-        check = check_jsonl(jsonl, limit=limit, count_tokens=count_tokens, max_tokens=max_tokens, progress=progress)
+        check = check_jsonl(
+            jsonl, limit=limit, count_tokens=count_tokens, max_tokens=max_tokens, deep=deep, progress=progress
+        )
     if sheet is not None:
         _draw_sheet(check, model, sheet, sheet_images)
     if as_json:

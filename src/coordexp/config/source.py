@@ -239,6 +239,9 @@ def _parse(path: Path) -> Document:
             loader.dispose()
 
 
+_MOST_NODES = 100_000  # a few lines of aliases can stand for any number
+
+
 class _NodeReader:
     """YAML nodes of one file as plain data; notes where each key stands, and what is wrong with single ones."""
 
@@ -247,6 +250,7 @@ class _NodeReader:
         self.name = name
         self.with_lines = with_lines
         self.document = Document()
+        self._num_read = 0
 
     def _where(self, node: yaml.Node) -> str:
         return f"{self.name}:{node.start_mark.line + 1}" if self.with_lines else self.name
@@ -254,6 +258,12 @@ class _NodeReader:
     def read(self, node: yaml.Node, here: KeyPath, above: tuple[int, ...]) -> Any:
         where = self._where(node)
         self.document.origin.setdefault(here, where)
+        self._num_read += 1
+        if self._num_read > _MOST_NODES:
+            raise ConfigError(
+                f"{self.name}: more than {_MOST_NODES:,} keys and values with all its aliases written out; no run "
+                "needs as many"
+            )
         if id(node) in above:
             raise ConfigError(f"{where}: {dotted(here)}: this alias contains itself")
         above = (*above, id(node))

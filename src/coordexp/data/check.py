@@ -11,7 +11,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from coordexp.data.images import image_exists, read_header, size_problem
+from coordexp.data.images import image_exists, open_rgb, read_header, size_problem
 from coordexp.data.jsonl import numbered_lines
 from coordexp.data.record_line import parse_line
 from coordexp.data.smart_resize import shape_problem
@@ -123,12 +123,14 @@ def check_jsonl(
     limit: int | None = None,
     count_tokens: CountTokens | None = None,
     max_tokens: int | None = None,
+    deep: bool = False,
     progress: Progress | None = None,
 ) -> DatasetCheck:
     """Check a dataset line by line.
 
     Args:
         limit: look at the first ``limit`` lines only.
+        deep: decode every image too, instead of reading its header alone.
         count_tokens: tokens of a record's prompt and answer; with it, those above ``max_tokens`` are found.
 
     Raises:
@@ -149,7 +151,7 @@ def check_jsonl(
             _add_refused(check, f"{path.name}:{number}", text, error)
             continue
         check.records.append(record)
-        _check_image(check, record, paths, digests)
+        _check_image(check, record, paths, digests, deep)
         _check_objects(check, record)
         if count_tokens is not None:
             _check_length(check, record, count_tokens)
@@ -193,6 +195,7 @@ def _check_image(
     record: ImageRecord,
     paths: defaultdict[Path, list[str]],
     digests: defaultdict[str, list[str]],
+    deep: bool,
 ) -> None:
     first = record.image not in paths
     paths[record.image].append(record.sample_id)
@@ -200,7 +203,7 @@ def _check_image(
         if not image_exists(record.image):
             check.add(Finding.MISSING_IMAGE, record.sample_id, f"no file {record.image}")
             return
-        size = read_header(record.image).size
+        size = open_rgb(record.image).size if deep and first else read_header(record.image).size
     except DataError as error:
         check.add(Finding.UNREADABLE_IMAGE, record.sample_id, str(error))
         return

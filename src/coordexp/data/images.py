@@ -50,36 +50,47 @@ def read_header(path: Path) -> ImageHeader:
 
 
 def open_rgb(
-    path: Path, *, expected_size: tuple[int, int] | None = None, apply_orientation: bool = True
+    path: Path,
+    *,
+    expected_size: tuple[int, int] | None = None,
+    apply_orientation: bool = True,
+    max_pixels: int | None = None,
 ) -> Image.Image:
     """Decode ``path`` to RGB, upright by its EXIF orientation; transparent pixels show white.
 
     Args:
         expected_size: the upright ``(width, height)`` that the caller's annotations are made for.
+        max_pixels: refuse an image that has more, before any is decoded.
         apply_orientation: False keeps the pixels as stored (annotations made by a tool that ignores EXIF).
 
     Raises:
         DataError: missing, truncated, no image, not 8-bit, or of another size than ``expected_size``.
     """
     with _open(path) as image:
-        return _decode(image, path, expected_size, apply_orientation)
+        return _decode(image, path, expected_size, apply_orientation, max_pixels)
 
 
-def rgb_from_bytes(data: bytes, name: str) -> Image.Image:
+def rgb_from_bytes(data: bytes, name: str, *, max_pixels: int | None = None) -> Image.Image:
     """:func:`open_rgb` of an image file's bytes; errors call it ``name``. Raises DataError as that does."""
     try:
         opened = Image.open(io.BytesIO(data))
     except _PILLOW_ERRORS as error:
         raise DataError(f"not a readable image ({error}); send the file's own bytes", path=name) from error
     with opened as image:
-        return _decode(image, Path(name), None, True)
+        return _decode(image, Path(name), None, True, max_pixels)
 
 
 def _decode(
-    image: Image.Image, path: Path, expected_size: tuple[int, int] | None, apply_orientation: bool
+    image: Image.Image,
+    path: Path,
+    expected_size: tuple[int, int] | None,
+    apply_orientation: bool,
+    max_pixels: int | None = None,
 ) -> Image.Image:
     header = _header(image, path)
     size = header.size if apply_orientation else header.stored_size
+    if max_pixels is not None and size[0] * size[1] > max_pixels:
+        raise DataError(f"has {size[0]}x{size[1]} pixels, and at most {max_pixels:,} are taken; shrink it", path=path)
     if expected_size is not None and size != expected_size:
         raise DataError(size_problem(expected_size, size), path=path)
     try:

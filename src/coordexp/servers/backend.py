@@ -74,11 +74,14 @@ class ServerBackend:
         self._last_sync: Mapping[str, Any] = {}
         self._fallbacks: list[str] = []
         self._calls: list[dict[str, Any]] = []
-        self._silent_since: dict[int, float] = {}
+        self._heard_at: dict[int, float] = {}
         # ms-swift says nothing while it decodes, not even that it is healthy: its silence has no meaning.
+        said = [client.status() or {} for client in clients]
         self._heard_while_decoding = frozenset(
-            index for index, client in enumerate(clients) if (client.status() or {}).get("server") == "coordexp serve"
+            index for index, status in enumerate(said) if status.get("server") == "coordexp serve"
         )
+        # Of these each answer must say which weights it comes from, and to which request.
+        self._strict = frozenset(index for index in self._heard_while_decoding if "engine_silent_s" in said[index])
         # It also answers one post after the other: the small calls of many micro-steps would each be decoded alone.
         # Greedy answers depend on no seed, so there they may share a post.
         mute = frozenset(range(len(self._clients))) - self._heard_while_decoding
@@ -116,13 +119,24 @@ class ServerBackend:
             return
         if self._stamp is None:
             raise RolloutError("the servers have no weights of this run yet; call sync_weights before asking them")
-        self._silent_since.clear()
-        for post, items in in_flight(posts, self._slots, lambda post: self._ask(post, rounds), self._watch, WATCH_S):
-            self._silent_since.pop(post.server, None)  # an answer is a sign of life
+        self._heard_at = dict.fromkeys(range(len(self._clients)), time.monotonic())
+        watch_s = min(WATCH_S, self._timeout_s / 5)
+        for post, items in in_flight(posts, self._slots, lambda post: self._ask(post, rounds), self._watch, watch_s):
+            self._heard_at[post.server] = time.monotonic()  # an answer is a sign of life
             where = f"{self._clients[post.server].base_url}/infer/"
-            for (round_idx, index), item in zip(_places(post), items, strict=True):
+            for place, ((round_idx, index), item) in enumerate(zip(_places(post), items, strict=True)):
                 request = rounds[round_idx].requests[index]
-                rollout = read_answer(item, request, self._vocab, self._stamp, self._guarded, where)
+                rollout = read_answer(
+                    item,
+                    request,
+                    self._vocab,
+                    self._stamp,
+                    self._guarded,
+                    where,
+                    stamped=post.server in self._strict,
+                    max_new_tokens=self._options.max_new_tokens,
+                    place=place if post.server in self._strict else None,
+                )
                 yield IndexedRollout(round_idx, index, rollout)
 
     def batch_size(self, decode_batch_size: int) -> int:
@@ -208,7 +222,14 @@ class ServerBackend:
         """One post, with the retries that the configuration allows. Runs in a thread of its own."""
         client = self._clients[post.server]
         requests = [rounds[round_idx].requests[index] for round_idx, index in _places(post)]
-        payload = infer_payload(requests, _seed_of(post, rounds), self._options, self._images, self._open_image)
+        payload = infer_payload(
+            requests,
+            _seed_of(post, rounds),
+            self._options,
+            self._images,
+            self._open_image,
+            tagged=post.server in self._strict,
+        )
         attempt = 0
         while True:
             try:
@@ -233,20 +254,27 @@ class ServerBackend:
             )
 
     def _watch(self, servers: set[int]) -> None:
-        """Servers may take their time over answers, but not over a sign of life, where they can give one. (Of others a
-        dead process or machine shows by its connection, which TCP probes.)"""
+        """Servers may take their time over answers, but not over a sign of life, where they can give one: of the
+        process that answers HTTP, and of the engine behind it. (Of others a dead process or machine shows by its
+        connection, which TCP probes.)"""
         for server in sorted(servers & self._heard_while_decoding):
-            client = self._clients[server]
+            client, heard_at = self._clients[server], self._heard_at.setdefault(server, time.monotonic())
+            left_s = self._timeout_s - (time.monotonic() - heard_at)
             try:
-                client.health(timeout_s=min(SIGN_OF_LIFE_S, self._timeout_s))
+                engine_silent_s = client.engine_silent_s(timeout_s=max(0.5, min(SIGN_OF_LIFE_S, left_s)))
             except ServerTimeout as error:
-                silent_s = time.monotonic() - self._silent_since.setdefault(server, time.monotonic())
+                silent_s = time.monotonic() - heard_at
                 if silent_s >= self._timeout_s:
                     raise ServerTimeout(
                         f"{client.base_url}: owes answers and gave no sign of life for {silent_s:.0f} s; see its log"
                     ) from error
             else:
-                self._silent_since.pop(server, None)
+                self._heard_at[server] = time.monotonic()
+                if engine_silent_s >= self._timeout_s:
+                    raise ServerTimeout(
+                        f"{client.base_url}: owes answers and its engine has not stirred for {engine_silent_s:.0f} s, "
+                        "while the process before it lives; restart the server, and see its log"
+                    )
 
 
 def _places(post: Post) -> list[tuple[int, int]]:

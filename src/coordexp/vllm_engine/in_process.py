@@ -165,7 +165,8 @@ class InProcessEngine:
             self.ask_worker(lambda worker: worker.receiver.close())  # the next push is no continuation of this one
             raise
         # What stands in these caches was computed with the old weights.
-        self._engine.reset_prefix_cache()
+        if not self._engine.reset_prefix_cache():
+            raise RolloutError("the colocated vLLM engine: its prefix cache could not be emptied; a request still runs")
         self._engine.reset_encoder_cache()
         self._engine.reset_mm_cache()
         return report

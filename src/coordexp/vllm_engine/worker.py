@@ -112,6 +112,9 @@ class WeightSyncExtension:
         """The engine's own parameter names."""
         return list(self.receiver.layout.parameters)
 
+    def coordexp_beat(self) -> None:
+        """Asked whether this worker still stirs."""
+
     def coordexp_status(self) -> dict[str, Any]:
         """This worker's state, for ``/status/``."""
         runner = type(self.model_runner)

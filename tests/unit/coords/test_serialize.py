@@ -38,7 +38,7 @@ def test_append_follows_the_last_character(prefix: str, objects: list[GTObject],
     assert serialize_append(objects, prefix, start) == fragment
 
 
-@pytest.mark.parametrize("prefix", ["", "  ", '{"object_1": [', '{"object_1": "a"', "{\u200b"])
+@pytest.mark.parametrize("prefix", ["", "  ", '{"object_1": [', '{"object_1": []', '{"object_1": "a"', "{\u200b"])
 def test_no_place_to_append(prefix: str) -> None:
     with pytest.raises(AppendError, match=r"cannot append after .*ends with '\{', ',' or '\}'"):
         serialize_append([A], prefix, 1)

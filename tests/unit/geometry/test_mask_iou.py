@@ -233,3 +233,8 @@ def test_hundreds_of_polygons_at_once():
     assert len(shapes) > 300
     pairs = np.repeat(np.arange(len(shapes))[:, None], 2, axis=1)
     assert (mask_iou_pairs(shapes, shapes, pairs) == 1.0).all()
+
+
+def test_bins_beyond_the_canvas_count_as_its_edge():
+    inside = GTObject("a", "poly", (0, 0, 999, 0, 999, 999))
+    assert mask_iou(GTObject("a", "poly", (-5, -9, 1500, 0, 1200, 1001)), inside) == 1.0

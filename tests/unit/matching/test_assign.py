@@ -208,3 +208,20 @@ def test_lonely_pairs_need_no_solver():
     with mock.patch.object(assign, "_assign", side_effect=AssertionError("no competition, no solver")):
         result = match_objects(shapes, shapes[::-1])
     assert [(p.pred_idx, p.gt_idx) for p in result.pairs] == [(i, len(shapes) - 1 - i) for i in range(len(shapes))]
+
+
+def test_the_costs_of_being_alone_are_one_by_default():
+    """So a pair that passes the gate is always cheaper than leaving both alone."""
+    assert (MatchingConfig().fp_cost, MatchingConfig().fn_cost) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("ious", "chosen"),
+    [((0.65, 0.62, 0.62), []), ((0.75, 0.74, 0.74), [1, 2]), ((0.75, 0.6, 0.6), [0])],
+    ids=["dearer than both alone", "two pairs", "one pair"],
+)
+def test_a_prediction_and_an_object_alone_have_costs_of_their_own(ious, chosen):
+    """Three pairs that compete, an object alone twice as dear as a prediction alone: 0.3 for both."""
+    config = MatchingConfig(fp_cost=0.1, fn_cost=0.2)
+    found = assign.assign_pairs(np.array([0, 0, 1]), np.array([0, 1, 0]), np.array(ious), config)
+    assert sorted(found.tolist()) == chosen

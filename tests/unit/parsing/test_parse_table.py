@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coordexp.coords import COORD_TOKENS, TURN_END
+from coordexp.coords import COORD_TOKENS, TURN_END, CoordVocab
 from coordexp.parsing import parse_rollout
 from coordexp.records import DropReason as R
 from coordexp.records import ParsedRollout
@@ -342,6 +342,15 @@ def test_ids_beyond_the_vocabulary_break_the_structure() -> None:
         parsed = parse_rollout([*ids[:-5], alien, *ids[-5:]], vocab)
         assert [obj.index for obj in parsed.objects] == [1]
         assert parsed.dropped == {R.MALFORMED: 1}
+
+
+def test_an_id_that_writes_nothing_breaks_the_structure_too() -> None:
+    """A hole among a tokenizer's ids: it stands for no text that anybody could have meant."""
+    real = qwen_vocab()
+    vocab = CoordVocab([*real.pieces, b""], real.coord_token_ids, real.eos_id, real.control_ids, qwen_tokenizer())
+    ids = vocab.encode(f"{{{O1}, {O2}")
+    parsed = parse_rollout([*ids[:-5], len(real), *ids[-5:]], vocab)
+    assert [obj.index for obj in parsed.objects] == [1] and parsed.dropped == {R.MALFORMED: 1}
 
 
 def test_the_qwen_vocabulary_is_the_real_one() -> None:

@@ -6,12 +6,17 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coordexp.config import load_config
+from coordexp.config.rollout import RepeatTerminateConfig
 from coordexp.rollouts.repeat_guard import GuardRule, ObjectKeyReader, RepeatGuard, Trigger, first_trigger
+from coordexp.vllm_engine.guard_activation import activated_config, activation_environment
+from support.config_samples import set_key, stage2, write_yaml
 from support.qwen_tokenizer import qwen_vocab
 
 
@@ -196,3 +201,28 @@ def test_the_minimum_delays_a_verdict_without_forgetting() -> None:
     keys = Keys(max_consecutive_token_repeats=3, min_new_tokens=10)
     assert first_trigger([1] * 12, keys) == Trigger(RUN, 10)
     assert first_trigger([1] * 12, replace(keys, min_new_tokens=0)) == Trigger(RUN, 3)
+
+
+def test_the_thresholds_have_the_contracts_defaults(tmp_path: Path) -> None:
+    """One default each, the same whoever reads it: YAML, the HF sampler, a server's environment."""
+    written = {"min_new_tokens": 256, "max_consecutive_token_repeats": 64, "ngram_size": 64, "ngram_repeats": 2,
+               "max_object_keys": None}  # fmt: skip
+    assert RepeatTerminateConfig().model_dump() == {"enabled": False, **written}
+    yaml = set_key(stage2(), "rollout_matching.repeat_terminate", {"enabled": True})
+    rollout = load_config(write_yaml(tmp_path, yaml)).rollout_matching
+    assert rollout is not None and rollout.repeat_terminate.model_dump() == {"enabled": True, **written}
+    assert activated_config(activation_environment(rollout.repeat_terminate)) == rollout.repeat_terminate
+
+
+@pytest.mark.parametrize(
+    ("ids", "expected"),
+    [
+        ([1] * 256, Trigger(GuardRule.TOKEN_RUN, 256)),
+        ([*range(192), *[7] * 63, 8], None),
+        ([*range(200), *[7] * 64], Trigger(GuardRule.TOKEN_RUN, 264)),
+        ([*range(128), *range(300, 364), *range(300, 364)], Trigger(GuardRule.NGRAM, 256)),
+        ([*range(128), *range(300, 363), *range(300, 363), 1, 2], None),
+    ],
+)
+def test_the_defaults_end_what_the_contract_ends(ids: list[int], expected: Trigger | None) -> None:
+    assert first_trigger(ids, RepeatTerminateConfig(enabled=True)) == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -133,6 +134,48 @@ def test_requests_are_dealt_by_capacity_seeded_by_their_first_and_come_back_in_o
     assert [(c["server"], c["first"], c["requests"], c["seed"]) for c in report["calls"]] == [
         (0, 0, 4, SEEDS.seed_of(0)), (1, 4, 2, SEEDS.seed_of(4)), (0, 6, 2, SEEDS.seed_of(6)),
     ]  # fmt: skip
+
+
+@pytest.mark.scenario("Multi-server request distribution is deterministic")
+@pytest.mark.parametrize("slow", [0, 1])
+def test_answers_stand_in_the_order_of_the_requests_whichever_server_is_late(
+    fakes: list[FakeRolloutServer], slow: int
+) -> None:
+    """Twelve requests in four posts. The slow server answers only when the other has answered everything."""
+    other_is_done = threading.Event()
+    left = 2
+
+    def quick(body: dict[str, Any]) -> tuple[int, Any]:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            threading.Timer(0.1, other_is_done.set).start()
+        return answers(body)
+
+    def late(body: dict[str, Any]) -> tuple[int, Any]:
+        assert other_is_done.wait(20)
+        return answers(body)
+
+    fakes[slow].infer, fakes[1 - slow].infer = late, quick
+    with backend_of(fakes) as backend:
+        backend.sync_weights(3)
+        rollouts = backend.generate(requests_(12), SEEDS)
+    assert [rollout.response_token_ids for rollout in rollouts] == [(i,) for i in range(12)]
+    assert [rollout.sample_id for rollout in rollouts] == [f"s{i}" for i in range(12)]
+
+
+@pytest.mark.parametrize(("main", "pushed"), [(True, [4]), (False, [])])
+def test_the_first_rank_alone_pushes(
+    fakes: list[FakeRolloutServer], monkeypatch: pytest.MonkeyPatch, main: bool, pushed: list[int]
+) -> None:
+    """Every rank's answers then are of the weights that it pushed."""
+    sync = PretendSync()
+    monkeypatch.setattr(distributed, "is_main", lambda: main)
+    monkeypatch.setattr(distributed, "gather_json", lambda own: [{"learner_id": "this"}])
+    with backend_of(fakes, sync) as backend:
+        backend.sync_weights(4)
+        assert backend.last_report()["weight_version"] == 4
+    assert sync.versions == pushed
 
 
 OURS = {"server": "coordexp serve", "workers": []}
@@ -328,7 +371,9 @@ def test_a_server_that_is_mute_while_it_decodes_is_waited_for(
 ) -> None:
     """infer_timeout_s: null means no timeout, and of ms-swift's silence nothing follows."""
     asked: list[str] = []
-    monkeypatch.setattr(ServerClient, "health", lambda self, timeout_s=None: asked.append(self.base_url))
+    monkeypatch.setattr(
+        ServerClient, "engine_silent_s", lambda self, timeout_s=None: asked.append(self.base_url) or 0.0
+    )
     with backend_of(fakes) as backend:
         asked.clear()
         backend._watch({0, 1})
@@ -353,14 +398,14 @@ def test_a_server_that_answers_call_after_call_is_alive_however_long_the_window_
                 now[0] += 0.4  # timeout_s is 1
             yield post, ask(post)
 
-    def silent(self: ServerClient, timeout_s: float | None = None) -> None:
+    def silent(self: ServerClient, timeout_s: float | None = None) -> float:
         raise ServerTimeout("no answer")
 
     with FakeRolloutServer(1, status={"server": "coordexp serve", "workers": []}) as fake:
         fake.infer = answers
         with backend_of([fake]) as backend:
             backend.sync_weights(0)
-            monkeypatch.setattr(ServerClient, "health", silent)
+            monkeypatch.setattr(ServerClient, "engine_silent_s", silent)
             monkeypatch.setattr(vllm_server, "in_flight", slow_posts)
             monkeypatch.setattr(vllm_server, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep))
             assert len(backend.generate(requests_(8), SEEDS)) == 8

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from coordexp.config.vllm import SyncConfig
-from coordexp.errors import RolloutError
+from coordexp.errors import CoordExpError, RolloutError
 from coordexp.rollouts.backend import AdapterWeights
 from coordexp.servers.sync import WeightSync
 from coordexp.weight_sync import buckets
@@ -251,4 +251,28 @@ def test_any_failure_of_the_adapter_path_means_full_pushes_for_good(
     strict = WeightSync([server.client()], source, SyncConfig(mode="adapter", fallback_to_full=False, timeout_s=15.0))
     with pytest.raises(RolloutError, match=r"sync\.fallback_to_full: true"):
         strict.push(3)
+    strict.close()
+
+
+class Broken(FakeWeights):
+    """Its adapter cannot be read."""
+
+    def __init__(self, failure: Exception) -> None:
+        super().__init__()
+        self.failure = failure
+
+    def adapter(self) -> AdapterWeights | None:
+        raise self.failure
+
+
+@pytest.mark.parametrize("failure", [RuntimeError, ValueError, TypeError, KeyError, OSError, CoordExpError])
+def test_whatever_an_adapter_push_raises_full_weights_take_over(start: Start, failure: type[Exception]) -> None:
+    server, source = start(), Broken(failure("no adapter file"))
+    with syncing([server], source, mode="adapter") as sync:
+        done = sync.push(1)
+        assert done.mode == "full" and done.fallback is not None and "no adapter file" in done.fallback
+        assert holds(server, source)
+    strict = WeightSync([server.client()], source, SyncConfig(mode="adapter", fallback_to_full=False, timeout_s=15.0))
+    with pytest.raises(RolloutError, match=f"{failure.__name__}.*fallback_to_full: true"):
+        strict.push(2)
     strict.close()

@@ -87,6 +87,38 @@ def test_a_target_is_built_while_others_decode_and_order_is_the_loaders(
     assert {"time/weight_sync_s", "time/rollout_wait_s", "time/target_build_s"} <= metrics.keys()
 
 
+class Reversed(InMemoryBackend):
+    """Answers whatever was asked last first; request i of a window with 2 ** i tokens."""
+
+    def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[IndexedRollout]:
+        places = [(r, i) for r, one in enumerate(rounds) for i in range(len(one.requests))]
+        for number, (round_idx, index) in reversed(list(enumerate(places))):
+            request = rounds[round_idx].requests[index]
+            ids = (self._vocab.encode("a")[0],) * 2**number
+            rollout = Rollout(request.sample_id, request.prompt_token_ids, ids, "a" * 2**number, False)
+            yield IndexedRollout(round_idx, index, rollout)
+
+
+@pytest.mark.scenario("Multi-server request distribution is deterministic")
+def test_answers_in_any_order_become_the_segments_of_their_own_samples(
+    loaded: LoadedModel, samples: list[Sample]
+) -> None:
+    source = source_of(Reversed(loaded.vocab, lambda request: ""), loaded)
+    segments, outcomes = source.segments([samples[:3], samples[3:]], 0, {})
+    assert [len(outcome.rollout.response_token_ids) for outcome in outcomes] == [1, 2, 4, 8]
+    for sample, outcome in zip(samples, outcomes, strict=True):
+        assert outcome.rollout.sample_id == sample.record.sample_id
+    asked = [[sample.request.prompt_token_ids for sample in batch] for batch in (samples[:3], samples[3:])]
+    assert [[segment.prompt_token_ids for segment in batch] for batch in segments] == asked
+
+
+def test_the_longest_answers_are_told_by_their_99th_percentile(loaded: LoadedModel, samples: list[Sample]) -> None:
+    """Of lengths 1, 2, 4, 8 it lies 2.97 steps up: between the third and the fourth."""
+    metrics: dict[str, float] = {}
+    source_of(Reversed(loaded.vocab, lambda request: ""), loaded).segments([samples], 0, metrics)
+    assert metrics["rollout/gen_new_tokens_p99"] == pytest.approx(4 + 0.97 * 4)
+
+
 class OtherPrompt(InMemoryBackend):
     """Says that it read one token more than it was asked."""
 

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from fastapi import Body, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 
 from coordexp.errors import CoordExpError
+from coordexp.serving.serve.admission import WholeBodyInTime, admission, refusal
 from coordexp.serving.serve.engines import EngineGroup
 from coordexp.serving.serve.requests import InferRequest, RequestConfig
 from coordexp.serving.serve.service import CommitRequest, GroupRequest, RolloutServer
@@ -25,9 +26,8 @@ from coordexp.serving.serve.weight_lock import RequestRefused
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
-MAX_BODY_BYTES = 2 << 30
 DISCONNECT_POLL_S = 0.5
-OPEN_PATHS = {"/health", "/health/"}  # for probes that hold no token
+STALLED_S = 120.0  # what a probe takes for a hung engine; a learner goes by its own server.timeout_s
 
 
 class BucketRequest(BaseModel):
@@ -55,15 +55,19 @@ def build_app(server: RolloutServer) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        beating = asyncio.create_task(server.heartbeat.run())
         try:
             yield
         finally:
+            beating.cancel()
             server.engines.shutdown()
 
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.add_exception_handler(Exception, _reply_to_error)
     app.add_exception_handler(CoordExpError, _reply_to_error)
-    app.middleware("http")(_admission(server.options.api_key))
+    app.add_exception_handler(RequestValidationError, _reply_to_invalid)
+    app.add_middleware(WholeBodyInTime)
+    app.middleware("http")(admission(server.options.api_key, server.options.host))
     _add_generation(app, server)
     _add_weights(app, server)
     return app
@@ -77,7 +81,13 @@ def _add_generation(app: FastAPI, server: RolloutServer) -> None:
             await server.engines.check_health()
         except Exception as error:  # whatever vLLM raises, the probe gets to know it
             return JSONResponse({"status": "dead", "error": f"{type(error).__name__}: {error}"}, 503)
-        return {"status": "ok"}
+        silent_s = server.heartbeat.silent_s
+        said = {"status": "ok", "engine_silent_s": round(silent_s, 1)}
+        if silent_s > STALLED_S and not server.lock.updating:
+            return JSONResponse(
+                {**said, "status": "stalled", "error": f"an engine has not stirred for {silent_s:.0f} s"}, 503
+            )
+        return said
 
     @app.get("/status/")
     async def status() -> dict[str, Any]:
@@ -152,29 +162,19 @@ def _add_weights(app: FastAPI, server: RolloutServer) -> None:
         return {"message": "weights committed", **server.lock.stamp.payload(), "reports": reports}
 
 
-def _admission(api_key: str | None) -> Callable[..., Awaitable[Any]]:
-    """Middleware: who may call, and how much they may send."""
-
-    async def admit(request: Request, call_next: Callable[[Request], Awaitable[Any]]) -> Any:
-        if api_key is not None and request.url.path not in OPEN_PATHS:
-            scheme, _, token = request.headers.get("Authorization", "").partition(" ")
-            if scheme != "Bearer" or not secrets.compare_digest(token.encode(), api_key.encode()):
-                return _error(401, "a bearer token is required: Authorization: Bearer …")
-        if request.method == "POST":
-            length = request.headers.get("Content-Length", "")
-            if not length.isdigit():
-                return _error(411, "Content-Length is required")
-            if int(length) > MAX_BODY_BYTES:
-                return _error(413, f"more than {MAX_BODY_BYTES >> 20} MiB in one request")
-        return await call_next(request)
-
-    return admit
+async def _reply_to_invalid(request: Request, error: Exception) -> JSONResponse:
+    """FastAPI's own account repeats what was sent, which JSON may not be able to hold (NaN)."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    more = f" (and {len(error.errors()) - 1} more)" if len(error.errors()) > 1 else ""
+    return refusal(422, f"{where}: {first['msg']}{more}"[:1000])
 
 
 async def _reply_to_error(request: Request, error: Exception) -> JSONResponse:
     known = isinstance(error, CoordExpError)
     logger.warning("%s: %s: %s", request.url.path, type(error).__name__, error, exc_info=None if known else error)
-    return _error(_status_of(error), str(error) if known else f"{type(error).__name__}: {error}")
+    return refusal(_status_of(error), str(error) if known else f"{type(error).__name__}: {error}")
 
 
 def _status_of(error: Exception) -> int:
@@ -186,10 +186,6 @@ def _status_of(error: Exception) -> int:
     if isinstance(error, VLLMValidationError):
         return 400  # asked again it stays wrong: a learner must not take it for an accident
     return 503 if isinstance(error, EngineDeadError) else 500
-
-
-def _error(status: int, message: str) -> JSONResponse:
-    return JSONResponse({"error": message}, status)
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:

@@ -193,4 +193,8 @@ class EngineGroup:
             # vLLM wraps what a worker raised in sentences of its own, as a plain Exception.
             if (told := _WORKER_ERROR.search(str(error))) is None:
                 raise
-            raise RolloutError(told["message"]) from error
+            said = told["message"].strip() or (
+                "a worker failed without saying why, as vLLM does where sizes do not fit: is this the learner's model?"
+            )
+            logger.warning("%s: %s", what, error)
+            raise RolloutError(said) from error

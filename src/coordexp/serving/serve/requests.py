@@ -18,6 +18,7 @@ from coordexp.serving.serve.weight_lock import RequestRefused
 
 MAX_REQUESTS = 4096
 MAX_IMAGE_BYTES = 64 << 20
+MAX_IMAGE_PIXELS = 36_000_000  # a few kilobytes of PNG can hold any number, and each costs some 30 bytes on the way
 IMAGE_MARK = "<image>"
 
 
@@ -43,16 +44,16 @@ class RequestConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    max_tokens: int | None = Field(default=None, ge=1)
-    temperature: float | None = Field(default=None, ge=0)
-    top_k: int | None = None
+    max_tokens: int | None = Field(default=None, ge=1, lt=1 << 31)
+    temperature: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    top_k: int | None = Field(default=None, ge=-1, lt=1 << 31)
     top_p: float | None = Field(default=None, gt=0, le=1)
     min_p: float | None = Field(default=None, ge=0, le=1)
-    repetition_penalty: float | None = Field(default=None, gt=0)
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    repetition_penalty: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
     stop: list[str] | None = []
-    seed: int | None = None
+    seed: int | None = Field(default=None, ge=0, lt=1 << 62)  # vLLM's have 64 bits, and each request adds its index
     return_details: bool = False
     num_beams: int = Field(default=1, ge=1, le=1)
     n: int = Field(default=1, ge=1, le=1)
@@ -109,6 +110,8 @@ class PromptBuilder:
             raise RequestRefused(
                 400, f"{num_wanted} images in one prompt; vllm.limit_mm_per_prompt allows {self.max_images}"
             )
+        if any("\ud800" <= char <= "\udfff" for char in _texts(messages)):
+            raise RequestRefused(400, "a message holds half a character (a lone surrogate); send whole ones")
         text = self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         prompt: dict[str, Any] = {"prompt": text}
         if request.images:
@@ -139,6 +142,11 @@ def _parts(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]],
     return built, num_images
 
 
+def _texts(messages: Sequence[Mapping[str, Any]]) -> str:
+    parts = [part.get("text", "") for message in messages for part in message["content"]]
+    return "".join([*(message["role"] for message in messages), *parts])
+
+
 def _part(part: Any) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind == "image":
@@ -161,13 +169,13 @@ def open_image(source: str) -> Image.Image:
             header, _, encoded = source.partition(",")
             if not header.endswith(";base64"):
                 raise RequestRefused(400, "a data URL must be ;base64")
-            return rgb_from_bytes(_decode(encoded), "the data URL")
+            return rgb_from_bytes(_decode(encoded), "the data URL", max_pixels=MAX_IMAGE_PIXELS)
         if source.startswith(("/", "file:///")):
             path = Path(source.removeprefix("file://"))
             if path.is_file() and path.stat().st_size > MAX_IMAGE_BYTES:
                 raise RequestRefused(413, f"{path}: larger than {MAX_IMAGE_BYTES >> 20} MiB")
-            return open_rgb(path)
-        return rgb_from_bytes(_decode(source), "the base64 image")
+            return open_rgb(path, max_pixels=MAX_IMAGE_PIXELS)
+        return rgb_from_bytes(_decode(source), "the base64 image", max_pixels=MAX_IMAGE_PIXELS)
     except DataError as error:
         raise RequestRefused(400, str(error)) from error
 

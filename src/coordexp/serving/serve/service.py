@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, Field
 
 from coordexp.serving.serve.engines import Completion, EngineGroup
+from coordexp.serving.serve.heartbeat import Heartbeat
 from coordexp.serving.serve.options import ServeOptions
 from coordexp.serving.serve.requests import MAX_REQUESTS, InferRequest, PromptBuilder, RequestConfig
 from coordexp.serving.serve.weight_lock import RequestRefused, WeightLock
@@ -22,6 +23,7 @@ from coordexp.weight_sync.stamp import WeightStamp
 Result = TypeVar("Result")
 MAX_WAIT_S = 3600.0
 MAX_LEARNER_ID = 64
+DECODED_AT_ONCE = 2  # calls whose images are decoded at a time: each may hold large ones
 
 
 class GroupRequest(BaseModel):
@@ -49,7 +51,10 @@ class RolloutServer:
         self.options = options
         self.engines = engines
         self.lock = WeightLock(options.push_wait_s)
+        self.heartbeat = Heartbeat(engines.engines)
         self._prompts = prompts
+        self._decoding = asyncio.Semaphore(DECODED_AT_ONCE)
+        self._group_open = False
         self._group_lock = asyncio.Lock()  # one action on the weight group at a time
         self._timeout_s = options.push_wait_s
         self._adapted = False
@@ -59,7 +64,8 @@ class RolloutServer:
         if len(requests) > MAX_REQUESTS:
             raise RequestRefused(413, f"{len(requests)} requests in one call; at most {MAX_REQUESTS}")
         async with self.lock.answering() as stamp:
-            prompts = await asyncio.to_thread(lambda: [self._prompts.build(request) for request in requests])
+            async with self._decoding:
+                prompts = await asyncio.to_thread(lambda: [self._prompts.build(request) for request in requests])
             completions = await _together(
                 self.engines.answer(prompt, config.sampling_arguments(index), self._adapted)
                 for index, prompt in enumerate(prompts)
@@ -72,9 +78,10 @@ class RolloutServer:
                     **stamp.payload(),
                     "repeat_terminate_active": int(self.engines.guarded),
                     "repeat_terminate_triggered": int(one.request_id in triggers),
+                    **({} if request.uuid is None else {"uuid": request.uuid}),
                 },
             }
-            for one in completions
+            for request, one in zip(requests, completions, strict=True)
         ]
 
     async def open_group(self, request: GroupRequest) -> None:
@@ -88,6 +95,7 @@ class RolloutServer:
         async with self._group_lock:
             self.lock.fail("another learner took the server over in the middle of a push")
             self._timeout_s = request.timeout_s
+            self._group_open = False
             await self.engines.workers(
                 "init_communicator",
                 args_of=lambda index: (
@@ -99,15 +107,19 @@ class RolloutServer:
                 ),
                 timeout_s=request.timeout_s + 30,
             )
+            self._group_open = True
 
     async def close_group(self) -> None:
         async with self._group_lock:
             self.lock.fail("the learner left in the middle of a push")
+            self._group_open = False
             await self.engines.workers("close_communicator", timeout_s=self._timeout_s + 30)
 
     async def update(self, method: str, *args: Any, adapter: bool = False) -> None:
         """Take one bucket; the first one opens a push."""
         async with self._group_lock:
+            if not self._group_open:
+                raise RequestRefused(409, "no weight group is open; call /init_communicator/ first")
             if not self.lock.updating:
                 self._push_is_adapter = False
             await self.lock.begin()
@@ -144,6 +156,7 @@ class RolloutServer:
             "weight_checksum": workers[0]["checksum"],
             "push_open": self.lock.updating,
             "broken": self.lock.broken,
+            "engine_silent_s": round(self.heartbeat.silent_s, 1),
             "adapter": self._adapted,
             "num_answering": self.lock.num_answering,
             "repeat_terminate": workers[0]["repeat_terminate"],

@@ -1,0 +1,153 @@
+"""Requests to ``coordexp serve`` that it must refuse, over a real uvicorn and with no engine behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from PIL import Image
+
+from coordexp.errors import ServerTimeout
+from coordexp.servers.client import ServerClient
+from coordexp.serving.serve.admission import WholeBodyInTime
+from coordexp.serving.serve.app import build_app
+from coordexp.serving.serve.heartbeat import Heartbeat
+from coordexp.serving.serve.requests import open_image
+from coordexp.serving.serve.service import RolloutServer
+from coordexp.serving.serve.weight_lock import RequestRefused
+
+
+class Engine:
+    """Answers its heartbeat, unless told to hang."""
+
+    def __init__(self) -> None:
+        self.hangs = False
+
+    async def collective_rpc(self, *_: Any, **__: Any) -> list[None]:
+        while self.hangs:
+            await asyncio.sleep(0.01)
+        return [None]
+
+    async def check_health(self) -> None: ...
+
+
+class Engines(SimpleNamespace):
+    async def check_health(self) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return Engine()
+
+
+@pytest.fixture(scope="module")
+def url(engine: Engine) -> Iterator[str]:
+    options: Any = SimpleNamespace(push_wait_s=5.0, api_key=None, host="trainer.example", engine={}, group_port=1)
+    engines: Any = Engines(engines=[engine], world_size=1, guarded=False, tensor_parallel_size=1)
+    server = RolloutServer(options, engines, SimpleNamespace())  # type: ignore[arg-type]
+    server.heartbeat = Heartbeat([engine], every_s=0.05)
+    app = build_app(server)
+    for middleware in app.user_middleware:
+        if middleware.cls is WholeBodyInTime:
+            middleware.kwargs["body_s"] = 0.5
+    listener = socket.create_server(("127.0.0.1", 0))
+    running = uvicorn.Server(uvicorn.Config(app, log_config=None))
+    thread = threading.Thread(target=lambda: asyncio.run(running.serve(sockets=[listener])), daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    running.should_exit = True
+    thread.join(10)
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"Host": "localhost:80"}, 200),
+        ({"Host": "[::1]:80"}, 200),
+        ({"Host": "trainer.example:8000"}, 200),
+        ({"Host": "evil.example"}, 403),
+        ({"Host": ""}, 403),
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+    ],
+)
+def test_without_a_token_no_web_page_gets_through(headers: dict[str, str], status: int, url: str) -> None:
+    assert httpx.get(f"{url}/get_world_size/", headers=headers, trust_env=False).status_code == status
+
+
+@pytest.mark.parametrize(
+    "config",
+    ['{"seed": 18446744073709551616}', '{"seed": -1}', '{"max_tokens": 1' + "0" * 30 + "}", '{"temperature": NaN}',
+     '{"top_p": Infinity}', '{"repetition_penalty": NaN}', '{"top_k": 1' + "0" * 30 + "}"],
+)  # fmt: skip
+def test_numbers_that_no_engine_takes_are_the_callers_fault(config: str, url: str) -> None:
+    body = '{"infer_requests": [{"messages": [{"role": "user", "content": "a"}]}], "request_config": ' + config + "}"
+    reply = httpx.post(f"{url}/infer/", content=body, headers={"Content-Type": "application/json"}, trust_env=False)
+    assert reply.status_code == 422 and "request_config" in reply.json()["error"], reply.text
+
+
+@pytest.mark.parametrize("body", ["", "{", "[" * 100_000, '"\\ud800"', '{"infer_requests": [{"messages": 3}]}'])
+def test_bodies_that_are_none_are_the_callers_fault(body: str, url: str) -> None:
+    reply = httpx.post(f"{url}/infer/", content=body, headers={"Content-Type": "application/json"}, trust_env=False)
+    assert 400 <= reply.status_code < 500, reply.text
+
+
+def test_a_body_that_is_announced_and_never_sent_is_not_waited_for(url: str) -> None:
+    host, _, port = url.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port)), timeout=30) as client:
+        client.sendall(b"POST /infer/ HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{")
+        assert client.recv(100).startswith(b"HTTP/1.1 408")
+
+
+def test_a_bucket_without_a_group_is_refused_and_changes_nothing(url: str) -> None:
+    reply = httpx.post(f"{url}/update_flattened_params/", json={"metadatas": [{"name": "a"}]}, trust_env=False)
+    assert reply.status_code == 409 and "no weight group is open" in reply.json()["error"]
+
+
+def test_a_hung_engine_behind_a_living_process_shows(url: str, engine: Engine) -> None:
+    client = ServerClient(url, 1, timeout_s=5.0)
+    assert client.engine_silent_s() < 1.0
+    engine.hangs = True
+    time.sleep(1.2)
+    assert client.engine_silent_s() > 1.0
+    engine.hangs = False
+    time.sleep(0.3)
+    assert client.engine_silent_s() < 1.0
+
+
+def test_an_image_of_too_many_pixels_is_refused_before_it_is_decoded() -> None:
+    import base64
+
+    packed = io.BytesIO()
+    Image.new("1", (13_000, 13_000)).save(packed, format="PNG")
+    started = time.process_time()
+    with pytest.raises(RequestRefused, match="13000x13000 pixels, and at most 36,000,000"):
+        open_image(base64.b64encode(packed.getvalue()).decode())
+    assert time.process_time() - started < 1.0, "it was decoded"
+
+
+def test_a_learner_gives_up_on_a_server_whose_engine_does_not_stir() -> None:
+    from coordexp.servers.backend import ServerBackend
+    from support.fake_rollout_server import FakeRolloutServer
+
+    with FakeRolloutServer(1) as fake:
+        fake.reply = lambda path, body: (200, {"status": "ok", "engine_silent_s": 7.5})  # type: ignore[method-assign]
+        watcher: Any = SimpleNamespace(
+            _heard_while_decoding={0}, _clients=[ServerClient(fake.url, 1)], _heard_at={}, _timeout_s=8.0
+        )
+        ServerBackend._watch(watcher, {0})
+        watcher._timeout_s = 7.0
+        with pytest.raises(ServerTimeout, match="its engine has not stirred for 8 s"):
+            ServerBackend._watch(watcher, {0})
