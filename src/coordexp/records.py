@@ -201,7 +201,8 @@ class TrainingTarget:
     None: 1 everywhere.
 
     Provenance: predicted object ``matched_pred_idx[i]`` was taught ground-truth object ``matched_gt_idx[i]``, and
-    ground-truth object ``appended_gt_idx[i]`` was appended as ``object_{appended_object_index[i]}``.
+    ground-truth object ``appended_gt_idx[i]`` was appended as ``object_{appended_object_index[i]}``. A rewritten answer
+    leaves the unmatched predicted objects ``left_out_pred_idx`` out.
     """
 
     sample_id: str
@@ -218,6 +219,7 @@ class TrainingTarget:
     appended_gt_idx: tuple[int, ...]
     appended_object_index: tuple[int, ...]
     text_weight_T: np.ndarray | None = None
+    left_out_pred_idx: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -28,9 +28,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from coordexp.coords import TURN_END, CoordVocab, serialize_objects
 from coordexp.records import GTObject
 from coordexp.targets import TargetPolicy
-from rewritten_invariants import check_rewritten
 from support.answers import outcome_of
 from support.parse_invariants import VOCABS, as_gt, check_parse
+from support.rewritten_invariants import check_rewritten
 from support.target_invariants import check_target
 
 CHUNK = 250  # cases a worker takes at a time

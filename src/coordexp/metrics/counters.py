@@ -37,6 +37,7 @@ def rollout_counters(outcomes: Iterable[SampleOutcome]) -> Counter[str]:
         sums["rollout/gt_objects_total"] += len(match.pairs) + len(match.fn_gt_idx)
         sums["rollout/matched_total"] += len(match.pairs)
         sums["rollout/fp_total"] += len(match.fp_pred_idx)
+        sums["rollout/left_out_total"] += len(outcome.target.left_out_pred_idx)
         sums["rollout/fn_appended_total"] += len(match.fn_gt_idx)
         sums["rollout/gating_rejections_total"] += match.num_gate_rejections
         sums["rollout/gen_new_tokens_total"] += len(outcome.rollout.response_token_ids)

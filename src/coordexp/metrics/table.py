@@ -41,6 +41,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("rollout/valid_pred_objects_total", "objects", COUNT, "valid objects in the answers"),
         Metric("rollout/matched_total", "objects", COUNT, "matched pairs"),
         Metric("rollout/fp_total", "objects", COUNT, "valid predictions without a match"),
+        Metric("rollout/left_out_total", "objects", COUNT, "of them, those that a rewritten answer leaves out"),
         Metric("rollout/fn_appended_total", "objects", COUNT, "annotated objects without a match, appended in the tail"),
         rate("rollout/match_rate", "0..1", "matched_total", "gt_objects_total"),
         rate("rollout/precision", "0..1", "matched_total", "valid_pred_objects_total", "By geometry at `maskiou_gate`, whatever the description"),

@@ -103,6 +103,7 @@ class TargetRecord:
     appended_gt_idx: tuple[int, ...]
     appended_object_index: tuple[int, ...]
     text_weight: tuple[float, ...] | None = None
+    left_out_pred_idx: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +230,7 @@ def _target_record(target: TrainingTarget) -> TargetRecord:
         appended_gt_idx=target.appended_gt_idx,
         appended_object_index=target.appended_object_index,
         text_weight=None if target.text_weight_T is None else tuple(target.text_weight_T.tolist()),
+        left_out_pred_idx=target.left_out_pred_idx,
     )
 
 

@@ -5,7 +5,8 @@ Entries stand in the model's own order, numbered anew from 1, and the whole text
 * a *matched* object, same kind of geometry: the annotation's description and the model's own coordinate tokens, which
   are pulled to the annotation in place; its key, structure, description and the separator before it are taught;
 * a matched object of the *other kind*: the annotation's entry, taught whole;
-* an *unmatched* object: as the model wrote it, masked with the separator before it (or left out);
+* an *unmatched* object: as the model wrote it, masked with the separator before it (or left out, as is one whose
+  description cannot be written again: it holds a control token, a coordinate, or text that the tokenizer changes);
 * an object that was *missed*: the annotation's entry, taught whole;
 * then the closing brace and the end of the turn.
 
@@ -14,6 +15,7 @@ A token that touches a masked entry is masked, also where it is fused with a nei
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -71,7 +73,7 @@ def build_rewritten(
     Raises:
         AlignmentError: a description cannot be written, as in :func:`coordexp.targets.encode_tail`.
     """
-    entries = _entries(parsed, match, ground_truth, transport, policy)
+    entries = _entries(parsed, match, ground_truth, transport, policy, vocab)
     written = [entry.obj for entry in entries]
     tail = encode_tail(append_fragment(written, "{", 1, field_order).after("{"), written, vocab)
     roles_T = tail.roles_T.copy()
@@ -90,6 +92,7 @@ def build_rewritten(
         if entry.bins is not None and entry.obj.soft is None
     ]
     boxes = [(positions, bins) for obj, positions, bins in taught if obj.kind == "bbox_2d"]
+    own = {entry.pred_idx for entry in entries}
     number_of = {entry.gt_idx: number for number, entry in enumerate(entries, start=1)}
     weight_T = tail.text_weight_T
     return TrainingTarget(
@@ -107,6 +110,7 @@ def build_rewritten(
         appended_gt_idx=tuple(match.fn_gt_idx),
         appended_object_index=tuple(number_of[j] for j in match.fn_gt_idx),
         text_weight_T=None if weight_T is None else np.append(weight_T, 1.0),
+        left_out_pred_idx=tuple(i for i in match.fp_pred_idx if i not in own),
     )
 
 
@@ -116,6 +120,7 @@ def _entries(
     ground_truth: Sequence[GTObject],
     transport: TransportConfig,
     policy: TargetPolicy,
+    vocab: CoordVocab,
 ) -> list[_Entry]:
     """What is written, in order."""
     gt_of = {pair.pred_idx: pair.gt_idx for pair in match.pairs}
@@ -134,11 +139,23 @@ def _entries(
         elif i in repeats:
             if policy.duplicates == "replace" and missed:
                 entries.append(missed.pop(0))
-        elif policy.unmatched == "mask":
+        elif policy.unmatched == "mask" and _is_writable(predicted.desc, vocab):
             entries.append(_Entry(GTObject(predicted.desc, predicted.kind, predicted.bins), None, None, i))
     for entry in missed:
         entries.insert(_place(entry, entries) if policy.missed == "in_order" else len(entries), entry)
     return entries
+
+
+def _is_writable(desc: str, vocab: CoordVocab) -> bool:
+    """Whether a description that a model wrote comes out of the tokenizer as plain text, and as it went in."""
+    text = json.dumps(desc, ensure_ascii=False)
+    try:
+        written = text.encode()
+    except UnicodeEncodeError:  # half of a character, by an escape
+        return False
+    token_ids = vocab.encode(text)
+    plain = vocab.reserved_ids.isdisjoint(token_ids) and not any(i in vocab.bins for i in token_ids)
+    return plain and b"".join(vocab.pieces[i] for i in token_ids) == written
 
 
 def _place(missed: _Entry, entries: Sequence[_Entry]) -> int:

@@ -41,6 +41,7 @@ def segment_to_json(segment: Segment) -> dict[str, Any]:
             "context": target.context,
             "prefix_len": target.prefix_len,
             **{name: list(getattr(target, name)) for name in _PROVENANCE},
+            "left_out_pred_idx": list(target.left_out_pred_idx),
             "text_weight_T": None if target.text_weight_T is None else target.text_weight_T.tolist(),
         },
     }
@@ -74,6 +75,7 @@ def segment_from_json(data: Mapping[str, Any], encode: Callable[[str], RolloutRe
             prefix_len=target["prefix_len"],
             **arrays,
             **provenance,
+            left_out_pred_idx=tuple(target.get("left_out_pred_idx", ())),
             text_weight_T=None if weights is None else np.array(weights, dtype=np.float64),
         ),
         request.model_inputs,

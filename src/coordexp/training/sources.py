@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -62,12 +62,12 @@ class RolloutSource:
     vocab: CoordVocab
     matching: MatchingConfig
     transport: TransportConfig
-    policy: TargetPolicy
     field_order: FieldOrder
     training_seed: int
     decode_flag: str  # the 0/1 metric that names the decoding mode
     drop_unclosed: bool = False  # Channel-B: count an answer behind which nothing can be written, and train without it
     log: RolloutLog | None = None
+    policy: TargetPolicy = field(default_factory=TargetPolicy)
 
     def segments(
         self, micro_batches: Sequence[Sequence[Sample]], global_step: int, metrics: MutableMapping[str, float]

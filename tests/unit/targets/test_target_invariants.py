@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from coordexp.coords import CoordVocab, serialize_objects
 from coordexp.records import GTObject
 from coordexp.targets import TargetPolicy
-from rewritten_invariants import check_rewritten
 from support.answers import outcome_of, taught_text, tiny_vocab, vocabs
+from support.rewritten_invariants import check_rewritten
 from support.target_invariants import check_target
 
 DESCS = st.sampled_from(["red circle", "U.S.", "wow!", 'a "quote"', "雪豹 🐆", "back\\slash", "}{][", "x,"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,6 +17,17 @@ from support.answers import SampleOutcome, taught_text
 
 MODELS_OWN = (TokenRole.PREFIX_COORD, TokenRole.REWRITTEN_STRUCT, TokenRole.REWRITTEN_DESC)
 TAUGHT_COORDS = (TokenRole.PREFIX_COORD, TokenRole.TAIL_COORD)
+
+
+def is_plain(desc: str, vocab: CoordVocab) -> bool:
+    """Whether the tokenizer writes a description as it is, by tokens that are text."""
+    text = json.dumps(desc, ensure_ascii=False)
+    if re.search(r"<\|[^|]*\|>|</?(think|tool_call|tool_response)>", desc):
+        return False
+    try:
+        return vocab.decode(vocab.encode(text)) == text
+    except UnicodeEncodeError:
+        return False
 
 
 def check_rewritten(got: SampleOutcome, truth: Sequence[GTObject], vocab: CoordVocab, policy: TargetPolicy) -> None:
@@ -42,7 +54,10 @@ def check_rewritten(got: SampleOutcome, truth: Sequence[GTObject], vocab: CoordV
         own, gt = predicted[pair.pred_idx], truth[pair.gt_idx]
         expected.append(written(gt.desc, gt.kind, own.bins if own.kind == gt.kind else gt.bins))
     expected += [written(truth[j].desc, truth[j].kind, truth[j].bins) for j in match.fn_gt_idx]
-    kept = [predicted[i] for i in match.fp_pred_idx] if policy.unmatched == "mask" else []
+    plain = [i for i in match.fp_pred_idx if is_plain(predicted[i].desc, vocab)]
+    kept = [predicted[i] for i in plain] if policy.unmatched == "mask" else []
+    assert len(root) == len(truth) + len(match.fp_pred_idx) - len(target.left_out_pred_idx)
+    assert set(target.left_out_pred_idx) <= set(match.fp_pred_idx)
     if policy.duplicates == "keep":
         expected += [written(obj.desc, obj.kind, obj.bins) for obj in kept]
         assert sorted(entries) == sorted(expected)
@@ -52,7 +67,7 @@ def check_rewritten(got: SampleOutcome, truth: Sequence[GTObject], vocab: CoordV
             rest.remove(one)
         for one in rest:  # what is left is unmatched
             assert one in [written(obj.desc, obj.kind, obj.bins) for obj in kept]
-        firsts = [obj for i, obj in enumerate(predicted) if i in match.fp_pred_idx and not any(
+        firsts = [obj for i, obj in enumerate(predicted) if i in plain and not any(
             earlier.desc == obj.desc and mask_iou(earlier, obj) >= 0.5 for earlier in predicted[:i])]  # fmt: skip
         assert len(rest) == (len(firsts) if policy.unmatched == "mask" else 0)
     if policy.missed == "append" and policy.duplicates != "replace":
