@@ -105,6 +105,8 @@ WHOLE_ANSWERS = [
     ("escaped key", f'{{"object\\u005f8": {GOOD}}}{END}', [8], {}, f'{{"object\\u005f8": {GOOD}', 8),
     ("runaway key", f"{{{O1}, {entry(GOOD, '1' * 30)}}}{END}", [1], {R.KEY_INVALID: 1},
      f"{{{O1}, {entry(GOOD, '1' * 30)}", 1),
+    ("key of 19 digits", f"{{{O1}, {entry(GOOD, '1' * 19)}}}{END}", [1], {R.KEY_INVALID: 1},
+     f"{{{O1}, {entry(GOOD, '1' * 19)}", 1),
     ("missing ]", f"{{{O1}, {NO_CLOSE_BRACKET}, {O3}}}{END}", [1], {R.MALFORMED: 1, R.AFTER_BREAK: 1}, f"{{{O1}", 1),
     ("missing }", f"{{{O1}, {NO_CLOSE_BRACE}, {O3}}}{END}", [1], {R.MALFORMED: 1, R.AFTER_BREAK: 1}, f"{{{O1}", 1),
     ("missing quote", f"{{{O1}, {NO_CLOSE_QUOTE}, {O3}}}{END}", [1], {R.MALFORMED: 1, R.AFTER_BREAK: 1}, f"{{{O1}", 1),
@@ -245,6 +247,11 @@ def test_value_of_one_entry(value: str, reason: R | None) -> None:
 )
 def test_desc_is_decoded_from_its_whole_span(desc: str, text: str) -> None:
     assert read(f"{{{entry(box(desc))}}}").objects[0].desc == text
+
+
+@pytest.mark.parametrize(("answer", "replaced"), [(f"NOT_JSON{END}", 1), ("", 1), ("{", 0), (f"{{{O1}", 0)])
+def test_a_prefix_that_is_not_the_models_own_says_how_much_of_it_is_new(answer: str, replaced: int) -> None:
+    assert read(answer).num_replaced_tail == replaced
 
 
 def test_half_a_character_in_a_desc_hurts_nothing_else() -> None:
