@@ -75,6 +75,17 @@ def outcome(result):
             1,
             id="the total counts: the better pair is given up so that two match",
         ),
+        pytest.param(
+            [at(0), at(0)], [at(40), at(0)], {}, [(0, 0), (1, 1)], 0, id="an exchange at the same cost: the first wins"
+        ),
+        pytest.param(
+            [at(100), at(100)],
+            [at(60), at(60), at(120)],
+            {},
+            [(0, 0), (1, 2)],
+            0,
+            id="a lower object left alone at the same cost is taken",
+        ),
         pytest.param([at(0)], [TRIANGLE], {}, [(0, 0)], 0, id="box with polygon"),
         pytest.param([box(5, 5, 5, 5)], [box(5, 5, 5, 5)], {}, [(0, 0)], 0, id="coincident points match"),
         pytest.param(

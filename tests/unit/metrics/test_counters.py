@@ -1,5 +1,7 @@
 """Counters of a rollout window: every entry, object and token ends up in one of them."""
 
+from dataclasses import replace
+
 import pytest
 
 from coordexp.coords import TURN_END
@@ -45,3 +47,9 @@ def test_samples_add_up_and_nothing_is_nothing():
     first, second = rollout_counters([one]), rollout_counters([two])
     assert together == {name: first[name] + second[name] for name in {*first, *second}}
     assert rollout_counters([]) == {}
+
+
+def test_an_answer_that_the_guard_ended_is_counted():
+    sound = outcome_of(answer(entry(1, NEAR_CAT)), [CAT], qwen_vocab())
+    ended = replace(sound, rollout=replace(sound.rollout, repeat_terminated=True))
+    assert rollout_counters([sound, ended])["rollout/repeat_terminate_triggered_sequences"] == 1

@@ -140,6 +140,11 @@ def test_both_gates(text: float, coord: float, temperature: float, gate: float |
         assert text_gate(*args).item() == pytest.approx(leak, rel=1e-6, abs=1e-8)
 
 
+def test_the_coordinate_gate_is_no_reward_where_rounding_puts_the_coordinates_above_the_whole() -> None:
+    whole = torch.tensor([20.0])
+    assert coord_math.coord_gate(whole, torch.nextafter(whole, torch.tensor(30.0))).item() == 0.0
+
+
 def test_broken_logits_read_as_zeros_and_leave_no_gradient() -> None:
     logits = torch.full((1, V), NAN, requires_grad=True)
     gate = coord_gate(logits, logits[:, -1000:], 1.0)

@@ -45,6 +45,17 @@ def test_which_roles_have_a_text_loss(channel_b_of_two: bool, with_text_loss: se
     assert module.denominators(counts)["struct_ce"] == int(wanted_N.sum())
 
 
+@pytest.mark.parametrize("weights", [(1.0, 0.0, 0.0), (1.0, 0.0, 1.0), (1.0, 1.0, 0.0), (0.0, 1.0, 1.0)])
+def test_the_mean_is_over_the_tokens_that_have_a_weight(weights: tuple[float, float, float]) -> None:
+    """Structure, descriptions of the annotation, descriptions behind a rollout: what weighs nothing counts nowhere."""
+    module = TokenCE(*weights)
+    wanted_N = module.wants(SupervisionTensors.from_row(build_row(segments()))).vocab_N
+    assert wanted_N is not None
+    counts = SupervisionCounts.from_targets(segment.target for segment in segments())
+    assert counts.desc_gt > 0 and counts.desc_rollout > 0
+    assert set(module.denominators(counts).values()) == {int(wanted_N.sum())}
+
+
 def test_the_weights_of_the_tail_are_those_that_are_declared() -> None:
     config = next(spec.config for spec in declared().objective if spec.name == "token_ce")
     assert isinstance(config, TokenCEConfig)

@@ -129,6 +129,19 @@ def test_the_text_gate_reaches_the_closing_brace_and_the_end_of_the_turn() -> No
     assert terms["loss/coord_reg/text_gate"].item() > 0
 
 
+@pytest.mark.parametrize(("annotated", "answered"), [(1.0, 0.0), (0.0, 1.0), (0.0, 0.0), (1.0, 1.0)])
+def test_the_text_gate_counts_a_description_where_its_cross_entropy_does(annotated: float, answered: float) -> None:
+    weights = {**EVERYTHING, "desc_ce_weight": annotated, "rollout_fn_desc_weight": answered}
+    pipeline = build_pipeline(config(**weights))
+    coord_reg = next(entry.module for entry in pipeline.objective if entry.name == "coord_reg")
+    found = SupervisionTensors.from_row(build_row(segments()))
+    gated_N = coord_reg.wants(found).text_gate_N
+    assert gated_N is not None
+    desc_N = found.role_N == R.TAIL_DESC
+    assert set(gated_N[desc_N & found.from_gt_N].tolist()) == {annotated > 0}
+    assert set(gated_N[desc_N & ~found.from_gt_N].tolist()) == {answered > 0}
+
+
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_order_never_changes_a_value(order: tuple[int, ...]) -> None:
     declared = config(**EVERYTHING)

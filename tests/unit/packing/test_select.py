@@ -86,6 +86,8 @@ def test_many_segments_fill_the_row(count):
         ([6, 3, 2, 2, 2], 10, [0, 2, 3]),  # binpacking's bin is fuller than oldest-first
         ([5, 5, 5, 5], 10, [0, 1]),  # equally full: smallest indices
         ([9, 2, 3], 10, [0]),
+        ([3, 3, 1, 4], 9, [0, 3]),  # equally full: fewer, here of the bins
+        ([4, 4, 6, 1, 3, 5], 14, [0, 1, 2]),  # and here of oldest-first
     ],
 )
 def test_beyond_the_exact_search_the_better_heuristic_is_taken(monkeypatch, lengths, capacity, expected):

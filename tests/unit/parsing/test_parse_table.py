@@ -79,6 +79,7 @@ WHOLE_ANSWERS = [
      f"{{{O3}", 3),
     ("scalar entry only", f"{{{entry('[]', 4)}}}{END}", [], {R.NOT_AN_OBJECT: 1}, "{", None),
     ("text after the stop token", f"{{{O1}}}{END} {{{O2}}}", [1], {}, f"{{{O1}", 1),
+    ("text between two stop tokens", f"{{{O1}}}{END} {{{O2}}}{END}", [1], {}, f"{{{O1}", 1),
     ("stop token inside a desc", f'{{{O1}, "object_2": {{"desc": "a{END}b"}}}}', [1], {R.TRUNCATED: 1}, f"{{{O1}", 1),
     ("no JSON", f"NOT_JSON{END}", [], {R.PROSE: 1}, "{", None),
     ("prose", f"I see a black cat.{END}", [], {R.PROSE: 1}, "{", None),
@@ -104,6 +105,8 @@ WHOLE_ANSWERS = [
     ("escaped key", f'{{"object\\u005f8": {GOOD}}}{END}', [8], {}, f'{{"object\\u005f8": {GOOD}', 8),
     ("runaway key", f"{{{O1}, {entry(GOOD, '1' * 30)}}}{END}", [1], {R.KEY_INVALID: 1},
      f"{{{O1}, {entry(GOOD, '1' * 30)}", 1),
+    ("key of 19 digits", f"{{{O1}, {entry(GOOD, '1' * 19)}}}{END}", [1], {R.KEY_INVALID: 1},
+     f"{{{O1}, {entry(GOOD, '1' * 19)}", 1),
     ("missing ]", f"{{{O1}, {NO_CLOSE_BRACKET}, {O3}}}{END}", [1], {R.MALFORMED: 1, R.AFTER_BREAK: 1}, f"{{{O1}", 1),
     ("missing }", f"{{{O1}, {NO_CLOSE_BRACE}, {O3}}}{END}", [1], {R.MALFORMED: 1, R.AFTER_BREAK: 1}, f"{{{O1}", 1),
     ("missing quote", f"{{{O1}, {NO_CLOSE_QUOTE}, {O3}}}{END}", [1], {R.MALFORMED: 1, R.AFTER_BREAK: 1}, f"{{{O1}", 1),
@@ -118,6 +121,8 @@ WHOLE_ANSWERS = [
     ("illegal escape", f"{{{O1}, {entry(box(chr(92) + 'x'))}}}", [1], {R.MALFORMED: 1}, f"{{{O1}", 1),
     ("leading zero", f"{{{O1}, {entry('01')}, {O3}}}", [1], {R.MALFORMED: 1, R.AFTER_BREAK: 1}, f"{{{O1}", 1),
     ("NaN", f"{{{O1}, {entry('NaN')}}}", [1], {R.MALFORMED: 1}, f"{{{O1}", 1),
+    ("nested too deep", f"{{{O1}, {entry('[' * 100 + ']' * 100)}, {O3}}}{END}", [1],
+     {R.MALFORMED: 1, R.AFTER_BREAK: 1}, f"{{{O1}", 1),
     ("image placeholder in a desc", f"{{{O1}, {entry(box('<|image_pad|>'))}, {O3}}}{END}", [1],
      {R.MALFORMED: 1, R.AFTER_BREAK: 1}, f"{{{O1}", 1),
     ("image placeholder between objects", f"{{{O1}, <|image_pad|>{O2}}}{END}", [1], {R.AFTER_BREAK: 1}, f"{{{O1}", 1),
@@ -242,6 +247,11 @@ def test_value_of_one_entry(value: str, reason: R | None) -> None:
 )
 def test_desc_is_decoded_from_its_whole_span(desc: str, text: str) -> None:
     assert read(f"{{{entry(box(desc))}}}").objects[0].desc == text
+
+
+@pytest.mark.parametrize(("answer", "replaced"), [(f"NOT_JSON{END}", 1), ("", 1), ("{", 0), (f"{{{O1}", 0)])
+def test_a_prefix_that_is_not_the_models_own_says_how_much_of_it_is_new(answer: str, replaced: int) -> None:
+    assert read(answer).num_replaced_tail == replaced
 
 
 def test_half_a_character_in_a_desc_hurts_nothing_else() -> None:

@@ -94,6 +94,7 @@ def test_runs_and_ngrams(ids: list[int], keys: Keys, expected: Trigger | None) -
         ('{"object_": {}, "object_x": {}, "objects_1": {}, "Object_1": {}}', 0),
         ('{"object_1": {"desc": "object_2"}}', 1),  # a description that looks like a key
         ('{"object_1": {"desc": "\\"object_2\\": \\"object_3\\":"}}', 1),  # escaped quotes begin no key
+        ('{"a\\"object_1": {}}', 0),  # escaped at its beginning alone
         ('{"a\\\\"object_1": {}}', 1),  # an escaped backslash, so the quote is a real one
         ('{"object_1"object_2": {}}', 1),  # broken: the quote that closes one opens the other
         ('""object_1":', 1),

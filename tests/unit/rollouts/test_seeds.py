@@ -7,7 +7,7 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordexp.rollouts.seeds import MAX_SEED, request_seed
+from coordexp.rollouts.seeds import MAX_SEED, dataset_seed, request_seed
 
 PINNED = [363490752, 1634158894]
 ANY = st.integers(0, 2**40)
@@ -28,3 +28,11 @@ def test_seeds_do_not_change_between_releases_or_processes():
 def test_every_part_of_the_place_counts():
     places = list(itertools.product(range(3), range(5), range(4), range(4), range(4)))
     assert len({request_seed(*place) for place in places}) == len(places)
+
+
+def test_neighbours_in_a_data_set_have_neighbouring_seeds():
+    """An engine that counts up from a call's first seed gives each of its answers the seed of its own place."""
+    first = dataset_seed(42, 0)
+    assert [dataset_seed(42, position) for position in (1, 2, 1000)] == [first + 1, first + 2, first + 1000]
+    assert len({dataset_seed(training_seed, 0) for training_seed in range(100)}) == 100
+    assert all(1 <= dataset_seed(training_seed, 2**30 - 1) <= MAX_SEED for training_seed in range(100))

@@ -13,7 +13,7 @@ from coordexp.errors import AlignmentError
 from coordexp.geometry import barycentric_targets
 from coordexp.matching import MatchingConfig
 from coordexp.records import GTObject, Match, MatchResult, PredictedObject, TokenRole
-from coordexp.targets import TransportConfig, build_target
+from coordexp.targets import TransportConfig, build_target, empty_target, is_closed
 from coordexp.targets.build import coordinate_targets
 from support.answers import CAT, DOG, LEAF, answer, entry, outcome_of, taught_text, vocabs
 from support.qwen_tokenizer import qwen_vocab
@@ -43,9 +43,17 @@ def test_a_found_object_is_corrected_and_a_missed_one_appended(make_vocab, order
     assert target.coord_bin_K[in_prefix].tolist() == list(CAT.bins)  # what it should have written
     assert target.coord_bin_K[~in_prefix].tolist() == list(DOG.bins)
     assert target.box_bin_M4.tolist() == [list(CAT.bins), list(DOG.bins)]
+    assert target.box_pos_M4.tolist() == target.coord_pos_K.reshape(2, 4).tolist()  # both boxes at their own tokens
     assert set(target.roles_T[: target.prefix_len].tolist()) == PREFIX_ROLES
     assert (target.roles_T == TokenRole.PREFIX_COORD).sum() == 4
     assert not set(target.roles_T[target.prefix_len :].tolist()) & PREFIX_ROLES
+
+
+def test_a_target_is_closed_when_brace_and_end_of_turn_are_taught() -> None:
+    target = outcome_of(answer(entry(1, NEAR_BOX)), [CAT], qwen_vocab()).target
+    assert is_closed(target)
+    unending = replace(target, roles_T=np.append(target.roles_T[:-1], np.uint8(TokenRole.PREFIX_MASKED)))
+    assert not is_closed(unending) and not is_closed(empty_target("none"))
 
 
 @vocabs

@@ -63,6 +63,7 @@ def test_one_row_per_micro_step(gt: GroundTruthSource, samples: list[Sample]) ->
         [s.record.sample_id for s in batch] for batch in (samples[:2], samples[2:4], samples[4:5])
     ]
     assert window.metrics["train/samples_total"] == 5
+    assert window.metrics["packing/segments_total"] == 5
     assert window.metrics["train/tokens_total"] == sum(row.length for row in window.rows)
 
 
@@ -70,11 +71,21 @@ def test_counts_are_those_of_the_rows_not_of_the_samples(gt: GroundTruthSource, 
     """A segment that waits is counted in the step that trains on it."""
     build = builder(gt, capacity=120)
     first = build.prepare([samples[:4]], 0)
-    assert len(build.buffer or ()) > 0
+    assert first.metrics["packing/buffer_segments"] == len(build.buffer or ()) > 0
     assert first.counts == SupervisionCounts.from_targets(s.target for row in first.rows for s in row.segments)
     assert first.counts != SupervisionCounts.from_targets(
         s.target for batch in gt.segments([samples[:4]], 0, {})[0] for s in batch
     )
+
+
+def test_counts_are_the_sum_over_all_ranks(
+    gt: GroundTruthSource, samples: list[Sample], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = builder(gt).prepare([samples[:2]], 0).counts
+    monkeypatch.setattr(
+        "coordexp.training.window.distributed.all_reduce", lambda values, how: tuple(2 * n for n in values)
+    )
+    assert builder(gt).prepare([samples[:2]], 0).counts.as_tuple() == tuple(2 * n for n in alone.as_tuple())
 
 
 def test_every_sample_is_trained_on_exactly_once_or_waits(gt: GroundTruthSource, samples: list[Sample]) -> None:
