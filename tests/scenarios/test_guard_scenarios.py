@@ -50,7 +50,7 @@ def test_a_colocated_engine_needs_no_server_activation(tmp_path: Path, monkeypat
     for run in (plain, guarded):
         assert run.rollout_matching is not None
         check_backend(run.rollout_matching)  # nobody is asked
-        plan = plan_launch(run, tmp_path / "run.yaml", local=(), rendezvous_port=1, model_type="qwen3_vl")
+        plan = plan_launch(run, tmp_path / "run.yaml", local=(), model_type="qwen3_vl")
         assert plan.servers == () and not {ENABLE, CONFIG_JSON} & set(plan.learner.environment)
     pytest.importorskip("vllm", reason="the engine's worker extension is a class of vLLM's interface")
     arguments = engine_arguments(plain)

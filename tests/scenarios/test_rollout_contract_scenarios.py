@@ -233,7 +233,7 @@ def test_launcher_and_trainer_see_one_contract(tmp_path: Path, monkeypatch: pyte
     }
     keys = {"rollout_matching__repeat_terminate": guard, "rollout_matching__vllm": vllm}
     config = run_config(tmp_path, 2, **keys, rollout_matching__rollout_backend="vllm")
-    plan = plan_launch(config, tmp_path / "run.yaml", local=(True, True), rendezvous_port=29500, model_type="qwen3_vl")
+    plan = plan_launch(config, tmp_path / "run.yaml", local=(True, True), model_type="qwen3_vl")
     # The trainer of the same file with rollouts of its own: all but the backend's name is the same contract.
     contract = built(run_config(tmp_path, 2, **keys)).rollout_matching_cfg
     assert plain(contract) | {"rollout_backend": "vllm"} == plain(rollout_contract(config))
