@@ -182,3 +182,14 @@ def test_a_line_that_cannot_be_written_is_logged_instead(tmp_path: Path, caplog:
     report: Mapping[str, Any] = {"seeds": [7]}
     RolloutLog(tmp_path / "file" / "below", 0).write(2, report)
     assert '"seeds": [7]' in caplog.text and '"global_step": 2' in caplog.text
+
+
+@pytest.mark.parametrize("truncated", [False, True])
+def test_whether_an_answer_was_cut_off_is_what_its_backend_says(
+    truncated: bool, loaded: LoadedModel, samples: list[Sample]
+) -> None:
+    """Answers come without their stop token: the tokens alone do not tell."""
+    request = samples[0].request
+    rollout = Rollout(request.sample_id, request.prompt_token_ids, tuple(loaded.vocab.encode("{}")), "{}", truncated)
+    outcome = source_of(InMemoryBackend(loaded.vocab, lambda _: ""), loaded).outcome(samples[0], rollout)
+    assert outcome.parsed.truncated is truncated
