@@ -50,7 +50,7 @@ class TrainingConfig(StrictModel):
     """One run of the optimizer."""
 
     KEY_GROUPS: ClassVar[dict[str, str]] = {
-        "the run": "output_dir run_name seed use_cpu max_steps num_train_epochs resume_from_checkpoint",
+        "the run": "output_dir run_name stop_within_s seed use_cpu max_steps num_train_epochs resume_from_checkpoint",
         "batches": "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps "
         "effective_batch_size",
         "learning rates": "learning_rate vit_lr aligner_lr coord_lr lr_scheduler_type lr_scheduler_kwargs warmup_steps",

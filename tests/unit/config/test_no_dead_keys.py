@@ -19,6 +19,7 @@ SETTLED_WHILE_LOADING = {
     ("DebugConfig", "enabled"): "decides whether the section's other keys stand for those of other sections",
     **{("DebugConfig", key): f"stands for {'.'.join(target)}" for key, target in DEBUG_STANDS_FOR.items()},
     ("TrainingConfig", "packing_drop_last"): "must be true with packing, and says nothing without",
+    ("SyncConfig", "mode"): "auto is replaced while loading; the rest of the program reads settled_mode",
 }
 
 

@@ -64,7 +64,7 @@ def test_figures_are_global_and_predictions_are_this_ranks(monkeypatch):
     for rank in range(2):
         monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
         monkeypatch.setattr(distributed, "world_size", lambda: 2)
-        monkeypatch.setattr(distributed, "together", lambda where: nullcontext())
+        monkeypatch.setattr(distributed, "raise_on_all_ranks", lambda where: nullcontext())
         monkeypatch.setattr(distributed, "gather_json", lambda mine: parts.append(mine) or [*parts])
         figures, predictions = evaluate_dataset(dataset(scenes), Scripted(texts), qwen_vocab(), batch_size=8, seed=0)
         assert [p.record.sample_id for p in predictions] == [["s0", "s1", "s2"], ["s3", "s4"]][rank]

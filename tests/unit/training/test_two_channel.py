@@ -175,7 +175,7 @@ def test_channel_b_teaches_matched_structure_and_the_aligned_stage_does_not(tmp_
     )
     roles = [role for row in window.rows for segment in row.segments for role in segment.target.roles_T.tolist()]
     assert window.counts == aligned.counts and window.counts.prefix_struct == roles.count(TokenRole.PREFIX_STRUCT) > 0
-    module = next(entry for entry in channel_b._learning["B"].pipeline.objective if entry.name == "token_ce").module  # pyright: ignore[reportAttributeAccessIssue]
+    module = next(entry for entry in channel_b._objectives["B"].pipeline.objective if entry.name == "token_ce").module  # pyright: ignore[reportAttributeAccessIssue]
     text = window.counts.struct + window.counts.closure
     assert module.denominators(window.counts)["struct_ce"] == text + window.counts.prefix_struct
 
