@@ -15,6 +15,7 @@ STAMP := $(VENV)/.coordexp-setup-$(subst $(comma),-,$(EXTRAS))
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 KILLS ?= 50
+FAULTS ?= benchmarks/results/cpu-2core-epyc-2026-11-22
 
 .PHONY: setup demo test browser fuzz mutants check bench clean faults
 
@@ -30,7 +31,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP_INSTALL) torch==2.13.0
 	$(PIP_INSTALL) --build-constraint constraints.txt --editable '.[$(EXTRAS)]'
 	$(PIP_INSTALL) --no-deps dashscope
-	$(BIN)/python -m coordexp.cpu_wheels --install
+	$(BIN)/python tools/cpu_wheels.py --install
 	@touch $@
 
 demo: setup
@@ -54,7 +55,7 @@ fuzz: setup
 
 # Every fault of tests/faults, and KILLS runs that are killed at a chosen point and started again; writes the table.
 faults: setup
-	$(TEST_ENV) $(BIN)/python tests/faults/campaign.py --kills $(KILLS) --out benchmarks/results/faults.md $(PYTEST_ARGS)
+	$(TEST_ENV) $(BIN)/python tests/faults/campaign.py --kills $(KILLS) --out $(FAULTS) $(PYTEST_ARGS)
 
 check: setup
 	$(BIN)/ruff check .
@@ -62,7 +63,7 @@ check: setup
 	$(BIN)/pyright
 	$(BIN)/python -m pytest -q tests/unit/test_import_layers.py
 
-# Whether tests would notice: each change of tests/mutants/mutations.yaml in a copy of src. About half an hour, on demand.
+# Whether tests would notice: each change of tests/mutants/mutations.yaml in a copy of src. Half an hour to an hour, on demand.
 MUTANTS_ARGS ?= --json outputs/mutants.json
 mutants: setup
 	$(BIN)/python tests/mutants/run.py $(MUTANTS_ARGS)

@@ -1,14 +1,18 @@
-"""Build hook: the demo's files and the schema that configurations name, which live at the repository's root, go into
-the wheel as ``coordexp/_assets/…``."""
+"""Build hooks: the demo's files and the schema that configurations name, which live at the repository's root, go into
+the wheel as ``coordexp/_assets/…``; and the README goes into the package's metadata in a form that can be read away
+from the repository."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 ASSETS = ("configs/demo", "configs/coordexp.schema.json", "checkpoints/demo-incomplete", "checkpoints/demo-stage1")
+_LINK = re.compile(r"(?P<picture>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)")
 
 
 class DemoAssetsHook(BuildHookInterface):
@@ -22,3 +26,28 @@ class DemoAssetsHook(BuildHookInterface):
             if not (source.is_file() or (source.is_dir() and any(source.iterdir()))):
                 raise FileNotFoundError(f"{asset}: the wheel carries it, and it is missing or empty")
             build_data["force_include"][str(source)] = f"coordexp/_assets/{asset}"
+
+
+class LongDescriptionHook(MetadataHookInterface):
+    """Makes the README the long description."""
+
+    def update(self, metadata: dict[str, Any]) -> None:
+        readme = (Path(self.root) / "README.md").read_text(encoding="utf-8")
+        text = long_description(readme, metadata.get("urls", {}).get("Repository"))
+        metadata["readme"] = {"content-type": "text/markdown", "text": text}
+
+
+def long_description(readme: str, repository: str | None) -> str:
+    """``readme`` without links relative to the repository, which lead nowhere from a package index: they lead to
+    ``repository``, a URL as GitHub forms them. Without one a picture's place is taken by its description, and a link is
+    its text."""
+
+    def absolute(link: re.Match[str]) -> str:
+        picture, text, target = link.group("picture", "text", "target")
+        if "://" in target or target.startswith("#"):
+            return link.group()
+        if repository is None:
+            return f"*(picture: {text})*" if picture else text
+        return f"{picture}[{text}]({repository.rstrip('/')}/{'raw' if picture else 'blob'}/HEAD/{target})"
+
+    return _LINK.sub(absolute, readme)

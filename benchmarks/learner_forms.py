@@ -19,7 +19,7 @@ from coordexp.modeling.inputs import row_inputs, to_device
 from coordexp.objective import ObjectiveContext, SupervisionCounts, SupervisionTensors, build_pipeline, coord_math
 from coordexp.packing import build_row, select_segments
 from coordexp.records import NUM_BINS, Segment, TokenRole, TrainingTarget
-from coordexp.training.scoring import ScoreRow
+from coordexp.training.objective_step import ScoreRow
 
 SOFT_CE, W1, GATE, SIGMA = 1.0, 1.0, 1.0, 2.0
 PIPELINE = {

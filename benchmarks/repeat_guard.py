@@ -18,7 +18,7 @@ from reporting import machine, parser, positive, print_machine, set_threads, wri
 from rich.console import Console
 from rich.table import Table
 
-from coordexp.config.rollout import RepeatTerminateConfig
+from coordexp.config.rollout import RepeatTerminateConfig, RolloutMatchingConfig
 from coordexp.coords import serialize_objects
 from coordexp.data.dataset import RecordDataset
 from coordexp.data.scenes import SPARSE, write_scenes
@@ -26,9 +26,10 @@ from coordexp.modeling.inputs import PromptEncoder
 from coordexp.modeling.load import LoadedModel, load_model
 from coordexp.modeling.tiny import TinySpec, build_tiny_checkpoint
 from coordexp.records import GTObject, Rollout, RolloutRequest
-from coordexp.rollouts import DecodingOptions, SeedContext
+from coordexp.rollouts import SeedContext
+from coordexp.rollouts.build import decoding_options
 from coordexp.rollouts.hf import HFBackend
-from coordexp.rollouts.hf_guard import RepeatStop
+from coordexp.rollouts.hf_processors import RepeatStop
 from coordexp.rollouts.repeat_guard import ObjectKeyReader, RepeatGuard
 
 NEVER = 10**9
@@ -142,9 +143,8 @@ def tokens_saved(loaded: LoadedModel, requests: Sequence[RolloutRequest], tokens
 def decode(
     loaded: LoadedModel, requests: Sequence[RolloutRequest], tokens: int, settings: RepeatTerminateConfig | None
 ) -> tuple[list[Rollout], float]:
-    backend = HFBackend(
-        loaded.model, loaded.vocab, DecodingOptions(tokens), len(requests), loaded.image_token_id, settings
-    )
+    options = decoding_options(RolloutMatchingConfig(max_new_tokens=tokens))
+    backend = HFBackend(loaded.model, loaded.vocab, options, len(requests), loaded.image_token_id, settings)
     started = time.perf_counter()
     rollouts = backend.generate(requests, SeedContext(0, 0, 0, 0))
     return rollouts, time.perf_counter() - started

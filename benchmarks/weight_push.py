@@ -191,7 +191,7 @@ def serving(folder: Path, checkpoint: Path) -> Iterator[ServerClient]:
             env={"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1", **os.environ},
             start_new_session=True,
         )
-    client = ServerClient(entry["base_url"], group_port, timeout_s=TIMEOUT_S)
+    client = ServerClient(entry["base_url"], group_port, timeout_s=TIMEOUT_S, infer_timeout_s=TIMEOUT_S, api_key=None)
     try:
         deadline = time.monotonic() + TIMEOUT_S
         while process.poll() is None and time.monotonic() < deadline:

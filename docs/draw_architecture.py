@@ -51,7 +51,7 @@ PATHS: dict[str, list[tuple[str, str, str]]] = {
     "gradient": [
         ("training/window.py", "WindowBuilder.prepare", "counts the supervised positions of the whole step first"),
         ("training/trainer.py", "CoordExpTrainer.compute_loss", "runs one row forward and scales its loss"),
-        ("training/objective_step.py", "TeacherForcing.result", "has each module score the row"),
+        ("training/objective_step.py", "TrainingObjective.result", "has each module score the row"),
         ("objective/pipeline.py", "ObjectivePipeline", "divides each term's sum by its count over the step"),
         ("objective/head.py", "_gradients", "takes the loss back to hidden states and head, chunk by chunk"),
         ("modeling/attention.py", "row_arguments", "keeps attention, and so the gradient, within each segment"),

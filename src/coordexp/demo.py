@@ -116,7 +116,7 @@ def _complete(config: RunConfig, source: Path, out: Path, console: Console) -> f
 
     took = out.with_name("completion_seconds.json")
     started = time.monotonic()
-    run = answering_config(Path(config.model.model), source, out, config=None, prompt=config.template.prompt,
+    run = answering_config(Path(config.model.model), config=None, prompt=config.template.prompt,
                            batch_size=64)  # fmt: skip
     run_completion(run, console, source=source, out=out, rules=CompletionRules(threshold=COMPLETION_THRESHOLD))
     if not took.is_file():

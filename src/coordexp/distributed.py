@@ -25,6 +25,7 @@ def world_size() -> int:
 
 
 def is_main() -> bool:
+    """Whether this process is the one that writes what a run writes once: rank 0."""
     return rank() == 0
 
 
@@ -108,6 +109,12 @@ def raise_first_failure(failure: Exception | None, where: str) -> None:
     shared = _error_class(kind)(f"rank {first}, {where}: {message}{others}")
     setattr(shared, _SHARED, True)
     raise shared from failure
+
+
+def raise_any_failure(failure: Exception | None, where: str) -> None:
+    """As :func:`raise_first_failure`, at the price of one number where nobody failed. A collective call."""
+    if all_reduce([float(failure is not None)], "max")[0]:
+        raise_first_failure(failure, where)
 
 
 def is_every_ranks(error: BaseException) -> bool:

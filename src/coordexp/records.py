@@ -135,6 +135,7 @@ class ParsedRollout:
 
     @property
     def num_dropped(self) -> int:
+        """Entries that were refused, for whatever reason."""
         return sum(self.dropped.values())
 
 
@@ -202,7 +203,7 @@ class TrainingTarget:
 
     Provenance: predicted object ``matched_pred_idx[i]`` was taught ground-truth object ``matched_gt_idx[i]``, and
     ground-truth object ``appended_gt_idx[i]`` was appended as ``object_{appended_object_index[i]}``. A rewritten answer
-    leaves the unmatched predicted objects ``left_out_pred_idx`` out.
+    leaves the unmatched predicted objects ``left_out_pred_idx`` out, and teaches ``soft_pred_idx`` of them softly.
     """
 
     sample_id: str
@@ -220,6 +221,7 @@ class TrainingTarget:
     appended_object_index: tuple[int, ...]
     text_weight_T: np.ndarray | None = None
     left_out_pred_idx: tuple[int, ...] = ()
+    soft_pred_idx: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -234,6 +236,7 @@ class Segment:
 
     @property
     def length(self) -> int:
+        """Tokens of prompt and target."""
         return len(self.prompt_token_ids) + len(self.target.token_ids)
 
 
@@ -247,4 +250,5 @@ class PackedRow:
 
     @property
     def length(self) -> int:
+        """Tokens of all segments."""
         return self.offsets[-1]

@@ -28,7 +28,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 IOUS = (0.5, 0.7, 0.9)
 SPLIT_SEEDS = {"train": 31, "val": 32, "test": 33}
-START = ROOT / "checkpoints" / "demo-stage1"
+STAGE_1 = ROOT / "checkpoints" / "demo-stage1"
 
 
 def scenes(regime: dict[str, Any], split: str, work: Path, name: str) -> Path:
@@ -67,13 +67,19 @@ def train(config: str, data: Path, model: Path, output: Path, seed: int, arm: di
     done = output / "cpu_seconds.json"
     if done.is_file():
         return json.loads(done.read_text())
+    if config == "grpo":
+        import grpo
+
+        seconds = grpo.train(data, model, output, seed, arm)
+        done.write_text(json.dumps(seconds))
+        return seconds
     values: dict[str, Any] = {
         "extends": str(HERE / "configs" / f"{config}.yaml"),
         "model": {"model": str(model), "dtype": "float32"},
         "custom": {"train_jsonl": str(data)},
         "training": {"output_dir": str(output), "max_steps": arm["steps"], "learning_rate": arm["lr"], "seed": seed},
     }
-    path = output.with_suffix(".yaml")
+    path = output.with_name(output.name + ".yaml")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.safe_dump(values))
     keys = [f"{key}={json.dumps(value)}" for key, value in arm.get("set", {}).items()]
@@ -155,25 +161,44 @@ def counts(answers: Sequence[Any]) -> dict[str, list[list[float]]]:
     return table
 
 
+def regime_start(name: str, regime: dict[str, Any], seed: int, work: Path) -> Path:
+    """The checkpoint that every arm of a regime starts from; ``start.of`` names another regime whose start it is."""
+    if "of" in regime["start"]:
+        other = regime["start"]["of"]
+        return regime_start(other, yaml.safe_load((HERE / "arms.yaml").read_text())["regimes"][other], seed, work)
+    start = work / name / "runs" / f"start-seed-{seed}"
+    data = training_data(regime, regime["keep"], seed, work, name)
+    train(regime["start"]["config"], data, STAGE_1, start, seed, regime["start"])
+    return start
+
+
+def trained_model(
+    name: str, regime: dict[str, Any], arms: dict[str, Any], arm_name: str, seed: int, work: Path
+) -> tuple[Path, float]:
+    """The model of an arm, and the CPU seconds of everything between the regime's start and it."""
+    arm = arms[arm_name]
+    model, seconds = regime_start(name, regime, seed, work), 0.0
+    if "after" in arm:
+        model, seconds = trained_model(name, regime, arms, arm["after"], seed, work)
+    if "config" not in arm:
+        return model, seconds
+    start, model = model, work / name / "runs" / f"{arm_name}-seed-{seed}"
+    data = training_data(regime, arm.get("keep", regime["keep"]), seed, work, name)
+    if "complete" in arm:
+        rules = "-".join(f"{key}-{value}" for key, value in sorted(arm["complete"].items()))
+        before = arm.get("after", "start")
+        folder = work / name / "runs" / f"completed-by-{before}-{rules}-seed-{seed}"  # shared by arms
+        data, spent = completed(data, start, arm["complete"], folder)
+        seconds += spent
+    return model, seconds + train(arm["config"], data, start, model, seed, arm)
+
+
 def run_arm(name: str, arm_name: str, seed: int, split: str, work: Path, results: Path) -> None:
     """Train and evaluate one arm, and note what came out."""
     declared = yaml.safe_load((HERE / "arms.yaml").read_text())
     regime, arms = declared["regimes"][name], declared["arms"][name]
     arm = arms[arm_name]
-    base = work / name
-    data = training_data(regime, regime["keep"], seed, work, name)
-    start = base / "runs" / f"start-seed-{seed}"
-    train(regime["start"]["config"], data, START, start, seed, regime["start"])
-    model, seconds = start, 0.0
-    trained = arms[arm["of"]] if "of" in arm else arm
-    if "config" in trained:
-        model = base / "runs" / f"{arm.get('of', arm_name)}-seed-{seed}"
-        if "keep" in trained:
-            data = training_data(regime, trained["keep"], seed, work, name)
-        if "complete" in trained:
-            data, spent = completed(data, start, trained["complete"], model.with_name(model.name + "-data"))
-            seconds += spent
-        seconds += train(trained["config"], data, start, model, seed, trained)
+    model, seconds = trained_model(name, regime, arms, arm.get("of", arm_name), seed, work)
     answers, spent = evaluate(model, scenes(regime, split, work, name), arm.get("stop"))
     line = {
         "arm": arm_name, "seed": seed, "split": split,

@@ -1,13 +1,21 @@
-"""``make faults``: every fault of this folder, and the table fault → promised → seen → seconds."""
+"""``make faults``: every fault of this folder, and the table fault → promised → seen → seconds.
+
+A fault that was injected is a line of ``--log`` and is not injected again, so that a campaign can be stopped and gone
+on with; delete the file to begin anew.
+"""
 
 from __future__ import annotations
 
 import argparse
-import inspect
+import json
 import os
 import platform
+import subprocess
 import sys
-from dataclasses import dataclass
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,67 +23,119 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).parent
+AS_PROMISED = "as promised"
 
 
 @dataclass
 class Row:
-    """One fault. ``promised``: the test's name, which is a sentence."""
+    """One fault. ``promised``: the test's name, which is a sentence. ``held``: whether the promise was kept."""
 
+    id: str
+    group: str
     fault: str
     promised: str
-    seen: str = "as promised"
+    seen: str = AS_PROMISED
+    held: bool = True
     seconds: float = 0.0
+    commit: str = ""
+    when: str = ""
 
 
-class Table:
-    """Collects what pytest sees."""
+class Log:
+    """pytest's plugin: notes each fault as it ends, and leaves out those that were noted before."""
 
-    def __init__(self) -> None:
+    def __init__(self, path: Path, deadline: float) -> None:
+        self.path = path
         self.rows: dict[str, Row] = {}
+        self.waiting: dict[str, Row] = {}
+        self._deadline = deadline
+        self._commit = subprocess.run(
+            ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+        ).stdout.strip()
+        if path.exists():
+            for line in path.read_text(encoding="utf-8").splitlines():
+                row = Row(**json.loads(line))
+                self.rows[row.id] = row
 
-    def pytest_itemcollected(self, item: Any) -> None:
-        promised = item.originalname.removeprefix("test_").replace("_", " ")
-        case = item.callspec.id if hasattr(item, "callspec") else inspect.getmodule(item.function).__doc__.split(":")[0]
-        self.rows[item.nodeid] = Row(case, promised)
+    def pytest_collection_modifyitems(self, config: Any, items: list[Any]) -> None:
+        known = [item for item in items if item.nodeid in self.rows]
+        items[:] = [item for item in items if item.nodeid not in self.rows]
+        config.hook.pytest_deselected(items=known)
+        for item in items:
+            group = (sys.modules[item.function.__module__].__doc__ or "").partition("\n")[0]
+            case = item.callspec.id if hasattr(item, "callspec") else ""
+            promised = item.originalname.removeprefix("test_").replace("_", " ")
+            self.waiting[item.nodeid] = Row(item.nodeid, group, case.replace("_", " ") or promised, promised)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        row = self.rows[report.nodeid]
+        row = self.waiting[report.nodeid]
         row.seconds += report.duration
+        row.seen = next((value for name, value in report.user_properties if name == "seen"), row.seen)
         if report.outcome != "passed":
-            row.seen = f"{report.outcome.upper()} in {report.when}"
+            row.held = False
+            row.seen = f"{report.outcome} in {report.when}: {_last_line(report)}"
+        if report.when == "teardown":
+            row.commit, row.when = self._commit, datetime.now(UTC).isoformat(timespec="seconds")
+            self.rows[row.id] = self.waiting.pop(row.id)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(row)) + "\n")
 
-    def markdown(self, heading: str) -> str:
-        failed = sum(row.seen != "as promised" for row in self.rows.values())
-        seconds = sum(row.seconds for row in self.rows.values())
-        cell = lambda text: text.replace("|", "\\|").replace("\n", " ")  # noqa: E731
-        return "\n".join([
-            heading,
-            "",
-            f"{len(self.rows)} faults, {failed} not as promised, {seconds:.0f} s.",
-            "",
-            "| fault | promised | seen | s |",
-            "|---|---|---|---|",
-            *(
-                f"| {cell(row.fault)} | {cell(row.promised)} | {row.seen} | {row.seconds:.1f} |"
-                for row in self.rows.values()
-            ),
-            "",
-        ])  # fmt: skip
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        if time.monotonic() > self._deadline:
+            raise pytest.exit.Exception("the campaign's minutes are over; start it again to go on", 0)
+
+
+def _last_line(report: Any) -> str:
+    text = str(getattr(getattr(report.longrepr, "reprcrash", None), "message", report.longrepr))
+    return " ".join(text.split())[:200]
+
+
+def markdown(rows: Mapping[str, Row], not_injected: int, heading: str) -> str:
+    """The table, a section for each file of faults."""
+    failed = sum(not row.held for row in rows.values())
+    kills = [row for row in rows.values() if row.fault.startswith("SIGKILL")]
+    seconds = sum(row.seconds for row in rows.values())
+    cell = lambda text: text.replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")  # noqa: E731
+    commits = Counter(row.commit for row in rows.values())
+    lines = [
+        heading,
+        "",
+        f"{len(rows)} faults, {failed} not as promised, {not_injected} not injected yet, {seconds:.0f} s. Of these "
+        f"{len(kills)} kills, {sum(row.held for row in kills)} resumed bit-equal. Commits: "
+        f"{', '.join(f'{commit} ({count})' for commit, count in commits.items())}.",
+        "",
+    ]
+    for group in sorted({row.group for row in rows.values()}):
+        lines += [f"## {group}", "", "| fault | promised | seen | s |", "|---|---|---|---|"]
+        lines += [
+            f"| {cell(row.fault)} | {cell(row.promised)} | {cell(row.seen)} | {row.seconds:.1f} |"
+            for row in sorted(rows.values(), key=lambda row: row.id)
+            if row.group == group
+        ]
+        lines.append("")
+    return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=50, help="how many runs are killed and started again")
-    parser.add_argument("--out", type=Path, required=True, help="the table's file")
+    parser.add_argument("--log", type=Path, default=Path("outputs/faults.jsonl"), help="what was injected, a line each")
+    parser.add_argument("--out", type=Path, required=True, help="folder of faults.md and faults.json")
+    parser.add_argument("--minutes", type=float, default=1e6, help="stop behind the fault at which they are over")
+    parser.add_argument("--table-only", action="store_true", help="write the table of what was injected so far")
     arguments, further = parser.parse_known_args()
-    os.environ["COORDEXP_KILLS"] = str(arguments.kills)
-    table = Table()
-    code = pytest.main(["-q", "-p", "no:cacheprovider", str(HERE), *further], plugins=[table])
+    os.environ |= {"COORDEXP_KILLS": str(arguments.kills), "COORDEXP_CAMPAIGN": "1"}
+    arguments.log.parent.mkdir(parents=True, exist_ok=True)
+    log = Log(arguments.log, time.monotonic() + 60 * arguments.minutes)
+    options = ["-q", "-p", "no:cacheprovider", *(further or [str(HERE)])]
+    code = pytest.main([*options, *(["--collect-only"] if arguments.table_only else [])], plugins=[log])
     now = datetime.now(UTC).strftime("%Y-%m-%d")
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    heading = f"# Faults, {now}\n\n{platform.platform()}, {os.cpu_count()} cores, {arguments.kills} kills."
-    arguments.out.write_text(table.markdown(heading), encoding="utf-8")
-    sys.exit(code)
+    heading = f"# Faults, {now}\n\n{platform.platform()}, {os.cpu_count()} cores. Command: `make faults`."
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "faults.md").write_text(markdown(log.rows, len(log.waiting), heading), encoding="utf-8")
+    rows = [asdict(row) for row in sorted(log.rows.values(), key=lambda row: row.id)]
+    (arguments.out / "faults.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    sys.exit(int(code) or int(any(not row.held for row in log.rows.values())))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""Damage that leaves a file's size as it is: what a bad disk, a lost page or a careless copy makes of it."""
+"""What a bad disk, a lost page or a careless copy makes of a file."""
 
 from __future__ import annotations
 
+import os
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +33,7 @@ def swap_halves(path: Path) -> None:
     path.write_bytes(data[middle:] + data[:middle])
 
 
+# Damage that leaves a file's size as it is.
 DAMAGES: dict[str, Callable[[Path], None]] = {
     "one bit": flip_bit,
     "first bit": lambda path: flip_bit(path, 0.0),
@@ -45,8 +48,46 @@ def damaged_copy(checkpoint: Path, name: str, damage: Callable[[Path], None]) ->
     """Damage one file of a checkpoint in place; its size stays."""
     path = checkpoint / name
     size = path.stat().st_size
-    # Writing through a hard link would reach the file that a copy shares with its original.
+    damage(unshared(path))
+    assert path.stat().st_size == size
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def garbage(path: Path) -> None:
+    path.write_bytes(random.Random(0).randbytes(path.stat().st_size + 1))
+
+
+def lengthen(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"\0")
+
+
+def make_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def make_link(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("nowhere")
+
+
+# Damage that shows in a size or in a name.
+LOSSES: dict[str, Callable[[Path], None]] = {
+    "deleted": Path.unlink,
+    "emptied": lambda path: os.truncate(path, 0),
+    "cut in half": truncate,
+    "one byte more": lengthen,
+    "garbage": garbage,
+    "a folder in its place": make_folder,
+    "a link to nothing": make_link,
+}
+
+
+def unshared(path: Path) -> Path:
+    """``path`` with bytes of its own: writing through a hard link would reach what a copy shares with its original."""
     shutil.copy2(path, path.with_name("being-damaged"))
     path.with_name("being-damaged").replace(path)
-    damage(path)
-    assert path.stat().st_size == size
+    return path

@@ -14,28 +14,30 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
-from PIL import Image
+from PIL import Image, ImageFile
 
 from coordexp.errors import ServerTimeout
-from coordexp.servers.client import ServerClient
 from coordexp.serving.serve.admission import WholeBodyInTime
 from coordexp.serving.serve.app import build_app
 from coordexp.serving.serve.heartbeat import Heartbeat
 from coordexp.serving.serve.requests import open_image
 from coordexp.serving.serve.service import RolloutServer
 from coordexp.serving.serve.weight_lock import RequestRefused
+from support.settings import client_to
 
 
 class Engine:
-    """Answers its heartbeat, unless told to hang."""
+    """Answers its heartbeat, unless told to hang; draws a token between two beats, unless told to stall."""
 
     def __init__(self) -> None:
-        self.hangs = False
+        self.hangs = self.stalls = self.answers = False
+        self.num_drawn = 0
 
-    async def collective_rpc(self, *_: Any, **__: Any) -> list[None]:
+    async def collective_rpc(self, *_: Any, **__: Any) -> list[int]:
         while self.hangs:
             await asyncio.sleep(0.01)
-        return [None]
+        self.num_drawn += not self.stalls
+        return [self.num_drawn]
 
     async def check_health(self) -> None: ...
 
@@ -54,9 +56,11 @@ def engine() -> Engine:
 @pytest.fixture(scope="module")
 def url(engine: Engine) -> Iterator[str]:
     options: Any = SimpleNamespace(push_wait_s=5.0, api_key=None, host="trainer.example", engine={}, group_port=1)
-    engines: Any = Engines(engines=[engine], world_size=1, guarded=False, tensor_parallel_size=1)
+    engines: Any = Engines(
+        engines=[engine], world_size=1, guarded=False, tensor_parallel_size=1, is_answering=lambda _: engine.answers
+    )
     server = RolloutServer(options, engines, SimpleNamespace())  # type: ignore[arg-type]
-    server.heartbeat = Heartbeat([engine], every_s=0.05)
+    server.heartbeat = Heartbeat([engine], engines.is_answering, every_s=0.05)
     app = build_app(server)
     for middleware in app.user_middleware:
         if middleware.cls is WholeBodyInTime:
@@ -117,37 +121,54 @@ def test_a_bucket_without_a_group_is_refused_and_changes_nothing(url: str) -> No
 
 
 def test_a_hung_engine_behind_a_living_process_shows(url: str, engine: Engine) -> None:
-    client = ServerClient(url, 1, timeout_s=5.0)
-    assert client.engine_silent_s() < 1.0
+    client = client_to(url, 1, timeout_s=5.0)
+    assert client.engine_still_s() < 1.0
     engine.hangs = True
     time.sleep(1.2)
-    assert client.engine_silent_s() > 1.0
+    assert client.engine_still_s() > 1.0
     engine.hangs = False
     time.sleep(0.3)
-    assert client.engine_silent_s() < 1.0
+    assert client.engine_still_s() < 1.0
 
 
-def test_an_image_of_too_many_pixels_is_refused_before_it_is_decoded() -> None:
+def test_an_engine_that_stirs_and_draws_no_token_shows(url: str, engine: Engine) -> None:
+    """Only while it owes answers: an idle one draws none."""
+    client = client_to(url, 1, timeout_s=5.0)
+    before = httpx.get(f"{url}/health/", trust_env=False).json()["num_tokens"]
+    engine.answers = True
+    time.sleep(1.2)
+    assert client.engine_still_s() < 1.0
+    assert httpx.get(f"{url}/health/", trust_env=False).json()["num_tokens"] > before
+    engine.stalls = True
+    time.sleep(1.2)
+    said = httpx.get(f"{url}/health/", trust_env=False).json()
+    assert client.engine_still_s() > 1.0 > said["engine_silent_s"] and said["engine_tokenless_s"] > 1.0
+    engine.answers = False
+    time.sleep(0.3)
+    assert client.engine_still_s() < 1.0
+
+
+def test_an_image_of_too_many_pixels_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     import base64
 
     packed = io.BytesIO()
     Image.new("1", (13_000, 13_000)).save(packed, format="PNG")
-    started = time.process_time()
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda self: pytest.fail("it was decoded"))
     with pytest.raises(RequestRefused, match="13000x13000 pixels, and at most 36,000,000"):
         open_image(base64.b64encode(packed.getvalue()).decode())
-    assert time.process_time() - started < 1.0, "it was decoded"
 
 
-def test_a_learner_gives_up_on_a_server_whose_engine_does_not_stir() -> None:
+@pytest.mark.parametrize("sign", ["engine_silent_s", "engine_tokenless_s"])
+def test_a_learner_gives_up_on_a_server_whose_engine_does_not_get_on(sign: str) -> None:
     from coordexp.servers.backend import ServerBackend
     from support.fake_rollout_server import FakeRolloutServer
 
     with FakeRolloutServer(1) as fake:
-        fake.reply = lambda path, body: (200, {"status": "ok", "engine_silent_s": 7.5})  # type: ignore[method-assign]
+        fake.reply = lambda path, body: (200, {"status": "ok", "engine_silent_s": 0.1, sign: 7.5})  # type: ignore[method-assign]
         watcher: Any = SimpleNamespace(
-            _heard_while_decoding={0}, _clients=[ServerClient(fake.url, 1)], _heard_at={}, _timeout_s=8.0
+            _heard_while_decoding={0}, _clients=[client_to(fake.url, 1)], _heard_at={}, _timeout_s=8.0
         )
         ServerBackend._watch(watcher, {0})
         watcher._timeout_s = 7.0
-        with pytest.raises(ServerTimeout, match="its engine has not stirred for 8 s"):
+        with pytest.raises(ServerTimeout, match="its engine has not got on for 8 s"):
             ServerBackend._watch(watcher, {0})

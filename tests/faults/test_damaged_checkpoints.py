@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from coordexp.errors import CheckpointError
 from coordexp.training.checkpoint import resolve_resume
 from coordexp.training.seal import SEAL, read_seal
-from faults.corrupter import DAMAGES, damaged_copy, flip_bit, zero_all
+from faults.corrupter import DAMAGES, LOSSES, damaged_copy, flip_bit, unshared, zero_all
 from support.cli_runs import run_cli
 from support.tiny_run import run_config, train
 
@@ -32,7 +34,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(finished: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(finished, tmp_path / "run"))
+    return Path(shutil.copytree(finished, tmp_path / "run", copy_function=os.link))
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
@@ -46,6 +48,62 @@ def test_a_file_that_changed_without_changing_its_size_is_noticed(
     assert f"checkpoint-3 is damaged: {name} is not what was saved" in caplog.text
     with pytest.raises(CheckpointError, match=rf"checkpoint-3 is damaged: {name} .*name {run / 'checkpoint-2'}"):
         resolve_resume(run, str(run / "checkpoint-3"))
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_is_not_all_there_is_noticed(
+    name: str, loss: Callable[[Path], None], run: Path, seen: Callable[[str], None]
+) -> None:
+    loss(unshared(run / "checkpoint-3" / name))
+    assert resolve_resume(run, True) == run / "checkpoint-2"
+    with pytest.raises(CheckpointError, match=rf"checkpoint-3 is damaged: {name}") as refused:
+        resolve_resume(run, str(run / "checkpoint-3"))
+    seen(str(refused.value).partition("checkpoint-3 ")[2])
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_of_an_older_checkpoint_is_noticed(name: str, run: Path, seen: Callable[[str], None]) -> None:
+    """Where the two differ; otherwise nothing has happened."""
+    older, newer = ((run / f"checkpoint-{step}" / name).read_bytes() for step in (1, 3))
+    unshared(run / "checkpoint-3" / name).write_bytes(older)
+    taken = resolve_resume(run, True)
+    assert taken == run / ("checkpoint-3" if older == newer else "checkpoint-2")
+    seen("the same bytes" if older == newer else "passed over")
+
+
+SEALS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "null": lambda seal: None,
+    "a list": lambda seal: [],
+    "empty": lambda seal: {},
+    "no files": lambda seal: {name: value for name, value in seal.items() if name != "files"},
+    "files a list": lambda seal: {**seal, "files": [*seal["files"]]},
+    "files null": lambda seal: {**seal, "files": None},
+    "no step": lambda seal: {name: value for name, value in seal.items() if name != "step"},
+    "step as words": lambda seal: {**seal, "step": "three"},
+    "a file without size": lambda seal: {**seal, "files": {name: {} for name in seal["files"]}},
+    "sizes that are words": lambda seal: {**seal, "files": {name: "many" for name in seal["files"]}},
+    "a file too many": lambda seal: {**seal, "files": {**seal["files"], "more.bin": {"bytes": 1, "crc32": ["0"]}}},
+    "another checksum": lambda seal: {
+        **seal, "files": {**seal["files"], "config.json": {**seal["files"]["config.json"], "crc32": ["00000000"]}}
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", SEALS)
+def test_a_seal_that_does_not_fit_its_files_seals_nothing(change: str, run: Path, seen: Callable[[str], None]) -> None:
+    path = unshared(run / "checkpoint-3" / SEAL)
+    path.write_text(json.dumps(SEALS[change](json.loads(path.read_text()))))
+    assert resolve_resume(run, True) == run / "checkpoint-2"
+    with pytest.raises(CheckpointError) as refused:
+        resolve_resume(run, str(run / "checkpoint-3"))
+    seen(str(refused.value).partition("checkpoint-3 ")[2])
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_a_seal_that_is_not_all_there_seals_nothing(loss: Callable[[Path], None], run: Path) -> None:
+    loss(unshared(run / "checkpoint-3" / SEAL))
+    assert resolve_resume(run, True) == run / "checkpoint-2"
 
 
 def test_two_damaged_ones_are_passed_over_by_name(run: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -73,7 +131,7 @@ def test_the_command_says_it_in_one_line(run: Path, tmp_path: Path, capsys: pyte
 
 def test_a_seal_that_knows_sizes_only_is_taken_and_said(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As checkpoints were sealed before there were checksums."""
-    path = run / "checkpoint-3" / SEAL
+    path = unshared(run / "checkpoint-3" / SEAL)
     seal = json.loads(path.read_text())
     seal["files"] = {name: file["bytes"] for name, file in seal["files"].items()}
     path.write_text(json.dumps(seal))
@@ -87,8 +145,8 @@ def test_what_cannot_be_read_though_its_seal_fits_is_one_line(
     name: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Sealed by size only, or gone bad between the comparison and the reading."""
-    zero_all(run / "checkpoint-3" / name)
-    path = run / "checkpoint-3" / SEAL
+    zero_all(unshared(run / "checkpoint-3" / name))
+    path = unshared(run / "checkpoint-3" / SEAL)
     seal = json.loads(path.read_text())
     seal["files"] = {name: file["bytes"] for name, file in seal["files"].items()}
     path.write_text(json.dumps(seal))

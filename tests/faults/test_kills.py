@@ -6,41 +6,23 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
+from coordexp.distributed import RENDEZVOUS
+from coordexp.training.checkpoint import is_complete
+from faults.forked_runs import Death, Forked, Process, forking
 from support.tiny_run import run_config
 
 KILLS = int(os.environ.get("COORDEXP_KILLS", "0"))
-# Where to aim: each is a call of the run, in which the process kills itself the given time.
-AIMS = ("compute_loss", "get_batch_samples", "save_model", "_save_optimizer_and_scheduler", "_save_rng_state",
-        "_save_log_line", "seal_checkpoint", "delete_old", "write_atomically", "checksums")  # fmt: skip
-RUN = """
-import os, signal, sys
-import coordexp.files, coordexp.training.saving as saving, coordexp.training.seal as seal
-from coordexp.training.trainer import CoordExpTrainer
-aim, times, when = sys.argv[2], int(sys.argv[3]), sys.argv[4]
-owner = next(one for one in (CoordExpTrainer, saving, seal) if hasattr(one, aim)) if aim else None
-if owner is not None:
-    act = getattr(owner, aim)
-    def act_or_die(*arguments, **options):
-        global times
-        times -= 1
-        if times == 0 and when == "before":
-            os.kill(os.getpid(), signal.SIGKILL)
-        result = act(*arguments, **options)
-        if times == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return result
-    setattr(owner, aim, act_or_die)
-from coordexp.cli import main
-main(["train", sys.argv[1]])
-"""
+IN_A_STEP = ("get_batch_samples", "compute_loss", "training_step", "log")
+IN_A_SAVE = ("save_model", "_save_optimizer_and_scheduler", "_save_rng_state", "_save_log_line", "save_carry_buffer",
+             "seal_checkpoint", "checksums", "write_atomically", "_flush_names", "delete_old")  # fmt: skip
+ON_EVERY_RANK = ("get_batch_samples", "compute_loss", "_save_rng_state", "_save_log_line", "seal_checkpoint")
 KEYS: dict[str, Any] = {
     "global_max_length": 150,
     "training__per_device_train_batch_size": 3,
@@ -50,16 +32,44 @@ KEYS: dict[str, Any] = {
     "training__save_steps": 1,
     "training__save_total_limit": 2,
     "training__resume_from_checkpoint": True,
+    "training__ddp_timeout": 60,
 }
 
 
-def run(folder: Path, aim: str = "", times: int = 0, when: str = "before") -> int:
-    done = subprocess.run(
-        [sys.executable, "-c", RUN, str(folder / "run.yaml"), aim, str(times), when],
-        capture_output=True, text=True, timeout=300,
+def plan(number: int) -> tuple[int, int, Death]:
+    """Stage, processes and death of a kill: every aim in turn, each tenth in stage 2, each seventh with two ranks."""
+    draw = random.Random(number)
+    ranks = 2 if number % 7 == 6 else 1
+    aims = ON_EVERY_RANK if ranks == 2 else (*IN_A_STEP, *IN_A_SAVE)
+    aim = aims[number % len(aims)]
+    # The log line is written once in three steps, and once at the end.
+    times = 1 if aim == "log" else draw.randint(1, 3)
+    return 2 if number % 10 == 9 else 1, ranks, Death(aim, times, draw.choice(["before", "behind"]))
+
+
+def of(number: int) -> str:
+    stage, ranks, death = plan(number)
+    return f"SIGKILL {death}, stage {stage}, {ranks} rank{'s' * (ranks > 1)} ({number})"
+
+
+@pytest.fixture(scope="module")
+def forked() -> Iterator[Forked]:
+    with forking() as running:
+        yield running
+
+
+def run(forked: Forked, folder: Path, ranks: int, death: Death = Death(), dies: int = 0) -> list[int]:  # noqa: B008
+    (folder / "store").unlink(missing_ok=True)
+    of_rank: Callable[[int], dict[str, str]] = lambda rank: (  # noqa: E731
+        {}
+        if ranks == 1
+        else {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
+              RENDEZVOUS: str(folder / "store"), "GLOO_SOCKET_IFNAME": "lo"}
     )  # fmt: skip
-    assert done.returncode in (0, -signal.SIGKILL), done.stderr[-3000:]
-    return done.returncode
+    processes = [
+        Process(str(folder / f"log{rank}"), death if rank == dies else Death(), of_rank(rank)) for rank in range(ranks)
+    ]
+    return forked.run(folder / "run.yaml", processes)
 
 
 def lines(folder: Path) -> list[dict[str, float]]:
@@ -69,20 +79,55 @@ def lines(folder: Path) -> list[dict[str, float]]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("whole")
-    run_config(folder, 1, **KEYS)
-    assert run(folder) == 0
-    return folder
+def whole(forked: Forked, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], Path]:
+    """The run that nobody killed, by stage and number of ranks."""
+    known: dict[tuple[int, int], Path] = {}
+
+    def made(stage: int, ranks: int) -> Path:
+        if (stage, ranks) not in known:
+            folder = known[stage, ranks] = tmp_path_factory.mktemp("whole")
+            run_config(folder, stage, **KEYS)  # type: ignore[arg-type]
+            assert run(forked, folder, ranks) == [0] * ranks, (folder / "log0").read_text()[-3000:]
+        return known[stage, ranks]
+
+    return made
 
 
-@pytest.mark.parametrize("number", range(KILLS))
-def test_killed_and_started_again_is_never_killed(number: int, whole: Path, tmp_path: Path) -> None:
-    draw = random.Random(number)
-    aim, times, when = AIMS[number % len(AIMS)], draw.randint(1, 3), draw.choice(["before", "behind"])
-    run_config(tmp_path, 1, **KEYS)
-    assert run(tmp_path, aim, times, when) == -signal.SIGKILL, f"{aim} was not called {times} times"
-    assert run(tmp_path) == 0
-    ours, theirs = (load_file(folder / "run" / "model.safetensors") for folder in (tmp_path, whole))
-    assert all((ours[name] == theirs[name]).all() for name in theirs), (aim, times, when)
-    assert lines(tmp_path) == lines(whole)
+@pytest.mark.parametrize("number", range(KILLS), ids=of)
+def test_killed_and_started_again_is_never_killed(
+    number: int, forked: Forked, whole: Callable[[int, int], Path], tmp_path: Path, seen: Callable[[str], None]
+) -> None:
+    stage, ranks, death = plan(number)
+    theirs = whole(stage, ranks)
+    run_config(tmp_path, stage, **KEYS)  # type: ignore[arg-type]
+    killed = run(forked, tmp_path, ranks, death, dies=number % ranks)
+    # Another rank may have ended already, with one line on the process that it lost.
+    assert -signal.SIGKILL in killed and set(killed) <= {-signal.SIGKILL, 2}, (tmp_path / "log0").read_text()[-3000:]
+    left = sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*"))
+    assert run(forked, tmp_path, ranks) == [0] * ranks, (tmp_path / "log0").read_text()[-3000:]
+    after, before = (load_file(folder / "run" / "model.safetensors") for folder in (tmp_path, theirs))
+    assert after.keys() == before.keys() and all((after[name] == before[name]).all() for name in before)
+    assert lines(tmp_path) == lines(theirs)
+    seen(f"resumed bit-equal; the kill left {', '.join(left) or 'nothing'}")
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("aim", ["_prepare_inputs", "compute_loss", "backward"])
+def test_an_error_on_one_rank_of_two_saves_and_the_resumed_run_is_the_run_without_it(
+    aim: str, forked: Forked, tmp_path: Path, seen: Callable[[str], None]
+) -> None:
+    """In the first micro-step of step 3, whose backward exchanges nothing yet."""
+    keys = KEYS | {"training__gradient_accumulation_steps": 2, "training__save_strategy": "no"}
+    for name in ("whole", "failed"):
+        run_config(tmp_path / name, 1, **keys)
+    assert run(forked, tmp_path / "whole", 2) == [0, 0]
+    death = Death(aim, 5, "before", "no memory is left")
+    statuses = run(forked, tmp_path / "failed", 2, death, dies=1)
+    said = [(tmp_path / "failed" / f"log{rank}").read_text() for rank in (0, 1)]
+    assert all(status > 0 for status in statuses), said
+    assert all("rank 1, step 3: no memory is left" in one or "no memory is left" in one for one in said), said
+    assert is_complete(tmp_path / "failed" / "run" / "checkpoint-2"), said[0][-3000:]
+    assert run(forked, tmp_path / "failed", 2) == [0, 0]
+    after, before = (load_file(tmp_path / name / "run" / "model.safetensors") for name in ("failed", "whole"))
+    assert all((after[name] == before[name]).all() for name in before)
+    seen("both ranks ended with rank 1's words, checkpoint-2 saved, resumed bit-equal")

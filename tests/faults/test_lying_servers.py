@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from coordexp.errors import RolloutError, ServerRefused, ServerTimeout, ServerUnreachable
-from coordexp.rollouts import DecodingOptions
 from coordexp.servers.client import ServerClient
 from coordexp.servers.protocol import infer_payload, read_answer
 from coordexp.weight_sync.stamp import WeightStamp
 from faults import lying_server
 from faults.lying_server import lying
 from support.answers import tiny_vocab
+from support.settings import client_to, decoding
 from support.tiny_run import load_tiny, tiny_samples
 
 DEADLINE_S = 1.0
@@ -32,7 +32,7 @@ SLOW = ["drips", "drips_headers", "drips_chunks", "hangs", "hangs_half_way"]
 
 
 def client_of(url: str) -> ServerClient:
-    return ServerClient(url, 1, timeout_s=DEADLINE_S, infer_timeout_s=DEADLINE_S)
+    return client_to(url, 1, timeout_s=DEADLINE_S, infer_timeout_s=DEADLINE_S)
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -57,9 +57,9 @@ def test_a_connection_that_breaks_is_named(behaviour: str, call: str) -> None:
 @pytest.mark.parametrize("call", ["infer", "status", "commit"])
 def test_an_answer_without_end_is_cut_off_before_it_fills_the_memory(call: str) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    client = ServerClient("http://unused", 1)
+    client = client_to("http://unused", 1)
     with lying(lying_server.never_ends) as url:
-        client = ServerClient(url, 1, timeout_s=120.0, infer_timeout_s=120.0)
+        client = client_to(url, 1, timeout_s=120.0, infer_timeout_s=120.0)
         with pytest.raises(ServerRefused, match=r"the answer is longer than [\d,]+ bytes"):
             client.commit_weights(WeightStamp(1, "a"), True, 120.0) if call == "commit" else CALLS[call](client)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000, "kilobytes"
@@ -102,7 +102,7 @@ def test_what_a_server_of_ours_must_say_is_missed(lie: dict[str, Any], says: str
 
 def test_requests_to_a_server_of_ours_carry_their_place() -> None:
     requests = [sample.request for sample in tiny_samples(load_tiny(), 2)]
-    options = DecodingOptions(max_new_tokens=4)
+    options = decoding(4)
     sent = [infer_payload(requests, 1, options, "path", lambda _: None, tagged=tagged) for tagged in (True, False)]
     assert [one.get("uuid") for one in sent[0]["infer_requests"]] == ["0", "1"]
     assert not any("uuid" in one for one in sent[1]["infer_requests"])

@@ -91,12 +91,14 @@ def run_case(seed: int, case: int) -> None:
     check_target(outcome_of(ids, truth, vocab, field_order=order), truth, vocab)
     policy = TargetPolicy(
         "rewritten",
-        rng.choice(["mask", "drop"]),
+        rng.choice(["mask", "drop", "soft"]),
         rng.choice(["keep", "drop", "replace"]),
         rng.choice(["append", "in_order"]),
     )
     truth = [replace(obj, soft=rng.choice([None, None, 0.3, 1.0])) for obj in truth]
-    check_rewritten(outcome_of(ids, truth, vocab, field_order=order, policy=policy), truth, vocab, policy)
+    sure = [rng.random() for _ in range(7)]
+    got = outcome_of(ids, truth, vocab, confidence=lambda i: sure[i % 7], field_order=order, policy=policy)
+    check_rewritten(got, truth, vocab, policy)
 
 
 def random_count(rng: random.Random) -> int:

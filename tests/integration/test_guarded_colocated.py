@@ -10,8 +10,8 @@ from coordexp.config.rollout import RepeatTerminateConfig
 from coordexp.modeling.load import LoadedModel
 from coordexp.records import RolloutRequest
 from coordexp.rollouts import SeedContext, synced
-from coordexp.rollouts.repeat_guard import first_trigger
 from coordexp.vllm_engine.colocated import ColocatedBackend
+from support.guards import first_trigger
 from support.rollout_servers import greedy_tokens, load_served
 from support.swift_servers import GUARD, GUARDED_TOKENS
 from support.tiny_run import tiny_samples

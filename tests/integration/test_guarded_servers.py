@@ -19,12 +19,13 @@ from coordexp.config.rollout import RepeatTerminateConfig
 from coordexp.errors import RolloutError
 from coordexp.modeling.load import LoadedModel
 from coordexp.records import RolloutRequest
-from coordexp.rollouts import DecodingOptions, SeedContext
+from coordexp.rollouts import SeedContext
 from coordexp.rollouts.hf import HFBackend
-from coordexp.rollouts.repeat_guard import first_trigger
 from coordexp.servers.fleet import check_servers
 from coordexp.vllm_engine.guard_activation import check_guard
+from support.guards import first_trigger
 from support.rollout_servers import RunningServer, greedy_tokens, is_alive, load_served, payload, serving
+from support.settings import decoding
 from support.swift_servers import GUARD, GUARDED_TOKENS, guarded_config, swift_rollout
 from support.tiny_run import tiny_samples
 
@@ -100,7 +101,7 @@ def test_transformers_and_servers_agree_token_for_token(
 ) -> None:
     """The same section of the YAML, three engines."""
     backend = HFBackend(
-        loaded.model, loaded.vocab, DecodingOptions(GUARDED_TOKENS), len(requests_), loaded.image_token_id, SETTINGS
+        loaded.model, loaded.vocab, decoding(GUARDED_TOKENS), len(requests_), loaded.image_token_id, SETTINGS
     )
     own = backend.generate(requests_, SeedContext(0, 0, 0, 0))
     for item, rollout in zip(answered(servers[kind][0], requests_), own, strict=True):

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from coordexp.errors import ServerRefused
 from coordexp.modeling.load import LoadedModel, load_model
 from coordexp.records import RolloutRequest
-from coordexp.rollouts import DecodingOptions, SeedContext
+from coordexp.rollouts import SeedContext
 from coordexp.rollouts.hf import HFBackend
 from support.rollout_servers import (
     NEW_TOKENS,
@@ -25,6 +25,7 @@ from support.rollout_servers import (
     server_config,
     serving,
 )
+from support.settings import decoding
 from support.swift_servers import swift_rollout
 from support.tiny_run import tiny_samples
 
@@ -79,7 +80,7 @@ def test_servers_answer_what_transformers_answers_with_these_ids_suppressed(
     known = len(loaded.vocab)
     free = greedy_tokens(loaded, requests)
     assert any(token >= known for answer in free for token in answer), "nothing here needs suppressing"
-    backend = HFBackend(loaded.model, loaded.vocab, DecodingOptions(NEW_TOKENS), len(requests), loaded.image_token_id)
+    backend = HFBackend(loaded.model, loaded.vocab, decoding(NEW_TOKENS), len(requests), loaded.image_token_id)
     expected = [list(one.response_token_ids) for one in backend.generate(requests, SeedContext(0, 0, 0, 0))]
     client = server.client()
     found = served_tokens(client, requests)

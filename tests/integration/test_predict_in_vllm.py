@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from PIL import Image
 
+from coordexp import Detector
 from coordexp.assets import asset
 from coordexp.cli import main
 from coordexp.data.scenes import SPARSE, write_scenes
@@ -88,9 +90,33 @@ def test_an_engine_in_this_process(own: Own, tmp_path: Path, capsys: pytest.Capt
     assert_same(read_answers(out), own.answers)
     assert [a.sample_id for a in read_answers(out)] == [a.sample_id for a in own.answers]
     assert all(answer.gt is not None for answer in read_answers(out))
-    photos = run_cli(capsys, "predict", run, own.folder / "images", "--output", tmp_path / "folder")
-    assert photos.code == 0
-    assert_same(read_answers(tmp_path / "folder"), own.answers)
+
+
+def test_a_detector(own: Own) -> None:
+    """From Python, with the defaults of every key: one process, one engine; files, folders and pixels alike."""
+    with Detector(
+        DEMO, backend="vllm", prompt=KEYS["template__prompt"], max_new_tokens=128, batch_size=3, dtype="float32"
+    ) as detector:
+        found = detector.predict(own.folder / "images")
+        (first,) = [one for one in own.answers if Path(one.image).name == Path(found[0].source).name]
+        pixels = detector.predict(Image.open(first.image))
+    assert_same([one.answer for one in found if one.answer is not None], own.answers)
+    assert (pixels.text, pixels.names) == (first.text, [obj.desc for obj in first.pred])
+    assert pixels.boxes.tolist() == found[0].boxes.tolist()
+
+
+def test_a_closed_list_of_names_holds_in_both_engines(own: Own) -> None:
+    names = ["red circle", "yellow triangle", "blue square"]
+    given: dict[str, Any] = {"prompt": KEYS["template__prompt"], "max_new_tokens": 128, "classes": names}
+    images = sorted((own.folder / "images").rglob("*.png"))[:4]
+    found = {}
+    for backend in ("hf", "vllm"):
+        with Detector(DEMO, backend=backend, batch_size=2, dtype="float32", **given) as detector:
+            found[backend] = detector.predict(images)
+    assert [one.text for one in found["vllm"]] == [one.text for one in found["hf"]]
+    said = {name for one in found["vllm"] for name in one.names}
+    free = {obj.desc for one in own.answers[:4] for obj in one.pred}
+    assert said and said <= set(names) and not free <= set(names)
 
 
 def test_servers_and_a_learner_that_is_killed(own: Own, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -81,9 +81,9 @@ def test_a_server_from_health_to_death(server: RunningServer) -> None:
 
     # One of its engines hangs, behind a process that answers as ever.
     os.kill(status["workers"][0]["pid"], signal.SIGSTOP)
-    assert until(lambda: patient.engine_silent_s() > 4.0), "the hung engine was not noticed"
+    assert until(lambda: patient.engine_still_s() > 4.0), "the hung engine was not noticed"
     os.kill(status["workers"][0]["pid"], signal.SIGCONT)
-    assert until(lambda: patient.engine_silent_s() < 3.0), "the engine stirs again"
+    assert until(lambda: patient.engine_still_s() < 3.0), "the engine stirs again"
 
     # One of its engines dies.
     os.kill(status["workers"][1]["pid"], signal.SIGKILL)

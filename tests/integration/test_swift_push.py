@@ -3,6 +3,9 @@ as the learner would, and a learner that starts anew takes it over."""
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -162,3 +165,28 @@ def test_an_error_of_a_worker_reaches_the_learner(client: ServerClient) -> None:
     with pytest.raises(ServerRefused, match=r"(?s)status 500.*cannot identify image"):
         client.infer(call)
     assert len(served_tokens(client, [request])) == 1, "and the server goes on"
+
+
+def test_a_worker_that_hangs_while_it_decodes_shows_and_goes_on(server: RunningServer) -> None:
+    """Its process stopped; the one that answers HTTP knows by the steps that no longer come."""
+    learner, client = load_served(), server.client()
+    status = client.status()
+    assert status is not None
+    before = status["num_steps"]
+    pids = [one["pid"] for one in status["workers"]]
+    answers: list[Any] = []
+    asked = threading.Thread(target=lambda: answers.extend(client.infer(payload(requests_of(learner), 64))))
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        asked.start()
+        deadline = time.monotonic() + 60
+        while client.engine_still_s(timeout_s=5.0) < 3.0:
+            assert time.monotonic() < deadline and asked.is_alive(), "the hung workers were not noticed"
+            time.sleep(0.2)
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+    asked.join(120)
+    assert len(answers) == 2 * WORKERS and client.engine_still_s() == 0.0
+    assert client.status()["num_steps"] > before  # pyright: ignore[reportOptionalSubscript]

@@ -36,6 +36,7 @@ from support.rollout_servers import (
     serving,
     serving_environment,
 )
+from support.settings import client_to
 
 TOKEN = "a-token-that-nobody-logs"
 
@@ -332,7 +333,7 @@ def test_a_learner_without_the_token_is_refused(server: RunningServer, learner: 
 
 def test_only_the_configured_group_can_be_opened(server: RunningServer, client: ServerClient) -> None:
     with pytest.raises(ServerRefused, match=r"400.*group_port"):
-        ServerClient(server.base_url, server.group_port + 1, api_key=TOKEN).init_communicator(2, 0, 5.0)
+        client_to(server.base_url, server.group_port + 1, api_key=TOKEN).init_communicator(2, 0, 5.0)
     with pytest.raises(ServerRefused, match=r"400.*1 workers and a learner, not 5"):
         client.init_communicator(5, 0, 5.0)
     with pytest.raises(ServerRefused, match=r"409.*no push is under way"):

@@ -129,7 +129,10 @@ def test_a_shifted_target_never_reaches_the_loss(shift: int) -> None:
 
 @pytest.mark.scenario("Supervision indices are validated against assistant span")
 def test_every_supervised_position_lies_in_the_assistants_tokens() -> None:
-    segments = [rollout_segment(), Segment("gt", PROMPT, build_gt_target([LEAF], tiny_vocab(), sample_id="gt"))]
+    segments = [
+        rollout_segment(),
+        Segment("gt", PROMPT, build_gt_target([LEAF], tiny_vocab(), sample_id="gt", field_order="desc_first")),
+    ]
     row = build_row(segments)
     found = SupervisionTensors.from_row(row)
     assistant = np.concatenate(
@@ -210,7 +213,9 @@ BROKEN = {
 def test_stage_1_stage_2_and_metrics_agree_on_the_gate(text: float, coord: float, dtype: torch.dtype) -> None:
     """A head with one hidden unit that is 1: its weight is what every position's logits are, broken ones included."""
     supervision = SupervisionTensors.from_row(
-        build_row([Segment("gt", PROMPT, build_gt_target([CAT], tiny_vocab(), sample_id="gt"))])
+        build_row(
+            [Segment("gt", PROMPT, build_gt_target([CAT], tiny_vocab(), sample_id="gt", field_order="desc_first"))]
+        )
     )
     logits_V = torch.randn(len(tiny_vocab()), dtype=dtype, generator=torch.Generator().manual_seed(1))
     logits_V[11] = text

@@ -189,7 +189,7 @@ def test_a_window_of_malformed_answers_trains_and_counts() -> None:
     )
     records = [record(SCENE, f"s{i}") for i in range(len(MALFORMED))]
     samples = [Sample(r, request(r)) for r in records]
-    builder = WindowBuilder(source, CarryBuffer(5000, 32), warn=lambda _: None, min_fill_ratio=0.0)
+    builder = WindowBuilder(source, CarryBuffer(5000, 32), min_fill_ratio=0.0)
     window = builder.prepare([samples[:3], samples[3:]], global_step=1)
     m = window.metrics
     assert m["rollout/samples_total"] == 6

@@ -14,11 +14,12 @@ from coordexp.coords import TURN_END
 from coordexp.modeling.load import LoadedModel
 from coordexp.parsing import parse_rollout
 from coordexp.records import Rollout, RolloutRequest, TokenRole
-from coordexp.rollouts import DecodingOptions, SeedContext
+from coordexp.rollouts import SeedContext
 from coordexp.rollouts.hf import HFBackend
 from coordexp.training.trainer import CoordExpTrainer
 from coordexp.training.window import Window
 from support.quiet_backend import QuietBackend
+from support.settings import decoding
 from support.tiny_run import (
     InMemoryBackend,
     load_tiny,
@@ -204,7 +205,7 @@ def test_another_backend_with_the_same_answers_trains_the_same(tmp_path: Path) -
 def test_every_backend_returns_what_parsing_and_matching_need(tmp_path: Path) -> None:
     loaded = load_tiny()
     requests = [sample.request for sample in tiny_samples(loaded, 4)]
-    hf = HFBackend(loaded.model, loaded.vocab, DecodingOptions(max_new_tokens=6), 2, loaded.image_token_id)
+    hf = HFBackend(loaded.model, loaded.vocab, decoding(6), 2, loaded.image_token_id)
     for backend in (hf, finder()):
         rollouts = backend.generate(requests, SeedContext(0, 0, 0, 0))
         for request, rollout in zip(requests, rollouts, strict=True):

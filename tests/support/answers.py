@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from coordexp.records import GTObject, ImageRecord, Rollout, RolloutRequest
 from coordexp.targets import build_target
 from support.qwen_tokenizer import qwen_vocab
 
+MATCHING = MatchingConfig()
 CAT = GTObject("black cat", "bbox_2d", (10, 20, 200, 220))
 DOG = GTObject("dog", "bbox_2d", (500, 500, 700, 800))
 LEAF = GTObject("leaf", "poly", (300, 20, 490, 20, 490, 210))
@@ -53,16 +54,18 @@ def outcome_of(
     response: str | Sequence[int],
     truth: Sequence[GTObject],
     vocab: CoordVocab,
-    matching: MatchingConfig | None = None,
+    matching: MatchingConfig = MATCHING,
+    confidence: Callable[[int], float] | None = None,
     **options: Any,
 ) -> SampleOutcome:
-    """Parse, match and build, as a training step does."""
+    """Parse, match and build, as a training step does. ``confidence``: of an object, by its place in the answer."""
     ids = tuple(vocab.encode(response) if isinstance(response, str) else response)
     parsed = parse_rollout(ids, vocab)
     match = match_objects(parsed.objects, truth, matching)
-    target = build_target(parsed, match, truth, vocab, sample_id="sample", **options)
+    sure = None if confidence is None else tuple([confidence(i) for i in range(len(parsed.objects))])
+    target = build_target(parsed, match, truth, vocab, sample_id="sample", confidences=sure, **options)
     text = vocab.decode(i for i in ids if 0 <= i < len(vocab))  # other ids write nothing
-    return SampleOutcome(Rollout("sample", (), ids, text, parsed.truncated), parsed, match, target)
+    return SampleOutcome(Rollout("sample", (), ids, text, parsed.truncated), parsed, match, target, sure)
 
 
 class Pairs(list[tuple[str, Any]]):

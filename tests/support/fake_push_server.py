@@ -15,6 +15,7 @@ from coordexp.weight_sync.group import GroupAddress
 from coordexp.weight_sync.receiver import WeightReceiver
 from support.fused_model import FusedModel
 from support.rollout_ports import free_ports
+from support.settings import client_to
 
 
 class FakePushServer:
@@ -54,7 +55,7 @@ class FakePushServer:
         threading.Thread(target=self._http.serve_forever, daemon=True).start()
 
     def client(self, timeout_s: float = 20.0) -> ServerClient:
-        return ServerClient(f"http://127.0.0.1:{self._http.server_port}", self.group_port, timeout_s=timeout_s)
+        return client_to(f"http://127.0.0.1:{self._http.server_port}", self.group_port, timeout_s=timeout_s)
 
     def close(self) -> None:
         self._http.shutdown()
@@ -77,7 +78,9 @@ class FakePushServer:
         if path == "/status/":
             return None if self._plain else {"workers": [self._status()]}
         if path == "/init_communicator/":
-            address = GroupAddress("127.0.0.1", body["port"], 0, body["world_size"], body["timeout_s"])
+            address = GroupAddress(
+                "127.0.0.1", body["port"], 0, body["world_size"], body["timeout_s"], body.get("token", "")
+            )
             return self._work(lambda: self.receiver.open(address))
         if path == "/close_communicator/":
             return self._work(self.receiver.close)

@@ -30,10 +30,10 @@ def segments() -> tuple[Segment, ...]:
     vocab = tiny_vocab()
     targets: list[TrainingTarget] = [
         outcome_of(answer(entry(1, NEAR_CAT), entry(2, DOG)), [CAT, LEAF], vocab).target,
-        build_gt_target([DOG, LEAF], vocab, sample_id="gt"),
+        build_gt_target([DOG, LEAF], vocab, sample_id="gt", field_order="desc_first"),
         outcome_of(answer(entry(4, NEAR_LEAF)), [LEAF], vocab).target,
         outcome_of("", [CAT, DOG], vocab, field_order="geometry_first").target,
-        build_gt_target([], vocab, sample_id="empty"),
+        build_gt_target([], vocab, sample_id="empty", field_order="desc_first"),
     ]
     return tuple(Segment(f"s{i}", tuple(range(3, 6 + i)), target, {}) for i, target in enumerate(targets))
 
@@ -48,7 +48,7 @@ def rewritten_and_soft_segments() -> tuple[Segment, ...]:
         outcome_of(written, [CAT, LEAF], vocab, policy=policy).target,
         outcome_of(written, [soft_cat, DOG], vocab, policy=policy).target,
         outcome_of(answer(entry(1, NEAR_CAT)), [soft_cat, soft_leaf, DOG], vocab).target,
-        build_gt_target([soft_leaf, DOG], vocab, sample_id="gt"),
+        build_gt_target([soft_leaf, DOG], vocab, sample_id="gt", field_order="desc_first"),
     ]
     return tuple(Segment(f"r{i}", (3, 4, 5), target, {}) for i, target in enumerate(targets))
 

@@ -55,7 +55,7 @@ def check_rewritten(got: SampleOutcome, truth: Sequence[GTObject], vocab: CoordV
         expected.append(written(gt.desc, gt.kind, own.bins if own.kind == gt.kind else gt.bins))
     expected += [written(truth[j].desc, truth[j].kind, truth[j].bins) for j in match.fn_gt_idx]
     plain = [i for i in match.fp_pred_idx if is_plain(predicted[i].desc, vocab)]
-    kept = [predicted[i] for i in plain] if policy.unmatched == "mask" else []
+    kept = [predicted[i] for i in plain] if policy.unmatched != "drop" else []
     assert len(root) == len(truth) + len(match.fp_pred_idx) - len(target.left_out_pred_idx)
     assert set(target.left_out_pred_idx) <= set(match.fp_pred_idx)
     if policy.duplicates == "keep":
@@ -69,7 +69,7 @@ def check_rewritten(got: SampleOutcome, truth: Sequence[GTObject], vocab: CoordV
             assert one in [written(obj.desc, obj.kind, obj.bins) for obj in kept]
         firsts = [obj for i, obj in enumerate(predicted) if i in plain and not any(
             earlier.desc == obj.desc and mask_iou(earlier, obj) >= 0.5 for earlier in predicted[:i])]  # fmt: skip
-        assert len(rest) == (len(firsts) if policy.unmatched == "mask" else 0)
+        assert len(rest) == (len(firsts) if policy.unmatched != "drop" else 0)
     if policy.missed == "append" and policy.duplicates != "replace":
         assert target.appended_object_index == tuple(range(len(root) - len(match.fn_gt_idx) + 1, len(root) + 1))
     for number, j in zip(target.appended_object_index, target.appended_gt_idx, strict=True):
@@ -97,16 +97,24 @@ def check_rewritten(got: SampleOutcome, truth: Sequence[GTObject], vocab: CoordV
     # Without anything masked, every token is taught something.
     if not any(role == TokenRole.PREFIX_MASKED for role in roles.tolist()):
         assert set(roles.tolist()) <= {*range(len(TokenRole))} - {TokenRole.PREFIX_STRUCT, TokenRole.PREFIX_DESC}
-    if not in_place:
+    if not in_place and not target.soft_pred_idx:
         assert not set(roles.tolist()) & {int(role) for role in MODELS_OWN}
 
     # Softness weighs text and nothing else.
-    if all(gt.soft is None for gt in truth):
+    sure = got.confidences if policy.unmatched == "soft" else None
+    assert {*target.soft_pred_idx} <= {*match.fp_pred_idx} - {*target.left_out_pred_idx}
+    assert not target.soft_pred_idx or sure is not None
+    weights = {gt.soft for gt in truth if gt.soft is not None} | {(sure or ())[i] for i in target.soft_pred_idx}
+    assert all(weight >= policy.soft_threshold for weight in weights - {gt.soft for gt in truth})
+    for i in target.soft_pred_idx:
+        others = [*truth, *(predicted[p.pred_idx] for p in match.pairs), *(predicted[k] for k in target.soft_pred_idx)]
+        assert all(mask_iou(predicted[i], other) <= 0.2 for other in others if other is not predicted[i])
+    if not weights:
         assert target.text_weight_T is None
     else:
         assert target.text_weight_T is not None and len(target.text_weight_T) == len(roles)
         assert target.text_weight_T[-2:].tolist() == [1.0, 1.0]
-        assert set(target.text_weight_T.tolist()) <= {1.0, *(gt.soft for gt in truth if gt.soft is not None)}
+        assert set(target.text_weight_T.tolist()) <= {1.0, *weights}
 
     counters = rollout_counters([got])
     assert counters["rollout/matched_total"] + counters["rollout/fn_appended_total"] == len(truth)

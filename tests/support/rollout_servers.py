@@ -14,14 +14,17 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from coordexp.modeling.load import LoadedModel, load_model
 from coordexp.modeling.tiny import TinySpec, build_tiny_checkpoint
 from coordexp.records import RolloutRequest
 from coordexp.servers.client import ServerClient
+from coordexp.serving.launch.processes import descendants
 from support.config_samples import set_key, stage2, write_yaml
 from support.rollout_ports import free_ports
+from support.settings import client_to
 from support.tiny_run import PROMPT, _session_folder, tiny_samples, tiny_scenes
 
 # Heads of 64: vLLM's CPU attention has no kernel for the smallest ones.
@@ -93,7 +96,7 @@ class RunningServer:
     log: Path
 
     def client(self, **keys: Any) -> ServerClient:
-        return ServerClient(self.base_url, self.group_port, **{"timeout_s": 60.0, "infer_timeout_s": 120.0, **keys})
+        return client_to(self.base_url, self.group_port, **{"timeout_s": 60.0, "infer_timeout_s": 120.0, **keys})
 
     def children(self) -> list[int]:
         """Processes that it started, and theirs."""
@@ -113,15 +116,9 @@ def serving_environment(**more: str) -> dict[str, str]:
 
 
 @contextmanager
-def serving(
-    folder: Path,
-    config: Mapping[str, Any],
-    index: int = 0,
-    arguments: Sequence[str] = (),
-    environment: Mapping[str, str] | None = None,
-) -> Iterator[RunningServer]:
-    """``coordexp serve`` of entry ``index``, healthy; ended with everything it started."""
-    with started(folder, config, index, arguments, environment) as server:
+def serving(folder: Path, config: Mapping[str, Any], **how: Any) -> Iterator[RunningServer]:
+    """As :func:`started`, and healthy."""
+    with started(folder, config, **how) as server:
         wait_until_healthy(server)
         yield server
 
@@ -134,7 +131,7 @@ def started(
     arguments: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[RunningServer]:
-    """As :func:`serving`, without waiting."""
+    """``coordexp serve`` of entry ``index``; ended with everything it started."""
     folder.mkdir(parents=True, exist_ok=True)
     path = write_yaml(folder, dict(config), f"serve{index}.yaml")
     entry = config["rollout_matching"]["vllm"]["server"]["servers"][index]
@@ -186,31 +183,11 @@ def tail(log: Path, size: int = 4000) -> str:
     return log.read_text(errors="replace")[-size:]
 
 
-def descendants(pid: int) -> list[int]:
-    """Living descendants of a process."""
-    parents: dict[int, int] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            if fields[0] != "Z":
-                parents[int(entry.name)] = int(fields[1])
-    found: list[int] = []
-    for candidate in parents:
-        ancestor = parents[candidate]
-        while ancestor in parents and ancestor != pid:
-            ancestor = parents[ancestor]
-        if ancestor == pid:
-            found.append(candidate)
-    return found
-
-
 def is_alive(pid: int) -> bool:
+    """Whether it runs; a zombie does not."""
     try:
-        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False
 
 

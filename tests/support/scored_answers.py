@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
 
-from coordexp.evaluation import Detection, ImageAnswer
+from coordexp.evaluation import Detection, ImageAnswer, Prediction
+from coordexp.evaluation.detection import count_image, sum_counts
 from coordexp.records import GTObject
 
 CLASSES = ("person", "car", "手提包", "red cell")
@@ -25,6 +28,12 @@ def with_soft(answers: list[ImageAnswer], seed: int) -> list[ImageAnswer]:
         replace(answer, gt=tuple(replace(o, soft=0.5) if rng.random() < 1 / 3 else o for o in answer.gt or ()))
         for answer in answers
     ]
+
+
+def detection_counts(predictions: Iterable[Prediction | ImageAnswer]) -> Counter[str]:
+    """Counts of several answers together."""
+    answers = (item.answer() if isinstance(item, Prediction) else item for item in predictions)
+    return sum_counts(count_image(answer).counts for answer in answers)
 
 
 def _answer(rng: np.random.Generator, name: str, count: int, polygons: float) -> ImageAnswer:

@@ -89,7 +89,9 @@ def gt_segments(loaded: LoadedModel, count: int = 6) -> list[Segment]:
         Segment(
             sample.record.sample_id,
             sample.request.prompt_token_ids,
-            build_gt_target(sample.record.objects, loaded.vocab, sample_id=sample.record.sample_id),
+            build_gt_target(
+                sample.record.objects, loaded.vocab, sample_id=sample.record.sample_id, field_order="desc_first"
+            ),
             sample.request.model_inputs,
         )
         for sample in tiny_samples(loaded, count)
@@ -131,7 +133,7 @@ def train(config: RunConfig, backend: Any = None, on_built: Callable[[Any], None
     trainer, resume = build_trainer(check_run(config), Console(quiet=True))
     if backend is not None:
         source = getattr(trainer.window_builder, "channel_b", trainer.window_builder)._source
-        object.__setattr__(source, "backend", backend)
+        object.__setattr__(getattr(source, "_source", source), "backend", backend)  # one step ahead, or not
         trainer._eval_backend = backend
     if on_built is not None:
         on_built(trainer)
@@ -184,7 +186,10 @@ class InMemoryBackend:
         text = self._answers(request)
         ended = text.endswith(TURN_END)
         ids = tuple(self._vocab.encode(text.removesuffix(TURN_END)))
-        return Rollout(request.sample_id, request.prompt_token_ids, ids, self._vocab.decode(ids), truncated=not ended)
+        return Rollout(
+            request.sample_id, request.prompt_token_ids, ids, self._vocab.decode(ids), truncated=not ended,
+            weight_version=self.versions[-1] if self.versions else 0,
+        )  # fmt: skip
 
     def sync_weights(self, version: int) -> None:
         self.versions.append(version)

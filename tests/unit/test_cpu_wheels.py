@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from coordexp import cpu_wheels  # noqa: E402
+
+TOOL = Path(__file__).parents[2] / "tools" / "cpu_wheels.py"
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("cpu_wheels_tool", TOOL)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def run_python(code: str, path: Path | None = None, *flags: str) -> subprocess.CompletedProcess[str]:
@@ -28,11 +41,11 @@ def test_torchvision_imports_after_ensure() -> None:
     assert "torch.Size([3, 2, 2])" in result.stdout, result.stderr
 
 
-def test_hook_waits_for_torchvision_and_then_helps(tmp_path: Path) -> None:
-    cpu_wheels.install_hook(tmp_path)
-    assert (tmp_path / f"{cpu_wheels.HOOK_MODULE}.pth").read_text() == f"import {cpu_wheels.HOOK_MODULE}\n"
+def test_hook_waits_for_torchvision_and_then_helps(tool: ModuleType, tmp_path: Path) -> None:
+    tool.install_hook(tmp_path)
+    assert (tmp_path / f"{tool.HOOK_MODULE}.pth").read_text() == f"import {tool.HOOK_MODULE}\n"
     code = (
-        f"import sys, importlib.util, {cpu_wheels.HOOK_MODULE}\n"
+        f"import sys, importlib.util, {tool.HOOK_MODULE}\n"
         "assert importlib.util.find_spec('torchvision') is not None\n"
         "assert 'torch' not in sys.modules, 'looking whether torchvision exists imported torch'\n"
         "import torchvision.ops\nprint('imported', 'coordexp.cpu_wheels' in sys.modules)"
@@ -42,29 +55,33 @@ def test_hook_waits_for_torchvision_and_then_helps(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="a CUDA torch needs no help")
-def test_hook_is_what_makes_it_work(tmp_path: Path) -> None:
+def test_hook_is_what_makes_it_work(tool: ModuleType, tmp_path: Path) -> None:
     # -S -E leaves .pth files unread, as in an environment without the hook; the folders go on the path by hand.
     paths = [entry for entry in sys.path if entry]
     result = run_python(f"import sys; sys.path[:] = {paths!r}\nimport torchvision", None, "-S", "-E")
     if result.returncode == 0:
         pytest.skip("this torchvision loads by itself")
     assert "torchvision::nms" in result.stderr
-    cpu_wheels.install_hook(tmp_path)
-    code = f"import sys; sys.path[:] = {[str(tmp_path), *paths]!r}\nimport {cpu_wheels.HOOK_MODULE}, torchvision"
+    tool.install_hook(tmp_path)
+    code = f"import sys; sys.path[:] = {[str(tmp_path), *paths]!r}\nimport {tool.HOOK_MODULE}, torchvision"
     assert run_python(code, None, "-S", "-E").returncode == 0
 
 
-def test_cuda_machines_are_left_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cuda_machines_are_left_alone(
+    tool: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(cpu_wheels, "_library", None)
-    monkeypatch.setattr(cpu_wheels, "install_hook", lambda folder: pytest.fail("wrote a hook on a CUDA machine"))
+    monkeypatch.setattr(tool, "install_hook", lambda folder: pytest.fail("wrote a hook on a CUDA machine"))
     cpu_wheels.ensure_torchvision()
     assert cpu_wheels._library is None
-    assert cpu_wheels.main(["--install"]) == 0
+    assert tool.main(["--install"]) == 0
     assert "needs no help" in capsys.readouterr().out
 
 
-def test_packages_whose_native_library_cannot_load_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages_whose_native_library_cannot_load_are_found(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sources = {
         "fakeaudio_cuda": "raise OSError('Could not load this library: lib/_fake.so')",
         "fakeaudio_sound": "",
@@ -74,9 +91,9 @@ def test_packages_whose_native_library_cannot_load_are_found(tmp_path: Path, mon
         (tmp_path / f"{name}.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert cpu_wheels.unloadable((*sources, "fakeaudio_absent")) == ["fakeaudio_cuda"]
+    assert tool.unloadable((*sources, "fakeaudio_absent")) == ["fakeaudio_cuda"]
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="a CUDA torch needs no help")
-def test_nothing_unloadable_is_left_in_this_environment() -> None:
-    assert cpu_wheels.unloadable() == []
+def test_nothing_unloadable_is_left_in_this_environment(tool: ModuleType) -> None:
+    assert tool.unloadable() == []

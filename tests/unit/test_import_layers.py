@@ -45,7 +45,14 @@ HEAVY = ("torch", "transformers", "vllm", "torchvision", "accelerate", "peft", "
 TORCH_FREE = [
     *("records", "errors", "extras", "distributed", "cpu_wheels", "files"),
     *("config", "geometry", "coords", "parsing", "matching", "packing", "metrics"),
-    *("rollouts", "rollouts.chunking", "rollouts.seeds", "rollouts.backend", "rollouts.repeat_guard"),
+    *(
+        "rollouts",
+        "rollouts.chunking",
+        "rollouts.seeds",
+        "rollouts.backend",
+        "rollouts.repeat_guard",
+        "rollouts.closed_names",
+    ),
     *("weight_sync.stamp", "vllm_engine.guard_activation", "vllm_engine.lifetime", "servers.client"),
 ]
 
@@ -93,9 +100,10 @@ def layer(name: str) -> int:
     raise AssertionError(f"{name} has no layer; give it one in {Path(__file__).name}")
 
 
-@pytest.mark.parametrize(("name", "path"), [pytest.param(n, p, id=n) for n, p in modules()])
-def test_module_imports_only_from_lower_layers(name: str, path: Path) -> None:
-    assert violations(name, list(imports(path))) == []
+def test_modules_import_only_from_lower_layers() -> None:
+    found = {name: violations(name, list(imports(path))) for name, path in modules()}
+    assert len(found) > 150
+    assert {name: targets for name, targets in found.items() if targets} == {}
 
 
 def test_the_package_itself_imports_none_of_its_parts() -> None:
@@ -120,15 +128,10 @@ def test_the_rule_itself(name: str, imported: list[str], forbidden: list[str]) -
     assert violations(name, imported) == forbidden
 
 
-def exists(module: str) -> bool:
-    path = SOURCE / module.replace(".", "/")
-    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
-
-
-@pytest.mark.parametrize("module", [module for module in TORCH_FREE if exists(module)])
-def test_imports_with_heavy_packages_blocked(module: str) -> None:
+def test_imports_with_heavy_packages_blocked() -> None:
+    """All in one process: a module that drags a heavy package in is named with what it asked for."""
     code = f"""
-import sys
+import importlib, sys
 
 class Block:
     def find_spec(self, name, path=None, target=None):
@@ -136,7 +139,11 @@ class Block:
             raise ImportError("blocked: " + name)
 
 sys.meta_path.insert(0, Block())
-import coordexp.{module}
+for module in {TORCH_FREE!r}:
+    try:
+        importlib.import_module("coordexp." + module)
+    except ImportError as error:
+        print(module, error)
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert result.returncode == 0, result.stderr
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (result.returncode, result.stdout) == (0, ""), result.stderr

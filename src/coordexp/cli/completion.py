@@ -114,7 +114,7 @@ def complete_command(
     rules = CompletionRules(threshold, max_overlap, min_size, weight, known_descs)
     from coordexp.inference.completion import Sheet, answering_config, run_completion
 
-    run = answering_config(model, jsonl, out, config=config, prompt=prompt, batch_size=batch_size)
+    run = answering_config(model, config=config, prompt=prompt, batch_size=batch_size)
     no_bars_in_log_files()
     console = open_console(stderr=as_json)
     drawn = None if sheet is None else Sheet(sheet, sheet_images)

@@ -54,6 +54,11 @@ def counting(description: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def refuse_filled(folder: Path) -> None:
+    """Refuse a folder that holds something already: nothing of the user's is overwritten.
+
+    Raises:
+        DataError: it is not empty.
+    """
     if folder.is_dir() and any(folder.iterdir()):
         raise DataError("the folder is not empty; name a new one", path=folder)
 

@@ -32,6 +32,14 @@ class ShapeGeometry(StrEnum):
 
     AS_ANNOTATED = "as_annotated"
     BBOX = "bbox"
+    POLY = "poly"
+
+
+class Crowds(StrEnum):
+    """What becomes of annotations that mark a group."""
+
+    LEAVE_OUT = "leave_out"
+    KEEP = "keep"
 
 
 Out = Annotated[Path, typer.Option(help="Folder of the JSONL and its images.")]
@@ -39,7 +47,9 @@ SplitName = Annotated[str | None, typer.Option(help="Name of the JSONL; the spli
 FileName = Annotated[str | None, typer.Option(help="Name of the JSONL; the annotation file's when left out.")]
 FolderName = Annotated[str | None, typer.Option(help="Name of the JSONL; the folder's when left out.")]
 OfInstances = Annotated[InstanceGeometry, typer.Option(help="Boxes, or segmentation polygons.")]
-OfShapes = Annotated[ShapeGeometry, typer.Option(help="Polygons as they are, or their bounds.")]
+OfShapes = Annotated[ShapeGeometry, typer.Option(help="Polygons as they are, their bounds, or polygons only.")]
+OfCrowds = Annotated[Crowds, typer.Option(help="Leave groups (iscrowd) out, or keep each as one object.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a dataset of the same name.")]
 Resize = Annotated[bool, typer.Option(help="Resize images for the model once, now. --no-resize only refers to them.")]
 Factor = Annotated[
     int | None, typer.Option(help="Sides become multiples of this: the model's patch size x merge size.")
@@ -53,9 +63,16 @@ MaxVertices = Annotated[
 
 @convert_app.command("voc")
 def voc_command(
-    root: Annotated[Path, typer.Argument(help="Folder with Annotations, JPEGImages and ImageSets/Main.")],
+    root: Annotated[
+        Path,
+        typer.Argument(
+            help="Folder with Annotations, JPEGImages and ImageSets/Main at any depth; or of XML beside images."
+        ),
+    ],
     out: Out,
-    split: Annotated[str | None, typer.Option(help="A name in ImageSets/Main; every annotation when left out.")] = None,
+    split: Annotated[
+        str | None, typer.Option(help="A name in ImageSets/Main, or of a part; every annotation when left out.")
+    ] = None,
     name: SplitName = None,
     annotations_dir: Annotated[str, typer.Option(help="Folder of the XML files.")] = "Annotations",
     images_dir: Annotated[str, typer.Option(help="Folder of the images.")] = "JPEGImages",
@@ -65,6 +82,7 @@ def voc_command(
     factor: Factor = None,
     min_pixels: MinPixels = None,
     max_pixels: MaxPixels = None,
+    overwrite: Overwrite = False,
 ) -> None:
     """Pascal VOC (one XML per image) to JSONL."""
     from coordexp.data.convert import convert_voc
@@ -79,7 +97,7 @@ def voc_command(
         name=name,
         one_based=one_based,
         skip_difficult=skip_difficult,
-        options=_image_options(resize, factor, min_pixels, max_pixels),
+        options=_image_options(resize, factor, min_pixels, max_pixels, overwrite),
     )
 
 
@@ -87,19 +105,28 @@ def voc_command(
 @convert_app.command("lvis", help="LVIS to JSONL.")
 def instances_command(
     context: typer.Context,
-    annotations: Annotated[Path, typer.Argument(help="The JSON file of all annotations.")],
-    images: Annotated[
-        Path, typer.Argument(help="Folder that file_name starts in; of LVIS also one with train2017 and val2017.")
+    annotations: Annotated[
+        Path, typer.Argument(help="The JSON file of all annotations; of COCO also a folder of Roboflow's.")
     ],
     out: Out,
+    images: Annotated[
+        Path | None,
+        typer.Argument(
+            help="Folder that file_name starts in; of LVIS also one with train2017 and val2017.",
+            show_default="the file's own",
+        ),
+    ] = None,
     geometry: OfInstances = InstanceGeometry.BBOX,
+    crowds: OfCrowds = Crowds.LEAVE_OUT,
     name: FileName = None,
     max_vertices: MaxVertices = None,
     resize: Resize = True,
     factor: Factor = None,
     min_pixels: MinPixels = None,
     max_pixels: MaxPixels = None,
+    overwrite: Overwrite = False,
 ) -> None:
+    """COCO or LVIS, by the name under which it was called."""
     from coordexp.data.convert import convert_coco, convert_lvis
 
     _convert(
@@ -108,8 +135,9 @@ def instances_command(
         images,
         out,
         geometry=geometry.value,
+        crowds=crowds.value,
         name=name,
-        options=_image_options(resize, factor, min_pixels, max_pixels, max_vertices),
+        options=_image_options(resize, factor, min_pixels, max_pixels, overwrite, max_vertices),
     )
 
 
@@ -125,11 +153,12 @@ def yolo_command(
     factor: Factor = None,
     min_pixels: MinPixels = None,
     max_pixels: MaxPixels = None,
+    overwrite: Overwrite = False,
 ) -> None:
     """YOLO labels (boxes and polygons) to JSONL."""
     from coordexp.data.convert import convert_yolo
 
-    options = _image_options(resize, factor, min_pixels, max_pixels, max_vertices)
+    options = _image_options(resize, factor, min_pixels, max_pixels, overwrite, max_vertices)
     _convert(convert_yolo, source, out, split=split, geometry=geometry.value, name=name, options=options)
 
 
@@ -145,12 +174,72 @@ def labelme_command(
     factor: Factor = None,
     min_pixels: MinPixels = None,
     max_pixels: MaxPixels = None,
+    overwrite: Overwrite = False,
 ) -> None:
     """LabelMe (one JSON per image) to JSONL."""
     from coordexp.data.convert import convert_labelme
 
-    options = _image_options(resize, factor, min_pixels, max_pixels, max_vertices)
+    options = _image_options(resize, factor, min_pixels, max_pixels, overwrite, max_vertices)
     _convert(convert_labelme, folder, out, images_dir=images, geometry=geometry.value, name=name, options=options)
+
+
+@convert_app.command("panoptic")
+def panoptic_command(
+    annotations: Annotated[Path, typer.Argument(help="The JSON file of all annotations.")],
+    images: Annotated[Path, typer.Argument(help="Folder that file_name starts in.")],
+    out: Out,
+    segments: Annotated[
+        Path | None, typer.Option(help="Folder of the PNGs, for polygons [beside the file, by its name].")
+    ] = None,
+    geometry: OfInstances = InstanceGeometry.BBOX,
+    crowds: OfCrowds = Crowds.LEAVE_OUT,
+    stuff: Annotated[bool, typer.Option("--stuff", help="Keep regions without instances, such as sky.")] = False,
+    name: FileName = None,
+    max_vertices: MaxVertices = None,
+    resize: Resize = True,
+    factor: Factor = None,
+    min_pixels: MinPixels = None,
+    max_pixels: MaxPixels = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """COCO panoptic (a JSON, and PNGs of segments) to JSONL."""
+    from coordexp.data.convert import convert_panoptic
+
+    _convert(
+        convert_panoptic,
+        annotations,
+        images,
+        out,
+        segments_dir=segments,
+        geometry=geometry.value,
+        crowds=crowds.value,
+        stuff=stuff,
+        name=name,
+        options=_image_options(resize, factor, min_pixels, max_pixels, overwrite, max_vertices),
+    )
+
+
+@convert_app.command("csv")
+def csv_command(
+    table: Annotated[
+        Path, typer.Argument(help="CSV with a header: image, name, xmin, ymin, xmax, ymax; or a folder of Roboflow's.")
+    ],
+    out: Out,
+    images: Annotated[Path | None, typer.Option(help="Folder that image names start in; the table's own.")] = None,
+    geometry: OfShapes = ShapeGeometry.AS_ANNOTATED,
+    name: FileName = None,
+    max_vertices: MaxVertices = None,
+    resize: Resize = True,
+    factor: Factor = None,
+    min_pixels: MinPixels = None,
+    max_pixels: MaxPixels = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """CSV (one box a line) to JSONL."""
+    from coordexp.data.convert import convert_csv
+
+    options = _image_options(resize, factor, min_pixels, max_pixels, overwrite, max_vertices)
+    _convert(convert_csv, table, out, images_dir=images, geometry=geometry.value, name=name, options=options)
 
 
 def _image_options(
@@ -158,15 +247,18 @@ def _image_options(
     factor: int | None,
     min_pixels: int | None,
     max_pixels: int | None,
+    overwrite: bool,
     max_vertices: int | None = None,
 ) -> ImageOptions:
     from coordexp.data.convert import ImageOptions
 
     given = {"factor": factor, "min_pixels": min_pixels, "max_pixels": max_pixels, "max_vertices": max_vertices}
-    return ImageOptions(resize=resize, **{name: value for name, value in given.items() if value is not None})
+    return ImageOptions(
+        resize=resize, overwrite=overwrite, **{name: value for name, value in given.items() if value is not None}
+    )
 
 
-def _convert(convert: Callable[..., ConversionReport], *paths: Path, **given: Any) -> None:
+def _convert(convert: Callable[..., ConversionReport], *paths: Path | None, **given: Any) -> None:
     """Run a converter under a progress bar, and show its report."""
     from coordexp.data.convert import render_report
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from coordexp.cli.console import no_bars_in_log_files, open_console, say, say_written
-from coordexp.cli.predict import ConstantScore, Limit, ModelOption
+from coordexp.cli.predict import Classes, ConstantScore, Limit, ModelOption
 from coordexp.cli.run import Arguments, Print, print_config
 from coordexp.errors import ConfigError, DataError
 
@@ -23,6 +24,26 @@ if TYPE_CHECKING:
 
     Rename = Callable[[Sequence[ImageAnswer]], list[ImageAnswer]]
 
+Data = Annotated[Path | None, typer.Option(help="JSONL to evaluate on instead of custom.val_jsonl.")]
+Output = Annotated[Path | None, typer.Option(help="Folder of figures and answers [<output_dir>/evaluation, or none].")]
+Aliases = Annotated[
+    Path | None, typer.Option(help="YAML or JSON of the form 'class: [alias, …]', applied to predictions.")
+]
+Embedder = Annotated[
+    Path | None,
+    typer.Option(help="Folder of a text encoder: what no alias names becomes the annotated class nearest to it."),
+]
+EmbeddingThreshold = Annotated[
+    float | None, typer.Option(min=-1, max=1, help="Least cosine similarity of --embedder [0.7].")
+]
+Compared = Annotated[
+    tuple[Path, Path] | None,
+    typer.Option("--compare", metavar="A B", help="Compare the saved predictions of two runs on the same images."),
+]
+SheetOption = Annotated[
+    Path | None,
+    typer.Option(help="PNG of the images with most mistakes, or with --compare, of the greatest difference."),
+]
 _RESAMPLES = 1000
 _THRESHOLD = 0.7
 _DRAWN = 12  # images of --sheet
@@ -32,6 +53,7 @@ _USED_BY = {
     "--print": (_CONFIG,),
     "--model": (_CONFIG,),
     "--data": (_CONFIG,),
+    "--classes": (_CONFIG,),
     "--limit": (_CONFIG, _SAVED),
     "--output": (_CONFIG, _SAVED),
     "--segm": (_CONFIG, _SAVED),
@@ -55,32 +77,18 @@ def evaluate(
     ] = None,
     arguments: Arguments = None,
     model: ModelOption = None,
-    data: Annotated[Path | None, typer.Option(help="JSONL to evaluate on instead of custom.val_jsonl.")] = None,
+    data: Data = None,
     limit: Limit = None,
-    output: Annotated[
-        Path | None, typer.Option(help="Folder of figures and answers [<output_dir>/evaluation, or none].")
-    ] = None,
+    output: Output = None,
     constant_score: ConstantScore = None,
-    aliases: Annotated[
-        Path | None, typer.Option(help="YAML or JSON of the form 'class: [alias, …]', applied to predictions.")
-    ] = None,
-    embedder: Annotated[
-        Path | None,
-        typer.Option(help="Folder of a text encoder: what no alias names becomes the annotated class nearest to it."),
-    ] = None,
-    embedding_threshold: Annotated[
-        float | None, typer.Option(min=-1, max=1, help="Least cosine similarity of --embedder [0.7].")
-    ] = None,
+    classes: Classes = None,
+    aliases: Aliases = None,
+    embedder: Embedder = None,
+    embedding_threshold: EmbeddingThreshold = None,
     segm: Annotated[bool, typer.Option("--segm", help="Average precision of masks too.")] = False,
-    runs: Annotated[
-        tuple[Path, Path] | None,
-        typer.Option("--compare", metavar="A B", help="Compare the saved predictions of two runs on the same images."),
-    ] = None,
+    runs: Compared = None,
     resamples: Annotated[int | None, typer.Option(min=10, help="Resamples of --compare [1000].")] = None,
-    sheet: Annotated[
-        Path | None,
-        typer.Option(help="PNG of the images with most mistakes, or with --compare, of the greatest difference."),
-    ] = None,
+    sheet: SheetOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print figures as JSON on stdout instead of tables.")] = False,
     print_only: Print = False,
 ) -> None:
@@ -101,17 +109,39 @@ def evaluate(
     kind = _RUNS if runs is not None else _SAVED if run is None else _CONFIG
     _refuse_unused(
         kind,
-        {"--model": model, "--data": data, "--limit": limit, "--output": output, "--segm": segm or None,
+        {"--model": model, "--data": data, "--classes": classes, "--limit": limit, "--output": output,
+         "--segm": segm or None,
          "--print": print_only or None, "KEY=VALUE": arguments or None,
          "--resamples": resamples, "--embedding-threshold": None if embedder else embedding_threshold},
     )  # fmt: skip
     rename = _renaming(aliases, embedder, _THRESHOLD if embedding_threshold is None else embedding_threshold)
+    names = _class_list(classes)
+    wanted = _Wanted(limit, output, constant_score, rename, segm, sheet, as_json)
     if runs is not None:
-        _compare(console, runs, rename, constant_score, resamples or _RESAMPLES, sheet, as_json)
+        _compare(console, runs, wanted, _RESAMPLES if resamples is None else resamples)
     elif run is not None:
-        _evaluate_model(console, run, model, data, limit, output, constant_score, rename, segm, sheet, as_json)
+        _evaluate_model(console, run, model, data, wanted, names)
     elif source is not None:
-        _evaluate_saved(console, source, limit, output, constant_score, rename, segm, sheet, as_json)
+        _evaluate_saved(console, source, wanted)
+
+
+def _class_list(given: str | None) -> tuple[str, ...]:
+    from coordexp.inference.class_list import read_classes
+
+    return read_classes(given)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What the options of this command ask for, whatever is measured."""
+
+    limit: int | None
+    output: Path | None
+    constant_score: float | None
+    rename: Renaming
+    segm: bool
+    sheet: Path | None
+    as_json: bool
 
 
 def _refuse_unused(kind: str, given: Mapping[str, object]) -> None:
@@ -126,52 +156,35 @@ def _evaluate_model(
     run: RunConfig,
     model: Path | None,
     data: Path | None,
-    limit: int | None,
-    output: Path | None,
-    constant_score: float | None,
-    rename: Renaming,
-    segm: bool,
-    sheet: Path | None,
-    as_json: bool,
+    wanted: _Wanted,
+    classes: Sequence[str],
 ) -> None:
     from coordexp.inference.evaluate import run_evaluation
 
     no_bars_in_log_files()
     result = run_evaluation(
-        run, console, model=model, data=data, limit=limit, output=output, constant_score=constant_score,
-        rename=rename, segm=segm,
+        run, console, model=model, data=data, limit=wanted.limit, output=wanted.output,
+        constant_score=wanted.constant_score, rename=wanted.rename, segm=wanted.segm, classes=classes,
     )  # fmt: skip
-    files = [*result.files, *_draw(sheet, {"prediction": result.answers})] if result.files else []
-    if not as_json:
+    files = [*result.files, *_draw(wanted.sheet, {"prediction": result.answers})] if result.files else []
+    if not wanted.as_json:
         _show(console, result.summary, f"{model or run.model.model} on {result.data}", files)
     elif not console.quiet:
         typer.echo(result.metrics_json.read_text(encoding="utf-8"), nl=False)
 
 
-def _evaluate_saved(
-    console: Console,
-    source: Path,
-    limit: int | None,
-    output: Path | None,
-    constant_score: float | None,
-    rename: Renaming,
-    segm: bool,
-    sheet: Path | None,
-    as_json: bool,
-) -> None:
-    from dataclasses import asdict
-
+def _evaluate_saved(console: Console, source: Path, wanted: _Wanted) -> None:
     from coordexp.evaluation import EvaluationOptions, read_answers, summarise
     from coordexp.evaluation.summary import write_summary
 
-    saved = read_answers(source)[:limit]
-    answers = rename(saved)
-    options = EvaluationOptions(segm=segm, constant_score=constant_score)
-    summary = summarise(answers, options, rename.note(saved, answers))
-    about = {"predictions": str(source), **(rename.about or {})}
-    files = [] if output is None else write_summary(output, summary, answers, about, options)
-    files += _draw(sheet, {"prediction": answers})
-    if not as_json:
+    saved = read_answers(source)[: wanted.limit]
+    answers = wanted.rename(saved)
+    options = EvaluationOptions(segm=wanted.segm, constant_score=wanted.constant_score)
+    summary = summarise(answers, options, wanted.rename.note(saved, answers))
+    about = {"predictions": str(source), **(wanted.rename.about or {})}
+    files = [] if wanted.output is None else write_summary(wanted.output, summary, answers, about, options)
+    files += _draw(wanted.sheet, {"prediction": answers})
+    if not wanted.as_json:
         _show(console, summary, str(source), files)
         return
     fields = {name: value for name, value in asdict(summary).items() if name != "figures"}
@@ -194,27 +207,19 @@ def _show(console: Console, summary: Summary, title: str, files: Sequence[Path])
     say_written(console, files)
 
 
-def _compare(
-    console: Console,
-    runs: tuple[Path, Path],
-    rename: Renaming,
-    constant_score: float | None,
-    resamples: int,
-    sheet: Path | None,
-    as_json: bool,
-) -> None:
+def _compare(console: Console, runs: tuple[Path, Path], wanted: _Wanted, resamples: int) -> None:
     from coordexp.evaluation import read_answers
     from coordexp.evaluation.compare import compare, paired
     from coordexp.evaluation.tables import comparison_json, comparison_tables
 
     names = str(runs[0]), str(runs[1])
     saved = [read_answers(run) for run in runs]
-    a, b = (rename(run) for run in saved)
-    found = compare(a, b, resamples=resamples, constant_score=constant_score)
-    notes = [note for run, answers in zip(saved, (a, b), strict=True) for note in rename.note(run, answers)]
-    files = _draw(sheet, {"a": a, "b": paired(a, b)})
-    if as_json:
-        typer.echo(json.dumps({**comparison_json(found, names), **(rename.about or {}), "notes": notes}))
+    a, b = (wanted.rename(run) for run in saved)
+    found = compare(a, b, resamples=resamples, constant_score=wanted.constant_score)
+    notes = [note for run, answers in zip(saved, (a, b), strict=True) for note in wanted.rename.note(run, answers)]
+    files = _draw(wanted.sheet, {"a": a, "b": paired(a, b)})
+    if wanted.as_json:
+        typer.echo(json.dumps({**comparison_json(found, names), **(wanted.rename.about or {}), "notes": notes}))
         return
     for table in comparison_tables(found, names):
         console.print(table)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,12 +15,16 @@ from coordexp.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from coordexp.config import RunConfig
+    from coordexp.coords import CoordVocab
     from coordexp.data.check import DatasetCheck
+    from coordexp.records import ImageRecord, RolloutRequest
 
 Dataset = Annotated[Path, typer.Argument(metavar="DATA.jsonl", help="The dataset.")]
 Seed = Annotated[int, typer.Option(min=0, help="Another seed, another draw.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of tables.")]
 _SHOWN = 20
+_EPOCHS = 4  # tiles of a row of --augment
 
 
 def register(app: typer.Typer) -> None:
@@ -44,6 +48,13 @@ def check_command(
         Path | None,
         typer.Option(help="PNG of objects drawn after serialising, tokenising and decoding them."),
     ] = None,
+    augment: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN.yaml",
+            help="Views as this run's data.augment makes them: a row an image, a tile an epoch.",
+        ),
+    ] = None,
     sheet_images: Annotated[int, typer.Option(min=1, max=100, help="Images on the sheet.")] = 12,
     deep: Annotated[bool, typer.Option("--deep", help="Decode every image: its body may be cut off.")] = False,
     as_json: AsJson = False,
@@ -51,6 +62,9 @@ def check_command(
     """Look at every line, image and object of a dataset; exit 2 if training would refuse it."""
     if max_tokens is not None and model is None:
         raise ConfigError("--max-tokens counts with a checkpoint's tokenizer and processor; name one with --model")
+    if augment is not None and sheet is None:
+        raise ConfigError("--augment is drawn on a sheet; name its file with --sheet")
+    run = None if augment is None else _augmented_run(augment)
     from coordexp.data.check import check_jsonl
 
     count_tokens = None
@@ -64,7 +78,7 @@ def check_command(
             jsonl, limit=limit, count_tokens=count_tokens, max_tokens=max_tokens, deep=deep, progress=progress
         )
     if sheet is not None:
-        _draw_sheet(check, model, sheet, sheet_images)
+        _draw_sheet(check, model, sheet, sheet_images, run)
     if as_json:
         typer.echo(json.dumps(check.to_json(), ensure_ascii=False))
     else:
@@ -149,7 +163,16 @@ def _shares(text: str) -> dict[str, float]:
     return shares
 
 
-def _draw_sheet(check: DatasetCheck, model: Path | None, sheet: Path, count: int) -> None:
+def _augmented_run(path: Path) -> RunConfig:
+    from coordexp.config import load_config
+
+    run = load_config(path)
+    if run.data.augment is None:
+        raise ConfigError(f"{path}: has no section data.augment, so there is nothing to draw with --augment")
+    return run
+
+
+def _draw_sheet(check: DatasetCheck, model: Path | None, sheet: Path, count: int, run: RunConfig | None) -> None:
     """Also compares every record with what comes back, which is what the picture is for."""
     from coordexp.data.check import Finding
     from coordexp.evaluation.contact_sheet import draw_contact_sheet, round_trip
@@ -170,8 +193,26 @@ def _draw_sheet(check: DatasetCheck, model: Path | None, sheet: Path, count: int
     sound = [record for record in check.records if record.sample_id not in broken]
     if not sound:
         raise DataError("no sound record to draw", path=check.path)
+    if run is not None:
+        _draw_views(sound, vocab, sheet, count, run)
+        return
     step = max(1, len(sound) // count)
     draw_contact_sheet(sound[::step][:count], vocab, sheet)
+
+
+def _draw_views(sound: Sequence[ImageRecord], vocab: CoordVocab, sheet: Path, count: int, run: RunConfig) -> None:
+    """Some records as the run's first epochs see them."""
+    from coordexp.data.dataset import RecordDataset
+    from coordexp.evaluation.contact_sheet import draw_contact_sheet
+
+    def unasked(record: ImageRecord) -> RolloutRequest:
+        raise AssertionError(f"{record.sample_id}: views are drawn without prompts")
+
+    seen = RecordDataset(sound, unasked, run.custom.object_ordering, run.training.seed, run.data.augment)
+    rows = max(1, count // _EPOCHS)
+    step = max(1, len(sound) // rows)
+    views = [seen.view(index, epoch) for index in list(range(0, len(sound), step))[:rows] for epoch in range(_EPOCHS)]
+    draw_contact_sheet([record for record, _ in views], vocab, sheet, _EPOCHS, [image for _, image in views])
 
 
 def _errors() -> frozenset[object]:

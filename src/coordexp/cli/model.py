@@ -74,7 +74,7 @@ def merge_command(
 ) -> None:
     """Merge a run's adapters and coordinate rows into a plain checkpoint, which transformers and vLLM load."""
     refuse_filled(out)
-    from coordexp.modeling.merge import merge_checkpoint
+    from coordexp.modeling.export import merge_checkpoint
 
     typer.echo(f"wrote {merge_checkpoint(run, out, base, None if dtype is None else dtype.value)}")
 

@@ -12,14 +12,32 @@ from coordexp.cli.console import no_bars_in_log_files, open_console, say, say_wr
 from coordexp.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from coordexp.config import RunConfig
     from coordexp.evaluation import ImageAnswer
+    from coordexp.inference.predict import PredictionResult
 
 ModelOption = Annotated[Path | None, typer.Option(help="Checkpoint to use instead of model.model.")]
 Limit = Annotated[int | None, typer.Option(min=1, help="Use only the first N images.")]
+Sources = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="[CONFIG.yaml] IMAGE|FOLDER|PATTERN|DATA.jsonl...",
+        help="A run's configuration, or --model instead; then images, folders, patterns such as 'frames/*.png' or "
+        "frame_%05d.png, datasets.",
+    ),
+]
 ConstantScore = Annotated[
     float | None,
     typer.Option(min=0, max=1, help="Score of every prediction, instead of its tokens' probability."),
+]
+Classes = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME,NAME|FILE",
+        help="The only names that answers may hold: a list, a text file with a name a line, or those of a DATA.jsonl.",
+    ),
 ]
 _SHOWN = 20  # images whose objects are printed
 
@@ -30,14 +48,7 @@ def register(app: typer.Typer) -> None:
 
 
 def predict(
-    sources: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="[CONFIG.yaml] IMAGE|FOLDER|PATTERN|DATA.jsonl...",
-            help="A run's configuration, or --model instead; then images, folders, patterns such as 'frames/*.png' or "
-            "frame_%05d.png, datasets.",
-        ),
-    ],
+    sources: Sources,
     output: Annotated[
         Path | None,
         typer.Option(help="Folder of predictions.jsonl and COCO's results [a new one, outputs/predict]."),
@@ -45,6 +56,7 @@ def predict(
     model: ModelOption = None,
     limit: Limit = None,
     constant_score: ConstantScore = None,
+    classes: Classes = None,
     save_images: Annotated[
         bool, typer.Option("--save-images", help="Write each image with its objects drawn over it.")
     ] = False,
@@ -64,6 +76,9 @@ def predict(
     missing = [str(path) for path in images if not path.exists() and not is_pattern(path)]
     if missing:
         raise DataError(f"no such image, folder or dataset: {', '.join(missing)}")
+    from coordexp.inference.class_list import read_classes
+
+    names = read_classes(classes)
     from coordexp.inference.predict import run_prediction
 
     console = open_console(stderr=as_json)
@@ -78,14 +93,18 @@ def predict(
         constant_score=constant_score,
         skip_broken=True,
         save_images=save_images,
+        classes=names,
     )
-    if as_json:
-        if not console.quiet:
-            skipped = [{"image": image, "reason": reason} for image, reason in result.skipped]
-            files = [str(path) for path in result.files]
-            fields = {"images": result.images, "resumed": result.resumed, "skipped": skipped, "files": files}
-            typer.echo(json.dumps(fields))
-        return
+    if not as_json:
+        _show(console, result)
+    elif not console.quiet:
+        skipped = [{"image": image, "reason": reason} for image, reason in result.skipped]
+        files = [str(path) for path in result.files]
+        fields = {"images": result.images, "resumed": result.resumed, "skipped": skipped, "files": files}
+        typer.echo(json.dumps(fields))
+
+
+def _show(console: Console, result: PredictionResult) -> None:
     for answer in result.answers[:_SHOWN]:
         say(console, _line(answer))
     if len(result.answers) > _SHOWN:

@@ -3,10 +3,8 @@
 from coordexp.config.checks import advice, check_world_size
 from coordexp.config.contract import resolved_rollout, rollout_contract
 from coordexp.config.data import CoordSoftCEW1Config, CustomConfig, DataConfig
-from coordexp.config.debug import DebugConfig
-from coordexp.config.launch import LaunchConfig
 from coordexp.config.load import load_config, parse_config, resolved_yaml
-from coordexp.config.model import ModelConfig, TemplateConfig
+from coordexp.config.model import ModelConfig, TemplateConfig, TunerConfig
 from coordexp.config.objective import (
     BBoxGeoConfig,
     BBoxGeoSpec,
@@ -19,7 +17,7 @@ from coordexp.config.objective import (
     TokenCEConfig,
     TokenCESpec,
 )
-from coordexp.config.parallel import DeepSpeedConfig, FSDPConfig
+from coordexp.config.processes import DeepSpeedConfig, FSDPConfig, LaunchConfig
 from coordexp.config.rollout import (
     DecodingConfig,
     EvalDetectionConfig,
@@ -29,8 +27,8 @@ from coordexp.config.rollout import (
     RolloutMatchingConfig,
 )
 from coordexp.config.root import RunConfig
+from coordexp.config.sections import DebugConfig
 from coordexp.config.training import TrainingConfig
-from coordexp.config.tuner import TunerConfig
 from coordexp.config.two_channel import Stage2ABConfig
 from coordexp.config.vllm import ServerConfig, SyncConfig, VLLMConfig
 from coordexp.errors import ConfigError

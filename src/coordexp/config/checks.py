@@ -27,11 +27,26 @@ def cross_checks(config: Sections) -> Iterator[Problem]:
             "write 'no'",
             "custom.val_jsonl",
         )
+    yield from _augment_checks(config)
     yield from _training_checks(config.training)
     yield from _parallel_checks(config)
     yield from _tuner_checks(config)
     if config.rollout_matching is not None:
         yield from rollout_checks(config, config.rollout_matching)
+
+
+def _augment_checks(config: Sections) -> Iterator[Problem]:
+    augment = config.data.augment
+    if augment is None:
+        return
+    if config.custom.trainer_variant is not None:
+        yield problem(
+            "data.augment",
+            "belongs to stage 1: the rollouts of stage 2 are asked for images in files, as they are. Remove it",
+            "custom.trainer_variant",
+        )
+    if augment.scale[0] > augment.scale[1]:
+        yield problem("data.augment.scale", f"{list(augment.scale)}: the least factor comes first")
 
 
 def _variant_checks(config: Sections) -> Iterator[Problem]:

@@ -2,13 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from coordexp.config.strict import FilePath, StrictModel
+from coordexp.config.strict import FilePath, ListOf, StrictModel
 
 TrainerVariant = Literal["stage2_rollout_aligned", "stage2_two_channel"]
+
+
+Probability = Annotated[float, Field(ge=0, le=1)]
+
+
+class AugmentConfig(StrictModel):
+    """Random views of training images: stage 1 only. Each follows from (training.seed, epoch, the sample's place)."""
+
+    horizontal_flip: Probability = Field(default=0.0, description="probability of a mirror image")
+    vertical_flip: Probability = Field(default=0.0, description="probability of an image upside down")
+    scale: Annotated[ListOf[Annotated[float, Field(ge=0.1, le=10)]], Field(min_length=2, max_length=2)] = Field(
+        default=(1.0, 1.0),
+        description="least and largest factor by which the content grows; the image keeps its size: what grows beyond "
+        "it is cut off, what shrinks stands before grey",
+    )
+    crop: float = Field(
+        default=1.0, gt=0, le=1, description="least share of each side that a random window keeps; 1 = the whole image"
+    )
+    colour: float = Field(
+        default=0.0, ge=0, le=0.9, description="brightness, contrast and saturation change by up to this share"
+    )
+    min_visible: float = Field(
+        default=0.3, gt=0, le=1, description="an object of which less of its area is in view is left out, and counted"
+    )
 
 
 class DataConfig(StrictModel):
@@ -16,6 +40,9 @@ class DataConfig(StrictModel):
 
     num_workers: int = Field(
         default=0, ge=0, description="processes that read and encode samples; 0 reads in the trainer's own"
+    )
+    augment: AugmentConfig | None = Field(
+        default=None, description="random views of training images and their objects; null = images as they are"
     )
 
 
@@ -76,7 +103,8 @@ class CustomConfig(StrictModel):
     )
     object_ordering: Literal["sorted", "random", "file"] = Field(
         default="sorted",
-        description="objects of an answer from top to bottom then left to right, shuffled once, or as in the file",
+        description="objects of an answer from top to bottom then left to right, shuffled anew each epoch, or as in "
+        "the file",
     )
     emit_norm: Literal["none"] = Field(default="none", description="coordinates are written as the dataset has them")
     json_format: Literal["standard"] = Field(default="standard", description="answers are one line of plain JSON")

@@ -7,7 +7,6 @@ from typing import Any
 
 from coordexp.config.root import RunConfig
 
-FILE_NAME = "coordexp.schema.json"
 _ENVIRONMENT = r"\$\{env:"
 
 

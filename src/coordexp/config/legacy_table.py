@@ -184,7 +184,7 @@ _CUSTOM = (
     *_gone(
         "custom",
         "augmentation augmentation_curriculum",
-        "images are trained as they are; write augmented images and records when converting, and delete the section",
+        "declare flips, scale, crop and colour in data.augment (stage 1), and delete the section",
     ),
     *_gone(
         "custom",

@@ -79,8 +79,13 @@ class TargetConfig(StrictModel):
         description="keep the model's text, untaught, and append what it missed; or rewrite it in place: its order and "
         "coordinates, the annotations' descriptions, and the text of matched objects taught too",
     )
-    unmatched: Literal["mask", "drop"] = Field(
-        default="mask", description="objects that no annotation matches: left in the answer untaught, or left out"
+    unmatched: Literal["mask", "drop", "soft"] = Field(
+        default="mask",
+        description="objects that no annotation matches: left in the answer untaught; left out; or, where the learner "
+        "is sure of one that overlaps nothing else, its text taught by that confidence (others are left untaught)",
+    )
+    soft_threshold: float = Field(
+        default=0.5, gt=0, le=1, description="least confidence of an object that becomes soft, with unmatched: soft"
     )
     duplicates: Literal["keep", "drop", "replace"] = Field(
         default="keep",
@@ -122,7 +127,7 @@ class RolloutMatchingConfig(StrictModel):
         "matching": "candidate_top_k maskiou_gate maskiou_resolution fp_cost fn_cost",
         "transport": "ot_cost ot_epsilon ot_iters",
         "objective": "target coord_decode_mode pipeline",
-        "engine": "vllm offload",
+        "engine": "vllm offload rollouts_ahead",
         "figures and records": "eval_detection monitor_dump",
     }
 
@@ -162,6 +167,11 @@ class RolloutMatchingConfig(StrictModel):
     offload: OffloadConfig = Field(
         default=OffloadConfig(), description="what leaves the device while a colocated engine generates"
     )
+    rollouts_ahead: Literal[0, 1] = Field(
+        default=0,
+        description="1: servers answer the next step's prompts while a step learns, so every answer is one step old; "
+        "0: each step waits for answers of its own weights",
+    )
     eval_detection: EvalDetectionConfig = Field(
         default=EvalDetectionConfig(), description="detection figures of evaluation while training"
     )
@@ -174,3 +184,8 @@ class RolloutMatchingConfig(StrictModel):
     def is_colocated(self) -> bool:
         """Whether the engine shares the learner's process and device: where offload means something."""
         return self.rollout_backend == "vllm" and self.vllm.mode == "colocate"
+
+    @property
+    def is_served(self) -> bool:
+        """Whether servers answer, with weights of their own."""
+        return self.rollout_backend == "vllm" and self.vllm.mode == "server"

@@ -24,13 +24,21 @@ def rollout_checks(config: Sections, rollout: RolloutMatchingConfig) -> Iterator
             "global_max_length",
         )
     yield from _repeat_checks(rollout)
-    yield from _target_checks(rollout)
+    yield from _target_checks(config, rollout)
     if rollout.is_colocated and rollout.offload.enabled and rollout.eval_detection.score_mode == "confidence":
         yield problem(
             f"{_RM}.eval_detection.score_mode",
             "confidence needs the learner during rollouts, and offload moves it away; write score_mode: constant, or "
             "offload.enabled: false",
             f"{_RM}.offload.enabled",
+            f"{_RM}.rollout_backend",
+            f"{_VLLM}.mode",
+        )
+    if rollout.rollouts_ahead and not rollout.is_served:
+        yield problem(
+            f"{_RM}.rollouts_ahead",
+            "1 needs engines that keep their weights while the learner changes its own: vLLM servers (rollout_backend: "
+            "vllm with vllm.mode: server); without them write 0",
             f"{_RM}.rollout_backend",
             f"{_VLLM}.mode",
         )
@@ -60,8 +68,20 @@ def _decoding_checks(rollout: RolloutMatchingConfig) -> Iterator[Problem]:
             )
 
 
-def _target_checks(rollout: RolloutMatchingConfig) -> Iterator[Problem]:
+def _target_checks(config: Sections, rollout: RolloutMatchingConfig) -> Iterator[Problem]:
     target, section = rollout.target, f"{_RM}.target"
+    if target.soft_threshold != 0.5 and target.unmatched != "soft":
+        yield problem(
+            f"{section}.soft_threshold", "has no effect without target.unmatched: soft", f"{section}.unmatched"
+        )
+    if target.unmatched == "soft" and (config.fsdp.enabled or config.deepspeed.enabled):
+        yield problem(
+            f"{section}.unmatched",
+            "soft asks the learner, on each rank for its own answers, how sure it is, which sharded weights do not "
+            "allow; write mask, or train without fsdp and deepspeed",
+            "fsdp.enabled",
+            "deepspeed.enabled",
+        )
     if target.answer == "rewritten":
         return
     for key, default in {"unmatched": "mask", "duplicates": "keep", "missed": "append"}.items():

@@ -1,4 +1,5 @@
-"""The sections of a configuration, each valid by itself; :mod:`coordexp.config.checks` holds the rules between them."""
+"""The sections of a configuration, each valid by itself, and ``debug``, whose keys stand for theirs;
+:mod:`coordexp.config.checks` holds the rules between them."""
 
 from __future__ import annotations
 
@@ -7,15 +8,32 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from coordexp.config.data import CustomConfig, DataConfig
-from coordexp.config.debug import DebugConfig
-from coordexp.config.launch import LaunchConfig
-from coordexp.config.model import ModelConfig, TemplateConfig
-from coordexp.config.parallel import DeepSpeedConfig, FSDPConfig
+from coordexp.config.model import ModelConfig, TemplateConfig, TunerConfig
+from coordexp.config.processes import DeepSpeedConfig, FSDPConfig, LaunchConfig
 from coordexp.config.rollout import RolloutMatchingConfig
-from coordexp.config.strict import StrictModel
+from coordexp.config.strict import FilePath, StrictModel
 from coordexp.config.training import TrainingConfig
-from coordexp.config.tuner import TunerConfig
 from coordexp.config.two_channel import Stage2ABConfig
+
+
+class DebugConfig(StrictModel):
+    """Replacements for keys of other sections, put in their place when the file is read and ``enabled`` is true."""
+
+    enabled: bool = Field(default=False, description="put the keys below in place of those they stand for")
+    output_dir: FilePath | None = Field(default=None, description="stands for training.output_dir; null leaves it")
+    train_sample_limit: int | None = Field(
+        default=None, ge=1, description="stands for custom.train_sample_limit; null leaves it"
+    )
+    val_sample_limit: int | None = Field(
+        default=None, ge=1, description="stands for custom.val_sample_limit; null leaves it"
+    )
+
+
+DEBUG_STANDS_FOR: dict[str, tuple[str, str]] = {
+    "output_dir": ("training", "output_dir"),
+    "train_sample_limit": ("custom", "train_sample_limit"),
+    "val_sample_limit": ("custom", "val_sample_limit"),
+}
 
 
 class Sections(StrictModel):

@@ -1,5 +1,9 @@
 """YAML files → plain data that knows where each key was written: ``extends``, environment variables, overrides.
 
+Positions come from PyYAML's own nodes. By hand, although ruamel.yaml keeps positions: it does so only in its parser
+written in Python, where this reads with libyaml's; and for what takes the lines here (``extends``, variables, keys on
+the command line, keys that stand twice) it has no part.
+
 The YAML is that of version 1.2 where 1.1 surprises: ``no`` and ``on`` are words, ``1e-3`` is a number, ``1:30`` and
 ``2026-01-31`` are text.
 """
@@ -309,10 +313,14 @@ class _NodeReader:
                 return text
             node = yaml.ScalarNode(self.loader.resolve(yaml.ScalarNode, text, (True, False)), text)
         try:
-            return self.loader.construct_object(node, deep=True)
+            value = self.loader.construct_object(node, deep=True)
         except (ValueError, LookupError):  # what PyYAML's constructors raise for `!!int x`, `!!int ''`, `!!bool x`
             self._problem(here, f"cannot be read as {node.tag.rsplit(':', 1)[-1]}: {node.value[:40]!r}")
             return None
+        if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+            self._problem(here, f"{node.value[:40]} has more than 64 bits; no number here is so large")
+            return None
+        return value
 
     def _replacement(self, found: re.Match[str], here: KeyPath) -> str:
         text = found.group()

@@ -34,11 +34,21 @@ class StrictModel(BaseModel):
     )
 
 
+def default_of(section: type[StrictModel], key: str) -> Any:
+    """What ``key`` of ``section`` is where nobody writes it: for the parts that may be called outside of a run, so that
+    a default stands in one place. A key without a default is a mistake of the caller's."""
+    field = section.model_fields[key]
+    assert not field.is_required(), f"{section.__name__}.{key} has no default"
+    return field.get_default(call_default_factory=True)
+
+
 # A YAML list becomes a tuple; its elements stay strict.
 ListOf = Annotated[tuple[T, ...], Strict(False)]
 
 
 def _path_from_text(value: object) -> object:
+    if isinstance(value, str) and "\0" in value:
+        raise ValueError("a path cannot hold the character NUL")
     return Path(value) if isinstance(value, str) and value.strip() else value
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from pydantic_core import ErrorDetails
 
@@ -135,8 +135,3 @@ def _slips(a: str, b: str) -> int:
                 row[j] = min(row[j], before[j - 2] + 1)
         before, last = last, row
     return last[-1]
-
-
-def ungrouped(valid: Iterable[str], groups: Mapping[str, str]) -> set[str]:
-    """Keys that stand in no group, or groups' entries that are no keys; empty when ``groups`` is right."""
-    return set(valid) ^ {key for keys in groups.values() for key in keys.split()}

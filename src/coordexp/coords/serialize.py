@@ -60,7 +60,7 @@ def serialize_append(
 
 
 def append_fragment(
-    objects: Sequence[GTObject], prefix_text: str, start_index: int, field_order: FieldOrder = "desc_first"
+    objects: Sequence[GTObject], prefix_text: str, start_index: int, field_order: FieldOrder
 ) -> Fragment:
     """:func:`serialize_append`, with the positions of the desc values, and trusting ``prefix_text`` but for its end: a
     parsed rollout's prefix is an open root object."""

@@ -1,14 +1,13 @@
 """Datasets: the JSONL format, images, converters, prompts, generated scenes. Importing this loads no torch."""
 
 from coordexp.data.images import open_rgb
-from coordexp.data.jsonl import ObjectOrdering, check_dataset, iter_jsonl, order_objects, read_jsonl
+from coordexp.data.jsonl import ObjectOrdering, check_dataset, order_objects, read_jsonl
 from coordexp.data.smart_resize import smart_resize
 from coordexp.data.write import write_jsonl
 
 __all__ = [
     "ObjectOrdering",
     "check_dataset",
-    "iter_jsonl",
     "open_rgb",
     "order_objects",
     "read_jsonl",

@@ -13,7 +13,7 @@ from typing import Any
 
 from coordexp.data.images import image_exists, open_rgb, read_header, size_problem
 from coordexp.data.jsonl import numbered_lines
-from coordexp.data.record_line import parse_line
+from coordexp.data.record_line import LineFault, RefusedLine, parse_line
 from coordexp.data.smart_resize import shape_problem
 from coordexp.errors import DataError
 from coordexp.records import NUM_BINS, GTObject, ImageRecord
@@ -72,6 +72,7 @@ class DatasetCheck:
     max_tokens: int | None = None
 
     def add(self, finding: Finding, where: str, detail: str) -> None:
+        """Note one finding; ``where`` is its place and ``detail`` what a person needs to find it."""
         self.found.append(Found(finding, where, detail))
 
     @property
@@ -80,12 +81,15 @@ class DatasetCheck:
         return sum(found.finding in ERRORS for found in self.found)
 
     def counts(self) -> Counter[Finding]:
+        """How often each kind of finding was made."""
         return Counter(found.finding for found in self.found)
 
     def classes(self) -> Counter[str]:
+        """Objects of the sound records by description."""
         return Counter(obj.desc for record in self.records for obj in record.objects)
 
     def kinds(self) -> Counter[str]:
+        """Objects of the sound records by geometry."""
         return Counter(obj.kind for record in self.records for obj in record.objects)
 
     def soft_objects(self) -> int:
@@ -147,7 +151,7 @@ def check_jsonl(
         check.lines += 1
         try:
             record = parse_line(text, path=path, line=number)
-        except DataError as error:
+        except RefusedLine as error:
             _add_refused(check, f"{path.name}:{number}", text, error)
             continue
         check.records.append(record)
@@ -166,18 +170,20 @@ def check_jsonl(
     return check
 
 
-def _add_refused(check: DatasetCheck, where: str, text: bytes, error: DataError) -> None:
+def _add_refused(check: DatasetCheck, where: str, text: bytes, error: RefusedLine) -> None:
     """A line that is no record, by the likeliest cause."""
-    reason = str(error).removeprefix(f"{error.path}:{error.line}: ")
     boxes = [box for box in _raw_boxes(text) if len(box) == 4]
     inverted = [box for box in boxes if box[2] < box[0] or box[3] < box[1]]
-    if "is inverted" in reason and all(box[0] + box[2] <= NUM_BINS and box[1] + box[3] <= NUM_BINS for box in inverted):
-        detail = f"{reason}; {len(inverted)} of {len(boxes)} boxes of the line are, all of which fit as x, y, w, h"
+    fit_as_xywh = all(box[0] + box[2] <= NUM_BINS and box[1] + box[3] <= NUM_BINS for box in inverted)
+    if error.fault is LineFault.INVERTED_BOX and fit_as_xywh:
+        detail = (
+            f"{error.reason}; {len(inverted)} of {len(boxes)} boxes of the line are, all of which fit as x, y, w, h"
+        )
         check.add(Finding.XYWH_LOOKING, where, detail)
-    elif "0..999, not pixels" in reason:
-        check.add(Finding.OUT_OF_RANGE, where, reason)
+    elif error.fault is LineFault.BEYOND_BINS:
+        check.add(Finding.OUT_OF_RANGE, where, error.reason)
     else:
-        check.add(Finding.SCHEMA, where, reason)
+        check.add(Finding.SCHEMA, where, error.reason)
 
 
 def _raw_boxes(text: bytes) -> list[list[int]]:

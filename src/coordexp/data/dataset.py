@@ -7,8 +7,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from PIL import Image
+
+from coordexp.config.data import AugmentConfig
+from coordexp.data.augment import LEFT_OUT, draw_view
+from coordexp.data.images import open_rgb
 from coordexp.data.jsonl import order_objects
+from coordexp.errors import DataError
 from coordexp.records import ImageRecord, RolloutRequest
+
+_EPOCH = "@epoch"  # of a view's sample id, behind its record's
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,25 +30,76 @@ class Sample:
 class RecordDataset:
     """A map-style dataset over records, as torch's loaders take one; reading answers needs it, and no torch.
 
-    ``ordering: random`` shuffles a record's objects by (seed, its index): the same in every epoch and on every rank.
+    ``ordering: random`` shuffles a record's objects by (seed, epoch, its index), the same on every rank; with
+    ``augment`` a sample is a view of its record, drawn by the same three. Outside of training the epoch is 0.
     """
 
     def __init__(
         self,
         records: Sequence[ImageRecord],
-        encode: Callable[[ImageRecord], RolloutRequest],
+        encode: Callable[..., RolloutRequest],
         ordering: Literal["sorted", "random", "file"] = "sorted",
         seed: int = 0,
+        augment: AugmentConfig | None = None,
     ) -> None:
+        """``encode(record)``; with ``augment`` also ``encode(record, image)``, for an image that no file holds."""
+        self._ordering: Literal["sorted", "random", "file"] = ordering
+        self._seed = seed
+        self._augment = augment
+        self._epoch = 0
+        self._encode = encode
+        self._places: dict[str, int] = {}
         self.records = tuple(
-            replace(record, objects=order_objects(record.objects, ordering, random.Random(f"{seed}:{index}")))
+            replace(record, objects=order_objects(record.objects, ordering, self._shuffle(0, index)))
             for index, record in enumerate(records)
         )
-        self._encode = encode
 
     def __len__(self) -> int:
         return len(self.records)
 
     def __getitem__(self, index: int) -> Sample:
+        return self._sample(index, self._epoch)
+
+    def set_epoch(self, epoch: int) -> None:
+        """From now on samples are those of this epoch; before a loader's workers start."""
+        self._epoch = epoch
+
+    def request_of(self, sample_id: str) -> RolloutRequest:
+        """The prompt of a sample that this dataset gave, in whatever epoch.
+
+        Raises:
+            DataError: it holds no such record.
+        """
+        name, _, epoch = sample_id.rpartition(_EPOCH) if self._augment is not None else (sample_id, "", "0")
+        if not self._places:
+            self._places = {record.sample_id: index for index, record in enumerate(self.records)}
+        index = self._places.get(name)
+        if index is None or not epoch.isdecimal():
+            raise DataError(
+                f"the checkpoint's carry buffer holds sample {sample_id}, which custom.train_jsonl does not; go on "
+                "with the same data and the same data.augment"
+            )
+        return self._sample(index, int(epoch)).request
+
+    def _sample(self, index: int, epoch: int) -> Sample:
         record = self.records[index]
+        if self._augment is not None:
+            record, image = self.view(index, epoch)
+            return Sample(record, self._encode(record, image))
+        if self._ordering == "random" and epoch:
+            record = replace(record, objects=order_objects(record.objects, "random", self._shuffle(epoch, index)))
         return Sample(record, self._encode(record))
+
+    def view(self, index: int, epoch: int) -> tuple[ImageRecord, Image.Image]:
+        """What ``augment`` makes of a record in an epoch: the record with the objects as seen, and the image."""
+        assert self._augment is not None, "asked of a dataset that is augmented"
+        record = self.records[index]
+        view = draw_view(self._augment, self._seed, epoch, index)
+        objects, left_out = view.objects(record.objects, self._augment.min_visible)
+        image = view.image(open_rgb(record.image, expected_size=(record.width, record.height)))
+        ordered = order_objects(objects, self._ordering, self._shuffle(epoch, index))
+        name, metadata = f"{record.sample_id}{_EPOCH}{epoch}", {**record.metadata, LEFT_OUT: left_out}
+        return replace(record, sample_id=name, objects=ordered, metadata=metadata), image
+
+    def _shuffle(self, epoch: int, index: int) -> random.Random:
+        return random.Random(f"{self._seed}:{index}" if epoch == 0 else f"{self._seed}:{epoch}:{index}")

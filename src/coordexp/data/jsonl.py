@@ -44,17 +44,6 @@ def read_jsonl(path: str | Path, *, limit: int | None = None, check_images: bool
     return records
 
 
-def iter_jsonl(path: str | Path, *, limit: int | None = None) -> Iterator[ImageRecord]:
-    """Read a dataset line by line; stops at the first bad line.
-
-    Raises:
-        DataError: as :func:`read_jsonl`, but for the first problem only.
-    """
-    path = Path(path)
-    for number, text in numbered_lines(path, limit):
-        yield parse_line(text, path=path, line=number)
-
-
 def check_dataset(records: Iterable[ImageRecord]) -> None:
     """Check that every image exists, opens, and has its record's size. Reads headers only.
 

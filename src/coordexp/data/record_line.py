@@ -17,6 +17,7 @@ import os
 import re
 import unicodedata
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -34,20 +35,41 @@ _REFUSED_CATEGORIES = frozenset({"Cc", "Cs", "Zl", "Zp"})
 _NORM1000_HINT = "values are norm1000 integers 0..999, not pixels: round(999 * x / max(1, width - 1))"
 
 
+class LineFault(Enum):
+    """What kind of mistake refuses a line, where a check tells kinds apart."""
+
+    OTHER = "other"
+    INVERTED_BOX = "inverted_box"
+    BEYOND_BINS = "beyond_bins"  # a number that is no bin: pixels, most often
+
+
+class RefusedLine(DataError):
+    """A line that is no record. ``reason`` is the message without the place, ``fault`` what kind of mistake it is."""
+
+    def __init__(self, reason: str, fault: LineFault, *, path: Path, line: int) -> None:
+        super().__init__(reason, path=path, line=line)
+        self.reason = reason
+        self.fault = fault
+
+
 class _Invalid(ValueError):
     """A sentence about a line, before it knows its file and line number."""
+
+    def __init__(self, reason: str, fault: LineFault = LineFault.OTHER) -> None:
+        super().__init__(reason)
+        self.fault = fault
 
 
 def parse_line(text: str | bytes, *, path: Path, line: int) -> ImageRecord:
     """One line of the dataset at ``path`` (its folder resolves relative images; ``line`` counts from 1).
 
     Raises:
-        DataError: what is wrong, with ``path:line`` and the object's 0-based index.
+        RefusedLine: what is wrong, with ``path:line`` and the object's 0-based index.
     """
     try:
         return _record(_load(text), path, line)
     except _Invalid as problem:
-        raise DataError(str(problem), path=path, line=line) from None
+        raise RefusedLine(str(problem), problem.fault, path=path, line=line) from None
 
 
 def clean_desc(desc: Any) -> str:
@@ -159,7 +181,7 @@ def _object(index: int, value: Any) -> GTObject:
             raise _Invalid(f"needs exactly one of {' or '.join(GEOMETRY_KINDS)}; found {found}")
         return GTObject(desc, kinds[0], _bins(kinds[0], value[kinds[0]]), _soft(value) if "soft" in value else None)
     except _Invalid as problem:
-        raise _Invalid(f"objects[{index}]: {problem}") from None
+        raise _Invalid(f"objects[{index}]: {problem}", problem.fault) from None
 
 
 def _bins(kind: GeometryKind, values: Any) -> tuple[int, ...]:
@@ -178,7 +200,8 @@ def _bins(kind: GeometryKind, values: Any) -> tuple[int, ...]:
     if x2 < x1 or y2 < y1:
         raise _Invalid(
             f"bbox_2d {list(bins)} is inverted; expected [x1, y1, x2, y2] with x1 <= x2 and y1 <= y2 "
-            "(is it [x, y, width, height]? then write x + width, y + height)"
+            "(is it [x, y, width, height]? then write x + width, y + height)",
+            LineFault.INVERTED_BOX,
         )
     return bins
 
@@ -204,7 +227,7 @@ def _bin(kind: str, index: int, value: Any) -> int:
         )
     if isinstance(value, list):
         raise _Invalid(f"{kind}[{index}] is a list; expected a flat list x, y, x, y, … without inner brackets")
-    raise _Invalid(f"{kind}[{index}] is {_show(value)}; {_NORM1000_HINT}")
+    raise _Invalid(f"{kind}[{index}] is {_show(value)}; {_NORM1000_HINT}", LineFault.BEYOND_BINS)
 
 
 def _check_fields(mapping: Mapping[str, Any], valid: Sequence[str]) -> None:

@@ -1,7 +1,7 @@
 """Answers for a dataset → detection figures, comparisons, tables and pictures."""
 
 from coordexp.evaluation.answers import Detection, ImageAnswer, read_answers
-from coordexp.evaluation.detection import Prediction, detection_counts, detection_metrics, match_by_desc
+from coordexp.evaluation.detection import Prediction, detection_metrics, match_by_desc
 from coordexp.evaluation.predict import evaluate_dataset, predict
 from coordexp.evaluation.summary import EvaluationOptions, Summary, summarise
 
@@ -11,7 +11,6 @@ __all__ = [
     "ImageAnswer",
     "Prediction",
     "Summary",
-    "detection_counts",
     "detection_metrics",
     "evaluate_dataset",
     "match_by_desc",

@@ -57,6 +57,7 @@ class ImageAnswer:
 
     @property
     def num_dropped(self) -> int:
+        """Entries of the answer that the strict parser refused, for whatever reason."""
         return sum(self.dropped.values())
 
     @property

@@ -2,7 +2,9 @@
 
 pycocotools walks through every class of every image four times, once for each range of areas. Here whole arrays are
 compared, and only detections that compete for an object are walked through; overlaps are pycocotools' own. The figures
-are the same to the last bit, which ``tests/unit/evaluation/test_average_precision.py`` checks. Crowds are the soft
+are the same to the last bit, which ``tests/unit/evaluation/test_average_precision.py`` checks. By hand, because
+comparing two runs weighs images anew a thousand times (:meth:`ClassCurve.precision_TR`), for which neither pycocotools
+nor faster-coco-eval, which recount, has a counterpart. Crowds are the soft
 objects of a JSONL: what lies in one is ignored, however much of it.
 
 Suffixes: D detections, G objects, P pairs of them, T thresholds, R recalls, N images.

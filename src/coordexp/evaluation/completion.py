@@ -14,7 +14,7 @@ from coordexp.data.record_line import clean_desc
 from coordexp.errors import DataError
 from coordexp.evaluation.answers import Detection, ImageAnswer
 from coordexp.geometry import Shape, aabb, mask_iou
-from coordexp.matching import MatchingConfig, match_objects
+from coordexp.matching import MAX_OVERLAP_OF_OTHERS, MatchingConfig, match_objects
 from coordexp.records import NUM_BINS, GTObject, ImageRecord
 
 PROVENANCE = "completion"  # the field of a record's metadata: a list, one entry per completion
@@ -47,7 +47,7 @@ class CompletionRules:
     """
 
     threshold: float = 0.5
-    max_overlap: float = 0.2
+    max_overlap: float = MAX_OVERLAP_OF_OTHERS
     min_size: float = 1.0
     weight: float | None = None
     known_descs: bool = False

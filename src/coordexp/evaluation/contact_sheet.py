@@ -35,8 +35,15 @@ def round_trip(objects: Sequence[GTObject], vocab: CoordVocab) -> list[GTObject]
     return [GTObject(obj.desc, obj.kind, obj.bins, soft) for obj, soft in zip(parsed.objects, softs, strict=True)]
 
 
-def draw_contact_sheet(records: Sequence[ImageRecord], vocab: CoordVocab, path: Path, columns: int = 4) -> Path:
+def draw_contact_sheet(
+    records: Sequence[ImageRecord],
+    vocab: CoordVocab,
+    path: Path,
+    columns: int = 4,
+    images: Sequence[Image.Image] | None = None,
+) -> Path:
     """A PNG with a tile per record: its image, and its objects after the round trip, one colour per description.
+    ``images``: in place of the records' files.
 
     Raises:
         DataError: an image cannot be read. ValueError: there is no record.
@@ -48,15 +55,15 @@ def draw_contact_sheet(records: Sequence[ImageRecord], vocab: CoordVocab, path: 
     rows = -(-len(records) // columns)
     sheet = Image.new("RGB", (columns * _TILE, rows * _TILE), "#202020")
     for k, record in enumerate(records):
-        tile = _tile(record, round_trip(record.objects, vocab), colour_of)
+        image = open_rgb(record.image) if images is None else images[k]
+        tile = _tile(image, round_trip(record.objects, vocab), colour_of)
         sheet.paste(tile, (k % columns * _TILE, k // columns * _TILE))
     path.parent.mkdir(parents=True, exist_ok=True)
     sheet.save(path)
     return path
 
 
-def _tile(record: ImageRecord, objects: Sequence[GTObject], colour_of: dict[str, str]) -> Image.Image:
-    image = open_rgb(record.image)
+def _tile(image: Image.Image, objects: Sequence[GTObject], colour_of: dict[str, str]) -> Image.Image:
     scale = (_TILE - 4) / max(image.size)
     image = image.resize((max(1, round(image.width * scale)), max(1, round(image.height * scale))))
     draw_objects(image, [(obj, colour_of.get(obj.desc, "white")) for obj in objects])

@@ -43,6 +43,7 @@ class ImageCounts:
 
     @property
     def density(self) -> str:
+        """The range of object counts that this image's annotations fall into."""
         return density_bin(int(self.counts["gt"]))
 
 
@@ -157,12 +158,6 @@ def count_image(answer: ImageAnswer, threshold: float = IOU_THRESHOLD) -> ImageC
         by_desc[objects[i].desc]["matched"] += 1
         by_desc[objects[i].desc]["matched_iou_sum"] += iou  # pyright: ignore[reportArgumentType]
     return ImageCounts(counts, dict(by_desc))
-
-
-def detection_counts(predictions: Iterable[Prediction | ImageAnswer], threshold: float = IOU_THRESHOLD) -> Counter[str]:
-    """Sums over images; add the counters of several ranks before deriving figures from them."""
-    answers = (item.answer() if isinstance(item, Prediction) else item for item in predictions)
-    return sum_counts(count_image(answer, threshold).counts for answer in answers)
 
 
 def sum_counts(parts: Iterable[Mapping[str, float]]) -> Counter[str]:

@@ -1,4 +1,8 @@
-"""Descriptions that no table knows → the annotated category whose meaning is nearest, by a text encoder on disk."""
+"""Descriptions that no table knows → the annotated category whose meaning is nearest, by a text encoder on disk.
+
+By hand, because of sentence-transformers only this much is used: transformers loads the encoder, and pooling and
+normalising are a line each. Its folders are read as it writes them, and one with other steps is refused.
+"""
 
 from __future__ import annotations
 

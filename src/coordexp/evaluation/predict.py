@@ -22,7 +22,9 @@ ON_COUNTS_ALONE = EvaluationOptions(coco=False)
 class Scorer(Protocol):
     """How sure the model was of each object of an answer."""
 
-    def score(self, request: RolloutRequest, rollout: Rollout, parsed: ParsedRollout) -> tuple[float, ...]: ...
+    def score(self, request: RolloutRequest, rollout: Rollout, parsed: ParsedRollout) -> tuple[float, ...]:
+        """One score in 0..1 for each of ``parsed.objects``, in their order."""
+        ...
 
 
 def predict(

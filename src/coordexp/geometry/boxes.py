@@ -14,10 +14,14 @@ class Shape(Protocol):
     """Anything with a geometry: ground truth, a prediction, an evaluated detection."""
 
     @property
-    def kind(self) -> str: ...
+    def kind(self) -> str:
+        """``"bbox_2d"`` or ``"poly"``."""
+        ...
 
     @property
-    def bins(self) -> Sequence[int]: ...
+    def bins(self) -> Sequence[int]:
+        """Flat norm1000 coordinates: x1, y1, x2, y2 of a box; x, y of each point of a polygon."""
+        ...
 
 
 def ring(shape: Shape) -> np.ndarray:

@@ -23,6 +23,8 @@ _AREAS = 255  # masks whose areas pycocotools counts in one call: it writes thei
 def mask_iou(a: Shape, b: Shape, resolution: int = 256) -> float:
     """IoU, 0..1, of two shapes (``.kind`` and ``.bins``) on a ``resolution`` x ``resolution`` canvas.
 
+    The default is for calls outside of a run, which hands over ``rollout_matching.maskiou_resolution``; it is the same.
+
     Raises:
         ValueError: a malformed shape, or a resolution under 2.
     """
@@ -33,7 +35,7 @@ def mask_iou_pairs(
     first: Sequence[Shape],
     second: Sequence[Shape],
     pairs_K2: np.ndarray,
-    resolution: int = 256,
+    resolution: int,
     aabbs_of: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> np.ndarray:
     """:func:`mask_iou` of chosen pairs only: (K,) float64 for (K, 2) indices into ``first`` and ``second``.

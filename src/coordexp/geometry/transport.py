@@ -36,7 +36,8 @@ def barycentric_targets(
     Args:
         pred_points: (N, 2) points in norm1000. gt_points: (M, 2).
         cost: distance between points, "l2" or "l1", in norm1000 units.
-        epsilon: regularisation in norm1000 units, > 0. iters: number of Sinkhorn sweeps, >= 1.
+        epsilon: regularisation in norm1000 units, > 0. iters: number of Sinkhorn sweeps, >= 1. These three defaults are
+            for calls outside of a run, and the same as those of ``rollout_matching.ot_*``, which a run hands over.
 
     Returns: (N, 2) float64 in norm1000.
 
@@ -47,7 +48,7 @@ def barycentric_targets(
 
 
 def barycentric_targets_of(
-    pairs: Sequence[tuple[ArrayLike, ArrayLike]], cost: TransportCost = "l2", epsilon: float = 10.0, iters: int = 30
+    pairs: Sequence[tuple[ArrayLike, ArrayLike]], cost: TransportCost, epsilon: float, iters: int
 ) -> list[np.ndarray]:
     """:func:`barycentric_targets` of many (pred_points, gt_points), each on its own, in fewer and larger steps."""
     if not (np.isfinite(epsilon) and epsilon > 0):

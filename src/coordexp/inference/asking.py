@@ -53,6 +53,8 @@ def asking_config(model: str | Path, asking: Asking) -> RunConfig:
         "decode_batch_size": asking.batch_size,
         "max_new_tokens": min(answer, max(1, longest // 2)) if asking.max_new_tokens is None else answer,
     }
+    if asking.backend == "vllm":
+        rollout["vllm"] = _engine()
     if "repeat_terminate" in asked:
         rollout["repeat_terminate"] = asked["repeat_terminate"]
     return parse_config(
@@ -66,6 +68,14 @@ def asking_config(model: str | Path, asking: Asking) -> RunConfig:
         },
         str(folder),
     )
+
+
+def _engine() -> dict[str, Any]:
+    """One engine for each process, whose learner beside it is whole too. Compiling its kernels takes minutes on a CPU,
+    and saves little there."""
+    from coordexp.vllm_engine.cpu import has_gpu
+
+    return {"tensor_parallel_size": 1, "enforce_eager": not has_gpu()}
 
 
 def _resolved(folder: Path) -> Mapping[str, Any]:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-from pydantic import ValidationError
 from rich.console import Console
 
 from coordexp import distributed
-from coordexp.config import RunConfig, TemplateConfig, load_config, parse_config
+from coordexp.config import RunConfig, load_config
+from coordexp.config.rollout import RolloutMatchingConfig
+from coordexp.config.strict import default_of
 from coordexp.data.jsonl import read_jsonl
 from coordexp.data.write import write_jsonl
 from coordexp.errors import ConfigError
@@ -27,12 +26,12 @@ from coordexp.evaluation.completion import (
 )
 from coordexp.evaluation.contact_sheet import draw_contact_sheet
 from coordexp.files import write_atomically
+from coordexp.inference.asking import Asking, asking_config
 from coordexp.inference.predict import run_prediction
 from coordexp.modeling.fingerprint import checkpoint_fingerprint
 from coordexp.modeling.load import load_vocab
-from coordexp.training.manifest import RESOLVED_CONFIG
 
-_LONGEST = 16384  # tokens of a prompt and its answer, where no configuration sets a limit
+_BATCH = 16  # images answered at once, where nobody says how many
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +53,14 @@ class CompletionResult:
 
 
 def answering_config(
-    model: Path | None, source: Path, out: Path, *, config: Path | None, prompt: str | None, batch_size: int | None
+    model: Path | None, *, config: Path | None, prompt: str | None, batch_size: int | None
 ) -> RunConfig:
-    """What to ask, and how: ``config`` if given; else the prompt and number type of the run that ``model`` comes from,
-    where its ``resolved_config.yaml`` lies in the folder or above it, and transformers' generation. Always greedy.
+    """What to ask, and how: ``config`` if given; else as the run asked that ``model`` comes from (see
+    :func:`~coordexp.inference.asking.asking_config`), by transformers. Always greedy.
 
     Raises:
         ConfigError: neither a model nor a configuration is named, or one of the files describes no run.
+        CheckpointError: no such folder.
     """
     if config is not None:
         values: dict[str, Any] = {} if model is None else {"model.model": str(model)}
@@ -73,36 +73,12 @@ def answering_config(
         return run
     if model is None:
         raise ConfigError("name the checkpoint that answers with --model, or a run's YAML with --config")
-    resolved = _resolved_of(model)
-    template = resolved.get("template") or {}
-    if prompt is not None:
-        template = {**template, "prompt": prompt}
-    dtype = (resolved.get("model") or {}).get("dtype")
-    return parse_config(
-        {
-            "model": {"model": str(model), **({} if dtype is None else {"dtype": dtype})},
-            "template": template,
-            "custom": {"train_jsonl": str(source)},
-            "training": {"output_dir": str(out.parent)},
-            "global_max_length": _LONGEST,
-            "rollout_matching": {"rollout_backend": "hf", "decode_batch_size": batch_size or 16},
-        },
-        str(model),
+    asking = Asking(
+        batch_size=_BATCH if batch_size is None else batch_size,
+        max_new_tokens=default_of(RolloutMatchingConfig, "max_new_tokens"),
+        prompt=prompt,
     )
-
-
-def _resolved_of(model: Path) -> Mapping[str, Any]:
-    """``resolved_config.yaml`` of the run that ``model`` comes from; empty without one."""
-    path = next((folder / RESOLVED_CONFIG for folder in (model, model.parent) if (folder / RESOLVED_CONFIG).is_file()),
-                None)  # fmt: skip
-    if path is None:
-        return {}
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-        TemplateConfig.model_validate(content["template"])
-    except (OSError, yaml.YAMLError, KeyError, TypeError, ValidationError) as error:
-        raise ConfigError(f"{path}: describes no run ({error}); name the prompt with --prompt or --config") from error
-    return content
+    return asking_config(model, asking)
 
 
 def run_completion(

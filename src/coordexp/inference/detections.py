@@ -65,6 +65,7 @@ class Detections:
 
     @property
     def names(self) -> list[str]:
+        """The objects' names, in the order of the answer."""
         return [obj.name for obj in self.objects]
 
     @property

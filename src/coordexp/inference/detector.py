@@ -18,6 +18,7 @@ from coordexp.data.image_sources import find_images
 from coordexp.errors import DataError
 from coordexp.evaluation.answers import make_answer
 from coordexp.inference.asking import Asking, Backend, asking_config
+from coordexp.inference.class_list import check_classes
 from coordexp.inference.detections import Detections, as_detections
 from coordexp.records import ImageRecord
 
@@ -46,6 +47,7 @@ class Detector:
         prompt: str | None = None,
         dtype: str | None = None,
         scores: bool = True,
+        classes: Sequence[str] = (),
         seed: int = 42,
     ) -> None:
         """
@@ -55,6 +57,7 @@ class Detector:
             device: "cpu" stays off the GPU; None takes one where there is one.
             batch_size: images answered at once.
             max_new_tokens, prompt, dtype: None takes the run's own.
+            classes: the only names that answers may hold; none: whatever the model writes.
             scores: False saves the forward pass that scores an answer.
 
         Raises:
@@ -72,7 +75,9 @@ class Detector:
         self._scores = scores
         self._batch_size = batch_size
         self._open = ExitStack()
-        self._session: InferenceSession = self._open.enter_context(open_session(config, rollout, Path(model)))
+        self._session: InferenceSession = self._open.enter_context(
+            open_session(config, rollout, Path(model), check_classes(classes))
+        )
 
     @overload
     def predict(self, images: Image.Image | np.ndarray) -> Detections: ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -78,18 +79,21 @@ def run_evaluation(
     constant_score: float | None = None,
     rename: Renaming = AS_WRITTEN,
     segm: bool = False,
+    classes: Sequence[str] = (),
 ) -> EvaluationResult:
     """Evaluate, and write figures and answers to ``output`` (``<training.output_dir>/evaluation``).
 
     Predictions are scored by their tokens' probabilities unless ``constant_score`` is given; ``rename``: gives
-    predictions other descriptions; ``segm``: average precision of masks too. Under torchrun the images are shared out
+    predictions other descriptions; ``segm``: average precision of masks too; ``classes``: the only descriptions that
+    answers may hold. Under torchrun the images are shared out
     over the ranks.
     """
     checked = check_evaluation(config, model, data, limit)
     folder = output or Path(config.training.output_dir) / "evaluation"
     options = EvaluationOptions.from_config(checked.rollout.eval_detection)
     options = replace(options, coco=True, constant_score=constant_score, segm=segm or options.segm)
-    found = _evaluate(checked, console, f"evaluating {checked.model}", ON_COUNTS_ALONE, scored=constant_score is None)
+    found = _evaluate(checked, console, f"evaluating {checked.model}", ON_COUNTS_ALONE,
+                      scored=constant_score is None, classes=classes)  # fmt: skip
     mine = [prediction.answer() for prediction in found.predictions]
     written = gather_answers(mine, found.batch_size)
     answers = rename(written)
@@ -100,6 +104,7 @@ def run_evaluation(
             "model": str(checked.model),
             "data": str(checked.data),
             "score": "token_probability" if constant_score is None else "constant",
+            **({"classes": list(classes)} if classes else {}),
             **(rename.about or {}),
         }
         files = write_summary(folder, summary, answers, about, options)
@@ -123,11 +128,17 @@ class _Found(NamedTuple):
 
 
 def _evaluate(
-    checked: CheckedEvaluation, console: Console, description: str, options: EvaluationOptions, *, scored: bool
+    checked: CheckedEvaluation,
+    console: Console,
+    description: str,
+    options: EvaluationOptions,
+    *,
+    scored: bool,
+    classes: Sequence[str] = (),
 ) -> _Found:
     config = checked.config
     with (
-        open_session(config, checked.rollout, checked.model) as session,
+        open_session(config, checked.rollout, checked.model, classes) as session,
         reporting(console, description) as on_progress,
     ):
         dataset = RecordDataset(

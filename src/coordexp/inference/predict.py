@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,17 +14,17 @@ from coordexp import distributed
 from coordexp.config import RunConfig, resolved_rollout
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.data.dataset import RecordDataset
-from coordexp.data.image_sources import find_images
+from coordexp.data.image_sources import Found, find_images
 from coordexp.data.preparation import ImagePreparation, read_preparation
 from coordexp.errors import DataError
 from coordexp.evaluation import Prediction, predict, read_answers
 from coordexp.evaluation.answers import PREDICTIONS, ImageAnswer, from_line, make_answer, to_line
 from coordexp.evaluation.drawing import save_drawings
-from coordexp.evaluation.predict import share_out
+from coordexp.evaluation.predict import Scorer, share_out
 from coordexp.evaluation.scores import ConfidenceScorer
 from coordexp.evaluation.summary import write_coco
 from coordexp.files import append_line, whole_file
-from coordexp.inference.session import open_session, reporting
+from coordexp.inference.session import InferenceSession, open_session, reporting
 from coordexp.modeling.fingerprint import checkpoint_fingerprint
 from coordexp.records import ImageRecord
 from coordexp.rollouts import DatasetSeeds, check_backend
@@ -57,12 +57,14 @@ def run_prediction(
     confidence: bool = False,
     skip_broken: bool = False,
     save_images: bool = False,
+    classes: Sequence[str] = (),
 ) -> PredictionResult:
     """Answer every image of ``source`` (:func:`~coordexp.data.image_sources.find_images`) and write
     ``predictions.jsonl`` and COCO results to ``output``; with ``save_images`` each image with its answer drawn too.
 
     Each batch is on the disk before the next one starts; run again with the same settings, it goes on where it stopped.
     Under torchrun each rank answers its share into a file of its own, and the first joins them at the end.
+    ``classes``: the only descriptions that answers may hold; empty for any.
     ``confidence``: objects are scored by their confidence, which calls for action rather than ranks.
 
     Raises:
@@ -82,42 +84,48 @@ def run_prediction(
     preparation = read_preparation(path)
     score = "confidence" if confidence else constant_score
     settings = _settings(config, rollout, path, sources, score) | _resizing(preparation)
-    _note_unlike_training(console, preparation, records)
-    for image, reason in found.skipped:
-        console.print(f"skipped {image}: {reason}", highlight=False, markup=False, soft_wrap=True)
+    if classes:
+        settings["classes"] = list(classes)
+    _tell_of(console, found, preparation)
     mine = _part(output, distributed.rank())
     PartialState(cpu=config.training.use_cpu)  # joins the process group under torchrun: the next line needs it
-    with distributed.raise_on_all_ranks("coordexp predict"):
-        if distributed.is_main():
-            _claim(output, settings)
-        # Before any rank writes: all ranks must share out the same images.
-        known = {answer.sample_id for part in _parts(output) for answer in _read_part(part)}
+    known = _answered_before(output, settings)
     todo = [index for index, record in enumerate(records) if record.sample_id not in known]
-    with open_session(config, rollout, path) as session, reporting(console, f"predicting with {path}") as on_progress:
+    with (
+        open_session(config, rollout, path, classes) as session,
+        reporting(console, f"predicting with {path}") as on_progress,
+    ):
         batch_size = session.backend.batch_size(rollout.decode_batch_size)
         batches = share_out(todo, distributed.world_size(), batch_size)[distributed.rank()]
         done, total = 0, sum(len(batch) for batch in batches)
-        dataset = RecordDataset(records, session.encoder.encode, "file", config.training.seed)
-        scorer = ConfidenceScorer(session.scorer) if confidence else session.scorer
-        if constant_score is not None:
-            scorer = None
+        scorer = None
+        if constant_score is None:
+            scorer = ConfidenceScorer(session.scorer) if confidence else session.scorer
         with distributed.raise_on_all_ranks("coordexp predict"):
-            for batch in batches:
-                # Seeded by the images' places in the source, so that an interrupted run answers as a whole one.
-                seeds = DatasetSeeds(config.training.seed, batch.start)
-                answered = predict([dataset[i] for i in batch], session.backend, session.loaded.vocab, seeds, scorer)
+            for answered in _answers_of(session, records, batches, config.training.seed, scorer):
                 answers = [_answer(item, found.annotated, constant_score) for item in answered]
                 if answers:
                     append_line(mine, "".join(to_line(answer) + "\n" for answer in answers).encode("utf-8"))
-                done += len(batch)
+                done += len(answered)
                 on_progress(done, total)
     distributed.barrier()
-    if not distributed.is_main():
-        return PredictionResult(output, len(records), len(records) - len(todo), (), found.skipped)
-    answers, files = _finish(output, records)
-    if save_images:
-        files += save_drawings(answers, output / "images")
+    answers, files = _finish(output, records, save_images) if distributed.is_main() else ([], [])
     return PredictionResult(output, len(records), len(records) - len(todo), tuple(files), found.skipped, tuple(answers))
+
+
+def _answers_of(
+    session: InferenceSession,
+    records: Sequence[ImageRecord],
+    batches: Sequence[range],
+    seed: int,
+    scorer: Scorer | None,
+) -> Iterator[list[Prediction]]:
+    """This rank's answers, batch by batch, with the records' own order of objects."""
+    dataset = RecordDataset(records, session.encoder.encode, "file", seed)
+    for batch in batches:
+        # Seeded by the images' places in the source, so that an interrupted run answers as a whole one.
+        seeds = DatasetSeeds(seed, batch.start)
+        yield predict([dataset[i] for i in batch], session.backend, session.loaded.vocab, seeds, scorer)
 
 
 def _answer(item: Prediction, annotated: frozenset[str], constant_score: float | None) -> ImageAnswer:
@@ -153,7 +161,9 @@ def _resizing(preparation: ImagePreparation) -> dict[str, Any]:
     return {} if preparation.resize is None else {"resize": preparation.resize.to_metadata()}
 
 
-def _note_unlike_training(console: Console, preparation: ImagePreparation, records: Sequence[ImageRecord]) -> None:
+def _tell_of(console: Console, found: Found, preparation: ImagePreparation) -> None:
+    """What the user should know of the images before they are answered."""
+    records = found.records
     unlike = [record for record in records if preparation.is_unlike_training(record.width, record.height)]
     if unlike and preparation.seen_pixels is not None:
         least, most = preparation.seen_pixels
@@ -164,6 +174,17 @@ def _note_unlike_training(console: Console, preparation: ImagePreparation, recor
             "may be poor. Resize them, or train on what coordexp data convert made, whose rule travels in checkpoints",
             highlight=False, markup=False, soft_wrap=True,
         )  # fmt: skip
+    for image, reason in found.skipped:
+        console.print(f"skipped {image}: {reason}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _answered_before(output: Path, settings: dict[str, Any]) -> set[str]:
+    """Take the folder for answers of these settings. Returns: which samples it holds; a collective call, as all ranks
+    must share out the same images before any of them writes."""
+    with distributed.raise_on_all_ranks("coordexp predict"):
+        if distributed.is_main():
+            _claim(output, settings)
+        return {answer.sample_id for part in _parts(output) for answer in _read_part(part)}
 
 
 def _claim(output: Path, settings: dict[str, Any]) -> None:
@@ -200,8 +221,8 @@ def _read_part(path: Path) -> list[ImageAnswer]:
     return [from_line(line, path=path, line=number) for number, line in enumerate(lines, start=1)]
 
 
-def _finish(output: Path, records: Sequence[ImageRecord]) -> tuple[list[ImageAnswer], list[Path]]:
-    """One file in the order of the source, and COCO's results from it."""
+def _finish(output: Path, records: Sequence[ImageRecord], save_images: bool) -> tuple[list[ImageAnswer], list[Path]]:
+    """One file in the order of the source, COCO's results from it, and with ``save_images`` the drawings."""
     by_id = {answer.sample_id: answer for part in _parts(output) for answer in _read_part(part)}
     answers = [by_id[record.sample_id] for record in records]
     whole = output / PREDICTIONS
@@ -213,4 +234,6 @@ def _finish(output: Path, records: Sequence[ImageRecord]) -> tuple[list[ImageAns
     paths = [whole, *write_coco(answers, output, "bbox", None)]
     if any(obj.kind == "poly" for answer in answers for obj in answer.pred):
         paths += write_coco(answers, output, "segm", None)
+    if save_images:
+        paths += save_drawings(answers, output / "images")
     return answers, list(dict.fromkeys(paths))

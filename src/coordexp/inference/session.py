@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,8 +35,11 @@ class InferenceSession:
 
 
 @contextmanager
-def open_session(config: RunConfig, rollout: RolloutMatchingConfig, model: Path) -> Iterator[InferenceSession]:
+def open_session(
+    config: RunConfig, rollout: RolloutMatchingConfig, model: Path, classes: Sequence[str] = ()
+) -> Iterator[InferenceSession]:
     """Load ``model`` on this rank's device, start the backend that ``rollout`` names, and close it at the end.
+    ``classes``: the only descriptions that answers may hold; empty for any.
 
     Raises:
         CheckpointError, VocabError, RolloutError.
@@ -54,7 +57,7 @@ def open_session(config: RunConfig, rollout: RolloutMatchingConfig, model: Path)
         checkpoint=base_checkpoint(model),
         open_image=lambda path: loaded.preparation(open_rgb(path)),
     )
-    backend = build_backend(_with_pixels(rollout) if loaded.preparation.resize is not None else rollout, parts)
+    backend = build_backend(_with_pixels(rollout) if loaded.preparation.resize is not None else rollout, parts, classes)
     try:
         with synced(backend, 0):
             template = config.template

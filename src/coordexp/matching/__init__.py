@@ -2,6 +2,14 @@
 
 from coordexp.matching.assign import MatchingConfig, assign_pairs, match_objects
 from coordexp.matching.candidates import top_k_candidates
-from coordexp.matching.duplicates import duplicate_indices, num_duplicates
+from coordexp.matching.duplicates import MAX_OVERLAP_OF_OTHERS, duplicate_indices, num_duplicates
 
-__all__ = ["MatchingConfig", "assign_pairs", "duplicate_indices", "match_objects", "num_duplicates", "top_k_candidates"]
+__all__ = [
+    "MAX_OVERLAP_OF_OTHERS",
+    "MatchingConfig",
+    "assign_pairs",
+    "duplicate_indices",
+    "match_objects",
+    "num_duplicates",
+    "top_k_candidates",
+]

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from coordexp.config.rollout import RolloutMatchingConfig
+from coordexp.config.strict import default_of
 from coordexp.errors import ConfigError
 from coordexp.geometry import Shape, aabbs, mask_iou_pairs
 from coordexp.matching.candidates import overlapping_candidates, top_k_candidates
@@ -18,7 +20,7 @@ _TIE = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class MatchingConfig:
-    """How predictions find their GT objects.
+    """How predictions find their GT objects. What is left out is as the key of the same name has it by default.
 
     Attributes:
         candidate_top_k: GT candidates per prediction that get a mask IoU.
@@ -28,11 +30,11 @@ class MatchingConfig:
             matching a feasible pair is always cheaper than leaving both alone; below a sum of 1 a pair can be too dear.
     """
 
-    candidate_top_k: int = 10
-    maskiou_gate: float = 0.3
-    maskiou_resolution: int = 256
-    fp_cost: float = 1.0
-    fn_cost: float = 1.0
+    candidate_top_k: int = default_of(RolloutMatchingConfig, "candidate_top_k")
+    maskiou_gate: float = default_of(RolloutMatchingConfig, "maskiou_gate")
+    maskiou_resolution: int = default_of(RolloutMatchingConfig, "maskiou_resolution")
+    fp_cost: float = default_of(RolloutMatchingConfig, "fp_cost")
+    fn_cost: float = default_of(RolloutMatchingConfig, "fn_cost")
 
     def __post_init__(self) -> None:
         if self.candidate_top_k < 1:
@@ -47,7 +49,7 @@ class MatchingConfig:
 
 
 def match_objects(
-    predicted: Sequence[Shape], ground_truth: Sequence[Shape], config: MatchingConfig | None = None
+    predicted: Sequence[Shape], ground_truth: Sequence[Shape], config: MatchingConfig = MatchingConfig()
 ) -> MatchResult:
     """Match predictions to GT objects one to one, by geometry alone.
 
@@ -55,11 +57,10 @@ def match_objects(
     and no exchange between two of them would lower an index at the same cost.
 
     Args:
-        predicted, ground_truth: anything with ``.kind`` and ``.bins``. config: defaults to :class:`MatchingConfig`.
+        predicted, ground_truth: anything with ``.kind`` and ``.bins``.
 
     Returns: pairs in order of prediction; every index of either side stands in exactly one of the result's fields.
     """
-    config = config or MatchingConfig()
     num_pred, num_gt = len(predicted), len(ground_truth)
     if num_pred == 0 or num_gt == 0:
         return MatchResult((), tuple(range(num_gt)), tuple(range(num_pred)), 0)

@@ -10,21 +10,25 @@ import numpy as np
 from coordexp.geometry import Shape, aabbs, mask_iou_pairs, overlapping_boxes
 
 DUPLICATE_IOU = 0.5
+MAX_OVERLAP_OF_OTHERS = 0.2  # most mask IoU of two objects of which nothing else says that they are two
+_CANVAS = 256  # pixels; whatever a run matches by, so that figures of runs compare
 
 
 class DescribedShape(Shape, Protocol):
     """Anything with ``.desc``, ``.kind`` and ``.bins``."""
 
     @property
-    def desc(self) -> str: ...
+    def desc(self) -> str:
+        """What the object is, in the words of the answer."""
+        ...
 
 
-def num_duplicates(objects: Sequence[DescribedShape], resolution: int = 256) -> int:
+def num_duplicates(objects: Sequence[DescribedShape]) -> int:
     """How many repeat an earlier one: see :func:`duplicate_indices`."""
-    return len(duplicate_indices(objects, resolution))
+    return len(duplicate_indices(objects))
 
 
-def duplicate_indices(objects: Sequence[DescribedShape], resolution: int = 256) -> list[int]:
+def duplicate_indices(objects: Sequence[DescribedShape]) -> list[int]:
     """Which repeat an earlier one, ascending: equal description, and mask IoU of at least 0.5."""
     if len(objects) < 2:
         return []
@@ -35,5 +39,5 @@ def duplicate_indices(objects: Sequence[DescribedShape], resolution: int = 256) 
     pairs_K2 = pairs_K2[same_K]
     if not len(pairs_K2):
         return []
-    iou_K = mask_iou_pairs(objects, objects, pairs_K2, resolution, aabbs_of=(box_N4, box_N4))
+    iou_K = mask_iou_pairs(objects, objects, pairs_K2, _CANVAS, aabbs_of=(box_N4, box_N4))
     return np.unique(pairs_K2[iou_K >= DUPLICATE_IOU, 1]).tolist()

@@ -12,12 +12,14 @@ from coordexp.records import DropReason, MatchResult, ParsedRollout, Rollout, To
 
 @dataclass(frozen=True, slots=True)
 class SampleOutcome:
-    """Everything that happened to one sample between its prompt and its target."""
+    """Everything that happened to one sample between its prompt and its target. ``confidences``: of the parsed objects,
+    where the target depends on them."""
 
     rollout: Rollout
     parsed: ParsedRollout
     match: MatchResult
     target: TrainingTarget
+    confidences: tuple[float, ...] | None = None
 
 
 def rollout_counters(outcomes: Iterable[SampleOutcome]) -> Counter[str]:
@@ -38,6 +40,7 @@ def rollout_counters(outcomes: Iterable[SampleOutcome]) -> Counter[str]:
         sums["rollout/matched_total"] += len(match.pairs)
         sums["rollout/fp_total"] += len(match.fp_pred_idx)
         sums["rollout/left_out_total"] += len(outcome.target.left_out_pred_idx)
+        sums["rollout/soft_total"] += len(outcome.target.soft_pred_idx)
         sums["rollout/fn_appended_total"] += len(match.fn_gt_idx)
         sums["rollout/gating_rejections_total"] += match.num_gate_rejections
         sums["rollout/gen_new_tokens_total"] += len(outcome.rollout.response_token_ids)

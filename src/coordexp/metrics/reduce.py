@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from coordexp import distributed
-from coordexp.metrics.registry import all_metrics, rule_of
 from coordexp.metrics.rules import Rule
+from coordexp.metrics.table import all_metrics, rule_of
 
 RATES: dict[str, tuple[str, str]] = {metric.name: metric.ratio for metric in all_metrics() if metric.ratio is not None}
 

@@ -25,14 +25,17 @@ class Rule(Enum):
 
     @property
     def over_micro_steps(self) -> str:
+        """How the values of a step's micro-steps become the step's."""
         return self.value[0]
 
     @property
     def over_steps(self) -> str:
+        """How the values of a log line's steps become the line's."""
         return self.value[1]
 
     @property
     def over_ranks(self) -> str:
+        """How the values of all ranks become one."""
         return self.value[2]
 
 

@@ -1,12 +1,18 @@
-"""The table of metrics, one line each: name, unit, rule, meaning.
+"""The table of metrics, one line each: name, unit, rule, meaning; and which line a name falls under, for reduction and
+documentation alike.
 
-To add one, add its line and run ``python docs/generate_metrics.py``.
+To add one, add its line and run ``python docs/generate_metrics.py``. A name that no line covers is refused when it is
+emitted: nobody would know whether to add it up. ``<word>`` in a line's name stands for one part between slashes.
 """
 # One line per metric reads as a table; wrapped it would not.
 # ruff: noqa: E501
 # fmt: off
 
 from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import cache
 
 from coordexp.metrics.rules import Metric, Rule, rate
 
@@ -42,6 +48,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("rollout/matched_total", "objects", COUNT, "matched pairs"),
         Metric("rollout/fp_total", "objects", COUNT, "valid predictions without a match"),
         Metric("rollout/left_out_total", "objects", COUNT, "of them, those that a rewritten answer leaves out"),
+        Metric("rollout/soft_total", "objects", COUNT, "of them, those taught softly (``target.unmatched: soft``)"),
         Metric("rollout/fn_appended_total", "objects", COUNT, "annotated objects without a match, appended in the tail"),
         rate("rollout/match_rate", "0..1", "matched_total", "gt_objects_total"),
         rate("rollout/precision", "0..1", "matched_total", "valid_pred_objects_total", "By geometry at `maskiou_gate`, whatever the description"),
@@ -62,6 +69,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("rollout/decode_beam", "0 or 1", PEAK, "decoding takes the best beam"),
         Metric("rollout/repeat_terminate_active", "0 or 1", PEAK, "the engine guarded every answer against repetition (`rollout_matching.repeat_terminate`)"),
         Metric("rollout/repeat_terminate_triggered_sequences", "samples", COUNT, "answers that the guard ended, as the engine itself reports"),
+        Metric("rollout/staleness_steps", "steps", PEAK, "optimizer steps between the weights that answered and those that learn: 0, and 1 with `rollout_matching.rollouts_ahead: 1` (0 in a run's first step)"),
         Metric("rollout/server_retries_total", "calls", COUNT, "calls to a rollout server that failed and were made again; each is a warning in the log"),
         Metric("rollout/sync_fallbacks_total", "pushes", COUNT, "adapter pushes that failed, after which merged weights are pushed; absent while 0"),
         Metric("rollout/sync_bytes_total", "bytes", COUNT, "weights sent to each rollout server"),
@@ -90,6 +98,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
     "packing": (
         Metric("train/samples_total", "samples", COUNT, "samples read for these steps"),
         Metric("train/tokens_total", "tokens", COUNT, "tokens of the rows trained on, prompts included"),
+        Metric("train/augment_left_out_total", "objects", COUNT, "objects of which a random view shows less than `data.augment.min_visible`; with `data.augment` only"),
         Metric("train/micro_steps", "rows", COUNT, "forward passes"),
         Metric("train/nonfinite_positions_total", "positions", COUNT, "supervised positions whose logits held NaN or infinity. They are replaced in the loss; if all are broken, training stops"),
         Metric("train/clamped_positions_total", "positions", COUNT, "supervised positions with a finite logit beyond ±10,000, which the loss clamps"),
@@ -103,12 +112,14 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
     ),
     "time": (
         Metric("time/weight_sync_s", "seconds", SECONDS, "giving the rollout engine the new weights; of a colocated engine, its start too"),
-        Metric("time/rollout_wait_s", "seconds", SECONDS, "from the window's first request to its last answer"),
-        Metric("time/target_build_s", "seconds", SECONDS, "parse, match, build: work of a second thread while other answers still decode, so mostly within `time/rollout_wait_s`"),
+        Metric("time/rollout_s", "seconds", SECONDS, "from the window's first request to its last answer"),
+        Metric("time/rollout_wait_s", "seconds", SECONDS, "the part of it that the step waited: all of it, but with `rollout_matching.rollouts_ahead: 1` what the step before had left over"),
+        Metric("time/confidence_s", "seconds", SECONDS, "how sure the learner is of its objects, with ``target.unmatched: soft``"),
+        Metric("time/target_build_s", "seconds", SECONDS, "parse, match, build: work of a second thread while other answers still decode, so mostly within `time/rollout_s`"),
         Metric("time/pack_s", "seconds", SECONDS, "choosing segments, laying out rows, counting over ranks"),
-        Metric("time/window_prepare_s", "seconds", SECONDS, "all of the above"),
+        Metric("time/window_prepare_s", "seconds", SECONDS, "what the step prepares before its first forward: the push, the wait, building and packing"),
         Metric("time/learner_s", "seconds", SECONDS, "forward and backward of the step's rows"),
-        Metric("time/forward_s", "seconds", SECONDS, "its forward part, objective included"),
+        Metric("time/forward_s", "seconds", SECONDS, "its forward part, objective included; on a GPU, what the host spent on it"),
     ),
     "trainer": (
         Metric("grad_norm", "", Rule.TRAINER, "norm of the gradient before clipping"),
@@ -149,3 +160,51 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("eval_time/runtime_s", "seconds", EVALUATION, "duration of this evaluation, on the logging rank"),
     ),
 }
+# fmt: on
+
+
+def all_metrics() -> Iterator[Metric]:
+    """Every metric of the table, section by section."""
+    for metrics in SECTIONS.values():
+        yield from metrics
+
+
+@cache
+def find_metric(name: str) -> Metric | None:
+    """The line of the table that ``name`` falls under; an exact name comes before a pattern."""
+    exact, patterns = _index()
+    if name in exact:
+        return exact[name]
+    return next((metric for pattern, metric in patterns if pattern.fullmatch(name)), None)
+
+
+def rule_of(name: str) -> Rule:
+    """How ``name`` is combined.
+
+    Raises:
+        ValueError: no line of the table covers it.
+    """
+    metric = find_metric(name)
+    if metric is None:
+        raise ValueError(
+            f"metric {name!r} is not registered: add its line to coordexp.metrics.table and run "
+            "python docs/generate_metrics.py"
+        )
+    return metric.rule
+
+
+@cache
+def _index() -> tuple[dict[str, Metric], list[tuple[re.Pattern[str], Metric]]]:
+    exact: dict[str, Metric] = {}
+    patterns: list[tuple[re.Pattern[str], Metric]] = []
+    for metric in all_metrics():
+        if metric.name in exact or any(other.name == metric.name for _, other in patterns):
+            raise ValueError(f"metric {metric.name} is registered twice")
+        if "<" in metric.name:
+            literal = re.split(r"<[a-z_]+>", metric.name)
+            patterns.append((re.compile(r"[^/]+".join(map(re.escape, literal))), metric))
+        else:
+            exact[metric.name] = metric
+    # Of several patterns the one that says most decides: AP_<area> before AP<iou>.
+    patterns.sort(key=lambda found: -len(found[1].name.split("<")[0]))
+    return exact, patterns

@@ -37,6 +37,7 @@ def has_adapter(model: Any) -> bool:
 
 
 def is_adapter_folder(path: str | Path) -> bool:
+    """Whether a folder holds an adapter or coordinate offsets, to be put on another checkpoint, rather than a model."""
     return any((Path(path) / name).is_file() for name in (CONFIG, OFFSETS))
 
 

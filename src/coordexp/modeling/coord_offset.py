@@ -27,33 +27,17 @@ _IDS, _ROW_OF_ID = "coord_offset_ids", "coord_offset_row_of_id"
 class OutputHead:
     """What turns hidden states into logits: ``h @ weight_VH.T``, and on the coordinate columns ``+ h @ offset_BH.T``.
 
-    ``offset_BH`` and ``coord_ids_B`` are None where no offset is trained. ``weight_VH`` may be frozen.
+    ``offset_BH`` is None where no offset is trained. ``weight_VH`` may be frozen.
     """
 
     weight_VH: torch.Tensor
-    coord_ids_B: torch.Tensor | None = None
-    offset_BH: torch.Tensor | None = None
-
-    def effective_weight(self) -> torch.Tensor:
-        """The one table (V, H) that does the same: a copy of the whole head where there is an offset."""
-        if self.offset_BH is None or self.coord_ids_B is None:
-            return self.weight_VH
-        return add_offset(self.weight_VH, self.coord_ids_B, self.offset_BH)
+    offset_BH: torch.Tensor | None
 
 
 def output_head(model: Any) -> OutputHead:
     """The head of a bare Qwen3-VL model."""
     head = model.get_output_embeddings()
-    offset = getattr(head, OFFSET, None)
-    return OutputHead(head.weight, None if offset is None else getattr(head, _IDS), offset)
-
-
-def coord_embedding_rows(model: Any, coord_ids_B: torch.Tensor) -> torch.Tensor:
-    """The coordinate tokens' input embeddings (1000, H) of a bare Qwen3-VL model, offsets included."""
-    embedding = model.get_input_embeddings()
-    rows_BH = embedding.weight[coord_ids_B]
-    found = offset_of(embedding)
-    return rows_BH if found is None else rows_BH + found[1].to(rows_BH.dtype)
+    return OutputHead(head.weight, getattr(head, OFFSET, None))
 
 
 def add_coord_offset(model: Any, coord_ids: Sequence[int]) -> None:
@@ -63,11 +47,6 @@ def add_coord_offset(model: Any, coord_ids: Sequence[int]) -> None:
     _register(head, coord_ids, offset if head.weight is embedding.weight else None)
     embedding.register_forward_hook(_offset_embeddings)
     head.register_forward_hook(_offset_logits)
-
-
-def coord_offsets(model: Any) -> dict[str, torch.nn.Parameter]:
-    """The offsets by name, each once; empty where there are none."""
-    return {name: parameter for name, parameter in model.named_parameters() if is_offset(name)}
 
 
 def is_offset(name: str) -> bool:

@@ -1,11 +1,13 @@
-"""A training run's final model → a plain checkpoint folder in another number type."""
+"""A run's final model → a plain checkpoint folder that every tool loads: in another type, or its adapters merged."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from coordexp.data.preparation import write_preparation
-from coordexp.modeling.load import load_model
+from coordexp.data.preparation import read_preparation, write_preparation
+from coordexp.errors import CheckpointError
+from coordexp.modeling.adapter import base_of, is_adapter_folder, merge_adapter
+from coordexp.modeling.load import base_checkpoint, load_model, read_config
 
 
 def export_checkpoint(checkpoint: Path, output: Path, dtype: str = "bfloat16") -> Path:
@@ -26,4 +28,31 @@ def export_checkpoint(checkpoint: Path, output: Path, dtype: str = "bfloat16") -
     resolved = checkpoint / "resolved_config.yaml"
     if resolved.is_file():
         (output / resolved.name).write_bytes(resolved.read_bytes())
+    return output
+
+
+def merge_checkpoint(folder: Path, output: Path, base: Path | None = None, dtype: str | None = None) -> Path:
+    """Write the base model of ``folder``, with its adapters and coordinate offsets merged in, to ``output``.
+
+    ``base`` stands in for the folder that the adapters name; ``dtype`` None keeps the base's number type. Each merged
+    matrix is computed in float32 and rounded once.
+
+    Raises:
+        CheckpointError: no adapters, or adapters of another model. VocabError: as
+            :func:`coordexp.modeling.load.load_model`.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such folder")
+    if not is_adapter_folder(folder):
+        raise CheckpointError(
+            f"{folder}: holds no adapters to merge; a full model is copied by: coordexp model export FOLDER OUTPUT"
+        )
+    base = base or base_of(folder)
+    stored = read_config(base_checkpoint(base)).dtype
+    loaded = load_model(base, dtype or str(stored or "float32").removeprefix("torch."), attention="sdpa")
+    merge_adapter(loaded.model, folder)
+    output.mkdir(parents=True, exist_ok=True)
+    loaded.model.save_pretrained(output)
+    loaded.processor.save_pretrained(output)
+    write_preparation(read_preparation(folder), output)
     return output

@@ -25,6 +25,7 @@ class Qwen3VLForConditionalGeneration(transformers.Qwen3VLForConditionalGenerati
 
     @wraps(transformers.Qwen3VLForConditionalGeneration.forward)  # generate() reads the signature
     def forward(self, *args: Any, forward_fn: ForwardFunction | None = None, **kwargs: Any) -> Any:
+        """``forward_fn(self)`` where one is given; else transformers' own. DDP and FSDP wrap this call alone."""
         if forward_fn is not None:
             return forward_fn(self)
         return super().forward(*args, **kwargs)

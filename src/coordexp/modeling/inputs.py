@@ -38,8 +38,9 @@ class PromptEncoder:
         self._system = system
         self._prepare = prepare
 
-    def encode(self, record: ImageRecord) -> RolloutRequest:
-        """Tokenise the prompt, with image placeholders expanded, and preprocess the image.
+    def encode(self, record: ImageRecord, image: Image.Image | None = None) -> RolloutRequest:
+        """Tokenise the prompt, with image placeholders expanded, and preprocess the image: the record's file, or
+        ``image``, of the same size, in its place.
 
         ``model_inputs`` holds ``pixel_values`` (patches, features) and ``image_grid_thw`` (1, 3).
         """
@@ -47,7 +48,8 @@ class PromptEncoder:
             raise DataError(problem, path=record.image)
         messages = build_messages(record.image, self._prompt, self._system)
         text = self._processor.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        image = open_rgb(record.image, expected_size=(record.width, record.height))
+        if image is None:
+            image = open_rgb(record.image, expected_size=(record.width, record.height))
         shown = image if self._prepare is None else self._prepare(image)
         encoded = self._processor(text=[text], images=[shown], return_tensors="pt")
         return RolloutRequest(

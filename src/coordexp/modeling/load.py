@@ -33,6 +33,7 @@ class LoadedModel:
 
     @property
     def image_token_id(self) -> int:
+        """The placeholder whose embeddings the vision tower replaces."""
         return self.model.config.image_token_id
 
 

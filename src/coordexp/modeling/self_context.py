@@ -35,9 +35,9 @@ class SelfContext:
     """
 
     iterations: int
-    embed_mode: EmbedMode = "st"
-    grad_mode: GradMode = "unroll"
-    temperature: float = 1.0
+    embed_mode: EmbedMode
+    grad_mode: GradMode
+    temperature: float
 
     def __post_init__(self) -> None:
         if self.iterations < 1 or self.temperature <= 0:

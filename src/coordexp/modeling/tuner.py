@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from coordexp.config.tuner import TunerConfig
+from coordexp.config.model import TunerConfig
 from coordexp.errors import ConfigError
 from coordexp.modeling.coord_offset import add_coord_offset, is_offset
 from coordexp.modeling.weights import ADAPTER

@@ -26,14 +26,17 @@ class BBoxGeo:
     decode: coord_math.DecodeMode = "exp"
 
     def denominators(self, counts: SupervisionCounts) -> dict[str, int]:
+        """The step's taught boxes, for both terms."""
         return {"smoothl1": counts.boxes, "ciou": counts.boxes}
 
     def wants(self, supervision: SupervisionTensors) -> Wants:
+        """Coordinate logits, where the row has a box and a term has weight."""
         return Wants(
             coord_logits=(self.smoothl1_weight > 0 or self.ciou_weight > 0) and len(supervision.box_in_K_M4) > 0
         )
 
     def sums(self, ctx: ObjectiveContext) -> dict[str, torch.Tensor]:
+        """Smooth L1 and CIoU losses, each with its weight, summed over the row's boxes."""
         supervision = ctx.supervision
         if not self.wants(supervision).coord_logits:
             return {}

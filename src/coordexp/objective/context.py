@@ -49,6 +49,7 @@ class SupervisionCounts:
 
     @classmethod
     def from_targets(cls, targets: Iterable[TrainingTarget]) -> SupervisionCounts:
+        """The counts of these targets together."""
         total = cls()
         for target in targets:
             by_role = np.bincount(target.roles_T, minlength=len(TokenRole))
@@ -70,6 +71,7 @@ class SupervisionCounts:
         return SupervisionCounts(*(a + b for a, b in zip(self.as_tuple(), other.as_tuple(), strict=True)))
 
     def as_tuple(self) -> tuple[int, ...]:
+        """The counts in the order of the fields, as ranks sum them."""
         return astuple(self)
 
 
@@ -114,6 +116,7 @@ class SupervisionTensors:
         )
 
     def to(self, device: torch.device) -> SupervisionTensors:
+        """The same on ``device``."""
         return move(self, device)
 
 

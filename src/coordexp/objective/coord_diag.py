@@ -21,15 +21,18 @@ class CoordDiag:
     """
 
     def denominators(self, counts: SupervisionCounts) -> dict[str, int]:
+        """The step's taught coordinates, for every figure."""
         return dict.fromkeys(("acc_top5", "p_target", "expected_bin_mae", "coord_mass"), counts.coords)
 
     def wants(self, supervision: SupervisionTensors) -> Wants:
+        """Coordinate logits, and the normaliser over the whole vocabulary at each coordinate."""
         slots_N = torch.zeros_like(supervision.from_gt_N)
         slots_N[supervision.coord_in_N_K] = True
         return Wants(vocab_N=slots_N, coord_logits=True, temperatures=frozenset({1.0}))
 
     @torch.no_grad()
     def sums(self, ctx: ObjectiveContext) -> dict[str, torch.Tensor]:
+        """Sums over the row's coordinates, without gradient."""
         if not len(ctx.supervision.coord_in_N_K):
             return {}
         z_KB = ctx.slot_logits_KB()

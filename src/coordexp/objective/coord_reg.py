@@ -33,6 +33,7 @@ class CoordReg:
     desc_in_rollout: bool = False
 
     def denominators(self, counts: SupervisionCounts) -> dict[str, int]:
+        """The step's taught coordinates; for ``text_gate`` the text positions that it covers."""
         text = (
             counts.struct
             + counts.closure
@@ -44,6 +45,7 @@ class CoordReg:
         return {**coords, "text_gate": text}
 
     def wants(self, supervision: SupervisionTensors) -> Wants:
+        """What the terms with weight need; nothing for the others."""
         gate_N = torch.zeros_like(supervision.from_gt_N)
         if self.coord_gate_weight > 0:
             gate_N[supervision.coord_in_N_K] = True
@@ -60,6 +62,7 @@ class CoordReg:
         )
 
     def sums(self, ctx: ObjectiveContext) -> dict[str, torch.Tensor]:
+        """The terms with weight, each times its weight, summed over the row's positions."""
         sums: dict[str, torch.Tensor] = {}
         if len(ctx.supervision.coord_in_N_K) and len(ctx.query.slot_in_N_K):
             sums.update(self._coord_sums(ctx))

@@ -31,15 +31,23 @@ class Module(Protocol):
     """A term group: what it wants of the head, sums over the row's supervised positions, and each term's denominator
     from the step's counts."""
 
-    def denominators(self, counts: SupervisionCounts) -> dict[str, int]: ...
+    def denominators(self, counts: SupervisionCounts) -> dict[str, int]:
+        """By what each term's sum is divided, from the counts of the whole step; 0 where it has nothing to score."""
+        ...
 
-    def wants(self, supervision: SupervisionTensors) -> Wants: ...
+    def wants(self, supervision: SupervisionTensors) -> Wants:
+        """What the head must compute for this row."""
+        ...
 
-    def sums(self, ctx: ObjectiveContext) -> dict[str, torch.Tensor]: ...
+    def sums(self, ctx: ObjectiveContext) -> dict[str, torch.Tensor]:
+        """Sums over the row's positions, by term, with gradient; a term of which it holds nothing may be missing."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class WeightedModule:
+    """A module of the pipeline, the name under which it is declared, and the factor on its terms."""
+
     name: str
     weight: float
     module: Module

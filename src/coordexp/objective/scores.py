@@ -31,6 +31,7 @@ class HeadQuery:
     temperatures: tuple[float, ...]
 
     def to(self, device: torch.device) -> HeadQuery:
+        """The same on ``device``."""
         return move(self, device)
 
 

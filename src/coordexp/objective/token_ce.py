@@ -31,6 +31,7 @@ class TokenCE:
     with_matched_prefix: bool = False
 
     def denominators(self, counts: SupervisionCounts) -> dict[str, int]:
+        """One for all terms: every position that some term with weight teaches, so that their weights compare."""
         struct = (
             counts.struct + counts.closure + counts.rewritten_struct + counts.prefix_struct * self.with_matched_prefix
         )
@@ -41,6 +42,7 @@ class TokenCE:
         return {"struct_ce": total, "desc_ce": total, "coord_ce": total}
 
     def wants(self, supervision: SupervisionTensors) -> Wants:
+        """The normaliser over the vocabulary where a text or coordinate label has weight."""
         vocab_N = torch.zeros_like(supervision.from_gt_N)
         for parts in self._parts(supervision.role_N, supervision.from_gt_N).values():
             for mask_N, weight in parts:
@@ -48,6 +50,7 @@ class TokenCE:
         return Wants(vocab_N=vocab_N, temperatures=frozenset({1.0}))
 
     def sums(self, ctx: ObjectiveContext) -> dict[str, torch.Tensor]:
+        """Cross-entropy by term, times weights and the objects' softness, summed over the row's positions."""
         scored_U = ctx.query.vocab_in_N_U
         parts = self._parts(ctx.supervision.role_N[scored_U], ctx.supervision.from_gt_N[scored_U])
         ce_U = ctx.label_ce_U() * ctx.supervision.text_weight_N[scored_U]

@@ -45,6 +45,7 @@ class HeadProducts:
         return z_B if self.offset_BH is None else z_B.add_(self.offset_logits(rows_H))
 
     def offset_logits(self, rows_H: torch.Tensor) -> torch.Tensor:
+        """What the trained offset adds to the coordinate logits of hidden states (…, H): (…, 1000)."""
         assert self.offset_BH is not None
         return rows_H.to(self.offset_BH.dtype) @ self.offset_BH.t()
 
@@ -54,6 +55,7 @@ class HeadProducts:
         return d_H if self.offset_BH is None else d_H.add_(self.offset_backward(dz_B, slice(None)))
 
     def offset_backward(self, dz_B: torch.Tensor, bins: Any) -> torch.Tensor:
+        """Gradients of coordinate logits on ``bins`` → of the hidden states, through the offset alone: (…, H)."""
         assert self.offset_BH is not None
         return dz_B.to(self.offset_BH.dtype) @ self.finite(self.offset_BH[bins])
 
@@ -117,6 +119,9 @@ class _Scratch:
 
 
 class VocabScores(NamedTuple):
+    """Of U positions: the logarithm of the normaliser at each of T temperatures, the label's logit, and the largest and
+    the smallest logit as they were before any limit."""
+
     lse_TU: torch.Tensor
     label_logit_U: torch.Tensor
     high_U: torch.Tensor
@@ -153,6 +158,9 @@ def vocab_scores(head: HeadProducts, rows_UH: torch.Tensor, plan: Plan, *, limit
 
 
 class VocabGrads(NamedTuple):
+    """What the backward pass needs at U positions: gradients of the scores (None where nobody asked), the normalisers
+    and the labels."""
+
     g_lse_TU: torch.Tensor | None
     g_label_U: torch.Tensor | None
     lse_TU: torch.Tensor

@@ -25,11 +25,6 @@ class CarryBuffer:
         return len(self._segments)
 
     @property
-    def total_length(self) -> int:
-        """Tokens of all waiting segments."""
-        return sum(segment.length for segment in self._segments)
-
-    @property
     def segments(self) -> tuple[Segment, ...]:
         """The waiting segments, oldest first."""
         return tuple(self._segments)

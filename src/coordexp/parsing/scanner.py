@@ -68,6 +68,8 @@ _WORD = re.compile(rb"""[^\x00-\x20{}\[\],:"]""")
 
 
 class Kind(IntEnum):
+    """What a scanned value is."""
+
     STRING = 0
     COORD = 1  # an unquoted coordinate token
     SCALAR = 2  # number, true, false, null
@@ -169,6 +171,7 @@ class Scanner:
         self.coord_starts = coord_starts
 
     def skip_space(self, pos: int) -> int:
+        """The first position from ``pos`` on that holds no JSON white space."""
         match = _SPACE.match(self.data, pos, self.end)
         assert match is not None  # the pattern matches the empty string
         return match.end()

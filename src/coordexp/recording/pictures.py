@@ -12,10 +12,11 @@ import numpy as np
 from PIL import Image
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from coordexp.config.rollout import MonitorDumpConfig
 from coordexp.data.images import open_rgb
 from coordexp.evaluation.contact_sheet import draw_objects
 from coordexp.metrics import SampleOutcome
-from coordexp.recording.writer import DumpPolicy
+from coordexp.recording.writer import is_due
 from coordexp.records import ImageRecord
 
 MAX_PICTURES = 4
@@ -27,19 +28,19 @@ class RolloutPictures(TrainerCallback):
     """Draws the first samples of a due step, before it is trained on.
 
     Args:
-        policy: which steps, and how many of their samples. record_of: the dataset's records by ``sample_id``.
+        config: which steps, and how many of their samples. record_of: the dataset's records by ``sample_id``.
         outcomes: those of the step that begins, on this rank; none in a step without rollouts.
         writer: TensorBoard's ``SummaryWriter``, or None where this process has none (yet).
     """
 
     def __init__(
         self,
-        policy: DumpPolicy,
+        config: MonitorDumpConfig,
         record_of: Mapping[str, ImageRecord],
         outcomes: Callable[[], Sequence[SampleOutcome]],
         writer: Callable[[], Any],
     ) -> None:
-        self._policy = policy
+        self._config = config
         self._record_of = record_of
         self._outcomes = outcomes
         self._writer = writer
@@ -47,11 +48,12 @@ class RolloutPictures(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        """Draw, where the step is due and there is somewhere to draw to."""
         writer, outcomes = self._writer(), self._outcomes()
-        if writer is None or not outcomes or not self._policy.is_due(state.global_step, int(state.logging_steps or 1)):
+        if writer is None or not outcomes or not is_due(self._config, state.global_step, int(state.logging_steps or 1)):
             return
         step = state.global_step + 1
-        for number, outcome in enumerate(outcomes[: min(MAX_PICTURES, self._policy.max_samples)]):
+        for number, outcome in enumerate(outcomes[: min(MAX_PICTURES, self._config.max_samples)]):
             record = self._record_of[outcome.rollout.sample_id]
             writer.add_image(f"rollouts/sample_{number}", draw_rollout(record, outcome), step, dataformats="HWC")
         for name, values in (

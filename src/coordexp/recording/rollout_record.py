@@ -104,6 +104,7 @@ class TargetRecord:
     appended_object_index: tuple[int, ...]
     text_weight: tuple[float, ...] | None = None
     left_out_pred_idx: tuple[int, ...] = ()
+    soft_pred_idx: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,7 @@ class RolloutRecord:
     ``loss_by_role`` (mean by name of the role) and ``token_loss`` (position in the target, loss in nats) are null in
     the file: a line is written when its target is built, before the forward pass, and a segment may wait in the carry
     buffer for steps. :func:`read_records` fills them from the :class:`LossRecord` beside it, where there is one.
+    ``confidences`` of the answer's objects are null where the target asked for none.
     """
 
     schema_version: Literal[1]
@@ -134,6 +136,7 @@ class RolloutRecord:
     settings: Settings
     loss_by_role: dict[str, float] | None = None
     token_loss: tuple[tuple[int, float], ...] | None = None
+    confidences: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +164,8 @@ class LossRecord:
         position_P: Sequence[int],
         loss_P: Sequence[float],
     ) -> LossRecord:
+        """What a segment's tokens cost in the step after ``trained_at`` finished ones: ``loss_P`` at positions
+        ``position_P`` of its target."""
         by_role: dict[str, list[float]] = {}
         for position, loss in zip(position_P, loss_P, strict=True):
             by_role.setdefault(TokenRole(int(segment.target.roles_T[position])).name, []).append(loss)
@@ -201,6 +206,7 @@ def make_record(
         match=outcome.match,
         target=_target_record(outcome.target),
         settings=settings,
+        confidences=outcome.confidences,
     )
 
 
@@ -231,6 +237,7 @@ def _target_record(target: TrainingTarget) -> TargetRecord:
         appended_object_index=target.appended_object_index,
         text_weight=None if target.text_weight_T is None else tuple(target.text_weight_T.tolist()),
         left_out_pred_idx=target.left_out_pred_idx,
+        soft_pred_idx=target.soft_pred_idx,
     )
 
 
@@ -346,6 +353,7 @@ def rebuild(record: RolloutRecord, vocab: CoordVocab) -> tuple[ParsedRollout, Ma
             field_order=record.settings.field_order,
             transport=record.settings.transport,
             policy=record.settings.target,
+            confidences=record.confidences,
         )
     except AppendError:
         if record.target.token_ids:

@@ -14,7 +14,6 @@ import shutil
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -46,27 +45,15 @@ COUNTERS = (WRITTEN, DROPPED, FAILED)
 _POLL_S = 0.2
 
 
-@dataclass(frozen=True, slots=True)
-class DumpPolicy:
-    """When and how much to record (keys ``rollout_matching.monitor_dump.*``); ``every_steps`` None follows logging."""
+def is_due(config: MonitorDumpConfig, global_step: int, logging_steps: int) -> bool:
+    """Whether the step after ``global_step`` finished ones is recorded: with every N, steps N, 2N, …
 
-    every_steps: int | None = None
-    dump_first_step: bool = True
-    max_samples: int = 16
-    max_pending: int = 64
-    min_free_gb: float = 2.0
-
-    @classmethod
-    def from_config(cls, config: MonitorDumpConfig) -> DumpPolicy:
-        return cls(
-            config.every_steps, config.dump_first_step, config.max_samples, config.max_pending, config.min_free_gb
-        )
-
-    def is_due(self, global_step: int, logging_steps: int) -> bool:
-        """Whether the step after ``global_step`` finished ones is recorded: with every N, steps N, 2N, …"""
-        if global_step == 0 and self.dump_first_step:
-            return True
-        return (global_step + 1) % max(1, self.every_steps or logging_steps) == 0
+    ``logging_steps``: those of the run, which only the trainer knows, as the YAML may give a share of all steps.
+    """
+    if global_step == 0 and config.dump_first_step:
+        return True
+    every = logging_steps if config.every_steps is None else config.every_steps
+    return (global_step + 1) % max(1, every) == 0
 
 
 class RolloutRecorder:
@@ -76,12 +63,12 @@ class RolloutRecorder:
     The thread is no daemon, so that a normal exit loses nothing: it ends by itself when the main thread has.
     """
 
-    def __init__(self, folder: Path, rank: int, settings: Settings, policy: DumpPolicy) -> None:
+    def __init__(self, folder: Path, rank: int, settings: Settings, config: MonitorDumpConfig) -> None:
         self.path = folder / f"rollouts_rank{rank}.jsonl"
         self._rank = rank
         self._settings = settings
-        self._policy = policy
-        self._queue: queue.Queue[tuple[Path, Callable[[], bytes]]] = queue.Queue(policy.max_pending)
+        self._config = config
+        self._queue: queue.Queue[tuple[Path, Callable[[], bytes]]] = queue.Queue(config.max_pending)
         self._untrained: dict[str, WhereInTraining] = {}  # recorded, but its loss is not known yet
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
@@ -98,11 +85,11 @@ class RolloutRecorder:
         outcomes: Sequence[SampleOutcome],
     ) -> None:
         """Queue the step's first samples if the step is due. ``outcomes`` stand in the order of ``micro_batches``."""
-        if not self._policy.is_due(global_step, logging_steps):
+        if not is_due(self._config, global_step, logging_steps):
             return
         samples = [(micro_step, sample) for micro_step, batch in enumerate(micro_batches) for sample in batch]
         for idx, ((micro_step, sample), outcome) in enumerate(zip(samples, outcomes, strict=True)):
-            if idx >= self._policy.max_samples:
+            if idx >= self._config.max_samples:
                 return
             where = WhereInTraining(global_step, micro_step, self._rank, idx, len(samples))
             if outcome.target.token_ids:  # an answer that cannot be closed is dropped, and never trained on
@@ -178,7 +165,7 @@ class RolloutRecorder:
             line = make_line()
             self.path.parent.mkdir(parents=True, exist_ok=True)
             free_gb = shutil.disk_usage(self.path.parent).free / 1e9
-            if free_gb < self._policy.min_free_gb:
+            if free_gb < self._config.min_free_gb:
                 self._lose(
                     DROPPED,
                     "disk",
@@ -216,4 +203,4 @@ def build_recorder(config: MonitorDumpConfig, settings: Settings | None, output_
         return None
     assert settings is not None, "the schema refuses monitor_dump without rollouts"
     folder = config.out_dir or output_dir / "rollout_records"
-    return RolloutRecorder(folder, distributed.rank(), settings, DumpPolicy.from_config(config))
+    return RolloutRecorder(folder, distributed.rank(), settings, config)

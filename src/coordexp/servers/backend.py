@@ -23,7 +23,7 @@ from coordexp.errors import RolloutError, ServerRefused, ServerTimeout, ServerUn
 from coordexp.records import Rollout, RolloutRequest
 from coordexp.rollouts.backend import DecodingOptions, IndexedRollout, RolloutRound, Seeds, WeightSource
 from coordexp.rollouts.chunking import Call, Post, chunk_size, plan_calls, plan_posts, server_slots
-from coordexp.servers.client import ServerClient
+from coordexp.servers.client import ENGINE_STILL, ServerClient
 from coordexp.servers.fleet import make_clients, world_sizes
 from coordexp.servers.in_flight import in_flight
 from coordexp.servers.protocol import infer_payload, read_answer
@@ -75,17 +75,18 @@ class ServerBackend:
         self._fallbacks: list[str] = []
         self._calls: list[dict[str, Any]] = []
         self._heard_at: dict[int, float] = {}
-        # ms-swift says nothing while it decodes, not even that it is healthy: its silence has no meaning.
         said = [client.status() or {} for client in clients]
-        self._heard_while_decoding = frozenset(
-            index for index, status in enumerate(said) if status.get("server") == "coordexp serve"
-        )
+        ours = frozenset(index for index, status in enumerate(said) if status.get("server") == "coordexp serve")
+        # ms-swift without our plugin says nothing while it decodes, not even that it is healthy: its silence has no
+        # meaning.
+        tell = frozenset(index for index, status in enumerate(said) if ENGINE_STILL[0] in status)
+        self._heard_while_decoding = ours | tell
         # Of these each answer must say which weights it comes from, and to which request.
-        self._strict = frozenset(index for index in self._heard_while_decoding if "engine_silent_s" in said[index])
-        # It also answers one post after the other: the small calls of many micro-steps would each be decoded alone.
-        # Greedy answers depend on no seed, so there they may share a post.
-        mute = frozenset(range(len(self._clients))) - self._heard_while_decoding
-        self._joined = mute if options.temperature == 0 else frozenset()
+        self._strict = ours & tell
+        # ms-swift also answers one post after the other: the small calls of many micro-steps would each be decoded
+        # alone. Greedy answers depend on no seed, so there they may share a post.
+        others = frozenset(range(len(self._clients))) - ours
+        self._joined = others if options.temperature == 0 else frozenset()
         self._metrics: Counter[str] = Counter()
         self._lock = threading.Lock()  # guards the metrics, which call threads count in
 
@@ -106,19 +107,30 @@ class ServerBackend:
         return cls(clients, weight_sync, drained, config, vocab, options, open_image)
 
     def generate(self, requests: Sequence[RolloutRequest], seeds: Seeds) -> list[Rollout]:
+        """One round, as :meth:`generate_window` answers it."""
         answers = sorted(self.generate_window([RolloutRound(tuple(requests), seeds)]), key=lambda answer: answer.index)
         return [answer.rollout for answer in answers]
 
     def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[IndexedRollout]:
+        """As :meth:`RolloutBackend.generate_window`; may be gone through in another thread, while the learner learns.
+
+        Each answer must come from the weights that the servers have *now*, when they are asked; the next
+        :meth:`sync_weights` must wait until the last answer is there.
+        """
         batches = plan_calls([len(one.requests) for one in rounds], self._slots)
         posts = plan_posts(batches, self._joined)
         self._calls = [
             self._describe(number, post, call, rounds) for number, post in enumerate(posts) for call in post.calls
         ]
         if not posts:
-            return
+            return iter(())
         if self._stamp is None:
             raise RolloutError("the servers have no weights of this run yet; call sync_weights before asking them")
+        return self._answers(posts, rounds, self._stamp)
+
+    def _answers(
+        self, posts: Sequence[Post], rounds: Sequence[RolloutRound], stamp: WeightStamp
+    ) -> Iterator[IndexedRollout]:
         self._heard_at = dict.fromkeys(range(len(self._clients)), time.monotonic())
         watch_s = min(WATCH_S, self._timeout_s / 5)
         for post, items in in_flight(posts, self._slots, lambda post: self._ask(post, rounds), self._watch, watch_s):
@@ -130,7 +142,7 @@ class ServerBackend:
                     item,
                     request,
                     self._vocab,
-                    self._stamp,
+                    stamp,
                     self._guarded,
                     where,
                     stamped=post.server in self._strict,
@@ -164,6 +176,7 @@ class ServerBackend:
         """Servers go on by themselves."""
 
     def last_report(self) -> Mapping[str, Any]:
+        """Servers, calls, seeds, caps and weights of the last round."""
         return {
             "backend": "vllm",
             "mode": "server",
@@ -184,11 +197,13 @@ class ServerBackend:
         }
 
     def take_metrics(self) -> Mapping[str, float]:
+        """Counters and seconds since the last call, and whether the repeat guard is on."""
         with self._lock:
             taken, self._metrics = self._metrics, Counter()
         return {"rollout/repeat_terminate_active": float(self._guarded), "rollout/server_retries_total": 0.0, **taken}
 
     def close(self) -> None:
+        """Leave the weight groups and drop the connections."""
         self._sync.close()
         for client in self._clients:
             client.close()
@@ -261,7 +276,7 @@ class ServerBackend:
             client, heard_at = self._clients[server], self._heard_at.setdefault(server, time.monotonic())
             left_s = self._timeout_s - (time.monotonic() - heard_at)
             try:
-                engine_silent_s = client.engine_silent_s(timeout_s=max(0.5, min(SIGN_OF_LIFE_S, left_s)))
+                engine_still_s = client.engine_still_s(timeout_s=max(0.5, min(SIGN_OF_LIFE_S, left_s)))
             except ServerTimeout as error:
                 silent_s = time.monotonic() - heard_at
                 if silent_s >= self._timeout_s:
@@ -270,10 +285,11 @@ class ServerBackend:
                     ) from error
             else:
                 self._heard_at[server] = time.monotonic()
-                if engine_silent_s >= self._timeout_s:
+                if engine_still_s >= self._timeout_s:
                     raise ServerTimeout(
-                        f"{client.base_url}: owes answers and its engine has not stirred for {engine_silent_s:.0f} s, "
-                        "while the process before it lives; restart the server, and see its log"
+                        f"{client.base_url}: owes answers and its engine has not got on for {engine_still_s:.0f} s (no "
+                        "sign of life, or no token), while the process before it lives; restart the server, and see "
+                        "its log"
                     )
 
 

@@ -22,6 +22,7 @@ CONNECT_S = 10.0
 POLL_S = 0.5
 EXCERPT = 600
 MAX_ANSWER_BYTES = 16 << 20
+ENGINE_STILL = ("engine_silent_s", "engine_tokenless_s")  # of /health/ and /status/, where a server tells
 # Of one answer to /infer/: a prompt of 32,768 tokens and its text, and for each token that was asked for its id, its
 # text and JSON around them.
 _BYTES_OF_PROMPT, _BYTES_OF_TOKEN = 1 << 19, 64
@@ -68,9 +69,9 @@ class ServerClient:
         base_url: str,
         group_port: int,
         *,
-        timeout_s: float = 240.0,
-        infer_timeout_s: float | None = None,
-        api_key: str | None = None,
+        timeout_s: float,
+        infer_timeout_s: float | None,
+        api_key: str | None,
     ) -> None:
         """
         Args:
@@ -108,18 +109,19 @@ class ServerClient:
         Raises:
             ServerUnreachable, ServerTimeout, ServerRefused
         """
-        self.engine_silent_s(timeout_s)
+        self.engine_still_s(timeout_s)
 
-    def engine_silent_s(self, timeout_s: float | None = None) -> float:
-        """As :meth:`health`; for how long the slowest engine behind the server has not stirred, 0 where it does not
-        say: a process that answers HTTP may stand before an engine that hangs."""
+    def engine_still_s(self, timeout_s: float | None = None) -> float:
+        """As :meth:`health`; for how long the slowest engine behind the server has not stirred, or has drawn no token
+        although it owes answers. 0 where the server does not say: a process that answers HTTP may stand before an
+        engine that hangs."""
         reply = self._call("GET", "/health/", timeout_s=timeout_s, wants_json=False)
         try:
             said = json.loads(reply.body)
         except (ValueError, RecursionError):
             said = None
-        silent_s = said.get("engine_silent_s") if isinstance(said, Mapping) else None
-        return float(silent_s) if isinstance(silent_s, (int, float)) and not isinstance(silent_s, bool) else 0.0
+        told = [said.get(name) for name in ENGINE_STILL] if isinstance(said, Mapping) else []
+        return max((float(s) for s in told if isinstance(s, (int, float)) and not isinstance(s, bool)), default=0.0)
 
     def wait_until_healthy(self, timeout_s: float | None = None) -> None:
         """Wait for a server that is still starting, at most ``timeout_s`` (the client's own without it).
@@ -197,8 +199,9 @@ class ServerClient:
                 raise ServerRefused(f"{where}: answer {index} is {str(item)[:EXCERPT]!r}, not an object")
         return reply
 
-    def init_communicator(self, world_size: int, first_rank: int, timeout_s: float) -> None:
-        """Let the server's workers join the weight group at this server's host and group_port.
+    def init_communicator(self, world_size: int, first_rank: int, timeout_s: float, token: str = "") -> None:
+        """Let the server's workers join the weight group at this server's host and group_port, and have them ask
+        ``token`` of whoever comes there.
 
         Returns once they have joined (ours) or at once (ms-swift): join from the learner's side meanwhile.
         """
@@ -211,6 +214,7 @@ class ServerClient:
                 "world_size": world_size,
                 "first_rank": first_rank,
                 "timeout_s": timeout_s,
+                "token": token,
             },
             timeout_s=timeout_s + CONNECT_S,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from typing import Any
@@ -73,11 +74,12 @@ class ServerConnection:
     def _join(self, device: torch.device, timeout_s: float) -> Communicator:
         world_size = self._client.world_size() + 1
         self._rank = world_size - 1
-        address = GroupAddress(self._client.host, self._client.group_port, self._rank, world_size, timeout_s)
+        token = secrets.token_hex(16)
+        address = GroupAddress(self._client.host, self._client.group_port, self._rank, world_size, timeout_s, token)
         self._client.close_communicator(timeout_s=timeout_s)
         # Otherwise this side could meet the members of the old group, whose store still holds their keys.
         wait_until_free(address, timeout_s)
-        told = in_background(lambda: self._client.init_communicator(world_size, 0, timeout_s))
+        told = in_background(lambda: self._client.init_communicator(world_size, 0, timeout_s, token))
         joined = in_background(lambda: join(address, device))
         wait_for_all([told, joined])
         return joined.result()
@@ -88,6 +90,7 @@ class ServerConnection:
         self._announce_and_send(lambda: self._client.update_flattened_params(payload, left()), bucket, left)
 
     def send_adapter(self, config: Any, tensors: Named, left: Left) -> None:
+        """Announce an adapter and send its tensors, which lie in one bucket."""
         payload = [info.payload() for info in describe(tensors)]
         self._announce_and_send(lambda: self._client.update_adapter(config, payload, left()), tensors, left)
 
@@ -116,6 +119,11 @@ class ServerConnection:
         told.result()
 
     def commit(self, stamp: WeightStamp, expected_checksum: str | None, left_s: float) -> None:
+        """End the push: the server reports ``stamp`` from every worker, or it has not got the weights.
+
+        Raises:
+            RolloutError: a worker reports another version, or nothing where reports are due.
+        """
         reports = self._client.commit_weights(stamp, expected_checksum is not None, left_s)
         if self.verifiable and (not isinstance(reports, list) or len(reports) != self._client.world_size()):
             raise RolloutError(

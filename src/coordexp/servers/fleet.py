@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib.util
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from coordexp.config.rollout import RepeatTerminateConfig, RolloutMatchingConfig
-from coordexp.errors import RolloutError
+from coordexp.errors import ConfigError, MissingDependency, RolloutError
 from coordexp.rollouts.chunking import chunk_size
 from coordexp.servers.client import ServerClient, api_key_from_environment
 from coordexp.vllm_engine.guard_activation import ACTIVATION_PATH, check_guard
@@ -32,13 +35,17 @@ def check_servers(config: RolloutMatchingConfig, learner_world_size: int) -> Non
     """Wait until every server is up, and refuse what cannot work: before any model is loaded.
 
     Raises:
-        RolloutError: a server does not answer within ``server.timeout_s``. ConfigError: too few devices for the ranks.
+        RolloutError: a server does not answer within ``server.timeout_s``. ConfigError: too few devices for the ranks,
+            or one that server and learner would share. MissingDependency: weights could not be pushed to GPUs.
     """
     clients = make_clients(config)
     try:
         chunk_size(config.decode_batch_size, world_sizes(clients), learner_world_size)
         for client in clients:
-            _check_guard(client, config.repeat_terminate)
+            status = client.status()
+            _check_guard(client, status, config.repeat_terminate)
+            if status is not None:
+                _check_devices(client, status["workers"])
     finally:
         for client in clients:
             client.close()
@@ -55,8 +62,39 @@ def world_sizes(clients: Sequence[ServerClient]) -> tuple[int, ...]:
     return tuple(client.world_size() for client in clients)
 
 
-def _check_guard(client: ServerClient, wanted: RepeatTerminateConfig) -> None:
-    status = client.status()
+def _check_devices(client: ServerClient, workers: Sequence[Mapping[str, Any]]) -> None:
+    """Whether NCCL can carry weights from this process to ``workers``: on GPUs of their own, by vLLM's binding."""
+    if not any(str(worker.get("device", "")).startswith("cuda") for worker in workers):
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"{client.base_url}: its weights are on GPUs and this learner has none, so no group can hold both; train "
+            "on a GPU, or start the server on the CPU"
+        )
+    if importlib.util.find_spec("vllm") is None:
+        raise MissingDependency(
+            f"{client.base_url}: its weights are on GPUs, and pushes to GPUs go through vLLM's NCCL binding, which the "
+            "learner needs too; pip install 'coordexp[vllm]' where it trains"
+        )
+    own = own_device_uuid()
+    if own in [worker.get("device_uuid") for worker in workers]:
+        raise ConfigError(
+            f"{client.base_url}: it and this learner are on the same GPU ({own}), where NCCL cannot connect them; give "
+            "each a device of its own (launch.server_devices, launch.learner_devices, CUDA_VISIBLE_DEVICES), or share "
+            "one with rollout_matching.vllm.mode: colocate"
+        )
+
+
+def own_device_uuid() -> str:
+    """The GPU that this process trains on: its local rank's."""
+    import torch
+
+    return str(torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", "0"))).uuid)
+
+
+def _check_guard(client: ServerClient, status: Mapping[str, Any] | None, wanted: RepeatTerminateConfig) -> None:
     if status is not None:
         check_guard(status["workers"], wanted)
     elif wanted.enabled:

@@ -106,19 +106,7 @@ def read_answer(
             or guard are not those asked for.
     """
     where = f"{where}, {request.sample_id}"
-    response = item.get("response", item)
-    try:
-        (choice,) = response["choices"]
-        prompt_ids = _token_ids(response["prompt_token_ids"])
-        answer_ids = _token_ids(choice["token_ids"])
-        finish_reason = choice["finish_reason"]
-    except (KeyError, TypeError, ValueError) as error:
-        raise RolloutError(
-            f"{where}: token ids of prompt and answer and one finish reason are due ({type(error).__name__}: {error}), "
-            f"not {str(response)[:_EXCERPT]}; the server must honour return_details"
-        ) from error
-    if not prompt_ids:
-        raise RolloutError(f"{where}: the server says that the prompt had no tokens; update the server")
+    prompt_ids, answer_ids, finish_reason = _read_details(item.get("response", item), where)
     if max_new_tokens is not None and len(answer_ids) > max_new_tokens:
         raise RolloutError(
             f"{where}: the answer has {len(answer_ids)} tokens, and rollout_matching.max_new_tokens is "
@@ -145,6 +133,23 @@ def read_answer(
         repeat_terminated=_flag(envelope, TRIGGERED, where) == 1,
         weight_version=stamp.version,
     )
+
+
+def _read_details(response: Any, where: str) -> tuple[tuple[int, ...], tuple[int, ...], Any]:
+    """Token ids of prompt and answer, and why the answer ended."""
+    try:
+        (choice,) = response["choices"]
+        prompt_ids = _token_ids(response["prompt_token_ids"])
+        answer_ids = _token_ids(choice["token_ids"])
+        finish_reason = choice["finish_reason"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise RolloutError(
+            f"{where}: token ids of prompt and answer and one finish reason are due ({type(error).__name__}: {error}), "
+            f"not {str(response)[:_EXCERPT]}; the server must honour return_details"
+        ) from error
+    if not prompt_ids:
+        raise RolloutError(f"{where}: the server says that the prompt had no tokens; update the server")
+    return prompt_ids, answer_ids, finish_reason
 
 
 def _check_envelope(envelope: Any, stamp: WeightStamp, guarded: bool, where: str) -> Mapping[str, Any]:

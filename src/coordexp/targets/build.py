@@ -15,6 +15,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from coordexp.config.data import CustomConfig
+from coordexp.config.strict import default_of
 from coordexp.coords import CoordVocab, FieldOrder, append_fragment
 from coordexp.errors import AlignmentError
 from coordexp.records import (
@@ -31,9 +33,13 @@ from coordexp.targets.rewrite import TargetPolicy, build_rewritten
 from coordexp.targets.supervision import Tail, encode_tail
 from coordexp.targets.transport import TransportConfig, coordinate_targets
 
+# Of a call outside of a run: what the keys have by default.
+_FIELD_ORDER: FieldOrder = default_of(CustomConfig, "object_field_order")
+_TRANSPORT, _POLICY = TransportConfig(), TargetPolicy()
+
 
 def build_gt_target(
-    ground_truth: Sequence[GTObject], vocab: CoordVocab, *, sample_id: str, field_order: FieldOrder = "desc_first"
+    ground_truth: Sequence[GTObject], vocab: CoordVocab, *, sample_id: str, field_order: FieldOrder
 ) -> TrainingTarget:
     """The whole answer from ground truth: stage 1, and the control of every comparison."""
     tail = encode_tail(append_fragment(ground_truth, "{", 1, field_order).after("{"), ground_truth, vocab)
@@ -47,22 +53,24 @@ def build_target(
     vocab: CoordVocab,
     *,
     sample_id: str,
-    field_order: FieldOrder = "desc_first",
-    transport: TransportConfig | None = None,
-    policy: TargetPolicy | None = None,
+    field_order: FieldOrder = _FIELD_ORDER,
+    transport: TransportConfig = _TRANSPORT,
+    policy: TargetPolicy = _POLICY,
+    confidences: Sequence[float] | None = None,
 ) -> TrainingTarget:
     """Correct what the rollout found, append what it missed.
 
     Args:
         parsed: the rollout; ``match`` its assignment to ``ground_truth`` (objects in the order in which missed ones
             are appended).
-        policy: what becomes of the model's own text; None is the contract's, as it was written.
+        policy: what becomes of the model's own text. It, ``field_order`` and ``transport`` are what their keys have by
+            default unless they are given.
+        confidences: of each predicted object, in (0, 1], for ``policy.unmatched: soft``; without them nothing
+            unmatched becomes soft.
 
     Raises:
         AlignmentError: a position that should hold a coordinate token of the stated object does not.
     """
-    transport = transport or TransportConfig()
-    policy = policy or TargetPolicy()
     if policy.answer == "rewritten":
         return build_rewritten(
             parsed,
@@ -73,6 +81,7 @@ def build_target(
             field_order=field_order,
             transport=transport,
             policy=policy,
+            confidences=confidences,
         )
     missed = [ground_truth[j] for j in match.fn_gt_idx]
     first_index = (parsed.max_object_index or 0) + 1

@@ -7,6 +7,8 @@ Entries stand in the model's own order, numbered anew from 1, and the whole text
 * a matched object of the *other kind*: the annotation's entry, taught whole;
 * an *unmatched* object: as the model wrote it, masked with the separator before it (or left out, as is one whose
   description cannot be written again: it holds a control token, a coordinate, or text that the tokenizer changes);
+  with ``unmatched: soft`` one that the model is sure of, and that overlaps nothing else, is a soft object: its text
+  is taught by its confidence, its coordinates are not;
 * an object that was *missed*: the annotation's entry, taught whole;
 * then the closing brace and the end of the turn.
 
@@ -16,16 +18,19 @@ A token that touches a masked entry is masked, also where it is fused with a nei
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
+from coordexp.config.rollout import TargetConfig
+from coordexp.config.strict import default_of
 from coordexp.coords import CoordVocab, FieldOrder, append_fragment
-from coordexp.matching import duplicate_indices
-from coordexp.records import GTObject, MatchResult, ParsedRollout, TokenRole, TrainingTarget
-from coordexp.targets.supervision import encode_tail
+from coordexp.geometry import mask_iou
+from coordexp.matching import MAX_OVERLAP_OF_OTHERS, duplicate_indices
+from coordexp.records import GTObject, MatchResult, ParsedRollout, PredictedObject, TokenRole, TrainingTarget
+from coordexp.targets.supervision import Tail, encode_tail
 from coordexp.targets.transport import TransportConfig, coordinate_targets
 
 _AS_MATCHED = {
@@ -37,13 +42,16 @@ _AS_MATCHED = {
 
 @dataclass(frozen=True, slots=True)
 class TargetPolicy:
-    """What becomes of the model's answer (keys ``rollout_matching.target.*``). All but ``answer`` concern a rewritten
-    one alone. ``duplicates``: unmatched objects that repeat an earlier one."""
+    """What becomes of the model's answer (keys ``rollout_matching.target.*``, whose defaults these are). All but
+    ``answer`` concern a rewritten one alone. ``duplicates``: unmatched objects that repeat an earlier one.
+    ``soft_threshold``: least confidence, in (0, 1], of an unmatched object that becomes soft, with ``unmatched: soft``.
+    """
 
-    answer: Literal["as_written", "rewritten"] = "as_written"
-    unmatched: Literal["mask", "drop"] = "mask"
-    duplicates: Literal["keep", "drop", "replace"] = "keep"
-    missed: Literal["append", "in_order"] = "append"
+    answer: Literal["as_written", "rewritten"] = default_of(TargetConfig, "answer")
+    unmatched: Literal["mask", "drop", "soft"] = default_of(TargetConfig, "unmatched")
+    duplicates: Literal["keep", "drop", "replace"] = default_of(TargetConfig, "duplicates")
+    missed: Literal["append", "in_order"] = default_of(TargetConfig, "missed")
+    soft_threshold: float = default_of(TargetConfig, "soft_threshold")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,26 +74,22 @@ def build_rewritten(
     field_order: FieldOrder,
     transport: TransportConfig,
     policy: TargetPolicy,
+    confidences: Sequence[float] | None,
 ) -> TrainingTarget:
     """``Y_train`` as the module says. No token of it is the rollout's own (``prefix_len`` 0), and nothing that can be
-    parsed is refused: an answer that breaks off is rewritten with the objects that were read.
+    parsed is refused: an answer that breaks off is rewritten with the objects that were read. ``confidences``: of each
+    object of ``parsed``, in (0, 1]; where they are not known nothing becomes soft.
 
     Raises:
         AlignmentError: a description cannot be written, as in :func:`coordexp.targets.encode_tail`.
     """
-    entries = _entries(parsed, match, ground_truth, transport, policy, vocab)
+    soft_of = {}
+    if policy.unmatched == "soft" and confidences is not None:
+        soft_of = _soft_weights(parsed.objects, match, ground_truth, confidences, policy.soft_threshold)
+    entries = _entries(parsed, match, ground_truth, transport, policy, vocab, soft_of)
     written = [entry.obj for entry in entries]
     tail = encode_tail(append_fragment(written, "{", 1, field_order).after("{"), written, vocab)
-    roles_T = tail.roles_T.copy()
-    for entry, span in zip(entries, tail.entry_tokens, strict=True):
-        if entry.pred_idx is not None and entry.bins is not None:
-            own_T = roles_T[slice(*span)]
-            for role, as_matched in _AS_MATCHED.items():
-                own_T[own_T == role] = as_matched
-    for entry, span in zip(entries, tail.entry_tokens, strict=True):
-        if entry.bins is None:
-            roles_T[slice(*span)] = TokenRole.PREFIX_MASKED
-    roles_T[-1] = TokenRole.CLOSE
+    roles_T = _roles(entries, tail)
     taught = [
         (entry.obj, positions, entry.bins)
         for entry, positions in zip(entries, tail.coords_of, strict=True)
@@ -111,7 +115,43 @@ def build_rewritten(
         appended_object_index=tuple(number_of[j] for j in match.fn_gt_idx),
         text_weight_T=None if weight_T is None else np.append(weight_T, 1.0),
         left_out_pred_idx=tuple(i for i in match.fp_pred_idx if i not in own),
+        soft_pred_idx=tuple(e.pred_idx for e in entries if e.pred_idx in soft_of and e.obj.soft is not None),
     )
+
+
+def _roles(entries: Sequence[_Entry], tail: Tail) -> np.ndarray:
+    """The tail's roles, with what is the model's own told apart, and what is not taught masked."""
+    roles_T = tail.roles_T.copy()
+    for entry, span in zip(entries, tail.entry_tokens, strict=True):
+        if entry.pred_idx is not None and entry.bins is not None:
+            own_T = roles_T[slice(*span)]
+            for role, as_matched in _AS_MATCHED.items():
+                own_T[own_T == role] = as_matched
+    for entry, span in zip(entries, tail.entry_tokens, strict=True):
+        if entry.bins is None:
+            roles_T[slice(*span)] = TokenRole.PREFIX_MASKED
+    roles_T[-1] = TokenRole.CLOSE
+    return roles_T
+
+
+def _soft_weights(
+    objects: Sequence[PredictedObject],
+    match: MatchResult,
+    ground_truth: Sequence[GTObject],
+    confidences: Sequence[float],
+    threshold: float,
+) -> dict[int, float]:
+    """Which unmatched objects become soft, and by which weight: the surer first, none that overlaps an annotation, a
+    matched object or a surer one."""
+    others: list[GTObject | PredictedObject] = [*ground_truth, *(objects[pair.pred_idx] for pair in match.pairs)]
+    chosen: dict[int, float] = {}
+    for i in sorted(match.fp_pred_idx, key=lambda i: -confidences[i]):  # stable: equal ones as written
+        if confidences[i] < threshold:
+            break
+        if all(mask_iou(objects[i], other) <= MAX_OVERLAP_OF_OTHERS for other in others):
+            chosen[i] = confidences[i]
+            others.append(objects[i])
+    return chosen
 
 
 def _entries(
@@ -121,13 +161,14 @@ def _entries(
     transport: TransportConfig,
     policy: TargetPolicy,
     vocab: CoordVocab,
+    soft_of: Mapping[int, float],
 ) -> list[_Entry]:
-    """What is written, in order."""
+    """What is written, in order. ``soft_of``: weights of the unmatched objects that become soft."""
     gt_of = {pair.pred_idx: pair.gt_idx for pair in match.pairs}
     in_place = [i for i, j in gt_of.items() if parsed.objects[i].kind == ground_truth[j].kind]
     targets = coordinate_targets([(parsed.objects[i], ground_truth[gt_of[i]]) for i in in_place], transport)
     bins_of = dict(zip(in_place, targets, strict=True))
-    repeats = set() if policy.duplicates == "keep" else {*duplicate_indices(parsed.objects)} - gt_of.keys()
+    repeats = set() if policy.duplicates == "keep" else {*duplicate_indices(parsed.objects)}
     missed = [_Entry(ground_truth[j], ground_truth[j].bins, j) for j in match.fn_gt_idx]
     entries: list[_Entry] = []
     for i, predicted in enumerate(parsed.objects):
@@ -139,8 +180,9 @@ def _entries(
         elif i in repeats:
             if policy.duplicates == "replace" and missed:
                 entries.append(missed.pop(0))
-        elif policy.unmatched == "mask" and _is_writable(predicted.desc, vocab):
-            entries.append(_Entry(GTObject(predicted.desc, predicted.kind, predicted.bins), None, None, i))
+        elif policy.unmatched != "drop" and _is_writable(predicted.desc, vocab):
+            obj = GTObject(predicted.desc, predicted.kind, predicted.bins, soft_of.get(i))
+            entries.append(_Entry(obj, None if obj.soft is None else obj.bins, None, i))
     for entry in missed:
         entries.insert(_place(entry, entries) if policy.missed == "in_order" else len(entries), entry)
     return entries

@@ -8,17 +8,19 @@ from typing import Literal
 
 import numpy as np
 
+from coordexp.config.rollout import RolloutMatchingConfig
+from coordexp.config.strict import default_of
 from coordexp.geometry.transport import barycentric_targets_of
 from coordexp.records import NUM_BINS, GTObject, PredictedObject
 
 
 @dataclass(frozen=True, slots=True)
 class TransportConfig:
-    """How a matched pair with a polygon is aligned (keys ``rollout_matching.ot_*``)."""
+    """How a matched pair with a polygon is aligned (keys ``rollout_matching.ot_*``, whose defaults these are)."""
 
-    cost: Literal["l1", "l2"] = "l2"
-    epsilon: float = 10.0
-    iters: int = 30
+    cost: Literal["l1", "l2"] = default_of(RolloutMatchingConfig, "ot_cost")
+    epsilon: float = default_of(RolloutMatchingConfig, "ot_epsilon")
+    iters: int = default_of(RolloutMatchingConfig, "ot_iters")
 
 
 def coordinate_targets(

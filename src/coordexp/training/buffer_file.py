@@ -42,6 +42,7 @@ def segment_to_json(segment: Segment) -> dict[str, Any]:
             "prefix_len": target.prefix_len,
             **{name: list(getattr(target, name)) for name in _PROVENANCE},
             "left_out_pred_idx": list(target.left_out_pred_idx),
+            "soft_pred_idx": list(target.soft_pred_idx),
             "text_weight_T": None if target.text_weight_T is None else target.text_weight_T.tolist(),
         },
     }
@@ -76,6 +77,7 @@ def segment_from_json(data: Mapping[str, Any], encode: Callable[[str], RolloutRe
             **arrays,
             **provenance,
             left_out_pred_idx=tuple(target.get("left_out_pred_idx", ())),
+            soft_pred_idx=tuple(target.get("soft_pred_idx", ())),
             text_weight_T=None if weights is None else np.array(weights, dtype=np.float64),
         ),
         request.model_inputs,
@@ -108,6 +110,7 @@ def load_carry_buffer(buffer: CarryBuffer, checkpoint: Path, encode: Callable[[s
 
 
 def holds_carry_buffers(checkpoint: Path) -> bool:
+    """Whether the checkpoint was written with packing."""
     return any(checkpoint.glob("carry_buffer_rank*.json"))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,8 @@ from rich.console import Console
 
 from coordexp import distributed
 from coordexp.config import RunConfig, advice, check_world_size, resolved_rollout, rollout_contract
-from coordexp.config.rollout import MonitorDumpConfig, RolloutMatchingConfig
+from coordexp.config.rollout import RolloutMatchingConfig
+from coordexp.config.training import TrainingConfig
 from coordexp.data.dataset import RecordDataset
 from coordexp.data.jsonl import check_dataset, read_jsonl
 from coordexp.data.preparation import preparation_of
@@ -25,12 +26,15 @@ from coordexp.rollouts import check_backend
 from coordexp.training.parallel import check_parallel, parallel_arguments
 
 if TYPE_CHECKING:
+    from coordexp.evaluation import EvaluationOptions
     from coordexp.evaluation.scores import TokenScorer
-    from coordexp.modeling.inputs import PromptEncoder
     from coordexp.modeling.load import LoadedModel
     from coordexp.packing import CarryBuffer
-    from coordexp.recording.pictures import RolloutPictures
+    from coordexp.recording.writer import RolloutRecorder
     from coordexp.rollouts.build import LearnerParts
+    from coordexp.rollouts.offload import LearnerOffload
+    from coordexp.training.ahead import RolloutsAhead
+    from coordexp.training.sources import RolloutSource
     from coordexp.training.trainer import CoordExpTrainer
 
 logger = logging.getLogger("coordexp")
@@ -114,74 +118,105 @@ def build_trainer(
 
     Returns: the trainer, and the checkpoint folder to resume from (None to start anew).
     """
-    from transformers import set_seed
-
-    from coordexp.evaluation import EvaluationOptions
     from coordexp.modeling.inputs import PromptEncoder
-    from coordexp.modeling.load import load_model
-    from coordexp.modeling.tuner import tune
-    from coordexp.recording.rollout_record import Settings
-    from coordexp.recording.writer import build_recorder
     from coordexp.rollouts import build_backend
-    from coordexp.rollouts.offload import build_offload, context_of
-    from coordexp.training.checkpoint import check_resume, resolve_resume, warn_of_checkpoints_ahead
+    from coordexp.rollouts.offload import build_offload
+    from coordexp.training.epochs import EpochOfData
     from coordexp.training.manifest import write_manifest
     from coordexp.training.optimizer import LearningRates
     from coordexp.training.recipe import build_recipe
-    from coordexp.training.seal import read_seal
     from coordexp.training.trainer import CoordExpTrainer
     from coordexp.training.upstream_names import check_learner
 
     config, rollout, training = run.config, run.rollout, run.config.training
     check_learner()
     arguments = _training_arguments(config)
+    resume = _resume_point(training)
+    write_manifest(config, config_path, Path(training.output_dir), overrides)
+    loaded = _load_learner(run)
+    encoder = PromptEncoder(loaded.processor, config.template.prompt, config.template.system)
+    ordering = config.custom.object_ordering
+    train = RecordDataset(run.train, encoder.encode, ordering, training.seed, config.data.augment)
+    val = RecordDataset(run.val, encoder.encode, ordering, training.seed) if run.val else None
+    offload = build_offload(loaded.model, rollout)
+    backend = build_backend(rollout, _learner_parts(config, loaded, offload))
+    scorer = _scorer(rollout, loaded)
+    recipe = build_recipe(config, rollout, loaded.vocab, backend, _build_buffer(run, train, resume), scorer)
+    _take_up_answers(recipe.ahead, resume)
+    trainer = CoordExpTrainer(
+        loaded=loaded,
+        window_builder=recipe.window_builder,
+        ahead=recipe.ahead,
+        objectives=recipe.objectives,
+        eval_backend=backend,
+        rollout_matching_cfg=rollout_contract(config),
+        learning_rates=LearningRates(training.learning_rate, training.vit_lr, training.aligner_lr, training.coord_lr),
+        recorder=_recorder(run, recipe.rollouts),
+        measured=_measured(rollout),
+        scorer=scorer if rollout.eval_detection.score_mode == "confidence" else None,
+        keep_checkpoints=training.save_total_limit,
+        args=arguments,
+        train_dataset=train,
+        eval_dataset=val,
+        processing_class=loaded.processor,
+    )
+    if offload is not None:
+        offload.bind(lambda: trainer.optimizer, sharded_by=_owner(trainer))
+    trainer.add_callback(EpochOfData(train))
+    _show_progress(trainer, console, description)
+    _set_up_tensorboard(run, trainer)
+    return trainer, resume
+
+
+def _owner(trainer: CoordExpTrainer) -> str | None:
+    """Who else owns weights and optimizer; None for nobody."""
+    return "DeepSpeed" if trainer.is_deepspeed_enabled else "FSDP" if trainer.is_fsdp_enabled else None
+
+
+def _resume_point(training: TrainingConfig) -> Path | None:
+    """The checkpoint folder to go on from, looked at; None to start anew."""
+    from coordexp.training.checkpoint import check_resume, resolve_resume, warn_of_checkpoints_ahead
+    from coordexp.training.seal import read_seal
+
     resume = resolve_resume(training.output_dir, training.resume_from_checkpoint)
     if resume is not None:
         check_resume(resume, training.packing)
     start = 0 if resume is None else read_seal(resume).step
     warn_of_checkpoints_ahead(training.output_dir, start, training.resume_from_checkpoint)
-    write_manifest(config, config_path, Path(training.output_dir), overrides)
-    set_seed(training.seed)
-    loaded = load_model(config.model.model, config.model.dtype, config.model.attn_implementation)
+    return resume
+
+
+def _load_learner(run: CheckedRun) -> LoadedModel:
+    """The model, ready to be trained; everything random from here on follows from the run's seed."""
+    from transformers import set_seed
+
+    from coordexp.modeling.load import load_model
+    from coordexp.modeling.tuner import tune
+
+    set_seed(run.config.training.seed)
+    model = run.config.model
+    loaded = load_model(model.model, model.dtype, model.attn_implementation)
     loaded = replace(loaded, preparation=preparation_of(run.train))  # what is learned now is what checkpoints will say
-    tune(loaded.model, config.tuner, loaded.vocab.coord_token_ids)
-    encoder = PromptEncoder(loaded.processor, config.template.prompt, config.template.system)
-    datasets = [
-        RecordDataset(records, encoder.encode, config.custom.object_ordering, training.seed)
-        for records in (run.train, run.val)
-    ]
-    offload = build_offload(loaded.model, rollout)
-    backend = build_backend(rollout, _learner_parts(config, loaded, context_of(offload)))
-    recipe = build_recipe(config, rollout, loaded.vocab, backend, _build_buffer(run, encoder, resume))
-    source, detection = recipe.rollouts, rollout.eval_detection
+    tune(loaded.model, run.config.tuner, loaded.vocab.coord_token_ids)
+    return loaded
+
+
+def _measured(rollout: RolloutMatchingConfig) -> EvaluationOptions | None:
+    """What evaluation while training measures; None for nothing."""
+    from coordexp.evaluation import EvaluationOptions
+
+    detection = rollout.eval_detection
+    return EvaluationOptions.from_config(detection) if detection.enabled else None
+
+
+def _recorder(run: CheckedRun, source: RolloutSource | None) -> RolloutRecorder | None:
+    from coordexp.recording.rollout_record import Settings
+    from coordexp.recording.writer import build_recorder
+
     settings = (
         None if source is None else Settings(source.matching, source.transport, source.field_order, source.policy)
     )
-    trainer = CoordExpTrainer(
-        loaded=loaded,
-        window_builder=recipe.window_builder,
-        objectives=recipe.objectives,
-        eval_backend=backend,
-        rollout_matching_cfg=rollout_contract(config),
-        learning_rates=LearningRates(training.learning_rate, training.vit_lr, training.aligner_lr, training.coord_lr),
-        recorder=build_recorder(rollout.monitor_dump, settings, Path(training.output_dir)),
-        measured=EvaluationOptions.from_config(detection) if detection.enabled else None,
-        scorer=_scorer(rollout, loaded),
-        keep_checkpoints=training.save_total_limit,
-        args=arguments,
-        train_dataset=datasets[0],
-        eval_dataset=datasets[1] if run.val else None,
-        processing_class=loaded.processor,
-    )
-    if offload is not None:
-        owner = "DeepSpeed" if trainer.is_deepspeed_enabled else "FSDP" if trainer.is_fsdp_enabled else None
-        offload.bind(lambda: trainer.optimizer, sharded_by=owner)
-    _show_progress(trainer, console, description)
-    if training.logging_dir is not None:
-        _tensorboard_logs_to(training.logging_dir, trainer)
-    if rollout.monitor_dump.enabled and distributed.is_main():
-        trainer.add_callback(_rollout_pictures(rollout.monitor_dump, run.train, trainer))
-    return trainer, resume
+    return build_recorder(run.rollout.monitor_dump, settings, Path(run.config.training.output_dir))
 
 
 def _show_progress(trainer: Any, console: Console, description: str) -> None:
@@ -196,21 +231,33 @@ def _show_progress(trainer: Any, console: Console, description: str) -> None:
 
 
 def _scorer(config: RolloutMatchingConfig, loaded: LoadedModel) -> TokenScorer | None:
-    """What scores predictions while training; None where their score is constant."""
+    """What says how sure the learner is of an object: to score predictions, to teach them softly. None for neither."""
     from coordexp.evaluation.scores import TokenScorer
 
-    if config.eval_detection.score_mode == "constant":
+    if config.eval_detection.score_mode == "constant" and config.target.unmatched != "soft":
         return None
     return TokenScorer(loaded.model, loaded.vocab, loaded.image_token_id)
 
 
-def _tensorboard_logs_to(folder: Path, trainer: CoordExpTrainer) -> None:
-    """transformers takes the folder from the environment alone, where it would stay for the process's next run."""
+def _set_up_tensorboard(run: CheckedRun, trainer: CoordExpTrainer) -> None:
+    """Where it logs, and pictures of rollouts, where ``training.report_to`` names it: nothing is drawn otherwise."""
     from transformers.integrations import TensorBoardCallback
 
-    for callback in trainer.callback_handler.callbacks:
-        if isinstance(callback, TensorBoardCallback):
-            callback.logging_dir = str(folder)
+    from coordexp.recording.pictures import RolloutPictures
+
+    loggers = [one for one in trainer.callback_handler.callbacks if isinstance(one, TensorBoardCallback)]
+    if run.config.training.logging_dir is not None:
+        for one in loggers:
+            # transformers takes the folder from the environment alone, where it would stay for the process's next run.
+            one.logging_dir = str(run.config.training.logging_dir)
+    if run.rollout.monitor_dump.enabled and distributed.is_main():
+        pictures = RolloutPictures(
+            run.rollout.monitor_dump,
+            {record.sample_id: record for record in run.train},
+            outcomes=lambda: trainer.window.outcomes if trainer.window is not None else (),
+            writer=lambda: next((one.tb_writer for one in loggers), None),
+        )
+        trainer.add_callback(pictures)
 
 
 def _training_arguments(config: RunConfig) -> Any:
@@ -228,27 +275,10 @@ def _training_arguments(config: RunConfig) -> Any:
         dataloader_pin_memory=torch.cuda.is_available(),
         **parallel_arguments(config),
         ddp_find_unused_parameters=False,  # every row reaches every weight: each segment has an image and a target
+        ddp_broadcast_buffers=False,  # they are constants; and no rank shall wait for another before its forward
     )
     _use_one_device(arguments)
     return arguments
-
-
-def _rollout_pictures(
-    config: MonitorDumpConfig, records: Sequence[ImageRecord], trainer: CoordExpTrainer
-) -> RolloutPictures:
-    """Draws into TensorBoard's files, where ``training.report_to`` names it: nothing is drawn otherwise."""
-    from transformers.integrations import TensorBoardCallback
-
-    from coordexp.recording.pictures import RolloutPictures
-    from coordexp.recording.writer import DumpPolicy
-
-    loggers = [one for one in trainer.callback_handler.callbacks if isinstance(one, TensorBoardCallback)]
-    return RolloutPictures(
-        DumpPolicy.from_config(config),
-        {record.sample_id: record for record in records},
-        outcomes=lambda: trainer.window.outcomes if trainer.window is not None else (),
-        writer=lambda: next((one.tb_writer for one in loggers), None),
-    )
 
 
 def run_training(
@@ -292,6 +322,7 @@ def run_training(
 
 
 def _train(trainer: CoordExpTrainer, resume: Path | None, stop_within_s: float) -> None:
+    from coordexp.training.progress import RichProgress
     from coordexp.training.stopping import StopAfterStep, StopSignals
 
     signals = StopSignals(stop_within_s, trainer.last_saved)
@@ -307,7 +338,7 @@ def _train(trainer: CoordExpTrainer, resume: Path | None, stop_within_s: float) 
             stopped_by = stopped.signal
         finally:
             for callback in trainer.callback_handler.callbacks:
-                if hasattr(callback, "stop"):
+                if isinstance(callback, RichProgress):
                     callback.stop()
             trainer.close()
     if stopped_by is not None:
@@ -319,9 +350,7 @@ def _train(trainer: CoordExpTrainer, resume: Path | None, stop_within_s: float) 
         )
 
 
-def _learner_parts(
-    config: RunConfig, loaded: LoadedModel, offload: Callable[[], AbstractContextManager[None]]
-) -> LearnerParts:
+def _learner_parts(config: RunConfig, loaded: LoadedModel, offload: LearnerOffload | None) -> LearnerParts:
     """What rollout backends may need of the learner."""
     from coordexp.data.images import open_rgb
     from coordexp.modeling.load import base_checkpoint
@@ -335,11 +364,11 @@ def _learner_parts(
         weights=LearnerWeights(loaded.model),
         checkpoint=base_checkpoint(config.model.model),
         open_image=open_rgb,
-        offload=offload,
+        offload=nullcontext if offload is None else offload.away,
     )
 
 
-def _build_buffer(run: CheckedRun, encoder: PromptEncoder, resume: Path | None) -> CarryBuffer | None:
+def _build_buffer(run: CheckedRun, train: RecordDataset, resume: Path | None) -> CarryBuffer | None:
     """The carry buffer, with what waited in it when the checkpoint was written; None without packing."""
     from coordexp.packing import CarryBuffer
     from coordexp.training.buffer_file import load_carry_buffer
@@ -349,9 +378,28 @@ def _build_buffer(run: CheckedRun, encoder: PromptEncoder, resume: Path | None) 
         return None
     buffer = CarryBuffer(run.config.global_max_length, training.packing_buffer)
     if resume is not None:
-        by_id = {record.sample_id: record for record in run.train}
-        load_carry_buffer(buffer, resume, lambda sample_id: encoder.encode(_lookup(by_id, sample_id)))
+        load_carry_buffer(buffer, resume, train.request_of)
     return buffer
+
+
+def _take_up_answers(ahead: RolloutsAhead | None, checkpoint: Path | None) -> None:
+    """Give ``ahead`` the answers that waited when ``checkpoint`` was written; say so where they are of no use. Nothing
+    without a checkpoint."""
+    from coordexp.training.answers_file import load_answers
+    from coordexp.training.seal import read_seal
+
+    if checkpoint is None:
+        return
+    seal = read_seal(checkpoint)
+    answers = load_answers(checkpoint, seal.step) if seal.world_size == distributed.world_size() else None
+    if ahead is not None:
+        ahead.window = answers
+    elif answers is not None and distributed.is_main():
+        logger.warning(
+            "%s holds answers for its next step, which are left unused, as rollout_matching.rollouts_ahead is 0 now: "
+            "the step asks anew",
+            checkpoint,
+        )
 
 
 def _check_attention(config: RunConfig) -> None:
@@ -375,9 +423,3 @@ def _use_one_device(arguments: Any) -> None:
             arguments.n_gpu,
         )
         arguments._n_gpu = 1
-
-
-def _lookup(by_id: dict[str, ImageRecord], sample_id: str) -> ImageRecord:
-    if sample_id not in by_id:
-        raise DataError(f"the checkpoint's carry buffer holds sample {sample_id}, which custom.train_jsonl does not")
-    return by_id[sample_id]

@@ -23,6 +23,7 @@ logger = logging.getLogger("coordexp")
 
 
 def checkpoint_folder(output_dir: str | Path, step: int) -> Path:
+    """Where the checkpoint of ``step`` lies, by transformers' own name."""
     return Path(output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
 
 

@@ -49,19 +49,23 @@ class AnswerStatistics:
 
     @classmethod
     def total(cls, parts: Iterable[AnswerStatistics]) -> AnswerStatistics:
+        """The sums over several stretches."""
         parts = list(parts)
         return cls(*(sum(getattr(part, one.name) for part in parts) for one in fields(cls)))
 
     @property
     def truncated_rate(self) -> float:
+        """Share of answers that were cut off; 0 without answers."""
         return self.truncated / self.samples if self.samples else 0.0
 
     @property
     def duplicate_rate(self) -> float:
+        """Share of objects that repeat an earlier one; 0 without objects."""
         return self.duplicates / self.predicted if self.predicted else 0.0
 
     @property
     def mean_length(self) -> float:
+        """Tokens of an answer, on average; 0 without answers."""
         return self.tokens / self.samples if self.samples else 0.0
 
 

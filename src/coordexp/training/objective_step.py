@@ -7,14 +7,16 @@ included, belongs to the last, which reads the model's own.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from coordexp.config.objective import Channel
 from coordexp.modeling.coord_offset import OutputHead, output_head
+from coordexp.modeling.forward import supervised_hidden
 from coordexp.modeling.self_context import SelfContext, self_context_states
 from coordexp.objective import (
     HeadQuery,
@@ -26,46 +28,45 @@ from coordexp.objective import (
     score_head,
 )
 from coordexp.objective.pipeline import ObjectiveResult
-from coordexp.training.scoring import ScoreRow
 
 FIRST_FORWARD = ("token_ce",)
 
 
-class TrainingObjective(Protocol):
-    """What one training, or one channel of it, does with a row: what it asks of the head, what the wrapped model runs
-    as its forward, and the loss."""
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoreRow:
+    """``model(forward_fn=ScoreRow(…))``: what ``query`` asks of the head at one row's supervised positions."""
 
-    def queries(self, supervision: SupervisionTensors) -> tuple[HeadQuery, ...]: ...
+    inputs: Mapping[str, Any]
+    supervision: SupervisionTensors
+    query: HeadQuery
+    coord_ids: Sequence[int]
 
-    def forward_fn(
-        self, inputs: Mapping[str, Any], supervision: SupervisionTensors, queries: Sequence[HeadQuery]
-    ) -> Callable[[Any], tuple[HeadScores, ...]]: ...
-
-    def result(
-        self,
-        supervision: SupervisionTensors,
-        queries: Sequence[HeadQuery],
-        scores: Sequence[HeadScores],
-        counts: SupervisionCounts,
-    ) -> ObjectiveResult: ...
+    def __call__(self, model: Any) -> HeadScores:
+        hidden_NH = supervised_hidden(model, self.inputs, self.supervision.position_N)
+        return _scored(hidden_NH, model, self.query, self.supervision, self.coord_ids)
 
 
 @dataclass(frozen=True, slots=True)
-class TeacherForcing:
-    """One forward on the row as it is."""
+class TrainingObjective(ABC):
+    """What one training, or one channel of it, learns from a row: what it asks of the head, what the wrapped model runs
+    as its forward, and the loss. ``coord_ids``: the 1000 coordinate tokens, by bin."""
 
     pipeline: ObjectivePipeline
     coord_ids: tuple[int, ...]
 
-    def queries(self, supervision: SupervisionTensors) -> tuple[HeadQuery, ...]:
-        return (self.pipeline.query(supervision),)
+    def forwards(self) -> tuple[ObjectivePipeline, ...]:
+        """The modules that score each forward of a row, in the order of the forwards."""
+        return (self.pipeline,)
 
+    def queries(self, supervision: SupervisionTensors) -> tuple[HeadQuery, ...]:
+        """What each forward asks of the head."""
+        return tuple(part.query(supervision) for part in self.forwards())
+
+    @abstractmethod
     def forward_fn(
         self, inputs: Mapping[str, Any], supervision: SupervisionTensors, queries: Sequence[HeadQuery]
     ) -> Callable[[Any], tuple[HeadScores, ...]]:
-        (query,) = queries
-        score = ScoreRow(inputs, supervision, query, self.coord_ids)
-        return lambda model: (score(model),)
+        """What the wrapped model runs in place of its own forward: bare model → the scores of each forward."""
 
     def result(
         self,
@@ -74,27 +75,45 @@ class TeacherForcing:
         scores: Sequence[HeadScores],
         counts: SupervisionCounts,
     ) -> ObjectiveResult:
-        (query,), (found,) = queries, scores
-        return self.pipeline(ObjectiveContext(supervision, query, found, counts))
+        """The row's share of the step's loss, and of its terms. ``counts``: those of the whole step."""
+        results = [
+            part(ObjectiveContext(supervision, query, found, counts))
+            for part, query, found in zip(self.forwards(), queries, scores, strict=True)
+        ]
+        loss = results[0].loss
+        for further in results[1:]:
+            loss = loss + further.loss
+        return ObjectiveResult(loss, {name: term for one in results for name, term in one.terms.items()})
 
 
 @dataclass(frozen=True, slots=True)
-class SelfContextObjective:
-    """Channel-A with at least two forwards."""
-
-    pipeline: ObjectivePipeline
-    coord_ids: tuple[int, ...]
-    settings: SelfContext
-
-    def _parts(self) -> tuple[ObjectivePipeline, ObjectivePipeline]:
-        return self.pipeline.split(*FIRST_FORWARD)
-
-    def queries(self, supervision: SupervisionTensors) -> tuple[HeadQuery, ...]:
-        return tuple(part.query(supervision) for part in self._parts())
+class TeacherForcing(TrainingObjective):
+    """One forward on the row as it is."""
 
     def forward_fn(
         self, inputs: Mapping[str, Any], supervision: SupervisionTensors, queries: Sequence[HeadQuery]
     ) -> Callable[[Any], tuple[HeadScores, ...]]:
+        """One forward on the row as it is."""
+        (query,) = queries
+        score = ScoreRow(inputs, supervision, query, self.coord_ids)
+        return lambda model: (score(model),)
+
+
+@dataclass(frozen=True, slots=True)
+class SelfContextObjective(TrainingObjective):
+    """Channel-A with at least two forwards: the first reads the ground truth, the last the model's own coordinates."""
+
+    settings: SelfContext
+
+    def forwards(self) -> tuple[ObjectivePipeline, ...]:
+        """Cross-entropy, for the first forward; everything else, for the last."""
+        return self.pipeline.split(*FIRST_FORWARD)
+
+    def forward_fn(
+        self, inputs: Mapping[str, Any], supervision: SupervisionTensors, queries: Sequence[HeadQuery]
+    ) -> Callable[[Any], tuple[HeadScores, ...]]:
+        """As many forwards as the settings say; the first and the last are scored."""
+
         def score(model: Any) -> tuple[HeadScores, ...]:
             coord_ids_B = torch.tensor(self.coord_ids, device=supervision.position_N.device)
             coord_pos_K = supervision.position_N[supervision.coord_in_N_K]
@@ -106,33 +125,19 @@ class SelfContextObjective:
                 return columns[0](hidden_KH)
 
             states = self_context_states(model, inputs, coord_pos_K, coord_logits, coord_ids_B, self.settings)
-            head = output_head(model)
             return tuple(
-                score_head(
-                    hidden_LH[supervision.position_N - 1],
-                    head.weight_VH,
-                    query,
-                    supervision.label_N,
-                    self.coord_ids,
-                    head.offset_BH,
-                )
+                _scored(hidden_LH[supervision.position_N - 1], model, query, supervision, self.coord_ids)
                 for hidden_LH, query in zip(states, queries, strict=True)
             )
 
         return score
 
-    def result(
-        self,
-        supervision: SupervisionTensors,
-        queries: Sequence[HeadQuery],
-        scores: Sequence[HeadScores],
-        counts: SupervisionCounts,
-    ) -> ObjectiveResult:
-        first, last = (
-            part(ObjectiveContext(supervision, query, found, counts))
-            for part, query, found in zip(self._parts(), queries, scores, strict=True)
-        )
-        return ObjectiveResult(first.loss + last.loss, {**first.terms, **last.terms})
+
+def _scored(
+    hidden_NH: torch.Tensor, model: Any, query: HeadQuery, supervision: SupervisionTensors, coord_ids: Sequence[int]
+) -> HeadScores:
+    head = output_head(model)
+    return score_head(hidden_NH, head.weight_VH, query, supervision.label_N, coord_ids, head.offset_BH)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -24,11 +24,13 @@ class LearningRates:
     coord: float | None = None
 
     def rate_of(self, part: Part) -> float:
+        """The rate of one part of the model: its own, or the base rate."""
         own = None if part == "llm" else getattr(self, part)
         return self.base if own is None else own
 
     @property
     def differ(self) -> bool:
+        """Whether any part learns at another rate than the rest."""
         return len({self.rate_of(part) for part in _ORDER}) > 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ def check_parallel(config: RunConfig, world_size: int) -> None:
     """What can be known before anything is loaded.
 
     Raises:
-        ConfigError: sharding over one process; DeepSpeed on a CPU, or with a file that is not there.
+        ConfigError: sharding over one process; DeepSpeed on a CPU, with a file that is none, or by ZeRO-3.
         MissingDependency: DeepSpeed is not installed.
     """
     if config.fsdp.enabled and world_size == 1:
@@ -32,7 +33,27 @@ def check_parallel(config: RunConfig, world_size: int) -> None:
             raise ConfigError(
                 f"deepspeed.config: {config.deepspeed.config}: no such file; name a JSON file of DeepSpeed"
             )
+        if _zero_stage(config.deepspeed) == 3:
+            raise ConfigError(
+                "deepspeed.config: zero_optimization.stage 3 leaves each process an empty shell of every weight that "
+                "no layer is using, and rollout engines and the chunked head would be given the shells; write stage 2, "
+                "or use fsdp.enabled: true, which shards weights too"
+            )
         require("deepspeed", "deepspeed.enabled: true")
+
+
+def _zero_stage(deepspeed: DeepSpeedConfig) -> object:
+    """The stage that DeepSpeed's own configuration names; None where it names none."""
+    content: Any = deepspeed.config
+    if isinstance(content, str):
+        try:
+            content = json.loads(Path(content).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"deepspeed.config: {content}: no JSON ({error}); name a JSON file of DeepSpeed"
+            ) from error
+    zero = content.get("zero_optimization") if isinstance(content, dict) else None
+    return zero.get("stage") if isinstance(zero, dict) else None
 
 
 def parallel_arguments(config: RunConfig) -> dict[str, Any]:

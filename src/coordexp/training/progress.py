@@ -49,6 +49,7 @@ class RichProgress(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        """Start the bar on a terminal; elsewhere lines come now and then."""
         if not state.is_world_process_zero:
             return
         self._first = (state.global_step, time.monotonic())
@@ -71,11 +72,13 @@ class RichProgress(TrainerCallback):
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
+        """Take over the figures that are shown beside the bar."""
         shown = [f"{label} {logs[name]:.3g}" for name, label in _SHOWN if logs and name in logs]
         if shown:
             self._note = "  ".join(shown)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Move the bar on, or print a line if one is due."""
         if not state.is_world_process_zero:
             return
         if self._progress is not None:
@@ -96,6 +99,7 @@ class RichProgress(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        """Close the bar."""
         self.stop()
 
     def stop(self) -> None:

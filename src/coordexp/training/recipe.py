@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.config.two_channel import Stage2ABConfig
 from coordexp.coords import CoordVocab
 from coordexp.errors import ConfigError
+from coordexp.evaluation.scores import TokenScorer
 from coordexp.matching import MatchingConfig
 from coordexp.modeling.self_context import SelfContext
 from coordexp.objective import ObjectivePipeline, build_pipeline, sft_pipeline
@@ -21,23 +21,23 @@ from coordexp.packing import CarryBuffer
 from coordexp.recording.rollout_log import RolloutLog
 from coordexp.rollouts import RolloutBackend
 from coordexp.targets import TargetPolicy, TransportConfig
+from coordexp.training.ahead import RolloutsAhead
 from coordexp.training.objective_step import SelfContextObjective, TeacherForcing, TrainingObjective
 from coordexp.training.schedule import ChannelSchedule
-from coordexp.training.sources import GroundTruthSource, RolloutSource
+from coordexp.training.sources import GroundTruthSource, RolloutSource, SegmentSource
 from coordexp.training.two_channel import DrainingBuilder, TwoChannelBuilder
 from coordexp.training.window import WindowBuilder
-
-logger = logging.getLogger("coordexp")
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """One training. ``objectives`` by channel, or under None where there are no channels; ``rollouts`` is the source
-    whose samples can be recorded."""
+    whose samples can be recorded, ``ahead`` what asks for its windows a step before they are taken."""
 
     window_builder: WindowBuilder | TwoChannelBuilder
     objectives: Mapping[Channel | None, TrainingObjective]
     rollouts: RolloutSource | None = None
+    ahead: RolloutsAhead | None = None
 
 
 def build_recipe(
@@ -46,29 +46,33 @@ def build_recipe(
     vocab: CoordVocab,
     backend: RolloutBackend,
     buffer: CarryBuffer | None,
+    scorer: TokenScorer | None,
 ) -> Recipe:
-    """The training that ``custom.trainer_variant`` names. ``buffer``: segments that wait, None without packing."""
+    """The training that ``custom.trainer_variant`` names. ``buffer``: segments that wait, None without packing;
+    ``scorer``: the learner, where the target depends on how sure it is."""
     variant = config.custom.trainer_variant
     truth = GroundTruthSource(vocab, config.custom.object_field_order)
     if variant is None:
         pipeline = sft_pipeline(config.custom.coord_soft_ce_w1)
         return Recipe(_carrying(config, truth, buffer), {None: TeacherForcing(pipeline, vocab.coord_token_ids)})
-    rollouts = _rollout_source(config, rollout, vocab, backend)
+    rollouts = _rollout_source(config, rollout, vocab, backend, scorer)
     if variant == "stage2_two_channel":
         assert config.stage2_ab is not None, "the schema requires stage2_ab for this variant"
+        schedule = ChannelSchedule.from_ratio(config.stage2_ab.schedule.b_ratio)
+        ahead = RolloutsAhead(rollouts, lambda step: schedule.channel(step) == "B") if rollout.rollouts_ahead else None
         builder = TwoChannelBuilder(
-            ChannelSchedule.from_ratio(config.stage2_ab.schedule.b_ratio),
+            schedule,
             channel_a=_carrying(config, truth, buffer),
             channel_b=DrainingBuilder(
-                rollouts, None if buffer is None else buffer.capacity, config.training.packing_min_fill_ratio
+                ahead or rollouts, None if buffer is None else buffer.capacity, config.training.packing_min_fill_ratio
             ),
         )
         channel_b = rollout_pipeline(config, rollout)
-        return Recipe(builder, _by_channel(config.stage2_ab, channel_b, vocab), rollouts)
+        return Recipe(builder, _by_channel(config.stage2_ab, channel_b, vocab), rollouts, ahead)
     pipeline = rollout_pipeline(config, rollout)
-    return Recipe(
-        _carrying(config, rollouts, buffer), {None: TeacherForcing(pipeline, vocab.coord_token_ids)}, rollouts
-    )
+    ahead = RolloutsAhead(rollouts, lambda step: True) if rollout.rollouts_ahead else None
+    builder = _carrying(config, ahead or rollouts, buffer)
+    return Recipe(builder, {None: TeacherForcing(pipeline, vocab.coord_token_ids)}, rollouts, ahead)
 
 
 def rollout_pipeline(config: RunConfig, rollout: RolloutMatchingConfig) -> ObjectivePipeline:
@@ -105,14 +109,16 @@ def _by_channel(
     }
 
 
-def _carrying(
-    config: RunConfig, source: GroundTruthSource | RolloutSource, buffer: CarryBuffer | None
-) -> WindowBuilder:
-    return WindowBuilder(source, buffer, _warn_once(), config.training.packing_min_fill_ratio)
+def _carrying(config: RunConfig, source: SegmentSource, buffer: CarryBuffer | None) -> WindowBuilder:
+    return WindowBuilder(source, buffer, config.training.packing_min_fill_ratio)
 
 
 def _rollout_source(
-    config: RunConfig, rollout: RolloutMatchingConfig, vocab: CoordVocab, backend: RolloutBackend
+    config: RunConfig,
+    rollout: RolloutMatchingConfig,
+    vocab: CoordVocab,
+    backend: RolloutBackend,
+    scorer: TokenScorer | None,
 ) -> RolloutSource:
     return RolloutSource(
         backend=backend,
@@ -126,6 +132,7 @@ def _rollout_source(
         ),
         transport=TransportConfig(rollout.ot_cost, rollout.ot_epsilon, rollout.ot_iters),
         policy=TargetPolicy(**rollout.target.model_dump()),
+        confidences_of=scorer.confidence if scorer is not None and rollout.target.unmatched == "soft" else None,
         field_order=config.custom.object_field_order,
         training_seed=config.training.seed,
         decode_flag=_decode_flag(rollout),
@@ -138,16 +145,3 @@ def _decode_flag(rollout: RolloutMatchingConfig) -> str:
     if rollout.decode_mode == "beam":
         return "rollout/decode_beam"
     return "rollout/decode_sample" if rollout.decoding.temperature > 0 else "rollout/decode_greedy"
-
-
-def _warn_once() -> Callable[[str], None]:
-    """A warner that says each kind of thing once a run; the metric counts the rest."""
-    said: set[str] = set()
-
-    def warn(message: str) -> None:
-        kind = message.split("is filled")[0]
-        if kind not in said:
-            said.add(kind)
-            logger.warning(message)
-
-    return warn

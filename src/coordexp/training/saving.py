@@ -23,6 +23,8 @@ from coordexp.metrics import MetricSums
 from coordexp.modeling.adapter import has_adapter, load_adapter, save_adapter
 from coordexp.modeling.load import LoadedModel
 from coordexp.packing import CarryBuffer
+from coordexp.training.ahead import RolloutsAhead
+from coordexp.training.answers_file import WaitingAnswers, save_answers
 from coordexp.training.buffer_file import save_carry_buffer
 from coordexp.training.checkpoint import checkpoint_folder, delete_old, readable
 from coordexp.training.disk import writing
@@ -33,14 +35,20 @@ logger = logging.getLogger("coordexp")
 
 
 class SavingTrainer(Trainer):
-    """transformers' Trainer, whose checkpoints hold what waits on every rank (segments for a packed row, figures for a
-    log line), count once they are whole, and are written too when an error ends the run.
+    """transformers' Trainer, whose checkpoints hold what waits on every rank (segments for a packed row, answers for
+    the next step, figures for a log line), count once they are whole, and are written too when an error ends the run.
 
     ``sums``: what this rank has to say about the steps of the log line under way.
     """
 
     def __init__(
-        self, *, loaded: LoadedModel, buffer: CarryBuffer | None, keep_checkpoints: int | None = None, **kwargs: Any
+        self,
+        *,
+        loaded: LoadedModel,
+        buffer: CarryBuffer | None,
+        ahead: RolloutsAhead | None = None,
+        keep_checkpoints: int | None = None,
+        **kwargs: Any,
     ) -> None:
         """``keep_checkpoints``: as ``training.save_total_limit``, which transformers would apply before the new
         checkpoint is whole; None keeps all."""
@@ -48,6 +56,7 @@ class SavingTrainer(Trainer):
         self.sums = MetricSums()
         self._loaded = loaded
         self._buffer = buffer
+        self._ahead = ahead
         self._keep_checkpoints = keep_checkpoints
         self._resumes_from: Path | None = None
         self._step_start: StepStart | None = None
@@ -66,7 +75,7 @@ class SavingTrainer(Trainer):
 
     def begin_step(self) -> None:
         """Note what the step changes before it changes the weights."""
-        self._step_start = StepStart.of(self._buffer, self.sums, self._loss_of_line())
+        self._step_start = StepStart.of(self._buffer, self.sums, self._loss_of_line(), self._ahead)
 
     @contextmanager
     def saving_before_giving_up(self, what: str) -> Iterator[None]:
@@ -89,7 +98,7 @@ class SavingTrainer(Trainer):
             raise
         except Exception as error:
             if self._step_start is not None:
-                self._step_start.restore(self._buffer, self.sums, self._loss_of_line())
+                self._step_start.restore(self._buffer, self.sums, self._loss_of_line(), self._ahead)
             self._loaded.model.zero_grad(set_to_none=True)  # a save may need the memory
             self._save_what_was_learned(what, error)
             raise
@@ -131,6 +140,7 @@ class SavingTrainer(Trainer):
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         step = self.state.global_step
         folder = checkpoint_folder(str(self.args.output_dir), step)
+        answers = self._waiting_answers()
         with distributed.raise_on_all_ranks(f"making room for {folder}"):
             if self.args.should_save and folder.exists():
                 shutil.rmtree(folder)  # left unfinished, or of an earlier run: its files would mix with the new ones
@@ -139,6 +149,8 @@ class SavingTrainer(Trainer):
                 folder.mkdir(parents=True, exist_ok=True)
                 if self._buffer is not None:
                     save_carry_buffer(self._buffer, folder)
+                if answers is not None:
+                    save_answers(answers, folder)
                 self._save_log_line(folder)
             # Sharded, all ranks write in turns that one alone cannot leave; otherwise each writes its own.
             sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
@@ -155,6 +167,15 @@ class SavingTrainer(Trainer):
         if self.args.should_save:
             best = self.state.best_model_checkpoint
             delete_old(folder.parent, self._keep_checkpoints, newest=folder, best=None if best is None else Path(best))
+
+    def _waiting_answers(self) -> WaitingAnswers | None:
+        """The answers for the next step, once they are there; None where any rank has none."""
+        if self._ahead is None:
+            return None
+        self._ahead.finish()
+        answers = self._ahead.waiting()
+        none_on_a_rank = distributed.all_reduce([float(answers is None)], "max")[0]
+        return None if none_on_a_rank else answers
 
     def _told_of_the_disk(self, folder: Path) -> AbstractContextManager[None]:
         states = list(getattr(self.optimizer, "state", {}).values())

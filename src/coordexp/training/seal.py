@@ -43,6 +43,7 @@ class Seal:
 
     @property
     def has_checksums(self) -> bool:
+        """Whether every file's content can be compared, and not its size alone."""
         return all(file.crc32 is not None for file in self.files.values())
 
 

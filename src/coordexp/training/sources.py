@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import numpy as np
 
 from coordexp import distributed
 from coordexp.coords import CoordVocab, FieldOrder
+from coordexp.data.augment import LEFT_OUT
 from coordexp.data.dataset import Sample
 from coordexp.errors import AppendError
 from coordexp.matching import MatchingConfig, match_objects
@@ -19,7 +20,7 @@ from coordexp.metrics import SampleOutcome, rollout_counters
 from coordexp.modeling.inputs import check_prompt
 from coordexp.parsing import parse_rollout
 from coordexp.recording.rollout_log import RolloutLog
-from coordexp.records import Rollout, Segment
+from coordexp.records import MatchResult, ParsedRollout, Rollout, RolloutRequest, Segment
 from coordexp.rollouts import RolloutBackend, RolloutRound, SeedContext, synced
 from coordexp.targets import TargetPolicy, TransportConfig, build_gt_target, build_target, empty_target, is_closed
 
@@ -29,7 +30,10 @@ class SegmentSource(Protocol):
 
     def segments(
         self, micro_batches: Sequence[Sequence[Sample]], global_step: int, metrics: MutableMapping[str, float]
-    ) -> tuple[list[list[Segment]], list[SampleOutcome]]: ...
+    ) -> tuple[list[list[Segment]], list[SampleOutcome]]:
+        """Segments of each micro-batch, in order, and what became of each sample whose answer was asked for. Adds to
+        ``metrics``. A collective call where rollouts are made."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +46,31 @@ class GroundTruthSource:
     def segments(
         self, micro_batches: Sequence[Sequence[Sample]], global_step: int, metrics: MutableMapping[str, float]
     ) -> tuple[list[list[Segment]], list[SampleOutcome]]:
+        """Answers written from the annotations; no outcomes."""
+        views = [sample.record.metadata.get(LEFT_OUT) for batch in micro_batches for sample in batch]
+        if any(count is not None for count in views):
+            metrics["train/augment_left_out_total"] = sum(count or 0 for count in views)
         return [[self._segment(sample) for sample in batch] for batch in micro_batches], []
 
     def _segment(self, sample: Sample) -> Segment:
         record = sample.record
         target = build_gt_target(record.objects, self.vocab, sample_id=record.sample_id, field_order=self.field_order)
         return Segment(record.sample_id, sample.request.prompt_token_ids, target, sample.request.model_inputs)
+
+
+@dataclass(frozen=True, slots=True)
+class AnsweredWindow:
+    """What became of a window's samples, by micro-step and in their order.
+
+    ``rollout_s``: from the first request to the last answer; ``build_s``: parsing, matching and building.
+    ``report``, ``counted``: what the backend says of it.
+    """
+
+    by_round: list[list[SampleOutcome]]
+    rollout_s: float
+    build_s: float
+    report: Mapping[str, Any] = field(default_factory=dict)
+    counted: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,22 +91,43 @@ class RolloutSource:
     drop_unclosed: bool = False  # Channel-B: count an answer behind which nothing can be written, and train without it
     log: RolloutLog | None = None
     policy: TargetPolicy = field(default_factory=TargetPolicy)
+    # How sure the learner is of each object; None where no target depends on it.
+    confidences_of: Callable[[RolloutRequest, Rollout, ParsedRollout], tuple[float, ...]] | None = None
 
     def segments(
         self, micro_batches: Sequence[Sequence[Sample]], global_step: int, metrics: MutableMapping[str, float]
     ) -> tuple[list[list[Segment]], list[SampleOutcome]]:
+        """One round of rollouts for all micro-batches, then each answer parsed, matched and built."""
         started = time.perf_counter()
         with synced(self.backend, global_step):
             metrics["time/weight_sync_s"] = time.perf_counter() - started
-            by_round = self._answer(micro_batches, global_step, metrics)
+            answered = self.answer(micro_batches, global_step)
+        metrics["time/rollout_wait_s"] = answered.rollout_s
+        return self.learn_from(self.reported(answered), micro_batches, global_step, metrics)
+
+    def learn_from(
+        self,
+        answered: AnsweredWindow,
+        micro_batches: Sequence[Sequence[Sample]],
+        global_step: int,
+        metrics: MutableMapping[str, float],
+    ) -> tuple[list[list[Segment]], list[SampleOutcome]]:
+        """The segments of a window that is answered, and everything that the step says of its rollouts."""
+        by_round: Sequence[Sequence[SampleOutcome]] = answered.by_round
+        if self.confidences_of is not None:
+            by_round = self._with_confidences(micro_batches, by_round, metrics)
         if self.log is not None:
-            self.log.write(global_step, self.backend.last_report())
+            self.log.write(global_step, answered.report)
         outcomes = [outcome for one in by_round for outcome in one]
         metrics.update(rollout_counters(outcomes))
         metrics["rollout/repeat_terminate_active"] = 0  # unless the backend knows better
-        metrics.update(self.backend.take_metrics())
+        metrics.update(answered.counted)
+        metrics["time/rollout_s"] = answered.rollout_s
+        metrics["time/target_build_s"] = answered.build_s
         lengths = [len(outcome.rollout.response_token_ids) for outcome in outcomes]
         metrics["rollout/gen_new_tokens_p99"] = float(np.percentile(lengths, 99)) if lengths else 0.0
+        oldest = min((outcome.rollout.weight_version for outcome in outcomes), default=global_step)
+        metrics["rollout/staleness_steps"] = global_step - oldest
         metrics[self.decode_flag] = 1
         if self.drop_unclosed:
             metrics["stage2/closure_dropped_total"] = sum(not is_closed(outcome.target) for outcome in outcomes)
@@ -97,10 +141,16 @@ class RolloutSource:
         ]
         return segments, outcomes
 
-    def _answer(
-        self, micro_batches: Sequence[Sequence[Sample]], global_step: int, metrics: MutableMapping[str, float]
-    ) -> list[list[SampleOutcome]]:
-        """Every sample's outcome, by micro-step and in its order."""
+    def reported(self, answered: AnsweredWindow) -> AnsweredWindow:
+        """With what the backend has to say of its last window, and has counted since it was last asked."""
+        return replace(answered, report=self.backend.last_report(), counted=self.backend.take_metrics())
+
+    def answer(self, micro_batches: Sequence[Sequence[Sample]], global_step: int) -> AnsweredWindow:
+        """Ask for the window of the step after ``global_step`` finished ones, with that step's seeds. No collective
+        call, so any thread may make it.
+
+        Raises: as :meth:`RolloutBackend.generate` and :meth:`outcome`.
+        """
         started = time.perf_counter()
         rounds = [
             RolloutRound(
@@ -117,15 +167,15 @@ class RolloutSource:
                     assert place not in pending, f"two answers to request {place}"
                     sample = micro_batches[answer.round_idx][answer.index]
                     pending[place] = builder.submit(self._timed_outcome, sample, answer.rollout)
-                metrics["time/rollout_wait_s"] = time.perf_counter() - started
+                rollout_s = time.perf_counter() - started
                 built = {place: future.result() for place, future in pending.items()}
             except BaseException:
                 builder.shutdown(cancel_futures=True)  # the first failure ends the step: what waits is of no use
                 raise
-        metrics["time/target_build_s"] = sum(seconds for _, seconds in built.values())
-        return [
+        by_round = [
             [built[round_idx, index][0] for index in range(len(batch))] for round_idx, batch in enumerate(micro_batches)
         ]
+        return AnsweredWindow(by_round, rollout_s, sum(seconds for _, seconds in built.values()))
 
     def _timed_outcome(self, sample: Sample, rollout: Rollout) -> tuple[SampleOutcome, float]:
         started = time.perf_counter()
@@ -146,6 +196,39 @@ class RolloutSource:
         )
         parsed = parse_rollout(rollout.response_token_ids, self.vocab, ended=not rollout.truncated)
         match = match_objects(parsed.objects, sample.record.objects, self.matching)
+        return self._targeted(sample, rollout, parsed, match, None)
+
+    def _with_confidences(
+        self,
+        micro_batches: Sequence[Sequence[Sample]],
+        by_round: Sequence[Sequence[SampleOutcome]],
+        metrics: MutableMapping[str, float],
+    ) -> list[list[SampleOutcome]]:
+        """Targets again, now that the learner says how sure it is of what no annotation matches. After all answers,
+        since the learner may be the one who writes them."""
+        started = time.perf_counter()
+        done = [
+            [self._with_confidence(sample, outcome) for sample, outcome in zip(batch, one, strict=True)]
+            for batch, one in zip(micro_batches, by_round, strict=True)
+        ]
+        metrics["time/confidence_s"] = time.perf_counter() - started
+        return done
+
+    def _with_confidence(self, sample: Sample, outcome: SampleOutcome) -> SampleOutcome:
+        assert self.confidences_of is not None
+        if not outcome.match.fp_pred_idx:
+            return outcome
+        sure = self.confidences_of(sample.request, outcome.rollout, outcome.parsed)
+        return self._targeted(sample, outcome.rollout, outcome.parsed, outcome.match, sure)
+
+    def _targeted(
+        self,
+        sample: Sample,
+        rollout: Rollout,
+        parsed: ParsedRollout,
+        match: MatchResult,
+        confidences: tuple[float, ...] | None,
+    ) -> SampleOutcome:
         try:
             target = build_target(
                 parsed,
@@ -156,12 +239,13 @@ class RolloutSource:
                 field_order=self.field_order,
                 transport=self.transport,
                 policy=self.policy,
+                confidences=confidences,
             )
         except AppendError:
             if not self.drop_unclosed:
                 raise
             target = empty_target(sample.record.sample_id)
-        return SampleOutcome(rollout, parsed, match, target)
+        return SampleOutcome(rollout, parsed, match, target, confidences)
 
 
 def _segment(sample: Sample, outcome: SampleOutcome) -> Segment:

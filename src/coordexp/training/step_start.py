@@ -11,11 +11,13 @@ import torch
 
 from coordexp.metrics import MetricSums
 from coordexp.packing import CarryBuffer
+from coordexp.training.ahead import AskedWindow, RolloutsAhead
+from coordexp.training.answers_file import WaitingAnswers
 
 
 @dataclass(frozen=True, slots=True)
 class StepStart:
-    """Segments that wait, the log line under way, and random states, as a step found them."""
+    """Segments and answers that wait, the log line under way, and random states, as a step found them."""
 
     buffer: dict[str, Any] | None
     sums: dict[str, Any]
@@ -24,9 +26,13 @@ class StepStart:
     numpy_state: Any
     torch_state: torch.Tensor
     device_state: torch.Tensor | None
+    window: AskedWindow | WaitingAnswers | None = None
 
     @staticmethod
-    def of(buffer: CarryBuffer | None, sums: MetricSums, loss: torch.Tensor | None) -> StepStart:
+    def of(
+        buffer: CarryBuffer | None, sums: MetricSums, loss: torch.Tensor | None, ahead: RolloutsAhead | None
+    ) -> StepStart:
+        """What a step changes before it is finished, as it is now: copies, not views."""
         return StepStart(
             None if buffer is None else buffer.state_dict(),
             sums.state_dict(),
@@ -35,12 +41,17 @@ class StepStart:
             np.random.get_state(),
             torch.get_rng_state(),
             torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+            None if ahead is None else ahead.window,
         )
 
-    def restore(self, buffer: CarryBuffer | None, sums: MetricSums, loss: torch.Tensor | None) -> None:
+    def restore(
+        self, buffer: CarryBuffer | None, sums: MetricSums, loss: torch.Tensor | None, ahead: RolloutsAhead | None
+    ) -> None:
         """Put everything back; ``loss`` is written to in place."""
         if buffer is not None and self.buffer is not None:
             buffer.load_state_dict(self.buffer)
+        if ahead is not None:
+            ahead.window = self.window
         sums.load_state_dict(self.sums)
         if loss is not None and self.loss is not None:
             loss.detach().copy_(self.loss)

@@ -116,6 +116,7 @@ class StopAfterStep(TrainerCallback):
         self.stopped_by: int | None = None
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """End training here, with a checkpoint, if any rank was asked to stop. A collective call."""
         asked = int(distributed.all_reduce([float(self._signals.asked or 0)], "max")[0])
         if not asked or state.global_step >= state.max_steps:
             return
@@ -126,6 +127,7 @@ class StopAfterStep(TrainerCallback):
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        """No second checkpoint of what was just saved."""
         if self.stopped_by is not None:  # the epoch is not over, and all of it is saved
             control.should_save = control.should_evaluate = False
 

@@ -30,6 +30,8 @@ from coordexp.training.drift import DriftWatch
 from coordexp.training.objective_step import TrainingObjective, name_channel
 from coordexp.training.optimizer import LearningRates, grouped, parameter_groups
 from coordexp.training.parallel import shard_on_cpus
+from coordexp.training.reading import WindowReader
+from coordexp.training.row_figures import FiguresOnDevice
 from coordexp.training.saving import SavingTrainer
 from coordexp.training.two_channel import TwoChannelBuilder
 from coordexp.training.window import Window, WindowBuilder
@@ -60,6 +62,7 @@ class CoordExpTrainer(SavingTrainer):
     ) -> None:
         as_they_are: Any = list
         super().__init__(loaded=loaded, buffer=window_builder.buffer, data_collator=as_they_are, **kwargs)
+        self._windows = None if self._ahead is None else WindowReader(self._read, self._begin_epoch_of)
         shard_on_cpus(self)
         # Shares are already divided by the whole step's counts: dividing again by micro-steps would be wrong.
         self.loss_is_scaled_for_ga = True
@@ -68,6 +71,7 @@ class CoordExpTrainer(SavingTrainer):
         self._vocab: CoordVocab = loaded.vocab
         self._rope_index = loaded.model.model.get_rope_index
         self._objectives = objectives
+        self._figures = FiguresOnDevice()
         self._drift: DriftWatch | None = None
         self._eval_backend = eval_backend
         self._measured = measured
@@ -76,6 +80,8 @@ class CoordExpTrainer(SavingTrainer):
         self._learning_rates = learning_rates
         self._recorder = recorder
         self.asked_to_stop: Callable[[], int | None] = lambda: None
+        self._at_last_row = self._agreed = False  # of the micro-step under way, and what all ranks know of it
+        self._held: Exception | None = None
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """transformers' optimizer over groups of ours: each part of the model has its own learning rate."""
@@ -90,6 +96,8 @@ class CoordExpTrainer(SavingTrainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], None]:
+        """The micro-batches of one optimizer step, from which its window is prepared. No item count: the window has its
+        own."""
         self.restore_log_line()
         if self.state.global_step >= self.state.max_steps:
             return [], None  # a finished run, resumed: transformers would look at max_steps only after one step more
@@ -97,19 +105,47 @@ class CoordExpTrainer(SavingTrainer):
         self.begin_step()
         with self.saving_before_giving_up(f"step {step}"):
             with distributed.raise_on_all_ranks(f"reading the samples of step {step}"):
-                raw, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-                raw = [[_owning_memory(sample) for sample in batch] for batch in raw]
+                read = self._read if self._windows is None else self._windows.take
+                raw = read(epoch_iterator, num_batches)
             if not raw:
                 return [], None
             started = time.perf_counter()
             self.window = self.window_builder.prepare(raw, self.state.global_step)
+            asked = self._ask_ahead()
             with distributed.raise_on_all_ranks(f"inputs of step {step}"):
                 recorded = self._record(raw, self.window)
                 prepared_s = time.perf_counter() - started
                 inputs = [[self._row_inputs(row) for row in rows] for rows in self.window.micro_steps]
-        self.sums.add({**self.window.metrics, **recorded, "time/window_prepare_s": prepared_s})
+        self.sums.add({**self.window.metrics, **asked, **recorded, "time/window_prepare_s": prepared_s})
         self.sums.count_step(self.window.channel)
         return inputs, None
+
+    def _read(self, batches: Iterator[Any], num_batches: int) -> list[list[Sample]]:
+        raw, _ = super().get_batch_samples(batches, num_batches, self.args.device)
+        return [[_owning_memory(sample) for sample in batch] for batch in raw]
+
+    def _begin_epoch_of(self, global_step: int) -> Iterator[Any]:
+        """As transformers begins the epoch that holds the step after ``global_step`` finished ones."""
+        loader: Any = self.callback_handler.train_dataloader
+        epoch = global_step // -(-len(loader) // self.args.gradient_accumulation_steps)
+        sampler: Any = getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None)
+        for one in (loader, sampler):
+            if hasattr(one, "set_epoch"):
+                one.set_epoch(epoch)
+        return iter(loader)
+
+    def _ask_ahead(self) -> Mapping[str, float]:
+        """Read the next step's samples and, where it learns from rollouts, have its window asked for."""
+        coming = self.state.global_step + 1
+        if self._windows is None or self._ahead is None or coming >= self.state.max_steps:
+            return {}
+        try:
+            with distributed.raise_on_all_ranks(f"reading the samples of step {coming + 1}"):
+                raw = self._windows.look_ahead(coming, self.args.gradient_accumulation_steps)
+        except Exception as failure:  # on every rank alike; raised when that step takes its window
+            self._windows.fail(failure)
+            return {}
+        return self._ahead.ask(raw, self.state.global_step) if self._ahead.asks_at(self.state.global_step) else {}
 
     def _record(self, raw: Sequence[Sequence[Sample]], window: Window) -> Mapping[str, float]:
         if self._recorder is None or not window.outcomes:
@@ -141,12 +177,38 @@ class CoordExpTrainer(SavingTrainer):
         """Forward and backward of one micro-step's rows, timed; gradients are exchanged behind the last of them."""
         started = time.perf_counter()
         loss = torch.zeros((), device=self.args.device)
-        with self.saving_before_giving_up(f"step {self.state.global_step + 1}"):
+        with self.saving_before_giving_up(f"step {self.state.global_step + 1}"), self._failing_together():
             for number, row in enumerate(inputs, start=1):
-                with nullcontext() if number == len(inputs) else self._without_exchange(model):
+                self._at_last_row = number == len(inputs)
+                with nullcontext() if self._at_last_row else self._without_exchange(model):
                     loss = loss + super().training_step(model, row, num_items_in_batch)
+            self._look()
         self.sums.add({"time/learner_s": time.perf_counter() - started})
         return loss
+
+    @contextmanager
+    def _failing_together(self) -> Iterator[None]:
+        """What one rank alone raises in a micro-step ends it on all, before they exchange gradients: an error in the
+        backward that exchanges them comes too late. Sharded ranks exchange all the time, and lose each other."""
+        self._agreed = self.is_fsdp_enabled or self.is_deepspeed_enabled
+        try:
+            if (failure := self._held) is not None:
+                self._agree(failure)
+            yield
+        except Exception as error:
+            if not self._agreed:
+                self._agree(error)
+            if self.accelerator.sync_gradients or distributed.is_every_ranks(error):
+                raise
+            self._held = error  # the others are behind this micro-step's agreement: they hear of it in the next
+
+    def _agree(self, failure: Exception | None) -> None:
+        """Every rank comes here once in a micro-step.
+
+        Raises: on all ranks, what one of them has to say.
+        """
+        self._agreed = True
+        distributed.raise_any_failure(failure, f"step {self.state.global_step + 1}")
 
     @contextmanager
     def _without_exchange(self, model: torch.nn.Module) -> Iterator[None]:
@@ -174,14 +236,13 @@ class CoordExpTrainer(SavingTrainer):
         started = time.perf_counter()
         objective, supervision, queries = self._objective_of_step(), inputs["supervision"], inputs["queries"]
         scores = model(forward_fn=objective.forward_fn(inputs["model"], supervision, queries))
-        self._count_broken(scores, queries)
         self._record_losses(inputs["row"], supervision, queries, scores)
         result = objective.result(supervision, queries, scores, self.window.counts)
-        # One look from the host for all terms: each would wait for the device.
-        shares = torch.stack([*result.terms.values()]).tolist() if result.terms else []
-        names = [name_channel(name, self.window.channel) for name in result.terms]
-        self.sums.add(dict(zip(names, shares, strict=True)))
+        terms = {name_channel(name, self.window.channel): share for name, share in result.terms.items()}
+        self._figures.note(terms, scores, queries)
         self.sums.add({"time/forward_s": time.perf_counter() - started, "train/micro_steps": 1})
+        if self._at_last_row and not self._agreed:
+            self._agree(None)
         return result.loss * distributed.world_size()
 
     def _record_losses(
@@ -196,21 +257,21 @@ class CoordExpTrainer(SavingTrainer):
             losses = token_losses(row, supervision, queries[0], scores[0])
             self._recorder.offer_losses(self.state.global_step, row.segments, losses)
 
-    def _count_broken(self, scores: Sequence[HeadScores], queries: Sequence[HeadQuery]) -> None:
-        """The objective replaces NaN and infinity, so that one broken logit cannot erase a step. That must not hide a
-        model that is broken altogether: its loss would look finite for ever."""
-        broken_F, clamped_F = (
-            torch.stack([getattr(one, name).sum() for one in scores]) for name in ("nonfinite_N", "clamped_N")
-        )
-        broken, clamped = torch.stack([broken_F.sum(), clamped_F.sum()]).tolist()
-        num_scored = sum(query.num_scored for query in queries)
-        self.sums.add({"train/nonfinite_positions_total": broken, "train/clamped_positions_total": clamped})
-        if num_scored and broken == num_scored:
-            raise TrainingDiverged(
-                f"step {self.state.global_step + 1}: every supervised position has NaN or infinite logits; lower "
-                "training.learning_rate or training.max_grad_norm, or use bf16 instead of fp16, and resume from the "
-                "last checkpoint with finite loss"
+    def _look(self) -> None:
+        """Take in what the micro-step's rows left on the device. The objective replaces NaN and infinity, so that one
+        broken logit cannot erase a step. That must not hide a model that is broken altogether: its loss would look
+        finite for ever."""
+        for row in self._figures.look():
+            self.sums.add(
+                {"train/nonfinite_positions_total": row.nonfinite, "train/clamped_positions_total": row.clamped}
             )
+            if row.all_broken:
+                raise TrainingDiverged(
+                    f"step {self.state.global_step + 1}: every supervised position has NaN or infinite logits; lower "
+                    "training.learning_rate or training.max_grad_norm, or use bf16 instead of fp16, and resume from "
+                    "the last checkpoint with finite loss"
+                )
+            self.sums.add(row.shares)
 
     def close(self) -> None:
         """Release the rollout engine, and write the records that wait."""
@@ -245,6 +306,9 @@ class CoordExpTrainer(SavingTrainer):
         figures: dict[str, float] = {}
         if self._measured is not None:
             where = f"evaluation after step {self.state.global_step}"
+            self.begin_step()  # the one before is over: what it changed stays
+            if self._ahead is not None:
+                self._ahead.finish()  # its answers come from the weights before
             with (
                 self.saving_before_giving_up(where),
                 distributed.raise_on_all_ranks(where),

@@ -28,7 +28,7 @@ class DrainingBuilder(WindowBuilder):
 
     def __init__(self, source: SegmentSource, capacity: int | None, min_fill_ratio: float) -> None:
         """``capacity``: tokens a row; None lays each micro-step's samples in a row of their own."""
-        super().__init__(source, None, lambda _: None, min_fill_ratio)
+        super().__init__(source, None, min_fill_ratio)
         self._capacity = capacity
 
     def _lay_out(self, segments: Sequence[Sequence[Segment]], metrics: MutableMapping[str, float]) -> Rows:

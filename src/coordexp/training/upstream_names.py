@@ -33,6 +33,7 @@ LEARNER = (
     *_called("floating_point_ops log evaluate", _STEPS),
     UpstreamName("transformers.trainer", "Trainer", _LOG_LINE, mentions="self._tr_loss"),
     UpstreamName("transformers.trainer", "Trainer", _LOG_LINE, mentions="self._globalstep_last_logged"),
+    UpstreamName("transformers.trainer", "Trainer", _STEPS, mentions="self.callback_handler.train_dataloader"),
     UpstreamName("transformers.trainer", "TRAINER_STATE_NAME", _SAVING),
     UpstreamName("transformers.trainer", "TRAINING_ARGS_NAME", _SAVING),
     UpstreamName("transformers.training_args", "TrainingArguments", "one device a process", mentions="_n_gpu"),

@@ -7,9 +7,10 @@ positions of the whole step counted, over all ranks, so that every loss term is 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 
 from coordexp import distributed
@@ -21,6 +22,7 @@ from coordexp.packing import CarryBuffer, build_row
 from coordexp.records import PackedRow, Segment
 from coordexp.training.sources import SegmentSource
 
+logger = logging.getLogger("coordexp")
 Rows = list[list[Sequence[Segment]]]  # by micro-step: the segments of each row
 
 
@@ -52,12 +54,11 @@ class WindowBuilder:
         self,
         source: SegmentSource,
         buffer: CarryBuffer | None,
-        warn: Callable[[str], None],
         min_fill_ratio: float,
     ) -> None:
         self.buffer = buffer
         self._source = source
-        self._warn = warn
+        self._warned = False  # once a run; the metric counts the rest
         self._min_fill_ratio = min_fill_ratio
 
     def prepare(self, micro_batches: Sequence[Sequence[Sample]], global_step: int) -> Window:
@@ -102,11 +103,13 @@ class WindowBuilder:
         chosen = self.buffer.pop()
         metrics["packing/buffer_segments"] = len(self.buffer)
         fill = count_fill(chosen, self.buffer.capacity, self._min_fill_ratio, metrics)
-        if fill < self._min_fill_ratio:
-            self._warn(
-                f"a packed row is filled to {fill:.2f} of global_max_length, below "
-                f"training.packing_min_fill_ratio {self._min_fill_ratio}; raise per_device_train_batch_size or lower "
-                "global_max_length"
+        if fill < self._min_fill_ratio and not self._warned:
+            self._warned = True
+            logger.warning(
+                "a packed row is filled to %.2f of global_max_length, below training.packing_min_fill_ratio %s; raise "
+                "per_device_train_batch_size or lower global_max_length",
+                fill,
+                self._min_fill_ratio,
             )
         return chosen
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from coordexp.vllm_engine.guard_activation import GUARD_PROCESSOR, activation_en
 
 # By name: importing them would import vLLM.
 EXTENSION = "coordexp.vllm_engine.worker.WeightSyncExtension"
+NAMES_PROCESSOR = "coordexp.vllm_engine.names_processor:ClosedNamesProcessor"
+NAMES_KEY = "coordexp_names"  # of a request's SamplingParams.extra_args: its closed list of class names
 KNOWN_TOKENS_PROCESSOR = "coordexp.vllm_engine.known_tokens:KnownTokensProcessor"
 
 
@@ -45,7 +48,7 @@ def section_arguments(vllm: VLLMConfig) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if value is not None}
 
 
-def own_arguments(model: Path, guarded: bool) -> dict[str, Any]:
+def own_arguments(model: Path, guarded: bool, holds_names: bool = False) -> dict[str, Any]:
     """What this project adds to every engine that it starts itself: its worker extension and logits processors, and
     nothing of the checkpoint's or vLLM's own choosing."""
     arguments: dict[str, Any] = {
@@ -56,26 +59,39 @@ def own_arguments(model: Path, guarded: bool) -> dict[str, Any]:
         "seed": 0,
         "disable_log_stats": True,
     }
-    if guarded:
-        arguments["logits_processors"] += [GUARD_PROCESSOR]
-        arguments["async_scheduling"] = False
-    return arguments
+    if holds_names:
+        arguments = with_processor(arguments, NAMES_PROCESSOR)
+    return with_guard(arguments) if guarded else arguments
+
+
+def with_guard(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """An engine's arguments with the repeat guard, behind every other processor: its end of the turn is final."""
+    return with_processor(arguments, GUARD_PROCESSOR)
+
+
+def with_processor(arguments: Mapping[str, Any], processor: str) -> dict[str, Any]:
+    """An engine's arguments with a logits processor that must know the newest token when the next one is asked for:
+    vLLM's asynchronous scheduling, on by default on GPUs, would ask too early."""
+    processors = [*(arguments.get("logits_processors") or []), processor]
+    return {**arguments, "logits_processors": processors, "async_scheduling": False}
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """One colocated engine. ``config``: the resolved section; ``cap``: sequences that it decodes at once."""
+    """One colocated engine. ``config``: the resolved section; ``cap``: sequences that it decodes at once;
+    ``holds_names``: requests may bring a closed list of class names."""
 
     config: VLLMConfig
     repeat_terminate: RepeatTerminateConfig
     model: Path
     cap: int
+    holds_names: bool = False
 
     def arguments(self) -> dict[str, Any]:
         """The arguments of vLLM's ``EngineArgs``."""
         return {
             **section_arguments(self.config),
-            **own_arguments(self.model, self.repeat_terminate.enabled),
+            **own_arguments(self.model, self.repeat_terminate.enabled, self.holds_names),
             "max_num_seqs": self.cap,
             # Ranks are started by torchrun, and each takes the device that torchrun gave it.
             "distributed_executor_backend": "external_launcher" if distributed.world_size() > 1 else "uni",
@@ -104,6 +120,10 @@ class EngineSpec:
                 status = engine.ask_worker(lambda worker: worker.coordexp_status())
                 check_guard([status], self.repeat_terminate)
                 check_known_tokens([status])
+                if self.holds_names:
+                    from coordexp.vllm_engine.names_processor import check_names, holds_names
+
+                    check_names([engine.ask_worker(holds_names)])
             except RolloutError:
                 engine.close()
                 raise

@@ -22,7 +22,7 @@ from coordexp.errors import RolloutError
 from coordexp.records import Rollout, RolloutRequest
 from coordexp.rollouts.answer_tokens import answer_tokens
 from coordexp.rollouts.backend import DecodingOptions, IndexedRollout, RolloutRound, Seeds, WeightSource
-from coordexp.vllm_engine.arguments import EngineSpec
+from coordexp.vllm_engine.arguments import NAMES_KEY, EngineSpec
 from coordexp.vllm_engine.colocated_push import ColocatedPush
 from coordexp.vllm_engine.guard_activation import REQUEST_KEY
 
@@ -59,7 +59,9 @@ class ColocatedBackend:
         open_image: Callable[[Path], Any],
         offload: Callable[[], AbstractContextManager[None]],
         repeat_terminate: RepeatTerminateConfig,
+        names: Sequence[str] = (),
     ) -> None:
+        """``names``: the closed list of descriptions; empty for any."""
         self._config = config
         self._options = options
         self._decode_batch_size = decode_batch_size
@@ -68,12 +70,14 @@ class ColocatedBackend:
         self._open_image = open_image
         self._offload = offload
         self._is_guarded = repeat_terminate.enabled
+        self._names = tuple(names)
         cap = decode_batch_size * config.tensor_parallel_size  # decode_batch_size sequences for each of its devices
         self.engine_spec = EngineSpec(
             config,
             repeat_terminate,
             model=model,
             cap=cap if config.max_num_seqs is None else min(cap, config.max_num_seqs),
+            holds_names=bool(names),
         )
         self._push = ColocatedPush(config.sync, weights)
         self._engine: Any = None
@@ -82,6 +86,7 @@ class ColocatedBackend:
         self._seeds: dict[str, list[int]] = {}
 
     def generate(self, requests: Sequence[RolloutRequest], seeds: Seeds) -> list[Rollout]:
+        """One round, as :meth:`generate_window` answers it, in the order of the requests."""
         answers = sorted(self.generate_window([RolloutRound(tuple(requests), seeds)]), key=lambda answer: answer.index)
         return [answer.rollout for answer in answers]
 
@@ -111,6 +116,7 @@ class ColocatedBackend:
         return decode_batch_size
 
     def sync_weights(self, version: int) -> None:
+        """Move the learner away, start or wake the engine, and put the weights in."""
         try:
             self._borrowed.enter_context(self._offload())
             with distributed.raise_on_all_ranks("starting the colocated engine"):
@@ -122,6 +128,7 @@ class ColocatedBackend:
         self._version = version
 
     def release(self) -> None:
+        """Put the engine to sleep, and the learner back."""
         try:
             if self._engine is not None:
                 self._engine.sleep(self._config.sleep_level)
@@ -129,6 +136,7 @@ class ColocatedBackend:
             self._borrowed.close()
 
     def last_report(self) -> Mapping[str, Any]:
+        """Seeds, caps, weights and fallbacks of the last round."""
         return {
             "backend": "vllm",
             "mode": "colocate",
@@ -143,9 +151,11 @@ class ColocatedBackend:
         }
 
     def take_metrics(self) -> Mapping[str, float]:
+        """What pushes counted since the last call, and whether the repeat guard is on."""
         return {"rollout/repeat_terminate_active": float(self._is_guarded), **self._push.take_metrics()}
 
     def close(self) -> None:
+        """End the engine and its processes."""
         self._borrowed.close()
         engine, self._engine = self._engine, None
         if engine is not None:
@@ -183,9 +193,10 @@ class ColocatedBackend:
         from vllm.sampling_params import RequestOutputKind
 
         options, guarded = self._options, self._is_guarded
-        arguments: dict[str, Any] = {}
-        if guarded:
-            arguments["extra_args"] = {REQUEST_KEY: wanted.request_id}
+        extra: dict[str, Any] = {REQUEST_KEY: wanted.request_id} if guarded else {}
+        if self._names:
+            extra[NAMES_KEY] = list(self._names)
+        arguments: dict[str, Any] = {"extra_args": extra} if extra else {}
         return SamplingParams(
             max_tokens=options.max_new_tokens,
             temperature=options.temperature,

@@ -141,7 +141,7 @@ SWIFT_ROLLOUT = (
     UpstreamName(_ROLLOUT, "chunk_list", _SWIFT),
     *(
         UpstreamName(_ROLLOUT, "SwiftRolloutDeploy", _SWIFT, mentions=text)
-        for text in ("self.connections", "self.processes", "self.args", "'type': 'call'")
+        for text in ("self.connections", "self.processes", "self.args", "self.num_connections", "'type': 'call'")
     ),
     # What travels between its HTTP process and its workers.
     *(
@@ -153,6 +153,7 @@ SWIFT_ROLLOUT = (
             "connection.send(result)",
         )
     ),
+    UpstreamName("vllm.v1.engine.llm_engine", "LLMEngine.step", "the heartbeat of a worker"),
     UpstreamName("swift.infer_engine", "GRPOVllmEngine._add_request", "naming requests to the guard"),
     UpstreamName("swift.infer_engine", "GRPOVllmEngine.infer", "trigger flags"),
     UpstreamName("swift.infer_engine", "GRPOVllmEngine._get_grpo_lora_request", "adapters that come from memory"),

@@ -61,12 +61,15 @@ class RepeatTerminateProcessor(LogitsProcessor):
         self._triggers: dict[str, Trigger] = {}
 
     def is_argmax_invariant(self) -> bool:
+        """False: it may change which token is the most likely."""
         return False  # so that vLLM applies it in greedy decoding too
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
+        """Follow vLLM's batch: rows come, go and move."""
         process_dict_updates(self._rows, batch_update, self._new_row)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:  # (rows, V)
+        """Let the end of the turn be the only token of each row that has a verdict; (rows, V), in place."""
         repeating = [index for index, row in self._rows.items() if self._has_verdict(row)]
         if repeating:
             logits[repeating] = -torch.inf

@@ -21,20 +21,25 @@ if TYPE_CHECKING:
 
 
 class KnownTokensProcessor(LogitsProcessor):
-    """Makes every id at or beyond the tokenizer's length impossible, for all requests at once, and keeps no state."""
+    """Makes every id at or beyond the tokenizer's length impossible, for all requests at once. Every token that the
+    engine draws comes by here: ``num_sampled`` counts them."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         from transformers import AutoTokenizer
 
         self.num_known = len(AutoTokenizer.from_pretrained(vllm_config.model_config.tokenizer))
+        self.num_sampled = 0
 
     def is_argmax_invariant(self) -> bool:
+        """False: it may change which token is the most likely."""
         return False  # so that vLLM applies it in greedy decoding too
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         """All rows are alike."""
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:  # (rows, V)
+        """Forbid ids that the tokenizer does not know, which pad the head; (rows, V), in place."""
+        self.num_sampled += len(logits)
         logits[:, self.num_known :] = -torch.inf
         return logits
 
@@ -42,10 +47,14 @@ class KnownTokensProcessor(LogitsProcessor):
 def num_known_tokens(worker: Any) -> int | None:
     """Ids that a vLLM worker's answers may contain are below this number; None where nothing holds it to that: what was
     asked for and then dropped is not there."""
-    batch = getattr(worker.model_runner, "input_batch", None)
-    processors = getattr(getattr(batch, "logitsprocs", None), "all", ())
-    found = next((one for one in processors if isinstance(one, KnownTokensProcessor)), None)
+    found = _processor_of(worker)
     return None if found is None else found.num_known
+
+
+def num_sampled_tokens(worker: Any) -> int:
+    """How many tokens a vLLM worker has drawn since its start."""
+    found = _processor_of(worker)
+    return 0 if found is None else found.num_sampled
 
 
 def check_known_tokens(workers: Sequence[Mapping[str, Any]]) -> None:
@@ -63,3 +72,9 @@ def check_known_tokens(workers: Sequence[Mapping[str, Any]]) -> None:
             f"workers {loose} dropped the logits processor {KNOWN_TOKENS_PROCESSOR}, so they could answer with ids "
             "that no tokenizer knows; install tested versions of vLLM and ms-swift, and set no other model runner"
         )
+
+
+def _processor_of(worker: Any) -> KnownTokensProcessor | None:
+    batch = getattr(worker.model_runner, "input_batch", None)
+    processors = getattr(getattr(batch, "logitsprocs", None), "all", ())
+    return next((one for one in processors if isinstance(one, KnownTokensProcessor)), None)

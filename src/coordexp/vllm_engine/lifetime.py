@@ -11,7 +11,8 @@ import select
 import signal
 import sys
 import threading
-from pathlib import Path
+
+import psutil
 
 OWNER_PID = "COORDEXP_ENGINE_OWNER_PID"
 
@@ -50,7 +51,6 @@ def _end(core: int | None) -> None:
 
 def _parent_of(pid: int) -> int | None:
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
+        return psutil.Process(pid).ppid()
+    except psutil.NoSuchProcess:
         return None
-    return int(fields.rpartition(")")[2].split()[1])  # behind the name, which may hold anything: state, parent

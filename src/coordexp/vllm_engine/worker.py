@@ -8,6 +8,7 @@ extension is resolved before the model is, and sleep while they wait.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import signal
 import sys
@@ -19,15 +20,18 @@ import torch
 from coordexp.errors import RolloutError
 from coordexp.vllm_engine.cpu import DIE_WITH_PARENT, keep_weights_loadable, wait_asleep
 from coordexp.vllm_engine.guard_processor import guard_of_worker, guard_report
-from coordexp.vllm_engine.known_tokens import num_known_tokens
+from coordexp.vllm_engine.known_tokens import num_known_tokens, num_sampled_tokens
 from coordexp.vllm_engine.lifetime import die_with_owner
 from coordexp.weight_sync.group import GroupAddress
 from coordexp.weight_sync.receiver import WeightReceiver, recorded
 
+logger = logging.getLogger(__name__)
 TIMEOUT_VARIABLE = "COORDEXP_COMMUNICATOR_TIMEOUT_S"
 ADAPTER_ID = 1
 ADAPTER_NAME = "coordexp"
 ADAPTER_PATH = "adapter-in-memory"  # vLLM wants one; it is never read
+CALL = "coordexp_call"  # the method by which our server calls the others
+RESULT, FAILURE = "result", "failure"
 
 keep_weights_loadable()
 wait_asleep()
@@ -50,19 +54,27 @@ class WeightSyncExtension:
 
     @property
     def receiver(self) -> WeightReceiver:
+        """This worker's receiving end, made with its first use, when the model is loaded."""
         if self._weight_receiver is None:
             sharded = self.vllm_config.parallel_config.world_size > 1
             self._weight_receiver = WeightReceiver(self.model_runner.model, torch.device(self.device), sharded=sharded)
         return self._weight_receiver
 
     def init_communicator(
-        self, host: str, port: int, world_size: int, first_rank: int | None = None, timeout_s: float | None = None
+        self,
+        host: str,
+        port: int,
+        world_size: int,
+        first_rank: int | None = None,
+        timeout_s: float | None = None,
+        token: str = "",
     ) -> None:
         """Join the weight group at ``host:port`` of ``world_size`` members, the learner being the last.
 
         Args:
             first_rank: rank of this engine's first worker; without it, ms-swift's variables tell.
             timeout_s: deadline of every wait in the group; without it, ``COORDEXP_COMMUNICATOR_TIMEOUT_S`` or 120.
+            token: what whoever comes to the group must know; without one everybody is let in.
         """
         from vllm.distributed.parallel_state import get_world_group
 
@@ -71,9 +83,10 @@ class WeightSyncExtension:
         if timeout_s is None:
             timeout_s = float(os.environ.get(TIMEOUT_VARIABLE, "120"))
         rank = first_rank + get_world_group().rank
-        self.receiver.open(GroupAddress(host, port, rank, world_size, timeout_s))
+        self.receiver.open(GroupAddress(host, port, rank, world_size, timeout_s, token))
 
     def close_communicator(self) -> None:
+        """Leave the weight group; safe without one."""
         self.receiver.close()
 
     def update_flattened_params(self, metadatas: list[dict[str, Any]]) -> None:
@@ -112,8 +125,23 @@ class WeightSyncExtension:
         """The engine's own parameter names."""
         return list(self.receiver.layout.parameters)
 
-    def coordexp_beat(self) -> None:
-        """Asked whether this worker still stirs."""
+    def coordexp_call(self, method: str, args: Sequence[Any]) -> dict[str, Any]:
+        """``method`` of this class: its result under ``RESULT``, or what it raised under ``FAILURE``.
+
+        vLLM would pass an error on as prose of its own around its text; so the text comes as what it is.
+        """
+        try:
+            return {RESULT: getattr(self, method)(*args)}
+        except Exception as error:  # the edge of this process: whatever it is, the server says it to who asked
+            logger.exception("%s failed", method)
+            said = str(error).strip() or (
+                "a worker failed without saying why, as vLLM does where sizes do not fit: is this the learner's model?"
+            )
+            return {FAILURE: said}
+
+    def coordexp_beat(self) -> int:
+        """Asked whether this worker still stirs; how many tokens it has drawn since its start."""
+        return num_sampled_tokens(self)
 
     def coordexp_status(self) -> dict[str, Any]:
         """This worker's state, for ``/status/``."""
@@ -123,6 +151,7 @@ class WeightSyncExtension:
             **self.receiver.report(),
             "pid": os.getpid(),
             "device": str(self.device),
+            "device_uuid": device_uuid(self.device),
             "dtype": dtype,
             "executor": str(self.vllm_config.parallel_config.distributed_executor_backend),
             "model_runner": f"{runner.__module__}.{runner.__name__}",
@@ -192,6 +221,12 @@ class WeightSyncExtension:
         parallel = self.vllm_config.parallel_config
         replica = int(parallel.data_parallel_index) or int(os.environ.get("SWIFT_ROLLOUT_DP_RANK", "0"))
         return replica * int(parallel.tensor_parallel_size)
+
+
+def device_uuid(device: Any) -> str | None:
+    """What tells one GPU from every other, whatever number a process knows it by; None for a CPU."""
+    device = torch.device(device)
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
 def die_with_parent() -> None:

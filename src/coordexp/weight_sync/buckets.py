@@ -31,9 +31,11 @@ class TensorInfo:
 
     @property
     def torch_dtype(self) -> torch.dtype:
+        """The number type that ``dtype`` names."""
         return getattr(torch, self.dtype.removeprefix("torch."))
 
     def payload(self) -> dict[str, Any]:
+        """As it is announced: JSON can hold it."""
         return asdict(self) | {"shape": list(self.shape)}
 
 

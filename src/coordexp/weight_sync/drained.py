@@ -22,16 +22,20 @@ class DrainedWeights:
 
     @property
     def collective(self) -> bool:
+        """The source's own answer."""
         return self._source.collective
 
     def names(self) -> Sequence[str]:
+        """The source's own names."""
         return self._source.names()
 
     def adapter(self) -> AdapterWeights | None:
+        """The source's own adapter."""
         return self._source.adapter()
 
     @contextmanager
     def full(self) -> Iterator[Iterator[tuple[str, Tensor]]]:
+        """The source's weights; what the caller leaves unread is read at the end where other ranks wait for it."""
         self._was_read = True
         with self._source.full() as named:
             try:

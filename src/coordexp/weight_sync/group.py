@@ -1,7 +1,7 @@
 """The group over which weights travel from the learner to the engines' workers: bytes, by NCCL or Gloo.
 
-Ranks 0 … W-2 are workers of rollout servers, rank W-1 is the learner, which sends. Rank 0 holds the group's store on
-``host:port``. Every wait has a deadline, and nothing that arrives is unpickled.
+Ranks 0 … W-2 are workers of rollout servers, rank W-1 is the learner, which sends. They meet at ``host:port``, where
+rank 0 listens. Every wait has a deadline, and nothing that arrives is unpickled.
 """
 
 from __future__ import annotations
@@ -10,17 +10,19 @@ import errno
 import gc
 import socket
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from coordexp.errors import RolloutError
 from coordexp.weight_sync.background import in_background
+from coordexp.weight_sync.meeting import MeetingStore, MeetingTable
 
 Result = TypeVar("Result")
 POLL_S = 0.0005
@@ -31,22 +33,28 @@ PORT_FREE_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class GroupAddress:
-    """Where a group meets, who this process is in it, and how long each of its waits may take."""
+    """Where a group meets, who this process is in it, and how long each of its waits may take. ``token``: what rank 0
+    asks of everybody who comes; without one it lets everybody in."""
 
     host: str
     port: int
     rank: int
     world_size: int
     timeout_s: float
+    token: str = field(default="", repr=False)
 
     def __str__(self) -> str:
         return f"weight group {self.host}:{self.port} (rank {self.rank} of {self.world_size})"
 
 
-class Communicator(Protocol):
-    """One member's end of a weight group."""
+class Communicator(ABC):
+    """One member's end of a weight group; ``device``: where what is sent and received must lie."""
 
     device: torch.device
+    _address: GroupAddress
+    _meeting: _Meeting
+    _group: Any  # None once it is closed
+    _unfinished = False
 
     def broadcast(
         self,
@@ -67,11 +75,27 @@ class Communicator(Protocol):
         Raises:
             RolloutError: the deadline of a part passed, or the other side is gone.
         """
-        ...
+        if self._group is None:
+            raise RolloutError(f"{self._address}: the group is closed")
+        self._unfinished = True
+        under_way = self._start(parts, source)
+        for index, work in enumerate(under_way):
+            self._finish(work, parts[index].numel(), give_up, POLL_S if work is under_way[-1] else PART_POLL_S)
+            if arrived is not None:
+                arrived(index)
+        self._unfinished = False
 
+    @abstractmethod
     def close(self) -> None:
         """Leave the group and free its port; safe to call twice, and never waits for the other side."""
-        ...
+
+    @abstractmethod
+    def _start(self, parts: Sequence[torch.Tensor], source: int) -> list[Any]:
+        """Send or receive all parts: what :meth:`_finish` waits for, one for each."""
+
+    @abstractmethod
+    def _finish(self, work: Any, num_bytes: int, give_up: Callable[[], None] | None, poll_s: float) -> None:
+        """Wait until one part is there; raises as :meth:`broadcast`."""
 
 
 def join(address: GroupAddress, device: torch.device) -> Communicator:
@@ -80,10 +104,14 @@ def join(address: GroupAddress, device: torch.device) -> Communicator:
     Raises:
         RolloutError: not every member came before the deadline, or the port is taken.
     """
-    store = _open_store(address)
-    if device.type == "cuda":
-        return NcclCommunicator(address, store, device)
-    return GlooCommunicator(address, store)
+    meeting = _meet(address)
+    try:
+        return (
+            NcclCommunicator(address, meeting, device) if device.type == "cuda" else GlooCommunicator(address, meeting)
+        )
+    except BaseException:
+        meeting.close()
+        raise
 
 
 def wait_until_free(address: GroupAddress, timeout_s: float) -> None:
@@ -107,31 +135,38 @@ def wait_until_free(address: GroupAddress, timeout_s: float) -> None:
         time.sleep(0.05)
 
 
-def _open_store(address: GroupAddress) -> dist.TCPStore:
-    """The group's key-value store. Rank 0 listens on ``address.host`` alone: torch by itself would listen on all."""
-    listener: socket.socket | None = None
+@dataclass(slots=True)
+class _Meeting:
+    """A member's store of the group, and on rank 0 the table behind it."""
+
+    store: MeetingStore
+    table: MeetingTable | None
+
+    def close(self) -> None:
+        self.store.close()
+        if self.table is not None:
+            self.table.close()
+
+
+def _meet(address: GroupAddress) -> _Meeting:
+    """Come to where the group meets, and wait for every other member. Rank 0 listens on ``address.host`` alone."""
+    table: MeetingTable | None = None
+    store: MeetingStore | None = None
     try:
         if address.rank == 0:
-            listener = _listen(address)
-        store = dist.TCPStore(
-            address.host,
-            address.port,
-            address.world_size,
-            is_master=address.rank == 0,
-            timeout=timedelta(seconds=address.timeout_s),
-            wait_for_workers=False,
-            use_libuv=False,
-            master_listen_fd=None if listener is None else listener.detach(),
-        )
-        _meet(store, address)
-    except (OSError, RuntimeError) as error:  # torch's store errors are RuntimeErrors
-        if listener is not None:
-            listener.close()
+            table = MeetingTable(_listen(address), address.token)
+        store = MeetingStore(address.host, address.port, address.token, address.timeout_s)
+        store.set(f"here/{address.rank}", b"1")
+        store.wait([f"here/{rank}" for rank in range(address.world_size)], timedelta(seconds=address.timeout_s))
+    except (OSError, RuntimeError, ValueError, KeyError) as error:  # the last two: something else speaks there
+        for one in (store, table):
+            if one is not None:
+                one.close()
         raise RolloutError(
             f"{address}: not every member came within {address.timeout_s:g} s, or the port is taken ({_brief(error)}). "
             "Check that the learner reaches the server's group_port, and that no other program listens there"
         ) from error
-    return store
+    return _Meeting(store, table)
 
 
 def _listen(address: GroupAddress) -> socket.socket:
@@ -154,50 +189,29 @@ def _listen(address: GroupAddress) -> socket.socket:
             return listener
 
 
-def _meet(store: dist.TCPStore, address: GroupAddress) -> None:
-    store.set(f"here/{address.rank}", "1")
-    store.wait([f"here/{rank}" for rank in range(address.world_size)], timedelta(seconds=address.timeout_s))
-
-
-class GlooCommunicator:
+class GlooCommunicator(Communicator):
     """CPU tensors over TCP."""
 
-    def __init__(self, address: GroupAddress, store: dist.TCPStore) -> None:
+    def __init__(self, address: GroupAddress, meeting: _Meeting) -> None:
         self.device = torch.device("cpu")
         self._address = address
-        self._store: Any = store
-        self._unfinished = False
+        self._meeting = meeting
         options: Any = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
         # Gloo's own choice is the host name's address, which may be one that the whole network reaches.
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address(address))]
         options._threads = PARTS_AT_ONCE
         options._timeout = timedelta(seconds=address.timeout_s)
         try:
-            self._group: Any = dist.ProcessGroupGloo(
-                dist.PrefixStore("weights", store), address.rank, address.world_size, options
+            self._group = dist.ProcessGroupGloo(
+                dist.PrefixStore("weights", meeting.store), address.rank, address.world_size, options
             )
         except RuntimeError as error:
             raise RolloutError(f"{address}: Gloo could not connect its members ({_brief(error)})") from error
 
-    def broadcast(
-        self,
-        parts: Sequence[torch.Tensor],
-        source: int,
-        *,
-        arrived: Callable[[int], None] | None = None,
-        give_up: Callable[[], None] | None = None,
-    ) -> None:
-        if self._group is None:
-            raise RolloutError(f"{self._address}: the group is closed")
+    def _start(self, parts: Sequence[torch.Tensor], source: int) -> list[Any]:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = source, 0
-        self._unfinished = True
-        under_way = [self._group.broadcast([part], options) for part in parts]
-        for index, work in enumerate(under_way):
-            self._finish(work, parts[index].numel(), give_up, POLL_S if work is under_way[-1] else PART_POLL_S)
-            if arrived is not None:
-                arrived(index)
-        self._unfinished = False
+        return [self._group.broadcast([part], options) for part in parts]
 
     def _finish(self, work: Any, num_bytes: int, give_up: Callable[[], None] | None, poll_s: float) -> None:
         deadline = time.monotonic() + self._address.timeout_s
@@ -213,10 +227,11 @@ class GlooCommunicator:
             ) from error
 
     def close(self) -> None:
-        left = [self._group, self._store]
-        self._group = self._store = None
+        """Abort what is under way and leave the meeting."""
+        left, self._group = [self._group], None
         if left[0] is None:
             return
+        self._meeting.close()
         if self._unfinished:
             # Gloo's destructor waits for a transfer that nobody ends, up to its deadline.
             in_background(lambda: _drop(left), "drop-weight-group")
@@ -224,60 +239,53 @@ class GlooCommunicator:
             _drop(left)
 
 
-class NcclCommunicator:
+class NcclCommunicator(Communicator):
     """CUDA tensors by NCCL, through vLLM's own binding: it can be aborted, and is apart from the learner's groups."""
 
-    def __init__(self, address: GroupAddress, store: dist.TCPStore, device: torch.device) -> None:
+    def __init__(self, address: GroupAddress, meeting: _Meeting, device: torch.device) -> None:
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
         from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
 
         self.device = device
         self._address = address
-        self._store: Any = store
+        self._meeting = meeting
+        store = meeting.store
         if address.rank == 0:
             store.set("nccl_id", bytes(NCCLLibrary().ncclGetUniqueId().internal).hex())
         unique_id = bytes.fromhex(store.get("nccl_id").decode())
-        self._nccl: Any = within(
+        self._group = within(
             address.timeout_s,
             f"{address}: NCCL could not connect its members",
             lambda: PyNcclCommunicator.from_unique_id_bytes(unique_id, address.rank, address.world_size, device),
         )
 
-    def broadcast(
-        self,
-        parts: Sequence[torch.Tensor],
-        source: int,
-        *,
-        arrived: Callable[[int], None] | None = None,
-        give_up: Callable[[], None] | None = None,
-    ) -> None:
-        if self._nccl is None:
-            raise RolloutError(f"{self._address}: the group is closed")
+    def _start(self, parts: Sequence[torch.Tensor], source: int) -> list[Any]:
         stream = torch.cuda.current_stream(self.device)
         under_way = []
         for part in parts:
-            self._nccl.broadcast(part, source, stream)
+            self._group.broadcast(part, source, stream)
             under_way.append(torch.cuda.Event())
             under_way[-1].record(stream)
-        for index, done in enumerate(under_way):
-            deadline = time.monotonic() + self._address.timeout_s
-            while not done.query():
-                if give_up is not None:
-                    give_up()
-                if time.monotonic() > deadline:
-                    self.close()
-                    raise RolloutError(
-                        f"{self._address}: {parts[index].numel()} bytes did not arrive within "
-                        f"{self._address.timeout_s:g} s"
-                    )
-                time.sleep(POLL_S)
-            if arrived is not None:
-                arrived(index)
+        return under_way
+
+    def _finish(self, work: Any, num_bytes: int, give_up: Callable[[], None] | None, poll_s: float) -> None:
+        deadline = time.monotonic() + self._address.timeout_s
+        while not work.query():
+            if give_up is not None:
+                give_up()
+            if time.monotonic() > deadline:
+                self.close()
+                raise RolloutError(
+                    f"{self._address}: {num_bytes} bytes did not arrive within {self._address.timeout_s:g} s"
+                )
+            time.sleep(POLL_S)  # the device reports at no cost: unlike Gloo's threads, nobody wakes for it
 
     def close(self) -> None:
-        if self._nccl is not None:
-            self._nccl.destroy()
-        self._nccl = self._store = None
+        """Destroy the communicator and leave the meeting."""
+        if self._group is not None:
+            self._group.destroy()
+            self._meeting.close()
+        self._group = None
 
 
 def within(seconds: float, what: str, act: Callable[[], Result]) -> Result:
@@ -292,9 +300,9 @@ def within(seconds: float, what: str, act: Callable[[], Result]) -> Result:
     return outcome.result()
 
 
-def _drop(group_and_store: list[Any]) -> None:
-    group_and_store[0].abort()
-    group_and_store.clear()
+def _drop(group: list[Any]) -> None:
+    group[0].abort()
+    group.clear()
 
 
 def _own_address(address: GroupAddress) -> str:

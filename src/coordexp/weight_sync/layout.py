@@ -40,6 +40,7 @@ class WeightLayout:
 
     @classmethod
     def from_model(cls, model: torch.nn.Module) -> WeightLayout:
+        """The layout of vLLM's model: each parameter once, and which names of a checkpoint go where in it."""
         parameters: dict[str, torch.Tensor] = {}
         first_name: dict[int, str] = {}
         aliases: dict[str, str] = {}

@@ -253,7 +253,7 @@ class WeightReceiver:
         with torch.no_grad():
             unproven = [(name, tensor) for name, tensor in tensors if not self._places.put(name, tensor)]
             if unproven:
-                with self._places.proving(unproven):
+                with self._places.proving(unproven), _naming(unproven):
                     self._model.load_weights(unproven)  # pyright: ignore[reportCallIssue]
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
@@ -276,12 +276,28 @@ class WeightReceiver:
         return checksum.combined({name: checksum.tensor_hash(tensor) for name, tensor in read})
 
     def record_failure(self, why: str) -> None:
+        """Note why this push failed, for who asks later: ``swift rollout`` answers 200 whatever happens here."""
         self.state.failure = why
 
 
 def _finish(loading: list[Future[None]]) -> None:
     while loading:
         loading.pop(0).result()
+
+
+@contextmanager
+def _naming(tensors: Sequence[tuple[str, torch.Tensor]]) -> Iterator[None]:
+    """Engines say of a weight that does not fit its sizes at most, and not always those."""
+    try:
+        yield
+    except (RuntimeError, ValueError, AssertionError, LookupError, TypeError, AttributeError) as error:
+        named = [f"{name} {tuple(tensor.shape)}" for name, tensor in tensors[:12]]
+        more = f" or {len(tensors) - len(named)} more" if len(tensors) > len(named) else ""
+        raise RolloutError(
+            f"the engine does not take {' or '.join(named)}{more} ({type(error).__name__}: "
+            f"{str(error).strip()[:300] or 'no reason given'}): has it another model, or another size of it, than the "
+            "learner?"
+        ) from error
 
 
 @contextmanager

@@ -78,7 +78,7 @@ def test_without_a_rollout_section_the_model_answers_by_transformers(
 
     seen = []
 
-    def build_backend(rollout: object, _: object) -> None:
+    def build_backend(rollout: object, *_: object) -> None:
         seen.append(rollout)
         raise SystemExit(0)
 

@@ -10,6 +10,7 @@ from PIL import Image
 
 from coordexp.data import read_jsonl
 from support.cli_runs import run_cli, small_checkpoint
+from support.config_samples import stage1, write_yaml
 from support.one_scene import as_coco, as_labelme, as_yolo
 
 
@@ -38,7 +39,8 @@ def test_check_counts_tokens_as_training_does(scenes: Path, tmp_path: Path, caps
     records = read_jsonl(scenes)
     encoder, vocab = PromptEncoder(load_processor(model), None, None), load_vocab(model)
     lengths = [
-        len(encoder.encode(r).prompt_token_ids) + len(build_gt_target(r.objects, vocab, sample_id="s").token_ids)
+        len(encoder.encode(r).prompt_token_ids)
+        + len(build_gt_target(r.objects, vocab, sample_id="s", field_order="desc_first").token_ids)
         for r in records
     ]
     assert (found["tokens"]["min"], found["tokens"]["max"]) == (min(lengths), max(lengths))
@@ -53,6 +55,23 @@ def test_check_draws_what_comes_back(scenes: Path, tmp_path: Path, capsys: pytes
     assert run_cli(capsys, "data", "check", scenes, "--sheet", sheet, "--sheet-images", 5).code == 0
     with Image.open(sheet) as image:
         assert image.size == (4 * 320, 2 * 320)
+
+
+def test_the_sheet_shows_what_augmentation_makes(
+    scenes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = stage1() | {"data": {"augment": {"horizontal_flip": 0.5, "scale": [0.5, 2.0]}}}
+    run, sheet = write_yaml(tmp_path, config), tmp_path / "views.png"
+    shown = run_cli(capsys, "data", "check", scenes, "--sheet", sheet, "--augment", run, "--sheet-images", 8)
+    assert shown.code == 0 and f"wrote {sheet}" in shown.out
+    with Image.open(sheet) as image:
+        assert image.size == (1280, 640)  # two images, four epochs
+        tiles = {image.crop((320 * k, 0, 320 * k + 320, 320)).tobytes() for k in range(4)}
+    assert len(tiles) == 4
+    assert "--sheet" in run_cli(capsys, "data", "check", scenes, "--augment", run).err
+    plain = write_yaml(tmp_path, stage1(), "plain.yaml")
+    refused = run_cli(capsys, "data", "check", scenes, "--sheet", sheet, "--augment", plain)
+    assert refused.code == 2 and "no section data.augment" in refused.err
 
 
 def test_check_of_a_broken_dataset_says_what_and_exits_2(

@@ -11,7 +11,9 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
+from coordexp.assets import asset
 from coordexp.data import read_jsonl
+from coordexp.data.scenes import SPARSE, write_scenes
 from coordexp.evaluation import Summary, detection_metrics, read_answers
 from coordexp.evaluation.answers import write_answers
 from coordexp.evaluation.summary import GroupRow
@@ -42,6 +44,21 @@ def test_an_interrupted_prediction_goes_on(tmp_path: Path, capsys: pytest.Captur
     assert (broken / "coco_results_bbox.json").is_file() and (broken / "coco_ground_truth.json").is_file()
     other = run_cli(capsys, "predict", run, data, "--output", broken, "--constant-score", "1.0")
     assert other.code == 2 and "another score" in other.err
+
+
+def test_names_can_be_held_to_a_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, data = tmp_path / "out", write_scenes(tmp_path, 2, SPARSE, 77)
+    asked = ("predict", data, "--model", asset("checkpoints/demo-stage1"), "--constant-score", "1.0")
+    done = run_cli(capsys, *asked, "--output", out, "--classes", "red circle,yellow triangle")
+    assert done.code == 0, done.err
+    found = {obj.desc for answer in read_answers(out) for obj in answer.pred}
+    assert found and found <= {"red circle", "yellow triangle"}
+    assert json.loads((out / "prediction.json").read_text())["classes"] == ["red circle", "yellow triangle"]
+    other = run_cli(capsys, *asked, "--output", out)
+    assert other.code == 2 and "another classes" in other.err
+    for wrong in ("cat,,dog", str(tmp_path / "gone.txt")):
+        refused = run_cli(capsys, *asked, "--output", tmp_path / "x", "--classes", wrong)
+        assert refused.code == 2 and not (tmp_path / "x").exists()
 
 
 def test_a_folder_of_images_has_no_annotations(tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path) -> None:

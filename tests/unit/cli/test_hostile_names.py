@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.sax.saxutils import escape
 
 import pytest
 import typer
@@ -14,7 +16,7 @@ import typer
 from coordexp.cli import app
 from coordexp.evaluation.answers import write_answers
 from coordexp.records import GTObject
-from support.annotation_folders import paint
+from support.annotation_folders import paint, voc_object
 from support.cli_runs import Outcome, run_cli, small_checkpoint, write_run
 from support.scored_answers import random_answers
 from support.view_runs import hostile_answers
@@ -75,6 +77,40 @@ def test_a_conversion_prints_names_as_they_are(hostile: Path, capsys: pytest.Cap
         capsys, "data", "convert", "labelme", labelme_file(hostile), "--out", hostile / "o [1]", "--no-resize"
     )
     expect(found, *CLASSES, "[c1] left out", "p [a0] [x].json", hostile / "o [1]")
+
+
+def annotated_as(form: str, folder: Path) -> list[Path]:
+    """The classes, each in a box of its own, in a format's file: what its converter is given."""
+    boxes = [(name, 10 * k, 1, 10 * k + 9, 30) for k, name in enumerate(CLASSES)]
+    if form == "csv":
+        with (folder / "t [c].csv").open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([("image", "name", "x1", "y1", "x2", "y2"), *((IMAGE, *box) for box in boxes)])
+        return [folder / "t [c].csv", Path("--images"), folder / "images"]
+    if form == "yolo":
+        lines = [f"{k} {(x1 + x2) / 128} 0.3 {(x2 - x1) / 64} 0.5" for k, (_, x1, _, x2, _) in enumerate(boxes)]
+        (folder / "images" / IMAGE).with_suffix(".txt").write_text("\n".join(lines), encoding="utf-8")
+        (folder / "classes.txt").write_text("\n".join(CLASSES), encoding="utf-8")
+        return [folder]
+    if form == "voc":
+        sides = "".join(voc_object(escape(name), *box) for name, *box in boxes)
+        xml = f"<annotation><filename>{IMAGE}</filename>{sides}</annotation>"
+        (folder / "images" / IMAGE).with_suffix(".xml").write_text(xml, encoding="utf-8")
+        return [folder / "images"]
+    segments = [{"image_id": 1, "category_id": k, "bbox": [x, y, 9, 29]} for k, (_, x, y, *_) in enumerate(boxes)]
+    content = {
+        "images": [{"id": 1, "file_name": IMAGE, "width": 64, "height": 48}],
+        "annotations": segments if form == "coco" else [{"image_id": 1, "segments_info": segments}],
+        "categories": [{"id": k, "name": name} for k, name in enumerate(CLASSES)],
+    }
+    (folder / "a [j].json").write_text(json.dumps(content), encoding="utf-8")
+    return [folder / "a [j].json", folder / "images"]
+
+
+@pytest.mark.parametrize("form", ["coco", "csv", "panoptic", "voc", "yolo"])
+def test_every_converter_prints_names_as_they_are(form: str, hostile: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ("data", "convert", form, *annotated_as(form, hostile), "--out", hostile / "o [1]", "--no-resize")
+    expect(run_cli(capsys, *command), *CLASSES, hostile / "o [1]")
+    expect(run_cli(capsys, *command), hostile / "o [1]", "exists already", code=2)
 
 
 def test_looking_at_a_dataset_prints_names_as_they_are(hostile: Path, capsys: pytest.CaptureFixture[str]) -> None:

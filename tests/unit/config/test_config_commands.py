@@ -13,10 +13,11 @@ from typer.testing import CliRunner
 
 from coordexp.cli import app
 from coordexp.config import RunConfig, load_config
-from coordexp.config.json_schema import FILE_NAME, json_schema, json_schema_text
+from coordexp.config.json_schema import json_schema, json_schema_text
 from support.config_samples import drop_key, set_key, stage1, stage2, write_yaml
 
 ROOT = Path(__file__).parents[3]
+FILE_NAME = "coordexp.schema.json"
 
 
 def run(*arguments: str | Path) -> Any:

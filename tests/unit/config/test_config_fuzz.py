@@ -87,8 +87,9 @@ TEXT = st.text(alphabet=st.characters(codec="utf-8", exclude_categories=["Cs"]),
         "'",
     ]
 )
+INTEGERS = st.integers(-(1 << 63), (1 << 63) - 1)  # larger ones are refused where they stand
 ANYTHING = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXT,
+    st.none() | st.booleans() | INTEGERS | st.floats(allow_nan=False, allow_infinity=False) | TEXT,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
     max_leaves=8,
 )

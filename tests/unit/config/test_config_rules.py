@@ -11,6 +11,7 @@ from coordexp.config import ConfigError, RunConfig, advice, check_world_size, pa
 from support.config_samples import drop_key, module, set_key, stage1, stage2, two_channel
 
 RM = "rollout_matching"
+SOFT = {"answer": "rewritten", "unmatched": "soft"}
 VLLM = f"{RM}.vllm"
 REPEAT = f"{RM}.repeat_terminate"
 SERVERS = {"servers": [{"base_url": "http://a:8000", "group_port": 51216}]}
@@ -39,6 +40,8 @@ RULES = [
     (stage1(), {RM: {"pipeline": stage2()[RM]["pipeline"]}}, f"{RM}.pipeline", "only stage 2 has a pipeline"),
     (stage1(), {f"{RM}.monitor_dump.enabled": True}, f"{RM}.monitor_dump.enabled", "only stage 2 makes rollouts"),
     (stage2(), {"custom.coord_soft_ce_w1": {}}, "custom.coord_soft_ce_w1", "in rollout_matching.pipeline"),
+    (stage2(), {"data.augment": {"horizontal_flip": 0.5}}, "data.augment", "belongs to stage 1"),
+    (stage1(), {"data.augment": {"scale": [2.0, 0.5]}}, "data.augment.scale", "the least factor comes first"),
     (two_channel(), {"custom.coord_soft_ce_w1": {}}, "custom.coord_soft_ce_w1", "in stage2_ab.pipeline"),
     (two_channel(), {f"{RM}.pipeline": stage2()[RM]["pipeline"]}, f"{RM}.pipeline", "move it there"),
     (drop_key(two_channel(), "stage2_ab"), {}, "stage2_ab", "needs schedule.b_ratio and pipeline"),
@@ -152,6 +155,8 @@ RULES = [
     # decoding and lengths
     (stage1(), {f"{RM}.target.answer": "rewritten"}, f"{RM}.target.answer", "only stage 2 trains on answers"),
     (stage2(), {f"{RM}.target.unmatched": "drop"}, f"{RM}.target.unmatched", "write target.answer: rewritten"),
+    (stage2(), {f"{RM}.target.soft_threshold": 0.3}, f"{RM}.target.soft_threshold", "without target.unmatched: soft"),
+    (stage2(), {f"{RM}.target": SOFT, "fsdp.enabled": True}, f"{RM}.target.unmatched", "sharded weights"),
     (stage2(), {f"{RM}.target.duplicates": "drop"}, f"{RM}.target.duplicates", "write target.answer: rewritten"),
     (two_channel(), {f"{RM}.target.missed": "in_order"}, f"{RM}.target.missed", "write target.answer: rewritten"),
     (stage2(), {f"{RM}.decoding.top_k": 0}, f"{RM}.decoding.top_k", "write -1"),

@@ -6,12 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
+from pycocotools import mask as coco_mask
 
-from coordexp.data.convert import ConversionReport, convert_coco, convert_voc, to_bin
+from coordexp.data.convert import ConversionReport, convert_coco, convert_panoptic, convert_voc, to_bin
+from coordexp.data.convert.run_length import decode_runs, encode_runs
 from coordexp.errors import DataError
+from coordexp.geometry import mask_iou
 from coordexp.records import GTObject
-from support.annotation_folders import SMALL, coco, objects_of
+from support.annotation_folders import SMALL, coco, objects_of, paint
 
 
 def from_coco(tmp_path: Path, annotations: list[Any], **options: Any) -> ConversionReport:
@@ -31,7 +36,7 @@ COCO_OBJECTS = [
     ("listed category", {"bbox": [1, 1, 5, 5], "category_id": [1]}, "bbox", "unknown_category"),
     ("unknown image", {"bbox": [1, 1, 5, 5], "image_id": 99}, "bbox", "unknown_image"),
     ("empty name", {"bbox": [1, 1, 5, 5], "category_id": 3}, "bbox", "empty_desc"),
-    ("RLE", {"segmentation": {"counts": "abc", "size": [24, 40]}}, "poly", "rle_segmentation"),
+    ("RLE", {"segmentation": {"counts": "abc", "size": [24, 40]}}, "poly", "malformed_geometry"),
     ("no segmentation", {"bbox": [1, 1, 5, 5]}, "poly", "no_segmentation"),
     ("polygon of 5", {"segmentation": [[1, 1, 9, 1, 9]]}, "poly", "malformed_geometry"),
     ("polygon on a line", {"segmentation": [[1, 1, 9, 1, 5, 1]]}, "poly", "zero_area"),
@@ -126,3 +131,109 @@ def test_a_conversion_that_keeps_no_image_fails_and_leaves_its_report(tmp_path: 
     report = json.loads((tmp_path / "out" / "instances.conversion_report.json").read_text())
     assert report["skipped_images"] == {"missing_image": 1}
     assert not (tmp_path / "out" / "instances.jsonl").exists()
+
+
+def runs_of(*rows: tuple[int, int, int, int], size: tuple[int, int] = (24, 40)) -> dict[str, Any]:
+    """A run-length mask of rectangles (x1, y1, x2, y2), compressed as COCO's tools do it."""
+    mask = np.zeros(size, dtype=np.uint8, order="F")
+    for x1, y1, x2, y2 in rows:
+        mask[y1:y2, x1:x2] = 1
+    found = coco_mask.encode(mask)
+    return {"size": list(size), "counts": found["counts"].decode()}
+
+
+@pytest.mark.parametrize("crowd", [0, 1])
+@pytest.mark.parametrize("as_list", [False, True])
+def test_a_run_length_mask_becomes_its_outline(tmp_path: Path, crowd: int, as_list: bool) -> None:
+    runs = runs_of((10, 6, 30, 18), (0, 0, 2, 2))
+    if as_list:
+        runs = encode_runs(decode_runs(runs, (40, 24)))
+        assert isinstance(runs["counts"], list)
+    report = from_coco(
+        tmp_path, [{"segmentation": runs, "iscrowd": crowd}], geometry="poly", crowds="keep", options=SMALL
+    )
+    (obj,) = objects_of(report)
+    box = GTObject("cat", "poly", tuple(k for x, y in ((10, 6), (30, 6), (30, 18), (10, 18)) for k in bins(x, y)))
+    assert obj.kind == "poly" and mask_iou(obj, box) > 0.97
+    assert report.notes == {"mask_traced": 1, "multipart_polygon": 1} | ({"crowd_kept": 1} if crowd else {})
+
+
+def bins(x: float, y: float) -> tuple[int, int]:
+    return to_bin(x, 40), to_bin(y, 24)
+
+
+def test_crowds_can_be_kept_as_boxes(tmp_path: Path) -> None:
+    crowd = {"bbox": [10, 6, 20, 12], "iscrowd": 1, "segmentation": runs_of((10, 6, 30, 18))}
+    report = from_coco(tmp_path, [crowd], crowds="keep", options=SMALL)
+    assert [obj.kind for obj in objects_of(report)] == ["bbox_2d"]
+    assert report.notes == {"crowd_kept": 1} and not report.skipped
+
+
+def test_every_mask_that_was_encoded_is_decoded() -> None:
+    random = np.random.default_rng(0)
+    for _ in range(100):
+        mask = random.random(random.integers(1, 50, 2)) < random.random()
+        runs = coco_mask.encode(np.asfortranarray(mask.astype(np.uint8)))
+        text = {"size": list(mask.shape), "counts": runs["counts"].decode()}
+        assert (decode_runs(text, None) == mask).all()
+        assert (decode_runs(encode_runs(mask), None) == mask).all()
+
+
+@pytest.mark.parametrize(
+    ("segmentation", "complaint"),
+    [
+        ({"size": [24, 40], "counts": "1"}, "add up to 1 pixels"),
+        ({"size": [24, 40], "counts": [1, 2]}, "add up to 3"),
+        ({"size": [24, 40], "counts": [-1, 961]}, "neither a list of numbers"),
+        ({"size": [24, 40], "counts": "zzz"}, "no COCO text"),
+        ({"size": [40, 24], "counts": [960]}, "the image"),
+        ({"size": [24, 40], "counts": [960]}, "empty"),
+        ({"size": [2**20, 2**20], "counts": [2**40]}, "the mask is"),
+        ({"size": "24x40", "counts": [960]}, "not .height, width"),
+    ],
+)
+def test_a_broken_run_length_mask_is_left_out(tmp_path: Path, segmentation: Any, complaint: str) -> None:
+    good = {"segmentation": [[1, 1, 9, 1, 9, 9]]}
+    report = from_coco(tmp_path, [good, {"segmentation": segmentation}], geometry="poly", options=SMALL)
+    assert report.skipped_objects == {"malformed_geometry": 1}
+    assert complaint.split(".")[0] in report.problems[0].detail
+
+
+# Panoptic
+
+
+def panoptic(folder: Path) -> Path:
+    paint(folder / "images" / "a.jpg")
+    ids = np.zeros((24, 40), dtype=np.int64)
+    ids[:, :] = 7
+    ids[6:18, 10:30] = 70_000
+    ids[0:4, 0:4] = 300
+    (folder / "panoptic").mkdir()
+    Image.fromarray(np.stack([ids >> shift & 255 for shift in (0, 8, 16)], axis=-1).astype(np.uint8)).save(
+        folder / "panoptic" / "a.png"
+    )
+    segments = [
+        {"id": 70_000, "category_id": 1, "bbox": [10, 6, 20, 12], "iscrowd": 0},
+        {"id": 300, "category_id": 1, "bbox": [0, 0, 4, 4], "iscrowd": 1},
+        {"id": 7, "category_id": 2, "bbox": [0, 0, 40, 24], "iscrowd": 0},
+        {"id": 9, "category_id": 1, "bbox": [1, 1, 4, 4], "iscrowd": 0},  # not in the PNG
+    ]
+    content = {
+        "images": [{"id": 7, "file_name": "a.jpg", "width": 40, "height": 24}],
+        "annotations": [{"image_id": 7, "file_name": "a.png", "segments_info": segments}],
+        "categories": [{"id": 1, "name": "cat", "isthing": 1}, {"id": 2, "name": "sky", "isthing": 0}],
+    }
+    (folder / "panoptic.json").write_text(json.dumps(content))
+    return folder / "panoptic.json"
+
+
+def test_panoptic_things_as_boxes_and_as_outlines(tmp_path: Path) -> None:
+    path = panoptic(tmp_path)
+    boxes = convert_panoptic(path, tmp_path / "images", tmp_path / "boxes", options=SMALL)
+    assert [(obj.desc, obj.bins[:2]) for obj in objects_of(boxes)] == [("cat", bins(10, 6)), ("cat", bins(1, 1))]
+    assert boxes.skipped == {"stuff": 1, "crowd": 1} and boxes.objects_seen == 4
+    rings = convert_panoptic(path, tmp_path / "images", tmp_path / "rings", geometry="poly", stuff=True, options=SMALL)
+    assert [(obj.desc, obj.kind) for obj in objects_of(rings)] == [("cat", "poly"), ("sky", "poly")]
+    assert rings.skipped == {"crowd": 1, "no_segmentation": 1}
+    with pytest.raises(DataError, match="folder of the segments"):
+        convert_panoptic(path, tmp_path / "images", tmp_path / "x", geometry="poly", segments_dir=tmp_path / "gone")

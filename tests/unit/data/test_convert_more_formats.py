@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 from pathlib import Path
@@ -15,12 +16,15 @@ from coordexp.data.convert import (
     ConversionReport,
     ImageOptions,
     convert_coco,
+    convert_csv,
     convert_labelme,
     convert_lvis,
     convert_yolo,
 )
 from coordexp.data.convert.simplify import simplified, simplify_ring
 from coordexp.errors import DataError
+from coordexp.evaluation.answers import Detection, ImageAnswer
+from coordexp.evaluation.export import UsersTerms, export_csv
 from coordexp.records import GTObject
 from support.annotation_folders import KEEP, SMALL, objects_of, paint
 
@@ -158,6 +162,94 @@ def test_labelme_files_that_cannot_be_used(tmp_path: Path, fields: dict[str, obj
 def test_labelme_finds_images_that_lay_elsewhere_when_annotated(tmp_path: Path) -> None:
     folder = labelme(tmp_path / "in", shape("rectangle", [10, 6], [30, 18]), imagePath="..\\photos\\a.jpg")
     assert objects_of(convert_labelme(folder, tmp_path / "out", options=SMALL)) == (CAT_BOX,)
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        (shape("rectangle", [10, 6], [30, 18]), (256, 261, 768, 261, 768, 782, 256, 782)),
+        (shape("polygon", [10, 6], [30, 6], [30, 18]), (256, 261, 768, 261, 768, 782)),
+    ],
+)
+def test_labelme_as_polygons(tmp_path: Path, given: object, kept: tuple[int, ...]) -> None:
+    report = convert_labelme(labelme(tmp_path / "in", given), tmp_path / "out", geometry="poly", options=SMALL)
+    assert objects_of(report) == (GTObject("cat", "poly", kept),)
+
+
+def test_labelme_circles_and_yolo_boxes_as_polygons(tmp_path: Path) -> None:
+    folder = labelme(tmp_path / "in", shape("circle", [20, 12], [20, 18]))
+    (disc,) = objects_of(convert_labelme(folder, tmp_path / "out", geometry="poly", options=SMALL))
+    assert disc.kind == "poly" and len(disc.bins) == 48
+    boxes = yolo(tmp_path / "yolo", "0 0.5 0.5 0.5 0.5")
+    (box,) = objects_of(convert_yolo(boxes, tmp_path / "rings", geometry="poly", options=SMALL))
+    assert (box.kind, box.bins) == ("poly", (256, 261, 768, 261, 768, 782, 256, 782))
+
+
+@pytest.mark.parametrize("options", [SMALL, KEEP], ids=["resized", "as they are"])
+def test_labelme_images_inside_their_annotations(tmp_path: Path, options: ImageOptions) -> None:
+    folder = labelme(tmp_path / "in", shape("rectangle", [10, 6], [30, 18]))
+    data = base64.b64encode((folder / "a.jpg").read_bytes()).decode()
+    (folder / "a.jpg").unlink()
+    for name, embedded in (("b", data), ("c", "no base64!"), ("d", None)):
+        content = json.loads((folder / "a.json").read_text()) | {"imagePath": f"{name}.jpg", "imageData": embedded}
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    (folder / "a.json").unlink()
+    report = convert_labelme(folder, tmp_path / "out", options=options)
+    assert objects_of(report) == (CAT_BOX,)
+    assert report.skipped_images == {"unreadable_image": 1, "missing_image": 1}
+    assert report.notes == {"embedded_image": 1}
+    (record,) = read_jsonl(report.jsonl)
+    assert record.image == (tmp_path / "out" / "images" / "in" / "b.jpg").resolve()
+    assert not list((tmp_path / "out").rglob(".*")), "nothing is left behind"
+
+
+def table(folder: Path, text: str) -> Path:
+    paint(folder / "a.jpg")
+    paint(folder / "b.jpg")
+    (folder / "t.csv").write_text(text, encoding="utf-8")
+    return folder / "t.csv"
+
+
+CSV_BOX = "a.jpg,cat,10,6,30,18"
+
+
+@pytest.mark.parametrize(
+    ("lines", "objects", "skipped"),
+    [
+        (["image,name,x1,y1,x2,y2", CSV_BOX], [[CAT_BOX]], {}),
+        (["filename;class;xmin;ymin;xmax;ymax", CSV_BOX.replace(",", ";")], [[CAT_BOX]], {}),
+        (["xmin,ymin,xmax,ymax,label,path,weather", "10,6,30,18,cat,a.jpg,sunny"], [[CAT_BOX]], {}),
+        (["image,name,x1,y1,x2,y2", "a.jpg,,,,,", f"{CSV_BOX}", "b.jpg,,,,,"], [[CAT_BOX], []], {}),
+        (["image,name,x1,y1,x2,y2", CSV_BOX, "a.jpg,cat,ten,6,30,18"], [[CAT_BOX]], {"malformed_geometry": 1}),
+        (["image,name,x1,y1,x2,y2", CSV_BOX, "C:\\photos\\a.jpg,cat,1,1,9,9"], [[CAT_BOX]],
+         {"duplicate_image": 1, "image_skipped": 1}),
+        (["image,name,x1,y1,x2,y2", "/home/another/photos/a.jpg,cat,10,6,30,18"], [[CAT_BOX]], {}),
+        (["image,name,x1,y1,x2,y2,polygon", f"{CSV_BOX},10 6 30 6 30 18"],
+         [[GTObject("cat", "poly", (256, 261, 768, 261, 768, 782))]], {}),
+    ],
+)  # fmt: skip
+def test_csv_tables(tmp_path: Path, lines: list[str], objects: list[list[GTObject]], skipped: dict[str, int]) -> None:
+    report = convert_csv(table(tmp_path / "in", "\n".join(lines)), tmp_path / "out", options=SMALL)
+    assert [list(record.objects) for record in read_jsonl(report.jsonl)] == objects
+    assert report.skipped == skipped
+
+
+def test_a_csv_without_the_columns_is_refused(tmp_path: Path) -> None:
+    path = table(tmp_path / "in", "a.jpg,10,6,30,18,cat\n")
+    with pytest.raises(DataError, match=r"t\.csv:1: no column 'image' \(or filename"):
+        convert_csv(path, tmp_path / "out")
+
+
+def test_what_was_exported_as_csv_is_read_again(tmp_path: Path) -> None:
+    found = (
+        Detection("cat", "bbox_2d", (256, 261, 768, 782), 0.5),
+        Detection("d", "poly", (0, 0, 500, 0, 0, 500), 0.5),
+    )
+    paint(tmp_path / "a.jpg")
+    answer = ImageAnswer("a.jpg", str(tmp_path / "a.jpg"), 40, 24, None, found)
+    (path,) = export_csv([answer], tmp_path / "out", UsersTerms()).files
+    report = convert_csv(path, tmp_path / "back", images_dir=tmp_path, options=SMALL)
+    assert [(obj.desc, obj.kind, obj.bins) for obj in objects_of(report)] == [(o.desc, o.kind, o.bins) for o in found]
 
 
 @pytest.mark.parametrize("folder", ["", "train2017"])

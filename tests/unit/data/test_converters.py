@@ -295,5 +295,7 @@ def test_converting_twice_gives_the_same_bytes(tmp_path: Path) -> None:
     first = convert_voc(root, tmp_path / "out", options=ImageOptions(workers=1))
     before = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
     assert first.images == 1 and len(before) == 3
-    convert_voc(root, tmp_path / "out", options=ImageOptions(workers=8))
+    with pytest.raises(DataError, match=r"data\.jsonl: exists already; --overwrite"):
+        convert_voc(root, tmp_path / "out")
+    convert_voc(root, tmp_path / "out", options=ImageOptions(workers=8, overwrite=True))
     assert before == {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}

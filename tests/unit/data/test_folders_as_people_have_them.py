@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from coordexp.data import read_jsonl
 from coordexp.data.convert import (
     ConversionReport,
     convert_coco,
+    convert_csv,
     convert_labelme,
     convert_lvis,
     convert_voc,
@@ -133,8 +135,21 @@ def test_yolo_folders(
         ({"data.yaml": b"train: images\nnames: [cat, no]\n"}, r"names\[1\] is False, not text; put it in quotes"),
         ({"data.yaml": b"train: images\nkpt_shape: [2, 2]\nnames: [cat]\n"}, "kpt_shape: labels of keypoints"),
         ({"data.yaml": b"train: images\nnames: [caf\xe9]\n"}, "data.yaml: not UTF-8"),
+        ({"data.yaml": b"train: images\nnames: [cat]\nnc: 2\n"}, "nc is 2, but names holds 1"),
+        ({"data.yaml": b"trian: images\nnames: [cat]\n"}, "unknown key 'trian'; did you mean 'train'"),
+        ({"data.yaml": b"train: images\nnames: [cat]\nchannels: 10\n"}, "channels: images of 3 channels are read"),
+        ({"data.yaml": b"train: images\nnames: [cat]\nmasks_dir: m\n"}, "masks_dir: labels are masks"),
     ],
-    ids=["names in Latin-1", "a name that YAML reads as no", "keypoints look like polygons", "YAML in Latin-1"],
+    ids=[
+        "names in Latin-1",
+        "a name that YAML reads as no",
+        "keypoints look like polygons",
+        "YAML in Latin-1",
+        "another number of names",
+        "a misspelled key",
+        "many channels",
+        "masks",
+    ],
 )
 def test_yolo_folders_that_are_refused(tmp_path: Path, files: dict[str, bytes], complaint: str) -> None:
     paint(tmp_path / "images" / "a.jpg")
@@ -187,7 +202,7 @@ def test_labelme_files_that_are_something_else_are_counted_and_our_own_report_is
     labelme(tmp_path / "gbk.json", "照片.jpg", "gbk")  # LabelMe on a Chinese Windows, years ago
     written(tmp_path / "settings.json", "{}")
     for _ in range(2):  # into the same folder, twice
-        report = convert_labelme(tmp_path, tmp_path / "out", options=SMALL)
+        report = convert_labelme(tmp_path, tmp_path / "out", options=replace(SMALL, overwrite=True))
         assert (report.images, report.skipped_images) == (1, {"unreadable_annotation": 2})
     assert any("not UTF-8" in problem.detail for problem in report.problems)
 
@@ -230,7 +245,7 @@ def test_coco_files(
         ({"file_name": "../b.jpg"}, XYWH, "bbox", "unsafe_file_name", "unknown_image"),
         ({"file_name": "a.JPG"}, XYWH, "bbox", "missing_image", "image_skipped"),  # a.jpg is another name
         ({}, {**XYWH, "iscrowd": 1, "segmentation": {"counts": [1, 2], "size": [24, 40]}}, "bbox", None, "crowd"),
-        ({}, {**XYWH, "segmentation": {"counts": "1", "size": [24, 40]}}, "poly", None, "rle_segmentation"),
+        ({}, {**XYWH, "segmentation": {"counts": "1", "size": [24, 40]}}, "poly", None, "malformed_geometry"),
         ({}, {"bbox": [10**400, 6, 20, 12]}, "bbox", None, "malformed_geometry"),
     ],
 )
@@ -304,10 +319,95 @@ def test_voc_folders(tmp_path: Path, make: Callable[[Path], dict[str, Any]], ima
     assert not report.skipped and not report.notes
 
 
-def test_a_voc_folder_one_too_high_is_named_in_the_error(tmp_path: Path) -> None:
-    voc(tmp_path / "VOCdevkit" / "VOC2007", voc_object("cat", *PIXELS))
-    with pytest.raises(DataError, match=r"no folder .*there is one in .*VOCdevkit/VOC2007"):
+def voc_moved(root: Path, home: str, annotations: str, images: str) -> Path:
+    """A VOC folder whose parts are called something else, somewhere below ``root``."""
+    made = voc(root / "made", voc_object("cat", *PIXELS))
+    for old, new in (("Annotations", annotations), ("JPEGImages", images)):
+        (root / home / new).parent.mkdir(parents=True, exist_ok=True)
+        (made / old).rename(root / home / new)
+    made.rmdir()
+    return root / home
+
+
+@pytest.mark.parametrize(
+    ("home", "annotations", "images"),
+    [
+        ("VOCdevkit/VOC2007", "Annotations", "JPEGImages"),
+        ("", "annotations", "jpegimages"),
+        ("a/b/c", "ANNOTATIONS", "JPEGImages"),
+        ("", "annotations", "images"),
+    ],
+)
+def test_voc_folders_in_any_case_and_depth(tmp_path: Path, home: str, annotations: str, images: str) -> None:
+    folder = voc_moved(tmp_path / "in", home, annotations, images)
+    written(folder / "imagesets" / "MAIN" / "train.txt", "a\n")
+    for split in (None, "train"):
+        report = convert_voc(tmp_path / "in", tmp_path / "out", split=split, options=SMALL)
+        assert told(report) == {"a.jpg": [CAT]} and not report.skipped
+        assert report.notes == {"folders_found": 1} and annotations in report.problems[0].detail
+    with pytest.raises(DataError, match="no split 'val'"):
+        convert_voc(tmp_path / "in", tmp_path / "out", split="val")
+
+
+def test_of_several_voc_folders_none_is_guessed(tmp_path: Path) -> None:
+    for year in ("VOC2007", "VOC2012"):
+        voc(tmp_path / "VOCdevkit" / year, voc_object("cat", *PIXELS))
+    with pytest.raises(DataError, match=r"several folders hold .*VOC2007, .*VOC2012; give one"):
         convert_voc(tmp_path, tmp_path / "out")
+
+
+# --- Roboflow's exports: a folder a split, annotations beside the images ---
+
+
+def roboflow_voc(root: Path) -> None:
+    for split in ("train", "valid"):
+        paint(root / split / f"{split}.jpg")
+        voc_xml(root / split, split, voc_object("cat", *PIXELS))
+        (root / split / "Annotations" / f"{split}.xml").rename(root / split / f"{split}.xml")
+        (root / split / "Annotations").rmdir()
+
+
+@pytest.mark.parametrize(
+    ("split", "images"),
+    [("train", ["train.jpg"]), ("val", ["valid.jpg"]), (None, ["train/train.jpg", "valid/valid.jpg"])],
+)
+def test_roboflow_voc(tmp_path: Path, split: str | None, images: list[str]) -> None:
+    roboflow_voc(tmp_path / "in")
+    report = convert_voc(tmp_path / "in", tmp_path / "out", split=split, options=SMALL)
+    assert told(report) == {image: [CAT] for image in images} and not report.skipped
+
+
+def test_roboflow_coco(tmp_path: Path) -> None:
+    paint(tmp_path / "train" / "a.jpg")
+    content = {
+        "info": {}, "licenses": [],
+        "categories": [{"id": 0, "name": "cats", "supercategory": "none"}, {"id": 1, "name": "cat"}],
+        "images": [COCO_IMAGE | {"id": 0}],
+        "annotations": [{"id": 0, "image_id": 0, "category_id": 1, "segmentation": [], "iscrowd": 0, **XYWH}],
+    }  # fmt: skip
+    written(tmp_path / "train" / "_annotations.coco.json", json.dumps(content))
+    report = convert_coco(tmp_path / "train", None, tmp_path / "out", options=SMALL)
+    assert report.jsonl.name == "train.jsonl" and told(report) == {"a.jpg": [CAT]} and not report.skipped
+
+
+def test_roboflow_csv(tmp_path: Path) -> None:
+    paint(tmp_path / "train" / "a.jpg")
+    text = "filename,width,height,class,xmin,ymin,xmax,ymax\r\na.jpg,40,24,cat,10,6,30,18\r\n"
+    written(tmp_path / "train" / "_annotations.csv", BOM + text)
+    report = convert_csv(tmp_path / "train", tmp_path / "out", options=SMALL)
+    assert report.jsonl.name == "train.jsonl" and told(report) == {"a.jpg": [CAT]}
+    assert not report.skipped and not report.notes
+
+
+def test_roboflow_yolo(tmp_path: Path) -> None:
+    for split in ("train", "valid"):
+        paint(tmp_path / split / "images" / "a.jpg")
+        written(tmp_path / split / "labels" / "a.txt", LINE)
+    tail = "nc: 1\nnames: ['cat']\n\nroboflow:\n  workspace: w\n  license: CC BY 4.0\n"
+    written(tmp_path / "data.yaml", f"train: ../train/images\nval: ../valid/images\ntest: ../test/images\n\n{tail}")
+    for split in ("train", "val", "valid"):
+        report = convert_yolo(tmp_path, tmp_path / "out", split=split, options=SMALL)
+        assert told(report) == {"a.jpg": [CAT]} and not report.skipped
 
 
 # --- pixels ---

@@ -14,7 +14,7 @@ from rich.console import Console
 from coordexp.config import load_config, parse_config
 from coordexp.evaluation import EvaluationOptions, summarise
 from coordexp.metrics.reduce import RATES
-from coordexp.metrics.registry import all_metrics, find_metric
+from coordexp.metrics.table import all_metrics, find_metric
 from coordexp.objective import MODULES, SupervisionCounts, build_pipeline
 from coordexp.recording import writer
 from coordexp.records import DropReason

@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 
 from coordexp.coords import CoordVocab, serialize_objects
-from coordexp.evaluation import Prediction, detection_counts, detection_metrics, match_by_desc
+from coordexp.evaluation import Prediction, detection_metrics, match_by_desc
 from coordexp.evaluation.detection import count_image, ignored_predictions, match_answer
 from coordexp.matching import MatchingConfig, match_objects
 from coordexp.parsing import parse_rollout
 from coordexp.records import GTObject, Rollout
 from support.answers import CAT, DOG, LEAF, answer, entry, record
 from support.qwen_tokenizer import qwen_vocab
-from support.scored_answers import random_answers
+from support.scored_answers import detection_counts, random_answers
 
 SCENE = [CAT, DOG, LEAF]
 WRONG_DESC = GTObject("dog", "bbox_2d", CAT.bins)

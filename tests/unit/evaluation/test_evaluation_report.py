@@ -8,10 +8,11 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from coordexp.evaluation import Detection, ImageAnswer, detection_counts, detection_metrics
+from coordexp.evaluation import Detection, ImageAnswer, detection_metrics
 from coordexp.evaluation.report import FIGURES, draw_comparison, figures_table, telling_images
 from coordexp.records import GTObject
 from support.answers import CAT, DOG, LEAF
+from support.scored_answers import detection_counts
 
 GREEN, ORANGE, RED, GREY = (24, 150, 70), (230, 140, 0), (205, 30, 45), (112, 117, 125)
 

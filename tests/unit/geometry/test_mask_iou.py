@@ -167,7 +167,7 @@ def test_pairs_equal_single_calls_in_any_mix():
     pairs = np.array(list(itertools.product(range(4), range(4))))
     expected = [mask_iou(shapes[i], shapes[j], 128) for i, j in pairs]
     assert mask_iou_pairs(shapes, shapes, pairs, 128).tolist() == expected
-    assert mask_iou_pairs(shapes, [], np.zeros((0, 2), dtype=int)).shape == (0,)
+    assert mask_iou_pairs(shapes, [], np.zeros((0, 2), dtype=int), 128).shape == (0,)
 
 
 def test_a_canvas_of_one_pixel_is_refused():
@@ -226,14 +226,14 @@ def test_shapes_whose_boxes_share_no_area_share_no_pixel(shapes, resolution):
 def test_small_squares_anywhere_are_one_with_themselves(side):
     squares = [box(k, 999 - side - k // 2, k + side, 999 - k // 2) for k in range(0, 999 - side, 3)]
     pairs = np.repeat(np.arange(len(squares))[:, None], 2, axis=1)
-    assert (mask_iou_pairs(squares, squares, pairs) == 1.0).all()
+    assert (mask_iou_pairs(squares, squares, pairs, 256) == 1.0).all()
 
 
 def test_hundreds_of_polygons_at_once():
     shapes = [poly(x, y, x + 20, y, x + 20, y + 20) for x in range(0, 900, 50) for y in range(0, 900, 50)]
     assert len(shapes) > 300
     pairs = np.repeat(np.arange(len(shapes))[:, None], 2, axis=1)
-    assert (mask_iou_pairs(shapes, shapes, pairs) == 1.0).all()
+    assert (mask_iou_pairs(shapes, shapes, pairs, 256) == 1.0).all()
 
 
 def test_bins_beyond_the_canvas_count_as_its_edge():

@@ -97,7 +97,7 @@ def test_the_multiplicative_form_is_the_logarithmic_one(pred, gt, cost, epsilon,
 def test_many_at_once_are_each_alone(pairs, epsilon, at_once):
     """Some problems share a kernel, some are too far spread for it: none may touch another."""
     with mock.patch.object(transport, "_POINTS_AT_ONCE", at_once):
-        together = barycentric_targets_of(pairs, epsilon=epsilon)
+        together = barycentric_targets_of(pairs, "l2", epsilon, 30)
     assert len(together) == len(pairs)
     for found, (pred, gt) in zip(together, pairs, strict=True):
         np.testing.assert_allclose(found, barycentric_targets(pred, gt, epsilon=epsilon), atol=1e-9)

@@ -24,9 +24,8 @@ from coordexp.modeling.adapter import (
     load_adapter,
     save_adapter,
 )
-from coordexp.modeling.export import export_checkpoint
+from coordexp.modeling.export import export_checkpoint, merge_checkpoint
 from coordexp.modeling.load import base_checkpoint, load_model, load_vocab
-from coordexp.modeling.merge import merge_checkpoint
 from coordexp.modeling.weights import LearnerWeights
 from support.tiny_run import load_tiny, tiny_checkpoint
 from support.tuned_models import TUNERS, lora, randomise, tuned, untied_checkpoint

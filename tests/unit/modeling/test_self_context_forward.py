@@ -76,7 +76,7 @@ def test_only_coordinate_slots_are_replaced(loaded: LoadedModel, segments: list[
     slots_K = coord_positions(segments[:4])
     with watching(model) as calls:
         model.model(**inputs, use_cache=False)
-        run(loaded, segments[:4], SelfContext(3, mode))
+        run(loaded, segments[:4], SelfContext(3, mode, "unroll", 1.0))
     plain, first, second, third = (call["inputs_embeds"][0] for call in calls)
     is_slot_L = torch.zeros(len(plain), dtype=torch.bool)
     is_slot_L[slots_K] = True
@@ -102,7 +102,7 @@ def test_each_slot_is_fed_the_prediction_of_the_position_before_it(
         logits_LV[slots_K - 1][:, ids_B], model.get_input_embeddings().weight[ids_B], "soft", 0.1
     )
     with watching(model) as calls:
-        run(loaded, segments[:4], SelfContext(2, "soft", temperature=0.1))
+        run(loaded, segments[:4], SelfContext(2, "soft", "unroll", 0.1))
     torch.testing.assert_close(calls[1]["inputs_embeds"][0, slots_K], expected_KH, atol=1e-5, rtol=1e-5)
     assert (logits_LV[slots_K - 1][:, ids_B] / 0.1).softmax(-1).amax() > 0.05, "flat predictions compare equal anywhere"
 
@@ -111,7 +111,7 @@ def test_each_slot_is_fed_the_prediction_of_the_position_before_it(
 def test_every_forward_has_the_rows_positions_and_no_cache(loaded: LoadedModel, segments: list[Segment]) -> None:
     inputs = inputs_of(loaded, segments)
     with watching(loaded.model) as calls:
-        run(loaded, segments, SelfContext(4, "st"))
+        run(loaded, segments, SelfContext(4, "st", "unroll", 1.0))
     assert len(calls) == 4
     for call in calls:
         assert torch.equal(call["position_ids"], inputs["position_ids"]) and call["position_ids"].shape[0] == 4
@@ -124,7 +124,7 @@ def test_every_forward_has_the_rows_positions_and_no_cache(loaded: LoadedModel, 
 @pytest.mark.parametrize("mode", ["soft", "st"])
 def test_a_packed_row_equals_its_segments_alone(segments: list[Segment], mode: EmbedMode, attention: str) -> None:
     loaded = load_tiny(attention=attention, sharpen=4.0)
-    settings = SelfContext(3, mode)
+    settings = SelfContext(3, mode, "unroll", 1.0)
     together = run(loaded, segments, settings)
     lengths = [segment.length for segment in segments]
     alone = [run(loaded, [segment], settings) for segment in segments]
@@ -140,7 +140,7 @@ def test_the_vision_tower_runs_once(loaded: LoadedModel, segments: list[Segment]
     model: Any = loaded.model
     calls: list[int] = []
     handle = model.model.visual.register_forward_hook(lambda *_: calls.append(1))
-    run(loaded, segments[:2], SelfContext(4))
+    run(loaded, segments[:2], SelfContext(4, "st", "unroll", 1.0))
     handle.remove()
     assert calls == [1]
 
@@ -148,7 +148,7 @@ def test_the_vision_tower_runs_once(loaded: LoadedModel, segments: list[Segment]
 @torch.no_grad()
 def test_one_iteration_reads_what_a_plain_forward_reads(loaded: LoadedModel, segments: list[Segment]) -> None:
     model: Any = loaded.model
-    first, last = run(loaded, segments, SelfContext(1))
+    first, last = run(loaded, segments, SelfContext(1, "st", "unroll", 1.0))
     assert first is last
     assert torch.equal(first, model.model(**inputs_of(loaded, segments), use_cache=False).last_hidden_state[0])
 
@@ -163,7 +163,7 @@ def test_offsets_of_the_coordinate_rows_are_fed_too(segments: list[Segment]) -> 
     offset = model.get_input_embeddings().coord_offset
     offset.data = torch.randn(offset.shape, generator=torch.Generator().manual_seed(1)) * 0.1
     with watching(model) as calls:
-        run(loaded, segments[:2], SelfContext(2, "hard"))
+        run(loaded, segments[:2], SelfContext(2, "hard", "unroll", 1.0))
     fed_KH = calls[1]["inputs_embeds"][0, coord_positions(segments[:2])]
     table_BH = model.get_input_embeddings().weight[ids_B] + offset
     nearest_K = torch.cdist(fed_KH, table_BH).argmin(-1)
@@ -178,7 +178,7 @@ def test_gradient_checkpointing_changes_no_gradient(segments: list[Segment], gra
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
-        first, last = run(loaded, segments[:3], SelfContext(3, "soft", grad_mode))
+        first, last = run(loaded, segments[:3], SelfContext(3, "soft", grad_mode, 1.0))
         (first.square().mean() + last.square().mean() * 3).backward()
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
@@ -192,5 +192,5 @@ def test_the_embedding_keeps_no_hook(loaded: LoadedModel, segments: list[Segment
     model: Any = loaded.model
     before = len(model.get_input_embeddings()._forward_hooks)
     with torch.no_grad():
-        run(loaded, segments[:1], SelfContext(3))
+        run(loaded, segments[:1], SelfContext(3, "st", "unroll", 1.0))
     assert len(model.get_input_embeddings()._forward_hooks) == before

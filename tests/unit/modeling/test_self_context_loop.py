@@ -113,21 +113,21 @@ def test_detached_embeddings_leave_exactly_the_last_forwards_own_gradient(mode: 
             fed_KH = coord_embeddings(model.logits(model(fed_KH)), model.table_BH, mode, 1.0)
     log_p_KB = model.logits(model(fed_KH)).log_softmax(-1)
     alone = gradients(-log_p_KB[torch.arange(SLOTS), torch.tensor([1, 4, 6])].sum(), model)
-    found = gradients(coord_loss(model, SelfContext(iterations, mode, "em_detach")), model)
+    found = gradients(coord_loss(model, SelfContext(iterations, mode, "em_detach", 1.0)), model)
     for name in found:
         assert torch.equal(found[name], alone[name]), name
     # Zero, and not merely small: the ground truth's tokens and the table reach the last forward through what is fed.
     assert not found["token_KH"].any() and not found["table_BH"].any()
     assert found["mix_HH"].any() and found["head_BH"].any()
-    unrolled = gradients(coord_loss(model, SelfContext(iterations, "soft", "unroll")), model)
+    unrolled = gradients(coord_loss(model, SelfContext(iterations, "soft", "unroll", 1.0)), model)
     assert unrolled["token_KH"].any() and unrolled["table_BH"].any()
 
 
 @pytest.mark.parametrize("grad_mode", ["unroll", "em_detach"])
 def test_the_text_loss_sees_the_first_forward_alone(grad_mode: GradMode) -> None:
     model = ToyModel()
-    plain = gradients(text_loss(model, SelfContext(1)), model)
-    found = gradients(text_loss(model, SelfContext(3, "soft", grad_mode)), model)
+    plain = gradients(text_loss(model, SelfContext(1, "st", "unroll", 1.0)), model)
+    found = gradients(text_loss(model, SelfContext(3, "soft", grad_mode, 1.0)), model)
     for name in found:
         assert torch.equal(found[name], plain[name]), name
 
@@ -144,13 +144,13 @@ def test_the_text_loss_sees_the_first_forward_alone(grad_mode: GradMode) -> None
 )
 def test_which_forwards_keep_a_graph(grad_mode: GradMode, iterations: int, with_gradient: list[bool]) -> None:
     model = ToyModel()
-    model.run(SelfContext(iterations, "soft", grad_mode))
+    model.run(SelfContext(iterations, "soft", grad_mode, 1.0))
     assert model.calls == with_gradient
 
 
 def test_one_iteration_is_one_forward() -> None:
     model = ToyModel()
-    first, last = model.run(SelfContext(1))
+    first, last = model.run(SelfContext(1, "st", "unroll", 1.0))
     assert first is last
 
 
@@ -165,4 +165,4 @@ def test_a_cold_softmax_feeds_the_most_likely_token() -> None:
 @pytest.mark.parametrize(("iterations", "temperature"), [(0, 1.0), (1, 0.0), (2, -math.inf)])
 def test_impossible_settings_are_refused(iterations: int, temperature: float) -> None:
     with pytest.raises(ValueError, match="iterations >= 1"):
-        SelfContext(iterations, temperature=temperature)
+        SelfContext(iterations, "st", "unroll", temperature)

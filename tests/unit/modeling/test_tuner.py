@@ -7,14 +7,14 @@ import copy
 import pytest
 import torch
 
-from coordexp.config.tuner import TunerConfig
+from coordexp.config.model import TunerConfig
 from coordexp.errors import ConfigError
-from coordexp.modeling.coord_offset import coord_offsets, output_head
+from coordexp.modeling.coord_offset import add_offset, is_offset, output_head
 from coordexp.modeling.load import LoadedModel, load_model
 from coordexp.modeling.tuner import part_of, tune
 from coordexp.rollouts import SeedContext
-from coordexp.rollouts.backend import DecodingOptions
 from coordexp.rollouts.hf import HFBackend
+from support.settings import decoding
 from support.tiny_run import gt_segments, load_tiny, tiny_checkpoint, tiny_samples
 from support.tuned_models import lora, tuned, untied_checkpoint
 
@@ -81,7 +81,7 @@ def test_coordinate_rows_are_trained_even_where_every_part_is_frozen() -> None:
 @pytest.mark.parametrize(("checkpoint", "tables"), [(tiny_checkpoint, 1), (untied_checkpoint, 2)])
 def test_a_tied_table_has_one_offset_under_two_names(checkpoint, tables: int) -> None:
     loaded = tuned(lora(), checkpoint=checkpoint())
-    assert len(coord_offsets(loaded.model)) == tables
+    assert sum(is_offset(name) for name, _ in loaded.model.named_parameters()) == tables
     embedding, head = loaded.model.get_input_embeddings(), loaded.model.get_output_embeddings()
     assert (embedding.coord_offset is head.coord_offset) == (tables == 1)
 
@@ -142,7 +142,9 @@ def test_an_offsets_gradient_is_the_tables_own_at_its_rows(checkpoint, checkpoin
         adapted.model.train()
     loss(adapted).backward()
     rows = list(adapted.vocab.coord_token_ids)
-    for name, offset in coord_offsets(adapted.model).items():
+    for name, offset in adapted.model.named_parameters():
+        if not is_offset(name):
+            continue
         table = full.model.get_submodule(name.rpartition(".")[0]).weight
         assert table.grad[rows].abs().max() > 1e-4
         torch.testing.assert_close(offset.grad, table.grad[rows], atol=1e-7, rtol=1e-4)
@@ -156,12 +158,14 @@ def test_the_head_as_the_objective_takes_it_is_the_models_own(checkpoint) -> Non
     hidden = torch.randn(5, head.weight_VH.shape[1], generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         logits = loaded.model.lm_head(hidden)
-        torch.testing.assert_close(hidden @ head.effective_weight().T, logits, atol=1e-5, rtol=1e-5)
+        ids_B = torch.tensor(loaded.vocab.coord_token_ids)
+        whole_VH = add_offset(head.weight_VH, ids_B, head.offset_BH)
+        torch.testing.assert_close(hidden @ whole_VH.T, logits, atol=1e-5, rtol=1e-5)
         logits_NV = hidden @ head.weight_VH.T
-        logits_NV[:, head.coord_ids_B] += hidden @ head.offset_BH.T
+        logits_NV[:, ids_B] += hidden @ head.offset_BH.T
         torch.testing.assert_close(logits_NV, logits, atol=1e-5, rtol=1e-5)
     plain = output_head(load_tiny().model)
-    assert plain.offset_BH is None and plain.effective_weight() is plain.weight_VH
+    assert plain.offset_BH is None
 
 
 def test_a_copy_of_a_model_has_an_offset_of_its_own() -> None:
@@ -169,8 +173,7 @@ def test_a_copy_of_a_model_has_an_offset_of_its_own() -> None:
     twin = copy.deepcopy(loaded.model)
     with torch.no_grad():
         before = loaded.model(**row(loaded)).logits
-        for offset in coord_offsets(twin).values():
-            offset.zero_()
+        twin.get_output_embeddings().coord_offset.zero_()  # the embedding's too: they are one, as asserted below
         assert torch.equal(loaded.model(**row(loaded)).logits, before)
         assert not torch.equal(twin(**row(loaded)).logits, before)
     assert twin.get_input_embeddings().coord_offset is twin.get_output_embeddings().coord_offset
@@ -186,12 +189,10 @@ def test_rollouts_come_from_the_adapted_model_and_its_rows() -> None:
     requests = [sample.request for sample in tiny_samples(loaded, 3)]
     seeds = SeedContext(1, 0, 0, 0)
     answers = [
-        HFBackend(one.model, one.vocab, DecodingOptions(max_new_tokens=16), 3, one.image_token_id).generate(
-            requests, seeds
-        )
+        HFBackend(one.model, one.vocab, decoding(16), 3, one.image_token_id).generate(requests, seeds)
         for one in (loaded, plain)
     ]
     assert [a.response_token_ids for a in answers[0]] == [a.response_token_ids for a in answers[1]]
-    assert answers[0] != HFBackend(
-        load_tiny().model, plain.vocab, DecodingOptions(max_new_tokens=16), 3, plain.image_token_id
-    ).generate(requests, seeds)
+    assert answers[0] != HFBackend(load_tiny().model, plain.vocab, decoding(16), 3, plain.image_token_id).generate(
+        requests, seeds
+    )

@@ -14,13 +14,14 @@ import pytest
 import torch
 
 from coordexp.config import parse_config
+from coordexp.config.rollout import MonitorDumpConfig
 from coordexp.data.dataset import Sample
 from coordexp.errors import ConfigError
 from coordexp.matching import MatchingConfig
 from coordexp.recording import writer
 from coordexp.recording.rollout_record import RolloutRecord, Settings, read_records, replay
 from coordexp.recording.token_losses import TokenLosses
-from coordexp.recording.writer import DROPPED, FAILED, WRITTEN, DumpPolicy, RolloutRecorder
+from coordexp.recording.writer import DROPPED, FAILED, WRITTEN, RolloutRecorder, is_due
 from coordexp.records import Segment
 from coordexp.targets import TransportConfig, empty_target
 from coordexp.training.trainer import CoordExpTrainer
@@ -59,12 +60,12 @@ def totals(recorder: RolloutRecorder) -> tuple[int, int, int]:
     ],
 )
 def test_cadence(every: int | None, first: bool, logging_steps: int, due: list[int]) -> None:
-    policy = DumpPolicy(every_steps=every, dump_first_step=first)
-    assert [step for step in range(10) if policy.is_due(step, logging_steps)] == due
+    config = MonitorDumpConfig(every_steps=every, dump_first_step=first)
+    assert [step for step in range(10) if is_due(config, step, logging_steps)] == due
 
 
 def test_records_of_due_steps_are_written_with_their_place(tmp_path: Path) -> None:
-    recorder = RolloutRecorder(tmp_path / "new", 3, SETTINGS, DumpPolicy(max_samples=3, min_free_gb=0))
+    recorder = RolloutRecorder(tmp_path / "new", 3, SETTINGS, MonitorDumpConfig(max_samples=3, min_free_gb=0.0))
     offer(recorder, 0, samples(2), samples(2, start=2), logging_steps=2)
     offer(recorder, 1, samples(1), logging_steps=3)  # not due
     offer(recorder, 2, samples(1), logging_steps=3)
@@ -79,7 +80,7 @@ def test_records_of_due_steps_are_written_with_their_place(tmp_path: Path) -> No
 
 
 def test_a_blank_row_is_not_the_sample_whose_prompt_it_borrows(tmp_path: Path) -> None:
-    recorder = RolloutRecorder(tmp_path, 0, SETTINGS, DumpPolicy(min_free_gb=0))
+    recorder = RolloutRecorder(tmp_path, 0, SETTINGS, MonitorDumpConfig(min_free_gb=0.0))
     (sample,) = samples(1)
     offer(recorder, 0, [sample])
     target = outcome_of(answer(entry(1)), [CAT, DOG], tiny_vocab()).target
@@ -92,7 +93,7 @@ def test_a_blank_row_is_not_the_sample_whose_prompt_it_borrows(tmp_path: Path) -
 
 
 def test_a_dropped_answer_is_not_given_the_losses_of_a_later_one(tmp_path: Path) -> None:
-    recorder = RolloutRecorder(tmp_path, 0, SETTINGS, DumpPolicy(min_free_gb=0))
+    recorder = RolloutRecorder(tmp_path, 0, SETTINGS, MonitorDumpConfig(min_free_gb=0.0))
     (sample,) = samples(1)
     closed = outcome_of(answer(entry(1)), [CAT, DOG], tiny_vocab())
     recorder.offer(0, 1, [[sample]], [replace(closed, target=empty_target(sample.record.sample_id))])
@@ -109,7 +110,9 @@ def test_a_slow_disk_never_stalls_and_losses_are_counted(
     release = threading.Event()
     append = writer.append_line
     monkeypatch.setattr(writer, "append_line", lambda path, line: (release.wait(30), append(path, line)))
-    recorder = RolloutRecorder(tmp_path, 0, SETTINGS, DumpPolicy(max_pending=4, max_samples=100, min_free_gb=0))
+    recorder = RolloutRecorder(
+        tmp_path, 0, SETTINGS, MonitorDumpConfig(max_pending=4, max_samples=100, min_free_gb=0.0)
+    )
     started = time.monotonic()
     with caplog.at_level(logging.WARNING):
         offer(recorder, 0, samples(40))
@@ -127,7 +130,7 @@ def test_close_gives_up_at_its_deadline(
 ) -> None:
     release = threading.Event()
     monkeypatch.setattr(writer, "append_line", lambda path, line: release.wait(30))
-    recorder = RolloutRecorder(tmp_path, 0, SETTINGS, DumpPolicy(min_free_gb=0))
+    recorder = RolloutRecorder(tmp_path, 0, SETTINGS, MonitorDumpConfig(min_free_gb=0.0))
     offer(recorder, 0, samples(5))
     started = time.monotonic()
     recorder.close(timeout_s=0.3)
@@ -142,7 +145,7 @@ def test_close_gives_up_at_its_deadline(
 
 
 def test_a_full_disk_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    recorder = RolloutRecorder(tmp_path, 0, SETTINGS, DumpPolicy(min_free_gb=1e9))
+    recorder = RolloutRecorder(tmp_path, 0, SETTINGS, MonitorDumpConfig(min_free_gb=1e9))
     offer(recorder, 0, samples(3))
     recorder.close()
     assert totals(recorder) == (0, 3, 0)
@@ -152,7 +155,7 @@ def test_a_full_disk_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixt
 
 def test_a_failed_write_is_a_warning_and_a_count(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "rollouts_rank0.jsonl").mkdir()  # nobody can append to a folder
-    recorder = RolloutRecorder(tmp_path, 0, SETTINGS, DumpPolicy(min_free_gb=0))
+    recorder = RolloutRecorder(tmp_path, 0, SETTINGS, MonitorDumpConfig(min_free_gb=0.0))
     offer(recorder, 0, samples(3))
     recorder.close()
     assert totals(recorder) == (0, 0, 3)
@@ -161,7 +164,7 @@ def test_a_failed_write_is_a_warning_and_a_count(tmp_path: Path, caplog: pytest.
 
 def test_a_text_that_no_file_takes_is_a_failed_write(tmp_path: Path) -> None:
     image = record([CAT], image=Path("\udcff.png"))  # a file name that is not UTF-8
-    recorder = RolloutRecorder(tmp_path, 0, SETTINGS, DumpPolicy(min_free_gb=0))
+    recorder = RolloutRecorder(tmp_path, 0, SETTINGS, MonitorDumpConfig(min_free_gb=0.0))
     offer(recorder, 0, [Sample(image, request(image))])
     recorder.close()
     assert totals(recorder) == (0, 0, 1)
@@ -169,12 +172,12 @@ def test_a_text_that_no_file_takes_is_a_failed_write(tmp_path: Path) -> None:
 
 def test_resuming_appends_behind_whole_lines(tmp_path: Path) -> None:
     for step in (0, 1):
-        recorder = RolloutRecorder(tmp_path, 0, SETTINGS, DumpPolicy(min_free_gb=0))
+        recorder = RolloutRecorder(tmp_path, 0, SETTINGS, MonitorDumpConfig(min_free_gb=0.0))
         offer(recorder, step, samples(2))
         recorder.close()
         with recorder.path.open("ab") as file:
             file.write(b'{"killed here' * 20_000)
-    recorder = RolloutRecorder(tmp_path, 0, SETTINGS, DumpPolicy(min_free_gb=0))
+    recorder = RolloutRecorder(tmp_path, 0, SETTINGS, MonitorDumpConfig(min_free_gb=0.0))
     offer(recorder, 1, samples(1, start=5))
     recorder.close()
     assert [(r.where.global_step, r.sample_id) for r in read_records(tmp_path)] == [
@@ -187,7 +190,7 @@ def test_without_close_the_process_ends_and_loses_nothing(tmp_path: Path) -> Non
 import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 from pathlib import Path
 from unit.recording.test_writer import *
-recorder = RolloutRecorder(Path({str(tmp_path)!r}), 0, SETTINGS, DumpPolicy(min_free_gb=0))
+recorder = RolloutRecorder(Path({str(tmp_path)!r}), 0, SETTINGS, MonitorDumpConfig(min_free_gb=0.0))
 offer(recorder, 0, samples(5))
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

@@ -10,9 +10,10 @@ import torch
 
 from coordexp.modeling.load import LoadedModel
 from coordexp.records import Rollout, RolloutRequest
-from coordexp.rollouts import DatasetSeeds, DecodingOptions, SeedContext
+from coordexp.rollouts import DatasetSeeds, SeedContext
 from coordexp.rollouts.hf import HFBackend
-from coordexp.rollouts.hf_sampling import sampling_processors
+from coordexp.rollouts.hf_processors import sampling_processors
+from support.settings import decoding
 from support.tiny_run import load_tiny, tiny_samples
 
 SEEDS = SeedContext(training_seed=1, global_step=2, micro_step_idx=0, rank=0)
@@ -55,8 +56,8 @@ class StandInVocab:
 
 
 def backend(loaded: LoadedModel, batch: int = 3, vocab: Any = None, **options: Any) -> HFBackend:
-    decoding = DecodingOptions(**{"max_new_tokens": TOKENS, **options})
-    return HFBackend(loaded.model, vocab or loaded.vocab, decoding, batch, loaded.image_token_id)
+    asked = decoding(**{"max_new_tokens": TOKENS, **options})
+    return HFBackend(loaded.model, vocab or loaded.vocab, asked, batch, loaded.image_token_id)
 
 
 def ids(rollouts: list[Rollout]) -> list[tuple[int, ...]]:
@@ -136,7 +137,7 @@ def test_a_data_sets_samples_are_answered_alike_in_any_batch(
 
 def test_tokens_are_drawn_as_often_as_they_are_likely(loaded: LoadedModel) -> None:
     logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0])
-    options = DecodingOptions(temperature=2.0, top_k=4, top_p=0.8)
+    options = decoding(temperature=2.0, top_k=4, top_p=0.8)
     expected = torch.zeros(5)  # top_k drops the last; the first three of four have 0.85 of the mass, two have 0.66
     expected[:3] = (logits[:3] / 2).softmax(-1)
     scores = logits.expand(4000, 5)

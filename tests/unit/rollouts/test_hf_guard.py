@@ -10,10 +10,12 @@ import torch
 from coordexp.config.rollout import RepeatTerminateConfig
 from coordexp.modeling.load import LoadedModel
 from coordexp.records import Rollout, RolloutRequest
-from coordexp.rollouts import DecodingOptions, SeedContext
+from coordexp.rollouts import SeedContext
 from coordexp.rollouts.hf import HFBackend
-from coordexp.rollouts.hf_guard import RepeatStop
-from coordexp.rollouts.repeat_guard import ObjectKeyReader, RepeatGuard, first_trigger
+from coordexp.rollouts.hf_processors import RepeatStop
+from coordexp.rollouts.repeat_guard import ObjectKeyReader, RepeatGuard
+from support.guards import first_trigger
+from support.settings import decoding
 from support.tiny_run import load_tiny, tiny_samples
 
 SEEDS = SeedContext(training_seed=1, global_step=0, micro_step_idx=0, rank=0)
@@ -39,8 +41,8 @@ def requests_(loaded: LoadedModel) -> list[RolloutRequest]:
 def answers(
     loaded: LoadedModel, requests: list[RolloutRequest], settings: RepeatTerminateConfig | None, **options: Any
 ) -> list[Rollout]:
-    decoding = DecodingOptions(**{"max_new_tokens": TOKENS, **options})
-    backend = HFBackend(loaded.model, loaded.vocab, decoding, 4, loaded.image_token_id, settings)
+    asked = decoding(**{"max_new_tokens": TOKENS, **options})
+    backend = HFBackend(loaded.model, loaded.vocab, asked, 4, loaded.image_token_id, settings)
     return backend.generate(requests, SEEDS)
 
 
@@ -90,7 +92,7 @@ def test_a_disabled_guard_is_no_guard(loaded: LoadedModel, requests_: list[Rollo
 def test_the_backend_says_whether_it_guards(
     loaded: LoadedModel, settings: RepeatTerminateConfig | None, active: int
 ) -> None:
-    backend = HFBackend(loaded.model, loaded.vocab, DecodingOptions(), 4, loaded.image_token_id, settings)
+    backend = HFBackend(loaded.model, loaded.vocab, decoding(), 4, loaded.image_token_id, settings)
     assert backend.take_metrics()["rollout/repeat_terminate_active"] == active
 
 

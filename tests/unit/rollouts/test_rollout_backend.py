@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
+from coordexp.assets import asset
 from coordexp.config import parse_config, resolved_rollout
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.coords import TURN_END
 from coordexp.data.images import open_rgb
-from coordexp.errors import MissingDependency
+from coordexp.errors import ConfigError, MissingDependency, RolloutError
+from coordexp.inference.asking import Asking, asking_config
 from coordexp.modeling.load import LoadedModel
 from coordexp.modeling.weights import LearnerWeights
 from coordexp.parsing import parse_rollout
@@ -21,9 +23,11 @@ from coordexp.rollouts import DecodingOptions, RolloutBackend, SeedContext, buil
 from coordexp.rollouts.build import LearnerParts, decoding_options
 from coordexp.rollouts.hf import HFBackend
 from coordexp.rollouts.seeds import request_seed
-from coordexp.vllm_engine.arguments import KNOWN_TOKENS_PROCESSOR
+from coordexp.vllm_engine.arguments import KNOWN_TOKENS_PROCESSOR, NAMES_PROCESSOR
 from coordexp.vllm_engine.colocated import ColocatedBackend
+from coordexp.vllm_engine.guard_activation import GUARD_PROCESSOR
 from support.config_samples import stage2
+from support.settings import decoding
 from support.tiny_run import InMemoryBackend, load_tiny, tiny_checkpoint, tiny_samples
 
 SEEDS = SeedContext(0, 0, 0, 0)
@@ -40,7 +44,7 @@ def requests_(loaded: LoadedModel) -> list[RolloutRequest]:
 
 
 def hf(loaded: LoadedModel) -> RolloutBackend:
-    return HFBackend(loaded.model, loaded.vocab, DecodingOptions(max_new_tokens=4), 2, loaded.image_token_id)
+    return HFBackend(loaded.model, loaded.vocab, decoding(4), 2, loaded.image_token_id)
 
 
 def in_memory(loaded: LoadedModel) -> RolloutBackend:
@@ -91,6 +95,31 @@ def test_a_seed_depends_on_every_part_of_its_place(place: str) -> None:
 
 def test_a_seed_is_the_request_seed_of_its_place() -> None:
     assert SeedContext(5, 4, 3, 2).seed_of(1) == request_seed(5, 4, 3, 2, 1)
+
+
+def test_an_engine_that_would_wait_for_processes_nobody_started_is_refused() -> None:
+    with pytest.raises(RolloutError, match=r"tensor_parallel_size is 4: .* and there are 1; write 1"):
+        check_backend(section(rollout_backend="vllm", vllm={"tensor_parallel_size": 4}))
+
+
+def test_a_closed_list_of_names_goes_before_the_guard_and_not_to_servers(loaded: LoadedModel) -> None:
+    guarded = resolved(rollout_backend="vllm", repeat_terminate={"enabled": True})
+    backend = build_backend(guarded, parts(loaded), ["cat"])
+    assert isinstance(backend, ColocatedBackend)
+    arguments = backend.engine_spec.arguments()
+    assert arguments["logits_processors"] == [KNOWN_TOKENS_PROCESSOR, NAMES_PROCESSOR, GUARD_PROCESSOR]
+    assert arguments["async_scheduling"] is False
+    servers = {"servers": [{"base_url": "http://a:8000", "group_port": 51216}]}
+    with pytest.raises(ConfigError, match="servers take no closed list of class names"):
+        build_backend(
+            resolved(rollout_backend="vllm", vllm={"mode": "server", "server": servers}), parts(loaded), ["cat"]
+        )
+
+
+def test_a_detector_has_an_engine_for_each_process() -> None:
+    config = resolved_rollout(asking_config(asset("checkpoints/demo-stage1"), Asking(backend="vllm")))
+    check_backend(config)
+    assert config.vllm.tensor_parallel_size == 1
 
 
 def section(**keys: Any) -> RolloutMatchingConfig:

@@ -15,12 +15,12 @@ from coordexp.coords import TURN_END, CoordVocab
 from coordexp.data.prompts import build_messages
 from coordexp.errors import RolloutError
 from coordexp.records import RolloutRequest
-from coordexp.rollouts import DecodingOptions
 from coordexp.servers.protocol import infer_payload, read_answer
 from coordexp.weight_sync.stamp import WeightStamp
 from support.qwen_tokenizer import qwen_vocab
+from support.settings import decoding
 
-OPTIONS = DecodingOptions(max_new_tokens=9, temperature=0.5, top_p=0.9, top_k=7, repetition_penalty=1.1)
+OPTIONS = decoding(9, temperature=0.5, top_p=0.9, top_k=7, repetition_penalty=1.1)
 
 
 def open_image(path: Path) -> Image.Image:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -17,38 +16,13 @@ from coordexp.config.vllm import SyncConfig
 from coordexp.data.prompts import build_messages
 from coordexp.errors import RolloutError
 from coordexp.records import RolloutRequest
-from coordexp.rollouts import DecodingOptions
-from coordexp.servers.client import ServerClient
 from coordexp.servers.protocol import infer_payload
 from coordexp.servers.sync import WeightSync
 from coordexp.weight_sync.receiver import WeightReceiver
 from support.fake_push_server import FakePushServer
-from support.fused_model import SHAPES, FusedModel
+from support.fused_model import SHAPES, FakeWeights, FusedModel
 from support.rollout_ports import free_ports
-
-
-class FakeWeights:
-    """Weights of the fused model; other values for every seed."""
-
-    collective = False
-
-    def __init__(self) -> None:
-        self.values: dict[str, torch.Tensor] = {}
-        self.step(0)
-
-    def step(self, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self.values = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
-
-    def names(self) -> list[str]:
-        return list(self.values)
-
-    @contextmanager
-    def full(self) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
-        yield iter(self.values.items())
-
-    def adapter(self) -> None:
-        return None
+from support.settings import client_to, decoding
 
 
 @pytest.fixture
@@ -97,7 +71,7 @@ def test_a_group_port_that_another_program_has_is_named_within_the_deadline(serv
 def test_a_group_port_that_only_the_server_reaches_is_named_within_the_deadline(server: FakePushServer) -> None:
     """As behind a firewall: HTTP passes, and the two sides never meet."""
     (port,) = free_ports(1)
-    client = ServerClient(server.client().base_url, port, timeout_s=2.0)
+    client = client_to(server.client().base_url, port, timeout_s=2.0)
     usual = server._act
     server._act = lambda path, body: usual(path, {**body, "port": server.group_port} if "port" in body else body)  # type: ignore[method-assign]
     sync = WeightSync([client], FakeWeights(), SyncConfig(timeout_s=60.0))
@@ -114,7 +88,7 @@ def test_ms_swift_takes_what_servers_are_sent() -> None:
     request = RolloutRequest(
         "s", Path("/images/a b.png"), build_messages(Path("/images/a b.png"), "Detect ü.", "S"), (1,)
     )
-    options = DecodingOptions(9, temperature=0.5, top_p=0.9, top_k=7, repetition_penalty=1.1)
+    options = decoding(9, temperature=0.5, top_p=0.9, top_k=7, repetition_penalty=1.1)
     body = infer_payload([request], 17, options, "path", lambda path: pytest.fail(f"{path} was opened"))
     (one,) = body["infer_requests"]
     assert set(one) <= {field.name for field in fields(swift.RolloutInferRequest)}

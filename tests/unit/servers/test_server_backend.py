@@ -371,9 +371,7 @@ def test_a_server_that_is_mute_while_it_decodes_is_waited_for(
 ) -> None:
     """infer_timeout_s: null means no timeout, and of ms-swift's silence nothing follows."""
     asked: list[str] = []
-    monkeypatch.setattr(
-        ServerClient, "engine_silent_s", lambda self, timeout_s=None: asked.append(self.base_url) or 0.0
-    )
+    monkeypatch.setattr(ServerClient, "engine_still_s", lambda self, timeout_s=None: asked.append(self.base_url) or 0.0)
     with backend_of(fakes) as backend:
         asked.clear()
         backend._watch({0, 1})
@@ -405,7 +403,7 @@ def test_a_server_that_answers_call_after_call_is_alive_however_long_the_window_
         fake.infer = answers
         with backend_of([fake]) as backend:
             backend.sync_weights(0)
-            monkeypatch.setattr(ServerClient, "engine_silent_s", silent)
+            monkeypatch.setattr(ServerClient, "engine_still_s", silent)
             monkeypatch.setattr(vllm_server, "in_flight", slow_posts)
             monkeypatch.setattr(vllm_server, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep))
             assert len(backend.generate(requests_(8), SEEDS)) == 8

@@ -15,6 +15,7 @@ import pytest
 from coordexp.errors import ConfigError, RolloutError, ServerRefused, ServerTimeout, ServerUnreachable
 from coordexp.servers.client import ServerClient, api_key_from_environment
 from support.rollout_ports import free_ports
+from support.settings import client_to
 
 TOKEN = "not-to-be-shown"
 Reply = tuple[int, bytes]
@@ -67,7 +68,7 @@ def fake() -> Iterator[FakeServer]:
 
 
 def client_of(fake: FakeServer, **keys: Any) -> ServerClient:
-    return ServerClient(fake.url + "/", 1234, **{"timeout_s": 2.0, "api_key": TOKEN, **keys})
+    return client_to(fake.url + "/", 1234, **{"timeout_s": 2.0, "api_key": TOKEN, **keys})
 
 
 CALL = {"infer_requests": [{"messages": []}, {"messages": []}], "request_config": {"seed": 3}}
@@ -124,7 +125,7 @@ def test_a_long_body_is_quoted_in_part(fake: FakeServer) -> None:
 
 def test_nobody_listens() -> None:
     (port,) = free_ports(1)
-    client = ServerClient(f"http://127.0.0.1:{port}", 1, timeout_s=2.0)
+    client = client_to(f"http://127.0.0.1:{port}", 1, timeout_s=2.0)
     with pytest.raises(ServerUnreachable, match=r"coordexp serve.*mode: colocate.*rollout_backend: hf"):
         client.infer(CALL)
     started = time.monotonic()

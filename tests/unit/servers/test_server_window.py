@@ -18,13 +18,14 @@ from PIL import Image
 from coordexp import distributed
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.data.prompts import build_messages
-from coordexp.errors import AlignmentError, ConfigError, RolloutError
+from coordexp.errors import AlignmentError, ConfigError, MissingDependency, RolloutError
 from coordexp.matching import MatchingConfig
 from coordexp.recording.rollout_log import RolloutLog
 from coordexp.records import RolloutRequest
 from coordexp.rollouts import RolloutRound, SeedContext
 from coordexp.rollouts.build import decoding_options
 from coordexp.servers import backend as vllm_server
+from coordexp.servers import fleet
 from coordexp.servers.backend import ServerBackend
 from coordexp.servers.fleet import make_clients
 from coordexp.servers.sync import SyncReport
@@ -197,6 +198,30 @@ def test_a_fallback_is_in_the_log_from_its_step_on_and_counted_once(tmp_path: Pa
     assert counted == [0, 1, 0]
 
 
+@pytest.mark.parametrize("answered_by", [0, 1])
+def test_an_answer_carries_the_stamp_under_which_it_was_asked_for(answered_by: int) -> None:
+    """Not the newest one: the learner may have gone on to other weights since."""
+
+    def infer(body: dict[str, Any]) -> tuple[int, Any]:
+        status, items = answers(body)
+        told = {"weight_version": answered_by, "learner_id": "this"}
+        return status, [item | {"coordexp": told | {"uuid": str(place)}} for place, item in enumerate(items)]
+
+    ours = {"server": "coordexp serve", "workers": [], "engine_silent_s": 0.0}
+    with FakeRolloutServer(1, ours) as fake:
+        fake.infer = infer
+        backend = backend_of([fake])
+        backend.sync_weights(0)
+        window = backend.generate_window([RolloutRound(requests_(2), SeedContext(1, 0, 0, 0))])
+        backend.sync_weights(1)
+        if answered_by == 0:
+            assert {answer.rollout.weight_version for answer in window} == {0}
+        else:
+            with pytest.raises(RolloutError, match="weights of version 1 of learner this, not version 0"):
+                list(window)
+        backend.close()
+
+
 @pytest.mark.scenario("Server mode produces token ids suitable for strict alignment")
 @pytest.mark.parametrize("differs", [False, True], ids=["the same prompt", "another prompt"])
 def test_what_a_server_says_that_it_read_is_compared_with_the_learners_own(differs: bool) -> None:
@@ -295,6 +320,31 @@ def test_a_run_that_finds_no_server_ends_within_its_deadline_before_anything_loa
         # The way back is one key.
         with pytest.raises(Exception, match="/nowhere"):
             check_run(server_run(tmp_path, [good.url, url], rollout_matching__rollout_backend="hf"))
+
+
+@pytest.mark.parametrize(
+    ("learner_gpu", "has_vllm", "error", "message"),
+    [
+        (None, True, ConfigError, "weights are on GPUs and this learner has none"),
+        ("GPU-1", False, MissingDependency, "NCCL binding, which the learner needs too; pip install"),
+        ("GPU-0", True, ConfigError, r"on the same GPU \(GPU-0\).*launch\.server_devices.*mode: colocate"),
+        ("GPU-1", True, None, ""),
+    ],
+    ids=["no GPU", "no vLLM", "one GPU for both", "a GPU each"],
+)
+def test_a_learner_that_could_not_push_is_refused_before_anything_loads(
+    learner_gpu: str | None, has_vllm: bool, error: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: learner_gpu is not None)
+    monkeypatch.setattr(fleet.importlib.util, "find_spec", lambda name: object() if has_vllm else None)
+    monkeypatch.setattr(fleet, "own_device_uuid", lambda: learner_gpu)
+    worker = {"device": "cuda:0", "device_uuid": "GPU-0", "repeat_terminate": {"active": False, "config": None}}
+    with FakeRolloutServer(1, {"server": "coordexp serve", "workers": [worker]}) as fake:
+        if error is None:
+            fleet.check_servers(section([fake.url]), 1)
+        else:
+            with pytest.raises(error, match=message):
+                fleet.check_servers(section([fake.url]), 1)
 
 
 @pytest.mark.scenario("vLLM server mode fails fast when cap is infeasible")

@@ -17,40 +17,9 @@ from coordexp.rollouts.backend import AdapterWeights
 from coordexp.servers.sync import WeightSync
 from coordexp.weight_sync import buckets
 from support.fake_push_server import FakePushServer
-from support.fused_model import SHAPES
+from support.fused_model import SHAPES, FakeWeights
 
 Start = Callable[..., FakePushServer]
-
-
-class FakeWeights:
-    """Weights of the fused model; new values at every step."""
-
-    collective = False
-
-    def __init__(self, adapter: AdapterWeights | None = None) -> None:
-        self.values: dict[str, torch.Tensor] = {}
-        self.given = 0
-        self._adapter = adapter
-        self.step(0)
-
-    def step(self, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self.values = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
-
-    def names(self) -> list[str]:
-        return list(self.values)
-
-    @contextmanager
-    def full(self) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
-        def each() -> Iterator[tuple[str, torch.Tensor]]:
-            for item in self.values.items():
-                self.given += 1
-                yield item
-
-        yield each()
-
-    def adapter(self) -> AdapterWeights | None:
-        return self._adapter
 
 
 @pytest.fixture

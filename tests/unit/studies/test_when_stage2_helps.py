@@ -85,9 +85,11 @@ def test_a_table_lists_every_arm_and_says_what_is_missing(study: ModuleType) -> 
 @pytest.mark.parametrize(("regime", "name"), ARMS, ids=[" ".join(arm) for arm in ARMS])
 def test_a_declared_arm_can_be_run(regime: str, name: str, tmp_path: Path) -> None:
     arm: dict[str, Any] = DECLARED["arms"][regime][name]
-    assert set(arm) <= {"config", "steps", "lr", "set", "complete", "stop", "keep", "of"}
-    assert "of" not in arm or "config" in DECLARED["arms"][regime][arm["of"]]
-    if "config" in arm:
+    assert set(arm) <= {"config", "steps", "lr", "set", "complete", "stop", "keep", "of", "after", "prompts", "group"}
+    assert all("config" in DECLARED["arms"][regime][arm[key]] for key in ("of", "after") if key in arm)
+    if arm.get("config") == "grpo":
+        assert set(arm) == {"config", "steps", "prompts", "group", "lr"}
+    elif "config" in arm:
         paths = {"custom.train_jsonl": "x.jsonl", "model.model": "x", "training.output_dir": "x"}
         numbers = {"training.max_steps": arm["steps"], "training.learning_rate": arm["lr"]}
         keys = paths | numbers | arm.get("set", {})

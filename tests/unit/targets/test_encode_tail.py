@@ -80,7 +80,9 @@ def test_a_token_that_touches_a_description_is_a_description_token(desc, order, 
 def test_descriptions_are_found_behind_non_ascii_ones(make_vocab) -> None:
     vocab = make_vocab()
     descs = ["雪豹 🐆", "é", "red circle", "𓃠"]
-    target = build_gt_target([GTObject(d, "bbox_2d", CAT.bins) for d in descs], vocab, sample_id="s")
+    target = build_gt_target(
+        [GTObject(d, "bbox_2d", CAT.bins) for d in descs], vocab, sample_id="s", field_order="desc_first"
+    )
     runs, here = [], []
     for token_id, role in zip(target.token_ids, target.roles_T, strict=True):
         if role == TokenRole.TAIL_DESC:
@@ -94,7 +96,7 @@ def test_descriptions_are_found_behind_non_ascii_ones(make_vocab) -> None:
 @vocabs
 def test_nothing_to_write_is_an_empty_object(make_vocab) -> None:
     vocab = make_vocab()
-    target = build_gt_target([], vocab, sample_id="s")
+    target = build_gt_target([], vocab, sample_id="s", field_order="desc_first")
     assert vocab.decode(target.token_ids) == "{}<|im_end|>"
     assert target.roles_T.tolist()[-2:] == [TokenRole.CLOSE, TokenRole.EOS]
     assert target.coord_pos_K.shape == target.coord_bin_K.shape == (0,)
@@ -105,7 +107,7 @@ def test_nothing_to_write_is_an_empty_object(make_vocab) -> None:
 
 @vocabs
 def test_a_polygon_is_no_box_and_disables_none(make_vocab) -> None:
-    target = build_gt_target([LEAF, CAT, LEAF], make_vocab(), sample_id="s")
+    target = build_gt_target([LEAF, CAT, LEAF], make_vocab(), sample_id="s", field_order="desc_first")
     assert target.coord_bin_K.tolist() == [*LEAF.bins, *CAT.bins, *LEAF.bins]
     assert target.box_bin_M4.tolist() == [list(CAT.bins)]
     assert target.box_pos_M4.tolist() == [target.coord_pos_K[6:10].tolist()]
@@ -124,14 +126,16 @@ def test_a_polygon_is_no_box_and_disables_none(make_vocab) -> None:
 )
 def test_descriptions_cannot_smuggle_tokens_in(make_vocab, desc: str, complaint: str) -> None:
     with pytest.raises(AlignmentError, match=complaint):
-        build_gt_target([GTObject(desc, "bbox_2d", CAT.bins)], make_vocab(), sample_id="s")
+        build_gt_target([GTObject(desc, "bbox_2d", CAT.bins)], make_vocab(), sample_id="s", field_order="desc_first")
 
 
 def test_text_that_the_tokenizer_would_change_is_refused() -> None:
     with pytest.raises(AlignmentError, match="normalise descriptions to NFC"):
-        build_gt_target([GTObject("e\u0301", "bbox_2d", CAT.bins)], qwen_vocab(), sample_id="s")
+        build_gt_target(
+            [GTObject("e\u0301", "bbox_2d", CAT.bins)], qwen_vocab(), sample_id="s", field_order="desc_first"
+        )
 
 
 def test_a_fragment_of_other_objects_is_refused() -> None:
     with pytest.raises(AlignmentError, match="hold 4 coordinates, the objects have 6"):
-        encode_tail(append_fragment([CAT], "{", 1), [LEAF], tiny_vocab())
+        encode_tail(append_fragment([CAT], "{", 1, "desc_first"), [LEAF], tiny_vocab())

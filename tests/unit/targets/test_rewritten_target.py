@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 
 from coordexp.coords import TURN_END, CoordVocab
@@ -23,10 +25,14 @@ REWRITTEN = TargetPolicy("rewritten")
 
 
 def rewritten(
-    written: Sequence[GTObject], truth: Sequence[GTObject], vocab: CoordVocab, policy: TargetPolicy = REWRITTEN
+    written: Sequence[GTObject],
+    truth: Sequence[GTObject],
+    vocab: CoordVocab,
+    policy: TargetPolicy = REWRITTEN,
+    **options: Any,
 ) -> SampleOutcome:
     text = answer(*(entry(n, obj) for n, obj in enumerate(written, start=3)))
-    return outcome_of(text, truth, vocab, policy=policy)
+    return outcome_of(text, truth, vocab, policy=policy, **options)
 
 
 def names(got: SampleOutcome, vocab: CoordVocab) -> list[tuple[str, str]]:
@@ -104,6 +110,28 @@ def test_what_becomes_of_unmatched_repeated_and_missed_objects(make_vocab, polic
     assert [desc for _, desc in names(got, vocab)] == expected
 
 
+ROOF = GTObject("roof", "bbox_2d", (20, 600, 300, 900))
+
+
+@vocabs
+def test_unmatched_objects_that_the_model_is_sure_of_become_soft(make_vocab) -> None:
+    vocab = make_vocab()
+    policy = TargetPolicy("rewritten", unmatched="soft", soft_threshold=0.6)
+    sure = (0.9, 0.9, 0.59, 0.6, 0.95)
+    answered = [NEAR_CAT, replace(CAT, desc="dog"), OWL, ROOF, replace(ROOF, bins=(20, 600, 290, 900))]
+    got = rewritten(answered, [CAT], vocab, policy, confidence=sure.__getitem__)
+    target = got.target
+    # Not the dog, which overlaps an annotation; not the owl, of which it is not sure; the surer of the two roofs.
+    assert target.soft_pred_idx == (4,)
+    assert text_of(got, vocab, TokenRole.REWRITTEN_DESC) == "black catroof"
+    soft = np.flatnonzero(target.roles_T == TokenRole.SOFT_COORD)
+    assert [vocab.bin_of(target.token_ids[p]) for p in soft] == [20, 600, 290, 900]
+    assert target.text_weight_T is not None
+    taught = (target.roles_T == TokenRole.REWRITTEN_DESC) | (target.roles_T == TokenRole.REWRITTEN_STRUCT)
+    assert sorted({*target.text_weight_T[taught].tolist()}) == [0.95, 1.0]
+    assert target.coord_bin_K.tolist() == list(CAT.bins) and len(target.box_pos_M4) == 1
+
+
 @vocabs
 def test_a_duplicate_gives_its_place_to_the_next_missed_object(make_vocab) -> None:
     vocab = make_vocab()
@@ -114,11 +142,27 @@ def test_a_duplicate_gives_its_place_to_the_next_missed_object(make_vocab) -> No
 
 
 @vocabs
+def test_a_duplicate_that_is_dropped_gives_its_place_to_nobody(make_vocab) -> None:
+    policy = TargetPolicy("rewritten", duplicates="drop")
+    answered = [NEAR_CAT, replace(NEAR_CAT, bins=(13, 25, 195, 231)), NEAR_DOG]
+    got = rewritten(answered, [CAT, LEAF, DOG], make_vocab(), policy)
+    assert [desc for _, desc in names(got, make_vocab())] == ["black cat", "dog", "leaf"]
+    assert got.target.left_out_pred_idx == (1,)
+
+
+def test_an_unmatched_object_whose_name_holds_a_control_token_is_left_out() -> None:
+    vocab = qwen_vocab()
+    got = rewritten([replace(OWL, desc="owl <|box_start|>"), NEAR_CAT], [CAT], vocab)
+    assert len(got.parsed.objects) == 2 and got.target.left_out_pred_idx == (0,)
+    assert [desc for _, desc in names(got, vocab)] == ["black cat"]
+
+
+@vocabs
 @pytest.mark.parametrize("response", ["", "no idea", '{"object_1": {"desc": "cat", "bbox', "[]" + TURN_END])
 def test_an_answer_without_a_usable_object_becomes_the_annotations(make_vocab, response: str) -> None:
     vocab = make_vocab()
     got = outcome_of(response, [CAT, LEAF], vocab, policy=REWRITTEN)
-    truth = build_gt_target([CAT, LEAF], vocab, sample_id="sample")
+    truth = build_gt_target([CAT, LEAF], vocab, sample_id="sample", field_order="desc_first")
     assert got.target.token_ids == truth.token_ids
     assert got.target.roles_T.tolist() == truth.roles_T.tolist()
     assert got.target.coord_bin_K.tolist() == truth.coord_bin_K.tolist()
@@ -137,9 +181,9 @@ def test_a_soft_object_is_taught_its_text_by_weight_and_no_coordinates(make_voca
         assert {*target.text_weight_T.tolist()} == {0.25, 0.5, 1.0}
         desc = TokenRole.REWRITTEN_DESC if policy is REWRITTEN else TokenRole.PREFIX_DESC
         assert set(target.text_weight_T[target.roles_T == desc].tolist()) == {0.5, 1.0}
-    gt = build_gt_target([soft_cat, DOG], vocab, sample_id="gt")
+    gt = build_gt_target([soft_cat, DOG], vocab, sample_id="gt", field_order="desc_first")
     assert gt.coord_bin_K.tolist() == list(DOG.bins)
-    hard = build_gt_target([CAT, DOG], vocab, sample_id="gt")
+    hard = build_gt_target([CAT, DOG], vocab, sample_id="gt", field_order="desc_first")
     assert gt.token_ids == hard.token_ids and hard.text_weight_T is None
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import Trainer
 
-from coordexp.config.tuner import TunerConfig
+from coordexp.config.model import TunerConfig
 from coordexp.errors import ConfigError
 from coordexp.modeling.tuner import part_of, tune
 from coordexp.training.optimizer import LearningRates, grouped, parameter_groups

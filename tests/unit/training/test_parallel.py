@@ -63,9 +63,14 @@ def test_deepspeeds_configuration_is_handed_over_as_it_is(tmp_path: Path) -> Non
             ConfigError,
             r"deepspeed\.config: /nowhere/z\.json: no such",
         ),
+        (
+            {"deepspeed__config": {"zero_optimization": {"stage": 3}}},
+            ConfigError,
+            r"zero_optimization\.stage 3 .*write stage 2, or use fsdp",
+        ),
         ({}, MissingDependency, r"deepspeed\.enabled: true needs the package 'deepspeed'.*pip install"),
     ],
-    ids=["on a CPU", "no such file", "not installed"],
+    ids=["on a CPU", "no such file", "weights in parts", "not installed"],
 )
 def test_deepspeed_that_cannot_work_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], error: type[Exception], complaint: str

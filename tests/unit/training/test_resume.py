@@ -19,7 +19,7 @@ from coordexp.errors import CheckpointError, DataError
 from coordexp.packing import CarryBuffer
 from coordexp.records import RolloutRequest, Segment
 from coordexp.training.buffer_file import load_carry_buffer, save_carry_buffer, segment_from_json, segment_to_json
-from coordexp.training.checkpoint import check_resume, delete_old, resolve_resume
+from coordexp.training.checkpoint import check_resume, delete_old, resolve_resume, warn_of_checkpoints_ahead
 from coordexp.training.manifest import MANIFEST, RESOLVED_CONFIG
 from coordexp.training.seal import SEAL, seal_checkpoint
 from coordexp.training.trainer import CoordExpTrainer
@@ -80,6 +80,22 @@ def test_killed_and_resumed_equals_never_killed(stage: Any, logging_steps: int, 
     assert figures(resumed) == figures(whole) and len(figures(whole)) == 6 // logging_steps
     assert same_weights(weights(resumed.model), weights(whole.model))
     assert waiting(resumed) == waiting(whole) != []
+
+
+def test_views_and_random_orders_are_those_of_the_whole_run(tmp_path: Path) -> None:
+    """What waited was seen in an earlier epoch; the loader of several workers reads as the trainer's own."""
+    augment = {"horizontal_flip": 0.5, "scale": [0.6, 1.5], "colour": 0.3, "min_visible": 0.5}
+    keys = WAITING | {"data__augment": augment, "custom__object_ordering": "random", "training__logging_steps": 1}
+    plain = train(run_config(tmp_path, 1, "plain", **WAITING | {"training__logging_steps": 1}))
+    whole = train(run_config(tmp_path, 1, "whole", **keys))
+    config = run_config(tmp_path, 1, "killed", training__resume_from_checkpoint=True, data__num_workers=1, **keys)
+    with pytest.raises(Killed):
+        train(config, on_built=kill_at(5))
+    resumed = train(config)
+    assert {one["sample_id"].rpartition("@")[2] for one in waiting(whole)} >= {"epoch1"}
+    assert figures(resumed) == figures(whole) != figures(plain)
+    assert waiting(resumed) == waiting(whole) != []
+    assert sum(line["train/augment_left_out_total"] for line in figures(whole)) > 0
 
 
 def test_resume_true_starts_anew_where_there_is_nothing(tmp_path: Path) -> None:
@@ -256,6 +272,18 @@ def test_checkpoints_of_an_earlier_run_are_pointed_out(tmp_path: Path, caplog: p
     with caplog.at_level(logging.WARNING, logger="coordexp"):
         train(run_config(tmp_path, 1))
     assert "holds checkpoint-7 of an earlier run, ahead of step 0" in caplog.text
+
+
+def test_checkpoints_that_this_run_may_not_take_or_has_taken_are_not_pointed_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not what is unfinished, not what lies behind the start, and nothing where the newest whole one was taken."""
+    checkpoint(tmp_path, 3)
+    checkpoint(tmp_path, 7, sealed=False)
+    with caplog.at_level(logging.WARNING, logger="coordexp"):
+        warn_of_checkpoints_ahead(tmp_path, 3, str(tmp_path / "checkpoint-3"))
+        warn_of_checkpoints_ahead(tmp_path, 0, True)
+    assert "earlier run" not in caplog.text
 
 
 @pytest.mark.parametrize("resume", [None, False])

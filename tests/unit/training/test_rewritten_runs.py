@@ -28,8 +28,8 @@ RECORDED = {"enabled": True, "min_free_gb": 0.0, "every_steps": 1}
 
 def finder() -> InMemoryBackend:
     loaded = load_tiny()
-    truth = {sample.record.sample_id: sample.record.objects for sample in tiny_samples(loaded)}
-    return InMemoryBackend(loaded.vocab, lambda request: nearly_right(truth[request.sample_id]))
+    truth = {sample.record.image: sample.record.objects for sample in tiny_samples(loaded)}
+    return InMemoryBackend(loaded.vocab, lambda request: nearly_right(truth[request.image]))
 
 
 @pytest.mark.parametrize("stage", [2, "two_channel"])
@@ -61,6 +61,32 @@ def test_the_answer_that_is_kept_teaches_otherwise(tmp_path: Path) -> None:
         config = run_config(tmp_path, 2, answer, rollout_matching__target={"answer": answer})
         ends.append(weights(train(config, finder()).model))
     assert not same_weights(*ends)
+
+
+def test_what_the_learner_is_sure_of_is_taught_softly_and_replays(tmp_path: Path) -> None:
+    """On-line completion: annotations lack what the answers hold, and the learner's confidence passes the threshold."""
+    data = tmp_path / "one-object.jsonl"
+    lines = [json.loads(line) for line in tiny_scenes().read_text().splitlines()]
+    for line in lines:
+        line["images"] = [str(tiny_scenes().parent / path) for path in line["images"]]
+        line["objects"] = line["objects"][:1]
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found: dict[float, float] = {}
+    for threshold in (1e-12, 1.0):  # an untrained learner is sure of nothing
+        config = run_config(
+            tmp_path, 2, f"sure-{threshold}", custom__train_jsonl=str(data), training__max_steps=2,
+            rollout_matching__target={"answer": "rewritten", "unmatched": "soft", "soft_threshold": threshold},
+            rollout_matching__monitor_dump=RECORDED,
+        )  # fmt: skip
+        trainer = train(config, finder())
+        trainer.close()
+        found[threshold] = sum(line["rollout/soft_total"] for line in step_lines(trainer))
+        folder = Path(config.training.output_dir) / "rollout_records"
+        records = read_records(folder)
+        assert sum(len(record.target.soft_pred_idx) for record in records) == found[threshold]
+        assert all(record.confidences for record in records if record.match.fp_pred_idx)
+        assert all(one.differences == () for one in replay_records(folder, config))
+    assert found[1e-12] > 0 == found[1.0]
 
 
 def softened(folder: Path, soft: float) -> Path:

@@ -177,6 +177,23 @@ def test_each_round_leaves_a_line(loaded: LoadedModel, samples: list[Sample], tm
     assert [(line["global_step"], line["rank"], line["weight_version"]) for line in lines] == [(4, 3, 4), (5, 3, 5)]
 
 
+def test_a_resumed_run_leaves_each_step_once_and_loses_nothing(tmp_path: Path) -> None:
+    """Killed in step 5, in the middle of a line; resumed from step 3."""
+    first, report = RolloutLog(tmp_path, 0), {"by": "the killed one"}
+    for step in range(5):
+        first.write(step, report)
+    with first.path.open("a") as file:
+        file.write('{"global_step": 5, "by": "the ki')
+    resumed = RolloutLog(tmp_path, 0)
+    for step in range(3, 6):
+        resumed.write(step, {"by": "the resumed one"})
+    lines = [json.loads(line) for line in resumed.path.read_text().splitlines()]
+    assert [line["global_step"] for line in lines] == [0, 1, 2, 3, 4, 5]
+    assert [line["by"] for line in lines] == ["the killed one"] * 3 + ["the resumed one"] * 3
+    aside = resumed.superseded.read_text().splitlines()
+    assert [json.loads(line)["global_step"] for line in aside[:2]] == [3, 4] and len(aside) == 3
+
+
 def test_a_line_that_cannot_be_written_is_logged_instead(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     report: Mapping[str, Any] = {"seeds": [7]}

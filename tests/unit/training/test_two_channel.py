@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from coordexp.errors import AppendError
-from coordexp.metrics.registry import find_metric
+from coordexp.metrics.table import find_metric
 from coordexp.records import TokenRole
 from coordexp.training import sources
 from coordexp.training.trainer import CoordExpTrainer

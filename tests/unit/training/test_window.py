@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -40,17 +39,9 @@ def rollouts(backend: InMemoryBackend, loaded: LoadedModel, flag: str = "rollout
     return RolloutSource(backend, loaded.vocab, MatchingConfig(), TransportConfig(), "desc_first", 3, flag)
 
 
-@dataclass
-class Warnings:
-    said: list[str]
-
-    def __call__(self, message: str) -> None:
-        self.said.append(message)
-
-
 def builder(source: SegmentSource, capacity: int | None = 400, most: int = 64, fill: float = 0.01) -> WindowBuilder:
     buffer = None if capacity is None else CarryBuffer(capacity, most)
-    return WindowBuilder(source, buffer, Warnings([]), fill)
+    return WindowBuilder(source, buffer, fill)
 
 
 def ids(segments: Sequence[Any]) -> list[str]:
@@ -142,12 +133,14 @@ def test_without_a_buffer_rows_have_no_limit(gt: GroundTruthSource, samples: lis
     assert not [name for name in window.metrics if name.startswith("packing/") and name != "packing/segments_total"]
 
 
-def test_underfilled_rows_are_counted_and_said(gt: GroundTruthSource, samples: list[Sample]) -> None:
-    warn = Warnings([])
-    build = WindowBuilder(gt, CarryBuffer(4000, 64), warn, 0.65)
+def test_underfilled_rows_are_counted_and_said_once(
+    gt: GroundTruthSource, samples: list[Sample], caplog: pytest.LogCaptureFixture
+) -> None:
+    build = WindowBuilder(gt, CarryBuffer(4000, 64), 0.65)
     window = build.prepare([samples[:1], samples[1:2]], 0)
-    assert window.metrics["packing/underfilled_rows_total"] == len(warn.said) == 2
-    assert "training.packing_min_fill_ratio 0.65" in warn.said[0]
+    assert window.metrics["packing/underfilled_rows_total"] == 2
+    (said,) = [line for line in caplog.messages if "training.packing_min_fill_ratio 0.65" in line]
+    assert said.startswith("a packed row is filled to 0.0")
 
 
 @pytest.mark.parametrize(

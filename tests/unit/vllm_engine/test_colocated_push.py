@@ -12,8 +12,8 @@ from coordexp import distributed
 from coordexp.config.rollout import RepeatTerminateConfig
 from coordexp.config.vllm import VLLMConfig
 from coordexp.errors import RolloutError
-from coordexp.rollouts import DecodingOptions
 from coordexp.vllm_engine.colocated import ColocatedBackend
+from support.settings import decoding
 
 
 class FakeFullEngine:
@@ -45,7 +45,7 @@ def test_a_push_that_fails_on_one_rank_is_told_to_all(monkeypatch: pytest.Monkey
     weights: Any = NoWeights()
     backend = ColocatedBackend(
         VLLMConfig(tensor_parallel_size=2), model=Path("model"),
-        options=DecodingOptions(), decode_batch_size=1, vocab=nothing, image_token_id=0,
+        options=decoding(), decode_batch_size=1, vocab=nothing, image_token_id=0,
         weights=weights, open_image=nothing, offload=nullcontext, repeat_terminate=RepeatTerminateConfig(),
     )  # fmt: skip
     backend._engine = FakeFullEngine()

@@ -15,10 +15,11 @@ import torch
 from coordexp.config.rollout import RepeatTerminateConfig
 from coordexp.config.vllm import VLLMConfig
 from coordexp.errors import RolloutError
-from coordexp.rollouts import DecodingOptions, SeedContext, synced
+from coordexp.rollouts import SeedContext, synced
 from coordexp.rollouts.backend import AdapterWeights
 from coordexp.vllm_engine.arguments import EngineSpec
 from coordexp.vllm_engine.colocated import ColocatedBackend
+from support.settings import decoding
 
 SEEDS = SeedContext(1, 2, 3, 0)
 
@@ -100,7 +101,7 @@ def backend_of(
     nothing: Any = SimpleNamespace()
     weights: Any = Weights()
     return ColocatedBackend(
-        VLLMConfig.model_validate({"tensor_parallel_size": 1, **vllm}), model=Path("model"), options=DecodingOptions(),
+        VLLMConfig.model_validate({"tensor_parallel_size": 1, **vllm}), model=Path("model"), options=decoding(),
         decode_batch_size=1, vocab=nothing, image_token_id=0, weights=weights, open_image=nothing,
         offload=learner.offload, repeat_terminate=RepeatTerminateConfig(),
     )  # fmt: skip

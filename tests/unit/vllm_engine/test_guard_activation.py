@@ -10,10 +10,12 @@ import pytest
 
 from coordexp.config.rollout import RepeatTerminateConfig
 from coordexp.errors import RolloutError
+from coordexp.vllm_engine.arguments import with_guard
 from coordexp.vllm_engine.guard_activation import (
     CONFIG_JSON,
     CONFIG_JSON_PATH,
     ENABLE,
+    GUARD_PROCESSOR,
     activated_config,
     activation_environment,
     check_guard,
@@ -122,3 +124,10 @@ def test_a_learner_accepts_exactly_its_own_guard(
     with pytest.raises(RolloutError) as caught:
         check_guard(workers, wanted)
     assert not workers or all(part in str(caught.value) for part in (ENABLE, "external_plugins", "coordexp serve"))
+
+
+def test_a_guarded_engine_waits_for_each_token_whoever_starts_it() -> None:
+    """vLLM would schedule the next token on a GPU before the guard has seen the last."""
+    arguments = with_guard({"logits_processors": ["theirs"], "seed": 3})
+    assert arguments == {"logits_processors": ["theirs", GUARD_PROCESSOR], "seed": 3, "async_scheduling": False}
+    assert with_guard({})["logits_processors"] == [GUARD_PROCESSOR]

@@ -11,7 +11,7 @@ import torch
 
 from coordexp.config.rollout import RepeatTerminateConfig
 from coordexp.errors import RolloutError
-from coordexp.rollouts.repeat_guard import GuardRule, Trigger, first_trigger
+from coordexp.rollouts.repeat_guard import GuardRule, Trigger
 from coordexp.vllm_engine.guard_activation import REQUEST_KEY, activation_environment
 from support.tiny_run import tiny_checkpoint
 
@@ -25,6 +25,7 @@ from coordexp.vllm_engine.guard_processor import (
     guard_of_worker,
     guard_report,
 )
+from support.guards import first_trigger
 
 SETTINGS = RepeatTerminateConfig(
     enabled=True, min_new_tokens=0, max_consecutive_token_repeats=3, ngram_size=2, ngram_repeats=2

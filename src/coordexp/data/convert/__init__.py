@@ -3,9 +3,11 @@
 from coordexp.data.convert.coco import convert_coco
 from coordexp.data.convert.labelme import convert_labelme
 from coordexp.data.convert.lvis import convert_lvis
+from coordexp.data.convert.panoptic import convert_panoptic
 from coordexp.data.convert.prepare import ImageOptions
 from coordexp.data.convert.quantise import to_bin
 from coordexp.data.convert.report import ConversionReport, Note, Problem, SkipReason, render_report
+from coordexp.data.convert.table import convert_csv
 from coordexp.data.convert.voc import convert_voc
 from coordexp.data.convert.yolo import convert_yolo
 
@@ -16,8 +18,10 @@ __all__ = [
     "Problem",
     "SkipReason",
     "convert_coco",
+    "convert_csv",
     "convert_labelme",
     "convert_lvis",
+    "convert_panoptic",
     "convert_voc",
     "convert_yolo",
     "render_report",

@@ -30,8 +30,13 @@ def assemble(
     ``progress(done, total)`` is called after each image, from the calling thread.
 
     Raises:
-        DataError: no image at all can be used.
+        DataError: no image at all can be used, or the dataset exists and ``options`` do not allow to replace it.
     """
+    if report.jsonl.exists() and not options.overwrite:
+        raise DataError(
+            "exists already; --overwrite (overwrite=True) replaces it, --name and --out write another",
+            path=report.jsonl,
+        )
     targets = _targets(sources, report)
     records: list[ImageRecord] = []
     pool = ThreadPoolExecutor(options.workers)

@@ -11,9 +11,11 @@ from coordexp.data.convert.prepare import ImageOptions
 from coordexp.data.convert.quantise import signed_ring_area
 from coordexp.data.convert.report import ConversionReport, Note, SkipReason
 from coordexp.data.convert.sources import (
+    Crowds,
     InstanceGeometry,
     SourceImage,
     SourceObject,
+    check_choice,
     check_folder,
     check_geometry,
     declared_size,
@@ -24,13 +26,16 @@ from coordexp.data.convert.sources import (
 )
 from coordexp.errors import DataError
 
+ROBOFLOW = "_annotations.coco.json"
+
 
 def convert_coco(
     annotations_json: str | Path,
-    images_dir: str | Path,
+    images_dir: str | Path | None,
     out_dir: str | Path,
     *,
     geometry: InstanceGeometry = "bbox",
+    crowds: Crowds = "leave_out",
     name: str | None = None,
     options: ImageOptions = ImageOptions(),  # noqa: B008 - frozen
     progress: Progress | None = None,
@@ -38,18 +43,33 @@ def convert_coco(
     """Convert a COCO file to ``out_dir/{name}.jsonl`` with its images in ``out_dir/images/{name}/``, by file name.
 
     Args:
-        images_dir: the folder that ``file_name`` starts in.
-        geometry: ``bbox`` writes boxes; ``poly`` writes segmentation polygons (of several parts, the largest). Crowds
-            are always left out, masks (RLE) and missing segmentations under ``poly``; all counted.
-        name: of the JSONL; the annotation file's own when None.
+        annotations_json: the file, or a folder with Roboflow's ``_annotations.coco.json``.
+        images_dir: the folder that ``file_name`` starts in; None: the annotation file's own.
+        geometry: ``bbox`` writes boxes; ``poly`` writes segmentation polygons (of several parts, the largest) and the
+            outlines of run-length masks. What has no segmentation is left out then, and counted.
+        crowds: groups (``iscrowd``) are left out, or kept as one object each; counted either way.
+        name: of the JSONL; the annotation file's own when None, the folder's for ``_annotations.coco.json``.
 
     Raises:
         DataError: the file is no COCO instances file, or nothing usable is found.
     """
-    annotations_json, images_dir = Path(annotations_json), Path(images_dir)
-    coco = open_instances(annotations_json, images_dir, geometry)
-    report = ConversionReport(Path(out_dir) / f"{name or annotations_json.stem}.jsonl")
-    return convert_instances(coco, annotations_json, images_dir, report, geometry, options, progress)
+    file = annotation_file(Path(annotations_json))
+    images = file.parent if images_dir is None else Path(images_dir)
+    coco = open_instances(file, images, geometry)
+    check_choice("crowds", crowds, Crowds)
+    report = ConversionReport(Path(out_dir) / f"{name or name_of(file)}.jsonl")
+    return convert_instances(coco, file, images, report, geometry, options, progress, crowds)
+
+
+def annotation_file(path: Path) -> Path:
+    """The file that is meant: Roboflow's own where a folder that holds one is given."""
+    inside = path / ROBOFLOW
+    return inside if inside.is_file() else path
+
+
+def name_of(annotations_json: Path) -> str:
+    """What the dataset is called where nobody says so."""
+    return annotations_json.absolute().parent.name if annotations_json.name == ROBOFLOW else annotations_json.stem
 
 
 def open_instances(annotations_json: Path, images_dir: Path, geometry: str) -> dict[str, Any]:
@@ -77,6 +97,7 @@ def convert_instances(
     geometry: InstanceGeometry,
     options: ImageOptions,
     progress: Progress | None,
+    crowds: Crowds = "leave_out",
 ) -> ConversionReport:
     """:func:`convert_coco` of a file's content; ``annotations_json`` names it in errors."""
     descs = _categories(coco["categories"], annotations_json)
@@ -89,7 +110,7 @@ def convert_instances(
             reason = SkipReason.UNKNOWN_IMAGE
             report.skip_object(reason, annotations_json.name, index, f"no usable image has the id {image!r}")
             continue
-        obj = _object(index, annotation, descs, geometry, usable[image][0], report)
+        obj = _object(index, annotation, descs, geometry, crowds, usable[image], report)
         if obj is not None:
             objects[image].append(obj)
     sources = [
@@ -150,19 +171,41 @@ def _object(
     annotation: dict[str, Any],
     descs: dict[Any, str],
     geometry: InstanceGeometry,
-    file: str,
+    crowds: Crowds,
+    image: tuple[str, tuple[int, int] | None],
     report: ConversionReport,
 ) -> SourceObject | None:
+    file, size = image
     category = annotation.get("category_id")
     if not isinstance(category, int | str) or category not in descs:
         report.skip_object(SkipReason.UNKNOWN_CATEGORY, file, index, f"category_id {category!r} is not in categories")
         return None
     desc = descs[category]
-    if annotation.get("iscrowd"):
+    is_crowd = bool(annotation.get("iscrowd"))
+    if is_crowd and crowds == "leave_out":
         report.skip_object(SkipReason.CROWD, file, index, f"{desc}: iscrowd marks a group, not an object")
         return None
+    obj = _shape(index, annotation, desc, geometry, file, size, report)
+    if is_crowd and obj is not None:
+        report.note(Note.CROWD_KEPT, file, index, f"{desc}: a group, kept as one object")
+    return obj
+
+
+def _shape(
+    index: int,
+    annotation: dict[str, Any],
+    desc: str,
+    geometry: InstanceGeometry,
+    file: str,
+    size: tuple[int, int] | None,
+    report: ConversionReport,
+) -> SourceObject | None:
     if geometry == "poly":
-        ring = _largest_part(index, annotation.get("segmentation"), desc, file, report)
+        segmentation = annotation.get("segmentation")
+        if isinstance(segmentation, dict):
+            ring = _traced(index, segmentation, desc, file, size, report)
+        else:
+            ring = _largest_part(index, segmentation, desc, file, report)
         return None if ring is None else SourceObject(index, desc, "poly", ring)
     box = finite_numbers(annotation.get("bbox"))
     if box is None or len(box) != 4:
@@ -173,12 +216,30 @@ def _object(
     return SourceObject(index, desc, "bbox_2d", (x, y, x + width, y + height))
 
 
+def _traced(
+    index: int,
+    segmentation: dict[str, Any],
+    desc: str,
+    file: str,
+    size: tuple[int, int] | None,
+    report: ConversionReport,
+) -> tuple[float, ...] | None:
+    from coordexp.data.convert.run_length import decode_runs, outline
+
+    try:
+        ring, parts = outline(decode_runs(segmentation, size))
+    except ValueError as error:
+        report.skip_object(SkipReason.MALFORMED_GEOMETRY, file, index, f"{desc}: run-length mask: {error}")
+        return None
+    report.note(Note.MASK_TRACED, file, index, f"{desc}: {len(ring) // 2} vertices along its mask")
+    if parts > 1:
+        report.note(Note.MULTIPART_POLYGON, file, index, f"{desc}: kept the largest of {parts} parts")
+    return ring
+
+
 def _largest_part(
     index: int, segmentation: Any, desc: str, file: str, report: ConversionReport
 ) -> tuple[float, ...] | None:
-    if isinstance(segmentation, dict):
-        report.skip_object(SkipReason.RLE_SEGMENTATION, file, index, f"{desc}: a run-length mask is no polygon")
-        return None
     if not isinstance(segmentation, list) or not segmentation:
         report.skip_object(SkipReason.NO_SEGMENTATION, file, index, f"{desc}: no segmentation; use geometry='bbox'")
         return None

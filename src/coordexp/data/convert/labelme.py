@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import math
 import os
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -17,12 +19,15 @@ from coordexp.data.convert.sources import (
     bounds,
     check_folder,
     check_geometry,
+    corners,
     declared_size,
     finite_numbers,
     read_json,
     with_slashes,
 )
 from coordexp.errors import DataError
+
+_CIRCLE = 24  # vertices: 99% of its area
 
 
 def convert_labelme(
@@ -41,7 +46,7 @@ def convert_labelme(
         folder: searched for ``*.json``, below it too.
         images_dir: the folder in which ``imagePath`` starts; each file's own when None. A path that is not there, the
             annotator's own ``C:\\photos\\a.jpg`` above all, is looked for by its last part.
-        geometry: ``bbox`` writes the bounds of polygons.
+        geometry: ``bbox`` writes the bounds of polygons, ``poly`` rectangles by their corners and circles by points.
         name: of the JSONL; the folder's when None.
 
     Raises:
@@ -89,7 +94,18 @@ def _read_file(
         if obj is not None:
             objects.append(obj)
     size = declared_size(content.get("imageWidth"), content.get("imageHeight"))
-    return SourceImage(named, shown, image, size, tuple(objects))
+    data = content.get("imageData")
+    is_embedded = isinstance(data, str) and bool(data) and not image.is_file()
+    # Read again when its turn comes: all images of a folder would not fit into memory.
+    embedded = partial(_embedded_image, file) if is_embedded else None
+    return SourceImage(named, shown, image, size, tuple(objects), embedded)
+
+
+def _embedded_image(file: Path) -> bytes:
+    try:
+        return base64.b64decode(read_json(file)["imageData"], validate=True)
+    except ValueError as error:
+        raise DataError(f"no base64: {error}", path=file) from error
 
 
 def _find_image(image_path: str, base: Path) -> Path:
@@ -122,14 +138,26 @@ def _read_shape(
         report.skip_object(SkipReason.MALFORMED_GEOMETRY, file, index, detail)
         return None
     if kind == "rectangle":  # two corners in any order; newer versions write all four
-        return SourceObject(index, desc, "bbox_2d", bounds(points))
+        box = bounds(points)
+        return (
+            SourceObject(index, desc, "poly", corners(box))
+            if geometry == "poly"
+            else SourceObject(index, desc, "bbox_2d", box)
+        )
     if kind == "circle":  # its centre, and a point on it
         x, y, edge_x, edge_y = points[:4]
         radius = math.hypot(edge_x - x, edge_y - y)
+        if geometry == "poly":
+            return SourceObject(index, desc, "poly", _circle(x, y, radius))
         return SourceObject(index, desc, "bbox_2d", (x - radius, y - radius, x + radius, y + radius))
     if geometry == "bbox":
         return SourceObject(index, desc, "bbox_2d", bounds(points))
     return SourceObject(index, desc, "poly", points)
+
+
+def _circle(x: float, y: float, radius: float) -> tuple[float, ...]:
+    angles = [2 * math.pi * k / _CIRCLE for k in range(_CIRCLE)]
+    return tuple(value for a in angles for value in (x + radius * math.cos(a), y + radius * math.sin(a)))
 
 
 def _points(points: Any) -> tuple[float, ...] | None:

@@ -9,15 +9,16 @@ from coordexp.data.convert.assemble import Progress
 from coordexp.data.convert.coco import convert_instances, open_instances
 from coordexp.data.convert.prepare import ImageOptions
 from coordexp.data.convert.report import ConversionReport
-from coordexp.data.convert.sources import InstanceGeometry
+from coordexp.data.convert.sources import Crowds, InstanceGeometry, check_choice
 
 
 def convert_lvis(
     annotations_json: str | Path,
-    images_dir: str | Path,
+    images_dir: str | Path | None,
     out_dir: str | Path,
     *,
     geometry: InstanceGeometry = "bbox",
+    crowds: Crowds = "leave_out",
     name: str | None = None,
     options: ImageOptions = ImageOptions(),  # noqa: B008 - frozen
     progress: Progress | None = None,
@@ -25,20 +26,22 @@ def convert_lvis(
     """Convert an LVIS file as :func:`coordexp.data.convert.convert_coco` does a COCO file.
 
     Args:
-        images_dir: the folder with the images, or with COCO's ``train2017`` and ``val2017``.
+        images_dir: the folder with the images, or with COCO's ``train2017`` and ``val2017``; None: the file's own.
 
     Raises:
         DataError: the file is no LVIS file, or nothing usable is found.
     """
-    annotations_json, images_dir = Path(annotations_json), Path(images_dir)
+    annotations_json = Path(annotations_json)
+    images_dir = annotations_json.parent if images_dir is None else Path(images_dir)
     content = open_instances(annotations_json, images_dir, geometry)
+    check_choice("crowds", crowds, Crowds)
     lvis = {
         **content,
         "images": [_with_file(image, images_dir) for image in content["images"]],
         "categories": [_with_spaces(category) for category in content["categories"]],
     }
     report = ConversionReport(Path(out_dir) / f"{name or annotations_json.stem}.jsonl")
-    return convert_instances(lvis, annotations_json, images_dir, report, geometry, options, progress)
+    return convert_instances(lvis, annotations_json, images_dir, report, geometry, options, progress, crowds)
 
 
 def _with_file(image: Any, images_dir: Path) -> Any:

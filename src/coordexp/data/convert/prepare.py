@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from coordexp.data.convert.report import LeftOut, Note, SkipReason
@@ -31,6 +32,7 @@ class ImageOptions:
     ``factor`` is the model's patch_size * merge_size; ``min_pixels`` / ``max_pixels`` bound the area after resizing.
     ``resize=False`` leaves images where they are and only refers to them. ``max_vertices``: polygons with more are
     simplified (:mod:`coordexp.data.convert.simplify`). ``workers``: threads that decode, resize and save.
+    ``overwrite``: a dataset of the same name may be replaced.
     """
 
     resize: bool = True
@@ -39,6 +41,7 @@ class ImageOptions:
     max_pixels: int = DEFAULT_MAX_PIXELS
     max_vertices: int | None = None
     workers: int = min(8, os.cpu_count() or 1)
+    overwrite: bool = False
 
     @property
     def rule(self) -> ResizeRule | None:
@@ -75,6 +78,8 @@ class _Frame:
 def prepare_image(source: SourceImage, target: Path, options: ImageOptions) -> PreparedImage | LeftOut:
     """Decode an image, and write it to ``target`` as the model shall see it; or the reason why it cannot be used."""
     try:
+        if source.embedded is not None:
+            return _place_embedded(source, source.embedded, target, options)
         if not source.path.is_file():
             raise LeftOut(SkipReason.MISSING_IMAGE, f"no file {source.path}")
         try:
@@ -84,6 +89,27 @@ def prepare_image(source: SourceImage, target: Path, options: ImageOptions) -> P
             raise LeftOut(SkipReason.UNREADABLE_IMAGE, str(error)) from error
     except LeftOut as reason:
         return reason
+
+
+def _place_embedded(
+    source: SourceImage, read: Callable[[], bytes], target: Path, options: ImageOptions
+) -> PreparedImage:
+    """As if the bytes lay in a file; they become one where images are only referred to."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    written = target.with_name(f".{target.name}.embedded")
+    try:
+        written.write_bytes(read())
+        header = read_header(written)
+        placed = _place(written, header, _frame(source.declared_size, header), target, options)
+        if placed.path == written:
+            os.replace(written, target)
+            placed = replace(placed, path=target)
+    except DataError as error:
+        raise LeftOut(SkipReason.UNREADABLE_IMAGE, f"its imageData: {error}") from error
+    finally:
+        written.unlink(missing_ok=True)
+    note = (Note.EMBEDDED_IMAGE, f"no file {source.path}; took the annotation's own copy")
+    return replace(placed, notes=(*placed.notes, note))
 
 
 def _frame(declared: tuple[int, int] | None, header: ImageHeader) -> _Frame:

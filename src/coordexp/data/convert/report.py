@@ -26,7 +26,7 @@ class SkipReason(StrEnum):
     EMPTY_DESC = "empty_desc"
     REFUSED_DESC = "refused_desc"  # control characters, or text that looks like a control token
     CROWD = "crowd"
-    RLE_SEGMENTATION = "rle_segmentation"  # a mask, where polygons were asked for
+    STUFF = "stuff"  # a region without instances: sky, road
     NO_SEGMENTATION = "no_segmentation"
     UNSUPPORTED_SHAPE = "unsupported_shape"  # a point, a line, a mask
     DIFFICULT = "difficult"  # left out on request
@@ -57,6 +57,10 @@ class Note(StrEnum):
     COLLAPSED_BINS = "collapsed_bins"  # thinner than one norm1000 bin
     MULTIPART_POLYGON = "multipart_polygon"  # the largest part was kept
     DUPLICATE_OBJECT = "duplicate_object"  # same description and shape as an earlier object of the image
+    CROWD_KEPT = "crowd_kept"  # on request: a group as one object
+    MASK_TRACED = "mask_traced"  # a mask's outline was taken for its polygon
+    EMBEDDED_IMAGE = "embedded_image"  # the annotation's own copy of the image was taken, for there is no file
+    FOLDERS_FOUND = "folders_found"  # not where they were looked for first; the detail says where
     SIMPLIFIED = "simplified"  # a polygon lost vertices; the detail says what that cost
     EMPTIED_IMAGE = "emptied_image"  # had objects, all of them left out: now an empty image
 
@@ -107,6 +111,7 @@ class ConversionReport:
         return self.jsonl.with_name(self.jsonl.stem + REPORT_SUFFIX)
 
     def skip_object(self, reason: SkipReason, file: str, index: int, detail: str) -> None:
+        """Count an object that is left out, and list where it stood: annotation ``index`` of ``file``."""
         self.skipped_objects[reason.value] += 1
         self.problems.append(Problem(reason.value, file, index, detail))
 
@@ -118,6 +123,7 @@ class ConversionReport:
         self.problems.append(Problem(reason.value, file, None, f"{detail} ({num_objects} objects left out with it)"))
 
     def note(self, note: Note, file: str, index: int | None, detail: str) -> None:
+        """Count and list something that was changed or looks odd, but is in the dataset."""
         self.notes[note.value] += 1
         self.problems.append(Problem(note.value, file, index, detail))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, Literal, get_args
@@ -14,8 +14,10 @@ from coordexp.records import GeometryKind
 
 InstanceGeometry = Literal["bbox", "poly"]
 """What of an annotation that has a box and a segmentation becomes the object's shape."""
-ShapeGeometry = Literal["as_annotated", "bbox"]
-"""Polygons as they are, or their bounds."""
+ShapeGeometry = Literal["as_annotated", "bbox", "poly"]
+"""Boxes and polygons as they are; the bounds of polygons; or polygons, boxes by their four corners."""
+Crowds = Literal["leave_out", "keep"]
+"""Of annotations that mark a group: leave them out, or keep each as one object."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,19 +33,26 @@ class SourceObject:
 @dataclass(frozen=True, slots=True)
 class SourceImage:
     """An image with its sound-looking objects. ``file`` names it in the report and below ``images/`` in the output;
-    ``declared_size`` is the ``(width, height)`` its annotation states, None where it states none."""
+    ``declared_size`` is the ``(width, height)`` its annotation states, None where it states none. ``embedded`` gives
+    the bytes of an image that no file holds."""
 
     file: str
     annotation: str
     path: Path
     declared_size: tuple[int, int] | None
     objects: tuple[SourceObject, ...]
+    embedded: Callable[[], bytes] | None = None
 
 
 def check_geometry(given: str, known: Any) -> None:
     """Raises DataError unless ``given`` is one of the literals of ``known``."""
+    check_choice("geometry", given, known)
+
+
+def check_choice(what: str, given: str, known: Any) -> None:
+    """Raises DataError unless ``given`` is one of the literals of ``known``; ``what`` names the argument."""
     if given not in get_args(known):
-        raise DataError(f"geometry {given!r} is unknown; use {' or '.join(get_args(known))}")
+        raise DataError(f"{what} {given!r} is unknown; use {' or '.join(get_args(known))}")
 
 
 def check_folder(folder: Path, what: str) -> None:
@@ -109,6 +118,12 @@ def finite_numbers(values: Any) -> tuple[float, ...] | None:
     except OverflowError:  # an integer of hundreds of digits
         return None
     return numbers if all(math.isfinite(value) for value in numbers) else None
+
+
+def corners(box: Sequence[float]) -> tuple[float, ...]:
+    """The ring of a box ``(x1, y1, x2, y2)``, clockwise from its top left corner."""
+    x1, y1, x2, y2 = box
+    return (x1, y1, x2, y1, x2, y2, x1, y2)
 
 
 def bounds(points: Sequence[float]) -> tuple[float, float, float, float]:

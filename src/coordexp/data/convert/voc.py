@@ -23,8 +23,8 @@ from coordexp.data.convert.sources import (
     unsafe_file_name,
     with_slashes,
 )
+from coordexp.data.convert.voc_layout import ANNOTATIONS, IMAGES, find_layout
 from coordexp.data.images import IMAGE_SUFFIXES
-from coordexp.errors import DataError
 
 Images = Mapping[str, Sequence[Path]]
 """Image files by their path below the images folder, without suffix."""
@@ -35,8 +35,8 @@ def convert_voc(
     out_dir: str | Path,
     *,
     split: str | None = None,
-    annotations_dir: str | Path = "Annotations",
-    images_dir: str | Path = "JPEGImages",
+    annotations_dir: str | Path = ANNOTATIONS,
+    images_dir: str | Path = IMAGES,
     name: str | None = None,
     one_based: bool = False,
     skip_difficult: bool = False,
@@ -46,28 +46,26 @@ def convert_voc(
     """Convert a VOC folder to ``out_dir/{name}.jsonl`` with its images in ``out_dir/images/{name}/``.
 
     Args:
-        root: the folder with ``Annotations``, ``JPEGImages`` and ``ImageSets/Main``.
-        split: a name in ``ImageSets/Main`` (``train`` …); its order is kept. None takes every XML, by file name.
+        root: the folder with ``Annotations``, ``JPEGImages`` and ``ImageSets/Main``, in any case and at any depth; or
+            one whose XML files lie beside their images, Roboflow's exports among them.
+        split: a name in ``ImageSets/Main`` (``train`` …), whose order is kept, or of a folder of XML files beside
+            images. None takes every XML, by file name.
         annotations_dir, images_dir: other folder names, relative to ``root``, or absolute.
         name: of the JSONL; the split's name, or ``data``, when None.
 
     Raises:
         DataError: a folder or the split is missing, or nothing usable is found.
     """
-    root = Path(root)
-    xml_dir, image_dir = root / annotations_dir, root / images_dir
-    for folder in (xml_dir, image_dir):
-        if not folder.is_dir():
-            deeper = _deeper(root, xml_dir, image_dir)
-            hint = "" if deeper is None else f"; there is one in {deeper}"
-            raise DataError(
-                f"no folder {folder}; give the folder that holds {annotations_dir} and {images_dir}{hint}", path=root
-            )
+    layout = find_layout(Path(root), split, annotations_dir, images_dir)
+    xml_dir, image_dir = layout.xml_dir, layout.image_dir
     report = ConversionReport(Path(out_dir) / f"{name or split or 'data'}.jsonl")
+    if layout.found:
+        report.note(Note.FOLDERS_FOUND, str(root), None, layout.found)
     images_by_stem = _images_by_stem(image_dir)
     sources: list[SourceImage] = []
     seen: set[str] = set()
-    stems = _split_stems(root, split, xml_dir) if split is not None else _all_stems(xml_dir, images_by_stem)
+    of_split = layout.split_file
+    stems = _all_stems(xml_dir, images_by_stem) if of_split is None else _split_stems(of_split, xml_dir)
     for stem in stems:
         report.images_seen += 1
         xml, shown = xml_dir / f"{stem}.xml", f"{stem}.xml"
@@ -86,15 +84,6 @@ def convert_voc(
     return assemble(sources, report, options, progress)
 
 
-def _deeper(root: Path, *folders: Path) -> Path | None:
-    """A folder below ``root`` that holds what ``root`` does not: the ``VOC2007`` of a ``VOCdevkit``."""
-    if not all(folder.is_relative_to(root) for folder in folders):
-        return None
-    names = [folder.relative_to(root) for folder in folders]
-    found = (path for pattern in ("*", "*/*") for path in sorted(root.glob(pattern)))
-    return next((path for path in found if all((path / name).is_dir() for name in names)), None)
-
-
 def _images_by_stem(image_dir: Path) -> dict[str, list[Path]]:
     found: dict[str, list[Path]] = {}
     for path in files_below(image_dir, IMAGE_SUFFIXES):
@@ -108,12 +97,7 @@ def _all_stems(xml_dir: Path, images_by_stem: Images) -> list[str]:
     return sorted(annotated | images_by_stem.keys())
 
 
-def _split_stems(root: Path, split: str, xml_dir: Path) -> list[str]:
-    folder = root / "ImageSets" / "Main"
-    path = folder / f"{split}.txt"
-    if not path.is_file():
-        known = ", ".join(sorted(file.stem for file in folder.glob("*.txt"))) or "none"
-        raise DataError(f"no split {split!r} (no file {path}); found: {known}", path=root)
+def _split_stems(path: Path, xml_dir: Path) -> list[str]:
     lines = [line.strip() for line in read_text(path).splitlines()]
     return [_stem_of(line, xml_dir) for line in lines if line]
 

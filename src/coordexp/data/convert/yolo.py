@@ -6,6 +6,7 @@ itself has it.
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 from dataclasses import dataclass
@@ -23,12 +24,26 @@ from coordexp.data.convert.sources import (
     SourceObject,
     bounds,
     check_geometry,
+    corners,
     files_below,
     read_text,
     with_slashes,
 )
 from coordexp.data.images import IMAGE_SUFFIXES, read_header
 from coordexp.errors import DataError
+
+_READ = ("path", "train", "val", "valid", "test", "names", "nc")
+_REFUSED = {
+    "kpt_shape": "labels of keypoints; only boxes and polygons are read",
+    "flip_idx": "labels of keypoints; only boxes and polygons are read",
+    "kpt_names": "labels of keypoints; only boxes and polygons are read",
+    "masks_dir": "labels are masks; only boxes and polygons are read",
+    "channels": "images of 3 channels are read",
+}
+# Where a set comes from and under what terms; and what a trainer of another kind is told.
+_TELLING = ("roboflow", "download", "author", "authors", "date", "description", "docs", "links", "license", "licence",
+            "version", "url", "urls", "homepage", "contact", "info", "task", "stride", "batch", "imgsz",
+            "args")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +70,11 @@ def convert_yolo(
 
     Args:
         source: a ``data.yaml`` (``path``, ``names``, and a folder, a list file or several per split), or a folder with
-            ``images``, ``labels`` and the class names in ``data.yaml`` or ``classes.txt``.
+            ``images``, ``labels`` and the class names in ``data.yaml`` or ``classes.txt``. Other keys of a
+            ``data.yaml`` are refused by name, but for those that only tell where it comes from.
         split: ``train``, ``val``, …; needed where a ``data.yaml`` has several. Without a ``data.yaml`` a folder below
             ``images``.
-        geometry: ``bbox`` writes the bounds of polygons.
+        geometry: ``bbox`` writes the bounds of polygons, ``poly`` boxes by their corners.
         name: of the JSONL; the split's, or ``data``, when None.
 
     Raises:
@@ -89,10 +105,14 @@ def _read_layout(source: Path, split: str | None) -> _Layout:
         raise DataError(f"not readable as YAML: {error}", path=source) from error
     if not isinstance(content, dict):
         raise DataError("expected a mapping with names, train, val", path=source)
-    if "kpt_shape" in content:
-        raise DataError("kpt_shape: labels of keypoints; only boxes and polygons are read", path=source)
+    _check_keys(content, source)
     names = _names(content.get("names"), source)
+    if "nc" in content and content["nc"] != len(names):
+        raise DataError(f"nc is {content['nc']!r}, but names holds {len(names)}; correct one of them", path=source)
     splits = {key: content[key] for key in ("train", "val", "test") if content.get(key)}
+    if content.get("valid"):
+        splits.setdefault("val", content["valid"])
+    split = "val" if split == "valid" else split
     if split is None and len(splits) == 1:
         split = next(iter(splits))
     if split not in splits:
@@ -105,6 +125,18 @@ def _read_layout(source: Path, split: str | None) -> _Layout:
     folders = [path for path in found if path.is_dir()]
     images = [pair for path in found for pair in (_images_in(path) if path.is_dir() else _images_listed(path))]
     return _Layout(names, images, folders)
+
+
+def _check_keys(content: dict[Any, Any], path: Path) -> None:
+    """Every key means something, or is refused."""
+    for key in content:
+        if key in _REFUSED:
+            if key != "channels" or content[key] != 3:
+                raise DataError(f"{key}: {_REFUSED[key]}", path=path)
+        elif key not in _READ and key not in _TELLING:
+            near = difflib.get_close_matches(str(key), _READ, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"{', '.join(_READ)} are read"
+            raise DataError(f"unknown key {key!r}; {hint}", path=path)
 
 
 def _read_plain_folder(folder: Path, split: str | None) -> _Layout:
@@ -227,7 +259,9 @@ def _read_line(
     pixels = tuple(value * size[at % 2] for at, value in enumerate(values))
     if is_box:
         x, y, width, height = pixels
-        return SourceObject(index, desc, "bbox_2d", (x - width / 2, y - height / 2, x + width / 2, y + height / 2))
+        box = (x - width / 2, y - height / 2, x + width / 2, y + height / 2)
+        is_ring = geometry == "poly" and width > 0 and height > 0  # turned inside out, corners would hide it
+        return SourceObject(index, desc, "poly", corners(box)) if is_ring else SourceObject(index, desc, "bbox_2d", box)
     if geometry == "bbox":
         return SourceObject(index, desc, "bbox_2d", bounds(pixels))
     return SourceObject(index, desc, "poly", pixels)

@@ -25,7 +25,7 @@ LOOPBACK = "127.0.0.1"
 PLUGIN = Path(__file__).parents[1] / "plugin" / "coordexp_rollout_plugin.py"
 # The guard belongs to servers: what a shell exports must not reach the learner.
 SERVER_ONLY = (ENABLE, CONFIG_JSON, CONFIG_JSON_PATH, SERVER_API_KEY)
-SWIFT_MODEL_TYPES = ("qwen3_vl", "qwen3_vl_moe")  # called the same in transformers and ms-swift
+SWIFT_MODEL_TYPE = "qwen3_vl"  # the one that learners train; called the same in transformers and ms-swift
 _SWIFT_ENGINE_KEYS = ("max_num_batched_tokens", "kv_cache_dtype", "cpu_offload_gb", "mm_encoder_tp_mode")
 
 
@@ -230,14 +230,14 @@ def _server_process(
 def foreign_to_swift(model_type: str) -> str:
     """What is wrong with a model of a family that ``swift rollout`` is not started for."""
     return (
-        f"its config.json has model_type {model_type!r}, and swift rollout is started for "
-        f"{' and '.join(SWIFT_MODEL_TYPES)} only; write launch.server: coordexp"
+        f"its config.json has model_type {model_type!r}, and swift rollout is started for {SWIFT_MODEL_TYPE} only; "
+        "write launch.server: coordexp"
     )
 
 
 def _swift_command(options: ServeOptions, model_type: str) -> tuple[str, ...]:
     """``swift rollout`` as ``coordexp serve`` would run with the same options."""
-    if model_type not in SWIFT_MODEL_TYPES:
+    if model_type != SWIFT_MODEL_TYPE:
         raise ConfigError(f"model.model: {foreign_to_swift(model_type)}")
     engine = dict(options.engine)
     further = {name: engine[name] for name in _SWIFT_ENGINE_KEYS if name in engine}

@@ -16,7 +16,7 @@ from coordexp.config import RunConfig
 from coordexp.errors import ConfigError, CoordExpError
 from coordexp.serving.launch.plan import (
     PLUGIN,
-    SWIFT_MODEL_TYPES,
+    SWIFT_MODEL_TYPE,
     LaunchPlan,
     foreign_to_swift,
     plan_launch,
@@ -91,13 +91,12 @@ def make_plan(config: RunConfig, config_path: Path, arguments: Sequence[str] = (
     Raises:
         ConfigError: the device lists do not fit, with everything that is wrong with them.
     """
-    model_type = _model_type(Path(config.model.model))[0]
     return plan_launch(
         config,
         config_path,
         arguments=arguments,
         local=[_is_local(urlsplit(entry.base_url).hostname or "") for entry in server_entries(config)],
-        model_type=model_type if model_type in SWIFT_MODEL_TYPES else SWIFT_MODEL_TYPES[0],
+        model_type=SWIFT_MODEL_TYPE,  # another one is a check's to say
     )
 
 
@@ -125,7 +124,7 @@ def _device_checks(config: RunConfig, plan: LaunchPlan, num_gpus: int) -> Iterat
 
 def _model_check(config: RunConfig) -> Check:
     model_type, problem = _model_type(Path(config.model.model))
-    if problem is None and config.launch.server == "swift" and model_type not in SWIFT_MODEL_TYPES:
+    if problem is None and config.launch.server == "swift" and model_type != SWIFT_MODEL_TYPE:
         problem = foreign_to_swift(model_type)
     return Check("model.model", f"{config.model.model} ({model_type or 'no checkpoint'})", problem)
 

@@ -1,7 +1,8 @@
 """Process trees on Linux: adopt orphans, find every descendant, end them all.
 
 A launched program starts programs of its own, some in new sessions, some renamed, some orphaned when their parent is
-killed. A *subreaper* becomes the parent of all of those orphans, so nothing that it started leaves its tree.
+killed. A *subreaper* becomes the parent of all of those orphans, so nothing that it started leaves its tree. psutil
+reads the tree; the two requests to the kernel have no library.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import signal
 import sys
 import time
 from collections.abc import Iterable
-from pathlib import Path
+from contextlib import suppress
+
+import psutil
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -32,17 +35,8 @@ def die_with_parent() -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    """Every living process below ``pid``, children before grandchildren."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and (parent := _living_parent(entry)) is not None:
-            children.setdefault(parent, []).append(int(entry.name))
-    found, queue = [], [pid]
-    while queue:
-        below = children.get(queue.pop(0), [])
-        found += below
-        queue += below
-    return found
+    """Every living process below ``pid``, each behind its parent."""
+    return _living_below(pid, recursive=True)
 
 
 def end_descendants(grace_s: float) -> list[int]:
@@ -55,7 +49,7 @@ def end_descendants(grace_s: float) -> list[int]:
     asked: set[int] = set()
     deadline = time.monotonic() + grace_s
     while descendants(own) and time.monotonic() < deadline:
-        children = set(_children(own))
+        children = set(_living_below(own, recursive=False))
         _signal(children - asked, signal.SIGTERM)
         asked |= children
         reap()
@@ -87,9 +81,14 @@ def exit_code(returncode: int) -> int:
     return 128 - returncode if returncode < 0 else returncode
 
 
-def _children(pid: int) -> list[int]:
-    entries = (entry for entry in Path("/proc").iterdir() if entry.name.isdigit())
-    return [int(entry.name) for entry in entries if _living_parent(entry) == pid]
+def _living_below(pid: int, *, recursive: bool) -> list[int]:
+    living = []
+    with suppress(psutil.NoSuchProcess):  # it has just ended, and what was below it is somebody else's
+        for process in psutil.Process(pid).children(recursive):
+            with suppress(psutil.NoSuchProcess):
+                if process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+                    living.append(process.pid)
+    return living
 
 
 def _signal(pids: Iterable[int], number: signal.Signals) -> None:
@@ -98,14 +97,6 @@ def _signal(pids: Iterable[int], number: signal.Signals) -> None:
             os.kill(pid, number)
         except ProcessLookupError:
             continue
-
-
-def _living_parent(entry: Path) -> int | None:
-    try:
-        state, parent = (entry / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[:2]
-    except (OSError, ValueError):
-        return None  # it has just ended
-    return None if state in "ZX" else int(parent)
 
 
 def _prctl(option: int, argument: int) -> None:

@@ -136,6 +136,7 @@ class Supervisor:
             server.base_url,
             server.group_port,
             timeout_s=PROBE_S,
+            infer_timeout_s=PROBE_S,  # nothing is asked of it
             api_key=api_key_from_environment(self.plan.api_key_env),
         )
         try:

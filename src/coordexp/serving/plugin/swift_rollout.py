@@ -6,10 +6,12 @@ extension), and of its HTTP endpoints those that would answer 200 whatever happe
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import multiprocessing
 import os
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -21,9 +23,10 @@ from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest, Roll
 from swift.pipelines.infer import rollout as swift_rollout
 
 from coordexp.errors import RolloutError
+from coordexp.serving.plugin.swift_progress import OneAtATime, ProgressPage, noted
 from coordexp.serving.plugin.swift_seeds import seeded_by_place
 from coordexp.vllm_engine import worker
-from coordexp.vllm_engine.arguments import EXTENSION, KNOWN_TOKENS_PROCESSOR
+from coordexp.vllm_engine.arguments import EXTENSION, KNOWN_TOKENS_PROCESSOR, with_guard
 from coordexp.vllm_engine.compatibility import SWIFT_ROLLOUT, check_upstream, versions
 from coordexp.vllm_engine.cpu import (
     CPU_EXECUTOR,
@@ -32,7 +35,7 @@ from coordexp.vllm_engine.cpu import (
     complete_environment,
     has_gpu,
 )
-from coordexp.vllm_engine.guard_activation import GUARD_PROCESSOR, REQUEST_KEY, activated_config, check_guard
+from coordexp.vllm_engine.guard_activation import REQUEST_KEY, activated_config, check_guard
 from coordexp.vllm_engine.known_tokens import check_known_tokens
 from coordexp.vllm_engine.lifetime import own_engines
 from coordexp.weight_sync.stamp import WeightStamp
@@ -61,16 +64,20 @@ class CoordExpVllmEngine(GRPOVllmEngine):
         self._stamp = WeightStamp()
         engine_kwargs = dict(engine_kwargs or {})
         engine_kwargs["worker_extension_cls"] = EXTENSION
-        ours = [KNOWN_TOKENS_PROCESSOR] + [GUARD_PROCESSOR] * (self._guard is not None)
-        engine_kwargs["logits_processors"] = [*(engine_kwargs.get("logits_processors") or []), *ours]
+        engine_kwargs["logits_processors"] = [*(engine_kwargs.get("logits_processors") or []), KNOWN_TOKENS_PROCESSOR]
+        if self._guard is not None:
+            engine_kwargs = with_guard(engine_kwargs)
         if not has_gpu():
             kwargs["distributed_executor_backend"] = CPU_EXECUTOR
         super().__init__(*args, engine_kwargs=engine_kwargs, **kwargs)
+        engine: Any = self.engine
+        engine.step = noted(engine.step, int(os.environ.get("SWIFT_ROLLOUT_DP_RANK", "0")))
         workers = self.coordexp_status()
         check_guard(workers, self._guard)
         check_known_tokens(workers)
 
     def infer(self, *args: Any, **kwargs: Any) -> list[RolloutOutput]:
+        """ms-swift's answers, each in an envelope that says which weights answered and whether the guard ended it."""
         outputs = super().infer(*args, **kwargs)
         ids = [str(one.response.id) for one in outputs]
         ended: set[str] = set()
@@ -138,16 +145,19 @@ def _outcome(act: Callable[[], Any]) -> dict[str, Any]:
 
 
 class JoinRequest(BaseModel):
-    """ms-swift's request, and two optional fields more."""
+    """ms-swift's request, and three optional fields more."""
 
     host: str
     port: int
     world_size: int
     first_rank: int | None = None
     timeout_s: float | None = None
+    token: str = Field(default="", repr=False)
 
 
 class CommitRequest(BaseModel):
+    """The end of a push; without a version the worker counts on from its own."""
+
     weight_version: int | None = None
     learner_id: str | None = None
     wants_checksum: bool = False
@@ -160,16 +170,20 @@ class CoordExpEndpoints:
     app: Any
     connections: list[Any]
     processes: list[Any]
+    coordexp_progress: ProgressPage
+    coordexp_busy: dict[int, float]  # workers that have something to answer, and since when
     _require_api_key: Any
 
-    async def health(self) -> dict[str, str]:
+    async def health(self) -> dict[str, Any]:
+        """200 while every rollout worker lives, else 503."""
         dead = [index for index, process in enumerate(self.processes) if not process.is_alive()]
         if dead:
             raise HTTPException(503, f"rollout workers {dead} have died; see the server's log")
-        return {"status": "ok"}
+        return {"status": "ok", **_progress(self)}
 
     async def status(self) -> dict[str, Any]:
-        asked = _ask(self.connections, "coordexp_status", [{}] * len(self.connections))
+        """What the server is, and each worker's state."""
+        asked = await _ask(self.connections, "coordexp_status", [{}] * len(self.connections))
         workers = [one for statuses in asked for one in statuses]
         return {
             "server": "swift rollout",
@@ -180,6 +194,7 @@ class CoordExpEndpoints:
             "weight_checksum": workers[0]["checksum"],
             "push_open": any(one["push_open"] for one in workers),
             "broken": next((one["failure"] for one in workers if one["failure"] is not None), None),
+            **_progress(self),
             "repeat_terminate": workers[0]["repeat_terminate"],
             "versions": versions(),
             "workers": workers,
@@ -192,9 +207,9 @@ class CoordExpEndpoints:
         *,
         use_tqdm: bool | None = None,
     ) -> list[RolloutOutput]:
-        """ms-swift's own, but for three things: a worker's error reaches the client; a worker that has nothing to
-        answer is left alone (ms-swift lets it answer a placeholder, at full length); and request i has the call's
-        seed + i, whichever worker answers it."""
+        """ms-swift's own, but for four things: a worker's error reaches the client; a worker that has nothing to
+        answer is left alone (ms-swift lets it answer a placeholder, at full length); request i has the call's
+        seed + i, whichever worker answers it; and ``/health/`` tells meanwhile how the workers get on."""
         chunks = swift_rollout.chunk_list(infer_requests, len(self.connections))
         busy = [(connection, chunk) for connection, chunk in zip(self.connections, chunks, strict=True) if chunk]
         configs = seeded_by_place(request_config, [len(chunk) for _, chunk in busy])
@@ -202,7 +217,11 @@ class CoordExpEndpoints:
             {"infer_requests": chunk, "request_config": config, "use_tqdm": use_tqdm}
             for (_, chunk), config in zip(busy, configs, strict=True)
         ]
-        replies = _results(_ask([connection for connection, _ in busy], "coordexp_infer", arguments))
+        self.coordexp_busy = dict.fromkeys(range(len(busy)), time.monotonic())  # the first ones: chunk_list fills them
+        try:
+            replies = _results(await _ask([connection for connection, _ in busy], "coordexp_infer", arguments))
+        finally:
+            self.coordexp_busy = {}
         return [output for part in replies for output in part]
 
     async def init_communicator(self, request: JoinRequest) -> dict[str, str]:
@@ -218,15 +237,17 @@ class CoordExpEndpoints:
                 "world_size": world_size,
                 "first_rank": first + index * per_engine,
                 "timeout_s": request.timeout_s,
+                "token": request.token,
             }
             for index in range(len(self.connections))
         ]
-        _results(_ask(self.connections, "coordexp_call", arguments))
+        _results(await _ask(self.connections, "coordexp_call", arguments))
         return {"message": "communicator open"}
 
     async def process_weights_after_loading(self, request: CommitRequest | None = None) -> dict[str, Any]:
+        """Commit the push in every worker; their reports."""
         commit = (request or CommitRequest()).model_dump()
-        replies = _ask(self.connections, "coordexp_commit", [commit] * len(self.connections))
+        replies = await _ask(self.connections, "coordexp_commit", [commit] * len(self.connections))
         return {"message": "weights committed", "reports": [one for part in _results(replies) for one in part]}
 
 
@@ -265,12 +286,16 @@ def _install_endpoints(server: Any) -> None:
         if asked is not None and asked != self.args.port:
             raise RolloutError(f"port {asked} is taken; ms-swift would listen on {self.args.port}, where nobody looks")
         self.args.api_key = self.args.api_key or os.environ.get(SERVER_API_KEY)
+        self.coordexp_progress = ProgressPage.create(self.num_connections)
+        self.coordexp_busy = {}
         register(self)
+        self.app.add_middleware(OneAtATime)
         self.app.get("/status/", dependencies=[Depends(self._require_api_key())])(self.status)
 
     @asynccontextmanager
     async def lifespan_ours(self: Any, app: Any) -> AsyncIterator[None]:
         async with lifespan(self, app):
+            self.coordexp_progress.forget_name()
             yield
             for connection, process in zip(self.connections, self.processes, strict=True):
                 if process.is_alive():
@@ -302,9 +327,17 @@ def _asked_port(argv: Sequence[str]) -> int | None:
     return None
 
 
-def _ask(connections: Sequence[Any], method: str, arguments: Sequence[dict[str, Any]]) -> list[Any]:
-    """Call ``method`` of these workers' engines. Like ms-swift's own endpoints it does not yield to the event loop, so
-    that no answer is taken for that of another request."""
+def _progress(server: Any) -> dict[str, Any]:
+    page: ProgressPage = server.coordexp_progress
+    return {"engine_silent_s": round(page.silent_s(server.coordexp_busy), 1), "num_steps": page.num_steps()}
+
+
+async def _ask(connections: Sequence[Any], method: str, arguments: Sequence[dict[str, Any]]) -> list[Any]:
+    """Call ``method`` of these workers' engines; :class:`OneAtATime` keeps answers to other requests apart."""
+    return await asyncio.to_thread(_ask_and_wait, connections, method, arguments)
+
+
+def _ask_and_wait(connections: Sequence[Any], method: str, arguments: Sequence[dict[str, Any]]) -> list[Any]:
     for connection, kwargs in zip(connections, arguments, strict=True):
         connection.send({"type": "call", "method": method, "kwargs": kwargs})
     try:

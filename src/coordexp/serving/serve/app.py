@@ -81,11 +81,12 @@ def _add_generation(app: FastAPI, server: RolloutServer) -> None:
             await server.engines.check_health()
         except Exception as error:  # whatever vLLM raises, the probe gets to know it
             return JSONResponse({"status": "dead", "error": f"{type(error).__name__}: {error}"}, 503)
-        silent_s = server.heartbeat.silent_s
-        said = {"status": "ok", "engine_silent_s": round(silent_s, 1)}
-        if silent_s > STALLED_S and not server.lock.updating:
+        heartbeat = server.heartbeat
+        said = {"status": "ok", **heartbeat.report()}
+        still_s = max(heartbeat.silent_s, heartbeat.tokenless_s)
+        if still_s > STALLED_S and not server.lock.updating:
             return JSONResponse(
-                {**said, "status": "stalled", "error": f"an engine has not stirred for {silent_s:.0f} s"}, 503
+                {**said, "status": "stalled", "error": f"an engine has not got on for {still_s:.0f} s"}, 503
             )
         return said
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import re
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -18,14 +17,11 @@ from coordexp.vllm_engine.arguments import own_arguments
 from coordexp.vllm_engine.cpu import CPU_EXECUTOR
 from coordexp.vllm_engine.guard_activation import REQUEST_KEY, activated_config, check_guard
 from coordexp.vllm_engine.known_tokens import check_known_tokens
-from coordexp.vllm_engine.worker import ADAPTER_ID, ADAPTER_NAME, ADAPTER_PATH
+from coordexp.vllm_engine.worker import ADAPTER_ID, ADAPTER_NAME, ADAPTER_PATH, CALL, FAILURE, RESULT
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 RPC_S = 60.0
-_WORKER_ERROR = re.compile(
-    r"Worker failed with error ['\"](?P<message>.*)['\"], please check the stack trace", re.DOTALL
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +81,10 @@ class EngineGroup:
         """Number of workers, all engines together."""
         return len(self.engines) * self.tensor_parallel_size
 
+    def is_answering(self, index: int) -> bool:
+        """Whether engine ``index`` has something to answer."""
+        return self._num_answering[index] > 0
+
     async def workers(
         self,
         method: str,
@@ -99,14 +99,17 @@ class EngineGroup:
             args_of: arguments by engine index, instead of the same for all.
 
         Raises:
-            RolloutError: an engine did not answer in time. What a worker raised arrives as vLLM passes it on.
+            RolloutError: an engine did not answer in time, or a worker failed: what the first of them said.
         """
         calls = [
-            engine.collective_rpc(method, args=tuple(args if args_of is None else args_of(index)))
+            engine.collective_rpc(CALL, args=(method, list(args if args_of is None else args_of(index))))
             for index, engine in enumerate(self.engines)
         ]
-        answers = await self._all(method, calls, timeout_s)
-        return [result for of_engine in answers for result in of_engine]
+        answers = [one for of_engine in await self._all(method, calls, timeout_s) for one in of_engine]
+        for answer in answers:
+            if FAILURE in answer:
+                raise RolloutError(answer[FAILURE])
+        return [answer[RESULT] for answer in answers]
 
     async def answer(self, prompt: Mapping[str, Any], sampling: Mapping[str, Any], adapted: bool) -> Completion:
         """Generate one answer on the engine that has fewest to give; cancelling it aborts the request there.
@@ -189,12 +192,3 @@ class EngineGroup:
             return list(await asyncio.wait_for(asyncio.gather(*calls), timeout_s))
         except TimeoutError as error:
             raise RolloutError(f"{what}: an engine did not answer within {timeout_s:g} s") from error
-        except Exception as error:
-            # vLLM wraps what a worker raised in sentences of its own, as a plain Exception.
-            if (told := _WORKER_ERROR.search(str(error))) is None:
-                raise
-            said = told["message"].strip() or (
-                "a worker failed without saying why, as vLLM does where sizes do not fit: is this the learner's model?"
-            )
-            logger.warning("%s: %s", what, error)
-            raise RolloutError(said) from error

@@ -23,17 +23,20 @@ from coordexp.weight_sync.stamp import WeightStamp
 Result = TypeVar("Result")
 MAX_WAIT_S = 3600.0
 MAX_LEARNER_ID = 64
+MAX_TOKEN = 128
 DECODED_AT_ONCE = 2  # calls whose images are decoded at a time: each may hold large ones
 
 
 class GroupRequest(BaseModel):
-    """Where to meet a learner. ``host`` is ms-swift's; this server listens on its own address."""
+    """Where to meet a learner. ``host`` is ms-swift's; this server listens on its own address. ``token``: what it shall
+    ask of whoever comes there."""
 
     host: str = ""
     port: int = Field(ge=1, le=65535)
     world_size: int = Field(ge=2)
     first_rank: int = 0
     timeout_s: float = Field(default=120.0, gt=0, le=MAX_WAIT_S)
+    token: str = Field(default="", max_length=MAX_TOKEN, repr=False)
 
 
 class CommitRequest(BaseModel):
@@ -51,7 +54,7 @@ class RolloutServer:
         self.options = options
         self.engines = engines
         self.lock = WeightLock(options.push_wait_s)
-        self.heartbeat = Heartbeat(engines.engines)
+        self.heartbeat = Heartbeat(engines.engines, engines.is_answering)
         self._prompts = prompts
         self._decoding = asyncio.Semaphore(DECODED_AT_ONCE)
         self._group_open = False
@@ -61,6 +64,11 @@ class RolloutServer:
         self._push_is_adapter = False
 
     async def infer(self, requests: list[InferRequest], config: RequestConfig) -> list[dict[str, Any]]:
+        """One answer per request, in their order, all from the same weights; a push waits until they are given.
+
+        Raises:
+            RequestRefused: too many requests, or one that cannot be answered.
+        """
         if len(requests) > MAX_REQUESTS:
             raise RequestRefused(413, f"{len(requests)} requests in one call; at most {MAX_REQUESTS}")
         async with self.lock.answering() as stamp:
@@ -85,6 +93,11 @@ class RolloutServer:
         ]
 
     async def open_group(self, request: GroupRequest) -> None:
+        """Let all workers join the learner's weight group; a group before it is left.
+
+        Raises:
+            RequestRefused: not this server's port or number of workers. RolloutError: they did not meet in time.
+        """
         if request.port != self.options.group_port:
             raise RequestRefused(400, f"this server's group_port is {self.options.group_port}, not {request.port}")
         if request.world_size != self.engines.world_size + 1:
@@ -104,12 +117,14 @@ class RolloutServer:
                     request.world_size,
                     index * self.engines.tensor_parallel_size,
                     request.timeout_s,
+                    request.token,
                 ),
                 timeout_s=request.timeout_s + 30,
             )
             self._group_open = True
 
     async def close_group(self) -> None:
+        """Let all workers leave the group; a push under way has failed."""
         async with self._group_lock:
             self.lock.fail("the learner left in the middle of a push")
             self._group_open = False
@@ -127,6 +142,11 @@ class RolloutServer:
             await self._or_broken(self.engines.workers(method, args, timeout_s=self._timeout_s + 30))
 
     async def commit(self, request: CommitRequest) -> list[dict[str, Any]]:
+        """End the push: from now on answers come from these weights. Each worker's report.
+
+        Raises:
+            RequestRefused: no push is under way. RolloutError: a worker did not get all of them.
+        """
         async with self._group_lock:
             if not self.lock.updating:
                 raise RequestRefused(409, f"no push is under way{self._broken_clause()}")
@@ -145,6 +165,7 @@ class RolloutServer:
             return reports
 
     async def status(self) -> dict[str, Any]:
+        """What the server is, which weights it has, and each worker's state."""
         workers = await self.engines.workers("coordexp_status")
         return {
             "server": "coordexp serve",
@@ -156,7 +177,7 @@ class RolloutServer:
             "weight_checksum": workers[0]["checksum"],
             "push_open": self.lock.updating,
             "broken": self.lock.broken,
-            "engine_silent_s": round(self.heartbeat.silent_s, 1),
+            **self.heartbeat.report(),
             "adapter": self._adapted,
             "num_answering": self.lock.num_answering,
             "repeat_terminate": workers[0]["repeat_terminate"],

@@ -1,4 +1,4 @@
-"""``deepspeed`` and ``fsdp``: how the learner's weights and optimizer are spread over processes."""
+"""Processes of a run: ``deepspeed`` and ``fsdp`` spread the learner over several, ``launch`` starts all of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainValidator
 
-from coordexp.config.strict import ListOf, StrictModel
+from coordexp.config.strict import FilePath, ListOf, StrictModel
 
 
 def _file_or_mapping(value: object) -> str | dict[str, Any] | None:
@@ -44,4 +44,22 @@ class FSDPConfig(StrictModel):
     )
     state_dict_type: Literal["FULL_STATE_DICT", "SHARDED_STATE_DICT"] = Field(
         default="FULL_STATE_DICT", description="how checkpoints are written: gathered into one, or shard by shard"
+    )
+
+
+class LaunchConfig(StrictModel):
+    """The servers of ``rollout_matching.vllm.server.servers`` and the learner, on one machine."""
+
+    server: Literal["coordexp", "swift"] = Field(
+        default="coordexp", description="the program behind each server: 'coordexp serve' or 'swift rollout'"
+    )
+    server_devices: ListOf[ListOf[int]] = Field(
+        default=(), description="devices of each server, in the order of servers[]; [] runs them on the CPU"
+    )
+    learner_devices: ListOf[int] = Field(
+        default=(), description="devices of the learner, one process each; [] runs one process on the CPU"
+    )
+    wait_s: float = Field(default=900.0, gt=0, description="seconds that servers may take to start")
+    log_dir: FilePath | None = Field(
+        default=None, description="folder of one log file per process; null = logs in training.output_dir"
     )

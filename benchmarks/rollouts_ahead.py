@@ -1,0 +1,181 @@
+"""What does `rollout_matching.rollouts_ahead: 1` save? Needs vLLM and two cores.
+
+Trains the demo's stage-2 configuration on answers of a real `coordexp serve`, without and with looking ahead, in one
+run. The server is pinned to one core and the learner to another, as if each had a device of its own. No step can be
+shorter than the longer of its rollouts and its learning; the last column says how far above that it lies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import yaml
+from reporting import machine, parser, positive, print_machine, set_threads, write_json
+from rich.console import Console
+from rich.table import Table
+from step import checkpoint_or_tiny, timed_steps
+from weight_push import TIMEOUT_S, free_ports
+
+from coordexp.extras import require
+from coordexp.servers.client import ServerClient
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    flags = parser(__doc__)
+    flags.add_argument("--steps", type=positive, default=10, help="measured optimizer steps of each way [10]")
+    flags.add_argument("--warmup", type=positive, default=2, help="steps before them that are not counted [2]")
+    flags.add_argument("--batch", type=positive, default=16, help="samples per step [16]")
+    flags.add_argument("--max-new-tokens", type=positive, default=256, help="longest answer [256]")
+    flags.add_argument("--model", type=Path, help="checkpoint [checkpoints/demo-stage1, else a random tiny one]")
+    options = flags.parse_args(argv)
+    require("vllm", "this benchmark")
+    threads, where, console = set_threads(options.threads or 1), machine(), Console()
+    cores = sorted(os.sched_getaffinity(0))
+    server_core, learner_core = cores[0], cores[-1]
+    with tempfile.TemporaryDirectory(prefix="coordexp-ahead-") as name:
+        folder = Path(name)
+        model, origin = checkpoint_or_tiny(options.model, folder)
+        settings = {**vars(options), "threads": threads, "model": origin, "cores": [server_core, learner_core]}
+        print_machine(console, where, **{key: value for key, value in settings.items() if key != "json"})
+        config = _config(folder, model, options)
+        with _pinned(server_core), _serving(folder, config), _pinned(learner_core):
+            results = {str(ahead): _measure(config, ahead, options) for ahead in (0, 1)}
+    console.print(_table(results))
+    ratio = results["0"]["step_s"] / results["1"]["step_s"]
+    console.print(f"looking ahead: {ratio:.2f} x as many steps in the same time", highlight=False)
+    write_json(options.json, "rollouts_ahead", where, settings, {**results, "speedup": ratio})
+
+
+def _measure(config: Any, ahead: int, options: argparse.Namespace) -> dict[str, float]:
+    """Medians of the measured steps; ``learning`` is all of a step but its push and its waiting."""
+    run = config.model_copy(
+        update={
+            "rollout_matching": config.rollout_matching.model_copy(update={"rollouts_ahead": ahead}),
+            "training": config.training.model_copy(
+                update={"output_dir": config.training.output_dir.with_name(f"ahead{ahead}")}
+            ),
+        }
+    )
+    # The last step asks for nothing: it is not a step like the others.
+    steps = timed_steps(run)[options.warmup : -1]
+    medians = {
+        "step_s": statistics.median(marks["step"] for _, marks in steps),
+        "rollout_s": statistics.median(line["time/rollout_s"] for line, _ in steps),
+        "push_s": statistics.median(line["time/weight_sync_s"] for line, _ in steps),
+        "wait_s": statistics.median(line["time/rollout_wait_s"] for line, _ in steps),
+        "learning_s": statistics.median(
+            marks["step"] - line["time/weight_sync_s"] - line["time/rollout_wait_s"] for line, marks in steps
+        ),
+        "staleness_steps": max(line["rollout/staleness_steps"] for line, _ in steps),
+    }
+    return {**medians, "ratio": medians["step_s"] / max(medians["rollout_s"], medians["learning_s"])}
+
+
+def _table(results: dict[str, dict[str, float]]) -> Table:
+    table = Table(
+        "rollouts_ahead", "step s", "rollout s", "learning s", "push s", "waited s", "step / max(rollout, learning)"
+    )
+    for ahead, row in results.items():
+        names = ("step_s", "rollout_s", "learning_s", "push_s", "wait_s", "ratio")
+        table.add_row(ahead, *(f"{row[name]:.3f}" for name in names))
+    return table
+
+
+def _config(folder: Path, model: Path, options: argparse.Namespace) -> Any:
+    from coordexp.assets import asset
+    from coordexp.config import load_config
+    from coordexp.data.scenes import DENSE, write_scenes
+
+    steps = options.warmup + options.steps + 1
+    http_port, group_port = free_ports(2)
+    server = {"base_url": f"http://127.0.0.1:{http_port}", "group_port": group_port}
+    return load_config(
+        asset("configs/demo/stage2.yaml"),
+        {
+            "model.model": str(model),
+            "custom.train_jsonl": str(write_scenes(folder / "scenes", min(256, options.batch * steps), DENSE, seed=7)),
+            "custom.val_jsonl": None,
+            "training.output_dir": str(folder / "run"),
+            "training.max_steps": steps,
+            "training.per_device_train_batch_size": options.batch,
+            "training.logging_steps": 1,
+            "training.save_strategy": "no",
+            "training.report_to": [],
+            "training.resume_from_checkpoint": None,
+            "training.use_cpu": True,
+            "training.packing_min_fill_ratio": 0.01,
+            # Every sample of a step fits its row, so that each step trains on what was answered for it.
+            "global_max_length": options.batch * (options.max_new_tokens + 512),
+            "rollout_matching.rollout_backend": "vllm",
+            "rollout_matching.decode_batch_size": options.batch,
+            "rollout_matching.max_new_tokens": options.max_new_tokens,
+            "rollout_matching.vllm": {
+                "mode": "server",
+                "tensor_parallel_size": 1,
+                "enforce_eager": True,
+                "max_num_seqs": options.batch,
+                "server": {"servers": [server], "timeout_s": TIMEOUT_S},
+                "sync": {"timeout_s": TIMEOUT_S},
+            },
+        },
+    )
+
+
+@contextmanager
+def _pinned(core: int) -> Iterator[None]:
+    """This thread, and every process and thread that it starts, on one core."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {core})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+@contextmanager
+def _serving(folder: Path, config: Any) -> Iterator[None]:
+    """A `coordexp serve` process for this configuration."""
+    path, log = folder / "serve.yaml", folder / "serve.log"
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True)), encoding="utf-8")
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "passive",
+        "HF_HUB_OFFLINE": "1",
+    }
+    command = [sys.executable, "-m", "coordexp", "serve", "--config", str(path)]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+    entry = config.rollout_matching.vllm.server.servers[0]
+    client = ServerClient(
+        entry.base_url, entry.group_port, timeout_s=TIMEOUT_S, infer_timeout_s=TIMEOUT_S, api_key=None
+    )
+    try:
+        client.wait_until_healthy()
+        yield
+    except BaseException:
+        sys.stderr.write(log.read_text(errors="replace")[-4000:])
+        raise
+    finally:
+        client.close()
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(30)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

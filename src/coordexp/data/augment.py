@@ -1,0 +1,157 @@
+"""Random views of an image with its objects: windows, mirror images, other colours. Torch-free.
+
+A view shows a window of the image at the image's own size, so a sample keeps its number of tokens. What a view is
+follows from (seed, epoch, index) alone: workers, ranks and a resumed run see the same.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from PIL import Image, ImageEnhance
+
+from coordexp.config.data import AugmentConfig
+from coordexp.records import NUM_BINS, GTObject
+
+LEFT_OUT = "augment_left_out"
+"""The key of a view's metadata that counts its objects of which too little is left."""
+_LAST = NUM_BINS - 1
+_GREY = (114, 114, 114)  # beyond the image's edge
+_Point = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """One way to look at an image. ``window``: left, top, right, bottom in shares of its sides; beyond 0 and 1 lies
+    grey. ``brightness``, ``contrast``, ``saturation``: factors, 1 changes nothing."""
+
+    window: tuple[float, float, float, float] = (0.0, 0.0, 1.0, 1.0)
+    mirrored: bool = False
+    upside_down: bool = False
+    brightness: float = 1.0
+    contrast: float = 1.0
+    saturation: float = 1.0
+
+    def image(self, image: Image.Image) -> Image.Image:
+        """The view of an RGB image; of the same size."""
+        width, height = image.size
+        shown = image
+        if self.window != (0.0, 0.0, 1.0, 1.0):
+            left, top, right, bottom = self.window
+            data = ((right - left), 0, left * width, 0, (bottom - top), top * height)
+            shown = _reduced(shown, max(right - left, bottom - top)).transform(
+                image.size, Image.Transform.AFFINE, _scaled(data, shown.size, self.window),
+                Image.Resampling.BICUBIC, fillcolor=_GREY,
+            )  # fmt: skip
+        if self.mirrored:
+            shown = shown.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        if self.upside_down:
+            shown = shown.transpose(Image.Transpose.FLIP_TOP_BOTTOM)
+        for enhance, factor in (
+            (ImageEnhance.Brightness, self.brightness),
+            (ImageEnhance.Contrast, self.contrast),
+            (ImageEnhance.Color, self.saturation),
+        ):
+            if factor != 1.0:
+                shown = enhance(shown).enhance(factor)
+        return shown
+
+    def objects(self, objects: Sequence[GTObject], min_visible: float) -> tuple[list[GTObject], int]:
+        """The objects as the view shows them, and how many are left out: less than ``min_visible`` of their area is in
+        the window, or nothing of it on the grid."""
+        found = [seen for obj in objects if (seen := self._object(obj, min_visible)) is not None]
+        return found, len(objects) - len(found)
+
+    def _object(self, obj: GTObject, min_visible: float) -> GTObject | None:
+        points = [self._place(x, y) for x, y in zip(obj.bins[0::2], obj.bins[1::2], strict=True)]
+        if obj.kind == "bbox_2d":
+            (xa, ya), (xb, yb) = points
+            x1, y1, x2, y2 = min(xa, xb), min(ya, yb), max(xa, xb), max(ya, yb)
+            ring = [(x1, y1), (x2, y1), (x2, y2), (x1, y2)]
+        else:
+            ring = points
+        inside = clip_ring(ring)
+        if not inside:
+            return None
+        whole, visible = ring_area(ring), ring_area(inside)
+        if visible < min_visible * whole or (visible == 0 and inside != ring):
+            return None
+        if obj.kind == "bbox_2d":
+            xs, ys = [x for x, _ in inside], [y for _, y in inside]
+            return replace(obj, bins=tuple(round(v * _LAST) for v in (min(xs), min(ys), max(xs), max(ys))))
+        bins = _canonical([(round(x * _LAST), round(y * _LAST)) for x, y in inside])
+        return None if len(bins) < 6 else replace(obj, bins=bins)
+
+    def _place(self, x: int, y: int) -> _Point:
+        left, top, right, bottom = self.window
+        u, v = (x / _LAST - left) / (right - left), (y / _LAST - top) / (bottom - top)
+        return (1 - u if self.mirrored else u), (1 - v if self.upside_down else v)
+
+
+def draw_view(config: AugmentConfig, seed: int, epoch: int, index: int) -> View:
+    """The view of sample ``index`` in an epoch. Every number is drawn whether it is used or not, so that switching one
+    part on changes none of the others."""
+    rng = random.Random(f"augment:{seed}:{epoch}:{index}")
+    mirrored, upside_down = rng.random() < config.horizontal_flip, rng.random() < config.vertical_flip
+    scale = config.scale[0] * (config.scale[1] / config.scale[0]) ** rng.random()  # as likely twice as half
+    width, height = (config.crop + (1 - config.crop) * rng.random() for _ in range(2))
+    width, height = width / scale, height / scale
+    left, top = ((1 - side) * rng.random() for side in (width, height))
+    brightness, contrast, saturation = (1 + config.colour * (2 * rng.random() - 1) for _ in range(3))
+    return View((left, top, left + width, top + height), mirrored, upside_down, brightness, contrast, saturation)
+
+
+def clip_ring(ring: Sequence[_Point]) -> list[_Point]:
+    """The part of a ring inside the unit square, side by side (Sutherland and Hodgman); empty where nothing is. Parts
+    of a ring that leaves and comes back are joined along the edge."""
+    found = list(ring)
+    for axis, bound, sign in ((0, 0.0, 1), (0, 1.0, -1), (1, 0.0, 1), (1, 1.0, -1)):
+        points, found = found, []
+        for at, point in enumerate(points):
+            before = points[at - 1]
+            is_in, was_in = sign * (point[axis] - bound) >= 0, sign * (before[axis] - bound) >= 0
+            if is_in != was_in:
+                share = (bound - before[axis]) / (point[axis] - before[axis])
+                other = before[1 - axis] + share * (point[1 - axis] - before[1 - axis])
+                found.append((bound, other) if axis == 0 else (other, bound))
+            if is_in:
+                found.append(point)
+    return found
+
+
+def ring_area(ring: Sequence[_Point]) -> float:
+    """Enclosed by the ring, in squares of its unit."""
+    return abs(sum(ring[k - 1][0] * y - x * ring[k - 1][1] for k, (x, y) in enumerate(ring))) / 2
+
+
+def _canonical(points: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+    """As converters write a ring: no repeated neighbours, clockwise, from the top-most (then left-most) point."""
+    ring = [point for at, point in enumerate(points) if point != points[at - 1]]
+    if len(ring) < 3:
+        return ()
+    if sum(ring[k - 1][0] * y - x * ring[k - 1][1] for k, (x, y) in enumerate(ring)) < 0:
+        ring.reverse()
+    start = min(range(len(ring)), key=lambda at: (ring[at][1], ring[at][0]))
+    return tuple(value for point in ring[start:] + ring[:start] for value in point)
+
+
+def _reduced(image: Image.Image, share: float) -> Image.Image:
+    """Smaller where the view shrinks it, for an affine map looks at few pixels and would skip some."""
+    if share <= 1:
+        return image
+    size = max(1, round(image.width / share)), max(1, round(image.height / share))
+    return image.resize(size, Image.Resampling.BICUBIC)
+
+
+def _scaled(
+    data: tuple[float, ...], size: tuple[int, int], window: tuple[float, float, float, float]
+) -> tuple[float, ...]:
+    """The map from the view's pixels to those of the image that :func:`_reduced` gives."""
+    share = max(window[2] - window[0], window[3] - window[1])
+    if share <= 1:
+        return data
+    across, down = max(1, round(size[0] / share)) / size[0], max(1, round(size[1] / share)) / size[1]
+    a, b, c, d, e, f = data
+    return (a * across, b * across, c * across, d * down, e * down, f * down)

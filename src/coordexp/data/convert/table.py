@@ -1,0 +1,154 @@
+"""CSV (one box a line) → JSONL: TensorFlow's and Roboflow's columns, our own exports', or any with the names below."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+
+from coordexp.data.convert.assemble import Progress, assemble
+from coordexp.data.convert.prepare import ImageOptions
+from coordexp.data.convert.report import ConversionReport, SkipReason
+from coordexp.data.convert.sources import (
+    ShapeGeometry,
+    SourceImage,
+    SourceObject,
+    bounds,
+    check_folder,
+    check_geometry,
+    corners,
+    declared_size,
+    finite_numbers,
+    read_text,
+    unsafe_file_name,
+    with_slashes,
+)
+from coordexp.errors import DataError
+
+ROBOFLOW = "_annotations.csv"
+# What a column means, by the names that it goes by.
+COLUMNS: Mapping[str, tuple[str, ...]] = {
+    "image": ("image", "filename", "file_name", "file", "path", "image_path", "image_name"),
+    "name": ("name", "class", "label", "category", "class_name", "label_name"),
+    "x1": ("x1", "xmin", "x_min", "left"),
+    "y1": ("y1", "ymin", "y_min", "top"),
+    "x2": ("x2", "xmax", "x_max", "right"),
+    "y2": ("y2", "ymax", "y_max", "bottom"),
+}
+_OPTIONAL: Mapping[str, tuple[str, ...]] = {
+    "width": ("width", "image_width"),
+    "height": ("height", "image_height"),
+    "polygon": ("polygon",),
+}
+
+
+def convert_csv(
+    table: str | Path,
+    out_dir: str | Path,
+    *,
+    images_dir: str | Path | None = None,
+    geometry: ShapeGeometry = "as_annotated",
+    name: str | None = None,
+    options: ImageOptions = ImageOptions(),  # noqa: B008 - frozen
+    progress: Progress | None = None,
+) -> ConversionReport:
+    """Convert a CSV with a header to ``out_dir/{name}.jsonl`` with its images in ``out_dir/images/{name}/``.
+
+    A line is one object: image, name, and corners in pixels from 0 (:data:`COLUMNS`); ``width`` and ``height`` of the
+    image and a ``polygon`` of ``x y`` pairs where there are such columns. A line whose name and corners are all empty
+    says that its image has no objects. Separators are commas, semicolons or tabs.
+
+    Args:
+        table: the file, or a folder with Roboflow's ``_annotations.csv``.
+        images_dir: the folder that image names start in; None: the table's own.
+
+    Raises:
+        DataError: no header with these columns, or nothing usable.
+    """
+    path = Path(table) / ROBOFLOW if Path(table).is_dir() else Path(table)
+    check_geometry(geometry, ShapeGeometry)
+    folder = path.parent if images_dir is None else Path(images_dir)
+    check_folder(folder, "images folder")
+    rows, column_of = _read(path)
+    stem = path.absolute().parent.name if path.name == ROBOFLOW else path.stem
+    report = ConversionReport(Path(out_dir) / f"{name or stem}.jsonl")
+    sizes: dict[str, tuple[int, int] | None] = {}
+    objects: dict[str, list[SourceObject]] = {}
+    for index, cells in enumerate(rows):
+        row = {meaning: cells[at].strip() if at < len(cells) else "" for meaning, at in column_of.items()}
+        file = str(PurePosixPath(with_slashes(row["image"])))
+        if file not in objects:
+            report.images_seen += 1
+            objects[file] = []
+            sizes[file] = declared_size(*(_number(row.get(side, "")) for side in ("width", "height")))
+        if any(row.get(part) for part in ("name", "x1", "y1", "x2", "y2", "polygon")):
+            report.objects_seen += 1
+            obj = _object(index, row, geometry, file, report)
+            if obj is not None:
+                objects[file].append(obj)
+    sources = []
+    for named, found in objects.items():
+        file, image = _find_image(named, folder)
+        sources.append(SourceImage(file, path.name, image, sizes[named], tuple(found)))
+    return assemble(sources, report, options, progress)
+
+
+def _find_image(named: str, folder: Path) -> tuple[str, Path]:
+    """Its name below the output, and where it lies. A path of a whole machine, or one that leaves the folder, is taken
+    where it leads, or by its last part."""
+    if not unsafe_file_name(named):
+        return named, folder / named
+    last = PurePosixPath(named).name or "unnamed"
+    led_to = Path(os.path.normpath(folder / named.replace("\0", "")))
+    return last, led_to if led_to.is_file() else folder / last
+
+
+def _read(path: Path) -> tuple[list[list[str]], dict[str, int]]:
+    """The lines under the header, and where the columns stand."""
+    text = read_text(path)
+    first = text.split("\n", 1)[0]
+    separator = max(",;\t", key=first.count)
+    header, *rows = csv.reader(text.splitlines(), delimiter=separator) if text.strip() else [[]]
+    known = {cell.strip().lower().replace(" ", "_"): at for at, cell in reversed(list(enumerate(header)))}
+    column_of = {}
+    for meaning, names in {**COLUMNS, **_OPTIONAL}.items():
+        at = next((known[name] for name in names if name in known), None)
+        if at is not None:
+            column_of[meaning] = at
+        elif meaning in COLUMNS:
+            raise DataError(
+                f"no column {meaning!r} (or {', '.join(names[1:])}) in the header {', '.join(header)[:120]!r}; the "
+                "first line names the columns, and corners are pixels",
+                path=path,
+                line=1,
+            )
+    return [row for row in rows if any(cell.strip() for cell in row)], column_of
+
+
+def _object(
+    index: int, row: Mapping[str, str], geometry: ShapeGeometry, file: str, report: ConversionReport
+) -> SourceObject | None:
+    desc = row["name"]
+    if row.get("polygon"):
+        ring = finite_numbers([_number(text) for text in row["polygon"].replace(",", " ").split()])
+        if ring is None or len(ring) < 6 or len(ring) % 2:
+            detail = f"{desc}: polygon {row['polygon'][:80]!r}; expected 'x y x y x y …'"
+            report.skip_object(SkipReason.MALFORMED_GEOMETRY, file, index, detail)
+            return None
+        return SourceObject(index, desc, *(("bbox_2d", bounds(ring)) if geometry == "bbox" else ("poly", ring)))
+    box = finite_numbers([_number(row[side]) for side in ("x1", "y1", "x2", "y2")])
+    if box is None:
+        detail = f"{desc}: corners {[row[side] for side in ('x1', 'y1', 'x2', 'y2')]} are not four numbers"
+        report.skip_object(SkipReason.MALFORMED_GEOMETRY, file, index, detail)
+        return None
+    if geometry == "poly" and box[0] < box[2] and box[1] < box[3]:
+        return SourceObject(index, desc, "poly", corners(box))
+    return SourceObject(index, desc, "bbox_2d", box)
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None

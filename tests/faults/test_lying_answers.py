@@ -1,0 +1,147 @@
+"""Servers whose answers are not what was asked for: one real backend, one server, a lie for each row."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from coordexp.errors import CoordExpError
+from coordexp.rollouts import RolloutRound, SeedContext
+from coordexp.servers.backend import ServerBackend
+from support.fake_rollout_server import FakeRolloutServer
+from unit.servers.test_server_window import backend_of, requests_
+
+OURS = {"server": "coordexp serve", "engine_silent_s": 0.0, "workers": []}
+
+
+def honest(body: dict[str, Any]) -> list[dict[str, Any]]:
+    return [
+        {
+            "response": {
+                "choices": [{"message": {"content": ""}, "finish_reason": "length", "token_ids": [9, 9]}],
+                "prompt_token_ids": [1, 2],
+            },
+            "coordexp": {"weight_version": 1, "learner_id": "this", "uuid": request["uuid"]},
+        }
+        for request in body["infer_requests"]
+    ]
+
+
+@pytest.fixture(scope="module")
+def fake() -> Iterator[FakeRolloutServer]:
+    with FakeRolloutServer(1, OURS) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def backend(fake: FakeRolloutServer) -> Iterator[ServerBackend]:
+    made = backend_of([fake], max_new_tokens=4, decode_batch_size=8)
+    made.sync_weights(1)
+    yield made
+    made.close()
+
+
+def at(path: str, value: Any) -> Callable[[list[Any]], Any]:
+    """The honest answers, but for what stands at ``path`` of the second; ``...`` takes it away."""
+
+    def lie(answers: list[Any]) -> Any:
+        here: Any = answers[1]
+        *before, last = [int(part) if part.isdigit() else part for part in path.split(".")]
+        for part in before:
+            here = here[part]
+        if value is ...:
+            del here[last]
+        else:
+            here[last] = value
+        return answers
+
+    return lie
+
+
+TOKENS, FINISH = "response.choices.0.token_ids", "response.choices.0.finish_reason"
+LIES: dict[str, Callable[[list[Any]], Any]] = {
+    "swapped within the call": lambda answers: answers[::-1],
+    "one answer twice": lambda answers: [answers[0], copy.deepcopy(answers[0]), answers[2]],
+    "rotated": lambda answers: answers[1:] + answers[:1],
+    "one too few": lambda answers: answers[:-1],
+    "one too many": lambda answers: [*answers, answers[0]],
+    "none": lambda answers: [],
+    "null": lambda answers: None,
+    "an object": lambda answers: {"answers": answers},
+    "a text": lambda answers: "ok",
+    "a number": lambda answers: 3,
+    "answers that are null": lambda answers: [None] * 3,
+    "answers that are lists": lambda answers: [[one] for one in answers],
+    "no envelope": at("coordexp", ...),
+    "envelope null": at("coordexp", None),
+    "envelope a list": at("coordexp", [1]),
+    "no version": at("coordexp.weight_version", ...),
+    "stale weights": at("coordexp.weight_version", 0),
+    "weights of the future": at("coordexp.weight_version", 2),
+    "version as text": at("coordexp.weight_version", "1"),
+    "no learner": at("coordexp.learner_id", ...),
+    "another learner": at("coordexp.learner_id", "other"),
+    "no place": at("coordexp.uuid", ...),
+    "another place": at("coordexp.uuid", "7"),
+    "no response": at("response", {}),
+    "no choices": at("response.choices", []),
+    "two choices": at("response.choices", [{"token_ids": [9], "finish_reason": "stop"}] * 2),
+    "choices null": at("response.choices", None),
+    "no tokens said": at(TOKENS, ...),
+    "tokens null": at(TOKENS, None),
+    "tokens as text": at(TOKENS, "9 9"),
+    "tokens that are texts": at(TOKENS, ["9"]),
+    "tokens that are fractions": at(TOKENS, [9.5]),
+    "tokens that are true": at(TOKENS, [True]),
+    "negative tokens": at(TOKENS, [-1]),
+    "tokens beyond the vocabulary": at(TOKENS, [10**9]),
+    "tokens beyond any integer": at(TOKENS, [10**30]),
+    "more tokens than asked for": at(TOKENS, [9] * 5),
+    "480 tokens": at(TOKENS, [9] * 480),
+    "tokens nested": at(TOKENS, [[9]]),
+    "no finish reason": at(FINISH, ...),
+    "finish reason null": at(FINISH, None),
+    "finish reason unknown": at(FINISH, "tired"),
+    "finished by abort": at(FINISH, "abort"),
+    "no prompt said": at("response.prompt_token_ids", ...),
+    "an empty prompt": at("response.prompt_token_ids", []),
+    "prompt as text": at("response.prompt_token_ids", "1 2"),
+    "guard active": at("coordexp.repeat_terminate_active", 1),
+    "guard in words": at("coordexp.repeat_terminate_active", "yes"),
+}
+STATUSES = (204, 301, 302, 307, 400, 401, 403, 404, 408, 409, 413, 429, 500, 502, 503, 504)
+
+
+def ask(backend: ServerBackend) -> list[Any]:
+    return list(backend.generate_window([RolloutRound(requests_(3), SeedContext(0, 0, 0, 0))]))
+
+
+def test_honest_answers_are_taken(fake: FakeRolloutServer, backend: ServerBackend) -> None:
+    fake.infer = lambda body: (200, honest(body))
+    assert [one.rollout.response_token_ids for one in ask(backend)] == [(9, 9)] * 3
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_an_answer_that_is_none_ends_the_step_with_its_server_named(
+    lie: str, fake: FakeRolloutServer, backend: ServerBackend, seen: Callable[[object], None]
+) -> None:
+    fake.infer = lambda body: (200, LIES[lie](honest(body)))
+    with pytest.raises(CoordExpError) as refused:
+        ask(backend)
+    assert fake.url in str(refused.value) and len(str(refused.value)) < 2000
+    seen(refused.value)
+
+
+@pytest.mark.parametrize("status", STATUSES)
+def test_an_answer_by_status_ends_the_step_too(
+    status: int, fake: FakeRolloutServer, backend: ServerBackend, seen: Callable[[object], None]
+) -> None:
+    """A redirection is not followed: it could lead anywhere."""
+    fake.infer = lambda body: (status, {"error": "as told"})
+    with pytest.raises(CoordExpError) as refused:
+        ask(backend)
+    assert fake.url in str(refused.value)
+    seen(refused.value)

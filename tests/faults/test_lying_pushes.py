@@ -1,0 +1,105 @@
+"""Servers that lie about the weights they hold, or hold those of another model: the push ends with words on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from coordexp.config.vllm import SyncConfig
+from coordexp.errors import CoordExpError, RolloutError
+from coordexp.servers.sync import WeightSync
+from support.fake_push_server import FakePushServer
+from support.fused_model import FakeWeights
+
+COMMIT = "/process_weights_after_loading/"
+
+
+@contextmanager
+def pushing(source: Any, interfere: dict[str, Callable[[Any], Any]]) -> Iterator[tuple[WeightSync, FakePushServer]]:
+    server = FakePushServer()
+    server.interfere = interfere
+    sync = WeightSync([server.client()], source, SyncConfig(bucket_mb=1, timeout_s=10.0))
+    try:
+        yield sync, server
+    finally:
+        sync.close()
+        server.close()
+
+
+def with_report(**change: Any) -> Callable[[Any], Any]:
+    return lambda reply: {"reports": [{**reply["reports"][0], **change}]}
+
+
+COMMITS: dict[str, Callable[[Any], Any]] = {
+    "null": lambda reply: "null",  # a string: the fake sends what is None as 404
+    "no reports": lambda reply: {"message": "committed"},
+    "reports: null": lambda reply: {"reports": None},
+    "reports: nothing": lambda reply: {"reports": []},
+    "reports: two of one worker": lambda reply: {"reports": reply["reports"] * 2},
+    "reports: [null]": lambda reply: {"reports": [None]},
+    "reports: an object": lambda reply: {"reports": reply["reports"][0]},
+    "not found": lambda reply: None,
+    "a list": lambda reply: [],
+    "version 7": with_report(weight_version=7),
+    "version null": with_report(weight_version=None),
+    "version as text": with_report(weight_version="1"),
+    "another learner": with_report(learner_id="theirs"),
+    "checksum null": with_report(checksum=None),
+    "checksum of others": with_report(checksum="0" * 32),
+    "a failure": with_report(failure="ValueError: x"),
+}
+
+
+@pytest.mark.parametrize("lie", COMMITS)
+def test_a_push_that_is_not_reported_as_it_was_made_is_no_push(lie: str, seen: Callable[[object], None]) -> None:
+    with pushing(FakeWeights(), {COMMIT: COMMITS[lie]}) as (sync, _), pytest.raises(RolloutError) as refused:
+        sync.push(1)
+    assert "127.0.0.1" in str(refused.value) and len(str(refused.value)) < 1500
+    seen(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("model.language.layer.q_proj.weight", (4, 5)),
+        ("model.language.layer.norm.weight", (7,)),
+        ("model.language.embed.weight", (9, 3)),
+        ("visual.qkv.bias", (5,)),
+        ("model.language.layer.another.weight", (3,)),
+    ],
+    ids=["wider", "a longer norm", "more tokens than rows", "a shorter bias", "one weight more"],
+)
+def test_weights_of_another_model_are_refused_with_words(
+    name: str, shape: tuple[int, ...], seen: Callable[[object], None]
+) -> None:
+    source = FakeWeights()
+    source.values[name] = torch.zeros(shape)
+    with pushing(source, {}) as (sync, server), pytest.raises(CoordExpError) as refused:
+        sync.push(1)
+    said = str(refused.value)
+    assert "127.0.0.1" in said and name in said, said
+    assert "has it another model" in said or "must be the same architecture" in said, said
+    assert server.receiver.report()["weight_version"] != 1
+    seen(said)
+
+
+def test_a_server_that_was_restarted_between_steps_gets_the_weights_again(seen: Callable[[object], None]) -> None:
+    """The new one has the weights on disk, and no group: the next push builds one and brings all."""
+    source, first = FakeWeights(), FakePushServer()
+    sync = WeightSync([first.client()], source, SyncConfig(bucket_mb=1, timeout_s=10.0))
+    sync.push(1)
+    first.receiver.close()
+    from coordexp.weight_sync.receiver import WeightReceiver
+
+    first.receiver = WeightReceiver(type(first.model)(), torch.device("cpu"), sharded=False)  # as after a start
+    assert first.receiver.report()["weight_version"] != 1
+    source.step(2)
+    report = sync.push(2)
+    assert report.stamp.version == first.receiver.report()["weight_version"] == 2
+    sync.close()
+    first.close()
+    seen("pushed in full again")

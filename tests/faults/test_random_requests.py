@@ -1,0 +1,141 @@
+"""Random requests to ``coordexp serve``'s own application: each is answered or refused, none is an accident."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import resource
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from coordexp.serving.serve.app import build_app
+from coordexp.serving.serve.engines import Completion
+from coordexp.serving.serve.service import RolloutServer
+
+REQUESTS = 100
+TOKEN = "a-token-that-nobody-shall-see"
+PATHS = (
+    *("/infer/", "/infer/", "/infer/", "/health/", "/status/", "/get_world_size/", "/init_communicator/"),
+    *("/close_communicator/", "/update_flattened_params/", "/update_named_param/", "/update_adapter_flattened_param/"),
+    *("/process_weights_after_loading/", "/reset_prefix_cache/", "/get_engine_type/", "/nothing/", "/../etc", "/%00"),
+)  # fmt: skip
+VALUES: tuple[Any, ...] = (
+    None, True, False, 0, -1, 1, 1 << 31, 1 << 62, 1 << 64, 10**30, 0.5, -0.0, 1e308, float("nan"), float("inf"), "",
+    "a", "\ud800", "<image>", "\0", "é" * 100, [], [1], [[[]]], {}, {"a": {}}, "data:image/png;base64,AAAA",
+    "/etc/passwd", "http://127.0.0.1/x.png",
+)  # fmt: skip
+NAMES = (
+    *("infer_requests", "request_config", "messages", "images", "role", "content", "seed", "max_tokens", "temperature"),
+    *("top_k", "stop", "uuid", "host", "port", "world_size", "first_rank", "timeout_s", "token", "metadatas", "name"),
+    *("dtype", "shape", "peft_config", "weight_version", "learner_id", "wants_checksum", "x"),
+)
+
+
+class Engines(SimpleNamespace):
+    """One engine that answers at once, and whose worker takes nothing."""
+
+    async def answer(self, prompt: Any, sampling: Any, adapted: bool) -> Completion:
+        return Completion("id", (1, 2), (3,), "a", "stop")
+
+    async def pop_triggers(self, ids: Any) -> dict[str, Any]:
+        return {}
+
+    async def workers(self, method: str, *_: Any, **__: Any) -> list[Any]:
+        if method == "coordexp_status":
+            return [{"checksum": None, "repeat_terminate": {"active": False, "config": None}}]
+        return [["a"]]
+
+    async def reset_caches(self, *_: Any) -> None: ...
+
+    async def check_health(self) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+
+def application() -> Any:
+    options: Any = SimpleNamespace(
+        push_wait_s=0.2, api_key=TOKEN, host="127.0.0.1", engine={}, group_port=5, model="model"
+    )
+    engines: Any = Engines(
+        engines=[], world_size=1, guarded=False, tensor_parallel_size=1, is_answering=lambda _: False
+    )
+    prompts: Any = SimpleNamespace(build=lambda request: {"prompt": "p"})
+    return build_app(RolloutServer(options, engines, prompts))
+
+
+def value(draw: random.Random, depth: int = 0) -> Any:
+    kind = draw.random()
+    if depth > 3 or kind < 0.5:
+        return draw.choice(VALUES)
+    if kind < 0.7:
+        return [value(draw, depth + 1) for _ in range(draw.randint(0, 3))]
+    return {draw.choice(NAMES): value(draw, depth + 1) for _ in range(draw.randint(0, 4))}
+
+
+def body(draw: random.Random) -> bytes:
+    """Nearly a request, or anything."""
+    kind = draw.random()
+    if kind < 0.1:
+        return draw.randbytes(draw.randint(0, 200))
+    request = {"messages": [{"role": "user", "content": "a"}]}
+    whole: Any = {"infer_requests": [request], "request_config": {"max_tokens": 3}} if kind < 0.6 else value(draw)
+    if kind < 0.5:
+        place = draw.choice([whole, whole["request_config"], request, request["messages"][0]])
+        place[draw.choice(NAMES)] = value(draw)
+    encoded = json.dumps(whole).encode()
+    return encoded[: draw.randint(0, len(encoded))] if draw.random() < 0.1 else encoded
+
+
+@pytest.mark.parametrize("seed", range(12), ids=lambda seed: f"{REQUESTS} requests, seed {seed}")
+def test_every_request_is_answered_or_refused(seed: int, seen: Callable[[str], None]) -> None:
+    draw, statuses = random.Random(seed), dict[int, int]()
+
+    async def ask() -> None:
+        transport = httpx.ASGITransport(application(), raise_app_exceptions=True)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            for _ in range(REQUESTS):
+                token = draw.choice([TOKEN] * 8 + ["wrong", ""])
+                headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+                method = draw.choice(["POST"] * 6 + ["GET", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "BREW"])
+                content = body(draw)
+                path = draw.choice(PATHS)
+                reply = await client.request(method, path, headers=headers, content=content)
+                statuses[reply.status_code] = statuses.get(reply.status_code, 0) + 1
+                assert reply.status_code < 500, (method, path, content, reply.text)
+                assert "Traceback" not in reply.text and TOKEN not in reply.text, reply.text
+                assert token == TOKEN or reply.status_code == 401 or path == "/health/", (method, path, reply.text)
+
+    asyncio.run(ask())
+    seen(", ".join(f"{count} of {status}" for status, count in sorted(statuses.items())))
+
+
+def resident_kb() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize() // 1024
+
+
+@pytest.mark.campaign
+def test_thousands_of_requests_leave_nothing_behind(seen: Callable[[str], None]) -> None:
+    """In the process that answers HTTP; the engine is not part of it."""
+    content = json.dumps({"infer_requests": [{"messages": [{"role": "user", "content": "a" * 2000}]}] * 16})
+    headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
+
+    async def ask() -> tuple[int, int]:
+        transport = httpx.ASGITransport(application())
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+
+            async def some(count: int) -> int:
+                for _ in range(count):
+                    assert (await client.post("/infer/", headers=headers, content=content)).status_code == 200
+                return resident_kb()
+
+            return await some(300), await some(3000)
+
+    before, behind = asyncio.run(ask())
+    assert behind - before < 20_000, "kilobytes"
+    seen(f"{(behind - before) / 1024:.1f} MiB more after 3,000 calls of 16 requests, behind 300 of warming up")

@@ -1,0 +1,124 @@
+"""``swift rollout`` with our plugin: a worker that hangs while it decodes shows behind a process that answers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from coordexp.errors import ServerTimeout
+from coordexp.serving.plugin.swift_progress import VARIABLE, OneAtATime, ProgressPage, noted
+
+WORKER = """
+import sys, time
+from coordexp.serving.plugin.swift_progress import noted
+step = noted(lambda: time.sleep(0.05), 1)
+for _ in range(10):
+    step()
+print("stepped", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def page(monkeypatch: pytest.MonkeyPatch) -> ProgressPage:
+    monkeypatch.setenv(VARIABLE, "")
+    return ProgressPage.create(2)
+
+
+def test_the_silence_of_a_worker_that_has_something_to_answer_grows(page: ProgressPage) -> None:
+    """The worker is another process, which waits behind its tenth step."""
+    path = Path(os.environ[VARIABLE])
+    worker = subprocess.Popen([sys.executable, "-c", WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert worker.stdout is not None
+    busy_since = {1: time.monotonic()}
+    assert worker.stdout.readline() == b"stepped\n"
+    page.forget_name()
+    assert not path.exists() and page.num_steps() == 10
+    before = page.silent_s(busy_since)
+    time.sleep(0.5)
+    assert page.silent_s(busy_since) >= before + 0.5
+    assert page.silent_s({}) == 0.0, "idle workers do no steps"
+    worker.kill()
+    worker.communicate()
+
+
+def test_a_call_that_has_just_begun_is_no_silence(page: ProgressPage) -> None:
+    assert page.silent_s({0: time.monotonic()}) < 1.0
+    page.forget_name()
+
+
+def test_without_a_page_an_engine_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    step = object()
+    assert noted(step, 0) is step  # type: ignore[arg-type]
+
+
+def test_probes_are_answered_between_requests_that_come_one_at_a_time() -> None:
+    app = FastAPI()
+    under_way: list[int] = []
+
+    @app.post("/infer/")
+    async def infer() -> int:
+        under_way.append(1)
+        most = len(under_way)
+        await asyncio.sleep(0.5)
+        under_way.pop()
+        return most
+
+    @app.get("/health/")
+    async def health() -> int:
+        return len(under_way)
+
+    app.add_middleware(OneAtATime)
+
+    async def ask() -> tuple[list[int], int]:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+            posts = [asyncio.create_task(client.post("/infer/")) for _ in range(3)]
+            await asyncio.sleep(0.1)
+            probe = (await client.get("/health/")).json()
+            assert not any(post.done() for post in posts)
+            return [(await post).json() for post in posts], probe
+
+    assert asyncio.run(ask()) == ([1, 1, 1], 1)
+
+
+def test_a_learner_gives_up_on_a_hung_worker_of_a_server_that_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And goes on waiting for one that does not, as ms-swift without our plugin."""
+    from coordexp.rollouts import RolloutRound, SeedContext
+    from support.fake_rollout_server import FakeRolloutServer
+    from unit.servers.test_server_window import backend_of, requests_
+
+    monkeypatch.setattr("coordexp.servers.backend.WATCH_S", 0.1)
+    waits: list[float] = []
+
+    def answers_late(body: dict[str, Any]) -> tuple[int, Any]:
+        time.sleep(waits[0])
+        choice = {"message": {"content": ""}, "finish_reason": "length", "token_ids": [9]}
+        return 200, [{"response": {"choices": [choice], "prompt_token_ids": [1, 2]}} for _ in body["infer_requests"]]
+
+    class Hangs(FakeRolloutServer):
+        def reply(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+            return (200, {"engine_silent_s": 6.0}) if path == "/health/" else super().reply(path, body)
+
+    for status, gives_up in (({"server": "swift rollout", "engine_silent_s": 0.0}, True), ({"server": "swift"}, False)):
+        waits[:] = [5.0 if gives_up else 1.0]
+        with Hangs(1, status) as fake:
+            fake.infer = answers_late
+            backend = backend_of([fake])
+            backend.sync_weights(1)
+            one = RolloutRound(requests_(1), SeedContext(0, 0, 0, 0))
+            if gives_up:
+                with pytest.raises(ServerTimeout, match="its engine has not got on for 6 s"):
+                    list(backend.generate_window([one]))
+            else:
+                assert len(list(backend.generate_window([one]))) == 1
+            backend.close()

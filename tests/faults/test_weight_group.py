@@ -1,0 +1,158 @@
+"""Whoever reaches a weight group's port: nothing is believed or stored, and members meet all the same."""
+
+from __future__ import annotations
+
+import json
+import resource
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from coordexp.errors import RolloutError
+from coordexp.weight_sync.group import GroupAddress, join
+from coordexp.weight_sync.meeting import MeetingStore
+from support.rollout_ports import free_ports
+
+TOKEN = "0123456789abcdef"
+Guest = Callable[[socket.socket], None]
+
+
+def frame(what: Any) -> bytes:
+    body = json.dumps(what).encode()
+    return struct.pack(">I", len(body)) + body
+
+
+def announces_8_gib_to_torchs_store(guest: socket.socket) -> None:
+    """SET of torch's own store: the call's number, a key, and a value of 8 GiB."""
+    guest.sendall(b"\x00" + struct.pack("<Q", 3) + b"key" + struct.pack("<Q", 8 << 30))
+
+
+def announces_4_gib(guest: socket.socket) -> None:
+    guest.sendall(b"\xff\xff\xff\xff")
+
+
+def speaks_http(guest: socket.socket) -> None:
+    guest.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+
+
+def says_nothing(guest: socket.socket) -> None: ...
+
+
+def hangs_up(guest: socket.socket) -> None:
+    guest.close()
+
+
+def sets_a_key_without_the_token(guest: socket.socket) -> None:
+    guest.sendall(frame({"proof": ""}) + frame({"do": "set", "key": "here/1", "value": "31"}))
+
+
+def guesses_a_token(guest: socket.socket) -> None:
+    guest.sendall(frame({"proof": "0" * 64}))
+
+
+def sends_no_object(guest: socket.socket) -> None:
+    guest.sendall(frame([1, 2, 3]))
+
+
+def nests(guest: socket.socket) -> None:
+    body = b"[" * 2000 + b"]" * 2000
+    guest.sendall(struct.pack(">I", len(body)) + body)
+
+
+GUESTS: list[Guest] = [
+    announces_8_gib_to_torchs_store,
+    announces_4_gib,
+    speaks_http,
+    says_nothing,
+    hangs_up,
+    sets_a_key_without_the_token,
+    guesses_a_token,
+    sends_no_object,
+    nests,
+]
+
+
+@pytest.mark.parametrize("guest", GUESTS, ids=lambda guest: guest.__name__)
+def test_whoever_is_no_member_gets_nowhere_and_members_meet_all_the_same(guest: Guest) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    (port,) = free_ports(1)
+    ends: dict[int, Any] = {}
+
+    def member(rank: int) -> None:
+        ends[rank] = join(GroupAddress("127.0.0.1", port, rank, 2, 20.0, TOKEN), torch.device("cpu"))
+
+    worker = threading.Thread(target=member, args=(0,))
+    worker.start()
+    strangers = [_connected(port) for _ in range(3)]
+    for one in strangers:
+        guest(one)
+    assert not ends, "nobody took a stranger for the learner"
+    member(1)
+    worker.join(20)
+    received = torch.zeros(8, dtype=torch.uint8)
+    receiving = threading.Thread(target=lambda: ends[0].broadcast([received], 1))
+    receiving.start()
+    ends[1].broadcast([torch.full((8,), 7, dtype=torch.uint8)], 1)
+    receiving.join(20)
+    assert received.tolist() == [7] * 8
+    for one in (*ends.values(), *strangers):
+        one.close()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000, "kilobytes"
+
+
+def test_a_learner_with_another_token_is_told_so() -> None:
+    (port,) = free_ports(1)
+    held: list[RolloutError] = []
+
+    def worker() -> None:
+        with pytest.raises(RolloutError) as refused:
+            join(GroupAddress("127.0.0.1", port, 0, 2, 3.0, TOKEN), torch.device("cpu"))
+        held.append(refused.value)
+
+    thread = threading.Thread(target=worker)
+    thread.start()
+    with pytest.raises(RolloutError, match="the token of this weight group is another"):
+        join(GroupAddress("127.0.0.1", port, 1, 2, 10.0, "another"), torch.device("cpu"))
+    thread.join(20)
+    assert "not every member came" in str(held[0])
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [{"key": "k", "value": b"x" * (2 << 20)}, {"key": "k" * (2 << 20), "value": b""}],
+    ids=["a value of 2 MiB", "a key of 2 MiB"],
+)
+def test_a_member_stores_nothing_large_either(sent: dict[str, Any]) -> None:
+    from coordexp.weight_sync.meeting import MeetingTable
+
+    table = MeetingTable(socket.create_server(("127.0.0.1", 0)), TOKEN)
+    port = table._listener.getsockname()[1]
+    store = MeetingStore("127.0.0.1", port, TOKEN, 5.0)
+    with pytest.raises((OSError, RuntimeError)):
+        store.set(**sent)
+    another = MeetingStore("127.0.0.1", port, TOKEN, 5.0)
+    another.set("k", b"1")
+    assert another.get("k") == b"1" and another.check(["k"]) and not another.check(["l"]) and another.add("n", 2) == 2
+    table.close()
+
+
+def test_the_token_is_in_no_message() -> None:
+    address = GroupAddress("127.0.0.1", 1, 1, 2, 0.1, TOKEN)
+    assert TOKEN not in repr(address) + str(address)
+    with pytest.raises(RolloutError) as refused:
+        join(address, torch.device("cpu"))
+    assert TOKEN not in str(refused.value)
+
+
+def _connected(port: int) -> socket.socket:
+    for _ in range(500):
+        try:
+            return socket.create_connection(("127.0.0.1", port), timeout=5)
+        except OSError:
+            threading.Event().wait(0.01)
+    raise AssertionError("nobody listens")

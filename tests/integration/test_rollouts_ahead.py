@@ -1,0 +1,61 @@
+"""Rollouts one step ahead on a real server: which weights answered, and a run that was killed and goes on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.rollout_servers import server_config, serving
+from support.tiny_run import same_weights, step_lines, train, weights
+from support.vllm_runs import server_keys, vllm_config
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing may catch it."""
+
+
+def test_answers_are_one_step_old_and_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    versions: dict[str, list[set[int]]] = {}
+
+    def noting(name: str, kill_at: int | None = None) -> Any:
+        def on_built(trainer: Any) -> None:
+            prepare = trainer.window_builder.prepare
+
+            def prepare_and_note(batches: Any, step: int) -> Any:
+                if step == kill_at:
+                    raise Killed
+                window = prepare(batches, step)
+                versions.setdefault(name, []).append({o.rollout.weight_version for o in window.outcomes})
+                return window
+
+            trainer.window_builder.prepare = prepare_and_note
+
+        return on_built
+
+    config = server_config(tmp_path)
+    keys = server_keys(config) | {
+        "rollout_matching__rollouts_ahead": 1,
+        "rollout_matching__decoding": {"temperature": 1.0},  # the seeds decide, too
+        "training__max_steps": 5,
+        "training__per_device_train_batch_size": 4,  # three steps an epoch
+        "training__save_strategy": "steps",
+        "training__save_steps": 3,
+    }
+    with serving(tmp_path, config):
+        whole = train(vllm_config(tmp_path, "whole", **keys), on_built=noting("whole"))
+        whole.close()
+        killed = vllm_config(tmp_path, "killed", **keys | {"training__resume_from_checkpoint": True})
+        with pytest.raises(Killed):
+            train(killed, on_built=noting("killed", kill_at=4))
+        resumed = train(killed, on_built=noting("resumed"))
+        resumed.close()
+    assert versions["whole"] == [{0}, {0}, {1}, {2}, {3}]
+    assert versions["resumed"] == [{2}, {3}]
+    assert [line["rollout/staleness_steps"] for line in step_lines(resumed)] == [0, 1, 1, 1, 1]
+    assert [line["loss"] for line in step_lines(resumed)] == [line["loss"] for line in step_lines(whole)]
+    assert same_weights(weights(resumed.model), weights(whole.model))
+    said = [json.loads(line) for line in (tmp_path / "whole" / "rollout_log_rank0.jsonl").read_text().splitlines()]
+    assert [(line["global_step"], line["weight_version"]) for line in said] == [(0, 0), (1, 0), (2, 1), (3, 2), (4, 3)]

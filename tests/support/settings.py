@@ -1,0 +1,22 @@
+"""Settings of which a test names what it is about; the rest is what the YAML's keys have by default, or short waits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from coordexp.config.rollout import RolloutMatchingConfig
+from coordexp.rollouts.backend import DecodingOptions
+from coordexp.rollouts.build import decoding_options
+from coordexp.servers.client import ServerClient
+
+
+def decoding(max_new_tokens: int = 512, **options: Any) -> DecodingOptions:
+    """Greedy decoding, but for ``options``: fields of :class:`DecodingOptions`."""
+    sampling = {key: options.pop(key) for key in ("temperature", "top_p", "top_k") if key in options}
+    section = {"max_new_tokens": max_new_tokens, "decoding": sampling, **options}
+    return decoding_options(RolloutMatchingConfig.model_validate(section))
+
+
+def client_to(url: str, group_port: int = 1, **keys: Any) -> ServerClient:
+    """A client without a token, of a server near by."""
+    return ServerClient(url, group_port, **{"timeout_s": 20.0, "infer_timeout_s": 120.0, "api_key": None, **keys})

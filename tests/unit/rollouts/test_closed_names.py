@@ -1,0 +1,148 @@
+"""A closed list of class names: no other description can be written, in whatever tokens, and each of the list can."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from coordexp import Detector
+from coordexp.assets import asset
+from coordexp.coords import CoordVocab, serialize_objects
+from coordexp.data.scenes import SPARSE, write_scenes
+from coordexp.errors import ConfigError, DataError
+from coordexp.inference.class_list import read_classes
+from coordexp.modeling.load import load_vocab
+from coordexp.records import GTObject
+from coordexp.rollouts.closed_names import START, ClosedNames, Place, first_mistake
+from coordexp.rollouts.hf_names import NamesOnly
+
+NAMES = ("red circle", "red square", "re", 'a "q"', "été 猫")
+BOX = (1, 2, 3, 4)
+
+
+@pytest.fixture(scope="module")
+def vocab() -> CoordVocab:
+    return load_vocab(asset("checkpoints/demo-stage1"))
+
+
+@pytest.fixture(scope="module")
+def rule(vocab: CoordVocab) -> ClosedNames:
+    return ClosedNames(NAMES, vocab.pieces, vocab.eos_id)
+
+
+def answer(*descs: str) -> str:
+    return serialize_objects([GTObject(desc, "bbox_2d", BOX) for desc in descs])
+
+
+def in_bytes(text: str, vocab: CoordVocab) -> list[int]:
+    """The same text in the smallest tokens that there are."""
+    of_byte = {piece: token_id for token_id, piece in enumerate(vocab.pieces) if len(piece) == 1}
+    return [of_byte[bytes([byte])] for byte in text.encode()]
+
+
+def any_cut(text: str, vocab: CoordVocab, rng: random.Random) -> list[int]:
+    """The same text cut into tokens at random."""
+    data, ids = text.encode(), []
+    of_piece = {piece: token_id for token_id, piece in enumerate(vocab.pieces) if piece}
+    while data:
+        fitting = [data[:n] for n in range(1, 16) if data[:n] in of_piece]
+        piece = rng.choice(fitting)
+        ids.append(of_piece[piece])
+        data = data[len(piece) :]
+    return ids
+
+
+def test_each_name_can_be_written_in_any_tokens(rule: ClosedNames, vocab: CoordVocab) -> None:
+    text, rng = answer(*NAMES), random.Random(0)
+    for ids in (vocab.encode(text), in_bytes(text, vocab), *(any_cut(text, vocab, rng) for _ in range(30))):
+        assert first_mistake([*ids, vocab.eos_id], rule) is None
+
+
+@pytest.mark.parametrize("desc", ["aee", "red", "red circles", "red circle ", "Red circle", " re", "blue", "été"])
+def test_no_other_can_be_written_in_any_tokens(rule: ClosedNames, vocab: CoordVocab, desc: str) -> None:
+    text, rng = answer("re", desc), random.Random(0)
+    for ids in (vocab.encode(text), in_bytes(text, vocab), *(any_cut(text, vocab, rng) for _ in range(30))):
+        at = first_mistake(ids, rule)
+        assert at is not None
+        assert vocab.decode(ids[:at]).count('"desc"') <= 2 and answer("re")[:-1] in vocab.decode(ids[: at + 1])
+
+
+@pytest.mark.parametrize(
+    "text", ['{"object_1": {"desc": 5', '{"desc": ["re"]', '{"desc": null', '{"desc": "red circle']
+)
+def test_a_description_is_text_and_ends(rule: ClosedNames, vocab: CoordVocab, text: str) -> None:
+    assert first_mistake([*in_bytes(text, vocab), vocab.eos_id], rule) is not None
+
+
+@pytest.mark.parametrize(
+    "text", ['{"describe": "aee"}', '{"x": "desc", "y": "aee"}', '{"a\\"desc": "aee"}', '["desc", "aee"]', "prose: aee"]
+)
+def test_other_texts_are_free(rule: ClosedNames, vocab: CoordVocab, text: str) -> None:
+    assert first_mistake([*in_bytes(text, vocab), vocab.eos_id], rule) is None
+
+
+def test_masks_say_what_the_rule_says_token_by_token(rule: ClosedNames, vocab: CoordVocab) -> None:
+    """In every place that an answer passes through, and for every token of the vocabulary."""
+    places = {START, Place("name", 0)}
+    place: Place | None = START
+    for token_id in in_bytes(answer(*NAMES), vocab):
+        assert place is not None
+        place = rule.after(place, token_id)
+        assert place is not None
+        places.add(place)
+    assert {one.kind for one in places} == {"out", "text", "key", "colon", "name"}
+    for one in places:
+        found = rule.next_tokens(one)
+        by_walking = {t for t in range(len(vocab)) if rule.after(one, t) is not None}
+        if one.kind == "colon":
+            by_walking -= {vocab.eos_id}
+        ids = set(found.ids.tolist())
+        assert (ids if found.are_allowed else set(range(len(vocab))) - ids) == by_walking
+
+
+def test_a_finished_row_and_its_padding_are_left_alone(rule: ClosedNames, vocab: CoordVocab) -> None:
+    open_name = in_bytes('{"desc": "re', vocab)
+    ended = [*in_bytes("{}", vocab), *[vocab.eos_id] * (len(open_name) - 2)]
+    processor = NamesOnly(rule, vocab.eos_id, 3)
+    for length in range(len(open_name) + 1):
+        rows = torch.tensor([[1, 1, 1, *open_name[:length]], [1, 1, 1, *ended[:length]]])
+        masked = processor(rows, torch.zeros(2, len(vocab) + 5))
+    named, free = torch.isfinite(masked)
+    assert free.all()
+    allowed = {vocab.piece(int(t)) for t in named.nonzero()}
+    assert {'"', "d"} <= allowed and not any(piece[0] not in '"d' for piece in allowed)
+
+
+def test_no_name_is_no_list(vocab: CoordVocab) -> None:
+    for names in ([], ["cat", " "]):
+        with pytest.raises(ConfigError, match="needs at least one, and none empty"):
+            ClosedNames(names, vocab.pieces, vocab.eos_id)
+
+
+def test_where_names_are_read_from(tmp_path: Path) -> None:
+    (tmp_path / "n.txt").write_text("cat\n\n red car \ncat\n")
+    data = write_scenes(tmp_path, 6, SPARSE, 3)
+    assert read_classes(None) == ()
+    assert read_classes("cat, red car") == read_classes(str(tmp_path / "n.txt")) == ("cat", "red car")
+    assert "red circle" in read_classes(str(data))
+    for given, error in (("cat,,dog", ConfigError), ("a<|im_end|>", ConfigError), (str(tmp_path / "x.txt"), DataError)):
+        with pytest.raises(error):
+            read_classes(given)
+
+
+def test_a_model_held_to_a_list_writes_nothing_else(tmp_path: Path) -> None:
+    """The demo's model names many colours and shapes; here it may only say two of them."""
+    write_scenes(tmp_path, 3, SPARSE, 77)
+    images = sorted((tmp_path / "images").rglob("*.png"))
+    names = ["red circle", "yellow triangle"]
+    with Detector(asset("checkpoints/demo-stage1"), device="cpu", max_new_tokens=128, scores=False) as free:
+        before = {name for found in free.predict(images) for name in found.names}
+    assert before - set(names)
+    with Detector(
+        asset("checkpoints/demo-stage1"), device="cpu", max_new_tokens=128, scores=False, classes=names
+    ) as held:
+        found = held.predict(images)
+    assert {name for one in found for name in one.names} <= set(names) and sum(map(len, found)) > 0

@@ -1,0 +1,269 @@
+"""Rollouts one step ahead: one step old whatever the timing, kept in checkpoints, and nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordexp.config import load_config
+from coordexp.data.jsonl import read_jsonl
+from coordexp.errors import CheckpointError, ConfigError, DataError, RolloutError
+from coordexp.records import Rollout
+from coordexp.rollouts import IndexedRollout, RolloutRound
+from coordexp.training.answers_file import WaitingAnswers, load_answers, save_answers
+from support.config_samples import stage2, write_yaml
+from support.fake_rollout_server import FakeRolloutServer
+from support.tiny_run import (
+    InMemoryBackend,
+    load_tiny,
+    nearly_right,
+    run_config,
+    same_weights,
+    step_lines,
+    tiny_scenes,
+    train,
+    weights,
+)
+
+# Twelve scenes, so an epoch of three steps; rows of 150 tokens, so that segments wait too.
+KEYS: dict[str, Any] = {
+    "global_max_length": 150,
+    "training__per_device_train_batch_size": 4,
+    "training__max_steps": 7,
+    "rollout_matching__rollouts_ahead": 1,
+}
+
+
+class Aging(InMemoryBackend):
+    """Answers worse with every version of the weights, so that training differs where another version answers. It
+    notes what it is told, and bears no push while it owes answers."""
+
+    def __init__(self, slow: float = 0.0) -> None:
+        self._objects = {record.sample_id: record.objects for record in read_jsonl(tiny_scenes())}
+        super().__init__(load_tiny().vocab, lambda request: nearly_right(self._objects[request.sample_id], self._shift))
+        self.told: list[tuple[str, int]] = []
+        self._slow = slow
+        self._owes = False
+
+    @property
+    def _shift(self) -> int:
+        return 5 + 10 * self.versions[-1]
+
+    def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[IndexedRollout]:
+        seeds: Any = rounds[0].seeds
+        self.told.append(("ask", seeds.global_step))
+        self._owes = True
+        time.sleep(self._slow)
+        yield from super().generate_window(rounds)
+        self._owes = False
+
+    def sync_weights(self, version: int) -> None:
+        assert not self._owes, "a push while answers are owed"
+        self.told.append(("push", version))
+        super().sync_weights(version)
+
+
+@pytest.fixture
+def ahead(tmp_path: Path) -> Iterator[Any]:
+    """Trains on answers of a backend in memory, in a configuration that names a (fake) server."""
+    with FakeRolloutServer(1) as fake:
+        server = {"servers": [{"base_url": fake.url, "group_port": 40000}], "timeout_s": 5.0}
+        served = {
+            "rollout_matching__rollout_backend": "vllm",
+            "rollout_matching__vllm": {"mode": "server", "tensor_parallel_size": 1, "server": server},
+        }
+
+        def run(name: str = "run", stage: Any = 2, backend: Any = None, on_built: Any = None, **keys: Any) -> Any:
+            config = run_config(tmp_path, stage, name, **served | KEYS | keys)
+            return train(config, backend or Aging(), on_built)
+
+        yield run
+
+
+def figures(trainer: Any) -> list[dict[str, float]]:
+    return [{name: v for name, v in line.items() if not name.startswith("time/")} for line in step_lines(trainer)]
+
+
+def test_a_window_is_taken_pushed_behind_and_the_next_one_asked(ahead: Any) -> None:
+    """Also over the ends of epochs; each step reads the samples that it reads without looking ahead."""
+    backend, slow, together = Aging(), Aging(slow=0.2), Aging()
+    first = ahead("first", backend=backend)
+    assert backend.told[:6] == [("push", 0), ("ask", 0), ("ask", 1), ("push", 1), ("ask", 2), ("push", 2)]
+    assert [number for what, number in backend.told if what == "ask"] == list(range(7))
+    assert [number for what, number in backend.told if what == "push"] == list(range(6))  # nobody asks after the last
+    assert [line["rollout/staleness_steps"] for line in step_lines(first)] == [0, 1, 1, 1, 1, 1, 1]
+    second = ahead("second", backend=slow)
+    assert slow.told == backend.told
+    assert figures(second) == figures(first) and same_weights(weights(second.model), weights(first.model))
+    in_step = ahead("in_step", backend=together, rollout_matching__rollouts_ahead=0)
+    assert together.calls == backend.calls and together.seeds == backend.seeds
+    assert {line["rollout/staleness_steps"] for line in step_lines(in_step)} == {0}
+    assert not same_weights(weights(in_step.model), weights(first.model))
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing may catch it."""
+
+
+@pytest.mark.parametrize(
+    ("stage", "save_steps", "saved"), [(2, 2, 4), (2, 3, 3), ("two_channel", 3, 3)],
+    ids=["within an epoch", "between epochs", "two channels"],
+)  # fmt: skip
+def test_killed_and_resumed_equals_never_killed(
+    stage: Any, save_steps: int, saved: int, ahead: Any, tmp_path: Path
+) -> None:
+    def kill(trainer: Any) -> None:
+        read = trainer.get_batch_samples
+
+        def read_or_die(*arguments: Any) -> Any:
+            if trainer.state.global_step == 5:
+                raise Killed
+            return read(*arguments)
+
+        trainer.get_batch_samples = read_or_die
+
+    keys = {"training__save_strategy": "steps", "training__save_steps": save_steps}
+    whole = ahead("whole", stage, **keys)
+    with pytest.raises(Killed):
+        ahead("killed", stage, on_built=kill, **keys)
+    asked_again = Aging()
+    resumed = ahead("killed", stage, backend=asked_again, training__resume_from_checkpoint=True, **keys)
+    waited = json.loads((tmp_path / "killed" / f"checkpoint-{saved}" / "waiting_answers_rank0.json").read_text())
+    assert (waited["step"], waited["version"]) == (saved, saved - 1)
+    assert ("ask", saved) not in asked_again.told
+    assert figures(resumed) == figures(whole)
+    assert same_weights(weights(resumed.model), weights(whole.model))
+
+
+def test_in_two_channels_answers_are_made_while_a_step_without_rollouts_learns(ahead: Any) -> None:
+    """A, B, A, B: B's window is asked for in the A step before it, of the weights of that step."""
+    backend = Aging()
+    trainer = ahead(stage="two_channel", backend=backend, training__max_steps=4)
+    assert backend.told == [("push", 0), ("ask", 1), ("push", 2), ("ask", 3)]
+    lines = step_lines(trainer)
+    assert [line.get("rollout/staleness_steps") for line in lines] == [None, 1, None, 1]
+    assert not [name for line in lines[::2] for name in line if name.startswith("rollout/")]
+
+
+def test_a_failure_is_that_of_its_own_step_and_saved_first(ahead: Any, tmp_path: Path) -> None:
+    class Failing(Aging):
+        def generate(self, requests: Any, seeds: Any) -> list[Rollout]:
+            if seeds.global_step == 2:
+                raise RolloutError("the engine is gone")
+            return super().generate(requests, seeds)
+
+    with pytest.raises(RolloutError, match="the engine is gone"):
+        ahead(backend=Failing())
+    # Asked for in step 1, which learned all the same.
+    assert not list((tmp_path / "run" / "checkpoint-2").glob("waiting_answers*"))
+    resumed = ahead(training__resume_from_checkpoint=True)
+    assert [line["rollout/staleness_steps"] for line in step_lines(resumed)] == [0, 1, 0, 1, 1, 1, 1]
+
+
+def test_a_step_that_fails_keeps_the_answers_that_it_took(
+    ahead: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail_in_step_2(trainer: Any) -> None:
+        compute = trainer.compute_loss
+
+        def compute_or_fail(*arguments: Any, **keys: Any) -> Any:
+            if trainer.state.global_step == 2:
+                raise RolloutError("out of memory, say")
+            return compute(*arguments, **keys)
+
+        trainer.compute_loss = compute_or_fail
+
+    whole = ahead("whole")
+    with pytest.raises(RolloutError, match="out of memory"):
+        ahead(on_built=fail_in_step_2)
+    resumed = ahead(training__resume_from_checkpoint=True)
+    assert figures(resumed) == figures(whole) and same_weights(weights(resumed.model), weights(whole.model))
+
+
+def test_samples_that_cannot_be_read_are_the_failure_of_the_step_that_needs_them(ahead: Any, tmp_path: Path) -> None:
+    def break_the_second_step(trainer: Any) -> None:
+        dataset, read = trainer.train_dataset, trainer.train_dataset._encode
+        seen: list[str] = []
+
+        def encode(record: Any) -> Any:
+            seen.append(record.sample_id)
+            if len(seen) > 10:  # the loader itself reads one batch of four ahead
+                raise DataError("gone", path=record.image)
+            return read(record)
+
+        dataset._encode = encode
+
+    with pytest.raises(DataError, match="gone"):
+        ahead(on_built=break_the_second_step)
+    assert (tmp_path / "run" / "checkpoint-1").is_dir()
+
+
+def test_an_evaluation_waits_for_the_answers_and_changes_nothing(ahead: Any) -> None:
+    keys = {"training__eval_strategy": "steps", "training__eval_steps": 2}
+    evaluated, alone = ahead("evaluated", backend=Aging(slow=0.2), **keys), ahead("alone")
+    assert same_weights(weights(evaluated.model), weights(alone.model))
+
+
+def test_an_evaluation_that_fails_leaves_the_step_before_it_as_it_was(ahead: Any) -> None:
+    class FailsToEvaluate(Aging):
+        def batch_size(self, decode_batch_size: int) -> int:
+            raise RolloutError("no evaluation today")
+
+    whole = ahead("whole")
+    with pytest.raises(RolloutError, match="no evaluation today"):
+        ahead(backend=FailsToEvaluate(), training__eval_strategy="steps", training__eval_steps=4)
+    resumed = ahead(training__resume_from_checkpoint=True)
+    assert figures(resumed) == figures(whole) and same_weights(weights(resumed.model), weights(whole.model))
+
+
+def test_answers_that_wait_are_of_no_use_to_a_run_that_does_not_look_ahead(
+    ahead: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ahead(training__max_steps=3, training__save_strategy="steps", training__save_steps=2)
+    halfway = str(tmp_path / "run" / "checkpoint-2")
+    resumed = ahead(training__max_steps=4, training__resume_from_checkpoint=halfway, rollout_matching__rollouts_ahead=0)
+    assert "holds answers for its next step" in caplog.text
+    assert [line["rollout/staleness_steps"] for line in step_lines(resumed)] == [0, 1, 0, 0]
+
+
+def waiting(version: int = 3, **keys: Any) -> WaitingAnswers:
+    rollout = Rollout("x:1", (1, 2), (3,), "a", truncated=True, weight_version=3)
+    return WaitingAnswers(
+        **{"step": 4, "version": version, "rounds": ((rollout,), ()), "rollout_s": 0.1, "report": {}, "counted": {}}
+        | keys
+    )
+
+
+def test_answers_survive_their_file(tmp_path: Path) -> None:
+    save_answers(waiting(), tmp_path)
+    assert load_answers(tmp_path, 4) == waiting()
+    assert load_answers(tmp_path / "elsewhere", 4) is None
+
+
+def test_answers_of_other_weights_are_no_window() -> None:
+    with pytest.raises(ValueError, match="answers of the weights"):
+        waiting(version=2)
+
+
+@pytest.mark.parametrize(
+    ("step", "spoil"), [(5, None), (4, "{"), (4, "[]"), (4, '{"rounds": [[{}]]}')],
+    ids=["of another step", "half a file", "a list", "no answer"],
+)  # fmt: skip
+def test_a_file_that_is_no_window_is_refused(step: int, spoil: str | None, tmp_path: Path) -> None:
+    save_answers(waiting(), tmp_path)
+    if spoil is not None:
+        (tmp_path / "waiting_answers_rank0.json").write_text(spoil)
+    with pytest.raises(CheckpointError, match=r"waiting_answers_rank0\.json.*older checkpoint"):
+        load_answers(tmp_path, step)
+
+
+@pytest.mark.parametrize("vllm", [None, {"mode": "colocate"}], ids=["hf", "colocate"])
+def test_only_servers_can_answer_ahead(vllm: Any, tmp_path: Path) -> None:
+    engine = {"rollout_backend": "hf"} if vllm is None else {"rollout_backend": "vllm", "vllm": vllm}
+    with pytest.raises(ConfigError, match=r"rollout_matching\.rollouts_ahead.*vllm\.mode: server.*write 0"):
+        load_config(write_yaml(tmp_path, stage2(rollouts_ahead=1, **engine)))
