@@ -6,8 +6,10 @@ python docs/generate_upgrades.py --check    # exit 1 if the file is not what wou
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
+from functools import cache
 from pathlib import Path
 
 from coordexp.training.upstream_names import LEARNER
@@ -62,13 +64,39 @@ def used_in(name: UpstreamName) -> list[str]:
     """The modules of this project that write the name, or what of its source they rely on."""
     word = re.search(r"[A-Za-z_]\w*(?=\W*$)", name.mentions.rstrip("({})[]'\", ")) if name.mentions else None
     last = word[0] if word is not None else name.attribute.split(".")[-1]
-    pattern = re.compile(rf"\b{re.escape(last)}\b")
     return [
         str(path.relative_to(SOURCE))
         for room in _ROOMS[name.module.split(".")[0]]
         for path in sorted((SOURCE / room).rglob("*.py"))
-        if path.name not in _TABLES and pattern.search(path.read_text(encoding="utf-8"))
+        if path.name not in _TABLES and last in _words(path)
     ]
+
+
+@cache
+def _words(path: Path) -> frozenset[str]:
+    """The names in a module's code and in its strings; comments and docstrings say nothing about what it touches."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    docstrings = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.body
+        and isinstance(node.body[0], ast.Expr)
+    }
+    words: set[str] = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=word) | ast.Attribute(attr=word) | ast.arg(arg=word) | ast.alias(name=word):
+                words.add(word.split(".")[-1])
+            case ast.FunctionDef(name=word) | ast.AsyncFunctionDef(name=word) | ast.ClassDef(name=word):
+                words.add(word)
+            case ast.keyword(arg=str(word)):
+                words.add(word)
+            case ast.Constant(value=str(text)) if id(node) not in docstrings:
+                words.update(re.findall(r"\w+", text))
+            case _:
+                pass
+    return frozenset(words)
 
 
 def main() -> int:
