@@ -13,9 +13,6 @@ from __future__ import annotations
 
 import os
 import random
-import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -29,9 +26,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 from reporting import machine, parser, positive, positive_list, print_machine, set_threads, write_json
 from rich.console import Console
 from rich.table import Table
+from rollout_server import TIMEOUT_S, server_entry, serving
 
 BACKENDS = ("hf", "colocate", "server")
-BOOT_S = 300.0
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -118,7 +115,7 @@ class _Bench:
             LearnerWeights(self.loaded.model), Path(self._checkpoint), open_rgb,
         )  # fmt: skip
         began = time.perf_counter()
-        with _serving(path, self._folder / "server.log") if name == "server" else nullcontext():
+        with serving(path, environment={}) if name == "server" else nullcontext():
             self._backend = build_backend(resolved_rollout(config), parts)
             try:
                 with synced(self._backend, 0):
@@ -148,14 +145,12 @@ class _Bench:
         import yaml
 
         batch = max(self._options.batches)
-        ports = [_free_port(), _free_port()]
         vllm: dict[str, Any] = {
             "mode": "server" if name == "server" else "colocate", "tensor_parallel_size": 1, "max_num_seqs": batch,
             "gpu_memory_utilization": self._options.gpu_memory, "max_model_len": self._max_length,
         }  # fmt: skip
         if name == "server":
-            vllm["server"] = {"servers": [{"base_url": f"http://127.0.0.1:{ports[0]}", "group_port": ports[1]}],
-                              "timeout_s": BOOT_S}  # fmt: skip
+            vllm["server"] = {"servers": [server_entry()], "timeout_s": TIMEOUT_S}
         config = {
             "model": {"model": str(self._checkpoint), "dtype": self._options.dtype},
             "custom": {"train_jsonl": str(self._folder / "scenes.jsonl")},
@@ -180,24 +175,6 @@ def _dense_answer(count: int) -> str:
     rng = random.Random(1)
     corners = [(rng.randrange(900), rng.randrange(900)) for _ in range(count)]
     return serialize_objects([GTObject("red square", "bbox_2d", (x, y, x + 90, y + 90)) for x, y in corners])
-
-
-@contextmanager
-def _serving(config: Path, log: Path) -> Iterator[None]:
-    command = [sys.executable, "-m", "coordexp", "serve", "--config", str(config)]
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-    try:
-        yield
-    finally:
-        process.terminate()
-        process.wait(60)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _line(row: dict[str, Any], done: int, cells: int) -> str:

@@ -9,25 +9,21 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import yaml
 from reporting import machine, parser, positive, print_machine, set_threads, write_json
 from rich.console import Console
 from rich.table import Table
-from step import checkpoint_or_tiny, timed_steps
-from weight_push import TIMEOUT_S, free_ports
+from rollout_server import TIMEOUT_S, server_entry, serving
+from step import checkpoint_or_tiny, dense_run, timed_steps
 
+from coordexp.config import RunConfig
 from coordexp.extras import require
-from coordexp.servers.client import ServerClient
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -48,7 +44,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         settings = {**vars(options), "threads": threads, "model": origin, "cores": [server_core, learner_core]}
         print_machine(console, where, **{key: value for key, value in settings.items() if key != "json"})
         config = _config(folder, model, options)
-        with _pinned(server_core), _serving(folder, config), _pinned(learner_core):
+        served = folder / "serve.yaml"
+        served.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True)), encoding="utf-8")
+        with _pinned(server_core), serving(served), _pinned(learner_core):
             results = {str(ahead): _measure(config, ahead, options) for ahead in (0, 1)}
     console.print(_table(results))
     ratio = results["0"]["step_s"] / results["1"]["step_s"]
@@ -56,8 +54,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     write_json(options.json, "rollouts_ahead", where, settings, {**results, "speedup": ratio})
 
 
-def _measure(config: Any, ahead: int, options: argparse.Namespace) -> dict[str, float]:
+def _measure(config: RunConfig, ahead: int, options: argparse.Namespace) -> dict[str, float]:
     """Medians of the measured steps; ``learning`` is all of a step but its push and its waiting."""
+    assert config.rollout_matching is not None
     run = config.model_copy(
         update={
             "rollout_matching": config.rollout_matching.model_copy(update={"rollouts_ahead": ahead}),
@@ -91,44 +90,17 @@ def _table(results: dict[str, dict[str, float]]) -> Table:
     return table
 
 
-def _config(folder: Path, model: Path, options: argparse.Namespace) -> Any:
-    from coordexp.assets import asset
-    from coordexp.config import load_config
-    from coordexp.data.scenes import DENSE, write_scenes
-
-    steps = options.warmup + options.steps + 1
-    http_port, group_port = free_ports(2)
-    server = {"base_url": f"http://127.0.0.1:{http_port}", "group_port": group_port}
-    return load_config(
-        asset("configs/demo/stage2.yaml"),
-        {
-            "model.model": str(model),
-            "custom.train_jsonl": str(write_scenes(folder / "scenes", min(256, options.batch * steps), DENSE, seed=7)),
-            "custom.val_jsonl": None,
-            "training.output_dir": str(folder / "run"),
-            "training.max_steps": steps,
-            "training.per_device_train_batch_size": options.batch,
-            "training.logging_steps": 1,
-            "training.save_strategy": "no",
-            "training.report_to": [],
-            "training.resume_from_checkpoint": None,
-            "training.use_cpu": True,
-            "training.packing_min_fill_ratio": 0.01,
-            # Every sample of a step fits its row, so that each step trains on what was answered for it.
-            "global_max_length": options.batch * (options.max_new_tokens + 512),
-            "rollout_matching.rollout_backend": "vllm",
-            "rollout_matching.decode_batch_size": options.batch,
-            "rollout_matching.max_new_tokens": options.max_new_tokens,
-            "rollout_matching.vllm": {
-                "mode": "server",
-                "tensor_parallel_size": 1,
-                "enforce_eager": True,
-                "max_num_seqs": options.batch,
-                "server": {"servers": [server], "timeout_s": TIMEOUT_S},
-                "sync": {"timeout_s": TIMEOUT_S},
-            },
-        },
-    )
+def _config(folder: Path, model: Path, options: argparse.Namespace) -> RunConfig:
+    vllm = {
+        "mode": "server",
+        "tensor_parallel_size": 1,
+        "enforce_eager": True,
+        "max_num_seqs": options.batch,
+        "server": {"servers": [server_entry()], "timeout_s": TIMEOUT_S},
+        "sync": {"timeout_s": TIMEOUT_S},
+    }
+    over = {"rollout_matching.rollout_backend": "vllm", "rollout_matching.vllm": vllm}
+    return dense_run(model, folder, options, options.warmup + options.steps + 1, over)
 
 
 @contextmanager
@@ -140,41 +112,6 @@ def _pinned(core: int) -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, before)
-
-
-@contextmanager
-def _serving(folder: Path, config: Any) -> Iterator[None]:
-    """A `coordexp serve` process for this configuration."""
-    path, log = folder / "serve.yaml", folder / "serve.log"
-    path.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True)), encoding="utf-8")
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "OMP_WAIT_POLICY": "passive",
-        "HF_HUB_OFFLINE": "1",
-    }
-    command = [sys.executable, "-m", "coordexp", "serve", "--config", str(path)]
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-        )
-    entry = config.rollout_matching.vllm.server.servers[0]
-    client = ServerClient(
-        entry.base_url, entry.group_port, timeout_s=TIMEOUT_S, infer_timeout_s=TIMEOUT_S, api_key=None
-    )
-    try:
-        client.wait_until_healthy()
-        yield
-    except BaseException:
-        sys.stderr.write(log.read_text(errors="replace")[-4000:])
-        raise
-    finally:
-        client.close()
-        process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(30)
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":

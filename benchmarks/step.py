@@ -6,17 +6,21 @@ into data, rollout, target building, packing, learner and optimizer. CPU only: i
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from reporting import machine, parser, positive, print_machine, set_threads, write_json
 from rich.console import Console
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from coordexp.config import RunConfig
 
 # Stage → what it holds; they add up to the step.
 STAGES = {
@@ -44,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(prefix="coordexp-bench-") as folder:
         model, origin = checkpoint_or_tiny(options.model, Path(folder))
         print_machine(console, where, model=origin, batch=options.batch, steps=options.steps, threads=threads)
-        steps = _run(model, Path(folder), options)[options.warmup :]
+        config = dense_run(model, Path(folder), options, options.warmup + options.steps)
+        steps = [_split(line, marks) for line, marks in timed_steps(config)][options.warmup :]
     results = summarise(steps, options.batch)
     console.print(_table(results))
     console.print("\n".join(f"  {name}: {what}" for name, what in STAGES.items()), style="dim", highlight=False)
@@ -97,19 +102,20 @@ def checkpoint_or_tiny(named: Path | None, folder: Path) -> tuple[Path, str]:
         return build_tiny_checkpoint(folder / "model"), "fresh tiny checkpoint, random weights"
 
 
-def _run(model: Path, folder: Path, options: Any) -> list[dict[str, float]]:
-    """Train; one dict a step with the seconds of each stage, and its token counts."""
+def dense_run(
+    model: Path, folder: Path, options: argparse.Namespace, steps: int, over: Mapping[str, Any] | None = None
+) -> RunConfig:
+    """The demo's stage 2 on generated dense scenes, for ``steps`` steps of ``options.batch`` samples each; ``over``:
+    further keys of the configuration."""
     from coordexp.assets import asset
     from coordexp.config import load_config
     from coordexp.data.scenes import DENSE, write_scenes
 
-    steps = options.warmup + options.steps
-    data = write_scenes(folder / "scenes", min(256, options.batch * steps), DENSE, seed=7)
-    config = load_config(
+    return load_config(
         asset("configs/demo/stage2.yaml"),
         {
             "model.model": str(model),
-            "custom.train_jsonl": str(data),
+            "custom.train_jsonl": str(write_scenes(folder / "scenes", min(256, options.batch * steps), DENSE, seed=7)),
             "custom.val_jsonl": None,
             "training.output_dir": str(folder / "run"),
             "training.max_steps": steps,
@@ -119,17 +125,17 @@ def _run(model: Path, folder: Path, options: Any) -> list[dict[str, float]]:
             "training.report_to": [],
             "training.resume_from_checkpoint": None,
             "training.use_cpu": True,
-            # Every sample of a step fits its row, so that each step trains on what it generated.
+            # Every sample of a step fits its row, so that each step trains on what was answered for it.
             "global_max_length": options.batch * (options.max_new_tokens + 512),
             "training.packing_min_fill_ratio": 0.01,
             "rollout_matching.decode_batch_size": options.batch,
             "rollout_matching.max_new_tokens": options.max_new_tokens,
+            **(over or {}),
         },
     )
-    return [_split(line, marks) for line, marks in timed_steps(config)]
 
 
-def timed_steps(config: Any) -> list[tuple[dict[str, float], dict[str, float]]]:
+def timed_steps(config: RunConfig) -> list[tuple[dict[str, float], dict[str, float]]]:
     """Train; per step what was logged, and the seconds of ``fetch``, ``optimizer`` and the whole ``step``."""
     from coordexp.training.build import build_trainer, check_run
 

@@ -11,16 +11,11 @@ commit. "Received" and "loaded" are the worker's own accounts; loading runs whil
 from __future__ import annotations
 
 import multiprocessing
-import os
-import signal
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +24,9 @@ import yaml
 from reporting import machine, parser, positive, print_machine, set_threads, write_json
 from rich.console import Console
 from rich.table import Table
+from rollout_server import TIMEOUT_S, free_ports, server_entry, serving
 
 from coordexp.config.vllm import SyncConfig
-from coordexp.errors import RolloutError
 from coordexp.extras import require
 from coordexp.modeling.load import load_model
 from coordexp.modeling.tiny import TinySpec, build_tiny_checkpoint
@@ -41,7 +36,6 @@ from coordexp.servers.sync import WeightSync
 from coordexp.weight_sync.group import Communicator, GroupAddress, join
 
 CPU = torch.device("cpu")
-TIMEOUT_S = 600.0
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -67,7 +61,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
         settings = {**vars(options), "megabytes": round(size / 1e6), "dtype": "float32", "device": "cpu"}
         print_machine(console, where, **{key: value for key, value in settings.items() if key != "json"})
-        with serving(Path(name), checkpoint) as client, raw_receiver(size, options.bucket_mb << 20) as group:
+        config = server_config(Path(name), checkpoint)
+        with serving(config) as client, raw_receiver(size, options.bucket_mb << 20) as group:
             results = measure(client, model, group, size, options.bucket_mb, options.repeats)
     console.print(render(results))
     console.print(
@@ -158,11 +153,8 @@ def raw_receiver(size: int, bucket_bytes: int) -> Iterator[Communicator]:
         process.join()
 
 
-@contextmanager
-def serving(folder: Path, checkpoint: Path) -> Iterator[ServerClient]:
-    """A `coordexp serve` process with this model."""
-    http_port, group_port = free_ports(2)
-    entry = {"base_url": f"http://127.0.0.1:{http_port}", "group_port": group_port}
+def server_config(folder: Path, checkpoint: Path) -> Path:
+    """A file: the configuration of a server with this model."""
     config = {
         "model": {"model": str(checkpoint), "dtype": "float32"},
         "custom": {"train_jsonl": str(checkpoint / "config.json")},
@@ -175,51 +167,14 @@ def serving(folder: Path, checkpoint: Path) -> Iterator[ServerClient]:
                 "tensor_parallel_size": 1,
                 "enforce_eager": True,
                 "max_num_seqs": 4,
-                "server": {"servers": [entry], "timeout_s": TIMEOUT_S},
+                "server": {"servers": [server_entry()], "timeout_s": TIMEOUT_S},
                 "sync": {"timeout_s": TIMEOUT_S},
             },
         },
     }
     path = folder / "serve.yaml"
     path.write_text(yaml.safe_dump(config), encoding="utf-8")
-    log = folder / "serve.log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "coordexp", "serve", "--config", str(path)],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1", **os.environ},
-            start_new_session=True,
-        )
-    client = ServerClient(entry["base_url"], group_port, timeout_s=TIMEOUT_S, infer_timeout_s=TIMEOUT_S, api_key=None)
-    try:
-        deadline = time.monotonic() + TIMEOUT_S
-        while process.poll() is None and time.monotonic() < deadline:
-            with suppress(RolloutError):
-                client.wait_until_healthy(5.0)
-                break
-        client.health()
-        yield client
-    except BaseException:
-        sys.stderr.write(log.read_text(errors="replace")[-4000:])
-        raise
-    finally:
-        client.close()
-        process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(30)
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
+    return path
 
 
 if __name__ == "__main__":

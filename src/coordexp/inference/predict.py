@@ -78,19 +78,16 @@ def run_prediction(
     check_backend(rollout)
     sources = [source] if isinstance(source, Path) else list(source)
     found = find_images(sources, limit=limit, skip_broken=skip_broken)
-    records = found.records
     path = Path(model or config.model.model)
     load_vocab(path)
     preparation = read_preparation(path)
     score = "confidence" if confidence else constant_score
-    settings = _settings(config, rollout, path, sources, score) | _resizing(preparation)
-    if classes:
-        settings["classes"] = list(classes)
+    settings = _settings(config, rollout, path, sources, score) | _resizing(preparation) | _closed_to(classes)
     _tell_of(console, found, preparation)
     mine = _part(output, distributed.rank())
     PartialState(cpu=config.training.use_cpu)  # joins the process group under torchrun: the next line needs it
-    known = _answered_before(output, settings)
-    todo = [index for index, record in enumerate(records) if record.sample_id not in known]
+    records = found.records
+    todo = _unanswered(records, output, settings)
     with (
         open_session(config, rollout, path, classes) as session,
         reporting(console, f"predicting with {path}") as on_progress,
@@ -98,11 +95,8 @@ def run_prediction(
         batch_size = session.backend.batch_size(rollout.decode_batch_size)
         batches = share_out(todo, distributed.world_size(), batch_size)[distributed.rank()]
         done, total = 0, sum(len(batch) for batch in batches)
-        scorer = None
-        if constant_score is None:
-            scorer = ConfidenceScorer(session.scorer) if confidence else session.scorer
         with distributed.raise_on_all_ranks("coordexp predict"):
-            for answered in _answers_of(session, records, batches, config.training.seed, scorer):
+            for answered in _answers_of(session, records, batches, config.training.seed, _scorer(session, score)):
                 answers = [_answer(item, found.annotated, constant_score) for item in answered]
                 if answers:
                     append_line(mine, "".join(to_line(answer) + "\n" for answer in answers).encode("utf-8"))
@@ -111,6 +105,14 @@ def run_prediction(
     distributed.barrier()
     answers, files = _finish(output, records, save_images) if distributed.is_main() else ([], [])
     return PredictionResult(output, len(records), len(records) - len(todo), tuple(files), found.skipped, tuple(answers))
+
+
+def _scorer(session: InferenceSession, score: str | float | None) -> Scorer | None:
+    """What scores objects: the model by its confidence, or by its tokens' probabilities (None); nothing where all get
+    the same number."""
+    if score is None:
+        return session.scorer
+    return ConfidenceScorer(session.scorer) if score == "confidence" else None
 
 
 def _answers_of(
@@ -161,6 +163,10 @@ def _resizing(preparation: ImagePreparation) -> dict[str, Any]:
     return {} if preparation.resize is None else {"resize": preparation.resize.to_metadata()}
 
 
+def _closed_to(classes: Sequence[str]) -> dict[str, Any]:
+    return {"classes": list(classes)} if classes else {}
+
+
 def _tell_of(console: Console, found: Found, preparation: ImagePreparation) -> None:
     """What the user should know of the images before they are answered."""
     records = found.records
@@ -178,13 +184,14 @@ def _tell_of(console: Console, found: Found, preparation: ImagePreparation) -> N
         console.print(f"skipped {image}: {reason}", highlight=False, markup=False, soft_wrap=True)
 
 
-def _answered_before(output: Path, settings: dict[str, Any]) -> set[str]:
-    """Take the folder for answers of these settings. Returns: which samples it holds; a collective call, as all ranks
-    must share out the same images before any of them writes."""
+def _unanswered(records: Sequence[ImageRecord], output: Path, settings: dict[str, Any]) -> list[int]:
+    """Take the folder for answers of these settings. Returns: the places of the records that it lacks; a collective
+    call, as all ranks must share out the same images before any of them writes."""
     with distributed.raise_on_all_ranks("coordexp predict"):
         if distributed.is_main():
             _claim(output, settings)
-        return {answer.sample_id for part in _parts(output) for answer in _read_part(part)}
+        known = {answer.sample_id for part in _parts(output) for answer in _read_part(part)}
+        return [index for index, record in enumerate(records) if record.sample_id not in known]
 
 
 def _claim(output: Path, settings: dict[str, Any]) -> None:

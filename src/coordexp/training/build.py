@@ -29,11 +29,9 @@ if TYPE_CHECKING:
     from coordexp.evaluation import EvaluationOptions
     from coordexp.evaluation.scores import TokenScorer
     from coordexp.modeling.load import LoadedModel
-    from coordexp.packing import CarryBuffer
     from coordexp.recording.writer import RolloutRecorder
     from coordexp.rollouts.build import LearnerParts
     from coordexp.rollouts.offload import LearnerOffload
-    from coordexp.training.ahead import RolloutsAhead
     from coordexp.training.sources import RolloutSource
     from coordexp.training.trainer import CoordExpTrainer
 
@@ -127,6 +125,7 @@ def build_trainer(
     from coordexp.training.recipe import build_recipe
     from coordexp.training.trainer import CoordExpTrainer
     from coordexp.training.upstream_names import check_learner
+    from coordexp.training.waiting import build_buffer, take_up_answers
 
     config, rollout, training = run.config, run.rollout, run.config.training
     check_learner()
@@ -141,8 +140,8 @@ def build_trainer(
     offload = build_offload(loaded.model, rollout)
     backend = build_backend(rollout, _learner_parts(config, loaded, offload))
     scorer = _scorer(rollout, loaded)
-    recipe = build_recipe(config, rollout, loaded.vocab, backend, _build_buffer(run, train, resume), scorer)
-    _take_up_answers(recipe.ahead, resume)
+    recipe = build_recipe(config, rollout, loaded.vocab, backend, build_buffer(config, train, resume), scorer)
+    take_up_answers(recipe.ahead, resume)
     trainer = CoordExpTrainer(
         loaded=loaded,
         window_builder=recipe.window_builder,
@@ -366,40 +365,6 @@ def _learner_parts(config: RunConfig, loaded: LoadedModel, offload: LearnerOfflo
         open_image=open_rgb,
         offload=nullcontext if offload is None else offload.away,
     )
-
-
-def _build_buffer(run: CheckedRun, train: RecordDataset, resume: Path | None) -> CarryBuffer | None:
-    """The carry buffer, with what waited in it when the checkpoint was written; None without packing."""
-    from coordexp.packing import CarryBuffer
-    from coordexp.training.buffer_file import load_carry_buffer
-
-    training = run.config.training
-    if not training.packing:
-        return None
-    buffer = CarryBuffer(run.config.global_max_length, training.packing_buffer)
-    if resume is not None:
-        load_carry_buffer(buffer, resume, train.request_of)
-    return buffer
-
-
-def _take_up_answers(ahead: RolloutsAhead | None, checkpoint: Path | None) -> None:
-    """Give ``ahead`` the answers that waited when ``checkpoint`` was written; say so where they are of no use. Nothing
-    without a checkpoint."""
-    from coordexp.training.answers_file import load_answers
-    from coordexp.training.seal import read_seal
-
-    if checkpoint is None:
-        return
-    seal = read_seal(checkpoint)
-    answers = load_answers(checkpoint, seal.step) if seal.world_size == distributed.world_size() else None
-    if ahead is not None:
-        ahead.window = answers
-    elif answers is not None and distributed.is_main():
-        logger.warning(
-            "%s holds answers for its next step, which are left unused, as rollout_matching.rollouts_ahead is 0 now: "
-            "the step asks anew",
-            checkpoint,
-        )
 
 
 def _check_attention(config: RunConfig) -> None:
