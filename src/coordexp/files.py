@@ -39,17 +39,35 @@ def _end_of_last_line(file: BinaryIO) -> int:
 def whole_file(path: Path) -> Iterator[TextIO]:
     """A text file that appears under its name complete, or not at all: also when the run is killed meanwhile, or the
     power fails. What stood there before stays until then, and stays after an error."""
+    with _complete(path) as temporary, temporary.open("w", encoding="utf-8", newline="\n") as file:
+        yield file
+        _to_disk(file)
+
+
+@contextmanager
+def whole_binary_file(path: Path) -> Iterator[BinaryIO]:
+    """As :func:`whole_file`, for bytes."""
+    with _complete(path) as temporary, temporary.open("wb") as file:
+        yield file
+        _to_disk(file)
+
+
+@contextmanager
+def _complete(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        with temporary.open("w", encoding="utf-8", newline="\n") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())  # before its name: otherwise a power loss may leave the name with nothing behind it
+        yield temporary
         os.replace(temporary, path)
     except BaseException:  # Ctrl-C too: leave no half file behind, and go on raising
         temporary.unlink(missing_ok=True)
         raise
     flush_file(path.parent)
+
+
+def _to_disk(file: TextIO | BinaryIO) -> None:
+    """Before it gets its name: otherwise a power loss may leave the name with nothing behind it."""
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -10,6 +10,7 @@ from typing import Literal
 from PIL import Image
 
 from coordexp.config.data import AugmentConfig
+from coordexp.data.arrow_records import ArrowRecords
 from coordexp.data.augment import LEFT_OUT, draw_view
 from coordexp.data.images import open_rgb
 from coordexp.data.jsonl import order_objects
@@ -49,13 +50,10 @@ class RecordDataset:
         self._epoch = 0
         self._encode = encode
         self._places: dict[str, int] = {}
-        self.records = tuple(
-            replace(record, objects=order_objects(record.objects, ordering, self._shuffle(0, index)))
-            for index, record in enumerate(records)
-        )
+        self._records = records
 
     def __len__(self) -> int:
-        return len(self.records)
+        return len(self._records)
 
     def __getitem__(self, index: int) -> Sample:
         return self._sample(index, self._epoch)
@@ -64,6 +62,22 @@ class RecordDataset:
         """From now on samples are those of this epoch; before a loader's workers start."""
         self._epoch = epoch
 
+    def record(self, index: int) -> ImageRecord:
+        """A record as the first epoch orders its objects, not augmented."""
+        record = self._records[index]
+        return replace(record, objects=order_objects(record.objects, self._ordering, self._shuffle(0, index)))
+
+    def record_of(self, sample_id: str) -> ImageRecord:
+        """The record of a sample, its objects in the order of the present epoch. Not of one that is augmented.
+
+        Raises:
+            KeyError: it holds no such record.
+        """
+        index = self._place_of(sample_id)
+        if index is None:
+            raise KeyError(sample_id)
+        return self._ordered(index, self._epoch)
+
     def request_of(self, sample_id: str) -> RolloutRequest:
         """The prompt of a sample that this dataset gave, in whatever epoch.
 
@@ -71,9 +85,7 @@ class RecordDataset:
             DataError: it holds no such record.
         """
         name, _, epoch = sample_id.rpartition(_EPOCH) if self._augment is not None else (sample_id, "", "0")
-        if not self._places:
-            self._places = {record.sample_id: index for index, record in enumerate(self.records)}
-        index = self._places.get(name)
+        index = self._place_of(name)
         if index is None or not epoch.isdecimal():
             raise DataError(
                 f"the checkpoint's carry buffer holds sample {sample_id}, which custom.train_jsonl does not; go on "
@@ -82,18 +94,29 @@ class RecordDataset:
         return self._sample(index, int(epoch)).request
 
     def _sample(self, index: int, epoch: int) -> Sample:
-        record = self.records[index]
         if self._augment is not None:
             record, image = self.view(index, epoch)
             return Sample(record, self._encode(record, image))
-        if self._ordering == "random" and epoch:
-            record = replace(record, objects=order_objects(record.objects, "random", self._shuffle(epoch, index)))
+        record = self._ordered(index, epoch)
         return Sample(record, self._encode(record))
+
+    def _ordered(self, index: int, epoch: int) -> ImageRecord:
+        record = self.record(index)
+        if self._ordering == "random" and epoch:
+            return replace(record, objects=order_objects(record.objects, "random", self._shuffle(epoch, index)))
+        return record
+
+    def _place_of(self, sample_id: str) -> int | None:
+        if isinstance(self._records, ArrowRecords):
+            return self._records.place_of(sample_id)
+        if not self._places:
+            self._places = {record.sample_id: index for index, record in enumerate(self._records)}
+        return self._places.get(sample_id)
 
     def view(self, index: int, epoch: int) -> tuple[ImageRecord, Image.Image]:
         """What ``augment`` makes of a record in an epoch: the record with the objects as seen, and the image."""
         assert self._augment is not None, "asked of a dataset that is augmented"
-        record = self.records[index]
+        record = self.record(index)
         view = draw_view(self._augment, self._seed, epoch, index)
         objects, left_out = view.objects(record.objects, self._augment.min_visible)
         image = view.image(open_rgb(record.image, expected_size=(record.width, record.height)))

@@ -37,8 +37,8 @@ def read_jsonl(path: str | Path, *, limit: int | None = None, check_images: bool
         except DataError as error:
             problems.append(error)
     if check_images:
-        problems += _image_problems(records, path)
-    _raise_together(sorted(problems, key=lambda problem: problem.line or 0), path)
+        problems += image_problems(records, path)
+    raise_together(sorted(problems, key=lambda problem: problem.line or 0), path)
     if not records:
         raise DataError("the file holds no records; expected one JSON object per line", path=path)
     return records
@@ -50,7 +50,7 @@ def check_dataset(records: Iterable[ImageRecord]) -> None:
     Raises:
         DataError: one error with all problems (the first 20 spelled out), each naming its record.
     """
-    _raise_together(_image_problems(records, None), None)
+    raise_together(image_problems(records), None)
 
 
 def order_objects(
@@ -75,10 +75,7 @@ def numbered_lines(path: Path, limit: int | None) -> Iterator[tuple[int, bytes]]
     Raises:
         DataError: no such file, or a limit below 1.
     """
-    if limit is not None and limit < 1:
-        raise DataError(f"limit is {limit}; expected at least 1 record, or no limit", path=path)
-    if not path.is_file():
-        raise DataError("dataset file not found; check the path", path=path)
+    check_source(path, limit)
     taken = 0
     # Bytes, split at \n only: str.splitlines would also cut at U+2028 inside a string.
     with path.open("rb") as lines:
@@ -90,21 +87,49 @@ def numbered_lines(path: Path, limit: int | None) -> Iterator[tuple[int, bytes]]
                 return
 
 
-def _image_problems(records: Iterable[ImageRecord], path: Path | None) -> list[DataError]:
+def check_source(path: Path, limit: int | None) -> None:
+    """What can be said before a line is read.
+
+    Raises:
+        DataError: no such file, or a limit below 1.
+    """
+    if limit is not None and limit < 1:
+        raise DataError(f"limit is {limit}; expected at least 1 record, or no limit", path=path)
+    if not path.is_file():
+        raise DataError("dataset file not found; check the path", path=path)
+
+
+def image_problem(
+    image: Path, declared: tuple[int, int], real: tuple[int, int] | DataError | None = None
+) -> str | None:
+    """What is wrong with a record's image by its header; None for nothing. ``declared``: the record's (width, height);
+    ``real``: what :func:`real_size` says, where it was asked before."""
+    real = real_size(image) if real is None else real
+    if isinstance(real, DataError):
+        return str(real)
+    return None if real == declared else f"{image}: {size_problem(declared, real)}"
+
+
+def real_size(image: Path) -> tuple[int, int] | DataError:
+    """An image's upright (width, height) by its header, or why it cannot be shown to a model."""
+    try:
+        size = read_header(image).size
+    except DataError as error:
+        return error
+    problem = shape_problem(*size)
+    return size if problem is None else DataError(problem, path=image)
+
+
+def image_problems(records: Iterable[ImageRecord], path: Path | None = None) -> list[DataError]:
+    """What is wrong with the records' images, each named by its record, or by its line of ``path``."""
     problems: list[DataError] = []
     sizes: dict[Path, tuple[int, int] | DataError] = {}
     for record in records:
         if record.image not in sizes:
-            try:
-                size = read_header(record.image).size
-                problem = shape_problem(*size)
-                sizes[record.image] = size if problem is None else DataError(problem, path=record.image)
-            except DataError as error:
-                sizes[record.image] = error
-        real, declared = sizes[record.image], (record.width, record.height)
-        if isinstance(real, tuple) and real == declared:
+            sizes[record.image] = real_size(record.image)
+        text = image_problem(record.image, (record.width, record.height), sizes[record.image])
+        if text is None:
             continue
-        text = str(real) if isinstance(real, DataError) else f"{record.image}: {size_problem(declared, real)}"
         if path is None:
             problems.append(DataError(f"{record.sample_id}: {text}"))
         else:
@@ -112,7 +137,8 @@ def _image_problems(records: Iterable[ImageRecord], path: Path | None) -> list[D
     return problems
 
 
-def _raise_together(problems: Sequence[DataError], path: Path | None) -> None:
+def raise_together(problems: Sequence[DataError], path: Path | None) -> None:
+    """Raise all problems as one DataError, the first 20 spelled out; nothing where there are none."""
     if not problems:
         return
     if len(problems) == 1:

@@ -16,6 +16,7 @@ from typing import Any
 
 from PIL import Image
 
+from coordexp.data.arrow_records import PREPARED, ArrowRecords
 from coordexp.data.smart_resize import (
     DEFAULT_FACTOR,
     DEFAULT_MAX_PIXELS,
@@ -27,7 +28,7 @@ from coordexp.errors import CheckpointError, DataError
 from coordexp.records import ImageRecord
 
 PREPARATION = "image_preparation.json"
-IN_METADATA = "prepared"
+IN_METADATA = PREPARED
 """The key of a record's metadata that holds its :class:`ResizeRule`."""
 _TELLING = 2.0  # images of twice or half the area are still what a model has seen
 
@@ -88,9 +89,14 @@ def preparation_of(records: Sequence[ImageRecord]) -> ImagePreparation:
     Raises:
         DataError: a record whose ``metadata.prepared`` is no rule.
     """
-    rules = {_rule_of(record) for record in records}
-    areas = [record.width * record.height for record in records]
-    return ImagePreparation(rules.pop() if len(rules) == 1 else None, (min(areas), max(areas)) if areas else None)
+    if isinstance(records, ArrowRecords):
+        rules = {_rule_of(record) for record in records.first_of_each_preparation()}
+        seen = records.areas()
+    else:
+        rules = {_rule_of(record) for record in records}
+        areas = [record.width * record.height for record in records]
+        seen = (min(areas), max(areas)) if areas else None
+    return ImagePreparation(rules.pop() if len(rules) == 1 else None, seen)
 
 
 def _rule_of(record: ImageRecord) -> ResizeRule | None:

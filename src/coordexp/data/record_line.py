@@ -18,6 +18,7 @@ import re
 import unicodedata
 from collections.abc import Mapping, Sequence
 from enum import Enum
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,6 +30,9 @@ _REQUIRED_FIELDS = ("images", "width", "height", "objects")
 _RECORD_FIELDS = (*_REQUIRED_FIELDS, "metadata")
 _OBJECT_FIELDS = ("desc", *GEOMETRY_KINDS, "soft")
 _BIN_OF_TOKEN = {token: k for k, token in enumerate(COORD_TOKENS)}
+_ALL_RECORD_FIELDS = frozenset(_RECORD_FIELDS)
+_ALL_OBJECT_FIELDS = frozenset(_OBJECT_FIELDS)
+_WHOLE_NUMBERS = {int}
 _CONTROL_LIKE = re.compile(r"<\|.*?\|>", re.DOTALL)
 # Cc control, Cs lone surrogate (cannot be encoded), Zl/Zp line and paragraph separators: an answer is one line of text.
 _REFUSED_CATEGORIES = frozenset({"Cc", "Cs", "Zl", "Zp"})
@@ -80,6 +84,11 @@ def clean_desc(desc: Any) -> str:
     """
     if not isinstance(desc, str):
         raise _Invalid(f"desc must be a string, got {_show(desc)}")
+    return _clean_text(desc)
+
+
+@lru_cache(maxsize=1 << 14)  # a class name stands in thousands of lines
+def _clean_text(desc: str) -> str:
     text = unicodedata.normalize("NFC", desc).strip()
     if not text:
         raise _Invalid("desc is empty; every object needs a description, e.g. its class name")
@@ -103,7 +112,7 @@ def _load(text: str | bytes) -> Any:
     if decoded.startswith("\ufeff"):
         raise _Invalid("the file starts with a byte order mark; save it as UTF-8 without BOM")
     try:
-        return json.loads(decoded, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
+        return _DECODER.decode(decoded)
     except json.JSONDecodeError as error:
         raise _Invalid(
             f"broken JSON: {error.msg} at column {error.pos + 1}; each line must be one complete JSON object"
@@ -127,10 +136,14 @@ def _no_constant(name: str) -> NoReturn:
     raise _Invalid(f"broken JSON: {name} is not a JSON value; use a finite number or null")
 
 
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=_no_constant)
+
+
 def _record(line: Any, path: Path, number: int) -> ImageRecord:
     if not isinstance(line, dict):
         raise _Invalid(f"expected a JSON object with {', '.join(_REQUIRED_FIELDS)}; got {_show(line)}")
-    _check_fields(line, _RECORD_FIELDS)
+    if not line.keys() <= _ALL_RECORD_FIELDS:
+        _refuse_fields(line, _RECORD_FIELDS)
     missing = [name for name in _REQUIRED_FIELDS if name not in line]
     if missing:
         raise _Invalid(f"missing {', '.join(missing)}; required are {', '.join(_REQUIRED_FIELDS)} (objects may be [])")
@@ -147,7 +160,7 @@ def _record(line: Any, path: Path, number: int) -> ImageRecord:
         image=_image_path(line["images"], path),
         width=line["width"],
         height=line["height"],
-        objects=tuple(_object(index, value) for index, value in enumerate(line["objects"])),
+        objects=tuple([_object(index, value) for index, value in enumerate(line["objects"])]),
         metadata=metadata,
     )
 
@@ -160,9 +173,17 @@ def _image_path(images: Any, path: Path) -> Path:
         )
     if "\0" in images[0]:
         raise _Invalid(f"images holds a path with a NUL character: {_show(images[0])}")
-    if any("\ud800" <= char <= "\udfff" for char in images[0]):
+    if not images[0].isascii() and any("\ud800" <= char <= "\udfff" for char in images[0]):
         raise _Invalid(f"images holds a path with half a character (a lone surrogate): {_show(images[0])}; rename it")
-    return Path(os.path.abspath(path.parent / images[0]))
+    # abspath(path.parent / image), which costs as much as all the rest of a line where it is asked of every one
+    return Path(
+        os.path.normpath(os.path.join(_folder(path) if path.is_absolute() else os.path.abspath(path.parent), images[0]))
+    )
+
+
+@lru_cache(maxsize=64)
+def _folder(path: Path) -> str:
+    return os.path.abspath(path.parent)
 
 
 def _object(index: int, value: Any) -> GTObject:
@@ -171,7 +192,8 @@ def _object(index: int, value: Any) -> GTObject:
             raise _Invalid(
                 f"expected a JSON object with desc and one of {' or '.join(GEOMETRY_KINDS)}; got {_show(value)}"
             )
-        _check_fields(value, _OBJECT_FIELDS)
+        if not value.keys() <= _ALL_OBJECT_FIELDS:
+            _refuse_fields(value, _OBJECT_FIELDS)
         if "desc" not in value:
             raise _Invalid("missing desc; every object needs a description, e.g. its class name")
         desc = clean_desc(value["desc"])
@@ -187,7 +209,10 @@ def _object(index: int, value: Any) -> GTObject:
 def _bins(kind: GeometryKind, values: Any) -> tuple[int, ...]:
     if not isinstance(values, list):
         raise _Invalid(f"{kind} must be a flat list of coordinates; got {_show(values)}")
-    bins = tuple(_bin(kind, index, value) for index, value in enumerate(values))
+    if set(map(type, values)) == _WHOLE_NUMBERS and min(values) >= 0 and max(values) < NUM_BINS:
+        bins = tuple(values)
+    else:
+        bins = tuple([_bin(kind, index, value) for index, value in enumerate(values)])
     if kind == "poly":
         if len(bins) < 6 or len(bins) % 2:
             raise _Invalid(
@@ -230,12 +255,13 @@ def _bin(kind: str, index: int, value: Any) -> int:
     raise _Invalid(f"{kind}[{index}] is {_show(value)}; {_NORM1000_HINT}", LineFault.BEYOND_BINS)
 
 
-def _check_fields(mapping: Mapping[str, Any], valid: Sequence[str]) -> None:
+def _refuse_fields(mapping: Mapping[str, Any], valid: Sequence[str]) -> NoReturn:
     for name in mapping:
         if name not in valid:
             near = difflib.get_close_matches(name, valid, n=1, cutoff=0.4)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise _Invalid(f"unknown field {name!r}; {hint}valid fields: {', '.join(valid)}")
+    raise AssertionError("asked of a mapping with fields of ours alone")
 
 
 def _show(value: Any) -> str:

@@ -13,7 +13,7 @@ from coordexp import distributed
 from coordexp.config import RunConfig, resolved_rollout
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.data.dataset import RecordDataset
-from coordexp.data.jsonl import check_dataset, read_jsonl
+from coordexp.data.kept_records import check_images, open_records
 from coordexp.errors import ConfigError
 from coordexp.evaluation import EvaluationOptions, ImageAnswer, Prediction, Summary, evaluate_dataset, summarise
 from coordexp.evaluation.categories import AS_WRITTEN, Renaming
@@ -32,7 +32,7 @@ class CheckedEvaluation:
     rollout: RolloutMatchingConfig
     model: Path
     data: Path
-    records: tuple[ImageRecord, ...]
+    records: Sequence[ImageRecord]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +61,15 @@ def check_evaluation(
     jsonl = data or config.custom.val_jsonl
     if jsonl is None:
         raise ConfigError("custom.val_jsonl: null, so there is nothing to evaluate on; give a file there or by --data")
-    records = read_jsonl(jsonl, limit=limit if limit is not None else config.custom.val_sample_limit)
-    check_dataset(records)
+    records = open_records(
+        jsonl,
+        limit=limit if limit is not None else config.custom.val_sample_limit,
+        wait_s=config.training.ddp_timeout,
+    )
+    check_images(records)
     path = Path(model or config.model.model)
     load_vocab(path)
-    return CheckedEvaluation(config, rollout, path, Path(jsonl), tuple(records))
+    return CheckedEvaluation(config, rollout, path, Path(jsonl), records)
 
 
 def run_evaluation(

@@ -5,7 +5,7 @@ Its cost is bounded: a few pictures of bounded size per recorded step, whatever 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ class RolloutPictures(TrainerCallback):
     """Draws the first samples of a due step, before it is trained on.
 
     Args:
-        config: which steps, and how many of their samples. record_of: the dataset's records by ``sample_id``.
+        config: which steps, and how many of their samples. record_of: a sample's record, by its id.
         outcomes: those of the step that begins, on this rank; none in a step without rollouts.
         writer: TensorBoard's ``SummaryWriter``, or None where this process has none (yet).
     """
@@ -36,7 +36,7 @@ class RolloutPictures(TrainerCallback):
     def __init__(
         self,
         config: MonitorDumpConfig,
-        record_of: Mapping[str, ImageRecord],
+        record_of: Callable[[str], ImageRecord],
         outcomes: Callable[[], Sequence[SampleOutcome]],
         writer: Callable[[], Any],
     ) -> None:
@@ -54,7 +54,7 @@ class RolloutPictures(TrainerCallback):
             return
         step = state.global_step + 1
         for number, outcome in enumerate(outcomes[: min(MAX_PICTURES, self._config.max_samples)]):
-            record = self._record_of[outcome.rollout.sample_id]
+            record = self._record_of(outcome.rollout.sample_id)
             writer.add_image(f"rollouts/sample_{number}", draw_rollout(record, outcome), step, dataformats="HWC")
         for name, values in (
             ("rollouts/answer_tokens", [len(outcome.rollout.response_token_ids) for outcome in outcomes]),

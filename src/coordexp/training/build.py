@@ -17,9 +17,9 @@ from coordexp.config import RunConfig, advice, check_world_size, resolved_rollou
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.config.training import TrainingConfig
 from coordexp.data.dataset import RecordDataset
-from coordexp.data.jsonl import check_dataset, read_jsonl
+from coordexp.data.kept_records import check_images, open_records
 from coordexp.data.preparation import preparation_of
-from coordexp.errors import ConfigError, CoordExpError, DataError, ProcessesLost, RunStopped
+from coordexp.errors import ConfigError, CoordExpError, ProcessesLost, RunStopped
 from coordexp.extras import require
 from coordexp.records import ImageRecord
 from coordexp.rollouts import check_backend
@@ -44,8 +44,8 @@ class CheckedRun:
 
     config: RunConfig
     rollout: RolloutMatchingConfig
-    train: tuple[ImageRecord, ...]
-    val: tuple[ImageRecord, ...]
+    train: Sequence[ImageRecord]
+    val: Sequence[ImageRecord]
 
 
 def check_run(config: RunConfig, *, learners: int | None = None, servers_are_up: bool = True) -> CheckedRun:
@@ -85,24 +85,22 @@ def check_run(config: RunConfig, *, learners: int | None = None, servers_are_up:
         attempt(require, "tensorboard", "training.report_to: tensorboard")
     attempt(load_vocab, config.model.model)
     train, val = attempt(_train_records, config), attempt(_val_records, config)
-    attempt(check_dataset, [*(train or ()), *(val or ())])
+    attempt(check_images, train or (), val or ())
     if len(found) > 1:
         raise ConfigError("\n".join(map(str, found)))
     if found:
         raise found[0]
-    return CheckedRun(config, rollout, tuple(train), tuple(val))
+    return CheckedRun(config, rollout, train, val)
 
 
-def _train_records(config: RunConfig) -> list[ImageRecord]:
-    records = read_jsonl(config.custom.train_jsonl, limit=config.custom.train_sample_limit)
-    if not records:
-        raise DataError("holds no samples", path=config.custom.train_jsonl)
-    return records
+def _train_records(config: RunConfig) -> Sequence[ImageRecord]:
+    custom = config.custom
+    return open_records(custom.train_jsonl, limit=custom.train_sample_limit, wait_s=config.training.ddp_timeout)
 
 
-def _val_records(config: RunConfig) -> list[ImageRecord]:
-    path = config.custom.val_jsonl
-    return [] if path is None else read_jsonl(path, limit=config.custom.val_sample_limit)
+def _val_records(config: RunConfig) -> Sequence[ImageRecord]:
+    path, limit = config.custom.val_jsonl, config.custom.val_sample_limit
+    return [] if path is None else open_records(path, limit=limit, wait_s=config.training.ddp_timeout)
 
 
 def build_trainer(
@@ -163,7 +161,7 @@ def build_trainer(
         offload.bind(lambda: trainer.optimizer, sharded_by=_owner(trainer))
     trainer.add_callback(EpochOfData(train))
     _show_progress(trainer, console, description)
-    _set_up_tensorboard(run, trainer)
+    _set_up_tensorboard(run, trainer, train)
     return trainer, resume
 
 
@@ -238,7 +236,7 @@ def _scorer(config: RolloutMatchingConfig, loaded: LoadedModel) -> TokenScorer |
     return TokenScorer(loaded.model, loaded.vocab, loaded.image_token_id)
 
 
-def _set_up_tensorboard(run: CheckedRun, trainer: CoordExpTrainer) -> None:
+def _set_up_tensorboard(run: CheckedRun, trainer: CoordExpTrainer, train: RecordDataset) -> None:
     """Where it logs, and pictures of rollouts, where ``training.report_to`` names it: nothing is drawn otherwise."""
     from transformers.integrations import TensorBoardCallback
 
@@ -252,7 +250,7 @@ def _set_up_tensorboard(run: CheckedRun, trainer: CoordExpTrainer) -> None:
     if run.rollout.monitor_dump.enabled and distributed.is_main():
         pictures = RolloutPictures(
             run.rollout.monitor_dump,
-            {record.sample_id: record for record in run.train},
+            train.record_of,
             outcomes=lambda: trainer.window.outcomes if trainer.window is not None else (),
             writer=lambda: next((one.tb_writer for one in loggers), None),
         )

@@ -245,3 +245,10 @@ def test_toolkit_measures_conversion_evaluation_and_viewer(run: Run) -> None:
     by_name = {name.split()[0]: row["seconds"] for name, row in results.items()}
     assert ratio == pytest.approx(by_name["evaluate"] / by_name["pycocotools:"])
     assert all(row["seconds"] > 0 and row["rate"] > 0 for row in results.values())
+
+
+def test_data_start_opens_the_same_set_in_every_way(run: Run, tmp_path: Path) -> None:
+    rows = run("data_start", "--records", "30", "--folder", tmp_path)
+    assert [row["how"] for row in rows] == ["cold", "warm", "plain", "datasets cold", "datasets warm"]
+    assert {row["records"] for row in rows} == {30}
+    assert all(row["wall_s"] > 0 and row["cpu_s"] > 0 for row in rows)

@@ -31,7 +31,9 @@ def test_recorded_rollouts_are_drawn(tmp_path: Path) -> None:
     backend = InMemoryBackend(loaded.vocab, lambda request: nearly_right(by_id[request.sample_id]))
 
     def on_built(trainer) -> None:
-        by_id.update({r.sample_id: r.objects for r in trainer.train_dataset.records})
+        by_id.update(
+            {r.sample_id: r.objects for r in map(trainer.train_dataset.record, range(len(trainer.train_dataset)))}
+        )
 
     train(config, backend, on_built).close()
     found = events(tmp_path / "run")
