@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import multiprocessing
 import os
@@ -62,7 +63,7 @@ def in_processes(work: Callable[[_Task], _Done], tasks: list[_Task]) -> Iterator
         return
     # Forked: a spawned process imports the caller's whole program first. The work touches neither torch nor threads.
     context = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(min(len(tasks), usable_cores()), context, _end_with, (os.getpid(),)) as pool:
+    with ProcessPoolExecutor(min(len(tasks), usable_cores()), context, _begin, (os.getpid(),)) as pool:
         ahead = 4 * usable_cores()  # results wait in memory until they are taken
         waiting = [pool.submit(work, task) for task in tasks[:ahead]]
         rest = iter(tasks[ahead:])
@@ -79,8 +80,11 @@ def in_processes(work: Callable[[_Task], _Done], tasks: list[_Task]) -> Iterator
                 one.cancel()
 
 
-def _end_with(parent: int) -> None:
-    """A killed parent tells its processes nothing: they would wait for work for ever."""
+def _begin(parent: int) -> None:
+    """In a new process. A killed parent tells its processes nothing: they would wait for work for ever. And a look at
+    all records for cycles, of which they have none, at every some hundred new ones costs as much as a part of the work.
+    """
+    gc.disable()
 
     def watch() -> None:
         while os.getppid() == parent:
