@@ -27,6 +27,22 @@ class SceneFamily(StrEnum):
     CROWD = "crowd"
 
 
+@data_app.command("pack")
+def pack_command(
+    jsonl: Annotated[Path, typer.Argument(metavar="DATA.jsonl", help="The dataset.")],
+    out: Annotated[Path, typer.Option(help="The new JSONL; its shards NAME-00000.tar, … lie beside it.")],
+    shard_mb: Annotated[int, typer.Option(min=1, help="Size of a shard in MiB, about.")] = 1024,
+) -> None:
+    """Pack a dataset's images into tar files (WebDataset's shards), which every command reads in place."""
+    from coordexp.data.kept_records import check_images, open_records
+    from coordexp.data.shards import pack
+
+    records = open_records(jsonl)
+    check_images(records)
+    count, shards = pack(records, out, shard_mb << 20)
+    typer.echo(f"wrote {out}: {count} records, their images in {shards} shard{'s' if shards > 1 else ''}")
+
+
 @data_app.command("scenes")
 def scenes_command(
     out: Annotated[Path, typer.Option(help="Folder of scenes.jsonl and its images.")],

@@ -14,6 +14,7 @@ from typing import Any
 from coordexp.data.images import image_exists, open_rgb, read_header, size_problem
 from coordexp.data.jsonl import numbered_lines
 from coordexp.data.record_line import LineFault, RefusedLine, parse_line
+from coordexp.data.shards import image_bytes
 from coordexp.data.smart_resize import shape_problem
 from coordexp.errors import DataError
 from coordexp.records import NUM_BINS, GTObject, ImageRecord
@@ -214,7 +215,7 @@ def _check_image(
         check.add(Finding.UNREADABLE_IMAGE, record.sample_id, str(error))
         return
     if first:
-        digests[hashlib.sha256(record.image.read_bytes()).hexdigest()].append(record.sample_id)
+        digests[hashlib.sha256(image_bytes(record.image)).hexdigest()].append(record.sample_id)
     if problem := shape_problem(*size):
         check.add(Finding.EXTREME_SHAPE, record.sample_id, f"{record.image}: {problem}")
     if size != (record.width, record.height):

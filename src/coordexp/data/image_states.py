@@ -11,6 +11,7 @@ import numpy as np
 from coordexp.data.arrow_records import ArrowRecords
 from coordexp.data.jsonl import image_problem, real_size
 from coordexp.data.line_validation import Progress, in_processes, spread, usable_cores
+from coordexp.data.shards import shard_of
 from coordexp.errors import DataError
 from coordexp.files import whole_binary_file
 
@@ -46,6 +47,7 @@ def _look(records: ArrowRecords, known_R2: np.ndarray, rows: tuple[int, int]) ->
     states_P2 = known_R2[rows[0] : rows[1]].copy()
     problems: list[str] = []
     sizes: dict[bytes, tuple[int, int] | DataError] = {}
+    shards: dict[str, os.stat_result] = {}
     changed = False
     for first, batch in records.batches(*rows):
         images = batch.column("image").to_pylist()
@@ -54,7 +56,7 @@ def _look(records: ArrowRecords, known_R2: np.ndarray, rows: tuple[int, int]) ->
             zip(images, states_P2[at : at + len(images)].tolist(), strict=True)
         ):
             try:
-                seen = os.stat(image)
+                seen = _stat(image, shards)
                 if seen.st_size == size and seen.st_mtime_ns == time:
                     continue
                 now = seen.st_size, seen.st_mtime_ns
@@ -71,6 +73,19 @@ def _look(records: ArrowRecords, known_R2: np.ndarray, rows: tuple[int, int]) ->
             changed |= (size, time) != now
             states_P2[at + row] = now
     return (states_P2 if changed else None), problems
+
+
+def _stat(image: bytes, shards: dict[str, os.stat_result]) -> os.stat_result:
+    """Of an image in a shard the shard's own, kept in ``shards``."""
+    try:
+        return os.stat(image)
+    except NotADirectoryError:
+        shard = shard_of(os.fsdecode(image))
+        if shard is None:
+            raise
+        if shard not in shards:
+            shards[shard] = os.stat(shard)
+        return shards[shard]
 
 
 def _read(states: Path, rows: int) -> np.ndarray:

@@ -6,8 +6,9 @@ import io
 from dataclasses import dataclass
 from pathlib import Path
 
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
+from coordexp.data.shards import MemberFile, find_member
 from coordexp.errors import DataError
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".webp", ".tif", ".tiff")
@@ -117,7 +118,7 @@ def image_exists(path: Path) -> bool:
         DataError: it cannot even be looked for: a name longer than the file system takes, a folder nobody may enter.
     """
     try:
-        return path.is_file()
+        return path.is_file() or find_member(path) is not None
     except OSError as error:
         raise DataError(f"cannot be looked for ({error.strerror})", path=_shortened(path)) from error
 
@@ -131,7 +132,11 @@ def _open(path: Path) -> Image.Image:
     if not image_exists(path):
         raise DataError("image not found; check the path (relative paths start at the JSONL's folder)", path=path)
     try:
-        return Image.open(path)
+        member = find_member(path)
+        return Image.open(path) if member is None else Image.open(io.BufferedReader(MemberFile(member)))
+    except UnidentifiedImageError as error:
+        found = f"cannot identify image file {str(path)!r}"
+        raise DataError(f"not a readable image ({found}); replace the file", path=path) from error
     except _PILLOW_ERRORS as error:
         raise DataError(f"not a readable image ({error}); replace the file", path=path) from error
 

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
+from coordexp.data.shards import image_bytes
 from coordexp.data.write import write_jsonl
 from coordexp.errors import DataError
 from coordexp.records import ImageRecord
@@ -42,9 +43,8 @@ def split_records(records: Sequence[ImageRecord], shares: Sequence[float], seed:
 def _content(image: Path) -> str:
     """Equal for files of equal bytes; an image that is not there is only itself."""
     try:
-        with image.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError:
+        return hashlib.sha256(image_bytes(image)).hexdigest()
+    except DataError:
         return str(image)
 
 

@@ -28,11 +28,12 @@ def write_jsonl(records: Iterable[ImageRecord], path: str | Path) -> int:
     count = 0
     with whole_file(path) as file:
         for count, record in enumerate(records, start=1):
-            file.write(_line(record, path, count))
+            file.write(line_of(record, path, count))
     return count
 
 
-def _line(record: ImageRecord, path: Path, number: int) -> str:
+def line_of(record: ImageRecord, path: Path, number: int) -> str:
+    """A record as line ``number`` of the JSONL ``path``, its end included. Raises DataError as :func:`write_jsonl`."""
     image = Path(os.path.relpath(record.image, os.path.abspath(path.parent))).as_posix()
     fields: dict[str, Any] = {
         "images": [image],

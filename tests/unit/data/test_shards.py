@@ -1,0 +1,173 @@
+"""A packed dataset is the dataset that it was made of: records, images, checks and training batches."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import tarfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from typer.testing import CliRunner
+
+from coordexp.cli import app
+from coordexp.config.data import AugmentConfig
+from coordexp.data.cache_folder import VARIABLE
+from coordexp.data.dataset import RecordDataset
+from coordexp.data.images import open_rgb, read_header
+from coordexp.data.jsonl import check_dataset, read_jsonl
+from coordexp.data.kept_records import check_images, open_records
+from coordexp.data.scenes import SPECS, write_scenes
+from coordexp.data.shards import Member, MemberFile, find_member, image_bytes, pack
+from coordexp.data.subset import split_records
+from coordexp.errors import DataError
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture
+def scenes(tmp_path: Path) -> Path:
+    return write_scenes(tmp_path / "plain", 7, SPECS["sparse"], 3)
+
+
+def packed(scenes: Path, shard_bytes: int = 4000) -> Path:
+    out = scenes.parent.parent / "packed" / scenes.name
+    pack(read_jsonl(scenes), out, shard_bytes)
+    return out
+
+
+def told(act: object) -> str:
+    assert callable(act)
+    with pytest.raises(DataError) as raised:
+        act()
+    return str(raised.value)
+
+
+def test_records_are_the_same_but_for_where_their_images_lie(scenes: Path) -> None:
+    plain, other = read_jsonl(scenes), read_jsonl(packed(scenes))
+    check_dataset(other)
+    for one, two in zip(plain, other, strict=True):
+        assert (one.sample_id, one.width, one.height, one.objects, one.metadata) == (
+            two.sample_id, two.width, two.height, two.objects, two.metadata,
+        )  # fmt: skip
+        assert image_bytes(two.image) == one.image.read_bytes() == image_bytes(one.image)
+        assert open_rgb(two.image).tobytes() == open_rgb(one.image).tobytes()
+        assert read_header(two.image) == read_header(one.image)
+    assert len({record.image.parent for record in other}) > 2  # several shards
+    assert split_records(plain, [0.5, 0.5]) and [
+        [record.sample_id for record in part] for part in split_records(other, [0.5, 0.5])
+    ] == [[record.sample_id for record in part] for part in split_records(plain, [0.5, 0.5])]
+
+
+def test_a_shard_alone_is_what_webdataset_reads(scenes: Path, tmp_path: Path) -> None:
+    out = packed(scenes)
+    lines = []
+    for shard in sorted(out.parent.glob("*.tar")):
+        with tarfile.open(shard) as tar:
+            tar.extractall(tmp_path / "loose", filter="data")
+            names = tar.getnames()
+        assert [Path(name).stem for name in names[::2]] == [Path(name).stem for name in names[1::2]]
+        lines += [(tmp_path / "loose" / name).read_text() for name in names if name.endswith(".json")]
+    (tmp_path / "loose" / "set.jsonl").write_text("".join(lines))
+    loose = read_jsonl(tmp_path / "loose" / "set.jsonl", check_images=True)
+    assert [record.objects for record in loose] == [record.objects for record in read_jsonl(scenes)]
+
+
+def test_equal_sets_make_equal_shards_and_a_packed_set_packs_again(scenes: Path, tmp_path: Path) -> None:
+    out = packed(scenes)
+    again = tmp_path / "again" / scenes.name
+    pack(read_jsonl(out), again, 4000)
+    for one in sorted(out.parent.iterdir()):
+        assert (again.parent / one.name).read_bytes() == one.read_bytes()
+
+
+@pytest.mark.parametrize("augment", [None, AugmentConfig(horizontal_flip=0.5, scale=(0.7, 1.4))])
+def test_training_batches_are_identical(scenes: Path, augment: AugmentConfig | None) -> None:
+    import torch
+
+    from coordexp.modeling.inputs import PromptEncoder
+    from support.tiny_run import load_tiny
+
+    encode = PromptEncoder(load_tiny().processor, "Detect.", None).encode
+    out = packed(scenes)
+    plain, other, kept = (
+        RecordDataset(records, encode, "random", 5, augment)
+        for records in (read_jsonl(scenes), read_jsonl(out), open_records(out, kept_from=0))
+    )
+    for dataset in (plain, other, kept):
+        dataset.set_epoch(2)
+    for index in range(len(plain)):
+        samples = [dataset[index] for dataset in (plain, other, kept)]
+        assert len({sample.record.objects for sample in samples}) == 1
+        assert len({sample.request.prompt_token_ids for sample in samples}) == 1
+        for name, tensor in samples[0].request.model_inputs.items():
+            assert all(torch.equal(tensor, sample.request.model_inputs[name]) for sample in samples)
+
+
+def test_what_is_wrong_inside_a_shard_is_told_like_anything_else(scenes: Path) -> None:
+    out = packed(scenes, 1 << 20)
+    (shard,) = out.parent.glob("*.tar")
+    check_images(open_records(out, kept_from=0))
+    with tarfile.open(shard, "w") as tar:
+        for name, data in (("00000000.png", b"no image"), ("00000001.png", b"")):
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    expected = told(lambda: check_dataset(read_jsonl(out)))
+    assert f"cannot identify image file '{shard}/00000000.png'" in expected and "image not found" in expected
+    assert told(lambda: check_images(open_records(out, kept_from=0))) == expected  # the shard is another one now
+    shard.unlink()
+    assert "image not found" in told(lambda: check_images(open_records(out, kept_from=0)))
+    shard.write_bytes(gzip.compress(b"x" * 2000))
+    assert "uncompressed tar" in told(lambda: check_dataset(read_jsonl(out)))
+
+
+def test_nothing_is_overwritten_and_nothing_half_written_stays(scenes: Path, tmp_path: Path) -> None:
+    out = packed(scenes)
+    assert "exists already" in told(lambda: pack(read_jsonl(scenes), out, 4000))
+    out.unlink()
+    assert "exists already" in told(lambda: pack(read_jsonl(scenes), out, 4000))  # its shards do
+    records = read_jsonl(scenes)
+    records[-1].image.unlink()
+    assert "cannot be read" in told(lambda: pack(records, tmp_path / "new" / "set.jsonl", 4000))
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_the_command_packs_and_checks_read_what_it_wrote(scenes: Path, tmp_path: Path) -> None:
+    out = tmp_path / "packed.jsonl"
+    done = CliRunner().invoke(app, ["data", "pack", str(scenes), "--out", str(out)])
+    assert done.exit_code == 0 and "7 records, their images in 1 shard" in done.stdout
+    assert json.loads(out.read_text().splitlines()[0])["images"] == ["packed-00000.tar/00000000.png"]
+    checked = CliRunner().invoke(app, ["data", "check", str(out), "--deep", "--json"])
+    assert checked.exit_code == 0 and json.loads(checked.stdout)["errors"] == 0
+
+
+def test_a_folder_that_is_called_like_a_shard_is_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "old.tar").mkdir()
+    Image.new("RGB", (4, 3)).save(tmp_path / "old.tar" / "a.png")
+    assert find_member(tmp_path / "old.tar" / "a.png") is None
+    assert read_header(tmp_path / "old.tar" / "a.png").size == (4, 3)
+
+
+@given(
+    content=st.binary(max_size=60),
+    moves=st.lists(st.tuples(st.sampled_from([os.SEEK_SET, os.SEEK_END]), st.integers(0, 70), st.integers(-1, 70))),
+)
+def test_a_member_reads_as_the_file_that_it_was(
+    tmp_path_factory: pytest.TempPathFactory, content: bytes, moves: list[tuple[int, int, int]]
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "around.bin"
+    path.write_bytes(b"before" + content + b"behind")
+    with MemberFile(Member(path, 6, len(content))) as found, io.BytesIO(content) as expected:
+        for whence, offset, count in moves:
+            place = offset if whence == os.SEEK_SET else -min(offset, len(content))
+            assert found.seek(place, whence) == expected.seek(place, whence)
+            assert found.read(count) == expected.read(count)
