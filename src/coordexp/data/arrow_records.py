@@ -6,6 +6,7 @@ import bisect
 import json
 import os
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
@@ -109,7 +110,7 @@ class ArrowRecords(Sequence[ImageRecord]):
         self._len = total if limit is None else min(limit, total)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ArrowRecords, (self.file, self._name, self._len, self.problems)
+        return _reopened, (self.file, self._name, self._len, self.problems)
 
     def __len__(self) -> int:
         return self._len
@@ -169,6 +170,12 @@ class ArrowRecords(Sequence[ImageRecord]):
                         first + column.index(value).as_py() if value is not None else first + _first_null(column)
                     )
         return [self[place] for place in sorted(places.values())]
+
+
+@lru_cache(maxsize=4)
+def _reopened(file: Path, name: str, limit: int, problems: tuple[str, ...]) -> ArrowRecords:
+    """A process that is handed the same records with each piece of its work opens them once."""
+    return ArrowRecords(file, name, limit, problems)
 
 
 class _Columns:

@@ -26,11 +26,11 @@ def check_states(records: ArrowRecords, states: Path, progress: Progress) -> lis
     Returns: the problems in the order of the records, as :func:`coordexp.data.jsonl.check_dataset` words them.
     """
     known_R2 = _read(states, len(records))
-    tasks = spread(len(records), max(4 * usable_cores(), len(records) // _ROWS) if len(records) >= _ROWS else 1)
+    pieces = spread(len(records), max(4 * usable_cores(), len(records) // _ROWS) if len(records) >= _ROWS else 1)
+    tasks = [(start, known_R2[start:stop]) for start, stop in pieces]
     problems: list[str] = []
     changed = False
-    work = partial(_look, records, known_R2)
-    for (start, stop), found in zip(tasks, in_processes(work, tasks), strict=True):
+    for (start, stop), found in zip(pieces, in_processes(partial(_look, records), tasks), strict=True):
         states_P2, told = found
         problems += told
         if states_P2 is not None:
@@ -42,16 +42,18 @@ def check_states(records: ArrowRecords, states: Path, progress: Progress) -> lis
     return problems
 
 
-def _look(records: ArrowRecords, known_R2: np.ndarray, rows: tuple[int, int]) -> tuple[np.ndarray | None, list[str]]:
-    """The states of some rows where one is another now (else None), and the rows' problems."""
-    states_P2 = known_R2[rows[0] : rows[1]].copy()
+def _look(records: ArrowRecords, rows: tuple[int, np.ndarray]) -> tuple[np.ndarray | None, list[str]]:
+    """``rows``: the first one's place, and the known states (P, 2) of it and those behind it. The states where one is
+    another now (else None), and the rows' problems."""
+    begin, known_P2 = rows
+    states_P2 = known_P2.copy()
     problems: list[str] = []
     sizes: dict[bytes, tuple[int, int] | DataError] = {}
     shards: dict[str, os.stat_result] = {}
     changed = False
-    for first, batch in records.batches(*rows):
+    for first, batch in records.batches(begin, begin + len(states_P2)):
         images = batch.column("image").to_pylist()
-        at = first - rows[0]
+        at = first - begin
         for row, (image, (size, time)) in enumerate(
             zip(images, states_P2[at : at + len(images)].tolist(), strict=True)
         ):

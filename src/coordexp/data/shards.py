@@ -135,7 +135,6 @@ def _scan(shard: str) -> np.ndarray:
             for info in tar:
                 if info.isfile() and not info.issparse():
                     places[os.fsencode(info.name.removeprefix("./"))] = info.offset_data, info.size
-                tar.members.clear()  # it would keep them all
     except (tarfile.TarError, OSError) as error:
         raise DataError(
             f"no tar file that can be read ({error}); shards are uncompressed tar files, as coordexp data pack writes "
@@ -197,7 +196,6 @@ def _packed(records: Iterable[ImageRecord], out: Path, shard_bytes: int, written
 def _new_shard(path: Path) -> Iterator[tarfile.TarFile]:
     with whole_binary_file(path) as file, tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar:
         yield tar
-        tar.members.clear()
 
 
 def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
@@ -205,7 +203,6 @@ def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
     info = tarfile.TarInfo(name)
     info.size = len(data)
     tar.addfile(info, io.BytesIO(data))
-    tar.members.clear()
 
 
 def image_bytes(path: Path) -> bytes:

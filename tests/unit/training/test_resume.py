@@ -15,6 +15,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from coordexp.config import load_config
+from coordexp.data import kept_records
+from coordexp.data.cache_folder import VARIABLE
 from coordexp.errors import CheckpointError, DataError
 from coordexp.packing import CarryBuffer
 from coordexp.records import RolloutRequest, Segment
@@ -96,6 +98,21 @@ def test_views_and_random_orders_are_those_of_the_whole_run(tmp_path: Path) -> N
     assert figures(resumed) == figures(whole) != figures(plain)
     assert waiting(resumed) == waiting(whole) != []
     assert sum(line["train/augment_left_out_total"] for line in figures(whole)) > 0
+
+
+def test_records_mapped_into_memory_make_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed, resumed, and read by a loader of several processes: the run on records that were read plainly."""
+    keys = WAITING | {"training__logging_steps": 1, "custom__object_ordering": "random"}
+    plain = train(run_config(tmp_path, 1, "plain", **keys))
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr(kept_records, "KEPT_FROM_BYTES", 0)
+    config = run_config(tmp_path, 1, "mapped", training__resume_from_checkpoint=True, data__num_workers=1, **keys)
+    with pytest.raises(Killed):
+        train(config, on_built=kill_at(5))
+    mapped = train(config)
+    assert list((tmp_path / "cache").rglob("records-whole-*.arrow"))
+    assert figures(mapped) == figures(plain) and waiting(mapped) == waiting(plain) != []
+    assert same_weights(weights(mapped.model), weights(plain.model))
 
 
 def test_resume_true_starts_anew_where_there_is_nothing(tmp_path: Path) -> None:
