@@ -252,3 +252,22 @@ def test_data_start_opens_the_same_set_in_every_way(run: Run, tmp_path: Path) ->
     assert [row["how"] for row in rows] == ["cold", "warm", "plain", "datasets cold", "datasets warm"]
     assert {row["records"] for row in rows} == {30}
     assert all(row["wall_s"] > 0 and row["cpu_s"] > 0 for row in rows)
+
+
+def test_peers_train_on_the_same_prompts_and_a_broken_one_says_why(
+    run: Run, script: Callable[[str], ModuleType]
+) -> None:
+    rows = run("peers", "--only", "trl-sft", "--steps", 1, "--warmup", 1, "--images", 2)
+    assert rows["trl-sft"]["cpu_seconds"] > 0 and rows["trl-sft"]["images"] == 2, rows
+    rows = run("peers", "--only", "coordexp-sft", "--steps", 1, "--warmup", 1, "--images", 2, "--deadline", 1)
+    assert rows == {"coordexp-sft": {"why": "not done after 1 s"}}
+    peers = script("peers")
+    with pytest.raises(SystemExit, match="the peer asks with"):
+        peers.check_prompt([1, 2, 4], (1, 2, 3))
+    table = {
+        "coordexp-sft": {"cpu_seconds": 2.0},
+        "swift-sft": {"cpu_seconds": 3.0},
+        "trl-grpo-4": {"cpu_seconds": 1.0},
+    }
+    peers.add_ratios(table)
+    assert table["swift-sft"]["ratio"] == 1.5 and "ratio" not in table["trl-grpo-4"]
