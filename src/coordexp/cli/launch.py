@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,6 +21,14 @@ if TYPE_CHECKING:
     from coordexp.serving.launch.preflight import Check
 
 
+class Scheduler(StrEnum):
+    """Who hands out machines."""
+
+    slurm = "slurm"
+    kubernetes = "kubernetes"
+    skypilot = "skypilot"
+
+
 def register(app: typer.Typer) -> None:
     """Add this command to ``app``."""
     app.command()(launch)
@@ -32,14 +41,29 @@ def launch(
         bool, typer.Option("--dry-run", help="Check everything and print what would be started; start nothing.")
     ] = False,
     print_only: Print = False,
+    job: Annotated[
+        Scheduler | None,
+        typer.Option("--for", help="Write a job for several machines to standard output instead; start nothing."),
+    ] = None,
+    learner_nodes: Annotated[int, typer.Option(help="With --for: machines of the learner.")] = 1,
+    gpus: Annotated[int, typer.Option(help="With --for: GPUs of each machine; 0 for CPUs.")] = 8,
+    time: Annotated[str, typer.Option(help="With --for slurm: the time limit.")] = "1-00:00:00",
+    image: Annotated[str, typer.Option(help="With --for kubernetes: the container's image.")] = "",
+    accelerator: Annotated[str, typer.Option(help="With --for skypilot: the kind of GPU, e.g. H200.")] = "",
 ) -> None:
     """Start the rollout servers, wait until they answer, train under torchrun, and end everything.
 
     The section launch of CONFIG.yaml says on which devices. The exit code is the learner's. Ctrl-C ends it all.
+    With --for, a job for SLURM, Kubernetes or SkyPilot is written, in which each server has a machine of its own.
     """
     from coordexp.config import load_config
 
     given = tuple(arguments or ())
+    if job is not None:
+        from coordexp.serving.launch.cluster import plan_job, render
+
+        typer.echo(render(plan_job(config, given, learner_nodes, gpus, time), job.value, image, accelerator), nl=False)
+        return
     if print_only:
         print_config(config, given)
         return

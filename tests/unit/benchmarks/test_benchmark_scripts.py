@@ -271,3 +271,12 @@ def test_peers_train_on_the_same_prompts_and_a_broken_one_says_why(
     }
     peers.add_ratios(table)
     assert table["swift-sft"]["ratio"] == 1.5 and "ratio" not in table["trl-grpo-4"]
+
+
+def test_scale_counts_a_push_for_every_server_and_never_a_step_below_its_longest_answer(run: Run) -> None:
+    rows = run("scale", "--parameters", 1e9)
+    assert rows["64"]["push_gb"] == 5 * 2 and rows["512"]["push_gb"] == 48 * 2
+    for row in rows.values():
+        assert row["decode_s"] >= 500 / 120 and row["step_s"] >= row["ahead_s"] >= row["decode_s"]
+    slow = run("scale", "--gpu-speed", 100)["512"]
+    assert slow["decode_s"] == pytest.approx(4096 * 500 / (384 * 100))

@@ -1,0 +1,83 @@
+"""Where would the time of a step go on 8, 64 and 512 GPUs, and what must the network carry? On paper: nothing is run.
+
+Counted exactly: bytes of a push, requests, bytes of images. Assumed, and yours to set: how fast a GPU decodes and
+learns, what the network carries. With S server and L learner machines of G GPUs, and B images a step:
+
+  decode  max(tokens / one sequence's speed, B tokens / (S G speed of a GPU))
+  push    S P bytes / the first learner machine's network     each server is sent the weights by itself
+  learn   6 N B (image and prompt and answer tokens) / (L G FLOP/s)
+  images  B bytes of an image / the learner machines' network, as base64
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from reporting import machine, parser, positive, print_machine, write_json
+from rich.console import Console
+from rich.table import Table
+
+# GPUs → (machines of servers, machines of the learner, images of a step). On one machine, in GPUs instead.
+SPLITS = {8: (6, 2, 64), 64: (5, 3, 512), 512: (48, 16, 4096)}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    flags = parser(__doc__)
+    flags.add_argument("--parameters", type=float, default=2.1e9, help="of the model, 2 bytes each [2.1e9]")
+    flags.add_argument("--answer", type=positive, default=500, help="tokens of an answer [500]")
+    flags.add_argument("--context", type=positive, default=1200, help="tokens of image and prompt [1200]")
+    flags.add_argument("--sequence-speed", type=float, default=120.0, help="tokens/s of one answer [120, assumed]")
+    flags.add_argument("--gpu-speed", type=float, default=8000.0, help="tokens/s of a GPU, full [8000, assumed]")
+    flags.add_argument("--flops", type=float, default=4e14, help="FLOP/s of a learner's GPU [4e14, assumed]")
+    flags.add_argument("--network", type=float, default=40e9, help="bytes/s of a machine's network [40e9, assumed]")
+    flags.add_argument("--nvlink", type=float, default=300e9, help="bytes/s inside a machine [300e9, assumed]")
+    flags.add_argument("--image", type=float, default=2e5, help="bytes of an image [2e5]")
+    options = flags.parse_args(argv)
+    console = Console()
+    where = machine()
+    print_machine(console, where, on="paper")
+    results = {str(gpus): step(gpus, options) for gpus in SPLITS}
+    console.print(table(results))
+    write_json(options.json, "scale", where, {**vars(options), "threads": 1}, results)
+
+
+def step(gpus: int, options: Any) -> dict[str, float]:
+    """Seconds of a step's parts, and what the learner's first machine sends."""
+    servers, learners, images = SPLITS[gpus]
+    one_machine = gpus == 8
+    width = 1 if one_machine else 8
+    weights = 2 * options.parameters
+    decode = max(
+        options.answer / options.sequence_speed, images * options.answer / (servers * width * options.gpu_speed)
+    )
+    push = servers * weights / (options.nvlink if one_machine else options.network)
+    tokens = images * (options.context + options.answer)
+    learn = 6 * options.parameters * tokens / (learners * width * options.flops)
+    sent = images * options.image * 4 / 3
+    carry = 0.0 if one_machine else sent / (learners * options.network)
+    return {
+        "images": images, "server_gpus": servers * width, "learner_gpus": learners * width,
+        "decode_s": decode, "push_s": push, "learn_s": learn, "images_s": carry,
+        "step_s": push + carry + decode + learn, "ahead_s": push + carry + max(decode, learn),
+        "push_gb": servers * weights / 1e9, "images_gb": sent / 1e9,
+    }  # fmt: skip
+
+
+def table(results: dict[str, dict[str, float]]) -> Table:
+    """One column a size."""
+    shown = Table("", *(f"{gpus} GPUs" for gpus in results))
+    lines = {
+        "images of a step": ("images", ".0f"), "GPUs that write": ("server_gpus", ".0f"),
+        "GPUs that learn": ("learner_gpus", ".0f"), "decoding, s": ("decode_s", ".2f"), "push, s": ("push_s", ".2f"),
+        "images, s": ("images_s", ".3f"), "learning, s": ("learn_s", ".2f"), "a step, s": ("step_s", ".2f"),
+        "a step with rollouts_ahead: 1, s": ("ahead_s", ".2f"), "sent by the first learner, GB": ("push_gb", ".0f"),
+        "images sent, GB": ("images_gb", ".2f"),
+    }  # fmt: skip
+    for label, (key, shape) in lines.items():
+        shown.add_row(label, *(format(row[key], shape) for row in results.values()))
+    return shown
+
+
+if __name__ == "__main__":
+    main()

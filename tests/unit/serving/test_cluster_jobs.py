@@ -1,0 +1,267 @@
+"""Jobs for several machines: what is written for SLURM, Kubernetes and SkyPilot, and that the scripts do what they say.
+
+SLURM's and SkyPilot's scripts run for real in bash. What a cluster would bring is a fake: ``srun`` runs its program
+here, ``scontrol`` names hosts, and ``python`` stands for servers that serve until they are ended and a learner that
+ends as told.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from coordexp.errors import ConfigError
+from coordexp.serving.launch import cluster
+from coordexp.serving.launch.cluster import ClusterJob, kubernetes_jobset, plan_job, render, skypilot_task, slurm_script
+from support.cli_runs import run_cli
+from support.config_samples import set_key, write_yaml
+
+CONFIG = Path(__file__).parents[3] / "configs" / "stage2_rollout_aligned" / "server_multi_node.yaml"
+RESUME = "training.resume_from_checkpoint=true"
+JOB = ClusterJob("run", "X.yaml", ("a.b=1 2",), 2, 2, 8, "COORDEXP_API_KEY", 60, 900)
+
+FAKE_PYTHON = """\
+#!/bin/bash
+# Stands for coordexp serve and torchrun.
+echo "$2 $(printf '%s|' "$@") hosts=$ROLLOUT_HOST_0,$ROLLOUT_HOST_1 token=${#COORDEXP_API_KEY}" >> "$FAKES/calls"
+if [ "$3" = serve ]; then
+  [ "${!#}" = "$FAKE_DEAD_SERVER" ] && { sleep 0.3; exit 7; }
+  trap 'echo "server ${!#} ended" >> "$FAKES/calls"; exit 0' TERM
+else
+  trap 'echo "learner saves for USR1" >> "$FAKES/calls"; exit 0' USR1
+  trap 'echo "learner saves for TERM" >> "$FAKES/calls"; exit 0' TERM
+  [ -n "$FAKE_LEARNER_ENDS" ] && { sleep 0.3; exit "$FAKE_LEARNER_ENDS"; }
+fi
+echo up >> "$FAKES/up"
+for _ in $(seq 600); do sleep 0.1 & wait $!; done
+exit 99
+"""
+FAKE_SRUN = """\
+#!/bin/bash
+# Stands for srun: the step runs on this machine.
+words=("$@")
+while [[ "${words[0]}" == --* ]]; do
+  [[ "${words[0]}" == --nodelist=* ]] && echo "step on ${words[0]#--nodelist=}" >> "$FAKES/calls"
+  words=("${words[@]:1}")
+done
+exec "${words[@]}"
+"""
+FAKE_SCONTROL = """\
+#!/bin/bash
+if [ "$1" = show ]; then printf 'node%s\\n' 1 2 3 4; else echo "requeued $2" >> "$FAKES/calls"; fi
+"""
+
+
+class Fakes:
+    """A folder of programs that stand for a cluster's, and what they noted."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for name, text in {"python": FAKE_PYTHON, "srun": FAKE_SRUN, "scontrol": FAKE_SCONTROL}.items():
+            (folder / name).write_text(text)
+            (folder / name).chmod(0o755)
+
+    def start(self, script: str, **environment: str) -> subprocess.Popen[str]:
+        defaults = {"FAKE_DEAD_SERVER": "none", "FAKE_LEARNER_ENDS": "", "COORDEXP_API_KEY": "secret"}
+        path = f"{self.folder}{os.pathsep}{os.environ['PATH']}"
+        return subprocess.Popen(
+            ["bash", "-c", script], text=True, stderr=subprocess.PIPE, start_new_session=True,
+            env={**os.environ, **defaults, "PATH": path, "FAKES": str(self.folder), **environment},
+        )  # fmt: skip
+
+    def calls(self) -> list[str]:
+        return (self.folder / "calls").read_text().splitlines()
+
+    def wait_for(self, count: int) -> None:
+        """Until so many programs are up."""
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            if (self.folder / "up").is_file() and len((self.folder / "up").read_text().split()) == count:
+                return
+            time.sleep(0.05)
+        raise AssertionError(f"{count} programs were to come up; noted: {self.calls()}")
+
+
+@pytest.fixture
+def fakes(tmp_path: Path) -> Fakes:
+    return Fakes(tmp_path)
+
+
+def end(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """Exit code and stderr; nothing of the script's session is left behind."""
+    try:
+        told = process.communicate(timeout=60)[1]
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    return process.returncode, told
+
+
+SLURM = {"SLURM_JOB_NODELIST": "node[1-4]", "SLURM_JOB_ID": "17"}
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_slurm_job_ends_as_its_learner_does_and_ends_its_servers(fakes: Fakes, code: int) -> None:
+    found, told = end(fakes.start(slurm_script(JOB), FAKE_LEARNER_ENDS=str(code), **SLURM))
+    assert found == code, told
+    calls = fakes.calls()
+    assert {call for call in calls if call.startswith("step")} == {
+        "step on node1",
+        "step on node2",
+        "step on node3,node4",
+    }
+    assert sum("|serve|--config|X.yaml|a.b=1 2|--index|" in call for call in calls) == 2
+    (learner,) = [call for call in calls if "torch.distributed.run" in call]
+    assert "|--nnodes=2|--nproc-per-node=8|--rdzv-id=17|--rdzv-backend=c10d|--rdzv-endpoint=node3:29500|" in learner
+    assert learner.endswith("hosts=node1,node2 token=6")
+    assert not any(call.startswith("requeued") for call in calls)
+
+
+def test_a_slurm_job_draws_a_token_where_none_is_given(fakes: Fakes) -> None:
+    end(fakes.start(slurm_script(JOB), FAKE_LEARNER_ENDS="0", COORDEXP_API_KEY="", **SLURM))
+    assert {call.rpartition("token=")[2] for call in fakes.calls() if "token=" in call} == {"64"}
+
+
+def test_before_its_time_is_up_a_slurm_job_saves_and_queues_again(fakes: Fakes) -> None:
+    process = fakes.start(slurm_script(JOB), **SLURM)
+    fakes.wait_for(3)
+    process.send_signal(signal.SIGUSR1)  # what --signal=B:USR1@… makes SLURM do
+    found, told = end(process)
+    assert found == 0, told
+    assert "learner saves for USR1" in fakes.calls() and fakes.calls().count("requeued 17") == 1
+    assert "--signal=B:USR1@120" in slurm_script(JOB)  # the learner's 60 seconds, and a minute
+
+
+def test_a_slurm_job_that_loses_a_server_saves_and_fails(fakes: Fakes) -> None:
+    found, told = end(fakes.start(slurm_script(JOB), FAKE_DEAD_SERVER="1", **SLURM))
+    assert found == 1 and "a rollout server has ended" in told
+    assert "learner saves for TERM" in fakes.calls()
+
+
+def test_without_servers_a_slurm_job_is_the_learner_alone(fakes: Fakes) -> None:
+    job = replace(JOB, servers=0, token_variable=None, gpus=0)
+    found, told = end(fakes.start(slurm_script(job), FAKE_LEARNER_ENDS="0", **SLURM))
+    assert found == 0, told
+    (step, learner) = fakes.calls()
+    assert step == "step on node1,node2" and "|--nproc-per-node=1|" in learner and "endpoint=node1:29500" in learner
+    assert "gpus" not in slurm_script(job) and "API_KEY" not in slurm_script(job)
+
+
+@pytest.fixture
+def meeting_place(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        monkeypatch.setattr(cluster, "RENDEZVOUS_PORT", listening.getsockname()[1])
+        yield listening
+
+
+def test_a_skypilot_server_lives_as_long_as_the_learners_meeting_place(
+    fakes: Fakes, meeting_place: socket.socket
+) -> None:
+    script = yaml.safe_load(skypilot_task(JOB, "H200"))["run"].replace("sleep 10", "sleep 0.1")
+    addresses = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2\n127.0.0.1\n10.0.0.4", "SKYPILOT_TASK_ID": "t"}
+    process = fakes.start(script, SKYPILOT_NODE_RANK="1", **addresses)
+    fakes.wait_for(1)
+    time.sleep(0.5)
+    assert process.poll() is None
+    meeting_place.close()
+    assert end(process)[0] == 0
+    assert (
+        "|serve|--config|X.yaml|a.b=1 2|--index|1|" in fakes.calls()[0]
+        and "hosts=10.0.0.1,10.0.0.2" in fakes.calls()[0]
+    )
+
+
+@pytest.mark.parametrize(("rank", "code"), [("2", 0), ("3", 4)])
+def test_a_skypilot_machine_behind_the_servers_is_the_learners(fakes: Fakes, rank: str, code: int) -> None:
+    script = yaml.safe_load(skypilot_task(JOB, "H200"))["run"]
+    addresses = {"SKYPILOT_NODE_IPS": "a\nb\nc\nd", "SKYPILOT_TASK_ID": "t", "FAKE_LEARNER_ENDS": str(code)}
+    assert end(fakes.start(script, SKYPILOT_NODE_RANK=rank, **addresses))[0] == code
+    (call,) = fakes.calls()
+    assert "--rdzv-endpoint=c:29500|" in call and "--rdzv-id=t|" in call
+
+
+def test_kubernetes_pods_know_each_other_by_names_that_the_jobset_gives() -> None:
+    manifest = yaml.safe_load(kubernetes_jobset(JOB, "registry/coordexp:1"))
+    assert (manifest["apiVersion"], manifest["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    spec = manifest["spec"]
+    assert spec["network"] == {"enableDNSHostnames": True, "subdomain": "run"}
+    assert spec["successPolicy"]["targetReplicatedJobs"] == ["learner"]  # servers never end by themselves
+    server, learner = (one["template"]["spec"] for one in spec["replicatedJobs"])
+    assert [one["name"] for one in spec["replicatedJobs"]] == ["server", "learner"]
+    for group in (server, learner):
+        assert (group["completionMode"], group["completions"], group["parallelism"]) == ("Indexed", 2, 2)
+        container = group["template"]["spec"]["containers"][0]
+        values = {one["name"]: one.get("value") for one in container["env"]}
+        assert values["ROLLOUT_HOST_1"] == "run-server-0-1.run"
+        assert values["COORDEXP_API_KEY"] is None, "a token is read from a secret, never written down"
+        assert container["resources"] == {"limits": {"nvidia.com/gpu": 8}}
+    assert '--index "$JOB_COMPLETION_INDEX"' in server["template"]["spec"]["containers"][0]["command"][2]
+    assert '--rdzv-endpoint="run-learner-0-0.run:29500"' in learner["template"]["spec"]["containers"][0]["command"][2]
+    assert learner["template"]["spec"]["terminationGracePeriodSeconds"] == JOB.grace_s
+
+
+def test_the_shipped_configuration_becomes_a_job_of_each_kind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = plan_job(CONFIG, (RESUME,), learner_nodes=2, gpus=8)
+    assert (job.servers, job.nodes, job.token_variable) == (2, 4, "COORDEXP_API_KEY")
+    assert job.name == "stage2-multi-node" and job.grace_s == 315
+    for name, flags in {"slurm": [], "kubernetes": ["--image", "i"], "skypilot": ["--accelerator", "H200"]}.items():
+        done = run_cli(capsys, "launch", "--config", CONFIG, "--for", name, "--learner-nodes", "2", *flags, RESUME)
+        assert done.code == 0, done.err
+        assert done.out == render(job, name, "i", "H200")  # type: ignore[arg-type]
+        (tmp_path / name).write_text(done.out)
+    assert subprocess.run(["bash", "-n", str(tmp_path / "slurm")]).returncode == 0
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    # what the YAML says, what the command says, what is refused
+    "a job that starts again would begin anew": ({"training.resume_from_checkpoint": None}, {}, "would begin anew"),
+    "a host that is written down": (
+        {"rollout_matching.vllm.server.servers": [{"base_url": "http://10.0.0.1:8000", "group_port": 51216}]},
+        {},
+        r"servers\[0\].base_url: http://10.0.0.1:8000 names its host.*ROLLOUT_HOST_0:-rollout-host-0",
+    ),
+    "a server without a token": ({"rollout_matching.vllm.server.api_key_env": None}, {}, "api_key_env: missing"),
+    "swift's servers": ({"launch.server": "swift"}, {}, "launch.server: swift"),
+    "engines that do not fit": ({"rollout_matching.vllm.tensor_parallel_size": 3}, {}, "3 devices an engine.*the 8"),
+    "no learner": ({}, {"learner_nodes": 0}, "--learner-nodes 0"),
+    "fewer than no GPUs": ({}, {"gpus": -1}, "--gpus -1"),
+    "a time that is none": ({}, {"time_limit": "one day"}, "--time one day"),
+}
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_what_no_cluster_could_run_is_refused_with_its_key(tmp_path: Path, name: str) -> None:
+    keys, options, message = CASES[name]
+    config: dict[str, Any] = {"extends": str(CONFIG), "training": {"resume_from_checkpoint": True}}
+    for key, value in keys.items():
+        config = set_key(config, key, value)
+    with pytest.raises(ConfigError, match=message):
+        plan_job(write_yaml(tmp_path, config), (), **{"learner_nodes": 1, "gpus": 8, **options})
+
+
+def test_reading_a_configuration_leaves_the_environment_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLOUT_HOST_0", "mine")
+    before = dict(os.environ)
+    plan_job(CONFIG, (RESUME,), 1, 8)
+    assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize(("scheduler", "flag"), [("kubernetes", "--image"), ("skypilot", "--accelerator")])
+def test_what_a_scheduler_needs_is_asked_for(scheduler: Any, flag: str) -> None:
+    with pytest.raises(ConfigError, match=f"{flag}: missing"):
+        render(JOB, scheduler)
