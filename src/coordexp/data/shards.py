@@ -10,7 +10,7 @@ import hashlib
 import io
 import os
 import tarfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -122,6 +122,9 @@ def _index(shard: str, size: int, mtime_ns: int) -> _Index:
         kept.parent.mkdir(exist_ok=True)
         with whole_binary_file(kept) as file:
             np.save(file, table_N, allow_pickle=False)
+        for old in kept.parent.glob(f"{place}-*.npy"):
+            if old != kept:
+                old.unlink(missing_ok=True)
     except (OSError, ValueError) as error:
         raise DataError(f"cannot be read ({error}); delete the file and start again", path=kept) from error
     return _Index(np.ascontiguousarray(table_N["name"]), np.stack([table_N["offset"], table_N["size"]], axis=1))
@@ -146,12 +149,14 @@ def _scan(shard: str) -> np.ndarray:
     return np.array([(name, *places[name]) for name in sorted(places)], dtype=fields)
 
 
-def pack(records: Iterable[ImageRecord], out: Path, shard_bytes: int) -> tuple[int, int]:
+def pack(
+    records: Sequence[ImageRecord], out: Path, shard_bytes: int, progress: Callable[[int, int], None] | None = None
+) -> tuple[int, int]:
     """Write ``records`` to the JSONL ``out`` and their images, byte for byte, into tar files beside it.
 
     ``out``'s stem names the shards, of about ``shard_bytes`` each: ``set-00000.tar`` holds ``00000000.jpg`` and
     ``00000000.json``, the record's own line, for each of its records: what WebDataset reads without the JSONL.
-    The JSONL appears last, when all shards are there.
+    The JSONL appears last, when all shards are there. ``progress``: told how many records of how many are packed.
 
     Returns: the number of records and of shards.
 
@@ -164,12 +169,19 @@ def pack(records: Iterable[ImageRecord], out: Path, shard_bytes: int) -> tuple[i
     out.parent.mkdir(parents=True, exist_ok=True)
     written: list[Path] = []
     try:
-        count = write_jsonl(_packed(records, out, shard_bytes, written), out)
+        count = write_jsonl(_packed(_told_of(records, progress), out, shard_bytes, written), out)
     except BaseException:  # Ctrl-C too: shards without their JSONL are of no use
         for shard in written:
             shard.unlink(missing_ok=True)
         raise
     return count, len(written)
+
+
+def _told_of(records: Sequence[ImageRecord], progress: Callable[[int, int], None] | None) -> Iterator[ImageRecord]:
+    for done, record in enumerate(records):
+        if progress is not None:
+            progress(done, len(records))
+        yield record
 
 
 def _packed(records: Iterable[ImageRecord], out: Path, shard_bytes: int, written: list[Path]) -> Iterator[ImageRecord]:

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from coordexp.cli import app
 from coordexp.config.data import AugmentConfig
-from coordexp.data.cache_folder import VARIABLE
+from coordexp.data.cache_folder import VARIABLE, cache_folder
 from coordexp.data.dataset import RecordDataset
 from coordexp.data.images import open_rgb, read_header
 from coordexp.data.jsonl import check_dataset, read_jsonl
@@ -124,6 +124,7 @@ def test_what_is_wrong_inside_a_shard_is_told_like_anything_else(scenes: Path) -
     expected = told(lambda: check_dataset(read_jsonl(out)))
     assert f"cannot identify image file '{shard}/00000000.png'" in expected and "image not found" in expected
     assert told(lambda: check_images(open_records(out, kept_from=0))) == expected  # the shard is another one now
+    assert len(list(cache_folder().rglob("shards/*.npy"))) == 1  # of the shard as it is now
     shard.unlink()
     assert "image not found" in told(lambda: check_images(open_records(out, kept_from=0)))
     shard.write_bytes(gzip.compress(b"x" * 2000))
