@@ -55,7 +55,8 @@ def training_data(regime: dict[str, Any], keep: float, seed: int, work: Path, na
         return whole
     path = whole.with_name(f"keep-{keep}-seed-{seed}.jsonl")
     if not path.is_file():
-        write_jsonl(drop_annotations(read_jsonl(whole), DropRates(keep), seed)[0], path)
+        rates = DropRates(keep, per_class=regime.get("per_class", {}))
+        write_jsonl(drop_annotations(read_jsonl(whole), rates, seed)[0], path)
     return path
 
 
