@@ -59,11 +59,11 @@ PATHS: dict[str, list[tuple[str, str, str]]] = {
     ],
     "tensor": [
         ("modeling/weights.py", "LearnerWeights.full", "gathers and merges it under the plain checkpoint's name"),
-        ("weight_sync/drained.py", "DrainedWeights.full", "has every rank read to the end"),
+        ("weight_sync/policy.py", "DrainedWeights.full", "has every rank read to the end"),
         ("weight_sync/policy.py", "PushPolicy", "decides: full weights or the adapter, checksums or not"),
         ("servers/sync.py", "WeightSync.push", "cuts the weights into buckets"),
         ("weight_sync/buckets.py", "in_buckets", "describes it: name, shape, type, place in the bucket"),
-        ("servers/push.py", "WeightPush.send", "sends the bucket to all servers at the same time"),
+        ("servers/sync.py", "WeightPush.send", "sends the bucket to all servers at the same time"),
         ("servers/connection.py", "ServerConnection.send", "announces it over HTTP and broadcasts its bytes"),
         ("weight_sync/group.py", "Communicator.broadcast", "carries the bytes, by NCCL or Gloo"),
         ("serving/serve/app.py", "build_app", "takes the announcement to every worker"),

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -42,10 +43,10 @@ class Segments:
         self.lengths = tuple(int(length) for length in lengths)
         self.total = sum(self.lengths)
         self.longest = max(self.lengths, default=0)
-        self._cumulative: torch.Tensor | None = None
+        self._cumulative: Tensor | None = None
         self._block_mask: Any = None
 
-    def cumulative(self, device: torch.device) -> torch.Tensor:
+    def cumulative(self, device: torch.device) -> Tensor:
         """Where each segment starts, and the total: (S + 1,) int32."""
         if self._cumulative is None or self._cumulative.device != device:
             starts = torch.tensor([0, *self.lengths]).cumsum(0, dtype=torch.int32)
@@ -100,17 +101,12 @@ def varlen_runs_on(device: torch.device) -> bool:
 
 
 # Each of the following: query (1, H, L, D), key and value (1, H_kv, L, D) → (1, L, H, D).
-Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Segments, float | None, float], torch.Tensor]
+Kernel = Callable[[Tensor, Tensor, Tensor, Segments, float | None, float], Tensor]
 
 
 def attend_each_segment(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    segments: Segments,
-    scaling: float | None,
-    dropout: float = 0.0,
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None, dropout: float = 0.0
+) -> Tensor:
     """SDPA, one segment after the other: any device, any number type."""
     grouped = key.shape[1] != query.shape[1]
     lengths = list(segments.lengths)
@@ -122,13 +118,8 @@ def attend_each_segment(
 
 
 def attend_varlen(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    segments: Segments,
-    scaling: float | None,
-    dropout: float = 0.0,
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None, dropout: float = 0.0
+) -> Tensor:
     """torch's own variable-length flash attention: one kernel for the row."""
     from torch.nn.attention.varlen import varlen_attn
 
@@ -140,18 +131,13 @@ def attend_varlen(
     starts = segments.cumulative(query.device)
     longest = segments.longest
     output_LHD = varlen_attn(q_LHD, k_LHD, v_LHD, starts, starts, longest, longest, scale=scaling, **options)
-    assert isinstance(output_LHD, torch.Tensor)  # a tuple only where more is asked for
+    assert isinstance(output_LHD, Tensor)  # a tuple only where more is asked for
     return output_LHD[None]
 
 
 def attend_flex(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    segments: Segments,
-    scaling: float | None,
-    dropout: float = 0.0,
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None, dropout: float = 0.0
+) -> Tensor:
     """torch's flex attention, compiled on a GPU; blocks without a pair of one segment are skipped."""
     _refuse_dropout("flex", dropout)
     block_mask = segments.block_mask(query.device)
@@ -161,13 +147,8 @@ def attend_flex(
 
 
 def attend_flash(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    segments: Segments,
-    scaling: float | None,
-    dropout: float = 0.0,
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None, dropout: float = 0.0
+) -> Tensor:
     """The package flash-attn: one kernel for the row."""
     flash: Any = require("flash_attn", f"{_KEY}: flash")
     q_LHD, k_LHD, v_LHD = (part[0].transpose(0, 1) for part in (query, key, value))
@@ -178,13 +159,8 @@ def attend_flash(
 
 
 def attend_packed(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    segments: Segments,
-    scaling: float | None,
-    dropout: float = 0.0,
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None, dropout: float = 0.0
+) -> Tensor:
     """varlen where it runs, SDPA segment by segment elsewhere: exact everywhere, and nothing to install."""
     half = query.dtype in (torch.bfloat16, torch.float16)
     kernel = attend_varlen if half and not dropout and varlen_runs_on(query.device) else attend_each_segment
@@ -199,20 +175,20 @@ KERNELS: dict[str, Kernel] = {
 }
 
 
-def _attention_function(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, Any]]:
+def _attention_function(kernel: Kernel) -> Callable[..., tuple[Tensor, Any]]:
     """``kernel`` as transformers calls an attention function."""
 
     def attend(
         module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
         scaling: float | None = None,
         dropout: float = 0.0,
         segments: Segments | None = None,
         **kwargs: Any,
-    ) -> tuple[torch.Tensor, Any]:
+    ) -> tuple[Tensor, Any]:
         if segments is None:
             assert attention_mask is None or attention_mask.numel(), "a packed row's segments were lost on the way"
             return sdpa_attention_forward(
@@ -234,7 +210,7 @@ for _name, _kernel in KERNELS.items():
     AttentionMaskInterface.register(transformers_name(_name), sdpa_mask)
 
 
-def _as_autocast(tensor: torch.Tensor) -> torch.Tensor:
+def _as_autocast(tensor: Tensor) -> Tensor:
     """Autocast knows SDPA but not the other kernels, and leaves queries that a norm made float32 as they are."""
     device_type = tensor.device.type
     return tensor.to(torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else tensor
@@ -278,10 +254,10 @@ def _block_mask(lengths: Sequence[int], device: torch.device) -> Any:
     full_NN = earlier_NN & (first_N[None, :] == last_N[:, None])
     segment_L = segment_L.to(device)
 
-    def same_segment(_batch: Any, _head: Any, query_idx: torch.Tensor, key_idx: torch.Tensor) -> torch.Tensor:
+    def same_segment(_batch: Any, _head: Any, query_idx: Tensor, key_idx: Tensor) -> Tensor:
         return (query_idx >= key_idx) & (segment_L[query_idx] == segment_L[key_idx])
 
-    def listed(chosen_NN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def listed(chosen_NN: Tensor) -> tuple[Tensor, Tensor]:
         count_11N = chosen_NN.sum(1, dtype=torch.int32)[None, None]
         order_11NN = torch.argsort(chosen_NN.int(), dim=1, descending=True, stable=True).to(torch.int32)[None, None]
         return count_11N.to(device), order_11NN.to(device)

@@ -27,7 +27,7 @@ from coordexp.servers.client import ENGINE_STILL, ServerClient
 from coordexp.servers.fleet import make_clients, world_sizes
 from coordexp.servers.in_flight import in_flight
 from coordexp.servers.protocol import infer_payload, read_answer
-from coordexp.weight_sync.drained import DrainedWeights
+from coordexp.weight_sync.policy import DrainedWeights
 from coordexp.weight_sync.stamp import WeightStamp
 
 if TYPE_CHECKING:

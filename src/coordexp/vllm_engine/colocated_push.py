@@ -10,8 +10,7 @@ from coordexp import distributed
 from coordexp.config.vllm import SyncConfig
 from coordexp.errors import ConfigError, RolloutError
 from coordexp.rollouts.backend import WeightSource
-from coordexp.weight_sync.drained import DrainedWeights
-from coordexp.weight_sync.policy import PushPolicy
+from coordexp.weight_sync.policy import DrainedWeights, PushPolicy
 
 
 class ColocatedPush:

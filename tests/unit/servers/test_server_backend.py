@@ -28,7 +28,7 @@ from coordexp.servers.backend import ServerBackend
 from coordexp.servers.client import ServerClient
 from coordexp.servers.fleet import check_servers, make_clients
 from coordexp.servers.sync import SyncReport
-from coordexp.weight_sync.drained import DrainedWeights
+from coordexp.weight_sync.policy import DrainedWeights
 from coordexp.weight_sync.stamp import WeightStamp
 from support.config_samples import set_key, stage2
 from support.fake_rollout_server import FakeRolloutServer

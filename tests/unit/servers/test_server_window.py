@@ -32,7 +32,7 @@ from coordexp.servers.sync import SyncReport
 from coordexp.targets import TransportConfig
 from coordexp.training.build import check_run
 from coordexp.training.sources import RolloutSource
-from coordexp.weight_sync.drained import DrainedWeights
+from coordexp.weight_sync.policy import DrainedWeights
 from coordexp.weight_sync.stamp import WeightStamp
 from support.config_samples import set_key, stage2
 from support.fake_rollout_server import FakeRolloutServer
