@@ -5,18 +5,19 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from PIL import Image
 
-from coordexp.config.data import AugmentConfig
+from coordexp.config.data import AugmentConfig, CustomConfig
+from coordexp.config.strict import default_of
 from coordexp.data.arrow_records import ArrowRecords
 from coordexp.data.augment import LEFT_OUT, draw_view
 from coordexp.data.images import open_rgb
-from coordexp.data.jsonl import order_objects
+from coordexp.data.jsonl import ObjectOrdering, order_objects
 from coordexp.errors import DataError
 from coordexp.records import ImageRecord, RolloutRequest
 
+_ORDERING: ObjectOrdering = default_of(CustomConfig, "object_ordering")
 _EPOCH = "@epoch"  # of a view's sample id, behind its record's
 
 
@@ -39,12 +40,12 @@ class RecordDataset:
         self,
         records: Sequence[ImageRecord],
         encode: Callable[..., RolloutRequest],
-        ordering: Literal["sorted", "random", "file"] = "sorted",
+        ordering: ObjectOrdering = _ORDERING,
         seed: int = 0,
         augment: AugmentConfig | None = None,
     ) -> None:
         """``encode(record)``; with ``augment`` also ``encode(record, image)``, for an image that no file holds."""
-        self._ordering: Literal["sorted", "random", "file"] = ordering
+        self._ordering: ObjectOrdering = ordering
         self._seed = seed
         self._augment = augment
         self._epoch = 0

@@ -10,11 +10,15 @@ from typing import Any, Literal
 
 from coordexp.config import RunConfig, parse_config
 from coordexp.config.source import read_document
+from coordexp.config.strict import default_of
+from coordexp.config.training import TrainingConfig
 from coordexp.errors import CheckpointError
 
 RESOLVED_CONFIG = "resolved_config.yaml"
 _LONGEST = 16384  # tokens of a prompt and its answer, where the run's configuration is not at hand
 _ANSWER = 2048  # tokens of an answer, likewise
+BATCH_SIZE = 8  # images answered at once
+SEED: int = default_of(TrainingConfig, "seed")
 Backend = Literal["hf", "vllm"]
 
 
@@ -23,12 +27,12 @@ class Asking:
     """What a caller decides; None leaves it to the run that the checkpoint comes from."""
 
     backend: Backend = "hf"
-    batch_size: int = 8
+    batch_size: int = BATCH_SIZE
     max_new_tokens: int | None = None
     prompt: str | None = None
     dtype: str | None = None
     use_cpu: bool = False
-    seed: int = 42
+    seed: int = SEED
 
 
 def asking_config(model: str | Path, asking: Asking) -> RunConfig:

@@ -17,7 +17,7 @@ from coordexp.config import resolved_rollout
 from coordexp.data.image_sources import find_images
 from coordexp.errors import DataError
 from coordexp.evaluation.answers import make_answer
-from coordexp.inference.asking import Asking, Backend, asking_config
+from coordexp.inference.asking import BATCH_SIZE, SEED, Asking, Backend, asking_config
 from coordexp.inference.class_list import check_classes
 from coordexp.inference.detections import Detections, as_detections
 from coordexp.records import ImageRecord
@@ -42,13 +42,13 @@ class Detector:
         *,
         backend: Backend = "hf",
         device: str | None = None,
-        batch_size: int = 8,
+        batch_size: int = BATCH_SIZE,
         max_new_tokens: int | None = None,
         prompt: str | None = None,
         dtype: str | None = None,
         scores: bool = True,
         classes: Sequence[str] = (),
-        seed: int = 42,
+        seed: int = SEED,
     ) -> None:
         """
         Args:

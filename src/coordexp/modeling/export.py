@@ -7,10 +7,10 @@ from pathlib import Path
 from coordexp.data.preparation import read_preparation, write_preparation
 from coordexp.errors import CheckpointError
 from coordexp.modeling.adapter import base_of, is_adapter_folder, merge_adapter
-from coordexp.modeling.load import base_checkpoint, load_model, read_config
+from coordexp.modeling.load import DTYPE, base_checkpoint, load_model, read_config
 
 
-def export_checkpoint(checkpoint: Path, output: Path, dtype: str = "bfloat16") -> Path:
+def export_checkpoint(checkpoint: Path, output: Path, dtype: str = DTYPE) -> Path:
     """Write model, tokenizer, processor, chat template and image preparation of ``checkpoint``, weights as ``dtype``.
 
     With it travels the run's ``resolved_config.yaml``, where there is one: it says what the model was asked. Nothing

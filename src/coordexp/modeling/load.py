@@ -10,6 +10,8 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
+from coordexp.config.model import ModelConfig
+from coordexp.config.strict import default_of
 from coordexp.coords import CoordVocab
 from coordexp.data.preparation import AS_THEY_ARE, ImagePreparation, read_preparation
 from coordexp.errors import CheckpointError, VocabError
@@ -18,6 +20,8 @@ from coordexp.modeling.attention import transformers_name
 from coordexp.modeling.forward import Qwen3VLForConditionalGeneration
 
 MODEL_TYPE = "qwen3_vl"
+DTYPE: str = default_of(ModelConfig, "dtype")
+ATTENTION: str = default_of(ModelConfig, "attn_implementation")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,7 +73,7 @@ def load_vocab(path: str | Path) -> CoordVocab:
     return vocab
 
 
-def load_model(path: str | Path, dtype: str = "bfloat16", attention: str = "packed") -> LoadedModel:
+def load_model(path: str | Path, dtype: str = DTYPE, attention: str = ATTENTION) -> LoadedModel:
     """Load a Qwen3-VL checkpoint that knows the coordinate tokens; a LoRA run's folder with its adapters merged.
 
     Raises:

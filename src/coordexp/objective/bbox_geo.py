@@ -7,10 +7,14 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from coordexp.config.rollout import RolloutMatchingConfig
+from coordexp.config.strict import default_of
 from coordexp.objective import coord_math
 from coordexp.objective.context import ObjectiveContext, SupervisionCounts, SupervisionTensors
 from coordexp.objective.query import Wants
 from coordexp.records import NUM_BINS
+
+DECODE: coord_math.DecodeMode = default_of(RolloutMatchingConfig, "coord_decode_mode")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +27,7 @@ class BBoxGeo:
 
     smoothl1_weight: float
     ciou_weight: float
-    decode: coord_math.DecodeMode = "exp"
+    decode: coord_math.DecodeMode = DECODE
 
     def denominators(self, counts: SupervisionCounts) -> dict[str, int]:
         """The step's taught boxes, for both terms."""

@@ -15,7 +15,7 @@ import torch
 
 from coordexp.config.data import CoordSoftCEW1Config
 from coordexp.config.objective import Channel, ModuleSpec, PipelineConfig
-from coordexp.objective.bbox_geo import BBoxGeo
+from coordexp.objective.bbox_geo import DECODE, BBoxGeo
 from coordexp.objective.context import ObjectiveContext, SupervisionCounts, SupervisionTensors
 from coordexp.objective.coord_diag import CoordDiag
 from coordexp.objective.coord_math import DecodeMode
@@ -106,7 +106,7 @@ def build_pipeline(
     config: PipelineConfig,
     channel: Channel = "B",
     *,
-    decode: DecodeMode = "exp",
+    decode: DecodeMode = DECODE,
     with_matched_prefix: bool = False,
 ) -> ObjectivePipeline:
     """The pipeline that ``config`` declares, for one training channel; other modules are left out and cost nothing.
