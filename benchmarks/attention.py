@@ -78,7 +78,7 @@ def compare(lengths: list[int], options: Any) -> list[dict[str, Any]]:
         output.square().sum().backward()
         if device == "cuda":
             torch.cuda.synchronize()
-        return [output.detach(), *(leaf.grad for leaf in (query, key, value))]
+        return [output.detach(), *(leaf.grad for leaf in (query, key, value) if leaf.grad is not None)]
 
     reference = run("sdpa")
     sdpa_s = median_seconds(lambda: run("sdpa"), options.repeats)

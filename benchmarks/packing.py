@@ -25,7 +25,7 @@ Selector = Callable[[list[int], int], list[int]]
 
 def plain_binpacking(lengths: list[int], capacity: int) -> list[int]:
     """The fullest bin, whatever waits longest."""
-    bins = binpacking.to_constant_volume(dict(enumerate(lengths)), capacity)
+    bins: Any = binpacking.to_constant_volume(dict(enumerate(lengths)), capacity)  # dicts too
     return sorted(max(bins, key=lambda chosen: sum(chosen.values())))
 
 

@@ -32,14 +32,15 @@ def stop_threshold(model: Path, threshold: float | None) -> Iterator[None]:
             scores[torch.isin(input_ids[:, -1], ends_entry) & hesitant, brace] = -torch.inf
             return scores
 
-    generate = GenerationMixin.generate
+    mixin: Any = GenerationMixin
+    generate = mixin.generate
 
     def patient(self: Any, *args: Any, **options: Any) -> Any:
         processors = LogitsProcessorList([*(options.pop("logits_processor", None) or []), Stop()])
         return generate(self, *args, logits_processor=processors, **options)
 
-    GenerationMixin.generate = patient
+    mixin.generate = patient
     try:
         yield
     finally:
-        GenerationMixin.generate = generate
+        mixin.generate = generate

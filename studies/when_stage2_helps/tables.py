@@ -65,7 +65,8 @@ def markdown(lines: Sequence[dict[str, Any]], against: str) -> str:
         by_arm[line["arm"]][line["seed"]] = line
     if against not in by_arm:
         raise SystemExit(f"no results of {against!r} here; there are {', '.join(by_arm)}")
-    rows = []
+    rows: list[list[str]] = []
+    names: list[str] = []
     for arm, of_seed in by_arm.items():
         found = figures([line["counts"]["as_answered"] for line in of_seed.values()])
         clean = figures([line["counts"]["without_duplicates"] for line in of_seed.values()])["F1@.5"]

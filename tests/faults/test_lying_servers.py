@@ -74,7 +74,7 @@ STAMP = WeightStamp(3, "learner")
 SAID = {**STAMP.payload(), "uuid": "0"}
 
 
-def item(num_tokens: int = 2, **envelope: Any) -> dict[str, Any]:
+def item(num_tokens: int = 2, /, **envelope: Any) -> dict[str, Any]:
     vocab = tiny_vocab()
     ids = (vocab.encode("{}") * num_tokens)[:num_tokens]
     choice = {"token_ids": ids, "finish_reason": "length"}

@@ -22,6 +22,9 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
+from typing import get_args
+
+from coordexp.coords.serialize import FieldOrder
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -64,7 +67,7 @@ def run_case(seed: int, case: int) -> None:
     rng = random.Random(f"{seed}:{case}")
     vocab = VOCABS[case % len(VOCABS)]()
     scene = [random_object(rng) for _ in range(random_count(rng))]
-    order = rng.choice(["desc_first", "geometry_first"])
+    order = rng.choice(get_args(FieldOrder))
     text = serialize_objects(scene, order)
     whole = [*vocab.encode(text), vocab.eos_id]
     assert vocab.encode_answer(text) == whole[:-1]
@@ -87,7 +90,7 @@ def run_case(seed: int, case: int) -> None:
     if kind < 0.1:
         assert [as_gt(obj) for obj in parsed.objects] == scene and parsed.dropped == {} and not parsed.truncated
     truth = random_truth(rng, scene)
-    order = rng.choice(["desc_first", "geometry_first"])
+    order = rng.choice(get_args(FieldOrder))
     check_target(outcome_of(ids, truth, vocab, field_order=order), truth, vocab)
     policy = TargetPolicy(
         "rewritten",

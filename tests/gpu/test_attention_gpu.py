@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -53,8 +54,8 @@ def reference(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> to
 
 
 def test_forward_and_gradients_are_the_formulas(kernel: str) -> None:
-    leaves = rows(torch.bfloat16)
-    output = KERNELS[kernel](*leaves, Segments(LENGTHS), DIM**-0.5, 0.0)
+    leaves = q, k, v = rows(torch.bfloat16)
+    output = KERNELS[kernel](q, k, v, Segments(LENGTHS), DIM**-0.5, 0.0)
     ours = torch.autograd.grad(output.float().square().sum(), leaves)
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
     expected = reference(*exact)
@@ -69,14 +70,16 @@ def test_packed_takes_varlen_in_half_precision_and_sdpa_in_float32(monkeypatch: 
     for name in ("attend_varlen", "attend_each_segment"):
         monkeypatch.setattr(f"coordexp.modeling.attention.{name}", lambda *a, n=name: taken.append(n) or a[0])
     for dtype in (torch.bfloat16, torch.float32):
-        KERNELS["packed"](*rows(dtype), Segments(LENGTHS), None, 0.0)
+        q, k, v = rows(dtype)
+        KERNELS["packed"](q, k, v, Segments(LENGTHS), None, 0.0)
     expected = "attend_varlen" if varlen_runs_on(torch.device("cuda", 0)) else "attend_each_segment"
     assert taken == [expected, "attend_each_segment"]
 
 
 def test_a_packed_row_equals_separate_forwards(kernel: str) -> None:
     loaded = load_tiny("bfloat16", kernel)
-    model = loaded.model.cuda()
+    model: Any = loaded.model
+    model.cuda()
     segments = gt_segments(loaded, 4)
 
     @torch.no_grad()
@@ -95,14 +98,14 @@ def test_layers_never_wait_for_the_device(name: str) -> None:
     """Lengths are Python numbers; what kernels want of them on the device is made before the first layer is through."""
     if not runs(name):
         pytest.skip(f"{name} does not run on this machine")
-    leaves, segments = rows(torch.bfloat16), Segments(LENGTHS)
-    KERNELS[name](*leaves, segments, DIM**-0.5, 0.0)  # makes the segment starts
+    (q, k, v), segments = rows(torch.bfloat16), Segments(LENGTHS)
+    KERNELS[name](q, k, v, segments, DIM**-0.5, 0.0)  # makes the segment starts
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         with warnings.catch_warnings():
             for _ in range(3):
-                KERNELS[name](*leaves, segments, DIM**-0.5, 0.0).float().sum().backward()
+                KERNELS[name](q, k, v, segments, DIM**-0.5, 0.0).float().sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

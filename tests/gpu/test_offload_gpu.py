@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -16,7 +18,8 @@ BOTH = OffloadConfig(enabled=True, offload_model=True, offload_optimizer=True)
 
 
 def test_device_memory_is_free_meanwhile_and_every_bit_returns() -> None:
-    model = load_tiny().model.cuda()
+    model: Any = load_tiny().model
+    model.cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)

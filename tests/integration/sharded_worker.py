@@ -82,8 +82,8 @@ def main(folder: Path) -> None:
     assert adapter is not None
     seen["fsdp adapter"] = all(not hasattr(tensor, "full_tensor") for _, tensor in (*adapter.tensors, *adapter.changed))
     seen["shards untouched"] = all(
-        torch.equal(p.to_local(), shards[name])
-        for name, p in loaded.model.named_parameters()  # type: ignore[attr-defined]
+        torch.equal(p.to_local(), shards[name])  # type: ignore[attr-defined]
+        for name, p in loaded.model.named_parameters()
     )
     scored(loaded.model, loaded, ROWS[rank]).backward()
     seen["fsdp gradients"] = close(gradients(loaded.model), expected)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,7 +44,8 @@ class State:
     def __init__(self) -> None:
         self.threads = (torch.set_num_threads, torch.get_num_threads())
         self.numbers = (torch.get_default_dtype(), torch.get_float32_matmul_precision())
-        self.random = (torch.random.get_rng_state(), random.getstate(), np.random.get_state()[1])
+        numpy_state: Any = np.random.get_state()
+        self.random = (torch.random.get_rng_state(), random.getstate(), numpy_state[1])
 
     def same_as(self, other: State) -> bool:
         torch_state, python_state, numpy_state = self.random
@@ -192,7 +194,7 @@ def test_leaving_a_window_early_leaves_nothing_behind(
     backend: ColocatedBackend, requests_: list[RolloutRequest]
 ) -> None:
     with synced(backend, 1):
-        stream = backend.generate_window([RolloutRound(tuple(requests_), SEEDS)])
+        stream: Any = backend.generate_window([RolloutRound(tuple(requests_), SEEDS)])
         next(stream)
         stream.close()
         assert not backend._engine._engine.has_unfinished_requests()

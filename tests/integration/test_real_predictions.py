@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from pycocotools.coco import COCO
@@ -28,7 +29,8 @@ def test_figures_of_the_demo_model_are_pycocotools_on_its_files(
     measured = run_cli(capsys, "evaluate", tmp_path / "answers", "--segm", "--json")
     metrics = json.loads(measured.out)["metrics"]
     assert metrics["pred_objects"] > 0 and 0.02 < metrics["AP"] < 1, "neither perfect nor useless, or it shows nothing"
-    for iou_type, prefix in (("bbox", ""), ("segm", "segm_")):
+    kinds: tuple[tuple[Literal["bbox", "segm"], str], ...] = (("bbox", ""), ("segm", "segm_"))
+    for iou_type, prefix in kinds:
         truth = COCO(str(tmp_path / "answers" / "coco_ground_truth.json"))
         found = truth.loadRes(str(tmp_path / "answers" / f"coco_results_{iou_type}.json"))
         independent = COCOeval(truth, found, iou_type)

@@ -73,7 +73,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
         yield Servers(config, (two, one))
 
 
-def run(servers: Servers, folder: Path, name: str = "run", **keys: Any) -> RunConfig:
+def run(servers: Servers, folder: Path, name: str = "run", /, **keys: Any) -> RunConfig:
     return vllm_config(folder, name, **server_keys(servers.config) | keys)
 
 

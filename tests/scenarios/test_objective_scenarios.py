@@ -46,6 +46,7 @@ def gradient_of(segment: Segment, **changes: float | None) -> torch.Tensor:
     """Gradient of the loss on every logit of the row, (L, V): row p is what predicts token p + 1."""
     logits_LV = logits_of(segment)
     score(segment, logits_LV, build_pipeline(config(**changes))).loss.backward()
+    assert logits_LV.grad is not None
     return logits_LV.grad
 
 

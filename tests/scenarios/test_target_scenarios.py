@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,6 @@ from coordexp.matching import MatchingConfig
 from coordexp.objective import build_pipeline
 from coordexp.packing import CarryBuffer
 from coordexp.records import DropReason, GTObject, Rollout, RolloutRequest, Segment, TokenRole
-from coordexp.rollouts import SeedContext
 from coordexp.targets import TransportConfig
 from coordexp.training.sources import RolloutSource
 from coordexp.training.window import WindowBuilder
@@ -162,7 +162,7 @@ class Scripted(QuietBackend):
     def __init__(self, texts: Sequence[str]) -> None:
         self.texts = list(texts)
 
-    def generate(self, requests: Sequence[RolloutRequest], seeds: SeedContext) -> list[Rollout]:
+    def generate(self, requests: Sequence[RolloutRequest], seeds: Any) -> list[Rollout]:
         vocab = qwen_vocab()
         given, self.texts = self.texts[: len(requests)], self.texts[len(requests) :]
         return [

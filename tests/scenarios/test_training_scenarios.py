@@ -45,7 +45,9 @@ class Watch:
         self.losses: list[torch.Tensor] = []
 
     def __call__(self, trainer: CoordExpTrainer) -> None:
-        generate, prepare = trainer.model.generate, trainer.window_builder.prepare
+        model: Any = trainer.model
+        builder: Any = trainer.window_builder
+        generate, prepare = model.generate, builder.prepare
         backward = trainer.accelerator.backward
 
         def watched_generate(**arguments: Any) -> torch.Tensor:
@@ -60,10 +62,10 @@ class Watch:
             self.losses.append(loss.detach())
             backward(loss, **arguments)
 
-        trainer.model.generate = watched_generate
-        trainer.window_builder.prepare = watched_prepare
+        model.generate = watched_generate
+        builder.prepare = watched_prepare
         trainer.accelerator.backward = watched_backward
-        trainer.model.model.register_forward_pre_hook(self._forward, with_kwargs=True)
+        model.model.register_forward_pre_hook(self._forward, with_kwargs=True)
 
     def _forward(self, model: torch.nn.Module, _: Any, arguments: dict[str, Any]) -> None:
         if torch.is_grad_enabled():
@@ -147,7 +149,8 @@ def test_training_continues_from_the_best_beam(tmp_path: Path) -> None:
 def best_beam(loaded: LoadedModel, request: RolloutRequest, beams: int) -> tuple[int, ...]:
     """Of all beams of transformers' own search the one with the highest score."""
     prompt, eos = torch.tensor([request.prompt_token_ids]), loaded.vocab.eos_id
-    found = loaded.model.generate(
+    model: Any = loaded.model
+    found = model.generate(
         input_ids=prompt, mm_token_type_ids=(prompt == loaded.image_token_id).int(), **request.model_inputs,
         max_new_tokens=12, num_beams=beams, num_return_sequences=beams, do_sample=False, eos_token_id=eos,
         pad_token_id=eos, return_dict_in_generate=True, output_scores=True,

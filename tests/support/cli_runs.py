@@ -12,7 +12,7 @@ from coordexp.cli import main
 from coordexp.data.scenes import SPARSE, write_scenes
 from support.config_samples import set_key, stage1, stage2, write_yaml
 
-SMALL = {
+SMALL: dict[str, Any] = {
     "hidden": 64,
     "layers": 1,
     "heads": 2,

@@ -75,7 +75,6 @@ class FakeRolloutServer:
                 self.end_headers()
                 self.wfile.write(encoded)
 
-            def log_message(self, *_: Any) -> None: ...
+            def log_message(self, format: str, *args: Any) -> None: ...
 
-        Handler.daemon_threads = True
         return Handler

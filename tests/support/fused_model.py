@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -51,14 +51,15 @@ class FusedModel(torch.nn.Module):
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         rows = {"q_proj": slice(0, 4), "k_proj": slice(4, 6), "v_proj": slice(6, 8)}
-        layer = self.language["model"]["layer"]
+        language: Any = self.language
+        layer = language["model"]["layer"]
         for name, tensor in weights:
             module, _, kind = name.rpartition(".")
             last = module.rpartition(".")[2]
             if last in rows:
                 layer["qkv_proj"].base_layer.weight.data[rows[last]] = tensor
             elif last == "embed":
-                self.language["model"]["embed"].weight.data[: tensor.shape[0]] = tensor
+                language["model"]["embed"].weight.data[: tensor.shape[0]] = tensor
             elif last == "norm":
                 layer["norm"].weight.data.copy_(tensor)
             elif last == "qkv":

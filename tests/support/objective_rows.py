@@ -66,6 +66,7 @@ class Trigram:
         return self.embed[token_ids_L[position_N - 1]] + 0.7 * self.embed[token_ids_L[position_N - 2]]
 
     def gradients(self) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self.embed.grad is not None and self.head.grad is not None
         return self.embed.grad, self.head.grad
 
 
@@ -95,7 +96,7 @@ def scored(
     return pipeline(context(row_segments, model, pipeline, counts))
 
 
-def config(drop: Sequence[str] = (), **changes: float | None) -> PipelineConfig:
+def config(drop: Sequence[str] = (), /, **changes: float | None) -> PipelineConfig:
     """The sample pipeline; ``changes`` set keys of whichever module has them."""
     declared = copy.deepcopy(pipeline())
     declared["objective"] = [spec for spec in declared["objective"] if spec["name"] not in drop]

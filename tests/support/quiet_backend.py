@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from coordexp.records import Rollout, RolloutRequest
 from coordexp.rollouts import IndexedRollout, RolloutRound, in_turn
 
 
-class QuietBackend(Protocol):
+class QuietBackend:
     """A backend without weights, memory or metrics; subclasses answer in :meth:`generate`."""
 
-    @abstractmethod
-    def generate(self, requests: Sequence[RolloutRequest], seeds: Any) -> list[Rollout]: ...
+    def generate(self, requests: Sequence[RolloutRequest], seeds: Any) -> list[Rollout]:
+        raise NotImplementedError
 
     def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[IndexedRollout]:
         return in_turn(self.generate, rounds)

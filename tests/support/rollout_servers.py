@@ -215,7 +215,7 @@ def greedy_tokens(
     loaded: LoadedModel, requests: Sequence[RolloutRequest], max_tokens: int = NEW_TOKENS
 ) -> list[list[int]]:
     """What transformers' own ``generate`` answers, one request at a time, end token included."""
-    model = loaded.model.eval()
+    model: Any = loaded.model.eval()
     answers = []
     for request in requests:
         ids_1L = torch.tensor([request.prompt_token_ids])

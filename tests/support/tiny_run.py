@@ -22,7 +22,7 @@ from coordexp.modeling.inputs import PromptEncoder
 from coordexp.modeling.load import LoadedModel, load_model
 from coordexp.modeling.tiny import TinySpec, build_tiny_checkpoint
 from coordexp.records import GTObject, ImageRecord, PackedRow, Rollout, RolloutRequest, Segment
-from coordexp.rollouts import IndexedRollout, RolloutRound, SeedContext, in_turn
+from coordexp.rollouts import IndexedRollout, RolloutRound, in_turn
 from coordexp.targets import build_gt_target
 from support.config_samples import set_key, stage1, stage2, two_channel, write_yaml
 
@@ -98,7 +98,7 @@ def gt_segments(loaded: LoadedModel, count: int = 6) -> list[Segment]:
     ]
 
 
-def run_config(folder: Path, stage: int | Literal["two_channel"], name: str = "run", **keys: Any) -> RunConfig:
+def run_config(folder: Path, stage: int | Literal["two_channel"], name: str = "run", /, **keys: Any) -> RunConfig:
     """Train the tiny model on the tiny scenes for two steps; ``keys``: dotted keys with ``__`` for the dot."""
     rollouts: Any = {"rollout_backend": "hf", "max_new_tokens": 12, "decode_batch_size": 3}
     if stage == 1:
@@ -132,7 +132,8 @@ def train(config: RunConfig, backend: Any = None, on_built: Callable[[Any], None
 
     trainer, resume = build_trainer(check_run(config), Console(quiet=True))
     if backend is not None:
-        source = getattr(trainer.window_builder, "channel_b", trainer.window_builder)._source
+        builder: Any = trainer.window_builder
+        source = getattr(builder, "channel_b", builder)._source
         object.__setattr__(getattr(source, "_source", source), "backend", backend)  # one step ahead, or not
         trainer._eval_backend = backend
     if on_built is not None:
@@ -146,7 +147,7 @@ def step_lines(trainer: Any) -> list[dict[str, float]]:
     return [line for line in trainer.state.log_history if "loss" in line]
 
 
-def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def weights(model: Any) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
@@ -161,11 +162,11 @@ class InMemoryBackend:
         self._vocab = vocab
         self._answers = answers
         self.calls: list[tuple[str, ...]] = []
-        self.seeds: list[SeedContext] = []
+        self.seeds: list[Any] = []
         self.versions: list[int] = []
         self.closed = 0
 
-    def generate(self, requests: Sequence[RolloutRequest], seeds: SeedContext) -> list[Rollout]:
+    def generate(self, requests: Sequence[RolloutRequest], seeds: Any) -> list[Rollout]:
         self.calls.append(tuple(request.sample_id for request in requests))
         self.seeds.append(seeds)
         return [self._rollout(request) for request in requests]

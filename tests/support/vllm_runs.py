@@ -23,7 +23,7 @@ COLOCATED: dict[str, Any] = {
 }
 
 
-def vllm_config(folder: Path, name: str = "run", **keys: Any) -> RunConfig:
+def vllm_config(folder: Path, name: str = "run", /, **keys: Any) -> RunConfig:
     """As :func:`tiny_run.run_config` of stage 2, with a model that vLLM's CPU kernels can run."""
     return run_config(folder, 2, name, model__model=str(served_checkpoint()), **keys)
 

@@ -140,7 +140,8 @@ def _multiplicative_plans(costs: Sequence[np.ndarray], iters: int) -> list[np.nd
     for cost_NM, (rows, columns) in zip(costs, blocks, strict=True):
         kernel_NM[rows, columns] = np.exp(-cost_NM)
         a_N[rows], b_M[columns] = 1 / cost_NM.shape[0], 1 / cost_NM.shape[1]
-    kernel_MN, v_M = np.ascontiguousarray(kernel_NM.T), np.ones(ends_m[-1])
+    kernel_MN = np.ascontiguousarray(kernel_NM.T)
+    u_N, v_M = np.ones(ends_n[-1]), np.ones(ends_m[-1])
     for _ in range(iters):
         u_N = a_N / (kernel_NM @ v_M)
         v_M = b_M / (kernel_MN @ u_N)

@@ -47,13 +47,12 @@ class SelfContext:
 def coord_embeddings(z_KB: torch.Tensor, table_BH: torch.Tensor, mode: EmbedMode, temperature: float) -> torch.Tensor:
     """What is fed at each coordinate slot: (K, H), in the table's dtype; the mean is taken in float32 or wider."""
     wide = table_BH.dtype if table_BH.dtype == torch.float64 else torch.float32
-    if mode != "soft":
-        hard_KH = table_BH[z_KB.detach().argmax(dim=-1)]
-        if mode == "hard":
-            return hard_KH
+    hard_KH = None if mode == "soft" else table_BH[z_KB.detach().argmax(dim=-1)]
+    if hard_KH is not None and mode == "hard":
+        return hard_KH
     mean_KH = ((z_KB.to(wide) / temperature).softmax(dim=-1) @ table_BH.to(wide)).to(table_BH.dtype)
     # The difference is exactly zero, so the value is the token's own embedding to the last bit.
-    return mean_KH if mode == "soft" else hard_KH.detach() + (mean_KH - mean_KH.detach())
+    return mean_KH if hard_KH is None else hard_KH.detach() + (mean_KH - mean_KH.detach())
 
 
 def unroll(

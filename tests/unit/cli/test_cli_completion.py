@@ -12,6 +12,7 @@ from coordexp.assets import asset
 from coordexp.data import read_jsonl
 from coordexp.data.scenes import SPARSE, write_scenes
 from coordexp.evaluation import match_by_desc
+from coordexp.evaluation.answers import Detection
 from support.cli_runs import run_cli
 
 DEMO = asset("checkpoints/demo-stage1")
@@ -36,8 +37,8 @@ def test_what_was_left_out_comes_back_soft(half: Path, capsys: pytest.CaptureFix
     right = gone = 0
     for complete, few, found in zip(whole, before, after, strict=True):
         assert found.objects[: len(few.objects)] == few.objects
-        soft = found.objects[len(few.objects) :]
-        assert all(obj.soft is not None and obj.soft >= 0.5 for obj in soft)
+        soft = [Detection(o.desc, o.kind, o.bins, o.soft) for o in found.objects[len(few.objects) :]]
+        assert all((obj.score or 0) >= 0.5 for obj in soft)
         (entry,) = found.metadata["completion"]
         assert len(entry["added"]) == len(soft) and entry["model"] == str(DEMO) and len(entry["fingerprint"]) == 16
         missing = [obj for obj in complete.objects if obj not in few.objects]

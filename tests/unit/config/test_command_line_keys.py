@@ -10,6 +10,7 @@ import pytest
 
 from coordexp.config import load_config, resolved_yaml
 from coordexp.config.explain import explain_config
+from coordexp.config.objective import CoordRegSpec
 from coordexp.errors import ConfigError
 from support.cli_runs import run_cli, small_checkpoint, write_run
 from support.config_samples import set_key, stage1, stage2, write_yaml
@@ -41,7 +42,8 @@ def test_values_are_yaml(
 def test_entries_of_lists_are_reached(tmp_path: Path) -> None:
     run = write_yaml(tmp_path, stage2())
     config = load_config(run, arguments=["rollout_matching.pipeline.objective[1].config.w1_weight=0.5"])
-    assert config.rollout_matching.pipeline.objective[1].config.w1_weight == 0.5
+    spec = config.rollout_matching.pipeline.objective[1]
+    assert isinstance(spec, CoordRegSpec) and spec.config.w1_weight == 0.5
 
 
 def test_they_stand_above_everything_else(tmp_path: Path) -> None:

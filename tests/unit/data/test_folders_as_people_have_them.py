@@ -204,7 +204,7 @@ def test_labelme_files_that_are_something_else_are_counted_and_our_own_report_is
     for _ in range(2):  # into the same folder, twice
         report = convert_labelme(tmp_path, tmp_path / "out", options=replace(SMALL, overwrite=True))
         assert (report.images, report.skipped_images) == (1, {"unreadable_annotation": 2})
-    assert any("not UTF-8" in problem.detail for problem in report.problems)
+        assert any("not UTF-8" in problem.detail for problem in report.problems)
 
 
 # --- COCO and LVIS ---

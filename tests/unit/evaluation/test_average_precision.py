@@ -7,7 +7,7 @@ import copy
 import io
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -22,19 +22,21 @@ from coordexp.evaluation.coco import CocoData, coco_figures, to_coco
 from coordexp.records import GTObject
 from support.scored_answers import random_answers, with_soft
 
+IouType = Literal["bbox", "segm"]
+
 SQUARE = (100, 100, 400, 400)
 
 
-def pycocotools(data: CocoData, iou_type: str, iou_thrs: Sequence[float]) -> Any:
+def pycocotools(data: CocoData, iou_type: IouType, iou_thrs: Sequence[float]) -> Any:
     """Its evaluation, from scratch."""
     with contextlib.redirect_stdout(io.StringIO()):
         truth: Any = COCO()
         truth.dataset = copy.deepcopy(data.ground_truth)
         truth.createIndex()
         if data.results:
-            found = truth.loadRes(copy.deepcopy(data.results))
+            found: Any = truth.loadRes(copy.deepcopy(data.results))
         else:  # loadRes takes no empty list
-            found = COCO()
+            found: Any = COCO()
             found.dataset = {**truth.dataset, "annotations": []}
             found.createIndex()
         evaluation = COCOeval(truth, found, iou_type)
@@ -44,7 +46,7 @@ def pycocotools(data: CocoData, iou_type: str, iou_thrs: Sequence[float]) -> Any
     return evaluation
 
 
-def assert_pycocotools(answers: Sequence[ImageAnswer], iou_type: str = "bbox", iou_thrs: Any = THRESHOLDS_T) -> Any:
+def assert_pycocotools(answers: Sequence[ImageAnswer], iou_type: IouType = "bbox", iou_thrs: Any = THRESHOLDS_T) -> Any:
     data = to_coco(answers, "segm" if iou_type == "segm" else "bbox")
     expected = pycocotools(data, iou_type, iou_thrs)
     precision_TRKA = expected.eval["precision"][..., -1]
@@ -132,7 +134,7 @@ CASES = {
 
 @pytest.mark.parametrize("iou_type", ["bbox", "segm"])
 @pytest.mark.parametrize("name", CASES)
-def test_rules_of_the_evaluation(name: str, iou_type: str) -> None:
+def test_rules_of_the_evaluation(name: str, iou_type: IouType) -> None:
     assert_pycocotools(CASES[name], iou_type)
 
 
@@ -144,7 +146,7 @@ def test_only_the_hundred_surest_count() -> None:
 
 @pytest.mark.parametrize("iou_type", ["bbox", "segm"])
 @pytest.mark.parametrize("seed", range(3))
-def test_random_answers_in_all_area_ranges(iou_type: str, seed: int) -> None:
+def test_random_answers_in_all_area_ranges(iou_type: IouType, seed: int) -> None:
     evaluation = assert_pycocotools(random_answers(25, seed), iou_type)
     assert (evaluation.eval["precision"][:, :, :, :, -1] > 0).any(axis=(0, 1, 2)).all(), "every area range has a say"
     assert_pycocotools(with_soft(random_answers(25, seed), seed), iou_type)
@@ -152,7 +154,8 @@ def test_random_answers_in_all_area_ranges(iou_type: str, seed: int) -> None:
 
 def test_soft_objects_are_crowds() -> None:
     (answer,) = CASES["a class that is annotated and never found"]
-    a, b = answer.gt or ()
+    assert answer.gt is not None
+    a, b = answer.gt
     soft = replace(b, soft=0.3)
     alone = coco_figures([replace(answer, gt=(a,))]).figures
     assert coco_figures([replace(answer, gt=(a, soft))]).figures == alone != coco_figures([answer]).figures
@@ -188,7 +191,7 @@ ANSWERS = st.builds(answered, st.lists(OBJECTS, max_size=6), st.lists(FOUND, max
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(ANSWERS, min_size=1, max_size=4), st.sampled_from(("bbox", "segm")), st.data())
-def test_any_answers(answers: list[ImageAnswer], iou_type: str, data: st.DataObject) -> None:
+def test_any_answers(answers: list[ImageAnswer], iou_type: IouType, data: st.DataObject) -> None:
     """Coarse bins and three scores: shapes coincide, compete and tie all the time; some are soft."""
     answers = [replace(a, gt=tuple(replace(o, soft=data.draw(SOFT)) for o in a.gt or ())) for a in answers]
     if any(answer.gt for answer in answers):

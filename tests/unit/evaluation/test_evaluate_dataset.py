@@ -60,7 +60,7 @@ def test_every_sample_is_answered_once_in_batches():
 def test_figures_are_global_and_predictions_are_this_ranks(monkeypatch):
     scenes = [[CAT], [DOG], [CAT], [DOG], [CAT]]
     texts = {f"s{i}": serialize_objects(objects) if i % 2 else "{}" for i, objects in enumerate(scenes)}
-    parts = []
+    parts, figures = [], {}
     for rank in range(2):
         monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
         monkeypatch.setattr(distributed, "world_size", lambda: 2)

@@ -74,7 +74,7 @@ def test_coco_results_are_read_by_pycocotools(export: Any, tmp_path: Path) -> No
     from pycocotools.coco import COCO
 
     export("coco")
-    truth = COCO(str(tmp_path / "out" / "dataset.json"))
+    truth: Any = COCO(str(tmp_path / "out" / "dataset.json"))
     found = truth.loadRes([r for r in read(tmp_path / "out" / "results.json") if "segmentation" not in r])
     assert len(found.getAnnIds()) == 2 and sorted(c["name"] for c in truth.loadCats(truth.getCatIds())) == [
         "cat", "dog", "kite"

@@ -1,6 +1,7 @@
 """Mask IoU on the virtual canvas, its closed form for boxes, and the exact fallback for shapes too small for it."""
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -146,8 +147,9 @@ def test_iou_is_symmetric_bounded_and_one_with_itself(first, second):
 @given(st.lists(st.tuples(BIN, BIN), min_size=3, max_size=7), st.lists(st.tuples(BIN, BIN), min_size=3, max_size=7))
 def test_the_exact_fallback_agrees_with_a_fine_raster(first, second):
     a, b = poly(*itertools.chain(*first)), poly(*itertools.chain(*second))
+    pycoco: Any = coco_mask  # declared for whole numbers only
     masks = [
-        coco_mask.decode(coco_mask.frPyObjects([[4.0 * value for value in shape.bins]], 4000, 4000)[0]).astype(bool)
+        pycoco.decode(pycoco.frPyObjects([[4.0 * value for value in shape.bins]], 4000, 4000)[0]).astype(bool)
         for shape in (a, b)
     ]
     union = (masks[0] | masks[1]).sum()

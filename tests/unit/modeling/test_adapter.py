@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -70,7 +71,8 @@ def test_a_merged_checkpoint_is_what_engines_were_pushed(
 def test_peft_reads_the_adapters_as_its_own(tmp_path: Path) -> None:
     loaded = tuned(lora(use_dora=True, train_coord_rows=False))
     save_adapter(loaded.model, tmp_path)
-    theirs = PeftModel.from_pretrained(load_tiny().model, tmp_path).merge_and_unload()
+    adapted: Any = PeftModel.from_pretrained(load_tiny().model, tmp_path)
+    theirs = adapted.merge_and_unload()
     for name, tensor in pushed(loaded.model).items():
         torch.testing.assert_close(theirs.get_parameter(name), tensor, atol=1e-6, rtol=1e-5)
 

@@ -55,8 +55,9 @@ def test_forward_is_the_formula(name: str, lengths: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_gradients_are_the_formulas(lengths: tuple[int, ...]) -> None:
     leaves = [leaf.requires_grad_() for leaf in rows(sum(lengths))]
-    ours = torch.autograd.grad(attend_each_segment(*leaves, Segments(lengths), DIM**-0.5).square().sum(), leaves)
-    theirs = torch.autograd.grad(reference(*leaves, lengths).square().sum(), leaves)
+    q, k, v = leaves
+    ours = torch.autograd.grad(attend_each_segment(q, k, v, Segments(lengths), DIM**-0.5).square().sum(), leaves)
+    theirs = torch.autograd.grad(reference(q, k, v, lengths).square().sum(), leaves)
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, atol=1e-11, rtol=1e-11)
 
@@ -110,8 +111,9 @@ def test_lost_segments_are_noticed() -> None:
 
 
 def test_dropout_is_refused_by_kernels_without_it() -> None:
+    q, k, v = rows(8)
     with pytest.raises(ConfigError, match=r"model\.attn_implementation: flex knows no dropout"):
-        KERNELS["flex"](*rows(8), Segments([8]), DIM**-0.5, 0.1)
+        KERNELS["flex"](q, k, v, Segments([8]), DIM**-0.5, 0.1)
 
 
 REFUSED = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,14 +39,18 @@ def expanded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     if "padded" in request.param:
         old.resize_token_embeddings(num_old_tokens + PADDING_ROWS, mean_resizing=False)
         with torch.no_grad():  # so far off that a mean or spread which counted them would show
-            old.get_input_embeddings().weight[num_old_tokens:] = 100.0
+            table(old)[num_old_tokens:] = 100.0
         old.save_pretrained(folder / "old")
     expand_vocab(folder / "old", folder / "new")
     return Expanded(old, load_model(folder / "new", "float32", "sdpa"), num_old_tokens, tied, folder / "new")
 
 
-def matrices(model: Qwen3VLForConditionalGeneration) -> list[torch.Tensor]:
-    return [model.get_input_embeddings().weight.detach(), model.get_output_embeddings().weight.detach()]
+def table(model: Any) -> torch.Tensor:
+    return model.get_input_embeddings().weight
+
+
+def matrices(model: Any) -> list[torch.Tensor]:
+    return [table(model).detach(), model.get_output_embeddings().weight.detach()]
 
 
 def test_tokens_stand_behind_the_old_ones_in_order(expanded: Expanded) -> None:
@@ -56,7 +61,8 @@ def test_tokens_stand_behind_the_old_ones_in_order(expanded: Expanded) -> None:
     assert tokenizer("a<|coord_7|><|coord_70|> ", add_special_tokens=False)["input_ids"][1:3] == [first + 8, first + 71]
     assert tokenizer.decode([first + 1, first + 1000]) == "<|coord_0|><|coord_999|>"
     assert tokenizer.decode([first + 1], skip_special_tokens=True) == ""
-    assert expanded.new.model.config.text_config.vocab_size == first + 1001
+    config: Any = expanded.new.model.config
+    assert config.text_config.vocab_size == first + 1001
 
 
 def test_old_rows_keep_their_values(expanded: Expanded) -> None:
@@ -84,8 +90,8 @@ def test_logits_of_old_tokens_are_unchanged(expanded: Expanded) -> None:
 
 
 def test_tied_heads_stay_tied(expanded: Expanded) -> None:
-    model = expanded.new.model
-    assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) == expanded.tied
+    model: Any = expanded.new.model
+    assert (table(model) is model.get_output_embeddings().weight) == expanded.tied
     assert model.config.tie_word_embeddings == expanded.tied
 
 
@@ -123,7 +129,7 @@ def test_the_number_type_stays(tmp_path: Path) -> None:
     expand_vocab(tmp_path / "old", tmp_path / "new")
     new = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "new", dtype="auto")
     assert new.dtype == torch.bfloat16
-    coords = new.get_input_embeddings().weight[-1000:]
+    coords = table(new)[-1000:]
     assert len(torch.unique(coords, dim=0)) == 1000, "still distinct after rounding"
 
 
@@ -141,8 +147,8 @@ def test_tokens_without_rows_get_rows(tmp_path: Path, num_rows: int) -> None:
     with pytest.raises(VocabError, match="embedding rows"):
         load_vocab(tmp_path / "old")
     expand_vocab(tmp_path / "old", tmp_path / "new")
-    rows = load_model(tmp_path / "new", "float32").model.get_input_embeddings().weight.detach()
-    assert torch.equal(rows[:used], model.get_input_embeddings().weight[:used])
+    rows = table(load_model(tmp_path / "new", "float32").model).detach()
+    assert torch.equal(rows[:used], table(model)[:used])
     gaps = (rows[used + 2 :] - rows[used + 1 : -1]).norm(dim=1)
     assert gaps.max() < 3 * gaps.min(), "one smooth code from the first bin to the last"
 
@@ -159,8 +165,8 @@ def test_only_missing_tokens_are_added(tmp_path: Path) -> None:
     expand_vocab(tmp_path / "old", tmp_path / "new")
     new = load_model(tmp_path / "new", "float32")
     assert [new.vocab.coord_token_ids[k] for k in (5, 6)] == known
-    rows = new.model.get_input_embeddings().weight
-    assert torch.equal(rows[known], model.get_input_embeddings().weight[known]), "trained rows are kept"
+    rows = table(new.model)
+    assert torch.equal(rows[known], table(model)[known]), "trained rows are kept"
     assert len(rows) == len(tokenizer) + 999
 
 
@@ -214,9 +220,9 @@ def test_a_head_that_changes_its_tie_is_an_error(tmp_path: Path, monkeypatch: py
     build_tiny_checkpoint(tmp_path / "old", spec=TinySpec(**SMALL, tied=tied), coord_tokens=False)
     resize = Qwen3VLForConditionalGeneration.resize_token_embeddings
 
-    def resize_and_break(model: Qwen3VLForConditionalGeneration, *args: object, **kwargs: object) -> None:
+    def resize_and_break(model: Any, *args: Any, **kwargs: Any) -> None:
         resize(model, *args, **kwargs)
-        embedding = model.get_input_embeddings().weight
+        embedding = table(model)
         model.lm_head.weight = torch.nn.Parameter(embedding.detach().clone()) if tied else embedding
 
     monkeypatch.setattr(Qwen3VLForConditionalGeneration, "resize_token_embeddings", resize_and_break)

@@ -100,7 +100,8 @@ def test_supervised_logits_do_not_leak_when_the_model_defaults_to_a_cache(
     models: dict[str, LoadedModel], segments: list[Segment]
 ) -> None:
     loaded = models["sdpa"]
-    assert loaded.model.config.text_config.use_cache is True
+    config: Any = loaded.model.config
+    assert config.text_config.use_cache is True
     positions = SupervisionTensors.from_row(row_of(segments[:2])).position_N
     with torch.no_grad():
         logits = supervised_logits(loaded.model, inputs_of(loaded, segments[:2]), positions)
@@ -193,7 +194,7 @@ def test_every_tensor_of_a_row_moves_and_its_lengths_need_not(
 
 
 def test_the_language_model_attends_packed_and_the_vision_tower_does_not(models: dict[str, LoadedModel]) -> None:
-    config = models["packed"].model.config
+    config: Any = models["packed"].model.config
     assert config.text_config._attn_implementation == "coordexp_packed"
     assert config.vision_config._attn_implementation == "sdpa"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordexp.coords import COORD_TOKENS, CoordVocab, serialize_objects
+from coordexp.coords.serialize import FieldOrder
 from coordexp.data.scenes import DENSE, make_scene
 from coordexp.errors import VocabError
 from coordexp.modeling.load import LoadedModel, load_model, load_vocab
@@ -48,9 +50,10 @@ def test_a_fresh_process_builds_it(tmp_path: Path) -> None:
 def test_it_is_tiny_and_of_the_real_family(loaded: LoadedModel) -> None:
     assert loaded.model.config.model_type == "qwen3_vl"
     assert 3e6 < sum(parameter.numel() for parameter in loaded.model.parameters()) < 9e6
-    rope = loaded.model.config.text_config.rope_parameters
+    model: Any = loaded.model
+    rope = model.config.text_config.rope_parameters
     assert sum(rope["mrope_section"]) == TinySpec().head_dim // 2 and rope["mrope_interleaved"] is True
-    assert loaded.model.get_output_embeddings().weight is loaded.model.get_input_embeddings().weight
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
 def test_the_seed_determines_the_weights(tmp_path: Path, folder: Path) -> None:
@@ -81,7 +84,8 @@ def test_without_coordinate_tokens_it_is_refused(tmp_path: Path) -> None:
 
 
 def test_neighbouring_coordinates_begin_as_neighbours(loaded: LoadedModel) -> None:
-    rows = loaded.model.get_input_embeddings().weight.detach()[list(loaded.vocab.coord_token_ids)]
+    model: Any = loaded.model
+    rows = model.get_input_embeddings().weight.detach()[list(loaded.vocab.coord_token_ids)]
     distance = torch.cdist(rows, rows)
     assert distance.diagonal(1).mean() < 0.5 * distance.diagonal(50).mean()
 
@@ -93,9 +97,9 @@ def test_any_text_survives_the_tokenizer(vocab: CoordVocab, text: str) -> None:
     assert vocab.decode(vocab.encode(clean)) == clean
 
 
-@pytest.mark.parametrize("order", ["desc_first", "geometry_first"])
+@pytest.mark.parametrize("order", get_args(FieldOrder))
 @pytest.mark.parametrize("desc", ["red circle", "WBC", "a {brace}", "naïve 雪 😀", 'quoted "x"'])
-def test_entries_end_where_tokens_end(vocab: CoordVocab, order: str, desc: str) -> None:
+def test_entries_end_where_tokens_end(vocab: CoordVocab, order: FieldOrder, desc: str) -> None:
     """What stage 2 appends behind an entry is then tokenised as the model itself would have written it."""
     objects = [GTObject(desc, "bbox_2d", (1, 20, 300, 999)), GTObject(desc, "poly", (0, 1, 2, 3, 4, 5))] * 6
     text = serialize_objects(objects, order)

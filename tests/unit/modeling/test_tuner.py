@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -82,7 +83,8 @@ def test_coordinate_rows_are_trained_even_where_every_part_is_frozen() -> None:
 def test_a_tied_table_has_one_offset_under_two_names(checkpoint, tables: int) -> None:
     loaded = tuned(lora(), checkpoint=checkpoint())
     assert sum(is_offset(name) for name, _ in loaded.model.named_parameters()) == tables
-    embedding, head = loaded.model.get_input_embeddings(), loaded.model.get_output_embeddings()
+    model: Any = loaded.model
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     assert (embedding.coord_offset is head.coord_offset) == (tables == 1)
 
 
@@ -108,7 +110,7 @@ def test_nothing_left_to_train_is_refused() -> None:
         tune_tiny(TunerConfig(freeze_vit=True, freeze_aligner=True, freeze_llm=True))
 
 
-def row(loaded: LoadedModel) -> dict[str, torch.Tensor]:
+def row(loaded: LoadedModel) -> dict[str, Any]:
     """A prompt with an image and an answer with coordinates."""
     segment = gt_segments(loaded, 1)[0]
     ids = torch.tensor([[*segment.prompt_token_ids, *segment.target.token_ids]])
@@ -145,7 +147,7 @@ def test_an_offsets_gradient_is_the_tables_own_at_its_rows(checkpoint, checkpoin
     for name, offset in adapted.model.named_parameters():
         if not is_offset(name):
             continue
-        table = full.model.get_submodule(name.rpartition(".")[0]).weight
+        table: Any = full.model.get_submodule(name.rpartition(".")[0]).weight
         assert table.grad[rows].abs().max() > 1e-4
         torch.testing.assert_close(offset.grad, table.grad[rows], atol=1e-7, rtol=1e-4)
         assert adapted.model.get_submodule(name.rpartition(".")[0]).weight.grad is None
@@ -155,6 +157,7 @@ def test_an_offsets_gradient_is_the_tables_own_at_its_rows(checkpoint, checkpoin
 def test_the_head_as_the_objective_takes_it_is_the_models_own(checkpoint) -> None:
     loaded = tuned(lora(), checkpoint=checkpoint())
     head = output_head(loaded.model)
+    assert head.offset_BH is not None
     hidden = torch.randn(5, head.weight_VH.shape[1], generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         logits = loaded.model.lm_head(hidden)
@@ -170,7 +173,7 @@ def test_the_head_as_the_objective_takes_it_is_the_models_own(checkpoint) -> Non
 
 def test_a_copy_of_a_model_has_an_offset_of_its_own() -> None:
     loaded = tuned(lora(), seed=1)
-    twin = copy.deepcopy(loaded.model)
+    twin: Any = copy.deepcopy(loaded.model)
     with torch.no_grad():
         before = loaded.model(**row(loaded)).logits
         twin.get_output_embeddings().coord_offset.zero_()  # the embedding's too: they are one, as asserted below

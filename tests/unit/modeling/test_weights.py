@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -119,7 +120,7 @@ def test_a_bf16_model_is_merged_in_float32_and_rounded_once() -> None:
     tensors = merged(half)
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
     name = "model.language_model.layers.0.mlp.up_proj"
-    layer = half.get_submodule(name)
+    layer: Any = half.get_submodule(name)
     exact = layer.base_layer.weight.double() + 2 * (
         layer.lora_B["default"].weight.double() @ layer.lora_A["default"].weight.double()
     )

@@ -153,7 +153,7 @@ def test_broken_logits_read_as_zeros_and_leave_no_gradient() -> None:
     assert gate.item() == pytest.approx(5.0283, abs=1e-4)
     assert soft.item() == pytest.approx(6.9077, abs=1e-3)
     (gate + soft).sum().backward()
-    assert torch.equal(logits.grad, torch.zeros_like(logits))
+    assert logits.grad is not None and torch.equal(logits.grad, torch.zeros_like(logits))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from coordexp.objective import HeadQuery, HeadScores, score_head
 from support.naive_head import scores_from_logits
@@ -28,7 +30,8 @@ def query(temperatures: tuple[float, ...] = (1.0, 1.7), trained: int = 5) -> Hea
     )
 
 
-NOTHING = HeadQuery(*(torch.zeros(0, dtype=torch.long) for _ in range(4)), 0, 0, ())
+NO_IDS = torch.zeros(0, dtype=torch.long)
+NOTHING = HeadQuery(NO_IDS, NO_IDS, NO_IDS, NO_IDS, 0, 0, ())
 
 
 def tensors(dtype: torch.dtype = torch.float64, bins: int = 12, scale: float = 1.0) -> tuple[torch.Tensor, ...]:
@@ -50,9 +53,10 @@ def total(scores: HeadScores, trained: int) -> torch.Tensor:
         scores.coord_logit_KB,
     ]
     return sum(
-        ((0.3 + part).sin() * torch.linspace(0.5, 2, part.numel(), dtype=part.dtype).view_as(part)).sum()
-        for part in parts
-    )
+        (((0.3 + part).sin() * torch.linspace(0.5, 2, part.numel(), dtype=part.dtype).view_as(part)).sum()
+         for part in parts),
+        start=torch.zeros(()),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("chunk_logits", [1, 256 * 7, 10**9], ids=["three chunks", "also three", "one"])
@@ -99,7 +103,7 @@ def test_positions_that_are_only_measured_get_no_gradient() -> None:
 
 @pytest.mark.parametrize("frozen", ["weight", "hidden", "offset"])
 def test_what_is_frozen_gets_no_gradient_and_changes_no_other(frozen: str) -> None:
-    def grads(freeze: str | None) -> dict[str, torch.Tensor | None]:
+    def grads(freeze: str | None) -> dict[str, Any]:
         hidden, weight, offset, label = tensors()
         leaves = {"hidden": hidden, "weight": weight, "offset": offset}
         for name, leaf in leaves.items():
@@ -120,7 +124,7 @@ def test_asking_for_nothing_still_leaves_a_graph() -> None:
     scores = score_head(hidden, weight, NOTHING, label, CONTIGUOUS)
     assert [tuple(part.shape) for part in scores[:4]] == [(1, 0), (0,), (1, 0), (0, 12)]
     scores.vocab_lse_TU[:, :0].sum().backward()
-    assert torch.count_nonzero(hidden.grad) == 0 == torch.count_nonzero(weight.grad)
+    assert all(leaf.grad is not None and torch.count_nonzero(leaf.grad) == 0 for leaf in (hidden, weight))
 
 
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
@@ -129,8 +133,8 @@ def test_half_precision_is_summed_in_float32(half: torch.dtype) -> None:
     hidden, weight, _, label = (value.detach() for value in tensors(half))
     exact = [value.double().requires_grad_() for value in (hidden, weight)]
     narrow = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
-    want = score_head(*exact, query(), label, CONTIGUOUS)
-    got = score_head(*narrow, query(), label, CONTIGUOUS)
+    want = score_head(exact[0], exact[1], query(), label, CONTIGUOUS)
+    got = score_head(narrow[0], narrow[1], query(), label, CONTIGUOUS)
     assert got.vocab_lse_TU.dtype == got.coord_logit_KB.dtype == torch.float32
     for a, b in zip(got[:4], want[:4], strict=True):
         torch.testing.assert_close(a.double(), b, rtol=2e-6, atol=2e-5)
@@ -190,14 +194,15 @@ def test_one_broken_position_leaves_the_others_alone() -> None:
     others = [0, 2, 3, 4, 5, 6]
     torch.testing.assert_close(got.vocab_lse_TU[:, others], sound.vocab_lse_TU[:, others])
     total(got, 5).backward()
-    assert torch.isfinite(broken.grad).all() and torch.isfinite(weight.grad).all()
+    assert broken.grad is not None and torch.isfinite(broken.grad).all()
+    assert weight.grad is not None and torch.isfinite(weight.grad).all()
     assert torch.count_nonzero(broken.grad[2]) == 0
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-class Peak(torch.utils._python_dispatch.TorchDispatchMode):
+class Peak(TorchDispatchMode):
     """Notes the largest tensor that any operation returns."""
 
     def __init__(self) -> None:

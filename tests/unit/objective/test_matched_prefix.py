@@ -22,7 +22,7 @@ def declared() -> PipelineConfig:
 
 def token_ce(*, channel_b_of_two: bool) -> TokenCE:
     pipeline = build_pipeline(declared(), "B", with_matched_prefix=channel_b_of_two)
-    return next(entry.module for entry in pipeline.objective if entry.name == "token_ce")
+    return next(entry.module for entry in pipeline.objective if isinstance(entry.module, TokenCE))
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def naive(model: Trigram, c: dict[str, float], step: tuple[Segment, ...]) -> dic
                     abs(k - bin_at[t]) <= c["target_truncate"]
                 )
                 q /= q.sum()
-                add("coord_reg/coord_ce", -c["coord_ce_weight"] * log_b[round(bin_at[t])])
+                add("coord_reg/coord_ce", -c["coord_ce_weight"] * float(log_b[round(bin_at[t])]))
                 add("coord_reg/soft_ce", -c["soft_ce_weight"] * (q * log_b).sum())
                 w1 = np.abs(np.cumsum(np.exp(log_b)) - np.cumsum(q)).sum() / 999
                 add("coord_reg/w1", c["w1_weight"] * w1)

@@ -42,7 +42,7 @@ NO_CLOSE_QUOTE = O2.replace('cat"', "cat")
 NOTE = f'"note": {box()}'
 
 
-def entry(value: str, n: int = 2) -> str:
+def entry(value: str, n: int | str = 2) -> str:
     return f'"object_{n}": {value}'
 
 

@@ -9,6 +9,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -224,9 +225,8 @@ def test_training_writes_what_replays(tmp_path: Path) -> None:
 def alone(record: RolloutRecord, trainer: CoordExpTrainer) -> dict[int, float]:
     """The first step's losses by a forward of its own over the sample, with the weights before any training."""
     loaded = load_tiny()
-    request = trainer.train_dataset[
-        next(i for i, r in enumerate(trainer.train_dataset.records) if r.sample_id == record.sample_id)
-    ].request
+    dataset: Any = trainer.train_dataset
+    request = dataset[next(i for i, r in enumerate(dataset.records) if r.sample_id == record.sample_id)].request
     ids = torch.tensor([[*request.prompt_token_ids, *record.target.token_ids]])
     with torch.no_grad():
         logits = loaded.model(

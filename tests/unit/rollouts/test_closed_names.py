@@ -107,6 +107,7 @@ def test_a_finished_row_and_its_padding_are_left_alone(rule: ClosedNames, vocab:
     open_name = in_bytes('{"desc": "re', vocab)
     ended = [*in_bytes("{}", vocab), *[vocab.eos_id] * (len(open_name) - 2)]
     processor = NamesOnly(rule, vocab.eos_id, 3)
+    masked = torch.empty(0)
     for length in range(len(open_name) + 1):
         rows = torch.tensor([[1, 1, 1, *open_name[:length]], [1, 1, 1, *ended[:length]]])
         masked = processor(rows, torch.zeros(2, len(vocab) + 5))

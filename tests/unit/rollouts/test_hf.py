@@ -34,7 +34,8 @@ def requests_(loaded: LoadedModel) -> list[RolloutRequest]:
 def calls(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
     """What each call of ``model.generate`` was given, and the state it ran in."""
     seen: list[dict[str, Any]] = []
-    generate = loaded.model.generate
+    model: Any = loaded.model
+    generate = model.generate
 
     def watched(**arguments: Any) -> torch.Tensor:
         state = {"grad": torch.is_grad_enabled(), "training": loaded.model.training}
@@ -140,9 +141,10 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(loaded: LoadedModel) -> No
     options = decoding(temperature=2.0, top_k=4, top_p=0.8)
     expected = torch.zeros(5)  # top_k drops the last; the first three of four have 0.85 of the mass, two have 0.66
     expected[:3] = (logits[:3] / 2).softmax(-1)
-    scores = logits.expand(4000, 5)
+    scores: Any = logits.expand(4000, 5)
+    ids_so_far: Any = torch.zeros(4000, 1, dtype=torch.int64)
     for processor in sampling_processors(options, range(4000), torch.device("cpu")):
-        scores = processor(torch.zeros(4000, 1, dtype=torch.int64), scores)
+        scores = processor(ids_so_far, scores)
     drawn = scores.argmax(-1)
     assert torch.isinf(scores).sum() == 4000 * 4, "one token a row is left"
     torch.testing.assert_close(drawn.bincount(minlength=5) / 4000, expected, atol=0.03, rtol=0)
@@ -196,7 +198,8 @@ def test_ids_that_the_tokenizer_does_not_know_are_never_sampled(
 
 def test_beam_search_gives_the_best_beam_only(loaded: LoadedModel, requests_: list[RolloutRequest]) -> None:
     request = requests_[0]
-    found = loaded.model.generate(
+    model: Any = loaded.model
+    found = model.generate(
         input_ids=torch.tensor([request.prompt_token_ids]),
         mm_token_type_ids=(torch.tensor([request.prompt_token_ids]) == loaded.image_token_id).int(),
         **request.model_inputs,

@@ -47,7 +47,7 @@ def owning(model: torch.nn.Module) -> torch.nn.Module:
 class Learner:
     """A small model with a tied table and two parameters in one buffer, and an optimizer after a step."""
 
-    model: torch.nn.Module
+    model: Any
     optimizer: torch.optim.Optimizer
 
     @classmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -103,13 +104,12 @@ def test_a_guarded_answer_says_so(private: dict[str, Any], triggered: int) -> No
     assert read(body, guarded=True).repeat_terminated is bool(triggered)
 
 
-@pytest.mark.parametrize("guarded", [True, False])
 @pytest.mark.parametrize("flag", ["0", "1", 7, -1, True, False, None, 1.0, [1]])
-@pytest.mark.parametrize("name", ["repeat_terminate_triggered", "repeat_terminate_active"])
-def test_a_flag_is_the_number_0_or_1(name: str, flag: Any, guarded: bool) -> None:
-    body = item([9], "stop", **{"repeat_terminate_triggered": 0, name: flag})
-    with pytest.raises(RolloutError, match=rf"coordexp\.{name} holds .* and must be the number 0 or 1"):
-        read(body, guarded=guarded)
+def test_a_flag_is_the_number_0_or_1(flag: Any) -> None:
+    for name, guarded in itertools.product(("repeat_terminate_triggered", "repeat_terminate_active"), (True, False)):
+        body = item([9], "stop", **{"repeat_terminate_triggered": 0, name: flag})
+        with pytest.raises(RolloutError, match=rf"coordexp\.{name} holds .* and must be the number 0 or 1"):
+            read(body, guarded=guarded)
 
 
 def broken(**changes: Any) -> dict[str, Any]:

@@ -152,7 +152,8 @@ def test_broken_positions_are_counted_and_the_step_survives(tmp_path: Path) -> N
             output.last_hidden_state = output.last_hidden_state.index_fill(1, rows, math.nan)
             return output
 
-        trainer.model.model.register_forward_hook(hook)
+        model: Any = trainer.model
+        model.model.register_forward_hook(hook)
 
     trainer = train(run_config(tmp_path, 1), on_built=spoil)
     assert [line["train/nonfinite_positions_total"] for line in step_lines(trainer)] == [2, 2]
@@ -165,7 +166,8 @@ def test_a_model_that_is_all_nan_stops_the_run(tmp_path: Path) -> None:
 
     def break_weights(trainer: CoordExpTrainer) -> None:
         with torch.no_grad():
-            trainer.model.model.language_model.norm.weight.fill_(math.nan)
+            model: Any = trainer.model
+            model.model.language_model.norm.weight.fill_(math.nan)
 
     with pytest.raises(TrainingDiverged, match=r"step 1.*learning_rate"):
         train(run_config(tmp_path, 1), on_built=break_weights)

@@ -24,7 +24,7 @@ def trained(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
 
 
-def pushed(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def pushed(model: Any) -> dict[str, torch.Tensor]:
     with LearnerWeights(model).full() as tensors:
         return {name: tensor.clone() for name, tensor in tensors}
 

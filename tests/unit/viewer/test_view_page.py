@@ -7,6 +7,7 @@ import re
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -24,7 +25,7 @@ from support.scored_answers import random_answers, with_soft
 from support.view_runs import HOSTILE, hostile_answers, write_run
 
 
-def data_of(page: str, name: str) -> object:
+def data_of(page: str, name: str) -> Any:
     return json.loads(re.search(rf'<script id="{name}" type="application/json">(.*?)</script>', page, re.S)[1])
 
 
