@@ -208,7 +208,8 @@ def test_training_writes_what_replays(tmp_path: Path) -> None:
     backend = InMemoryBackend(loaded.vocab, lambda request: nearly_right(by_id[request.sample_id]))
 
     def on_built(trainer) -> None:
-        by_id.update({r.sample_id: r.objects for r in trainer.train_dataset.records})
+        dataset: Any = trainer.train_dataset
+        by_id.update({r.sample_id: r.objects for r in map(dataset.record, range(len(dataset)))})
 
     trainer = train(config, backend, on_built)
     trainer.close()
@@ -226,7 +227,8 @@ def alone(record: RolloutRecord, trainer: CoordExpTrainer) -> dict[int, float]:
     """The first step's losses by a forward of its own over the sample, with the weights before any training."""
     loaded = load_tiny()
     dataset: Any = trainer.train_dataset
-    request = dataset[next(i for i, r in enumerate(dataset.records) if r.sample_id == record.sample_id)].request
+    places = (i for i in range(len(dataset)) if dataset.record(i).sample_id == record.sample_id)
+    request = dataset[next(places)].request
     ids = torch.tensor([[*request.prompt_token_ids, *record.target.token_ids]])
     with torch.no_grad():
         logits = loaded.model(
