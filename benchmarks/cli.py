@@ -81,6 +81,8 @@ def commands(folder: Path) -> list[tuple[str, list[str]]]:
         ("mistake", ["train", str(config), "model.model=nothing", "custom.train_jsonl=nothing"]),
         ("mistake", ["evaluate", "nothing"]),
         ("mistake", ["predict", "nothing.jpg", "--model", model]),
+        ("mistake", ["data", "complete", data, "--model", "nothing", "--out", str(folder / "out.jsonl")]),
+        ("mistake", ["model", "export", "nothing", "out"]),
         ("reads", ["config", "check", str(config)]),
         ("reads", ["data", "check", data]),
         ("reads", ["data", "check", data, "--sheet", str(folder / "sheet.png")]),
@@ -89,6 +91,7 @@ def commands(folder: Path) -> list[tuple[str, list[str]]]:
         ("reads", ["view", run, "--out", str(folder / "view.html")]),
         ("reads", ["export", "csv", run, "--out", str(folder / "csv")]),
         ("reads", ["model", "info", model]),
+        ("reads", ["init", data, "--model", model, "--out", str(folder / "stage1.yaml"), "--overwrite"]),
     ]
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from coordexp.cli.console import no_bars_in_log_files, open_console
+from coordexp.cli.console import check_checkpoint, no_bars_in_log_files, open_console
 from coordexp.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -108,13 +108,17 @@ def complete_command(
 
     Answers are written as they come. The same command again goes on where it stopped.
     """
+    _refuse_existing(out, overwrite)
+    if model is not None:
+        check_checkpoint(model)
+    from coordexp.config.paths import check_completion_paths
     from coordexp.evaluation.completion import CompletionRules
 
-    _refuse_existing(out, overwrite)
     rules = CompletionRules(threshold, max_overlap, min_size, weight, known_descs)
     from coordexp.inference.completion import Sheet, answering_config, run_completion
 
     run = answering_config(model, config=config, prompt=prompt, batch_size=batch_size)
+    check_completion_paths(run, jsonl)
     no_bars_in_log_files()
     console = open_console(stderr=as_json)
     drawn = None if sheet is None else Sheet(sheet, sheet_images)

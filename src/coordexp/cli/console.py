@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from coordexp.errors import DataError
+from coordexp.errors import CheckpointError, DataError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -42,13 +42,13 @@ def no_bars_in_log_files() -> None:
 @contextmanager
 def counting(description: str) -> Iterator[Callable[[int, int], None]]:
     """A bar with ETA on stderr, where that is a terminal; gives the callback that moves it."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    from coordexp.progress_bar import EtaColumn
 
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TextColumn("eta"))
     console = _literal_console(stderr=True)
-    with Progress(
-        *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
-    ) as progress:
+    with Progress(*columns, EtaColumn(), console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(description, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
@@ -61,6 +61,17 @@ def refuse_filled(folder: Path) -> None:
     """
     if folder.is_dir() and any(folder.iterdir()):
         raise DataError("the folder is not empty; name a new one", path=folder)
+
+
+def check_checkpoint(path: Path) -> None:
+    """Refuse what is no folder, before torch is imported to say so.
+
+    Raises:
+        CheckpointError: nothing there, or a file.
+    """
+    if not path.is_dir():
+        what = "is a file, not a folder" if path.exists() else "no such folder"
+        raise CheckpointError(f"{path}: {what}; name a checkpoint, such as a run's output_dir; nothing is downloaded")
 
 
 def say(console: Console, text: str) -> None:

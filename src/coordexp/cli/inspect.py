@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from coordexp.cli.console import counting, open_console
+from coordexp.cli.console import check_checkpoint, counting, open_console
 from coordexp.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -64,6 +64,8 @@ def check_command(
         raise ConfigError("--max-tokens counts with a checkpoint's tokenizer and processor; name one with --model")
     if augment is not None and sheet is None:
         raise ConfigError("--augment is drawn on a sheet; name its file with --sheet")
+    if model is not None:
+        check_checkpoint(model)
     run = None if augment is None else _augmented_run(augment)
     from coordexp.data.check import check_jsonl
 
@@ -174,18 +176,12 @@ def _augmented_run(path: Path) -> RunConfig:
 
 def _draw_sheet(check: DatasetCheck, model: Path | None, sheet: Path, count: int, run: RunConfig | None) -> None:
     """Also compares every record with what comes back, which is what the picture is for."""
+    from coordexp.assets import asset
+    from coordexp.cli.vocabulary import vocabulary_of
     from coordexp.data.check import Finding
     from coordexp.evaluation.contact_sheet import draw_contact_sheet, round_trip
 
-    if model is not None:
-        from coordexp.modeling.load import load_vocab
-
-        vocab = load_vocab(model)
-    else:
-        from coordexp.assets import asset
-        from coordexp.modeling.load import load_vocab
-
-        vocab = load_vocab(asset("checkpoints/demo-stage1"))
+    vocab = vocabulary_of(asset("checkpoints/demo-stage1") if model is None else model)
     for record in check.records:
         if round_trip(record.objects, vocab) != list(record.objects):
             check.add(Finding.ROUND_TRIP, record.sample_id, "the objects read back from its tokens are others")

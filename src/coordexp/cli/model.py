@@ -10,8 +10,7 @@ from typing import Annotated
 
 import typer
 
-from coordexp.cli.console import refuse_filled
-from coordexp.errors import CheckpointError
+from coordexp.cli.console import check_checkpoint, refuse_filled
 
 model_app = typer.Typer(
     help="Make, merge and inspect checkpoints that know the coordinate tokens.", no_args_is_help=True
@@ -36,6 +35,7 @@ def expand_vocab_command(
     out: Annotated[Path, typer.Argument(help="Folder of the new checkpoint.")],
 ) -> None:
     """Add the 1000 coordinate tokens to a Qwen3-VL checkpoint."""
+    check_checkpoint(checkpoint)
     from coordexp.modeling.expand_vocab import expand_vocab
 
     expand_vocab(checkpoint, out)
@@ -57,6 +57,7 @@ def export_command(
     dtype: Annotated[Dtype, typer.Option(help="Number type of the weights.")] = Dtype.BFLOAT16,
 ) -> None:
     """Write a run's model as a plain checkpoint: weights, tokenizer and processor, nothing else."""
+    check_checkpoint(checkpoint)
     refuse_filled(out)
     from coordexp.modeling.export import export_checkpoint
 
@@ -73,6 +74,7 @@ def merge_command(
     dtype: Annotated[Dtype | None, typer.Option(help="Number type of the weights; the base's own without it.")] = None,
 ) -> None:
     """Merge a run's adapters and coordinate rows into a plain checkpoint, which transformers and vLLM load."""
+    check_checkpoint(run)
     refuse_filled(out)
     from coordexp.modeling.export import merge_checkpoint
 
@@ -85,9 +87,8 @@ def info_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show what a checkpoint holds, without reading its weights."""
-    if not checkpoint.is_dir():  # before torch is imported
-        raise CheckpointError(f"{checkpoint}: no such folder; name a checkpoint, such as a run's output_dir")
-    from coordexp.modeling.describe import describe
+    check_checkpoint(checkpoint)
+    from coordexp.checkpoints.describe import describe
 
     info = describe(checkpoint)
     if as_json:

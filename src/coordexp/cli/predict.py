@@ -67,15 +67,21 @@ def predict(
     An image that cannot be read is told of and left out. Answers are written as they come: the same command with the
     same --output goes on where it stopped.
     """
-    from coordexp.config.paths import check_model_path
     from coordexp.data.image_sources import is_pattern
 
     config, images = _told_apart(sources)
+    if config is None and model is None:
+        raise ConfigError("name the checkpoint that answers with --model, or a run's YAML before the images")
+    missing = [str(path) for path in images if not path.exists() and not is_pattern(path)]
+    problems = [f"no such image, folder or dataset: {', '.join(missing)}"] if missing else []
+    if model is not None and not model.is_dir():
+        problems.append(f"--model: {model}: no such folder; nothing is downloaded")
+    if problems:
+        raise DataError("\n".join(problems))
+    from coordexp.config.paths import check_model_path
+
     run = _configuration(config, model)
     check_model_path(run, model)
-    missing = [str(path) for path in images if not path.exists() and not is_pattern(path)]
-    if missing:
-        raise DataError(f"no such image, folder or dataset: {', '.join(missing)}")
     from coordexp.inference.class_list import read_classes
 
     names = read_classes(classes)
@@ -128,8 +134,7 @@ def _configuration(config: Path | None, model: Path | None) -> RunConfig:
         from coordexp.config import load_config
 
         return load_config(config)
-    if model is None:
-        raise ConfigError("name the checkpoint that answers with --model, or a run's YAML before the images")
+    assert model is not None  # or the words would have been refused
     from coordexp.inference.asking import Asking, asking_config
 
     return asking_config(model, Asking())

@@ -27,8 +27,11 @@ def serve(
     import logging
 
     from coordexp.config import load_config
+    from coordexp.config.paths import check_model_path
 
-    run = load_config(config, arguments=arguments or ())  # before vLLM is imported: a mistake in the YAML shows at once
+    # Before vLLM is imported: a mistake shows at once, and transformers would ask the hub for a missing folder.
+    run = load_config(config, arguments=arguments or ())
+    check_model_path(run, None)
     logging.basicConfig(format="%(asctime)s %(name)s %(message)s")
     logging.getLogger("coordexp").setLevel(logging.INFO)  # not the root: vLLM sets that one
     from coordexp.serving.serve.options import serve_options

@@ -39,9 +39,9 @@ def view(
     vocab = None
     checkpoint = model or (find_checkpoint(source) if has_rollout_records(source) else None)
     if checkpoint is not None:
-        from coordexp.modeling.load import load_vocab
+        from coordexp.cli.vocabulary import vocabulary_of
 
-        vocab = load_vocab(checkpoint)
+        vocab = vocabulary_of(checkpoint)
     data = collect(source, vocab, max_records)
     with counting("embedding images") as progress:
         page = render(data, image_side, progress)

@@ -45,6 +45,11 @@ def check_model_path(config: RunConfig, model: Path | None) -> None:
     _refuse([*_missing_folder("model.model" if model is None else "--model", model or config.model.model)])
 
 
+def check_completion_paths(config: RunConfig, data: Path) -> None:
+    """The model that answers and the dataset whose images it is shown. Raises ConfigError with what is not there."""
+    _refuse([*_missing_folder("model.model", config.model.model), *_missing_file("DATA.jsonl", data)])
+
+
 def _missing_folder(key: str, path: str | Path) -> Iterator[str]:
     if not Path(path).is_dir():
         what = "is a file, not a folder" if Path(path).exists() else "no such folder; nothing is downloaded"

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from coordexp.checkpoints.folder import base_checkpoint
 from coordexp.coords import serialize_objects
 from coordexp.data.smart_resize import smart_resize
 from coordexp.modeling.inputs import PromptEncoder
-from coordexp.modeling.load import base_checkpoint, load_processor, load_vocab, read_config
+from coordexp.modeling.load import load_processor, load_vocab, read_config
 from coordexp.records import ImageRecord
 
 

@@ -27,9 +27,6 @@ from coordexp.evaluation.completion import (
 from coordexp.evaluation.contact_sheet import draw_contact_sheet
 from coordexp.files import write_atomically
 from coordexp.inference.asking import Asking, asking_config
-from coordexp.inference.predict import run_prediction
-from coordexp.modeling.fingerprint import checkpoint_fingerprint
-from coordexp.modeling.load import load_vocab
 
 _BATCH = 16  # images answered at once, where nobody says how many
 
@@ -99,6 +96,8 @@ def run_completion(
         DataError, ConfigError, CheckpointError: as :func:`~coordexp.inference.predict.run_prediction` and
             :func:`~coordexp.evaluation.completion.complete_records`.
     """
+    from coordexp.inference.predict import run_prediction  # torch comes with it, and settings are checked without
+
     run_prediction(run, console, source=source, output=_answers_folder(out), confidence=True)
     result = CompletionResult(CompletionCounts(), run.template.prompt, ())
     with distributed.raise_on_all_ranks("coordexp data complete"):
@@ -114,6 +113,9 @@ def _answers_folder(out: Path) -> Path:
 def _complete_from_answers(
     run: RunConfig, source: Path, out: Path, rules: CompletionRules, sheet: Sheet | None
 ) -> CompletionResult:
+    from coordexp.modeling.fingerprint import checkpoint_fingerprint
+    from coordexp.modeling.load import load_vocab
+
     model = Path(run.model.model)
     origin = ModelOrigin(str(model), checkpoint_fingerprint(model))
     answers = {answer.sample_id: answer for answer in read_answers(_answers_folder(out))}

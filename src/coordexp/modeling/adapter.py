@@ -15,16 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from coordexp.checkpoints.folder import BASE_KEY, CONFIG, COORD_IDS, OFFSETS, WEIGHTS
 from coordexp.errors import CheckpointError
 from coordexp.modeling.coord_offset import add_offset, is_offset, offset_of
 from coordexp.modeling.weights import ADAPTER, adapter_config, adapter_name, is_adapter_part, is_saved_whole, merge_lora
 
-CONFIG, WEIGHTS, OFFSETS = "adapter_config.json", "adapter_model.safetensors", "coord_offset.safetensors"
-_BASE_KEY = "base_model_name_or_path"
-_IDS = "coord_token_ids"
 _PREFIX, _LORA_A = "base_model.model.", ".lora_A.weight"
 # Settings of peft that change what an adapter computes and that nothing here writes.
 _UNKNOWN_TO_US = ("use_rslora", "fan_in_fan_out", "lora_bias", "rank_pattern", "alpha_pattern", "layer_replication",
@@ -34,34 +32,6 @@ _UNKNOWN_TO_US = ("use_rslora", "fan_in_fan_out", "lora_bias", "rank_pattern", "
 def has_adapter(model: Any) -> bool:
     """Whether the model is trained by adapters or coordinate offsets, and so saved as such a folder."""
     return any(_is_ours(name) for name, _ in model.named_parameters())
-
-
-def is_adapter_folder(path: str | Path) -> bool:
-    """Whether a folder holds an adapter or coordinate offsets, to be put on another checkpoint, rather than a model."""
-    return any((Path(path) / name).is_file() for name in (CONFIG, OFFSETS))
-
-
-def base_of(path: str | Path) -> Path:
-    """The folder of the model to which the adapters of ``path`` belong.
-
-    Raises:
-        CheckpointError: unreadable files, or a base that is not there.
-    """
-    folder = Path(path)
-    try:
-        if (folder / CONFIG).is_file():
-            named = json.loads((folder / CONFIG).read_text(encoding="utf-8")).get(_BASE_KEY)
-        else:
-            with safe_open(folder / OFFSETS, "pt") as file:
-                named = (file.metadata() or {}).get(_BASE_KEY)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise CheckpointError(f"{folder}: its adapter files cannot be read ({error}); restore them") from error
-    if not named or not Path(named).is_dir() or Path(named).resolve() == folder.resolve():
-        raise CheckpointError(
-            f"{folder}: holds adapters of the model {named}, which is no folder here; put that model back, or name its "
-            "new place: coordexp model merge FOLDER OUTPUT --base MODEL"
-        )
-    return Path(named)
 
 
 def save_adapter(model: Any, folder: Path, state_dict: Mapping[str, torch.Tensor] | None = None) -> None:
@@ -75,14 +45,14 @@ def save_adapter(model: Any, folder: Path, state_dict: Mapping[str, torch.Tensor
     offsets = {name: tensor for name, tensor in trained.items() if is_offset(name)}
     base = str(model.name_or_path)
     if adapters:
-        config = adapter_config(model.peft_config[ADAPTER]) | {_BASE_KEY: base, "inference_mode": True}
+        config = adapter_config(model.peft_config[ADAPTER]) | {BASE_KEY: base, "inference_mode": True}
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         save_file(adapters, folder / WEIGHTS, metadata={"format": "pt"})
     if offsets:
         found = offset_of(model.get_input_embeddings())
         assert found is not None, "an offset is always on the embedding"
-        offsets[_IDS] = found[0].cpu()
-        save_file(offsets, folder / OFFSETS, metadata={"format": "pt", _BASE_KEY: base})
+        offsets[COORD_IDS] = found[0].cpu()
+        save_file(offsets, folder / OFFSETS, metadata={"format": "pt", BASE_KEY: base})
 
 
 @torch.no_grad()
@@ -93,7 +63,7 @@ def load_adapter(model: Any, folder: Path) -> None:
         CheckpointError: files that are missing, unreadable, or of a model tuned otherwise.
     """
     saved = _read(folder / WEIGHTS) | _read(folder / OFFSETS)
-    saved.pop(_IDS, None)
+    saved.pop(COORD_IDS, None)
     wanted = {
         name if is_offset(name) else adapter_name(name): parameter
         for name, parameter in model.named_parameters()
@@ -138,7 +108,7 @@ def merge_adapter(model: Any, folder: Path) -> None:
     for name, tensor in saved.items():  # modules that were trained whole
         target(name, tensor.shape).copy_(tensor)
     if offsets:
-        ids_B, rows = offsets.pop(_IDS), model.config.text_config.vocab_size
+        ids_B, rows = offsets.pop(COORD_IDS), model.config.text_config.vocab_size
         for name, offset_BH in offsets.items():
             weight_VH = target(name.rpartition(".")[0] + ".weight", (rows, offset_BH.shape[1]))
             weight_VH.copy_(add_offset(weight_VH, ids_B, offset_BH))

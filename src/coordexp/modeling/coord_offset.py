@@ -19,7 +19,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-OFFSET = "coord_offset"
+from coordexp.checkpoints.parts import OFFSET
+
 _IDS, _ROW_OF_ID = "coord_offset_ids", "coord_offset_row_of_id"
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from coordexp.checkpoints.folder import base_checkpoint, base_of, is_adapter_folder
 from coordexp.data.preparation import read_preparation, write_preparation
 from coordexp.errors import CheckpointError
-from coordexp.modeling.adapter import base_of, is_adapter_folder, merge_adapter
-from coordexp.modeling.load import DTYPE, base_checkpoint, load_model, read_config
+from coordexp.modeling.adapter import merge_adapter
+from coordexp.modeling.load import DTYPE, load_model, read_config
 
 
 def export_checkpoint(checkpoint: Path, output: Path, dtype: str = DTYPE) -> Path:

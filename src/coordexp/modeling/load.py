@@ -10,16 +10,17 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
+from coordexp.checkpoints.describe import too_few_rows
+from coordexp.checkpoints.folder import base_checkpoint, base_of, is_adapter_folder, read_config_file
 from coordexp.config.model import ModelConfig
 from coordexp.config.strict import default_of
 from coordexp.coords import CoordVocab
 from coordexp.data.preparation import AS_THEY_ARE, ImagePreparation, read_preparation
 from coordexp.errors import CheckpointError, VocabError
-from coordexp.modeling.adapter import base_of, is_adapter_folder, merge_adapter
+from coordexp.modeling.adapter import merge_adapter
 from coordexp.modeling.attention import transformers_name
 from coordexp.modeling.forward import Qwen3VLForConditionalGeneration
 
-MODEL_TYPE = "qwen3_vl"
 DTYPE: str = default_of(ModelConfig, "dtype")
 ATTENTION: str = default_of(ModelConfig, "attn_implementation")
 
@@ -41,17 +42,6 @@ class LoadedModel:
         return self.model.config.image_token_id
 
 
-def base_checkpoint(path: str | Path) -> Path:
-    """The plain checkpoint at the bottom of ``path``: itself, or the model to which its adapters belong.
-
-    A LoRA run changes neither tokenizer nor processor nor sizes, so those are read there, by engines too.
-
-    Raises:
-        CheckpointError: adapters whose base is not there.
-    """
-    return base_checkpoint(base_of(path)) if is_adapter_folder(path) else Path(path)
-
-
 def load_vocab(path: str | Path) -> CoordVocab:
     """Read and check only the tokenizer: cheap, so it runs before anything expensive.
 
@@ -66,10 +56,7 @@ def load_vocab(path: str | Path) -> CoordVocab:
         raise VocabError(f"{path}: {error}") from error
     rows = config.text_config.vocab_size
     if max(vocab.coord_token_ids) >= rows:
-        raise VocabError(
-            f"{path}: coordinate token ids reach {max(vocab.coord_token_ids)} but the model has {rows} embedding rows; "
-            "resize it with: coordexp model expand-vocab CHECKPOINT OUTPUT"
-        )
+        raise VocabError(too_few_rows(path, max(vocab.coord_token_ids), rows))
     return vocab
 
 
@@ -92,23 +79,13 @@ def load_processor(path: str | Path) -> Any:
 
 
 def read_config(path: str | Path) -> Any:
-    """The configuration of a Qwen3-VL checkpoint, whose folder holds a tokenizer too.
+    """transformers' configuration of a Qwen3-VL checkpoint, whose folder holds a tokenizer too.
 
     Raises:
-        CheckpointError: no such folder, no readable configuration, another model family, no tokenizer.
+        CheckpointError: as :func:`~coordexp.checkpoints.folder.read_config_file`, or values that transformers refuses.
     """
-    if not Path(path).is_dir():
-        raise CheckpointError(f"{path}: no such folder; a Qwen3-VL checkpoint on disk is needed, nothing is downloaded")
-    path = base_checkpoint(path)
-    if not (Path(path) / "config.json").is_file():
-        raise CheckpointError(f"{path}: no config.json; model.model must be a Qwen3-VL checkpoint folder")
-    config = _read(AutoConfig, path, "configuration")
-    if config.model_type != MODEL_TYPE:
-        raise CheckpointError(f"{path}: model type {config.model_type!r}; CoordExp trains {MODEL_TYPE!r} checkpoints")
-    # transformers makes an empty tokenizer where there is none.
-    if not any((Path(path) / name).is_file() for name in ("tokenizer.json", "vocab.json")):
-        raise CheckpointError(f"{path}: no tokenizer.json; copy the tokenizer's files into the checkpoint's folder")
-    return config
+    read_config_file(path)
+    return _read(AutoConfig, base_checkpoint(path), "configuration")
 
 
 def _read_weights(path: str | Path, dtype: torch.dtype) -> Qwen3VLForConditionalGeneration:

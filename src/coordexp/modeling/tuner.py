@@ -7,28 +7,18 @@ the model's own number type is.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
+from coordexp.checkpoints.parts import part_of
 from coordexp.config.model import TunerConfig
 from coordexp.errors import ConfigError
-from coordexp.modeling.coord_offset import add_coord_offset, is_offset
+from coordexp.modeling.coord_offset import add_coord_offset
 from coordexp.modeling.weights import ADAPTER
 
-Part = Literal["vit", "aligner", "llm", "coord"]
 ALL_LINEAR = "all-linear"
 _TABLES = ("lm_head", "embed_tokens")
-
-
-def part_of(name: str) -> Part:
-    """The part of a Qwen3-VL model to which a parameter or module belongs; coordinate offsets are their own."""
-    if is_offset(name):
-        return "coord"
-    path = f".{name}."
-    if ".visual." not in path:
-        return "llm"
-    return "aligner" if ".visual.merger." in path or ".visual.deepstack_merger_list." in path else "vit"
 
 
 def tune(model: Any, config: TunerConfig, coord_ids: Sequence[int]) -> None:

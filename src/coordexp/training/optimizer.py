@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from coordexp.checkpoints.parts import Part, part_of
 from coordexp.errors import ConfigError
-from coordexp.modeling.tuner import Part, part_of
 
 _ORDER: tuple[Part, ...] = ("llm", "aligner", "vit", "coord")  # the first group's rate is the one that is logged
 

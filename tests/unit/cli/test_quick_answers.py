@@ -10,10 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from coordexp.assets import asset
+from coordexp.data.scenes import SPARSE, write_scenes
 from coordexp.evaluation.answers import write_answers
 from support.cli_runs import run_cli
 from support.config_samples import set_key, stage1, write_yaml
 from support.scored_answers import random_answers
+from support.view_runs import write_run
 
 HEAVY = {"torch", "transformers", "torchvision", "accelerate", "vllm"}
 
@@ -69,23 +72,70 @@ def test_predict_names_every_missing_image(tmp_path: Path) -> None:
     assert code == 2 and not heavy and "nothing: no such folder" in err
 
 
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ("evaluate", "run"),
-        ("evaluate", "--compare", "run", "run", "--resamples", "10"),
-        ("view", "run", "--out", "view.html"),
-        ("export", "csv", "run", "--out", "out"),
-        ("evaluate", "nothing"),
-        ("view", "nothing"),
-        ("model", "info", "nothing"),
-        ("data", "check", "nothing.jsonl"),
-        ("config", "check", "nothing.yaml"),
-    ],
-    ids=" ".join,
-)
-def test_saved_answers_are_read_without_torch(argv: tuple[str, ...], tmp_path: Path) -> None:
+READS = [
+    ("evaluate", "run"),
+    ("evaluate", "--compare", "run", "run", "--resamples", "10"),
+    ("view", "run", "--out", "view.html"),
+    ("view", "recorded", "--model", "MODEL", "--out", "tokens.html"),
+    ("export", "csv", "run", "--out", "out"),
+    ("model", "info", "MODEL"),
+    ("data", "check", "scenes.jsonl"),
+    ("data", "check", "scenes.jsonl", "--sheet", "sheet.png"),
+    ("data", "check", "scenes.jsonl", "--sheet", "sheet.png", "--augment", "views.yaml"),
+    ("init", "scenes.jsonl", "--model", "MODEL"),
+    ("config", "check", "stage1.yaml"),
+]
+REFUSED = [
+    ("evaluate", "nothing"),
+    ("view", "nothing"),
+    ("view", "run", "--model", "nothing"),
+    ("model", "info", "nothing"),
+    ("model", "export", "nothing", "out"),
+    ("model", "merge", "nothing", "out"),
+    ("model", "expand-vocab", "nothing", "out"),
+    ("data", "check", "nothing.jsonl"),
+    ("data", "check", "scenes.jsonl", "--sheet", "sheet.png", "--model", "nothing"),
+    ("data", "complete", "scenes.jsonl", "--model", "nothing", "--out", "out.jsonl"),
+    ("data", "complete", "nothing.jsonl", "--model", "MODEL", "--out", "out.jsonl"),
+    ("config", "check", "nothing.yaml"),
+    ("replay", "nothing"),
+    ("init", "nothing", "--model", "MODEL", "--out", "x.yaml"),
+    ("serve", "--config", "views.yaml"),
+    ("launch", "--config", "nothing.yaml"),
+]
+
+
+ALL_IN_TURN = """
+import contextlib, io, json, sys
+from coordexp.cli import main
+
+heavy, lines = set(json.loads(sys.argv[1])), []
+for argv in json.loads(sys.argv[2]):
+    err, code = io.StringIO(), 0
+    with contextlib.redirect_stderr(err), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            main(argv)
+        except SystemExit as end:
+            code = end.code or 0
+    lines.append([code, err.getvalue(), sorted(heavy & {name.split(".")[0] for name in sys.modules})])
+print(json.dumps(lines))
+"""
+
+
+def test_what_only_reads_and_what_is_refused_needs_no_torch(tmp_path: Path) -> None:
+    """One process for all commands, which is quicker: the first that imports something heavy is named."""
     write_answers(random_answers(4, 1), tmp_path / "run" / "predictions.jsonl")
-    code, heavy, err = after(tmp_path, *argv)
-    assert code == (2 if any("nothing" in word for word in argv) else 0), err
-    assert not heavy
+    write_scenes(tmp_path, 4, SPARSE, 1)
+    write_yaml(tmp_path, stage1() | {"data": {"augment": {"horizontal_flip": 0.5}}}, "views.yaml")
+    write_run(tmp_path / "recorded")
+    model = str(asset("checkpoints/demo-stage1"))
+    commands = [[model if word == "MODEL" else word for word in argv] for argv in (*READS, *REFUSED)]
+    words = [sys.executable, "-c", ALL_IN_TURN, json.dumps(sorted(HEAVY)), json.dumps(commands)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for argv, (code, err, heavy) in zip((*READS, *REFUSED), json.loads(done.stdout.splitlines()[-1]), strict=True):
+        command = " ".join(argv)
+        assert not heavy, f"{command} imports {heavy}"
+        assert code == (2 if argv in REFUSED else 0), f"{command}: {err}"
+        assert argv in READS or "nothing" in err or "model.model: checkpoints/tiny: no such folder" in err, command
+    assert '"target":{"pieces":[' in (tmp_path / "tokens.html").read_text(encoding="utf-8")

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from coordexp.checkpoints.parts import part_of
 from coordexp.config.model import TunerConfig
 from coordexp.errors import ConfigError
 from coordexp.modeling.coord_offset import add_offset, is_offset, output_head
 from coordexp.modeling.load import LoadedModel, load_model
-from coordexp.modeling.tuner import part_of, tune
+from coordexp.modeling.tuner import tune
 from coordexp.rollouts import SeedContext
 from coordexp.rollouts.hf import HFBackend
 from support.settings import decoding

@@ -9,9 +9,10 @@ import pytest
 import torch
 from transformers import Trainer
 
+from coordexp.checkpoints.parts import part_of
 from coordexp.config.model import TunerConfig
 from coordexp.errors import ConfigError
-from coordexp.modeling.tuner import part_of, tune
+from coordexp.modeling.tuner import tune
 from coordexp.training.optimizer import LearningRates, grouped, parameter_groups
 from support.tiny_run import load_tiny, run_config, tiny_checkpoint, train, weights
 from support.tuned_models import lora

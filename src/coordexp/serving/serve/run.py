@@ -67,7 +67,8 @@ def run_server(options: ServeOptions, *, gpu: bool) -> None:
 async def _serve(options: ServeOptions, gpu: bool, listener: socket.socket) -> None:
     import uvicorn
 
-    from coordexp.modeling.load import base_checkpoint, load_processor
+    from coordexp.checkpoints.folder import base_checkpoint
+    from coordexp.modeling.load import load_processor
     from coordexp.serving.serve.app import build_app
     from coordexp.serving.serve.engines import EngineGroup
     from coordexp.serving.serve.requests import PromptBuilder

@@ -1,0 +1,165 @@
+"""What a checkpoint folder holds, read without its weights: sizes, parts, coordinate tokens, adapters.
+
+Names and shapes stand in the headers of its safetensors files, so no model is built.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from coordexp.checkpoints.folder import (
+    CONFIG,
+    COORD_IDS,
+    OFFSETS,
+    WEIGHTS,
+    base_checkpoint,
+    base_of,
+    is_adapter_folder,
+    read_config_file,
+    read_object,
+)
+from coordexp.checkpoints.parts import part_of
+from coordexp.checkpoints.tokenizer import has_tokenizer_file, read_vocab
+from coordexp.errors import CheckpointError, VocabError
+
+_MODEL, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_HEAD = "lm_head.weight"
+_TABLES = ("lm_head", "embed_tokens", "pos_embed")  # matrices that are no linear layers of the blocks
+_LAYER = re.compile(r"(?:^|\.)language_model\.layers\.(\d+)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterInfo:
+    """``parameters`` counts adapters, modules saved whole and coordinate offsets."""
+
+    base: str
+    rank: int | None
+    alpha: float | None
+    dora: bool
+    target_modules: tuple[str, ...]
+    modules_to_save: tuple[str, ...]
+    coordinate_rows: bool
+    parameters: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """``parameters`` by part, tied weights once; ``linear_modules``: what ``tuner.target_modules`` can name, by part;
+    ``coord_tokens``: "yes", or what is wrong with them."""
+
+    path: str
+    model_type: str
+    dtype: str
+    layers: int
+    hidden: int
+    vocab_rows: int
+    tied_head: bool
+    coord_tokens: str
+    parameters: dict[str, int]
+    linear_modules: dict[str, tuple[str, ...]]
+    adapter: AdapterInfo | None
+
+
+def describe(path: Path) -> ModelInfo:
+    """Describe a plain checkpoint, or a LoRA run's folder by its base model.
+
+    Raises:
+        CheckpointError: no Qwen3-VL checkpoint, weights that are missing or no safetensors, or adapters that are
+            unreadable or without their base.
+    """
+    config = read_config_file(path)
+    folder = base_checkpoint(path)
+    shapes = _shapes(folder)
+    tables = [shape for name, shape in shapes.items() if name.endswith("embed_tokens.weight")]
+    if len(tables) != 1 or len(tables[0]) != 2:
+        raise CheckpointError(f"{folder}: its weights hold no embedding of tokens; restore the checkpoint's files")
+    rows, hidden = tables[0]
+    tied = _HEAD not in shapes or bool(config.get("tie_word_embeddings"))
+    parameters: Counter[str] = Counter()
+    linear: dict[str, set[str]] = {}
+    for name, shape in shapes.items():
+        if name == _HEAD and tied:
+            continue
+        parameters[part_of(name)] += math.prod(shape)
+        module, _, kind = name.rpartition(".")
+        last = module.rpartition(".")[2]
+        if kind == "weight" and len(shape) == 2 and last not in _TABLES:
+            linear.setdefault(part_of(name), set()).add(last)
+    text = config.get("text_config") or {}
+    return ModelInfo(
+        path=str(path),
+        model_type=str(config["model_type"]),
+        dtype=str(config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or "unknown"),
+        layers=len({found.group(1) for name in shapes if (found := _LAYER.search(name))}),
+        hidden=hidden,
+        vocab_rows=rows,
+        tied_head=tied,
+        coord_tokens=_coord_tokens(path, rows),
+        parameters=dict(parameters),
+        linear_modules={part: tuple(sorted(names)) for part, names in linear.items()},
+        adapter=_describe_adapter(path) if is_adapter_folder(path) else None,
+    )
+
+
+def _coord_tokens(path: Path, rows: int) -> str:
+    if not has_tokenizer_file(path):
+        return f"unknown: {path} holds no tokenizer.json; save its tokenizer with transformers' save_pretrained"
+    try:
+        highest = max(read_vocab(path).coord_token_ids)
+    except VocabError as error:
+        return str(error)
+    return "yes" if highest < rows else too_few_rows(path, highest, rows)
+
+
+def too_few_rows(path: str | Path, highest: int, rows: int) -> str:
+    """What to say of a model with fewer ``rows`` than its tokenizer's ``highest`` coordinate id needs."""
+    return (
+        f"{path}: coordinate token ids reach {highest} but the model has {rows} embedding rows; "
+        "resize it with: coordexp model expand-vocab CHECKPOINT OUTPUT"
+    )
+
+
+def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Every tensor's name and shape, of one file or of all that the index names."""
+    index = read_object(folder, _INDEX, "index of weights")
+    files = sorted(set(index.get("weight_map", {}).values())) if index else [_MODEL]
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name in files:
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{folder}: its weights, {name}, are missing; restore the checkpoint's files")
+        shapes |= _header(folder / name)
+    return shapes
+
+
+def _header(file: Path) -> Mapping[str, tuple[int, ...]]:
+    try:
+        with safe_open(file, "np") as tensors:
+            return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118  # not a mapping
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file}: cannot be read ({error}); restore the checkpoint's files") from error
+
+
+def _describe_adapter(path: Path) -> AdapterInfo:
+    config = read_object(path, CONFIG, "adapter's configuration")
+    return AdapterInfo(
+        base=str(base_of(path)),
+        rank=config.get("r"),
+        alpha=config.get("lora_alpha"),
+        dora=bool(config.get("use_dora")),
+        target_modules=tuple(config.get("target_modules") or ()),
+        modules_to_save=tuple(config.get("modules_to_save") or ()),
+        coordinate_rows=(path / OFFSETS).is_file(),
+        parameters=sum(_trained(path / name) for name in (WEIGHTS, OFFSETS) if (path / name).is_file()),
+    )
+
+
+def _trained(file: Path) -> int:
+    """Trained numbers in a file. The token ids of offset rows are not trained."""
+    return sum(math.prod(shape) for name, shape in _header(file).items() if name != COORD_IDS)

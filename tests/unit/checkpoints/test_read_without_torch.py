@@ -1,0 +1,98 @@
+"""What is read of a checkpoint without torch is what transformers reads."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
+
+from coordexp.assets import asset
+from coordexp.checkpoints.describe import describe
+from coordexp.checkpoints.parts import part_of
+from coordexp.checkpoints.tokenizer import read_vocab
+from coordexp.coords import CoordVocab, serialize_objects
+from coordexp.errors import CheckpointError, VocabError
+from coordexp.modeling.load import load_model
+from coordexp.records import GTObject
+from support.qwen_tokenizer import qwen_tokenizer
+from support.tiny_run import tiny_checkpoint
+from support.tuned_models import untied_checkpoint
+
+ANSWER = serialize_objects(
+    [GTObject("Übergröße 3 🙂 cat", "bbox_2d", (0, 7, 42, 999)), GTObject("x", "poly", (1,) * 6)]
+)
+
+
+def qwen(folder: Path) -> Path:
+    """A folder with the real Qwen's tokenizer, as transformers saves it."""
+    qwen_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("which", ["tiny", "demo", "qwen"])
+def test_the_vocabulary_is_transformers_own(which: str, tmp_path: Path) -> None:
+    make = {"tiny": tiny_checkpoint, "demo": lambda: asset("checkpoints/demo-stage1"), "qwen": lambda: qwen(tmp_path)}
+    folder = make[which]()
+    found, expected = read_vocab(folder), CoordVocab.from_tokenizer(AutoTokenizer.from_pretrained(folder))
+    assert found.pieces == expected.pieces and found.coord_token_ids == expected.coord_token_ids
+    assert (found.eos_id, found.control_ids, found.reserved_ids) == (
+        expected.eos_id, expected.control_ids, expected.reserved_ids
+    )  # fmt: skip
+    assert found.encode(ANSWER) == expected.encode(ANSWER) == found.encode_answer(ANSWER)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_sizes_and_parts_are_those_of_the_model(tied: bool) -> None:
+    folder = tiny_checkpoint() if tied else untied_checkpoint()
+    info, model = describe(folder), load_model(folder, "float32").model
+    parameters: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        parameters[part_of(name)] = parameters.get(part_of(name), 0) + parameter.numel()
+    linear = {
+        (part_of(name), name.rpartition(".")[2])
+        for name, module in model.named_modules()
+        if type(module) is torch.nn.Linear and name != "lm_head"
+    }
+    text = model.config.text_config
+    assert info.parameters == parameters
+    assert {(part, name) for part, names in info.linear_modules.items() for name in names} == linear
+    assert (info.layers, info.hidden, info.vocab_rows) == (text.num_hidden_layers, text.hidden_size, text.vocab_size)
+    assert info.tied_head is tied and info.coord_tokens == "yes"
+
+
+def in_shards(folder: Path) -> None:
+    """As large models are saved: weights in two files, and an index."""
+    state = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(state)
+    files = {name: f"model-0000{1 + k % 2}-of-00002.safetensors" for k, name in enumerate(names)}
+    for file in set(files.values()):
+        save_file({name: state[name] for name in names if files[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+
+
+def test_shards_are_one_model(tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_checkpoint(), tmp_path / "model")
+    whole = describe(folder)
+    in_shards(folder)
+    assert describe(folder) == whole
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"model-00002-of-00002\.safetensors, are missing"):
+        describe(folder)
+
+
+def test_what_is_wrong_with_a_tokenizer_is_said(tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_checkpoint(), tmp_path / "model")
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["added_tokens"] = [token for token in content["added_tokens"] if "coord_7|" not in token["content"]]
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(VocabError, match=r"lacks 1 of the 1000 coordinate tokens.*expand-vocab"):
+        read_vocab(folder)
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(CheckpointError, match="its tokenizer cannot be read"):
+        read_vocab(folder)
