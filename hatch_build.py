@@ -1,6 +1,6 @@
-"""Build hooks: the demo's files and the schema that configurations name, which live at the repository's root, go into
-the wheel as ``coordexp/_assets/…``; and the README goes into the package's metadata in a form that can be read away
-from the repository."""
+"""Build hooks: the shipped configurations with their schema, and the demo's checkpoints, which live at the
+repository's root, go into the wheel as ``coordexp/_assets/…``; and the README goes into the package's metadata in a
+form that can be read away from the repository."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
-ASSETS = ("configs/demo", "configs/coordexp.schema.json", "checkpoints/demo-incomplete", "checkpoints/demo-stage1")
+ASSETS = ("configs", "checkpoints/demo-incomplete", "checkpoints/demo-stage1")
 _LINK = re.compile(r"(?P<picture>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)")
 
 
 class DemoAssetsHook(BuildHookInterface):
-    """Adds the demo's folders to wheels; an editable install finds them in the repository."""
+    """Adds these folders to wheels; an editable install finds them in the repository."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         if version == "editable":

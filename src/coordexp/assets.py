@@ -1,6 +1,6 @@
-"""Files that travel with the package: the demo's configurations and its checkpoints.
+"""Files that travel with the package: the shipped configurations and the demo's checkpoints.
 
-In a source tree they lie where people look for them (``configs/demo``, ``checkpoints``); a wheel carries
+In a source tree they lie where people look for them (``configs``, ``checkpoints``); a wheel carries
 them inside the package.
 """
 
@@ -15,7 +15,7 @@ _SOURCE_TREE = Path(__file__).parents[2]
 
 
 def asset(relative: str) -> Path:
-    """Path of a file of ``configs/demo`` or ``checkpoints``.
+    """Path of a file of ``configs`` or ``checkpoints``.
 
     Raises:
         CheckpointError: neither the package nor a source tree around it holds the file.

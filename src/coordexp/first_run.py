@@ -1,0 +1,214 @@
+"""``coordexp init``: the shipped configuration of a stage, with the values that the data, the model and the machine ask
+for in place of the examples. Torch-free."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from coordexp.assets import asset
+from coordexp.checkpoints.folder import base_checkpoint, read_config_file, read_object
+from coordexp.checkpoints.tokenizer import read_vocab
+from coordexp.coords import CoordVocab, serialize_objects
+from coordexp.data.jsonl import check_dataset, read_jsonl
+from coordexp.data.prompts import DEFAULT_PROMPT
+from coordexp.data.smart_resize import smart_resize
+from coordexp.errors import CheckpointError, ConfigError, DataError
+from coordexp.records import ImageRecord
+
+Stage = Literal[1, 2]
+_TEMPLATES: Mapping[Stage, str] = {
+    1: "configs/stage1/sft.yaml",
+    2: "configs/stage2_rollout_aligned/base.yaml",
+}
+_SCHEMA = "configs/coordexp.schema.json"
+_CHAT_TOKENS = 32  # of the chat template around prompt and answer, generously
+_COUNTED = 1000  # samples whose tokens are counted: those with the longest texts
+_ROW = 12_000  # tokens of a packed row, where neither data nor model say otherwise
+
+
+@dataclass(frozen=True, slots=True)
+class DataAtHand:
+    """What a run will read: where, and how much of it. ``longest_sample``, ``longest_answer``: tokens, nearly."""
+
+    train: Path
+    val: Path | None
+    images: int
+    classes: int
+    longest_sample: int
+    longest_answer: int
+    positions: int
+
+
+def look_at(data: Path, model: Path, val: Path | None = None) -> DataAtHand:
+    """Read a dataset and the checkpoint's small files.
+
+    Args:
+        data: a JSONL, or a folder with ``train.jsonl`` (and ``val.jsonl``) as converters write it.
+        val: what evaluation answers [``val.jsonl`` beside it].
+
+    Raises:
+        DataError: no dataset there, or a line that is none. CheckpointError, VocabError: as
+            :func:`~coordexp.checkpoints.tokenizer.read_vocab`. ConfigError: a sample that the model cannot hold.
+    """
+    train = _train_file(data)
+    beside = train.with_name("val.jsonl")
+    val = val or (beside if beside.is_file() and beside != train else None)
+    config = read_config_file(model)
+    vocab = read_vocab(model)
+    records = read_jsonl(train)
+    check_dataset(records)
+    if val is not None:
+        read_jsonl(val, limit=1)
+    sample, answer = _longest(records, vocab, base_checkpoint(model))
+    positions = int((config.get("text_config") or {}).get("max_position_embeddings") or _ROW)
+    if sample > positions:
+        raise ConfigError(
+            f"{train}: its longest sample takes about {sample} tokens and {model} holds {positions}; convert the data "
+            "with a smaller --max-pixels, or take another model"
+        )
+    names = {obj.desc for record in records for obj in record.objects}
+    return DataAtHand(train, val, len(records), len(names), sample, answer, positions)
+
+
+def first_configuration(found: DataAtHand, model: Path, stage: Stage, output: Path, cpu: bool) -> str:
+    """A commented YAML for one device that ``coordexp config check`` accepts as it is."""
+    text = asset(_TEMPLATES[stage]).read_text(encoding="utf-8")
+    text = text[text.index("model:\n") :]
+    for path, value in _values(found, model, stage, output, cpu).items():
+        text = set_value(text, path, value)
+    if cpu:
+        text = _insert_after(
+            text, "training.bf16", "use_cpu: true # there is no GPU; remove this line where there is one"
+        )
+    if stage == 2:
+        text = _insert_after(
+            text, "rollout_matching", "rollout_backend: hf # or vllm; see the manual's page on rollouts"
+        )
+    return _heading(found, stage) + text.rstrip("\n") + "\n"
+
+
+def _heading(found: DataAtHand, stage: Stage) -> str:
+    return (
+        f"# yaml-language-server: $schema={asset(_SCHEMA)}\n"
+        f"# Stage {stage}, made by coordexp init for {found.images} images with {found.classes} classes; the longest "
+        f"sample takes about\n# {found.longest_sample} tokens. What every key may be: docs/config-reference.md; "
+        "coordexp config check prints all of them.\n"
+    )
+
+
+def _values(found: DataAtHand, model: Path, stage: Stage, output: Path, cpu: bool) -> dict[str, Any]:
+    """Dotted key → value, for what data and machine decide."""
+    device = min(2 if cpu else 8, found.images)
+    batch = device * max(1, min(8 if cpu else 32, found.images) // device)
+    steps = max(1, found.images // batch)
+    often = min(500 if stage == 1 else 200, steps)
+    row = min(found.positions, max(2048 if cpu else _ROW, _rounded_up(2 * found.longest_sample, 256)))
+    return {
+        "model.model": str(model),
+        "custom.train_jsonl": str(found.train),
+        "custom.val_jsonl": None if found.val is None else str(found.val),
+        "data.num_workers": 0 if cpu else 4,
+        "training.output_dir": str(output),
+        "training.effective_batch_size": batch,
+        "training.per_device_train_batch_size": device,
+        "training.bf16": not cpu,
+        "training.gradient_checkpointing": not cpu,
+        "training.logging_steps": 1 if stage == 2 or steps < 10 else 10,
+        "training.save_steps": often,
+        "training.eval_steps": often,
+        "training.eval_strategy": "no" if found.val is None else "steps",
+        **({"training.metric_for_best_model": None} if found.val is None and stage == 2 else {}),
+        "global_max_length": row,
+        "rollout_matching.decode_batch_size": 4 if cpu else 8,
+        "rollout_matching.max_new_tokens": max(1, min(row // 2, _rounded_up(2 * found.longest_answer, 64))),
+    }
+
+
+def set_value(text: str, path: str, value: object) -> str:
+    """``text``, a YAML in block style, with the value of a dotted key replaced; its comment stays.
+
+    Raises:
+        KeyError: it has no such key.
+    """
+    lines = text.split("\n")
+    at = _line_of(lines, path)
+    head, comment = re.fullmatch(r"(\s*[^:]+:)[^#]*?(\s+#.*)?", lines[at]).groups()  # pyright: ignore[reportOptionalMemberAccess]
+    written = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10_000).split("\n")[0]
+    lines[at] = f"{head} {written}{comment or ''}"
+    return "\n".join(lines)
+
+
+def _insert_after(text: str, path: str, line: str) -> str:
+    """A further line behind that of a key: beside it, or below it where it opens a mapping."""
+    lines = text.split("\n")
+    at = _line_of(lines, path)
+    deeper = bool(re.fullmatch(r"\s*[^:]+:(\s+#.*)?", lines[at]))
+    indent = len(lines[at]) - len(lines[at].lstrip()) + (2 if deeper else 0)
+    lines.insert(at + 1, " " * indent + line)
+    return "\n".join(lines)
+
+
+def _line_of(lines: Sequence[str], path: str) -> int:
+    at, keys = -1, path.split(".")
+    for depth, key in enumerate(keys):
+        indent = "  " * depth
+        for number in range(at + 1, len(lines)):
+            line = lines[number]
+            if depth and line.strip() and not line.startswith(indent):
+                raise KeyError(path)  # the section ended
+            if re.match(rf"{indent}{re.escape(key)}:(\s|$)", line):
+                at = number
+                break
+        else:
+            raise KeyError(path)
+    return at
+
+
+def _train_file(data: Path) -> Path:
+    if data.is_file():
+        return data
+    if not data.is_dir():
+        raise DataError("no such file or folder; name a JSONL, or what coordexp data convert wrote", path=data)
+    if (data / "train.jsonl").is_file():
+        return data / "train.jsonl"
+    found = sorted(data.glob("*.jsonl"))
+    if len(found) != 1:
+        names = ", ".join(path.name for path in found[:5]) or "none"
+        raise DataError(f"holds no train.jsonl, and of other datasets: {names}; name one file", path=data)
+    return found[0]
+
+
+def _longest(records: Sequence[ImageRecord], vocab: CoordVocab, model: Path) -> tuple[int, int]:
+    """Tokens of the longest sample, and of the longest answer."""
+    factor, low, high = _vision(model)
+    prompt = len(vocab.encode(DEFAULT_PROMPT)) + _CHAT_TOKENS
+    sample = answer = 0
+    texts = sorted((serialize_objects(record.objects) for record in records), key=len, reverse=True)
+    longest_text = max((len(vocab.encode_answer(text)) for text in texts[:_COUNTED]), default=0)
+    answer = longest_text + 1  # and the end of the turn
+    for record in records:
+        height, width = smart_resize(record.height, record.width, factor, low, high)
+        sample = max(sample, (height // factor) * (width // factor))
+    return prompt + sample + answer, answer
+
+
+def _vision(model: Path) -> tuple[int, int, int]:
+    """Pixels of a token's side, least and most pixels of an image, as the checkpoint's image processor has them."""
+    settings = read_object(model, "processor_config.json", "processor").get("image_processor")
+    settings = settings or read_object(model, "preprocessor_config.json", "image processor")
+    size = settings.get("size") or {}
+    low = size.get("shortest_edge") or settings.get("min_pixels")
+    high = size.get("longest_edge") or settings.get("max_pixels")
+    if not (low and high and settings.get("patch_size") and settings.get("merge_size")):
+        raise CheckpointError(f"{model}: no image processor's sizes; restore processor_config.json")
+    return settings["patch_size"] * settings["merge_size"], int(low), int(high)
+
+
+def _rounded_up(value: int, step: int) -> int:
+    return -(-value // step) * step

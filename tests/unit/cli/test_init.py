@@ -1,0 +1,104 @@
+"""``coordexp init`` writes a configuration that is valid, commented and fits the data, the model and the machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from coordexp.assets import asset
+from coordexp.config import load_config
+from coordexp.data import read_jsonl, write_jsonl
+from coordexp.data.scenes import DENSE, SPARSE, write_scenes
+from coordexp.first_run import set_value
+from support.cli_runs import run_cli, small_checkpoint
+
+DEMO = asset("checkpoints/demo-stage1")
+
+
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What ``data convert`` leaves: train.jsonl and val.jsonl in a folder."""
+    scenes = write_scenes(tmp_path / "mine", 12, SPARSE, 1)
+    records = read_jsonl(scenes)
+    write_jsonl(records[:9], tmp_path / "mine" / "train.jsonl")
+    write_jsonl(records[9:], tmp_path / "mine" / "val.jsonl")
+    monkeypatch.chdir(tmp_path)
+    return Path("mine")
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("where", ["--cpu", "--gpu"])
+def test_what_it_writes_is_accepted_as_it_is(
+    stage: int, where: str, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = run_cli(capsys, "init", data, "--model", DEMO, "--stage", stage, where)
+    assert done.code == 0 and f"next: coordexp train stage{stage}.yaml" in done.out
+    assert run_cli(capsys, "config", "check", f"stage{stage}.yaml").code == 0
+    run = load_config(f"stage{stage}.yaml")
+    assert (run.custom.train_jsonl, run.custom.val_jsonl) == (data / "train.jsonl", data / "val.jsonl")
+    assert (run.model.model, run.training.use_cpu, run.training.bf16) == (str(DEMO), where == "--cpu", where == "--gpu")
+    assert run.training.effective_batch_size <= 9 and run.global_max_length <= 8192, "the data's, and the model's"
+    lines = Path(f"stage{stage}.yaml").read_text(encoding="utf-8").splitlines()
+    keys = [line for line in lines if ":" in line and not line.lstrip().startswith("#") and not line.endswith(":")]
+    assert sum(" # " in line for line in keys) > 0.8 * len(keys)
+
+
+def test_without_validation_data_nothing_is_evaluated(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (data / "val.jsonl").unlink()
+    for stage in (1, 2):
+        done = run_cli(capsys, "init", data, "--model", DEMO, "--stage", stage)
+        assert done.code == 0 and "data split" in done.out
+        assert load_config(f"stage{stage}.yaml").training.eval_strategy == "no"
+
+
+def test_denser_scenes_get_longer_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    limits = []
+    for spec in (SPARSE, DENSE):
+        scenes = write_scenes(tmp_path / str(spec is DENSE), 4, spec, 1)
+        out = tmp_path / f"{spec is DENSE}.yaml"
+        assert run_cli(capsys, "init", scenes, "--model", DEMO, "--out", out).code == 0
+        rollout = load_config(out).rollout_matching
+        assert rollout is not None
+        limits.append(rollout.max_new_tokens)
+    assert limits[0] < limits[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("nothing", "--model", DEMO), "no such file or folder"),
+        (("mine", "--model", "nothing"), "no such folder"),
+        (("mine", "--model", "plain"), "expand-vocab"),
+        ((".", "--model", DEMO), "holds no train.jsonl"),
+        (("mine", "--model", DEMO, "--val", "nothing.jsonl"), "dataset file not found"),
+        (("mine", "--model", DEMO, "--out", "mine/train.jsonl"), "exists already"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_what_it_cannot_use_is_one_line(
+    words: tuple[object, ...], says: str, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if "plain" in words:
+        small_checkpoint(Path("plain"), coord_tokens=False)
+    refused = run_cli(capsys, "init", *words)
+    assert refused.code == 2 and says in refused.err and not Path("stage1.yaml").exists()
+
+
+def test_a_sample_that_no_row_holds_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scenes = write_scenes(tmp_path, 2, SPARSE, 1)
+    text = scenes.read_text(encoding="utf-8").splitlines()
+    long = text[0].replace('"desc": "', '"desc": "' + "very " * 9000)
+    scenes.write_text("\n".join([long, *text[1:]]), encoding="utf-8")
+    refused = run_cli(capsys, "init", scenes, "--model", DEMO, "--out", tmp_path / "x.yaml")
+    assert refused.code == 2 and not (tmp_path / "x.yaml").exists()
+
+
+@pytest.mark.parametrize("value", [None, True, 3, 2.5e-5, "no", "a b: #c [x].jsonl", "ü"])
+def test_a_value_is_replaced_and_its_comment_stays(value: object) -> None:
+    text = "a:\n  b: 1 # why\n  c: 2\nb: 3\n"
+    changed = set_value(text, "a.b", value)
+    assert yaml.safe_load(changed) == {"a": {"b": value, "c": 2}, "b": 3} and changed.split("\n")[1].endswith("# why")
+    with pytest.raises(KeyError):
+        set_value(text, "a.d", value)
