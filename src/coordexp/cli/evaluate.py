@@ -95,6 +95,9 @@ def evaluate(
     """Measure how good answers are: of a checkpoint, of saved predictions, or of two runs against each other."""
     if (source is None) == (runs is None):
         raise ConfigError("name a configuration or predictions to evaluate, or two runs with --compare A B")
+    for path in (source, *(runs or ())):
+        if path is not None and not path.exists():
+            raise DataError("no such file or folder; name a configuration, or saved predictions", path=path)
     console = open_console(stderr=as_json)
     run = None
     if source is not None and source.suffix in (".yaml", ".yml"):
@@ -236,7 +239,9 @@ def _draw(sheet: Path | None, runs: Mapping[str, Sequence[ImageAnswer]]) -> list
     chosen = telling_images(list(runs.values()), _DRAWN)
     if not chosen:
         raise DataError("no mistake and no difference to draw; leave out --sheet", path=sheet)
-    draw_comparison({name: [run[n] for n in chosen] for name, run in runs.items()}, sheet, _DRAWN)
+    across = 3 if len(runs) == 1 else 2
+    drawn = {name: [run[n] for n in chosen] for name, run in runs.items()}
+    draw_comparison(drawn, sheet, -(-_DRAWN // across), across)
     return [sheet]
 
 

@@ -90,6 +90,13 @@ def ignored_predictions(answer: ImageAnswer, threshold: float = IOU_THRESHOLD) -
     return {i for i, j, _ in match_answer(answer, threshold) if gt[j].soft is not None}
 
 
+def match_any_desc(
+    predicted: Sequence[Detection], truth: Sequence[GTObject], threshold: float = IOU_THRESHOLD
+) -> list[tuple[int, int]]:
+    """``(pred_idx, gt_idx)`` of objects matched one to one by mask IoU, whatever they are called."""
+    return [(i, j) for i, j, _ in _overlapping(predicted, truth, threshold).assigned(threshold)]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pairs:
     """Pairs of (prediction, ground truth) with their mask IoU: what an assignment chooses from."""

@@ -89,6 +89,8 @@ def evaluate_dataset(
     batches = share_out(range(len(dataset)), distributed.world_size(), batch_size)[distributed.rank()]
     total = sum(len(batch) for batch in batches)
     predictions: list[Prediction] = []
+    if on_progress is not None and total:
+        on_progress(0, total)  # a bar knows its length before the first batch, and its ETA after it
     with distributed.raise_on_all_ranks("evaluation"):
         for batch in batches:
             samples = [dataset[index] for index in batch]

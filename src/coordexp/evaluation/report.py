@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
@@ -59,8 +60,11 @@ def _mistakes(answer: ImageAnswer) -> int:
     return len(answer.truth) + wrong - 2 * len(match_by_desc(answer.pred, answer.truth))
 
 
-def draw_comparison(columns: Mapping[str, Sequence[ImageAnswer]], path: Path, max_rows: int = 6) -> None:
-    """A PNG: a row per image; ground truth at the left, then each run's answer.
+def draw_comparison(
+    columns: Mapping[str, Sequence[ImageAnswer]], path: Path, max_rows: int = 6, across: int = 1
+) -> None:
+    """A PNG: for each image ground truth at the left, then each run's answer; ``across`` images side by side, at most
+    ``max_rows`` rows of them.
 
     Green: found (equal description, IoU ≥ 0.5). Red: predicted, but not there. Orange, in the ground truth: missed by
     the last run. Grey: soft objects (dashed), and predictions that found one. Every column is as wide as the widest
@@ -72,20 +76,23 @@ def draw_comparison(columns: Mapping[str, Sequence[ImageAnswer]], path: Path, ma
     runs = list(columns.values())
     if not runs or not runs[0]:
         raise ValueError("nothing to draw: pass at least one run with at least one answer")
-    rows = [
+    images = [
         [_panel_truth(runs[-1][i]), *(_panel_prediction(run[i]) for run in runs)]
-        for i in range(min(max_rows, len(runs[0])))
+        for i in range(min(max_rows * across, len(runs[0])))
     ]
+    across = min(across, len(images))
+    rows = [list(chain.from_iterable(images[i : i + across])) for i in range(0, len(images), across)]
     width = max(panel.width for row in rows for panel in row)
-    sheet = Image.new("RGB", (width * (1 + len(runs)), _BAR + sum(row[0].height for row in rows)), "white")
+    heights = [max(panel.height for panel in row) for row in rows]
+    sheet = Image.new("RGB", (width * across * (1 + len(runs)), _BAR + sum(heights)), "white")
     draw = ImageDraw.Draw(sheet)
-    for column, name in enumerate(["ground truth", *columns]):
+    for column, name in enumerate(["ground truth", *columns] * across):
         draw.text((column * width + 6, 5), name, fill="black", font=_font(15))
     top = _BAR
-    for row in rows:
+    for row, height in zip(rows, heights, strict=True):
         for column, panel in enumerate(row):
             sheet.paste(panel, (column * width, top))
-        top += row[0].height
+        top += height
     path.parent.mkdir(parents=True, exist_ok=True)
     sheet.save(path)
 

@@ -25,6 +25,7 @@ from coordexp.evaluation.detection import (
     ignored_predictions,
     sum_counts,
 )
+from coordexp.evaluation.pictures import save_pictures
 
 METRICS, BY_CLASS, BY_DENSITY = "metrics.json", "per_class.csv", "per_density.csv"
 
@@ -202,7 +203,7 @@ def write_summary(
     about: Mapping[str, object],
     options: EvaluationOptions,
 ) -> list[Path]:
-    """The figures as JSON and CSV, the answers as JSONL and as COCO's files. Returns the paths."""
+    """The figures as JSON, CSV and pictures, the answers as JSONL and as COCO's files. Returns the paths."""
     folder.mkdir(parents=True, exist_ok=True)
     content = {
         **about,
@@ -220,6 +221,7 @@ def write_summary(
         paths += write_coco(answers, folder, "bbox", options.constant_score)
         if options.segm:
             paths += write_coco(answers, folder, "segm", options.constant_score)
+    paths += save_pictures(answers, folder, coco=options.coco, constant_score=options.constant_score)
     return list(dict.fromkeys(paths))
 
 

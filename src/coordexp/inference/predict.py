@@ -95,6 +95,8 @@ def run_prediction(
         batch_size = session.backend.batch_size(rollout.decode_batch_size)
         batches = share_out(todo, distributed.world_size(), batch_size)[distributed.rank()]
         done, total = 0, sum(len(batch) for batch in batches)
+        if total:
+            on_progress(0, total)
         with distributed.raise_on_all_ranks("coordexp predict"):
             for answered in _answers_of(session, records, batches, config.training.seed, _scorer(session, score)):
                 answers = [_answer(item, found.annotated, constant_score) for item in answered]

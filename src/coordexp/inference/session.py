@@ -11,12 +11,13 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from coordexp.checkpoints.folder import base_checkpoint
 from coordexp.config import RunConfig
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.data.images import open_rgb
 from coordexp.evaluation.scores import TokenScorer
 from coordexp.modeling.inputs import PromptEncoder
-from coordexp.modeling.load import LoadedModel, base_checkpoint, load_model
+from coordexp.modeling.load import LoadedModel, load_model
 from coordexp.modeling.weights import LearnerWeights
 from coordexp.rollouts import RolloutBackend, build_backend, synced
 from coordexp.rollouts.build import LearnerParts
@@ -81,7 +82,7 @@ def _with_pixels(rollout: RolloutMatchingConfig) -> RolloutMatchingConfig:
 @contextmanager
 def reporting(console: Console, description: str) -> Iterator[Callable[[int, int], None]]:
     """A bar with ETA on a terminal, a line now and then elsewhere; gives the callback that drives it."""
-    from coordexp.training.progress import make_progress
+    from coordexp.progress_bar import make_progress
 
     if console.is_terminal:
         with make_progress(console) as bar:

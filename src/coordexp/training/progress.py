@@ -6,9 +6,11 @@ import time
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
+
+from coordexp.progress_bar import make_progress
 
 _LINE_EVERY_S = 30.0
 _SHOWN = (
@@ -17,20 +19,6 @@ _SHOWN = (
     ("rollout/parse_truncated_rate", "truncated"),
     ("coord_diag/expected_bin_mae", "coord error"),
 )
-
-
-def make_progress(console: Console) -> Progress:
-    """The bar that every long piece of work shows."""
-    return Progress(
-        TextColumn("{task.description}", style="bold", markup=False),
-        BarColumn(bar_width=30),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("eta"),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}", markup=False),
-        console=console,
-    )
 
 
 class RichProgress(TrainerCallback):
@@ -57,7 +45,7 @@ class RichProgress(TrainerCallback):
         if self._console.is_terminal:
             self._progress = make_progress(self._console)
             self._task = self._progress.add_task(
-                self._description, total=state.max_steps, completed=state.global_step, note=""
+                self._description, total=state.max_steps, completed=state.global_step, first=state.global_step, note=""
             )
             # transformers' bar of each checkpoint would be drawn into this one.
             self._other_bars = logging.is_progress_bar_enabled()

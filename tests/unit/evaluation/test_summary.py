@@ -16,6 +16,7 @@ from coordexp.evaluation.answers import from_line, to_line
 from coordexp.evaluation.categories import Renaming, apply_aliases, read_aliases
 from coordexp.evaluation.compare import compare
 from coordexp.evaluation.detection import DENSITY_BINS, density_bin
+from coordexp.evaluation.pictures import CONFUSION, CURVES, SIZES
 from coordexp.evaluation.summary import write_summary
 from coordexp.records import GTObject
 from support.answers import CAT, DOG
@@ -101,7 +102,7 @@ def test_files_hold_the_figures_and_the_answers(tmp_path: Path) -> None:
     paths = write_summary(tmp_path / "out", summary, answers, {"model": "m"}, options)
     assert {path.name for path in paths} == {
         "metrics.json", "per_class.csv", "per_density.csv", "predictions.jsonl", "coco_ground_truth.json",
-        "coco_results_bbox.json", "coco_results_segm.json",
+        "coco_results_bbox.json", "coco_results_segm.json", CONFUSION, CURVES, SIZES,
     }  # fmt: skip
     assert read_answers(tmp_path / "out") == answers
     content = json.loads((tmp_path / "out" / "metrics.json").read_text(encoding="utf-8"))

@@ -1,0 +1,169 @@
+"""Evaluation in pictures: which class is taken for which, precision at every recall, and what size costs."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from coordexp.evaluation.answers import ImageAnswer
+from coordexp.evaluation.average_precision import AREAS, RECALLS_R, ClassCurve
+from coordexp.evaluation.coco import coco_figures, to_coco
+from coordexp.evaluation.detection import IOU_THRESHOLD, ignored_predictions, match_any_desc
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MISSED, INVENTED, OTHERS = "(missed)", "(nothing there)", "(other classes)"
+CONFUSION, CURVES, SIZES = "confusion_matrix.png", "precision_recall.png", "average_precision_by_size.png"
+_CLASSES = 20  # rows of the matrix
+_NAMED = 8  # curves with a name
+_THRESHOLDS = (0.5, 0.75, 0.9)
+_LONGEST = 24  # characters of a class's name
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Confusion:
+    """``counts_AP[i, j]``: objects annotated as ``annotated[i]`` that were called ``predicted[j]``. The last column
+    counts what was missed, the last row what was predicted where nothing is annotated."""
+
+    annotated: tuple[str, ...]
+    predicted: tuple[str, ...]
+    counts_AP: np.ndarray
+
+
+def confusion(answers: Sequence[ImageAnswer], most: int = _CLASSES) -> Confusion:
+    """Objects matched one to one at mask IoU 0.5, whatever they are called. Soft objects, and what finds them, are not
+    counted. Beyond the ``most`` most frequent annotated classes all others are one.
+
+    Raises:
+        DataError: an image has no annotations.
+    """
+    pairs: Counter[tuple[str, str]] = Counter()
+    for answer in answers:
+        ignored = ignored_predictions(answer)
+        objects = [obj for i, obj in enumerate(answer.pred) if i not in ignored]
+        truth = answer.truth
+        matched = match_any_desc(objects, truth)
+        pairs.update((truth[j].desc, objects[i].desc) for i, j in matched)
+        found, used = {j for _, j in matched}, {i for i, _ in matched}
+        pairs.update((obj.desc, MISSED) for j, obj in enumerate(truth) if j not in found)
+        pairs.update((INVENTED, obj.desc) for i, obj in enumerate(objects) if i not in used)
+    frequent = Counter({name: 0 for (name, _) in pairs if name != INVENTED})
+    for (name, _), count in pairs.items():
+        if name != INVENTED:
+            frequent[name] += count
+    names = [name for name, _ in sorted(frequent.items(), key=lambda item: (-item[1], item[0]))[:most]]
+    known = set(names)
+    folded: Counter[tuple[str, str]] = Counter()
+    for (row, column), count in pairs.items():
+        row = row if row in known or row == INVENTED else OTHERS
+        folded[row, column if column in known or column == MISSED else OTHERS] += count
+    rest = [OTHERS] if any(OTHERS in pair for pair in folded) else []
+    annotated, predicted = (*names, *rest, INVENTED), (*names, *rest, MISSED)
+    counts_AP = np.array([[folded[row, column] for column in predicted] for row in annotated], dtype=np.int64)
+    return Confusion(annotated, predicted, counts_AP)
+
+
+def save_pictures(
+    answers: Sequence[ImageAnswer], folder: Path, *, coco: bool = True, constant_score: float | None = None
+) -> list[Path]:
+    """Write the pictures as PNG; those of average precision with ``coco``, where something is annotated.
+
+    Raises:
+        DataError: an image has no annotations, or a prediction no score (:func:`~coordexp.evaluation.coco.to_coco`).
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    figures: dict[str, Figure] = {}
+    if any(answer.truth for answer in answers):
+        figures[CONFUSION] = _draw_confusion(confusion(answers))
+        if coco:
+            found = coco_figures(answers, "bbox", constant_score=constant_score)
+            figures[CURVES] = _draw_curves(found.curve_of, found.by_class)
+            figures[SIZES] = _draw_sizes(found.figures, _objects_by_size(answers))
+    paths = []
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"Glyph \d+", UserWarning)  # a script that the font lacks stands as boxes
+        for name, figure in figures.items():
+            figure.savefig(folder / name, dpi=120)
+            paths.append(folder / name)
+    return paths
+
+
+def _figure(width: float, height: float) -> tuple[Figure, Any]:
+    """Without pyplot, which would keep every figure and look for a display."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.add_subplot()
+
+
+def _shown(names: Iterable[str]) -> list[str]:
+    """Names as they are: a dollar sign in one begins no formula. Long ones are cut."""
+    cut = (name if len(name) <= _LONGEST else name[: _LONGEST - 1] + "…" for name in names)
+    return [name.replace("$", r"\$") for name in cut]
+
+
+def _draw_confusion(found: Confusion) -> Figure:
+    side = 2.5 + 0.42 * len(found.predicted)
+    figure, axes = _figure(side + 1, side)
+    totals_A = np.maximum(found.counts_AP.sum(axis=1, keepdims=True), 1)
+    share_AP = found.counts_AP / totals_A
+    axes.imshow(share_AP, cmap="Blues", vmin=0, vmax=1)
+    for row, column in np.argwhere(found.counts_AP > 0).tolist():
+        colour = "white" if share_AP[row, column] > 0.5 else "black"
+        axes.text(column, row, str(found.counts_AP[row, column]), ha="center", va="center", color=colour, fontsize=8)
+    axes.set_xticks(range(len(found.predicted)), _shown(found.predicted), rotation=60, ha="right", fontsize=8)
+    axes.set_yticks(range(len(found.annotated)), _shown(found.annotated), fontsize=8)
+    axes.set(xlabel="predicted", ylabel="annotated", title=f"objects, matched at mask IoU {IOU_THRESHOLD:g}")
+    return figure
+
+
+def _draw_curves(curve_of: Mapping[str, ClassCurve], by_class: Mapping[str, float]) -> Figure:
+    """Mean over classes at three thresholds; the most frequent classes at the lowest one, thin."""
+    figure, axes = _figure(7, 5)
+    precision = {name: found for name, curve in curve_of.items() if (found := curve.precision_TR()) is not None}
+    often = sorted(precision, key=lambda name: (-int(curve_of[name].num_gt_N.sum()), name))[:_NAMED]
+    if len(precision) > 1:
+        for name, label in zip(often, _shown(often), strict=True):
+            axes.plot(RECALLS_R, precision[name][0], linewidth=0.8, label=f"{label}, AP {by_class[name]:.2f}")
+    mean_TR = np.mean(list(precision.values()), axis=0)
+    for threshold in _THRESHOLDS:
+        at = round((threshold - 0.5) / 0.05)  # coco_figures' own thresholds: 0.50, 0.55, …
+        axes.plot(RECALLS_R, mean_TR[at], color="black", linewidth=2.2 - at / 6, alpha=1 - at / 12,
+                  label=f"all, IoU {threshold:g}: {mean_TR[at].mean():.2f}")  # fmt: skip
+    axes.set(xlabel="recall", ylabel="precision", xlim=(0, 1), ylim=(0, 1.02), title="boxes; classes at IoU 0.5")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    return figure
+
+
+def _draw_sizes(figures: Mapping[str, float], objects: Mapping[str, int]) -> Figure:
+    figure, axes = _figure(6, 4)
+    ranges = {"all": "all", "small": "small\n< 32² px", "medium": "medium\n32² – 96² px", "large": "large\n> 96² px"}
+    for place, name in enumerate(ranges):
+        value = figures.get("AP" if name == "all" else f"AP_{name}")
+        axes.bar(place, value or 0.0, color="#7f8c9b" if name == "all" else "#4363d8")
+        axes.text(place, (value or 0.0) + 0.01, "none annotated" if value is None else f"{value:.3f}", ha="center")
+    labels = [f"{label}\n{objects[name]} objects" for name, label in ranges.items()]
+    axes.set_xticks(range(len(labels)), labels, fontsize=8)
+    axes.set(ylabel="AP @ IoU 0.50:0.95", ylim=(0, 1.08), title="average precision by size of the annotated box")
+    return figure
+
+
+def _objects_by_size(answers: Sequence[ImageAnswer]) -> dict[str, int]:
+    truth = [
+        annotation["area"]
+        for annotation in to_coco([_alone(answer) for answer in answers]).ground_truth["annotations"]
+        if not annotation["iscrowd"]
+    ]
+    return {name: sum(low <= area <= high for area in truth) for name, (low, high) in AREAS.items()}
+
+
+def _alone(answer: ImageAnswer) -> ImageAnswer:
+    return replace(answer, pred=())
