@@ -95,16 +95,33 @@ def collect(source: Path, vocab: CoordVocab | None = None, max_records: int = 10
     if not records and not curves:
         raise DataError(
             "nothing to show: no rollout records (rollout_matching.monitor_dump), no predictions.jsonl and no "
-            "trainer_state.json",
+            "trainer_state.json; let its model answer first: coordexp evaluate RUN.yaml --model FOLDER",
             path=source,
         )
     notes = []
+    if not records:
+        notes.append(_no_records(source))
     if len(records) > max_records:
         notes.append(f"{len(records)} records; shown are {max_records}, evenly over all of them (--max-records)")
         records = [records[i * len(records) // max_records] for i in range(max_records)]
     if vocab is None and any(record.step is not None for record in records):
         notes.append("no tokenizer was found, so tokens are not shown; name the checkpoint with --model")
     return ViewData(str(source), tuple(records), curves, tuple(notes))
+
+
+def _no_records(source: Path) -> str:
+    """What to do where a run left curves and no answers."""
+    resolved = source / _RESOLVED_CONFIG
+    stage2 = resolved.is_file() and _section(resolved, "custom").get("trainer_variant") is not None
+    if stage2:
+        return (
+            "this run recorded no rollouts: set rollout_matching.monitor_dump.enabled: true and go on, or let its "
+            f"model answer: coordexp evaluate {resolved} --model {source}"
+        )
+    return (
+        "stage 1 writes no answers while it trains, so only curves are shown; let its model answer, then look again: "
+        f"coordexp evaluate {resolved if resolved.is_file() else 'RUN.yaml'} --model {source}"
+    )
 
 
 def find_checkpoint(source: Path) -> Path | None:
@@ -120,12 +137,18 @@ def find_checkpoint(source: Path) -> Path | None:
 
 def _model_of(resolved: Path) -> Path | None:
     """The checkpoint that a run started from, by its resolved configuration."""
+    section = _section(resolved, "model")
+    return Path(str(section["model"])) if "model" in section else None
+
+
+def _section(resolved: Path, name: str) -> Mapping[str, object]:
+    """A section of a resolved configuration; empty where there is none."""
     try:
         content = yaml.safe_load(resolved.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise DataError(f"is no YAML: {error}; name the checkpoint with --model", path=resolved) from error
-    section = content.get("model") if isinstance(content, dict) else None
-    return Path(str(section["model"])) if isinstance(section, dict) and "model" in section else None
+    section = content.get(name) if isinstance(content, dict) else None
+    return section if isinstance(section, dict) else {}
 
 
 def has_rollout_records(source: Path) -> bool:

@@ -49,7 +49,9 @@ def render(data: ViewData, image_side: int = 384, progress: Progress | None = No
         "title": data.title,
         "notes": list(data.notes),
         "curves": {name: [list(point) for point in points] for name, points in data.curves.items()},
-        "records": [{**asdict(record), "image": place[record.image]} for record in data.records],
+        "records": [
+            {**asdict(record), "image": place[record.image], "file": Path(record.image).name} for record in data.records
+        ],
     }
     return _page(data.title, content, images)
 

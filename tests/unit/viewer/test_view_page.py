@@ -76,6 +76,23 @@ def test_too_many_records_are_thinned_evenly_and_said(tmp_path: Path) -> None:
     assert data.notes == ("10 records; shown are 4, evenly over all of them (--max-records)",)
 
 
+@pytest.mark.parametrize(
+    ("custom", "says"),
+    [({}, "stage 1 writes no answers"), ({"trainer_variant": "stage2_rollout_aligned"}, "recorded no rollouts")],
+)
+def test_a_run_without_answers_says_what_to_do(custom: dict[str, str], says: str, tmp_path: Path) -> None:
+    history = [{"step": k, "loss": 2.0 - k} for k in (1, 2)]
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": history}))
+    (tmp_path / "resolved_config.yaml").write_text(json.dumps({"custom": custom}))
+    (note,) = collect(tmp_path).notes
+    assert says in note and note.endswith(f"coordexp evaluate {tmp_path}/resolved_config.yaml --model {tmp_path}")
+
+
+def test_records_carry_the_name_of_their_file(tmp_path: Path) -> None:
+    page = data_of(render(collect(write_run(tmp_path))), "data")
+    assert {record["file"] for record in page["records"]} == {"a.png"}
+
+
 def test_nothing_to_show_is_said(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="nothing to show"):
         collect(tmp_path)

@@ -29,7 +29,8 @@ const switchColour = () => {
 };
 const KEYS = {
   j: () => move(1), ArrowDown: () => move(1), k: () => move(-1), ArrowUp: () => move(-1),
-  g: () => flip("gt"), p: () => flip("pred"), l: () => flip("links"), c: switchColour,
+  g: () => flip("gt"), p: () => flip("pred"), l: () => flip("links"),
+  n: () => flip("labels"), c: switchColour,
   "[": () => turnStep(-1), "]": () => turnStep(1), t: switchTheme, "?": switchHelp,
   "/": () => byId("search").focus(),
 };
@@ -61,7 +62,7 @@ byId("choices").hidden = !records.length;
 byId("theme").addEventListener("click", switchTheme);
 byId("help-button").addEventListener("click", switchHelp);
 byId("colour").addEventListener("change", legend);
-for (const name of ["gt", "pred", "links"]) byId(`show-${name}`).addEventListener("change", () => toggle(name));
+for (const name of ["gt", "pred", "links", "labels"]) byId(`show-${name}`).addEventListener("change", () => toggle(name));
 byId("list").addEventListener("click", (event) => {
   const row = event.target.closest("button");
   if (row) show(records[Number(row.dataset.number)]);

@@ -27,7 +27,7 @@ const records = data.records.map((record, number) => ({
   soft: record.gt.filter((object) => object.soft !== null).length,
   unmatched: record.annotated ? record.pred.filter((object) => object.partner === null).length : 0,
   numDropped: Object.values(record.dropped).reduce((sum, count) => sum + count, 0),
-  words: [record.sample_id, ...record.gt.map((o) => o.desc), ...record.pred.map((o) => o.desc)]
+  words: [record.file, record.sample_id, ...record.gt.map((o) => o.desc), ...record.pred.map((o) => o.desc)]
     .join("\n").toLowerCase(),
 }));
 const steps = [...new Set(records.map((record) => record.step).filter((step) => step !== null))]
@@ -65,6 +65,7 @@ const listed = () => {
 
 const rowOf = (record) => {
   const facts = [
+    record.sample_id === record.file ? "" : record.sample_id,
     record.annotated ? counted(record.gt.length, "object") : `${record.pred.length} predicted`,
     record.missed ? `${record.missed} missed` : "",
     record.unmatched ? `${record.unmatched} unmatched` : "",
@@ -72,7 +73,7 @@ const rowOf = (record) => {
   ].filter(Boolean);
   const step = record.step === null ? [] : [el("span", { class: "when" }, `step ${record.step}`)];
   return el("button", { type: "button", "data-number": record.number },
-    el("span", { class: "who" }, record.sample_id), ...step, el("span", { class: "sub" }, facts.join(" · ")));
+    el("span", { class: "who" }, record.file), ...step, el("span", { class: "sub" }, facts.join(" · ")));
 };
 
 const refresh = () => {

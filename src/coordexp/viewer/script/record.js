@@ -16,7 +16,9 @@ const show = (record) => {
     row.setAttribute("aria-current", "true");
     row.scrollIntoView({ block: "nearest" });
   }
+  byId("file").textContent = record.file;
   byId("name").textContent = record.sample_id;
+  byId("name").hidden = record.sample_id === record.file;
   byId("badges").replaceChildren(...badges(record));
   byId("stage").replaceChildren(...picture(record));
   byId("facts").replaceChildren(...facts(record));
@@ -94,7 +96,18 @@ const picture = (record) => {
   outlines.sort((a, b) => b[0] - a[0]);
   overlay.append(...outlines.map(([, outline]) => outline));
   byId("stage").style.maxWidth = `min(760px, ${(58 * record.width) / record.height}vh)`;
-  return [ground, overlay];
+  return [ground, overlay, ...labels(record)];
+};
+
+// What each predicted object is called, and what was missed: at the upper left of its outline.
+const labels = (record) => {
+  const label = (side) => (object) => {
+    const [x, y] = [0, 1].map((axis) => Math.min(...points(object).map((point) => point[axis])) / 9.99);
+    const state = stateOf(record, side, object);
+    return el("span", { class: `label of-${side} is-${state}`, style: `left:${x}%;top:${y}%` }, object.desc);
+  };
+  const missed = record.gt.filter((object) => object.partner === null);
+  return [...missed.map(label("gt")), ...record.pred.map(label("pred"))];
 };
 
 const says = (record, side, number) => {
