@@ -161,7 +161,7 @@ def build_trainer(
         offload.bind(lambda: trainer.optimizer, sharded_by=_owner(trainer))
     trainer.add_callback(EpochOfData(train))
     _show_progress(trainer, console, description)
-    _set_up_tensorboard(run, trainer, train)
+    _set_up_loggers(run, trainer, train, resume)
     return trainer, resume
 
 
@@ -236,17 +236,12 @@ def _scorer(config: RolloutMatchingConfig, loaded: LoadedModel) -> TokenScorer |
     return TokenScorer(loaded.model, loaded.vocab, loaded.image_token_id)
 
 
-def _set_up_tensorboard(run: CheckedRun, trainer: CoordExpTrainer, train: RecordDataset) -> None:
-    """Where it logs, and pictures of rollouts, where ``training.report_to`` names it: nothing is drawn otherwise."""
-    from transformers.integrations import TensorBoardCallback
-
+def _set_up_loggers(run: CheckedRun, trainer: CoordExpTrainer, train: RecordDataset, resume: Path | None) -> None:
+    """Names, folders, and pictures of rollouts, where ``training.report_to`` asks for TensorBoard."""
     from coordexp.recording.pictures import RolloutPictures
+    from coordexp.training.loggers import set_up_loggers
 
-    loggers = [one for one in trainer.callback_handler.callbacks if isinstance(one, TensorBoardCallback)]
-    if run.config.training.logging_dir is not None:
-        for one in loggers:
-            # transformers takes the folder from the environment alone, where it would stay for the process's next run.
-            one.logging_dir = str(run.config.training.logging_dir)
+    loggers = set_up_loggers(trainer, run.config.training.logging_dir, resume)
     if run.rollout.monitor_dump.enabled and distributed.is_main():
         pictures = RolloutPictures(
             run.rollout.monitor_dump,
@@ -349,8 +344,8 @@ def _train(trainer: CoordExpTrainer, resume: Path | None, stop_within_s: float) 
 
 def _learner_parts(config: RunConfig, loaded: LoadedModel, offload: LearnerOffload | None) -> LearnerParts:
     """What rollout backends may need of the learner."""
+    from coordexp.checkpoints.folder import base_checkpoint
     from coordexp.data.images import open_rgb
-    from coordexp.modeling.load import base_checkpoint
     from coordexp.modeling.weights import LearnerWeights
     from coordexp.rollouts.build import LearnerParts
 
