@@ -23,7 +23,8 @@ def set_up_loggers(trainer: Trainer, logging_dir: Path | None, resume: Path | No
     resume; what an interrupted run wrote behind the checkpoint that it goes on from is taken back. Returns:
     TensorBoard's loggers.
     """
-    reporting = tuple(get_reporting_integration_callbacks(list(trainer.args.report_to)))
+    names = trainer.args.report_to or []
+    reporting = tuple(get_reporting_integration_callbacks([names] if isinstance(names, str) else names))
     callbacks = trainer.callback_handler.callbacks
     for one in callbacks:
         if isinstance(one, reporting):
