@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -16,7 +17,7 @@ def clock() -> list[float]:
     return [0.0]
 
 
-def a_task(clock: list[float], total: int | None, completed: int = 0, **fields: object) -> Task:
+def a_task(clock: list[float], total: int | None, completed: int = 0, **fields: Any) -> Task:
     bar = make_progress(Console(file=io.StringIO()))
     bar.get_time = lambda: clock[0]  # the bar's own hook for another clock
     number = bar.add_task("evaluating", total=total, completed=completed, note="", **fields)

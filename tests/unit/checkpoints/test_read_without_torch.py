@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -58,7 +59,7 @@ def test_sizes_and_parts_are_those_of_the_model(tied: bool) -> None:
         for name, module in model.named_modules()
         if type(module) is torch.nn.Linear and name != "lm_head"
     }
-    text = model.config.text_config
+    text: Any = model.config.text_config
     assert info.parameters == parameters
     assert {(part, name) for part, names in info.linear_modules.items() for name in names} == linear
     assert (info.layers, info.hidden, info.vocab_rows) == (text.num_hidden_layers, text.hidden_size, text.vocab_size)
