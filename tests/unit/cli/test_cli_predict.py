@@ -170,7 +170,9 @@ def test_a_sheet_shows_the_mistakes(tmp_path: Path, capsys: pytest.CaptureFixtur
                    tmp_path / "both.png")  # fmt: skip
     assert both.code == 0
     with Image.open(tmp_path / "one.png") as sheet, Image.open(tmp_path / "both.png") as wider:
-        assert (sheet.width, wider.width) == (2 * 320, 3 * 320)
+        # Two panels an image, three where runs are compared; three images across, and two.
+        assert (sheet.width, wider.width) == (3 * 2 * 320, 2 * 3 * 320)
+        assert sheet.height < wider.height
     same = run_cli(capsys, "evaluate", "--compare", tmp_path / "a", tmp_path / "a", "--resamples", 10, "--sheet",
                    tmp_path / "same.png")  # fmt: skip
     assert same.code == 2 and "no difference to draw" in same.err
