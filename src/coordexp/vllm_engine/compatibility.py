@@ -14,6 +14,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from coordexp.errors import MissingDependency, UpstreamChanged
 
@@ -199,9 +200,14 @@ def _problem(name: UpstreamName) -> str | None:
         if not hasattr(found, part):
             return f"{label}: no {part!r} there"
         found = getattr(found, part)
-    if name.mentions and name.mentions not in inspect.getsource(found):  # pyright: ignore[reportArgumentType]
+    if name.mentions and name.mentions not in _source(found):
         return f"{label}: its source says nothing of it"
     return None
+
+
+@cache  # a large class takes a third of a second, and most of these names are of two
+def _source(found: Any) -> str:
+    return inspect.getsource(found)
 
 
 def _distributions(package: str) -> tuple[str, ...]:

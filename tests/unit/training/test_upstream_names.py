@@ -65,6 +65,13 @@ def test_a_hook_that_is_there_and_never_called_is_found(monkeypatch: pytest.Monk
         check_learner()
 
 
+def test_a_source_is_read_once_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most names are looked for in two large classes; reading each of them again took five seconds of every start."""
+    check_learner()
+    monkeypatch.setattr("inspect.getsource", lambda found: pytest.fail(f"{found} is read again"))
+    check_learner()
+
+
 def test_the_docs_list_what_the_tables_hold() -> None:
     script = ROOT / "docs" / "generate_upgrades.py"
     done = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True)
