@@ -67,17 +67,10 @@ def predict(
     An image that cannot be read is told of and left out. Answers are written as they come: the same command with the
     same --output goes on where it stopped.
     """
-    from coordexp.data.image_sources import is_pattern
-
     config, images = _told_apart(sources)
     if config is None and model is None:
         raise ConfigError("name the checkpoint that answers with --model, or a run's YAML before the images")
-    missing = [str(path) for path in images if not path.exists() and not is_pattern(path)]
-    problems = [f"no such image, folder or dataset: {', '.join(missing)}"] if missing else []
-    if model is not None and not model.is_dir():
-        problems.append(f"--model: {model}: no such folder; nothing is downloaded")
-    if problems:
-        raise DataError("\n".join(problems))
+    _check_paths(images, model)
     from coordexp.config.paths import check_model_path
 
     run = _configuration(config, model)
@@ -127,6 +120,18 @@ def _told_apart(words: list[Path]) -> tuple[Path | None, list[Path]]:
     if not images:
         raise ConfigError("name what to answer behind the configuration: images, folders, patterns or datasets")
     return config, images
+
+
+def _check_paths(images: list[Path], model: Path | None) -> None:
+    """Name everything that is not there at once, before anything heavy is imported."""
+    from coordexp.data.image_sources import is_pattern
+
+    missing = [str(path) for path in images if not path.exists() and not is_pattern(path)]
+    problems = [f"no such image, folder or dataset: {', '.join(missing)}"] if missing else []
+    if model is not None and not model.is_dir():
+        problems.append(f"--model: {model}: no such folder; nothing is downloaded")
+    if problems:
+        raise DataError("\n".join(problems))
 
 
 def _configuration(config: Path | None, model: Path | None) -> RunConfig:
