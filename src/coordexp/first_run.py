@@ -13,6 +13,7 @@ import yaml
 
 from coordexp.assets import asset
 from coordexp.checkpoints.folder import base_checkpoint, read_config_file, read_object
+from coordexp.checkpoints.run import settings_of_run
 from coordexp.checkpoints.tokenizer import read_vocab
 from coordexp.coords import CoordVocab, serialize_objects
 from coordexp.data.jsonl import check_dataset, read_jsonl
@@ -80,7 +81,7 @@ def first_configuration(found: DataAtHand, model: Path, stage: Stage, output: Pa
     """A commented YAML for one device that ``coordexp config check`` accepts as it is."""
     text = asset(_TEMPLATES[stage]).read_text(encoding="utf-8")
     text = text[text.index("model:\n") :]
-    for path, value in _values(found, model, stage, output, cpu).items():
+    for path, value in {**_values(found, model, stage, output, cpu), **_as_the_model_was_asked(model)}.items():
         text = set_value(text, path, value)
     if cpu:
         text = _insert_after(
@@ -128,6 +129,14 @@ def _values(found: DataAtHand, model: Path, stage: Stage, output: Path, cpu: boo
         "rollout_matching.decode_batch_size": 4 if cpu else 8,
         "rollout_matching.max_new_tokens": max(1, min(row // 2, _rounded_up(2 * found.longest_answer, 64))),
     }
+
+
+def _as_the_model_was_asked(model: Path) -> dict[str, Any]:
+    """What a checkpoint of an earlier run knows its task by; nothing for one that comes from no run."""
+    run = settings_of_run(model)
+    wanted = ("template.system", "template.prompt", "custom.object_field_order", "custom.object_ordering")
+    parts = ((path, *path.split(".")) for path in wanted)
+    return {path: run[section][key] for path, section, key in parts if key in (run.get(section) or {})}
 
 
 def set_value(text: str, path: str, value: object) -> str:

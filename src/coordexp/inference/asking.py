@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from coordexp.checkpoints.run import settings_of_run
 from coordexp.config import RunConfig, parse_config
-from coordexp.config.source import read_document
 from coordexp.config.strict import default_of
 from coordexp.config.training import TrainingConfig
 from coordexp.errors import CheckpointError
 
-RESOLVED_CONFIG = "resolved_config.yaml"
 _LONGEST = 16384  # tokens of a prompt and its answer, where the run's configuration is not at hand
 _ANSWER = 2048  # tokens of an answer, likewise
 BATCH_SIZE = 8  # images answered at once
@@ -45,7 +43,7 @@ def asking_config(model: str | Path, asking: Asking) -> RunConfig:
     folder = Path(model)
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder; name a checkpoint, such as a run's output_dir")
-    run = _resolved(folder)
+    run = settings_of_run(folder)
     asked = run.get("rollout_matching") or {}
     template = dict(run.get("template") or {})
     if asking.prompt is not None:
@@ -80,14 +78,6 @@ def _engine() -> dict[str, Any]:
     from coordexp.vllm_engine.cpu import has_gpu
 
     return {"tensor_parallel_size": 1, "enforce_eager": not has_gpu()}
-
-
-def _resolved(folder: Path) -> Mapping[str, Any]:
-    """The run's own configuration; empty where it is not at hand."""
-    for place in (folder, folder.absolute().parent):
-        if (place / RESOLVED_CONFIG).is_file():
-            return read_document(place / RESOLVED_CONFIG).data
-    return {}
 
 
 def _positions(folder: Path) -> int | None:

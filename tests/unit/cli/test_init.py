@@ -103,3 +103,13 @@ def test_a_value_is_replaced_and_its_comment_stays(value: object) -> None:
     assert yaml.safe_load(changed) == {"a": {"b": value, "c": 2}, "b": 3} and changed.split("\n")[1].endswith("# why")
     with pytest.raises(KeyError):
         set_value(text, "a.d", value)
+
+
+def test_a_trained_checkpoint_is_asked_as_its_run_asked_it(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = small_checkpoint(tmp_path / "plain")
+    for stage in (1, 2):
+        for model, prompt in ((DEMO, "Detect every object."), (plain, None)):
+            assert run_cli(capsys, "init", data, "--model", model, "--stage", stage, "--overwrite").code == 0
+            assert load_config(f"stage{stage}.yaml").template.prompt == prompt
