@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
 
 import pytest
+
+# What a user keeps between starts is none of the tests' business, nor theirs the user's.
+_CACHE = tempfile.TemporaryDirectory(prefix="coordexp-tests-cache-")
+os.environ["COORDEXP_CACHE"] = _CACHE.name
 
 
 def pytest_collection_finish() -> None:

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,49 +17,20 @@ from coordexp.config import load_config
 from coordexp.distributed import RENDEZVOUS
 from coordexp.serving.launch.plan import plan_launch
 from coordexp.training.checkpoint import is_complete
+from faults.two_ranks import ended, two_ranks
 from support.rollout_servers import descendants
 from support.tiny_run import run_config
 
 TIMEOUT_S = 6
-# Each rank says where it is, so that the test knows when to strike.
-RANK = """
-import sys
-from coordexp.training.trainer import CoordExpTrainer
-forward = CoordExpTrainer.compute_loss
-def told(self, *arguments, **options):
-    print("forward of step", self.state.global_step + 1, flush=True)
-    return forward(self, *arguments, **options)
-CoordExpTrainer.compute_loss = told
-from coordexp.cli import main
-main(["train", sys.argv[1]])
-"""
 
 
 @pytest.fixture
 def ranks(tmp_path: Path) -> Iterator[list[subprocess.Popen[str]]]:
-    """Two ranks behind their second step, without torchrun, which would end one with the other."""
+    """Two ranks behind their third step."""
     run_config(tmp_path, 1, training__max_steps=4000, training__ddp_timeout=TIMEOUT_S,
                training__save_strategy="steps", training__save_steps=2)  # fmt: skip
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(tmp_path / "run.yaml")],
-            stdout=subprocess.PIPE, stderr=(tmp_path / f"err{rank}").open("w"), text=True,
-            env=os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-                              RENDEZVOUS: str(tmp_path / "store"), "GLOO_SOCKET_IFNAME": "lo"},
-        )
-        for rank in (0, 1)
-    ]  # fmt: skip
-    try:
-        for process in started:
-            assert process.stdout is not None
-            for line in process.stdout:
-                if line.startswith("forward of step 4"):
-                    break
+    with two_ranks(tmp_path / "run.yaml", 4) as started:
         yield started
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
@@ -81,9 +51,7 @@ def test_a_rank_that_stops_or_dies_ends_the_other_with_one_line(
 
 def test_both_ranks_save_and_end_when_one_is_asked(ranks: list[subprocess.Popen[str]], tmp_path: Path) -> None:
     os.kill(ranks[1].pid, signal.SIGTERM)
-    for process in ranks:
-        process.communicate(timeout=120)
-    assert [process.returncode for process in ranks] == [143, 143], (tmp_path / "err0").read_text()
+    assert ended(ranks, 120) == [143, 143], (tmp_path / "err0").read_text()
     said = re.search(r"stopped by SIGTERM after step (\d+)", (tmp_path / "err0").read_text())
     assert said is not None and is_complete(tmp_path / "run" / f"checkpoint-{said[1]}")
 

@@ -14,6 +14,7 @@ from typing import Any
 from coordexp.data.images import image_exists, open_rgb, read_header, size_problem
 from coordexp.data.jsonl import numbered_lines
 from coordexp.data.record_line import LineFault, RefusedLine, parse_line
+from coordexp.data.seen_images import SeenImage, SeenImages
 from coordexp.data.shards import image_bytes
 from coordexp.data.smart_resize import shape_problem
 from coordexp.errors import DataError
@@ -135,7 +136,8 @@ def check_jsonl(
 
     Args:
         limit: look at the first ``limit`` lines only.
-        deep: decode every image too, instead of reading its header alone.
+        deep: decode every image too, instead of reading its header alone. What was found sound is not read again in
+            later checks, as long as its file is the same (:mod:`coordexp.data.seen_images`).
         count_tokens: tokens of a record's prompt and answer; with it, those above ``max_tokens`` are found.
 
     Raises:
@@ -146,26 +148,31 @@ def check_jsonl(
     lines = list(numbered_lines(path, limit))
     if not lines:
         raise DataError("the file holds no records; expected one JSON object per line", path=path)
-    digests: defaultdict[str, list[str]] = defaultdict(list)
+    digests: defaultdict[bytes, list[str]] = defaultdict(list)
     paths: defaultdict[Path, list[str]] = defaultdict(list)
-    for done, (number, text) in enumerate(lines, start=1):
-        check.lines += 1
-        try:
-            record = parse_line(text, path=path, line=number)
-        except RefusedLine as error:
-            _add_refused(check, f"{path.name}:{number}", text, error)
-            continue
-        check.records.append(record)
-        _check_image(check, record, paths, digests, deep)
-        _check_objects(check, record)
-        if count_tokens is not None:
-            _check_length(check, record, count_tokens)
-        if progress is not None:
-            progress(done, len(lines))
+    with SeenImages() as seen:
+        for done, (number, text) in enumerate(lines, start=1):
+            check.lines += 1
+            try:
+                record = parse_line(text, path=path, line=number)
+            except RefusedLine as error:
+                _add_refused(check, f"{path.name}:{number}", text, error)
+                continue
+            check.records.append(record)
+            first = record.image not in paths
+            paths[record.image].append(record.sample_id)
+            image = _check_image(check, record, seen, deep and first)
+            if image is not None and first:
+                digests[image.sha256].append(record.sample_id)
+            _check_objects(check, record)
+            if count_tokens is not None:
+                _check_length(check, record, count_tokens)
+            if progress is not None:
+                progress(done, len(lines))
     for kind, groups in (("in", paths), ("with the same bytes in", digests)):
         for name, records in groups.items():
             if len(records) > 1:
-                detail = f"{Path(name).name if kind == 'in' else 'images'} {kind} {', '.join(records)}"
+                detail = f"{name.name if isinstance(name, Path) else 'images'} {kind} {', '.join(records)}"
                 check.add(Finding.DUPLICATE_IMAGE, records[-1], detail)
     _add_left_out(check)
     return check
@@ -197,29 +204,26 @@ def _raw_boxes(text: bytes) -> list[list[int]]:
     return [box for box in boxes if isinstance(box, list) and all(type(value) is int for value in box)]
 
 
-def _check_image(
-    check: DatasetCheck,
-    record: ImageRecord,
-    paths: defaultdict[Path, list[str]],
-    digests: defaultdict[str, list[str]],
-    deep: bool,
-) -> None:
-    first = record.image not in paths
-    paths[record.image].append(record.sample_id)
-    try:
-        if not image_exists(record.image):
-            check.add(Finding.MISSING_IMAGE, record.sample_id, f"no file {record.image}")
-            return
-        size = open_rgb(record.image).size if deep and first else read_header(record.image).size
-    except DataError as error:
-        check.add(Finding.UNREADABLE_IMAGE, record.sample_id, str(error))
-        return
-    if first:
-        digests[hashlib.sha256(image_bytes(record.image)).hexdigest()].append(record.sample_id)
+def _check_image(check: DatasetCheck, record: ImageRecord, seen: SeenImages, deep: bool) -> SeenImage | None:
+    """The record's image; None where it cannot be read."""
+    image = seen.find(record.image)
+    if image is None or (deep and not image.decoded):
+        try:
+            if not image_exists(record.image):
+                check.add(Finding.MISSING_IMAGE, record.sample_id, f"no file {record.image}")
+                return None
+            size = open_rgb(record.image).size if deep else read_header(record.image).size
+        except DataError as error:
+            check.add(Finding.UNREADABLE_IMAGE, record.sample_id, str(error))
+            return None
+        image = SeenImage(*size, hashlib.sha256(image_bytes(record.image)).digest(), deep)
+        seen.keep(record.image, image)
+    size = image.width, image.height
     if problem := shape_problem(*size):
         check.add(Finding.EXTREME_SHAPE, record.sample_id, f"{record.image}: {problem}")
     if size != (record.width, record.height):
         check.add(Finding.SIZE_MISMATCH, record.sample_id, size_problem((record.width, record.height), size))
+    return image
 
 
 def _check_objects(check: DatasetCheck, record: ImageRecord) -> None:

@@ -58,7 +58,7 @@ def _look(records: ArrowRecords, rows: tuple[int, np.ndarray]) -> tuple[np.ndarr
             zip(images, states_P2[at : at + len(images)].tolist(), strict=True)
         ):
             try:
-                seen = _stat(image, shards)
+                seen = image_stat(image, shards)
                 if seen.st_size == size and seen.st_mtime_ns == time:
                     continue
                 now = seen.st_size, seen.st_mtime_ns
@@ -77,8 +77,13 @@ def _look(records: ArrowRecords, rows: tuple[int, np.ndarray]) -> tuple[np.ndarr
     return (states_P2 if changed else None), problems
 
 
-def _stat(image: bytes, shards: dict[str, os.stat_result]) -> os.stat_result:
-    """Of an image in a shard the shard's own, kept in ``shards``."""
+def image_stat(image: bytes, shards: dict[str, os.stat_result] | None = None) -> os.stat_result:
+    """Size and times of an image file; of an image in a shard the shard's own, kept in ``shards``.
+
+    Raises:
+        OSError: no such file.
+    """
+    shards = {} if shards is None else shards
     try:
         return os.stat(image)
     except NotADirectoryError:

@@ -81,8 +81,9 @@ class ServerBackend:
         # meaning.
         tell = frozenset(index for index, status in enumerate(said) if ENGINE_STILL[0] in status)
         self._heard_while_decoding = ours | tell
-        # Of these each answer must say which weights it comes from, and to which request.
-        self._strict = ours & tell
+        # Of these, ours and ms-swift's with our plugin, each answer must say which weights it comes from, and to which
+        # request.
+        self._strict = tell
         # ms-swift also answers one post after the other: the small calls of many micro-steps would each be decoded
         # alone. Greedy answers depend on no seed, so there they may share a post.
         others = frozenset(range(len(self._clients))) - ours

@@ -25,6 +25,7 @@ from coordexp.rollouts.backend import DecodingOptions, IndexedRollout, RolloutRo
 from coordexp.vllm_engine.arguments import NAMES_KEY, EngineSpec
 from coordexp.vllm_engine.colocated_push import ColocatedPush
 from coordexp.vllm_engine.guard_activation import REQUEST_KEY
+from coordexp.vllm_engine.in_process import ENGINE_AT_FAULT, Prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,10 @@ class ColocatedBackend:
                 answered += 1
                 request = rounds[one.round_idx].requests[one.index]
                 yield IndexedRollout(one.round_idx, one.index, self._rollout(request, output))
-        assert answered == len(wanted), f"{answered} answers to {len(wanted)} requests"
+        if answered != len(wanted):
+            raise RolloutError(
+                f"the colocated vLLM engine gave {answered} answers to {len(wanted)} requests; {ENGINE_AT_FAULT}"
+            )
 
     def batch_size(self, decode_batch_size: int) -> int:
         """What this rank's share of its engine decodes at once."""
@@ -177,8 +181,6 @@ class ColocatedBackend:
         return [_Wanted(**one) for part in parts for one in part]
 
     def _prompt(self, wanted: _Wanted) -> Any:
-        from coordexp.vllm_engine.in_process import Prompt
-
         # vLLM puts one placeholder per image in and expands it itself; what it made of it is compared afterwards.
         ids = [
             token
@@ -213,9 +215,13 @@ class ColocatedBackend:
 
     def _rollout(self, request: RolloutRequest, output: Any) -> Rollout:
         (completion,) = output.outputs
-        answer = answer_tokens(
-            completion.token_ids, completion.finish_reason, self._vocab, f"the colocated engine, {request.sample_id}"
-        )
+        where = f"the colocated vLLM engine, {request.sample_id}"
+        if len(completion.token_ids) > self._options.max_new_tokens:
+            raise RolloutError(
+                f"{where}: the answer has {len(completion.token_ids)} tokens, and rollout_matching.max_new_tokens is "
+                f"{self._options.max_new_tokens}; {ENGINE_AT_FAULT}"
+            )
+        answer = answer_tokens(completion.token_ids, completion.finish_reason, self._vocab, where)
         return Rollout(
             sample_id=request.sample_id,
             prompt_token_ids=tuple(output.prompt_token_ids),

@@ -104,6 +104,7 @@ VLLM_IN_PROCESS = (
     UpstreamName("vllm.v1.engine.llm_engine", "LLMEngine.add_request", _COLOCATED),
     UpstreamName("vllm.v1.engine.llm_engine", "LLMEngine.abort_request", _COLOCATED),
     UpstreamName("vllm.v1.engine.llm_engine", "LLMEngine.step", _COLOCATED),
+    UpstreamName("vllm.v1.engine.llm_engine", "LLMEngine.has_unfinished_requests", _COLOCATED),
     UpstreamName("vllm.v1.engine.llm_engine", "LLMEngine.collective_rpc", _COLOCATED),
     UpstreamName("vllm.v1.engine.llm_engine", "LLMEngine.reset_prefix_cache", _COLOCATED),
     UpstreamName("vllm.v1.engine.llm_engine", "LLMEngine.reset_encoder_cache", _COLOCATED),

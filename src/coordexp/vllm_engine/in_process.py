@@ -23,6 +23,10 @@ ADVICE = (
     "lower rollout_matching.vllm.gpu_memory_utilization or max_num_seqs, set rollout_matching.offload, or write "
     "rollout_matching.rollout_backend: hf"
 )
+ENGINE_AT_FAULT = (
+    "the engine does not do what it is asked: write rollout_matching.rollout_backend: hf, or install a version of vLLM "
+    "that this one was tested with"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +95,7 @@ class InProcessEngine:
                 )
             return report
 
-        return self._commit(push)
+        return _named("the push of weights failed", lambda: self._commit(push))
 
     def load_adapter(self, adapter: AdapterWeights, version: int) -> dict[str, Any]:
         """Replace the engine's adapter, and the plain weights that train beside it.
@@ -126,8 +130,18 @@ class InProcessEngine:
                     decoding.add(prompt.request_id)
                 for output in _named("decoding failed", self._engine.step):
                     if output.finished:
+                        if output.request_id not in decoding:
+                            raise RolloutError(
+                                f"the colocated vLLM engine: an answer to {output.request_id}, which owes none; "
+                                f"{ENGINE_AT_FAULT}"
+                            )
                         decoding.remove(output.request_id)
                         yield output
+                if decoding and not self._engine.has_unfinished_requests():
+                    raise RolloutError(
+                        f"the colocated vLLM engine: {len(decoding)} requests were never answered, "
+                        f"{min(decoding)} among them; {ENGINE_AT_FAULT}"
+                    )
         finally:
             if decoding:
                 self._engine.abort_request(list(decoding))

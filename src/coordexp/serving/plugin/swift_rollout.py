@@ -76,15 +76,19 @@ class CoordExpVllmEngine(GRPOVllmEngine):
         check_guard(workers, self._guard)
         check_known_tokens(workers)
 
-    def infer(self, *args: Any, **kwargs: Any) -> list[RolloutOutput]:
-        """ms-swift's answers, each in an envelope that says which weights answered and whether the guard ended it."""
-        outputs = super().infer(*args, **kwargs)
+    def infer(self, infer_requests: Sequence[Any], *args: Any, **kwargs: Any) -> list[RolloutOutput]:
+        """ms-swift's answers, each in an envelope that says which weights answered which request, and whether the guard
+        ended it."""
+        outputs = super().infer(infer_requests, *args, **kwargs)
         ids = [str(one.response.id) for one in outputs]
         ended: set[str] = set()
         if self._guard is not None:
             for popped in self._workers("coordexp_pop_triggers", ids):
                 ended |= popped.keys()
-        return [self._enveloped(one, request_id in ended) for one, request_id in zip(outputs, ids, strict=True)]
+        return [
+            self._enveloped(one, request_id in ended, _uuid(request))
+            for request, one, request_id in zip(infer_requests, outputs, ids, strict=True)
+        ]
 
     def coordexp_infer(self, **arguments: Any) -> dict[str, Any]:
         """:meth:`infer`, whose error is handed over."""
@@ -125,14 +129,20 @@ class CoordExpVllmEngine(GRPOVllmEngine):
         engine: Any = self.engine  # of the two kinds that ms-swift knows, the synchronous one
         return engine.collective_rpc(method, args=args, kwargs=kwargs)
 
-    def _enveloped(self, output: RolloutOutput, ended: bool) -> CoordExpRolloutOutput:
+    def _enveloped(self, output: RolloutOutput, ended: bool, uuid: str | None) -> CoordExpRolloutOutput:
         fields = {name: getattr(output, name) for name in type(output).model_fields}
         envelope = {
             **self._stamp.payload(),
             "repeat_terminate_active": int(self._guard is not None),
             "repeat_terminate_triggered": int(ended),
+            **({} if uuid is None else {"uuid": uuid}),
         }
         return CoordExpRolloutOutput(**fields, coordexp=envelope)
+
+
+def _uuid(request: Any) -> str | None:
+    """A request's name for itself, in either form that ms-swift hands to its engines."""
+    return request.get("uuid") if isinstance(request, dict) else getattr(request, "uuid", None)
 
 
 def _outcome(act: Callable[[], Any]) -> dict[str, Any]:

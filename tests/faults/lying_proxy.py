@@ -1,0 +1,152 @@
+"""A proxy in front of a real server that does to requests and answers what networks, load balancers and bugs do."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import httpx
+
+Answer = Callable[[bytes], bytes]
+
+
+@dataclass
+class LyingProxy:
+    """Forwards every request to ``target``; one for ``path`` meets with ``behaviour``, as long as it is set."""
+
+    target: str
+    url: str = ""
+    path: str = ""
+    behaviour: str = ""
+    kept: bytes = b""  # an answer, to be given again when it is stale
+    over: threading.Event = field(default_factory=threading.Event)
+
+    def heal(self) -> None:
+        self.path = self.behaviour = ""
+
+    def misbehave(self, path: str, behaviour: str) -> None:
+        self.path, self.behaviour = path, behaviour
+
+    def forward(self, method: str, path: str, headers: Any, body: bytes) -> httpx.Response:
+        kept = {name: value for name, value in headers.items() if name.lower() in ("content-type", "authorization")}
+        return httpx.request(method, self.target + path, headers=kept, content=body, timeout=120.0, trust_env=False)
+
+
+def swapped(body: bytes) -> bytes:
+    return json.dumps(json.loads(body)[::-1]).encode()
+
+
+def first_twice(body: bytes) -> bytes:
+    answers = json.loads(body)
+    return json.dumps([answers[0], answers[0], *answers[2:]]).encode()
+
+
+def cut_tokens(body: bytes) -> bytes:
+    """Without the token ids, as a gateway that knows OpenAI's fields alone would hand it on."""
+    answers = json.loads(body)
+    for answer in answers:
+        del answer["response"]["choices"][0]["token_ids"]
+    return json.dumps(answers).encode()
+
+
+def no_envelope(body: bytes) -> bytes:
+    return json.dumps([{"response": answer["response"]} for answer in json.loads(body)]).encode()
+
+
+def of_a_gateway(_: bytes) -> bytes:
+    return b"<html>It works!</html>"
+
+
+# What is done with a request before the server sees it, with its answer, and with the bytes of the answer.
+BEFORE = ("closes at once", "closes half way through the request", "hangs before the server")
+ANSWERS: dict[str, Answer] = {
+    "swaps answers": swapped,
+    "gives the first answer twice": first_twice,
+    "drops token ids": cut_tokens,
+    "drops the envelope": no_envelope,
+    "answers in the server's place": of_a_gateway,
+}
+BEHIND = ("closes before the answer", "closes behind the header", "closes half way", "hangs behind the server",
+          "hangs half way", "drips")  # fmt: skip
+STALE = "gives an answer of before"
+
+
+@contextmanager
+def lying_proxy(target: str) -> Iterator[LyingProxy]:
+    """A proxy that runs for as long as the context is open."""
+    proxy = LyingProxy(target)
+    http = ThreadingHTTPServer(("127.0.0.1", 0), _handler(proxy))
+    http.daemon_threads = True
+    proxy.url = f"http://127.0.0.1:{http.server_address[1]}"
+    threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    try:
+        yield proxy
+    finally:
+        proxy.over.set()
+        http.shutdown()
+        http.server_close()
+
+
+def _handler(proxy: LyingProxy) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            with suppress(OSError):
+                self._do(proxy.behaviour if proxy.path == self.path else "")
+
+        do_POST = do_GET
+
+        def _do(self, behaviour: str) -> None:
+            length = int(self.headers.get("Content-Length", 0))
+            self.close_connection = behaviour in (*BEFORE, *BEHIND)
+            if behaviour == "closes at once":
+                return
+            if behaviour == "closes half way through the request":
+                self.rfile.read(length // 2)
+                return
+            body = self.rfile.read(length)
+            if behaviour == "hangs before the server":
+                proxy.over.wait()
+                return
+            reply = proxy.forward(self.command, self.path, self.headers, body)
+            answer = ANSWERS[behaviour](reply.content) if behaviour in ANSWERS else reply.content
+            if behaviour == STALE:
+                answer = proxy.kept
+            elif self.path == "/infer/" and not behaviour:
+                proxy.kept = answer
+            self._answer(reply.status_code, reply.headers.get("content-type", "text/plain"), answer, behaviour)
+
+        def _answer(self, status: int, kind: str, answer: bytes, behaviour: str) -> None:
+            if behaviour == "hangs behind the server":
+                proxy.over.wait()
+            if behaviour in ("hangs behind the server", "closes before the answer"):
+                return
+            self.send_response(status)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            if behaviour == "closes behind the header":
+                return
+            if behaviour == "drips":
+                for place in range(len(answer)):
+                    self.wfile.write(answer[place : place + 1])
+                    self.wfile.flush()
+                    if proxy.over.wait(0.1):
+                        return
+            elif behaviour in ("closes half way", "hangs half way"):
+                self.wfile.write(answer[: len(answer) // 2])
+                self.wfile.flush()
+                if behaviour == "hangs half way":
+                    proxy.over.wait()
+            else:
+                self.wfile.write(answer)
+
+        def log_message(self, format: str, *args: Any) -> None: ...
+
+    return Handler

@@ -1,0 +1,114 @@
+"""Real servers, ``coordexp serve`` and ``swift rollout``, behind a proxy that breaks and exchanges what passes it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+
+from coordexp.errors import CoordExpError
+from coordexp.rollouts import SeedContext
+from coordexp.servers.backend import ServerBackend
+from faults.lying_proxy import ANSWERS, BEFORE, BEHIND, STALE, LyingProxy, lying_proxy
+from support.rollout_servers import server_config, serving
+from support.swift_servers import swift_rollout
+from support.vllm_runs import server_keys, vllm_config
+
+DEADLINE_S = 3.0
+COMMIT = "/process_weights_after_loading/"
+
+
+class Behind(NamedTuple):
+    """A learner's backend, the proxy through which it reaches its server, and what it asks."""
+
+    backend: ServerBackend
+    proxy: LyingProxy
+    requests: list[Any]
+    version: list[int]
+
+    def push(self) -> None:
+        self.version[0] += 1
+        self.backend.sync_weights(self.version[0])
+
+    def ask(self) -> list[tuple[int, ...]]:
+        rollouts = self.backend.generate(self.requests, SeedContext(0, 0, 0, 0))
+        assert {one.weight_version for one in rollouts} == {self.version[0]}
+        return [one.response_token_ids for one in rollouts]
+
+
+@pytest.fixture(scope="module", params=["coordexp serve", pytest.param("swift rollout", marks=pytest.mark.campaign)])
+def behind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Behind]:
+    from rich.console import Console
+
+    from coordexp.training.build import build_trainer, check_run
+
+    folder = tmp_path_factory.mktemp("server")
+    swift = request.param == "swift rollout"
+    config = server_config(folder, **({"launch": {"server": "swift", "wait_s": 240.0}} if swift else {}))
+    with (swift_rollout if swift else serving)(folder, config) as server, lying_proxy(server.base_url) as proxy:
+        entry = {"base_url": proxy.url, "group_port": server.group_port}
+        keys: dict[str, Any] = server_keys(config) | {
+            "rollout_matching__vllm__server": {
+                "servers": [entry], "timeout_s": 15.0, "infer_timeout_s": DEADLINE_S, "retries": 0,
+            },
+            "rollout_matching__vllm__sync": {"timeout_s": DEADLINE_S, "bucket_mb": 1},
+            "rollout_matching__decode_batch_size": 4,
+        }  # fmt: skip
+        trainer, _ = build_trainer(check_run(vllm_config(folder, **keys)), Console(quiet=True))
+        # Images that ms-swift leaves at their size.
+        samples = [trainer.train_dataset[index] for index in range(12)]
+        requests = [sample.request for sample in samples if sample.record.width >= 64][:3]
+        made = Behind(trainer._eval_backend, proxy, requests, [0])
+        yield made
+        made.backend.close()
+
+
+@pytest.fixture(autouse=True)
+def healed(behind: Behind) -> Iterator[list[tuple[int, ...]]]:
+    """Before and behind each fault the server answers, and alike: the weights are the same."""
+    behind.push()
+    before = behind.ask()
+    yield before
+    behind.proxy.heal()
+    behind.push()
+    assert behind.ask() == before
+
+
+def refused(act: Callable[[], Any], seen: Callable[[object], None]) -> str:
+    """What the learner says, within its deadline and two seconds."""
+    begun = time.monotonic()
+    with pytest.raises(CoordExpError) as error:
+        act()
+    assert time.monotonic() - begun < DEADLINE_S + 2
+    seen(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("behaviour", [*BEFORE, *BEHIND, *ANSWERS])
+def test_rollouts_that_do_not_pass_unharmed_end_the_step(
+    behaviour: str, behind: Behind, seen: Callable[[object], None]
+) -> None:
+    behind.proxy.misbehave("/infer/", behaviour)
+    assert behind.proxy.url in refused(behind.ask, seen)
+
+
+def test_an_answer_of_the_weights_before_is_refused(behind: Behind, seen: Callable[[object], None]) -> None:
+    behind.push()
+    behind.proxy.misbehave("/infer/", STALE)
+    assert "the answer comes from weights of" in refused(behind.ask, seen)
+
+
+@pytest.mark.parametrize("path", ["/update_flattened_params/", COMMIT])
+@pytest.mark.parametrize("behaviour", [*BEFORE, *BEHIND])
+def test_a_push_that_does_not_pass_unharmed_ends_the_step(
+    behaviour: str, path: str, behind: Behind, seen: Callable[[object], None]
+) -> None:
+    """The weights themselves pass beside the proxy; what is asked of the server afterwards is refused until the next
+    push."""
+    behind.proxy.misbehave(path, behaviour)
+    assert "http" in refused(behind.push, seen)
+    behind.proxy.heal()
+    with pytest.raises(CoordExpError, match="call sync_weights before"):
+        behind.ask()
