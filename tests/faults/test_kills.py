@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -131,3 +132,27 @@ def test_an_error_on_one_rank_of_two_saves_and_the_resumed_run_is_the_run_withou
     after, before = (load_file(tmp_path / name / "run" / "model.safetensors") for name in ("failed", "whole"))
     assert all((after[name] == before[name]).all() for name in before)
     seen("both ranks ended with rank 1's words, checkpoint-2 saved, resumed bit-equal")
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_error_where_gradients_are_exchanged_ends_both_ranks_and_the_periodic_checkpoint_counts(
+    failing: int, forked: Forked, tmp_path: Path, seen: Callable[[str], None]
+) -> None:
+    """In the last micro-step of step 3: the other rank waits for gradients that never come, for ``ddp_timeout``."""
+    keys = KEYS | {"training__gradient_accumulation_steps": 2, "training__ddp_timeout": 8}
+    for name in ("whole", "failed"):
+        run_config(tmp_path / name, 1, **keys)
+    assert run(forked, tmp_path / "whole", 2) == [0, 0]
+    death = Death("backward", 6, "before", "no memory is left")
+    begun = time.monotonic()
+    statuses = run(forked, tmp_path / "failed", 2, death, dies=failing)
+    waited = time.monotonic() - begun
+    said = [(tmp_path / "failed" / f"log{rank}").read_text() for rank in (0, 1)]
+    assert all(status > 0 for status in statuses), said
+    assert "no memory is left" in said[failing] and "another process of this run ended" in said[1 - failing], said
+    assert is_complete(tmp_path / "failed" / "run" / "checkpoint-2"), said[0][-3000:]
+    assert run(forked, tmp_path / "failed", 2) == [0, 0]
+    after, before = (load_file(tmp_path / name / "run" / "model.safetensors") for name in ("failed", "whole"))
+    assert all((after[name] == before[name]).all() for name in before)
+    seen(f"both ranks ended within {waited:.0f} s of the start, resumed bit-equal from checkpoint-2")

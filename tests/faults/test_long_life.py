@@ -1,0 +1,82 @@
+"""A rollout server that answers and is pushed to for long: its memory does not grow, nor do its files and threads."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import psutil
+import pytest
+
+from coordexp.config.vllm import SyncConfig
+from coordexp.errors import RolloutError
+from coordexp.modeling.weights import LearnerWeights
+from coordexp.servers.sync import WeightSync
+from support.rollout_servers import RunningServer, load_served, payload, requests_of, server_config, serving
+
+MINUTES = float(os.environ.get("COORDEXP_LONG_LIFE_MINUTES", "4"))
+CALLS_A_PUSH = 10
+# A server of a tiny model answers about as many calls in an hour as one of a large model in days. What is left over from
+# each call would add up; what allocators keep once does not.
+GROWTH_A_CALL = 16 << 10
+KEPT_ONCE = 24 << 20
+
+pytestmark = pytest.mark.campaign
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a server's processes hold together, the engine's included."""
+
+    calls: int
+    memory: int
+    files: int
+    threads: int
+
+
+@pytest.fixture
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    folder = tmp_path_factory.mktemp("server")
+    with serving(folder, server_config(folder)) as running:
+        yield running
+
+
+def held(server: RunningServer, calls: int) -> Held:
+    processes = [psutil.Process(pid) for pid in (server.process.pid, *server.children())]
+    return Held(
+        calls,
+        sum(one.memory_full_info().uss for one in processes),
+        sum(one.num_fds() for one in processes),
+        sum(one.num_threads() for one in processes),
+    )
+
+
+def test_calls_and_pushes_without_end_leave_nothing_behind(
+    server: RunningServer, seen: Callable[[object], None]
+) -> None:
+    """Answers, pushes, and requests that are refused; the first third is for caches and allocators to settle."""
+    learner, client = load_served(), server.client()
+    requests = requests_of(learner, 6)
+    sync = WeightSync([client], LearnerWeights(learner.model), SyncConfig(bucket_mb=1, timeout_s=60.0))
+    begun, calls, marks = time.monotonic(), 0, []
+    while (passed := time.monotonic() - begun) < 60 * MINUTES or len(marks) < 3:
+        if calls % CALLS_A_PUSH == 0:
+            sync.push(1 + calls // CALLS_A_PUSH)
+        assert len(client.infer(payload(requests, 2))) == len(requests)
+        with pytest.raises(RolloutError):
+            client.infer(payload(requests[:1], -1))
+        calls += 1
+        if passed > 60 * MINUTES * (len(marks) + 1) / 4:
+            marks.append(held(server, calls))
+    first, last = marks[0], held(server, calls)
+    sync.close()
+    client.close()
+    grown, more = last.memory - first.memory, last.calls - first.calls
+    seen(
+        f"{last.calls} calls, {last.calls // CALLS_A_PUSH} pushes: {last.memory >> 20} MiB, {grown / 1024 / more:.1f} KiB a "
+        f"call more than after {first.calls}; {last.files - first.files} files, {last.threads - first.threads} threads more"
+    )
+    assert grown < KEPT_ONCE + GROWTH_A_CALL * more, marks
+    assert last.files <= first.files + 4 and last.threads <= first.threads + 4, marks
