@@ -18,8 +18,8 @@ from support.rollout_servers import RunningServer, load_served, payload, request
 
 MINUTES = float(os.environ.get("COORDEXP_LONG_LIFE_MINUTES", "4"))
 CALLS_A_PUSH = 10
-# A server of a tiny model answers about as many calls in an hour as one of a large model in days. What is left over from
-# each call would add up; what allocators keep once does not.
+# A server of a tiny model answers as many calls in an hour as one of a large model in days. What is left over from each
+# call would add up; what allocators keep once does not.
 GROWTH_A_CALL = 16 << 10
 KEPT_ONCE = 24 << 20
 
@@ -75,8 +75,9 @@ def test_calls_and_pushes_without_end_leave_nothing_behind(
     client.close()
     grown, more = last.memory - first.memory, last.calls - first.calls
     seen(
-        f"{last.calls} calls, {last.calls // CALLS_A_PUSH} pushes: {last.memory >> 20} MiB, {grown / 1024 / more:.1f} KiB a "
-        f"call more than after {first.calls}; {last.files - first.files} files, {last.threads - first.threads} threads more"
+        f"{last.calls} calls, {last.calls // CALLS_A_PUSH} pushes: {last.memory >> 20} MiB; since call {first.calls} "
+        f"{grown / 1024 / more:.1f} KiB a call more, {last.files - first.files} files, "
+        f"{last.threads - first.threads} threads"
     )
     assert grown < KEPT_ONCE + GROWTH_A_CALL * more, marks
     assert last.files <= first.files + 4 and last.threads <= first.threads + 4, marks

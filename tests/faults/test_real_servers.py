@@ -46,7 +46,7 @@ def behind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
     folder = tmp_path_factory.mktemp("server")
     swift = request.param == "swift rollout"
-    config = server_config(folder, **({"launch": {"server": "swift", "wait_s": 240.0}} if swift else {}))
+    config = server_config(folder) | ({"launch": {"server": "swift", "wait_s": 240.0}} if swift else {})
     with (swift_rollout if swift else serving)(folder, config) as server, lying_proxy(server.base_url) as proxy:
         entry = {"base_url": proxy.url, "group_port": server.group_port}
         keys: dict[str, Any] = server_keys(config) | {
@@ -58,11 +58,13 @@ def behind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         }  # fmt: skip
         trainer, _ = build_trainer(check_run(vllm_config(folder, **keys)), Console(quiet=True))
         # Images that ms-swift leaves at their size.
-        samples = [trainer.train_dataset[index] for index in range(12)]
+        dataset: Any = trainer.train_dataset
+        samples = [dataset[index] for index in range(12)]
         requests = [sample.request for sample in samples if sample.record.width >= 64][:3]
-        made = Behind(trainer._eval_backend, proxy, requests, [0])
-        yield made
-        made.backend.close()
+        backend = trainer._eval_backend
+        assert isinstance(backend, ServerBackend)
+        yield Behind(backend, proxy, requests, [0])
+        backend.close()
 
 
 @pytest.fixture(autouse=True)

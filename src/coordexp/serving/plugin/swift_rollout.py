@@ -76,7 +76,7 @@ class CoordExpVllmEngine(GRPOVllmEngine):
         check_guard(workers, self._guard)
         check_known_tokens(workers)
 
-    def infer(self, infer_requests: Sequence[Any], *args: Any, **kwargs: Any) -> list[RolloutOutput]:
+    def infer(self, infer_requests: list[Any], *args: Any, **kwargs: Any) -> list[RolloutOutput]:
         """ms-swift's answers, each in an envelope that says which weights answered which request, and whether the guard
         ended it."""
         outputs = super().infer(infer_requests, *args, **kwargs)
