@@ -32,14 +32,14 @@ VALUES: tuple[Any, ...] = (
 NAMES = (
     *("infer_requests", "request_config", "messages", "images", "role", "content", "seed", "max_tokens", "temperature"),
     *("top_k", "stop", "uuid", "host", "port", "world_size", "first_rank", "timeout_s", "token", "metadatas", "name"),
-    *("dtype", "shape", "peft_config", "weight_version", "learner_id", "wants_checksum", "x"),
+    *("dtype", "shape", "peft_config", "weight_version", "learner_id", "wants_checksum", "data_dict", "x"),
 )
 
 
 class Engines(SimpleNamespace):
     """One engine that answers at once, and whose worker takes nothing."""
 
-    async def answer(self, prompt: Any, sampling: Any, adapted: bool) -> Completion:
+    async def answer(self, prompt: Any, sampling: Any, adapted: bool, names: Any) -> Completion:
         return Completion("id", (1, 2), (3,), "a", "stop")
 
     async def pop_triggers(self, ids: Any) -> dict[str, Any]:
@@ -62,7 +62,12 @@ def application() -> Any:
         push_wait_s=0.2, api_key=TOKEN, host="127.0.0.1", engine={}, group_port=5, model="model"
     )
     engines: Any = Engines(
-        engines=[], world_size=1, guarded=False, tensor_parallel_size=1, is_answering=lambda _: False
+        engines=[],
+        world_size=1,
+        guarded=False,
+        closed_names=False,
+        tensor_parallel_size=1,
+        is_answering=lambda _: False,
     )
     prompts: Any = SimpleNamespace(build=lambda request: {"prompt": "p"})
     return build_app(RolloutServer(options, engines, prompts))
@@ -89,6 +94,20 @@ def body(draw: random.Random) -> bytes:
         place[draw.choice(NAMES)] = value(draw)
     encoded = json.dumps(whole).encode()
     return encoded[: draw.randint(0, len(encoded))] if draw.random() < 0.1 else encoded
+
+
+@pytest.mark.parametrize(("names", "status"), [(["cat"], 400), (["cat", ""], 400), ([], 200)])
+def test_a_server_that_would_ignore_a_closed_list_of_names_refuses_it(names: list[str], status: int) -> None:
+    request = {"messages": [{"role": "user", "content": "a"}], "data_dict": {"coordexp_names": names}}
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+
+    async def ask() -> httpx.Response:
+        transport = httpx.ASGITransport(application())
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            return await client.post("/infer/", headers=headers, json={"infer_requests": [request]})
+
+    reply = asyncio.run(ask())
+    assert reply.status_code == status and (status == 200 or "names" in reply.text)
 
 
 @pytest.mark.parametrize("seed", range(12), ids=lambda seed: f"{REQUESTS} requests, seed {seed}")

@@ -26,10 +26,12 @@ from coordexp.data.scenes import SPARSE, write_scenes
 from coordexp.evaluation import ImageAnswer, read_answers
 from support.cli_runs import run_cli, write_run
 from support.rollout_servers import server_config, serving, serving_environment
+from support.swift_servers import swift_rollout
 from support.vllm_runs import COLOCATED, server_keys
 
 DEMO = asset("checkpoints/demo-stage1")
 IMAGES = 8
+NAMES = ["red circle", "yellow triangle", "blue square"]
 DEADLINE_S = 200.0
 SCORED_ALIKE = 1e-4
 KEYS: dict[str, Any] = {
@@ -106,8 +108,7 @@ def test_a_detector(own: Own) -> None:
 
 
 def test_a_closed_list_of_names_holds_in_both_engines(own: Own) -> None:
-    names = ["red circle", "yellow triangle", "blue square"]
-    given: dict[str, Any] = {"prompt": KEYS["template__prompt"], "max_new_tokens": 128, "classes": names}
+    given: dict[str, Any] = {"prompt": KEYS["template__prompt"], "max_new_tokens": 128, "classes": NAMES}
     images = sorted((own.folder / "images").rglob("*.png"))[:4]
     found = {}
     for backend in ("hf", "vllm"):
@@ -116,7 +117,28 @@ def test_a_closed_list_of_names_holds_in_both_engines(own: Own) -> None:
     assert [one.text for one in found["vllm"]] == [one.text for one in found["hf"]]
     said = {name for one in found["vllm"] for name in one.names}
     free = {obj.desc for one in own.answers[:4] for obj in one.pred}
-    assert said and said <= set(names) and not free <= set(names)
+    assert said and said <= set(NAMES) and not free <= set(NAMES)
+
+
+@pytest.mark.parametrize("program", ["coordexp", "swift"])
+def test_a_closed_list_of_names_holds_in_servers(
+    own: Own, tmp_path: Path, capsys: pytest.CaptureFixture[str], program: str
+) -> None:
+    """Word for word as by transformers; a call without a list is free beside it."""
+    started = serving if program == "coordexp" else swift_rollout
+    closed: dict[str, Any] = {"rollout_matching__vllm__server__closed_names": True}
+    config = server_config(tmp_path, 1, DEMO, launch={"server": program, "wait_s": 240.0}, **KEYS | closed)
+    asked = ("--classes", ",".join(NAMES), "--limit", 4, "--output")
+    assert run_cli(capsys, "predict", own.run(), own.data, *asked, tmp_path / "hf").code == 0
+    run = own.run(**server_keys(config))
+    with started(tmp_path / "server", config):
+        done = run_cli(capsys, "predict", run, own.data, *asked, tmp_path / "listed")
+        assert done.code == 0, done.err
+        assert run_cli(capsys, "predict", run, own.data, "--output", tmp_path / "free").code == 0
+    assert_same(read_answers(tmp_path / "listed"), read_answers(tmp_path / "hf"))
+    said = {obj.desc for answer in read_answers(tmp_path / "listed") for obj in answer.pred}
+    assert said and said <= set(NAMES)
+    assert_same(read_answers(tmp_path / "free"), own.answers)
 
 
 def test_servers_and_a_learner_that_is_killed(own: Own, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

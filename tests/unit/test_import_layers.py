@@ -38,7 +38,7 @@ LAYERS: dict[str, int] = {
 # serving/plugin runs inside somebody else's process: it may use what is made for engine processes.
 PLUGIN_MAY_IMPORT = (
     *("coordexp.serving.plugin", "coordexp.vllm_engine", "coordexp.weight_sync"),
-    *("coordexp.rollouts.repeat_guard", "coordexp.errors"),
+    *("coordexp.rollouts.repeat_guard", "coordexp.rollouts.closed_names", "coordexp.errors"),
 )
 
 HEAVY = ("torch", "transformers", "vllm", "torchvision", "accelerate", "peft", "swift")

@@ -39,6 +39,11 @@ class ServerConfig(StrictModel):
         default="path", description="send an image as its path, for servers that see the same files, or as its bytes"
     )
     retries: int = Field(default=1, ge=0, description="further attempts after a request that failed; each is counted")
+    closed_names: bool = Field(
+        default=False,
+        description="servers take a closed list of class names with a request (--classes); without vLLM's "
+        "asynchronous scheduling",
+    )
 
 
 class SyncConfig(StrictModel):

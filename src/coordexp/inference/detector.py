@@ -70,7 +70,7 @@ class Detector:
         asking = Asking(backend, batch_size, max_new_tokens, prompt, dtype, device == "cpu", seed)
         config = asking_config(model, asking)
         rollout = resolved_rollout(config)
-        check_backend(rollout)
+        check_backend(rollout, bool(classes))
         self._seed = seed
         self._scores = scores
         self._batch_size = batch_size

@@ -47,9 +47,14 @@ class EvaluationResult:
 
 
 def check_evaluation(
-    config: RunConfig, model: str | Path | None = None, data: str | Path | None = None, limit: int | None = None
+    config: RunConfig,
+    model: str | Path | None = None,
+    data: str | Path | None = None,
+    limit: int | None = None,
+    classes: Sequence[str] = (),
 ) -> CheckedEvaluation:
-    """Read the dataset, the tokenizer and the backend's name; None stands for what ``config`` says.
+    """Read the dataset, the tokenizer and the backend's name; None stands for what ``config`` says. ``classes``: the
+    only descriptions that answers may hold.
 
     Raises:
         ConfigError, DataError, CheckpointError, VocabError.
@@ -57,7 +62,7 @@ def check_evaluation(
     from coordexp.modeling.load import load_vocab
 
     rollout = resolved_rollout(config)
-    check_backend(rollout)
+    check_backend(rollout, bool(classes))
     jsonl = data or config.custom.val_jsonl
     if jsonl is None:
         raise ConfigError("custom.val_jsonl: null, so there is nothing to evaluate on; give a file there or by --data")
@@ -92,7 +97,7 @@ def run_evaluation(
     answers may hold. Under torchrun the images are shared out
     over the ranks.
     """
-    checked = check_evaluation(config, model, data, limit)
+    checked = check_evaluation(config, model, data, limit, classes)
     folder = output or Path(config.training.output_dir) / "evaluation"
     options = EvaluationOptions.from_config(checked.rollout.eval_detection)
     options = replace(options, coco=True, constant_score=constant_score, segm=segm or options.segm)

@@ -75,7 +75,7 @@ def run_prediction(
     from coordexp.modeling.load import load_vocab
 
     rollout = resolved_rollout(config)
-    check_backend(rollout)
+    check_backend(rollout, bool(classes))
     sources = [source] if isinstance(source, Path) else list(source)
     found = find_images(sources, limit=limit, skip_broken=skip_broken)
     path = Path(model or config.model.model)

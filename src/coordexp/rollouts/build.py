@@ -12,7 +12,7 @@ from typing import Any
 from coordexp import distributed
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.coords import CoordVocab
-from coordexp.errors import ConfigError, MissingDependency, RolloutError
+from coordexp.errors import MissingDependency, RolloutError
 from coordexp.rollouts.backend import DecodingOptions, RolloutBackend, WeightSource
 
 
@@ -45,8 +45,9 @@ def decoding_options(config: RolloutMatchingConfig) -> DecodingOptions:
     )
 
 
-def check_backend(config: RolloutMatchingConfig) -> None:
-    """Refuse a backend that cannot run here, before anything is loaded.
+def check_backend(config: RolloutMatchingConfig, closed_names: bool = False) -> None:
+    """Refuse a backend that cannot run here, before anything is loaded. ``closed_names``: answers will be held to a
+    closed list of class names.
 
     Raises:
         MissingDependency: vLLM is not installed. RolloutError, ConfigError: servers that do not answer, or are too few;
@@ -69,7 +70,7 @@ def check_backend(config: RolloutMatchingConfig) -> None:
         return
     from coordexp.servers.fleet import check_servers
 
-    check_servers(config, distributed.world_size())
+    check_servers(config, distributed.world_size(), closed_names)
 
 
 def build_backend(config: RolloutMatchingConfig, learner: LearnerParts, names: Sequence[str] = ()) -> RolloutBackend:
@@ -77,9 +78,6 @@ def build_backend(config: RolloutMatchingConfig, learner: LearnerParts, names: S
 
     ``config``: the section with nothing left open, as :func:`coordexp.config.resolved_rollout` gives it. ``names``: a
     closed list of descriptions, empty for any.
-
-    Raises:
-        ConfigError: ``names`` for servers, which take no such list.
     """
     options = decoding_options(config)
     if config.rollout_backend == "hf":
@@ -95,14 +93,9 @@ def build_backend(config: RolloutMatchingConfig, learner: LearnerParts, names: S
             names,
         )
     if config.vllm.mode == "server":
-        if names:
-            raise ConfigError(
-                "rollout_matching.vllm.mode: server: servers take no closed list of class names; write mode: colocate, "
-                "or rollout_backend: hf"
-            )
         from coordexp.servers.backend import ServerBackend
 
-        return ServerBackend.connect(config, learner.vocab, learner.weights, options, learner.open_image)
+        return ServerBackend.connect(config, learner.vocab, learner.weights, options, learner.open_image, names)
     from coordexp.vllm_engine.colocated import ColocatedBackend
 
     return ColocatedBackend(

@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -168,6 +168,12 @@ def _unless_named(place: Place) -> Place | None:
 
 def _ids(found: Iterator[int]) -> np.ndarray:
     return np.array(sorted(set(found)), dtype=np.int64)
+
+
+def are_names(given: Any) -> bool:
+    """Whether ``given``, which may be anything that JSON holds, is a list of names, perhaps an empty one."""
+    texts = isinstance(given, list) and all(isinstance(name, str) and name.strip() for name in given)
+    return texts and not any("\ud800" <= char <= "\udfff" for name in given for char in name)  # halves of characters
 
 
 def first_mistake(answer: Sequence[int], rule: ClosedNames) -> int | None:

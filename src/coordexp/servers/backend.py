@@ -24,7 +24,7 @@ from coordexp.records import Rollout, RolloutRequest
 from coordexp.rollouts.backend import DecodingOptions, IndexedRollout, RolloutRound, Seeds, WeightSource
 from coordexp.rollouts.chunking import Call, Post, chunk_size, plan_calls, plan_posts, server_slots
 from coordexp.servers.client import ENGINE_STILL, ServerClient
-from coordexp.servers.fleet import make_clients, world_sizes
+from coordexp.servers.fleet import check_names, make_clients, world_sizes
 from coordexp.servers.in_flight import in_flight
 from coordexp.servers.protocol import infer_payload, read_answer
 from coordexp.weight_sync.policy import DrainedWeights
@@ -52,7 +52,9 @@ class ServerBackend:
         vocab: CoordVocab,
         options: DecodingOptions,
         open_image: Callable[[Path], Any],
+        names: Sequence[str] = (),
     ) -> None:
+        """``names``: the closed list of descriptions; empty for any."""
         server = config.vllm.server
         assert server is not None, "the schema requires servers for mode: server"
         self._clients = tuple(clients)
@@ -61,6 +63,7 @@ class ServerBackend:
         self._vocab = vocab
         self._options = options
         self._open_image = open_image
+        self._names = tuple(names)
         self._images: Literal["path", "base64"] = server.images
         self._retries = server.retries
         self._timeout_s = server.timeout_s
@@ -75,7 +78,11 @@ class ServerBackend:
         self._fallbacks: list[str] = []
         self._calls: list[dict[str, Any]] = []
         self._heard_at: dict[int, float] = {}
-        said = [client.status() or {} for client in clients]
+        told = [client.status() for client in clients]
+        if self._names:
+            for client, status in zip(self._clients, told, strict=True):
+                check_names(client, status)
+        said = [status or {} for status in told]
         ours = frozenset(index for index, status in enumerate(said) if status.get("server") == "coordexp serve")
         # ms-swift without our plugin says nothing while it decodes, not even that it is healthy: its silence has no
         # meaning.
@@ -99,13 +106,14 @@ class ServerBackend:
         weights: WeightSource,
         options: DecodingOptions,
         open_image: Callable[[Path], Any],
+        names: Sequence[str] = (),
     ) -> ServerBackend:
         """Find the servers; groups for weights are opened by the first push."""
         from coordexp.servers.sync import WeightSync
 
         clients, drained = make_clients(config), DrainedWeights(weights)
         weight_sync = WeightSync(clients, drained, config.vllm.sync)
-        return cls(clients, weight_sync, drained, config, vocab, options, open_image)
+        return cls(clients, weight_sync, drained, config, vocab, options, open_image, names)
 
     def generate(self, requests: Sequence[RolloutRequest], seeds: Seeds) -> list[Rollout]:
         """One round, as :meth:`generate_window` answers it."""
@@ -245,6 +253,7 @@ class ServerBackend:
             self._images,
             self._open_image,
             tagged=post.server in self._strict,
+            names=self._names,
         )
         attempt = 0
         while True:

@@ -11,6 +11,7 @@ from coordexp.config.rollout import RepeatTerminateConfig, RolloutMatchingConfig
 from coordexp.errors import ConfigError, MissingDependency, RolloutError
 from coordexp.rollouts.chunking import chunk_size
 from coordexp.servers.client import ServerClient, api_key_from_environment
+from coordexp.vllm_engine.arguments import NAMES_ENABLE, NAMES_STATUS
 from coordexp.vllm_engine.guard_activation import ACTIVATION_PATH, check_guard
 
 
@@ -31,12 +32,16 @@ def make_clients(config: RolloutMatchingConfig) -> tuple[ServerClient, ...]:
     )
 
 
-def check_servers(config: RolloutMatchingConfig, learner_world_size: int) -> None:
+def check_servers(config: RolloutMatchingConfig, learner_world_size: int, closed_names: bool = False) -> None:
     """Wait until every server is up, and refuse what cannot work: before any model is loaded.
 
+    Args:
+        closed_names: answers will be held to a closed list of class names.
+
     Raises:
-        RolloutError: a server does not answer within ``server.timeout_s``. ConfigError: too few devices for the ranks,
-            or one that server and learner would share. MissingDependency: weights could not be pushed to GPUs.
+        RolloutError: a server does not answer within ``server.timeout_s``, or takes no such list. ConfigError: too few
+            devices for the ranks, or one that server and learner would share. MissingDependency: weights could not be
+            pushed to GPUs.
     """
     clients = make_clients(config)
     try:
@@ -44,6 +49,8 @@ def check_servers(config: RolloutMatchingConfig, learner_world_size: int) -> Non
         for client in clients:
             status = client.status()
             _check_guard(client, status, config.repeat_terminate)
+            if closed_names:
+                check_names(client, status)
             if status is not None:
                 _check_devices(client, status["workers"])
     finally:
@@ -101,4 +108,18 @@ def _check_guard(client: ServerClient, status: Mapping[str, Any] | None, wanted:
         raise RolloutError(
             f"{client.base_url}: rollout_matching.repeat_terminate is enabled, and this server has no /status/ to say "
             f"whether it guards its answers; it is activated by {ACTIVATION_PATH}"
+        )
+
+
+def check_names(client: ServerClient, status: Mapping[str, Any] | None) -> None:
+    """Raises RolloutError where a server takes no closed list of class names: it would ignore one silently.
+
+    ``status``: what it says of itself; None for a server that says nothing.
+    """
+    workers = [] if status is None else status["workers"]
+    if not workers or not all(one.get(NAMES_STATUS) for one in workers):
+        raise RolloutError(
+            f"{client.base_url}: this server would not hold descriptions to the list of class names; start it with "
+            f"rollout_matching.vllm.server.closed_names: true (swift rollout: {NAMES_ENABLE}=1 and CoordExp's plugin), "
+            "or write rollout_backend: hf, or vllm.mode: colocate"
         )

@@ -13,6 +13,7 @@ from coordexp.errors import RolloutError
 from coordexp.records import Rollout, RolloutRequest
 from coordexp.rollouts.answer_tokens import answer_tokens
 from coordexp.rollouts.backend import DecodingOptions
+from coordexp.vllm_engine.arguments import NAMES_KEY
 from coordexp.weight_sync.stamp import WeightStamp
 
 IMAGE_MARK = "<image>"
@@ -30,15 +31,18 @@ def infer_payload(
     images: Literal["path", "base64"],
     open_image: Callable[[Path], Any],
     tagged: bool = False,
+    names: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The body of one ``/infer/`` call; JSON can hold it.
 
     ``images: base64`` sends the pixels that the learner's own encoder saw, upright, as PNG.
     ``tagged``: each request carries its place, which ``coordexp serve`` says again beside the answer.
+    ``names``: the only descriptions that answers may hold; empty for any.
     """
+    listed = {"data_dict": {NAMES_KEY: list(names)}} if names else {}
     return {
         "infer_requests": [
-            {**_infer_request(request, images, open_image), **({"uuid": str(place)} if tagged else {})}
+            {**_infer_request(request, images, open_image), **listed, **({"uuid": str(place)} if tagged else {})}
             for place, request in enumerate(requests)
         ],
         "request_config": {

@@ -18,6 +18,8 @@ from coordexp.vllm_engine.guard_activation import GUARD_PROCESSOR, activation_en
 EXTENSION = "coordexp.vllm_engine.worker.WeightSyncExtension"
 NAMES_PROCESSOR = "coordexp.vllm_engine.names_processor:ClosedNamesProcessor"
 NAMES_KEY = "coordexp_names"  # of a request's SamplingParams.extra_args: its closed list of class names
+NAMES_ENABLE = "COORDEXP_ENABLE_VLLM_CLOSED_NAMES"  # 1: engines of swift rollout take such lists
+NAMES_STATUS = "closed_names"  # of each worker in a server's /status/: whether it really does
 KNOWN_TOKENS_PROCESSOR = "coordexp.vllm_engine.known_tokens:KnownTokensProcessor"
 
 

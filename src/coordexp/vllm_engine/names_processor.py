@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.sample.logits_processor import BatchUpdate
 
+_KEPT = 8  # rules of as many lists; each holds the vocabulary's bytes in order
+
 
 @dataclass(slots=True)
 class _Row:
@@ -62,6 +64,8 @@ class ClosedNamesProcessor(LogitsProcessor):
         if not names:
             return None
         if names not in self._rules:
+            if len(self._rules) >= _KEPT:
+                self._rules.pop(next(iter(self._rules)))  # rows that still follow it hold it themselves
             self._rules[names] = ClosedNames(names, self._vocab.pieces, self._vocab.eos_id)
         return _Row(self._rules[names], answer)
 
@@ -89,6 +93,6 @@ def check_names(workers: Sequence[Mapping[str, Any]] | Sequence[bool]) -> None:
     """Raises RolloutError where a worker dropped the processor: its descriptions would be anything."""
     if not all(workers):
         raise RolloutError(
-            f"the engine dropped the logits processor {NAMES_PROCESSOR}, so its descriptions would not be held to "
+            f"an engine dropped the logits processor {NAMES_PROCESSOR}, so its descriptions would not be held to "
             "the list of class names; install a tested version of vLLM, and set no other model runner"
         )

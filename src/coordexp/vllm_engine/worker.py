@@ -18,10 +18,12 @@ from typing import Any
 import torch
 
 from coordexp.errors import RolloutError
+from coordexp.vllm_engine.arguments import NAMES_STATUS
 from coordexp.vllm_engine.cpu import DIE_WITH_PARENT, keep_weights_loadable, wait_asleep
 from coordexp.vllm_engine.guard_processor import guard_of_worker, guard_report
 from coordexp.vllm_engine.known_tokens import num_known_tokens, num_sampled_tokens
 from coordexp.vllm_engine.lifetime import die_with_owner
+from coordexp.vllm_engine.names_processor import holds_names
 from coordexp.weight_sync.group import GroupAddress
 from coordexp.weight_sync.receiver import WeightReceiver, recorded
 
@@ -157,6 +159,7 @@ class WeightSyncExtension:
             "model_runner": f"{runner.__module__}.{runner.__name__}",
             "repeat_terminate": guard_report(self),
             "num_known_tokens": num_known_tokens(self),
+            NAMES_STATUS: holds_names(self),
         }
 
     def coordexp_pop_triggers(self, request_ids: Sequence[str]) -> dict[str, dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import fields
 from typing import Any
 
@@ -13,7 +14,7 @@ from coordexp.config import parse_config, resolved_rollout
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.coords import TURN_END
 from coordexp.data.images import open_rgb
-from coordexp.errors import ConfigError, MissingDependency, RolloutError
+from coordexp.errors import MissingDependency, RolloutError
 from coordexp.inference.asking import Asking, asking_config
 from coordexp.modeling.load import LoadedModel
 from coordexp.modeling.weights import LearnerWeights
@@ -23,10 +24,12 @@ from coordexp.rollouts import DecodingOptions, RolloutBackend, SeedContext, buil
 from coordexp.rollouts.build import LearnerParts, decoding_options
 from coordexp.rollouts.hf import HFBackend
 from coordexp.rollouts.seeds import request_seed
-from coordexp.vllm_engine.arguments import KNOWN_TOKENS_PROCESSOR, NAMES_PROCESSOR
+from coordexp.servers.fleet import check_servers
+from coordexp.vllm_engine.arguments import KNOWN_TOKENS_PROCESSOR, NAMES_PROCESSOR, NAMES_STATUS
 from coordexp.vllm_engine.colocated import ColocatedBackend
 from coordexp.vllm_engine.guard_activation import GUARD_PROCESSOR
 from support.config_samples import stage2
+from support.fake_rollout_server import FakeRolloutServer
 from support.settings import decoding
 from support.tiny_run import InMemoryBackend, load_tiny, tiny_checkpoint, tiny_samples
 
@@ -102,18 +105,31 @@ def test_an_engine_that_would_wait_for_processes_nobody_started_is_refused() -> 
         check_backend(section(rollout_backend="vllm", vllm={"tensor_parallel_size": 4}))
 
 
-def test_a_closed_list_of_names_goes_before_the_guard_and_not_to_servers(loaded: LoadedModel) -> None:
+def test_a_closed_list_of_names_goes_before_the_guard(loaded: LoadedModel) -> None:
     guarded = resolved(rollout_backend="vllm", repeat_terminate={"enabled": True})
     backend = build_backend(guarded, parts(loaded), ["cat"])
     assert isinstance(backend, ColocatedBackend)
     arguments = backend.engine_spec.arguments()
     assert arguments["logits_processors"] == [KNOWN_TOKENS_PROCESSOR, NAMES_PROCESSOR, GUARD_PROCESSOR]
     assert arguments["async_scheduling"] is False
-    servers = {"servers": [{"base_url": "http://a:8000", "group_port": 51216}]}
-    with pytest.raises(ConfigError, match="servers take no closed list of class names"):
-        build_backend(
-            resolved(rollout_backend="vllm", vllm={"mode": "server", "server": servers}), parts(loaded), ["cat"]
-        )
+
+
+@pytest.mark.parametrize(
+    ("workers", "refused"),
+    [([True, True], False), ([True, False], True), ([None], True), (None, True)],
+)
+def test_servers_that_would_ignore_a_closed_list_are_refused(
+    loaded: LoadedModel, workers: list[bool | None] | None, refused: bool
+) -> None:
+    """Before a model is loaded, and where the backend is built; ``workers``: None is a server without /status/."""
+    says = None if workers is None else {"workers": [{} if one is None else {NAMES_STATUS: one} for one in workers]}
+    with FakeRolloutServer(world_size=2, status=says) as server:
+        entry = {"base_url": server.url, "group_port": 51216}
+        config = resolved(rollout_backend="vllm", vllm={"mode": "server", "server": {"servers": [entry]}})
+        with pytest.raises(RolloutError, match="closed_names: true") if refused else nullcontext():
+            check_servers(config, 1, closed_names=True)
+        with pytest.raises(RolloutError, match="closed_names: true") if refused else nullcontext():
+            build_backend(config, parts(loaded), ["cat"])
 
 
 def test_a_detector_has_an_engine_for_each_process() -> None:

@@ -15,6 +15,7 @@ from coordexp.data.images import open_rgb
 from coordexp.serving.serve import requests
 from coordexp.serving.serve.requests import InferRequest, PromptBuilder, RequestConfig, open_image
 from coordexp.serving.serve.weight_lock import RequestRefused
+from coordexp.vllm_engine.arguments import NAMES_KEY
 
 
 class FakeProcessor:
@@ -147,3 +148,22 @@ def test_everything_that_ms_swift_sends_by_default_is_taken() -> None:
 
     RequestConfig(**asdict(swift.RequestConfig(max_tokens=5, seed=1, return_details=True)))
     InferRequest(**asdict(swift.RolloutInferRequest(messages=[user("<image>a")], images=["/a.png"])))
+
+
+@pytest.mark.parametrize(
+    ("data", "names"),
+    [
+        ({}, ()),
+        ({"other": 1}, ()),
+        ({NAMES_KEY: []}, ()),
+        ({NAMES_KEY: ["cat", "red cup"]}, ("cat", "red cup")),
+    ],
+)
+def test_a_request_may_bring_a_closed_list_of_names(data: dict[str, Any], names: tuple[str, ...]) -> None:
+    assert InferRequest(messages=[user("a")], data_dict=data).closed_names() == names
+
+
+@pytest.mark.parametrize("names", ["cat", ["cat", " "], ["cat", 1], ["\ud800"], {"cat": 1}, 3])
+def test_names_that_are_none_are_refused_before_the_engine_sees_them(names: Any) -> None:
+    with pytest.raises(RequestRefused, match="must be a list of names"):
+        InferRequest(messages=[user("a")], data_dict={NAMES_KEY: names}).closed_names()

@@ -13,6 +13,7 @@ from coordexp.config import RunConfig
 from coordexp.config.vllm import ServerEntry
 from coordexp.errors import ConfigError
 from coordexp.serving.serve.options import ServeOptions, serve_options
+from coordexp.vllm_engine.arguments import NAMES_ENABLE
 from coordexp.vllm_engine.cpu import DIE_WITH_PARENT, SERVER_API_KEY, engine_environment
 from coordexp.vllm_engine.guard_activation import (
     CONFIG_JSON,
@@ -24,7 +25,7 @@ from coordexp.vllm_engine.guard_activation import (
 LOOPBACK = "127.0.0.1"
 PLUGIN = Path(__file__).parents[1] / "plugin" / "coordexp_rollout_plugin.py"
 # The guard belongs to servers: what a shell exports must not reach the learner.
-SERVER_ONLY = (ENABLE, CONFIG_JSON, CONFIG_JSON_PATH, SERVER_API_KEY)
+SERVER_ONLY = (ENABLE, CONFIG_JSON, CONFIG_JSON_PATH, NAMES_ENABLE, SERVER_API_KEY)
 SWIFT_MODEL_TYPE = "qwen3_vl"  # the one that learners train; called the same in transformers and ms-swift
 _SWIFT_ENGINE_KEYS = ("max_num_batched_tokens", "kv_cache_dtype", "cpu_offload_gb", "mm_encoder_tp_mode")
 
@@ -221,6 +222,7 @@ def _server_process(
     environment = {
         **engine_environment({}, gpu=bool(devices)),
         **activation_environment(rollout.repeat_terminate),
+        **({NAMES_ENABLE: "1"} if rollout.vllm.server.closed_names else {}),
         **_visible(devices),
         DIE_WITH_PARENT: "1",
     }

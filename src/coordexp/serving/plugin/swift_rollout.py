@@ -23,10 +23,20 @@ from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest, Roll
 from swift.pipelines.infer import rollout as swift_rollout
 
 from coordexp.errors import RolloutError
+from coordexp.rollouts.closed_names import are_names
 from coordexp.serving.plugin.swift_progress import OneAtATime, ProgressPage, noted
 from coordexp.serving.plugin.swift_seeds import seeded_by_place
 from coordexp.vllm_engine import worker
-from coordexp.vllm_engine.arguments import EXTENSION, KNOWN_TOKENS_PROCESSOR, with_guard
+from coordexp.vllm_engine.arguments import (
+    EXTENSION,
+    KNOWN_TOKENS_PROCESSOR,
+    NAMES_ENABLE,
+    NAMES_KEY,
+    NAMES_PROCESSOR,
+    NAMES_STATUS,
+    with_guard,
+    with_processor,
+)
 from coordexp.vllm_engine.compatibility import SWIFT_ROLLOUT, check_upstream, versions
 from coordexp.vllm_engine.cpu import (
     CPU_EXECUTOR,
@@ -62,9 +72,13 @@ class CoordExpVllmEngine(GRPOVllmEngine):
             )
         self._guard = activated_config(os.environ)
         self._stamp = WeightStamp()
+        self._takes_names = os.environ.get(NAMES_ENABLE) == "1"
+        self._names: list[str] = []  # of the call under way
         engine_kwargs = dict(engine_kwargs or {})
         engine_kwargs["worker_extension_cls"] = EXTENSION
         engine_kwargs["logits_processors"] = [*(engine_kwargs.get("logits_processors") or []), KNOWN_TOKENS_PROCESSOR]
+        if self._takes_names:
+            engine_kwargs = with_processor(engine_kwargs, NAMES_PROCESSOR)
         if self._guard is not None:
             engine_kwargs = with_guard(engine_kwargs)
         if not has_gpu():
@@ -75,10 +89,15 @@ class CoordExpVllmEngine(GRPOVllmEngine):
         workers = self.coordexp_status()
         check_guard(workers, self._guard)
         check_known_tokens(workers)
+        if self._takes_names:
+            from coordexp.vllm_engine.names_processor import check_names
+
+            check_names([bool(one[NAMES_STATUS]) for one in workers])
 
     def infer(self, infer_requests: list[Any], *args: Any, **kwargs: Any) -> list[RolloutOutput]:
         """ms-swift's answers, each in an envelope that says which weights answered which request, and whether the guard
         ended it."""
+        self._names = self._names_of(infer_requests)
         outputs = super().infer(infer_requests, *args, **kwargs)
         ids = [str(one.response.id) for one in outputs]
         ended: set[str] = set()
@@ -113,8 +132,19 @@ class CoordExpVllmEngine(GRPOVllmEngine):
         return outcome
 
     def _add_request(self, inputs: Any, generation_config: Any, request_id: str, adapter_request: Any = None) -> Any:
-        generation_config.extra_args = {**(generation_config.extra_args or {}), REQUEST_KEY: str(request_id)}
+        names = {NAMES_KEY: self._names} if self._names else {}
+        generation_config.extra_args = {**(generation_config.extra_args or {}), REQUEST_KEY: str(request_id), **names}
         return super()._add_request(inputs, generation_config, request_id, adapter_request=adapter_request)
+
+    def _names_of(self, infer_requests: Sequence[Any]) -> list[str]:
+        """The closed list of class names that a call's requests bring, all of them the same one; empty for any."""
+        brought = [_data_of(request).get(NAMES_KEY) or [] for request in infer_requests]
+        first = brought[0] if brought else []
+        if not are_names(first) or any(one != first for one in brought):
+            raise RolloutError(f"data_dict.{NAMES_KEY} must be a list of names, none empty, the same in all requests")
+        if first and not self._takes_names:
+            raise RolloutError(f"this server takes no closed list of class names; start it with {NAMES_ENABLE}=1")
+        return list(first)
 
     def _get_grpo_lora_request(self, adapter_request: Any = None) -> Any:
         """The adapter that was pushed last, if one is loaded; ms-swift looks for one of its own number."""
@@ -143,6 +173,10 @@ class CoordExpVllmEngine(GRPOVllmEngine):
 def _uuid(request: Any) -> str | None:
     """A request's name for itself, in either form that ms-swift hands to its engines."""
     return request.get("uuid") if isinstance(request, dict) else getattr(request, "uuid", None)
+
+
+def _data_of(request: Any) -> dict[str, Any]:
+    return (request.get("data_dict") if isinstance(request, dict) else request.data_dict) or {}
 
 
 def _outcome(act: Callable[[], Any]) -> dict[str, Any]:

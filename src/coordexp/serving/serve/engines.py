@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from coordexp.errors import RolloutError
 from coordexp.serving.serve.options import ServeOptions, device_groups
-from coordexp.vllm_engine.arguments import own_arguments
+from coordexp.vllm_engine.arguments import NAMES_KEY, NAMES_STATUS, own_arguments
 from coordexp.vllm_engine.cpu import CPU_EXECUTOR
 from coordexp.vllm_engine.guard_activation import REQUEST_KEY, activated_config, check_guard
 from coordexp.vllm_engine.known_tokens import check_known_tokens
@@ -42,6 +42,7 @@ class EngineGroup:
     engines: list[Any]
     tensor_parallel_size: int
     guarded: bool
+    closed_names: bool = False
     _num_answering: Counter[int] = field(default_factory=Counter)  # by engine
 
     @classmethod
@@ -54,10 +55,10 @@ class EngineGroup:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         guarded = activated_config(os.environ) is not None
-        arguments = {**options.engine, **own_arguments(options.model, guarded)}
+        arguments = {**options.engine, **own_arguments(options.model, guarded, options.closed_names)}
         if not gpu:
             arguments["distributed_executor_backend"] = CPU_EXECUTOR
-        group = cls([], options.tensor_parallel_size, guarded)
+        group = cls([], options.tensor_parallel_size, guarded, options.closed_names)
         devices = device_groups(options.data_parallel_size, options.tensor_parallel_size)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         try:
@@ -111,29 +112,36 @@ class EngineGroup:
                 raise RolloutError(answer[FAILURE])
         return [answer[RESULT] for answer in answers]
 
-    async def answer(self, prompt: Mapping[str, Any], sampling: Mapping[str, Any], adapted: bool) -> Completion:
+    async def answer(
+        self, prompt: Mapping[str, Any], sampling: Mapping[str, Any], adapted: bool, names: Sequence[str] = ()
+    ) -> Completion:
         """Generate one answer on the engine that has fewest to give; cancelling it aborts the request there.
+        ``names``: the only descriptions that it may hold; empty for any.
 
         Calls may hold a single request each, so requests are dealt out over all calls, not within each.
         """
         index = min(range(len(self.engines)), key=self._num_answering.__getitem__)
         self._num_answering[index] += 1
         try:
-            return await self._answer_on(self.engines[index], prompt, sampling, adapted)
+            return await self._answer_on(self.engines[index], prompt, sampling, adapted, names)
         finally:
             self._num_answering[index] -= 1
 
     async def _answer_on(
-        self, engine: Any, prompt: Mapping[str, Any], sampling: Mapping[str, Any], adapted: bool
+        self,
+        engine: Any,
+        prompt: Mapping[str, Any],
+        sampling: Mapping[str, Any],
+        adapted: bool,
+        names: Sequence[str],
     ) -> Completion:
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
         from vllm.sampling_params import RequestOutputKind
 
         request_id = uuid.uuid4().hex
-        parameters = SamplingParams(
-            **sampling, output_kind=RequestOutputKind.FINAL_ONLY, extra_args={REQUEST_KEY: request_id}
-        )
+        extra: dict[str, Any] = {REQUEST_KEY: request_id, **({NAMES_KEY: list(names)} if names else {})}
+        parameters = SamplingParams(**sampling, output_kind=RequestOutputKind.FINAL_ONLY, extra_args=extra)
         adapter = LoRARequest(ADAPTER_NAME, ADAPTER_ID, ADAPTER_PATH) if adapted else None
         final = None
         async for output in engine.generate(prompt, parameters, request_id, lora_request=adapter):
@@ -181,6 +189,10 @@ class EngineGroup:
         workers = await self.workers("coordexp_status")
         check_guard(workers, activated_config(os.environ))
         check_known_tokens(workers)
+        if self.closed_names:
+            from coordexp.vllm_engine.names_processor import check_names
+
+            check_names([bool(one[NAMES_STATUS]) for one in workers])
 
     def shutdown(self) -> None:
         """End every engine process; safe to call twice."""

@@ -30,6 +30,7 @@ class ServeOptions:
     max_images: int
     engine: Mapping[str, Any]
     push_wait_s: float
+    closed_names: bool = False
     api_key: str | None = field(default=None, repr=False)
 
     @property
@@ -76,6 +77,7 @@ def serve_options(config: RunConfig, index: int, data_parallel_size: int | None,
         max_images=vllm.limit_mm_per_prompt.image,
         engine=section_arguments(vllm),
         push_wait_s=vllm.sync.timeout_s,
+        closed_names=vllm.server.closed_names,
         api_key=api_key,
     )
 

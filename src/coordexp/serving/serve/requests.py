@@ -14,7 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from coordexp.data.images import open_rgb, rgb_from_bytes
 from coordexp.errors import DataError
+from coordexp.rollouts.closed_names import are_names
 from coordexp.serving.serve.weight_lock import RequestRefused
+from coordexp.vllm_engine.arguments import NAMES_KEY
 
 MAX_REQUESTS = 4096
 MAX_IMAGE_BYTES = 64 << 20
@@ -37,6 +39,17 @@ class InferRequest(BaseModel):
     uuid: str | None = None
     chat_template_kwargs: dict[str, Any] = Field(default={}, max_length=0)
     add_eos: bool | str | None = None
+
+    def closed_names(self) -> tuple[str, ...]:
+        """The only descriptions that the answer may hold; empty for any.
+
+        Raises:
+            RequestRefused: something else than names.
+        """
+        names = self.data_dict.get(NAMES_KEY, [])
+        if not are_names(names):
+            raise RequestRefused(400, f"data_dict.{NAMES_KEY} must be a list of names, none of them empty")
+        return tuple(names)
 
 
 class RequestConfig(BaseModel):

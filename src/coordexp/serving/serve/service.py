@@ -71,11 +71,18 @@ class RolloutServer:
         """
         if len(requests) > MAX_REQUESTS:
             raise RequestRefused(413, f"{len(requests)} requests in one call; at most {MAX_REQUESTS}")
+        names = [request.closed_names() for request in requests]
+        if any(names) and not self.engines.closed_names:
+            raise RequestRefused(
+                400,
+                "this server takes no closed list of class names; start it with "
+                "rollout_matching.vllm.server.closed_names: true",
+            )
         async with self.lock.answering() as stamp:
             async with self._decoding:
                 prompts = await asyncio.to_thread(lambda: [self._prompts.build(request) for request in requests])
             completions = await _together(
-                self.engines.answer(prompt, config.sampling_arguments(index), self._adapted)
+                self.engines.answer(prompt, config.sampling_arguments(index), self._adapted, names[index])
                 for index, prompt in enumerate(prompts)
             )
             triggers = await self.engines.pop_triggers([one.request_id for one in completions])
