@@ -24,7 +24,7 @@ import yaml
 from reporting import machine, parser, positive, print_machine, set_threads, write_json
 from rich.console import Console
 from rich.table import Table
-from rollout_server import TIMEOUT_S, free_ports, server_entry, serving
+from rollout_server import TIMEOUT_S, server_entry, serving
 
 from coordexp.config.vllm import SyncConfig
 from coordexp.extras import require
@@ -33,6 +33,7 @@ from coordexp.modeling.tiny import TinySpec, build_tiny_checkpoint
 from coordexp.modeling.weights import LearnerWeights
 from coordexp.servers.client import ServerClient
 from coordexp.servers.sync import WeightSync
+from coordexp.serving.launch.preflight import free_ports
 from coordexp.weight_sync.group import Communicator, GroupAddress, join
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,68 +27,62 @@ SAVING: dict[str, Any] = {"training__max_steps": 3, "training__save_strategy": "
 
 
 @contextmanager
-def descriptors_left(count: int) -> Iterator[None]:
-    """Open files beyond ``count`` more are refused by the kernel."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    lowest_free = os.dup(0)
-    os.close(lowest_free)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free + count, hard))
+def limited(what: int, most: int) -> Iterator[None]:
+    """The kernel gives this process ``most`` of ``what`` (``resource.RLIMIT_…``); its hard limit stays."""
+    soft, hard = resource.getrlimit(what)
+    resource.setrlimit(what, (most, hard))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        resource.setrlimit(what, (soft, hard))
+
+
+def descriptors_left(count: int) -> AbstractContextManager[None]:
+    """Open files beyond ``count`` more are refused by the kernel."""
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    return limited(resource.RLIMIT_NOFILE, lowest_free + count)
+
+
+def files_end_at(size: int) -> AbstractContextManager[None]:
+    """No file of this process grows beyond ``size`` bytes: writing fails as on a full disk, which needs no root."""
+    return limited(resource.RLIMIT_FSIZE, size)
+
+
+def limited_from_step_2(limit: Callable[[], AbstractContextManager[None]]) -> Callable[[Any], None]:
+    """What makes a trainer save checkpoint-2 under ``limit`` first, and all as ever."""
+
+    def prepare(trainer: Any) -> None:
+        save = trainer._save_checkpoint
+
+        def saved(*arguments: Any) -> None:
+            if trainer.state.global_step == 2:
+                with limit():
+                    save(*arguments)
+            save(*arguments)
+
+        trainer._save_checkpoint = saved
+
+    return prepare
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3])
 def test_a_save_without_file_descriptors_ends_with_words_and_keeps_what_was_saved(
     count: int, tmp_path: Path, seen: Callable[[object], None]
 ) -> None:
-    def without_from_step_2(trainer: Any) -> None:
-        save = trainer._save_checkpoint
-
-        def saved(*arguments: Any) -> None:
-            if trainer.state.global_step == 2:
-                with descriptors_left(count):
-                    save(*arguments)
-            save(*arguments)
-
-        trainer._save_checkpoint = saved
-
     with pytest.raises((CheckpointError, OSError)) as refused:
-        train(run_config(tmp_path, 1, **SAVING), on_built=without_from_step_2)
+        train(run_config(tmp_path, 1, **SAVING), on_built=limited_from_step_2(lambda: descriptors_left(count)))
     assert "checkpoint-2" in str(refused.value) and "Too many open files" in str(refused.value), refused.value
     assert is_complete(tmp_path / "run" / "checkpoint-1") and not is_complete(tmp_path / "run" / "checkpoint-2")
     seen(refused.value)
-
-
-@contextmanager
-def files_end_at(size: int) -> Iterator[None]:
-    """No file of this process grows beyond ``size`` bytes: writing fails as on a full disk, which needs no root."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize("size", [0, 1_000, 30_000, 100_000])
 def test_a_save_to_a_full_disk_names_it_and_keeps_what_was_saved(
     size: int, tmp_path: Path, seen: Callable[[object], None]
 ) -> None:
-    def full_from_step_2(trainer: Any) -> None:
-        save = trainer._save_checkpoint
-
-        def saved(*arguments: Any) -> None:
-            if trainer.state.global_step == 2:
-                with files_end_at(size):
-                    save(*arguments)
-            save(*arguments)
-
-        trainer._save_checkpoint = saved
-
     with pytest.raises(CheckpointError) as refused:
-        train(run_config(tmp_path, 1, **SAVING), on_built=full_from_step_2)
+        train(run_config(tmp_path, 1, **SAVING), on_built=limited_from_step_2(lambda: files_end_at(size)))
     said = str(refused.value)
     assert "checkpoint-2 cannot be written: its disk is full" in said and "MB free; a checkpoint takes about" in said
     assert "checkpoint-1" in said and "Make room" in said

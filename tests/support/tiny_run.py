@@ -127,15 +127,10 @@ def run_config(folder: Path, stage: int | Literal["two_channel"], name: str = "r
 
 
 def train(config: RunConfig, backend: Any = None, on_built: Callable[[Any], None] | None = None) -> Any:
-    """Train as ``coordexp train`` does; ``backend`` replaces the rollout backend. Returns the trainer."""
+    """Train as ``coordexp train`` does; ``backend`` answers in place of the configuration's. Returns the trainer."""
     from coordexp.training.build import build_trainer, check_run
 
-    trainer, resume = build_trainer(check_run(config), Console(quiet=True))
-    if backend is not None:
-        builder: Any = trainer.window_builder
-        source = getattr(builder, "channel_b", builder)._source
-        object.__setattr__(getattr(source, "_source", source), "backend", backend)  # one step ahead, or not
-        trainer._eval_backend = backend
+    trainer, resume = build_trainer(check_run(config), Console(quiet=True), backend=backend)
     if on_built is not None:
         on_built(trainer)
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))

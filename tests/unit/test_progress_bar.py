@@ -1,4 +1,4 @@
-"""The bar's ETA: there from the first count on, and of this run alone."""
+"""How far long work is: the ETA is there from the first count on and of this run alone; a log file gets lines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from rich.progress import Task
 
-from coordexp.progress_bar import EtaColumn, make_progress, seconds_left
+from coordexp.progress_bar import EtaColumn, make_progress, reporting, seconds_left
 
 
 @pytest.fixture
@@ -43,3 +43,38 @@ def test_without_a_total_nothing_is_known(clock: list[float]) -> None:
     task = a_task(clock, None)
     clock[0], task.completed = 10.0, 5
     assert seconds_left(task) is None
+
+
+@pytest.mark.parametrize(
+    ("display", "shown"),
+    [
+        ({}, ""),  # a line is due after a while only
+        ({"stays": True}, "checking: 3/3 images, eta 0 s\n"),
+        ({"stays": True, "unit": "%"}, "checking: 3/3 %, eta 0 s\n"),
+        ({"stays": True, "after_s": 1e9}, "checking: 3/3 images, eta 0 s\n"),
+    ],
+)
+def test_a_log_file_gets_the_last_line_where_it_is_to_stay(display: dict[str, Any], shown: str) -> None:
+    file = io.StringIO()
+    with reporting(Console(file=file), "checking", **display) as tell:
+        for done in range(4):
+            tell(done, 3)
+    assert file.getvalue() == shown
+
+
+@pytest.mark.parametrize(("after_s", "is_shown"), [(0.0, True), (1e9, False)])
+def test_a_terminal_gets_a_bar_for_what_takes_long(after_s: float, is_shown: bool) -> None:
+    file = io.StringIO()
+    with reporting(Console(file=file, force_terminal=True, width=200), "checking", after_s=after_s) as tell:
+        tell(3, 3)
+    assert ("checking" in file.getvalue()) is is_shown
+
+
+def test_a_line_comes_now_and_then_with_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("coordexp.progress_bar.time.monotonic", lambda: now[0])
+    file = io.StringIO()
+    with reporting(Console(file=file), "checking [red]") as tell:
+        for now[0], done in ((110.0, 1), (131.0, 2), (140.0, 3)):
+            tell(done, 4)
+    assert file.getvalue() == "checking [red]: 2/4 images, eta 31 s\n"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,18 +17,12 @@ if TYPE_CHECKING:
 def open_console(stderr: bool = False) -> Console:
     """Where progress and tables go; silent on all ranks but the first.
 
-    Text is printed as it is: a class may be called ``[red] car``, a file ``p [a0] :smile:.jpg``. Style is given by
-    ``rich.text.Text``.
+    Text is printed as it is; style is given by ``rich.text.Text``.
     """
     from coordexp import distributed
+    from coordexp.progress_bar import literal_console
 
-    return _literal_console(stderr=stderr, quiet=not distributed.is_main())
-
-
-def _literal_console(stderr: bool, quiet: bool = False) -> Console:
-    from rich.console import Console
-
-    return Console(stderr=stderr, quiet=quiet, markup=False, emoji=False, highlight=False)
+    return literal_console(stderr=stderr, quiet=not distributed.is_main())
 
 
 def no_bars_in_log_files() -> None:
@@ -39,18 +33,11 @@ def no_bars_in_log_files() -> None:
         logging.disable_progress_bar()
 
 
-@contextmanager
-def counting(description: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar with ETA on stderr, where that is a terminal; gives the callback that moves it."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+def counting(description: str) -> AbstractContextManager[Callable[[int, int], None]]:
+    """How far work on images is, on stderr; gives the callback that moves it."""
+    from coordexp.progress_bar import literal_console, reporting
 
-    from coordexp.progress_bar import EtaColumn
-
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TextColumn("eta"))
-    console = _literal_console(stderr=True)
-    with Progress(*columns, EtaColumn(), console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(description, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+    return reporting(literal_console(stderr=True), description)
 
 
 def refuse_filled(folder: Path) -> None:

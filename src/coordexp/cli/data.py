@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from coordexp.cli import completion, inspect
+from coordexp.cli.console import counting
 from coordexp.cli.convert import convert_app
 
 data_app = typer.Typer(help="Make, convert and check datasets.", no_args_is_help=True)
@@ -36,11 +37,10 @@ def pack_command(
     """Pack a dataset's images into tar files (WebDataset's shards), which every command reads in place."""
     from coordexp.data.kept_records import check_images, open_records
     from coordexp.data.shards import pack
-    from coordexp.data.told_progress import told
 
     records = open_records(jsonl)
     check_images(records)
-    with told(f"packing {jsonl.name}") as progress:
+    with counting(f"packing {jsonl.name}") as progress:
         count, shards = pack(records, out, shard_mb << 20, progress)
     typer.echo(f"wrote {out}: {count} records, their images in {shards} shard{'s' if shards > 1 else ''}")
 

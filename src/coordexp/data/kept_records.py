@@ -20,7 +20,8 @@ import os
 import re
 import sys
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -33,7 +34,6 @@ from coordexp.data.jsonl import check_source, image_problems, raise_together, re
 from coordexp.data.line_validation import Unkeepable, end_of_lines, validate_lines
 from coordexp.data.record_line import LineFault, RefusedLine
 from coordexp.data.shared_lock import SharedWork
-from coordexp.data.told_progress import told
 from coordexp.errors import DataError
 from coordexp.files import write_atomically
 from coordexp.records import ImageRecord
@@ -42,6 +42,7 @@ logger = logging.getLogger("coordexp")
 
 KEPT_FROM_BYTES = 4 << 20
 """Smaller datasets are read plainly: about a second's work."""
+_SHOWN_AFTER_S = 2.0  # what is over sooner shows no progress
 _VALIDATOR = ("errors", "records", "data.record_line", "data.arrow_records", "data.line_validation")
 _HEADERS = ("data.images", "data.smart_resize", "data.image_states")
 
@@ -147,7 +148,7 @@ class _Kept:
                 break
         else:
             part, entry = self._part(), self._entry()
-            with told(f"validating {self._path.name}") as progress:
+            with _telling(f"validating {self._path.name}") as progress:
                 try:
                     refused = validate_lines(self._path, self._end, self._folder / entry.records(part), progress)
                 except Unkeepable as reason:
@@ -159,7 +160,7 @@ class _Kept:
         self._remember(part, entry)
         file = self._folder / entry.records(part)
         records = ArrowRecords(file, self._path.name, self._limit)
-        with told(f"checking the images of {self._path.name}") as progress:
+        with _telling(f"checking the images of {self._path.name}") as progress:
             problems = check_states(records, self._folder / entry.states(part), progress)
         return {"file": file.name, "problems": problems}
 
@@ -200,6 +201,15 @@ class _Kept:
         for old in [*self._folder.glob(f"records-{part}-*.arrow"), *self._folder.glob(f"images-{part}-*.npy")]:
             if old.name not in kept:
                 old.unlink(missing_ok=True)
+
+
+@contextmanager
+def _telling(description: str) -> Iterator[Callable[[int, int], None]]:
+    """On stderr, where it takes more than a moment."""
+    from coordexp.progress_bar import literal_console, reporting  # a start that reads what is kept needs no bar
+
+    with reporting(literal_console(stderr=True), description, "%", after_s=_SHOWN_AFTER_S) as tell:
+        yield lambda done, total: tell(100 * done // max(1, total), 100)
 
 
 @cache

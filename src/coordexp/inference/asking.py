@@ -15,6 +15,7 @@ from coordexp.errors import CheckpointError
 
 _LONGEST = 16384  # tokens of a prompt and its answer, where the run's configuration is not at hand
 _ANSWER = 2048  # tokens of an answer, likewise
+_DTYPE = "float32"  # likewise: no device refuses it, and no answer hangs on rounding
 BATCH_SIZE = 8  # images answered at once
 SEED: int = default_of(TrainingConfig, "seed")
 Backend = Literal["hf", "vllm"]
@@ -61,7 +62,7 @@ def asking_config(model: str | Path, asking: Asking) -> RunConfig:
         rollout["repeat_terminate"] = asked["repeat_terminate"]
     return parse_config(
         {
-            "model": {"model": str(folder), "dtype": asking.dtype or (run.get("model") or {}).get("dtype", "float32")},
+            "model": {"model": str(folder), "dtype": asking.dtype or (run.get("model") or {}).get("dtype", _DTYPE)},
             "template": template,
             "custom": {"train_jsonl": "none.jsonl"},  # required of every configuration, and not read here
             "training": {"output_dir": str(folder), "use_cpu": asking.use_cpu, "seed": asking.seed},

@@ -19,7 +19,8 @@ from coordexp.evaluation import EvaluationOptions, ImageAnswer, Prediction, Summ
 from coordexp.evaluation.categories import AS_WRITTEN, Renaming
 from coordexp.evaluation.predict import ON_COUNTS_ALONE, gather_answers
 from coordexp.evaluation.summary import METRICS, write_summary
-from coordexp.inference.session import open_session, reporting
+from coordexp.inference.session import open_session
+from coordexp.progress_bar import reporting
 from coordexp.records import ImageRecord
 from coordexp.rollouts import check_backend
 
@@ -148,7 +149,7 @@ def _evaluate(
     config = checked.config
     with (
         open_session(config, checked.rollout, checked.model, classes) as session,
-        reporting(console, description) as on_progress,
+        reporting(console, description, stays=True) as on_progress,
     ):
         dataset = RecordDataset(
             checked.records, session.encoder.encode, config.custom.object_ordering, config.training.seed

@@ -24,8 +24,9 @@ from coordexp.evaluation.predict import Scorer, share_out
 from coordexp.evaluation.scores import ConfidenceScorer
 from coordexp.evaluation.summary import write_coco
 from coordexp.files import append_line, whole_file
-from coordexp.inference.session import InferenceSession, open_session, reporting
+from coordexp.inference.session import InferenceSession, open_session
 from coordexp.modeling.fingerprint import checkpoint_fingerprint
+from coordexp.progress_bar import reporting
 from coordexp.records import ImageRecord
 from coordexp.rollouts import DatasetSeeds, check_backend
 
@@ -90,7 +91,7 @@ def run_prediction(
     todo = _unanswered(records, output, settings)
     with (
         open_session(config, rollout, path, classes) as session,
-        reporting(console, f"predicting with {path}") as on_progress,
+        reporting(console, f"predicting with {path}", stays=True) as on_progress,
     ):
         batch_size = session.backend.batch_size(rollout.decode_batch_size)
         batches = share_out(todo, distributed.world_size(), batch_size)[distributed.rank()]

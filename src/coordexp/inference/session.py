@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 from coordexp.checkpoints.folder import base_checkpoint
 from coordexp.config import RunConfig
@@ -21,8 +19,6 @@ from coordexp.modeling.load import LoadedModel, load_model
 from coordexp.modeling.weights import LearnerWeights
 from coordexp.rollouts import RolloutBackend, build_backend, synced
 from coordexp.rollouts.build import LearnerParts
-
-_LINE_EVERY_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,27 +73,3 @@ def _with_pixels(rollout: RolloutMatchingConfig) -> RolloutMatchingConfig:
         return rollout
     pixels = server.model_copy(update={"images": "base64"})
     return rollout.model_copy(update={"vllm": rollout.vllm.model_copy(update={"server": pixels})})
-
-
-@contextmanager
-def reporting(console: Console, description: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar with ETA on a terminal, a line now and then elsewhere; gives the callback that drives it."""
-    from coordexp.progress_bar import make_progress
-
-    if console.is_terminal:
-        with make_progress(console) as bar:
-            task = bar.add_task(description, total=None, note="")
-            yield lambda done, total: bar.update(task, completed=done, total=total)
-        return
-    started = last = time.monotonic()
-
-    def line(done: int, total: int) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last >= _LINE_EVERY_S or done == total:
-            last = now
-            left = (now - started) / max(1, done) * (total - done)
-            text = f"{description}: {done}/{total} images, eta {left:.0f} s"
-            console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-    yield line

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from coordexp.evaluation.scores import TokenScorer
     from coordexp.modeling.load import LoadedModel
     from coordexp.recording.writer import RolloutRecorder
+    from coordexp.rollouts import RolloutBackend
     from coordexp.rollouts.build import LearnerParts
     from coordexp.rollouts.offload import LearnerOffload
     from coordexp.training.sources import RolloutSource
@@ -109,12 +110,14 @@ def build_trainer(
     description: str = "train",
     config_path: Path | None = None,
     overrides: Sequence[str] = (),
+    backend: RolloutBackend | None = None,
 ):
     """Load the model and join all parts into a :class:`~coordexp.training.trainer.CoordExpTrainer`.
 
+    ``backend`` answers in place of the one that the configuration names; None for that one.
+
     Returns: the trainer, and the checkpoint folder to resume from (None to start anew).
     """
-    from coordexp.modeling.inputs import PromptEncoder
     from coordexp.rollouts import build_backend
     from coordexp.rollouts.offload import build_offload
     from coordexp.training.epochs import EpochOfData
@@ -131,12 +134,10 @@ def build_trainer(
     resume = _resume_point(training)
     write_manifest(config, config_path, Path(training.output_dir), overrides)
     loaded = _load_learner(run)
-    encoder = PromptEncoder(loaded.processor, config.template.prompt, config.template.system)
-    ordering = config.custom.object_ordering
-    train = RecordDataset(run.train, encoder.encode, ordering, training.seed, config.data.augment)
-    val = RecordDataset(run.val, encoder.encode, ordering, training.seed) if run.val else None
+    train, val = _datasets(run, loaded)
     offload = build_offload(loaded.model, rollout)
-    backend = build_backend(rollout, _learner_parts(config, loaded, offload))
+    if backend is None:
+        backend = build_backend(rollout, _learner_parts(config, loaded, offload))
     scorer = _scorer(rollout, loaded)
     recipe = build_recipe(config, rollout, loaded.vocab, backend, build_buffer(config, train, resume), scorer)
     take_up_answers(recipe.ahead, resume)
@@ -196,6 +197,17 @@ def _load_learner(run: CheckedRun) -> LoadedModel:
     loaded = replace(loaded, preparation=preparation_of(run.train))  # what is learned now is what checkpoints will say
     tune(loaded.model, run.config.tuner, loaded.vocab.coord_token_ids)
     return loaded
+
+
+def _datasets(run: CheckedRun, loaded: LoadedModel) -> tuple[RecordDataset, RecordDataset | None]:
+    """What is trained on, and what is evaluated on, if anything."""
+    from coordexp.modeling.inputs import PromptEncoder
+
+    config, seed = run.config, run.config.training.seed
+    encoder = PromptEncoder(loaded.processor, config.template.prompt, config.template.system)
+    ordering = config.custom.object_ordering
+    train = RecordDataset(run.train, encoder.encode, ordering, seed, config.data.augment)
+    return train, RecordDataset(run.val, encoder.encode, ordering, seed) if run.val else None
 
 
 def _measured(rollout: RolloutMatchingConfig) -> EvaluationOptions | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from rich.console import Console
@@ -10,9 +9,8 @@ from rich.progress import Progress
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
 
-from coordexp.progress_bar import make_progress
+from coordexp.progress_bar import Lines, make_progress
 
-_LINE_EVERY_S = 30.0
 _SHOWN = (
     ("loss", "loss"),
     ("rollout/match_rate", "match"),
@@ -30,8 +28,8 @@ class RichProgress(TrainerCallback):
         self._progress: Progress | None = None
         self._task: Any = None
         self._note = ""
-        self._last_line = 0.0
-        self._first: tuple[int, float] = (0, 0.0)
+        self._lines: Lines | None = None
+        self._first = 0
         self._other_bars = False
 
     def on_train_begin(
@@ -40,8 +38,8 @@ class RichProgress(TrainerCallback):
         """Start the bar on a terminal; elsewhere lines come now and then."""
         if not state.is_world_process_zero:
             return
-        self._first = (state.global_step, time.monotonic())
-        self._last_line = time.monotonic()
+        self._first = state.global_step
+        self._lines = Lines(self._console)
         if self._console.is_terminal:
             self._progress = make_progress(self._console)
             self._task = self._progress.add_task(
@@ -67,22 +65,12 @@ class RichProgress(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Move the bar on, or print a line if one is due."""
-        if not state.is_world_process_zero:
-            return
         if self._progress is not None:
             self._progress.update(self._task, completed=state.global_step, note=self._note)
-            return
-        now = time.monotonic()
-        if now - self._last_line >= _LINE_EVERY_S or state.global_step == state.max_steps:
-            self._last_line = now
-            done = max(1, state.global_step - self._first[0])
-            left = (now - self._first[1]) / done * (state.max_steps - state.global_step)
-            self._console.print(
-                f"{self._description}: step {state.global_step}/{state.max_steps}, eta {left:.0f} s  {self._note}",
-                highlight=False,
-                markup=False,
-                soft_wrap=True,
-            )
+        elif self._lines is not None:
+            text = f"{self._description}: step {state.global_step}/{state.max_steps}"
+            done, total = state.global_step - self._first, state.max_steps - self._first
+            self._lines.tell(text, done, total, self._note, always=done == total)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -226,10 +226,16 @@ def test_a_learner_whose_memory_others_own_is_refused(owner: str, monkeypatch: p
 class FakeColocatedBackend(InMemoryBackend):
     """No engine: answers from a table, but borrows the device where a colocated engine does, and notes what it saw."""
 
-    def __init__(self, vocab: Any, answers: Any, offload: LearnerOffload, homes: list[Any]) -> None:
+    def __init__(self, vocab: Any, answers: Any) -> None:
         super().__init__(vocab, answers)
-        self._offload, self._homes, self._borrowed = offload, homes, ExitStack()
+        self._borrowed = ExitStack()
         self.device_was_free: list[bool] = []
+
+    def borrow_from(self, trainer: Any) -> None:
+        model = owning(trainer.model)
+        self._offload = LearnerOffload(model, BOTH, nothing_stays)
+        self._offload.bind(lambda: trainer.optimizer, sharded_by=None)
+        self._homes = [p.untyped_storage() for p in model.parameters()]
 
     def sync_weights(self, version: int) -> None:
         self._borrowed.enter_context(self._offload.away())
@@ -250,28 +256,10 @@ def test_steps_between_offloaded_rollouts_are_the_steps_without_offload(tmp_path
     def answers(request: Any) -> str:
         return nearly_right(objects[request.sample_id])
 
-    def run(name: str, offloaded: bool) -> tuple[Any, InMemoryBackend]:
-        vocab = load_tiny().vocab
-        backends: list[InMemoryBackend] = []
-
-        def use(trainer: Any) -> None:
-            model = owning(trainer.model)
-            offload = LearnerOffload(model, BOTH, nothing_stays)
-            offload.bind(lambda: trainer.optimizer, sharded_by=None)
-            homes = [p.untyped_storage() for p in model.parameters()]
-            backends.append(FakeColocatedBackend(vocab, answers, offload, homes))
-            object.__setattr__(trainer.window_builder._source, "backend", backends[0])
-
-        config = run_config(tmp_path, 2, name, training__max_steps=3)
-        if offloaded:
-            trainer = train(config, on_built=use)
-        else:
-            backends.append(InMemoryBackend(vocab, answers))
-            trainer = train(config, backends[0])
-        return trainer, backends[0]
-
-    (moved, colocated), (stayed, _) = run("moved", True), run("stayed", False)
-    assert isinstance(colocated, FakeColocatedBackend)
+    vocab = load_tiny().vocab
+    colocated = FakeColocatedBackend(vocab, answers)
+    moved = train(run_config(tmp_path, 2, "moved", training__max_steps=3), colocated, on_built=colocated.borrow_from)
+    stayed = train(run_config(tmp_path, 2, "stayed", training__max_steps=3), InMemoryBackend(vocab, answers))
     assert colocated.versions == [0, 1, 2] and colocated.device_was_free == [True] * 3
     assert [line["loss"] for line in step_lines(moved)] == [line["loss"] for line in step_lines(stayed)]
     assert same_weights(weights(moved.model), weights(stayed.model))

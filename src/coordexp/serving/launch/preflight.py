@@ -8,6 +8,7 @@ import json
 import shutil
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -84,7 +85,7 @@ def look_over(
 
 
 def make_plan(config: RunConfig, config_path: Path, arguments: Sequence[str] = ()) -> LaunchPlan:
-    """The plan for this machine: which servers are local, a free port for torchrun.
+    """The plan for this machine: which servers are local.
 
     A model that cannot be read, or not served, is planned for like any other: :func:`run_checks` names it.
 
@@ -190,6 +191,15 @@ def _model_type(folder: Path) -> tuple[str, str | None]:
     except (OSError, ValueError) as error:
         return "", f"{folder} is no checkpoint ({error}); name a folder with config.json"
     return (str(data.get("model_type", "")) if isinstance(data, dict) else ""), None
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of 127.0.0.1 that were free a moment ago, all different: for who writes a configuration of servers."""
+    with ExitStack() as held:  # all of them at once, or the same port comes twice
+        listeners = [held.enter_context(socket.socket()) for _ in range(count)]
+        for listener in listeners:
+            listener.bind(("127.0.0.1", 0))
+        return [listener.getsockname()[1] for listener in listeners]
 
 
 def _is_local(host: str) -> bool:
