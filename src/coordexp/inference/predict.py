@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,19 +95,27 @@ def run_prediction(
     ):
         batch_size = session.backend.batch_size(rollout.decode_batch_size)
         batches = share_out(todo, distributed.world_size(), batch_size)[distributed.rank()]
-        done, total = 0, sum(len(batch) for batch in batches)
-        if total:
-            on_progress(0, total)
         with distributed.raise_on_all_ranks("coordexp predict"):
-            for answered in _answers_of(session, records, batches, config.training.seed, _scorer(session, score)):
-                answers = [_answer(item, found.annotated, constant_score) for item in answered]
-                if answers:
-                    append_line(mine, "".join(to_line(answer) + "\n" for answer in answers).encode("utf-8"))
-                done += len(answered)
-                on_progress(done, total)
+            predicted = _answers_of(session, records, batches, config.training.seed, _scorer(session, score))
+            answers = ([_answer(item, found.annotated, constant_score) for item in batch] for batch in predicted)
+            _append_batches(mine, answers, sum(len(batch) for batch in batches), on_progress)
     distributed.barrier()
     answers, files = _finish(output, records, save_images) if distributed.is_main() else ([], [])
     return PredictionResult(output, len(records), len(records) - len(todo), tuple(files), found.skipped, tuple(answers))
+
+
+def _append_batches(
+    part: Path, batches: Iterable[Sequence[ImageAnswer]], total: int, on_progress: Callable[[int, int], None]
+) -> None:
+    """Append ``total`` answers to this rank's file, each batch as it comes."""
+    done = 0
+    if total:
+        on_progress(0, total)
+    for answers in batches:
+        if answers:
+            append_line(part, "".join(to_line(answer) + "\n" for answer in answers).encode("utf-8"))
+        done += len(answers)
+        on_progress(done, total)
 
 
 def _scorer(session: InferenceSession, score: str | float | None) -> Scorer | None:
