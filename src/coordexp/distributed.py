@@ -124,7 +124,7 @@ def is_every_ranks(error: BaseException) -> bool:
 
 def _error_class(name: str) -> type[Exception]:
     """The project's error of that name; another rank's bug is a RuntimeError here."""
-    found = getattr(errors, name, None)
-    if isinstance(found, type) and issubclass(found, errors.CoordExpError):
-        return found
+    kind = getattr(errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, errors.CoordExpError):
+        return kind
     return RuntimeError

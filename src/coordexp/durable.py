@@ -23,12 +23,12 @@ def checksums(paths: Sequence[Path], *, flush: bool) -> list[list[str]]:
     with ThreadPoolExecutor(min(_THREADS, 2 * (os.cpu_count() or 1))) as pool:
         flushed = [pool.submit(flush_file, path) for path in paths] if flush else []
         sums = pool.map(lambda job: _piece(*job), jobs)
-        found: dict[Path, list[str]] = {path: [] for path in paths}
+        sums_of: dict[Path, list[str]] = {path: [] for path in paths}
         for (path, _), value in zip(jobs, sums, strict=True):
-            found[path].append(f"{value:08x}")
+            sums_of[path].append(f"{value:08x}")
         for one in flushed:
             one.result()
-    return [found[path] for path in paths]
+    return [sums_of[path] for path in paths]
 
 
 def flush_file(path: Path) -> None:

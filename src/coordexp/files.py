@@ -28,9 +28,9 @@ def _end_of_last_line(file: BinaryIO) -> int:
     while end:
         start = max(0, end - _BLOCK)
         file.seek(start)
-        found = file.read(end - start).rfind(b"\n")
-        if found >= 0:
-            return start + found + 1
+        line_break = file.read(end - start).rfind(b"\n")
+        if line_break >= 0:
+            return start + line_break + 1
         end = start
     return 0
 

@@ -77,11 +77,11 @@ def look_at(data: Path, model: Path, val: Path | None = None) -> DataAtHand:
     return DataAtHand(train, val, len(records), len(names), sample, answer, positions)
 
 
-def first_configuration(found: DataAtHand, model: Path, stage: Stage, output: Path, cpu: bool) -> str:
+def first_configuration(at_hand: DataAtHand, model: Path, stage: Stage, output: Path, cpu: bool) -> str:
     """A commented YAML for one device that ``coordexp config check`` accepts as it is."""
     text = asset(_TEMPLATES[stage]).read_text(encoding="utf-8")
     text = text[text.index("model:\n") :]
-    for path, value in {**_values(found, model, stage, output, cpu), **_as_the_model_was_asked(model)}.items():
+    for path, value in {**_values(at_hand, model, stage, output, cpu), **_as_the_model_was_asked(model)}.items():
         text = set_value(text, path, value)
     if cpu:
         text = _insert_after(
@@ -91,29 +91,29 @@ def first_configuration(found: DataAtHand, model: Path, stage: Stage, output: Pa
         text = _insert_after(
             text, "rollout_matching", "rollout_backend: hf # or vllm; see the manual's page on rollouts"
         )
-    return _heading(found, stage) + text.rstrip("\n") + "\n"
+    return _heading(at_hand, stage) + text.rstrip("\n") + "\n"
 
 
-def _heading(found: DataAtHand, stage: Stage) -> str:
+def _heading(at_hand: DataAtHand, stage: Stage) -> str:
     return (
         f"# yaml-language-server: $schema={asset(_SCHEMA)}\n"
-        f"# Stage {stage}, made by coordexp init for {found.images} images with {found.classes} classes; the longest "
-        f"sample takes about\n# {found.longest_sample} tokens. What every key may be: docs/config-reference.md; "
-        "coordexp config check prints all of them.\n"
+        f"# Stage {stage}, made by coordexp init for {at_hand.images} images with {at_hand.classes} classes; the "
+        f"longest sample takes about\n# {at_hand.longest_sample} tokens. What every key may be: "
+        "docs/config-reference.md; coordexp config check prints all of them.\n"
     )
 
 
-def _values(found: DataAtHand, model: Path, stage: Stage, output: Path, cpu: bool) -> dict[str, Any]:
+def _values(at_hand: DataAtHand, model: Path, stage: Stage, output: Path, cpu: bool) -> dict[str, Any]:
     """Dotted key → value, for what data and machine decide."""
-    device = min(2 if cpu else 8, found.images)
-    batch = device * max(1, min(8 if cpu else 32, found.images) // device)
-    steps = max(1, found.images // batch)
+    device = min(2 if cpu else 8, at_hand.images)
+    batch = device * max(1, min(8 if cpu else 32, at_hand.images) // device)
+    steps = max(1, at_hand.images // batch)
     often = min(500 if stage == 1 else 200, steps)
-    row = min(found.positions, max(2048 if cpu else _ROW, _rounded_up(2 * found.longest_sample, 256)))
+    row = min(at_hand.positions, max(2048 if cpu else _ROW, _rounded_up(2 * at_hand.longest_sample, 256)))
     return {
         "model.model": str(model),
-        "custom.train_jsonl": str(found.train),
-        "custom.val_jsonl": None if found.val is None else str(found.val),
+        "custom.train_jsonl": str(at_hand.train),
+        "custom.val_jsonl": None if at_hand.val is None else str(at_hand.val),
         "data.num_workers": 0 if cpu else 4,
         "training.output_dir": str(output),
         "training.effective_batch_size": batch,
@@ -123,11 +123,11 @@ def _values(found: DataAtHand, model: Path, stage: Stage, output: Path, cpu: boo
         "training.logging_steps": 1 if stage == 2 or steps < 10 else 10,
         "training.save_steps": often,
         "training.eval_steps": often,
-        "training.eval_strategy": "no" if found.val is None else "steps",
-        **({"training.metric_for_best_model": None} if found.val is None and stage == 2 else {}),
+        "training.eval_strategy": "no" if at_hand.val is None else "steps",
+        **({"training.metric_for_best_model": None} if at_hand.val is None and stage == 2 else {}),
         "global_max_length": row,
         "rollout_matching.decode_batch_size": 4 if cpu else 8,
-        "rollout_matching.max_new_tokens": max(1, min(row // 2, _rounded_up(2 * found.longest_answer, 64))),
+        "rollout_matching.max_new_tokens": max(1, min(row // 2, _rounded_up(2 * at_hand.longest_answer, 64))),
     }
 
 
@@ -186,11 +186,11 @@ def _train_file(data: Path) -> Path:
         raise DataError("no such file or folder; name a JSONL, or what coordexp data convert wrote", path=data)
     if (data / "train.jsonl").is_file():
         return data / "train.jsonl"
-    found = sorted(data.glob("*.jsonl"))
-    if len(found) != 1:
-        names = ", ".join(path.name for path in found[:5]) or "none"
+    files = sorted(data.glob("*.jsonl"))
+    if len(files) != 1:
+        names = ", ".join(path.name for path in files[:5]) or "none"
         raise DataError(f"holds no train.jsonl, and of other datasets: {names}; name one file", path=data)
-    return found[0]
+    return files[0]
 
 
 def _longest(records: Sequence[ImageRecord], vocab: CoordVocab, model: Path) -> tuple[int, int]:

@@ -97,7 +97,7 @@ def describe(path: Path) -> ModelInfo:
         path=str(path),
         model_type=str(config["model_type"]),
         dtype=str(config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or "unknown"),
-        layers=len({found.group(1) for name in shapes if (found := _LAYER.search(name))}),
+        layers=len({match.group(1) for name in shapes if (match := _LAYER.search(name))}),
         hidden=hidden,
         vocab_rows=rows,
         tied_head=tied,

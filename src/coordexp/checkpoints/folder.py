@@ -71,9 +71,9 @@ def read_config_file(path: str | Path) -> Mapping[str, Any]:
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder}: no config.json; model.model must be a Qwen3-VL checkpoint folder")
     config = _json(folder / "config.json", folder, "configuration")
-    found = config.get("model_type")
-    if found != MODEL_TYPE:
-        raise CheckpointError(f"{folder}: model type {found!r}; CoordExp trains {MODEL_TYPE!r} checkpoints")
+    model_type = config.get("model_type")
+    if model_type != MODEL_TYPE:
+        raise CheckpointError(f"{folder}: model type {model_type!r}; CoordExp trains {MODEL_TYPE!r} checkpoints")
     # transformers makes an empty tokenizer where there is none.
     if not any((folder / name).is_file() for name in (TOKENIZER, "vocab.json")):
         raise CheckpointError(f"{folder}: no {TOKENIZER}; copy the tokenizer's files into the checkpoint's folder")

@@ -78,5 +78,5 @@ class _FileTokenizer:
 
 
 def _list(settings: dict[str, Any], name: str) -> list[Any]:
-    found = settings.get(name) or []
-    return list(found.values()) if isinstance(found, dict) else list(found)
+    entries = settings.get(name) or []
+    return list(entries.values()) if isinstance(entries, dict) else list(entries)

@@ -122,14 +122,16 @@ def complete_command(
     no_bars_in_log_files()
     console = open_console(stderr=as_json)
     drawn = None if sheet is None else Sheet(sheet, sheet_images)
-    found = run_completion(run, console, source=jsonl, out=out, rules=rules, sheet=drawn)
+    completed = run_completion(run, console, source=jsonl, out=out, rules=rules, sheet=drawn)
     if console.quiet:
         return
-    counts = found.counts.to_json()
+    counts = completed.counts.to_json()
     if as_json:
-        typer.echo(json.dumps({**counts, "files": [str(path) for path in found.files]}, ensure_ascii=False))
+        typer.echo(json.dumps({**counts, "files": [str(path) for path in completed.files]}, ensure_ascii=False))
         return
-    typer.echo("\n".join([*_completion_lines(counts, found.prompt), f"wrote {', '.join(map(str, found.files))}"]))
+    typer.echo(
+        "\n".join([*_completion_lines(counts, completed.prompt), f"wrote {', '.join(map(str, completed.files))}"])
+    )
 
 
 def _completion_lines(counts: Mapping[str, Any], prompt: str | None) -> list[str]:

@@ -42,11 +42,11 @@ def config_diff_command(
     """Compare two configurations key by key, as they resolve. Exits with 1 if they differ, with 0 if they do not."""
     from coordexp.config.explain import differences, explain_config
 
-    found = differences(explain_config(left), explain_config(right))
-    for difference in found:
+    changes = differences(explain_config(left), explain_config(right))
+    for difference in changes:
         typer.echo(difference.path)
         for sign, side in (("-", difference.left), ("+", difference.right)):
             value, source = side or ("(no such entry)", "")
             typer.echo(f"  {sign} {value}" + (typer.style(f"  # {source}", dim=True) if source else ""))
-    if found:
+    if changes:
         raise typer.Exit(1)

@@ -201,11 +201,11 @@ def _show(console: Console, summary: Summary, title: str, files: Sequence[Path])
         console.print(table)
     for note in summary.notes:
         say(console, f"note: {note}")
-    found = {name: int(summary.figures[name]) for name in ("images", "gt_objects", "pred_objects", "matched_objects")}
+    counts = {name: int(summary.figures[name]) for name in ("images", "gt_objects", "pred_objects", "matched_objects")}
     say(
         console,
-        f"{found['images']} images with {found['gt_objects']} objects; {found['pred_objects']} predicted, "
-        f"{found['matched_objects']} of them right",
+        f"{counts['images']} images with {counts['gt_objects']} objects; {counts['pred_objects']} predicted, "
+        f"{counts['matched_objects']} of them right",
     )
     say_written(console, files)
 
@@ -218,13 +218,13 @@ def _compare(console: Console, runs: tuple[Path, Path], wanted: _Wanted, resampl
     names = str(runs[0]), str(runs[1])
     saved = [read_answers(run) for run in runs]
     a, b = (wanted.rename(run) for run in saved)
-    found = compare(a, b, resamples=resamples, constant_score=wanted.constant_score)
+    comparison = compare(a, b, resamples=resamples, constant_score=wanted.constant_score)
     notes = [note for run, answers in zip(saved, (a, b), strict=True) for note in wanted.rename.note(run, answers)]
     files = _draw(wanted.sheet, {"a": a, "b": paired(a, b)})
     if wanted.as_json:
-        typer.echo(json.dumps({**comparison_json(found, names), **(wanted.rename.about or {}), "notes": notes}))
+        typer.echo(json.dumps({**comparison_json(comparison, names), **(wanted.rename.about or {}), "notes": notes}))
         return
-    for table in comparison_tables(found, names):
+    for table in comparison_tables(comparison, names):
         console.print(table)
     for label, note in zip("ab", notes, strict=False):
         say(console, f"note: {label}: {note}")

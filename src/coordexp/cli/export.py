@@ -61,8 +61,8 @@ def export(
         say(console, f"{left_out} objects of a score below {min_score:g} are left out")
         answers = kept
     options = {"scores": scores} if form is Format.YOLO else {}
-    found = FORMATS[form.value](answers, out, read_terms(annotations, classes), **options)
-    for note in found.notes:
+    exported = FORMATS[form.value](answers, out, read_terms(annotations, classes), **options)
+    for note in exported.notes:
         say(console, f"note: {note}")
     say(console, f"{sum(len(answer.pred) for answer in answers)} objects in {len(answers)} images")
-    say_written(console, found.files)
+    say_written(console, exported.files)

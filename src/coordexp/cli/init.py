@@ -41,15 +41,18 @@ def init(
     from coordexp.files import write_atomically
     from coordexp.first_run import first_configuration, look_at
 
-    found = look_at(data, model, val)
+    at_hand = look_at(data, model, val)
     on_cpu = shutil.which("nvidia-smi") is None if cpu is None else cpu
     run = output_dir or Path(f"outputs/stage{stage}")
-    text = first_configuration(found, model, 2 if stage == 2 else 1, run, on_cpu)
+    text = first_configuration(at_hand, model, 2 if stage == 2 else 1, run, on_cpu)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, text)
     load_config(path)  # what is written is what `coordexp config check` accepts
     console = open_console()
-    say(console, f"wrote {path}: {found.images} images, {found.classes} classes, on {'the CPU' if on_cpu else 'a GPU'}")
-    if found.val is None:
+    say(
+        console,
+        f"wrote {path}: {at_hand.images} images, {at_hand.classes} classes, on {'the CPU' if on_cpu else 'a GPU'}",
+    )
+    if at_hand.val is None:
         say(console, "note: nothing is evaluated; coordexp data split makes a val set, which --val names")
     say(console, f"next: coordexp train {path}")

@@ -76,14 +76,14 @@ def launch(
     def as_the_learner(learners: int) -> object:  # data, tokenizer and objective, which it looks at first
         return check_run(run, learners=learners, servers_are_up=False)
 
-    found = look_over(run, config.absolute(), given, num_gpus(), as_the_learner)
+    preflight = look_over(run, config.absolute(), given, num_gpus(), as_the_learner)
     console = open_console()
-    _show_checks(console, found.checks)
-    if found.plan is not None:
-        _show_plan(console, found.plan)
-    found.refuse_problems()
-    if found.plan is not None and not dry_run:
-        raise typer.Exit(run_plan(found.plan))
+    _show_checks(console, preflight.checks)
+    if preflight.plan is not None:
+        _show_plan(console, preflight.plan)
+    preflight.refuse_problems()
+    if preflight.plan is not None and not dry_run:
+        raise typer.Exit(run_plan(preflight.plan))
 
 
 def _show_checks(console: Console, checks: Sequence[Check]) -> None:

@@ -40,7 +40,7 @@ def json_schema_text() -> str:
 
 def _inside_lists(schema: dict[str, Any], definitions: dict[str, Any]) -> set[str]:
     """Definitions that only stand inside lists. Lists are replaced as a whole, so their entries are complete."""
-    found: set[str] = set()
+    names: set[str] = set()
 
     def walk(node: Any, inside: bool) -> None:
         if isinstance(node, list):
@@ -51,14 +51,14 @@ def _inside_lists(schema: dict[str, Any], definitions: dict[str, Any]) -> set[st
             if name and (inside, name) not in seen:
                 seen.add((inside, name))
                 if inside:
-                    found.add(name)
+                    names.add(name)
                 walk(definitions[name], inside)
             for key, value in node.items():
                 walk(value, inside or key in ("items", "prefixItems"))
 
     seen: set[tuple[bool, str]] = set()
     walk({key: value for key, value in schema.items() if key != "$defs"}, False)
-    return found
+    return names
 
 
 def _adapt(node: Any) -> None:

@@ -55,15 +55,15 @@ def validate(document: Document, source: str) -> RunConfig:
     removed = list(take_removed(document.data))
     data = section_defaults(document.data)
     try:
-        found = list(cross_checks(Sections.model_validate(data)))
+        contradictions = list(cross_checks(Sections.model_validate(data)))
     except ValidationError as error:
         already = {problem.path for problem in document.problems}
         structural = [problem for problem in problems_from(error, RunConfig) if problem.path not in already]
         problems = [*removed, *structural, *_agreeing(data, [*removed, *structural, *document.problems])]
         raise _error(source, document, problems) from None
-    if removed or found or document.problems:
+    if removed or contradictions or document.problems:
         # A removed key leaves a hole: what rests on it is not known yet.
-        raise _error(source, document, [*removed, *_untouched(found, [*removed, *document.problems])])
+        raise _error(source, document, [*removed, *_untouched(contradictions, [*removed, *document.problems])])
     return RunConfig.model_validate(data)
 
 
@@ -91,7 +91,7 @@ def _agreeing(data: dict[str, Any], broken: list[Problem]) -> list[Problem]:
     return _untouched(cross_checks(sections), broken)
 
 
-def _untouched(found: Iterable[Problem], broken: list[Problem]) -> list[Problem]:
+def _untouched(contradictions: Iterable[Problem], broken: list[Problem]) -> list[Problem]:
     def rests_on_broken(problem: Problem) -> bool:
         for path in (problem.path, *problem.reads):
             for other in broken:
@@ -100,7 +100,7 @@ def _untouched(found: Iterable[Problem], broken: list[Problem]) -> list[Problem]
                     return True
         return False
 
-    return [problem for problem in found if not rests_on_broken(problem)]
+    return [problem for problem in contradictions if not rests_on_broken(problem)]
 
 
 def _restore_default(data: dict[str, Any], path: KeyPath) -> None:

@@ -323,11 +323,11 @@ class _NodeReader:
             return None
         return value
 
-    def _replacement(self, found: re.Match[str], here: KeyPath) -> str:
-        text = found.group()
+    def _replacement(self, reference: re.Match[str], here: KeyPath) -> str:
+        text = reference.group()
         if text == "$${":
             return "${"
-        name = found["name"]
+        name = reference["name"]
         if name is None:
             inner = text[2:].rstrip("}")
             self._problem(
@@ -336,7 +336,7 @@ class _NodeReader:
                 f"variable (${{env:NAME:-default}} with a default), or $${{ for the text itself",
             )
             return text
-        value = os.environ.get(name, found["default"])
+        value = os.environ.get(name, reference["default"])
         if value is None:
             self._problem(
                 here, f"the environment variable {name} is not set; set it, or write ${{env:{name}:-default}}"

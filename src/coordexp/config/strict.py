@@ -136,7 +136,7 @@ def _from_detail(
 def _unknown_key(path: KeyPath, owner: type[BaseModel], root: type[BaseModel]) -> str:
     key, valid = str(path[-1]), list(owner.model_fields)
     # debug repeats keys of other sections for its one switch.
-    elsewhere = [dotted(found) for found in _places_of(key, root, ()) if found != path and found[0] != "debug"]
+    elsewhere = [dotted(place) for place in _places_of(key, root, ()) if place != path and place[0] != "debug"]
     groups = getattr(owner, "KEY_GROUPS", {})
     return unknown_key(valid, nearest(key, valid), elsewhere if len(elsewhere) <= _FEW_PLACES else (), groups)
 

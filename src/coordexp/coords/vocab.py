@@ -218,6 +218,6 @@ class CoordVocab:
         sample = '{"object_1": {"desc": "black cat", "bbox_2d": ["<|coord_0|>", "<|coord_7|>", "<|coord_42|>"]}, x'
         sample += '<|coord_999|>y <|coord_1|> z: ["<|coord_1|>", <|coord_3|>], "desc": "wow! 龘"}}'
         self._splits_at_coords = True
-        found = self.encode_answer(sample)
+        ids = self.encode_answer(sample)
         self._ids_of_part.clear()
-        return found == self.encode(sample)
+        return ids == self.encode(sample)

@@ -61,8 +61,8 @@ class View:
     def objects(self, objects: Sequence[GTObject], min_visible: float) -> tuple[list[GTObject], int]:
         """The objects as the view shows them, and how many are left out: less than ``min_visible`` of their area is in
         the window, or nothing of it on the grid."""
-        found = [seen for obj in objects if (seen := self._object(obj, min_visible)) is not None]
-        return found, len(objects) - len(found)
+        visible = [seen for obj in objects if (seen := self._object(obj, min_visible)) is not None]
+        return visible, len(objects) - len(visible)
 
     def _object(self, obj: GTObject, min_visible: float) -> GTObject | None:
         points = [self._place(x, y) for x, y in zip(obj.bins[0::2], obj.bins[1::2], strict=True)]
@@ -106,19 +106,19 @@ def draw_view(config: AugmentConfig, seed: int, epoch: int, index: int) -> View:
 def clip_ring(ring: Sequence[_Point]) -> list[_Point]:
     """The part of a ring inside the unit square, side by side (Sutherland and Hodgman); empty where nothing is. Parts
     of a ring that leaves and comes back are joined along the edge."""
-    found = list(ring)
+    kept = list(ring)
     for axis, bound, sign in ((0, 0.0, 1), (0, 1.0, -1), (1, 0.0, 1), (1, 1.0, -1)):
-        points, found = found, []
+        points, kept = kept, []
         for at, point in enumerate(points):
             before = points[at - 1]
             is_in, was_in = sign * (point[axis] - bound) >= 0, sign * (before[axis] - bound) >= 0
             if is_in != was_in:
                 share = (bound - before[axis]) / (point[axis] - before[axis])
                 other = before[1 - axis] + share * (point[1 - axis] - before[1 - axis])
-                found.append((bound, other) if axis == 0 else (other, bound))
+                kept.append((bound, other) if axis == 0 else (other, bound))
             if is_in:
-                found.append(point)
-    return found
+                kept.append(point)
+    return kept
 
 
 def ring_area(ring: Sequence[_Point]) -> float:

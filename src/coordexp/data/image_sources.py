@@ -114,6 +114,6 @@ def _decodable(records: Sequence[ImageRecord]) -> tuple[list[ImageRecord], list[
     with ThreadPoolExecutor(_WORKERS) as pool:
         problems = list(pool.map(problem, records))
     pairs = list(zip(records, problems, strict=True))
-    return [record for record, found in pairs if found is None], [
-        (record.sample_id, found) for record, found in pairs if found is not None
+    return [record for record, refusal in pairs if refusal is None], [
+        (record.sample_id, refusal) for record, refusal in pairs if refusal is not None
     ]

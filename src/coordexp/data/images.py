@@ -135,8 +135,8 @@ def _open(path: Path) -> Image.Image:
         member = find_member(path)
         return Image.open(path) if member is None else Image.open(io.BufferedReader(MemberFile(member)))
     except UnidentifiedImageError as error:
-        found = f"cannot identify image file {str(path)!r}"
-        raise DataError(f"not a readable image ({found}); replace the file", path=path) from error
+        reason = f"cannot identify image file {str(path)!r}"
+        raise DataError(f"not a readable image ({reason}); replace the file", path=path) from error
     except _PILLOW_ERRORS as error:
         raise DataError(f"not a readable image ({error}); replace the file", path=path) from error
 

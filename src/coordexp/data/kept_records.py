@@ -128,17 +128,17 @@ class _Kept:
     def open(self, wait_s: float) -> ArrowRecords:
         """Take over what another process found meanwhile, or look."""
         work = SharedWork(self._folder)
-        with work.turn(wait_s) as found:
-            if found is None or found["limit"] != self._limit:
-                found = {"limit": self._limit, "refused": [], "problems": [], "unkeepable": None} | self._look()
-                work.leave(found)
-        if found["unkeepable"] is not None:
-            raise Unkeepable(found["unkeepable"])
+        with work.turn(wait_s) as outcome:
+            if outcome is None or outcome["limit"] != self._limit:
+                outcome = {"limit": self._limit, "refused": [], "problems": [], "unkeepable": None} | self._look()
+                work.leave(outcome)
+        if outcome["unkeepable"] is not None:
+            raise Unkeepable(outcome["unkeepable"])
         refused = [
-            RefusedLine(reason, LineFault(fault), path=self._path, line=n) for n, reason, fault in found["refused"]
+            RefusedLine(reason, LineFault(fault), path=self._path, line=n) for n, reason, fault in outcome["refused"]
         ]
         raise_together(refused, self._path)
-        return ArrowRecords(self._folder / found["file"], self._path.name, self._limit, found["problems"])
+        return ArrowRecords(self._folder / outcome["file"], self._path.name, self._limit, outcome["problems"])
 
     def _look(self) -> dict[str, Any]:
         """What is wrong with the dataset, or where its records lie; its images looked at."""

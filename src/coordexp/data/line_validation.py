@@ -151,8 +151,8 @@ def _numbered(batch: bytes, before: int) -> pa.RecordBatch:
     """A piece's batch with its lines' numbers in the file."""
     import pyarrow as pa
 
-    found = pa.ipc.read_record_batch(pa.py_buffer(batch), record_schema())
-    return found.set_column(0, "line", pa.array(found.column(0).to_numpy() + before, pa.int64()))
+    records = pa.ipc.read_record_batch(pa.py_buffer(batch), record_schema())
+    return records.set_column(0, "line", pa.array(records.column(0).to_numpy() + before, pa.int64()))
 
 
 def _validate(path: Path, piece: tuple[int, int]) -> _Piece:

@@ -199,8 +199,8 @@ def _object(index: int, value: Any) -> GTObject:
         desc = clean_desc(value["desc"])
         kinds: list[GeometryKind] = [kind for kind in GEOMETRY_KINDS if kind in value]
         if len(kinds) != 1:
-            found = "both" if kinds else "neither"
-            raise _Invalid(f"needs exactly one of {' or '.join(GEOMETRY_KINDS)}; found {found}")
+            given = "both" if kinds else "neither"
+            raise _Invalid(f"needs exactly one of {' or '.join(GEOMETRY_KINDS)}; found {given}")
         return GTObject(desc, kinds[0], _bins(kinds[0], value[kinds[0]]), _soft(value) if "soft" in value else None)
     except _Invalid as problem:
         raise _Invalid(f"objects[{index}]: {problem}", problem.fault) from None

@@ -52,11 +52,11 @@ class ClassCurve:
         precision_TD = right_TD / (right_TD + wrong_TD + np.spacing(1))
         best_TD = np.maximum.accumulate(precision_TD[:, ::-1], axis=1)[:, ::-1]
         best_TD = np.concatenate([best_TD, np.zeros((len(best_TD), 1))], axis=1)  # of a recall that is not reached
-        found = [
+        curves = [
             best_D[np.searchsorted(recall_D, RECALLS_R, side="left")]
             for best_D, recall_D in zip(best_TD, right_TD / num_gt, strict=True)
         ]
-        return np.array(found)
+        return np.array(curves)
 
     def recall_T(self) -> np.ndarray | None:
         """The share of objects found at each threshold; None where there is no object."""
@@ -75,19 +75,21 @@ def class_curves(
     """
     num_images, num_classes = len(ground_truth["images"]), len(ground_truth["categories"])
     truth = _Objects.from_dicts(ground_truth["annotations"])
-    found = _Objects.from_dicts(results)
+    predicted = _Objects.from_dicts(results)
     score_D = np.array([result["score"] for result in results], dtype=np.float64)
-    order_D = np.lexsort((-score_D, found.image_N, found.class_N))
-    order_D = order_D[_rank_in_group(found.class_N[order_D] * num_images + found.image_N[order_D]) < MAX_DETECTIONS]
-    found, score_D = found.taken(order_D), score_D[order_D]
+    order_D = np.lexsort((-score_D, predicted.image_N, predicted.class_N))
+    order_D = order_D[
+        _rank_in_group(predicted.class_N[order_D] * num_images + predicted.image_N[order_D]) < MAX_DETECTIONS
+    ]
+    predicted, score_D = predicted.taken(order_D), score_D[order_D]
     sizes = [(image["height"], image["width"]) for image in ground_truth["images"]]
     compare = _box_overlaps if iou_type == "bbox" else _mask_overlaps
     thr_T = np.minimum(thr_T, 1 - 1e-10)
     crowd_G = np.array([annotation["iscrowd"] for annotation in ground_truth["annotations"]], dtype=bool)
-    pairs = _Pairs.from_overlaps(found, truth, list(_overlaps(found, truth, sizes, compare)), thr_T)
+    pairs = _Pairs.from_overlaps(predicted, truth, list(_overlaps(predicted, truth, sizes, compare)), thr_T)
     area_G = np.array([annotation["area"] for annotation in ground_truth["annotations"]], dtype=np.float64)
-    area_D = _areas(found.shapes, iou_type)
-    of_class = np.searchsorted(found.class_N, np.arange(num_classes + 1))
+    area_D = _areas(predicted.shapes, iou_type)
+    of_class = np.searchsorted(predicted.class_N, np.arange(num_classes + 1))
     curves: dict[str, list[ClassCurve]] = {}
     for name, (low, high) in AREAS.items():
         out_G, out_D = crowd_G | (area_G < low) | (area_G > high), (area_D < low) | (area_D > high)
@@ -99,7 +101,9 @@ def class_curves(
         for k in range(num_classes):
             of_k = np.arange(of_class[k], of_class[k + 1])
             of_k = of_k[np.argsort(-score_D[of_k], kind="stable")]
-            curves[name].append(ClassCurve(found.image_N[of_k], right_TD[:, of_k], ignored_TD[:, of_k], num_gt_KN[k]))
+            curves[name].append(
+                ClassCurve(predicted.image_N[of_k], right_TD[:, of_k], ignored_TD[:, of_k], num_gt_KN[k])
+            )
     return curves
 
 
@@ -126,30 +130,30 @@ def _rank_in_group(group_N: np.ndarray) -> np.ndarray:
     return np.arange(len(group_N)) - np.repeat(starts, np.diff(starts, append=len(group_N)))
 
 
-def _overlaps(found: _Objects, truth: _Objects, sizes: Sequence[tuple[int, int]], compare: Any) -> Iterator[Any]:
+def _overlaps(predicted: _Objects, truth: _Objects, sizes: Sequence[tuple[int, int]], compare: Any) -> Iterator[Any]:
     """Of each image that has both: detections, objects, and their IoU as a matrix."""
-    of_D, of_G = (np.argsort(objects.image_N, kind="stable") for objects in (found, truth))
+    of_D, of_G = (np.argsort(objects.image_N, kind="stable") for objects in (predicted, truth))
     images = np.arange(len(sizes) + 1)
-    at_D, at_G = np.searchsorted(found.image_N[of_D], images), np.searchsorted(truth.image_N[of_G], images)
+    at_D, at_G = np.searchsorted(predicted.image_N[of_D], images), np.searchsorted(truth.image_N[of_G], images)
     for image, size in enumerate(sizes):
         d, g = of_D[at_D[image] : at_D[image + 1]], of_G[at_G[image] : at_G[image + 1]]
         if len(d) and len(g):
-            yield d, g, compare([found.shapes[i] for i in d.tolist()], [truth.shapes[i] for i in g.tolist()], size)
+            yield d, g, compare([predicted.shapes[i] for i in d.tolist()], [truth.shapes[i] for i in g.tolist()], size)
 
 
-def _box_overlaps(found: Sequence[Any], truth: Sequence[Any], size: tuple[int, int]) -> np.ndarray:
+def _box_overlaps(predicted: Sequence[Any], truth: Sequence[Any], size: tuple[int, int]) -> np.ndarray:
     from pycocotools import mask as coco_mask
 
-    box_D4: Any = np.array([obj["bbox"] for obj in found], dtype=np.float64)
+    box_D4: Any = np.array([obj["bbox"] for obj in predicted], dtype=np.float64)
     box_G4: Any = np.array([obj["bbox"] for obj in truth], dtype=np.float64)
     return np.asarray(coco_mask.iou(box_D4, box_G4, _crowds(truth)))
 
 
-def _mask_overlaps(found: Sequence[Any], truth: Sequence[Any], size: tuple[int, int]) -> np.ndarray:
+def _mask_overlaps(predicted: Sequence[Any], truth: Sequence[Any], size: tuple[int, int]) -> np.ndarray:
     from pycocotools import mask as coco_mask
 
     rings: Any = [obj["segmentation"][0] for obj in truth]
-    masks: Any = [obj["segmentation"] for obj in found]
+    masks: Any = [obj["segmentation"] for obj in predicted]
     return np.asarray(coco_mask.iou(masks, coco_mask.frPyObjects(rings, *size), _crowds(truth)))
 
 
@@ -157,13 +161,13 @@ def _crowds(truth: Sequence[Any]) -> list[int]:
     return [obj["iscrowd"] for obj in truth]
 
 
-def _areas(found: Sequence[Mapping[str, Any]], iou_type: str) -> np.ndarray:
+def _areas(shapes: Sequence[Mapping[str, Any]], iou_type: str) -> np.ndarray:
     """Pixels of each detection: of its box, or of its mask."""
     if iou_type == "bbox":
-        return np.array([obj["bbox"][2] * obj["bbox"][3] for obj in found], dtype=np.float64)
+        return np.array([obj["bbox"][2] * obj["bbox"][3] for obj in shapes], dtype=np.float64)
     from pycocotools import mask as coco_mask
 
-    masks: Any = [obj["segmentation"] for obj in found]
+    masks: Any = [obj["segmentation"] for obj in shapes]
     parts = [coco_mask.area(masks[start : start + _MASKS]) for start in range(0, len(masks), _MASKS)]
     return np.concatenate([np.asarray(part, dtype=np.float64) for part in parts] or [np.zeros(0)])
 
@@ -178,15 +182,15 @@ class _Pairs:
     num_detections: int
 
     @classmethod
-    def from_overlaps(cls, found: _Objects, truth: _Objects, overlaps: Sequence[Any], thr_T: np.ndarray) -> _Pairs:
+    def from_overlaps(cls, predicted: _Objects, truth: _Objects, overlaps: Sequence[Any], thr_T: np.ndarray) -> _Pairs:
         nothing = np.zeros(0, dtype=np.int64)
         detections, objects, ious = [nothing], [nothing], [np.zeros(0)]
         for d, g, iou_DG in overlaps:
-            rows, columns = np.nonzero((iou_DG >= thr_T[0]) & (found.class_N[d][:, None] == truth.class_N[g]))
+            rows, columns = np.nonzero((iou_DG >= thr_T[0]) & (predicted.class_N[d][:, None] == truth.class_N[g]))
             detections.append(d[rows])
             objects.append(g[columns])
             ious.append(iou_DG[rows, columns])
-        return cls(np.concatenate(detections), np.concatenate(objects), np.concatenate(ious), len(found.shapes))
+        return cls(np.concatenate(detections), np.concatenate(objects), np.concatenate(ious), len(predicted.shapes))
 
     def matched(self, out_G: np.ndarray, crowd_G: np.ndarray, thr_T: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Whether each detection is matched, and whether to an object that does not count (outside of the area range,

@@ -69,16 +69,16 @@ def to_coco(
                 {"id": len(annotations) + 1, "image_id": image_id, "category_id": category_of[obj.desc],
                  "iscrowd": int(obj.soft is not None), **shape}
             )  # fmt: skip
-        for found in answer.pred:
-            score = found.score if found.score is not None else constant_score
+        for detection in answer.pred:
+            score = detection.score if detection.score is not None else constant_score
             if score is None:
                 raise DataError(
-                    f"{answer.sample_id}: {found.desc!r} has no score, and average precision is nothing without; score "
-                    "with the model (coordexp predict does), or ask for one score for all: --constant-score 1.0"
+                    f"{answer.sample_id}: {detection.desc!r} has no score, and average precision is nothing without; "
+                    "score with the model (coordexp predict does), or ask for one score for all: --constant-score 1.0"
                 )
-            if found.desc in category_of:
-                result = {"image_id": image_id, "category_id": category_of[found.desc], "score": score}
-                results.append(result | _result_shape(found, answer.width, answer.height, iou_type))
+            if detection.desc in category_of:
+                result = {"image_id": image_id, "category_id": category_of[detection.desc], "score": score}
+                results.append(result | _result_shape(detection, answer.width, answer.height, iou_type))
     categories = [{"id": number, "name": name} for name, number in category_of.items()]
     return CocoData({"images": images, "annotations": annotations, "categories": categories}, results)
 
@@ -90,13 +90,13 @@ def to_results(
     names that it lacks are numbered behind it in order of appearance. A score that nobody gave is 1."""
     number = dict(category_ids or {})
     results = []
-    for found in answer.pred:
-        category = number.setdefault(found.desc, max(number.values(), default=0) + 1)
-        result = {"image_id": image_id, "category_id": category, "category_name": found.desc}
-        result |= {"score": 1.0 if found.score is None else found.score}
-        result |= {"bbox": _pixel_box(found, answer.width, answer.height)}
-        if found.kind == "poly":
-            result["segmentation"] = _pixels(found, answer.width, answer.height)["segmentation"]
+    for detection in answer.pred:
+        category = number.setdefault(detection.desc, max(number.values(), default=0) + 1)
+        result = {"image_id": image_id, "category_id": category, "category_name": detection.desc}
+        result |= {"score": 1.0 if detection.score is None else detection.score}
+        result |= {"bbox": _pixel_box(detection, answer.width, answer.height)}
+        if detection.kind == "poly":
+            result["segmentation"] = _pixels(detection, answer.width, answer.height)["segmentation"]
         results.append(result)
     return results
 
@@ -125,12 +125,12 @@ def _per_bin(width: int, height: int) -> tuple[float, float]:
     return max(1, width - 1) / (NUM_BINS - 1), max(1, height - 1) / (NUM_BINS - 1)
 
 
-def _result_shape(found: Detection, width: int, height: int, iou_type: IouType) -> dict[str, Any]:
+def _result_shape(detection: Detection, width: int, height: int, iou_type: IouType) -> dict[str, Any]:
     if iou_type == "bbox":
-        return {"bbox": _pixel_box(found, width, height)}
+        return {"bbox": _pixel_box(detection, width, height)}
     from pycocotools import mask as coco_mask
 
-    rings: Any = _pixels(found, width, height)["segmentation"]
+    rings: Any = _pixels(detection, width, height)["segmentation"]
     (mask,) = coco_mask.frPyObjects(rings, height, width)
     return {"segmentation": {"size": mask["size"], "counts": mask["counts"].decode("ascii")}}
 
@@ -147,8 +147,8 @@ def coco_figures(
         return CocoFigures({}, {}, {})
     thresholds = THRESHOLDS_T if iou_thrs is None else np.array(sorted(iou_thrs), dtype=np.float64)
     curves = class_curves(data.ground_truth, data.results, iou_type, thresholds)
-    found = [curve.precision_TR() for curve in curves["all"]]
-    precisions = [precision_TR for precision_TR in found if precision_TR is not None]
+    by_description = [curve.precision_TR() for curve in curves["all"]]
+    precisions = [precision_TR for precision_TR in by_description if precision_TR is not None]
     figures = {"AP": _mean(precisions)}
     for name, threshold in (("AP50", 0.5), ("AP75", 0.75)):
         at = np.flatnonzero(np.abs(thresholds - threshold) < 1e-9)
@@ -157,7 +157,7 @@ def coco_figures(
         figures[f"AP_{area}"] = _mean([curve.precision_TR() for curve in curves[area]])
     figures["AR100"] = _mean([curve.recall_T() for curve in curves["all"]])
     names = [category["name"] for category in data.ground_truth["categories"]]
-    by_class = {name: float(part.mean()) for name, part in zip(names, found, strict=True) if part is not None}
+    by_class = {name: float(part.mean()) for name, part in zip(names, by_description, strict=True) if part is not None}
     curve_of = dict(zip(names, curves["all"], strict=True))
     return CocoFigures(
         {name: value for name, value in figures.items() if value is not None},

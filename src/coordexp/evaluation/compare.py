@@ -113,21 +113,21 @@ def _figures(counted: Sequence[Sequence[ImageCounts]], weights_RN: np.ndarray, c
         [detection_metrics(dict(zip(_COUNTS, row, strict=True))) for row in (weights_RN @ run).tolist()]
         for run in matrices
     ]
-    found = []
+    differences = []
     for name in COMPARED:
         values = np.array([after[name] - before[name] for before, after in zip(*drawn, strict=True)])
-        found.append(Difference(name, whole[0][name], whole[1][name], *_interval(values, confidence)))
-    return found
+        differences.append(Difference(name, whole[0][name], whole[1][name], *_interval(values, confidence)))
+    return differences
 
 
 def _ap_by_class(
     answers: Sequence[ImageAnswer], constant_score: float | None, weights_RN: np.ndarray
 ) -> dict[str, tuple[float, np.ndarray]]:
     """Of each annotated class the average precision, and that of every resample: (R,), NaN where it does not occur."""
-    found = coco_figures(answers, "bbox", None, constant_score)
+    ap = coco_figures(answers, "bbox", None, constant_score)
     return {
-        name: (found.by_class[name], np.array([_ap(curve.precision_TR(weight_N)) for weight_N in weights_RN]))
-        for name, curve in found.curve_of.items()
+        name: (ap.by_class[name], np.array([_ap(curve.precision_TR(weight_N)) for weight_N in weights_RN]))
+        for name, curve in ap.curve_of.items()
     }
 
 

@@ -144,9 +144,9 @@ def complete_records(
 def most_likely_missed(done: Sequence[Completed], count: int) -> list[ImageRecord]:
     """The records of the most confident added objects, each once; added objects carry their confidence in the
     description, for a picture."""
-    found = [item for item in done if item.scores]
-    found.sort(key=lambda item: -max(item.scores))
-    return [_labelled(item) for item in found[:count]]
+    completed = [item for item in done if item.scores]
+    completed.sort(key=lambda item: -max(item.scores))
+    return [_labelled(item) for item in completed[:count]]
 
 
 def _labelled(item: Completed) -> ImageRecord:
@@ -205,20 +205,20 @@ def _score(answer: ImageAnswer, i: int) -> float:
 
 
 def _refusals(
-    found: Detection, score: float, rules: CompletionRules, known: set[str], others: Mapping[Fate, Sequence[Shape]]
+    detection: Detection, score: float, rules: CompletionRules, known: set[str], others: Mapping[Fate, Sequence[Shape]]
 ) -> Iterator[Fate]:
     """Why a prediction without a partner is not added."""
     if score < rules.threshold:
         yield Fate.BELOW_THRESHOLD
-    x1, y1, x2, y2 = aabb(found)
+    x1, y1, x2, y2 = aabb(detection)
     if x1 == x2 or y1 == y2 or 100 * ((x2 - x1) * (y2 - y1)) ** 0.5 / (NUM_BINS - 1) < rules.min_size:
         yield Fate.TOO_SMALL
-    if not _may_be_written(found.desc):
+    if not _may_be_written(detection.desc):
         yield Fate.REFUSED_DESC
-    elif rules.known_descs and clean_desc(found.desc) not in known:
+    elif rules.known_descs and clean_desc(detection.desc) not in known:
         yield Fate.UNKNOWN_DESC
     for fate, objects in others.items():
-        if any(mask_iou(found, other) > rules.max_overlap for other in objects):
+        if any(mask_iou(detection, other) > rules.max_overlap for other in objects):
             yield fate
 
 
@@ -230,9 +230,9 @@ def _may_be_written(desc: str) -> bool:
     return True
 
 
-def _soft_object(found: Detection, score: float, rules: CompletionRules) -> GTObject:
+def _soft_object(detection: Detection, score: float, rules: CompletionRules) -> GTObject:
     weight = min(1.0, round(score, 4)) if rules.weight is None else rules.weight
-    return GTObject(clean_desc(found.desc), found.kind, found.bins, weight)
+    return GTObject(clean_desc(detection.desc), detection.kind, detection.bins, weight)
 
 
 def _with_provenance(

@@ -71,13 +71,13 @@ def match_answer(answer: ImageAnswer, threshold: float = IOU_THRESHOLD) -> list[
     gt = answer.gt or ()
     annotated = [j for j, obj in enumerate(gt) if obj.soft is None]
     soft = [j for j, obj in enumerate(gt) if obj.soft is not None]
-    found = match_by_desc(answer.pred, [gt[j] for j in annotated], threshold)
-    matched = [(i, annotated[j], iou) for i, j, iou in found]
+    pairs = match_by_desc(answer.pred, [gt[j] for j in annotated], threshold)
+    matched = [(i, annotated[j], iou) for i, j, iou in pairs]
     if soft:
         taken = {i for i, _, _ in matched}
         left = [i for i in range(len(answer.pred)) if i not in taken]
-        found = match_by_desc([answer.pred[i] for i in left], [gt[j] for j in soft], threshold)
-        matched += [(left[i], soft[j], iou) for i, j, iou in found]
+        pairs = match_by_desc([answer.pred[i] for i in left], [gt[j] for j in soft], threshold)
+        matched += [(left[i], soft[j], iou) for i, j, iou in pairs]
     return sorted(matched)
 
 

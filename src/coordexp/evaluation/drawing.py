@@ -15,16 +15,16 @@ from coordexp.geometry.pixels import pixel_ring
 _COLOURS = ("#e6194b", "#1f9d3a", "#4363d8", "#f58231", "#911eb4", "#008080", "#9a6324", "#c71585", "#000075")
 
 
-def draw_detections(image: Image.Image, found: Sequence[Detection]) -> Image.Image:
+def draw_detections(image: Image.Image, detections: Sequence[Detection]) -> Image.Image:
     """A copy of ``image`` with an outline, a name and a score for each object; one colour per name."""
     drawn = image.convert("RGB")
     drawn = drawn.copy() if drawn is image else drawn
     draw = ImageDraw.Draw(drawn)
     side = max(drawn.size)
     width, font = max(2, round(side / 250)), ImageFont.load_default(max(11, side / 45))
-    names = sorted({obj.desc for obj in found})
+    names = sorted({obj.desc for obj in detections})
     colour_of = {name: _COLOURS[k % len(_COLOURS)] for k, name in enumerate(names)}
-    for obj in found:
+    for obj in detections:
         ring = pixel_ring(obj, *drawn.size)
         colour = colour_of[obj.desc]
         draw.line([*ring, ring[0]], fill=colour, width=width, joint="curve")

@@ -71,12 +71,12 @@ def export_coco(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms) ->
             shape = _coco_shape(obj, frame)
             entry = {"id": len(annotations) + 1, "image_id": image_id, "category_id": number[obj.desc]}
             annotations.append({**entry, "iscrowd": int(obj.soft is not None), **shape})
-        for found in answer.pred:
-            shape = _coco_shape(found, frame)
-            if found.kind == "bbox_2d":
+        for detection in answer.pred:
+            shape = _coco_shape(detection, frame)
+            if detection.kind == "bbox_2d":
                 del shape["segmentation"]
-            score = 1.0 if found.score is None else found.score
-            results.append({"image_id": image_id, "category_id": number[found.desc], "score": score, **shape})
+            score = 1.0 if detection.score is None else detection.score
+            results.append({"image_id": image_id, "category_id": number[detection.desc], "score": score, **shape})
     if terms.images and strangers:
         notes.append(f"{strangers} images are not among the given annotations; they are numbered behind them")
     categories = [{"id": k, "name": name} for name, k in sorted(number.items(), key=lambda item: item[1])]
@@ -92,7 +92,7 @@ def export_yolo(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms, sc
     number, further = number_names((obj.desc for answer in answers for obj in answer.pred), terms.names, 0)
     files = []
     for answer, name in _named(answers, ".txt"):
-        lines = [_yolo_line(found, frame_of(answer), number[found.desc], scores) for found in answer.pred]
+        lines = [_yolo_line(detection, frame_of(answer), number[detection.desc], scores) for detection in answer.pred]
         files.append(_write(out / "labels" / name, "".join(line + "\n" for line in lines)))
     named = "".join(f"  {k}: {json.dumps(name, ensure_ascii=False)}\n"
                     for name, k in sorted(number.items(), key=lambda item: item[1]))  # fmt: skip
@@ -110,17 +110,17 @@ def export_voc(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms) -> 
         size = _child(root, "size")
         for key, value in (("width", frame.width), ("height", frame.height), ("depth", 3)):
             _child(size, key, str(value))
-        for found in answer.pred:
-            polygons += found.kind == "poly"
+        for detection in answer.pred:
+            polygons += detection.kind == "poly"
             entry = _child(root, "object")
-            _child(entry, "name", found.desc)
+            _child(entry, "name", detection.desc)
             _child(entry, "difficult", "0")
             box = _child(entry, "bndbox")
-            corners = pixel_box(found, frame.width, frame.height)
+            corners = pixel_box(detection, frame.width, frame.height)
             for key, value in zip(("xmin", "ymin", "xmax", "ymax"), corners, strict=True):
                 _child(box, key, f"{value:.2f}")
-            if found.score is not None:
-                _child(entry, "score", f"{found.score:.6f}")
+            if detection.score is not None:
+                _child(entry, "score", f"{detection.score:.6f}")
         ElementTree.indent(root)
         files.append(_write(out / "Annotations" / name, ElementTree.tostring(root, encoding="unicode") + "\n"))
     notes = (f"{polygons} polygons are written as their bounds; VOC has boxes alone",) if polygons else ()
@@ -134,15 +134,15 @@ def export_labelme(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms)
         frame, path = frame_of(answer), out / name
         here = os.path.relpath(answer.image, path.parent) if answer.original is None else frame.file
         shapes = []
-        for found in answer.pred:
-            ring = pixel_ring(found, frame.width, frame.height)
-            points = ring if found.kind == "poly" else (ring[0], ring[2])
+        for detection in answer.pred:
+            ring = pixel_ring(detection, frame.width, frame.height)
+            points = ring if detection.kind == "poly" else (ring[0], ring[2])
             shapes.append({
-                "label": found.desc,
+                "label": detection.desc,
                 "points": [list(point) for point in points],
                 "group_id": None,
-                "description": "" if found.score is None else f"score {found.score:.4f}",
-                "shape_type": "polygon" if found.kind == "poly" else "rectangle",
+                "description": "" if detection.score is None else f"score {detection.score:.4f}",
+                "shape_type": "polygon" if detection.kind == "poly" else "rectangle",
                 "flags": {},
             })  # fmt: skip
         content = {"version": "5.5.0", "flags": {}, "shapes": shapes, "imagePath": Path(here).as_posix(),
@@ -160,12 +160,12 @@ def export_csv(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms) -> 
         writer.writerow(["image", "width", "height", "name", "score", "x1", "y1", "x2", "y2", "polygon"])
         for answer in answers:
             frame = frame_of(answer)
-            for found in answer.pred:
-                box = [f"{side:.2f}" for side in pixel_box(found, frame.width, frame.height)]
-                ring = pixel_ring(found, frame.width, frame.height) if found.kind == "poly" else ()
+            for detection in answer.pred:
+                box = [f"{side:.2f}" for side in pixel_box(detection, frame.width, frame.height)]
+                ring = pixel_ring(detection, frame.width, frame.height) if detection.kind == "poly" else ()
                 points = " ".join(f"{x:.2f} {y:.2f}" for x, y in ring)
-                score = "" if found.score is None else f"{found.score:.6f}"
-                writer.writerow([frame.file, frame.width, frame.height, found.desc, score, *box, points])
+                score = "" if detection.score is None else f"{detection.score:.6f}"
+                writer.writerow([frame.file, frame.width, frame.height, detection.desc, score, *box, points])
     return Exported((path,), ())
 
 
@@ -187,15 +187,15 @@ def _coco_shape(obj: Any, frame: OriginalImage) -> dict[str, Any]:
     return {"bbox": box, "segmentation": [outline], "area": round(abs(twice) / 2, 3)}
 
 
-def _yolo_line(found: Detection, frame: OriginalImage, number: int, scores: bool) -> str:
+def _yolo_line(detection: Detection, frame: OriginalImage, number: int, scores: bool) -> str:
     width, height = frame.width, frame.height
-    if found.kind == "poly":
-        values = [share for x, y in pixel_ring(found, width, height) for share in (x / width, y / height)]
+    if detection.kind == "poly":
+        values = [share for x, y in pixel_ring(detection, width, height) for share in (x / width, y / height)]
     else:
-        x1, y1, x2, y2 = pixel_box(found, width, height)
+        x1, y1, x2, y2 = pixel_box(detection, width, height)
         values = [(x1 + x2) / 2 / width, (y1 + y2) / 2 / height, (x2 - x1) / width, (y2 - y1) / height]
     if scores:
-        values.append(1.0 if found.score is None else found.score)
+        values.append(1.0 if detection.score is None else detection.score)
     return " ".join([str(number), *(f"{value:.6f}" for value in values)])
 
 
@@ -211,7 +211,7 @@ def _image_id(file: str, ids: Mapping[str, int]) -> int | None:
 def _named(answers: Sequence[ImageAnswer], suffix: str) -> list[tuple[ImageAnswer, Path]]:
     """(answer, relative path of its file): the image's own, unlike any other's."""
     taken: set[Path] = set()
-    found = []
+    named = []
     for number, answer in enumerate(answers):
         name = PurePosixPath(frame_of(answer).file)
         if answer.original is None:
@@ -223,8 +223,8 @@ def _named(answers: Sequence[ImageAnswer], suffix: str) -> list[tuple[ImageAnswe
         if path in taken:
             path = path.with_name(f"{path.stem}.{number}{suffix}")
         taken.add(path)
-        found.append((answer, path))
-    return found
+        named.append((answer, path))
+    return named
 
 
 def _about_names(further: Sequence[str], number: Mapping[str, int], terms: UsersTerms) -> list[str]:
@@ -271,13 +271,13 @@ def read_terms(annotations: Path | None, classes: Path | None) -> UsersTerms:
 
         names = (_read(classes, yaml.safe_load) or {}).get("names")
         pairs = names.items() if isinstance(names, dict) else enumerate(names or ())
-        found = {str(name): int(number) for number, name in pairs}
+        ids = {str(name): int(number) for number, name in pairs}
     else:
         lines = _read(classes, str.splitlines)
-        found = {name.strip(): number for number, name in enumerate(lines) if name.strip()}
-    if not found:
+        ids = {name.strip(): number for number, name in enumerate(lines) if name.strip()}
+    if not ids:
         raise DataError("holds no class names: one a line, or names of a data.yaml", path=classes)
-    return UsersTerms(found)
+    return UsersTerms(ids)
 
 
 def _read(path: Path, parse: Callable[[str], Any]) -> Any:

@@ -51,8 +51,8 @@ def confusion(answers: Sequence[ImageAnswer], most: int = _CLASSES) -> Confusion
         truth = answer.truth
         matched = match_any_desc(objects, truth)
         pairs.update((truth[j].desc, objects[i].desc) for i, j in matched)
-        found, used = {j for _, j in matched}, {i for i, _ in matched}
-        pairs.update((obj.desc, MISSED) for j, obj in enumerate(truth) if j not in found)
+        matched_truth, used = {j for _, j in matched}, {i for i, _ in matched}
+        pairs.update((obj.desc, MISSED) for j, obj in enumerate(truth) if j not in matched_truth)
         pairs.update((INVENTED, obj.desc) for i, obj in enumerate(objects) if i not in used)
     frequent = Counter({name: 0 for (name, _) in pairs if name != INVENTED})
     for (name, _), count in pairs.items():
@@ -83,9 +83,9 @@ def save_pictures(
     if any(answer.truth for answer in answers):
         figures[CONFUSION] = _draw_confusion(confusion(answers))
         if coco:
-            found = coco_figures(answers, "bbox", constant_score=constant_score)
-            figures[CURVES] = _draw_curves(found.curve_of, found.by_class)
-            figures[SIZES] = _draw_sizes(found.figures, _objects_by_size(answers))
+            precision = coco_figures(answers, "bbox", constant_score=constant_score)
+            figures[CURVES] = _draw_curves(precision.curve_of, precision.by_class)
+            figures[SIZES] = _draw_sizes(precision.figures, _objects_by_size(answers))
     paths = []
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"Glyph \d+", UserWarning)  # a script that the font lacks stands as boxes
@@ -109,17 +109,17 @@ def _shown(names: Iterable[str]) -> list[str]:
     return [name.replace("$", r"\$") for name in cut]
 
 
-def _draw_confusion(found: Confusion) -> Figure:
-    side = 2.5 + 0.42 * len(found.predicted)
+def _draw_confusion(counted: Confusion) -> Figure:
+    side = 2.5 + 0.42 * len(counted.predicted)
     figure, axes = _figure(side + 1, side)
-    totals_A = np.maximum(found.counts_AP.sum(axis=1, keepdims=True), 1)
-    share_AP = found.counts_AP / totals_A
+    totals_A = np.maximum(counted.counts_AP.sum(axis=1, keepdims=True), 1)
+    share_AP = counted.counts_AP / totals_A
     axes.imshow(share_AP, cmap="Blues", vmin=0, vmax=1)
-    for row, column in np.argwhere(found.counts_AP > 0).tolist():
+    for row, column in np.argwhere(counted.counts_AP > 0).tolist():
         colour = "white" if share_AP[row, column] > 0.5 else "black"
-        axes.text(column, row, str(found.counts_AP[row, column]), ha="center", va="center", color=colour, fontsize=8)
-    axes.set_xticks(range(len(found.predicted)), _shown(found.predicted), rotation=60, ha="right", fontsize=8)
-    axes.set_yticks(range(len(found.annotated)), _shown(found.annotated), fontsize=8)
+        axes.text(column, row, str(counted.counts_AP[row, column]), ha="center", va="center", color=colour, fontsize=8)
+    axes.set_xticks(range(len(counted.predicted)), _shown(counted.predicted), rotation=60, ha="right", fontsize=8)
+    axes.set_yticks(range(len(counted.annotated)), _shown(counted.annotated), fontsize=8)
     axes.set(xlabel="predicted", ylabel="annotated", title=f"objects, matched at mask IoU {IOU_THRESHOLD:g}")
     return figure
 
@@ -127,7 +127,9 @@ def _draw_confusion(found: Confusion) -> Figure:
 def _draw_curves(curve_of: Mapping[str, ClassCurve], by_class: Mapping[str, float]) -> Figure:
     """Mean over classes at three thresholds; the most frequent classes at the lowest one, thin."""
     figure, axes = _figure(7, 5)
-    precision = {name: found for name, curve in curve_of.items() if (found := curve.precision_TR()) is not None}
+    precision = {
+        name: precision_TR for name, curve in curve_of.items() if (precision_TR := curve.precision_TR()) is not None
+    }
     often = sorted(precision, key=lambda name: (-int(curve_of[name].num_gt_N.sum()), name))[:_NAMED]
     if len(precision) > 1:
         for name, label in zip(often, _shown(often), strict=True):

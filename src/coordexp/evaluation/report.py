@@ -98,19 +98,19 @@ def draw_comparison(
 
 
 def _panel_truth(answer: ImageAnswer) -> Image.Image:
-    found = {j for _, j, _ in match_answer(answer)}
-    return _panel(answer, [(obj, _colour(obj, j in found, _MISSED)) for j, obj in enumerate(answer.gt or ())])
+    matched = {j for _, j, _ in match_answer(answer)}
+    return _panel(answer, [(obj, _colour(obj, j in matched, _MISSED)) for j, obj in enumerate(answer.gt or ())])
 
 
 def _panel_prediction(answer: ImageAnswer) -> Image.Image:
-    found = {i: (answer.gt or ())[j] for i, j, _ in match_answer(answer)}
-    return _panel(answer, [(obj, _colour(found.get(i), i in found, _WRONG)) for i, obj in enumerate(answer.pred)])
+    truth_of = {i: (answer.gt or ())[j] for i, j, _ in match_answer(answer)}
+    return _panel(answer, [(obj, _colour(truth_of.get(i), i in truth_of, _WRONG)) for i, obj in enumerate(answer.pred)])
 
 
-def _colour(annotation: GTObject | None, found: bool, otherwise: str) -> str:
+def _colour(annotation: GTObject | None, is_matched: bool, otherwise: str) -> str:
     if annotation is not None and annotation.soft is not None:
         return _SOFT
-    return _FOUND if found else otherwise
+    return _FOUND if is_matched else otherwise
 
 
 def _panel(answer: ImageAnswer, coloured: Sequence[tuple[GTObject | Detection, str]]) -> Image.Image:

@@ -87,7 +87,7 @@ class TokenScorer:
         finally:
             self._model.train(was_training)
         log_all_N = torch.logsumexp(logits_NV.float(), dim=-1)
-        found: dict[int, float] = {}
+        log_probability_of: dict[int, float] = {}
         coord_ids_B = torch.tensor(self._vocab.coord_token_ids, device=device)
         for row, at in enumerate(positions):
             token_id = int(response_ids[at])
@@ -97,8 +97,8 @@ class TokenScorer:
             else:
                 near = coord_ids_B[max(0, k - neighbours) : min(NUM_BINS, k + neighbours + 1)]
                 log_it = torch.logsumexp(logits_NV[row, near].float(), dim=-1)
-            found[at] = float(log_it - log_all_N[row])
-        return found
+            log_probability_of[at] = float(log_it - log_all_N[row])
+        return log_probability_of
 
 
 class ConfidenceScorer:

@@ -101,10 +101,10 @@ def summarise(
     ap_of: dict[str, float] = {}
     ap_by_density: dict[str, float] = {}
     if options.coco:
-        found = coco_figures(answers, "bbox", options.coco_iou_thrs, options.constant_score)
-        figures |= found.figures
-        ap_of = found.by_class
-        ap_by_density = _ap_by_density(answers, found.curves)
+        coco = coco_figures(answers, "bbox", options.coco_iou_thrs, options.constant_score)
+        figures |= coco.figures
+        ap_of = coco.by_class
+        ap_by_density = _ap_by_density(answers, coco.curves)
         if options.segm:
             masks = coco_figures(answers, "segm", options.coco_iou_thrs, options.constant_score)
             figures |= {f"segm_{name}": value for name, value in masks.figures.items()}

@@ -60,27 +60,28 @@ def _rows(title: str, first: str, rows: Sequence[GroupRow], of_images: bool = Fa
     return table
 
 
-def comparison_tables(found: Comparison, names: tuple[str, str], max_classes: int = 20) -> Iterable[Table]:
+def comparison_tables(comparison: Comparison, names: tuple[str, str], max_classes: int = 20) -> Iterable[Table]:
     """Both runs' figures and the intervals of their differences, bold where zero is outside: of all images, by class
     (the ``max_classes`` most frequent), and by density."""
     table = _table(
-        f"a: {names[0]}\nb: {names[1]}\n{found.images} images; interval: {_share(found)}; bold: zero is outside"
+        f"a: {names[0]}\nb: {names[1]}\n{comparison.images} images; interval: {_share(comparison)}; "
+        "bold: zero is outside"
     )
     table.add_column("figure")
     for name in _DIFFERENCE:
         table.add_column(name, justify="right", no_wrap=True)
-    for one in found.figures:
+    for one in comparison.figures:
         table.add_row(one.name, *_cells(one))
     yield table
-    more = len(found.by_class) - max_classes
+    more = len(comparison.by_class) - max_classes
     title = "F1 by class" + (f" ({more} more with --json)" if more > 0 else "")
-    yield _groups(title, "class", found.by_class[:max_classes], found)
-    yield _groups("F1 by density", "image with", found.by_density, found)
+    yield _groups(title, "class", comparison.by_class[:max_classes], comparison)
+    yield _groups("F1 by density", "image with", comparison.by_density, comparison)
 
 
-def _groups(title: str, first: str, rows: Sequence[GroupDifference], found: Comparison) -> Table:
+def _groups(title: str, first: str, rows: Sequence[GroupDifference], comparison: Comparison) -> Table:
     table = _table(title)
-    lucky = (1 - found.confidence) * len(rows)
+    lucky = (1 - comparison.confidence) * len(rows)
     if lucky >= 0.5:  # many intervals, some of which leave zero out although nothing differs
         table.caption = Text(f"of {len(rows)} rows, {lucky:.0f} would be bold by luck alone")
     table.add_column(first)
@@ -95,32 +96,32 @@ def _table(title: str) -> Table:
     return Table(title=Text(title), title_justify="left", caption_justify="left")
 
 
-def _share(found: Comparison) -> str:
-    return f"{found.confidence:.0%} of {found.resamples} paired resamples"
+def _share(comparison: Comparison) -> str:
+    return f"{comparison.confidence:.0%} of {comparison.resamples} paired resamples"
 
 
-def _cells(found: Difference) -> tuple[str, str, Text, Text]:
-    style = "bold" if found.is_clear else ""
+def _cells(difference: Difference) -> tuple[str, str, Text, Text]:
+    style = "bold" if difference.is_clear else ""
     return (
-        f"{found.a:.3f}",
-        f"{found.b:.3f}",
-        Text(f"{found.b - found.a:+.3f}", style),
-        Text(f"{found.low:+.3f} … {found.high:+.3f}", style),
+        f"{difference.a:.3f}",
+        f"{difference.b:.3f}",
+        Text(f"{difference.b - difference.a:+.3f}", style),
+        Text(f"{difference.low:+.3f} … {difference.high:+.3f}", style),
     )
 
 
-def comparison_json(found: Comparison, names: tuple[str, str]) -> Mapping[str, object]:
+def comparison_json(comparison: Comparison, names: tuple[str, str]) -> Mapping[str, object]:
     """The same for machines."""
     return {
         "a": names[0],
         "b": names[1],
-        "images": found.images,
-        "confidence": found.confidence,
-        "resamples": found.resamples,
-        "seed": found.seed,
-        "figures": [_difference(one) for one in found.figures],
-        "by_class": [_group(row) for row in found.by_class],
-        "by_density": [_group(row) for row in found.by_density],
+        "images": comparison.images,
+        "confidence": comparison.confidence,
+        "resamples": comparison.resamples,
+        "seed": comparison.seed,
+        "figures": [_difference(one) for one in comparison.figures],
+        "by_class": [_group(row) for row in comparison.by_class],
+        "by_density": [_group(row) for row in comparison.by_density],
     }
 
 
@@ -129,5 +130,5 @@ def _group(row: GroupDifference) -> Mapping[str, object]:
     return {"name": row.name, "gt": row.gt, "figures": [_difference(one) for one in figures]}
 
 
-def _difference(found: Difference) -> Mapping[str, object]:
-    return {**asdict(found), "difference": found.b - found.a, "clear": found.is_clear}
+def _difference(difference: Difference) -> Mapping[str, object]:
+    return {**asdict(difference), "difference": difference.b - difference.a, "clear": difference.is_clear}

@@ -113,8 +113,8 @@ def _log_sinkhorn_of(scaled_costs: Sequence[np.ndarray], iters: int) -> list[np.
             together.append(k)
     for part in _parts([max(scaled_costs[k].shape) for k in together]):
         chosen = [together[i] for i in part]
-        found = _multiplicative_plans([scaled_costs[k] - lows[k] for k in chosen], iters)
-        plans.update(zip(chosen, found, strict=True))
+        of_chosen = _multiplicative_plans([scaled_costs[k] - lows[k] for k in chosen], iters)
+        plans.update(zip(chosen, of_chosen, strict=True))
     return [plans[k] for k in range(len(scaled_costs))]
 
 

@@ -69,8 +69,8 @@ def match_objects(
     pairs_N2 = np.stack([pred_of_N, gt_of_N], axis=1)
     iou_N = mask_iou_pairs(predicted, ground_truth, pairs_N2, config.maskiou_resolution, aabbs_of=(pred_P4, gt_G4))
     chosen = assign_pairs(pred_of_N, gt_of_N, iou_N, config)
-    found = zip(pred_of_N[chosen].tolist(), gt_of_N[chosen].tolist(), iou_N[chosen].tolist(), strict=True)
-    pairs = tuple([Match(pred_idx=i, gt_idx=j, iou=iou) for i, j, iou in sorted(found)])
+    chosen_pairs = zip(pred_of_N[chosen].tolist(), gt_of_N[chosen].tolist(), iou_N[chosen].tolist(), strict=True)
+    pairs = tuple([Match(pred_idx=i, gt_idx=j, iou=iou) for i, j, iou in sorted(chosen_pairs)])
     free_P, free_G = np.ones(num_pred, dtype=bool), np.ones(num_gt, dtype=bool)
     free_P[pred_of_N[chosen]] = False
     free_G[gt_of_N[chosen]] = False

@@ -49,9 +49,9 @@ def save_adapter(model: Any, folder: Path, state_dict: Mapping[str, torch.Tensor
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         save_file(adapters, folder / WEIGHTS, metadata={"format": "pt"})
     if offsets:
-        found = offset_of(model.get_input_embeddings())
-        assert found is not None, "an offset is always on the embedding"
-        offsets[COORD_IDS] = found[0].cpu()
+        offset = offset_of(model.get_input_embeddings())
+        assert offset is not None, "an offset is always on the embedding"
+        offsets[COORD_IDS] = offset[0].cpu()
         save_file(offsets, folder / OFFSETS, metadata={"format": "pt", BASE_KEY: base})
 
 

@@ -88,13 +88,13 @@ def _targets(model: Any, names: Sequence[str], frozen: set[str]) -> list[str]:
 def _matching(model: Any, ends: Sequence[str], key: str, frozen: set[str]) -> list[str]:
     """Modules whose dotted names end like one of ``ends``, outside frozen parts."""
     names = [name for name, _ in model.named_modules() if name]
-    found: list[str] = []
+    targets: list[str] = []
     for end in ends:
         matching = [name for name in names if name == end or name.endswith(f".{end}")]
         if not matching:
             raise ConfigError(f"{key}: the model has no module whose name ends in {end!r}; see `coordexp model info`")
-        found += [name for name in matching if part_of(name) not in frozen and name not in found]
-    return found
+        targets += [name for name in matching if part_of(name) not in frozen and name not in targets]
+    return targets
 
 
 def _refuse_tables(names: Sequence[str], key: str) -> None:

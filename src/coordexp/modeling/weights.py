@@ -88,7 +88,7 @@ class LearnerWeights:
 
     def _sources(self) -> list[_Source]:
         modules = dict(self._model.named_modules())
-        found: list[_Source] = []
+        sources: list[_Source] = []
         seen: set[int] = set()
         for path, owner in modules.items():
             for own_name, parameter in owner.named_parameters(recurse=False):
@@ -99,8 +99,8 @@ class LearnerWeights:
                     continue  # the copy that is trained follows under modules_to_save
                 seen.add(id(parameter))
                 lora = modules[path.removesuffix(_BASE)] if path.endswith(_BASE) and own_name == "weight" else None
-                found.append(_Source(full_name.replace(_BASE, "").replace(_SAVED, ""), parameter, owner, lora))
-        return found
+                sources.append(_Source(full_name.replace(_BASE, "").replace(_SAVED, ""), parameter, owner, lora))
+        return sources
 
 
 def adapter_name(name: str) -> str:

@@ -99,20 +99,20 @@ class SupervisionTensors:
     @classmethod
     def from_row(cls, row: PackedRow) -> SupervisionTensors:
         """Lay out what :func:`coordexp.packing.supervise_row` found and checked."""
-        found = supervise_row(row)
-        position_N = np.flatnonzero(np.isin(found.roles_L, SUPERVISED_ROLES))
+        row_supervision = supervise_row(row)
+        position_N = np.flatnonzero(np.isin(row_supervision.roles_L, SUPERVISED_ROLES))
         from_gt_S = np.array([segment.target.context == "gt" for segment in row.segments])
-        coord_in_N_K = np.searchsorted(position_N, found.coord_pos_K)
+        coord_in_N_K = np.searchsorted(position_N, row_supervision.coord_pos_K)
         return cls(
             position_N=torch.from_numpy(position_N),
             label_N=torch.from_numpy(row.token_ids_L[position_N].astype(np.int64)),
-            role_N=torch.from_numpy(found.roles_L[position_N]),
-            text_weight_N=torch.from_numpy(found.text_weight_L[position_N].astype(np.float32)),
-            from_gt_N=torch.from_numpy(from_gt_S[found.segment_L[position_N]]),
+            role_N=torch.from_numpy(row_supervision.roles_L[position_N]),
+            text_weight_N=torch.from_numpy(row_supervision.text_weight_L[position_N].astype(np.float32)),
+            from_gt_N=torch.from_numpy(from_gt_S[row_supervision.segment_L[position_N]]),
             coord_in_N_K=torch.from_numpy(coord_in_N_K),
-            coord_bin_K=torch.from_numpy(found.coord_bin_K),
-            box_in_K_M4=torch.from_numpy(np.searchsorted(found.coord_pos_K, found.box_pos_M4)),
-            box_bin_M4=torch.from_numpy(found.box_bin_M4),
+            coord_bin_K=torch.from_numpy(row_supervision.coord_bin_K),
+            box_in_K_M4=torch.from_numpy(np.searchsorted(row_supervision.coord_pos_K, row_supervision.box_pos_M4)),
+            box_bin_M4=torch.from_numpy(row_supervision.box_bin_M4),
         )
 
     def to(self, device: torch.device) -> SupervisionTensors:

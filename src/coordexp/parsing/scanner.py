@@ -154,7 +154,7 @@ def count_unkeyed(data: bytes, start: int, *, skip_first: bool = False) -> int:
     if skip_first:
         start += len(data[start:]) - len(data[start:].lstrip(WHITE_SPACE))
         start += data[start : start + 1] == b"{"
-    return sum(1 for found in _OBJECT_LOOKALIKE.finditer(data, start) if found[1] is None)
+    return sum(1 for match in _OBJECT_LOOKALIKE.finditer(data, start) if match[1] is None)
 
 
 def has_words(data: bytes, start: int) -> bool:

@@ -27,9 +27,9 @@ def token_losses(
 ) -> list[TokenLosses]:
     """Per segment of ``row``. Positions that nobody scored are not there."""
     with torch.no_grad():
-        found = [_text_losses(supervision, query, scores), _coord_losses(supervision, query, scores)]
-        position_P = torch.cat([position for position, _ in found]).tolist()
-        loss_P = torch.cat([loss.double() for _, loss in found]).tolist()
+        parts = [_text_losses(supervision, query, scores), _coord_losses(supervision, query, scores)]
+        position_P = torch.cat([position for position, _ in parts]).tolist()
+        loss_P = torch.cat([loss.double() for _, loss in parts]).tolist()
     # Of a coordinate that both score (stage 1 without a coordinate loss), the distance among bins stands last and wins.
     at = dict(zip(position_P, loss_P, strict=True))
     losses = []

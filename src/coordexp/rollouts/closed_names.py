@@ -77,16 +77,16 @@ class ClosedNames:
         """What may be written there; the same object for equal places."""
         if place not in self._next:
             if place.kind == "name":
-                found = NextTokens(_ids(self._continuations(place.at)), are_allowed=True)
+                tokens = NextTokens(_ids(self._continuations(place.at)), are_allowed=True)
             elif place == _BEHIND_COLON:
                 fits = (token_id for piece, token_id in self._sorted if self._walk(place, piece) is not None)
-                found = NextTokens(_ids(token_id for token_id in fits if token_id != self._eos_id), are_allowed=True)
+                tokens = NextTokens(_ids(token_id for token_id in fits if token_id != self._eos_id), are_allowed=True)
             else:
                 # Without a quote or a colon no token comes near a description from here.
                 near = ((piece, token_id) for piece, token_id in self._sorted if b'"' in piece or b":" in piece)
                 bad = (token_id for piece, token_id in near if self._walk(place, piece) is None)
-                found = NextTokens(_ids(bad), are_allowed=False)
-            self._next[place] = found
+                tokens = NextTokens(_ids(bad), are_allowed=False)
+            self._next[place] = tokens
         return self._next[place]
 
     def _plant(self, name: bytes) -> None:
@@ -166,8 +166,8 @@ def _unless_named(place: Place) -> Place | None:
     return None if place.kind in ("name", "colon") else place
 
 
-def _ids(found: Iterator[int]) -> np.ndarray:
-    return np.array(sorted(set(found)), dtype=np.int64)
+def _ids(token_ids: Iterator[int]) -> np.ndarray:
+    return np.array(sorted(set(token_ids)), dtype=np.int64)
 
 
 def are_names(given: Any) -> bool:

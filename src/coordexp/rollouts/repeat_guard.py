@@ -110,8 +110,8 @@ class RepeatGuard:
         window.append(token_id)
         if settings.max_object_keys is not None:
             assert self._reader is not None, "the constructor refuses this"
-            self._key_state, found = self._reader.read(self._key_state, token_id)
-            self._keys += found
+            self._key_state, num_keys = self._reader.read(self._key_state, token_id)
+            self._keys += num_keys
         if self.trigger is None and self.num_tokens >= settings.min_new_tokens:
             rule = self._rule_that_holds()
             if rule is not None:

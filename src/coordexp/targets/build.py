@@ -87,11 +87,11 @@ def build_target(
     first_index = (parsed.max_object_index or 0) + 1
     fragment = append_fragment(missed, parsed.prefix_text, first_index, field_order)
     tail = encode_tail(fragment, missed, vocab)
-    found = [(parsed.objects[pair.pred_idx], ground_truth[pair.gt_idx]) for pair in match.pairs]
-    _check_coord_tokens([predicted for predicted, _ in found], parsed, vocab, sample_id)
-    moved = coordinate_targets(found, transport)
+    matched = [(parsed.objects[pair.pred_idx], ground_truth[pair.gt_idx]) for pair in match.pairs]
+    _check_coord_tokens([predicted for predicted, _ in matched], parsed, vocab, sample_id)
+    moved = coordinate_targets(matched, transport)
     prefix = parsed.prefix_token_ids
-    return _join(sample_id, prefix, found, moved, tail, vocab, "rollout", match.pairs, match.fn_gt_idx, first_index)
+    return _join(sample_id, prefix, matched, moved, tail, vocab, "rollout", match.pairs, match.fn_gt_idx, first_index)
 
 
 def empty_target(sample_id: str) -> TrainingTarget:
@@ -161,7 +161,7 @@ def _coord_positions(matched: Sequence[tuple[PredictedObject, GTObject]]) -> lis
 def _join(
     sample_id: str,
     prefix_ids: tuple[int, ...],
-    found: Sequence[tuple[PredictedObject, GTObject]],
+    matched: Sequence[tuple[PredictedObject, GTObject]],
     moved: Sequence[Sequence[float]],
     tail: Tail,
     vocab: CoordVocab,
@@ -170,11 +170,11 @@ def _join(
     appended_gt_idx: tuple[int, ...],
     first_index: int,
 ) -> TrainingTarget:
-    """``found``: matched objects, and ``moved`` their target bins."""
+    """``matched``: matched objects, and ``moved`` their target bins."""
     prefix_len = len(prefix_ids)
     prefix_roles = np.full(prefix_len, TokenRole.PREFIX_MASKED, dtype=np.uint8)
-    mark_matched(prefix_roles, found)
-    taught = [(pred, target) for (pred, truth), target in zip(found, moved, strict=True) if truth.soft is None]
+    mark_matched(prefix_roles, matched)
+    taught = [(pred, target) for (pred, truth), target in zip(matched, moved, strict=True) if truth.soft is None]
     positions = [position for predicted, _ in taught for position in predicted.coord_token_idx]
     bins = [target for _, targets in taught for target in targets]
     boxes = [(predicted.coord_token_idx, target) for predicted, target in taught if predicted.kind == "bbox_2d"]
@@ -196,16 +196,18 @@ def _join(
         matched_gt_idx=tuple(pair.gt_idx for pair in pairs),
         appended_gt_idx=tuple(appended_gt_idx),
         appended_object_index=tuple(range(first_index, first_index + len(appended_gt_idx))),
-        text_weight_T=_text_weights(prefix_len, found, tail),
+        text_weight_T=_text_weights(prefix_len, matched, tail),
     )  # fmt: skip
 
 
-def _text_weights(prefix_len: int, found: Sequence[tuple[PredictedObject, GTObject]], tail: Tail) -> np.ndarray | None:
+def _text_weights(
+    prefix_len: int, matched: Sequence[tuple[PredictedObject, GTObject]], tail: Tail
+) -> np.ndarray | None:
     """Of prefix, tail and EOS; None where nothing is soft."""
-    if tail.text_weight_T is None and all(truth.soft is None for _, truth in found):
+    if tail.text_weight_T is None and all(truth.soft is None for _, truth in matched):
         return None
     weight_T = np.ones(prefix_len + len(tail.token_ids) + 1)
-    for predicted, truth in found:
+    for predicted, truth in matched:
         if truth.soft is not None:
             weight_T[slice(*predicted.own_token_span)] = truth.soft
     if tail.text_weight_T is not None:

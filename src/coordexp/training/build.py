@@ -64,19 +64,19 @@ def check_run(config: RunConfig, *, learners: int | None = None, servers_are_up:
 
     learners = distributed.world_size() if learners is None else learners
     rollout = resolved_rollout(config)
-    found: list[CoordExpError] = []
+    errors: list[CoordExpError] = []
 
     def attempt(act: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return act(*arguments)
         except CoordExpError as error:
-            found.append(error)
+            errors.append(error)
 
     if distributed.is_main():
         for sentence in advice(config):
             logger.warning(sentence)
     attempt(check_world_size, config, learners)
-    if servers_are_up and not found:
+    if servers_are_up and not errors:
         check_backend(rollout)  # nothing else is read before there is somebody to answer
     attempt(_check_attention, config)
     attempt(check_parallel, config, learners)
@@ -87,10 +87,10 @@ def check_run(config: RunConfig, *, learners: int | None = None, servers_are_up:
     attempt(load_vocab, config.model.model)
     train, val = attempt(_train_records, config), attempt(_val_records, config)
     attempt(check_images, train or (), val or ())
-    if len(found) > 1:
-        raise ConfigError("\n".join(map(str, found)))
-    if found:
-        raise found[0]
+    if len(errors) > 1:
+        raise ConfigError("\n".join(map(str, errors)))
+    if errors:
+        raise errors[0]
     return CheckedRun(config, rollout, train, val)
 
 

@@ -215,9 +215,9 @@ def _warn_of_no_checksums(folder: Path) -> None:
 
 def _checkpoints(output_dir: Path) -> list[Path]:
     """Checkpoint folders, of the most steps first."""
-    found = [folder for folder in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+    folders = [folder for folder in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*")
              if folder.is_dir() and re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-\d+", folder.name)]  # fmt: skip
-    return sorted(found, key=_step_of, reverse=True)
+    return sorted(folders, key=_step_of, reverse=True)
 
 
 def _step_of(folder: Path) -> int:

@@ -77,8 +77,8 @@ class TrainingObjective(ABC):
     ) -> ObjectiveResult:
         """The row's share of the step's loss, and of its terms. ``counts``: those of the whole step."""
         results = [
-            part(ObjectiveContext(supervision, query, found, counts))
-            for part, query, found in zip(self.forwards(), queries, scores, strict=True)
+            part(ObjectiveContext(supervision, query, head_scores, counts))
+            for part, query, head_scores in zip(self.forwards(), queries, scores, strict=True)
         ]
         loss = results[0].loss
         for further in results[1:]:

@@ -116,10 +116,10 @@ def check_contents(folder: Path, part: int = 0, parts: int = 1) -> None:
         if lightest == part and file.crc32 is not None:
             mine.append(name)
     try:
-        found = checksums([folder / name for name in mine], flush=False)
+        contents = checksums([folder / name for name in mine], flush=False)
     except OSError as error:
         raise CheckpointError(f"is damaged: {error}") from error
-    wrong = [(name, sums) for name, sums in zip(mine, found, strict=True) if tuple(sums) != seal.files[name].crc32]
+    wrong = [(name, sums) for name, sums in zip(mine, contents, strict=True) if tuple(sums) != seal.files[name].crc32]
     if wrong:
         name, sums = wrong[0]
         sealed = seal.files[name].crc32 or ()

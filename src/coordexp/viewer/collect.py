@@ -165,12 +165,12 @@ def _records_folder(source: Path) -> Path | None:
 
 def _rollout_records(source: Path, vocab: CoordVocab | None) -> list[ViewRecord]:
     if source.is_file():
-        found = read_records(source) if source.name.startswith("rollouts_") else []
+        records = read_records(source) if source.name.startswith("rollouts_") else []
     else:
         folder = _records_folder(source)
-        found = [] if folder is None else read_records(folder)
-    found.sort(key=lambda record: (record.where.global_step, record.where.rank, record.where.sample_idx))
-    return [_from_record(record, vocab) for record in found]
+        records = [] if folder is None else read_records(folder)
+    records.sort(key=lambda record: (record.where.global_step, record.where.rank, record.where.sample_idx))
+    return [_from_record(record, vocab) for record in records]
 
 
 def _from_record(record: RolloutRecord, vocab: CoordVocab | None) -> ViewRecord:
@@ -248,9 +248,9 @@ def _from_answer(answer: ImageAnswer) -> ViewRecord:
         height=answer.height,
         gt=_ground_truth(answer.gt or (), pred_of_gt),
         pred=tuple(
-            ViewShape(o.desc, o.kind, o.bins, found[0] if found else None, round(found[1], 4) if found else None,
+            ViewShape(o.desc, o.kind, o.bins, match[0] if match else None, round(match[1], 4) if match else None,
                       None if o.score is None else round(o.score, 4), f"object {i + 1}")
-            for i, (o, found) in enumerate((o, gt_of_pred.get(i)) for i, o in enumerate(answer.pred))
+            for i, (o, match) in enumerate((o, gt_of_pred.get(i)) for i, o in enumerate(answer.pred))
         ),
         annotated=answer.gt is not None,
         dropped=answer.dropped,

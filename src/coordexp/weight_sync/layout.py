@@ -58,8 +58,10 @@ class WeightLayout:
 
     def describes(self, model: torch.nn.Module) -> bool:
         """Whether these are still the model's parameters: an engine may put new ones in their place."""
-        found = {name.replace(_WRAPPED, ""): parameter for name, parameter in model.named_parameters()}
-        return found.keys() == self.parameters.keys() and all(found[name] is p for name, p in self.parameters.items())
+        parameter_of = {name.replace(_WRAPPED, ""): parameter for name, parameter in model.named_parameters()}
+        return parameter_of.keys() == self.parameters.keys() and all(
+            parameter_of[name] is p for name, p in self.parameters.items()
+        )
 
     def place(self, name: str) -> Place:
         """Where the learner's tensor ``name`` belongs.
@@ -131,9 +133,9 @@ class WeightLayout:
             place = self.place(name)
             rows = self.rows(name, shapes)
             if rows is None or rows.numel() != torch.Size(shape).numel():
-                found = "unknown" if rows is None else str(tuple(rows.shape))
+                rows_shape = "unknown" if rows is None else str(tuple(rows.shape))
                 raise RolloutError(
-                    f"{name} has shape {tuple(shape)}, its place in the engine's {place.parameter} {found} "
+                    f"{name} has shape {tuple(shape)}, its place in the engine's {place.parameter} {rows_shape} "
                     f"of {tuple(self.parameters[place.parameter].shape)}"
                 )
             yield name, rows

@@ -186,9 +186,9 @@ def _connect(host: str, port: int, timeout_s: float) -> socket.socket:
     while True:
         left = deadline - time.monotonic()
         try:
-            found = socket.create_connection((host, port), timeout=max(0.1, left))
-            found.settimeout(HELLO_S)
-            return found
+            connection = socket.create_connection((host, port), timeout=max(0.1, left))
+            connection.settimeout(HELLO_S)
+            return connection
         except OSError:
             if left <= RETRY_S:
                 raise

@@ -83,8 +83,8 @@ def _with_masks(infos: Sequence[dict[str, Any]], annotation: dict[str, Any], seg
     except DataError:
         return list(infos)  # each of them is counted as one without a segmentation
     ids_HW = rgb_HW3 @ np.array([1, 256, 65536])
-    found = []
+    masked = []
     for info in infos:
         mask = ids_HW == info["id"] if type(info.get("id")) is int else np.zeros(ids_HW.shape, dtype=bool)
-        found.append({**info, "segmentation": encode_runs(mask)} if mask.any() else info)
-    return found
+        masked.append({**info, "segmentation": encode_runs(mask)} if mask.any() else info)
+    return masked

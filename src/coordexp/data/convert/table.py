@@ -88,9 +88,9 @@ def convert_csv(
             if obj is not None:
                 objects[file].append(obj)
     sources = []
-    for named, found in objects.items():
+    for named, boxes in objects.items():
         file, image = _find_image(named, folder)
-        sources.append(SourceImage(file, path.name, image, sizes[named], tuple(found)))
+        sources.append(SourceImage(file, path.name, image, sizes[named], tuple(boxes)))
     return assemble(sources, report, options, progress)
 
 

@@ -85,10 +85,10 @@ def convert_voc(
 
 
 def _images_by_stem(image_dir: Path) -> dict[str, list[Path]]:
-    found: dict[str, list[Path]] = {}
+    images: dict[str, list[Path]] = {}
     for path in files_below(image_dir, IMAGE_SUFFIXES):
-        found.setdefault(path.relative_to(image_dir).with_suffix("").as_posix(), []).append(path)
-    return found
+        images.setdefault(path.relative_to(image_dir).with_suffix("").as_posix(), []).append(path)
+    return images
 
 
 def _all_stems(xml_dir: Path, images_by_stem: Images) -> list[str]:

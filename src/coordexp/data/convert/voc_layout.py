@@ -61,16 +61,16 @@ def find_layout(root: Path, split: str | None, annotations_dir: str | Path, imag
 
 def _homes(root: Path, annotations: str, images: list[str]) -> list[tuple[Path, Path, Path]]:
     """Of the folders that hold both, those that lie highest: each with the two."""
-    found: list[tuple[Path, Path, Path]] = []
+    homes: list[tuple[Path, Path, Path]] = []
     for folders in _levels(root):
         for home in folders:
             xml_dir = _below(home, annotations)
             image_dir = next((path for name in images if (path := _below(home, name)) is not None), None)
             if xml_dir is not None and image_dir is not None:
-                found.append((home, xml_dir, image_dir))
-        if found:
-            return found
-    return found
+                homes.append((home, xml_dir, image_dir))
+        if homes:
+            return homes
+    return homes
 
 
 def _levels(root: Path) -> Iterator[list[Path]]:
@@ -90,13 +90,13 @@ def _below(home: Path, name: str) -> Path | None:
     """The folder ``name`` (which may have parts) of ``home``: as written, else in another case."""
     if (home / name).is_dir():
         return home / name
-    found = home
+    folder = home
     for part in Path(name).parts:
-        inside = [Path(entry.path) for entry in _folders(found) if entry.name.casefold() == part.casefold()]
+        inside = [Path(entry.path) for entry in _folders(folder) if entry.name.casefold() == part.casefold()]
         if not inside:
             return None
-        found = inside[0]
-    return found
+        folder = inside[0]
+    return folder
 
 
 def _split_file(root: Path, home: Path, split: str) -> Path:

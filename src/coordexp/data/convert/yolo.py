@@ -93,10 +93,10 @@ def convert_yolo(
 
 def _read_layout(source: Path, split: str | None) -> _Layout:
     if source.is_dir():
-        found = [path for path in (source / "data.yaml", source / "data.yml") if path.is_file()]
-        if not found:
+        described = [path for path in (source / "data.yaml", source / "data.yml") if path.is_file()]
+        if not described:
             return _read_plain_folder(source, split)
-        source = found[0]
+        source = described[0]
     if not source.is_file():
         raise DataError("not found; give a data.yaml, or a folder with images and labels", path=source)
     try:
@@ -121,9 +121,9 @@ def _read_layout(source: Path, split: str | None) -> _Layout:
     if not base.is_dir():  # exports keep the path of the machine that wrote them
         base = source.parent
     entries = splits[split] if isinstance(splits[split], list) else [splits[split]]
-    found = [_find(str(entry), base, source) for entry in entries]
-    folders = [path for path in found if path.is_dir()]
-    images = [pair for path in found for pair in (_images_in(path) if path.is_dir() else _images_listed(path))]
+    places = [_find(str(entry), base, source) for entry in entries]
+    folders = [path for path in places if path.is_dir()]
+    images = [pair for path in places for pair in (_images_in(path) if path.is_dir() else _images_listed(path))]
     return _Layout(names, images, folders)
 
 
@@ -166,10 +166,10 @@ def _find(entry: str, base: Path, source: Path) -> Path:
     entry = with_slashes(entry)
     # Roboflow writes ../train/images, meant from a folder beside it.
     candidates = [base / entry, source.parent / entry, base / entry.removeprefix("../")]
-    found = next((path for path in candidates if path.exists()), None)
-    if found is None:
+    existing = next((path for path in candidates if path.exists()), None)
+    if existing is None:
         raise DataError(f"{entry!r} is neither a folder nor a list of images (looked for {candidates[0]})", path=source)
-    return found
+    return existing
 
 
 def _images_in(folder: Path) -> list[tuple[Path, Path]]:
@@ -201,8 +201,8 @@ def _label_of(image: Path) -> Path:
 def _labels_for(images: Path) -> list[Path]:
     """Label files of a folder of images, whether or not their images are there."""
     folder = _label_of(images / "any.jpg").parent
-    found = files_below(folder if folder.is_dir() else images, (".txt",))
-    return [path for path in found if path.name != "classes.txt"]
+    texts = files_below(folder if folder.is_dir() else images, (".txt",))
+    return [path for path in texts if path.name != "classes.txt"]
 
 
 def _read_image(
