@@ -237,8 +237,8 @@ def test_answers_say_whose_weights_they_come_from(client: ServerClient, learner:
 def test_a_learner_that_dies_in_the_middle_of_a_push_blocks_nobody(client: ServerClient, learner: LoadedModel) -> None:
     first = WeightSync([client], LearnerWeights(learner.model), SyncConfig(bucket_mb=1, timeout_s=30.0))
     first.push(1)
-    lane = first._connections[0]
-    announced = threading.Thread(target=_announce_and_leave, args=(client, lane))
+    connection = first._connections[0]
+    announced = threading.Thread(target=_announce_and_leave, args=(client, connection))
     started = time.monotonic()
     announced.start()
     announced.join(20)
@@ -252,10 +252,10 @@ def test_a_learner_that_dies_in_the_middle_of_a_push_blocks_nobody(client: Serve
     assert served_tokens(client, requests) == greedy_tokens(learner, requests)
 
 
-def _announce_and_leave(client: ServerClient, lane: Any) -> None:
+def _announce_and_leave(client: ServerClient, connection: Any) -> None:
     bucket = [{"name": "lm", "shape": [64], "dtype": "torch.float32", "start_idx": 0, "end_idx": 256, "numel": 256}]
     bucket[0]["name"] = "model.language_model.norm.weight"
-    threading.Timer(0.5, lambda: lane.close(tell=False)).start()
+    threading.Timer(0.5, lambda: connection.close(tell=False)).start()
     with pytest.raises(ServerRefused, match="other side is gone"):
         client.update_flattened_params(bucket, timeout_s=30)
 

@@ -1,4 +1,4 @@
-"""Answers → everything that is said about them: figures of the set, by class and by density, and their files."""
+"""Answers → their figures: of the set, by class and by density; and the files that hold them."""
 
 from __future__ import annotations
 

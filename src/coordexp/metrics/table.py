@@ -206,5 +206,5 @@ def _index() -> tuple[dict[str, Metric], list[tuple[re.Pattern[str], Metric]]]:
         else:
             exact[metric.name] = metric
     # Of several patterns the one that says most decides: AP_<area> before AP<iou>.
-    patterns.sort(key=lambda found: -len(found[1].name.split("<")[0]))
+    patterns.sort(key=lambda entry: -len(entry[1].name.split("<")[0]))
     return exact, patterns

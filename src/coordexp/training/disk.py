@@ -1,4 +1,4 @@
-"""What is said where a checkpoint cannot be written: which disk, what is missing, what is kept."""
+"""The error of a checkpoint that cannot be written: which disk, what is missing, what is kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tells the training data which epoch it is in, before its loader starts to read: orders and views depend on it."""
+"""A callback that tells the training data its epoch before the loader reads: orders and views depend on it."""
 
 from __future__ import annotations
 

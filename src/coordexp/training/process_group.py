@@ -1,4 +1,4 @@
-"""The processes of torchrun: how they meet, and what is said where they lose each other."""
+"""The processes of torchrun: joining the group, and telling an error of lost processes from others."""
 
 from __future__ import annotations
 

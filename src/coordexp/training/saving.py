@@ -1,4 +1,4 @@
-"""What is saved, when and how, and how it is taken up again: the part of the trainer that makes runs survive."""
+"""Saving and resuming: the part of the trainer that writes checkpoints and goes on from them."""
 
 from __future__ import annotations
 

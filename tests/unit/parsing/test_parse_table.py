@@ -348,8 +348,8 @@ def test_a_control_token_in_a_desc_breaks_the_structure(token: str) -> None:
 def test_ids_beyond_the_vocabulary_break_the_structure() -> None:
     vocab = qwen_vocab()
     ids = vocab.encode(f"{{{O1}, {O2}")
-    for alien in (len(vocab), len(vocab) + 10**6, -1):
-        parsed = parse_rollout([*ids[:-5], alien, *ids[-5:]], vocab)
+    for unknown in (len(vocab), len(vocab) + 10**6, -1):
+        parsed = parse_rollout([*ids[:-5], unknown, *ids[-5:]], vocab)
         assert [obj.index for obj in parsed.objects] == [1]
         assert parsed.dropped == {R.MALFORMED: 1}
 
