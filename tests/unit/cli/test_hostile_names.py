@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import inspect
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,6 +23,7 @@ from support.scored_answers import random_answers
 from support.view_runs import hostile_answers
 
 CLASSES = ("sign [/stop]", "[bold]x[/]", "[a0]", ":car:", "[link=file:///etc]y")
+CONVERTED = ("coco", "csv", "labelme", "lvis", "panoptic", "voc", "yolo")
 FOLDER = "p [a0] [x] :smile:"
 IMAGE = "p [a0] [x].jpg"
 
@@ -96,17 +98,19 @@ def annotated_as(form: str, folder: Path) -> list[Path]:
         xml = f"<annotation><filename>{IMAGE}</filename>{sides}</annotation>"
         (folder / "images" / IMAGE).with_suffix(".xml").write_text(xml, encoding="utf-8")
         return [folder / "images"]
+    if form == "labelme":
+        return [labelme_file(folder)]
     segments = [{"image_id": 1, "category_id": k, "bbox": [x, y, 9, 29]} for k, (_, x, y, *_) in enumerate(boxes)]
     content = {
         "images": [{"id": 1, "file_name": IMAGE, "width": 64, "height": 48}],
-        "annotations": segments if form == "coco" else [{"image_id": 1, "segments_info": segments}],
+        "annotations": segments if form in ("coco", "lvis") else [{"image_id": 1, "segments_info": segments}],
         "categories": [{"id": k, "name": name} for k, name in enumerate(CLASSES)],
     }
     (folder / "a [j].json").write_text(json.dumps(content), encoding="utf-8")
     return [folder / "a [j].json", folder / "images"]
 
 
-@pytest.mark.parametrize("form", ["coco", "csv", "panoptic", "voc", "yolo"])
+@pytest.mark.parametrize("form", CONVERTED)
 def test_every_converter_prints_names_as_they_are(form: str, hostile: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ("data", "convert", form, *annotated_as(form, hostile), "--out", hostile / "o [1]", "--no-resize")
     expect(run_cli(capsys, *command), *CLASSES, hostile / "o [1]")
@@ -177,10 +181,96 @@ def test_the_viewer_prints_names_as_they_are(tmp_path: Path, capsys: pytest.Capt
     expect(run_cli(capsys, "view", tmp_path / FOLDER, "--out", out), f"wrote {out}")
 
 
+def test_changing_a_dataset_prints_names_as_they_are(
+    hostile: Path, capsys: pytest.CaptureFixture[str], model: Path
+) -> None:
+    data, out = write_dataset(hostile), hostile / "o [1].jsonl"
+    drop = ("data", "drop", data, "--per-class", f"{CLASSES[0]}=0", "--out", out)
+    expect(run_cli(capsys, *drop), *CLASSES, out)
+    expect(run_cli(capsys, *drop), out, "exists already", code=2)
+    expect(run_cli(capsys, "data", "drop", data, "--per-class", "[no]=0", "--out", out, "--overwrite"), "[no]", code=2)
+    expect(run_cli(capsys, "data", "pack", data, "--out", hostile / "k [2]" / "k.jsonl"), hostile / "k [2]")
+    full = hostile / "f [3].jsonl"
+    expect(run_cli(capsys, "data", "complete", data, "--model", model, "--out", full), full)
+    expect(run_cli(capsys, "data", "scenes", "--out", hostile / "s [4]", "--count", 1), hostile / "s [4]")
+
+
+def test_exports_print_names_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_answers(hostile_answers(tmp_path), tmp_path / FOLDER / "predictions.jsonl")
+    for form in ("coco", "csv", "labelme", "voc", "yolo"):
+        out = tmp_path / f"{form} [e]"
+        expect(run_cli(capsys, "export", form, tmp_path / FOLDER, "--out", out), out)
+    expect(run_cli(capsys, "export", "csv", tmp_path / "[none]", "--out", tmp_path), tmp_path / "[none]", code=2)
+
+
+def test_models_are_printed_as_they_are_called(tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    expect(run_cli(capsys, "model", "tiny", tmp_path / "t [1]"), tmp_path / "t [1]")
+    expect(run_cli(capsys, "model", "expand-vocab", tmp_path / "t [1]", tmp_path / "x [2]"), tmp_path / "t [1]", code=2)
+    expect(run_cli(capsys, "model", "merge", model, tmp_path / "m [3]"), model, code=2)
+
+
+def test_a_first_configuration_prints_names_as_they_are(
+    hostile: Path, capsys: pytest.CaptureFixture[str], model: Path
+) -> None:
+    out = hostile / "r [y].yaml"
+    expect(run_cli(capsys, "init", write_dataset(hostile), "--model", model, "--out", out, "--cpu"), f"wrote {out}")
+    missing = run_cli(capsys, "init", hostile / "[none]", "--model", model, "--out", hostile / "other.yaml")
+    expect(missing, hostile / "[none]", code=2)
+
+
+def test_stage_2_its_launch_and_its_replay_print_names_as_they_are(
+    tmp_path: Path, hostile: Path, capsys: pytest.CaptureFixture[str], model: Path
+) -> None:
+    data, out = write_dataset(hostile), tmp_path / "out [o2]"
+    run = write_run(hostile, 2, model, custom__train_jsonl=str(data), custom__val_jsonl=str(data),
+                    training__output_dir=str(out), training__per_device_train_batch_size=1,
+                    rollout_matching__monitor_dump={"enabled": True, "min_free_gb": 0.0})  # fmt: skip
+    expect(run_cli(capsys, "launch", "--config", run, "--dry-run"), run, out)
+    expect(run_cli(capsys, "launch", "--config", run, "--print"), model, data, out)
+    expect(run_cli(capsys, "launch", "--config", hostile / "[none].yaml"), hostile / "[none].yaml", code=2)
+    expect(run_cli(capsys, "serve", "--config", hostile / "[none].yaml"), hostile / "[none].yaml", code=2)
+    expect(run_cli(capsys, "train", run), f"saved to {out}")
+    expect(run_cli(capsys, "replay", out / "rollout_records", "--model", model), data.name, "1 records replayed")
+    expect(run_cli(capsys, "replay", tmp_path / "[none]"), tmp_path / "[none]", code=2)
+
+
+def subcommands(command: Any) -> dict[str, Any]:
+    return getattr(command, "commands", {})
+
+
 def commands(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     yield words, command
-    for name, below in getattr(command, "commands", {}).items():
+    for name, below in subcommands(command).items():
         yield from commands(below, (*words, name))
+
+
+SILENT = {"config schema", "demo"}  # print no name that a person has given, but the demo's folder
+SHOWN_BY = {
+    test_changing_a_dataset_prints_names_as_they_are: ("data drop", "data pack", "data complete", "data scenes"),
+    test_looking_at_a_dataset_prints_names_as_they_are: ("data check", "data stats", "data sample", "data split"),
+    test_evaluation_prints_names_as_they_are: ("evaluate",),
+    test_training_and_predicting_print_names_as_they_are: (
+        "config check", "config diff", "train", "predict", "model info", "model export",
+    ),
+    test_exports_print_names_as_they_are: ("export",),
+    test_models_are_printed_as_they_are_called: ("model tiny", "model expand-vocab", "model merge"),
+    test_a_first_configuration_prints_names_as_they_are: ("init",),
+    test_stage_2_its_launch_and_its_replay_print_names_as_they_are: ("launch", "serve", "replay"),
+    test_the_viewer_prints_names_as_they_are: ("view",),
+    test_every_converter_prints_names_as_they_are: tuple(f"data convert {form}" for form in CONVERTED),
+}  # fmt: skip
+
+
+def test_every_command_has_its_case() -> None:
+    """A new command without one fails here, and so does a case that its test does not run."""
+    leaves = {" ".join(words) for words, command in commands(typer.main.get_command(app)) if words}
+    leaves -= {" ".join(words) for words, command in commands(typer.main.get_command(app)) if subcommands(command)}
+    assert {command for shown in SHOWN_BY.values() for command in shown} == leaves - SILENT
+    for case, shown in SHOWN_BY.items():
+        source = inspect.getsource(case)
+        for command in shown:
+            words = [word for word in command.split() if word not in CONVERTED]
+            assert ", ".join(f'"{word}"' for word in words) in source, command
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])
