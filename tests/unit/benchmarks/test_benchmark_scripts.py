@@ -246,6 +246,12 @@ def test_toolkit_measures_conversion_evaluation_and_viewer(run: Run) -> None:
     assert all(row["seconds"] > 0 and row["rate"] > 0 for row in results.values())
 
 
+def test_saving_measures_a_save_and_a_resume_with_and_without_the_seal(run: Run, tmp_path: Path) -> None:
+    results = run("saving", "--mib", 1, "--rounds", 2, "--folder", tmp_path)
+    assert {len(seconds) for seconds in results["seconds"].values()} == {2}
+    assert results["added"].keys() == {"sealed save", "compared resume"} and not list(tmp_path.iterdir())
+
+
 def test_data_start_opens_the_same_set_in_every_way(run: Run, tmp_path: Path) -> None:
     rows = run("data_start", "--records", "30", "--folder", tmp_path)
     assert [row["how"] for row in rows] == ["cold", "warm", "plain", "datasets cold", "datasets warm"]
