@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def save(folder: Path, weights: dict[str, torch.Tensor], finish: Callable[[Path], None]) -> float:
-    """Seconds to write a checkpoint and to ``finish`` it. Moments are as large as their weights, and written by value."""
+    """Seconds to write a checkpoint and to ``finish`` it."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     moments = {name: one.clone() for name, one in weights.items()}

@@ -247,9 +247,11 @@ def test_toolkit_measures_conversion_evaluation_and_viewer(run: Run) -> None:
 
 
 def test_saving_measures_a_save_and_a_resume_with_and_without_the_seal(run: Run, tmp_path: Path) -> None:
-    results = run("saving", "--mib", 1, "--rounds", 2, "--folder", tmp_path)
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    results = run("saving", "--mib", 1, "--rounds", 2, "--folder", disk)
     assert {len(seconds) for seconds in results["seconds"].values()} == {2}
-    assert results["added"].keys() == {"sealed save", "compared resume"} and not list(tmp_path.iterdir())
+    assert results["added"].keys() == {"sealed save", "compared resume"} and not list(disk.iterdir())
 
 
 def test_data_start_opens_the_same_set_in_every_way(run: Run, tmp_path: Path) -> None:
