@@ -27,6 +27,7 @@ import yaml
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 IOUS = (0.5, 0.7, 0.9)
+AVERAGE_PRECISIONS = ("AP", "AP50")
 SPLIT_SEEDS = {"train": 31, "val": 32, "test": 33}
 STAGE_1 = ROOT / "checkpoints" / "demo-stage1"
 
@@ -115,12 +116,12 @@ def completed(data: Path, model: Path, rules: dict[str, Any], output: Path) -> t
     return path, json.loads(done.read_text())
 
 
-def evaluate(model: Path, data: Path, stop: float | None) -> tuple[list[Any], float]:
-    """Greedy answers. Returns: answers, and CPU seconds."""
+def evaluate(model: Path, data: Path, stop: float | None) -> tuple[list[Any], dict[str, float], float]:
+    """Greedy answers, scored by their tokens' probabilities. Returns: answers, average precision, and CPU seconds."""
     from stopping import stop_threshold
 
     from coordexp.config import load_config
-    from coordexp.inference.evaluate import evaluate_model
+    from coordexp.inference.evaluate import run_evaluation
 
     path = model / f"evaluate-{data.parent.name}.yaml"
     values = {
@@ -131,9 +132,11 @@ def evaluate(model: Path, data: Path, stop: float | None) -> tuple[list[Any], fl
     }
     path.write_text(yaml.safe_dump(values))
     started = time.process_time()
+    folder = model / f"evaluation-{data.parent.name}{'' if stop is None else f'-stop-{stop}'}"
     with stop_threshold(model, stop):
-        found = evaluate_model(load_config(path), quiet(), model=model)[1]
-    return [prediction.answer() for prediction in found], time.process_time() - started
+        found = run_evaluation(load_config(path), quiet(), model=model, output=folder)
+    precision = {name: round(found.summary.figures[name], 4) for name in AVERAGE_PRECISIONS}
+    return list(found.answers), precision, time.process_time() - started
 
 
 def counts(answers: Sequence[Any]) -> dict[str, list[list[float]]]:
@@ -200,12 +203,12 @@ def run_arm(name: str, arm_name: str, seed: int, split: str, work: Path, results
     regime, arms = declared["regimes"][name], declared["arms"][name]
     arm = arms[arm_name]
     model, seconds = trained_model(name, regime, arms, arm.get("of", arm_name), seed, work)
-    answers, spent = evaluate(model, scenes(regime, split, work, name), arm.get("stop"))
+    answers, precision, spent = evaluate(model, scenes(regime, split, work, name), arm.get("stop"))
     line = {
         "arm": arm_name, "seed": seed, "split": split,
         "train_cpu_s": round(seconds, 1), "answer_cpu_s": round(spent, 1),
         "date": time.strftime("%Y-%m-%d"), "machine": f"{os.cpu_count()} cores, {platform.machine()}",
-        "declared": arm, "counts": counts(answers),
+        "declared": arm, **precision, "counts": counts(answers),
     }  # fmt: skip
     with results.open("a") as file:
         file.write(json.dumps(line) + "\n")

@@ -58,6 +58,14 @@ def difference(arm: Sequence[Any], reference: Sequence[Any]) -> tuple[float, flo
     return whole, float(low), float(high)
 
 
+def _precision(lines: Sequence[dict[str, Any]]) -> str:
+    """COCO's average precision, and of how many seeds where some have none: lines of before it was noted."""
+    scored = [line["AP"] for line in lines if "AP" in line]
+    if not scored:
+        return ""
+    return f"{np.mean(scored):.3f}" + (f" ({len(scored)})" if len(scored) < len(lines) else "")
+
+
 def markdown(lines: Sequence[dict[str, Any]], against: str) -> str:
     """One row an arm, in the order in which arms were run; differences over the seeds that both arms have."""
     by_arm: defaultdict[str, dict[int, dict[str, Any]]] = defaultdict(dict)
@@ -77,8 +85,7 @@ def markdown(lines: Sequence[dict[str, Any]], against: str) -> str:
             parts = [[of[seed]["counts"]["as_answered"] for seed in shared] for of in (of_seed, by_arm[against])]
             gain = "{:+.3f} [{:+.3f}, {:+.3f}]".format(*difference(*parts))
         cpu = np.mean([line["train_cpu_s"] for line in of_seed.values()])
-        rows.append(
-            [arm, str(len(of_seed)), f"{cpu:.0f}", *(f"{value:.3f}" for value in found.values()), f"{clean:.3f}", gain]
-        )
-        names = ["arm", "seeds", "CPU s", *found, "F1, repeats removed", f"F1@.5 less {against}"]
+        values = [f"{value:.3f}" for value in (*found.values(), clean)]
+        rows.append([arm, str(len(of_seed)), f"{cpu:.0f}", *values, _precision(list(of_seed.values())), gain])
+        names = ["arm", "seeds", "CPU s", *found, "F1, repeats removed", "AP (seeds)", f"F1@.5 less {against}"]
     return "\n".join("| " + " | ".join(row) + " |" for row in [names, ["---"] * len(names), *rows])

@@ -77,6 +77,8 @@ def test_a_table_lists_every_arm_and_says_what_is_missing(study: ModuleType) -> 
     rows = markdown(lines, "sft").splitlines()
     assert [row.split("|")[1].strip() for row in rows[2:]] == ["sft", "mine"]
     assert "+0.000 [+0.000, +0.000]" in rows[3]
+    scored = markdown([*lines, {**lines[0], "seed": 1, "AP": 0.25}], "mine").splitlines()
+    assert "| 0.250 (1) |" in scored[2] and "0.250" not in scored[3], "the average precision of one seed of two"
     with pytest.raises(SystemExit, match="no results of 'best'"):
         markdown(lines, "best")
 
