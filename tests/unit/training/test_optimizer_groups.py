@@ -98,3 +98,15 @@ def test_coordinate_rows_have_a_rate_of_their_own(tmp_path: Path) -> None:
         assert model.name_or_path == str(tiny_checkpoint())
     assert offsets[0].abs().max() > 1e-5
     torch.testing.assert_close(offsets[1], 3 * offsets[0], atol=1e-9, rtol=1e-4)
+
+
+def test_the_fused_optimizer_of_the_shipped_configurations_steps_as_the_plain_one(tmp_path: Path) -> None:
+    ways = {}
+    for optim in ("adamw_torch", "adamw_torch_fused"):
+        keys = {"training__optim": optim, "training__vit_lr": 1e-4, "training__weight_decay": 0.1}
+        ways[optim] = train(run_config(tmp_path, 1, optim, training__max_steps=3, **keys))
+    assert type(ways["adamw_torch_fused"].optimizer.optimizer).__name__ == "AdamW"
+    assert ways["adamw_torch_fused"].optimizer.param_groups[0]["fused"]
+    plain, fused = (weights(trainer.model) for trainer in ways.values())
+    for name, value in plain.items():
+        torch.testing.assert_close(fused[name], value, atol=1e-6, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
