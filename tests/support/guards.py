@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from coordexp.rollouts.repeat_guard import GuardSettings, ObjectKeyReader, RepeatGuard, Trigger
+from coordexp.config.rollout import RepeatTerminateConfig
+from coordexp.rollouts.repeat_guard import ObjectKeyReader, RepeatGuard, Trigger
 
 
 def first_trigger(
-    token_ids: Sequence[int], settings: GuardSettings, reader: ObjectKeyReader | None = None
+    token_ids: Sequence[int], settings: RepeatTerminateConfig, reader: ObjectKeyReader | None = None
 ) -> Trigger | None:
     """The verdict on a whole answer: where a guarded engine would have ended it, or None."""
     guard = RepeatGuard(settings, reader)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from coordexp.config.rollout import RepeatTerminateConfig
 from coordexp.coords import CoordVocab
 from coordexp.records import Rollout, RolloutRequest
 from coordexp.rollouts.answer_tokens import answer_tokens
@@ -16,7 +17,7 @@ from coordexp.rollouts.backend import DecodingOptions, IndexedRollout, RolloutRo
 from coordexp.rollouts.closed_names import ClosedNames
 from coordexp.rollouts.hf_names import NamesOnly
 from coordexp.rollouts.hf_processors import RepeatStop, sampling_processors
-from coordexp.rollouts.repeat_guard import GuardSettings, ObjectKeyReader, RepeatGuard
+from coordexp.rollouts.repeat_guard import ObjectKeyReader, RepeatGuard
 
 
 class HFBackend:
@@ -33,7 +34,7 @@ class HFBackend:
         options: DecodingOptions,
         decode_batch_size: int,
         image_token_id: int,
-        repeat_terminate: GuardSettings | None = None,
+        repeat_terminate: RepeatTerminateConfig | None = None,
         names: Sequence[str] = (),
     ) -> None:
         """Answers are guarded against repetition where ``repeat_terminate`` is given and enabled. ``names``: the

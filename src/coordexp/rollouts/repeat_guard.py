@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+
+from coordexp.config.rollout import RepeatTerminateConfig
 
 
 class GuardRule(StrEnum):
@@ -20,44 +21,6 @@ class GuardRule(StrEnum):
     TOKEN_RUN = "token_run"  # one token, max_consecutive_token_repeats times in a row
     NGRAM = "ngram"  # the last ngram_size tokens, ngram_repeats times in a row
     OBJECT_KEYS = "object_keys"  # more than max_object_keys object keys
-
-
-class GuardSettings(Protocol):
-    """The six keys of ``rollout_matching.repeat_terminate``; they have their defaults there and nowhere else.
-
-    No rule fires before ``min_new_tokens``. 0 switches a rule off: ``max_consecutive_token_repeats`` the one on runs,
-    ``ngram_size`` or ``ngram_repeats`` the one on n-grams. None switches off ``max_object_keys``.
-    """
-
-    @property
-    def enabled(self) -> bool:
-        """Whether answers are guarded at all."""
-        ...
-
-    @property
-    def min_new_tokens(self) -> int:
-        """No verdict before this many tokens."""
-        ...
-
-    @property
-    def max_consecutive_token_repeats(self) -> int:
-        """Times in a row that one token may stand; 0 checks nothing."""
-        ...
-
-    @property
-    def ngram_size(self) -> int:
-        """Tokens of a pattern that may repeat; 0 checks nothing."""
-        ...
-
-    @property
-    def ngram_repeats(self) -> int:
-        """Times in a row that such a pattern may stand; 0 checks nothing."""
-        ...
-
-    @property
-    def max_object_keys(self) -> int | None:
-        """Object keys that an answer may hold; None checks nothing."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +48,7 @@ class RepeatGuard:
         "trigger",
     )
 
-    def __init__(self, settings: GuardSettings, reader: ObjectKeyReader | None = None) -> None:
+    def __init__(self, settings: RepeatTerminateConfig, reader: ObjectKeyReader | None = None) -> None:
         if settings.max_object_keys is not None and reader is None:
             raise ValueError("max_object_keys counts keys in the text, so the guard needs an ObjectKeyReader")
         self._settings = settings

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -21,8 +20,7 @@ from support.guards import first_trigger
 from support.qwen_tokenizer import qwen_vocab
 
 
-@dataclass(frozen=True)
-class Keys:
+class Keys(RepeatTerminateConfig):
     """Every rule off; a case switches on what it is about."""
 
     enabled: bool = True
@@ -202,7 +200,7 @@ def test_the_minimum_delays_a_verdict_without_forgetting() -> None:
     """What repeated before ``min_new_tokens`` counts once the minimum is reached, if it still goes on."""
     keys = Keys(max_consecutive_token_repeats=3, min_new_tokens=10)
     assert first_trigger([1] * 12, keys) == Trigger(RUN, 10)
-    assert first_trigger([1] * 12, replace(keys, min_new_tokens=0)) == Trigger(RUN, 3)
+    assert first_trigger([1] * 12, Keys(max_consecutive_token_repeats=3)) == Trigger(RUN, 3)
 
 
 def test_the_thresholds_have_the_contracts_defaults(tmp_path: Path) -> None:
