@@ -6,24 +6,18 @@ after the whole way.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 
 from coordexp.coords import CoordVocab, serialize_objects
 from coordexp.data.images import open_rgb
-from coordexp.evaluation.answers import Detection
+from coordexp.evaluation.drawing import colours_by_name, draw_objects
 from coordexp.parsing import parse_rollout
-from coordexp.records import NUM_BINS, GTObject, ImageRecord, PredictedObject
-
-_Point = tuple[float, float]
+from coordexp.records import GTObject, ImageRecord
 
 _TILE = 320
-_DASH, _GAP = 6, 5  # pixels
-_COLOURS = ("#e6194b", "#3cb44b", "#4363d8", "#f58231", "#911eb4", "#008080", "#9a6324", "#808000", "#000075")
 
 
 def round_trip(objects: Sequence[GTObject], vocab: CoordVocab) -> list[GTObject]:
@@ -50,8 +44,7 @@ def draw_contact_sheet(
     """
     if not records:
         raise ValueError("nothing to draw: pass at least one record")
-    names = sorted({obj.desc for record in records for obj in record.objects})
-    colour_of = {name: _COLOURS[k % len(_COLOURS)] for k, name in enumerate(names)}
+    colour_of = colours_by_name(obj for record in records for obj in record.objects)
     rows = -(-len(records) // columns)
     sheet = Image.new("RGB", (columns * _TILE, rows * _TILE), "#202020")
     for k, record in enumerate(records):
@@ -70,41 +63,3 @@ def _tile(image: Image.Image, objects: Sequence[GTObject], colour_of: dict[str, 
     tile = Image.new("RGB", (_TILE, _TILE), "#202020")
     tile.paste(image, (2, 2))
     return tile
-
-
-def draw_objects(
-    image: Image.Image,
-    coloured: Sequence[tuple[GTObject | PredictedObject | Detection, str]],
-    labels: bool = True,
-    width: int = 2,
-) -> None:
-    """Outlines over ``image``, each object in its colour, soft ones dashed, and their descriptions, moved to where they
-    fit."""
-    draw = ImageDraw.Draw(image)
-    font = ImageFont.load_default(11)
-    for obj, colour in coloured:
-        xs = [k / (NUM_BINS - 1) * (image.width - 1) for k in obj.bins[0::2]]
-        ys = [k / (NUM_BINS - 1) * (image.height - 1) for k in obj.bins[1::2]]
-        points = list(zip(xs, ys, strict=True))
-        if obj.kind == "bbox_2d":
-            (x1, y1), (x2, y2) = points
-            points = [(x1, y1), (x2, y1), (x2, y2), (x1, y2)]
-        outline = [*points, points[0]]
-        for line in [outline] if getattr(obj, "soft", None) is None else _dashes(outline):
-            draw.line(line, fill=colour, width=width, joint="curve")
-        if labels:
-            _, _, right, bottom = draw.textbbox((0, 0), obj.desc, font=font)
-            corner = (max(0, min(min(xs) + 2, image.width - right)), max(0, min(min(ys) + 1, image.height - bottom)))
-            draw.rectangle(draw.textbbox(corner, obj.desc, font=font), fill="white")
-            draw.text(corner, obj.desc, fill=colour, font=font)
-
-
-def _dashes(outline: Sequence[_Point]) -> list[tuple[_Point, _Point]]:
-    """The drawn parts of a dashed line along ``outline``, each side beginning with one."""
-    parts = []
-    for (x1, y1), (x2, y2) in pairwise(outline):
-        length = math.hypot(x2 - x1, y2 - y1)
-        for start in range(0, math.ceil(length), _DASH + _GAP):
-            a, b = start / length, min(length, start + _DASH) / length
-            parts.append(((x1 + a * (x2 - x1), y1 + a * (y2 - y1)), (x1 + b * (x2 - x1), y1 + b * (y2 - y1))))
-    return parts

@@ -12,8 +12,8 @@ from rich.text import Text
 
 from coordexp.data.images import open_rgb
 from coordexp.evaluation.answers import Detection, ImageAnswer
-from coordexp.evaluation.contact_sheet import draw_objects
 from coordexp.evaluation.detection import ignored_predictions, match_answer, match_by_desc
+from coordexp.evaluation.drawing import draw_objects
 from coordexp.records import GTObject
 
 # Metric → (label, whether more is better); None where neither is.

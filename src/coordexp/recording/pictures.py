@@ -14,7 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from coordexp.config.rollout import MonitorDumpConfig
 from coordexp.data.images import open_rgb
-from coordexp.evaluation.contact_sheet import draw_objects
+from coordexp.evaluation.drawing import draw_objects
 from coordexp.metrics import SampleOutcome
 from coordexp.recording.writer import is_due
 from coordexp.records import ImageRecord
