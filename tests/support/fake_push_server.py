@@ -14,7 +14,7 @@ from coordexp.servers.client import ServerClient
 from coordexp.serving.launch.preflight import free_ports
 from coordexp.weight_sync.group import GroupAddress
 from coordexp.weight_sync.receiver import WeightReceiver
-from support.fused_model import FusedModel
+from support.fused_model import SHAPES, FakeWeights, FusedModel
 from support.settings import client_to
 
 
@@ -56,6 +56,11 @@ class FakePushServer:
 
     def client(self, timeout_s: float = 20.0) -> ServerClient:
         return client_to(f"http://127.0.0.1:{self._http.server_port}", self.group_port, timeout_s=timeout_s)
+
+    def holds(self, source: FakeWeights, dtype: torch.dtype = torch.float32) -> bool:
+        """Whether the engine has these weights, bit for bit."""
+        read = dict(self.receiver.layout.read_back(SHAPES))
+        return all(torch.equal(read[name], value.to(dtype)) for name, value in source.values.items())
 
     def close(self) -> None:
         self._http.shutdown()

@@ -21,7 +21,7 @@ from coordexp.servers.sync import WeightSync
 from coordexp.serving.launch.preflight import free_ports
 from coordexp.weight_sync.receiver import WeightReceiver
 from support.fake_push_server import FakePushServer
-from support.fused_model import SHAPES, FakeWeights, FusedModel
+from support.fused_model import FakeWeights, FusedModel
 from support.settings import client_to, decoding
 
 
@@ -38,20 +38,15 @@ def start_anew(server: FakePushServer) -> None:
     server.receiver = WeightReceiver(FusedModel(), torch.device("cpu"), sharded=False)
 
 
-def holds(server: FakePushServer, source: FakeWeights) -> bool:
-    read = dict(server.receiver.layout.read_back(SHAPES))
-    return all(torch.equal(read[name], value) for name, value in source.values.items())
-
-
 def test_a_server_that_was_started_anew_gets_the_next_push_as_if_nothing_had_been(server: FakePushServer) -> None:
     source = FakeWeights()
     sync = WeightSync([server.client()], source, SyncConfig(bucket_mb=1, timeout_s=15.0))
     sync.push(1)
     start_anew(server)
     source.step(2)
-    assert not holds(server, source)
+    assert not server.holds(source)
     sync.push(2)
-    assert holds(server, source) and server.receiver.report()["weight_version"] == 2
+    assert server.holds(source) and server.receiver.report()["weight_version"] == 2
     sync.close()
 
 

@@ -46,11 +46,6 @@ def syncing(servers: list[FakePushServer], source: Any, **keys: Any) -> Iterator
         sync.close()
 
 
-def holds(server: FakePushServer, source: FakeWeights, dtype: torch.dtype = torch.float32) -> bool:
-    read = dict(server.receiver.layout.read_back(SHAPES))
-    return all(torch.equal(read[name], value.to(dtype)) for name, value in source.values.items())
-
-
 @pytest.mark.parametrize("kind", [{}, {"swift": True}, {"plain": True}], ids=["ours", "swift and plugin", "swift"])
 def test_every_kind_of_server_gets_the_weights(start: Start, kind: dict[str, bool]) -> None:
     server, source = start(**kind), FakeWeights()
@@ -58,7 +53,7 @@ def test_every_kind_of_server_gets_the_weights(start: Start, kind: dict[str, boo
         for version in (3, 4):
             source.step(version)
             report = sync.push(version)
-            assert holds(server, source)
+            assert server.holds(source)
             assert (report.stamp.version, report.num_tensors) == (version, len(SHAPES))
             assert (report.checksum is not None) is (version == 3 and "plain" not in kind)
     assert ("/reset_prefix_cache/" in server.asked) is ("plain" in kind)  # the others do it with the commit
@@ -75,12 +70,12 @@ def test_large_weights_arrive_in_place_once_loading_has_shown_where(
         for version in (1, 2, 3):
             source.step(version)
             sync.push(version)
-            assert holds(server, source)
+            assert server.holds(source)
             in_place.append(server.receiver.report()["num_in_place"])
         norm = server.model.get_submodule("language.model.layer.norm")
         norm.weight = torch.nn.Parameter(torch.zeros(3))  # an engine that lays its weights out anew
         sync.push(4)
-        assert holds(server, source)
+        assert server.holds(source)
         in_place.append(server.receiver.report()["num_in_place"])
     assert in_place == [0, len(SHAPES) - 4, len(SHAPES) - 4, 0]
 
@@ -95,7 +90,7 @@ def test_several_servers_get_one_push(start: Start) -> None:
     servers, source = [start(), start(), start(swift=True)], FakeWeights()
     with syncing(servers, source) as sync:
         sync.push(1)
-    assert all(holds(server, source) for server in servers)
+    assert all(server.holds(source) for server in servers)
     assert source.given == len(SHAPES)  # read once, not once per server
 
 
@@ -103,7 +98,7 @@ def test_weights_arrive_in_the_engines_number_type(start: Start) -> None:
     server, source = start(dtype="bfloat16"), FakeWeights()
     with syncing([server], source) as sync:
         report = sync.push(1)
-    assert holds(server, source, torch.bfloat16)
+    assert server.holds(source, torch.bfloat16)
     assert report.bytes == sum(2 * value.numel() for value in source.values.values())
 
 
@@ -126,7 +121,7 @@ def test_one_failing_server_fails_the_push_and_the_next_one_repairs_it(start: St
         bad._reply = type(bad)._reply.__get__(bad)  # type: ignore[method-assign]
         source.step(2)
         sync.push(2)
-    assert holds(good, source) and holds(bad, source)
+    assert good.holds(source) and bad.holds(source)
 
 
 def _with_error(server: FakePushServer, endpoint: str, message: str) -> Callable[[str, Any], tuple[int, Any]]:
@@ -166,10 +161,10 @@ def test_two_learners_on_one_server_are_noticed(start: Start, kind: dict[str, bo
     with syncing([server], one) as first, syncing([server], other) as second:
         first.push(40)
         second.push(40)  # a learner that starts takes over what it finds
-        assert holds(server, other)
+        assert server.holds(other)
         with pytest.raises(RolloutError, match=f"learner {second._learner_id} has pushed .* since this one"):
             first.push(41)
-        assert holds(server, other), "and nothing was sent"
+        assert server.holds(other), "and nothing was sent"
         second.push(41)
         assert server.receiver.report()["learner_id"] == second._learner_id
 
@@ -216,7 +211,7 @@ def test_any_failure_of_the_adapter_path_means_full_pushes_for_good(
         source.step(2)
         second = sync.push(2)
         assert (second.mode, second.fallback, sync.mode) == ("full", None, "full")
-        assert holds(server, source)
+        assert server.holds(source)
     strict = WeightSync([server.client()], source, SyncConfig(mode="adapter", fallback_to_full=False, timeout_s=15.0))
     with pytest.raises(RolloutError, match=r"sync\.fallback_to_full: true"):
         strict.push(3)
@@ -240,7 +235,7 @@ def test_whatever_an_adapter_push_raises_full_weights_take_over(start: Start, fa
     with syncing([server], source, mode="adapter") as sync:
         done = sync.push(1)
         assert done.mode == "full" and done.fallback is not None and "no adapter file" in done.fallback
-        assert holds(server, source)
+        assert server.holds(source)
     strict = WeightSync([server.client()], source, SyncConfig(mode="adapter", fallback_to_full=False, timeout_s=15.0))
     with pytest.raises(RolloutError, match=f"{failure.__name__}.*fallback_to_full: true"):
         strict.push(2)
