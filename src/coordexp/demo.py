@@ -112,11 +112,11 @@ def _write_data(output: Path, size: DemoSize, console: Console) -> dict[str, Pat
 def _complete(config: RunConfig, source: Path, out: Path, console: Console) -> float:
     """Add what the start finds and the annotations lack. Returns: seconds of the first time, which answered."""
     from coordexp.evaluation.completion import CompletionRules
-    from coordexp.inference.completion import answering_config, run_completion
+    from coordexp.inference.completion import completion_config, run_completion
 
     took = out.with_name("completion_seconds.json")
     started = time.monotonic()
-    run = answering_config(Path(config.model.model), config=None, prompt=config.template.prompt,
+    run = completion_config(Path(config.model.model), config=None, prompt=config.template.prompt,
                            batch_size=64)  # fmt: skip
     run_completion(run, console, source=source, out=out, rules=CompletionRules(threshold=COMPLETION_THRESHOLD))
     if not took.is_file():

@@ -98,7 +98,7 @@ def complete_command(
     known_descs: Annotated[
         bool, typer.Option("--known-descs", help="Add only descriptions that the dataset's annotations hold.")
     ] = False,
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Images answered at once [--config's, or 16].")] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Images answered at once [--config's, or 8].")] = None,
     sheet: Annotated[Path | None, typer.Option(help="PNG of the images with the most likely missed objects.")] = None,
     sheet_images: Annotated[int, typer.Option(min=1, max=100, help="Images on the sheet.")] = 12,
     overwrite: Overwrite = False,
@@ -115,9 +115,9 @@ def complete_command(
     from coordexp.evaluation.completion import CompletionRules
 
     rules = CompletionRules(threshold, max_overlap, min_size, weight, known_descs)
-    from coordexp.inference.completion import Sheet, answering_config, run_completion
+    from coordexp.inference.completion import Sheet, completion_config, run_completion
 
-    run = answering_config(model, config=config, prompt=prompt, batch_size=batch_size)
+    run = completion_config(model, config=config, prompt=prompt, batch_size=batch_size)
     check_completion_paths(run, jsonl)
     no_bars_in_log_files()
     console = open_console(stderr=as_json)

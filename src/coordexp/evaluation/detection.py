@@ -136,11 +136,11 @@ def count_image(answer: ImageAnswer, threshold: float = IOU_THRESHOLD) -> ImageC
         DataError: the image has no annotations.
     """
     ignored = ignored_predictions(answer, threshold)
-    objects = [found for i, found in enumerate(answer.pred) if i not in ignored]
+    objects = [prediction for i, prediction in enumerate(answer.pred) if i not in ignored]
     truth = answer.truth
     pairs = _overlapping(objects, truth, threshold)
     matched = pairs.of_equal_desc(objects, truth).assigned(threshold)
-    found = {i for i, _, _ in matched}
+    matched_pred = {i for i, _, _ in matched}
     giants = _areas(objects) >= GIANT * (NUM_BINS - 1) ** 2
     counts = Counter(
         images=1,
@@ -150,7 +150,7 @@ def count_image(answer: ImageAnswer, threshold: float = IOU_THRESHOLD) -> ImageC
         matched_any_desc=len(pairs.assigned(threshold)),
         dropped=answer.num_dropped,
         duplicates=num_duplicates(objects),
-        giants=sum(1 for i in np.flatnonzero(giants).tolist() if i not in found),
+        giants=sum(1 for i in np.flatnonzero(giants).tolist() if i not in matched_pred),
         truncated=int(answer.truncated),
         repeat_terminated=int(answer.repeat_terminated),
         empty=int(not objects),

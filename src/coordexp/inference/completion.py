@@ -26,9 +26,7 @@ from coordexp.evaluation.completion import (
 )
 from coordexp.evaluation.contact_sheet import draw_contact_sheet
 from coordexp.files import write_atomically
-from coordexp.inference.asking import Asking, asking_config
-
-_BATCH = 16  # images answered at once, where nobody says how many
+from coordexp.inference.asking import BATCH_SIZE, Asking, asking_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +47,7 @@ class CompletionResult:
     files: tuple[Path, ...]
 
 
-def answering_config(
+def completion_config(
     model: Path | None, *, config: Path | None, prompt: str | None, batch_size: int | None
 ) -> RunConfig:
     """What to ask, and how: ``config`` if given; else as the run asked that ``model`` comes from (see
@@ -71,7 +69,7 @@ def answering_config(
     if model is None:
         raise ConfigError("name the checkpoint that answers with --model, or a run's YAML with --config")
     asking = Asking(
-        batch_size=_BATCH if batch_size is None else batch_size,
+        batch_size=BATCH_SIZE if batch_size is None else batch_size,
         max_new_tokens=default_of(RolloutMatchingConfig, "max_new_tokens"),
         prompt=prompt,
     )

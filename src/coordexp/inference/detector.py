@@ -98,8 +98,8 @@ class Detector:
         """
         if isinstance(images, str | Path):
             single = Path(images).is_file() and Path(images).suffix.lower() != ".jsonl"
-            found = self._answer(list(find_images([Path(images)]).records), {})
-            return found[0] if single else found
+            detections = self._answer(list(find_images([Path(images)]).records), {})
+            return detections[0] if single else detections
         if isinstance(images, Image.Image | np.ndarray):
             return self._predict_each([images])[0]
         return self._predict_each(list(images))
@@ -140,14 +140,14 @@ class Detector:
 
         session = self._session
         size = session.backend.batch_size(self._batch_size)
-        found: list[Detections] = []
+        detections: list[Detections] = []
         for start in range(0, len(records), size):
             batch = [Sample(record, session.encoder.encode(record)) for record in records[start : start + size]]
             seeds, scorer = DatasetSeeds(self._seed, start), session.scorer if self._scores else None
             for item in predict(batch, session.backend, session.loaded.vocab, seeds, scorer):
                 answer = make_answer(item.record, item.rollout, item.parsed, item.scores, annotated=False)
-                found.append(as_detections(answer, given.get(answer.sample_id)))
-        return found
+                detections.append(as_detections(answer, given.get(answer.sample_id)))
+        return detections
 
 
 def as_rgb(image: Image.Image | np.ndarray, name: str) -> Image.Image:

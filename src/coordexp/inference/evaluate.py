@@ -102,10 +102,10 @@ def run_evaluation(
     folder = output or Path(config.training.output_dir) / "evaluation"
     options = EvaluationOptions.from_config(checked.rollout.eval_detection)
     options = replace(options, coco=True, constant_score=constant_score, segm=segm or options.segm)
-    found = _evaluate(checked, console, f"evaluating {checked.model}", ON_COUNTS_ALONE,
+    evaluated = _evaluate(checked, console, f"evaluating {checked.model}", ON_COUNTS_ALONE,
                       scored=constant_score is None, classes=classes)  # fmt: skip
-    mine = [prediction.answer() for prediction in found.predictions]
-    written = gather_answers(mine, found.batch_size)
+    mine = [prediction.answer() for prediction in evaluated.predictions]
+    written = gather_answers(mine, evaluated.batch_size)
     answers = rename(written)
     summary = summarise(answers, options, rename.note(written, answers))
     files: list[Path] = []
@@ -125,11 +125,11 @@ def evaluate_model(
     config: RunConfig, console: Console, *, model: str | Path | None = None, description: str = "evaluating"
 ) -> tuple[dict[str, float], list[Prediction]]:
     """Global figures of ``model`` on ``custom.val_jsonl``, and this rank's answers. Writes nothing."""
-    found = _evaluate(check_evaluation(config, model), console, description, ON_COUNTS_ALONE, scored=False)
-    return found.figures, found.predictions
+    evaluated = _evaluate(check_evaluation(config, model), console, description, ON_COUNTS_ALONE, scored=False)
+    return evaluated.figures, evaluated.predictions
 
 
-class _Found(NamedTuple):
+class _Evaluated(NamedTuple):
     """Global figures, this rank's answers, and how many of them it asked for at a time."""
 
     figures: dict[str, float]
@@ -145,7 +145,7 @@ def _evaluate(
     *,
     scored: bool,
     classes: Sequence[str] = (),
-) -> _Found:
+) -> _Evaluated:
     config = checked.config
     with (
         open_session(config, checked.rollout, checked.model, classes) as session,
@@ -165,4 +165,4 @@ def _evaluate(
             options=options,
             scorer=session.scorer if scored else None,
         )
-    return _Found(figures, predictions, batch_size)
+    return _Evaluated(figures, predictions, batch_size)

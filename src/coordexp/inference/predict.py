@@ -23,7 +23,7 @@ from coordexp.evaluation.drawing import save_drawings
 from coordexp.evaluation.predict import Scorer, share_out
 from coordexp.evaluation.scores import ConfidenceScorer
 from coordexp.evaluation.summary import write_coco
-from coordexp.files import append_line, whole_file
+from coordexp.files import append_line, whole_file, write_atomically
 from coordexp.inference.session import InferenceSession, open_session
 from coordexp.modeling.fingerprint import checkpoint_fingerprint
 from coordexp.progress_bar import reporting
@@ -78,16 +78,16 @@ def run_prediction(
     rollout = resolved_rollout(config)
     check_backend(rollout, bool(classes))
     sources = [source] if isinstance(source, Path) else list(source)
-    found = find_images(sources, limit=limit, skip_broken=skip_broken)
+    images = find_images(sources, limit=limit, skip_broken=skip_broken)
     path = Path(model or config.model.model)
     load_vocab(path)
     preparation = read_preparation(path)
     score = "confidence" if confidence else constant_score
     settings = _settings(config, rollout, path, sources, score) | _resizing(preparation) | _closed_to(classes)
-    _tell_of(console, found, preparation)
+    _tell_of(console, images, preparation)
     mine = _part(output, distributed.rank())
     PartialState(cpu=config.training.use_cpu)  # joins the process group under torchrun: the next line needs it
-    records = found.records
+    records = images.records
     todo = _unanswered(records, output, settings)
     with (
         open_session(config, rollout, path, classes) as session,
@@ -97,11 +97,13 @@ def run_prediction(
         batches = share_out(todo, distributed.world_size(), batch_size)[distributed.rank()]
         with distributed.raise_on_all_ranks("coordexp predict"):
             predicted = _answers_of(session, records, batches, config.training.seed, _scorer(session, score))
-            answers = ([_answer(item, found.annotated, constant_score) for item in batch] for batch in predicted)
+            answers = ([_answer(item, images.annotated, constant_score) for item in batch] for batch in predicted)
             _append_batches(mine, answers, sum(len(batch) for batch in batches), on_progress)
     distributed.barrier()
     answers, files = _finish(output, records, save_images) if distributed.is_main() else ([], [])
-    return PredictionResult(output, len(records), len(records) - len(todo), tuple(files), found.skipped, tuple(answers))
+    return PredictionResult(
+        output, len(records), len(records) - len(todo), tuple(files), images.skipped, tuple(answers)
+    )
 
 
 def _append_batches(
@@ -178,9 +180,9 @@ def _closed_to(classes: Sequence[str]) -> dict[str, Any]:
     return {"classes": list(classes)} if classes else {}
 
 
-def _tell_of(console: Console, found: Found, preparation: ImagePreparation) -> None:
+def _tell_of(console: Console, images: Found, preparation: ImagePreparation) -> None:
     """What the user should know of the images before they are answered."""
-    records = found.records
+    records = images.records
     unlike = [record for record in records if preparation.is_unlike_training(record.width, record.height)]
     if unlike and preparation.seen_pixels is not None:
         least, most = preparation.seen_pixels
@@ -191,7 +193,7 @@ def _tell_of(console: Console, found: Found, preparation: ImagePreparation) -> N
             "may be poor. Resize them, or train on what coordexp data convert made, whose rule travels in checkpoints",
             highlight=False, markup=False, soft_wrap=True,
         )  # fmt: skip
-    for image, reason in found.skipped:
+    for image, reason in images.skipped:
         console.print(f"skipped {image}: {reason}", highlight=False, markup=False, soft_wrap=True)
 
 
@@ -211,7 +213,7 @@ def _claim(output: Path, settings: dict[str, Any]) -> None:
     if not path.is_file():
         if any(output.iterdir()):
             raise DataError(f"the folder is not empty and holds no {SETTINGS}; name a new one", path=output)
-        path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_atomically(path, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
         return
     earlier = json.loads(path.read_text(encoding="utf-8"))
     other = sorted(name for name in settings.keys() | earlier.keys() if settings.get(name) != earlier.get(name))

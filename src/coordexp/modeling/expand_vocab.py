@@ -11,8 +11,8 @@ import torch
 
 from coordexp.coords import COORD_TOKENS, CoordVocab
 from coordexp.errors import CheckpointError
-from coordexp.modeling.coord_rows import smooth_coord_rows
 from coordexp.modeling.load import load_processor, read_config
+from coordexp.records import NUM_BINS
 
 WILDCARD = "<|coord_*|>"  # "some coordinate" in prompts and documentation; never written by the model
 NEW_TOKENS = (WILDCARD, *COORD_TOKENS)
@@ -62,6 +62,21 @@ def expand_vocab(checkpoint: Path, output: Path) -> None:
     output.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(output)
     processor.save_pretrained(output)
+
+
+def smooth_coord_rows(hidden: int, std: float, generator: torch.Generator) -> torch.Tensor:
+    """Rows in which neighbouring bins are neighbours: random cosines of the bin, half a cycle to 60 cycles long.
+
+    An untrained softmax over such rows is already unimodal-friendly: raising one bin raises those beside it.
+    Independent random rows make a model learn the number line token by token.
+
+    Returns: (1000, hidden) float32 with standard deviation close to ``std``.
+    """
+    log_low, log_high = math.log(0.5), math.log(60.0)
+    cycles_H = torch.exp(log_low + (log_high - log_low) * torch.rand(hidden, generator=generator))
+    phase_H = 2 * math.pi * torch.rand(hidden, generator=generator)
+    position_B1 = torch.arange(NUM_BINS, dtype=torch.float32)[:, None] / (NUM_BINS - 1)
+    return std * math.sqrt(2) * torch.cos(2 * math.pi * cycles_H * position_B1 + phase_H)
 
 
 def _add_tokens(tokenizer: Any) -> list[str]:
