@@ -68,17 +68,6 @@ class RecordDataset:
         record = self._records[index]
         return replace(record, objects=order_objects(record.objects, self._ordering, self._shuffle(0, index)))
 
-    def record_of(self, sample_id: str) -> ImageRecord:
-        """The record of a sample, its objects in the order of the present epoch. Not of one that is augmented.
-
-        Raises:
-            KeyError: it holds no such record.
-        """
-        index = self._place_of(sample_id)
-        if index is None:
-            raise KeyError(sample_id)
-        return self._ordered(index, self._epoch)
-
     def request_of(self, sample_id: str) -> RolloutRequest:
         """The prompt of a sample that this dataset gave, in whatever epoch.
 

@@ -28,20 +28,19 @@ class RolloutPictures(TrainerCallback):
     """Draws the first samples of a due step, before it is trained on.
 
     Args:
-        config: which steps, and how many of their samples. record_of: a sample's record, by its id.
-        outcomes: those of the step that begins, on this rank; none in a step without rollouts.
+        config: which steps, and how many of their samples.
+        outcomes: those of the step that begins, on this rank, each with its sample's record, the objects in the order
+            that was matched; none in a step without rollouts.
         writer: TensorBoard's ``SummaryWriter``, or None where this process has none (yet).
     """
 
     def __init__(
         self,
         config: MonitorDumpConfig,
-        record_of: Callable[[str], ImageRecord],
-        outcomes: Callable[[], Sequence[SampleOutcome]],
+        outcomes: Callable[[], Sequence[tuple[ImageRecord, SampleOutcome]]],
         writer: Callable[[], Any],
     ) -> None:
         self._config = config
-        self._record_of = record_of
         self._outcomes = outcomes
         self._writer = writer
 
@@ -53,13 +52,12 @@ class RolloutPictures(TrainerCallback):
         if writer is None or not outcomes or not is_due(self._config, state.global_step, int(state.logging_steps or 1)):
             return
         step = state.global_step + 1
-        for number, outcome in enumerate(outcomes[: min(MAX_PICTURES, self._config.max_samples)]):
-            record = self._record_of(outcome.rollout.sample_id)
+        for number, (record, outcome) in enumerate(outcomes[: min(MAX_PICTURES, self._config.max_samples)]):
             writer.add_image(f"rollouts/sample_{number}", draw_rollout(record, outcome), step, dataformats="HWC")
         for name, values in (
-            ("rollouts/answer_tokens", [len(outcome.rollout.response_token_ids) for outcome in outcomes]),
-            ("rollouts/objects_per_answer", [len(outcome.parsed.objects) for outcome in outcomes]),
-            ("rollouts/missed_per_image", [len(outcome.match.fn_gt_idx) for outcome in outcomes]),
+            ("rollouts/answer_tokens", [len(outcome.rollout.response_token_ids) for _, outcome in outcomes]),
+            ("rollouts/objects_per_answer", [len(outcome.parsed.objects) for _, outcome in outcomes]),
+            ("rollouts/missed_per_image", [len(outcome.match.fn_gt_idx) for _, outcome in outcomes]),
         ):
             writer.add_histogram(name, np.array(values), step)
 

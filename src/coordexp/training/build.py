@@ -162,7 +162,7 @@ def build_trainer(
         offload.bind(lambda: trainer.optimizer, sharded_by=_owner(trainer))
     trainer.add_callback(EpochOfData(train))
     _show_progress(trainer, console, description)
-    _set_up_loggers(run, trainer, train, resume)
+    _set_up_loggers(run, trainer, resume)
     return trainer, resume
 
 
@@ -248,7 +248,7 @@ def _scorer(config: RolloutMatchingConfig, loaded: LoadedModel) -> TokenScorer |
     return TokenScorer(loaded.model, loaded.vocab, loaded.image_token_id)
 
 
-def _set_up_loggers(run: CheckedRun, trainer: CoordExpTrainer, train: RecordDataset, resume: Path | None) -> None:
+def _set_up_loggers(run: CheckedRun, trainer: CoordExpTrainer, resume: Path | None) -> None:
     """Names, folders, and pictures of rollouts, where ``training.report_to`` asks for TensorBoard."""
     from coordexp.recording.pictures import RolloutPictures
     from coordexp.training.loggers import set_up_loggers
@@ -257,8 +257,7 @@ def _set_up_loggers(run: CheckedRun, trainer: CoordExpTrainer, train: RecordData
     if run.rollout.monitor_dump.enabled and distributed.is_main():
         pictures = RolloutPictures(
             run.rollout.monitor_dump,
-            train.record_of,
-            outcomes=lambda: trainer.window.outcomes if trainer.window is not None else (),
+            outcomes=lambda: trainer.window_outcomes,
             writer=lambda: next((one.tb_writer for one in loggers), None),
         )
         trainer.add_callback(pictures)

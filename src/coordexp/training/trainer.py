@@ -18,13 +18,13 @@ from coordexp.data.dataset import RecordDataset, Sample
 from coordexp.errors import RunStopped, TrainingDiverged
 from coordexp.evaluation import EvaluationOptions, evaluate_dataset
 from coordexp.evaluation.predict import ON_COUNTS_ALONE, Scorer
-from coordexp.metrics import MetricsPayload
+from coordexp.metrics import MetricsPayload, SampleOutcome
 from coordexp.modeling.inputs import row_inputs, to_device
 from coordexp.modeling.load import LoadedModel
 from coordexp.objective import HeadQuery, HeadScores, SupervisionTensors
 from coordexp.recording.token_losses import token_losses
 from coordexp.recording.writer import RolloutRecorder
-from coordexp.records import PackedRow
+from coordexp.records import ImageRecord, PackedRow
 from coordexp.rollouts import RolloutBackend, synced
 from coordexp.training.drift import DriftWatch
 from coordexp.training.objective_step import TrainingObjective, name_channel
@@ -68,6 +68,7 @@ class CoordExpTrainer(SavingTrainer):
         self.loss_is_scaled_for_ga = True
         self.window_builder = window_builder
         self.window: Window | None = None
+        self._records: tuple[ImageRecord, ...] = ()  # of the window's samples, as they were trained on
         self._vocab: CoordVocab = loaded.vocab
         self._rope_index = loaded.model.model.get_rope_index
         self._objectives = objectives
@@ -111,6 +112,7 @@ class CoordExpTrainer(SavingTrainer):
                 return [], None
             started = time.perf_counter()
             self.window = self.window_builder.prepare(raw, self.state.global_step)
+            self._records = tuple(sample.record for batch in raw for sample in batch)
             asked = self._ask_ahead()
             with distributed.raise_on_all_ranks(f"inputs of step {step}"):
                 recorded = self._record(raw, self.window)
@@ -119,6 +121,13 @@ class CoordExpTrainer(SavingTrainer):
         self.sums.add({**self.window.metrics, **asked, **recorded, "time/window_prepare_s": prepared_s})
         self.sums.count_step(self.window.channel)
         return inputs, None
+
+    @property
+    def window_outcomes(self) -> list[tuple[ImageRecord, SampleOutcome]]:
+        """The outcomes of the step under way, each with its sample's record; none in a step without rollouts."""
+        if self.window is None or not self.window.outcomes:
+            return []
+        return list(zip(self._records, self.window.outcomes, strict=True))
 
     def _read(self, batches: Iterator[Any], num_batches: int) -> list[list[Sample]]:
         raw, _ = super().get_batch_samples(batches, num_batches, self.args.device)

@@ -11,6 +11,8 @@ import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from coordexp.matching import match_objects
+from coordexp.recording import pictures
 from coordexp.recording.pictures import FOUND, MATCHED, MAX_PICTURES, MISSED, SIDE, RolloutPictures, draw_rollout
 from support.answers import CAT, DOG, answer, entry, outcome_of, record, tiny_vocab
 from support.tiny_run import InMemoryBackend, load_tiny, nearly_right, run_config, train
@@ -51,6 +53,34 @@ def test_recorded_rollouts_are_drawn(tmp_path: Path) -> None:
     assert set(found.Tags()["histograms"]) == {
         "rollouts/answer_tokens", "rollouts/objects_per_answer", "rollouts/missed_per_image"
     }  # fmt: skip
+
+
+def test_a_picture_shows_the_objects_in_the_order_that_was_matched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the samples of a coming epoch, in another order, were read before it is drawn."""
+    loaded, by_id, drawn = load_tiny(), {}, []
+    config = run_config(
+        tmp_path, 2, training__max_steps=3, training__report_to=["tensorboard"], custom__object_ordering="random",
+        rollout_matching__monitor_dump={"enabled": True, "every_steps": 1, "max_samples": 2, "min_free_gb": 0.0},
+    )  # fmt: skip
+
+    def on_built(trainer) -> None:
+        dataset, record = trainer.train_dataset, trainer._record
+        by_id.update({r.sample_id: r.objects for r in map(dataset.record, range(len(dataset)))})
+
+        def record_and_look_ahead(*arguments):
+            dataset.set_epoch(trainer.state.global_step + 5)
+            return record(*arguments)
+
+        monkeypatch.setattr(trainer, "_record", record_and_look_ahead)
+
+    monkeypatch.setattr(pictures, "draw_rollout", lambda *both: drawn.append(both) or draw_rollout(*both))
+    backend = InMemoryBackend(loaded.vocab, lambda request: nearly_right(by_id[request.sample_id]))
+    train(config, backend, on_built).close()
+    assert len(drawn) == 6
+    assert all(match_objects(outcome.parsed.objects, one.objects) == outcome.match for one, outcome in drawn)
+    assert any(one.objects != by_id[one.sample_id] for one, _ in drawn), "some stand in another order"
 
 
 def test_what_was_found_and_what_was_missed_have_their_colours(tmp_path: Path) -> None:
