@@ -15,7 +15,7 @@ STAMP := $(VENV)/.coordexp-setup-$(subst $(comma),-,$(EXTRAS))
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 KILLS ?= 50
-FAULTS ?= benchmarks/results/cpu-2core-epyc-2026-11-22
+FAULTS ?= benchmarks/results/cpu-2core-xeon-2026-11-22
 
 .PHONY: setup demo test browser fuzz mutants check bench clean faults
 
