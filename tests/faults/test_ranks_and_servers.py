@@ -69,6 +69,8 @@ def test_a_server_that_stops_ends_both_ranks_with_one_message_and_what_was_learn
     errors = [re.search(r"error: (.*)", (run.parent / f"err{rank}").read_text().replace("\n", " ")) for rank in (0, 1)]
     said = [error[1] for error in errors if error is not None]
     assert len(said) == 2 and all(one.startswith("rank ") and running.base_url in one for one in said), said
+    gave_up = re.search(r"(?:within|for) (\d+) s", said[0])
+    assert gave_up is not None and SERVER_S <= int(gave_up[1]) <= SERVER_S + 2, "the wait itself"
     assert waited < SERVER_S + 2 + SAVING_S
     assert any(is_complete(folder) for folder in (run.parent / "run").glob("checkpoint-*"))
     seen(f"{waited:.0f} s: {said[0]}")

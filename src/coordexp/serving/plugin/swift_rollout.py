@@ -105,7 +105,7 @@ class CoordExpVllmEngine(GRPOVllmEngine):
             for popped in self._workers("coordexp_pop_triggers", ids):
                 ended |= popped.keys()
         return [
-            self._enveloped(one, request_id in ended, _uuid(request))
+            self._enveloped(one, request_id in ended, _field(request, "uuid"))
             for request, one, request_id in zip(infer_requests, outputs, ids, strict=True)
         ]
 
@@ -138,7 +138,7 @@ class CoordExpVllmEngine(GRPOVllmEngine):
 
     def _names_of(self, infer_requests: Sequence[Any]) -> list[str]:
         """The closed list of class names that a call's requests bring, all of them the same one; empty for any."""
-        brought = [_data_of(request).get(NAMES_KEY) or [] for request in infer_requests]
+        brought = [(_field(request, "data_dict") or {}).get(NAMES_KEY) or [] for request in infer_requests]
         first = brought[0] if brought else []
         if not are_names(first) or any(one != first for one in brought):
             raise RolloutError(f"data_dict.{NAMES_KEY} must be a list of names, none empty, the same in all requests")
@@ -170,13 +170,9 @@ class CoordExpVllmEngine(GRPOVllmEngine):
         return CoordExpRolloutOutput(**fields, coordexp=envelope)
 
 
-def _uuid(request: Any) -> str | None:
-    """A request's name for itself, in either form that ms-swift hands to its engines."""
-    return request.get("uuid") if isinstance(request, dict) else getattr(request, "uuid", None)
-
-
-def _data_of(request: Any) -> dict[str, Any]:
-    return (request.get("data_dict") if isinstance(request, dict) else request.data_dict) or {}
+def _field(request: Any, name: str) -> Any:
+    """A field of a request, in either form that ms-swift hands to its engines; None where it is missing."""
+    return request.get(name) if isinstance(request, dict) else getattr(request, name, None)
 
 
 def _outcome(act: Callable[[], Any]) -> dict[str, Any]:
