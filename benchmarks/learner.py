@@ -1,10 +1,12 @@
 """What does a learner step cost, and what do packing and the chunked head save?
 
-Three questions, each with its ratios measured in the same run. The objective: softCE, W1 and the coordinate gate at
+Four questions, each with its ratios measured in the same run. The objective: softCE, W1 and the coordinate gate at
 coordinate positions over the whole vocabulary, forward and backward, from hidden states to gradients of hidden states
 and head: the chunked head against all the logits in float32 with the gate taken from them (five buffers of vocabulary
 size). Training: samples of mixed lengths through a whole model, packed rows with the chunked head against padded
-batches with all the logits, and against packed rows with all the logits. Packing: fill of the rows, time of a choice.
+batches with all the logits, and against packed rows with all the logits. Rows: the main thread's idle share where a
+second thread builds them one ahead, against the share that building them itself takes, with pixels in a real model's
+patches. Packing: fill of the rows, time of a choice.
 On a CPU a tiny model with a real vocabulary; on a GPU random weights in the sizes of Qwen3-VL 2B or 4B, with MFU.
 """
 
@@ -63,10 +65,17 @@ def main(argv: Sequence[str] | None = None) -> None:
             objective(options.positions, size, options.vocabulary, device, options) for size in options.hidden
         ],
         "training": training(sizes, device, options),
+        "rows": rows(sizes, device, options),
         "packing": packing(),
     }
     console.print(_objective_table(results["objective"], options))
     console.print(_training_table(results["training"]))
+    built = results["rows"]
+    console.print(
+        f"rows, {built['row_mb']:.0f} MB of pixels each: building them takes {built['in_turn_share']:.1%} of the main "
+        f"thread, waiting for them one ahead {built['ahead_share']:.1%}; {built['speedup']:.3f} times as fast",
+        highlight=False,
+    )
     packed = results["packing"]
     console.print(
         f"packing, segments of 100–3000 tokens in rows of 12,000: {packed['ms']:.2f} ms to choose from 256; "
@@ -211,6 +220,41 @@ def training(sizes: Any, device: torch.device, options: Any) -> dict[str, Any]:
             for name, figures in found.items()
             if figures
         },
+    }
+
+
+def rows(sizes: Any, device: torch.device, options: Any) -> dict[str, Any]:
+    """The same rows, built in turn and one ahead: medians of passes that alternate, so that both see one machine."""
+    from learner_forms import build_model, draw_segments, pack, train_on_rows
+
+    from coordexp.objective import SupervisionCounts
+
+    sizes = replace(sizes, patch=16)
+    model = build_model(sizes, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    lengths = np.random.default_rng(2).integers(options.lengths[0], options.lengths[-1] + 1, options.samples).tolist()
+    segments = draw_segments(lengths, sizes)
+    counts = SupervisionCounts.from_targets(segment.target for segment in segments)
+    packed = pack(segments, max(options.capacity, *(segment.length for segment in segments)))
+    passes: dict[bool, list[Any]] = {False: [], True: []}
+    for _ in range(options.repeats):
+        for ahead, found in passes.items():
+            model.zero_grad(set_to_none=True)
+            found.append(train_on_rows(model, packed, counts, ahead))
+    losses = [one.loss for found in passes.values() for one in found]
+    assert max(losses) - min(losses) <= 1e-5 * max(losses), "rows built ahead are not the same rows"
+    pixels = sum(segment.model_inputs["pixel_values"].nbytes for segment in segments)
+    share = {
+        ahead: statistics.median(one.not_computing / one.total for one in found) for ahead, found in passes.items()
+    }
+    seconds = {ahead: statistics.median(one.total for one in found) for ahead, found in passes.items()}
+    return {
+        "rows": len(packed),
+        "row_mb": pixels / len(packed) / 2**20,
+        "in_turn_s": seconds[False],
+        "ahead_s": seconds[True],
+        "in_turn_share": share[False],
+        "ahead_share": share[True],
+        "speedup": seconds[False] / seconds[True],
     }
 
 

@@ -6,6 +6,7 @@ them as it is usually written: a fence, a temperature and a logsumexp, each a bu
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,8 @@ from coordexp.modeling.inputs import row_inputs, to_device
 from coordexp.objective import ObjectiveContext, SupervisionCounts, SupervisionTensors, build_pipeline, coord_math
 from coordexp.packing import build_row, select_segments
 from coordexp.records import NUM_BINS, Segment, TokenRole, TrainingTarget
-from coordexp.training.objective_step import ScoreRow
+from coordexp.training.objective_step import ScoreRow, TeacherForcing
+from coordexp.training.row_prefetch import RowBuilder, RowPrefetch
 
 SOFT_CE, W1, GATE, SIGMA = 1.0, 1.0, 1.0, 2.0
 PIPELINE = {
@@ -69,6 +71,7 @@ class Sizes:
     vision_depth: int
     vision_mlp: int
     vocabulary: int = 152_670
+    patch: int = 8
 
 
 TINY = Sizes(192, 5, 4, 2, 64, 576, 128, 4, 384)
@@ -109,7 +112,7 @@ def build_model(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Any:
             "hidden_size": sizes.vision_hidden,
             "intermediate_size": sizes.vision_mlp,
             "num_heads": max(1, sizes.vision_hidden // 64),
-            "patch_size": 8,
+            "patch_size": sizes.patch,
             "out_hidden_size": sizes.hidden,
             "num_position_embeddings": 256,
             "deepstack_visual_indexes": [1],
@@ -140,7 +143,7 @@ def draw_segments(lengths: Sequence[int], sizes: Sizes, seed: int = 0) -> list[S
         words = rng.integers(FIRST_WORD, FIRST_WORD + 500, max(1, prompt - placeholders - 2)).tolist()
         ids = (VISION_START, *[IMAGE] * placeholders, VISION_END, *words)
         inputs = {
-            "pixel_values": torch.randn(side * side, 3 * 2 * 8 * 8),
+            "pixel_values": torch.randn(side * side, 3 * 2 * sizes.patch**2),
             "image_grid_thw": torch.tensor([[1, side, side]]),
         }
         segments.append(Segment(str(number), ids, target, inputs))
@@ -253,6 +256,40 @@ def _row(model: Any, batch: Sequence[Segment]) -> tuple[dict[str, Any], Supervis
     row = build_row(batch)
     inputs = row_inputs(row, model.model.get_rope_index, IMAGE, "packed", model.dtype)
     return inputs, SupervisionTensors.from_row(row)
+
+
+@dataclass(frozen=True, slots=True)
+class RowSeconds:
+    """Seconds of a pass over rows; of them, those in which the main thread built a row or waited for one; the loss."""
+
+    total: float
+    not_computing: float
+    loss: float
+
+
+def train_on_rows(model: Any, rows: Sequence[Sequence[Segment]], counts: SupervisionCounts, ahead: bool) -> RowSeconds:
+    """Forward and backward of every row, as the trainer goes through them: each built when its turn comes, or
+    (``ahead``) in a second thread while the one before it computes."""
+    vocabulary = model.config.text_config.vocab_size
+    pipeline = build_pipeline(PipelineConfig.model_validate(PIPELINE))
+    objective = TeacherForcing(pipeline, tuple(range(vocabulary - NUM_BINS, vocabulary)))
+    rope_index, device = model.model.get_rope_index, model.device
+    build = RowBuilder(rope_index, IMAGE, "packed", model.dtype, objective, device)
+    packed = [build_row(row) for row in rows]
+    started = time.perf_counter()
+    prefetch = RowPrefetch(build, [packed]) if ahead else None
+    waited = total = 0.0
+    for row in packed:
+        asked = time.perf_counter()
+        built = build(row) if prefetch is None else prefetch.take()
+        waited += time.perf_counter() - asked
+        supervision = built["supervision"].to(device)
+        queries = [query.to(device) for query in built["queries"]]
+        scores = model(forward_fn=objective.forward_fn(to_device(built["model"], device), supervision, queries))
+        loss = objective.result(supervision, queries, scores, counts).loss
+        loss.backward()
+        total += loss.item()
+    return RowSeconds(time.perf_counter() - started, waited, total)
 
 
 def flops_per_step(model: Any, sizes: Sizes, segments: Sequence[Segment], scored: int) -> float:

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 # Stage → what it holds; they add up to the step.
 STAGES = {
-    "data": "read images, encode prompts, lay out the rows' tensors",
+    "data": "read images, encode prompts",
     "rollout": "generate one answer per sample",
     "targets": "parse, match, build, as far as decoding does not hide it",
     "packing": "choose segments, concatenate, count",
-    "learner": "forward, objective, backward",
+    "learner": "forward, objective, backward, waiting for a row that is not built yet",
     "optimizer": "clip, step",
     "other": "trainer's bookkeeping, logging",
 }

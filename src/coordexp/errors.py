@@ -59,6 +59,10 @@ class RunStopped(CoordExpError):
         self.signal = signal
 
 
+class RowLate(CoordExpError):
+    """A packed row was not built in time: the machine swaps, or a driver hangs."""
+
+
 class ProcessesLost(CoordExpError):
     """A process of torchrun ended, or did not answer the others in time."""
 

@@ -5,7 +5,7 @@ Learner, HF rollouts and every check use these token ids; a server that reports 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -86,12 +86,23 @@ def row_inputs(
         "input_ids": ids_1L,
         "mm_token_type_ids": is_image_1L,
         "position_ids": torch.cat(positions, dim=2),
-        "pixel_values": torch.cat(pixels).to(dtype),
+        "pixel_values": _joined(pixels, dtype),
         "image_grid_thw": torch.cat(grids),
     }
     if attention == "sdpa":
         return inputs
     return inputs | row_arguments([end - start for start, end in zip(row.offsets[:-1], row.offsets[1:], strict=True)])
+
+
+def _joined(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """``torch.cat(parts).to(dtype)`` in one pass over memory: pixels are nearly all that a row holds."""
+    joined = torch.empty(sum(len(part) for part in parts), *parts[0].shape[1:], dtype=dtype)
+    return torch.cat(list(parts), out=joined)
+
+
+def pinned(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Every tensor in page-locked memory, from where it goes to a GPU while the host does something else."""
+    return {name: value.pin_memory() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
 
 
 def check_prompt(

@@ -98,7 +98,7 @@ class SupervisionTensors:
 
     @classmethod
     def from_row(cls, row: PackedRow) -> SupervisionTensors:
-        """Lay out what :func:`coordexp.packing.supervise_row` found and checked."""
+        """Lay out what :func:`coordexp.packing.supervise_row` found."""
         row_supervision = supervise_row(row)
         position_N = np.flatnonzero(np.isin(row_supervision.roles_L, SUPERVISED_ROLES))
         from_gt_S = np.array([segment.target.context == "gt" for segment in row.segments])

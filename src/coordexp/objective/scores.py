@@ -6,7 +6,9 @@ the text gate; B = 1000 bins, T temperatures.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -37,12 +39,20 @@ class HeadQuery:
 
 def move(record: Any, device: torch.device) -> Any:
     """A copy of a dataclass with its tensors on ``device``; what is no tensor stays."""
-    moved = {
-        name: value.to(device, non_blocking=device.type == "cuda")
-        for name in record.__slots__
-        if isinstance(value := getattr(record, name), torch.Tensor)
-    }
-    return replace(record, **moved)
+    return map_tensors(record, lambda tensor: tensor.to(device, non_blocking=device.type == "cuda"))
+
+
+def map_tensors(record: Any, act: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A copy of a dataclass with ``act`` of each of its tensors; what is no tensor stays."""
+    mapped = {name: act(value) for name in record.__slots__ if isinstance(value := getattr(record, name), torch.Tensor)}
+    return replace(record, **mapped)
+
+
+@lru_cache(maxsize=8)
+def coord_ids_on(coord_ids: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """The coordinate tokens by bin, int64 (B,). Kept: to copy a Python list to a GPU is to wait for it."""
+    with torch.inference_mode(False):  # whoever comes first may hold no gradient, and others do
+        return torch.tensor(coord_ids, device=device)
 
 
 class HeadScores(NamedTuple):

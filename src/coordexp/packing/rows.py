@@ -39,10 +39,13 @@ def build_row(segments: Sequence[Segment]) -> PackedRow:
     """Lay segments end to end, each as its prompt tokens and then its target tokens.
 
     Raises:
-        ValueError: there is no segment.
+        ValueError: there is no segment. AlignmentError: a supervised coordinate lies outside its segment's assistant
+            tokens, or on a token whose role is not a coordinate's; or a target does not have one role per token.
     """
     if not segments:
         raise ValueError("a packed row needs at least one segment")
+    for segment in segments:
+        _check_alignment(segment)
     token_ids_L = np.concatenate(
         [np.asarray((*segment.prompt_token_ids, *segment.target.token_ids), dtype=np.int64) for segment in segments]
     )
@@ -56,17 +59,12 @@ def segment_ids(row: PackedRow) -> np.ndarray:
 
 
 def supervise_row(row: PackedRow) -> RowSupervision:
-    """Supervision of every segment of a row, shifted from target positions to row positions.
-
-    Raises:
-        AlignmentError: a supervised coordinate lies outside its segment's assistant tokens, or on a token whose role is
-            not a coordinate's; or a target does not have one role per token.
-    """
+    """Supervision of every segment of a row that :func:`build_row` checked, shifted from target positions to row
+    positions."""
     roles_L = np.full(row.length, PROMPT_ROLE, dtype=np.int8)
     text_weight_L = np.ones(row.length)
     coord_pos, coord_bin, box_pos, box_bin = [], [], [], []
     for segment, start, end in zip(row.segments, row.offsets[:-1], row.offsets[1:], strict=True):
-        _check_alignment(segment)
         target = segment.target
         first = start + len(segment.prompt_token_ids)
         roles_L[first:end] = target.roles_T

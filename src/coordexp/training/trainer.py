@@ -19,7 +19,7 @@ from coordexp.errors import RunStopped, TrainingDiverged
 from coordexp.evaluation import EvaluationOptions, evaluate_dataset
 from coordexp.evaluation.predict import ON_COUNTS_ALONE, Scorer
 from coordexp.metrics import MetricsPayload, SampleOutcome
-from coordexp.modeling.inputs import row_inputs, to_device
+from coordexp.modeling.inputs import to_device
 from coordexp.modeling.load import LoadedModel
 from coordexp.objective import HeadQuery, HeadScores, SupervisionTensors
 from coordexp.recording.token_losses import token_losses
@@ -32,6 +32,7 @@ from coordexp.training.optimizer import LearningRates, grouped, parameter_groups
 from coordexp.training.parallel import shard_on_cpus
 from coordexp.training.reading import WindowReader
 from coordexp.training.row_figures import FiguresOnDevice
+from coordexp.training.row_prefetch import RowBuilder, RowPrefetch
 from coordexp.training.saving import SavingTrainer
 from coordexp.training.two_channel import TwoChannelBuilder
 from coordexp.training.window import Window, WindowBuilder
@@ -68,6 +69,7 @@ class CoordExpTrainer(SavingTrainer):
         self.loss_is_scaled_for_ga = True
         self.window_builder = window_builder
         self.window: Window | None = None
+        self._rows: RowPrefetch | None = None  # of the window under way
         self._records: tuple[ImageRecord, ...] = ()  # of the window's samples, as they were trained on
         self._vocab: CoordVocab = loaded.vocab
         self._rope_index = loaded.model.model.get_rope_index
@@ -113,14 +115,14 @@ class CoordExpTrainer(SavingTrainer):
             started = time.perf_counter()
             self.window = self.window_builder.prepare(raw, self.state.global_step)
             self._records = tuple(sample.record for batch in raw for sample in batch)
+            self._rows, self._figures = RowPrefetch(self._row_builder(), self.window.micro_steps), FiguresOnDevice()
             asked = self._ask_ahead()
-            with distributed.raise_on_all_ranks(f"inputs of step {step}"):
+            with distributed.raise_on_all_ranks(f"records of step {step}"):
                 recorded = self._record(raw, self.window)
-                prepared_s = time.perf_counter() - started
-                inputs = [[self._row_inputs(row) for row in rows] for rows in self.window.micro_steps]
+        prepared_s = time.perf_counter() - started
         self.sums.add({**self.window.metrics, **asked, **recorded, "time/window_prepare_s": prepared_s})
         self.sums.count_step(self.window.channel)
-        return inputs, None
+        return self._rows.micro_steps, None
 
     @property
     def window_outcomes(self) -> list[tuple[ImageRecord, SampleOutcome]]:
@@ -162,12 +164,15 @@ class CoordExpTrainer(SavingTrainer):
         self._recorder.offer(self.state.global_step, int(self.state.logging_steps or 1), raw, window.outcomes)
         return self._recorder.take_counters()
 
-    def _row_inputs(self, row: PackedRow) -> dict[str, Any]:
-        dtype = next(self._loaded.model.parameters()).dtype
-        inputs = row_inputs(row, self._rope_index, self._loaded.image_token_id, self._loaded.attention, dtype)
-        supervision = SupervisionTensors.from_row(row)
-        queries = self._objective_of_step().queries(supervision)
-        return {"model": inputs, "supervision": supervision, "queries": queries, "row": row}
+    def _row_builder(self) -> RowBuilder:
+        return RowBuilder(
+            rope_index=self._rope_index,
+            image_token_id=self._loaded.image_token_id,
+            attention=self._loaded.attention,
+            dtype=next(self._loaded.model.parameters()).dtype,
+            objective=self._objective_of_step(),
+            device=self.args.device,
+        )
 
     def _objective_of_step(self) -> TrainingObjective:
         assert self.window is not None, "a row without a prepared window"
@@ -191,8 +196,10 @@ class CoordExpTrainer(SavingTrainer):
                 self._at_last_row = number == len(inputs)
                 with nullcontext() if self._at_last_row else self._without_exchange(model):
                     loss = loss + super().training_step(model, row, num_items_in_batch)
-            self._look()
-        self.sums.add({"time/learner_s": time.perf_counter() - started})
+            if self.accelerator.sync_gradients:
+                self._look()
+        assert self._rows is not None, "a micro-step without a prepared window"
+        self.sums.add({"time/learner_s": time.perf_counter() - started, **self._rows.take_seconds()})
         return loss
 
     @contextmanager
@@ -267,9 +274,9 @@ class CoordExpTrainer(SavingTrainer):
             self._recorder.offer_losses(self.state.global_step, row.segments, losses)
 
     def _look(self) -> None:
-        """Take in what the micro-step's rows left on the device. The objective replaces NaN and infinity, so that one
-        broken logit cannot erase a step. That must not hide a model that is broken altogether: its loss would look
-        finite for ever."""
+        """Take in what the step's rows left on the device, behind the last of them, so that the host runs ahead of the
+        device in all micro-steps before. The objective replaces NaN and infinity, so that one broken logit cannot erase
+        a step. That must not hide a model that is broken altogether: its loss would look finite for ever."""
         for row in self._figures.look():
             self.sums.add(
                 {"train/nonfinite_positions_total": row.nonfinite, "train/clamped_positions_total": row.clamped}
@@ -283,7 +290,9 @@ class CoordExpTrainer(SavingTrainer):
             self.sums.add(row.shares)
 
     def close(self) -> None:
-        """Release the rollout engine, and write the records that wait."""
+        """Release the rollout engine, write the records that wait, and leave no row behind."""
+        if self._rows is not None:
+            self._rows.stop()
         if self._recorder is not None:
             self._recorder.close()
         self._eval_backend.close()

@@ -213,6 +213,10 @@ def test_learner_compares_three_forms_of_one_loss(run: Run) -> None:
         assert form["tokens_per_s"] == pytest.approx(training["tokens"] / form["seconds"])
         assert training["speedup"][name] > 0
     assert 0.9 < results["packing"]["fill"] <= 1 and results["packing"]["ms"] > 0
+    rows = results["rows"]
+    assert rows["rows"] >= 2 and rows["row_mb"] > 0
+    assert 0 < rows["in_turn_share"] < 1 and 0 < rows["ahead_share"] < 1
+    assert rows["speedup"] == pytest.approx(rows["in_turn_s"] / rows["ahead_s"])
 
 
 def test_json_goes_to_a_file_where_one_is_named(script: Callable[[str], ModuleType], tmp_path: Path) -> None:

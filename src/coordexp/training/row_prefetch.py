@@ -1,0 +1,129 @@
+"""Packed rows as their forwards take them, each built in a second thread while the row before it computes.
+
+Building a row is work for the host alone: pixels joined and cast, positions, masks; and, for a GPU, page-locked copies
+of it all, which travel without holding anybody up. It takes about as long as a small model's forward and backward.
+
+At most one row waits, also across the micro-steps of a window, so memory holds two: the one that computes and the next.
+The thread ends with its row, so nothing is left running between windows or behind an error. It draws no random number
+and calls no other rank; what it raises is raised where its row is taken, in the row's own micro-step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from coordexp.errors import RowLate
+from coordexp.modeling.inputs import RopeIndex, pinned, row_inputs
+from coordexp.objective import SupervisionTensors
+from coordexp.objective.scores import map_tensors
+from coordexp.records import PackedRow
+from coordexp.training.objective_step import TrainingObjective
+from coordexp.weight_sync.background import in_background
+
+ROW_DEADLINE_S = 600.0  # far beyond what any row needs: a machine that swaps, or a driver that hangs
+STOP_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowBuilder:
+    """How the rows of a window are built: read off the model before its first forward, since a wrapper may show other
+    parameters within one. ``device``: where the rows will go."""
+
+    rope_index: RopeIndex
+    image_token_id: int
+    attention: str
+    dtype: torch.dtype
+    objective: TrainingObjective
+    device: torch.device
+
+    def __call__(self, row: PackedRow) -> dict[str, Any]:
+        """``model``: the forward's arguments; ``supervision``; ``queries``: what each forward asks of the head;
+        ``row`` itself. All on the CPU."""
+        inputs = row_inputs(row, self.rope_index, self.image_token_id, self.attention, self.dtype)
+        supervision = SupervisionTensors.from_row(row)
+        queries = self.objective.queries(supervision)
+        if self.device.type == "cuda":
+            with torch.cuda.device(self.device):  # a thread begins on the first GPU, whatever its process uses
+                inputs, supervision = pinned(inputs), map_tensors(supervision, torch.Tensor.pin_memory)
+                queries = tuple(map_tensors(query, torch.Tensor.pin_memory) for query in queries)
+        return {"model": inputs, "supervision": supervision, "queries": queries, "row": row}
+
+
+class RowPrefetch:
+    """The rows of one window, in the order in which they are trained on."""
+
+    def __init__(
+        self, build: Callable[[PackedRow], dict[str, Any]], micro_steps: Sequence[Sequence[PackedRow]]
+    ) -> None:
+        """The first row is begun at once."""
+        self.micro_steps = [MicroStep(self, len(rows)) for rows in micro_steps]
+        self.waited_s = 0.0
+        self.built_s = 0.0
+        self._build = build
+        self._rows = iter([row for rows in micro_steps for row in rows])
+        self._next: tuple[PackedRow, Future[tuple[dict[str, Any], float]]] | None = None
+        self._begin()
+
+    def take(self) -> dict[str, Any]:
+        """The next row, for which this waits where it must; the one behind it is begun.
+
+        Raises:
+            RowLate: it is not there after :data:`ROW_DEADLINE_S`. Whatever building the row raised.
+        """
+        assert self._next is not None, "more rows were taken than the window has"
+        row, future = self._next
+        started = time.perf_counter()
+        done, _ = wait([future], ROW_DEADLINE_S)
+        self.waited_s += time.perf_counter() - started
+        if not done:
+            samples = ", ".join(segment.sample_id for segment in row.segments)
+            raise RowLate(
+                f"the row of samples {samples[:200]} is not built after {ROW_DEADLINE_S:.0f} s; see whether the "
+                "machine swaps or its GPU driver hangs, and start again with training.resume_from_checkpoint: true"
+            )
+        self._next = None
+        inputs, seconds = future.result()
+        self.built_s += seconds
+        self._begin()
+        return inputs
+
+    def stop(self) -> None:
+        """Begin no further row, and wait, not for long, until none is being built."""
+        pending, self._next, self._rows = self._next, None, iter(())
+        if pending is not None:
+            wait([pending[1]], STOP_S)
+
+    def take_seconds(self) -> dict[str, float]:
+        """Metrics since the last call: what the main thread waited for rows, and what building them took."""
+        seconds = {"time/row_wait_s": self.waited_s, "time/row_build_s": self.built_s}
+        self.waited_s = self.built_s = 0.0
+        return seconds
+
+    def _begin(self) -> None:
+        row = next(self._rows, None)
+        self._next = None if row is None else (row, in_background(lambda: self._timed(row), name="row"))
+
+    def _timed(self, row: PackedRow) -> tuple[dict[str, Any], float]:
+        started = time.perf_counter()
+        return self._build(row), time.perf_counter() - started
+
+
+class MicroStep:
+    """The rows of one micro-step, each there once it is come to."""
+
+    def __init__(self, rows: RowPrefetch, count: int) -> None:
+        self._rows = rows
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for _ in range(self._count):
+            yield self._rows.take()

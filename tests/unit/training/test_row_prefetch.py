@@ -1,0 +1,184 @@
+"""Rows are built one ahead in a second thread: the same rows in the same order, with nothing left behind."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from coordexp.errors import AlignmentError, RowLate
+from coordexp.records import PackedRow
+from coordexp.training import row_prefetch
+from coordexp.training.row_prefetch import RowBuilder, RowPrefetch
+from support.tiny_run import gt_segments, load_tiny, row_of, run_config, same_weights, step_lines, train, weights
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[PackedRow]:
+    return [row_of([segment]) for segment in gt_segments(load_tiny(), 5)]
+
+
+def building() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "row"]
+
+
+def none_is_built() -> bool:
+    for thread in building():
+        thread.join(10)
+    return not building()
+
+
+class Begun:
+    """A build that notes its rows; each of them waits until it may go on."""
+
+    def __init__(self, may_go_on: bool = True) -> None:
+        self.rows: list[PackedRow] = []
+        self.threads: set[int] = set()
+        self.go_on = threading.Event()
+        if may_go_on:
+            self.go_on.set()
+
+    def __call__(self, row: PackedRow) -> dict[str, Any]:
+        self.rows.append(row)
+        self.threads.add(threading.get_ident())
+        assert self.go_on.wait(60)
+        return {"row": row}
+
+
+@pytest.mark.parametrize("counts", [(1, 1, 1, 1, 1), (0, 0, 5), (2, 0, 1, 2), (5,)])
+def test_rows_come_in_order_and_at_most_one_is_built_ahead(counts: Sequence[int], rows: list[PackedRow]) -> None:
+    build, left = Begun(), iter(rows)
+    ahead = RowPrefetch(build, [[next(left) for _ in range(count)] for count in counts])
+    assert [len(one) for one in ahead.micro_steps] == list(counts)
+    taken = []
+    for one in ahead.micro_steps:
+        for built in one:
+            taken.append(built["row"])
+            assert none_is_built()
+            assert build.rows == rows[: len(taken) + 1]
+    assert taken == rows
+    assert threading.get_ident() not in build.threads
+
+
+def test_an_error_belongs_to_the_row_that_has_it(rows: list[PackedRow]) -> None:
+    begun = Begun()
+
+    def build(row: PackedRow) -> dict[str, Any]:
+        if row is rows[2]:
+            raise AlignmentError(f"sample {row.segments[0].sample_id}: of no use")
+        return begun(row)
+
+    ahead = RowPrefetch(build, [[row] for row in rows])
+    assert [built["row"] for one in ahead.micro_steps[:2] for built in one] == rows[:2]
+    with pytest.raises(AlignmentError, match=f"^sample {rows[2].segments[0].sample_id}: of no use$"):
+        list(ahead.micro_steps[2])
+    assert none_is_built() and begun.rows == rows[:2]
+
+
+def test_once_stopped_nothing_more_is_built(rows: list[PackedRow]) -> None:
+    build = Begun()
+    ahead = RowPrefetch(build, [rows])
+    ahead.take()
+    ahead.stop()
+    assert none_is_built() and len(build.rows) == 2
+    ahead.stop()
+
+
+def test_a_row_that_never_comes_is_an_error_that_names_its_samples(
+    rows: list[PackedRow], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_prefetch, "ROW_DEADLINE_S", 0.01)
+    monkeypatch.setattr(row_prefetch, "STOP_S", 0.01)
+    build = Begun(may_go_on=False)
+    ahead = RowPrefetch(build, [rows])
+    with pytest.raises(RowLate, match=f"the row of samples {rows[0].segments[0].sample_id} is not built"):
+        ahead.take()
+    ahead.stop()  # which waits no longer than its own deadline
+    build.go_on.set()
+    assert none_is_built() and build.rows == rows[:1]
+
+
+def test_waiting_and_building_are_counted_once(rows: list[PackedRow], monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter(range(100))
+    monkeypatch.setattr(row_prefetch, "in_background", in_place)
+    monkeypatch.setattr("coordexp.training.row_prefetch.time.perf_counter", lambda: float(next(ticks)))
+    ahead = RowPrefetch(Begun(), [rows[:2]])
+    list(ahead.micro_steps[0])
+    assert ahead.take_seconds() == {"time/row_wait_s": 2.0, "time/row_build_s": 2.0}
+    assert ahead.take_seconds() == {"time/row_wait_s": 0.0, "time/row_build_s": 0.0}
+
+
+def in_place(act: Callable[[], Any], name: str) -> Future[Any]:
+    """As if there were no second thread."""
+    future: Future[Any] = Future()
+    future.set_result(act())
+    return future
+
+
+@pytest.mark.parametrize("stage", [1, 2, "two_channel"])
+def test_a_run_is_the_same_to_the_bit_without_the_second_thread(
+    stage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys: dict[str, Any] = {"training__max_steps": 3, "training__gradient_accumulation_steps": 2}
+    ahead = train(run_config(tmp_path, stage, "ahead", **keys))
+    monkeypatch.setattr(row_prefetch, "in_background", in_place)
+    in_turn = train(run_config(tmp_path, stage, "in_turn", **keys))
+
+    def figures(trainer: Any) -> list[dict[str, float]]:
+        return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in step_lines(trainer)]
+
+    assert figures(ahead) == figures(in_turn)
+    assert same_weights(weights(ahead.model), weights(in_turn.model))
+    for line in step_lines(ahead):
+        assert line["time/row_build_s"] > 0
+        assert line["time/row_wait_share"] == pytest.approx(line["time/row_wait_s"] / line["time/learner_s"])
+
+
+def test_a_row_that_cannot_be_built_ends_its_own_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fourth row is the second micro-step of the second step: what was learned in the first is saved."""
+    build, calls = RowBuilder.__call__, iter(range(100))
+
+    def failing(self: RowBuilder, row: PackedRow) -> dict[str, Any]:
+        if next(calls) == 3:
+            raise AlignmentError(f"sample {row.segments[0].sample_id}: of no use")
+        return build(self, row)
+
+    keys: dict[str, Any] = {"training__gradient_accumulation_steps": 2}
+    first_alone = train(run_config(tmp_path, 1, "first_alone", training__max_steps=1, **keys))
+    monkeypatch.setattr(RowBuilder, "__call__", failing)
+    started: list[Any] = []
+    with pytest.raises(AlignmentError, match=r"^sample scenes\.jsonl:\d+: of no use$"):
+        train(run_config(tmp_path, 1, "failing", training__max_steps=3, **keys), on_built=started.append)
+    assert none_is_built()
+    assert [path.name for path in (tmp_path / "failing").glob("checkpoint-*")] == ["checkpoint-1"]
+    assert same_weights(weights(started[0].model), weights(first_alone.model))
+
+
+def test_a_second_thread_draws_no_random_number(rows: list[PackedRow]) -> None:
+    """Nor does the order of threads decide what a row holds."""
+    build = row_builder()
+    before = random.getstate(), str(np.random.get_state()), torch.get_rng_state()
+    built = [build(row) for row in rows]
+    again = [one for step in RowPrefetch(build, [rows]).micro_steps for one in step]
+    assert (random.getstate(), str(np.random.get_state())) == before[:2]
+    assert torch.equal(torch.get_rng_state(), before[2])
+    for one, other in zip(built, again, strict=True):
+        for name, value in one["model"].items():
+            assert not isinstance(value, torch.Tensor) or torch.equal(value, other["model"][name]), name
+
+
+def row_builder() -> RowBuilder:
+    from coordexp.objective import sft_pipeline
+    from coordexp.training.objective_step import TeacherForcing
+
+    loaded = load_tiny()
+    objective = TeacherForcing(sft_pipeline(None), loaded.vocab.coord_token_ids)
+    rope_index, dtype = loaded.model.model.get_rope_index, torch.bfloat16
+    return RowBuilder(rope_index, loaded.image_token_id, loaded.attention, dtype, objective, torch.device("cpu"))
