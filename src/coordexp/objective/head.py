@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from coordexp.objective.coord_math import LOGIT_LIMIT, limit_logits
-from coordexp.objective.scores import HeadQuery, HeadScores
+from coordexp.objective.scores import HeadQuery, HeadScores, coord_ids_on
 from coordexp.objective.vocab_chunks import (
     HeadProducts,
     Plan,
@@ -53,7 +53,7 @@ def score_head(
         chunk_logits: logits alive at a time.
     """
     device = hidden_NH.device
-    ids = torch.tensor(coord_ids, device=device)
+    ids = coord_ids_on(tuple(coord_ids), device)
     first = coord_ids[0]
     contiguous = tuple(coord_ids) == tuple(range(first, first + len(coord_ids)))
     dtype = torch.promote_types(hidden_NH.dtype, weight_VH.dtype)
@@ -63,6 +63,7 @@ def score_head(
         query=query,
         label_U=label_N[query.vocab_in_N_U],
         coord_ids_B=ids,
+        host_ids_B=coord_ids_on(tuple(coord_ids), torch.device("cpu")),
         coord_rows=slice(first, first + len(coord_ids)) if contiguous else ids,
         dtype=dtype,
         chunk_logits=chunk_logits or (CHUNK_LOGITS_CPU if device.type == "cpu" else CHUNK_LOGITS_GPU),
@@ -88,8 +89,7 @@ class _ScoreHead(torch.autograd.Function):
             low_N[slots_K] = torch.minimum(low_N[slots_K], raw_KB.amin(dim=1))
         nonfinite_N = ~(torch.isfinite(high_N) & torch.isfinite(low_N))
         clamped_N = ~nonfinite_N & ((high_N > LOGIT_LIMIT) | (low_N < -LOGIT_LIMIT))
-        # The one look from the host: rows without a broken logit, which is nearly all of them, skip the limit's passes.
-        limited = bool((nonfinite_N | clamped_N).any())
+        limited = _look(nonfinite_N | clamped_N)
         if limited:
             scores = vocab_scores(head, rows_UH, plan, limited=True)
         coord_lse_TG = torch.stack(
@@ -107,6 +107,12 @@ class _ScoreHead(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         with torch.autocast(ctx.device_type, enabled=False):
             return _gradients(ctx, *grads[:4])
+
+
+def _look(broken_N: torch.Tensor) -> bool:
+    """The objective's one look from the host, once a row. Nearly all rows have no broken logit, and skip the limit's
+    passes over all the logits of a row: far more work for the device than what it idles through a look."""
+    return bool(broken_N.any())
 
 
 def _gradients(ctx: Any, g_lse_TU: Any, g_label_U: Any, g_text_gate_TG: Any, g_coord_KB: Any) -> tuple[Any, ...]:

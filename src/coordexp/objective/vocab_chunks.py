@@ -17,11 +17,13 @@ from coordexp.objective.scores import HeadQuery
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """What forward and backward share. ``coord_rows`` is the slice of the coordinate ids, or their tensor."""
+    """What forward and backward share. ``coord_rows`` is the slice of the coordinate ids, or their tensor;
+    ``host_ids_B`` the ids once more, where the host may look at them."""
 
     query: HeadQuery
     label_U: torch.Tensor
     coord_ids_B: torch.Tensor
+    host_ids_B: torch.Tensor
     coord_rows: slice | torch.Tensor
     dtype: torch.dtype
     chunk_logits: int
@@ -80,8 +82,10 @@ class HeadProducts:
                 if low < high
                 else (None, None)
             )
-        bins = torch.nonzero((rows >= start) & (rows < stop))[:, 0]
-        return rows[bins] - start, bins
+        ids = self.plan.host_ids_B
+        bins = torch.nonzero((ids >= start) & (ids < stop))[:, 0]
+        columns = ids[bins] - start
+        return columns.to(rows.device, non_blocking=True), bins.to(rows.device, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -28,6 +28,7 @@ from coordexp.objective import (
     score_head,
 )
 from coordexp.objective.pipeline import ObjectiveResult
+from coordexp.objective.scores import coord_ids_on
 
 FIRST_FORWARD = ("token_ce",)
 
@@ -115,7 +116,7 @@ class SelfContextObjective(TrainingObjective):
         """As many forwards as the settings say; the first and the last are scored."""
 
         def score(model: Any) -> tuple[HeadScores, ...]:
-            coord_ids_B = torch.tensor(self.coord_ids, device=supervision.position_N.device)
+            coord_ids_B = coord_ids_on(self.coord_ids, supervision.position_N.device)
             coord_pos_K = supervision.position_N[supervision.coord_in_N_K]
             columns: list[_CoordColumns] = []
 

@@ -27,7 +27,7 @@ class RowFigures:
 
 
 class FiguresOnDevice:
-    """The rows of one micro-step, until the host looks."""
+    """The rows of one step, until the host looks."""
 
     def __init__(self) -> None:
         self._rows: list[tuple[tuple[str, ...], int, torch.Tensor]] = []

@@ -161,6 +161,25 @@ def test_broken_positions_are_counted_and_the_step_survives(tmp_path: Path) -> N
     assert all(math.isfinite(line["loss"]) and math.isfinite(line["grad_norm"]) for line in step_lines(trainer))
 
 
+def test_a_step_is_looked_at_once_however_many_micro_steps_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each look waits for the device; shares of all rows are the line's all the same."""
+    looks: list[int] = []
+    look = CoordExpTrainer._look
+
+    def counted(trainer: CoordExpTrainer) -> None:
+        looks.append(trainer.state.global_step)
+        look(trainer)
+
+    monkeypatch.setattr(CoordExpTrainer, "_look", counted)
+    trainer = train(run_config(tmp_path, 1, training__gradient_accumulation_steps=3))
+    assert looks == [0, 1]
+    for line in step_lines(trainer):
+        assert line["train/micro_steps"] == 3
+        assert line["loss"] == pytest.approx(sum(v for k, v in line.items() if k.startswith("loss/")), rel=1e-5)
+
+
 def test_a_model_that_is_all_nan_stops_the_run(tmp_path: Path) -> None:
     """The objective fences NaN, so without this the loss would look finite for ever."""
 

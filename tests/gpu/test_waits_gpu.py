@@ -1,0 +1,107 @@
+"""On a GPU the learner's host runs ahead: rows come page-locked, and an objective looks at the device once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from coordexp.objective import SupervisionCounts
+from coordexp.objective import head as head_module
+from coordexp.training.row_figures import FiguresOnDevice
+from coordexp.training.row_prefetch import RowBuilder, RowPrefetch
+from support.tiny_run import gt_segments, load_tiny, row_of
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+PIPELINE = {
+    "objective": [
+        {"name": "token_ce", "enabled": True, "weight": 1.0, "channels": ["B"],
+         "config": {"struct_ce_weight": 1.0, "desc_ce_weight": 1.0, "rollout_fn_desc_weight": 1.0}},
+        {"name": "coord_reg", "enabled": True, "weight": 1.0, "channels": ["B"],
+         "config": {"coord_ce_weight": 1.0, "soft_ce_weight": 1.0, "w1_weight": 1.0, "coord_gate_weight": 1.0,
+                    "text_gate_weight": 1.0, "temperature": 0.7, "target_sigma": 2.0, "target_truncate": 8.0}},
+        {"name": "bbox_geo", "enabled": True, "weight": 1.0, "channels": ["B"],
+         "config": {"smoothl1_weight": 1.0, "ciou_weight": 1.0}},
+    ],
+    "diagnostics": [{"name": "coord_diag", "enabled": True, "weight": 1.0, "channels": ["B"], "config": {}}],
+}  # fmt: skip
+
+
+@contextmanager
+def no_waits(mode: str = "error") -> Iterator[None]:
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode(mode)
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def builder(loaded: Any) -> RowBuilder:
+    from coordexp.config.objective import PipelineConfig
+    from coordexp.objective import build_pipeline
+    from coordexp.training.objective_step import TeacherForcing
+
+    pipeline = build_pipeline(PipelineConfig.model_validate(PIPELINE))
+    objective = TeacherForcing(pipeline, tuple(loaded.vocab.coord_token_ids))
+    device = torch.device("cuda", torch.cuda.current_device())
+    rope_index = loaded.model.model.get_rope_index
+    return RowBuilder(rope_index, loaded.image_token_id, loaded.attention, torch.bfloat16, objective, device)
+
+
+@pytest.mark.parametrize("scattered", [False, True], ids=["coordinate ids in a row", "coordinate ids anywhere"])
+def test_an_objective_looks_at_the_device_once_a_row(scattered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward, every module's loss and diagnostics, and backward, from hidden states on."""
+    loaded = load_tiny()
+    segments = gt_segments(loaded, 4)
+    build = builder(loaded)
+    built = build(row_of(segments))
+    objective, device = build.objective, build.device
+    ids = tuple(reversed(objective.coord_ids)) if scattered else objective.coord_ids
+    counts = SupervisionCounts.from_targets(segment.target for segment in segments)
+    vocabulary = loaded.model.get_output_embeddings().weight.shape[0]
+    weight_VH = torch.randn(vocabulary, 64, device=device, requires_grad=True)
+    hidden_NH = torch.randn(len(built["supervision"].position_N), 64, device=device, requires_grad=True)
+    looks: list[int] = []
+    look = head_module._look
+
+    def counted(broken_N: torch.Tensor) -> bool:
+        looks.append(1)
+        with no_waits("default"):
+            return look(broken_N)
+
+    monkeypatch.setattr(head_module, "_look", counted)
+    figures = FiguresOnDevice()
+
+    def row() -> None:
+        supervision, queries = built["supervision"].to(device), [query.to(device) for query in built["queries"]]
+        scores = [head_module.score_head(hidden_NH, weight_VH, queries[0], supervision.label_N, ids)]
+        result = objective.result(supervision, queries, scores, counts)
+        figures.note(result.terms, scores, queries)
+        result.loss.backward()
+
+    row()  # what is made once is made here
+    looks.clear()
+    with no_waits():
+        row()
+        row()
+    assert len(looks) == 2
+    assert len(list(figures.look())) == 3
+
+
+def test_rows_are_page_locked_and_the_same() -> None:
+    loaded = load_tiny()
+    build, rows = builder(loaded), [row_of([segment]) for segment in gt_segments(loaded, 3)]
+    (ahead,) = RowPrefetch(build, [rows]).micro_steps
+    for row, built in zip(rows, ahead, strict=True):
+        alone = build(row)
+        for name, value in built["model"].items():
+            assert not isinstance(value, torch.Tensor) or (
+                value.is_pinned() and torch.equal(value, alone["model"][name])
+            )
+        assert built["supervision"].position_N.is_pinned() and built["queries"][0].vocab_in_N_U.is_pinned()
+        assert torch.equal(built["supervision"].position_N.to(build.device).cpu(), alone["supervision"].position_N)
