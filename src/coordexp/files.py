@@ -1,14 +1,17 @@
-"""Files that a kill may not leave half written: lines that a run appends, and small files that it writes whole."""
+"""Files that a kill may not leave half written: lines that a run appends, and small files that it writes whole. And
+text and JSON as users' tools write it."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import Any, BinaryIO, TextIO
 
 from coordexp.durable import flush_file
+from coordexp.errors import DataError
 
 _BLOCK = 1 << 16
 
@@ -74,3 +77,26 @@ def write_atomically(path: Path, text: str) -> None:
     """Write ``text`` as a :func:`whole_file`."""
     with whole_file(path) as file:
         file.write(text)
+
+
+def read_text(path: Path) -> str:
+    """A UTF-8 file's text; the byte order mark that Windows editors write is no part of it.
+
+    Raises:
+        DataError: not there, not readable, or not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"not UTF-8 at byte {error.start + 1}; save it as UTF-8", path=path) from error
+    except OSError as error:
+        raise DataError(f"not readable: {error.strerror}", path=path) from error
+
+
+def read_json(path: Path) -> Any:
+    """A JSON file's content. Raises DataError as :func:`read_text` does, and when it is no JSON."""
+    text = read_text(path)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"not readable as JSON: {error}", path=path) from error

@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 GeometryKind = Literal["bbox_2d", "poly"]
 GEOMETRY_KINDS: tuple[GeometryKind, ...] = ("bbox_2d", "poly")

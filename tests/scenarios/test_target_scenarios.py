@@ -162,7 +162,7 @@ class Scripted(QuietBackend):
     def __init__(self, texts: Sequence[str]) -> None:
         self.texts = list(texts)
 
-    def generate(self, requests: Sequence[RolloutRequest], seeds: Any) -> list[Rollout]:
+    def generate(self, requests: Sequence[RolloutRequest], seeds: Any, on_answer: Any = None) -> list[Rollout]:
         vocab = qwen_vocab()
         given, self.texts = self.texts[: len(requests)], self.texts[len(requests) :]
         return [

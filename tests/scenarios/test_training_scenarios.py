@@ -190,7 +190,7 @@ class Replay(QuietBackend):
     def __init__(self, said: Sequence[Rollout]) -> None:
         self._said = {rollout.sample_id: rollout for rollout in said}
 
-    def generate(self, requests: Sequence[RolloutRequest], seeds: SeedContext) -> list[Rollout]:
+    def generate(self, requests: Sequence[RolloutRequest], seeds: SeedContext, on_answer: Any = None) -> list[Rollout]:
         return [self._said[request.sample_id] for request in requests]
 
 

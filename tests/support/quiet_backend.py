@@ -12,7 +12,7 @@ from coordexp.rollouts import IndexedRollout, RolloutRound, in_turn
 class QuietBackend:
     """A backend without weights, memory or metrics; subclasses answer in :meth:`generate`."""
 
-    def generate(self, requests: Sequence[RolloutRequest], seeds: Any) -> list[Rollout]:
+    def generate(self, requests: Sequence[RolloutRequest], seeds: Any, on_answer: Any = None) -> list[Rollout]:
         raise NotImplementedError
 
     def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[IndexedRollout]:

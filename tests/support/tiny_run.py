@@ -161,7 +161,7 @@ class InMemoryBackend:
         self.versions: list[int] = []
         self.closed = 0
 
-    def generate(self, requests: Sequence[RolloutRequest], seeds: Any) -> list[Rollout]:
+    def generate(self, requests: Sequence[RolloutRequest], seeds: Any, on_answer: Any = None) -> list[Rollout]:
         self.calls.append(tuple(request.sample_id for request in requests))
         self.seeds.append(seeds)
         return [self._rollout(request) for request in requests]

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from coordexp.config.strict import FilePath, ListOf, StrictModel
+from coordexp.settings import FIELD_ORDER
 
 TrainerVariant = Literal["stage2_rollout_aligned", "stage2_two_channel"]
 
@@ -99,7 +100,7 @@ class CustomConfig(StrictModel):
         default=None, ge=1, description="use only the first N validation samples; null = all"
     )
     object_field_order: Literal["desc_first", "geometry_first"] = Field(
-        default="desc_first", description="order of the fields within one object's text"
+        default=FIELD_ORDER, description="order of the fields within one object's text"
     )
     object_ordering: Literal["sorted", "random", "file"] = Field(
         default="sorted",

@@ -9,7 +9,9 @@ from pydantic import Field
 from coordexp.config.objective import PipelineConfig
 from coordexp.config.strict import FilePath, ListOf, StrictModel
 from coordexp.config.vllm import VLLMConfig
+from coordexp.settings import MatchingConfig, TargetPolicy, TransportConfig
 
+_MATCHING, _TRANSPORT, _TARGET = MatchingConfig(), TransportConfig(), TargetPolicy()
 Threshold = Annotated[float, Field(gt=0, le=1)]
 
 
@@ -75,25 +77,29 @@ class TargetConfig(StrictModel):
     """What the model is taught on its own answer. The keys below ``answer`` concern a rewritten one alone."""
 
     answer: Literal["as_written", "rewritten"] = Field(
-        default="as_written",
+        default=_TARGET.answer,
         description="keep the model's text, untaught, and append what it missed; or rewrite it in place: its order and "
         "coordinates, the annotations' descriptions, and the text of matched objects taught too",
     )
     unmatched: Literal["mask", "drop", "soft"] = Field(
-        default="mask",
+        default=_TARGET.unmatched,
         description="objects that no annotation matches: left in the answer untaught; left out; or, where the learner "
         "is sure of one that overlaps nothing else, its text taught by that confidence (others are left untaught)",
     )
     soft_threshold: float = Field(
-        default=0.5, gt=0, le=1, description="least confidence of an object that becomes soft, with unmatched: soft"
+        default=_TARGET.soft_threshold,
+        gt=0,
+        le=1,
+        description="least confidence of an object that becomes soft, with unmatched: soft",
     )
     duplicates: Literal["keep", "drop", "replace"] = Field(
-        default="keep",
+        default=_TARGET.duplicates,
         description="unmatched objects that repeat an earlier one: treated as any other, left out, or replaced by the "
         "next missed object",
     )
     missed: Literal["append", "in_order"] = Field(
-        default="append", description="annotated objects that were missed: behind the answer, or in annotation order"
+        default=_TARGET.missed,
+        description="annotated objects that were missed: behind the answer, or in annotation order",
     )
 
 
@@ -150,18 +156,28 @@ class RolloutMatchingConfig(StrictModel):
         description="how bbox_geo decodes a coordinate: by its expectation, or the most likely bin with the "
         "expectation's gradient",
     )
-    candidate_top_k: int = Field(default=10, ge=1, description="ground-truth candidates per prediction, nearest first")
-    maskiou_gate: float = Field(default=0.3, ge=0, le=1, description="least mask IoU of a match")
+    candidate_top_k: int = Field(
+        default=_MATCHING.candidate_top_k, ge=1, description="ground-truth candidates per prediction, nearest first"
+    )
+    maskiou_gate: float = Field(default=_MATCHING.maskiou_gate, ge=0, le=1, description="least mask IoU of a match")
     maskiou_resolution: int = Field(
-        default=256, ge=8, description="side of the canvas on which masks are compared, in pixels"
+        default=_MATCHING.maskiou_resolution,
+        ge=8,
+        description="side of the canvas on which masks are compared, in pixels",
     )
-    fp_cost: float = Field(default=1.0, ge=0, description="assignment cost of leaving a prediction unmatched")
-    fn_cost: float = Field(default=1.0, ge=0, description="assignment cost of leaving a ground-truth object unmatched")
+    fp_cost: float = Field(
+        default=_MATCHING.fp_cost, ge=0, description="assignment cost of leaving a prediction unmatched"
+    )
+    fn_cost: float = Field(
+        default=_MATCHING.fn_cost, ge=0, description="assignment cost of leaving a ground-truth object unmatched"
+    )
     ot_cost: Literal["l1", "l2"] = Field(
-        default="l2", description="distance between polygon points in optimal transport"
+        default=_TRANSPORT.cost, description="distance between polygon points in optimal transport"
     )
-    ot_epsilon: float = Field(default=10.0, gt=0, description="entropic regularisation of the transport, in bins")
-    ot_iters: int = Field(default=30, ge=1, description="Sinkhorn iterations")
+    ot_epsilon: float = Field(
+        default=_TRANSPORT.epsilon, gt=0, description="entropic regularisation of the transport, in bins"
+    )
+    ot_iters: int = Field(default=_TRANSPORT.iters, ge=1, description="Sinkhorn iterations")
     target: TargetConfig = Field(default=TargetConfig(), description="what the model is taught on its own answer")
     vllm: VLLMConfig = Field(default=VLLMConfig(), description="the vLLM engine; read when rollout_backend is 'vllm'")
     offload: OffloadConfig = Field(

@@ -9,13 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
-
-import numpy as np
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any
 
 from coordexp.errors import VocabError
 from coordexp.records import NUM_BINS
+
+if TYPE_CHECKING:
+    import numpy as np
 
 TURN_END = "<|im_end|>"
 _CONTROL_TOKENS = (
@@ -93,7 +94,6 @@ class CoordVocab:
         self.control_ids = frozenset(control_ids)
         self.reserved_ids = self.control_ids | frozenset(reserved_ids)
         self._bins = {token_id: k for k, token_id in enumerate(self.coord_token_ids)}
-        self._layout = self._build_layout()
         self._ids_of_part: dict[str, tuple[int, ...]] = {}
         self._splits_at_coords = self._check_split()
 
@@ -158,12 +158,11 @@ class CoordVocab:
         """All pieces by id, for loops that cannot afford a call per token."""
         return self._pieces
 
-    @property
+    @cached_property
     def layout(self) -> TokenLayout:
         """What every id is, as arrays, for a whole answer at once."""
-        return self._layout
+        import numpy as np  # commands that look at a vocabulary need no arrays
 
-    def _build_layout(self) -> TokenLayout:
         length_V = np.array([len(piece) for piece in self._pieces], dtype=np.int32)
         bin_V = np.full(len(self._pieces), -1, dtype=np.int16)
         bin_V[list(self.coord_token_ids)] = np.arange(NUM_BINS)

@@ -11,8 +11,6 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-import numpy as np
-
 from coordexp.errors import DataError
 from coordexp.records import GEOMETRY_KINDS, GTObject, ImageRecord
 
@@ -141,6 +139,8 @@ class ArrowRecords(Sequence[ImageRecord]):
 
     def place_of(self, sample_id: str) -> int | None:
         """The place of a record; None where there is no such."""
+        import numpy as np
+
         name, _, line = sample_id.rpartition(":")
         if name != self._name or not line.isdecimal():
             return None
@@ -216,4 +216,6 @@ class _Columns:
 
 
 def _first_null(column: Any) -> int:
+    import numpy as np
+
     return int(np.argmax(column.is_null().to_numpy(zero_copy_only=False)))

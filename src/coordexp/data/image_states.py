@@ -11,7 +11,7 @@ import numpy as np
 from coordexp.data.arrow_records import ArrowRecords
 from coordexp.data.jsonl import image_problem, real_size
 from coordexp.data.line_validation import Progress, in_processes, spread, usable_cores
-from coordexp.data.shards import shard_of
+from coordexp.data.shards import image_stat
 from coordexp.errors import DataError
 from coordexp.files import whole_binary_file
 
@@ -75,24 +75,6 @@ def _look(records: ArrowRecords, rows: tuple[int, np.ndarray]) -> tuple[np.ndarr
             changed |= (size, time) != now
             states_P2[at + row] = now
     return (states_P2 if changed else None), problems
-
-
-def image_stat(image: bytes, shards: dict[str, os.stat_result] | None = None) -> os.stat_result:
-    """Size and times of an image file; of an image in a shard the shard's own, kept in ``shards``.
-
-    Raises:
-        OSError: no such file.
-    """
-    shards = {} if shards is None else shards
-    try:
-        return os.stat(image)
-    except NotADirectoryError:
-        shard = shard_of(os.fsdecode(image))
-        if shard is None:
-            raise
-        if shard not in shards:
-            shards[shard] = os.stat(shard)
-        return shards[shard]
 
 
 def _read(states: Path, rows: int) -> np.ndarray:

@@ -11,7 +11,9 @@ from PIL import Image, UnidentifiedImageError
 from coordexp.data.shards import MemberFile, find_member
 from coordexp.errors import DataError
 
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".webp", ".tif", ".tiff")
+JPEG_SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif")
+"""Of JPEG's files; in lower case."""
+IMAGE_SUFFIXES = (*JPEG_SUFFIXES, ".png", ".bmp", ".webp", ".tif", ".tiff")
 """What is taken for an image where a folder is searched; in lower case."""
 _SHOWN_OF_PATH = 200
 _EXIF_ORIENTATION = 0x0112

@@ -1,4 +1,9 @@
-"""Image files that a check found sound, kept between checks: only new and changed ones are read again."""
+"""Image files that a check found sound, kept between checks: only new and changed ones are read again.
+
+A store by path, so that any JSONL may ask, however its lines change. A mapped dataset's own states
+(:mod:`coordexp.data.image_states`) stay an array beside it: its rows never change, and are compared without a look-up
+each. Both go by what :func:`coordexp.data.shards.image_stat` says.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 
 from coordexp.data.cache_folder import cache_folder
-from coordexp.data.image_states import image_stat
+from coordexp.data.shards import image_stat
 
 logger = logging.getLogger("coordexp")
 

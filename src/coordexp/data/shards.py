@@ -15,14 +15,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from coordexp.data.cache_folder import cache_folder
 from coordexp.data.write import line_of, write_jsonl
 from coordexp.errors import DataError
 from coordexp.files import whole_binary_file
 from coordexp.records import ImageRecord
+
+if TYPE_CHECKING:
+    import numpy as np
 
 SUFFIX = ".tar"
 _IN_SHARD = f"{SUFFIX}{os.sep}"
@@ -61,6 +63,8 @@ def find_member(path: Path) -> Member | None:
     shard = shard_of(text)
     if shard is None or not os.path.isfile(shard):
         return None
+    import numpy as np
+
     seen = os.stat(shard)
     index = _index(shard, seen.st_size, seen.st_mtime_ns)
     name = os.fsencode(text[len(shard) + 1 :])
@@ -69,6 +73,24 @@ def find_member(path: Path) -> Member | None:
         return None
     offset, size = index.places_N2[at].tolist()
     return Member(Path(shard), offset, size)
+
+
+def image_stat(image: bytes, shards: dict[str, os.stat_result] | None = None) -> os.stat_result:
+    """Size and times of an image file; of an image in a shard the shard's own, kept in ``shards``.
+
+    Raises:
+        OSError: no such file.
+    """
+    shards = {} if shards is None else shards
+    try:
+        return os.stat(image)
+    except NotADirectoryError:
+        shard = shard_of(os.fsdecode(image))
+        if shard is None:
+            raise
+        if shard not in shards:
+            shards[shard] = os.stat(shard)
+        return shards[shard]
 
 
 class MemberFile(io.RawIOBase):
@@ -113,6 +135,8 @@ class MemberFile(io.RawIOBase):
 @lru_cache(maxsize=512)
 def _index(shard: str, size: int, mtime_ns: int) -> _Index:
     """By size and time of change, so that a shard written anew is read anew."""
+    import numpy as np
+
     place = hashlib.sha256(os.fsencode(os.path.abspath(shard))).hexdigest()[:16]
     kept = cache_folder() / "shards" / f"{place}-{size}-{mtime_ns}.npy"
     try:
@@ -132,6 +156,8 @@ def _index(shard: str, size: int, mtime_ns: int) -> _Index:
 
 def _scan(shard: str) -> np.ndarray:
     """Name, offset and size of every file in the shard, sorted by name; of two of one name the last, as tar has it."""
+    import numpy as np
+
     places: dict[bytes, tuple[int, int]] = {}
     try:
         with tarfile.open(shard, "r:") as tar:

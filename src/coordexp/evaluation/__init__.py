@@ -2,7 +2,6 @@
 
 from coordexp.evaluation.answers import Detection, ImageAnswer, read_answers
 from coordexp.evaluation.detection import Prediction, detection_metrics, match_by_desc
-from coordexp.evaluation.predict import evaluate_dataset, predict
 from coordexp.evaluation.summary import EvaluationOptions, Summary, summarise
 
 __all__ = [
@@ -12,9 +11,7 @@ __all__ = [
     "Prediction",
     "Summary",
     "detection_metrics",
-    "evaluate_dataset",
     "match_by_desc",
-    "predict",
     "read_answers",
     "summarise",
 ]

@@ -9,8 +9,6 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from coordexp.errors import DataError
 from coordexp.evaluation.answers import ImageAnswer
 
@@ -49,6 +47,8 @@ def read_aliases(path: str | Path) -> dict[str, str]:
     Raises:
         DataError: another form, or an alias of two classes.
     """
+    import yaml
+
     path = Path(path)
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))

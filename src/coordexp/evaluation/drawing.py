@@ -9,8 +9,7 @@ from pathlib import Path, PurePosixPath
 
 from PIL import Image, ImageDraw, ImageFont
 
-from coordexp.data.convert.prepare import JPEG_SUFFIXES
-from coordexp.data.images import IMAGE_SUFFIXES, open_rgb
+from coordexp.data.images import IMAGE_SUFFIXES, JPEG_SUFFIXES, open_rgb
 from coordexp.evaluation.answers import Detection, ImageAnswer
 from coordexp.geometry.pixels import pixel_ring
 from coordexp.records import GTObject, PredictedObject

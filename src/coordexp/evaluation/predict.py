@@ -33,8 +33,10 @@ def predict(
     vocab: CoordVocab,
     seeds: Seeds,
     scorer: Scorer | None = None,
+    on_answer: Callable[[int], None] | None = None,
 ) -> list[Prediction]:
-    """Generate, parse and, with a ``scorer``, score; results stand in the order of ``samples``.
+    """Generate, parse and, with a ``scorer``, score; results stand in the order of ``samples``. ``on_answer``: told how
+    many answers are there; never of the last one, which comes with what this returns.
 
     Raises:
         AlignmentError: the backend answered another prompt than ours, e.g. to an image of another size.
@@ -42,7 +44,11 @@ def predict(
     """
     from coordexp.modeling.inputs import check_prompt  # torch comes with it, and saved answers are read without
 
-    rollouts = backend.generate([sample.request for sample in samples], seeds)
+    def tell(answers: int) -> None:
+        if on_answer is not None:
+            on_answer(min(answers, len(samples) - 1))
+
+    rollouts = backend.generate([sample.request for sample in samples], seeds, None if on_answer is None else tell)
     predictions = []
     for sample, rollout in zip(samples, rollouts, strict=True):
         check_prompt(sample.record.sample_id, sample.request.prompt_token_ids, rollout.prompt_token_ids, vocab.decode)
@@ -78,13 +84,16 @@ def evaluate_dataset(
     batch_size: int,
     seed: int,
     on_progress: Callable[[int, int], None] | None = None,
+    on_answer: Callable[[int, int], None] | None = None,
     options: EvaluationOptions = ON_COUNTS_ALONE,
     scorer: Scorer | None = None,
 ) -> tuple[dict[str, float], list[Prediction]]:
     """Global metrics on every rank, and this rank's predictions. A collective call.
 
     Each rank decodes ``batch_size`` samples at a time, so that images are held for one batch only. What is sampled
-    depends on ``seed`` and on a sample's place in ``dataset``: not on ranks, batches or the training step.
+    depends on ``seed`` and on a sample's place in ``dataset``: not on ranks, batches or the training step. How many of
+    how many samples are answered is told to ``on_progress`` before the first batch and behind each, where it may raise,
+    and to ``on_answer`` within batches, where it must not.
     """
     batches = share_out(range(len(dataset)), distributed.world_size(), batch_size)[distributed.rank()]
     total = sum(len(batch) for batch in batches)
@@ -94,11 +103,17 @@ def evaluate_dataset(
     with distributed.raise_on_all_ranks("evaluation"):
         for batch in batches:
             samples = [dataset[index] for index in batch]
-            predictions += predict(samples, backend, vocab, DatasetSeeds(seed, batch.start), scorer)
+            tell = None if on_answer is None else counted_from(len(predictions), total, on_answer)
+            predictions += predict(samples, backend, vocab, DatasetSeeds(seed, batch.start), scorer, tell)
             if on_progress is not None:
                 on_progress(len(predictions), total)
     answers = gather_answers([item.answer() for item in predictions], batch_size)
     return summarise(answers, options).figures, predictions
+
+
+def counted_from(done: int, total: int, on_progress: Callable[[int, int], None]) -> Callable[[int], None]:
+    """What tells ``on_progress`` a batch's own count as one of the whole: ``done`` samples came before it."""
+    return lambda answers: on_progress(done + answers, total)
 
 
 def gather_answers(mine: Sequence[ImageAnswer], batch_size: int) -> list[ImageAnswer]:

@@ -8,10 +8,10 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from coordexp.config.rollout import EvalDetectionConfig
 from coordexp.evaluation.answers import PREDICTIONS, ImageAnswer, write_answers
 from coordexp.evaluation.coco import ClassCurve, IouType, coco_figures, resampled_ap, to_coco
 from coordexp.evaluation.detection import (
@@ -26,6 +26,9 @@ from coordexp.evaluation.detection import (
     sum_counts,
 )
 from coordexp.evaluation.pictures import save_pictures
+
+if TYPE_CHECKING:
+    from coordexp.config.rollout import EvalDetectionConfig
 
 METRICS, BY_CLASS, BY_DENSITY = "metrics.json", "per_class.csv", "per_density.csv"
 

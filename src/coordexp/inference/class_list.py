@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from coordexp.data.jsonl import read_jsonl
-from coordexp.data.record_line import clean_desc
 from coordexp.errors import ConfigError, DataError
 
 
@@ -25,6 +23,8 @@ def read_classes(given: str | None) -> tuple[str, ...]:
             raise DataError("not found; --classes takes names between commas, a .txt or a .jsonl", path=path)
         return check_classes(given.split(","))
     if path.suffix == ".jsonl":
+        from coordexp.data.jsonl import read_jsonl
+
         return _some(check_classes(sorted({obj.desc for record in read_jsonl(path) for obj in record.objects})), path)
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
@@ -45,6 +45,8 @@ def check_classes(names: Sequence[str]) -> tuple[str, ...]:
     Raises:
         ConfigError: one that no dataset may hold, or a single text in place of a list.
     """
+    from coordexp.data.record_line import clean_desc
+
     if isinstance(names, str):
         raise ConfigError(f"classes is the text {names!r}; give a list of names")
     try:

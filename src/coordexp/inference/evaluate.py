@@ -15,9 +15,9 @@ from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.data.dataset import RecordDataset
 from coordexp.data.kept_records import check_images, open_records
 from coordexp.errors import ConfigError
-from coordexp.evaluation import EvaluationOptions, ImageAnswer, Prediction, Summary, evaluate_dataset, summarise
+from coordexp.evaluation import EvaluationOptions, ImageAnswer, Prediction, Summary, summarise
 from coordexp.evaluation.categories import AS_WRITTEN, Renaming
-from coordexp.evaluation.predict import ON_COUNTS_ALONE, gather_answers
+from coordexp.evaluation.predict import ON_COUNTS_ALONE, evaluate_dataset, gather_answers
 from coordexp.evaluation.summary import METRICS, write_summary
 from coordexp.inference.session import open_session
 from coordexp.progress_bar import reporting
@@ -162,6 +162,7 @@ def _evaluate(
             batch_size=batch_size,
             seed=config.training.seed,
             on_progress=on_progress,
+            on_answer=on_progress,
             options=options,
             scorer=session.scorer if scored else None,
         )

@@ -17,10 +17,10 @@ from coordexp.data.dataset import RecordDataset
 from coordexp.data.image_sources import Found, find_images
 from coordexp.data.preparation import ImagePreparation, read_preparation
 from coordexp.errors import DataError
-from coordexp.evaluation import Prediction, predict, read_answers
+from coordexp.evaluation import Prediction, read_answers
 from coordexp.evaluation.answers import PREDICTIONS, ImageAnswer, from_line, make_answer, to_line
 from coordexp.evaluation.drawing import save_drawings
-from coordexp.evaluation.predict import Scorer, share_out
+from coordexp.evaluation.predict import Scorer, counted_from, predict, share_out
 from coordexp.evaluation.scores import ConfidenceScorer
 from coordexp.evaluation.summary import write_coco
 from coordexp.files import append_line, whole_file, write_atomically
@@ -96,7 +96,9 @@ def run_prediction(
         batch_size = session.backend.batch_size(rollout.decode_batch_size)
         batches = share_out(todo, distributed.world_size(), batch_size)[distributed.rank()]
         with distributed.raise_on_all_ranks("coordexp predict"):
-            predicted = _answers_of(session, records, batches, config.training.seed, _scorer(session, score))
+            predicted = _answers_of(
+                session, records, batches, config.training.seed, _scorer(session, score), on_progress
+            )
             answers = ([_answer(item, images.annotated, constant_score) for item in batch] for batch in predicted)
             _append_batches(mine, answers, sum(len(batch) for batch in batches), on_progress)
     distributed.barrier()
@@ -134,13 +136,19 @@ def _answers_of(
     batches: Sequence[range],
     seed: int,
     scorer: Scorer | None,
+    on_progress: Callable[[int, int], None],
 ) -> Iterator[list[Prediction]]:
-    """This rank's answers, batch by batch, with the records' own order of objects."""
+    """This rank's answers, batch by batch, with the records' own order of objects. ``on_progress`` is told of those
+    within a batch."""
+    done, total = 0, sum(len(batch) for batch in batches)
     dataset = RecordDataset(records, session.encoder.encode, "file", seed)
     for batch in batches:
         # Seeded by the images' places in the source, so that an interrupted run answers as a whole one.
         seeds = DatasetSeeds(seed, batch.start)
-        yield predict([dataset[i] for i in batch], session.backend, session.loaded.vocab, seeds, scorer)
+        samples = [dataset[i] for i in batch]
+        tell = counted_from(done, total, on_progress)
+        yield predict(samples, session.backend, session.loaded.vocab, seeds, scorer, tell)
+        done += len(batch)
 
 
 def _answer(item: Prediction, annotated: frozenset[str], constant_score: float | None) -> ImageAnswer:

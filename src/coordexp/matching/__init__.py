@@ -1,8 +1,9 @@
 """Predictions against ground truth: candidates, gate, Hungarian assignment. Torch-free."""
 
-from coordexp.matching.assign import MatchingConfig, assign_pairs, match_objects
+from coordexp.matching.assign import assign_pairs, match_objects
 from coordexp.matching.candidates import top_k_candidates
 from coordexp.matching.duplicates import MAX_OVERLAP_OF_OTHERS, duplicate_indices, num_duplicates
+from coordexp.settings import MatchingConfig
 
 __all__ = [
     "MAX_OVERLAP_OF_OTHERS",

@@ -3,53 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from coordexp.config.rollout import RolloutMatchingConfig
-from coordexp.config.strict import default_of
-from coordexp.errors import ConfigError
 from coordexp.geometry import Shape, aabbs, mask_iou_pairs
 from coordexp.matching.candidates import overlapping_candidates, top_k_candidates
 from coordexp.records import Match, MatchResult
+from coordexp.settings import MatchingConfig
 
 # Totals closer than this are the same total: the costs are fractions of pixel counts, this is only their rounding.
 _TIE = 1e-12
-
-
-@dataclass(frozen=True, slots=True)
-class MatchingConfig:
-    """How predictions find their GT objects. What is left out is as the key of the same name has it by default.
-
-    Attributes:
-        candidate_top_k: GT candidates per prediction that get a mask IoU.
-        maskiou_gate: pairs under this mask IoU can never match; a pair exactly at it can.
-        maskiou_resolution: side of the virtual canvas in pixels.
-        fp_cost, fn_cost: cost of leaving a prediction, or a GT object, alone; a pair costs 1 - IoU. With the defaults
-            matching a feasible pair is always cheaper than leaving both alone; below a sum of 1 a pair can be too dear.
-    """
-
-    candidate_top_k: int = default_of(RolloutMatchingConfig, "candidate_top_k")
-    maskiou_gate: float = default_of(RolloutMatchingConfig, "maskiou_gate")
-    maskiou_resolution: int = default_of(RolloutMatchingConfig, "maskiou_resolution")
-    fp_cost: float = default_of(RolloutMatchingConfig, "fp_cost")
-    fn_cost: float = default_of(RolloutMatchingConfig, "fn_cost")
-
-    def __post_init__(self) -> None:
-        if self.candidate_top_k < 1:
-            raise ConfigError(f"candidate_top_k must be at least 1, got {self.candidate_top_k}")
-        if not 0.0 <= self.maskiou_gate <= 1.0:
-            raise ConfigError(f"maskiou_gate must lie in 0..1, got {self.maskiou_gate}")
-        if self.maskiou_resolution < 2:
-            raise ConfigError(f"maskiou_resolution must be at least 2, got {self.maskiou_resolution}")
-        for name, cost in (("fp_cost", self.fp_cost), ("fn_cost", self.fn_cost)):
-            if not (np.isfinite(cost) and cost >= 0):
-                raise ConfigError(f"{name} must be a finite number >= 0, got {cost}")
+_DEFAULT = MatchingConfig()
 
 
 def match_objects(
-    predicted: Sequence[Shape], ground_truth: Sequence[Shape], config: MatchingConfig = MatchingConfig()
+    predicted: Sequence[Shape], ground_truth: Sequence[Shape], config: MatchingConfig = _DEFAULT
 ) -> MatchResult:
     """Match predictions to GT objects one to one, by geometry alone.
 

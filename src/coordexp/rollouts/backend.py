@@ -92,8 +92,11 @@ class RolloutBackend(Protocol):
     are collective: every rank calls them, also with nothing to ask.
     """
 
-    def generate(self, requests: Sequence[RolloutRequest], seeds: Seeds) -> list[Rollout]:
-        """One answer per request, in their order; an empty list for none.
+    def generate(
+        self, requests: Sequence[RolloutRequest], seeds: Seeds, on_answer: Callable[[int], None] | None = None
+    ) -> list[Rollout]:
+        """One answer per request, in their order; an empty list for none. ``on_answer`` is told meanwhile how many
+        answers are there, as soon as the backend knows; it must not raise.
 
         Raises:
             RolloutError: the engine failed or returned something that cannot be trained on.
@@ -155,6 +158,17 @@ def in_turn(
     for round_idx, one in enumerate(rounds):
         for index, rollout in enumerate(generate(one.requests, one.seeds)):
             yield IndexedRollout(round_idx, index, rollout)
+
+
+def gathered(answers: Iterator[IndexedRollout], on_answer: Callable[[int], None] | None = None) -> list[Rollout]:
+    """The rollouts of a window of one round, in the order of its requests: ``generate`` of backends that answer in any
+    order."""
+    rollout_of: dict[int, Rollout] = {}
+    for answer in answers:
+        rollout_of[answer.index] = answer.rollout
+        if on_answer is not None:
+            on_answer(len(rollout_of))
+    return [rollout_of[index] for index in sorted(rollout_of)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -16,7 +16,7 @@ from coordexp.rollouts.answer_tokens import answer_tokens
 from coordexp.rollouts.backend import DecodingOptions, IndexedRollout, RolloutRound, Seeds, in_turn
 from coordexp.rollouts.closed_names import ClosedNames
 from coordexp.rollouts.hf_names import NamesOnly
-from coordexp.rollouts.hf_processors import RepeatStop, sampling_processors
+from coordexp.rollouts.hf_processors import EndedRows, RepeatStop, sampling_processors
 from coordexp.rollouts.repeat_guard import ObjectKeyReader, RepeatGuard
 
 
@@ -52,14 +52,20 @@ class HFBackend:
         counts_keys = self._guard is not None and self._guard.max_object_keys is not None
         self._key_reader = ObjectKeyReader(vocab.pieces) if counts_keys else None
 
-    def generate(self, requests: Sequence[RolloutRequest], seeds: Seeds) -> list[Rollout]:
+    def generate(
+        self, requests: Sequence[RolloutRequest], seeds: Seeds, on_answer: Callable[[int], None] | None = None
+    ) -> list[Rollout]:
         """Batches of ``decode_batch_size`` in turn; each is one call of the model with its first request's seed."""
         rollouts: list[Rollout] = []
         with _evaluating(self._model), torch.no_grad():
             for start in range(0, len(requests), self._decode_batch_size):
                 chunk = requests[start : start + self._decode_batch_size]
                 self._seeds.append(seeds.seed_of(start))
-                rollouts += self._generate_chunk(chunk, self._seeds[-1])
+                before = len(rollouts)
+                tell = None if on_answer is None else lambda ended, before=before: on_answer(before + ended)
+                rollouts += self._generate_chunk(chunk, self._seeds[-1], tell)
+                if tell is not None:
+                    tell(len(chunk))
         return rollouts
 
     def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[IndexedRollout]:
@@ -95,7 +101,9 @@ class HFBackend:
     def close(self) -> None:
         """Nothing is held."""
 
-    def _generate_chunk(self, requests: Sequence[RolloutRequest], seed: int) -> list[Rollout]:
+    def _generate_chunk(
+        self, requests: Sequence[RolloutRequest], seed: int, tell: Callable[[int], None] | None
+    ) -> list[Rollout]:
         device = next(self._model.parameters()).device
         longest = max(len(request.prompt_token_ids) for request in requests)
         ids_BL = torch.full((len(requests), longest), self._pad_id, dtype=torch.int64)
@@ -110,6 +118,7 @@ class HFBackend:
             *([] if self._names is None else [NamesOnly(self._names, self._vocab.eos_id, longest)]),
             *([] if guard is None else [guard]),
             *sampling_processors(self._options, [seed + row for row in range(len(requests))], device),
+            *([] if tell is None or self._options.num_beams > 1 else [EndedRows(self._vocab.eos_id, longest, tell)]),
         ]
         with _own_generation_config(self._model):
             output_BT = self._model.generate(

@@ -1,4 +1,4 @@
-"""What steers transformers' ``generate``: a random stream for every sequence, and the repeat guard.
+"""What steers transformers' ``generate``, a random stream for every sequence and the repeat guard, and what watches it.
 
 ``generate`` itself draws for a whole batch from one stream, so that an answer would change with the batch it stands in:
 with ``decode_batch_size``, with the number of processes, and after a resume. The guard judges each sequence alone, and
@@ -47,6 +47,26 @@ def sampling_processors(options: DecodingOptions, seeds: Sequence[int], device: 
     if options.top_p < 1.0:
         processors.append(TopPLogitsWarper(options.top_p))
     return [*processors, RowSampler(seeds, device)]
+
+
+class EndedRows(LogitsProcessor):
+    """Changes nothing: tells how many rows have written the end of their turn, whenever there are more. Made anew for
+    each call of ``generate``; a row that has ended is filled up with the same token."""
+
+    def __init__(self, eos_id: int, prompt_length: int, tell: Callable[[int], None]) -> None:
+        self._eos_id = eos_id
+        self._prompt_length = prompt_length
+        self._tell = tell
+        self._ended = 0
+
+    # Named as transformers names them: (B, L) token ids, (B, V) scores.
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[1] > self._prompt_length:
+            ended = int((input_ids[:, -1] == self._eos_id).sum())
+            if ended > self._ended:
+                self._ended = ended
+                self._tell(ended)
+        return scores
 
 
 class RepeatStop(LogitsProcessor):

@@ -21,7 +21,7 @@ from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.coords import CoordVocab
 from coordexp.errors import RolloutError, ServerRefused, ServerTimeout, ServerUnreachable
 from coordexp.records import Rollout, RolloutRequest
-from coordexp.rollouts.backend import DecodingOptions, IndexedRollout, RolloutRound, Seeds, WeightSource
+from coordexp.rollouts.backend import DecodingOptions, IndexedRollout, RolloutRound, Seeds, WeightSource, gathered
 from coordexp.rollouts.chunking import Call, Post, chunk_size, plan_calls, plan_posts, server_slots
 from coordexp.servers.client import ENGINE_STILL, ServerClient
 from coordexp.servers.fleet import check_names, make_clients, world_sizes
@@ -115,10 +115,11 @@ class ServerBackend:
         weight_sync = WeightSync(clients, drained, config.vllm.sync)
         return cls(clients, weight_sync, drained, config, vocab, options, open_image, names)
 
-    def generate(self, requests: Sequence[RolloutRequest], seeds: Seeds) -> list[Rollout]:
+    def generate(
+        self, requests: Sequence[RolloutRequest], seeds: Seeds, on_answer: Callable[[int], None] | None = None
+    ) -> list[Rollout]:
         """One round, as :meth:`generate_window` answers it."""
-        answers = sorted(self.generate_window([RolloutRound(tuple(requests), seeds)]), key=lambda answer: answer.index)
-        return [answer.rollout for answer in answers]
+        return gathered(self.generate_window([RolloutRound(tuple(requests), seeds)]), on_answer)
 
     def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[IndexedRollout]:
         """As :meth:`RolloutBackend.generate_window`; may be gone through in another thread, while the learner learns.

@@ -1,9 +1,8 @@
 """Parse + match + ground truth → the one teacher-forced sequence and its per-token supervision. Torch-free."""
 
+from coordexp.settings import TargetPolicy, TransportConfig
 from coordexp.targets.build import build_gt_target, build_target, empty_target, is_closed, mark_matched
-from coordexp.targets.rewrite import TargetPolicy
 from coordexp.targets.supervision import encode_tail
-from coordexp.targets.transport import TransportConfig
 
 __all__ = [
     "TargetPolicy",

@@ -15,8 +15,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from coordexp.config.data import CustomConfig
-from coordexp.config.strict import default_of
 from coordexp.coords import CoordVocab, FieldOrder, append_fragment
 from coordexp.errors import AlignmentError
 from coordexp.records import (
@@ -29,12 +27,12 @@ from coordexp.records import (
     TokenRole,
     TrainingTarget,
 )
-from coordexp.targets.rewrite import TargetPolicy, build_rewritten
+from coordexp.settings import FIELD_ORDER, TargetPolicy, TransportConfig
+from coordexp.targets.rewrite import build_rewritten
 from coordexp.targets.supervision import Tail, encode_tail
-from coordexp.targets.transport import TransportConfig, coordinate_targets
+from coordexp.targets.transport import coordinate_targets
 
 # Of a call outside of a run: what the keys have by default.
-_FIELD_ORDER: FieldOrder = default_of(CustomConfig, "object_field_order")
 _TRANSPORT, _POLICY = TransportConfig(), TargetPolicy()
 
 
@@ -53,7 +51,7 @@ def build_target(
     vocab: CoordVocab,
     *,
     sample_id: str,
-    field_order: FieldOrder = _FIELD_ORDER,
+    field_order: FieldOrder = FIELD_ORDER,
     transport: TransportConfig = _TRANSPORT,
     policy: TargetPolicy = _POLICY,
     confidences: Sequence[float] | None = None,

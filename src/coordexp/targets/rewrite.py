@@ -20,38 +20,22 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 
-from coordexp.config.rollout import TargetConfig
-from coordexp.config.strict import default_of
 from coordexp.coords import CoordVocab, FieldOrder, append_fragment
 from coordexp.geometry import mask_iou
 from coordexp.matching import MAX_OVERLAP_OF_OTHERS, duplicate_indices
 from coordexp.records import GTObject, MatchResult, ParsedRollout, PredictedObject, TokenRole, TrainingTarget
+from coordexp.settings import TargetPolicy, TransportConfig
 from coordexp.targets.supervision import Tail, encode_tail
-from coordexp.targets.transport import TransportConfig, coordinate_targets
+from coordexp.targets.transport import coordinate_targets
 
 _AS_MATCHED = {
     TokenRole.TAIL_STRUCT: TokenRole.REWRITTEN_STRUCT,
     TokenRole.TAIL_DESC: TokenRole.REWRITTEN_DESC,
     TokenRole.TAIL_COORD: TokenRole.PREFIX_COORD,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class TargetPolicy:
-    """What becomes of the model's answer (keys ``rollout_matching.target.*``, whose defaults these are). All but
-    ``answer`` concern a rewritten one alone. ``duplicates``: unmatched objects that repeat an earlier one.
-    ``soft_threshold``: least confidence, in (0, 1], of an unmatched object that becomes soft, with ``unmatched: soft``.
-    """
-
-    answer: Literal["as_written", "rewritten"] = default_of(TargetConfig, "answer")
-    unmatched: Literal["mask", "drop", "soft"] = default_of(TargetConfig, "unmatched")
-    duplicates: Literal["keep", "drop", "replace"] = default_of(TargetConfig, "duplicates")
-    missed: Literal["append", "in_order"] = default_of(TargetConfig, "missed")
-    soft_threshold: float = default_of(TargetConfig, "soft_threshold")
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
-from coordexp.config.rollout import RolloutMatchingConfig
-from coordexp.config.strict import default_of
 from coordexp.geometry.transport import barycentric_targets_of
 from coordexp.records import NUM_BINS, GTObject, PredictedObject
-
-
-@dataclass(frozen=True, slots=True)
-class TransportConfig:
-    """How a matched pair with a polygon is aligned (keys ``rollout_matching.ot_*``, whose defaults these are)."""
-
-    cost: Literal["l1", "l2"] = default_of(RolloutMatchingConfig, "ot_cost")
-    epsilon: float = default_of(RolloutMatchingConfig, "ot_epsilon")
-    iters: int = default_of(RolloutMatchingConfig, "ot_iters")
+from coordexp.settings import TransportConfig
 
 
 def coordinate_targets(

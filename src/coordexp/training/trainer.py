@@ -16,8 +16,8 @@ from coordexp.config.objective import Channel
 from coordexp.coords import CoordVocab
 from coordexp.data.dataset import RecordDataset, Sample
 from coordexp.errors import RunStopped, TrainingDiverged
-from coordexp.evaluation import EvaluationOptions, evaluate_dataset
-from coordexp.evaluation.predict import ON_COUNTS_ALONE, Scorer
+from coordexp.evaluation import EvaluationOptions
+from coordexp.evaluation.predict import ON_COUNTS_ALONE, Scorer, evaluate_dataset
 from coordexp.metrics import MetricsPayload, SampleOutcome
 from coordexp.modeling.inputs import to_device
 from coordexp.modeling.load import LoadedModel

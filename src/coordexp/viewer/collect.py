@@ -6,19 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-
-import numpy as np
-import yaml
+from typing import TYPE_CHECKING
 
 from coordexp.coords import CoordVocab
-from coordexp.data.convert.sources import read_json
 from coordexp.errors import DataError
-from coordexp.evaluation import ImageAnswer, read_answers
-from coordexp.evaluation.answers import PREDICTIONS
+from coordexp.evaluation.answers import PREDICTIONS, ImageAnswer, read_answers
 from coordexp.evaluation.detection import match_answer
-from coordexp.recording.rollout_record import RolloutRecord, read_records
+from coordexp.files import read_json
 from coordexp.records import GTObject, TokenRole
-from coordexp.targets import mark_matched
+
+if TYPE_CHECKING:
+    from coordexp.recording.rollout_record import RolloutRecord
 
 BEHIND_CUT = "BEHIND_CUT"  # tokens of the answer that are not part of the target
 _RECORDS, _RESOLVED_CONFIG = "rollout_records", "resolved_config.yaml"
@@ -143,6 +141,8 @@ def _model_of(resolved: Path) -> Path | None:
 
 def _section(resolved: Path, name: str) -> Mapping[str, object]:
     """A section of a resolved configuration; empty where there is none."""
+    import yaml
+
     try:
         content = yaml.safe_load(resolved.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -164,11 +164,13 @@ def _records_folder(source: Path) -> Path | None:
 
 
 def _rollout_records(source: Path, vocab: CoordVocab | None) -> list[ViewRecord]:
-    if source.is_file():
-        records = read_records(source) if source.name.startswith("rollouts_") else []
-    else:
-        folder = _records_folder(source)
-        records = [] if folder is None else read_records(folder)
+    from_file = source.is_file() and source.name.startswith("rollouts_")
+    place = source if from_file else _records_folder(source)
+    if place is None:
+        return []
+    from coordexp.recording.rollout_record import read_records  # answers are shown without it
+
+    records = read_records(place)
     records.sort(key=lambda record: (record.where.global_step, record.where.rank, record.where.sample_idx))
     return [_from_record(record, vocab) for record in records]
 
@@ -212,6 +214,10 @@ def _target_tokens(record: RolloutRecord, vocab: CoordVocab) -> ViewTokens:
 def _rollout_tokens(record: RolloutRecord, vocab: CoordVocab) -> ViewTokens:
     """The answer's own tokens, each with the role that the match gives it; those behind the cut have none. In a
     rewritten answer the target's tokens, which are others, have the same roles for the same reasons."""
+    import numpy as np
+
+    from coordexp.targets import mark_matched
+
     kept = min(record.parse.prefix_len - record.parse.num_replaced_tail, len(record.response_token_ids))
     roles_T = np.full(record.parse.prefix_len, TokenRole.PREFIX_MASKED, dtype=np.uint8)
     if record.target.token_ids:

@@ -21,7 +21,7 @@ from coordexp.coords import CoordVocab
 from coordexp.errors import RolloutError
 from coordexp.records import Rollout, RolloutRequest
 from coordexp.rollouts.answer_tokens import answer_tokens
-from coordexp.rollouts.backend import DecodingOptions, IndexedRollout, RolloutRound, Seeds, WeightSource
+from coordexp.rollouts.backend import DecodingOptions, IndexedRollout, RolloutRound, Seeds, WeightSource, gathered
 from coordexp.vllm_engine.arguments import NAMES_KEY, EngineSpec
 from coordexp.vllm_engine.colocated_push import ColocatedPush
 from coordexp.vllm_engine.guard_activation import REQUEST_KEY
@@ -86,10 +86,11 @@ class ColocatedBackend:
         self._version = 0
         self._seeds: dict[str, list[int]] = {}
 
-    def generate(self, requests: Sequence[RolloutRequest], seeds: Seeds) -> list[Rollout]:
+    def generate(
+        self, requests: Sequence[RolloutRequest], seeds: Seeds, on_answer: Callable[[int], None] | None = None
+    ) -> list[Rollout]:
         """One round, as :meth:`generate_window` answers it, in the order of the requests."""
-        answers = sorted(self.generate_window([RolloutRound(tuple(requests), seeds)]), key=lambda answer: answer.index)
-        return [answer.rollout for answer in answers]
+        return gathered(self.generate_window([RolloutRound(tuple(requests), seeds)]), on_answer)
 
     def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[IndexedRollout]:
         """Every request is a call of its own to the engine, with its own seed. Collective where T > 1."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -77,6 +78,21 @@ def test_a_folder_of_images_has_no_annotations(tmp_path: Path, capsys: pytest.Ca
     measured = run_cli(capsys, "evaluate", tmp_path / "out")
     assert measured.code == 2 and "has no annotations" in measured.err
     assert run_cli(capsys, "predict", run, tmp_path / "out", "--output", tmp_path / "o2").code == 2  # no image there
+
+
+@pytest.mark.parametrize("command", ["predict", "evaluate"])
+def test_the_bar_moves_within_a_batch(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One batch holds all images; their answers end at different tokens, and each moves the bar."""
+    monkeypatch.setattr("coordexp.progress_bar._LINE_EVERY_S", 0.0)  # every move is a line
+    run = write_run(tmp_path, 1, asset("checkpoints/demo-stage1"), rollout_matching__decode_batch_size=4,
+                    rollout_matching__max_new_tokens=96)  # fmt: skip
+    images = (tmp_path / "scenes.jsonl",) if command == "predict" else ()
+    outcome = run_cli(capsys, command, run, *images, "--output", tmp_path / "out")
+    assert outcome.code == 0, outcome.err
+    counts = [int(count) for count in re.findall(r"(\d)/4 images", outcome.out)]
+    assert counts[0] == 0 and counts[-1] == 4 and {1, 2, 3} & set(counts), outcome.out
 
 
 def test_a_filled_folder_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path) -> None:

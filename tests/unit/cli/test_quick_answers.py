@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -117,25 +118,64 @@ for argv in json.loads(sys.argv[2]):
             main(argv)
         except SystemExit as end:
             code = end.code or 0
-    lines.append([code, err.getvalue(), sorted(heavy & {name.split(".")[0] for name in sys.modules})])
+    lines.append([code, err.getvalue(), sorted(heavy & set(sys.modules))])
 print(json.dumps(lines))
 """
 
 
+def in_turn(folder: Path, heavy: Iterable[str], commands: Iterable[Sequence[str]]) -> list[tuple[int, str, list[str]]]:
+    """(exit code, stderr, which of ``heavy`` are imported by then) of commands that one process runs, on files that are
+    written to ``folder``."""
+    write_answers(random_answers(4, 1), folder / "run" / "predictions.jsonl")
+    write_scenes(folder, 4, SPARSE, 1)
+    write_yaml(folder, stage1() | {"data": {"augment": {"horizontal_flip": 0.5}}}, "views.yaml")
+    write_run(folder / "recorded")
+    model = str(asset("checkpoints/demo-stage1"))
+    argvs = [[model if word == "MODEL" else word for word in argv] for argv in commands]
+    words = [sys.executable, "-c", ALL_IN_TURN, json.dumps(sorted(heavy)), json.dumps(argvs)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def test_what_only_reads_and_what_is_refused_needs_no_torch(tmp_path: Path) -> None:
     """One process for all commands, which is quicker: the first that imports something heavy is named."""
-    write_answers(random_answers(4, 1), tmp_path / "run" / "predictions.jsonl")
-    write_scenes(tmp_path, 4, SPARSE, 1)
-    write_yaml(tmp_path, stage1() | {"data": {"augment": {"horizontal_flip": 0.5}}}, "views.yaml")
-    write_run(tmp_path / "recorded")
-    model = str(asset("checkpoints/demo-stage1"))
-    commands = [[model if word == "MODEL" else word for word in argv] for argv in (*READS, *REFUSED)]
-    words = [sys.executable, "-c", ALL_IN_TURN, json.dumps(sorted(HEAVY)), json.dumps(commands)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    for argv, (code, err, heavy) in zip((*READS, *REFUSED), json.loads(done.stdout.splitlines()[-1]), strict=True):
+    commands = [*READS, *REFUSED]
+    for argv, (code, err, heavy) in zip(commands, in_turn(tmp_path, HEAVY, commands), strict=True):
         command = " ".join(argv)
         assert not heavy, f"{command} imports {heavy}"
         assert code == (2 if argv in REFUSED else 0), f"{command}: {err}"
         assert argv in READS or "nothing" in err or "model.model: checkpoints/tiny: no such folder" in err, command
     assert '"target":{"pieces":[' in (tmp_path / "tokens.html").read_text(encoding="utf-8")
+
+
+CONTRACT = {"coordexp.config", "yaml"}
+COUNTING = {"numpy", "scipy", "pandas", "matplotlib"}
+PARTS = {"coordexp.data.convert", "coordexp.recording", "coordexp.rollouts", "coordexp.parsing", "coordexp.targets"}
+# In an order in which no command may need what a later one needs; (command, what it has no use for).
+WITHOUT_CONFIGURATION = [
+    (("data", "check", "scenes.jsonl"), {*CONTRACT, *COUNTING, *PARTS, "tokenizers"}),
+    (("predict", "nothing.jpg", "--model", "MODEL"), {*CONTRACT, *COUNTING, *PARTS, "tokenizers"}),
+    (("export", "csv", "run", "--out", "out"), {*CONTRACT, *COUNTING - {"numpy"}, *PARTS, "tokenizers"}),
+    (("evaluate", "run"), {*CONTRACT, *COUNTING - {"numpy"}, *PARTS, "tokenizers", "PIL.ImageDraw"}),
+    (("view", "run", "--out", "view.html"), {*CONTRACT, *COUNTING - {"numpy"}, *PARTS, "tokenizers"}),
+    (("model", "info", "MODEL"), {*CONTRACT, *COUNTING - {"numpy"}, *PARTS}),
+    (("data", "check", "scenes.jsonl", "--sheet", "sheet.png"),
+     {*CONTRACT, "scipy", "pandas", "matplotlib", *PARTS - {"coordexp.parsing"}}),
+]  # fmt: skip
+WITHOUT_ARRAYS = [
+    (("config", "check", "views.yaml"), {*COUNTING, *PARTS, "rich.progress", "PIL"}),
+    (("init", "scenes.jsonl", "--model", "MODEL", "--out", "new.yaml"), {*COUNTING, *PARTS}),
+]
+
+
+@pytest.mark.parametrize("commands", [WITHOUT_CONFIGURATION, WITHOUT_ARRAYS], ids=["configuration", "arrays"])
+def test_each_command_imports_only_what_it_uses(
+    commands: Sequence[tuple[tuple[str, ...], set[str]]], tmp_path: Path
+) -> None:
+    """The goal is an answer within a second, and imports are what takes it: a clock would tell less."""
+    useless = set().union(*(names for _, names in commands))
+    outcomes = in_turn(tmp_path, useless, [argv for argv, _ in commands])
+    for (argv, names), (code, err, imported) in zip(commands, outcomes, strict=True):
+        assert code == (2 if "nothing.jpg" in argv else 0), f"{argv}: {err}"
+        assert not names & set(imported), f"coordexp {' '.join(argv)} imports {names & set(imported)}"

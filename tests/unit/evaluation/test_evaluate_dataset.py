@@ -2,15 +2,15 @@
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 
 from coordexp import distributed
 from coordexp.coords import serialize_objects
 from coordexp.data.dataset import RecordDataset
-from coordexp.evaluation import evaluate_dataset
 from coordexp.evaluation.answers import to_line
-from coordexp.evaluation.predict import gather_answers, share_out
+from coordexp.evaluation.predict import evaluate_dataset, gather_answers, share_out
 from coordexp.records import GTObject, Rollout, RolloutRequest
 from coordexp.rollouts import DatasetSeeds, Seeds
 from support.answers import CAT, DOG, record, request
@@ -25,9 +25,12 @@ class Scripted(QuietBackend):
         self.texts = texts
         self.batches: list[tuple[list[str], Seeds]] = []
 
-    def generate(self, requests: Sequence[RolloutRequest], seeds: Seeds) -> list[Rollout]:
+    def generate(self, requests: Sequence[RolloutRequest], seeds: Seeds, on_answer: Any = None) -> list[Rollout]:
         self.batches.append(([r.sample_id for r in requests], seeds))
         vocab = qwen_vocab()
+        for answers in range(1, len(requests) + 1):
+            if on_answer is not None:
+                on_answer(answers)
         return [
             Rollout(r.sample_id, r.prompt_token_ids, tuple(vocab.encode(text)), text, truncated=False)
             for r in requests
@@ -55,6 +58,25 @@ def test_every_sample_is_answered_once_in_batches():
     assert (figures["images"], figures["gt_objects"]) == (5, 5)
     # A reported stop counts, though its token is trimmed.
     assert figures["truncated_rate"] == 0 and not any(p.parsed.truncated for p in predictions)
+
+
+def test_answers_of_a_batch_are_told_of_before_it_is_done():
+    """But its last one: that is there when all of them are read and scored."""
+    scenes = [[CAT]] * 8
+    backend = Scripted({f"s{i}": serialize_objects(objects) for i, objects in enumerate(scenes)})
+    seen = []
+    evaluate_dataset(
+        dataset(scenes), backend, qwen_vocab(), batch_size=3, seed=7,
+        on_progress=lambda done, total: seen.append(("between", done, total)),
+        on_answer=lambda done, total: seen.append(("within", done, total)),
+    )  # fmt: skip
+    told = list(dict.fromkeys(seen))
+    assert told == [
+        ("between", 0, 8), ("within", 1, 8), ("within", 2, 8),
+        ("between", 3, 8), ("within", 4, 8), ("within", 5, 8),
+        ("between", 6, 8), ("within", 7, 8),
+        ("between", 8, 8),
+    ]  # fmt: skip
 
 
 def test_figures_are_global_and_predictions_are_this_ranks(monkeypatch):

@@ -10,7 +10,7 @@ import pytest
 from coordexp.coords import serialize_objects
 from coordexp.data.dataset import RecordDataset
 from coordexp.errors import AlignmentError
-from coordexp.evaluation import evaluate_dataset
+from coordexp.evaluation.predict import evaluate_dataset
 from coordexp.records import Rollout, RolloutRequest
 from coordexp.rollouts import RolloutBackend
 from support.answers import CAT, record, request
@@ -20,7 +20,7 @@ from support.qwen_tokenizer import qwen_vocab
 class Resizing:
     """An engine that reads another prompt than it was given, as one that resizes images by rules of its own."""
 
-    def generate(self, requests: Sequence[RolloutRequest], seeds: Any) -> list[Rollout]:
+    def generate(self, requests: Sequence[RolloutRequest], seeds: Any, on_answer: Any = None) -> list[Rollout]:
         ids = tuple(qwen_vocab().encode(serialize_objects([CAT])))
         return [Rollout(r.sample_id, (*r.prompt_token_ids, 1), ids, "", False) for r in requests]
 

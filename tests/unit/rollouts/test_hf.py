@@ -80,6 +80,25 @@ def test_answers_stand_in_the_order_of_the_requests(loaded: LoadedModel, request
     assert ids(rollouts) == ids(backend(loaded).generate(requests_, SEEDS))[::-1]
 
 
+@pytest.mark.parametrize("batch", [7, 3])
+def test_each_end_is_told_of_while_the_rest_of_its_batch_is_written(
+    loaded: LoadedModel, requests_: list[RolloutRequest], batch: int
+) -> None:
+    free = ids(backend(loaded).generate(requests_, SEEDS))
+    # A token that some answer holds and another does not, taken for the end of the turn: they end at different steps.
+    eos = next(token for token in free[0] if any(token not in answer for answer in free))
+    ending = backend(loaded, batch=batch, vocab=StandInVocab(loaded, eos_id=eos, length=len(loaded.vocab)))
+    told: list[int] = []
+    watched = ids(ending.generate(requests_, SEEDS, told.append))
+    assert watched == ids(ending.generate(requests_, SEEDS)), "looking on changes no answer"
+    assert told == sorted(told) and told[-1] == 7
+    starts = range(0, 7, batch)
+    assert {min(start + batch, 7) for start in starts} <= set(told), "a batch that is done is told of"
+    early = [sum(len(answer) < TOKENS - 1 for answer in watched[start : start + batch]) for start in starts]
+    within = [start + ended for start, ended in zip(starts, early, strict=True) if 0 < ended < batch]
+    assert within and set(within) <= set(told), "and every answer that ended before its batch did"
+
+
 @pytest.mark.parametrize(("batch", "sizes"), [(1, [1] * 7), (3, [3, 3, 1]), (7, [7]), (64, [7])])
 def test_decode_batch_size_bounds_each_call(
     loaded: LoadedModel, requests_: list[RolloutRequest], calls: list[dict[str, Any]], batch: int, sizes: list[int]

@@ -8,6 +8,8 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from coordexp.assets import asset
 from coordexp.config import parse_config, resolved_rollout
@@ -19,8 +21,9 @@ from coordexp.inference.asking import Asking, asking_config
 from coordexp.modeling.load import LoadedModel
 from coordexp.modeling.weights import LearnerWeights
 from coordexp.parsing import parse_rollout
-from coordexp.records import RolloutRequest
+from coordexp.records import Rollout, RolloutRequest
 from coordexp.rollouts import DecodingOptions, RolloutBackend, SeedContext, build_backend, check_backend
+from coordexp.rollouts.backend import IndexedRollout, gathered
 from coordexp.rollouts.build import LearnerParts, decoding_options
 from coordexp.rollouts.hf import HFBackend
 from coordexp.rollouts.seeds import request_seed
@@ -34,6 +37,14 @@ from support.settings import decoding
 from support.tiny_run import InMemoryBackend, load_tiny, tiny_checkpoint, tiny_samples
 
 SEEDS = SeedContext(0, 0, 0, 0)
+
+
+@given(st.permutations(range(5)))
+def test_a_round_is_gathered_in_its_own_order_whatever_comes_first(order: list[int]) -> None:
+    rollouts = [Rollout(f"s{index}", (), (index,), "", truncated=False) for index in range(5)]
+    told: list[int] = []
+    assert gathered(iter([IndexedRollout(0, index, rollouts[index]) for index in order]), told.append) == rollouts
+    assert told == [1, 2, 3, 4, 5]
 
 
 @pytest.fixture(scope="module")

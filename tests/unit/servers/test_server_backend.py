@@ -18,7 +18,7 @@ from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.data.dataset import RecordDataset
 from coordexp.data.prompts import build_messages
 from coordexp.errors import ConfigError, RolloutError, ServerRefused, ServerTimeout, ServerUnreachable
-from coordexp.evaluation import evaluate_dataset
+from coordexp.evaluation.predict import evaluate_dataset
 from coordexp.records import GTObject, ImageRecord, RolloutRequest
 from coordexp.rollouts import DatasetSeeds, RolloutRound, SeedContext
 from coordexp.rollouts.build import decoding_options
@@ -159,7 +159,9 @@ def test_answers_stand_in_the_order_of_the_requests_whichever_server_is_late(
     fakes[slow].infer, fakes[1 - slow].infer = late, quick
     with backend_of(fakes) as backend:
         backend.sync_weights(3)
-        rollouts = backend.generate(requests_(12), SEEDS)
+        told: list[int] = []
+        rollouts = backend.generate(requests_(12), SEEDS, told.append)
+    assert told == list(range(1, 13)), "each answer is told of when it is there"
     assert [rollout.response_token_ids for rollout in rollouts] == [(i,) for i in range(12)]
     assert [rollout.sample_id for rollout in rollouts] == [f"s{i}" for i in range(12)]
 

@@ -122,7 +122,7 @@ def test_the_longest_answers_are_told_by_their_99th_percentile(loaded: LoadedMod
 class OtherPrompt(InMemoryBackend):
     """Says that it read one token more than it was asked."""
 
-    def generate(self, requests: Sequence[RolloutRequest], seeds: SeedContext) -> list[Rollout]:
+    def generate(self, requests: Sequence[RolloutRequest], seeds: SeedContext, on_answer: Any = None) -> list[Rollout]:
         one_more = [
             RolloutRequest(r.sample_id, r.image, r.messages, (*r.prompt_token_ids, 5), r.model_inputs) for r in requests
         ]
@@ -138,7 +138,7 @@ def test_an_answer_to_another_prompt_ends_the_step(loaded: LoadedModel, samples:
 class Failing(InMemoryBackend):
     """Works for one step."""
 
-    def generate(self, requests: Sequence[RolloutRequest], seeds: SeedContext) -> list[Rollout]:
+    def generate(self, requests: Sequence[RolloutRequest], seeds: SeedContext, on_answer: Any = None) -> list[Rollout]:
         if seeds.global_step >= 1:
             raise RolloutError("the engine is gone")
         return super().generate(requests, seeds)

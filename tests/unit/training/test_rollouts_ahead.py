@@ -152,7 +152,7 @@ def test_in_two_channels_answers_are_made_while_a_step_without_rollouts_learns(a
 
 def test_a_failure_is_that_of_its_own_step_and_saved_first(ahead: Any, tmp_path: Path) -> None:
     class Failing(Aging):
-        def generate(self, requests: Any, seeds: Any) -> list[Rollout]:
+        def generate(self, requests: Any, seeds: Any, on_answer: Any = None) -> list[Rollout]:
             if seeds.global_step == 2:
                 raise RolloutError("the engine is gone")
             return super().generate(requests, seeds)

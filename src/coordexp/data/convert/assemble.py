@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
-from coordexp.data.convert.prepare import JPEG_SUFFIXES, ImageOptions, PreparedImage, prepare_image
+from coordexp.data.convert.prepare import ImageOptions, PreparedImage, prepare_image
 from coordexp.data.convert.quantise import quantise
 from coordexp.data.convert.report import ConversionReport, LeftOut, Note, SkipReason
 from coordexp.data.convert.sources import SourceImage
+from coordexp.data.images import JPEG_SUFFIXES
 from coordexp.data.preparation import IN_METADATA
 from coordexp.data.write import write_jsonl
 from coordexp.errors import DataError

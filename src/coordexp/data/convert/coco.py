@@ -20,11 +20,11 @@ from coordexp.data.convert.sources import (
     check_geometry,
     declared_size,
     finite_numbers,
-    read_json,
     unsafe_file_name,
     with_slashes,
 )
 from coordexp.errors import DataError
+from coordexp.files import read_json
 
 ROBOFLOW = "_annotations.coco.json"
 

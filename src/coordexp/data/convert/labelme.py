@@ -22,10 +22,10 @@ from coordexp.data.convert.sources import (
     corners,
     declared_size,
     finite_numbers,
-    read_json,
     with_slashes,
 )
 from coordexp.errors import DataError
+from coordexp.files import read_json
 
 _CIRCLE = 24  # vertices: 99% of its area
 

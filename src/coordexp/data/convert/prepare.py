@@ -10,7 +10,7 @@ from pathlib import Path
 
 from coordexp.data.convert.report import LeftOut, Note, SkipReason
 from coordexp.data.convert.sources import SourceImage
-from coordexp.data.images import ImageHeader, open_rgb, read_header
+from coordexp.data.images import JPEG_SUFFIXES, ImageHeader, open_rgb, read_header
 from coordexp.data.preparation import ResizeRule
 from coordexp.data.smart_resize import (
     DEFAULT_FACTOR,
@@ -21,7 +21,6 @@ from coordexp.data.smart_resize import (
 )
 from coordexp.errors import DataError
 
-JPEG_SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif")
 _SUFFIXES_BY_FORMAT = {"JPEG": JPEG_SUFFIXES, "PNG": (".png",)}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -64,29 +63,6 @@ def check_folder(folder: Path, what: str) -> None:
 def files_below(folder: Path, suffixes: Sequence[str]) -> list[Path]:
     """Files at any depth whose suffix, in lower case, is one of ``suffixes``; sorted by path."""
     return sorted(path for path in folder.rglob("*") if path.suffix.lower() in suffixes)
-
-
-def read_text(path: Path) -> str:
-    """A UTF-8 file's text; the byte order mark that Windows editors write is no part of it.
-
-    Raises:
-        DataError: not there, not readable, or not UTF-8.
-    """
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise DataError(f"not UTF-8 at byte {error.start + 1}; save it as UTF-8", path=path) from error
-    except OSError as error:
-        raise DataError(f"not readable: {error.strerror}", path=path) from error
-
-
-def read_json(path: Path) -> Any:
-    """A JSON file's content. Raises DataError as :func:`read_text` does, and when it is no JSON."""
-    text = read_text(path)
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"not readable as JSON: {error}", path=path) from error
 
 
 def with_slashes(file: str) -> str:

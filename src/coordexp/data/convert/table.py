@@ -20,11 +20,11 @@ from coordexp.data.convert.sources import (
     corners,
     declared_size,
     finite_numbers,
-    read_text,
     unsafe_file_name,
     with_slashes,
 )
 from coordexp.errors import DataError
+from coordexp.files import read_text
 
 ROBOFLOW = "_annotations.csv"
 # What a column means, by the names that it goes by.

@@ -19,12 +19,12 @@ from coordexp.data.convert.sources import (
     SourceObject,
     declared_size,
     files_below,
-    read_text,
     unsafe_file_name,
     with_slashes,
 )
 from coordexp.data.convert.voc_layout import ANNOTATIONS, IMAGES, find_layout
 from coordexp.data.images import IMAGE_SUFFIXES
+from coordexp.files import read_text
 
 Images = Mapping[str, Sequence[Path]]
 """Image files by their path below the images folder, without suffix."""

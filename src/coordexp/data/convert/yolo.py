@@ -26,11 +26,11 @@ from coordexp.data.convert.sources import (
     check_geometry,
     corners,
     files_below,
-    read_text,
     with_slashes,
 )
 from coordexp.data.images import IMAGE_SUFFIXES, read_header
 from coordexp.errors import DataError
+from coordexp.files import read_text
 
 _READ = ("path", "train", "val", "valid", "test", "names", "nc")
 _REFUSED = {
