@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,6 +11,7 @@ import pytest
 from coordexp.training.checkpoint import is_complete
 from support.rollout_servers import descendants, is_alive, tail
 from support.tiny_run import run_config
+from support.torchrun import start
 
 WORKER = Path(__file__).parent / "failing_rank_worker.py"
 CASES = [
@@ -27,19 +25,15 @@ CASES = [
 def test_both_ranks_end_alike_and_a_checkpoint_waits(what: str, kind: str, message: str, tmp_path: Path) -> None:
     config = run_config(tmp_path, 2, training__max_steps=3)
     folder, log = Path(config.training.output_dir), tmp_path / "log"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(WORKER),
-               str(tmp_path / "run.yaml"), what]  # fmt: skip
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"}
-        )
+    agent = start(WORKER, tmp_path / "run.yaml", what, log=log)
+    assert agent.pid is not None
     everything: set[int] = set()
     deadline = time.monotonic() + 240
-    while process.poll() is None:
+    while agent.is_alive():
         assert time.monotonic() < deadline, tail(log)
-        everything.update(descendants(process.pid))
+        everything.update(descendants(agent.pid))
         time.sleep(0.1)
-    assert process.returncode != 0
+    assert agent.exitcode != 0
     seen = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
     assert [rank[:2] for rank in seen] == [[kind, message]] * 2, tail(log)
     assert abs(seen[0][2] - seen[1][2]) < 20, "neither waits for the other"

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +13,7 @@ from coordexp.data import read_jsonl
 from coordexp.data.scenes import SPARSE, write_scenes
 from coordexp.evaluation import read_answers
 from support.cli_runs import run_cli, small_checkpoint, write_run
+from support.torchrun import torchrun
 
 
 def predict_by_two(run: Path, data: Path, output: Path) -> None:
@@ -23,13 +21,8 @@ def predict_by_two(run: Path, data: Path, output: Path) -> None:
 
 
 def by_two(*argv: object) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "coordexp",
-         *map(str, argv)],
-        capture_output=True, text=True, timeout=300, check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = torchrun("-m", "coordexp", *argv)
+    assert done.returncode == 0, done.output[-3000:]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from coordexp import distributed
 from coordexp.errors import RolloutError
+from support.torchrun import torchrun
 
 WORKER = Path(__file__).parent / "together_worker.py"
 
@@ -19,11 +17,8 @@ WORKER = Path(__file__).parent / "together_worker.py"
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[str] | None]]:
     folder = tmp_path_factory.mktemp("together")
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(WORKER), str(folder)],
-        capture_output=True, text=True, timeout=200, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = torchrun(WORKER, folder)
+    assert done.returncode == 0, done.output[-2000:]
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
 
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +12,7 @@ from coordexp.config import RunConfig
 from coordexp.training.checkpoint import is_complete, resolve_resume
 from coordexp.training.seal import SEAL
 from support.tiny_run import run_config
+from support.torchrun import Finished, torchrun
 
 HERE = Path(__file__).parent
 
@@ -28,15 +26,9 @@ KEYS: dict[str, Any] = {
 }
 
 
-def torchrun(config: RunConfig, worker: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def two_ranks(config: RunConfig, worker: str, *arguments: str) -> Finished:
     folder = Path(config.training.output_dir)
-    yaml = folder.with_name(f"{folder.name}.yaml")
-    return subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(HERE / worker),
-         str(yaml), *arguments],
-        capture_output=True, text=True, timeout=300, check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
-    )  # fmt: skip
+    return torchrun(HERE / worker, folder.with_name(f"{folder.name}.yaml"), *arguments)
 
 
 def lines(folder: Path) -> list[dict[str, float]]:
@@ -47,17 +39,17 @@ def lines(folder: Path) -> list[dict[str, float]]:
 def test_a_step_that_fails_on_one_rank_leaves_a_checkpoint_from_which_the_run_is_the_same(tmp_path: Path) -> None:
     """In the second micro-step of step 5: the first has already taken rows from the buffers, in the midst of a line."""
     whole = run_config(tmp_path, 1, "whole", **KEYS)
-    done = torchrun(whole, "train_worker.py")
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = two_ranks(whole, "train_worker.py")
+    assert done.returncode == 0, done.output[-3000:]
     config = run_config(tmp_path, 1, "failed", training__resume_from_checkpoint=True, **KEYS)
     folder = Path(config.training.output_dir)
-    failed = torchrun(config, "fault_worker.py", "overflow", "10")
-    assert failed.returncode != 0 and "packing of step 5" in failed.stderr, failed.stderr[-3000:]
-    assert f"training.resume_from_checkpoint: {folder / 'checkpoint-4'}" in failed.stderr
+    failed = two_ranks(config, "fault_worker.py", "overflow", "10")
+    assert failed.returncode != 0 and "packing of step 5" in failed.output, failed.output[-3000:]
+    assert f"training.resume_from_checkpoint: {folder / 'checkpoint-4'}" in failed.output
     waiting = [json.loads((folder / "checkpoint-4" / f"carry_buffer_rank{rank}.json").read_text()) for rank in (0, 1)]
     assert all(waiting), "nothing waited, so the buffers were not tested"
-    resumed = torchrun(config, "train_worker.py")
-    assert resumed.returncode == 0, resumed.stderr[-3000:]
+    resumed = two_ranks(config, "train_worker.py")
+    assert resumed.returncode == 0, resumed.output[-3000:]
     assert lines(folder) == lines(tmp_path / "whole") and [line["step"] for line in lines(folder)] == [3, 6]
     ours, theirs = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "whole"))
     assert all((ours[name] == theirs[name]).all() for name in theirs)
@@ -66,7 +58,7 @@ def test_a_step_that_fails_on_one_rank_leaves_a_checkpoint_from_which_the_run_is
 def test_a_checkpoint_without_one_ranks_files_is_not_resumed_from(tmp_path: Path) -> None:
     config = run_config(tmp_path, 1, training__save_strategy="steps", training__save_steps=1, **KEYS)
     folder = Path(config.training.output_dir)
-    killed = torchrun(config, "fault_worker.py", "kill", "2")
+    killed = two_ranks(config, "fault_worker.py", "kill", "2")
     assert killed.returncode != 0
     left = {path.name for path in (folder / "checkpoint-2").iterdir()}
     assert {"trainer_state.json", "rng_state_0.pth"} <= left and not {"rng_state_1.pth", SEAL} & left, left

@@ -59,7 +59,7 @@ def test_engines_of_a_cpu_sleep_while_they_wait(client: ServerClient) -> None:
     """Their core process runs the executor that makes it so; what sleeping means is test_cpu_queues'."""
     status = client.status()
     assert status is not None
-    assert cpu.has_gpu() or {one["executor"] for one in status["workers"]} == {cpu.CPU_EXECUTOR}
+    assert cpu.has_gpu() or {one["executor"] for one in status["workers"]} == {cpu.executor_name(1)}
 
 
 def test_sampled_answers_depend_on_the_seed_and_nothing_else(client: ServerClient, learner: LoadedModel) -> None:

@@ -7,10 +7,9 @@ import logging
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +34,7 @@ from support.rollout_servers import (
     wait_until_healthy,
 )
 from support.tiny_run import same_weights, step_lines, train, weights
+from support.torchrun import start, wait
 from support.vllm_runs import server_keys, vllm_config
 
 WORKER = Path(__file__).parent / "train_worker.py"
@@ -143,13 +143,9 @@ def test_each_round_logs_servers_mode_and_seeds(
         assert line["decoding"]["temperature"] == 0.0 and line["decoding"]["max_new_tokens"] == 12
 
 
-def torchrun(config: RunConfig, log: Path) -> subprocess.Popen[bytes]:
+def two_ranks(config: RunConfig, log: Path) -> BaseProcess:
     folder = Path(config.training.output_dir)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(WORKER),
-               str(folder.with_name(f"{folder.name}.yaml"))]  # fmt: skip
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    with log.open("wb") as output:
-        return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+    return start(WORKER, folder.with_name(f"{folder.name}.yaml"), log=log)
 
 
 @pytest.mark.scenario("Multi-process learner does not deadlock in server mode")
@@ -157,8 +153,8 @@ def test_two_ranks_ask_and_only_the_first_pushes(servers: Servers, tmp_path: Pat
     own = train(vllm_config(tmp_path, "own", training__per_device_train_batch_size=4, **SGD))
     config = run(servers, tmp_path, "two", training__per_device_train_batch_size=2, **SGD)
     before = servers.pushes()
-    process = torchrun(config, tmp_path / "two.log")
-    assert process.wait(300) == 0, tail(tmp_path / "two.log")
+    agent = two_ranks(config, tmp_path / "two.log")
+    assert wait(agent) == 0, tail(tmp_path / "two.log")
     assert servers.pushes() == [count + 2 for count in before]  # two steps, one push each, from one rank
     logs = [log_lines(config, rank) for rank in (0, 1)]
     for rank, lines in enumerate(logs):
@@ -251,15 +247,16 @@ def test_a_server_that_dies_under_two_ranks_ends_both_with_one_message(servers: 
     """The last test of this file: it kills a server. No rank hangs, no process stays, and a checkpoint waits."""
     config = run(servers, tmp_path, "dying", training__max_steps=500, training__per_device_train_batch_size=3, **SGD)
     log = tmp_path / "dying.log"
-    process = torchrun(config, log)
+    agent = two_ranks(config, log)
+    assert agent.pid is not None
     lines = Path(config.training.output_dir) / "rollout_log_rank1.jsonl"
     deadline = time.monotonic() + 200
     while not (lines.is_file() and lines.read_bytes().count(b"\n") >= 2):
-        assert process.poll() is None and time.monotonic() < deadline, tail(log)
+        assert agent.is_alive() and time.monotonic() < deadline, tail(log)
         time.sleep(0.2)
-    children = descendants(process.pid)
+    children = descendants(agent.pid)
     os.killpg(servers.running[1].process.pid, signal.SIGKILL)
-    assert process.wait(90) != 0
+    assert wait(agent, 90) != 0
     text = log.read_text(errors="replace")
     # The last error of each rank; the one that saw the server go prints its own account of it above.
     last = dict(re.findall(r"^\[rank(\d)\]: coordexp\.errors\.Server\w+: (.*)$", text, re.MULTILINE))

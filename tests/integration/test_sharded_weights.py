@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from support.torchrun import torchrun
 
 TESTS = Path(__file__).parents[1]
 CLAIMS = [
@@ -23,13 +22,8 @@ CLAIMS = [
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     folder = tmp_path_factory.mktemp("sharded")
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(TESTS)}
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-         str(Path(__file__).with_name("sharded_worker.py")), str(folder)],
-        capture_output=True, text=True, timeout=300, env=environment, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = torchrun(Path(__file__).with_name("sharded_worker.py"), folder)
+    assert done.returncode == 0, done.output[-3000:]
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 

@@ -82,7 +82,7 @@ def assert_answers_as(client: ServerClient, learner: LoadedModel, version: int) 
     assert answers == greedy_tokens(learner, requests)
     status = client.status()
     assert status is not None and [one["weight_version"] for one in status["workers"]] == [version] * WORKERS
-    assert cpu.has_gpu() or {one["executor"] for one in status["workers"]} == {cpu.CPU_EXECUTOR}
+    assert cpu.has_gpu() or {one["executor"] for one in status["workers"]} == {cpu.executor_name(1)}
     return answers
 
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +12,7 @@ from safetensors.torch import load_file
 
 from coordexp.config import RunConfig
 from support.tiny_run import run_config, step_lines, tiny_checkpoint, train, weights
+from support.torchrun import torchrun
 
 WORKER = Path(__file__).parent / "train_worker.py"
 
@@ -41,22 +39,18 @@ def yaml_of(config: RunConfig) -> Path:
     return folder.with_name(f"{folder.name}.yaml")
 
 
-def torchrun(config: RunConfig, processes: int) -> Outcome:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}",
-         str(WORKER), str(yaml_of(config))],
-        capture_output=True, text=True, timeout=300, env=environment, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+def trained(config: RunConfig) -> Outcome:
+    """By two ranks."""
+    done = torchrun(WORKER, yaml_of(config))
+    assert done.returncode == 0, done.output[-3000:]
     folder = Path(config.training.output_dir)
-    return Outcome(folder, [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(processes)])
+    return Outcome(folder, [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)])
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     folder = tmp_path_factory.mktemp("two")
-    return torchrun(run_config(folder, 2, training__per_device_train_batch_size=2, **KEYS), 2)
+    return trained(run_config(folder, 2, training__per_device_train_batch_size=2, **KEYS))
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +106,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """The same run with weights, gradients and optimizer split over both processes."""
     folder = tmp_path_factory.mktemp("sharded")
     keys = KEYS | {"training__per_device_train_batch_size": 2, "training__save_steps": 2, "fsdp__enabled": True}
-    return torchrun(run_config(folder, 2, **keys), 2)
+    return trained(run_config(folder, 2, **keys))
 
 
 def assert_weights(folder: Path, alone: Any) -> None:
@@ -141,9 +135,9 @@ def test_a_sharded_run_resumes_as_if_it_had_never_stopped(tmp_path: Path) -> Non
         "training__save_steps": 2,
         "fsdp__enabled": True,
     }
-    whole = torchrun(run_config(tmp_path, 1, "whole", **keys), 2)
+    whole = trained(run_config(tmp_path, 1, "whole", **keys))
     keys["training__resume_from_checkpoint"] = str(whole.folder / "checkpoint-2")
-    resumed = torchrun(run_config(tmp_path, 1, "resumed", **keys), 2)
+    resumed = trained(run_config(tmp_path, 1, "resumed", **keys))
     (last,) = [line for line in resumed.ranks[0]["steps"] if line["step"] == 3]
     assert last["loss"] == whole.ranks[0]["steps"][2]["loss"]
     ours, theirs = (load_file(run.folder / "model.safetensors") for run in (resumed, whole))

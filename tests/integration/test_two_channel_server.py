@@ -18,7 +18,7 @@ from coordexp.training.build import build_trainer, check_run, run_training
 from support.rollout_servers import RunningServer, served_checkpoint, serving
 from support.swift_servers import GUARD, GUARDED_TOKENS, guarded_config
 from support.tiny_run import run_config, step_lines, train
-from support.two_channel_runs import SGD, assert_same_training, torchrun
+from support.two_channel_runs import SGD, assert_same_training, trained_by_two
 from support.vllm_runs import server_keys
 
 
@@ -50,7 +50,7 @@ def test_a_mixed_run_on_a_real_server(server: Any, tmp_path: Path) -> None:
     all of them, to the same weights as with transformers' rollouts and guard in one process."""
     keys = guarded_keys()
     alone = train(run_config(tmp_path, "two_channel", "one", training__per_device_train_batch_size=4, **keys))
-    ranks = torchrun(
+    ranks = trained_by_two(
         run_config(
             tmp_path, "two_channel", "two", training__per_device_train_batch_size=2, **keys, **server_keys(server[1])
         )

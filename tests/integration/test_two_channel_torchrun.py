@@ -10,7 +10,7 @@ import pytest
 from coordexp.errors import AppendError
 from coordexp.training import sources
 from support.tiny_run import run_config, train
-from support.two_channel_runs import SGD, assert_same_training, torchrun
+from support.two_channel_runs import SGD, assert_same_training, trained_by_two
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -19,7 +19,7 @@ def test_a_mixed_run_is_the_same_in_two_processes(sharded: bool, tmp_path: Path)
     keys = SGD | {"training__max_steps": 4, "stage2_ab__n_softctx_iter": 3, "stage2_ab__coord_ctx_embed_mode": "soft",
                   "global_max_length": 2000}  # fmt: skip
     alone = train(run_config(tmp_path, "two_channel", "one", training__per_device_train_batch_size=4, **keys))
-    ranks = torchrun(run_config(tmp_path, "two_channel", "two", training__per_device_train_batch_size=2,
+    ranks = trained_by_two(run_config(tmp_path, "two_channel", "two", training__per_device_train_batch_size=2,
                                 fsdp__enabled=sharded, **keys))  # fmt: skip
     assert [line["stage2/channel_b"] for line in ranks[0]["steps"]] == [0, 1, 0, 1]
     assert_same_training(tmp_path / "two", alone, ranks)
@@ -47,7 +47,7 @@ def test_ranks_with_unequal_rows_stay_in_step(tmp_path: Path, monkeypatch: pytes
     seen = alone("look", training__max_steps=1).window.outcomes
     of_rank_1 = [outcome.rollout.sample_id for outcome in seen][3:]
     one = alone("one", frozenset(of_rank_1))
-    ranks = torchrun(
+    ranks = trained_by_two(
         run_config(tmp_path, "two_channel", "two", training__per_device_train_batch_size=3, **keys), *of_rank_1
     )
     assert_same_training(tmp_path / "two", one, ranks)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +11,7 @@ import torch
 from coordexp.modeling.load import LoadedModel
 from coordexp.records import Segment
 from support.step_gradients import furthest, load_double, mixed_segments, step
+from support.torchrun import torchrun
 
 TESTS = Path(__file__).parents[1]
 
@@ -42,17 +40,8 @@ def alone(loaded: LoadedModel) -> tuple[float, dict[str, torch.Tensor]]:
 @pytest.fixture(scope="module")
 def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]),
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-         str(Path(__file__).parent / "gradient_worker.py"), json.dumps(CASES), str(folder)],
-        capture_output=True, text=True, timeout=300, env=environment, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = torchrun(Path(__file__).with_name("gradient_worker.py"), json.dumps(CASES), folder)
+    assert done.returncode == 0, done.output[-3000:]
     return folder
 
 

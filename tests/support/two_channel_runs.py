@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +12,7 @@ from safetensors.torch import load_file
 
 from coordexp.config import RunConfig
 from support.tiny_run import step_lines, weights
+from support.torchrun import torchrun
 
 WORKER = Path(__file__).parents[1] / "integration" / "two_channel_worker.py"
 SGD: dict[str, Any] = {
@@ -25,16 +23,11 @@ SGD: dict[str, Any] = {
 }
 
 
-def torchrun(config: RunConfig, *refused: str) -> list[dict[str, Any]]:
+def trained_by_two(config: RunConfig, *refused: str) -> list[dict[str, Any]]:
     """Train under two processes; what each left."""
     folder = Path(config.training.output_dir)
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(WORKER),
-         str(folder.with_name(f"{folder.name}.yaml")), *refused],
-        capture_output=True, text=True, timeout=300, env=environment, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = torchrun(WORKER, folder.with_name(f"{folder.name}.yaml"), *refused)
+    assert done.returncode == 0, done.output[-3000:]
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 

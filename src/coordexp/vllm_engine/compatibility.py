@@ -58,6 +58,7 @@ VLLM_ENGINE = (
     UpstreamName("vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm", "loadable weights on CPUs"),
     UpstreamName("vllm.distributed.device_communicators.shm_broadcast", "SpinCondition", "sleeping while waiting"),
     UpstreamName("vllm.v1.executor.multiproc_executor", "MultiprocExecutor", "sleeping while waiting"),
+    UpstreamName("vllm.v1.executor.uniproc_executor", "UniProcExecutor", "one process fewer on CPUs"),
     UpstreamName("vllm.platforms", "current_platform", "telling CPUs from GPUs"),
     UpstreamName("vllm.distributed.parallel_state", "get_world_group", "a worker's rank in its engine"),
     UpstreamName(

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 DIE_WITH_PARENT = "COORDEXP_DIE_WITH_PARENT"
-CPU_EXECUTOR = "coordexp.vllm_engine.cpu_executor.CpuExecutor"
 SERVER_API_KEY = "COORDEXP_ROLLOUT_API_KEY"  # the token itself, for servers whose command line would show it
 
 SPIN_S = 0.02  # a decoding step of a small model is shorter
@@ -53,6 +52,12 @@ def engine_environment(given: Mapping[str, str], *, gpu: bool) -> dict[str, str]
 def complete_environment(*, gpu: bool) -> None:
     """Apply :func:`engine_environment` to this process, before vLLM is imported; children inherit it."""
     os.environ.update(engine_environment(os.environ, gpu=gpu))
+
+
+def executor_name(tensor_parallel_size: int) -> str:
+    """``distributed_executor_backend`` of an engine on CPUs, as a name that its core process imports."""
+    name = "CoreExecutor" if tensor_parallel_size == 1 else "WorkersExecutor"
+    return f"coordexp.vllm_engine.cpu_executor.{name}"
 
 
 def keep_weights_loadable() -> None:

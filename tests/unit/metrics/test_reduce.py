@@ -1,13 +1,10 @@
 """One aggregation rule per family, over ranks."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 from coordexp import distributed
 from coordexp.metrics import MetricSums, reduce_metrics
+from support.torchrun import torchrun
 
 
 def over_ranks(monkeypatch, *ranks):
@@ -130,12 +127,9 @@ print("agreed")
 def test_two_processes_agree(tmp_path):
     script = tmp_path / "ranks.py"
     script.write_text(RANKS, encoding="utf-8")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    done = subprocess.run(
-        launch, capture_output=True, text=True, timeout=120, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("agreed") == 2
+    done = torchrun(script)
+    assert done.returncode == 0, done.output
+    assert done.output.count("agreed") == 2
 
 
 def test_a_channels_losses_are_means_over_its_own_steps():

@@ -39,10 +39,10 @@ from coordexp.vllm_engine.arguments import (
 )
 from coordexp.vllm_engine.compatibility import SWIFT_ROLLOUT, check_upstream, versions
 from coordexp.vllm_engine.cpu import (
-    CPU_EXECUTOR,
     DIE_WITH_PARENT,
     SERVER_API_KEY,
     complete_environment,
+    executor_name,
     has_gpu,
 )
 from coordexp.vllm_engine.guard_activation import REQUEST_KEY, activated_config, check_guard
@@ -82,7 +82,7 @@ class CoordExpVllmEngine(GRPOVllmEngine):
         if self._guard is not None:
             engine_kwargs = with_guard(engine_kwargs)
         if not has_gpu():
-            kwargs["distributed_executor_backend"] = CPU_EXECUTOR
+            kwargs["distributed_executor_backend"] = executor_name(kwargs.get("tensor_parallel_size", 1))
         super().__init__(*args, engine_kwargs=engine_kwargs, **kwargs)
         engine: Any = self.engine
         engine.step = noted(engine.step, int(os.environ.get("SWIFT_ROLLOUT_DP_RANK", "0")))

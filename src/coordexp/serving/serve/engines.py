@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from coordexp.errors import RolloutError
 from coordexp.serving.serve.options import ServeOptions, device_groups
 from coordexp.vllm_engine.arguments import NAMES_KEY, NAMES_STATUS, own_arguments
-from coordexp.vllm_engine.cpu import CPU_EXECUTOR
+from coordexp.vllm_engine.cpu import executor_name
 from coordexp.vllm_engine.guard_activation import REQUEST_KEY, activated_config, check_guard
 from coordexp.vllm_engine.known_tokens import check_known_tokens
 from coordexp.vllm_engine.worker import ADAPTER_ID, ADAPTER_NAME, ADAPTER_PATH, CALL, FAILURE, RESULT
@@ -57,7 +57,7 @@ class EngineGroup:
         guarded = activated_config(os.environ) is not None
         arguments = {**options.engine, **own_arguments(options.model, guarded, options.closed_names)}
         if not gpu:
-            arguments["distributed_executor_backend"] = CPU_EXECUTOR
+            arguments["distributed_executor_backend"] = executor_name(options.tensor_parallel_size)
         group = cls([], options.tensor_parallel_size, guarded, options.closed_names)
         devices = device_groups(options.data_parallel_size, options.tensor_parallel_size)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
