@@ -13,6 +13,9 @@ _CACHE = tempfile.TemporaryDirectory(prefix="coordexp-tests-cache-")
 os.environ["COORDEXP_CACHE"] = _CACHE.name
 
 
+pytest.register_assert_rewrite("support.guarded_server")
+
+
 def pytest_collection_finish() -> None:
     """ms-swift's trainers replace methods of ``transformers.Trainer`` as they are imported."""
     if "swift.trainers" in sys.modules:

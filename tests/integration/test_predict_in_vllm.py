@@ -12,7 +12,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -120,18 +121,34 @@ def test_a_closed_list_of_names_holds_in_both_engines(own: Own) -> None:
     assert said and said <= set(NAMES) and not free <= set(NAMES)
 
 
+def closed_config(folder: Path, program: str) -> dict[str, Any]:
+    closed: dict[str, Any] = {"rollout_matching__vllm__server__closed_names": True}
+    return server_config(folder, 1, DEMO, launch={"server": program, "wait_s": 240.0}, **KEYS | closed)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """The configuration of a running ``coordexp serve`` that takes lists of names."""
+    folder = tmp_path_factory.mktemp("served")
+    config = closed_config(folder, "coordexp")
+    with serving(folder / "server", config):
+        yield config
+
+
 @pytest.mark.parametrize("program", ["coordexp", "swift"])
 def test_a_closed_list_of_names_holds_in_servers(
-    own: Own, tmp_path: Path, capsys: pytest.CaptureFixture[str], program: str
+    own: Own, tmp_path: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest, program: str
 ) -> None:
     """Word for word as by transformers; a call without a list is free beside it."""
-    started = serving if program == "coordexp" else swift_rollout
-    closed: dict[str, Any] = {"rollout_matching__vllm__server__closed_names": True}
-    config = server_config(tmp_path, 1, DEMO, launch={"server": program, "wait_s": 240.0}, **KEYS | closed)
     asked = ("--classes", ",".join(NAMES), "--limit", 4, "--output")
     assert run_cli(capsys, "predict", own.run(), own.data, *asked, tmp_path / "hf").code == 0
-    run = own.run(**server_keys(config))
-    with started(tmp_path / "server", config):
+    with ExitStack() as stack:
+        if program == "coordexp":
+            config = request.getfixturevalue("served")
+        else:
+            config = closed_config(tmp_path, program)
+            stack.enter_context(swift_rollout(tmp_path / "server", config))
+        run = own.run(**server_keys(config))
         done = run_cli(capsys, "predict", run, own.data, *asked, tmp_path / "listed")
         assert done.code == 0, done.err
         assert run_cli(capsys, "predict", run, own.data, "--output", tmp_path / "free").code == 0
@@ -141,22 +158,22 @@ def test_a_closed_list_of_names_holds_in_servers(
     assert_same(read_answers(tmp_path / "free"), own.answers)
 
 
-def test_servers_and_a_learner_that_is_killed(own: Own, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = server_config(tmp_path, 1, DEMO, **KEYS)
-    run = own.run(**server_keys(config))
-    with serving(tmp_path / "server", config):
-        out = tmp_path / "jsonl"
-        done = killed_after(2, ["predict", str(run), str(own.data), "--output", str(out)], out / "predictions.jsonl")
-        again = run_cli(capsys, "predict", run, own.data, "--output", out, "--json")
-        assert again.code == 0, again.err
-        assert 2 <= done <= json.loads(again.out)["resumed"] < IMAGES
-        assert_same(read_answers(out), own.answers)
-        assert [a.sample_id for a in read_answers(out)] == [a.sample_id for a in own.answers]
-        photos = run_cli(capsys, "predict", run, own.folder / "images", "--output", tmp_path / "folder", "--json")
-        assert json.loads(photos.out)["images"] == IMAGES
-        found = read_answers(tmp_path / "folder")
-        assert_same(found, own.answers)
-        assert all(answer.gt is None for answer in found)
+def test_servers_and_a_learner_that_is_killed(
+    own: Own, served: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = own.run(**server_keys(served))
+    out = tmp_path / "jsonl"
+    done = killed_after(2, ["predict", str(run), str(own.data), "--output", str(out)], out / "predictions.jsonl")
+    again = run_cli(capsys, "predict", run, own.data, "--output", out, "--json")
+    assert again.code == 0, again.err
+    assert 2 <= done <= json.loads(again.out)["resumed"] < IMAGES
+    assert_same(read_answers(out), own.answers)
+    assert [a.sample_id for a in read_answers(out)] == [a.sample_id for a in own.answers]
+    photos = run_cli(capsys, "predict", run, own.folder / "images", "--output", tmp_path / "folder", "--json")
+    assert json.loads(photos.out)["images"] == IMAGES
+    found = read_answers(tmp_path / "folder")
+    assert_same(found, own.answers)
+    assert all(answer.gt is None for answer in found)
 
 
 def killed_after(lines: int, argv: Sequence[str], file: Path) -> int:

@@ -15,6 +15,7 @@ from rich.console import Console
 from coordexp.errors import RolloutError
 from coordexp.servers.client import ENGINE_STILL
 from coordexp.training.build import build_trainer, check_run, run_training
+from support.guarded_server import GuardedServerContract, assert_killing_leaves_nothing
 from support.rollout_servers import RunningServer, served_checkpoint, serving
 from support.swift_servers import GUARD, GUARDED_TOKENS, guarded_config
 from support.tiny_run import run_config, step_lines, train
@@ -41,6 +42,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningSe
     config = guarded_config(folder, "coordexp")
     with serving(folder, config) as running:
         yield running, config
+
+
+class TestGuard(GuardedServerContract):
+    """First of the file: the weights are still the checkpoint's."""
+
+    @pytest.fixture(scope="class")
+    def guarded(self, server: Any) -> Any:
+        return server
 
 
 @pytest.mark.scenario("Channel-B run in vLLM mode uses repeat-aware termination")
@@ -147,6 +156,11 @@ def test_channel_a_alone_asks_no_server(server: Any, tmp_path: Path) -> None:
     lines = step_lines(train(run_config(tmp_path, "two_channel", **keys)))
     assert [line["stage2/channel_a"] for line in lines] == [1, 1]
     assert asked_of(server) == before
+
+
+def test_killing_it_leaves_no_process(server: Any) -> None:
+    """Last of the file."""
+    assert_killing_leaves_nothing(server[0])
 
 
 def asked_of(server: Any) -> dict[str, Any]:

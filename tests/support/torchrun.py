@@ -1,9 +1,8 @@
 """Ranks as ``torchrun`` starts them, without waiting for their imports.
 
-The agent is torchrun's own (``elastic_launch``, which its command line calls), and each rank is a real process;
-but agent and ranks are forked from one process of this session that has imported torch
-and transformers: a rank imports them for ten seconds otherwise, and trains for two. The command line itself is what
-``coordexp launch`` starts, and is tested there.
+The agent is torchrun's own (``elastic_launch``, which its command line calls), and each rank is a real process; but
+both are forked from one process of this session that has imported torch and transformers, for which a rank takes ten
+seconds otherwise, to train for two. The command line itself is what ``coordexp launch`` starts, and is tested there.
 """
 
 from __future__ import annotations
@@ -120,6 +119,6 @@ def _rank(command: list[str]) -> None:
             runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(sys.argv[0], run_name="__main__")
-    except Exception:
-        sys.excepthook(*sys.exc_info())  # torch's own, which says the rank
+    except Exception as error:
+        sys.excepthook(type(error), error, error.__traceback__)  # torch's own, which says the rank
         sys.exit(1)

@@ -1,5 +1,5 @@
-"""Weight pushes to a real ``swift rollout`` of two workers: adapters, then full weights; afterwards it answers exactly
-as the learner would, and a learner that starts anew takes it over."""
+"""A real ``swift rollout`` of two workers: its guard; then pushes of adapters and of full weights, after which it
+answers exactly as the learner would, and a learner that starts anew takes it over."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from coordexp.servers.client import ServerClient
 from coordexp.servers.sync import WeightSync
 from coordexp.vllm_engine import cpu
 from support import tuned_models
+from support.guarded_server import Guarded, GuardedServerContract, answered, assert_killing_leaves_nothing
 from support.rollout_servers import (
     RunningServer,
     greedy_tokens,
@@ -30,25 +31,44 @@ from support.rollout_servers import (
     payload,
     served_checkpoint,
     served_tokens,
-    server_config,
 )
-from support.swift_servers import swift_rollout
+from support.swift_servers import guarded_config, swift_rollout
 from support.tiny_run import tiny_samples
 
 WORKERS = 2
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    """It guards answers of more than forty tokens: those that are compared after pushes are shorter."""
     folder = tmp_path_factory.mktemp("swift")
-    config = server_config(
-        folder,
-        launch={"server": "swift", "wait_s": 240.0},
-        rollout_matching__vllm__enable_lora=True,
-        rollout_matching__vllm__max_lora_rank=8,
+    config = guarded_config(
+        folder, "swift", rollout_matching__vllm__enable_lora=True, rollout_matching__vllm__max_lora_rank=8
     )
     with swift_rollout(folder, config, vllm_data_parallel_size=WORKERS) as running:
-        yield running
+        yield running, config
+
+
+@pytest.fixture(scope="module")
+def server(guarded: Guarded) -> RunningServer:
+    return guarded[0]
+
+
+class TestGuard(GuardedServerContract):
+    """First of the file: the weights are still the checkpoint's."""
+
+    workers = WORKERS
+
+    def test_the_envelope_removes_nothing(self, guarded: Guarded, requests_: list[RolloutRequest]) -> None:
+        """Everything that ms-swift itself answers with is still there, token details included."""
+        from swift.infer_engine.protocol import ChatCompletionResponse, RolloutOutput
+
+        (item,) = answered(guarded[0], requests_[:1])
+        assert set(item) == {*RolloutOutput.model_fields, "coordexp"}
+        assert set(ChatCompletionResponse.__dataclass_fields__) <= set(item["response"])
+        assert item["response"]["prompt_token_ids"] == list(requests_[0].prompt_token_ids)
+        assert item["response"]["choices"][0]["token_ids"]
+        assert item["coordexp"]["repeat_terminate_triggered"] in (0, 1)
 
 
 def requests_of(loaded: LoadedModel) -> list[RolloutRequest]:
@@ -190,3 +210,8 @@ def test_a_worker_that_hangs_while_it_decodes_shows_and_goes_on(server: RunningS
     asked.join(120)
     assert len(answers) == 2 * WORKERS and client.engine_still_s() == 0.0
     assert client.status()["num_steps"] > before  # pyright: ignore[reportOptionalSubscript]
+
+
+def test_killing_it_leaves_no_process(server: RunningServer) -> None:
+    """Last of the file."""
+    assert_killing_leaves_nothing(server)
