@@ -7,7 +7,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from coordexp.distributed import RENDEZVOUS
 from coordexp.training.checkpoint import is_complete
-from faults.forked_runs import Death, Forked, Process, forking
+from faults.forked_runs import Death, Process, run_all
 from support.tiny_run import run_config
 
 KILLS = int(os.environ.get("COORDEXP_KILLS", "0"))
@@ -53,13 +53,7 @@ def of(number: int) -> str:
     return f"SIGKILL {death}, stage {stage}, {ranks} rank{'s' * (ranks > 1)} ({number})"
 
 
-@pytest.fixture(scope="module")
-def forked() -> Iterator[Forked]:
-    with forking() as running:
-        yield running
-
-
-def run(forked: Forked, folder: Path, ranks: int, death: Death = Death(), dies: int = 0) -> list[int]:  # noqa: B008
+def run(folder: Path, ranks: int, death: Death = Death(), dies: int = 0) -> list[int]:  # noqa: B008
     (folder / "store").unlink(missing_ok=True)
     of_rank: Callable[[int], dict[str, str]] = lambda rank: (  # noqa: E731
         {}
@@ -68,9 +62,9 @@ def run(forked: Forked, folder: Path, ranks: int, death: Death = Death(), dies: 
               RENDEZVOUS: str(folder / "store"), "GLOO_SOCKET_IFNAME": "lo"}
     )  # fmt: skip
     processes = [
-        Process(str(folder / f"log{rank}"), death if rank == dies else Death(), of_rank(rank)) for rank in range(ranks)
+        Process(folder / f"log{rank}", death if rank == dies else Death(), of_rank(rank)) for rank in range(ranks)
     ]
-    return forked.run(folder / "run.yaml", processes)
+    return run_all(folder / "run.yaml", processes)
 
 
 def lines(folder: Path) -> list[dict[str, float]]:
@@ -80,7 +74,7 @@ def lines(folder: Path) -> list[dict[str, float]]:
 
 
 @pytest.fixture(scope="module")
-def whole(forked: Forked, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], Path]:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], Path]:
     """The run that nobody killed, by stage and number of ranks."""
     known: dict[tuple[int, int], Path] = {}
 
@@ -88,7 +82,7 @@ def whole(forked: Forked, tmp_path_factory: pytest.TempPathFactory) -> Callable[
         if (stage, ranks) not in known:
             folder = known[stage, ranks] = tmp_path_factory.mktemp("whole")
             run_config(folder, stage, **KEYS)  # type: ignore[arg-type]
-            assert run(forked, folder, ranks) == [0] * ranks, (folder / "log0").read_text()[-3000:]
+            assert run(folder, ranks) == [0] * ranks, (folder / "log0").read_text()[-3000:]
         return known[stage, ranks]
 
     return made
@@ -96,16 +90,16 @@ def whole(forked: Forked, tmp_path_factory: pytest.TempPathFactory) -> Callable[
 
 @pytest.mark.parametrize("number", range(KILLS), ids=of)
 def test_killed_and_started_again_is_never_killed(
-    number: int, forked: Forked, whole: Callable[[int, int], Path], tmp_path: Path, seen: Callable[[str], None]
+    number: int, whole: Callable[[int, int], Path], tmp_path: Path, seen: Callable[[str], None]
 ) -> None:
     stage, ranks, death = plan(number)
     theirs = whole(stage, ranks)
     run_config(tmp_path, stage, **KEYS)  # type: ignore[arg-type]
-    killed = run(forked, tmp_path, ranks, death, dies=number % ranks)
+    killed = run(tmp_path, ranks, death, dies=number % ranks)
     # Another rank may have ended already, with one line on the process that it lost.
     assert -signal.SIGKILL in killed and set(killed) <= {-signal.SIGKILL, 2}, (tmp_path / "log0").read_text()[-3000:]
     left = sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*"))
-    assert run(forked, tmp_path, ranks) == [0] * ranks, (tmp_path / "log0").read_text()[-3000:]
+    assert run(tmp_path, ranks) == [0] * ranks, (tmp_path / "log0").read_text()[-3000:]
     after, before = (load_file(folder / "run" / "model.safetensors") for folder in (tmp_path, theirs))
     assert after.keys() == before.keys() and all((after[name] == before[name]).all() for name in before)
     assert lines(tmp_path) == lines(theirs)
@@ -115,20 +109,20 @@ def test_killed_and_started_again_is_never_killed(
 @pytest.mark.campaign
 @pytest.mark.parametrize("aim", ["_prepare_inputs", "compute_loss", "backward"])
 def test_an_error_on_one_rank_of_two_saves_and_the_resumed_run_is_the_run_without_it(
-    aim: str, forked: Forked, tmp_path: Path, seen: Callable[[str], None]
+    aim: str, tmp_path: Path, seen: Callable[[str], None]
 ) -> None:
     """In the first micro-step of step 3, whose backward exchanges nothing yet."""
     keys = KEYS | {"training__gradient_accumulation_steps": 2, "training__save_strategy": "no"}
     for name in ("whole", "failed"):
         run_config(tmp_path / name, 1, **keys)
-    assert run(forked, tmp_path / "whole", 2) == [0, 0]
+    assert run(tmp_path / "whole", 2) == [0, 0]
     death = Death(aim, 5, "before", "no memory is left")
-    statuses = run(forked, tmp_path / "failed", 2, death, dies=1)
+    statuses = run(tmp_path / "failed", 2, death, dies=1)
     said = [(tmp_path / "failed" / f"log{rank}").read_text() for rank in (0, 1)]
     assert all(status > 0 for status in statuses), said
     assert all("rank 1, step 3: no memory is left" in one or "no memory is left" in one for one in said), said
     assert is_complete(tmp_path / "failed" / "run" / "checkpoint-2"), said[0][-3000:]
-    assert run(forked, tmp_path / "failed", 2) == [0, 0]
+    assert run(tmp_path / "failed", 2) == [0, 0]
     after, before = (load_file(tmp_path / name / "run" / "model.safetensors") for name in ("failed", "whole"))
     assert all((after[name] == before[name]).all() for name in before)
     seen("both ranks ended with rank 1's words, checkpoint-2 saved, resumed bit-equal")
@@ -137,22 +131,22 @@ def test_an_error_on_one_rank_of_two_saves_and_the_resumed_run_is_the_run_withou
 @pytest.mark.campaign
 @pytest.mark.parametrize("failing", [0, 1])
 def test_an_error_where_gradients_are_exchanged_ends_both_ranks_and_the_periodic_checkpoint_counts(
-    failing: int, forked: Forked, tmp_path: Path, seen: Callable[[str], None]
+    failing: int, tmp_path: Path, seen: Callable[[str], None]
 ) -> None:
     """In the last micro-step of step 3: the other rank waits for gradients that never come, for ``ddp_timeout``."""
     keys = KEYS | {"training__gradient_accumulation_steps": 2, "training__ddp_timeout": 8}
     for name in ("whole", "failed"):
         run_config(tmp_path / name, 1, **keys)
-    assert run(forked, tmp_path / "whole", 2) == [0, 0]
+    assert run(tmp_path / "whole", 2) == [0, 0]
     death = Death("backward", 6, "before", "no memory is left")
     begun = time.monotonic()
-    statuses = run(forked, tmp_path / "failed", 2, death, dies=failing)
+    statuses = run(tmp_path / "failed", 2, death, dies=failing)
     waited = time.monotonic() - begun
     said = [(tmp_path / "failed" / f"log{rank}").read_text() for rank in (0, 1)]
     assert all(status > 0 for status in statuses), said
     assert "no memory is left" in said[failing] and "another process of this run ended" in said[1 - failing], said
     assert is_complete(tmp_path / "failed" / "run" / "checkpoint-2"), said[0][-3000:]
-    assert run(forked, tmp_path / "failed", 2) == [0, 0]
+    assert run(tmp_path / "failed", 2) == [0, 0]
     after, before = (load_file(tmp_path / name / "run" / "model.safetensors") for name in ("failed", "whole"))
     assert all((after[name] == before[name]).all() for name in before)
     seen(f"both ranks ended within {waited:.0f} s of the start, resumed bit-equal from checkpoint-2")

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from coordexp.config import load_config
 from coordexp.distributed import RENDEZVOUS
 from coordexp.serving.launch.plan import plan_launch
 from coordexp.training.checkpoint import is_complete
-from faults.two_ranks import ended, two_ranks
+from faults.two_ranks import ended, strike, two_ranks
 from support.rollout_servers import descendants
 from support.tiny_run import run_config
 
@@ -25,7 +26,7 @@ TIMEOUT_S = 6
 
 
 @pytest.fixture
-def ranks(tmp_path: Path) -> Iterator[list[subprocess.Popen[str]]]:
+def ranks(tmp_path: Path) -> Iterator[list[BaseProcess]]:
     """Two ranks behind their third step."""
     run_config(tmp_path, 1, training__max_steps=4000, training__ddp_timeout=TIMEOUT_S,
                training__save_strategy="steps", training__save_steps=2)  # fmt: skip
@@ -35,22 +36,22 @@ def ranks(tmp_path: Path) -> Iterator[list[subprocess.Popen[str]]]:
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_rank_that_stops_or_dies_ends_the_other_with_one_line(
-    number: signal.Signals, ranks: list[subprocess.Popen[str]], tmp_path: Path
+    number: signal.Signals, ranks: list[BaseProcess], tmp_path: Path
 ) -> None:
-    os.kill(ranks[1].pid, number)
+    strike(ranks[1], number)
     struck = time.monotonic()
-    ranks[0].communicate(timeout=120)
+    codes = ended(ranks[:1], 120)
     waited = time.monotonic() - struck
     err = (tmp_path / "err0").read_text()
-    assert ranks[0].returncode == 2, err
+    assert codes == [2], err
     assert re.search(r"error: rank 0: another process of this run ended, or did not answer within 6 s", err), err
     assert "Traceback" not in err
     assert waited < 60, "Gloo's own thirty minutes, perhaps"
     assert is_complete(tmp_path / "run" / "checkpoint-2")
 
 
-def test_both_ranks_save_and_end_when_one_is_asked(ranks: list[subprocess.Popen[str]], tmp_path: Path) -> None:
-    os.kill(ranks[1].pid, signal.SIGTERM)
+def test_both_ranks_save_and_end_when_one_is_asked(ranks: list[BaseProcess], tmp_path: Path) -> None:
+    strike(ranks[1], signal.SIGTERM)
     assert ended(ranks, 120) == [143, 143], (tmp_path / "err0").read_text()
     said = re.search(r"stopped by SIGTERM after step (\d+)", (tmp_path / "err0").read_text())
     assert said is not None and is_complete(tmp_path / "run" / f"checkpoint-{said[1]}")

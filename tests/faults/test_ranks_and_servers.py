@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from coordexp.training.checkpoint import is_complete
-from faults.two_ranks import ended, two_ranks
+from faults.two_ranks import ended, strike, two_ranks
 from support.rollout_servers import RunningServer, server_config, serving
 from support.vllm_runs import server_keys, vllm_config
 
@@ -87,7 +87,7 @@ def test_a_rank_that_stops_or_dies_ends_the_other_and_the_server_serves_the_next
 ) -> None:
     """Rank 0 pushes the weights, too; the next run pushes its own."""
     with two_ranks(run, 3) as ranks:
-        os.kill(ranks[lost].pid, number)
+        strike(ranks[lost], number)
         struck = time.monotonic()
         assert ended(ranks[1 - lost : 2 - lost], 120) == [2]
         waited = time.monotonic() - struck
@@ -96,6 +96,6 @@ def test_a_rank_that_stops_or_dies_ends_the_other_and_the_server_serves_the_next
     assert waited < RANK_S + 2 + SAVING_S
     (run.parent / "store").unlink()
     with two_ranks(run, 2) as ranks:
-        ranks[0].send_signal(signal.SIGTERM)
+        strike(ranks[0], signal.SIGTERM)
         assert ended(ranks, 120) == [143, 143]
     seen(f"{waited:.0f} s; the next run took the server over")

@@ -3,58 +3,70 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import signal
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 from coordexp.distributed import RENDEZVOUS
+from support.forked import forked
 
-# Each rank says where it is, so that the test knows when to strike.
-_RANK = """
-import sys
-from coordexp.training.trainer import CoordExpTrainer
-forward = CoordExpTrainer.compute_loss
-def told(self, *arguments, **options):
-    print("forward of step", self.state.global_step + 1, flush=True)
-    return forward(self, *arguments, **options)
-CoordExpTrainer.compute_loss = told
-from coordexp.cli import main
-main(["train", sys.argv[1]])
-"""
+START_S = 300.0
 
 
 @contextmanager
-def two_ranks(yaml: Path, step: int) -> Iterator[list[subprocess.Popen[str]]]:
-    """The ranks of ``yaml``'s run, both at the forward of ``step``; what they print goes to ``err0`` and ``err1``
-    beside it."""
+def two_ranks(yaml: Path, step: int) -> Iterator[list[BaseProcess]]:
+    """The ranks of ``yaml``'s run, both at the forward of ``step``; they print into ``out0``, ``err0``, ``out1``
+    and ``err1`` beside it."""
+    folder = yaml.parent
     started = [
-        subprocess.Popen(
-            [sys.executable, "-c", _RANK, str(yaml)],
-            stdout=subprocess.PIPE, stderr=(yaml.parent / f"err{rank}").open("w"), text=True,
-            env=os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-                              RENDEZVOUS: str(yaml.parent / "store"), "GLOO_SOCKET_IFNAME": "lo"},
+        forked(
+            _train, str(yaml), log=folder / f"out{rank}", err=folder / f"err{rank}",
+            environment={"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+                         RENDEZVOUS: str(folder / "store"), "GLOO_SOCKET_IFNAME": "lo"},
         )
         for rank in (0, 1)
     ]  # fmt: skip
     try:
+        deadline = time.monotonic() + START_S
         for rank, process in enumerate(started):
-            assert process.stdout is not None
-            for line in process.stdout:
-                if line.startswith(f"forward of step {step}"):
-                    break
-            else:
-                raise AssertionError((yaml.parent / f"err{rank}").read_text())
+            while f"forward of step {step}\n" not in (folder / f"out{rank}").read_text():
+                assert process.is_alive() and time.monotonic() < deadline, (folder / f"err{rank}").read_text()
+                time.sleep(0.02)
         yield started
     finally:
         for process in started:
             process.kill()
-            process.wait()
+            process.join()
 
 
-def ended(ranks: Sequence[subprocess.Popen[str]], seconds: float) -> list[int]:
-    """Their exit codes. Raises subprocess.TimeoutExpired where one goes on for longer."""
+def strike(rank: BaseProcess, number: signal.Signals) -> None:
+    """Send it a signal."""
+    assert rank.pid is not None
+    os.kill(rank.pid, number)
+
+
+def ended(ranks: Sequence[BaseProcess], seconds: float) -> list[int | None]:
+    """Their exit codes; None of one that goes on for longer."""
+    deadline = time.monotonic() + seconds
     for process in ranks:
-        process.communicate(timeout=seconds)
-    return [process.returncode for process in ranks]
+        process.join(max(0.0, deadline - time.monotonic()))
+    return [process.exitcode for process in ranks]
+
+
+def _train(yaml: str) -> None:
+    """Each rank says where it is, so that the test knows when to strike."""
+    from coordexp.cli import main
+    from coordexp.training.trainer import CoordExpTrainer
+
+    forward = CoordExpTrainer.compute_loss
+
+    def told(self: CoordExpTrainer, *arguments: Any, **options: Any) -> Any:
+        print("forward of step", self.state.global_step + 1, flush=True)
+        return forward(self, *arguments, **options)
+
+    CoordExpTrainer.compute_loss = told
+    main(["train", yaml])

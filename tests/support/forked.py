@@ -1,0 +1,65 @@
+"""Processes that need not import torch and transformers: forked from one of this session that has done only that.
+
+A rank of a tiny model trains for two seconds, and would import for ten. It is a process like any other: it has its own
+process group, environment and log, and a signal ends it as it would end one that a shell had started.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Mapping
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+IMPORTED = (
+    "accelerate",
+    "torch.distributed.fsdp",
+    "torch.distributed.launcher.api",
+    "transformers.models.auto.processing_auto",
+    "transformers.models.qwen2.tokenization_qwen2",
+    "transformers.models.qwen3_vl.modeling_qwen3_vl",
+    "transformers.models.qwen3_vl.processing_qwen3_vl",
+    "transformers.trainer",
+    "coordexp.cli",
+    "coordexp.inference.predict",
+    "coordexp.training.build",
+    "coordexp.training.trainer",
+)
+
+
+def forked(
+    target: Callable[..., None],
+    *arguments: object,
+    log: Path,
+    err: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> BaseProcess:
+    """``target(*arguments)``, started.
+
+    Args:
+        target, arguments: picklable; the target is a function of a module, not of a test.
+        log, err: take what it prints; without ``err``, ``log`` takes both streams.
+        environment: besides the present one, and one thread for torch.
+
+    Returns:
+        Its process. ``exitcode`` is negative for a signal.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(IMPORTED))
+    whole = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **(environment or {})}
+    process = context.Process(target=_run, args=(target, arguments, str(log), str(err or log), whole))
+    process.start()
+    return process
+
+
+def _run(
+    target: Callable[..., None], arguments: tuple[object, ...], log: str, err: str, environment: dict[str, str]
+) -> None:
+    os.setsid()
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(out, 1)
+    os.dup2(out if err == log else os.open(err, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+    os.environ.clear()
+    os.environ.update(environment)
+    target(*arguments)
