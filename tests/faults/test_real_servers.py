@@ -11,7 +11,7 @@ import pytest
 from coordexp.errors import CoordExpError
 from coordexp.rollouts import SeedContext
 from coordexp.servers.backend import ServerBackend
-from faults.lying_proxy import ANSWERS, BEFORE, BEHIND, STALE, LyingProxy, lying_proxy
+from support.lying_proxy import ANSWERS, BEFORE, BEHIND, STALE, LyingProxy, lying_proxy
 from support.rollout_servers import server_config, serving
 from support.swift_servers import swift_rollout
 from support.vllm_runs import server_keys, vllm_config

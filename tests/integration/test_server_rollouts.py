@@ -22,7 +22,7 @@ from coordexp.errors import RolloutError, ServerTimeout
 from coordexp.rollouts import SeedContext
 from coordexp.servers.backend import ServerBackend
 from coordexp.training.checkpoint import is_complete
-from support.cuttable_proxy import CuttableProxy
+from support.lying_proxy import lying_proxy
 from support.rollout_servers import (
     RunningServer,
     descendants,
@@ -182,11 +182,11 @@ def backend_of(servers: Servers, folder: Path, **keys: Any) -> tuple[ServerBacke
 def test_a_connection_that_breaks_is_tried_again_and_counted(
     servers: Servers, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with CuttableProxy(servers.entries[1]["base_url"]) as proxy:
+    with lying_proxy(servers.entries[1]["base_url"]) as proxy:
         entries = [servers.entries[0], servers.entries[1] | {"base_url": proxy.url}]
         keys = {"rollout_matching__vllm__server__servers": entries, "training__per_device_train_batch_size": 3}
         config = run(servers, tmp_path, **keys | {"training__max_steps": 1})
-        proxy.cut("/infer/", times=1)
+        proxy.misbehave("/infer/", "closes at once", times=1)
         trainer = train(config)
         trainer.close()
     assert step_lines(trainer)[0]["rollout/server_retries_total"] == 1
@@ -198,7 +198,7 @@ def test_a_server_that_stays_away_ends_training_and_leaves_a_checkpoint(
     times: int, servers: Servers, tmp_path: Path
 ) -> None:
     """Gone before an answer, from the second step on; bound: the retry and one look at the server."""
-    with CuttableProxy(servers.entries[1]["base_url"]) as proxy:
+    with lying_proxy(servers.entries[1]["base_url"]) as proxy:
         entries = [servers.entries[0], servers.entries[1] | {"base_url": proxy.url}]
         keys: dict[str, Any] = {"rollout_matching__vllm__server__servers": entries, "training__max_steps": 3}
         config = run(servers, tmp_path, **keys | {"training__per_device_train_batch_size": 3})
@@ -208,7 +208,7 @@ def test_a_server_that_stays_away_ends_training_and_leaves_a_checkpoint(
 
             def prepare_and_cut(batches: Any, global_step: int) -> Any:
                 if global_step == 1:
-                    proxy.cut("/infer/", times=times)
+                    proxy.misbehave("/infer/", "closes at once", times)
                 return prepare(batches, global_step)
 
             trainer.window_builder.prepare = prepare_and_cut

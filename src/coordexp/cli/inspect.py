@@ -90,7 +90,7 @@ def check_command(
         if sheet is not None:
             console.print(f"wrote {sheet}", soft_wrap=True)
     if check.errors:
-        first = next(problem for problem in check.found if problem.finding in _errors())
+        first = next(problem for problem in check.problems if problem.finding in _errors())
         raise DataError(
             f"{check.errors} findings that training refuses; the first: {first.where}: {first.finding}: {first.detail}",
             path=jsonl,
@@ -185,7 +185,7 @@ def _draw_sheet(check: DatasetCheck, model: Path | None, sheet: Path, count: int
     for record in check.records:
         if round_trip(record.objects, vocab) != list(record.objects):
             check.add(Finding.ROUND_TRIP, record.sample_id, "the objects read back from its tokens are others")
-    broken = {problem.where for problem in check.found if problem.finding in _errors()}
+    broken = {problem.where for problem in check.problems if problem.finding in _errors()}
     sound = [record for record in check.records if record.sample_id not in broken]
     if not sound:
         raise DataError("no sound record to draw", path=check.path)
@@ -227,7 +227,7 @@ def _findings(check: DatasetCheck) -> Table:
     for finding, count in sorted(check.counts().items(), key=lambda item: (item[0] not in _errors(), item[0])):
         table.add_section()
         style = "red" if finding in _errors() else ""
-        for k, problem in enumerate([problem for problem in check.found if problem.finding is finding][:_SHOWN]):
+        for k, problem in enumerate([problem for problem in check.problems if problem.finding is finding][:_SHOWN]):
             table.add_row(
                 Text(finding.value if k == 0 else "", style),
                 str(count) if k == 0 else "",

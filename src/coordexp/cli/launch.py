@@ -91,7 +91,7 @@ def _show_checks(console: Console, checks: Sequence[Check]) -> None:
 
     for check in checks:
         mark = ("ok", "green") if check.problem is None else ("no", "red")
-        console.print(Text.assemble(mark, f" {check.name}: {check.found}"), soft_wrap=True)
+        console.print(Text.assemble(mark, f" {check.name}: {check.outcome}"), soft_wrap=True)
 
 
 def _show_plan(console: Console, plan: LaunchPlan) -> None:

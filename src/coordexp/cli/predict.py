@@ -147,16 +147,16 @@ def _configuration(config: Path | None, model: Path | None) -> RunConfig:
 
 def _new_folder(path: Path) -> Path:
     number = 1
-    while (found := path if number == 1 else path.with_name(f"{path.name}-{number}")).exists():
+    while (folder := path if number == 1 else path.with_name(f"{path.name}-{number}")).exists():
         number += 1
-    return found
+    return folder
 
 
 def _line(answer: ImageAnswer) -> str:
     from coordexp.geometry import pixel_box
 
-    found = []
+    objects = []
     for obj in answer.pred:
         box = ", ".join(f"{side:.0f}" for side in pixel_box(obj, answer.width, answer.height))
-        found.append(f"{obj.desc} {obj.score:.2f} ({box})" if obj.score is not None else f"{obj.desc} ({box})")
-    return f"{answer.sample_id}: {'; '.join(found) or 'nothing found'}"
+        objects.append(f"{obj.desc} {obj.score:.2f} ({box})" if obj.score is not None else f"{obj.desc} ({box})")
+    return f"{answer.sample_id}: {'; '.join(objects) or 'nothing found'}"

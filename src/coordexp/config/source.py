@@ -309,7 +309,7 @@ class _NodeReader:
             self._problem(here, f"the tag {node.tag} is not read here; write plain keys, values and lists")
             return None
         if node.tag == _TEXT_TAG and "${" in node.value:
-            text = _REFERENCE.sub(lambda found: self._replacement(found, here), node.value)
+            text = _REFERENCE.sub(lambda reference: self._replacement(reference, here), node.value)
             if node.style:  # quoted, or a block: text it stays
                 return text
             node = yaml.ScalarNode(self.loader.resolve(yaml.ScalarNode, text, (True, False)), text)

@@ -54,7 +54,7 @@ ERRORS = frozenset({
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Problem:
     """One finding and its place: ``file.jsonl:line``, or what the conversion's report names."""
 
     finding: Finding
@@ -69,22 +69,22 @@ class DatasetCheck:
     path: Path
     lines: int = 0
     records: list[ImageRecord] = field(default_factory=list)
-    found: list[Found] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
     token_lengths: list[int] = field(default_factory=list)
     max_tokens: int | None = None
 
     def add(self, finding: Finding, where: str, detail: str) -> None:
         """Note one finding; ``where`` is its place and ``detail`` what a person needs to find it."""
-        self.found.append(Found(finding, where, detail))
+        self.problems.append(Problem(finding, where, detail))
 
     @property
     def errors(self) -> int:
         """How many findings refuse the dataset."""
-        return sum(found.finding in ERRORS for found in self.found)
+        return sum(problem.finding in ERRORS for problem in self.problems)
 
     def counts(self) -> Counter[Finding]:
         """How often each kind of finding was made."""
-        return Counter(found.finding for found in self.found)
+        return Counter(problem.finding for problem in self.problems)
 
     def classes(self) -> Counter[str]:
         """Objects of the sound records by description."""
@@ -119,7 +119,7 @@ class DatasetCheck:
             "tokens": None if not lengths else {
                 "min": lengths[0], "median": lengths[len(lengths) // 2], "max": lengths[-1], "limit": self.max_tokens,
             },
-            "found": [asdict(found) for found in self.found],
+            "found": [asdict(problem) for problem in self.problems],
         }  # fmt: skip
 
 

@@ -30,8 +30,7 @@ def check_states(records: ArrowRecords, states: Path, progress: Progress) -> lis
     tasks = [(start, known_R2[start:stop]) for start, stop in pieces]
     problems: list[str] = []
     changed = False
-    for (start, stop), found in zip(pieces, in_processes(partial(_look, records), tasks), strict=True):
-        states_P2, told = found
+    for (start, stop), (states_P2, told) in zip(pieces, in_processes(partial(_look, records), tasks), strict=True):
         problems += told
         if states_P2 is not None:
             known_R2[start:stop] = states_P2
@@ -80,14 +79,14 @@ def _look(records: ArrowRecords, rows: tuple[int, np.ndarray]) -> tuple[np.ndarr
 def _read(states: Path, rows: int) -> np.ndarray:
     """(rows, 2) int64: bytes and time of change in ns of an image that was right, UNSEEN for any other."""
     try:
-        found = np.load(states, allow_pickle=False)
+        known_R2 = np.load(states, allow_pickle=False)
     except FileNotFoundError:
         return np.full((rows, 2), UNSEEN, np.int64)
     except (OSError, ValueError) as error:
         raise DataError(f"cannot be read ({error}); delete the file and start again", path=states) from error
-    if found.dtype != np.int64 or found.ndim != 2 or found.shape[1] != 2 or len(found) < rows:
+    if known_R2.dtype != np.int64 or known_R2.ndim != 2 or known_R2.shape[1] != 2 or len(known_R2) < rows:
         raise DataError("is not of this dataset; delete the file and start again", path=states)
-    return found
+    return known_R2
 
 
 def _write(states: Path, known_R2: np.ndarray) -> None:

@@ -117,7 +117,7 @@ def _key(image: Path) -> bytes:
 def _stat(image: Path) -> tuple[int, int] | None:
     """Bytes and time of change in ns; None where there is no such file."""
     try:
-        found = image_stat(os.fsencode(image))
+        file = image_stat(os.fsencode(image))
     except (OSError, ValueError):  # the check that opens it says what it is
         return None
-    return found.st_size, found.st_mtime_ns
+    return file.st_size, file.st_mtime_ns

@@ -21,7 +21,7 @@ class Renaming:
     about: Mapping[str, object] | None = None
 
     def __call__(self, answers: Sequence[ImageAnswer]) -> list[ImageAnswer]:
-        return reduce(lambda found, step: step(found), self.steps, list(answers))
+        return reduce(lambda renamed, step: step(renamed), self.steps, list(answers))
 
     def note(self, before: Sequence[ImageAnswer], after: Sequence[ImageAnswer], most: int = 8) -> tuple[str, ...]:
         """One line that counts what was renamed to what; none without steps."""

@@ -14,7 +14,7 @@ from coordexp import distributed
 from coordexp.config import RunConfig, resolved_rollout
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.data.dataset import RecordDataset
-from coordexp.data.image_sources import Found, find_images
+from coordexp.data.image_sources import ImagesToAnswer, find_images
 from coordexp.data.preparation import ImagePreparation, read_preparation
 from coordexp.errors import DataError
 from coordexp.evaluation import Prediction, read_answers
@@ -188,7 +188,7 @@ def _closed_to(classes: Sequence[str]) -> dict[str, Any]:
     return {"classes": list(classes)} if classes else {}
 
 
-def _tell_of(console: Console, images: Found, preparation: ImagePreparation) -> None:
+def _tell_of(console: Console, images: ImagesToAnswer, preparation: ImagePreparation) -> None:
     """What the user should know of the images before they are answered."""
     records = images.records
     unlike = [record for record in records if preparation.is_unlike_training(record.width, record.height)]

@@ -176,16 +176,6 @@ def are_names(given: Any) -> bool:
     return texts and not any("\ud800" <= char <= "\udfff" for name in given for char in name)  # halves of characters
 
 
-def first_mistake(answer: Sequence[int], rule: ClosedNames) -> int | None:
-    """The position of the first token of an answer that the rule forbids; None where there is none."""
-    place: Place | None = START
-    for at, token_id in enumerate(answer):
-        place = rule.after(place, token_id)
-        if place is None:
-            return at
-    return None
-
-
 def by_place(places: Sequence[Place | None]) -> dict[Place, list[int]]:
     """Rows by where they stand; rows of which nothing is asked (None) in none."""
     rows: defaultdict[Place, list[int]] = defaultdict(list)

@@ -190,9 +190,9 @@ def _flag(envelope: Mapping[str, Any], name: str, where: str) -> int | None:
     return value
 
 
-def _wrong_guard(guarded: bool, found: str, where: str) -> RolloutError:
+def _wrong_guard(guarded: bool, told: str, where: str) -> RolloutError:
     return RolloutError(
-        f"{where}: rollout_matching.repeat_terminate.enabled is {str(guarded).lower()}, but {found}; start the server "
+        f"{where}: rollout_matching.repeat_terminate.enabled is {str(guarded).lower()}, but {told}; start the server "
         "with the learner's YAML (coordexp serve --config, or coordexp launch)"
     )
 

@@ -188,7 +188,7 @@ def check_upstream(names: tuple[UpstreamName, ...]) -> None:
 def _problem(name: UpstreamName) -> str | None:
     label = f"{name.label} (for {name.purpose})"
     try:
-        found: object = importlib.import_module(name.module)
+        upstream: object = importlib.import_module(name.module)
     except ModuleNotFoundError as error:
         if error.name == name.module.split(".")[0]:
             raise MissingDependency(
@@ -199,17 +199,17 @@ def _problem(name: UpstreamName) -> str | None:
     except ImportError as error:
         return f"{label}: {error}"
     for part in name.attribute.split("."):
-        if not hasattr(found, part):
+        if not hasattr(upstream, part):
             return f"{label}: no {part!r} there"
-        found = getattr(found, part)
-    if name.mentions and name.mentions not in _source(found):
+        upstream = getattr(upstream, part)
+    if name.mentions and name.mentions not in _source(upstream):
         return f"{label}: its source says nothing of it"
     return None
 
 
 @cache  # a large class takes a third of a second, and most of these names are of two
-def _source(found: Any) -> str:
-    return inspect.getsource(found)
+def _source(upstream: Any) -> str:
+    return inspect.getsource(upstream)
 
 
 def _distributions(package: str) -> tuple[str, ...]:
@@ -238,10 +238,10 @@ def _tested(packages: Sequence[str]) -> str:
 @cache  # it takes milliseconds, and every push asks for a server's status
 def versions() -> Mapping[str, str]:
     """What is installed of the packages that rollouts depend on, for logs and ``/status/``."""
-    found = {}
+    version_of = {}
     for distribution in ("coordexp", *TESTED_VERSIONS):
         try:
-            found[distribution] = importlib.metadata.version(distribution)
+            version_of[distribution] = importlib.metadata.version(distribution)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return version_of

@@ -84,11 +84,11 @@ def check_guard(workers: Sequence[Mapping[str, Any]], wanted: RepeatTerminateCon
     if not workers:
         raise RolloutError("the server's status names no worker, so nobody knows whether repeat_terminate is active")
     for number, status in enumerate(workers):
-        found = status.get("repeat_terminate") or {"active": False, "config": None}
-        if found["active"] != (expected is not None) or found["config"] != expected:
+        guard = status.get("repeat_terminate") or {"active": False, "config": None}
+        if guard["active"] != (expected is not None) or guard["config"] != expected:
             raise RolloutError(
                 f"rollout_matching.repeat_terminate is not active as configured: wanted {expected}, but worker "
-                f"{number} has {found}. It is activated at the server's start, by {ACTIVATION_PATH}"
+                f"{number} has {guard}. It is activated at the server's start, by {ACTIVATION_PATH}"
             )
 
 

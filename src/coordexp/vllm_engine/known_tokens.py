@@ -47,14 +47,14 @@ class KnownTokensProcessor(LogitsProcessor):
 def num_known_tokens(worker: Any) -> int | None:
     """Ids that a vLLM worker's answers may contain are below this number; None where nothing holds it to that: what was
     asked for and then dropped is not there."""
-    found = _processor_of(worker)
-    return None if found is None else found.num_known
+    processor = _processor_of(worker)
+    return None if processor is None else processor.num_known
 
 
 def num_sampled_tokens(worker: Any) -> int:
     """How many tokens a vLLM worker has drawn since its start."""
-    found = _processor_of(worker)
-    return 0 if found is None else found.num_sampled
+    processor = _processor_of(worker)
+    return 0 if processor is None else processor.num_sampled
 
 
 def check_known_tokens(workers: Sequence[Mapping[str, Any]]) -> None:

@@ -165,8 +165,8 @@ class WeightSyncExtension:
     def coordexp_pop_triggers(self, request_ids: Sequence[str]) -> dict[str, dict[str, Any]]:
         """Those of ``request_ids`` that the repeat guard ended, with its rule and step; each is reported once."""
         guard = guard_of_worker(self)
-        found = {} if guard is None else guard.pop_triggers(request_ids)
-        return {name: {"rule": one.rule.value, "num_new_tokens": one.num_new_tokens} for name, one in found.items()}
+        triggers = {} if guard is None else guard.pop_triggers(request_ids)
+        return {name: {"rule": one.rule.value, "num_new_tokens": one.num_new_tokens} for name, one in triggers.items()}
 
     def _finish_layouts(self) -> None:
         from vllm.model_executor.model_loader.utils import process_weights_after_loading

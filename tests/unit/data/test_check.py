@@ -88,7 +88,7 @@ def test_samples_that_are_too_long(tmp_path: Path) -> None:
 def test_what_the_conversion_left_out_is_named(tmp_path: Path) -> None:
     root = voc(tmp_path / "voc", voc_object("cat", 2, 3, 20, 20), voc_object("dog", 5, 5, 5, 5))
     report = convert_voc(root, tmp_path / "out", options=KEEP)
-    ((found),) = check_jsonl(report.jsonl).found
+    ((found),) = check_jsonl(report.jsonl).problems
     assert (found.finding, found.where) == (Finding.LEFT_OUT, "a.xml object 1")
     assert found.detail.startswith("zero_area: dog") and Finding.LEFT_OUT not in ERRORS
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from coordexp.errors import ConfigError, DataError
 from coordexp.inference.class_list import read_classes
 from coordexp.modeling.load import load_vocab
 from coordexp.records import GTObject
-from coordexp.rollouts.closed_names import START, ClosedNames, Place, first_mistake
+from coordexp.rollouts.closed_names import START, ClosedNames, Place
 from coordexp.rollouts.hf_names import NamesOnly
 
 NAMES = ("red circle", "red square", "re", 'a "q"', "été 猫")
@@ -53,6 +54,16 @@ def any_cut(text: str, vocab: CoordVocab, rng: random.Random) -> list[int]:
         ids.append(of_piece[piece])
         data = data[len(piece) :]
     return ids
+
+
+def first_mistake(answer: Sequence[int], rule: ClosedNames) -> int | None:
+    """The position of the first token of an answer that the rule forbids; None where there is none."""
+    place: Place | None = START
+    for at, token_id in enumerate(answer):
+        place = rule.after(place, token_id)
+        if place is None:
+            return at
+    return None
 
 
 def test_each_name_can_be_written_in_any_tokens(rule: ClosedNames, vocab: CoordVocab) -> None:

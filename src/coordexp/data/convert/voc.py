@@ -59,8 +59,8 @@ def convert_voc(
     layout = find_layout(Path(root), split, annotations_dir, images_dir)
     xml_dir, image_dir = layout.xml_dir, layout.image_dir
     report = ConversionReport(Path(out_dir) / f"{name or split or 'data'}.jsonl")
-    if layout.found:
-        report.note(Note.FOLDERS_FOUND, str(root), None, layout.found)
+    if layout.note:
+        report.note(Note.FOLDERS_FOUND, str(root), None, layout.note)
     images_by_stem = _images_by_stem(image_dir)
     sources: list[SourceImage] = []
     seen: set[str] = set()

@@ -17,13 +17,13 @@ _ALSO_SPLITS = {"val": ("val", "valid", "validation"), "valid": ("valid", "val",
 
 @dataclass(frozen=True, slots=True)
 class VocLayout:
-    """``xml_dir``, ``image_dir``: may be one folder. ``split_file``: None takes every annotation. ``found``: what to
+    """``xml_dir``, ``image_dir``: may be one folder. ``split_file``: None takes every annotation. ``note``: what to
     say where it was not what was asked for first; empty where it was."""
 
     xml_dir: Path
     image_dir: Path
     split_file: Path | None
-    found: str = ""
+    note: str = ""
 
 
 def find_layout(root: Path, split: str | None, annotations_dir: str | Path, images_dir: str | Path) -> VocLayout:

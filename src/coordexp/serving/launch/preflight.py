@@ -34,7 +34,7 @@ class Check:
     """One thing looked at. ``problem`` is None where it is as it should be."""
 
     name: str
-    found: str
+    outcome: str
     problem: str | None = None
 
 

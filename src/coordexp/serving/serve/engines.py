@@ -157,10 +157,10 @@ class EngineGroup:
         """What the repeat guard did to these requests: id → rule and step; nothing where it is off."""
         if not self.guarded:
             return {}
-        found: dict[str, Any] = {}
+        triggers: dict[str, Any] = {}
         for of_worker in await self.workers("coordexp_pop_triggers", [list(request_ids)]):
-            found |= of_worker
-        return found
+            triggers |= of_worker
+        return triggers
 
     async def reset_caches(self, which: Sequence[str] = ("prefix", "encoder", "mm")) -> None:
         """Empty these caches of every engine.

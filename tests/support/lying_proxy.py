@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -17,20 +18,32 @@ Answer = Callable[[bytes], bytes]
 
 @dataclass
 class LyingProxy:
-    """Forwards every request to ``target``; one for ``path`` meets with ``behaviour``, as long as it is set."""
+    """Forwards every request to ``target``; one for ``path`` meets with ``behaviour``, as long as it is set: for
+    ``times`` requests, or until it heals."""
 
     target: str
     url: str = ""
     path: str = ""
     behaviour: str = ""
+    times: float = math.inf
     kept: bytes = b""  # an answer, to be given again when it is stale
     over: threading.Event = field(default_factory=threading.Event)
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def heal(self) -> None:
         self.path = self.behaviour = ""
 
-    def misbehave(self, path: str, behaviour: str) -> None:
-        self.path, self.behaviour = path, behaviour
+    def misbehave(self, path: str, behaviour: str, times: float = math.inf) -> None:
+        with self.lock:
+            self.path, self.behaviour, self.times = path, behaviour, times
+
+    def behaviour_to(self, path: str) -> str:
+        """What a request for ``path`` meets with, and one time less from now on."""
+        with self.lock:
+            if path != self.path or self.times <= 0:
+                return ""
+            self.times -= 1
+            return self.behaviour
 
     def forward(self, method: str, path: str, headers: Any, body: bytes) -> httpx.Response:
         kept = {name: value for name, value in headers.items() if name.lower() in ("content-type", "authorization")}
@@ -98,7 +111,7 @@ def _handler(proxy: LyingProxy) -> type[BaseHTTPRequestHandler]:
 
         def do_GET(self) -> None:
             with suppress(OSError):
-                self._do(proxy.behaviour if proxy.path == self.path else "")
+                self._do(proxy.behaviour_to(self.path))
 
         do_POST = do_GET
 
