@@ -46,10 +46,11 @@ class Timed:
 def main(argv: Sequence[str] | None = None) -> None:
     flags = parser(__doc__)
     flags.add_argument("--repeats", type=positive, default=3, help="runs of each command; the best counts [3]")
+    flags.add_argument("--note", help="written beside the figures, e.g. what else the machine did")
     options = flags.parse_args(argv)
     console = Console(markup=False, emoji=False)
     where = machine()
-    print_machine(console, where, repeats=options.repeats)
+    print_machine(console, where, repeats=options.repeats, note=options.note)
     with tempfile.TemporaryDirectory() as folder:
         rows = [time_command(Path(folder), kind, words, options.repeats) for kind, words in commands(Path(folder))]
     table = Table("", "command", "wall s", "CPU s", "exit", "torch")

@@ -69,8 +69,8 @@ class _Bench:
         import torch
 
         from coordexp.data.jsonl import read_jsonl
+        from coordexp.data.record_line import write_jsonl
         from coordexp.data.scenes import SceneSpec, make_scene
-        from coordexp.data.write import write_jsonl
         from coordexp.modeling.inputs import PromptEncoder
         from coordexp.modeling.load import load_model
         from coordexp.modeling.tiny import build_tiny_checkpoint

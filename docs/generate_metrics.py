@@ -11,8 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from coordexp.metrics.rules import Metric, Rule
-from coordexp.metrics.table import SECTIONS
+from coordexp.metrics.table import SECTIONS, Metric, Rule
 
 TARGET = Path(__file__).with_name("metrics.md")
 _TABLE = re.compile(r"(?<=<!-- table: )([a-z_0-9]+)( -->\n).*?(?=<!-- end of table -->)", re.S)

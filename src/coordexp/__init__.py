@@ -13,7 +13,7 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_LAZY = {"Detector": "coordexp.inference.detector", "Detections": "coordexp.inference.detections"}
+_LAZY = {"Detector": "coordexp.inference.detector", "Detections": "coordexp.inference.detector"}
 
 
 def __getattr__(name: str) -> Any:

@@ -89,10 +89,10 @@ def _write_page(run: Path, path: Path) -> None:
 
 def _write_data(output: Path, size: DemoSize, console: Console) -> dict[str, Path]:
     """Scenes with complete annotations, ``train`` with half of them, and where ``completed`` will lie."""
-    from coordexp.data.drop import DropRates, drop_annotations
     from coordexp.data.jsonl import read_jsonl
+    from coordexp.data.record_line import write_jsonl
     from coordexp.data.scenes import MODERATE, write_scenes
-    from coordexp.data.write import write_jsonl
+    from coordexp.data.subset import DropRates, drop_annotations
 
     paths = {}
     for split, seed in _SCENES.items():

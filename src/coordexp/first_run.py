@@ -12,8 +12,7 @@ from typing import Any, Literal
 import yaml
 
 from coordexp.assets import asset
-from coordexp.checkpoints.folder import base_checkpoint, read_config_file, read_object
-from coordexp.checkpoints.run import settings_of_run
+from coordexp.checkpoints.folder import base_checkpoint, read_config_file, read_object, settings_of_run
 from coordexp.checkpoints.tokenizer import read_vocab
 from coordexp.coords import CoordVocab, serialize_objects
 from coordexp.data.jsonl import check_dataset, read_jsonl

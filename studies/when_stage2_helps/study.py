@@ -47,9 +47,9 @@ def scenes(regime: dict[str, Any], split: str, work: Path, name: str) -> Path:
 
 def training_data(regime: dict[str, Any], keep: float, seed: int, work: Path, name: str) -> Path:
     """The training split with a share of its annotations; which ones are left out depends on the seed."""
-    from coordexp.data.drop import DropRates, drop_annotations
     from coordexp.data.jsonl import read_jsonl
-    from coordexp.data.write import write_jsonl
+    from coordexp.data.record_line import write_jsonl
+    from coordexp.data.subset import DropRates, drop_annotations
 
     whole = scenes(regime, "train", work, name)
     if keep == 1.0:

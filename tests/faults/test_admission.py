@@ -17,8 +17,7 @@ import uvicorn
 from PIL import Image, ImageFile
 
 from coordexp.errors import ServerTimeout
-from coordexp.serving.serve.admission import WholeBodyInTime
-from coordexp.serving.serve.app import build_app
+from coordexp.serving.serve.app import WholeBodyInTime, build_app
 from coordexp.serving.serve.heartbeat import Heartbeat
 from coordexp.serving.serve.requests import open_image
 from coordexp.serving.serve.service import RolloutServer

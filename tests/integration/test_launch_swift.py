@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from coordexp.data.jsonl import read_jsonl
-from coordexp.data.write import write_jsonl
+from coordexp.data.record_line import write_jsonl
 from coordexp.serving.launch.plan import PLUGIN, LaunchPlan
 from coordexp.vllm_engine.guard_activation import CONFIG_JSON
 from support.config_samples import pipeline, set_key, write_yaml

@@ -7,7 +7,7 @@ import pytest
 
 from coordexp.errors import ConfigError
 from coordexp.rollouts.chunking import Call, chunk_size, plan_calls, plan_posts, server_slots
-from coordexp.servers.in_flight import in_flight
+from coordexp.servers.backend import in_flight
 
 
 @pytest.mark.scenario("vLLM server mode fails fast when cap is infeasible")

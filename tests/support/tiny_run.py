@@ -16,8 +16,8 @@ from coordexp.config import RunConfig, load_config
 from coordexp.coords import TURN_END, serialize_objects
 from coordexp.data.dataset import RecordDataset, Sample
 from coordexp.data.jsonl import read_jsonl
+from coordexp.data.record_line import write_jsonl
 from coordexp.data.scenes import SceneSpec, make_scene
-from coordexp.data.write import write_jsonl
 from coordexp.modeling.inputs import PromptEncoder
 from coordexp.modeling.load import LoadedModel, load_model
 from coordexp.modeling.tiny import TinySpec, build_tiny_checkpoint

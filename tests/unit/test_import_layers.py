@@ -48,7 +48,6 @@ TORCH_FREE = [
     *(
         "rollouts",
         "rollouts.chunking",
-        "rollouts.seeds",
         "rollouts.backend",
         "rollouts.repeat_guard",
         "rollouts.closed_names",

@@ -22,10 +22,10 @@ from coordexp.checkpoints.folder import (
     base_checkpoint,
     base_of,
     is_adapter_folder,
+    part_of,
     read_config_file,
     read_object,
 )
-from coordexp.checkpoints.parts import part_of
 from coordexp.checkpoints.tokenizer import has_tokenizer_file, read_vocab
 from coordexp.errors import CheckpointError, VocabError
 

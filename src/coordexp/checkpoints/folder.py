@@ -1,11 +1,13 @@
-"""What a folder is: a plain Qwen3-VL checkpoint, or adapters that belong to one."""
+"""What a folder is: a plain Qwen3-VL checkpoint, or adapters that belong to one; which weights it holds, whatever its
+name; the run that it comes from, as far as the folder tells; and to which part of the model a name belongs."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from safetensors import SafetensorError, safe_open
 
@@ -99,3 +101,56 @@ def read_object(folder: Path, name: str, what: str) -> dict[str, Any]:
         CheckpointError: it is there and cannot be read; ``what`` names it.
     """
     return _json(folder / name, folder, what) if (folder / name).is_file() else {}
+
+
+RESOLVED_CONFIG = "resolved_config.yaml"
+
+
+def settings_of_run(checkpoint: Path) -> Mapping[str, Any]:
+    """The configuration of the run that wrote ``checkpoint``: beside it, or in the folder above; empty where there is
+    none.
+
+    Raises:
+        ConfigError: the file is no YAML.
+    """
+    from coordexp.config.source import read_document  # what only reads a folder needs no configuration
+
+    for place in (checkpoint, checkpoint.absolute().parent):
+        if (place / RESOLVED_CONFIG).is_file():
+            return read_document(place / RESOLVED_CONFIG).data
+    return {}
+
+
+Part = Literal["vit", "aligner", "llm", "coord"]
+OFFSET = "coord_offset"
+
+
+def part_of(name: str) -> Part:
+    """The part of a Qwen3-VL model to which a parameter or module belongs; coordinate offsets are their own."""
+    if name.rpartition(".")[2] == OFFSET:
+        return "coord"
+    path = f".{name}."
+    if ".visual." not in path:
+        return "llm"
+    return "aligner" if ".visual.merger." in path or ".visual.deepstack_merger_list." in path else "vit"
+
+
+_ANSWERS_DEPEND_ON = ("*.safetensors", "*config.json", "tokenizer.json", "chat_template.*")
+
+
+def checkpoint_fingerprint(folder: Path) -> str:
+    """The first 16 hex digits of a SHA-256 over the names and contents of weights, tokenizer and configurations.
+
+    An adapter's folder stands for itself: its base is named in its configuration.
+
+    Raises:
+        CheckpointError: no weights there.
+    """
+    files = sorted({path for pattern in _ANSWERS_DEPEND_ON for path in folder.glob(pattern) if path.is_file()})
+    if not any(path.suffix == ".safetensors" for path in files):
+        raise CheckpointError(f"{folder}: holds no *.safetensors; name the folder of a checkpoint")
+    digest = hashlib.sha256()
+    for path in files:
+        with path.open("rb") as file:
+            digest.update(path.name.encode("utf-8") + b"\0" + hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()[:16]

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from coordexp import distributed
-from coordexp.cli import evaluate, export, init, launch, predict, replay, run, serve, view
+from coordexp.cli import evaluate, export, launch, predict, run, view
 from coordexp.cli.config import config_app
 from coordexp.cli.data import data_app
 from coordexp.cli.model import model_app
@@ -28,13 +28,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,  # a bug's plain traceback is easier to report than a decorated one
 )
 run.register(app)
-init.register(app)
 predict.register(app)
 evaluate.register(app)
 export.register(app)
 view.register(app)
-replay.register(app)
-serve.register(app)
 launch.register(app)
 app.add_typer(data_app, name="data")
 app.add_typer(model_app, name="model")

@@ -29,7 +29,7 @@ def config_check_command(
 @config_app.command("schema")
 def config_schema_command() -> None:
     """Print the JSON Schema by which editors complete and check configurations."""
-    from coordexp.config.json_schema import json_schema_text
+    from coordexp.config.explain import json_schema_text
 
     typer.echo(json_schema_text(), nl=False)
 

@@ -1,4 +1,5 @@
-"""What commands share: where they print, how they show progress, what they refuse."""
+"""What commands share: where they print, how they show progress, what they refuse, and how those that only read know a
+checkpoint's tokenizer: without torch where its files allow."""
 
 from __future__ import annotations
 
@@ -12,6 +13,8 @@ from coordexp.errors import CheckpointError, DataError
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from coordexp.coords import CoordVocab
 
 
 def open_console(stderr: bool = False) -> Console:
@@ -72,3 +75,20 @@ def say_written(console: Console, files: Sequence[Path], most: int = 8) -> None:
         say(console, f"wrote {', '.join(str(path) for path in files[: most - 1])} and {len(files) - most + 1} more")
     elif files:
         say(console, f"wrote {', '.join(str(path) for path in files)}")
+
+
+def vocabulary_of(checkpoint: Path) -> CoordVocab:
+    """The coordinate vocabulary of a checkpoint folder, or of the one to which its adapters belong.
+
+    Raises:
+        CheckpointError: no Qwen3-VL checkpoint, or no readable tokenizer. VocabError: no coordinate tokens.
+    """
+    from coordexp.checkpoints.folder import read_config_file
+    from coordexp.checkpoints.tokenizer import has_tokenizer_file, read_vocab
+
+    read_config_file(checkpoint)
+    if has_tokenizer_file(checkpoint):
+        return read_vocab(checkpoint)
+    from coordexp.modeling.load import load_vocab  # with vocab.json alone, transformers knows the rest
+
+    return load_vocab(checkpoint)

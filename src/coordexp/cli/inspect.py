@@ -72,7 +72,7 @@ def check_command(
     count_tokens = None
     if model is not None:
         from coordexp.data import read_jsonl
-        from coordexp.evaluation.lengths import token_counter
+        from coordexp.modeling.inputs import token_counter
 
         count_tokens = token_counter(model, read_jsonl(jsonl, limit=1, check_images=True)[0])
     with counting("checking") as progress:
@@ -177,9 +177,9 @@ def _augmented_run(path: Path) -> RunConfig:
 def _draw_sheet(check: DatasetCheck, model: Path | None, sheet: Path, count: int, run: RunConfig | None) -> None:
     """Also compares every record with what comes back, which is what the picture is for."""
     from coordexp.assets import asset
-    from coordexp.cli.vocabulary import vocabulary_of
+    from coordexp.cli.console import vocabulary_of
     from coordexp.data.check import Finding
-    from coordexp.evaluation.contact_sheet import draw_contact_sheet, round_trip
+    from coordexp.evaluation.report import draw_contact_sheet, round_trip
 
     vocab = vocabulary_of(asset("checkpoints/demo-stage1") if model is None else model)
     for record in check.records:
@@ -199,7 +199,7 @@ def _draw_sheet(check: DatasetCheck, model: Path | None, sheet: Path, count: int
 def _draw_views(sound: Sequence[ImageRecord], vocab: CoordVocab, sheet: Path, count: int, run: RunConfig) -> None:
     """Some records as the run's first epochs see them."""
     from coordexp.data.dataset import RecordDataset
-    from coordexp.evaluation.contact_sheet import draw_contact_sheet
+    from coordexp.evaluation.report import draw_contact_sheet
 
     def unasked(record: ImageRecord) -> RolloutRequest:
         raise AssertionError(f"{record.sample_id}: views are drawn without prompts")

@@ -75,7 +75,7 @@ def predict(
 
     run = _configuration(config, model)
     check_model_path(run, model)
-    from coordexp.inference.class_list import read_classes
+    from coordexp.inference.asking import read_classes
 
     names = read_classes(classes)
     from coordexp.inference.predict import run_prediction

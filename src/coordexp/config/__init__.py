@@ -1,7 +1,6 @@
 """The YAML contract: typed, strict, torch-free. ``load_config(path)`` is the only way in."""
 
 from coordexp.config.checks import advice, check_world_size
-from coordexp.config.contract import resolved_rollout, rollout_contract
 from coordexp.config.data import CoordSoftCEW1Config, CustomConfig, DataConfig
 from coordexp.config.load import load_config, parse_config, resolved_yaml
 from coordexp.config.model import ModelConfig, TemplateConfig, TunerConfig
@@ -17,7 +16,6 @@ from coordexp.config.objective import (
     TokenCEConfig,
     TokenCESpec,
 )
-from coordexp.config.processes import DeepSpeedConfig, FSDPConfig, LaunchConfig
 from coordexp.config.rollout import (
     DecodingConfig,
     EvalDetectionConfig,
@@ -25,11 +23,11 @@ from coordexp.config.rollout import (
     OffloadConfig,
     RepeatTerminateConfig,
     RolloutMatchingConfig,
+    Stage2ABConfig,
 )
-from coordexp.config.root import RunConfig
+from coordexp.config.root import RunConfig, resolved_rollout, rollout_contract
 from coordexp.config.sections import DebugConfig
-from coordexp.config.training import TrainingConfig
-from coordexp.config.two_channel import Stage2ABConfig
+from coordexp.config.training import DeepSpeedConfig, FSDPConfig, LaunchConfig, TrainingConfig
 from coordexp.config.vllm import ServerConfig, SyncConfig, VLLMConfig
 from coordexp.errors import ConfigError
 

@@ -10,12 +10,11 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticUndefined
 
-from coordexp.config.arguments import apply_arguments
 from coordexp.config.checks import cross_checks
 from coordexp.config.legacy import take_removed
 from coordexp.config.root import RunConfig
 from coordexp.config.sections import DEBUG_STANDS_FOR, Sections, section_defaults
-from coordexp.config.source import Document, dump_yaml, put, read_document
+from coordexp.config.source import Document, apply_arguments, dump_yaml, put, read_document
 from coordexp.config.strict import KeyPath, Problem, dotted, problems_from
 from coordexp.errors import ConfigError
 

@@ -9,11 +9,9 @@ from pydantic import Field
 
 from coordexp.config.data import CustomConfig, DataConfig
 from coordexp.config.model import ModelConfig, TemplateConfig, TunerConfig
-from coordexp.config.processes import DeepSpeedConfig, FSDPConfig, LaunchConfig
-from coordexp.config.rollout import RolloutMatchingConfig
+from coordexp.config.rollout import RolloutMatchingConfig, Stage2ABConfig
 from coordexp.config.strict import FilePath, StrictModel
-from coordexp.config.training import TrainingConfig
-from coordexp.config.two_channel import Stage2ABConfig
+from coordexp.config.training import DeepSpeedConfig, FSDPConfig, LaunchConfig, TrainingConfig
 
 
 class DebugConfig(StrictModel):

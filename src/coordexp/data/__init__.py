@@ -2,8 +2,8 @@
 
 from coordexp.data.images import open_rgb
 from coordexp.data.jsonl import ObjectOrdering, check_dataset, order_objects, read_jsonl
+from coordexp.data.record_line import write_jsonl
 from coordexp.data.smart_resize import smart_resize
-from coordexp.data.write import write_jsonl
 
 __all__ = [
     "ObjectOrdering",

@@ -28,12 +28,11 @@ from pathlib import Path
 from typing import Any
 
 from coordexp.data.arrow_records import ArrowRecords
-from coordexp.data.cache_folder import VARIABLE, cache_folder
-from coordexp.data.image_states import check_states
+from coordexp.data.cache_folder import VARIABLE, SharedWork, cache_folder
 from coordexp.data.jsonl import check_source, image_problems, raise_together, read_jsonl
 from coordexp.data.line_validation import Unkeepable, end_of_lines, validate_lines
 from coordexp.data.record_line import LineFault, RefusedLine
-from coordexp.data.shared_lock import SharedWork
+from coordexp.data.seen_images import check_states
 from coordexp.errors import DataError
 from coordexp.files import write_atomically
 from coordexp.records import ImageRecord
@@ -44,7 +43,7 @@ KEPT_FROM_BYTES = 4 << 20
 """Smaller datasets are read plainly: about a second's work."""
 _SHOWN_AFTER_S = 2.0  # what is over sooner shows no progress
 _VALIDATOR = ("errors", "records", "data.record_line", "data.arrow_records", "data.line_validation")
-_HEADERS = ("data.images", "data.smart_resize", "data.image_states")
+_HEADERS = ("data.images", "data.smart_resize", "data.seen_images")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""One line of the dataset: strict JSON for one image → :class:`ImageRecord`. Torch-free.
+"""One line of the dataset: strict JSON for one image → :class:`ImageRecord`, and back. Torch-free.
 
     {"images": ["a.jpg"], "width": 640, "height": 480,
      "objects": [{"desc": "red cup", "bbox_2d": [10, 20, 300, 400]},
@@ -16,7 +16,7 @@ import json
 import os
 import re
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from functools import lru_cache
 from pathlib import Path
@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 
 from coordexp.coords import COORD_TOKENS
 from coordexp.errors import DataError
+from coordexp.files import whole_file
 from coordexp.records import GEOMETRY_KINDS, NUM_BINS, GeometryKind, GTObject, ImageRecord
 
 _REQUIRED_FIELDS = ("images", "width", "height", "objects")
@@ -267,3 +268,46 @@ def _refuse_fields(mapping: Mapping[str, Any], valid: Sequence[str]) -> NoReturn
 def _show(value: Any) -> str:
     text = repr(value)
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
+
+
+def write_jsonl(records: Iterable[ImageRecord], path: str | Path) -> int:
+    """Write ``records`` to ``path``, images relative to its folder. All or nothing: the file appears complete, or a
+    previous one stays as it was.
+
+    Returns: the number of lines.
+
+    Raises:
+        DataError: a record that the reader would refuse, or metadata that JSON cannot hold.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    count = 0
+    with whole_file(path) as file:
+        for count, record in enumerate(records, start=1):
+            file.write(line_of(record, path, count))
+    return count
+
+
+def line_of(record: ImageRecord, path: Path, number: int) -> str:
+    """A record as line ``number`` of the JSONL ``path``, its end included. Raises DataError as :func:`write_jsonl`."""
+    image = Path(os.path.relpath(record.image, os.path.abspath(path.parent))).as_posix()
+    fields: dict[str, Any] = {
+        "images": [image],
+        "width": record.width,
+        "height": record.height,
+        "objects": [_written(obj) for obj in record.objects],
+    }
+    if record.metadata:
+        fields["metadata"] = dict(record.metadata)
+    try:
+        text = json.dumps(fields, ensure_ascii=False, allow_nan=False)
+        text.encode("utf-8")
+    except (TypeError, ValueError) as error:
+        raise DataError(f"cannot write {record.sample_id}: {error}", path=path, line=number) from error
+    parse_line(text, path=path, line=number)
+    return text + "\n"
+
+
+def _written(obj: GTObject) -> dict[str, Any]:
+    fields: dict[str, Any] = {"desc": obj.desc, obj.kind: list(obj.bins)}
+    return fields if obj.soft is None else {**fields, "soft": obj.soft}

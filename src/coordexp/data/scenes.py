@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw
 
-from coordexp.data.write import write_jsonl
+from coordexp.data.record_line import write_jsonl
 from coordexp.records import GTObject, ImageRecord
 
 SCENES_VERSION = 1

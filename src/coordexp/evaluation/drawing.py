@@ -11,7 +11,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from coordexp.data.images import IMAGE_SUFFIXES, JPEG_SUFFIXES, open_rgb
 from coordexp.evaluation.answers import Detection, ImageAnswer
-from coordexp.geometry.pixels import pixel_ring
+from coordexp.geometry.boxes import pixel_ring
 from coordexp.records import GTObject, PredictedObject
 
 _Point = tuple[float, float]

@@ -1,8 +1,7 @@
 """Shapes in norm1000 space: boxes, mask IoU, transport between point sets. Torch-free."""
 
-from coordexp.geometry.boxes import Shape, aabb, aabbs, box_iou, box_iou_pairs, overlapping_boxes
+from coordexp.geometry.boxes import Shape, aabb, aabbs, box_iou, box_iou_pairs, overlapping_boxes, pixel_box, pixel_ring
 from coordexp.geometry.mask_iou import mask_iou, mask_iou_pairs
-from coordexp.geometry.pixels import pixel_box, pixel_ring
 from coordexp.geometry.transport import barycentric_targets, barycentric_targets_of
 
 __all__ = [

@@ -14,7 +14,7 @@ from coordexp.config import RunConfig, load_config
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.config.strict import default_of
 from coordexp.data.jsonl import read_jsonl
-from coordexp.data.write import write_jsonl
+from coordexp.data.record_line import write_jsonl
 from coordexp.errors import ConfigError
 from coordexp.evaluation import read_answers
 from coordexp.evaluation.completion import (
@@ -24,7 +24,7 @@ from coordexp.evaluation.completion import (
     complete_records,
     most_likely_missed,
 )
-from coordexp.evaluation.contact_sheet import draw_contact_sheet
+from coordexp.evaluation.report import draw_contact_sheet
 from coordexp.files import write_atomically
 from coordexp.inference.asking import BATCH_SIZE, Asking, asking_config
 
@@ -111,7 +111,7 @@ def _answers_folder(out: Path) -> Path:
 def _complete_from_answers(
     run: RunConfig, source: Path, out: Path, rules: CompletionRules, sheet: Sheet | None
 ) -> CompletionResult:
-    from coordexp.modeling.fingerprint import checkpoint_fingerprint
+    from coordexp.checkpoints.folder import checkpoint_fingerprint
     from coordexp.modeling.load import load_vocab
 
     model = Path(run.model.model)

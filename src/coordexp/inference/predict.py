@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from coordexp import distributed
+from coordexp.checkpoints.folder import checkpoint_fingerprint
 from coordexp.config import RunConfig, resolved_rollout
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.data.dataset import RecordDataset
@@ -25,7 +26,6 @@ from coordexp.evaluation.scores import ConfidenceScorer
 from coordexp.evaluation.summary import write_coco
 from coordexp.files import append_line, whole_file, write_atomically
 from coordexp.inference.session import InferenceSession, open_session
-from coordexp.modeling.fingerprint import checkpoint_fingerprint
 from coordexp.progress_bar import reporting
 from coordexp.records import ImageRecord
 from coordexp.rollouts import DatasetSeeds, check_backend

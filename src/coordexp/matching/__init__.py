@@ -1,8 +1,13 @@
 """Predictions against ground truth: candidates, gate, Hungarian assignment. Torch-free."""
 
-from coordexp.matching.assign import assign_pairs, match_objects
-from coordexp.matching.candidates import top_k_candidates
-from coordexp.matching.duplicates import MAX_OVERLAP_OF_OTHERS, duplicate_indices, num_duplicates
+from coordexp.matching.assign import (
+    MAX_OVERLAP_OF_OTHERS,
+    assign_pairs,
+    duplicate_indices,
+    match_objects,
+    num_duplicates,
+    top_k_candidates,
+)
 from coordexp.settings import MatchingConfig
 
 __all__ = [

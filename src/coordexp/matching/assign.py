@@ -1,15 +1,53 @@
-"""Hungarian assignment of predictions to ground truth, with a mask IoU gate and dummies for misses on either side."""
+"""Hungarian assignment of predictions to ground truth, with a mask IoU gate and dummies for misses on either side;
+which pairs are worth an expensive mask IoU; and objects that an answer names twice."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
-from coordexp.geometry import Shape, aabbs, mask_iou_pairs
-from coordexp.matching.candidates import overlapping_candidates, top_k_candidates
+from coordexp.geometry import Shape, aabbs, box_iou, box_iou_pairs, mask_iou_pairs, overlapping_boxes
 from coordexp.records import Match, MatchResult
 from coordexp.settings import MatchingConfig
+
+
+def top_k_candidates(pred_P4: np.ndarray, gt_G4: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """The ``min(k, G)`` best GT boxes of each predicted box.
+
+    Overlapping boxes come first, by IoU and then by index. Where fewer than k overlap (or none), those with the nearest
+    centres fill up, by squared distance and then by index.
+
+    Args:
+        pred_P4, gt_G4: boxes as (x1, y1, x2, y2). k: at least 1.
+
+    Returns: candidate indices (P, K) int64, and their box IoU (P, K) float64.
+    """
+    iou_PG = box_iou(pred_P4, gt_G4)
+    # Twice the centre, so that squared distances stay integers and ties are exact.
+    offset_PG2 = (pred_P4[:, None, :2] + pred_P4[:, None, 2:]) - (gt_G4[None, :, :2] + gt_G4[None, :, 2:])
+    distance_PG = np.where(iou_PG > 0, 0, (offset_PG2**2).sum(axis=-1))
+    order_PG = np.lexsort((distance_PG, -iou_PG), axis=-1)  # stable: equal keys keep index order
+    chosen_PK = order_PG[:, :k]
+    return chosen_PK, np.take_along_axis(iou_PG, chosen_PK, axis=1)
+
+
+def overlapping_candidates(pred_P4: np.ndarray, gt_G4: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Those of :func:`top_k_candidates` whose boxes overlap: (N,) prediction and (N,) GT indices, by prediction.
+
+    Shapes whose boxes do not overlap have mask IoU 0, so above a gate of 0 the others could never match. Their number
+    grows with the crowd, that of overlaps hardly does.
+    """
+    pred_N, gt_N = overlapping_boxes(pred_P4, gt_G4)
+    if pred_N.size == 0 or np.bincount(pred_N).max() <= k:
+        return pred_N, gt_N
+    order = np.lexsort((gt_N, -box_iou_pairs(pred_P4[pred_N], gt_G4[gt_N]), pred_N))
+    starts_P = np.searchsorted(pred_N, np.arange(len(pred_P4)))  # the order within a prediction is all that changed
+    rank_N = np.arange(len(pred_N)) - starts_P[pred_N]
+    chosen = np.sort(order[rank_N < k])
+    return pred_N[chosen], gt_N[chosen]
+
 
 # Totals closer than this are the same total: the costs are fractions of pixel counts, this is only their rounding.
 _TIE = 1e-12
@@ -157,3 +195,37 @@ def _settle_ties(partner_P: np.ndarray, cost_PG: np.ndarray, config: MatchingCon
         if target in partner_P:
             partner_P[others[partner_P[others] == target][0]] = partner_P[i]
         partner_P[i] = target
+
+
+DUPLICATE_IOU = 0.5
+MAX_OVERLAP_OF_OTHERS = 0.2  # most mask IoU of two objects of which nothing else says that they are two
+_CANVAS = 256  # pixels; whatever a run matches by, so that figures of runs compare
+
+
+class DescribedShape(Shape, Protocol):
+    """Anything with ``.desc``, ``.kind`` and ``.bins``."""
+
+    @property
+    def desc(self) -> str:
+        """What the object is, in the words of the answer."""
+        ...
+
+
+def num_duplicates(objects: Sequence[DescribedShape]) -> int:
+    """How many repeat an earlier one: see :func:`duplicate_indices`."""
+    return len(duplicate_indices(objects))
+
+
+def duplicate_indices(objects: Sequence[DescribedShape]) -> list[int]:
+    """Which repeat an earlier one, ascending: equal description, and mask IoU of at least 0.5."""
+    if len(objects) < 2:
+        return []
+    box_N4 = aabbs(objects)
+    pairs_K2 = np.stack(overlapping_boxes(box_N4, box_N4), axis=1)
+    pairs_K2 = pairs_K2[pairs_K2[:, 0] < pairs_K2[:, 1]]
+    same_K = np.array([objects[i].desc == objects[j].desc for i, j in pairs_K2.tolist()], dtype=bool)
+    pairs_K2 = pairs_K2[same_K]
+    if not len(pairs_K2):
+        return []
+    iou_K = mask_iou_pairs(objects, objects, pairs_K2, _CANVAS, aabbs_of=(box_N4, box_N4))
+    return np.unique(pairs_K2[iou_K >= DUPLICATE_IOU, 1]).tolist()

@@ -1,4 +1,5 @@
-"""What a rank adds up between two log lines, and how it becomes global metrics. A metric's line in the table says how:
+"""What a rank adds up between two log lines, and how it becomes global metrics, whose payload is neutral: the same for
+every logger. A metric's line in the table says how:
 
 * counters and shares of a mean: global sum
 * seconds, percentiles and 0/1 flags: global maximum
@@ -9,11 +10,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from coordexp import distributed
-from coordexp.metrics.rules import Rule
-from coordexp.metrics.table import all_metrics, rule_of
+from coordexp.metrics.table import Rule, all_metrics, rule_of
 
 RATES: dict[str, tuple[str, str]] = {metric.name: metric.ratio for metric in all_metrics() if metric.ratio is not None}
 
@@ -89,3 +90,30 @@ def reduce_metrics(local: Mapping[str, float]) -> dict[str, float]:
             below = total[denominator]
             total[name] = total.get(numerator, 0.0) / below if below else 0.0
     return dict(sorted(total.items()))
+
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsPayload:
+    """``metrics`` is flat: family/name → number. Values are global; see :mod:`coordexp.metrics.reduce`."""
+
+    mode: Literal["train", "eval"]
+    global_step: int
+    metrics: Mapping[str, float]
+    schema_version: int = SCHEMA_VERSION
+
+    def __post_init__(self) -> None:
+        # Types too: True == 1 == 1.0, and a logger behind JSON would see the difference.
+        if type(self.schema_version) is not int or self.schema_version != SCHEMA_VERSION:
+            raise ValueError(f"metrics payload of schema {self.schema_version!r}; this version speaks {SCHEMA_VERSION}")
+        if self.mode not in ("train", "eval"):
+            raise ValueError(f"metrics payload of mode {self.mode!r}; expected 'train' or 'eval'")
+        if type(self.global_step) is not int or self.global_step < 0:
+            raise ValueError(f"metrics payload of step {self.global_step!r}; expected an integer from 0 up")
+        for name, value in self.metrics.items():
+            if not isinstance(name, str) or not name:
+                raise ValueError(f"metric names are non-empty strings, not {name!r}")
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise ValueError(f"metric {name} is {value!r}; metrics are numbers")

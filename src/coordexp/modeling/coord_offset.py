@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from coordexp.checkpoints.parts import OFFSET
+from coordexp.checkpoints.folder import OFFSET
 
 _IDS, _ROW_OF_ID = "coord_offset_ids", "coord_offset_row_of_id"
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from coordexp.checkpoints.parts import part_of
+from coordexp.checkpoints.folder import part_of
 from coordexp.config.model import TunerConfig
 from coordexp.errors import ConfigError
 from coordexp.modeling.coord_offset import add_coord_offset

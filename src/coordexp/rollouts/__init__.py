@@ -16,12 +16,12 @@ from coordexp.rollouts.backend import (
     Seeds,
     WeightSource,
     in_turn,
+    request_seed,
     synced,
 )
 from coordexp.rollouts.build import build_backend, check_backend, decoding_options
 from coordexp.rollouts.chunking import chunk_size, split_requests
 from coordexp.rollouts.repeat_guard import RepeatGuard
-from coordexp.rollouts.seeds import request_seed
 
 __all__ = [
     "AdapterWeights",

@@ -15,8 +15,7 @@ from coordexp.records import Rollout, RolloutRequest
 from coordexp.rollouts.answer_tokens import answer_tokens
 from coordexp.rollouts.backend import DecodingOptions, IndexedRollout, RolloutRound, Seeds, in_turn
 from coordexp.rollouts.closed_names import ClosedNames
-from coordexp.rollouts.hf_names import NamesOnly
-from coordexp.rollouts.hf_processors import EndedRows, RepeatStop, sampling_processors
+from coordexp.rollouts.hf_processors import EndedRows, NamesOnly, RepeatStop, sampling_processors
 from coordexp.rollouts.repeat_guard import ObjectKeyReader, RepeatGuard
 
 

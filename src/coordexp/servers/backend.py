@@ -8,13 +8,14 @@ pushes weights, between barriers, and its outcome is everybody's.
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from coordexp import distributed
 from coordexp.config.rollout import RolloutMatchingConfig
@@ -25,13 +26,66 @@ from coordexp.rollouts.backend import DecodingOptions, IndexedRollout, RolloutRo
 from coordexp.rollouts.chunking import Call, Post, chunk_size, plan_calls, plan_posts, server_slots
 from coordexp.servers.client import ENGINE_STILL, ServerClient
 from coordexp.servers.fleet import check_names, make_clients, world_sizes
-from coordexp.servers.in_flight import in_flight
 from coordexp.servers.protocol import infer_payload, read_answer
 from coordexp.weight_sync.policy import DrainedWeights
 from coordexp.weight_sync.stamp import WeightStamp
 
 if TYPE_CHECKING:
     from coordexp.servers.sync import WeightSync
+
+
+Reply = TypeVar("Reply")
+
+
+def in_flight(
+    posts: Sequence[Post],
+    slots: Sequence[int],
+    ask: Callable[[Post], Reply],
+    watch: Callable[[set[int]], None],
+    watch_s: float,
+) -> Iterator[tuple[Post, Reply]]:
+    """``(post, ask(post))`` of every post, in the order in which they finish.
+
+    The posts of one server start in their order, while their requests fit into its slots; ``watch(servers)`` is called
+    when none has finished for ``watch_s`` seconds, with the servers that owe replies, and may raise.
+
+    Raises: the first failure of any post or of ``watch``. Posts still under way then are left to end by themselves, in
+        threads that no exit waits for.
+    """
+    waiting = [deque(post for post in posts if post.server == server) for server in range(len(slots))]
+    free = list(slots)
+    owed: list[Post] = []
+    done: queue.SimpleQueue[tuple[Post, Reply | None, BaseException | None]] = queue.SimpleQueue()
+
+    def work(post: Post) -> None:
+        try:
+            done.put((post, ask(post), None))
+        except BaseException as error:  # raised again below, in the thread that waits
+            done.put((post, None, error))
+
+    def start(server: int) -> None:
+        while waiting[server] and waiting[server][0].size <= free[server]:
+            post = waiting[server].popleft()
+            free[server] -= post.size
+            owed.append(post)
+            threading.Thread(target=work, args=(post,), name=f"infer-{server}", daemon=True).start()
+
+    for server in range(len(slots)):
+        start(server)
+    while owed:
+        try:
+            post, reply, error = done.get(timeout=watch_s)
+        except queue.Empty:
+            watch({post.server for post in owed})
+            continue
+        if error is not None:
+            raise error
+        owed.remove(post)
+        free[post.server] += post.size
+        start(post.server)
+        yield post, reply  # pyright: ignore[reportReturnType]
+    assert not any(waiting), "a post larger than its server's slots"
+
 
 logger = logging.getLogger("coordexp")
 

@@ -29,8 +29,7 @@ from coordexp.records import (
 )
 from coordexp.settings import FIELD_ORDER, TargetPolicy, TransportConfig
 from coordexp.targets.rewrite import build_rewritten
-from coordexp.targets.supervision import Tail, encode_tail
-from coordexp.targets.transport import coordinate_targets
+from coordexp.targets.supervision import Tail, coordinate_targets, encode_tail
 
 # Of a call outside of a run: what the keys have by default.
 _TRANSPORT, _POLICY = TransportConfig(), TargetPolicy()

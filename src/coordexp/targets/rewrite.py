@@ -28,8 +28,7 @@ from coordexp.geometry import mask_iou
 from coordexp.matching import MAX_OVERLAP_OF_OTHERS, duplicate_indices
 from coordexp.records import GTObject, MatchResult, ParsedRollout, PredictedObject, TokenRole, TrainingTarget
 from coordexp.settings import TargetPolicy, TransportConfig
-from coordexp.targets.supervision import Tail, encode_tail
-from coordexp.targets.transport import coordinate_targets
+from coordexp.targets.supervision import Tail, coordinate_targets, encode_tail
 
 _AS_MATCHED = {
     TokenRole.TAIL_STRUCT: TokenRole.REWRITTEN_STRUCT,

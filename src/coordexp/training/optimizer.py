@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from coordexp.checkpoints.parts import Part, part_of
+from coordexp.checkpoints.folder import Part, part_of
 from coordexp.errors import ConfigError
 
 _ORDER: tuple[Part, ...] = ("llm", "aligner", "vit", "coord")  # the first group's rate is the one that is logged

@@ -9,8 +9,7 @@ from pathlib import Path
 from coordexp import distributed
 from coordexp.config import RunConfig
 from coordexp.config.objective import Channel
-from coordexp.config.rollout import RolloutMatchingConfig
-from coordexp.config.two_channel import Stage2ABConfig
+from coordexp.config.rollout import RolloutMatchingConfig, Stage2ABConfig
 from coordexp.coords import CoordVocab
 from coordexp.errors import ConfigError
 from coordexp.evaluation.scores import TokenScorer

@@ -2,6 +2,8 @@
 
 Whatever a model or an annotator wrote is data here: it travels as JSON that cannot end its element, the page's script
 puts it on the screen as text only, and the page's policy runs no script but that one.
+
+Where opening a file is not possible (over an SSH tunnel, say) the page is served on this machine's own address.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -98,3 +102,27 @@ def _embed(path: Path, side: int) -> dict[str, str]:
     buffer = io.BytesIO()
     image.save(buffer, format="JPEG", quality=_QUALITY)
     return {"src": "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")}
+
+
+def make_server(page: str, port: int = 0) -> ThreadingHTTPServer:
+    """A server of ``page`` at ``/`` on 127.0.0.1; port 0 takes a free one. The caller runs and closes it."""
+    body = page.encode("utf-8")
+
+    class Page(BaseHTTPRequestHandler):
+        timeout = 10.0
+
+        def do_GET(self) -> None:  # the name that http.server calls
+            if self.path.split("?")[0] != "/":
+                self.send_error(HTTPStatus.NOT_FOUND)
+                return
+            self.send_response(HTTPStatus.OK)
+            self.send_header("Content-Type", "text/html; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("X-Content-Type-Options", "nosniff")
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Requests are no news here."""
+
+    return ThreadingHTTPServer(("127.0.0.1", port), Page)

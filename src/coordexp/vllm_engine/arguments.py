@@ -16,11 +16,11 @@ from coordexp.vllm_engine.guard_activation import GUARD_PROCESSOR, activation_en
 
 # By name: importing them would import vLLM.
 EXTENSION = "coordexp.vllm_engine.worker.WeightSyncExtension"
-NAMES_PROCESSOR = "coordexp.vllm_engine.names_processor:ClosedNamesProcessor"
+NAMES_PROCESSOR = "coordexp.vllm_engine.logits_processors:ClosedNamesProcessor"
 NAMES_KEY = "coordexp_names"  # of a request's SamplingParams.extra_args: its closed list of class names
 NAMES_ENABLE = "COORDEXP_ENABLE_VLLM_CLOSED_NAMES"  # 1: engines of swift rollout take such lists
 NAMES_STATUS = "closed_names"  # of each worker in a server's /status/: whether it really does
-KNOWN_TOKENS_PROCESSOR = "coordexp.vllm_engine.known_tokens:KnownTokensProcessor"
+KNOWN_TOKENS_PROCESSOR = "coordexp.vllm_engine.logits_processors:KnownTokensProcessor"
 
 
 def section_arguments(vllm: VLLMConfig) -> dict[str, Any]:
@@ -115,7 +115,7 @@ class EngineSpec:
         with environment_kept(activation_environment(self.repeat_terminate)):
             require("vllm", "rollout_matching.rollout_backend: vllm")
             from coordexp.vllm_engine.in_process import InProcessEngine
-            from coordexp.vllm_engine.known_tokens import check_known_tokens
+            from coordexp.vllm_engine.logits_processors import check_known_tokens
 
             engine = InProcessEngine(self.arguments(), self.cap)
             try:
@@ -123,7 +123,7 @@ class EngineSpec:
                 check_guard([status], self.repeat_terminate)
                 check_known_tokens([status])
                 if self.holds_names:
-                    from coordexp.vllm_engine.names_processor import check_names, holds_names
+                    from coordexp.vllm_engine.logits_processors import check_names, holds_names
 
                     check_names([engine.ask_worker(holds_names)])
             except RolloutError:

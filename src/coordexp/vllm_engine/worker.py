@@ -21,9 +21,8 @@ from coordexp.errors import RolloutError
 from coordexp.vllm_engine.arguments import NAMES_STATUS
 from coordexp.vllm_engine.cpu import DIE_WITH_PARENT, keep_weights_loadable, wait_asleep
 from coordexp.vllm_engine.guard_processor import guard_of_worker, guard_report
-from coordexp.vllm_engine.known_tokens import num_known_tokens, num_sampled_tokens
 from coordexp.vllm_engine.lifetime import die_with_owner
-from coordexp.vllm_engine.names_processor import holds_names
+from coordexp.vllm_engine.logits_processors import holds_names, num_known_tokens, num_sampled_tokens
 from coordexp.weight_sync.group import GroupAddress
 from coordexp.weight_sync.receiver import WeightReceiver, recorded
 

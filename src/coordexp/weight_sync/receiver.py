@@ -18,8 +18,7 @@ from coordexp.errors import RolloutError
 from coordexp.weight_sync import checksum
 from coordexp.weight_sync.buckets import TensorInfo, pieces, read_infos, unpack
 from coordexp.weight_sync.group import Communicator, GroupAddress, join
-from coordexp.weight_sync.in_place import ProvenPlaces
-from coordexp.weight_sync.layout import WeightLayout
+from coordexp.weight_sync.layout import ProvenPlaces, WeightLayout
 from coordexp.weight_sync.stamp import WeightStamp
 
 Named = list[tuple[str, torch.Tensor]]

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from coordexp.assets import asset
 from coordexp.checkpoints.describe import describe
-from coordexp.checkpoints.parts import part_of
+from coordexp.checkpoints.folder import part_of
 from coordexp.checkpoints.tokenizer import read_vocab
 from coordexp.coords import CoordVocab, serialize_objects
 from coordexp.errors import CheckpointError, VocabError

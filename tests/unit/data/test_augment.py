@@ -14,7 +14,7 @@ from coordexp.config.data import AugmentConfig
 from coordexp.data import read_jsonl
 from coordexp.data.augment import LEFT_OUT, View, clip_ring, draw_view, ring_area
 from coordexp.data.dataset import RecordDataset, Sample
-from coordexp.data.write import write_jsonl
+from coordexp.data.record_line import write_jsonl
 from coordexp.errors import DataError
 from coordexp.geometry import aabb
 from coordexp.records import GTObject, ImageRecord, RolloutRequest

@@ -28,7 +28,7 @@ def check(folder: Path, *lines: str) -> list[tuple[Finding, str]]:
     (folder / "torn.png").write_bytes(b"no image")
     path = folder / "data.jsonl"
     path.write_text("".join(text + "\n" for text in lines))
-    return [(found.finding, found.detail) for found in check_jsonl(path).found]
+    return [(found.finding, found.detail) for found in check_jsonl(path).problems]
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_samples_that_are_too_long(tmp_path: Path) -> None:
     check(tmp_path, line(), line(BOX), line(BOX, {**BOX, "desc": "dog"}))
     found = check_jsonl(tmp_path / "data.jsonl", count_tokens=lambda r: 10 + 30 * len(r.objects), max_tokens=40)
     assert found.token_lengths == [10, 40, 70]
-    assert [(f.finding, f.where) for f in found.found if f.finding in ERRORS] == [(Finding.TOO_LONG, "data.jsonl:3")]
+    assert [(f.finding, f.where) for f in found.problems if f.finding in ERRORS] == [(Finding.TOO_LONG, "data.jsonl:3")]
     assert found.to_json()["tokens"] == {"min": 10, "median": 40, "max": 70, "limit": 40}
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from coordexp.data.drop import DropRates, drop_annotations, object_size, without_soft
+from coordexp.data.subset import DropRates, drop_annotations, object_size, without_soft
 from coordexp.errors import DataError
 from coordexp.records import GTObject, ImageRecord
 

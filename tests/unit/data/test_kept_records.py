@@ -21,12 +21,11 @@ from PIL import Image
 from coordexp.config.data import AugmentConfig
 from coordexp.data import kept_records, line_validation
 from coordexp.data.arrow_records import ArrowRecords
-from coordexp.data.cache_folder import VARIABLE, cache_folder
+from coordexp.data.cache_folder import VARIABLE, SharedWork, cache_folder
 from coordexp.data.dataset import RecordDataset
 from coordexp.data.jsonl import check_dataset, read_jsonl
 from coordexp.data.kept_records import check_images, open_records
 from coordexp.data.preparation import preparation_of
-from coordexp.data.shared_lock import SharedWork
 from coordexp.errors import DataError
 from coordexp.records import ImageRecord, RolloutRequest
 
@@ -257,7 +256,7 @@ def test_a_copy_for_another_process_reads_the_same(tmp_path: Path) -> None:
 HOLDER = """
 import sys
 from pathlib import Path
-from coordexp.data.shared_lock import SharedWork
+from coordexp.data.cache_folder import SharedWork
 work = SharedWork(Path(sys.argv[1]))
 with work.turn(5.0) as found:
     print("held" if found is None else "taken over", flush=True)

@@ -12,9 +12,9 @@ from coordexp.data import check
 from coordexp.data.cache_folder import VARIABLE
 from coordexp.data.check import Finding, check_jsonl
 from coordexp.data.jsonl import read_jsonl
+from coordexp.data.record_line import write_jsonl
 from coordexp.data.seen_images import SeenImages
 from coordexp.data.shards import pack
-from coordexp.data.write import write_jsonl
 from coordexp.records import GTObject, ImageRecord
 
 BOX = GTObject("cell", "bbox_2d", (100, 100, 500, 500))

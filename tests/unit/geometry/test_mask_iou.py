@@ -11,8 +11,7 @@ from pycocotools import mask as coco_mask
 
 from coordexp.geometry import aabbs, box_iou, mask_iou, mask_iou_pairs
 from coordexp.geometry.boxes import ring
-from coordexp.geometry.mask_iou import _cell_edge
-from coordexp.geometry.overlap import exact_iou
+from coordexp.geometry.mask_iou import _cell_edge, exact_iou
 from coordexp.records import GTObject
 
 # pycocotools' decode predates NumPy 2's copy keyword

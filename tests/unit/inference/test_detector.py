@@ -17,8 +17,7 @@ from coordexp.assets import asset
 from coordexp.data.scenes import SPECS, write_scenes
 from coordexp.errors import CheckpointError, DataError, MissingDependency
 from coordexp.evaluation.answers import Detection, ImageAnswer
-from coordexp.inference.detections import Detections, as_detections
-from coordexp.inference.detector import Detector
+from coordexp.inference.detector import Detections, Detector, as_detections
 
 
 @pytest.fixture(scope="module")

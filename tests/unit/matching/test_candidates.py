@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordexp.matching import top_k_candidates
-from coordexp.matching.candidates import overlapping_candidates
+from coordexp.matching.assign import overlapping_candidates
 
 PRED = (100, 100, 200, 200)
 NEAR, FAR, FARTHER = (300, 100, 400, 200), (100, 500, 200, 600), (800, 800, 900, 900)

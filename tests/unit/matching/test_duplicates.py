@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coordexp.matching.duplicates import num_duplicates
+from coordexp.matching.assign import num_duplicates
 from coordexp.records import GTObject
 
 CAT, NEAR, FAR = (100, 100, 300, 300), (110, 110, 310, 310), (600, 600, 800, 800)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from coordexp.metrics import MetricsPayload
-from coordexp.metrics.payload import SCHEMA_VERSION
+from coordexp.metrics.reduce import SCHEMA_VERSION
 
 
 def test_a_payload_keeps_its_numbers_and_says_its_version():

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from coordexp.metrics.rules import Metric, Rule
-from coordexp.metrics.table import all_metrics, find_metric, rule_of
+from coordexp.metrics.table import Metric, Rule, all_metrics, find_metric, rule_of
 
 
 def test_every_line_is_complete_and_found_by_its_name() -> None:

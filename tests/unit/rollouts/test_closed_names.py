@@ -14,11 +14,11 @@ from coordexp.assets import asset
 from coordexp.coords import CoordVocab, serialize_objects
 from coordexp.data.scenes import SPARSE, write_scenes
 from coordexp.errors import ConfigError, DataError
-from coordexp.inference.class_list import read_classes
+from coordexp.inference.asking import read_classes
 from coordexp.modeling.load import load_vocab
 from coordexp.records import GTObject
 from coordexp.rollouts.closed_names import START, ClosedNames, Place
-from coordexp.rollouts.hf_names import NamesOnly
+from coordexp.rollouts.hf_processors import NamesOnly
 
 NAMES = ("red circle", "red square", "re", 'a "q"', "été 猫")
 BOX = (1, 2, 3, 4)

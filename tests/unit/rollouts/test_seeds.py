@@ -7,7 +7,7 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordexp.rollouts.seeds import MAX_SEED, dataset_seed, request_seed
+from coordexp.rollouts.backend import MAX_SEED, dataset_seed, request_seed
 
 PINNED = [363490752, 1634158894]
 ANY = st.integers(0, 2**40)
@@ -20,7 +20,7 @@ def test_seeds_are_positive_int32(place):
 
 def test_seeds_do_not_change_between_releases_or_processes():
     assert [request_seed(42, 0, 0, 0, 0), request_seed(42, 1000, 3, 7, 16)] == PINNED
-    code = "from coordexp.rollouts.seeds import request_seed; print(request_seed(42, 1000, 3, 7, 16))"
+    code = "from coordexp.rollouts.backend import request_seed; print(request_seed(42, 1000, 3, 7, 16))"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(shown.stdout) == PINNED[1]
 

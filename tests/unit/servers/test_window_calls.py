@@ -21,7 +21,7 @@ from coordexp.rollouts.chunking import (
     server_slots,
     split_requests,
 )
-from coordexp.servers.in_flight import in_flight
+from coordexp.servers.backend import in_flight
 
 SIZES = st.lists(st.integers(1, 8), min_size=1, max_size=5)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import Trainer
 
-from coordexp.checkpoints.parts import part_of
+from coordexp.checkpoints.folder import part_of
 from coordexp.config.model import TunerConfig
 from coordexp.errors import ConfigError
 from coordexp.modeling.tuner import tune

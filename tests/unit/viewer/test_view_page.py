@@ -17,8 +17,7 @@ from coordexp.errors import DataError
 from coordexp.evaluation.answers import write_answers
 from coordexp.viewer import collect, render
 from coordexp.viewer.collect import BEHIND_CUT
-from coordexp.viewer.render import as_script_data
-from coordexp.viewer.serve import make_server
+from coordexp.viewer.render import as_script_data, make_server
 from support.answers import tiny_vocab
 from support.cli_runs import run_cli
 from support.scored_answers import random_answers, with_soft

@@ -16,7 +16,7 @@ pytest.importorskip("vllm", reason="the processor is a class of vLLM's interface
 
 from vllm.v1.sample.logits_processor import LogitsProcessors
 
-from coordexp.vllm_engine.known_tokens import KnownTokensProcessor, check_known_tokens, num_known_tokens
+from coordexp.vllm_engine.logits_processors import KnownTokensProcessor, check_known_tokens, num_known_tokens
 
 
 @pytest.fixture

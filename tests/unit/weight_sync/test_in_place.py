@@ -10,8 +10,7 @@ import torch
 
 from coordexp.errors import RolloutError
 from coordexp.weight_sync.buckets import describe
-from coordexp.weight_sync.in_place import ProvenPlaces
-from coordexp.weight_sync.layout import WeightLayout
+from coordexp.weight_sync.layout import ProvenPlaces, WeightLayout
 from support.fused_model import SHAPES, FusedModel
 
 Q, K = "model.language.layer.q_proj.weight", "model.language.layer.k_proj.weight"

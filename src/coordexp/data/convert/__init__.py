@@ -1,10 +1,9 @@
 """Other annotation formats → the JSONL dataset. Torch-free."""
 
-from coordexp.data.convert.coco import convert_coco
+from coordexp.data.convert.assemble import ImageOptions
+from coordexp.data.convert.coco import convert_coco, convert_lvis
 from coordexp.data.convert.labelme import convert_labelme
-from coordexp.data.convert.lvis import convert_lvis
 from coordexp.data.convert.panoptic import convert_panoptic
-from coordexp.data.convert.prepare import ImageOptions
 from coordexp.data.convert.quantise import to_bin
 from coordexp.data.convert.report import ConversionReport, Note, Problem, SkipReason, render_report
 from coordexp.data.convert.table import convert_csv

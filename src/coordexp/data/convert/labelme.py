@@ -9,8 +9,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from coordexp.data.convert.assemble import Progress, assemble
-from coordexp.data.convert.prepare import ImageOptions
+from coordexp.data.convert.assemble import ImageOptions, Progress, assemble
 from coordexp.data.convert.report import REPORT_SUFFIX, ConversionReport, SkipReason
 from coordexp.data.convert.sources import (
     ShapeGeometry,

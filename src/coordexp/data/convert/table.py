@@ -7,8 +7,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
-from coordexp.data.convert.assemble import Progress, assemble
-from coordexp.data.convert.prepare import ImageOptions
+from coordexp.data.convert.assemble import ImageOptions, Progress, assemble
 from coordexp.data.convert.report import ConversionReport, SkipReason
 from coordexp.data.convert.sources import (
     ShapeGeometry,

@@ -15,8 +15,7 @@ from typing import Any
 
 import yaml
 
-from coordexp.data.convert.assemble import Progress, assemble
-from coordexp.data.convert.prepare import ImageOptions
+from coordexp.data.convert.assemble import ImageOptions, Progress, assemble
 from coordexp.data.convert.report import ConversionReport, Note, SkipReason
 from coordexp.data.convert.sources import (
     ShapeGeometry,

@@ -46,8 +46,8 @@ from coordexp.vllm_engine.cpu import (
     has_gpu,
 )
 from coordexp.vllm_engine.guard_activation import REQUEST_KEY, activated_config, check_guard
-from coordexp.vllm_engine.known_tokens import check_known_tokens
 from coordexp.vllm_engine.lifetime import own_engines
+from coordexp.vllm_engine.logits_processors import check_known_tokens
 from coordexp.weight_sync.stamp import WeightStamp
 
 logger = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class CoordExpVllmEngine(GRPOVllmEngine):
         check_guard(workers, self._guard)
         check_known_tokens(workers)
         if self._takes_names:
-            from coordexp.vllm_engine.names_processor import check_names
+            from coordexp.vllm_engine.logits_processors import check_names
 
             check_names([bool(one[NAMES_STATUS]) for one in workers])
 
