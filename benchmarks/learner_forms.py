@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from coordexp.config.objective import PipelineConfig
 from coordexp.modeling.inputs import row_inputs, to_device
+from coordexp.modeling.vision import VisionTower
 from coordexp.objective import ObjectiveContext, SupervisionCounts, SupervisionTensors, build_pipeline, coord_math
 from coordexp.packing import build_row, select_segments
 from coordexp.records import NUM_BINS, Segment, TokenRole, TrainingTarget
@@ -85,7 +86,7 @@ def build_model(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Any:
     """A random model of these sizes, attention by segments."""
     from transformers import Qwen3VLConfig
 
-    from coordexp.modeling.attention import transformers_name
+    from coordexp.modeling.attention import transformers_names
     from coordexp.modeling.forward import Qwen3VLForConditionalGeneration
 
     third = sizes.head_dim // 2 // 3
@@ -126,7 +127,7 @@ def build_model(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Any:
     with torch.device(device):
         model: Any = Qwen3VLForConditionalGeneration(config)
         model = model.to(dtype)
-    model.set_attn_implementation({"text_config": transformers_name("packed"), "vision_config": "sdpa"})
+    model.set_attn_implementation(transformers_names("packed"))
     return model.train()
 
 
@@ -254,7 +255,7 @@ FORMS: dict[str, Callable[[Any, Sequence[Segment], SupervisionCounts], torch.Ten
 
 def _row(model: Any, batch: Sequence[Segment]) -> tuple[dict[str, Any], SupervisionTensors]:
     row = build_row(batch)
-    inputs = row_inputs(row, model.model.get_rope_index, IMAGE, "packed", model.dtype)
+    inputs = row_inputs(row, model.model.get_rope_index, IMAGE, "packed", model.dtype, VisionTower.of(model))
     return inputs, SupervisionTensors.from_row(row)
 
 
@@ -274,7 +275,7 @@ def train_on_rows(model: Any, rows: Sequence[Sequence[Segment]], counts: Supervi
     pipeline = build_pipeline(PipelineConfig.model_validate(PIPELINE))
     objective = TeacherForcing(pipeline, tuple(range(vocabulary - NUM_BINS, vocabulary)))
     rope_index, device = model.model.get_rope_index, model.device
-    build = RowBuilder(rope_index, IMAGE, "packed", model.dtype, objective, device)
+    build = RowBuilder(rope_index, VisionTower.of(model), IMAGE, "packed", model.dtype, objective, device)
     packed = [build_row(row) for row in rows]
     started = time.perf_counter()
     prefetch = RowPrefetch(build, [packed]) if ahead else None

@@ -27,7 +27,7 @@ SOURCE = Path(compatibility.__file__).parents[1]
 _TABLES = {"compatibility.py", "upstream_names.py"}
 # Where a package's names are touched: elsewhere the same word means something else.
 _ROOMS = {
-    "transformers": ("training",),
+    "transformers": ("training", "modeling"),
     "accelerate": ("training",),
     "peft": ("modeling",),
     "torch": ("weight_sync", "rollouts"),

@@ -12,6 +12,7 @@ import torch
 
 from coordexp.modeling.attention import KERNELS, Segments, check_attention, varlen_runs_on
 from coordexp.modeling.inputs import row_inputs, to_device
+from coordexp.modeling.vision import VisionTower
 from support.tiny_run import gt_segments, load_tiny, row_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -33,6 +34,11 @@ def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
     yield request.param
 
 
+@pytest.fixture(params=[True, False], ids=["tokens", "patches"])
+def causal(request: pytest.FixtureRequest) -> bool:
+    return request.param
+
+
 def rows(dtype: torch.dtype) -> list[torch.Tensor]:
     generator = torch.Generator("cuda").manual_seed(0)
     return [
@@ -43,22 +49,21 @@ def rows(dtype: torch.dtype) -> list[torch.Tensor]:
     ]
 
 
-def reference(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def reference(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool) -> torch.Tensor:
     segment_L = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS)).cuda()
-    allowed_LL = (segment_L[:, None] == segment_L[None]) & torch.ones(
-        len(segment_L), len(segment_L)
-    ).tril().bool().cuda()
+    same_LL = segment_L[:, None] == segment_L[None]
+    allowed_LL = same_LL.tril() if causal else same_LL
     key, value = (part.repeat_interleave(HEADS // KV_HEADS, dim=1) for part in (key, value))
     scores = (query @ key.transpose(-1, -2)) * DIM**-0.5
     return (scores.masked_fill(~allowed_LL, float("-inf")).softmax(-1) @ value).transpose(1, 2)
 
 
-def test_forward_and_gradients_are_the_formulas(kernel: str) -> None:
+def test_forward_and_gradients_are_the_formulas(kernel: str, causal: bool) -> None:
     leaves = q, k, v = rows(torch.bfloat16)
-    output = KERNELS[kernel](q, k, v, Segments(LENGTHS), DIM**-0.5, 0.0)
+    output = KERNELS[kernel](q, k, v, Segments(LENGTHS, causal), DIM**-0.5, 0.0)
     ours = torch.autograd.grad(output.float().square().sum(), leaves)
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    expected = reference(*exact)
+    expected = reference(exact[0], exact[1], exact[2], causal)
     theirs = torch.autograd.grad(expected.square().sum(), exact)
     torch.testing.assert_close(output.double(), expected, atol=2e-2, rtol=2e-2)
     for a, b in zip(ours, theirs, strict=True):
@@ -84,7 +89,8 @@ def test_a_packed_row_equals_separate_forwards(kernel: str) -> None:
 
     @torch.no_grad()
     def logits(chosen: list) -> torch.Tensor:
-        inputs = row_inputs(row_of(chosen), model.model.get_rope_index, loaded.image_token_id, kernel, torch.bfloat16)
+        rope_index, tower = model.model.get_rope_index, VisionTower.of(model)
+        inputs = row_inputs(row_of(chosen), rope_index, loaded.image_token_id, kernel, torch.bfloat16, tower)
         return model(**to_device(inputs, torch.device("cuda")), use_cache=False).logits[0].float()
 
     together = logits(segments).split([segment.length for segment in segments])

@@ -11,6 +11,7 @@ from coordexp.config.objective import PipelineConfig
 from coordexp.matching import match_objects
 from coordexp.modeling.inputs import row_inputs
 from coordexp.modeling.load import LoadedModel
+from coordexp.modeling.vision import VisionTower
 from coordexp.objective import ObjectiveContext, SupervisionCounts, SupervisionTensors, build_pipeline
 from coordexp.parsing import parse_rollout
 from coordexp.records import Segment
@@ -47,8 +48,8 @@ def row_loss(
 ) -> torch.Tensor:
     """One row's share of the loss. ``model``: the bare model, or what DDP or FSDP made of it."""
     row = row_of(row_segments)
-    rope_index = loaded.model.model.get_rope_index
-    inputs = row_inputs(row, rope_index, loaded.image_token_id, loaded.attention, torch.float64)
+    rope_index, tower = loaded.model.model.get_rope_index, VisionTower.of(loaded.model)
+    inputs = row_inputs(row, rope_index, loaded.image_token_id, loaded.attention, torch.float64, tower)
     supervision = SupervisionTensors.from_row(row)
     query = PIPELINE.query(supervision)
     scores = model(forward_fn=ScoreRow(inputs, supervision, query, loaded.vocab.coord_token_ids))

@@ -22,9 +22,9 @@ class ModelConfig(StrictModel):
     )
     attn_implementation: Literal["packed", "flex", "varlen", "flash", "sdpa"] = Field(
         default="packed",
-        description="attention of packed rows: packed takes torch's varlen kernel on CUDA in half precision and "
-        "computes segment by segment elsewhere; varlen and flex are torch's kernels of these names, flash the package "
-        "flash-attn, all three on CUDA only; sdpa masks a full square",
+        description="attention of packed rows, and of their images in the vision tower: packed takes torch's varlen "
+        "kernel on CUDA in half precision and computes segment by segment elsewhere; varlen and flex are torch's "
+        "kernels of these names, flash the package flash-attn, all three on CUDA only; sdpa masks a full square",
     )
 
 

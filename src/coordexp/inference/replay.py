@@ -49,6 +49,7 @@ def _loss_function(config: RunConfig, model: Path):
 
     from coordexp.modeling.inputs import PromptEncoder, row_inputs
     from coordexp.modeling.load import load_model
+    from coordexp.modeling.vision import VisionTower
     from coordexp.objective import SupervisionCounts, SupervisionTensors
     from coordexp.packing import build_row
     from coordexp.training.objective_step import TeacherForcing
@@ -59,6 +60,7 @@ def _loss_function(config: RunConfig, model: Path):
     encoder = PromptEncoder(loaded.processor, config.template.prompt, config.template.system)
     objective = TeacherForcing(rollout_pipeline(config, resolved_rollout(config)), loaded.vocab.coord_token_ids)
     dtype = next(loaded.model.parameters()).dtype
+    rope_index, tower = loaded.model.model.get_rope_index, VisionTower.of(loaded.model)
 
     def losses_of(record: RolloutRecord) -> dict[str, float]:
         request = encoder.encode(_image_of(record))
@@ -71,7 +73,7 @@ def _loss_function(config: RunConfig, model: Path):
         row = build_row([Segment(record.sample_id, request.prompt_token_ids, target, request.model_inputs)])
         supervision = SupervisionTensors.from_row(row)
         queries = objective.queries(supervision)
-        inputs = row_inputs(row, loaded.model.model.get_rope_index, loaded.image_token_id, loaded.attention, dtype)
+        inputs = row_inputs(row, rope_index, loaded.image_token_id, loaded.attention, dtype, tower)
         with torch.no_grad():
             scores = loaded.model(forward_fn=objective.forward_fn(inputs, supervision, queries))
             result = objective.result(supervision, queries, scores, SupervisionCounts.from_targets([target]))

@@ -35,11 +35,13 @@ _FLEX_BLOCK = 128
 
 
 class Segments:
-    """Lengths of a packed row's segments, and what attention kernels make of them, made once per device."""
+    """Lengths of a packed row's segments, and what attention kernels make of them, made once per device. ``causal``:
+    whether a token sees only what stands before it; the vision tower's patches see their whole image."""
 
-    __slots__ = ("_block_mask", "_cumulative", "lengths", "longest", "total")
+    __slots__ = ("_block_mask", "_cumulative", "causal", "lengths", "longest", "total")
 
-    def __init__(self, lengths: Sequence[int]) -> None:
+    def __init__(self, lengths: Sequence[int], causal: bool = True) -> None:
+        self.causal = causal
         self.lengths = tuple(int(length) for length in lengths)
         self.total = sum(self.lengths)
         self.longest = max(self.lengths, default=0)
@@ -54,9 +56,9 @@ class Segments:
         return self._cumulative
 
     def block_mask(self, device: torch.device) -> Any:
-        """flex attention's block mask: causal within each segment."""
+        """flex attention's block mask: within each segment."""
         if self._block_mask is None or self._block_mask.kv_indices.device != device:
-            self._block_mask = _block_mask(self.lengths, device)
+            self._block_mask = _block_mask(self.lengths, device, self.causal)
         return self._block_mask
 
 
@@ -65,9 +67,22 @@ def row_arguments(lengths: Sequence[int]) -> dict[str, Any]:
     return {"segments": Segments(lengths), "attention_mask": torch.empty(1, 1, 1, 0)}
 
 
+def transformers_names(attention: str) -> dict[str, str]:
+    """The names under which ``model.attn_implementation``'s value is registered with transformers, for the language
+    model and for the vision tower."""
+    if attention == "sdpa":
+        return {"text_config": "sdpa", "vision_config": "sdpa"}
+    return {"text_config": transformers_name(attention), "vision_config": _vision_name(attention)}
+
+
 def transformers_name(attention: str) -> str:
-    """The name under which ``model.attn_implementation``'s value is registered with transformers."""
+    """The language model's attention under ``model.attn_implementation``'s value."""
     return "sdpa" if attention == "sdpa" else f"coordexp_{attention}"
+
+
+def _vision_name(attention: str) -> str:
+    """Without the word "flash", at which transformers' tower would no longer split what no ``frames`` keep apart."""
+    return f"coordexp_vision_{attention.replace('flash', 'fa')}"
 
 
 def check_attention(attention: str, device: str, half: bool) -> None:
@@ -111,7 +126,9 @@ def attend_each_segment(
     grouped = key.shape[1] != query.shape[1]
     lengths = list(segments.lengths)
     parts = [
-        F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scaling, is_causal=True, enable_gqa=grouped)
+        F.scaled_dot_product_attention(
+            q, k, v, dropout_p=dropout, scale=scaling, is_causal=segments.causal, enable_gqa=grouped
+        )
         for q, k, v in zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
     ]
     return torch.cat(parts, dim=2).transpose(1, 2)
@@ -125,7 +142,7 @@ def attend_varlen(
 
     _refuse_dropout("varlen", dropout)
     q_LHD, k_LHD, v_LHD = (part[0].transpose(0, 1) for part in (query, key, value))
-    options = _varlen_options()
+    options = _varlen_options(segments.causal)
     if "enable_gqa" not in options:
         k_LHD, v_LHD = (part.repeat_interleave(q_LHD.shape[1] // part.shape[1], dim=1) for part in (k_LHD, v_LHD))
     starts = segments.cumulative(query.device)
@@ -154,7 +171,16 @@ def attend_flash(
     q_LHD, k_LHD, v_LHD = (part[0].transpose(0, 1) for part in (query, key, value))
     starts, longest = segments.cumulative(query.device), segments.longest
     return flash.flash_attn_varlen_func(
-        q_LHD, k_LHD, v_LHD, starts, starts, longest, longest, dropout_p=dropout, softmax_scale=scaling, causal=True
+        q_LHD,
+        k_LHD,
+        v_LHD,
+        starts,
+        starts,
+        longest,
+        longest,
+        dropout_p=dropout,
+        softmax_scale=scaling,
+        causal=segments.causal,
     )[None]
 
 
@@ -205,8 +231,22 @@ def _attention_function(kernel: Kernel) -> Callable[..., tuple[Tensor, Any]]:
     return attend
 
 
+def _vision_function(attend: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Tensor, Any]]:
+    """``attend`` as the vision tower calls it: what keeps its images apart has a name of its own, since it is handed
+    the language model's ``segments`` too."""
+
+    def attend_images(
+        *args: Any, frames: Segments | None = None, segments: Segments | None = None, **kwargs: Any
+    ) -> tuple[Tensor, Any]:
+        return attend(*args, segments=frames, **kwargs)
+
+    return attend_images
+
+
 for _name, _kernel in KERNELS.items():
-    AttentionInterface.register(transformers_name(_name), _attention_function(_kernel))
+    _attend = _attention_function(_kernel)
+    AttentionInterface.register(transformers_name(_name), _attend)
+    AttentionInterface.register(_vision_name(_name), _vision_function(_attend))
     AttentionMaskInterface.register(transformers_name(_name), sdpa_mask)
 
 
@@ -221,13 +261,15 @@ def _refuse_dropout(kernel: str, dropout: float) -> None:
         raise ConfigError(f"{_KEY}: {kernel} knows no dropout, and the checkpoint's attention_dropout is {dropout}")
 
 
-@lru_cache(maxsize=1)
-def _varlen_options() -> dict[str, Any]:
+@lru_cache(maxsize=2)
+def _varlen_options(is_causal: bool) -> dict[str, Any]:
     """Causal and grouped, in the words of the torch that is installed."""
     from torch.nn.attention.varlen import varlen_attn
 
     known = inspect.signature(varlen_attn).parameters
     causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+    if not is_causal:
+        causal = {}
     return causal | ({"enable_gqa": True} if "enable_gqa" in known else {})
 
 
@@ -238,9 +280,10 @@ def _flex(compiled: bool) -> Callable[..., Any]:
     return torch.compile(flex_attention, dynamic=True) if compiled else flex_attention
 
 
-def _block_mask(lengths: Sequence[int], device: torch.device) -> Any:
+def _block_mask(lengths: Sequence[int], device: torch.device, causal: bool) -> Any:
     """Block (i, j) matters where j ≤ i and j's last segment is not before i's first; it needs no mask inside where
-    j < i and both lie in one segment. Read off the segments: evaluating a mask would cost L²."""
+    j < i and both lie in one segment. Not causal, the same holds of j > i with the two exchanged. Read off the
+    segments: evaluating a mask would cost L²."""
     from torch.nn.attention.flex_attention import BlockMask
 
     segment_L = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
@@ -252,10 +295,13 @@ def _block_mask(lengths: Sequence[int], device: torch.device) -> Any:
     earlier_NN = index_N[None, :] < index_N[:, None]
     touched_NN = (earlier_NN | torch.eye(len(index_N), dtype=torch.bool)) & (last_N[None, :] >= first_N[:, None])
     full_NN = earlier_NN & (first_N[None, :] == last_N[:, None])
+    if not causal:
+        touched_NN, full_NN = touched_NN | touched_NN.T, full_NN | full_NN.T
     segment_L = segment_L.to(device)
 
     def same_segment(_batch: Any, _head: Any, query_idx: Tensor, key_idx: Tensor) -> Tensor:
-        return (query_idx >= key_idx) & (segment_L[query_idx] == segment_L[key_idx])
+        same = segment_L[query_idx] == segment_L[key_idx]
+        return (query_idx >= key_idx) & same if causal else same
 
     def listed(chosen_NN: Tensor) -> tuple[Tensor, Tensor]:
         count_11N = chosen_NN.sum(1, dtype=torch.int32)[None, None]

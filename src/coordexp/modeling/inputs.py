@@ -23,6 +23,7 @@ from coordexp.data.smart_resize import shape_problem, smart_resize
 from coordexp.errors import AlignmentError, DataError
 from coordexp.modeling.attention import row_arguments
 from coordexp.modeling.load import load_processor, load_vocab, read_config
+from coordexp.modeling.vision import ON_HOST, VisionTower
 from coordexp.records import ImageRecord, PackedRow, RolloutRequest
 
 RopeIndex = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -68,13 +69,19 @@ class PromptEncoder:
 
 
 def row_inputs(
-    row: PackedRow, rope_index: RopeIndex, image_token_id: int, attention: str, dtype: torch.dtype
+    row: PackedRow,
+    rope_index: RopeIndex,
+    image_token_id: int,
+    attention: str,
+    dtype: torch.dtype,
+    tower: VisionTower | None = None,
 ) -> dict[str, Any]:
     """Arguments of one packed row of L tokens, for a Qwen3-VL forward with ``use_cache=False``.
 
     ``position_ids`` (4, 1, L): text positions restarting at 0 for each segment, then the model's three M-RoPE rows,
     computed per segment. Segments are kept apart by :mod:`coordexp.modeling.attention` or, for ``attention="sdpa"``,
-    by transformers' own reading of the restarting positions.
+    by transformers' own reading of the restarting positions. With ``tower``, what the vision tower derives from the
+    images' sizes is there too; without it the tower derives it itself, and waits for the device.
     """
     ids_1L = torch.from_numpy(row.token_ids_L.astype(np.int64))[None]
     is_image_1L = (ids_1L == image_token_id).to(torch.int32)
@@ -88,13 +95,15 @@ def row_inputs(
         positions.append(torch.cat([text_11S, mrope_31S.to(text_11S.dtype)]))
         pixels.append(segment.model_inputs["pixel_values"])
         grids.append(grid)
-    inputs = {
+    inputs: dict[str, Any] = {
         "input_ids": ids_1L,
         "mm_token_type_ids": is_image_1L,
         "position_ids": torch.cat(positions, dim=2),
         "pixel_values": _joined(pixels, dtype),
         "image_grid_thw": torch.cat(grids),
     }
+    if tower is not None:
+        inputs |= tower.arguments(inputs["image_grid_thw"], attention)
     if attention == "sdpa":
         return inputs
     return inputs | row_arguments([end - start for start, end in zip(row.offsets[:-1], row.offsets[1:], strict=True)])
@@ -107,8 +116,9 @@ def _joined(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
 
 
 def pinned(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Every tensor in page-locked memory, from where it goes to a GPU while the host does something else."""
-    return {name: value.pin_memory() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+    """Every tensor that is to travel in page-locked memory: from there it goes to a GPU while the host goes on."""
+    travelling = _travelling(inputs)
+    return {name: value.pin_memory() if name in travelling else value for name, value in inputs.items()}
 
 
 def check_prompt(
@@ -131,11 +141,17 @@ def check_prompt(
 
 
 def to_device(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Move every tensor; what is none (a packed row's segments) stays as it is."""
+    """Move every tensor but those that the host reads; what is none (a packed row's segments) stays as it is."""
+    travelling, at_once = _travelling(inputs), device.type == "cuda"
     return {
-        name: value.to(device, non_blocking=device.type == "cuda") if isinstance(value, torch.Tensor) else value
-        for name, value in inputs.items()
+        name: value.to(device, non_blocking=at_once) if name in travelling else value for name, value in inputs.items()
     }
+
+
+def _travelling(inputs: Mapping[str, Any]) -> set[str]:
+    """The tensors that the forward wants on its device. Of images' sizes it reads only what is not given."""
+    stays = ON_HOST if "image_cu_seqlens" in inputs else ()
+    return {name for name, value in inputs.items() if isinstance(value, torch.Tensor) and name not in stays}
 
 
 def token_counter(

@@ -18,7 +18,7 @@ from coordexp.coords import CoordVocab
 from coordexp.data.preparation import AS_THEY_ARE, ImagePreparation, read_preparation
 from coordexp.errors import CheckpointError, VocabError
 from coordexp.modeling.adapter import merge_adapter
-from coordexp.modeling.attention import transformers_name
+from coordexp.modeling.attention import transformers_names
 from coordexp.modeling.forward import Qwen3VLForConditionalGeneration
 
 DTYPE: str = default_of(ModelConfig, "dtype")
@@ -69,7 +69,7 @@ def load_model(path: str | Path, dtype: str = DTYPE, attention: str = ATTENTION)
     vocab = load_vocab(path)
     model = _read_weights(path, getattr(torch, dtype))
     model.name_or_path = str(Path(path).absolute())  # what adapters that are trained on it will name as their base
-    model.set_attn_implementation({"text_config": transformers_name(attention), "vision_config": "sdpa"})
+    model.set_attn_implementation(transformers_names(attention))
     return LoadedModel(model, load_processor(path), vocab, attention, read_preparation(path))
 
 

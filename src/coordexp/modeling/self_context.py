@@ -20,6 +20,8 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
+from coordexp.modeling.vision import image_arguments
+
 Hidden = TypeVar("Hidden")
 EmbedMode = Literal["st", "soft", "hard"]
 GradMode = Literal["unroll", "em_detach"]
@@ -99,7 +101,9 @@ def self_context_states(
     """
     embed = base.get_input_embeddings()
     text_inputs = {name: value for name, value in inputs.items() if name != "pixel_values"}
-    images = base.model.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"], return_dict=True)
+    images = base.model.get_image_features(
+        inputs["pixel_values"], inputs["image_grid_thw"], return_dict=True, **image_arguments(inputs)
+    )
 
     def forward(fed_KH: torch.Tensor | None) -> torch.Tensor:
         with _coordinates_replaced(embed, coord_pos_K, fed_KH):

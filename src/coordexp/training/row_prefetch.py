@@ -20,6 +20,7 @@ import torch
 
 from coordexp.errors import RowLate
 from coordexp.modeling.inputs import RopeIndex, pinned, row_inputs
+from coordexp.modeling.vision import VisionTower
 from coordexp.objective import SupervisionTensors
 from coordexp.objective.scores import map_tensors
 from coordexp.records import PackedRow
@@ -36,6 +37,7 @@ class RowBuilder:
     parameters within one. ``device``: where the rows will go."""
 
     rope_index: RopeIndex
+    tower: VisionTower
     image_token_id: int
     attention: str
     dtype: torch.dtype
@@ -45,7 +47,7 @@ class RowBuilder:
     def __call__(self, row: PackedRow) -> dict[str, Any]:
         """``model``: the forward's arguments; ``supervision``; ``queries``: what each forward asks of the head;
         ``row`` itself. All on the CPU."""
-        inputs = row_inputs(row, self.rope_index, self.image_token_id, self.attention, self.dtype)
+        inputs = row_inputs(row, self.rope_index, self.image_token_id, self.attention, self.dtype, self.tower)
         supervision = SupervisionTensors.from_row(row)
         queries = self.objective.queries(supervision)
         if self.device.type == "cuda":

@@ -21,6 +21,7 @@ from coordexp.evaluation.predict import ON_COUNTS_ALONE, Scorer, evaluate_datase
 from coordexp.metrics import MetricsPayload, SampleOutcome
 from coordexp.modeling.inputs import to_device
 from coordexp.modeling.load import LoadedModel
+from coordexp.modeling.vision import VisionTower
 from coordexp.objective import HeadQuery, HeadScores, SupervisionTensors
 from coordexp.recording.token_losses import token_losses
 from coordexp.recording.writer import RolloutRecorder
@@ -72,7 +73,7 @@ class CoordExpTrainer(SavingTrainer):
         self._rows: RowPrefetch | None = None  # of the window under way
         self._records: tuple[ImageRecord, ...] = ()  # of the window's samples, as they were trained on
         self._vocab: CoordVocab = loaded.vocab
-        self._rope_index = loaded.model.model.get_rope_index
+        self._rope_index, self._tower = loaded.model.model.get_rope_index, VisionTower.of(loaded.model)
         self._objectives = objectives
         self._figures = FiguresOnDevice()
         self._drift: DriftWatch | None = None
@@ -167,6 +168,7 @@ class CoordExpTrainer(SavingTrainer):
     def _row_builder(self) -> RowBuilder:
         return RowBuilder(
             rope_index=self._rope_index,
+            tower=self._tower,
             image_token_id=self._loaded.image_token_id,
             attention=self._loaded.attention,
             dtype=next(self._loaded.model.parameters()).dtype,

@@ -13,6 +13,7 @@ _RESUMING = "going on from a checkpoint, with every weight found in it"
 _STEPS = "optimizer steps: a window of rollouts, then its rows"
 _LOG_LINE = "log lines that cover the same steps after a resume"
 _LORA = "merging adapters into the weights that engines get"
+_TOWER = "images of a row that go through the vision tower together, without waiting for the device"
 _GROUP = "weight groups on one address, with deadlines"
 
 
@@ -42,6 +43,12 @@ LEARNER = (
     *(
         UpstreamName("peft.tuners.lora.layer", "LoraLayer", _LORA, mentions=f"self.{name}")
         for name in ("lora_A", "lora_B", "scaling", "lora_magnitude_vector", "base_layer")
+    ),
+    UpstreamName("transformers.vision_utils", "get_vision_interpolation_indices_and_weights", _TOWER),
+    UpstreamName("transformers.vision_utils", "get_vision_position_ids", _TOWER),
+    *(
+        UpstreamName("transformers.models.qwen3_vl.modeling_qwen3_vl", "Qwen3VLVisionModel", _TOWER, f"self.{name}")
+        for name in ("num_grid_per_side", "interpolation_mode", "interpolation_align_corners", "spatial_merge_size")
     ),
     UpstreamName("torch", "UntypedStorage._cdata", "moving the learner out of an engine's way"),
     *(

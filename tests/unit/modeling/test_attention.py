@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -34,22 +35,30 @@ def rows(total: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
     ]
 
 
-def reference(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
-    """Softmax over the earlier tokens of one's own segment, as the formula says it."""
+def allowed_pairs(lengths: Sequence[int], causal: bool) -> torch.Tensor:
+    """Which keys a token sees: those of its own segment, under ``causal`` the earlier ones."""
     segment_L = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    total = len(segment_L)
-    allowed_LL = torch.ones(total, total, dtype=torch.bool).tril() & (segment_L[:, None] == segment_L[None])
+    same_LL = segment_L[:, None] == segment_L[None]
+    return same_LL.tril() if causal else same_LL
+
+
+def reference(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Sequence[int], causal: bool = True
+) -> torch.Tensor:
+    """Softmax over the tokens that each may see, as the formula says it."""
+    allowed_LL = allowed_pairs(lengths, causal)
     key, value = (part.repeat_interleave(HEADS // KV_HEADS, dim=1) for part in (key, value))
     scores = (query @ key.transpose(-1, -2)) * DIM**-0.5
     return (scores.masked_fill(~allowed_LL, float("-inf")).softmax(-1) @ value).transpose(1, 2)
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("causal", [True, False], ids=["tokens", "patches"])
 @pytest.mark.parametrize("name", ["packed", "flex"])
-def test_forward_is_the_formula(name: str, lengths: tuple[int, ...]) -> None:
+def test_forward_is_the_formula(name: str, lengths: tuple[int, ...], causal: bool) -> None:
     query, key, value = rows(sum(lengths))
-    output = KERNELS[name](query, key, value, Segments(lengths), DIM**-0.5, 0.0)
-    torch.testing.assert_close(output, reference(query, key, value, lengths), atol=1e-12, rtol=1e-12)
+    output = KERNELS[name](query, key, value, Segments(lengths, causal), DIM**-0.5, 0.0)
+    torch.testing.assert_close(output, reference(query, key, value, lengths, causal), atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
@@ -62,14 +71,12 @@ def test_gradients_are_the_formulas(lengths: tuple[int, ...]) -> None:
         torch.testing.assert_close(a, b, atol=1e-11, rtol=1e-11)
 
 
-@given(st.lists(st.integers(1, 400), min_size=1, max_size=8))
+@given(st.lists(st.integers(1, 400), min_size=1, max_size=8), st.booleans())
 @settings(max_examples=40, deadline=None)
-def test_flex_block_mask_covers_exactly_what_segments_need(lengths: list[int]) -> None:
+def test_flex_block_mask_covers_exactly_what_segments_need(lengths: list[int], causal: bool) -> None:
     """No block with a pair of one segment is missing, none without one is computed, and 'full' blocks need no mask."""
-    mask = Segments(lengths).block_mask(torch.device("cpu"))
-    segment_L = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    total = len(segment_L)
-    allowed_LL = torch.ones(total, total, dtype=torch.bool).tril() & (segment_L[:, None] == segment_L[None])
+    mask = Segments(lengths, causal).block_mask(torch.device("cpu"))
+    total, allowed_LL = sum(lengths), allowed_pairs(lengths, causal)
     padded = -(-total // 128) * 128
     square = torch.zeros(padded, padded, dtype=torch.bool)
     square[:total, :total] = allowed_LL

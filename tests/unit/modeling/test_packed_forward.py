@@ -13,6 +13,7 @@ from coordexp.modeling.attention import row_arguments
 from coordexp.modeling.forward import supervised_hidden
 from coordexp.modeling.inputs import row_inputs, to_device
 from coordexp.modeling.load import LoadedModel
+from coordexp.modeling.vision import ON_HOST, VisionTower, image_arguments
 from coordexp.objective import SupervisionTensors
 from coordexp.records import Segment
 from support.tiny_run import gt_segments, load_tiny, row_of
@@ -32,10 +33,10 @@ def segments(models: dict[str, LoadedModel]) -> list[Segment]:
     return gt_segments(models["sdpa"])
 
 
-def inputs_of(loaded: LoadedModel, segments: Sequence[Segment]) -> dict[str, torch.Tensor]:
+def inputs_of(loaded: LoadedModel, segments: Sequence[Segment], with_tower: bool = True) -> dict[str, Any]:
     dtype = next(loaded.model.parameters()).dtype
-    rope_index = loaded.model.model.get_rope_index
-    return row_inputs(row_of(segments), rope_index, loaded.image_token_id, loaded.attention, dtype)
+    rope_index, tower = loaded.model.model.get_rope_index, VisionTower.of(loaded.model) if with_tower else None
+    return row_inputs(row_of(segments), rope_index, loaded.image_token_id, loaded.attention, dtype, tower)
 
 
 @torch.no_grad()
@@ -188,15 +189,70 @@ def test_every_tensor_of_a_row_moves_and_its_lengths_need_not(
 ) -> None:
     inputs = inputs_of(models["packed"], segments[:2])
     moved = to_device(inputs, torch.device("meta"))
-    assert moved.keys() == inputs.keys() and moved["segments"] is inputs["segments"]
-    assert {value.device.type for name, value in moved.items() if name != "segments"} == {"meta"}
+    stay = {"segments", "image_frames", *ON_HOST}
+    assert moved.keys() == inputs.keys() and all(moved[name] is inputs[name] for name in stay)
+    assert {value.device.type for name, value in moved.items() if name not in stay} == {"meta"}
+    left_to_the_tower = to_device(inputs_of(models["packed"], segments[:2], with_tower=False), torch.device("meta"))
+    assert left_to_the_tower["image_grid_thw"].device.type == "meta"
     assert moved["segments"].lengths == tuple(segment.length for segment in segments[:2])
 
 
-def test_the_language_model_attends_packed_and_the_vision_tower_does_not(models: dict[str, LoadedModel]) -> None:
-    config: Any = models["packed"].model.config
-    assert config.text_config._attn_implementation == "coordexp_packed"
-    assert config.vision_config._attn_implementation == "sdpa"
+@pytest.mark.parametrize(
+    ("attention", "names"),
+    [
+        ("packed", ("coordexp_packed", "coordexp_vision_packed")),
+        ("flex", ("coordexp_flex", "coordexp_vision_flex")),
+        ("sdpa", ("sdpa", "sdpa")),
+    ],
+)
+def test_the_chosen_attention_reaches_the_language_model_and_the_vision_tower(
+    models: dict[str, LoadedModel], attention: str, names: tuple[str, str]
+) -> None:
+    config: Any = models[attention].model.config
+    assert (config.text_config._attn_implementation, config.vision_config._attn_implementation) == names
+
+
+def image_features(loaded: LoadedModel, inputs: dict[str, Any]) -> list[torch.Tensor]:
+    """What the tower makes of each image: its own features, and those for the language model's first layers."""
+    given: Any = loaded.model.model.get_image_features(
+        inputs["pixel_values"], inputs["image_grid_thw"], **image_arguments(inputs)
+    )
+    return [torch.cat(parts, dim=-1) for parts in zip(given.pooler_output, *given.deepstack_features, strict=True)]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("attention", [*ATTENTIONS, *FORWARD_ONLY])
+def test_images_of_a_row_go_through_the_tower_together_as_one_by_one(
+    models: dict[str, LoadedModel], segments: list[Segment], attention: str
+) -> None:
+    """What is made of their sizes beforehand is what the tower makes of them itself."""
+    loaded = models[attention]
+    seen: list[dict[str, Any]] = []
+    blocks: Any = loaded.model.model.visual.blocks
+    hook = blocks[0].register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs), with_kwargs=True)
+    given, derived = (image_features(loaded, inputs_of(loaded, segments, with_tower)) for with_tower in (True, False))
+    hook.remove()
+    for together, alone in zip(given, derived, strict=True):
+        assert alone.std() > 0.01
+        torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
+    assert all(torch.equal(a, b) for a, b in zip(*(one["position_embeddings"] for one in seen), strict=True))
+    as_given, as_derived = (one["cu_seqlens"].tolist() for one in seen)
+    assert len(as_derived) == len(segments) + 1
+    assert as_given == (as_derived if attention == "sdpa" else [0, as_derived[-1]])
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_an_image_sees_all_of_itself_and_nothing_of_its_neighbour(
+    models: dict[str, LoadedModel], segments: list[Segment], attention: str
+) -> None:
+    loaded = models[attention]
+    pixels = [segment.model_inputs["pixel_values"].clone().requires_grad_() for segment in segments[:2]]
+    inputs = inputs_of(loaded, segments[:2]) | {"pixel_values": torch.cat(pixels)}
+    image_features(loaded, inputs)[0][0].sum().backward()
+    first, second = (part.grad for part in pixels)
+    assert first is not None and second is not None
+    assert first[-1].any(), "the first patch sees the last one"
+    assert not second.any()
 
 
 def test_a_bf16_row_is_near_the_float32_row(segments: list[Segment]) -> None:

@@ -13,6 +13,7 @@ from coordexp.modeling.coord_offset import add_coord_offset
 from coordexp.modeling.inputs import row_inputs
 from coordexp.modeling.load import LoadedModel
 from coordexp.modeling.self_context import EmbedMode, SelfContext, coord_embeddings, self_context_states
+from coordexp.modeling.vision import VisionTower
 from coordexp.objective import SupervisionTensors
 from coordexp.records import Segment
 from support.tiny_run import gt_segments, load_tiny, row_of
@@ -50,9 +51,8 @@ def run(loaded: LoadedModel, segments: Sequence[Segment], settings: SelfContext)
 
 
 def inputs_of(loaded: LoadedModel, segments: Sequence[Segment]) -> dict[str, Any]:
-    return row_inputs(
-        row_of(segments), loaded.model.model.get_rope_index, loaded.image_token_id, loaded.attention, torch.float32
-    )
+    rope_index, tower = loaded.model.model.get_rope_index, VisionTower.of(loaded.model)
+    return row_inputs(row_of(segments), rope_index, loaded.image_token_id, loaded.attention, torch.float32, tower)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from coordexp.errors import AlignmentError, RowLate
+from coordexp.modeling.vision import VisionTower
 from coordexp.records import PackedRow
 from coordexp.training import row_prefetch
 from coordexp.training.row_prefetch import RowBuilder, RowPrefetch
@@ -181,4 +182,12 @@ def row_builder() -> RowBuilder:
     loaded = load_tiny()
     objective = TeacherForcing(sft_pipeline(None), loaded.vocab.coord_token_ids)
     rope_index, dtype = loaded.model.model.get_rope_index, torch.bfloat16
-    return RowBuilder(rope_index, loaded.image_token_id, loaded.attention, dtype, objective, torch.device("cpu"))
+    return RowBuilder(
+        rope_index,
+        VisionTower.of(loaded.model),
+        loaded.image_token_id,
+        loaded.attention,
+        dtype,
+        objective,
+        torch.device("cpu"),
+    )
