@@ -30,12 +30,15 @@ from rich.table import Table
 # Dense bfloat16 operations per second, by a part of the GPU's name.
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12}
 
+PARTS = ("objective", "training", "rows", "packing")
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     from coordexp.cpu_wheels import ensure_torchvision
 
     ensure_torchvision()
     from learner_forms import GPU_SIZES, TINY
+    from learner_rows import rows, rows_table
 
     flags = parser(__doc__)
     flags.add_argument("--positions", type=positive, default=1000, help="coordinate positions of the objective [1000]")
@@ -46,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     flags.add_argument("--lengths", type=positive_list, help="shortest,longest sample [40,400; GPU: 100,3000]")
     flags.add_argument("--capacity", type=positive, help="tokens of a packed row [1200; GPU: 12000]")
     flags.add_argument("--batch", type=positive, default=4, help="samples of a padded batch [4]")
+    flags.add_argument("--full-row", type=positive, default=12_000, help="tokens of a row of full size [12000]")
+    flags.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure [all]")
     flags.add_argument("--repeats", type=positive, default=3, help="timed runs per figure; the median counts [3]")
     options = flags.parse_args(argv)
     gpu = torch.cuda.is_available()
@@ -60,28 +65,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     where = machine()
     model_name = options.size if gpu else "tiny"
     print_machine(console, where, model=model_name, vocabulary=options.vocabulary, threads=threads)
-    results = {
-        "objective": [
+    parts: dict[str, Callable[[], Any]] = {
+        "objective": lambda: [
             objective(options.positions, size, options.vocabulary, device, options) for size in options.hidden
         ],
-        "training": training(sizes, device, options),
-        "rows": rows(sizes, device, options),
-        "packing": packing(),
+        "training": lambda: training(sizes, device, options),
+        "rows": lambda: rows(sizes, device, options),
+        "packing": packing,
     }
-    console.print(_objective_table(results["objective"], options))
-    console.print(_training_table(results["training"]))
-    built = results["rows"]
-    console.print(
-        f"rows, {built['row_mb']:.0f} MB of pixels each: building them takes {built['in_turn_share']:.1%} of the main "
-        f"thread, waiting for them one ahead {built['ahead_share']:.1%}; {built['speedup']:.3f} times as fast",
-        highlight=False,
-    )
-    packed = results["packing"]
-    console.print(
-        f"packing, segments of 100–3000 tokens in rows of 12,000: {packed['ms']:.2f} ms to choose from 256; "
-        f"fill {packed['fill']:.4f} over {packed['rows']} rows while 64 wait",
-        highlight=False,
-    )
+    shown: dict[str, Callable[[Any], Any]] = {
+        "objective": lambda found: _objective_table(found, options),
+        "training": _training_table,
+        "rows": rows_table,
+        "packing": _packing_line,
+    }
+    results = {name: parts[name]() for name in options.parts}
+    for name, found in results.items():
+        console.print(shown[name](found), highlight=False)
     write_json(options.json, "learner", where, {**vars(options), "threads": threads, "model": model_name}, results)
 
 
@@ -223,41 +223,6 @@ def training(sizes: Any, device: torch.device, options: Any) -> dict[str, Any]:
     }
 
 
-def rows(sizes: Any, device: torch.device, options: Any) -> dict[str, Any]:
-    """The same rows, built in turn and one ahead: medians of passes that alternate, so that both see one machine."""
-    from learner_forms import build_model, draw_segments, pack, train_on_rows
-
-    from coordexp.objective import SupervisionCounts
-
-    sizes = replace(sizes, patch=16)
-    model = build_model(sizes, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
-    lengths = np.random.default_rng(2).integers(options.lengths[0], options.lengths[-1] + 1, options.samples).tolist()
-    segments = draw_segments(lengths, sizes)
-    counts = SupervisionCounts.from_targets(segment.target for segment in segments)
-    packed = pack(segments, max(options.capacity, *(segment.length for segment in segments)))
-    passes: dict[bool, list[Any]] = {False: [], True: []}
-    for _ in range(options.repeats):
-        for ahead, found in passes.items():
-            model.zero_grad(set_to_none=True)
-            found.append(train_on_rows(model, packed, counts, ahead))
-    losses = [one.loss for found in passes.values() for one in found]
-    assert max(losses) - min(losses) <= 1e-5 * max(losses), "rows built ahead are not the same rows"
-    pixels = sum(segment.model_inputs["pixel_values"].nbytes for segment in segments)
-    share = {
-        ahead: statistics.median(one.not_computing / one.total for one in found) for ahead, found in passes.items()
-    }
-    seconds = {ahead: statistics.median(one.total for one in found) for ahead, found in passes.items()}
-    return {
-        "rows": len(packed),
-        "row_mb": pixels / len(packed) / 2**20,
-        "in_turn_s": seconds[False],
-        "ahead_s": seconds[True],
-        "in_turn_share": share[False],
-        "ahead_share": share[True],
-        "speedup": seconds[False] / seconds[True],
-    }
-
-
 def packing(capacity: int = 12_000, count: int = 256, trials: int = 20, rows: int = 200) -> dict[str, float]:
     """Segments of 100–3000 tokens: time of a choice from ``count``, and fill of a stream's rows while 64 wait."""
     from coordexp.packing import select_segments
@@ -381,6 +346,13 @@ def _training_table(results: dict[str, Any]) -> Table:
         row = [f"{figures['seconds']:.2f}", f"{figures['tokens_per_s']:,.0f}", f"{figures['extra_mb']:,.0f}", mfu]
         table.add_row(says[name], *row, *ratios)
     return table
+
+
+def _packing_line(packed: dict[str, float]) -> str:
+    return (
+        f"packing, segments of 100–3000 tokens in rows of 12,000: {packed['ms']:.2f} ms to choose from 256; "
+        f"fill {packed['fill']:.4f} over {packed['rows']} rows while 64 wait"
+    )
 
 
 if __name__ == "__main__":

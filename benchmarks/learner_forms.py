@@ -6,7 +6,6 @@ them as it is usually written: a fence, a temperature and a logsumexp, each a bu
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +20,7 @@ from coordexp.modeling.vision import VisionTower
 from coordexp.objective import ObjectiveContext, SupervisionCounts, SupervisionTensors, build_pipeline, coord_math
 from coordexp.packing import build_row, select_segments
 from coordexp.records import NUM_BINS, Segment, TokenRole, TrainingTarget
-from coordexp.training.objective_step import ScoreRow, TeacherForcing
-from coordexp.training.row_prefetch import RowBuilder, RowPrefetch
+from coordexp.training.objective_step import ScoreRow
 
 SOFT_CE, W1, GATE, SIGMA = 1.0, 1.0, 1.0, 2.0
 PIPELINE = {
@@ -131,12 +129,12 @@ def build_model(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Any:
     return model.train()
 
 
-def draw_segments(lengths: Sequence[int], sizes: Sizes, seed: int = 0) -> list[Segment]:
-    """Samples of these lengths: an image and a prompt, then an answer of as many boxes as fit in two thirds."""
+def draw_segments(lengths: Sequence[int], sizes: Sizes, seed: int = 0, answer: float = 2 / 3) -> list[Segment]:
+    """Samples of these lengths: an image and a prompt, then as many boxes as fit in the share ``answer``."""
     rng = np.random.default_rng(seed)
     segments = []
     for number, length in enumerate(lengths):
-        boxes = max(1, (length * 2 // 3 - 2) // (len(ROLE_OF_ENTRY) + 4))
+        boxes = max(1, (int(length * answer) - 2) // (len(ROLE_OF_ENTRY) + 4))
         target = _target(str(number), boxes, sizes.vocabulary, rng)
         prompt = max(8, length - len(target.token_ids))
         side = 2 * max(1, int((prompt / 2) ** 0.5))
@@ -257,40 +255,6 @@ def _row(model: Any, batch: Sequence[Segment]) -> tuple[dict[str, Any], Supervis
     row = build_row(batch)
     inputs = row_inputs(row, model.model.get_rope_index, IMAGE, "packed", model.dtype, VisionTower.of(model))
     return inputs, SupervisionTensors.from_row(row)
-
-
-@dataclass(frozen=True, slots=True)
-class RowSeconds:
-    """Seconds of a pass over rows; of them, those in which the main thread built a row or waited for one; the loss."""
-
-    total: float
-    not_computing: float
-    loss: float
-
-
-def train_on_rows(model: Any, rows: Sequence[Sequence[Segment]], counts: SupervisionCounts, ahead: bool) -> RowSeconds:
-    """Forward and backward of every row, as the trainer goes through them: each built when its turn comes, or
-    (``ahead``) in a second thread while the one before it computes."""
-    vocabulary = model.config.text_config.vocab_size
-    pipeline = build_pipeline(PipelineConfig.model_validate(PIPELINE))
-    objective = TeacherForcing(pipeline, tuple(range(vocabulary - NUM_BINS, vocabulary)))
-    rope_index, device = model.model.get_rope_index, model.device
-    build = RowBuilder(rope_index, VisionTower.of(model), IMAGE, "packed", model.dtype, objective, device)
-    packed = [build_row(row) for row in rows]
-    started = time.perf_counter()
-    prefetch = RowPrefetch(build, [packed]) if ahead else None
-    waited = total = 0.0
-    for row in packed:
-        asked = time.perf_counter()
-        built = build(row) if prefetch is None else prefetch.take()
-        waited += time.perf_counter() - asked
-        supervision = built["supervision"].to(device)
-        queries = [query.to(device) for query in built["queries"]]
-        scores = model(forward_fn=objective.forward_fn(to_device(built["model"], device), supervision, queries))
-        loss = objective.result(supervision, queries, scores, counts).loss
-        loss.backward()
-        total += loss.item()
-    return RowSeconds(time.perf_counter() - started, waited, total)
 
 
 def flops_per_step(model: Any, sizes: Sizes, segments: Sequence[Segment], scored: int) -> float:

@@ -196,7 +196,7 @@ def test_attention_compares_every_way_that_runs_here_to_the_same_numbers(run: Ru
 
 def test_learner_compares_three_forms_of_one_loss(run: Run) -> None:
     sizes = ("--vocabulary", 3000, "--hidden", "16,24", "--positions", 30, "--samples", 5, "--lengths", "30,60")
-    results = run("learner", *sizes, "--capacity", 150, "--batch", 2, "--repeats", 1)
+    results = run("learner", *sizes, "--capacity", 150, "--batch", 2, "--repeats", 1, "--full-row", 600)
     assert [row["hidden"] for row in results["objective"]] == [16, 24]
     for row in results["objective"]:
         forms = row["forms"]
@@ -213,10 +213,11 @@ def test_learner_compares_three_forms_of_one_loss(run: Run) -> None:
         assert form["tokens_per_s"] == pytest.approx(training["tokens"] / form["seconds"])
         assert training["speedup"][name] > 0
     assert 0.9 < results["packing"]["fill"] <= 1 and results["packing"]["ms"] > 0
-    rows = results["rows"]
-    assert rows["rows"] >= 2 and rows["row_mb"] > 0
-    assert 0 < rows["in_turn_share"] < 1 and 0 < rows["ahead_share"] < 1
-    assert rows["speedup"] == pytest.approx(rows["in_turn_s"] / rows["ahead_s"])
+    assert list(results["rows"]) == ["trained", "played"]
+    for rows in results["rows"].values():
+        assert rows["rows"] >= 2 and rows["row_mb"] > 0
+        assert 0 < rows["in_turn_share"] < 1 and 0 < rows["ahead_share"] < 1
+        assert rows["speedup"] == pytest.approx(rows["in_turn_s"] / rows["ahead_s"])
 
 
 def test_json_goes_to_a_file_where_one_is_named(script: Callable[[str], ModuleType], tmp_path: Path) -> None:
