@@ -4,8 +4,9 @@ Building a row is work for the host alone: pixels joined and cast, positions, ma
 of it all, which travel without holding anybody up. It takes about as long as a small model's forward and backward.
 
 At most one row waits, also across the micro-steps of a window, so memory holds two: the one that computes and the next.
-The thread ends with its row, so nothing is left running between windows or behind an error. It draws no random number
-and calls no other rank; what it raises is raised where its row is taken, in the row's own micro-step.
+The thread ends with its window's last row or with the first error, so nothing is left running between windows. (One for
+each row would be simpler, and late: a busy machine lets a new thread wait for its first turn.) It draws no random
+number and calls no other rank; what it raises is raised where its row is taken, in the row's own micro-step.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from coordexp.records import PackedRow
 from coordexp.training.objective_step import TrainingObjective
 from coordexp.weight_sync.background import in_background
 
+_Asked = tuple[PackedRow, "Future[tuple[dict[str, Any], float]]"]
 ROW_DEADLINE_S = 600.0  # far beyond what any row needs: a machine that swaps, or a driver that hangs
 STOP_S = 10.0
 
@@ -58,7 +61,7 @@ class RowBuilder:
 
 
 class RowPrefetch:
-    """The rows of one window, in the order in which they are trained on."""
+    """The rows of one window, in the order in which they are trained on. As a context: what fails within stops it."""
 
     def __init__(
         self, build: Callable[[PackedRow], dict[str, Any]], micro_steps: Sequence[Sequence[PackedRow]]
@@ -69,8 +72,11 @@ class RowPrefetch:
         self.built_s = 0.0
         self._build = build
         self._rows = iter([row for rows in micro_steps for row in rows])
-        self._next: tuple[PackedRow, Future[tuple[dict[str, Any], float]]] | None = None
+        self._asked: SimpleQueue[_Asked | None] = SimpleQueue()
+        self._next: _Asked | None = None
         self._begin()
+        if self._next is not None:
+            in_background(self._work, name="rows")
 
     def take(self) -> dict[str, Any]:
         """The next row, for which this waits where it must; the one behind it is begun.
@@ -84,20 +90,30 @@ class RowPrefetch:
         done, _ = wait([future], ROW_DEADLINE_S)
         self.waited_s += time.perf_counter() - started
         if not done:
+            self._asked.put(None)
             samples = ", ".join(segment.sample_id for segment in row.segments)
             raise RowLate(
                 f"the row of samples {samples[:200]} is not built after {ROW_DEADLINE_S:.0f} s; see whether the "
                 "machine swaps or its GPU driver hangs, and start again with training.resume_from_checkpoint: true"
             )
         self._next = None
-        inputs, seconds = future.result()
+        with self:
+            inputs, seconds = future.result()
         self.built_s += seconds
         self._begin()
         return inputs
 
+    def __enter__(self) -> RowPrefetch:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.stop()
+
     def stop(self) -> None:
         """Begin no further row, and wait, not for long, until none is being built."""
         pending, self._next, self._rows = self._next, None, iter(())
+        self._asked.put(None)
         if pending is not None:
             wait([pending[1]], STOP_S)
 
@@ -109,11 +125,18 @@ class RowPrefetch:
 
     def _begin(self) -> None:
         row = next(self._rows, None)
-        self._next = None if row is None else (row, in_background(lambda: self._timed(row), name="row"))
+        self._next = None if row is None else (row, Future())
+        self._asked.put(self._next)
 
-    def _timed(self, row: PackedRow) -> tuple[dict[str, Any], float]:
-        started = time.perf_counter()
-        return self._build(row), time.perf_counter() - started
+    def _work(self) -> None:
+        while (asked := self._asked.get()) is not None:
+            row, future = asked
+            started = time.perf_counter()
+            try:
+                built = self._build(row)
+                future.set_result((built, time.perf_counter() - started))
+            except BaseException as error:  # whoever takes the row gets it
+                future.set_exception(error)
 
 
 class MicroStep:

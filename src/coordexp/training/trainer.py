@@ -117,9 +117,10 @@ class CoordExpTrainer(SavingTrainer):
             self.window = self.window_builder.prepare(raw, self.state.global_step)
             self._records = tuple(sample.record for batch in raw for sample in batch)
             self._rows, self._figures = RowPrefetch(self._row_builder(), self.window.micro_steps), FiguresOnDevice()
-            asked = self._ask_ahead()
-            with distributed.raise_on_all_ranks(f"records of step {step}"):
-                recorded = self._record(raw, self.window)
+            with self._rows:
+                asked = self._ask_ahead()
+                with distributed.raise_on_all_ranks(f"records of step {step}"):
+                    recorded = self._record(raw, self.window)
         prepared_s = time.perf_counter() - started
         self.sums.add({**self.window.metrics, **asked, **recorded, "time/window_prepare_s": prepared_s})
         self.sums.count_step(self.window.channel)
@@ -193,14 +194,14 @@ class CoordExpTrainer(SavingTrainer):
         """Forward and backward of one micro-step's rows, timed; gradients are exchanged behind the last of them."""
         started = time.perf_counter()
         loss = torch.zeros((), device=self.args.device)
-        with self.saving_before_giving_up(f"step {self.state.global_step + 1}"), self._failing_together():
+        assert self._rows is not None, "a micro-step without a prepared window"
+        with self.saving_before_giving_up(f"step {self.state.global_step + 1}"), self._rows, self._failing_together():
             for number, row in enumerate(inputs, start=1):
                 self._at_last_row = number == len(inputs)
                 with nullcontext() if self._at_last_row else self._without_exchange(model):
                     loss = loss + super().training_step(model, row, num_items_in_batch)
             if self.accelerator.sync_gradients:
                 self._look()
-        assert self._rows is not None, "a micro-step without a prepared window"
         self.sums.add({"time/learner_s": time.perf_counter() - started, **self._rows.take_seconds()})
         return loss
 

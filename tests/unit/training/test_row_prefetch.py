@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ def rows() -> list[PackedRow]:
 
 
 def building() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "row"]
+    return [thread for thread in threading.enumerate() if thread.name == "rows"]
 
 
 def none_is_built() -> bool:
@@ -42,12 +42,19 @@ class Begun:
     def __init__(self, may_go_on: bool = True) -> None:
         self.rows: list[PackedRow] = []
         self.threads: set[int] = set()
+        self.changed = threading.Condition()
         self.go_on = threading.Event()
         if may_go_on:
             self.go_on.set()
 
+    def has_begun(self, count: int) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: len(self.rows) >= count, 60)
+
     def __call__(self, row: PackedRow) -> dict[str, Any]:
-        self.rows.append(row)
+        with self.changed:
+            self.rows.append(row)
+            self.changed.notify_all()
         self.threads.add(threading.get_ident())
         assert self.go_on.wait(60)
         return {"row": row}
@@ -62,10 +69,10 @@ def test_rows_come_in_order_and_at_most_one_is_built_ahead(counts: Sequence[int]
     for one in ahead.micro_steps:
         for built in one:
             taken.append(built["row"])
-            assert none_is_built()
+            build.has_begun(min(len(taken) + 1, len(rows)))
             assert build.rows == rows[: len(taken) + 1]
-    assert taken == rows
-    assert threading.get_ident() not in build.threads
+    assert taken == rows and none_is_built()
+    assert len(build.threads) == 1 and threading.get_ident() not in build.threads
 
 
 def test_an_error_belongs_to_the_row_that_has_it(rows: list[PackedRow]) -> None:
@@ -92,6 +99,15 @@ def test_once_stopped_nothing_more_is_built(rows: list[PackedRow]) -> None:
     ahead.stop()
 
 
+def test_what_fails_meanwhile_stops_it(rows: list[PackedRow]) -> None:
+    build = Begun()
+    ahead = RowPrefetch(build, [rows])
+    with pytest.raises(ZeroDivisionError), ahead:
+        ahead.take()
+        raise ZeroDivisionError
+    assert none_is_built() and len(build.rows) == 2
+
+
 def test_a_row_that_never_comes_is_an_error_that_names_its_samples(
     rows: list[PackedRow], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,21 +122,27 @@ def test_a_row_that_never_comes_is_an_error_that_names_its_samples(
     assert none_is_built() and build.rows == rows[:1]
 
 
-def test_waiting_and_building_are_counted_once(rows: list[PackedRow], monkeypatch: pytest.MonkeyPatch) -> None:
-    ticks = iter(range(100))
-    monkeypatch.setattr(row_prefetch, "in_background", in_place)
-    monkeypatch.setattr("coordexp.training.row_prefetch.time.perf_counter", lambda: float(next(ticks)))
+def test_waiting_and_building_are_counted_once(rows: list[PackedRow]) -> None:
     ahead = RowPrefetch(Begun(), [rows[:2]])
     list(ahead.micro_steps[0])
-    assert ahead.take_seconds() == {"time/row_wait_s": 2.0, "time/row_build_s": 2.0}
+    assert none_is_built()
+    seconds = ahead.take_seconds()
+    assert seconds.keys() == {"time/row_wait_s", "time/row_build_s"} and min(seconds.values()) > 0
     assert ahead.take_seconds() == {"time/row_wait_s": 0.0, "time/row_build_s": 0.0}
 
 
-def in_place(act: Callable[[], Any], name: str) -> Future[Any]:
-    """As if there were no second thread."""
-    future: Future[Any] = Future()
-    future.set_result(act())
-    return future
+class InTurn(RowPrefetch):
+    """As if there were no second thread: a row is built when it is taken."""
+
+    def _work(self) -> None: ...
+
+    def take(self) -> dict[str, Any]:
+        assert self._next is not None
+        self._asked = SimpleQueue()
+        for asked in (self._next, None):
+            self._asked.put(asked)
+        RowPrefetch._work(self)
+        return super().take()
 
 
 @pytest.mark.parametrize("stage", [1, 2, "two_channel"])
@@ -129,7 +151,7 @@ def test_a_run_is_the_same_to_the_bit_without_the_second_thread(
 ) -> None:
     keys: dict[str, Any] = {"training__max_steps": 3, "training__gradient_accumulation_steps": 2}
     ahead = train(run_config(tmp_path, stage, "ahead", **keys))
-    monkeypatch.setattr(row_prefetch, "in_background", in_place)
+    monkeypatch.setattr("coordexp.training.trainer.RowPrefetch", InTurn)
     in_turn = train(run_config(tmp_path, stage, "in_turn", **keys))
 
     def figures(trainer: Any) -> list[dict[str, float]]:
