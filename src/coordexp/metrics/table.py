@@ -179,9 +179,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("time/pack_s", "seconds", SECONDS, "choosing segments, laying out rows, counting over ranks"),
         Metric("time/window_prepare_s", "seconds", SECONDS, "what the step prepares before its first forward: the push, the wait, building and packing"),
         Metric("time/learner_s", "seconds", SECONDS, "forward and backward of the step's rows"),
-        Metric("time/row_wait_s", "seconds", SECONDS, "the part of it in which the main thread was idle, as a row was not built yet; mostly a step's first"),
+        Metric("time/row_wait_s", "seconds", SECONDS, "the part of it in which the main thread was idle, as a row was not built yet (mostly a step's first); the rest, it was busy"),
         Metric("time/row_build_s", "seconds", SECONDS, "building rows for their forwards: work of a second thread while the row before computes"),
-        rate("time/row_wait_share", "0..1", "row_wait_s", "learner_s", "The main thread's idle share of learning; what is left to 1 is its busy share, on a GPU with what it waits for the device"),
         Metric("time/forward_s", "seconds", SECONDS, "its forward part, objective included; on a GPU, what the host spent on it"),
     ),
     "trainer": (
