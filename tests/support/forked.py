@@ -45,6 +45,8 @@ def forked(
     Returns:
         Its process. ``exitcode`` is negative for a signal.
     """
+    for file in {log, err or log}:
+        file.touch()  # whoever waits for a line may look before the process begins
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(IMPORTED))
     whole = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **(environment or {})}
