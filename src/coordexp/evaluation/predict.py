@@ -44,11 +44,11 @@ def predict(
     """
     from coordexp.modeling.inputs import check_prompt  # torch comes with it, and saved answers are read without
 
-    def tell(answers: int) -> None:
-        if on_answer is not None:
-            on_answer(min(answers, len(samples) - 1))
-
-    rollouts = backend.generate([sample.request for sample in samples], seeds, None if on_answer is None else tell)
+    requests = [sample.request for sample in samples]
+    if on_answer is None:
+        rollouts = backend.generate(requests, seeds)
+    else:
+        rollouts = backend.generate(requests, seeds, on_answer=lambda n: on_answer(min(n, len(samples) - 1)))
     predictions = []
     for sample, rollout in zip(samples, rollouts, strict=True):
         check_prompt(sample.record.sample_id, sample.request.prompt_token_ids, rollout.prompt_token_ids, vocab.decode)
