@@ -46,7 +46,7 @@ def forked(
         Its process. ``exitcode`` is negative for a signal.
     """
     for file in {log, err or log}:
-        file.touch()  # whoever waits for a line may look before the process begins
+        file.write_bytes(b"")  # whoever waits for a line may look before the process begins, and must find no old one
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(IMPORTED))
     whole = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **(environment or {})}
