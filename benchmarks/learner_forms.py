@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from coordexp.config.objective import PipelineConfig
-from coordexp.modeling.inputs import row_inputs, to_device
-from coordexp.modeling.vision import VisionTower
+from coordexp.modeling.inputs import VisionTower, row_inputs, to_device
 from coordexp.objective import ObjectiveContext, SupervisionCounts, SupervisionTensors, build_pipeline, coord_math
 from coordexp.packing import build_row, select_segments
 from coordexp.records import NUM_BINS, Segment, TokenRole, TrainingTarget

@@ -19,8 +19,7 @@ from learner_forms import IMAGE, PIPELINE, build_model, draw_segments, pack
 from rich.table import Table
 
 from coordexp.config.objective import PipelineConfig
-from coordexp.modeling.inputs import to_device
-from coordexp.modeling.vision import VisionTower
+from coordexp.modeling.inputs import VisionTower, to_device
 from coordexp.objective import SupervisionCounts, build_pipeline
 from coordexp.packing import build_row
 from coordexp.records import NUM_BINS, PackedRow

@@ -18,9 +18,8 @@ from PIL import Image, ImageFile
 
 from coordexp.errors import ServerTimeout
 from coordexp.serving.serve.app import WholeBodyInTime, build_app
-from coordexp.serving.serve.heartbeat import Heartbeat
 from coordexp.serving.serve.requests import open_image
-from coordexp.serving.serve.service import RolloutServer
+from coordexp.serving.serve.service import Heartbeat, RolloutServer
 from coordexp.serving.serve.weight_lock import RequestRefused
 from support.settings import client_to
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from coordexp.errors import ConfigError, RunStopped, TrainingDiverged
 from coordexp.training.build import run_training
 from coordexp.training.checkpoint import is_complete
-from coordexp.training.run_lock import LOCK, only_run_in
+from coordexp.training.process_group import LOCK, only_run_in
 from coordexp.training.stopping import StopSignals
 from coordexp.training.trainer import CoordExpTrainer
 from support.cli_runs import run_cli
@@ -162,7 +162,7 @@ def test_weights_that_are_nan_are_called_so_and_not_saved(
 def test_a_second_run_into_one_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The first is another process, and it is killed: what it leaves refuses nobody."""
     run_config(tmp_path, 1)
-    hold = "import sys, pathlib; from coordexp.training.run_lock import only_run_in\n" \
+    hold = "import sys, pathlib; from coordexp.training.process_group import only_run_in\n" \
            "with only_run_in(pathlib.Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"  # fmt: skip
     command = [sys.executable, "-c", hold, str(tmp_path / "run")]
     holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

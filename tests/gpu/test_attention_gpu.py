@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from coordexp.modeling.attention import KERNELS, Segments, check_attention, varlen_runs_on
-from coordexp.modeling.inputs import row_inputs, to_device
-from coordexp.modeling.vision import VisionTower
+from coordexp.modeling.inputs import VisionTower, row_inputs, to_device
 from support.tiny_run import gt_segments, load_tiny, row_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

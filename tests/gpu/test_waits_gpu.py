@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from coordexp.modeling.inputs import to_device
-from coordexp.modeling.vision import ON_HOST, VisionTower, image_arguments
+from coordexp.modeling.inputs import ON_HOST, VisionTower, image_arguments, to_device
 from coordexp.objective import SupervisionCounts
 from coordexp.objective import head as head_module
-from coordexp.training.row_figures import FiguresOnDevice
-from coordexp.training.row_prefetch import RowBuilder, RowPrefetch
+from coordexp.training.row_prefetch import FiguresOnDevice, RowBuilder, RowPrefetch
 from support.tiny_run import gt_segments, load_tiny, row_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -26,7 +26,7 @@ from support.tiny_run import tiny_scenes
 
 LAUNCH_S = 280.0
 RUN_PLAN = (
-    "import sys; from coordexp.serving.launch.run import run_plan; "
+    "import sys; from coordexp.serving.launch.processes import run_plan; "
     "from coordexp.serving.launch.plan import plan_from_json; "
     "sys.exit(run_plan(plan_from_json(sys.stdin.readline())))"
 )

@@ -14,8 +14,7 @@ from coordexp.config import resolved_rollout
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.data.images import open_rgb
 from coordexp.modeling.adapter import save_adapter
-from coordexp.modeling.export import merge_checkpoint
-from coordexp.modeling.load import LoadedModel
+from coordexp.modeling.load import LoadedModel, merge_checkpoint
 from coordexp.modeling.weights import LearnerWeights
 from coordexp.rollouts import SeedContext, build_backend, synced
 from coordexp.rollouts.build import LearnerParts

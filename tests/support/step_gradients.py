@@ -9,9 +9,8 @@ import torch
 
 from coordexp.config.objective import PipelineConfig
 from coordexp.matching import match_objects
-from coordexp.modeling.inputs import row_inputs
+from coordexp.modeling.inputs import VisionTower, row_inputs
 from coordexp.modeling.load import LoadedModel
-from coordexp.modeling.vision import VisionTower
 from coordexp.objective import ObjectiveContext, SupervisionCounts, SupervisionTensors, build_pipeline
 from coordexp.parsing import parse_rollout
 from coordexp.records import Segment

@@ -16,7 +16,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "coordexp"
 LAYERS: dict[str, int] = {
     name: number
     for number, names in {
-        0: "records errors durable",  # of layer 1, and what the rest of it may use
+        0: "records errors",  # of layer 1, and what the rest of it may use
         1: "extras settings distributed cpu_wheels assets files progress_bar",
         2: "config geometry coords",
         3: "data parsing matching packing rollouts checkpoints",

@@ -11,9 +11,9 @@ import typer
 
 from coordexp import distributed
 from coordexp.cli import evaluate, export, launch, predict, run, view
-from coordexp.cli.config import config_app
 from coordexp.cli.data import data_app
 from coordexp.cli.model import model_app
+from coordexp.cli.run import config_app
 from coordexp.errors import CoordExpError, RunStopped
 
 USER_ERROR = 2

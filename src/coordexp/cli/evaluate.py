@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from coordexp.config import RunConfig
     from coordexp.evaluation import ImageAnswer, Summary
-    from coordexp.evaluation.categories import Renaming
+    from coordexp.evaluation.answers import Renaming
 
     Rename = Callable[[Sequence[ImageAnswer]], list[ImageAnswer]]
 
@@ -249,7 +249,7 @@ def _draw(sheet: Path | None, runs: Mapping[str, Sequence[ImageAnswer]]) -> list
 
 def _renaming(aliases: Path | None, embedder: Path | None, threshold: float) -> Renaming:
     """Aliases first; then the encoder, for what is still annotated nowhere. Files are read before any work is done."""
-    from coordexp.evaluation.categories import Renaming, apply_aliases, read_aliases
+    from coordexp.evaluation.answers import Renaming, apply_aliases, read_aliases
 
     steps: list[Rename] = []
     about: dict[str, object] = {}

@@ -70,7 +70,7 @@ def launch(
         return
     run = load_config(config, arguments=given)
     from coordexp.serving.launch.preflight import look_over
-    from coordexp.serving.launch.run import run_plan
+    from coordexp.serving.launch.processes import run_plan
     from coordexp.training.build import check_run
     from coordexp.vllm_engine.cpu import num_gpus
 

@@ -59,7 +59,7 @@ def export_command(
     """Write a run's model as a plain checkpoint: weights, tokenizer and processor, nothing else."""
     check_checkpoint(checkpoint)
     refuse_filled(out)
-    from coordexp.modeling.export import export_checkpoint
+    from coordexp.modeling.load import export_checkpoint
 
     typer.echo(f"wrote {export_checkpoint(checkpoint, out, dtype.value)}")
 
@@ -76,7 +76,7 @@ def merge_command(
     """Merge a run's adapters and coordinate rows into a plain checkpoint, which transformers and vLLM load."""
     check_checkpoint(run)
     refuse_filled(out)
-    from coordexp.modeling.export import merge_checkpoint
+    from coordexp.modeling.load import merge_checkpoint
 
     typer.echo(f"wrote {merge_checkpoint(run, out, base, None if dtype is None else dtype.value)}")
 

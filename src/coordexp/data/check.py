@@ -11,12 +11,11 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from coordexp.data.images import image_exists, open_rgb, read_header, size_problem
+from coordexp.data.images import image_exists, open_rgb, read_header, shape_problem, size_problem
 from coordexp.data.jsonl import numbered_lines
 from coordexp.data.record_line import LineFault, RefusedLine, parse_line
 from coordexp.data.seen_images import SeenImage, SeenImages
 from coordexp.data.shards import image_bytes
-from coordexp.data.smart_resize import shape_problem
 from coordexp.errors import DataError
 from coordexp.records import NUM_BINS, GTObject, ImageRecord
 

@@ -7,9 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
-from coordexp.data.images import read_header, size_problem
+from coordexp.data.images import read_header, shape_problem, size_problem
 from coordexp.data.record_line import parse_line
-from coordexp.data.smart_resize import shape_problem
 from coordexp.errors import DataError
 from coordexp.records import GTObject, ImageRecord
 

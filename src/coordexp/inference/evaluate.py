@@ -16,7 +16,7 @@ from coordexp.data.dataset import RecordDataset
 from coordexp.data.kept_records import check_images, open_records
 from coordexp.errors import ConfigError
 from coordexp.evaluation import EvaluationOptions, ImageAnswer, Prediction, Summary, summarise
-from coordexp.evaluation.categories import AS_WRITTEN, Renaming
+from coordexp.evaluation.answers import AS_WRITTEN, Renaming
 from coordexp.evaluation.predict import ON_COUNTS_ALONE, evaluate_dataset, gather_answers
 from coordexp.evaluation.summary import METRICS, write_summary
 from coordexp.inference.session import open_session

@@ -47,9 +47,8 @@ def _loss_function(config: RunConfig, model: Path):
     """``record -> losses`` of its rebuilt target, in a packed row of its own."""
     import torch
 
-    from coordexp.modeling.inputs import PromptEncoder, row_inputs
+    from coordexp.modeling.inputs import PromptEncoder, VisionTower, row_inputs
     from coordexp.modeling.load import load_model
-    from coordexp.modeling.vision import VisionTower
     from coordexp.objective import SupervisionCounts, SupervisionTensors
     from coordexp.packing import build_row
     from coordexp.training.objective_step import TeacherForcing

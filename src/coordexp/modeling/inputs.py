@@ -8,23 +8,80 @@ How many tokens a sample takes in training is told without opening its image.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
+from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
 
 from coordexp.checkpoints.folder import base_checkpoint
 from coordexp.coords import serialize_objects
-from coordexp.data.images import open_rgb
-from coordexp.data.prompts import build_messages
-from coordexp.data.smart_resize import shape_problem, smart_resize
+from coordexp.data.images import open_rgb, shape_problem, smart_resize
+from coordexp.data.preparation import build_messages
 from coordexp.errors import AlignmentError, DataError
-from coordexp.modeling.attention import row_arguments
+from coordexp.modeling.attention import Segments, row_arguments
 from coordexp.modeling.load import load_processor, load_vocab, read_config
-from coordexp.modeling.vision import ON_HOST, VisionTower
 from coordexp.records import ImageRecord, PackedRow, RolloutRequest
+
+# Read by the host in every layer, and by nothing else: they stay where the host is.
+ON_HOST = ("image_grid_thw", "image_cu_seqlens")
+
+
+@dataclass(frozen=True, slots=True)
+class VisionTower:
+    """What the arguments depend on beside the images: ``side`` of the square of learned positions, how it is resampled
+    to an image's own grid, and ``merge``, patches along the side of one placeholder."""
+
+    side: int
+    mode: str
+    align_corners: bool
+    merge: int
+
+    @classmethod
+    def of(cls, model: Any) -> VisionTower:
+        """That of a bare Qwen3-VL model."""
+        tower = model.model.visual
+        return cls(
+            tower.num_grid_per_side,
+            tower.interpolation_mode,
+            tower.interpolation_align_corners,
+            tower.spatial_merge_size,
+        )
+
+    def arguments(self, grid_I3: torch.Tensor, attention: str) -> dict[str, Any]:
+        """Arguments of the model's forward for I images of ``grid_I3`` (frames, height, width in patches), P patches in
+        all, under ``model.attn_implementation``'s value.
+
+        ``image_position_ids`` (P, 2), ``image_interp_indices`` and ``image_interp_weights`` (P, taps);
+        ``image_frames``, a :class:`Segments` that keeps the images apart, with ``image_cu_seqlens``, which says that
+        all of them are one: so that transformers hands them over together. ``sdpa`` takes them one by one.
+        """
+        indices, weights = get_vision_interpolation_indices_and_weights(
+            grid_I3,
+            num_grid_per_side=self.side,
+            mode=self.mode,
+            align_corners=self.align_corners,
+            spatial_merge_size=self.merge,
+        )
+        lengths = [height * width for frames, height, width in grid_I3.tolist() for _ in range(frames)]
+        given: dict[str, Any] = {
+            "image_position_ids": get_vision_position_ids(grid_I3, self.merge),
+            "image_interp_indices": indices,
+            "image_interp_weights": weights,
+        }
+        if attention == "sdpa":
+            return given | {"image_cu_seqlens": torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)}
+        together = torch.tensor([0, sum(lengths)], dtype=torch.int32)
+        return given | {"image_cu_seqlens": together, "image_frames": Segments(lengths, causal=False)}
+
+
+def image_arguments(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a row's arguments that its images' features alone are made from, pixels and sizes aside."""
+    return {name: value for name, value in inputs.items() if name.startswith("image_") and name != "image_grid_thw"}
+
 
 RopeIndex = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 

@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from coordexp.modeling.vision import image_arguments
+from coordexp.modeling.inputs import image_arguments
 
 Hidden = TypeVar("Hidden")
 EmbedMode = Literal["st", "soft", "hard"]

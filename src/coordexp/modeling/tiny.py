@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from coordexp.coords import COORD_TOKENS, TURN_END, serialize_objects
-from coordexp.data.prompts import DEFAULT_PROMPT
+from coordexp.data.preparation import DEFAULT_PROMPT
 from coordexp.data.scenes import COLOURS, SHAPES
 from coordexp.modeling.expand_vocab import smooth_coord_rows
 from coordexp.records import GTObject

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from coordexp.checkpoints.folder import part_of
-from coordexp.config.model import TunerConfig
+from coordexp.config.data import TunerConfig
 from coordexp.errors import ConfigError
 from coordexp.modeling.coord_offset import add_coord_offset
 from coordexp.modeling.weights import ADAPTER

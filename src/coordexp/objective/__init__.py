@@ -1,11 +1,17 @@
 """The loss: declared modules over one packed row, each term normalised over the whole optimizer step."""
 
-from coordexp.objective.context import ObjectiveContext, SupervisionCounts, SupervisionTensors
+from coordexp.objective.context import (
+    HeadQuery,
+    HeadScores,
+    ObjectiveContext,
+    SupervisionCounts,
+    SupervisionTensors,
+    Wants,
+    head_query,
+)
 from coordexp.objective.coord_math import coord_gate
 from coordexp.objective.head import score_head
 from coordexp.objective.pipeline import MODULES, ObjectivePipeline, build_pipeline, sft_pipeline
-from coordexp.objective.query import Wants, head_query
-from coordexp.objective.scores import HeadQuery, HeadScores
 
 __all__ = [
     "MODULES",

@@ -1,16 +1,80 @@
-"""What the objective sees: what the head says at a packed row's supervised positions, and what should stand there."""
+"""What the objective sees: what should stand at a packed row's supervised positions, what its modules want of the
+language head there, joined into one query, and what the head says. Each number is computed once, and only if wanted.
+
+N supervised positions of a row, U of them scored against the whole vocabulary, K coordinate slots, G text positions of
+the text gate; B = 1000 bins, T temperatures.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import astuple, dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import astuple, dataclass, replace
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from coordexp.objective.scores import HeadQuery, HeadScores, move
 from coordexp.packing import supervise_row
 from coordexp.records import PackedRow, TokenRole, TrainingTarget
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadQuery:
+    """Which numbers of the head the modules want of one row. Whatever nobody wants is not computed.
+
+    ``vocab_in_N_U``: positions scored against the whole vocabulary, those with a gradient (``num_trained``) first;
+    ``slot_in_U_K``: the coordinate slots among them, all or none; ``text_gate_in_U_G``: text positions among them
+    whose mass on coordinate tokens is wanted; ``slot_in_N_K``: the slots whose 1000 coordinate logits are wanted, all
+    or none; ``num_scored``: positions of which anything is computed.
+    """
+
+    vocab_in_N_U: torch.Tensor
+    slot_in_U_K: torch.Tensor
+    text_gate_in_U_G: torch.Tensor
+    slot_in_N_K: torch.Tensor
+    num_trained: int
+    num_scored: int
+    temperatures: tuple[float, ...]
+
+    def to(self, device: torch.device) -> HeadQuery:
+        """The same on ``device``."""
+        return move(self, device)
+
+
+def move(record: Any, device: torch.device) -> Any:
+    """A copy of a dataclass with its tensors on ``device``; what is no tensor stays."""
+    return map_tensors(record, lambda tensor: tensor.to(device, non_blocking=device.type == "cuda"))
+
+
+def map_tensors(record: Any, act: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A copy of a dataclass with ``act`` of each of its tensors; what is no tensor stays."""
+    mapped = {name: act(value) for name in record.__slots__ if isinstance(value := getattr(record, name), torch.Tensor)}
+    return replace(record, **mapped)
+
+
+@lru_cache(maxsize=8)
+def coord_ids_on(coord_ids: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """The coordinate tokens by bin, int64 (B,). Kept: to copy a Python list to a GPU is to wait for it."""
+    with torch.inference_mode(False):  # whoever comes first may hold no gradient, and others do
+        return torch.tensor(coord_ids, device=device)
+
+
+class HeadScores(NamedTuple):
+    """The head's answers, float32 or wider, finite. A tuple of tensors: DDP and FSDP look into what a forward returns.
+
+    ``vocab_lse_TU`` logsumexp(z/τ) over the vocabulary; ``label_logit_U``; ``coord_lse_TG`` logsumexp(z/τ) over the
+    coordinate columns; ``coord_logit_KB``. ``nonfinite_N`` positions with a NaN or infinite logit, ``clamped_N`` those
+    whose finite logits passed the limit and were cut off.
+    """
+
+    vocab_lse_TU: torch.Tensor
+    label_logit_U: torch.Tensor
+    coord_lse_TG: torch.Tensor
+    coord_logit_KB: torch.Tensor
+    nonfinite_N: torch.Tensor
+    clamped_N: torch.Tensor
+
 
 # Positions whose hidden states are kept: the roles that some module of the objective may supervise. All others cost
 # nothing, and a module cannot reach them.
@@ -166,3 +230,60 @@ class ObjectiveContext:
                 f"no module wanted logsumexps at temperature {temperature}, only {self.query.temperatures}"
             )
         return self.query.temperatures.index(temperature)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Wants:
+    """One module's needs, over a row's N supervised positions.
+
+    ``vocab_N`` mask: logsumexp over the vocabulary, and the label's logit; ``text_gate_N`` mask, within ``vocab_N``:
+    logsumexp over the coordinate columns too; ``coord_logits``: the 1000 logits at every coordinate slot;
+    ``temperatures`` of the logsumexps.
+    """
+
+    vocab_N: torch.Tensor | None = None
+    text_gate_N: torch.Tensor | None = None
+    coord_logits: bool = False
+    temperatures: frozenset[float] = frozenset()
+
+
+def head_query(supervision: SupervisionTensors, trained: Sequence[Wants], measured: Sequence[Wants] = ()) -> HeadQuery:
+    """Join the needs of modules with a loss (``trained``) and of those that only measure.
+
+    Made where the supervision is, on the CPU before the row goes to the device: reading masks there costs a wait.
+    """
+    num = len(supervision.position_N)
+    none_N = torch.zeros(num, dtype=torch.bool, device=supervision.position_N.device)
+    trained_N, text_gate_N = _union(trained, "vocab_N", none_N), _union((*trained, *measured), "text_gate_N", none_N)
+    measured_N = _union(measured, "vocab_N", none_N) & ~trained_N
+    vocab_in_N_U = torch.cat([_positions(trained_N), _positions(measured_N)])
+    in_U_N = torch.full((num,), -1, device=none_N.device)
+    in_U_N[vocab_in_N_U] = torch.arange(len(vocab_in_N_U), device=none_N.device)
+    slot_in_N_K = supervision.coord_in_N_K
+    slot_in_U_K = in_U_N[slot_in_N_K]
+    coord_logits = any(wants.coord_logits for wants in (*trained, *measured))
+    scored_N = trained_N | measured_N
+    if coord_logits:
+        scored_N[slot_in_N_K] = True
+    return HeadQuery(
+        vocab_in_N_U=vocab_in_N_U,
+        slot_in_U_K=slot_in_U_K if bool((slot_in_U_K >= 0).all()) else slot_in_U_K[:0],
+        text_gate_in_U_G=in_U_N[_positions(text_gate_N)],
+        slot_in_N_K=slot_in_N_K if coord_logits else slot_in_N_K[:0],
+        num_trained=int(trained_N.sum()),
+        num_scored=int(scored_N.sum()),
+        temperatures=tuple(sorted(set().union(*(wants.temperatures for wants in (*trained, *measured))))),
+    )
+
+
+def _union(all_wants: Sequence[Wants], field: str, none_N: torch.Tensor) -> torch.Tensor:
+    mask_N = none_N.clone()
+    for wants in all_wants:
+        wanted_N = getattr(wants, field)
+        if wanted_N is not None:
+            mask_N |= wanted_N
+    return mask_N
+
+
+def _positions(mask_N: torch.Tensor) -> torch.Tensor:
+    return torch.nonzero(mask_N)[:, 0]

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from coordexp.objective.context import HeadQuery, HeadScores, coord_ids_on
 from coordexp.objective.coord_math import LOGIT_LIMIT, limit_logits
-from coordexp.objective.scores import HeadQuery, HeadScores, coord_ids_on
 from coordexp.objective.vocab_chunks import (
     HeadProducts,
     Plan,

@@ -15,14 +15,16 @@ import torch
 
 from coordexp.config.data import CoordSoftCEW1Config
 from coordexp.config.objective import Channel, ModuleSpec, PipelineConfig
-from coordexp.objective.bbox_geo import DECODE, BBoxGeo
-from coordexp.objective.context import ObjectiveContext, SupervisionCounts, SupervisionTensors
-from coordexp.objective.coord_diag import CoordDiag
+from coordexp.objective.context import (
+    HeadQuery,
+    ObjectiveContext,
+    SupervisionCounts,
+    SupervisionTensors,
+    Wants,
+    head_query,
+)
 from coordexp.objective.coord_math import DecodeMode
-from coordexp.objective.coord_reg import CoordReg
-from coordexp.objective.query import Wants, head_query
-from coordexp.objective.scores import HeadQuery
-from coordexp.objective.token_ce import TokenCE
+from coordexp.objective.modules import DECODE, BBoxGeo, CoordDiag, CoordReg, TokenCE
 
 MODULES: dict[str, type] = {"token_ce": TokenCE, "coord_reg": CoordReg, "bbox_geo": BBoxGeo, "coord_diag": CoordDiag}
 

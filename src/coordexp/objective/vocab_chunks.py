@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from coordexp.objective.context import HeadQuery
 from coordexp.objective.coord_math import LOGIT_LIMIT, limit_logits
-from coordexp.objective.scores import HeadQuery
 
 
 @dataclass(frozen=True, slots=True, eq=False)

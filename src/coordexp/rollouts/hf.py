@@ -12,8 +12,7 @@ import torch
 from coordexp.config.rollout import RepeatTerminateConfig
 from coordexp.coords import CoordVocab
 from coordexp.records import Rollout, RolloutRequest
-from coordexp.rollouts.answer_tokens import answer_tokens
-from coordexp.rollouts.backend import DecodingOptions, IndexedRollout, RolloutRound, Seeds, in_turn
+from coordexp.rollouts.backend import DecodingOptions, IndexedRollout, RolloutRound, Seeds, answer_tokens, in_turn
 from coordexp.rollouts.closed_names import ClosedNames
 from coordexp.rollouts.hf_processors import EndedRows, NamesOnly, RepeatStop, sampling_processors
 from coordexp.rollouts.repeat_guard import ObjectKeyReader, RepeatGuard

@@ -11,8 +11,7 @@ from typing import Any, Literal
 from coordexp.coords import CoordVocab
 from coordexp.errors import RolloutError
 from coordexp.records import Rollout, RolloutRequest
-from coordexp.rollouts.answer_tokens import answer_tokens
-from coordexp.rollouts.backend import DecodingOptions
+from coordexp.rollouts.backend import DecodingOptions, answer_tokens
 from coordexp.vllm_engine.arguments import NAMES_KEY
 from coordexp.weight_sync.stamp import WeightStamp
 

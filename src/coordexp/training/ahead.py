@@ -19,8 +19,8 @@ from coordexp.data.dataset import Sample
 from coordexp.errors import CheckpointError
 from coordexp.metrics import SampleOutcome
 from coordexp.records import Segment
-from coordexp.training.answers_file import WaitingAnswers
 from coordexp.training.sources import AnsweredWindow, RolloutSource
+from coordexp.training.waiting import WaitingAnswers
 from coordexp.weight_sync.background import in_background
 
 MicroBatches = Sequence[Sequence[Sample]]

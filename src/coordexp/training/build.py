@@ -120,9 +120,9 @@ def build_trainer(
     """
     from coordexp.rollouts import build_backend
     from coordexp.rollouts.offload import build_offload
-    from coordexp.training.epochs import EpochOfData
     from coordexp.training.manifest import write_manifest
     from coordexp.training.optimizer import LearningRates
+    from coordexp.training.reading import EpochOfData
     from coordexp.training.recipe import build_recipe
     from coordexp.training.trainer import CoordExpTrainer
     from coordexp.training.upstream_names import check_learner
@@ -251,7 +251,7 @@ def _scorer(config: RolloutMatchingConfig, loaded: LoadedModel) -> TokenScorer |
 def _set_up_loggers(run: CheckedRun, trainer: CoordExpTrainer, resume: Path | None) -> None:
     """Names, folders, and pictures of rollouts, where ``training.report_to`` asks for TensorBoard."""
     from coordexp.recording.pictures import RolloutPictures
-    from coordexp.training.loggers import set_up_loggers
+    from coordexp.training.progress import set_up_loggers
 
     loggers = set_up_loggers(trainer, run.config.training.logging_dir, resume)
     if run.rollout.monitor_dump.enabled and distributed.is_main():
@@ -300,8 +300,7 @@ def run_training(
     Raises:
         RunStopped: a signal ended the run; everything is saved. ProcessesLost: another process of torchrun is gone.
     """
-    from coordexp.training.process_group import join_processes, lost_each_other
-    from coordexp.training.run_lock import only_run_in
+    from coordexp.training.process_group import join_processes, lost_each_other, only_run_in
 
     checked = check_run(config)
     try:

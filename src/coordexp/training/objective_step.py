@@ -27,8 +27,8 @@ from coordexp.objective import (
     SupervisionTensors,
     score_head,
 )
+from coordexp.objective.context import coord_ids_on
 from coordexp.objective.pipeline import ObjectiveResult
-from coordexp.objective.scores import coord_ids_on
 
 FIRST_FORWARD = ("token_ce",)
 

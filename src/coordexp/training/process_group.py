@@ -1,13 +1,20 @@
-"""The processes of torchrun: joining the group, and telling an error of lost processes from others."""
+"""What a run holds: the group of torchrun's processes, and its output folder, into which no other run may write."""
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
 import re
-from datetime import timedelta
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 from coordexp import distributed
 from coordexp.config import RunConfig
+from coordexp.errors import ConfigError
 
 _LOST = re.compile(
     r"gloo|nccl|ProcessGroup|Connection (closed|reset|refused)|Timed out waiting|Socket Timeout|recvValue|sendBytes"
@@ -52,3 +59,42 @@ def lost_each_other(error: BaseException) -> bool:
     if isinstance(error, (DistBackendError, DistNetworkError, DistStoreError)):
         return True
     return type(error) is RuntimeError and _LOST.search(str(error)) is not None
+
+
+LOCK = "run.lock"
+
+
+@contextmanager
+def only_run_in(output_dir: Path) -> Iterator[None]:
+    """Hold ``output_dir`` for this run. A collective call.
+
+    The kernel lets go of the lock however the process ends, so a lock file that lies there says nothing by itself.
+
+    Raises:
+        ConfigError: another process trains into the folder.
+    """
+    with distributed.raise_on_all_ranks("training.output_dir"):
+        descriptor = _take(output_dir) if distributed.is_main() else None
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _take(output_dir: Path) -> int:
+    output_dir.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(output_dir / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        # Of the process, not of the open file: loader processes do not inherit it, and network file systems know it.
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        holder = os.read(descriptor, 1024).decode(errors="replace").strip() or "nobody wrote which"
+        os.close(descriptor)
+        raise ConfigError(
+            f"training.output_dir: another run trains into {output_dir} ({holder}); end it, or choose another folder"
+        ) from error
+    os.ftruncate(descriptor, 0)
+    told = {"pid": os.getpid(), "host": socket.gethostname(), "since": datetime.now(UTC).isoformat(timespec="seconds")}
+    os.write(descriptor, json.dumps(told).encode())
+    return descriptor

@@ -1,4 +1,5 @@
-"""Raw windows in the data loader's order, read one step before they are trained on."""
+"""What the data loader is told and asked: the epoch that begins, and raw windows, read one step before they are trained
+on."""
 
 from __future__ import annotations
 
@@ -6,8 +7,22 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from transformers import TrainerCallback
 
-from coordexp.data.dataset import Sample
+from coordexp.data.dataset import RecordDataset, Sample
+
+
+class EpochOfData(TrainerCallback):
+    """accelerate's loaders tell a data set so themselves only in a run of one process."""
+
+    def __init__(self, dataset: RecordDataset) -> None:
+        self._dataset = dataset
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Tell the data set which epoch begins: its views and orders follow from that."""
+        # 2.0 behind the last step of the second epoch, 2.25 a quarter into the third.
+        self._dataset.set_epoch(int(state.epoch or 0))
+
 
 RawWindow = list[list[Sample]]
 

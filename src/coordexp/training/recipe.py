@@ -17,14 +17,13 @@ from coordexp.matching import MatchingConfig
 from coordexp.modeling.self_context import SelfContext
 from coordexp.objective import ObjectivePipeline, build_pipeline, sft_pipeline
 from coordexp.packing import CarryBuffer
-from coordexp.recording.rollout_log import RolloutLog
+from coordexp.recording.writer import RolloutLog
 from coordexp.rollouts import RolloutBackend
 from coordexp.targets import TargetPolicy, TransportConfig
 from coordexp.training.ahead import RolloutsAhead
 from coordexp.training.objective_step import SelfContextObjective, TeacherForcing, TrainingObjective
-from coordexp.training.schedule import ChannelSchedule
 from coordexp.training.sources import GroundTruthSource, RolloutSource, SegmentSource
-from coordexp.training.two_channel import DrainingBuilder, TwoChannelBuilder
+from coordexp.training.two_channel import ChannelSchedule, DrainingBuilder, TwoChannelBuilder
 from coordexp.training.window import WindowBuilder
 
 

@@ -7,12 +7,14 @@ At most one row waits, also across the micro-steps of a window, so memory holds 
 The thread ends with its window's last row or with the first error, so nothing is left running between windows. (One for
 each row would be simpler, and late: a busy machine lets a new thread wait for its first turn.) It draws no random
 number and calls no other rank; what it raises is raised where its row is taken, in the row's own micro-step.
+
+What rows leave on the device is looked at all at once, because every look waits for the device.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -21,13 +23,56 @@ from typing import Any
 import torch
 
 from coordexp.errors import RowLate
-from coordexp.modeling.inputs import RopeIndex, pinned, row_inputs
-from coordexp.modeling.vision import VisionTower
-from coordexp.objective import SupervisionTensors
-from coordexp.objective.scores import map_tensors
+from coordexp.modeling.inputs import RopeIndex, VisionTower, pinned, row_inputs
+from coordexp.objective import HeadQuery, HeadScores, SupervisionTensors
+from coordexp.objective.context import map_tensors
 from coordexp.records import PackedRow
 from coordexp.training.objective_step import TrainingObjective
 from coordexp.weight_sync.background import in_background
+
+
+@dataclass(frozen=True, slots=True)
+class RowFigures:
+    """One row: its share of each term, and how many of its scored positions were broken or clamped, as the host knows
+    them."""
+
+    shares: Mapping[str, float]
+    num_scored: int
+    nonfinite: int
+    clamped: int
+
+    @property
+    def all_broken(self) -> bool:
+        """Whether no supervised position of the row has a finite loss."""
+        return self.num_scored > 0 and self.nonfinite == self.num_scored
+
+
+class FiguresOnDevice:
+    """The rows of one step, until the host looks."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[tuple[str, ...], int, torch.Tensor]] = []
+
+    def note(
+        self, terms: Mapping[str, torch.Tensor], scores: Sequence[HeadScores], queries: Sequence[HeadQuery]
+    ) -> None:
+        """Keep a row's figures where they are. ``terms``: name → scalar."""
+        counted = [
+            torch.stack([getattr(one, name).sum() for one in scores]).sum() for name in ("nonfinite_N", "clamped_N")
+        ]
+        figures_F = torch.stack([value.detach().to(torch.float64) for value in (*counted, *terms.values())])
+        self._rows.append((tuple(terms), sum(query.num_scored for query in queries), figures_F))
+
+    def look(self) -> Iterator[RowFigures]:
+        """Each row that was noted since the last look, in order. Waits for the device once."""
+        rows, self._rows = self._rows, []
+        if not rows:
+            return
+        figures = iter(torch.cat([figures_F for _, _, figures_F in rows]).tolist())
+        for names, num_scored, _ in rows:
+            nonfinite, clamped = int(next(figures)), int(next(figures))
+            yield RowFigures({name: next(figures) for name in names}, num_scored, nonfinite, clamped)
+
 
 _Asked = tuple[PackedRow, "Future[tuple[dict[str, Any], float]]"]
 ROW_DEADLINE_S = 600.0  # far beyond what any row needs: a machine that swaps, or a driver that hangs

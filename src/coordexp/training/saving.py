@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 import shutil
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerState
@@ -23,13 +26,58 @@ from coordexp.metrics import MetricSums
 from coordexp.modeling.adapter import has_adapter, load_adapter, save_adapter
 from coordexp.modeling.load import LoadedModel
 from coordexp.packing import CarryBuffer
-from coordexp.training.ahead import RolloutsAhead
-from coordexp.training.answers_file import WaitingAnswers, save_answers
-from coordexp.training.buffer_file import save_carry_buffer
-from coordexp.training.checkpoint import checkpoint_folder, delete_old, readable
-from coordexp.training.disk import writing
+from coordexp.training.ahead import AskedWindow, RolloutsAhead
+from coordexp.training.checkpoint import checkpoint_folder, delete_old, readable, writing
 from coordexp.training.seal import read_seal, seal_checkpoint
-from coordexp.training.step_start import StepStart
+from coordexp.training.waiting import WaitingAnswers, save_answers, save_carry_buffer
+
+
+@dataclass(frozen=True, slots=True)
+class StepStart:
+    """Segments and answers that wait, the log line under way, and random states, as a step found them."""
+
+    buffer: dict[str, Any] | None
+    sums: dict[str, Any]
+    loss: torch.Tensor | None
+    python_state: Any
+    numpy_state: Any
+    torch_state: torch.Tensor
+    device_state: torch.Tensor | None
+    window: AskedWindow | WaitingAnswers | None = None
+
+    @staticmethod
+    def of(
+        buffer: CarryBuffer | None, sums: MetricSums, loss: torch.Tensor | None, ahead: RolloutsAhead | None
+    ) -> StepStart:
+        """What a step changes before it is finished, as it is now: copies, not views."""
+        return StepStart(
+            None if buffer is None else buffer.state_dict(),
+            sums.state_dict(),
+            None if loss is None else loss.detach().clone(),
+            random.getstate(),
+            np.random.get_state(),
+            torch.get_rng_state(),
+            torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+            None if ahead is None else ahead.window,
+        )
+
+    def restore(
+        self, buffer: CarryBuffer | None, sums: MetricSums, loss: torch.Tensor | None, ahead: RolloutsAhead | None
+    ) -> None:
+        """Put everything back; ``loss`` is written to in place."""
+        if buffer is not None and self.buffer is not None:
+            buffer.load_state_dict(self.buffer)
+        if ahead is not None:
+            ahead.window = self.window
+        sums.load_state_dict(self.sums)
+        if loss is not None and self.loss is not None:
+            loss.detach().copy_(self.loss)
+        random.setstate(self.python_state)
+        np.random.set_state(self.numpy_state)
+        torch.set_rng_state(self.torch_state)
+        if self.device_state is not None:
+            torch.cuda.set_rng_state(self.device_state)
+
 
 logger = logging.getLogger("coordexp")
 

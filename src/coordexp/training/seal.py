@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from coordexp import distributed
-from coordexp.durable import PIECE_BYTES, checksums, flush_file
 from coordexp.errors import CheckpointError
-from coordexp.files import write_atomically
+from coordexp.files import PIECE_BYTES, checksums, flush_file, write_atomically
 
 SEAL = "complete.json"
 _WRITTEN_BY = re.compile(r"(?:rank|rng_state_|__)(\d+)(?:_\d+)?\.\w+$")

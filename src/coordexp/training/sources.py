@@ -19,7 +19,7 @@ from coordexp.matching import MatchingConfig, match_objects
 from coordexp.metrics import SampleOutcome, rollout_counters
 from coordexp.modeling.inputs import check_prompt
 from coordexp.parsing import parse_rollout
-from coordexp.recording.rollout_log import RolloutLog
+from coordexp.recording.writer import RolloutLog
 from coordexp.records import MatchResult, ParsedRollout, Rollout, RolloutRequest, Segment
 from coordexp.rollouts import RolloutBackend, RolloutRound, SeedContext, synced
 from coordexp.targets import TargetPolicy, TransportConfig, build_gt_target, build_target, empty_target, is_closed

@@ -19,9 +19,8 @@ from coordexp.errors import RunStopped, TrainingDiverged
 from coordexp.evaluation import EvaluationOptions
 from coordexp.evaluation.predict import ON_COUNTS_ALONE, Scorer, evaluate_dataset
 from coordexp.metrics import MetricsPayload, SampleOutcome
-from coordexp.modeling.inputs import to_device
+from coordexp.modeling.inputs import VisionTower, to_device
 from coordexp.modeling.load import LoadedModel
-from coordexp.modeling.vision import VisionTower
 from coordexp.objective import HeadQuery, HeadScores, SupervisionTensors
 from coordexp.recording.token_losses import token_losses
 from coordexp.recording.writer import RolloutRecorder
@@ -32,8 +31,7 @@ from coordexp.training.objective_step import TrainingObjective, name_channel
 from coordexp.training.optimizer import LearningRates, grouped, parameter_groups
 from coordexp.training.parallel import shard_on_cpus
 from coordexp.training.reading import WindowReader
-from coordexp.training.row_figures import FiguresOnDevice
-from coordexp.training.row_prefetch import RowBuilder, RowPrefetch
+from coordexp.training.row_prefetch import FiguresOnDevice, RowBuilder, RowPrefetch
 from coordexp.training.saving import SavingTrainer
 from coordexp.training.two_channel import TwoChannelBuilder
 from coordexp.training.window import Window, WindowBuilder

@@ -23,8 +23,15 @@ from coordexp.config.vllm import SyncConfig, VLLMConfig
 from coordexp.coords import CoordVocab
 from coordexp.errors import ConfigError, RolloutError
 from coordexp.records import Rollout, RolloutRequest
-from coordexp.rollouts.answer_tokens import answer_tokens
-from coordexp.rollouts.backend import DecodingOptions, IndexedRollout, RolloutRound, Seeds, WeightSource, gathered
+from coordexp.rollouts.backend import (
+    DecodingOptions,
+    IndexedRollout,
+    RolloutRound,
+    Seeds,
+    WeightSource,
+    answer_tokens,
+    gathered,
+)
 from coordexp.vllm_engine.arguments import NAMES_KEY, EngineSpec
 from coordexp.vllm_engine.guard_activation import REQUEST_KEY
 from coordexp.vllm_engine.in_process import ENGINE_AT_FAULT, Prompt

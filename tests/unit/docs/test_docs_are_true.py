@@ -114,7 +114,7 @@ def test_python_blocks_compile() -> None:
 
 def test_the_example_module_runs() -> None:
     """Its focal loss without focusing is the hard cross-entropy of coord_reg."""
-    from coordexp.objective.coord_reg import CoordReg
+    from coordexp.objective.modules import CoordReg
     from coordexp.objective.pipeline import ObjectivePipeline, WeightedModule
     from support.objective_rows import Trigram, context, segments
 

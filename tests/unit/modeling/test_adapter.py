@@ -17,8 +17,7 @@ from transformers import Qwen3VLForConditionalGeneration
 from coordexp.checkpoints.folder import CONFIG, OFFSETS, WEIGHTS, base_checkpoint, base_of, is_adapter_folder
 from coordexp.errors import CheckpointError
 from coordexp.modeling.adapter import has_adapter, load_adapter, save_adapter
-from coordexp.modeling.export import export_checkpoint, merge_checkpoint
-from coordexp.modeling.load import load_model, load_vocab
+from coordexp.modeling.load import export_checkpoint, load_model, load_vocab, merge_checkpoint
 from coordexp.modeling.weights import LearnerWeights
 from support.tiny_run import load_tiny, tiny_checkpoint
 from support.tuned_models import TUNERS, lora, randomise, tuned, untied_checkpoint

@@ -11,9 +11,8 @@ import torch
 
 from coordexp.modeling.attention import row_arguments
 from coordexp.modeling.forward import supervised_hidden
-from coordexp.modeling.inputs import row_inputs, to_device
+from coordexp.modeling.inputs import ON_HOST, VisionTower, image_arguments, row_inputs, to_device
 from coordexp.modeling.load import LoadedModel
-from coordexp.modeling.vision import ON_HOST, VisionTower, image_arguments
 from coordexp.objective import SupervisionTensors
 from coordexp.records import Segment
 from support.tiny_run import gt_segments, load_tiny, row_of

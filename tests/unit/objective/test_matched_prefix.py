@@ -7,7 +7,7 @@ import pytest
 from coordexp.config import parse_config
 from coordexp.config.objective import PipelineConfig, TokenCEConfig
 from coordexp.objective import SupervisionCounts, SupervisionTensors, build_pipeline
-from coordexp.objective.token_ce import TokenCE
+from coordexp.objective.modules import TokenCE
 from coordexp.packing import build_row
 from coordexp.records import TokenRole as R
 from support.config_samples import stage2

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from coordexp.coords import TURN_END, CoordVocab
-from coordexp.data.prompts import build_messages
+from coordexp.data.preparation import build_messages
 from coordexp.errors import RolloutError
 from coordexp.records import RolloutRequest
 from coordexp.servers.protocol import infer_payload, read_answer

@@ -16,7 +16,7 @@ from PIL import Image
 from coordexp import distributed
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.data.dataset import RecordDataset
-from coordexp.data.prompts import build_messages
+from coordexp.data.preparation import build_messages
 from coordexp.errors import ConfigError, RolloutError, ServerRefused, ServerTimeout, ServerUnreachable
 from coordexp.evaluation.predict import evaluate_dataset
 from coordexp.records import GTObject, ImageRecord, RolloutRequest

@@ -17,10 +17,10 @@ from PIL import Image
 
 from coordexp import distributed
 from coordexp.config.rollout import RolloutMatchingConfig
-from coordexp.data.prompts import build_messages
+from coordexp.data.preparation import build_messages
 from coordexp.errors import AlignmentError, ConfigError, MissingDependency, RolloutError
 from coordexp.matching import MatchingConfig
-from coordexp.recording.rollout_log import RolloutLog
+from coordexp.recording.writer import RolloutLog
 from coordexp.records import RolloutRequest
 from coordexp.rollouts import RolloutRound, SeedContext
 from coordexp.rollouts.build import decoding_options

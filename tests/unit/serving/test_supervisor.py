@@ -52,7 +52,7 @@ sys.exit(1)
 """
 LAUNCHER = """
 import sys
-from coordexp.serving.launch.run import run_plan
+from coordexp.serving.launch.processes import run_plan
 from coordexp.serving.launch.plan import plan_from_json
 sys.exit(run_plan(plan_from_json(sys.stdin.readline())))
 """

@@ -20,11 +20,11 @@ from coordexp.data.cache_folder import VARIABLE
 from coordexp.errors import CheckpointError, DataError
 from coordexp.packing import CarryBuffer
 from coordexp.records import RolloutRequest, Segment
-from coordexp.training.buffer_file import load_carry_buffer, save_carry_buffer, segment_from_json, segment_to_json
 from coordexp.training.checkpoint import check_resume, delete_old, resolve_resume, warn_of_checkpoints_ahead
 from coordexp.training.manifest import MANIFEST, RESOLVED_CONFIG
 from coordexp.training.seal import SEAL, seal_checkpoint
 from coordexp.training.trainer import CoordExpTrainer
+from coordexp.training.waiting import load_carry_buffer, save_carry_buffer, segment_from_json, segment_to_json
 from support.tiny_run import gt_segments, load_tiny, run_config, same_weights, step_lines, train, weights
 
 # Rows of 150 tokens for four samples of 24 to 110 each: segments wait in the buffer from the first step on.

@@ -15,7 +15,7 @@ from coordexp.data.dataset import Sample
 from coordexp.errors import AlignmentError, RolloutError
 from coordexp.matching import MatchingConfig
 from coordexp.modeling.load import LoadedModel
-from coordexp.recording.rollout_log import RolloutLog
+from coordexp.recording.writer import RolloutLog
 from coordexp.records import Rollout, RolloutRequest
 from coordexp.rollouts import IndexedRollout, RolloutRound, SeedContext
 from coordexp.targets import TransportConfig

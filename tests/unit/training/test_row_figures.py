@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from coordexp.training.row_figures import FiguresOnDevice, RowFigures
+from coordexp.training.row_prefetch import FiguresOnDevice, RowFigures
 
 
 def scores(nonfinite: list[bool], clamped: list[bool]) -> Any:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from coordexp.errors import AlignmentError, RowLate
-from coordexp.modeling.vision import VisionTower
+from coordexp.modeling.inputs import VisionTower
 from coordexp.records import PackedRow
 from coordexp.training import row_prefetch
 from coordexp.training.row_prefetch import RowBuilder, RowPrefetch

@@ -13,16 +13,19 @@ from pathlib import Path, PurePosixPath
 from coordexp.data.convert.quantise import quantise
 from coordexp.data.convert.report import ConversionReport, LeftOut, Note, SkipReason
 from coordexp.data.convert.sources import SourceImage
-from coordexp.data.images import JPEG_SUFFIXES, ImageHeader, open_rgb, read_header
-from coordexp.data.preparation import IN_METADATA, ResizeRule
-from coordexp.data.record_line import write_jsonl
-from coordexp.data.smart_resize import (
+from coordexp.data.images import (
     DEFAULT_FACTOR,
     DEFAULT_MAX_PIXELS,
     DEFAULT_MIN_PIXELS,
+    JPEG_SUFFIXES,
     MAX_ASPECT_RATIO,
+    ImageHeader,
     check_resize_limits,
+    open_rgb,
+    read_header,
 )
+from coordexp.data.preparation import IN_METADATA, ResizeRule
+from coordexp.data.record_line import write_jsonl
 from coordexp.errors import DataError
 from coordexp.records import GTObject, ImageRecord
 

@@ -226,7 +226,7 @@ def _traced(
     size: tuple[int, int] | None,
     report: ConversionReport,
 ) -> tuple[float, ...] | None:
-    from coordexp.data.convert.run_length import decode_runs, outline
+    from coordexp.data.convert.quantise import decode_runs, outline
 
     try:
         ring, parts = outline(decode_runs(segmentation, size))

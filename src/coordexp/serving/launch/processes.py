@@ -3,6 +3,8 @@
 A launched program starts programs of its own, some in new sessions, some renamed, some orphaned when their parent is
 killed. A *subreaper* becomes the parent of all of those orphans, so nothing that it started leaves its tree. psutil
 reads the tree; the two requests to the kernel have no library.
+
+:func:`run_plan` hands a launch's plan to a supervisor, forwards signals to it, and outlives it only to tidy up.
 """
 
 from __future__ import annotations
@@ -10,12 +12,15 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterable
 from contextlib import suppress
 
 import psutil
+
+from coordexp.serving.launch.plan import LaunchPlan
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -103,3 +108,34 @@ def _prctl(option: int, argument: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, argument, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl failed")
+
+
+def run_plan(plan: LaunchPlan) -> int:
+    """Run ``plan`` to its end; returns the learner's exit code.
+
+    Whatever happens, nothing that was started is left: the supervisor ends everything when this process is gone, and
+    this process, which adopts what a killed supervisor leaves, ends the rest.
+    """
+    adopt_orphans()
+    supervisor = subprocess.Popen(
+        [sys.executable, "-m", "coordexp.serving.launch.supervisor"],
+        stdin=subprocess.PIPE,
+        start_new_session=True,  # Ctrl-C reaches this process alone, which forwards it
+    )
+    assert supervisor.stdin is not None
+    handlers = {
+        number: signal.signal(number, lambda received, _: supervisor.send_signal(received))
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    }
+    try:
+        supervisor.stdin.write(plan.to_json().encode() + b"\n")
+        supervisor.stdin.flush()
+        return exit_code(supervisor.wait())
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if supervisor.poll() is None:
+            supervisor.kill()
+            supervisor.wait()
+        supervisor.stdin.close()
+        end_descendants(grace_s=0.0)

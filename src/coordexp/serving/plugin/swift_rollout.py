@@ -24,8 +24,7 @@ from swift.pipelines.infer import rollout as swift_rollout
 
 from coordexp.errors import RolloutError
 from coordexp.rollouts.closed_names import are_names
-from coordexp.serving.plugin.swift_progress import OneAtATime, ProgressPage, noted
-from coordexp.serving.plugin.swift_seeds import seeded_by_place
+from coordexp.serving.plugin.swift_progress import OneAtATime, ProgressPage, noted, seeded_by_place
 from coordexp.vllm_engine import worker
 from coordexp.vllm_engine.arguments import (
     EXTENSION,
