@@ -3,8 +3,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Spinning OpenMP threads starve whatever else runs on few cores, vLLM beside a learner above all.
-TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive TOKENIZERS_PARALLELISM=false
+# Spinning OpenMP threads starve whatever else runs on few cores, vLLM beside a learner above all. Bytecode is cached:
+# the tests start a few hundred Python processes.
+TEST_ENV := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive TOKENIZERS_PARALLELISM=false
 TEST_WORKERS ?= 2
 FUZZ_EXAMPLES ?= 1000000
 comma := ,
