@@ -61,6 +61,11 @@ def training_data(regime: dict[str, Any], keep: float, seed: int, work: Path, na
     return path
 
 
+def dotted(keys: dict[str, Any]) -> list[str]:
+    """Keys of arms.yaml as arguments of a command line."""
+    return [f"{key}={json.dumps(value)}" for key, value in keys.items()]
+
+
 def train(config: str, data: Path, model: Path, output: Path, seed: int, arm: dict[str, Any]) -> float:
     """Train unless it is done. Returns: CPU seconds it took."""
     from coordexp.config import load_config
@@ -84,9 +89,8 @@ def train(config: str, data: Path, model: Path, output: Path, seed: int, arm: di
     path = output.with_name(output.name + ".yaml")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.safe_dump(values))
-    keys = [f"{key}={json.dumps(value)}" for key, value in arm.get("set", {}).items()]
     started = time.process_time()
-    run_training(load_config(path, arguments=keys) if keys else load_config(path), quiet(), output.name, path)
+    run_training(load_config(path, arguments=dotted(arm.get("set", {}))), quiet(), output.name, path)
     seconds = time.process_time() - started
     done.write_text(json.dumps(seconds))
     return seconds
@@ -116,7 +120,9 @@ def completed(data: Path, model: Path, rules: dict[str, Any], output: Path) -> t
     return path, json.loads(done.read_text())
 
 
-def evaluate(model: Path, data: Path, stop: float | None) -> tuple[list[Any], dict[str, float], float]:
+def evaluate(
+    model: Path, data: Path, stop: float | None, keys: dict[str, Any]
+) -> tuple[list[Any], dict[str, float], float]:
     """Greedy answers, scored by their tokens' probabilities. Returns: answers, average precision, and CPU seconds."""
     from stopping import stop_threshold
 
@@ -134,7 +140,8 @@ def evaluate(model: Path, data: Path, stop: float | None) -> tuple[list[Any], di
     started = time.process_time()
     folder = model / f"evaluation-{data.parent.name}{'' if stop is None else f'-stop-{stop}'}"
     with stop_threshold(model, stop):
-        found = run_evaluation(load_config(path), quiet(), model=model, output=folder)
+        config = load_config(path, arguments=dotted(keys))
+        found = run_evaluation(config, quiet(), model=model, output=folder)
     precision = {name: round(found.summary.figures[name], 4) for name in AVERAGE_PRECISIONS}
     return list(found.answers), precision, time.process_time() - started
 
@@ -172,7 +179,7 @@ def regime_start(name: str, regime: dict[str, Any], seed: int, work: Path) -> Pa
         return regime_start(other, yaml.safe_load((HERE / "arms.yaml").read_text())["regimes"][other], seed, work)
     start = work / name / "runs" / f"start-seed-{seed}"
     data = training_data(regime, regime["keep"], seed, work, name)
-    train(regime["start"]["config"], data, STAGE_1, start, seed, regime["start"])
+    train(regime["start"]["config"], data, STAGE_1, start, seed, with_keys(regime, regime["start"]))
     return start
 
 
@@ -194,7 +201,12 @@ def trained_model(
         folder = work / name / "runs" / f"completed-by-{before}-{rules}-seed-{seed}"  # shared by arms
         data, spent = completed(data, start, arm["complete"], folder)
         seconds += spent
-    return model, seconds + train(arm["config"], data, start, model, seed, arm)
+    return model, seconds + train(arm["config"], data, start, model, seed, with_keys(regime, arm))
+
+
+def with_keys(regime: dict[str, Any], arm: dict[str, Any]) -> dict[str, Any]:
+    """An arm with the keys that its regime sets for all of its arms; its own come last."""
+    return {**arm, "set": {**regime.get("set", {}), **arm.get("set", {})}}
 
 
 def run_arm(name: str, arm_name: str, seed: int, split: str, work: Path, results: Path) -> None:
@@ -203,7 +215,8 @@ def run_arm(name: str, arm_name: str, seed: int, split: str, work: Path, results
     regime, arms = declared["regimes"][name], declared["arms"][name]
     arm = arms[arm_name]
     model, seconds = trained_model(name, regime, arms, arm.get("of", arm_name), seed, work)
-    answers, precision, spent = evaluate(model, scenes(regime, split, work, name), arm.get("stop"))
+    data = scenes(regime, split, work, name)
+    answers, precision, spent = evaluate(model, data, arm.get("stop"), regime.get("set", {}))
     line = {
         "arm": arm_name, "seed": seed, "split": split,
         "train_cpu_s": round(seconds, 1), "answer_cpu_s": round(spent, 1),

@@ -32,6 +32,7 @@ class SceneFamily(StrEnum):
     FRAMED = "framed"
     DENSE = "dense"
     CROWD = "crowd"
+    SMALL_CROWD = "small_crowd"
 
 
 @data_app.command("pack")

@@ -53,7 +53,18 @@ DENSE = SceneSpec(min_objects=3, max_objects=7, min_side=20, max_side=48, max_ov
 CROWD = SceneSpec(
     size=192, min_objects=10, max_objects=40, min_side=16, max_side=30, max_overlap=0.3, same_class=0.85, max_kinds=2
 )
-SPECS = {"sparse": SPARSE, "moderate": MODERATE, "framed": FRAMED, "dense": DENSE, "crowd": CROWD}
+# The same for a model of a few million parameters, which learns to read it within an hour of one core.
+SMALL_CROWD = SceneSpec(
+    min_objects=6, max_objects=14, min_side=16, max_side=30, max_overlap=0.3, same_class=0.85, max_kinds=2
+)
+SPECS = {
+    "sparse": SPARSE,
+    "moderate": MODERATE,
+    "framed": FRAMED,
+    "dense": DENSE,
+    "crowd": CROWD,
+    "small_crowd": SMALL_CROWD,
+}
 
 
 def make_scene(spec: SceneSpec, seed: int, index: int) -> tuple[Image.Image, tuple[GTObject, ...]]:
