@@ -19,6 +19,7 @@ import platform
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -89,11 +90,45 @@ def train(config: str, data: Path, model: Path, output: Path, seed: int, arm: di
     path = output.with_name(output.name + ".yaml")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.safe_dump(values))
-    started = time.process_time()
-    run_training(load_config(path, arguments=dotted(arm.get("set", {}))), quiet(), output.name, path)
-    seconds = time.process_time() - started
+    if arm.get("served"):
+        values["rollout_matching"] = answered_by_a_server(arm)
+        path.write_text(yaml.safe_dump(values))
+    started = cpu_seconds()
+    with server(path) if arm.get("served") else nullcontext():
+        run_training(load_config(path, arguments=dotted(arm.get("set", {}))), quiet(), output.name, path)
+    seconds = cpu_seconds() - started
     done.write_text(json.dumps(seconds))
     return seconds
+
+
+def answered_by_a_server(arm: dict[str, Any]) -> dict[str, Any]:
+    """Keys of ``rollout_matching`` with which one `coordexp serve` writes the rollouts."""
+    from rollout_server import TIMEOUT_S, server_entry
+
+    return {
+        "rollout_backend": "vllm",
+        "rollouts_ahead": arm.get("rollouts_ahead", 0),
+        "vllm": {
+            "mode": "server",
+            "tensor_parallel_size": 1,
+            "enforce_eager": True,
+            "server": {"servers": [server_entry()], "timeout_s": TIMEOUT_S},
+            "sync": {"timeout_s": TIMEOUT_S},
+        },
+    }
+
+
+def server(config: Path) -> AbstractContextManager[Any]:
+    """A `coordexp serve` for as long as the arm trains."""
+    from rollout_server import serving
+
+    return serving(config)
+
+
+def cpu_seconds() -> float:
+    """Of this process and of those that it started and that have ended."""
+    spent = os.times()
+    return spent.user + spent.system + spent.children_user + spent.children_system
 
 
 def completed(data: Path, model: Path, rules: dict[str, Any], output: Path) -> tuple[Path, float]:
@@ -285,5 +320,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(HERE))
+    sys.path[:0] = [str(HERE), str(ROOT / "benchmarks")]
     main()

@@ -22,6 +22,7 @@ DECLARED = yaml.safe_load((STUDY / "arms.yaml").read_text())
 
 @pytest.fixture
 def study(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    monkeypatch.syspath_prepend(str(STUDY.parents[1] / "benchmarks"))
     monkeypatch.syspath_prepend(str(STUDY))
     import study
 
@@ -84,8 +85,9 @@ def test_a_table_lists_every_arm_and_says_what_is_missing(study: ModuleType) -> 
 
 
 @pytest.mark.parametrize("regime", sorted(DECLARED["arms"]))
-def test_declared_arms_can_be_run(regime: str) -> None:
+def test_declared_arms_can_be_run(regime: str, study: ModuleType) -> None:
     known = {"config", "steps", "lr", "set", "complete", "stop", "keep", "of", "after", "prompts", "group"}
+    known |= {"served", "rollouts_ahead"}
     for name, arm in DECLARED["arms"][regime].items():
         assert set(arm) <= known, name
         assert all("config" in DECLARED["arms"][regime][arm[key]] for key in ("of", "after") if key in arm), name
@@ -94,7 +96,9 @@ def test_declared_arms_can_be_run(regime: str) -> None:
         elif "config" in arm:
             paths = {"custom.train_jsonl": "x.jsonl", "model.model": "x", "training.output_dir": "x"}
             numbers = {"training.max_steps": arm["steps"], "training.learning_rate": arm["lr"]}
-            keys = paths | numbers | arm.get("set", {})
+            keys = paths | numbers | study.with_keys(DECLARED["regimes"][regime], arm)["set"]
+            if arm.get("served"):
+                keys |= {f"rollout_matching.{key}": value for key, value in study.answered_by_a_server(arm).items()}
             config = load_config(STUDY / "configs" / f"{arm['config']}.yaml", keys)  # an error names the keys
             assert config.training.max_steps == arm["steps"], name
 
