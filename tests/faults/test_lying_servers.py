@@ -103,6 +103,6 @@ def test_what_a_server_of_ours_must_say_is_missed(lie: dict[str, Any], says: str
 def test_requests_to_a_server_of_ours_carry_their_place() -> None:
     requests = [sample.request for sample in tiny_samples(load_tiny(), 2)]
     options = decoding(4)
-    sent = [infer_payload(requests, 1, options, "path", lambda _: None, tagged=tagged) for tagged in (True, False)]
+    sent = [infer_payload(requests, 1, options, str, tagged=tagged) for tagged in (True, False)]
     assert [one.get("uuid") for one in sent[0]["infer_requests"]] == ["0", "1"]
     assert not any("uuid" in one for one in sent[1]["infer_requests"])

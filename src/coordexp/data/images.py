@@ -99,13 +99,15 @@ _PILLOW_ERRORS = (OSError, SyntaxError, ValueError, EOFError, Image.Decompressio
 @dataclass(frozen=True, slots=True)
 class ImageHeader:
     """What an image file says of itself. Sizes are ``(width, height)`` in pixels: ``size`` as seen upright,
-    ``stored_size`` before the EXIF orientation (1..8, 1 = upright as stored) is applied."""
+    ``stored_size`` before the EXIF orientation (1..8, 1 = upright as stored) is applied; ``opaque``: no pixel can be
+    transparent."""
 
     size: tuple[int, int]
     stored_size: tuple[int, int]
     orientation: int
     format: str
     mode: str
+    opaque: bool
 
 
 def read_header(path: Path) -> ImageHeader:
@@ -218,7 +220,7 @@ def _header(image: Image.Image, path: Path) -> ImageHeader:
     orientation = _orientation(image, path)
     width, height = image.size
     size = (height, width) if orientation >= 5 else (width, height)
-    return ImageHeader(size, (width, height), orientation, image.format or "", image.mode)
+    return ImageHeader(size, (width, height), orientation, image.format or "", image.mode, not _has_alpha(image))
 
 
 def _orientation(image: Image.Image, path: Path) -> int:
@@ -231,8 +233,12 @@ def _orientation(image: Image.Image, path: Path) -> int:
     return value if value in _UPRIGHT_BY_ORIENTATION else 1
 
 
+def _has_alpha(image: Image.Image) -> bool:
+    return image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info
+
+
 def _flatten(image: Image.Image) -> Image.Image:
-    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+    if _has_alpha(image):
         layered = image.convert("RGBA")
         white = Image.new("RGBA", layered.size, (255, 255, 255, 255))
         return Image.alpha_composite(white, layered).convert("RGB")

@@ -90,6 +90,10 @@ class ImagePreparation:
         """An image as the model shall see it."""
         return image if self.resize is None else self.resize.resize(image)
 
+    def changes(self, width: int, height: int) -> bool:
+        """Whether an image of this size is shown in another one."""
+        return self.resize is not None and self.resize.size(width, height) != (width, height)
+
     def is_unlike_training(self, width: int, height: int) -> bool:
         """Whether an image of this size will be shown at an area that the model has seen nothing like."""
         if self.seen_pixels is None:

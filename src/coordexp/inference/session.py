@@ -53,8 +53,9 @@ def open_session(
         weights=LearnerWeights(loaded.model),
         checkpoint=base_checkpoint(model),
         open_image=lambda path: loaded.preparation(open_rgb(path)),
+        preparation=loaded.preparation,
     )
-    backend = build_backend(_with_pixels(rollout) if loaded.preparation.resize is not None else rollout, parts, classes)
+    backend = build_backend(rollout, parts, classes)
     try:
         with synced(backend, 0):
             template = config.template
@@ -64,12 +65,3 @@ def open_session(
             )
     finally:
         backend.close()
-
-
-def _with_pixels(rollout: RolloutMatchingConfig) -> RolloutMatchingConfig:
-    """Servers are sent pixels: a path would show them the image before it is resized."""
-    server = rollout.vllm.server
-    if server is None:
-        return rollout
-    pixels = server.model_copy(update={"images": "base64"})
-    return rollout.model_copy(update={"vllm": rollout.vllm.model_copy(update={"server": pixels})})

@@ -12,6 +12,7 @@ from typing import Any
 from coordexp import distributed
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.coords import CoordVocab
+from coordexp.data.preparation import AS_THEY_ARE, ImagePreparation
 from coordexp.errors import MissingDependency, RolloutError
 from coordexp.rollouts.backend import DecodingOptions, RolloutBackend, WeightSource
 
@@ -21,7 +22,8 @@ class LearnerParts:
     """What a backend may need of the learner.
 
     ``model``: the bare model, no DDP wrapper. ``checkpoint``: a plain folder whose configuration, tokenizer and
-    processor an engine starts from. ``offload``: moves the learner out of a colocated engine's way.
+    processor an engine starts from. ``open_image``: an image as the model shall see it, which ``preparation`` is a
+    part of, for engines that open images themselves. ``offload``: moves the learner out of a colocated engine's way.
     """
 
     model: Any
@@ -31,6 +33,7 @@ class LearnerParts:
     checkpoint: Path
     open_image: Callable[[Path], Any]
     offload: Callable[[], AbstractContextManager[None]] = nullcontext
+    preparation: ImagePreparation = AS_THEY_ARE
 
 
 def decoding_options(config: RolloutMatchingConfig) -> DecodingOptions:
@@ -95,7 +98,7 @@ def build_backend(config: RolloutMatchingConfig, learner: LearnerParts, names: S
     if config.vllm.mode == "server":
         from coordexp.servers.backend import ServerBackend
 
-        return ServerBackend.connect(config, learner.vocab, learner.weights, options, learner.open_image, names)
+        return ServerBackend.connect(config, learner.vocab, learner.weights, options, learner.preparation, names)
     from coordexp.vllm_engine.colocated import ColocatedBackend
 
     return ColocatedBackend(

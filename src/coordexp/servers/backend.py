@@ -14,18 +14,20 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from coordexp import distributed
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.coords import CoordVocab
+from coordexp.data.preparation import AS_THEY_ARE, ImagePreparation
 from coordexp.errors import RolloutError, ServerRefused, ServerTimeout, ServerUnreachable
 from coordexp.records import Rollout, RolloutRequest
 from coordexp.rollouts.backend import DecodingOptions, IndexedRollout, RolloutRound, Seeds, WeightSource, gathered
 from coordexp.rollouts.chunking import Call, Post, chunk_size, plan_calls, plan_posts, server_slots
 from coordexp.servers.client import ENGINE_STILL, ServerClient
 from coordexp.servers.fleet import check_names, make_clients, world_sizes
+from coordexp.servers.image_source import image_source
 from coordexp.servers.protocol import infer_payload, read_answer
 from coordexp.weight_sync.policy import DrainedWeights
 from coordexp.weight_sync.stamp import WeightStamp
@@ -105,10 +107,11 @@ class ServerBackend:
         config: RolloutMatchingConfig,
         vocab: CoordVocab,
         options: DecodingOptions,
-        open_image: Callable[[Path], Any],
+        preparation: ImagePreparation = AS_THEY_ARE,
         names: Sequence[str] = (),
     ) -> None:
-        """``names``: the closed list of descriptions; empty for any."""
+        """``preparation``: what the learner does to an image before its model sees it. ``names``: the closed list of
+        descriptions; empty for any."""
         server = config.vllm.server
         assert server is not None, "the schema requires servers for mode: server"
         self._clients = tuple(clients)
@@ -116,7 +119,7 @@ class ServerBackend:
         self._weights = weights
         self._vocab = vocab
         self._options = options
-        self._open_image = open_image
+        self._preparation = preparation
         self._names = tuple(names)
         self._images: Literal["path", "base64"] = server.images
         self._retries = server.retries
@@ -137,7 +140,9 @@ class ServerBackend:
             for client, status in zip(self._clients, told, strict=True):
                 check_names(client, status)
         said = [status or {} for status in told]
-        ours = frozenset(index for index, status in enumerate(said) if status.get("server") == "coordexp serve")
+        self._ours = ours = frozenset(
+            index for index, status in enumerate(said) if status.get("server") == "coordexp serve"
+        )
         # ms-swift without our plugin says nothing while it decodes, not even that it is healthy: its silence has no
         # meaning.
         tell = frozenset(index for index, status in enumerate(said) if ENGINE_STILL[0] in status)
@@ -159,7 +164,7 @@ class ServerBackend:
         vocab: CoordVocab,
         weights: WeightSource,
         options: DecodingOptions,
-        open_image: Callable[[Path], Any],
+        preparation: ImagePreparation = AS_THEY_ARE,
         names: Sequence[str] = (),
     ) -> ServerBackend:
         """Find the servers; groups for weights are opened by the first push."""
@@ -167,7 +172,7 @@ class ServerBackend:
 
         clients, drained = make_clients(config), DrainedWeights(weights)
         weight_sync = WeightSync(clients, drained, config.vllm.sync)
-        return cls(clients, weight_sync, drained, config, vocab, options, open_image, names)
+        return cls(clients, weight_sync, drained, config, vocab, options, preparation, names)
 
     def generate(
         self, requests: Sequence[RolloutRequest], seeds: Seeds, on_answer: Callable[[int], None] | None = None
@@ -305,8 +310,7 @@ class ServerBackend:
             requests,
             _seed_of(post, rounds),
             self._options,
-            self._images,
-            self._open_image,
+            partial(image_source, images=self._images, preparation=self._preparation, ours=post.server in self._ours),
             tagged=post.server in self._strict,
             names=self._names,
         )

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import base64
-import io
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from coordexp.coords import CoordVocab
 from coordexp.errors import RolloutError
@@ -27,21 +25,20 @@ def infer_payload(
     requests: Sequence[RolloutRequest],
     seed: int,
     options: DecodingOptions,
-    images: Literal["path", "base64"],
-    open_image: Callable[[Path], Any],
+    image_source: Callable[[Path], str],
     tagged: bool = False,
     names: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The body of one ``/infer/`` call; JSON can hold it.
 
-    ``images: base64`` sends the pixels that the learner's own encoder saw, upright, as PNG.
+    ``image_source``: what stands for an image; see :mod:`coordexp.servers.image_source`.
     ``tagged``: each request carries its place, which ``coordexp serve`` says again beside the answer.
     ``names``: the only descriptions that answers may hold; empty for any.
     """
     listed = {"data_dict": {NAMES_KEY: list(names)}} if names else {}
     return {
         "infer_requests": [
-            {**_infer_request(request, images, open_image), **listed, **({"uuid": str(place)} if tagged else {})}
+            {**_infer_request(request, image_source), **listed, **({"uuid": str(place)} if tagged else {})}
             for place, request in enumerate(requests)
         ],
         "request_config": {
@@ -57,17 +54,9 @@ def infer_payload(
     }
 
 
-def _infer_request(
-    request: RolloutRequest, images: Literal["path", "base64"], open_image: Callable[[Path], Any]
-) -> dict[str, Any]:
-    if images == "path":
-        source = str(request.image)
-    else:
-        encoded = io.BytesIO()
-        open_image(request.image).save(encoded, format="PNG")
-        source = base64.b64encode(encoded.getvalue()).decode("ascii")
+def _infer_request(request: RolloutRequest, image_source: Callable[[Path], str]) -> dict[str, Any]:
     messages = [{"role": message["role"], "content": _content(message["content"])} for message in request.messages]
-    return {"messages": messages, "images": [source]}
+    return {"messages": messages, "images": [image_source(request.image)]}
 
 
 def _content(parts: str | Sequence[Mapping[str, Any]]) -> str:

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from PIL import Image
 
 from coordexp import distributed
 from coordexp.config.rollout import RolloutMatchingConfig
@@ -33,6 +32,7 @@ from coordexp.weight_sync.policy import DrainedWeights
 from coordexp.weight_sync.stamp import WeightStamp
 from support.config_samples import set_key, stage2
 from support.fake_rollout_server import FakeRolloutServer
+from support.numbered_images import numbered_image
 from support.qwen_tokenizer import qwen_vocab
 
 SEEDS = SeedContext(1, 2, 0, 0)
@@ -79,9 +79,7 @@ def backend_of(
     config = section([fake.url for fake in fakes], **keys)
     drained: Any = DrainedWeights(NoWeights())  # pyright: ignore[reportArgumentType]
     pretend: Any = sync or PretendSync()
-    backend = ServerBackend(
-        make_clients(config), pretend, drained, config, qwen_vocab(), decoding_options(config), Image.open
-    )
+    backend = ServerBackend(make_clients(config), pretend, drained, config, qwen_vocab(), decoding_options(config))
     try:
         yield backend
     finally:
@@ -107,7 +105,7 @@ def fakes() -> Iterator[list[FakeRolloutServer]]:
 
 def requests_(count: int, first: int = 0) -> tuple[RolloutRequest, ...]:
     return tuple(
-        RolloutRequest(f"s{i}", Path(f"/images/{i}.png"), build_messages(Path(f"/images/{i}.png"), "p", None), (1, 2))
+        RolloutRequest(f"s{i}", numbered_image(i), build_messages(numbered_image(i), "p", None), (1, 2))
         for i in range(first, first + count)
     )
 
@@ -254,7 +252,7 @@ def test_the_log_says_what_went_over_the_wire(
 
 def test_evaluation_keeps_every_device_busy(fakes: list[FakeRolloutServer]) -> None:
     """Two samples at a time, one device's worth, would leave the second server without a request for ever."""
-    records = [ImageRecord(str(i), Path(f"/images/{i}.png"), 9, 9, (GTObject("x", "bbox_2d", (1, 2, 3, 4)),))
+    records = [ImageRecord(str(i), numbered_image(i), 9, 9, (GTObject("x", "bbox_2d", (1, 2, 3, 4)),))
                for i in range(9)]  # fmt: skip
     dataset = RecordDataset(records, lambda record: requests_(1, int(record.sample_id))[0], "file")
     with backend_of(fakes) as backend:

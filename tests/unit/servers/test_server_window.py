@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
 
 from coordexp import distributed
 from coordexp.config.rollout import RolloutMatchingConfig
@@ -37,6 +36,7 @@ from coordexp.weight_sync.policy import DrainedWeights
 from coordexp.weight_sync.stamp import WeightStamp
 from support.config_samples import set_key, stage2
 from support.fake_rollout_server import FakeRolloutServer
+from support.numbered_images import numbered_image
 from support.qwen_tokenizer import qwen_vocab
 from support.tiny_run import load_tiny, run_config, tiny_samples
 
@@ -77,12 +77,12 @@ def backend_of(fakes: Sequence[Any], sync: Any = None, vocab: Any = None, **keys
     drained: Any = DrainedWeights(NoWeights())  # pyright: ignore[reportArgumentType]
     pretend: Any = sync or PretendSync()
     return ServerBackend(
-        make_clients(config), pretend, drained, config, vocab or qwen_vocab(), decoding_options(config), Image.open
+        make_clients(config), pretend, drained, config, vocab or qwen_vocab(), decoding_options(config)
     )
 
 
 def requests_(count: int) -> tuple[RolloutRequest, ...]:
-    paths = [Path(f"/images/{index}.png") for index in range(count)]
+    paths = [numbered_image(index) for index in range(count)]
     return tuple(RolloutRequest(path.stem, path, build_messages(path, "p", None), (1, 2)) for path in paths)
 
 

@@ -49,6 +49,16 @@ def test_an_image_is_the_learners_however_it_comes(picture: Path) -> None:
         assert np.array_equal(np.asarray(open_image(source)), expected)
 
 
+@pytest.mark.parametrize("side", [16, 400])
+def test_a_jpeg_in_base64_is_taken_for_no_path(tmp_path: Path, side: int) -> None:
+    """All of them begin with ``/9j/``."""
+    pixels = np.random.default_rng(0).integers(0, 256, (side, side, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "a.jpg")
+    encoded = base64.b64encode((tmp_path / "a.jpg").read_bytes()).decode()
+    assert encoded.startswith("/9j/")
+    assert np.array_equal(np.asarray(open_image(encoded)), np.asarray(open_rgb(tmp_path / "a.jpg")))
+
+
 @pytest.mark.parametrize(
     ("source", "status", "message"),
     [

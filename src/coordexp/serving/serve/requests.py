@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from coordexp.vllm_engine.arguments import NAMES_KEY
 
 MAX_REQUESTS = 4096
 MAX_IMAGE_BYTES = 64 << 20
+LONGEST_PATH = 4096
 MAX_IMAGE_PIXELS = 36_000_000  # a few kilobytes of PNG can hold any number, and each costs some 30 bytes on the way
 IMAGE_MARK = "<image>"
 
@@ -183,7 +185,7 @@ def open_image(source: str) -> Image.Image:
             if not header.endswith(";base64"):
                 raise RequestRefused(400, "a data URL must be ;base64")
             return rgb_from_bytes(_decode(encoded), "the data URL", max_pixels=MAX_IMAGE_PIXELS)
-        if source.startswith(("/", "file:///")):
+        if source.startswith(("/", "file:///")) and not _is_jpeg(source):
             path = Path(source.removeprefix("file://"))
             if path.is_file() and path.stat().st_size > MAX_IMAGE_BYTES:
                 raise RequestRefused(413, f"{path}: larger than {MAX_IMAGE_BYTES >> 20} MiB")
@@ -191,6 +193,11 @@ def open_image(source: str) -> Image.Image:
         return rgb_from_bytes(_decode(source), "the base64 image", max_pixels=MAX_IMAGE_PIXELS)
     except DataError as error:
         raise RequestRefused(400, str(error)) from error
+
+
+def _is_jpeg(source: str) -> bool:
+    """Whether it is a JPEG in base64, which begins as a path does."""
+    return source.startswith("/9j/") and (len(source) > LONGEST_PATH or not os.path.exists(source))
 
 
 def _decode(encoded: str) -> bytes:
