@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -12,10 +12,20 @@ import torch
 from coordexp.config.rollout import RepeatTerminateConfig
 from coordexp.coords import CoordVocab
 from coordexp.records import Rollout, RolloutRequest
-from coordexp.rollouts.backend import DecodingOptions, IndexedRollout, RolloutRound, Seeds, answer_tokens, in_turn
+from coordexp.rollouts.backend import DecodingOptions, IndexedRollout, RolloutRound, Seeds, answer_tokens
 from coordexp.rollouts.closed_names import ClosedNames
 from coordexp.rollouts.hf_processors import EndedRows, NamesOnly, RepeatStop, sampling_processors
 from coordexp.rollouts.repeat_guard import ObjectKeyReader, RepeatGuard
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """Request ``index`` of round ``round_idx``, and the seed that it samples by."""
+
+    round_idx: int
+    index: int
+    request: RolloutRequest
+    seed: int
 
 
 class HFBackend:
@@ -53,22 +63,40 @@ class HFBackend:
     def generate(
         self, requests: Sequence[RolloutRequest], seeds: Seeds, on_answer: Callable[[int], None] | None = None
     ) -> list[Rollout]:
-        """Batches of ``decode_batch_size`` in turn; each is one call of the model with its first request's seed."""
+        """One round, as :meth:`generate_window` answers it, in the order of the requests."""
         rollouts: list[Rollout] = []
-        with _evaluating(self._model), torch.no_grad():
-            for start in range(0, len(requests), self._decode_batch_size):
-                chunk = requests[start : start + self._decode_batch_size]
-                self._seeds.append(seeds.seed_of(start))
-                before = len(rollouts)
-                tell = None if on_answer is None else lambda ended, before=before: on_answer(before + ended)
-                rollouts += self._generate_chunk(chunk, self._seeds[-1], tell)
-                if tell is not None:
-                    tell(len(chunk))
+        for batch in self._batches([RolloutRound(tuple(requests), seeds)]):
+            before = len(rollouts)
+            tell = None if on_answer is None else lambda ended, before=before: on_answer(before + ended)
+            rollouts += self._generate_batch(batch, tell)
+            if tell is not None:
+                tell(len(batch))
         return rollouts
 
     def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[IndexedRollout]:
-        """Micro-step after micro-step: a second batch beside the first would only share the same device."""
-        return in_turn(self.generate, rounds)
+        """Batch after batch of ``decode_batch_size``, filled across micro-steps: a small one costs as many steps of
+        decoding as a full one."""
+        for batch in self._batches(rounds):
+            for one, rollout in zip(batch, self._generate_batch(batch, None), strict=True):
+                yield IndexedRollout(one.round_idx, one.index, rollout)
+
+    def _batches(self, rounds: Sequence[RolloutRound]) -> list[list[_Wanted]]:
+        """The window's requests in batches. A request's seed is that of the first of its ``decode_batch_size`` in its
+        micro-step, and its place among them: whatever batch it is decoded in."""
+        size = self._decode_batch_size
+        wanted: list[_Wanted] = []
+        for round_idx, one in enumerate(rounds):
+            firsts = {start: one.seeds.seed_of(start) for start in range(0, len(one.requests), size)}
+            self._seeds += firsts.values()
+            wanted += [
+                _Wanted(round_idx, index, request, firsts[index // size * size] + index % size)
+                for index, request in enumerate(one.requests)
+            ]
+        return [wanted[start : start + size] for start in range(0, len(wanted), size)]
+
+    def _generate_batch(self, batch: Sequence[_Wanted], tell: Callable[[int], None] | None) -> list[Rollout]:
+        with _evaluating(self._model), torch.no_grad():  # only here: between two batches the caller goes on
+            return self._generate_chunk([one.request for one in batch], [one.seed for one in batch], tell)
 
     def batch_size(self, decode_batch_size: int) -> int:
         """What this rank's own device decodes at once."""
@@ -100,7 +128,7 @@ class HFBackend:
         """Nothing is held."""
 
     def _generate_chunk(
-        self, requests: Sequence[RolloutRequest], seed: int, tell: Callable[[int], None] | None
+        self, requests: Sequence[RolloutRequest], seeds: Sequence[int], tell: Callable[[int], None] | None
     ) -> list[Rollout]:
         device = next(self._model.parameters()).device
         longest = max(len(request.prompt_token_ids) for request in requests)
@@ -115,7 +143,7 @@ class HFBackend:
         processors = [
             *([] if self._names is None else [NamesOnly(self._names, self._vocab.eos_id, longest)]),
             *([] if guard is None else [guard]),
-            *sampling_processors(self._options, [seed + row for row in range(len(requests))], device),
+            *sampling_processors(self._options, list(seeds), device),
             *([] if tell is None or self._options.num_beams > 1 else [EndedRows(self._vocab.eos_id, longest, tell)]),
         ]
         with _own_generation_config(self._model):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from coordexp.modeling.load import LoadedModel
 from coordexp.records import Rollout, RolloutRequest
-from coordexp.rollouts import DatasetSeeds, SeedContext
+from coordexp.rollouts import DatasetSeeds, RolloutRound, SeedContext
 from coordexp.rollouts.hf import HFBackend
 from coordexp.rollouts.hf_processors import sampling_processors
 from support.settings import decoding
@@ -105,6 +106,36 @@ def test_decode_batch_size_bounds_each_call(
 ) -> None:
     backend(loaded, batch=batch, max_new_tokens=2).generate(requests_, SEEDS)
     assert [len(call["input_ids"]) for call in calls] == sizes
+
+
+@pytest.mark.parametrize(("batch", "sizes"), [(2, [2, 2, 2, 1]), (5, [5, 2]), (64, [7])])
+def test_batches_of_a_window_are_filled_across_micro_steps(
+    loaded: LoadedModel, requests_: list[RolloutRequest], calls: list[dict[str, Any]], batch: int, sizes: list[int]
+) -> None:
+    """Every answer is the one that its micro-step alone would have had, sampled or not."""
+    parts = (requests_[:3], [], requests_[3:4], requests_[4:])
+    rounds = [RolloutRound(tuple(part), replace(SEEDS, micro_step_idx=step)) for step, part in enumerate(parts)]
+    for temperature in (0.0, 1.0):
+        sampler = backend(loaded, batch=batch, temperature=temperature)
+        alone = [sampler.generate(one.requests, one.seeds) for one in rounds]
+        seeds = sampler.last_report()["seeds"]
+        sampler.sync_weights(1)
+        calls.clear()
+        seen = list(sampler.generate_window(rounds))
+        assert [len(call["input_ids"]) for call in calls] == sizes
+        assert not any(call["grad"] or call["training"] for call in calls)
+        assert sampler.last_report()["seeds"] == seeds
+        assert len(seen) == 7
+        for one in seen:
+            assert one.rollout.response_token_ids == alone[one.round_idx][one.index].response_token_ids
+
+
+def test_between_two_batches_the_caller_may_learn(loaded: LoadedModel, requests_: list[RolloutRequest]) -> None:
+    loaded.model.train()
+    rounds = [RolloutRound(tuple(requests_), SEEDS)]
+    for _ in backend(loaded, batch=3, max_new_tokens=1).generate_window(rounds):
+        assert torch.is_grad_enabled() and loaded.model.training
+    loaded.model.eval()
 
 
 def test_rows_are_padded_on_the_left_and_masked(
