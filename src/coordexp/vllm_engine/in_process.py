@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from coordexp.errors import RolloutError
 from coordexp.rollouts.backend import AdapterWeights
+from coordexp.vllm_engine import shared_memory
 from coordexp.vllm_engine.compatibility import VLLM_IN_PROCESS, check_upstream
 from coordexp.vllm_engine.cpu import engine_environment, has_gpu
 from coordexp.vllm_engine.process_state import default_group_kept, environment_kept, settings_kept
@@ -54,7 +55,9 @@ class InProcessEngine:
         self._engine: Any = None
         with settings_kept(), environment_kept(_environment()):
             check_upstream(VLLM_IN_PROCESS)  # imports vLLM
+            shared_memory.remove_leftovers()
             self._engine = _named("the engine could not be started", lambda: _start(arguments))
+            shared_memory.forget_names()  # its ranks have met by now
         self._can_sleep = has_gpu() and bool(arguments.get("enable_sleep_mode"))
 
     def load(
