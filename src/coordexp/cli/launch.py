@@ -42,6 +42,10 @@ def launch(
         bool, typer.Option("--dry-run", help="Check everything and print what would be started; start nothing.")
     ] = False,
     print_only: Print = False,
+    host: Annotated[
+        str | None,
+        typer.Option("--host", help="Start all servers here, listening on this address, whatever base_url calls them."),
+    ] = None,
     job: Annotated[
         Scheduler | None,
         typer.Option("--for", help="Write a job for several machines to standard output instead; start nothing."),
@@ -77,7 +81,7 @@ def launch(
     def as_the_learner(learners: int) -> object:  # data, tokenizer and objective, which it looks at first
         return check_run(run, learners=learners, servers_are_up=False)
 
-    preflight = look_over(run, config.absolute(), given, num_gpus(), as_the_learner)
+    preflight = look_over(run, config.absolute(), given, num_gpus(), as_the_learner, host)
     console = open_console()
     _show_checks(console, preflight.checks)
     if preflight.plan is not None:
@@ -121,6 +125,9 @@ def serve(
     data_parallel_size: Annotated[
         int | None, typer.Option(min=1, help="Engines side by side [one per tensor_parallel_size visible GPUs].")
     ] = None,
+    host: Annotated[
+        str | None, typer.Option("--host", help="Address to listen on [listen_host, or the host of base_url].")
+    ] = None,
 ) -> None:
     """Answer rollout requests of learners, with the weights that they push. Ends on Ctrl-C or SIGTERM."""
     import logging
@@ -138,7 +145,7 @@ def serve(
     from coordexp.vllm_engine.cpu import num_gpus
 
     gpus = num_gpus()
-    options = serve_options(run, index, data_parallel_size, gpus)
+    options = serve_options(run, index, data_parallel_size, gpus, host)
     assert run.rollout_matching is not None  # or serve_options would have refused
     prepare_environment(run.rollout_matching.repeat_terminate, gpu=gpus > 0)
     run_server(options, gpu=gpus > 0)

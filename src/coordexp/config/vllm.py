@@ -18,6 +18,12 @@ class ServerEntry(StrictModel):
         pattern=r"^https?://\S+$", description="URL prefix of the server, such as http://127.0.0.1:8000"
     )
     group_port: int = Field(ge=1, le=65535, description="port of the group over which weights are pushed")
+    listen_host: str | None = Field(
+        default=None,
+        pattern=r"^\S+$",
+        description="address on which the server listens, where learners reach it by another one (Kubernetes, NAT), or "
+        "0.0.0.0 for all of its machine; null = the host of base_url",
+    )
 
 
 class ServerConfig(StrictModel):

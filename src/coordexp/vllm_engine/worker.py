@@ -69,6 +69,7 @@ class WeightSyncExtension:
         first_rank: int | None = None,
         timeout_s: float | None = None,
         token: str = "",
+        listen_host: str = "",
     ) -> None:
         """Join the weight group at ``host:port`` of ``world_size`` members, the learner being the last.
 
@@ -76,6 +77,7 @@ class WeightSyncExtension:
             first_rank: rank of this engine's first worker; without it, ms-swift's variables tell.
             timeout_s: deadline of every wait in the group; without it, ``COORDEXP_COMMUNICATOR_TIMEOUT_S`` or 120.
             token: what whoever comes to the group must know; without one everybody is let in.
+            listen_host: this machine's address, where ``host`` is what others call it; 0.0.0.0 for all of them.
         """
         from vllm.distributed.parallel_state import get_world_group
 
@@ -84,7 +86,7 @@ class WeightSyncExtension:
         if timeout_s is None:
             timeout_s = float(os.environ.get(TIMEOUT_VARIABLE, "120"))
         rank = first_rank + get_world_group().rank
-        self.receiver.open(GroupAddress(host, port, rank, world_size, timeout_s, token))
+        self.receiver.open(GroupAddress(host, port, rank, world_size, timeout_s, token, listen_host))
 
     def close_communicator(self) -> None:
         """Leave the weight group; safe without one."""

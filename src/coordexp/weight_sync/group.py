@@ -29,12 +29,14 @@ POLL_S = 0.0005
 PARTS_AT_ONCE = 8  # Gloo's own two leave the wire idle between parts: 10% on loopback
 PART_POLL_S = 0.002  # while further parts follow: waking costs more than it gains
 PORT_FREE_S = 5.0
+_LOOPBACK_OF = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # where a listener on every address can be met at home
 
 
 @dataclass(frozen=True, slots=True)
 class GroupAddress:
     """Where a group meets, who this process is in it, and how long each of its waits may take. ``token``: what rank 0
-    asks of everybody who comes; without one it lets everybody in."""
+    asks of everybody who comes; without one it lets everybody in. ``listen_host``: on rank 0's machine, the address on
+    which it listens where ``host`` is what others call it; empty where they are the same."""
 
     host: str
     port: int
@@ -42,6 +44,12 @@ class GroupAddress:
     world_size: int
     timeout_s: float
     token: str = field(default="", repr=False)
+    listen_host: str = ""
+
+    @property
+    def meeting_host(self) -> str:
+        """Where this process goes to meet. From rank 0's own machine the way by ``host`` may not lead back to it."""
+        return _LOOPBACK_OF.get(self.listen_host, self.listen_host) or self.host
 
     def __str__(self) -> str:
         return f"weight group {self.host}:{self.port} (rank {self.rank} of {self.world_size})"
@@ -149,13 +157,14 @@ class _Meeting:
 
 
 def _meet(address: GroupAddress) -> _Meeting:
-    """Come to where the group meets, and wait for every other member. Rank 0 listens on ``address.host`` alone."""
+    """Come to where the group meets, and wait for every other member. Rank 0 listens on the server's one
+    address alone."""
     table: MeetingTable | None = None
     store: MeetingStore | None = None
     try:
         if address.rank == 0:
             table = MeetingTable(_listen(address), address.token)
-        store = MeetingStore(address.host, address.port, address.token, address.timeout_s)
+        store = MeetingStore(address.meeting_host, address.port, address.token, address.timeout_s)
         store.set(f"here/{address.rank}", b"1")
         store.wait([f"here/{rank}" for rank in range(address.world_size)], timedelta(seconds=address.timeout_s))
     except (OSError, RuntimeError, ValueError, KeyError) as error:  # the last two: something else speaks there
@@ -171,7 +180,8 @@ def _meet(address: GroupAddress) -> _Meeting:
 
 def _listen(address: GroupAddress) -> socket.socket:
     """Take the group's port. A group that was just torn down may hold it a moment longer."""
-    family, _, _, _, where = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
+    host = address.listen_host or address.host
+    family, _, _, _, where = socket.getaddrinfo(host, address.port, type=socket.SOCK_STREAM)[0]
     deadline = time.monotonic() + min(PORT_FREE_S, address.timeout_s)
     while True:
         listener = socket.socket(family, socket.SOCK_STREAM)
@@ -307,7 +317,9 @@ def _drop(group: list[Any]) -> None:
 
 def _own_address(address: GroupAddress) -> str:
     """This machine's address on the way to the group's store."""
-    if address.rank == 0:
+    if address.listen_host and address.listen_host not in _LOOPBACK_OF:
+        return address.listen_host
+    if address.rank == 0 and not address.listen_host:
         return address.host
     family, kind, _, _, where = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:

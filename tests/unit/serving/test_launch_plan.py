@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,59 @@ def test_the_yaml_decides_which_program_serves(tmp_path: Path, config: dict[str,
     commands = [server.process.command for server in plan.servers if server.process is not None]
     assert [command[1:4] for command in commands] == [("-m", "coordexp", "serve")] * 2
     assert [command[-2:] for command in commands] == [("--index", "0"), ("--index", "1")]
+
+
+def with_entry(config: dict[str, Any], **keys: Any) -> dict[str, Any]:
+    """``config`` whose first server has these keys too."""
+    first, *others = config["rollout_matching"]["vllm"]["server"]["servers"]
+    return set_key(config, "rollout_matching.vllm.server.servers", [{**first, **keys}, *others])
+
+
+@pytest.mark.parametrize(
+    ("keys", "host", "started"),
+    [
+        ({}, None, [True, True]),
+        ({"base_url": "http://203.0.113.9:8000"}, None, [False, True]),  # nobody's, as documentation's are
+        ({"base_url": "http://203.0.113.9:8000", "listen_host": "127.0.0.2"}, None, [True, True]),
+        ({"base_url": "http://203.0.113.9:8000", "listen_host": "0.0.0.0"}, None, [False, True]),
+        ({"base_url": "http://203.0.113.9:8000"}, "127.0.0.3", [True, True]),
+    ],
+)
+def test_a_server_is_started_where_its_own_address_is(
+    tmp_path: Path,
+    config: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    keys: dict[str, Any],
+    host: str | None,
+    started: list[bool],
+) -> None:
+    monkeypatch.setenv("ROLLOUT_TOKEN", "secret-of-servers")
+    config = set_key(with_entry(config, **keys), "rollout_matching.vllm.server.api_key_env", "ROLLOUT_TOKEN")
+    config = set_key(config, "launch.server", "coordexp")
+    path = write_yaml(tmp_path, config)
+    plan = make_plan(load_config(path), path, (), host)
+    assert [server.process is not None for server in plan.servers] == started
+    if host is not None:
+        commands = [server.process.command for server in plan.servers if server.process is not None]
+        assert [command[-2:] for command in commands] == [("--host", host)] * 2
+        assert {server.listen_host for server in plan.servers} == {host}
+    assert plan_from_json(plan.to_json()) == plan
+
+
+def test_swift_listens_where_it_is_told_to(tmp_path: Path, config: dict[str, Any]) -> None:
+    (first, _) = planned(tmp_path, with_entry(config, listen_host="127.0.0.2")).servers
+    assert first.process is not None
+    assert first.process.command[first.process.command.index("--host") + 1] == "127.0.0.2"
+
+
+def test_an_address_that_is_not_this_machines_is_named(tmp_path: Path, config: dict[str, Any]) -> None:
+    path = write_yaml(tmp_path, set_key(config, "launch.server", "coordexp"))
+    run = load_config(path)
+    plan = make_plan(run, path, (), "127.0.0.2")
+    assert not any("no address" in str(check.problem) for check in run_checks(run, plan, 0))
+    servers = tuple(replace(server, listen_host="203.0.113.9") for server in plan.servers)
+    problems = [check.problem for check in run_checks(run, replace(plan, servers=servers), 0)]
+    assert sum("203.0.113.9 is no address of this machine" in str(problem) for problem in problems) == 4
 
 
 def test_keys_of_the_command_line_reach_every_program_that_reads_the_file(

@@ -72,6 +72,39 @@ def test_an_open_address_needs_a_token(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
+    ("base_url", "listen_host", "given", "listens_on"),
+    [
+        ("http://127.0.0.1:8000", None, None, "127.0.0.1"),
+        ("http://127.0.0.1:8000", "127.0.0.2", None, "127.0.0.2"),
+        ("http://rollout-0.svc:8000", "10.0.0.5", None, "10.0.0.5"),
+        ("http://rollout-0.svc:8000", "10.0.0.5", "0.0.0.0", "0.0.0.0"),
+    ],
+)
+def test_a_server_may_listen_elsewhere_than_where_it_is_reached(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    base_url: str,
+    listen_host: str | None,
+    given: str | None,
+    listens_on: str,
+) -> None:
+    monkeypatch.setenv("ROLLOUT_TOKEN", "secret-of-servers")
+    entry = {"base_url": base_url, "group_port": 51216, "listen_host": listen_host}
+    config = config_of(tmp_path, server__servers=[entry], server__api_key_env="ROLLOUT_TOKEN")
+    options = serve_options(config, 0, None, 0, given)
+    assert (options.host, options.port) == (listens_on, 8000)
+    assert options.advertised_host == base_url.removeprefix("http://").removesuffix(":8000")
+
+
+@pytest.mark.parametrize("listen_host", ["0.0.0.0", "::", "10.0.0.5"])
+def test_listening_beyond_this_machine_needs_a_token_whatever_the_server_is_called(
+    tmp_path: Path, listen_host: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"{listen_host} can be reached from other machines.*api_key_env"):
+        options_of(tmp_path, server__servers=[{**SERVERS[0], "listen_host": listen_host}])
+
+
+@pytest.mark.parametrize(
     ("host", "loopback"),
     [
         ("127.0.0.1", True),

@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,28 @@ def test_bytes_arrive_and_a_port_serves_one_group_after_another() -> None:
         learner.close()
         worker.close()
         wait_until_free(GroupAddress("127.0.0.1", port, 1, 2, 5.0), 5.0)
+
+
+ELSEWHERE = "198.51.100.7"  # of documentation's addresses: nobody's, so whoever goes there gets nowhere
+
+
+@pytest.mark.parametrize(
+    ("host", "listen_host"),
+    [(ELSEWHERE, "127.0.0.1"), ("127.0.0.1", "0.0.0.0"), ("name-of-a-service.invalid", "127.0.0.1")],
+)
+def test_workers_meet_where_their_machine_listens_whatever_learners_call_it(host: str, listen_host: str) -> None:
+    """Two workers of a server and a learner that comes by another address."""
+    (port,) = free_ports(1)
+    addresses = [GroupAddress(host, port, rank, 3, 20.0, "token", listen_host) for rank in range(2)]
+    addresses.append(GroupAddress("127.0.0.1", port, 2, 3, 20.0, "token"))
+    with ThreadPoolExecutor(3) as pool:
+        ends = list(pool.map(lambda address: join(address, CPU), addresses))
+        received = [torch.zeros(1000, dtype=torch.uint8) for _ in range(2)]
+        parts = [*received, torch.full((1000,), 7, dtype=torch.uint8)]
+        list(pool.map(lambda one: one[0].broadcast([one[1]], 2), zip(ends, parts, strict=True)))
+    for end in reversed(ends):
+        end.close()
+    assert all(bool((part == 7).all()) for part in received)
 
 
 def listening() -> set[tuple[str, int]]:

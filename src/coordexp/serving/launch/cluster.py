@@ -255,7 +255,7 @@ def kubernetes_jobset(job: ClusterJob, image: str) -> str:
     learner = job.learner_command(f"{job.name}-learner-0-0.{job.name}", job.name)
     replicated = [_replicated("learner", job, job.learner_nodes, image, hosts, learner)]
     if job.servers:
-        serve = job.server_command('"$JOB_COMPLETION_INDEX"')
+        serve = job.server_command('"$JOB_COMPLETION_INDEX"') + ' --host "$POD_IP"'
         replicated.insert(0, _replicated("server", job, job.servers, image, hosts, serve))
     manifest = {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
@@ -285,6 +285,8 @@ def _replicated(
     role: str, job: ClusterJob, pods: int, image: str, hosts: Mapping[str, str], command: str
 ) -> dict[str, Any]:
     variables: list[dict[str, Any]] = [{"name": name, "value": host} for name, host in hosts.items()]
+    if role == "server":  # its name may lead to it only a while after it has started
+        variables.append({"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}})
     if job.token_variable:
         secret = {"secretKeyRef": {"name": f"{job.name}-token", "key": "token"}}
         variables.append({"name": job.token_variable, "valueFrom": secret})

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from coordexp.config import RunConfig
 from coordexp.config.vllm import ServerEntry
@@ -45,12 +46,14 @@ class ProcessPlan:
 
 @dataclass(frozen=True, slots=True)
 class ServerPlan:
-    """A rollout server: started here, or (``process`` None) expected to run where ``base_url`` says."""
+    """A rollout server: started here, where it takes ``ports`` of ``listen_host``, or (``process`` None) expected to
+    run where ``base_url`` says."""
 
     base_url: str
     group_port: int
     ports: tuple[int, ...]
     process: ProcessPlan | None
+    listen_host: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,7 @@ def plan_from_json(text: str) -> LaunchPlan:
             one["group_port"],
             tuple(one["ports"]),
             None if one["process"] is None else _process_from(one["process"]),
+            one["listen_host"],
         )
         for one in data["servers"]
     )
@@ -124,6 +128,7 @@ def plan_launch(
     local: Sequence[bool],
     model_type: str,
     arguments: Sequence[str] = (),
+    listen_host: str | None = None,
 ) -> LaunchPlan:
     """The processes of a run.
 
@@ -131,6 +136,7 @@ def plan_launch(
         local: for each server whether its address is this machine's.
         model_type: ``model_type`` of the checkpoint's config.json.
         arguments: ``key.path=value``, as ``config`` was loaded with; programs that read the file are given them too.
+        listen_host: where the servers listen, instead of what ``config`` says of each.
 
     Raises:
         ConfigError: device lists that do not fit the servers, or overlap.
@@ -145,7 +151,8 @@ def plan_launch(
             entry.base_url.rstrip("/"),
             entry.group_port,
             (_port_of(config, index), entry.group_port) if here else (),
-            _server_process(config, named, index, devices[index], logs, model_type) if here else None,
+            _server_process(config, named, index, devices[index], logs, model_type, listen_host) if here else None,
+            listen_host_of(entry, listen_host),
         )
         for index, (entry, here) in enumerate(zip(entries, local, strict=True))
     )
@@ -158,6 +165,11 @@ def plan_launch(
         api_key_env=rollout.vllm.server.api_key_env if rollout is not None and rollout.vllm.server else None,
         learner_grace_s=_grace_s(config),
     )
+
+
+def listen_host_of(entry: ServerEntry, given: str | None = None) -> str:
+    """Where a server listens: as ``given``, as its entry says, or on the host of its ``base_url``."""
+    return given or entry.listen_host or urlsplit(entry.base_url).hostname or ""
 
 
 def _grace_s(config: RunConfig) -> float:
@@ -195,29 +207,30 @@ def _devices_of_servers(config: RunConfig, local: Sequence[bool]) -> list[tuple[
     return devices
 
 
-def _options(config: RunConfig, index: int, devices: Sequence[int]) -> ServeOptions:
-    return serve_options(config, index, None, len(devices))
-
-
 def _port_of(config: RunConfig, index: int) -> int:
-    from urllib.parse import urlsplit
-
     url = urlsplit(server_entries(config)[index].base_url)
     return url.port or (443 if url.scheme == "https" else 80)
 
 
 def _server_process(
-    config: RunConfig, named: Sequence[str], index: int, devices: tuple[int, ...], logs: Path, model_type: str
+    config: RunConfig,
+    named: Sequence[str],
+    index: int,
+    devices: tuple[int, ...],
+    logs: Path,
+    model_type: str,
+    listen_host: str | None,
 ) -> ProcessPlan:
     rollout = config.rollout_matching
     assert rollout is not None and rollout.vllm.server is not None
-    options = _options(config, index, devices)
+    options = serve_options(config, index, None, len(devices), listen_host)
     key_env = rollout.vllm.server.api_key_env
     if config.launch.server == "swift":
         command = _swift_command(options, model_type)
         secrets = {} if key_env is None else {SERVER_API_KEY: key_env}
     else:
         command = (sys.executable, "-m", "coordexp", "serve", "--config", *named, "--index", str(index))
+        command = command if listen_host is None else (*command, "--host", listen_host)
         secrets = {}
     environment = {
         **engine_environment({}, gpu=bool(devices)),

@@ -14,12 +14,14 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from coordexp.config import RunConfig
+from coordexp.config.vllm import ServerEntry
 from coordexp.errors import ConfigError, CoordExpError
 from coordexp.serving.launch.plan import (
     PLUGIN,
     SWIFT_MODEL_TYPE,
     LaunchPlan,
     foreign_to_swift,
+    listen_host_of,
     plan_launch,
     server_entries,
 )
@@ -61,20 +63,22 @@ def look_over(
     arguments: Sequence[str],
     num_gpus: int,
     learner_checks: Callable[[int], object],
+    listen_host: str | None = None,
 ) -> Preflight:
     """Everything that can be wrong, whatever else is. Nothing is started and nothing is written.
 
     Args:
         learner_checks: looks at what the learner itself refuses, given its number of processes; raises what it finds.
+        listen_host: as :func:`make_plan` takes it.
     """
     problems: list[str] = []
     plan = shown = None
     try:
-        plan = shown = make_plan(config, config_path, arguments)
+        plan = shown = make_plan(config, config_path, arguments, listen_host)
     except ConfigError as error:
         problems.append(str(error))
         undivided = config.launch.model_copy(update={"server_devices": (), "learner_devices": ()})
-        plan = make_plan(config.model_copy(update={"launch": undivided}), config_path, arguments)
+        plan = make_plan(config.model_copy(update={"launch": undivided}), config_path, arguments, listen_host)
     checks = run_checks(config, plan, num_gpus)
     problems += [f"{check.name}: {check.problem}" for check in checks if check.problem is not None]
     try:
@@ -84,8 +88,10 @@ def look_over(
     return Preflight(shown, tuple(checks), tuple(dict.fromkeys(problems)))
 
 
-def make_plan(config: RunConfig, config_path: Path, arguments: Sequence[str] = ()) -> LaunchPlan:
-    """The plan for this machine: which servers are local.
+def make_plan(
+    config: RunConfig, config_path: Path, arguments: Sequence[str] = (), listen_host: str | None = None
+) -> LaunchPlan:
+    """The plan for this machine: which servers are local. With ``listen_host`` all of them are, and listen there.
 
     A model that cannot be read, or not served, is planned for like any other: :func:`run_checks` names it.
 
@@ -96,8 +102,9 @@ def make_plan(config: RunConfig, config_path: Path, arguments: Sequence[str] = (
         config,
         config_path,
         arguments=arguments,
-        local=[_is_local(urlsplit(entry.base_url).hostname or "") for entry in server_entries(config)],
+        local=[listen_host is not None or _is_here(entry) for entry in server_entries(config)],
         model_type=SWIFT_MODEL_TYPE,  # another one is a check's to say
+        listen_host=listen_host,
     )
 
 
@@ -154,7 +161,7 @@ def _port_checks(plan: LaunchPlan) -> Iterator[Check]:
     owner: dict[tuple[str, int], str] = {}
     for index, server in enumerate(plan.servers):
         where = f"rollout_matching.vllm.server.servers[{index}]"
-        host = urlsplit(server.base_url).hostname or ""
+        host = server.listen_host
         if server.process is None:
             yield Check(where, f"{server.base_url} is on another machine and has to be started there")
         for key, port in zip(("base_url", "group_port"), server.ports, strict=False):
@@ -162,6 +169,8 @@ def _port_checks(plan: LaunchPlan) -> Iterator[Check]:
             problem = None
             if taken_by != f"{where}.{key}":
                 problem = f"port {port} is {taken_by} too; give each its own"
+            elif not _can_listen(host, 0):
+                problem = f"{host} is no address of this machine; choose one that is (listen_host, --host)"
             elif not _can_listen(host, port):
                 problem = f"port {port} of {host} is taken; end the program that listens there, or choose another"
             yield Check(f"{where}.{key}", f"{host}:{port}", problem)
@@ -200,6 +209,12 @@ def free_ports(count: int) -> list[int]:
         for listener in listeners:
             listener.bind(("127.0.0.1", 0))
         return [listener.getsockname()[1] for listener in listeners]
+
+
+def _is_here(entry: ServerEntry) -> bool:
+    """Whether a server belongs to this machine. That it listens on every address says nothing about whose they are."""
+    host = listen_host_of(entry)
+    return _is_local(urlsplit(entry.base_url).hostname or "" if host in ("0.0.0.0", "::") else host)
 
 
 def _is_local(host: str) -> bool:

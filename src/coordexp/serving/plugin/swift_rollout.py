@@ -277,6 +277,7 @@ class CoordExpEndpoints:
                 "first_rank": first + index * per_engine,
                 "timeout_s": request.timeout_s,
                 "token": request.token,
+                "listen_host": "" if self.args.host == request.host else self.args.host,
             }
             for index in range(len(self.connections))
         ]

@@ -159,7 +159,7 @@ def build_app(server: RolloutServer) -> FastAPI:
     app.add_exception_handler(CoordExpError, _reply_to_error)
     app.add_exception_handler(RequestValidationError, _reply_to_invalid)
     app.add_middleware(WholeBodyInTime)
-    app.middleware("http")(admission(server.options.api_key, server.options.host))
+    app.middleware("http")(admission(server.options.api_key, server.options.advertised_host))
     _add_generation(app, server)
     _add_weights(app, server)
     return app

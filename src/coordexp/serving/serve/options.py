@@ -19,7 +19,8 @@ from coordexp.vllm_engine.arguments import section_arguments
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """One server. ``engine`` holds the arguments of vLLM's engine that the YAML sets; ``api_key`` is never shown."""
+    """One server. ``engine`` holds the arguments of vLLM's engine that the YAML sets; ``api_key`` is never shown.
+    ``host``: where it listens; ``advertised_host``: what learners call it, usually the same."""
 
     model: Path
     host: str
@@ -31,6 +32,7 @@ class ServeOptions:
     engine: Mapping[str, Any]
     push_wait_s: float
     closed_names: bool = False
+    advertised_host: str = ""
     api_key: str | None = field(default=None, repr=False)
 
     @property
@@ -39,13 +41,16 @@ class ServeOptions:
         return self.data_parallel_size * self.tensor_parallel_size
 
 
-def serve_options(config: RunConfig, index: int, data_parallel_size: int | None, num_gpus: int) -> ServeOptions:
+def serve_options(
+    config: RunConfig, index: int, data_parallel_size: int | None, num_gpus: int, listen_host: str | None = None
+) -> ServeOptions:
     """Options of server ``index``.
 
     Args:
         config: the learner's own configuration. index: which entry of ``servers``.
         data_parallel_size: engines side by side; None uses every visible GPU, or one engine on the CPU.
         num_gpus: visible GPUs.
+        listen_host: where it listens, instead of the entry's ``listen_host`` or the host of its ``base_url``.
 
     Raises:
         ConfigError: no such server, devices that do not divide, or an open address without a token.
@@ -53,7 +58,8 @@ def serve_options(config: RunConfig, index: int, data_parallel_size: int | None,
     entry, vllm = _entry(config, index)
     where = f"rollout_matching.vllm.server.servers[{index}].base_url"
     url = urlsplit(entry.base_url)
-    host = url.hostname or ""
+    advertised_host = url.hostname or ""
+    host = listen_host or entry.listen_host or advertised_host
     try:
         port = url.port or (443 if url.scheme == "https" else 80)
     except ValueError as error:
@@ -62,10 +68,11 @@ def serve_options(config: RunConfig, index: int, data_parallel_size: int | None,
         raise ConfigError(f"{where}: {entry.base_url} has a path; coordexp serve answers at the root of its port only")
     assert vllm.server is not None
     api_key = api_key_from_environment(vllm.server.api_key_env)
-    if not is_loopback(host) and api_key is None:
+    reached_at = next((name for name in (host, advertised_host) if not is_loopback(name)), None)
+    if reached_at is not None and api_key is None:
         raise ConfigError(
-            f"{where}: {host} can be reached from other machines, and whoever reaches a rollout server can overwrite "
-            "its weights; set rollout_matching.vllm.server.api_key_env, or use http://127.0.0.1"
+            f"{where}: {reached_at} can be reached from other machines, and whoever reaches a rollout server can "
+            "overwrite its weights; set rollout_matching.vllm.server.api_key_env, or use http://127.0.0.1"
         )
     return ServeOptions(
         model=Path(config.model.model),
@@ -78,6 +85,7 @@ def serve_options(config: RunConfig, index: int, data_parallel_size: int | None,
         engine=section_arguments(vllm),
         push_wait_s=vllm.sync.timeout_s,
         closed_names=vllm.server.closed_names,
+        advertised_host=advertised_host,
         api_key=api_key,
     )
 

@@ -98,8 +98,8 @@ def _listener(host: str, port: int) -> socket.socket:
         listener.bind(where)
     except OSError as error:
         raise RolloutError(
-            f"{host}:{port}: this address cannot be taken ({error}); another server may run there, or base_url names "
-            "another machine"
+            f"{host}:{port}: this address cannot be taken ({error}); another server may run there, or it is another "
+            "machine's: write where to listen into the server's listen_host, or as --host"
         ) from error
     return listener
 

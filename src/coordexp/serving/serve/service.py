@@ -187,12 +187,13 @@ class RolloutServer:
             await self.engines.workers(
                 "init_communicator",
                 args_of=lambda index: (
-                    self.options.host,
+                    self.options.advertised_host,
                     request.port,
                     request.world_size,
                     index * self.engines.tensor_parallel_size,
                     request.timeout_s,
                     request.token,
+                    "" if self.options.host == self.options.advertised_host else self.options.host,
                 ),
                 timeout_s=request.timeout_s + 30,
             )
