@@ -208,7 +208,9 @@ def test_kubernetes_pods_know_each_other_by_names_that_the_jobset_gives() -> Non
         assert values["ROLLOUT_HOST_1"] == "run-server-0-1.run"
         assert values["COORDEXP_API_KEY"] is None, "a token is read from a secret, never written down"
         assert container["resources"] == {"limits": {"nvidia.com/gpu": 8}}
-    assert '--index "$JOB_COMPLETION_INDEX"' in server["template"]["spec"]["containers"][0]["command"][2]
+    serving = server["template"]["spec"]["containers"][0]
+    assert '--index "$JOB_COMPLETION_INDEX" --host "$POD_IP"' in serving["command"][2]
+    assert {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}} in serving["env"]
     assert '--rdzv-endpoint="run-learner-0-0.run:29500"' in learner["template"]["spec"]["containers"][0]["command"][2]
     assert learner["template"]["spec"]["terminationGracePeriodSeconds"] == JOB.grace_s
 

@@ -266,6 +266,17 @@ def test_dry_run_prints_the_plan_and_starts_nothing(
     assert not Path(config["training"]["output_dir"]).exists()
 
 
+def test_launch_passes_on_where_servers_listen(
+    tmp_path: Path, config: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_yaml(tmp_path, set_key(config, "launch.server", "coordexp"))
+    result = run_cli(capsys, "launch", "--config", path, "--dry-run", "--host", "127.0.0.2")
+    assert result.code == 0, result.err
+    assert result.out.count("--host 127.0.0.2") == 2 and "127.0.0.2:" in result.out
+    open_to_all = run_cli(capsys, "launch", "--config", path, "--dry-run", "--host", "0.0.0.0")
+    assert open_to_all.code == 2 and "0.0.0.0 can be reached from other machines" in open_to_all.err
+
+
 @pytest.mark.parametrize("dry", [True, False])
 def test_every_problem_of_every_stage_is_printed_and_nothing_starts(
     tmp_path: Path, config: dict[str, Any], capsys: pytest.CaptureFixture[str], dry: bool
