@@ -20,6 +20,7 @@ FOREIGN = {
     "No available memory for the cache blocks",
     "is less than desired GPU memory utilization",
     "out of memory",
+    "create shm in SHMManager failed. errno: 17",
 }
 CHANGING = "\0"
 
