@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from coordexp.config.data import TunerConfig
+from coordexp.modeling.adapter import tune
 from coordexp.modeling.load import LoadedModel, load_model
 from coordexp.modeling.tiny import build_tiny_checkpoint
-from coordexp.modeling.tuner import tune
 from support.tiny_run import SPEC, _session_folder, tiny_checkpoint
 
 # Keys of ``tuner``, by what they exercise.

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from coordexp import distributed
-from coordexp.cli import evaluate, export, launch, predict, run, view
+from coordexp.cli import evaluate, launch, predict, run, view
 from coordexp.cli.data import data_app
 from coordexp.cli.model import model_app
 from coordexp.cli.run import config_app
@@ -27,12 +27,11 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,  # a bug's plain traceback is easier to report than a decorated one
 )
-run.register(app)
-predict.register(app)
-evaluate.register(app)
-export.register(app)
-view.register(app)
-launch.register(app)
+for _command in (
+    *(run.train, run.demo, run.init, predict.predict, evaluate.evaluate, predict.export, view.view, view.replay),
+    *(launch.serve, launch.launch),
+):
+    app.command()(_command)
 app.add_typer(data_app, name="data")
 app.add_typer(model_app, name="model")
 app.add_typer(config_app, name="config")

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from coordexp.cli import inspect
 from coordexp.cli.console import check_checkpoint, counting, no_bars_in_log_files, open_console
 from coordexp.cli.convert import convert_app
+from coordexp.cli.inspect import check_command, sample_command, split_command, stats_command
 from coordexp.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 data_app = typer.Typer(help="Make, convert and check datasets.", no_args_is_help=True)
 data_app.add_typer(convert_app, name="convert")
-inspect.register(data_app)
+for _name, _command in (
+    ("check", check_command), ("stats", stats_command), ("split", split_command), ("sample", sample_command)
+):  # fmt: skip
+    data_app.command(_name)(_command)
 
 
 class SceneFamily(StrEnum):

@@ -62,11 +62,6 @@ _USED_BY = {
 }
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to ``app``."""
-    app.command()(evaluate)
-
-
 def evaluate(
     source: Annotated[
         Path | None,
@@ -197,7 +192,7 @@ def _evaluate_saved(console: Console, source: Path, wanted: _Wanted) -> None:
 
 
 def _show(console: Console, summary: Summary, title: str, files: Sequence[Path]) -> None:
-    from coordexp.evaluation.tables import summary_tables
+    from coordexp.evaluation.report import summary_tables
 
     for table in summary_tables(summary, title):
         console.print(table)
@@ -215,7 +210,7 @@ def _show(console: Console, summary: Summary, title: str, files: Sequence[Path])
 def _compare(console: Console, runs: tuple[Path, Path], wanted: _Wanted, resamples: int) -> None:
     from coordexp.evaluation import read_answers
     from coordexp.evaluation.compare import compare, paired
-    from coordexp.evaluation.tables import comparison_json, comparison_tables
+    from coordexp.evaluation.report import comparison_json, comparison_tables
 
     names = str(runs[0]), str(runs[1])
     saved = [read_answers(run) for run in runs]

@@ -27,14 +27,6 @@ _SHOWN = 20
 _EPOCHS = 4  # tiles of a row of --augment
 
 
-def register(app: typer.Typer) -> None:
-    """Add these commands to ``app``."""
-    app.command("check")(check_command)
-    app.command("stats")(stats_command)
-    app.command("split")(split_command)
-    app.command("sample")(sample_command)
-
-
 def check_command(
     jsonl: Dataset,
     limit: Annotated[int | None, typer.Option(min=1, help="Check only the first N records.")] = None,

@@ -29,12 +29,6 @@ class Scheduler(StrEnum):
     skypilot = "skypilot"
 
 
-def register(app: typer.Typer) -> None:
-    """Add these commands to ``app``."""
-    app.command()(serve)
-    app.command()(launch)
-
-
 def launch(
     config: Annotated[Path, typer.Option("--config", metavar="CONFIG.yaml", help="The run's configuration.")],
     arguments: Arguments = None,

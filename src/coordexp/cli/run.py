@@ -23,13 +23,6 @@ Print = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
-    """Add these commands to ``app``."""
-    app.command()(train)
-    app.command()(demo)
-    app.command()(init)
-
-
 def print_config(config: Path, arguments: Sequence[str], plain: bool = False, only_set: bool = False) -> None:
     """The resolved configuration as YAML, with sources; advice on stderr."""
     from coordexp.config import advice

@@ -11,12 +11,6 @@ import typer
 from coordexp.cli.console import counting, no_bars_in_log_files, open_console
 
 
-def register(app: typer.Typer) -> None:
-    """Add these commands to ``app``."""
-    app.command()(view)
-    app.command()(replay)
-
-
 def view(
     source: Annotated[
         Path,

@@ -1,9 +1,10 @@
-"""YAML, with what it ``extends``, to a :class:`RunConfig`; and back to YAML."""
+"""YAML, with what it ``extends``, to a :class:`RunConfig`; and back to YAML. Removed keys and values are
+refused, each with its own guidance."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticUndefined
 
 from coordexp.config.checks import cross_checks
-from coordexp.config.legacy import take_removed
+from coordexp.config.legacy_table import REMOVED_KEYS, REMOVED_VALUES
 from coordexp.config.root import RunConfig
 from coordexp.config.sections import DEBUG_STANDS_FOR, Sections, section_defaults
 from coordexp.config.source import Document, apply_arguments, dump_yaml, put, read_document
@@ -148,3 +149,72 @@ def _error(source: str, document: Document, problems: list[Problem]) -> ConfigEr
         lines.append(f"  {name}{f' ({where})' if where else ''}: {problem.message}")
     count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
     return ConfigError(f"{source}: {count}\n" + "\n".join(lines))
+
+
+# Everything that stood below this key stands below rollout_matching now.
+OLD_ROLLOUT_SECTION = ("custom", "extra", "rollout_matching")
+
+
+def take_removed(data: dict[str, Any]) -> Iterator[Problem]:
+    """Yield a problem for every removed key or value in ``data``, and take it out, so that validation of the rest
+    does not report it again as unknown."""
+    yield from _take_old_section(data)
+    for row in REMOVED_KEYS:
+        for parent, last, path in list(_matches(data, tuple(row.pattern.split(".")), ())):
+            del parent[last]
+            if not parent:
+                _prune(data, path[:-1])
+            yield Problem(path, row.guidance)
+    for (key, value), guidance in REMOVED_VALUES.items():
+        for parent, last, path in list(_matches(data, tuple(key.split(".")), ())):
+            if parent[last] == value:
+                del parent[last]
+                yield Problem(path, f"'{value}' is {guidance}")
+
+
+def _take_old_section(data: dict[str, Any]) -> Iterator[Problem]:
+    custom, extra, section = OLD_ROLLOUT_SECTION
+    extra_section = data[custom].get(extra) if isinstance(data.get(custom), dict) else None
+    if not isinstance(extra_section, dict) or section not in extra_section:
+        return
+    old = extra_section.pop(section)
+    if not extra_section:
+        del data[custom][extra]
+    if not isinstance(old, dict) or not old:
+        yield Problem(OLD_ROLLOUT_SECTION, f"moved; write the top-level section {section} instead")
+        return
+    for tail in _leaves(old, ()):
+        new = dotted((section, *tail))
+        rows = [row for row in REMOVED_KEYS if f"{new}.".startswith(f"{row.pattern}.")]
+        guidance = rows[0].guidance if rows else f"moved; write {new} instead"
+        yield Problem((*OLD_ROLLOUT_SECTION, *tail), guidance)
+
+
+def _prune(data: dict[str, Any], path: KeyPath) -> None:
+    """Take out a mapping that is empty now and that the table names too: it has been reported key by key."""
+    if dotted(path) in {row.pattern for row in REMOVED_KEYS}:
+        for parent, last, _ in list(_matches(data, tuple(str(part) for part in path), ())):
+            del parent[last]
+
+
+def _leaves(value: object, path: KeyPath) -> Iterator[KeyPath]:
+    if isinstance(value, dict) and value:
+        for key, item in value.items():
+            yield from _leaves(item, (*path, key))
+    else:
+        yield path
+
+
+def _matches(value: Any, pattern: tuple[str, ...], path: KeyPath) -> Iterator[tuple[dict[str, Any], str, KeyPath]]:
+    """(the mapping that holds the key, the key, its path) for each place in ``value`` that ``pattern`` describes."""
+    head, *rest = pattern
+    if isinstance(value, dict):
+        keys = list(value) if head == "*" else [head] if head in value else []
+        for key in keys:
+            if rest:
+                yield from _matches(value[key], tuple(rest), (*path, key))
+            else:
+                yield value, key, (*path, key)
+    elif isinstance(value, list) and head == "*" and rest:
+        for index, item in enumerate(value):
+            yield from _matches(item, tuple(rest), (*path, index))

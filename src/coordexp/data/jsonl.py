@@ -98,12 +98,9 @@ def check_source(path: Path, limit: int | None) -> None:
         raise DataError("dataset file not found; check the path", path=path)
 
 
-def image_problem(
-    image: Path, declared: tuple[int, int], real: tuple[int, int] | DataError | None = None
-) -> str | None:
+def image_problem(image: Path, declared: tuple[int, int], real: tuple[int, int] | DataError) -> str | None:
     """What is wrong with a record's image by its header; None for nothing. ``declared``: the record's (width, height);
-    ``real``: what :func:`real_size` says, where it was asked before."""
-    real = real_size(image) if real is None else real
+    ``real``: what :func:`real_size` says."""
     if isinstance(real, DataError):
         return str(real)
     return None if real == declared else f"{image}: {size_problem(declared, real)}"

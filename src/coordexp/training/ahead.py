@@ -36,13 +36,14 @@ class AskedWindow:
 
 
 class RolloutsAhead:
-    """A source of segments whose windows are asked for one step before they are taken."""
+    """A source of segments whose windows are asked for one step before they are taken. ``window``: the one that is
+    to be taken next; set it where a step begins again, or a run resumes."""
 
     def __init__(self, source: RolloutSource, has_rollouts: Callable[[int], bool]) -> None:
         """``has_rollouts(step)``: whether the step after ``step`` finished ones learns from rollouts."""
         self._source = source
         self._has_rollouts = has_rollouts
-        self._next: AskedWindow | WaitingAnswers | None = None
+        self.window: AskedWindow | WaitingAnswers | None = None
         self._has_weights_of: int | None = None  # servers have them since this step asked for its own window
 
     # -- the step ------------------------------------------------------------------------------------------------------
@@ -51,7 +52,7 @@ class RolloutsAhead:
         self, micro_batches: MicroBatches, global_step: int, metrics: MutableMapping[str, float]
     ) -> tuple[list[list[Segment]], list[SampleOutcome]]:
         """The window that was asked for; an error of its answers is raised here, in its own step."""
-        window, self._next = self._next, None
+        window, self.window = self.window, None
         if window is None:
             self._has_weights_of = global_step
             return self._source.segments(micro_batches, global_step, metrics)
@@ -75,14 +76,14 @@ class RolloutsAhead:
         Raises:
             RolloutError: the weights did not arrive.
         """
-        assert self._next is None, "a window that nobody took"
+        assert self.window is None, "a window that nobody took"
         started = time.perf_counter()
         metrics: dict[str, float] = {}
         if self._has_weights_of != global_step:
             self._source.backend.sync_weights(global_step)
             metrics["time/weight_sync_s"] = time.perf_counter() - started
         answered = in_background(lambda: self._answer(micro_batches, global_step + 1), name="rollouts-ahead")
-        self._next = AskedWindow(global_step + 1, global_step, answered)
+        self.window = AskedWindow(global_step + 1, global_step, answered)
         return metrics
 
     def _answer(self, micro_batches: MicroBatches, step: int) -> AnsweredWindow:
@@ -108,12 +109,12 @@ class RolloutsAhead:
     def finish(self) -> None:
         """Wait until no request is under way: before weights are pushed, or a checkpoint is written. Each request has
         its own deadline. What failed is raised by :meth:`segments`, not here."""
-        if isinstance(self._next, AskedWindow):
-            wait([self._next.answered])
+        if isinstance(self.window, AskedWindow):
+            wait([self.window.answered])
 
     def waiting(self) -> WaitingAnswers | None:
         """What a checkpoint keeps, after :meth:`finish`; None where nothing waits, or what waits has failed."""
-        window = self._next
+        window = self.window
         if not isinstance(window, AskedWindow):
             return window
         if window.answered.exception() is not None:
@@ -123,12 +124,3 @@ class RolloutsAhead:
         return WaitingAnswers(
             window.step, window.version, rounds, answered.rollout_s, answered.report, answered.counted
         )
-
-    @property
-    def window(self) -> AskedWindow | WaitingAnswers | None:
-        """The window that is to be taken next. Set it where a step begins again, or a run resumes."""
-        return self._next
-
-    @window.setter
-    def window(self, window: AskedWindow | WaitingAnswers | None) -> None:
-        self._next = window

@@ -188,8 +188,8 @@ def _load_learner(run: CheckedRun) -> LoadedModel:
     """The model, ready to be trained; everything random from here on follows from the run's seed."""
     from transformers import set_seed
 
+    from coordexp.modeling.adapter import tune
     from coordexp.modeling.load import load_model
-    from coordexp.modeling.tuner import tune
 
     set_seed(run.config.training.seed)
     model = run.config.model

@@ -54,6 +54,11 @@ _LORA = "adapters that come from memory"
 _SERVER = "coordexp serve"
 _COLOCATED = "engines inside the learner"
 
+
+def _of_class(module: str, owner: str, purpose: str, names: str) -> tuple[UpstreamName, ...]:
+    return tuple(UpstreamName(module, f"{owner}.{name}", purpose) for name in names.split())
+
+
 VLLM_ENGINE = (
     UpstreamName("vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm", "loadable weights on CPUs"),
     UpstreamName("vllm.distributed.device_communicators.shm_broadcast", "SpinCondition", "sleeping while waiting"),
@@ -83,15 +88,13 @@ VLLM_SERVER = (
     *VLLM_ENGINE,
     UpstreamName("vllm", "AsyncEngineArgs", _SERVER),
     UpstreamName("vllm", "SamplingParams", _SERVER),
-    UpstreamName("vllm.v1.engine.async_llm", "AsyncLLM.from_engine_args", _SERVER),
-    UpstreamName("vllm.v1.engine.async_llm", "AsyncLLM.generate", _SERVER),
-    UpstreamName("vllm.v1.engine.async_llm", "AsyncLLM.abort", _SERVER),
-    UpstreamName("vllm.v1.engine.async_llm", "AsyncLLM.collective_rpc", _SERVER),
-    UpstreamName("vllm.v1.engine.async_llm", "AsyncLLM.check_health", _SERVER),
-    UpstreamName("vllm.v1.engine.async_llm", "AsyncLLM.reset_prefix_cache", _SERVER),
-    UpstreamName("vllm.v1.engine.async_llm", "AsyncLLM.reset_encoder_cache", _SERVER),
-    UpstreamName("vllm.v1.engine.async_llm", "AsyncLLM.reset_mm_cache", _SERVER),
-    UpstreamName("vllm.v1.engine.async_llm", "AsyncLLM.shutdown", _SERVER),
+    *_of_class(
+        "vllm.v1.engine.async_llm",
+        "AsyncLLM",
+        _SERVER,
+        "from_engine_args generate abort collective_rpc check_health reset_prefix_cache "
+        "reset_encoder_cache reset_mm_cache shutdown",
+    ),
     UpstreamName("vllm.v1.engine.exceptions", "EngineDeadError", _SERVER),
     UpstreamName("vllm.exceptions", "VLLMValidationError", _SERVER),
 )
@@ -101,18 +104,13 @@ VLLM_IN_PROCESS = (
     UpstreamName("vllm.exceptions", "VLLMError", _COLOCATED),
     UpstreamName("vllm", "SamplingParams", _COLOCATED),
     UpstreamName("vllm.sampling_params", "RequestOutputKind.FINAL_ONLY", _COLOCATED),
-    UpstreamName("vllm.v1.engine.llm_engine", "LLMEngine.from_engine_args", _COLOCATED),
-    UpstreamName("vllm.v1.engine.llm_engine", "LLMEngine.add_request", _COLOCATED),
-    UpstreamName("vllm.v1.engine.llm_engine", "LLMEngine.abort_request", _COLOCATED),
-    UpstreamName("vllm.v1.engine.llm_engine", "LLMEngine.step", _COLOCATED),
-    UpstreamName("vllm.v1.engine.llm_engine", "LLMEngine.has_unfinished_requests", _COLOCATED),
-    UpstreamName("vllm.v1.engine.llm_engine", "LLMEngine.collective_rpc", _COLOCATED),
-    UpstreamName("vllm.v1.engine.llm_engine", "LLMEngine.reset_prefix_cache", _COLOCATED),
-    UpstreamName("vllm.v1.engine.llm_engine", "LLMEngine.reset_encoder_cache", _COLOCATED),
-    UpstreamName("vllm.v1.engine.llm_engine", "LLMEngine.reset_mm_cache", _COLOCATED),
-    UpstreamName("vllm.v1.engine.llm_engine", "LLMEngine.sleep", _COLOCATED),
-    UpstreamName("vllm.v1.engine.llm_engine", "LLMEngine.wake_up", _COLOCATED),
-    UpstreamName("vllm.v1.engine.llm_engine", "LLMEngine.is_sleeping", _COLOCATED),
+    *_of_class(
+        "vllm.v1.engine.llm_engine",
+        "LLMEngine",
+        _COLOCATED,
+        "from_engine_args add_request abort_request step has_unfinished_requests collective_rpc "
+        "reset_prefix_cache reset_encoder_cache reset_mm_cache sleep wake_up is_sleeping",
+    ),
     UpstreamName("vllm.v1.engine.core_client", "InprocClient.shutdown", _COLOCATED),
 )
 
@@ -121,10 +119,12 @@ _SWIFT = "swift rollout with the CoordExp plugin"
 _ROLLOUT = "swift.pipelines.infer.rollout"
 
 REPEAT_GUARD = (
-    UpstreamName("vllm.v1.sample.logits_processor", "LogitsProcessor.apply", _GUARD),
-    UpstreamName("vllm.v1.sample.logits_processor", "LogitsProcessor.update_state", _GUARD),
-    UpstreamName("vllm.v1.sample.logits_processor", "LogitsProcessor.is_argmax_invariant", _GUARD),
-    UpstreamName("vllm.v1.sample.logits_processor", "LogitsProcessor.validate_params", _GUARD),
+    *_of_class(
+        "vllm.v1.sample.logits_processor",
+        "LogitsProcessor",
+        _GUARD,
+        "apply update_state is_argmax_invariant validate_params",
+    ),
     UpstreamName("vllm.v1.sample.logits_processor", "LogitsProcessors.all", "seeing that the guard is there"),
     UpstreamName("vllm.v1.sample.logits_processor", "process_dict_updates", _GUARD),
     UpstreamName("vllm.sampling_params", "SamplingParams.extra_args", "naming requests to the guard"),

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from coordexp.assets import asset
-from coordexp.cli.export import Format
+from coordexp.cli.predict import Format
 from coordexp.data import read_jsonl
 from coordexp.evaluation import read_answers
 from coordexp.records import ImageRecord

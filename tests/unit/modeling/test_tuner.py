@@ -11,9 +11,9 @@ import torch
 from coordexp.checkpoints.folder import part_of
 from coordexp.config.data import TunerConfig
 from coordexp.errors import ConfigError
+from coordexp.modeling.adapter import tune
 from coordexp.modeling.coord_offset import add_offset, is_offset, output_head
 from coordexp.modeling.load import LoadedModel, load_model
-from coordexp.modeling.tuner import tune
 from coordexp.rollouts import SeedContext
 from coordexp.rollouts.hf import HFBackend
 from support.settings import decoding

@@ -12,7 +12,7 @@ from transformers import Trainer
 from coordexp.checkpoints.folder import part_of
 from coordexp.config.data import TunerConfig
 from coordexp.errors import ConfigError
-from coordexp.modeling.tuner import tune
+from coordexp.modeling.adapter import tune
 from coordexp.training.optimizer import LearningRates, grouped, parameter_groups
 from support.tiny_run import load_tiny, run_config, tiny_checkpoint, train, weights
 from support.tuned_models import lora

@@ -19,7 +19,6 @@ from coordexp.data.convert.sources import (
     SourceObject,
     check_choice,
     check_folder,
-    check_geometry,
     declared_size,
     finite_numbers,
     unsafe_file_name,
@@ -80,7 +79,7 @@ def open_instances(annotations_json: Path, images_dir: Path, geometry: str) -> d
     Raises:
         DataError: an unknown geometry, no images folder, or no COCO instances file.
     """
-    check_geometry(geometry, InstanceGeometry)
+    check_choice("geometry", geometry, InstanceGeometry)
     check_folder(images_dir, "images folder")
     if not annotations_json.is_file():
         raise DataError("annotation file not found; check the path", path=annotations_json)

@@ -16,8 +16,8 @@ from coordexp.data.convert.sources import (
     SourceImage,
     SourceObject,
     bounds,
+    check_choice,
     check_folder,
-    check_geometry,
     corners,
     declared_size,
     finite_numbers,
@@ -52,7 +52,7 @@ def convert_labelme(
         DataError: no such folder, no file in it, or nothing usable.
     """
     folder = Path(folder)
-    check_geometry(geometry, ShapeGeometry)
+    check_choice("geometry", geometry, ShapeGeometry)
     check_folder(folder, "folder")
     files = sorted(file for file in folder.rglob("*.json") if not file.name.endswith(REPORT_SUFFIX))
     if not files:

@@ -43,11 +43,6 @@ class SourceImage:
     embedded: Callable[[], bytes] | None = None
 
 
-def check_geometry(given: str, known: Any) -> None:
-    """Raises DataError unless ``given`` is one of the literals of ``known``."""
-    check_choice("geometry", given, known)
-
-
 def check_choice(what: str, given: str, known: Any) -> None:
     """Raises DataError unless ``given`` is one of the literals of ``known``; ``what`` names the argument."""
     if given not in get_args(known):

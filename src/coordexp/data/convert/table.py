@@ -14,8 +14,8 @@ from coordexp.data.convert.sources import (
     SourceImage,
     SourceObject,
     bounds,
+    check_choice,
     check_folder,
-    check_geometry,
     corners,
     declared_size,
     finite_numbers,
@@ -66,7 +66,7 @@ def convert_csv(
         DataError: no header with these columns, or nothing usable.
     """
     path = Path(table) / ROBOFLOW if Path(table).is_dir() else Path(table)
-    check_geometry(geometry, ShapeGeometry)
+    check_choice("geometry", geometry, ShapeGeometry)
     folder = path.parent if images_dir is None else Path(images_dir)
     check_folder(folder, "images folder")
     rows, column_of = _read(path)

@@ -22,7 +22,7 @@ from coordexp.data.convert.sources import (
     SourceImage,
     SourceObject,
     bounds,
-    check_geometry,
+    check_choice,
     corners,
     files_below,
     with_slashes,
@@ -79,7 +79,7 @@ def convert_yolo(
     Raises:
         DataError: names, split or images are not found, or nothing usable is.
     """
-    check_geometry(geometry, ShapeGeometry)
+    check_choice("geometry", geometry, ShapeGeometry)
     layout = _read_layout(Path(source), split)
     report = ConversionReport(Path(out_dir) / f"{name or split or 'data'}.jsonl")
     sources = [_read_image(path, root, layout.names, geometry, report) for path, root in layout.images]

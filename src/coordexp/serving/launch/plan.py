@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from pydantic import TypeAdapter
+
 from coordexp.config import RunConfig
 from coordexp.config.vllm import ServerEntry
 from coordexp.errors import ConfigError
@@ -78,38 +80,12 @@ class LaunchPlan:
         return json.dumps(asdict(self), default=str)
 
 
+_PLAN: TypeAdapter[LaunchPlan] = TypeAdapter(LaunchPlan)
+
+
 def plan_from_json(text: str) -> LaunchPlan:
     """The inverse of :meth:`LaunchPlan.to_json`."""
-    data = json.loads(text)
-    servers = tuple(
-        ServerPlan(
-            one["base_url"],
-            one["group_port"],
-            tuple(one["ports"]),
-            None if one["process"] is None else _process_from(one["process"]),
-            one["listen_host"],
-        )
-        for one in data["servers"]
-    )
-    return LaunchPlan(
-        servers,
-        _process_from(data["learner"]),
-        data["wait_s"],
-        data["repeat_terminate"],
-        data["api_key_env"],
-        data["learner_grace_s"],
-    )
-
-
-def _process_from(data: dict[str, Any]) -> ProcessPlan:
-    return ProcessPlan(
-        data["name"],
-        tuple(data["command"]),
-        data["environment"],
-        tuple(data["devices"]),
-        Path(data["log"]),
-        data["secrets"],
-    )
+    return _PLAN.validate_json(text)
 
 
 def server_entries(config: RunConfig) -> tuple[ServerEntry, ...]:
