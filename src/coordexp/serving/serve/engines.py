@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from coordexp.errors import RolloutError
 from coordexp.serving.serve.options import ServeOptions, device_groups
+from coordexp.serving.serve.starting import EngineThreads
 from coordexp.vllm_engine.arguments import NAMES_KEY, NAMES_STATUS, own_arguments
 from coordexp.vllm_engine.cpu import executor_name
 from coordexp.vllm_engine.guard_activation import REQUEST_KEY, activated_config, check_guard
@@ -37,17 +38,19 @@ class Completion:
 
 @dataclass(slots=True)
 class EngineGroup:
-    """Engines of equal size; ``vllm`` is the module's ``AsyncLLM`` for each data-parallel rank."""
+    """Engines of equal size; ``vllm`` is the module's ``AsyncLLM`` for each data-parallel rank. ``threads``: those that
+    started them."""
 
     engines: list[Any]
     tensor_parallel_size: int
     guarded: bool
     closed_names: bool = False
+    threads: EngineThreads = field(default_factory=EngineThreads)
     _num_answering: Counter[int] = field(default_factory=Counter)  # by engine
 
     @classmethod
     def start(cls, options: ServeOptions, gpu: bool) -> EngineGroup:
-        """Load the model into every engine. Call it in the main thread: engines die with the thread that starts them.
+        """Load the model into every engine, all at once.
 
         One engine a rank: ``AsyncLLM(data_parallel_size=2).collective_rpc`` would return the first one's answers only.
         """
@@ -58,24 +61,12 @@ class EngineGroup:
         arguments = {**options.engine, **own_arguments(options.model, guarded, options.closed_names)}
         if not gpu:
             arguments["distributed_executor_backend"] = executor_name(options.tensor_parallel_size)
-        group = cls([], options.tensor_parallel_size, guarded, options.closed_names)
-        devices = device_groups(options.data_parallel_size, options.tensor_parallel_size)
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        try:
-            for rank in range(options.data_parallel_size):
-                if gpu:
-                    os.environ["CUDA_VISIBLE_DEVICES"] = devices[rank]
-                logger.info("starting engine %d of %d", rank + 1, options.data_parallel_size)
-                group.engines.append(AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments)))
-        except BaseException:
-            group.shutdown()
-            raise
-        finally:
-            if gpu and visible is None:
-                os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-            elif gpu and visible is not None:
-                os.environ["CUDA_VISIBLE_DEVICES"] = visible
-        return group
+        count = options.data_parallel_size
+        devices = device_groups(count, options.tensor_parallel_size) if gpu else [None] * count
+        logger.info("starting %d engines", count)
+        threads = EngineThreads()
+        engines = threads.start(lambda: AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments)), devices)
+        return cls(engines, options.tensor_parallel_size, guarded, options.closed_names, threads)
 
     @property
     def world_size(self) -> int:
@@ -198,6 +189,7 @@ class EngineGroup:
         """End every engine process; safe to call twice."""
         while self.engines:
             self.engines.pop().shutdown(timeout=5.0)
+        self.threads.close()
 
     async def _all(self, what: str, calls: Sequence[Awaitable[Result]], timeout_s: float) -> list[Result]:
         try:
