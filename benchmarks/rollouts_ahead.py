@@ -99,7 +99,12 @@ def _config(folder: Path, model: Path, options: argparse.Namespace) -> RunConfig
         "server": {"servers": [server_entry()], "timeout_s": TIMEOUT_S},
         "sync": {"timeout_s": TIMEOUT_S},
     }
-    over = {"rollout_matching.rollout_backend": "vllm", "rollout_matching.vllm": vllm}
+    over = {
+        "rollout_matching.rollout_backend": "vllm",
+        "rollout_matching.vllm": vllm,
+        # Every sample of a step fits its row, and a row fits the model's 8,192 positions, which vLLM insists on.
+        "global_max_length": options.batch * (options.max_new_tokens + 128),
+    }
     return dense_run(model, folder, options, options.warmup + options.steps + 1, over)
 
 
