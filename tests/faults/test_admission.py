@@ -53,7 +53,14 @@ def engine() -> Engine:
 
 @pytest.fixture(scope="module")
 def url(engine: Engine) -> Iterator[str]:
-    options: Any = SimpleNamespace(push_wait_s=5.0, api_key=None, host="trainer.example", engine={}, group_port=1)
+    options: Any = SimpleNamespace(
+        push_wait_s=5.0,
+        api_key=None,
+        host="trainer.example",
+        advertised_host="trainer.example",
+        engine={},
+        group_port=1,
+    )
     engines: Any = Engines(
         engines=[engine], world_size=1, guarded=False, tensor_parallel_size=1, is_answering=lambda _: engine.answers
     )

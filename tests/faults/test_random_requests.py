@@ -59,7 +59,13 @@ class Engines(SimpleNamespace):
 
 def application() -> Any:
     options: Any = SimpleNamespace(
-        push_wait_s=0.2, api_key=TOKEN, host="127.0.0.1", engine={}, group_port=5, model="model"
+        push_wait_s=0.2,
+        api_key=TOKEN,
+        host="127.0.0.1",
+        advertised_host="127.0.0.1",
+        engine={},
+        group_port=5,
+        model="model",
     )
     engines: Any = Engines(
         engines=[],
