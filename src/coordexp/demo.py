@@ -179,7 +179,8 @@ def _settings(configs: dict[str, RunConfig], size: DemoSize, seconds: float) -> 
 
 
 def _show(results: dict[str, Any], pictures: dict[str, Any], output: Path, console: Console, size: DemoSize) -> None:
-    from coordexp.evaluation.report import draw_comparison, figures_table
+    from coordexp.evaluation.sheets import draw_comparison
+    from coordexp.evaluation.tables import figures_table
 
     columns = {"before": results["before"], **{way.label: results[way.key] for way in WAYS}}
     console.print(figures_table(columns, f"{size.val_scenes} held-out scenes, annotated completely"))

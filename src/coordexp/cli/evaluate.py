@@ -192,7 +192,7 @@ def _evaluate_saved(console: Console, source: Path, wanted: _Wanted) -> None:
 
 
 def _show(console: Console, summary: Summary, title: str, files: Sequence[Path]) -> None:
-    from coordexp.evaluation.report import summary_tables
+    from coordexp.evaluation.tables import summary_tables
 
     for table in summary_tables(summary, title):
         console.print(table)
@@ -210,7 +210,7 @@ def _show(console: Console, summary: Summary, title: str, files: Sequence[Path])
 def _compare(console: Console, runs: tuple[Path, Path], wanted: _Wanted, resamples: int) -> None:
     from coordexp.evaluation import read_answers
     from coordexp.evaluation.compare import compare, paired
-    from coordexp.evaluation.report import comparison_json, comparison_tables
+    from coordexp.evaluation.tables import comparison_json, comparison_tables
 
     names = str(runs[0]), str(runs[1])
     saved = [read_answers(run) for run in runs]
@@ -231,7 +231,7 @@ def _compare(console: Console, runs: tuple[Path, Path], wanted: _Wanted, resampl
 def _draw(sheet: Path | None, runs: Mapping[str, Sequence[ImageAnswer]]) -> list[Path]:
     if sheet is None:
         return []
-    from coordexp.evaluation.report import draw_comparison, telling_images
+    from coordexp.evaluation.sheets import draw_comparison, telling_images
 
     chosen = telling_images(list(runs.values()), _DRAWN)
     if not chosen:

@@ -24,7 +24,7 @@ from coordexp.evaluation.completion import (
     complete_records,
     most_likely_missed,
 )
-from coordexp.evaluation.report import draw_contact_sheet
+from coordexp.evaluation.sheets import draw_contact_sheet
 from coordexp.files import write_atomically
 from coordexp.inference.asking import BATCH_SIZE, Asking, asking_config
 

@@ -10,7 +10,8 @@ from PIL import Image
 from rich.console import Console
 
 from coordexp.evaluation import Detection, ImageAnswer, detection_metrics
-from coordexp.evaluation.report import FIGURES, draw_comparison, figures_table, telling_images
+from coordexp.evaluation.sheets import draw_comparison, telling_images
+from coordexp.evaluation.tables import FIGURES, figures_table
 from coordexp.records import GTObject
 from support.answers import CAT, DOG, LEAF
 from support.scored_answers import detection_counts
