@@ -41,7 +41,7 @@ demo: setup
 # By file, so that tests of one module share its engine or server; in the order of collection, so that the slow ones
 # (tests/integration) start first.
 test: setup browser
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations 25 $(PYTEST_ARGS)
 
 # The viewer is tested in headless Chromium, which no Python package brings.
 browser:
