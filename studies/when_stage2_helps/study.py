@@ -297,7 +297,9 @@ def table(options: argparse.Namespace) -> None:
     from tables import markdown
 
     lines = [json.loads(line) for line in (HERE / "results" / f"{options.regime}.jsonl").read_text().splitlines()]
-    print(markdown([line for line in lines if line["split"] == options.split], options.against))
+    wanted = set(options.seeds or (line["seed"] for line in lines))
+    shown = [line for line in lines if line["split"] == options.split and line["seed"] in wanted]
+    print(markdown(shown, options.against))
 
 
 def main() -> None:
@@ -312,6 +314,7 @@ def main() -> None:
     showing = commands.add_parser("table", help="figures with intervals, as Markdown")
     showing.add_argument("regime")
     showing.add_argument("--against", required=True, help="the arm that differences are taken to")
+    showing.add_argument("--seeds", nargs="+", type=int, help="only these [all]")
     showing.set_defaults(do=table)
     for command in (running, showing):
         command.add_argument("--split", choices=["val", "test"], default="val")

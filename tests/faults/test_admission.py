@@ -21,7 +21,7 @@ from coordexp.serving.serve.app import WholeBodyInTime, build_app
 from coordexp.serving.serve.requests import open_image
 from coordexp.serving.serve.service import Heartbeat, RolloutServer
 from coordexp.serving.serve.weight_lock import RequestRefused
-from support.settings import client_to
+from support.settings import client_to, serve_options_of
 
 
 class Engine:
@@ -53,14 +53,7 @@ def engine() -> Engine:
 
 @pytest.fixture(scope="module")
 def url(engine: Engine) -> Iterator[str]:
-    options: Any = SimpleNamespace(
-        push_wait_s=5.0,
-        api_key=None,
-        host="trainer.example",
-        advertised_host="trainer.example",
-        engine={},
-        group_port=1,
-    )
+    options = serve_options_of("trainer.example", group_port=1, push_wait_s=5.0)
     engines: Any = Engines(
         engines=[engine], world_size=1, guarded=False, tensor_parallel_size=1, is_answering=lambda _: engine.answers
     )

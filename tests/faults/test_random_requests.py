@@ -16,6 +16,7 @@ import pytest
 from coordexp.serving.serve.app import build_app
 from coordexp.serving.serve.engines import Completion
 from coordexp.serving.serve.service import RolloutServer
+from support.settings import serve_options_of
 
 REQUESTS = 100
 TOKEN = "a-token-that-nobody-shall-see"
@@ -58,15 +59,7 @@ class Engines(SimpleNamespace):
 
 
 def application() -> Any:
-    options: Any = SimpleNamespace(
-        push_wait_s=0.2,
-        api_key=TOKEN,
-        host="127.0.0.1",
-        advertised_host="127.0.0.1",
-        engine={},
-        group_port=5,
-        model="model",
-    )
+    options = serve_options_of("127.0.0.1", group_port=5, push_wait_s=0.2, api_key=TOKEN)
     engines: Any = Engines(
         engines=[],
         world_size=1,

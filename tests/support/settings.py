@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.rollouts.backend import DecodingOptions
 from coordexp.rollouts.build import decoding_options
 from coordexp.servers.client import ServerClient
+from coordexp.serving.serve.options import ServeOptions
 
 
 def decoding(max_new_tokens: int = 512, **options: Any) -> DecodingOptions:
@@ -20,3 +22,20 @@ def decoding(max_new_tokens: int = 512, **options: Any) -> DecodingOptions:
 def client_to(url: str, group_port: int = 1, **keys: Any) -> ServerClient:
     """A client without a token, of a server near by."""
     return ServerClient(url, group_port, **{"timeout_s": 20.0, "infer_timeout_s": 120.0, "api_key": None, **keys})
+
+
+def serve_options_of(host: str, group_port: int, push_wait_s: float, api_key: str | None = None) -> ServeOptions:
+    """Of a server of one engine, which listens where learners call it."""
+    return ServeOptions(
+        model=Path("model"),
+        host=host,
+        advertised_host=host,
+        port=0,
+        group_port=group_port,
+        data_parallel_size=1,
+        tensor_parallel_size=1,
+        max_images=1,
+        engine={},
+        push_wait_s=push_wait_s,
+        api_key=api_key,
+    )

@@ -15,7 +15,6 @@ from coordexp.rollouts.backend import (
     SeedContext,
     Seeds,
     WeightSource,
-    in_turn,
     request_seed,
     synced,
 )
@@ -38,7 +37,6 @@ __all__ = [
     "check_backend",
     "chunk_size",
     "decoding_options",
-    "in_turn",
     "request_seed",
     "split_requests",
     "synced",

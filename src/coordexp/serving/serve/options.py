@@ -24,6 +24,7 @@ class ServeOptions:
 
     model: Path
     host: str
+    advertised_host: str
     port: int
     group_port: int
     data_parallel_size: int
@@ -32,7 +33,6 @@ class ServeOptions:
     engine: Mapping[str, Any]
     push_wait_s: float
     closed_names: bool = False
-    advertised_host: str = ""
     api_key: str | None = field(default=None, repr=False)
 
     @property
