@@ -15,6 +15,7 @@ from coordexp.rollouts.backend import (
     SeedContext,
     Seeds,
     WeightSource,
+    in_turn,
     request_seed,
     synced,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "check_backend",
     "chunk_size",
     "decoding_options",
+    "in_turn",
     "request_seed",
     "split_requests",
     "synced",

@@ -180,6 +180,15 @@ def synced(backend: RolloutBackend, version: int) -> Iterator[None]:
         backend.release()
 
 
+def in_turn(
+    generate: Callable[[Sequence[RolloutRequest], Seeds], list[Rollout]], rounds: Sequence[RolloutRound]
+) -> Iterator[IndexedRollout]:
+    """A window, round after round: ``generate_window`` of backends that decode one batch at a time."""
+    for round_idx, one in enumerate(rounds):
+        for index, rollout in enumerate(generate(one.requests, one.seeds)):
+            yield IndexedRollout(round_idx, index, rollout)
+
+
 def gathered(answers: Iterator[IndexedRollout], on_answer: Callable[[int], None] | None = None) -> list[Rollout]:
     """The rollouts of a window of one round, in the order of its requests: ``generate`` of backends that answer in any
     order."""
