@@ -36,3 +36,8 @@ def test_nothing_of_the_learners_process_has_changed(after: str, seen: dict[str,
 
 def test_the_learners_group_outlives_the_engine(seen: dict[str, Any]) -> None:
     assert seen["the group still works"] == 1.0
+
+
+def test_an_engine_does_not_import_ms_swift(seen: dict[str, Any]) -> None:
+    """Its plugin for vLLM would, in every process of every engine, and take seconds."""
+    assert seen["imported"] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import time
 from collections.abc import Mapping
@@ -25,6 +26,8 @@ _ON_CPU = {
     # Spinning OpenMP threads of an engine beside a learner on few cores made generation 25 times slower.
     "OMP_WAIT_POLICY": "passive",
 }
+PLUGINS = "VLLM_PLUGINS"
+_PLUGIN_GROUPS = tuple(f"vllm.{kind}_plugins" for kind in ("general", "platform", "io_processor", "stat_logger"))
 
 
 def num_gpus() -> int:
@@ -50,8 +53,20 @@ def engine_environment(given: Mapping[str, str], *, gpu: bool) -> dict[str, str]
 
 
 def complete_environment(*, gpu: bool) -> None:
-    """Apply :func:`engine_environment` to this process, before vLLM is imported; children inherit it."""
-    os.environ.update(engine_environment(os.environ, gpu=gpu))
+    """Apply :func:`engine_environment` to this process, before vLLM is imported; children inherit it. Of vLLM's plugins
+    they load :func:`needed_plugins`."""
+    os.environ.update(engine_environment({PLUGINS: needed_plugins(), **os.environ}, gpu=gpu))
+
+
+def needed_plugins() -> str:
+    """``VLLM_PLUGINS``: every installed plugin but ms-swift's.
+
+    Where ms-swift is installed, its plugin has each process of each engine import ms-swift, trl and datasets, several
+    seconds, to register an embedding model, which nobody trains here.
+    """
+    installed = importlib.metadata.entry_points()
+    plugins = [plugin for group in _PLUGIN_GROUPS for plugin in installed.select(group=group)]
+    return ",".join(plugin.name for plugin in plugins if not plugin.value.startswith("swift."))
 
 
 def executor_name(tensor_parallel_size: int) -> str:

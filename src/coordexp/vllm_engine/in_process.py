@@ -15,7 +15,7 @@ from coordexp.errors import RolloutError
 from coordexp.rollouts.backend import AdapterWeights
 from coordexp.vllm_engine import shared_memory
 from coordexp.vllm_engine.compatibility import VLLM_IN_PROCESS, check_upstream
-from coordexp.vllm_engine.cpu import engine_environment, has_gpu
+from coordexp.vllm_engine.cpu import PLUGINS, engine_environment, has_gpu, needed_plugins
 from coordexp.vllm_engine.process_state import default_group_kept, environment_kept, settings_kept
 from coordexp.weight_sync import checksum
 from coordexp.weight_sync.buckets import in_buckets
@@ -194,6 +194,7 @@ def _environment() -> dict[str, str]:
     quiet = {
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # stdout is for what --json prints
+        PLUGINS: needed_plugins(),
     }
     # A second process per engine would not share the learner's memory.
     return engine_environment({**quiet, **os.environ}, gpu=has_gpu()) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from importlib.metadata import EntryPoint, EntryPoints
+
 import pytest
 
 from coordexp.config.rollout import RepeatTerminateConfig
 from coordexp.errors import RolloutError
 from coordexp.serving.serve.run import prepare_environment
-from coordexp.vllm_engine.cpu import engine_environment
+from coordexp.vllm_engine.cpu import PLUGINS, engine_environment, needed_plugins
 from coordexp.vllm_engine.guard_activation import ENABLE, activated_config, activation_environment
 
 GUARD = RepeatTerminateConfig(enabled=True, min_new_tokens=7)
@@ -25,6 +27,29 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     clean: dict[str, str] = {"HOME": "/h"}
     monkeypatch.setattr("os.environ", clean)
     return clean
+
+
+@pytest.mark.parametrize(
+    ("installed", "needed"),
+    [
+        ([], ""),
+        ([("swift_uembed", "swift.model.models.qwen:register", "general")], ""),
+        ([("a", "swiftly.a:b", "general"), ("s", "swift.a:b", "general"), ("chip", "chip:c", "platform")], "a,chip"),
+        ([("routes", "routes:add", "endpoint")], ""),  # only what is named here would be loaded of these
+    ],
+)
+def test_engines_load_every_plugin_but_ms_swifts(
+    installed: list[tuple[str, str, str]], needed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = EntryPoints(EntryPoint(name, value, f"vllm.{kind}_plugins") for name, value, kind in installed)
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda: entries)
+    assert needed_plugins() == needed
+
+
+def test_plugins_that_the_user_names_are_loaded(environment: dict[str, str]) -> None:
+    environment[PLUGINS] = "mine"
+    prepare_environment(GUARD, gpu=False)
+    assert environment[PLUGINS] == "mine"
 
 
 def test_the_yaml_alone_switches_the_guard_on(environment: dict[str, str]) -> None:
