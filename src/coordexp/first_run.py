@@ -118,6 +118,7 @@ def _values(at_hand: DataAtHand, model: Path, stage: Stage, output: Path, cpu: b
         "training.effective_batch_size": batch,
         "training.per_device_train_batch_size": device,
         "training.bf16": not cpu,
+        **({"model.dtype": "float32", "training.master_weights": None} if cpu and stage == 1 else {}),
         "training.gradient_checkpointing": not cpu,
         "training.logging_steps": 1 if stage == 2 or steps < 10 else 10,
         "training.save_steps": often,

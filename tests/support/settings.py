@@ -37,5 +37,6 @@ def serve_options_of(host: str, group_port: int, push_wait_s: float, api_key: st
         max_images=1,
         engine={},
         push_wait_s=push_wait_s,
+        ready_s=600.0,
         api_key=api_key,
     )

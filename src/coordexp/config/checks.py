@@ -31,6 +31,8 @@ def cross_checks(config: Sections) -> Iterator[Problem]:
     yield from _training_checks(config.training)
     yield from _parallel_checks(config)
     yield from _tuner_checks(config)
+    if config.training.master_weights is not None:
+        yield from _master_weight_checks(config)
     if config.rollout_matching is not None:
         yield from rollout_checks(config, config.rollout_matching)
 
@@ -269,6 +271,41 @@ def _tuner_checks(config: Sections) -> Iterator[Problem]:
         )
 
 
+def _master_weight_checks(config: Sections) -> Iterator[Problem]:
+    key, remove = "training.master_weights", "or remove this key"
+    if config.tuner.train_type != "full":
+        yield problem(
+            key,
+            f"tuner.train_type: {config.tuner.train_type} trains adapters, which are float32 already; remove this key, "
+            "or write train_type: full",
+            "tuner.train_type",
+        )
+    if config.model.dtype != "bfloat16":
+        yield problem(
+            key,
+            f"belongs to weights in bfloat16, and model.dtype is {config.model.dtype}; write model.dtype: bfloat16, "
+            f"{remove}",
+            "model.dtype",
+        )
+    for owner, enabled in (("deepspeed", config.deepspeed.enabled), ("fsdp", config.fsdp.enabled)):
+        if enabled:
+            yield problem(
+                key,
+                f"{owner} keeps float32 copies of its own; {remove.removeprefix('or ')}, or write {owner}.enabled: "
+                "false",
+                f"{owner}.enabled",
+            )
+    if config.training.optim not in trainer_names.WITH_MASTERS:
+        yield problem(
+            key,
+            f"works with training.optim: {', '.join(trainer_names.WITH_MASTERS)}, and it is {config.training.optim}; "
+            f"write one of those, {remove}",
+            "training.optim",
+        )
+    if config.training.fp16:
+        yield problem(key, f"loss scaling needs float32 gradients; write bf16: true, {remove}", "training.fp16")
+
+
 def check_world_size(config: Sections, world_size: int) -> None:
     """Rules that depend on the number of learner processes; call it once that number is known.
 
@@ -310,11 +347,12 @@ def _world_size_checks(config: Sections, world_size: int) -> Iterator[Problem]:
 def advice(config: Sections) -> Iterator[str]:
     """What is allowed but seldom meant, one sentence each; printed and logged, never an error."""
     shards = config.deepspeed.enabled or config.fsdp.enabled  # these keep float32 weights beside the others
-    if config.model.dtype != "float32" and config.tuner.train_type == "full" and not shards:
+    has_masters = config.training.master_weights is not None or shards
+    if config.model.dtype != "float32" and config.tuner.train_type == "full" and not has_masters:
         yield (
             f"model.dtype: {config.model.dtype} with tuner.train_type: full stores the trained weights themselves in "
-            f"{config.model.dtype}, so small updates are rounded away. Write model.dtype: float32 and training.bf16: "
-            "true to compute in bfloat16 and store in float32, if memory allows"
+            f"{config.model.dtype}, so small updates are rounded away. Write training.master_weights: float32 with "
+            "model.dtype: bfloat16, or model.dtype: float32 with training.bf16: true"
         )
     rollout = config.rollout_matching
     if rollout is not None and rollout.offload.enabled and not rollout.is_colocated:

@@ -25,6 +25,7 @@ _SCHEDULES = (
 )
 OPTIMIZERS = frozenset(_OPTIMIZERS.split())
 SCHEDULES = frozenset(_SCHEDULES.split())
+WITH_MASTERS = ("adamw_torch", "adamw_torch_fused", "sgd")  # torch's own, which step any tensor that they are given
 
 # Logger -> the modules without which transformers refuses it.
 LOGGERS = MappingProxyType(

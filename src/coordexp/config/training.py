@@ -55,7 +55,8 @@ class TrainingConfig(StrictModel):
         "batches": "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps "
         "effective_batch_size",
         "learning rates": "learning_rate vit_lr aligner_lr coord_lr lr_scheduler_type lr_scheduler_kwargs warmup_steps",
-        "the optimizer": "optim optim_args weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm",
+        "the optimizer": "optim optim_args master_weights weight_decay adam_beta1 adam_beta2 adam_epsilon "
+        "max_grad_norm",
         "precision and memory": "bf16 fp16 tf32 gradient_checkpointing torch_empty_cache_steps full_determinism",
         "processes": "ddp_backend ddp_bucket_cap_mb ddp_timeout",
         "logs": "logging_dir logging_steps logging_first_step report_to disable_tqdm",
@@ -111,6 +112,12 @@ class TrainingConfig(StrictModel):
     )
     optim_args: Annotated[str, AfterValidator(_arguments)] | None = Field(
         default=None, min_length=1, description="further arguments of the optimizer, as 'name=value,name=value'"
+    )
+    master_weights: Literal["float32"] | None = Field(
+        default=None,
+        description="the optimizer keeps and steps float32 copies of weights that are stored in bfloat16, so that no "
+        "update is too small for them; with full training and model.dtype: bfloat16. null = it steps the weights "
+        "themselves",
     )
     lr_scheduler_type: Annotated[str, AfterValidator(trainer_names.of(trainer_names.SCHEDULES, "schedule"))] = Field(
         default="linear", min_length=1, description="learning-rate schedule, by transformers' name"
@@ -233,6 +240,7 @@ OWN_KEYS = {
     "aligner_lr",
     "coord_lr",
     "logging_dir",
+    "master_weights",
     "effective_batch_size",
     "packing",
     "packing_buffer",
@@ -293,7 +301,9 @@ class LaunchConfig(StrictModel):
     learner_devices: ListOf[int] = Field(
         default=(), description="devices of the learner, one process each; [] runs one process on the CPU"
     )
-    wait_s: float = Field(default=900.0, gt=0, description="seconds that servers may take to start")
+    wait_s: float = Field(
+        default=900.0, gt=0, description="seconds that servers, and the engines of each, may take to start"
+    )
     log_dir: FilePath | None = Field(
         default=None, description="folder of one log file per process; null = logs in training.output_dir"
     )

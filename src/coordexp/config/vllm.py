@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from coordexp.config.strict import ListOf, StrictModel
 
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM makes room; it refuses every other number
+
+
+def _not_forgetting(value: object) -> object:
+    if value == 2:
+        raise ValueError(
+            "vLLM's level 2 forgets what is neither a weight nor a registered buffer, and its Qwen3-VL reads such "
+            "memory in every step (deepstack_input_embeds), so answers would be wrong; write 1"
+        )
+    return value
 
 
 class ServerEntry(StrictModel):
@@ -121,10 +130,12 @@ class VLLMConfig(StrictModel):
     enable_prefix_caching: bool = Field(
         default=True, description="keep what was computed for a prompt's beginning; emptied with every push of weights"
     )
-    sleep_level: Literal[0, 1, 2] = Field(
-        default=0,
-        description="colocated, between rollouts: 0 keeps everything, 1 frees the cache and moves weights to the host, "
-        "2 frees both",
+    sleep_level: Annotated[Literal[0, 1], BeforeValidator(_not_forgetting, json_schema_input_type=Literal[0, 1])] = (
+        Field(
+            default=0,
+            description="colocated, between rollouts: 0 keeps everything, 1 frees the cache and moves weights to the "
+            "host",
+        )
     )
     enforce_eager: bool = Field(default=False, description="run without CUDA graphs: slower, starts at once")
     disable_custom_all_reduce: bool = Field(

@@ -3,13 +3,13 @@ closed list of class names that a caller gives: checked, and read from wherever 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from coordexp.checkpoints.folder import settings_of_run
+from coordexp.checkpoints.positions import num_positions
 from coordexp.config import RunConfig, parse_config
 from coordexp.config.strict import default_of
 from coordexp.config.training import TrainingConfig
@@ -51,7 +51,7 @@ def asking_config(model: str | Path, asking: Asking) -> RunConfig:
     template = dict(run.get("template") or {})
     if asking.prompt is not None:
         template["prompt"] = asking.prompt
-    longest = min(run.get("global_max_length") or _LONGEST, _positions(folder) or _LONGEST)
+    longest = min(run.get("global_max_length") or _LONGEST, num_positions(folder) or _LONGEST)
     answer = asking.max_new_tokens or asked.get("max_new_tokens") or _ANSWER
     rollout: dict[str, Any] = {
         "rollout_backend": asking.backend,
@@ -81,19 +81,6 @@ def _engine() -> dict[str, Any]:
     from coordexp.vllm_engine.cpu import has_gpu
 
     return {"tensor_parallel_size": 1, "enforce_eager": not has_gpu()}
-
-
-def _positions(folder: Path) -> int | None:
-    """``max_position_embeddings`` of the checkpoint: no engine goes beyond it."""
-    path = folder / "config.json"
-    if not path.is_file():
-        return None
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        text = content.get("text_config") or content
-        return int(text["max_position_embeddings"])
-    except (ValueError, KeyError, AttributeError, TypeError):
-        return None  # what is wrong with the file is said when it is loaded
 
 
 def read_classes(given: str | None) -> tuple[str, ...]:

@@ -67,7 +67,8 @@ class LearnerOffload:
         if self._offload_model:
             yield from self._model.parameters()
         if self._offload_optimizer:
-            yield from _state_tensors(self._optimizer())
+            of_model = {id(parameter) for parameter in self._model.parameters()}
+            yield from (tensor for tensor in held_by(self._optimizer()) if id(tensor) not in of_model)
 
 
 def build_offload(model: Any, rollout: RolloutMatchingConfig) -> LearnerOffload | None:
@@ -92,10 +93,12 @@ def _owned_by(owner: str) -> ConfigError:
     )
 
 
-def _state_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
-    """The tensors of an optimizer's state; none before its first step."""
+def held_by(optimizer: Any) -> Iterator[torch.Tensor]:
+    """The tensors that an optimizer steps, which may be the model's own, and those of its state."""
     if optimizer is None:
         return
+    for group in optimizer.param_groups:
+        yield from group["params"]
     for state in optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 

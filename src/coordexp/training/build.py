@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from coordexp import distributed
+from coordexp.checkpoints.positions import check_lengths, length_advice
 from coordexp.config import RunConfig, advice, check_world_size, resolved_rollout, rollout_contract
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.config.training import TrainingConfig
@@ -73,7 +74,7 @@ def check_run(config: RunConfig, *, learners: int | None = None, servers_are_up:
             errors.append(error)
 
     if distributed.is_main():
-        for sentence in advice(config):
+        for sentence in (*advice(config), *length_advice(config)):
             logger.warning(sentence)
     attempt(check_world_size, config, learners)
     if servers_are_up and not errors:
@@ -85,6 +86,7 @@ def check_run(config: RunConfig, *, learners: int | None = None, servers_are_up:
     if "tensorboard" in config.training.report_to:
         attempt(require, "tensorboard", "training.report_to: tensorboard")
     attempt(load_vocab, config.model.model)
+    attempt(check_lengths, config)
     train, val = attempt(_train_records, config), attempt(_val_records, config)
     attempt(check_images, train or (), val or ())
     if len(errors) > 1:
@@ -148,6 +150,7 @@ def build_trainer(
         objectives=recipe.objectives,
         eval_backend=backend,
         rollout_matching_cfg=rollout_contract(config),
+        master_weights=training.master_weights is not None,
         learning_rates=LearningRates(training.learning_rate, training.vit_lr, training.aligner_lr, training.coord_lr),
         recorder=_recorder(run, recipe.rollouts),
         measured=_measured(rollout),

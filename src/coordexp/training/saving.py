@@ -26,6 +26,7 @@ from coordexp.metrics import MetricSums
 from coordexp.modeling.adapter import has_adapter, load_adapter, save_adapter
 from coordexp.modeling.load import LoadedModel
 from coordexp.packing import CarryBuffer
+from coordexp.rollouts.offload import held_by
 from coordexp.training.ahead import AskedWindow, RolloutsAhead
 from coordexp.training.checkpoint import checkpoint_folder, delete_old, readable, writing
 from coordexp.training.seal import read_seal, seal_checkpoint
@@ -226,9 +227,8 @@ class SavingTrainer(Trainer):
         return None if none_on_a_rank else answers
 
     def _told_of_the_disk(self, folder: Path) -> AbstractContextManager[None]:
-        states = list(getattr(self.optimizer, "state", {}).values())
-        tensors = [*self._loaded.model.parameters(), *(one for state in states for one in state.values())]
-        needed = sum(one.numel() * one.element_size() for one in tensors if isinstance(one, torch.Tensor))
+        tensors = {id(one): one for one in (*self._loaded.model.parameters(), *held_by(self.optimizer))}
+        needed = sum(one.numel() * one.element_size() for one in tensors.values())
         return writing(folder, needed, self.last_saved())
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:

@@ -27,6 +27,7 @@ from coordexp.recording.writer import RolloutRecorder
 from coordexp.records import ImageRecord, PackedRow
 from coordexp.rollouts import RolloutBackend, synced
 from coordexp.training.drift import DriftWatch
+from coordexp.training.master_weights import refuse_master_weights, with_master_weights
 from coordexp.training.objective_step import TrainingObjective, name_channel
 from coordexp.training.optimizer import LearningRates, grouped, parameter_groups
 from coordexp.training.parallel import shard_on_cpus
@@ -55,11 +56,13 @@ class CoordExpTrainer(SavingTrainer):
         eval_backend: RolloutBackend,
         rollout_matching_cfg: Mapping[str, Any],
         learning_rates: LearningRates,
+        master_weights: bool = False,
         recorder: RolloutRecorder | None = None,
         measured: EvaluationOptions | None = ON_COUNTS_ALONE,
         scorer: Scorer | None = None,
         **kwargs: Any,
     ) -> None:
+        """``master_weights``: the optimizer steps float32 copies of the model's weights."""
         as_they_are: Any = list
         super().__init__(loaded=loaded, buffer=window_builder.buffer, data_collator=as_they_are, **kwargs)
         self._windows = None if self._ahead is None else WindowReader(self._read, self._begin_epoch_of)
@@ -80,6 +83,7 @@ class CoordExpTrainer(SavingTrainer):
         self._scorer = scorer
         self.rollout_matching_cfg = rollout_matching_cfg
         self._learning_rates = learning_rates
+        self._has_masters = master_weights
         self._recorder = recorder
         self.asked_to_stop: Callable[[], int | None] = lambda: None
         self._at_last_row = self._agreed = False  # of the micro-step under way, and what all ranks know of it
@@ -87,13 +91,20 @@ class CoordExpTrainer(SavingTrainer):
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """transformers' optimizer over groups of ours: each part of the model has its own learning rate."""
-        if self.optimizer is None:
-            tuned: Any = self.model if model is None else model
-            decaying = self.get_decay_parameter_names(tuned)
-            groups = parameter_groups(tuned, self._learning_rates, self.args.weight_decay, decaying)
-            standard = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, tuned)
-            self.optimizer_cls_and_kwargs = grouped(standard, groups, self._learning_rates)
-        return super().create_optimizer(model)
+        if self.optimizer is not None:
+            return super().create_optimizer(model)
+        tuned: Any = self.model if model is None else model
+        decaying = self.get_decay_parameter_names(tuned)
+        groups = parameter_groups(tuned, self._learning_rates, self.args.weight_decay, decaying)
+        standard = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, tuned)
+        optimizer_class, arguments = grouped(standard, groups, self._learning_rates)
+        if self._has_masters:
+            optimizer_class = with_master_weights(optimizer_class)
+        self.optimizer_cls_and_kwargs = optimizer_class, arguments
+        optimizer = super().create_optimizer(model)
+        if not self._has_masters:
+            refuse_master_weights(optimizer)
+        return optimizer
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device

@@ -154,7 +154,12 @@ class InProcessEngine:
         return self._engine.collective_rpc(question)[0]
 
     def sleep(self, level: int) -> None:
-        """Give device memory back until :meth:`wake_up`; 1 keeps the weights on the host, 2 forgets them."""
+        """Give device memory back until :meth:`wake_up`; 1 keeps the weights on the host.
+
+        They are overwritten before the next answer, but level 2, which forgets them, forgets more. Of what stands
+        beside the weights vLLM restores registered buffers alone, and its Qwen3-VL adds ``deepstack_input_embeds``,
+        plain tensors that must be zero wherever no image stands, to the hidden states of every step.
+        """
         if level and self._can_sleep:
             _named("the engine could not go to sleep", lambda: self._engine.sleep(level))
 

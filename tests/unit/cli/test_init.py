@@ -39,6 +39,8 @@ def test_what_it_writes_is_accepted_as_it_is(
     run = load_config(f"stage{stage}.yaml")
     assert (run.custom.train_jsonl, run.custom.val_jsonl) == (data / "train.jsonl", data / "val.jsonl")
     assert (run.model.model, run.training.use_cpu, run.training.bf16) == (str(DEMO), where == "--cpu", where == "--gpu")
+    in_bfloat16 = stage == 1 and where == "--gpu"  # and then its optimizer keeps float32
+    assert (run.model.dtype == "bfloat16") == (run.training.master_weights == "float32") == in_bfloat16
     assert (run.training.effective_batch_size or 99) <= 9, "no more than the data holds"
     assert run.global_max_length <= 8192, "no more than the model holds"
     lines = Path(f"stage{stage}.yaml").read_text(encoding="utf-8").splitlines()

@@ -11,6 +11,8 @@ from coordexp.config import ConfigError, RunConfig, advice, check_world_size, pa
 from support.config_samples import drop_key, module, set_key, stage1, stage2, two_channel
 
 RM = "rollout_matching"
+MASTER = "training.master_weights"
+MASTERS = {MASTER: "float32", "model.dtype": "bfloat16"}
 SOFT = {"answer": "rewritten", "unmatched": "soft"}
 VLLM = f"{RM}.vllm"
 REPEAT = f"{RM}.repeat_terminate"
@@ -75,6 +77,12 @@ RULES = [
     (stage1(), {"training.eval_strategy": "epoch"}, "training.eval_strategy", "custom.val_jsonl is null"),
     (stage1(), {"training.packing_drop_last": False}, "training.packing_drop_last", "must be true"),
     (stage1(), {"training.bf16": True, "training.fp16": True}, "training.fp16", "exclude each other"),
+    (stage1(), MASTERS | {"model.dtype": "float32"}, MASTER, "model.dtype is float32; write model.dtype: bfloat16"),
+    (stage1(), MASTERS | {"tuner.train_type": "lora"}, MASTER, "trains adapters, which are float32 already"),
+    (stage1(), MASTERS | {"fsdp.enabled": True}, MASTER, "fsdp keeps float32 copies of its own"),
+    (stage1(), MASTERS | {"deepspeed": {"enabled": True, "config": {}}}, MASTER, "deepspeed keeps float32 copies"),
+    (stage1(), MASTERS | {"training.optim": "adafactor"}, MASTER, "works with training.optim: adamw_torch, "),
+    (stage1(), MASTERS | {"training.fp16": True}, MASTER, "loss scaling needs float32 gradients; write bf16: true"),
     (
         stage1(),
         {"training.effective_batch_size": 8, "training.gradient_accumulation_steps": 2},
@@ -355,6 +363,7 @@ def test_rules_of_the_number_of_processes(raw: dict[str, Any], world_size: int, 
         ({"model.dtype": "bfloat16", "fsdp.enabled": True}, False),
         ({"model.dtype": "bfloat16", "tuner.train_type": "lora"}, False),
         ({"model.dtype": "float32"}, False),
+        (MASTERS, False),
     ],
 )
 def test_storing_trained_weights_in_low_precision_is_advised_against(keys: dict[str, Any], advised: bool) -> None:

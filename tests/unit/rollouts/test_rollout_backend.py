@@ -216,7 +216,7 @@ def test_a_colocated_engine_has_the_contracts_defaults_and_starts_later(loaded: 
         ({"max_num_seqs": 500}, {"max_num_seqs": 12}),
         ({"max_num_batched_tokens": 4096}, {"max_num_batched_tokens": 4096}),
         ({"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "fp8"}),
-        ({"sleep_level": 2}, {"enable_sleep_mode": True}),
+        ({"sleep_level": 1}, {"enable_sleep_mode": True}),
         ({"enforce_eager": True, "cpu_offload_gb": 2.0}, {"enforce_eager": True, "cpu_offload_gb": 2.0}),
         ({"mm_encoder_tp_mode": "data", "limit_mm_per_prompt": {"image": 2}},
          {"mm_encoder_tp_mode": "data", "limit_mm_per_prompt": {"image": 2, "video": 0}}),

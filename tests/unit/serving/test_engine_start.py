@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from coordexp.errors import RolloutError
 from coordexp.serving.serve.starting import CORE, VISIBLE, EngineThreads
 
 DEADLINE_S = 60.0
@@ -67,7 +68,7 @@ def test_all_are_under_way_at_once_each_with_its_own_devices(
 ) -> None:
     """None of them is up before all of them run, so one after the other would never end."""
     monkeypatch.setenv(VISIBLE, "4,5,6")
-    engines = threads.start(lambda: started(tmp_path, 3), ["4", "5", "6"])
+    engines = threads.start(lambda: started(tmp_path, 3), ["4", "5", "6"], DEADLINE_S)
     assert [engine.devices for engine in engines] == ["4", "5", "6"]
     assert os.environ[VISIBLE] == "4,5,6"
     time.sleep(0.2)
@@ -78,7 +79,7 @@ def test_without_devices_the_environment_is_left_alone(
     threads: EngineThreads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(VISIBLE, raising=False)
-    (engine,) = threads.start(lambda: started(tmp_path, 1), [None])
+    (engine,) = threads.start(lambda: started(tmp_path, 1), [None], DEADLINE_S)
     assert engine.devices is None and VISIBLE not in os.environ
 
 
@@ -95,6 +96,12 @@ def test_one_that_fails_ends_the_others(threads: EngineThreads, tmp_path: Path, 
         return started(tmp_path, waits_for[number])
 
     with pytest.raises(ValueError, match="no room"):
-        threads.start(start_one, ["0", "1", "2"])
+        threads.start(start_one, ["0", "1", "2"], DEADLINE_S)
     pids = [int(path.name) for path in tmp_path.iterdir()]
     assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_engines_that_load_for_ever_are_ended_at_the_deadline(threads: EngineThreads, tmp_path: Path) -> None:
+    with pytest.raises(RolloutError, match=r"2 of 2 engines were not ready within 0\.5 s \(launch\.wait_s\)"):
+        threads.start(lambda: started(tmp_path, 3), ["0", "1"], 0.5)
+    assert not any(child.is_alive() for child in multiprocessing.active_children())

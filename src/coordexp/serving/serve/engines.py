@@ -65,7 +65,9 @@ class EngineGroup:
         devices = device_groups(count, options.tensor_parallel_size) if gpu else [None] * count
         logger.info("starting %d engines", count)
         threads = EngineThreads()
-        engines = threads.start(lambda: AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments)), devices)
+        engines = threads.start(
+            lambda: AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments)), devices, options.ready_s
+        )
         return cls(engines, options.tensor_parallel_size, guarded, options.closed_names, threads)
 
     @property

@@ -20,7 +20,8 @@ from coordexp.vllm_engine.arguments import section_arguments
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
     """One server. ``engine`` holds the arguments of vLLM's engine that the YAML sets; ``api_key`` is never shown.
-    ``host``: where it listens; ``advertised_host``: what learners call it, usually the same."""
+    ``host``: where it listens; ``advertised_host``: what learners call it, usually the same. ``push_wait_s``: seconds
+    that a push waits for answers under way; ``ready_s``: seconds that engines may take to start."""
 
     model: Path
     host: str
@@ -32,6 +33,7 @@ class ServeOptions:
     max_images: int
     engine: Mapping[str, Any]
     push_wait_s: float
+    ready_s: float
     closed_names: bool = False
     api_key: str | None = field(default=None, repr=False)
 
@@ -84,6 +86,7 @@ def serve_options(
         max_images=vllm.limit_mm_per_prompt.image,
         engine=section_arguments(vllm),
         push_wait_s=vllm.sync.timeout_s,
+        ready_s=config.launch.wait_s,
         closed_names=vllm.server.closed_names,
         advertised_host=advertised_host,
         api_key=api_key,

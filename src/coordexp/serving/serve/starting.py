@@ -31,11 +31,12 @@ class EngineThreads:
     def __init__(self) -> None:
         self._ended = threading.Event()
 
-    def start(self, start_one: Callable[[], Any], devices: Sequence[str | None]) -> list[Any]:
+    def start(self, start_one: Callable[[], Any], devices: Sequence[str | None], ready_s: float) -> list[Any]:
         """``start_one()`` once for each of ``devices`` (None leaves the environment as it is), and what came of them.
+        ``ready_s``: seconds that they may load and warm up, once all of their processes are there.
 
         Raises: the first failure, after everything that had started has been ended. RolloutError: a process of an
-            engine does not come up.
+            engine does not come up, or an engine is not ready in time.
         """
         before = os.environ.get(VISIBLE)
         outcomes: list[Future[Any]] = []
@@ -44,8 +45,13 @@ class EngineThreads:
                 if visible is not None:
                     os.environ[VISIBLE] = visible
                 outcomes.append(self._spawn(start_one))
-            wait(outcomes, return_when=FIRST_EXCEPTION)  # each start has vLLM's own deadline
+            loading = wait(outcomes, timeout=ready_s, return_when=FIRST_EXCEPTION).not_done
             failed = next((one for one in outcomes if one.done() and one.exception() is not None), None)
+            if failed is None and loading:
+                raise RolloutError(
+                    f"{len(loading)} of {len(outcomes)} engines were not ready within {ready_s:g} s "
+                    "(launch.wait_s); look into the log above, or allow more seconds there"
+                )
             return [outcome.result() for outcome in ([failed] if failed is not None else outcomes)]
         except BaseException:
             self._end(outcomes)
