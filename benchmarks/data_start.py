@@ -34,7 +34,7 @@ SIZE = (640, 480)
 CHILD = """
 import json, os, resource, sys, time
 how, data = sys.argv[1], sys.argv[2]
-import numpy, PIL.Image
+import numpy, PIL.Image, rich.progress
 if how.startswith("datasets"):
     import datasets
 else:

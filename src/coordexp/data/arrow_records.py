@@ -7,10 +7,11 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
+from coordexp.data.quick_lines import QuickLine
 from coordexp.errors import DataError
 from coordexp.records import GEOMETRY_KINDS, GTObject, ImageRecord
 
@@ -35,47 +36,85 @@ def record_schema() -> pa.Schema:
     ])  # fmt: skip
 
 
-def to_batch(records: Sequence[ImageRecord], lines: Sequence[int]) -> pa.RecordBatch:
-    """Records and their line numbers as one batch of :func:`record_schema`.
+class BatchBuilder:
+    """The columns of a batch, which grow by a record at a time."""
 
-    Raises:
-        OverflowError, RecursionError: a side above 2**63 pixels, or metadata nested too deeply to be written.
-    """
-    import pyarrow as pa
+    def __init__(self) -> None:
+        self._lines: list[int] = []
+        self._images: list[bytes] = []
+        self._sizes: list[tuple[int, int]] = []
+        self._object_counts: list[int] = []
+        self._descs: list[str] = []
+        self._kinds: list[int] = []
+        self._bin_counts: list[int] = []
+        self._bins: list[int] = []
+        self._softs: list[float | None] = []
+        self._metadata: list[str | None] = []
+        self._prepared: list[str | None] = []
 
-    objects = [obj for record in records for obj in record.objects]
-    bins = [value for obj in objects for value in obj.bins]
-    struct = pa.StructArray.from_arrays(
-        [
-            pa.array([obj.desc for obj in objects], pa.string()),
-            pa.array([GEOMETRY_KINDS.index(obj.kind) for obj in objects], pa.int8()),
-            pa.ListArray.from_arrays(_offsets([len(obj.bins) for obj in objects]), pa.array(bins, pa.int16())),
-            pa.array([obj.soft for obj in objects], pa.float64()),
-        ],
-        names=["desc", "kind", "bins", "soft"],
-    )
-    columns: list[Any] = [
-        pa.array(lines, pa.int64()),
-        pa.array([os.fsencode(record.image) for record in records], pa.binary()),
-        pa.array([_side(record.width) for record in records], pa.int64()),
-        pa.array([_side(record.height) for record in records], pa.int64()),
-        pa.ListArray.from_arrays(_offsets([len(record.objects) for record in records]), struct),
-        pa.array([_json(record.metadata or None) for record in records], pa.string()),
-        pa.array([_json(record.metadata.get(PREPARED)) for record in records], pa.string()),
-    ]
-    return pa.RecordBatch.from_arrays(columns, schema=record_schema())
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def add(self, record: ImageRecord, line: int) -> None:
+        """A record, of line ``line``.
+
+        Raises:
+            OverflowError, RecursionError: a side above 2**63 pixels, or metadata nested too deeply to be written.
+        """
+        if max(record.width, record.height) >= 1 << 63:
+            raise OverflowError(f"a side of {max(record.width, record.height)} pixels")
+        objects = record.objects
+        quick = QuickLine(
+            os.fsencode(record.image), record.width, record.height,
+            [obj.desc for obj in objects], [GEOMETRY_KINDS.index(obj.kind) for obj in objects],
+            [obj.bins for obj in objects], [obj.soft for obj in objects], record.metadata,
+        )  # fmt: skip
+        self.add_quick(quick, line)
+
+    def add_quick(self, quick: QuickLine, line: int) -> None:
+        """A record by its values; raises RecursionError as :meth:`add`."""
+        metadata = quick.metadata
+        self._metadata.append(_json(metadata) if metadata else None)
+        self._prepared.append(_json(metadata.get(PREPARED)) if metadata else None)
+        self._lines.append(line)
+        self._images.append(quick.image)
+        self._sizes.append((quick.width, quick.height))
+        self._object_counts.append(len(quick.descs))
+        self._descs += quick.descs
+        self._kinds += quick.kinds
+        self._softs += quick.softs
+        self._bin_counts += map(len, quick.shapes)
+        self._bins += chain.from_iterable(quick.shapes)
+
+    def batch(self) -> pa.RecordBatch:
+        """What was added, as one batch of :func:`record_schema`."""
+        import pyarrow as pa
+
+        struct = pa.StructArray.from_arrays(
+            [
+                pa.array(self._descs, pa.string()),
+                pa.array(self._kinds, pa.int8()),
+                pa.ListArray.from_arrays(_offsets(self._bin_counts), pa.array(self._bins, pa.int16())),
+                pa.array(self._softs, pa.float64()),
+            ],
+            names=["desc", "kind", "bins", "soft"],
+        )
+        columns: list[Any] = [
+            pa.array(self._lines, pa.int64()),
+            pa.array(self._images, pa.binary()),
+            pa.array([width for width, _ in self._sizes], pa.int64()),
+            pa.array([height for _, height in self._sizes], pa.int64()),
+            pa.ListArray.from_arrays(_offsets(self._object_counts), struct),
+            pa.array(self._metadata, pa.string()),
+            pa.array(self._prepared, pa.string()),
+        ]
+        return pa.RecordBatch.from_arrays(columns, schema=record_schema())
 
 
 def _offsets(lengths: Sequence[int]) -> pa.Array:
     import pyarrow as pa
 
     return pa.array(accumulate(lengths, initial=0), pa.int32())
-
-
-def _side(pixels: int) -> int:
-    if pixels >= 1 << 63:
-        raise OverflowError(f"a side of {pixels} pixels")
-    return pixels
 
 
 def _json(value: Any) -> str | None:

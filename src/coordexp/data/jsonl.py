@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from coordexp.data.images import read_header, shape_problem, size_problem
+from coordexp.data.jpeg_size import plain_jpeg_size
 from coordexp.data.record_line import parse_line
 from coordexp.errors import DataError
 from coordexp.records import GTObject, ImageRecord
@@ -109,7 +110,7 @@ def image_problem(image: Path, declared: tuple[int, int], real: tuple[int, int] 
 def real_size(image: Path) -> tuple[int, int] | DataError:
     """An image's upright (width, height) by its header, or why it cannot be shown to a model."""
     try:
-        size = read_header(image).size
+        size = plain_jpeg_size(str(image)) or read_header(image).size
     except DataError as error:
         return error
     problem = shape_problem(*size)

@@ -16,11 +16,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from coordexp.data.arrow_records import record_schema, to_batch
+from coordexp.data.arrow_records import BatchBuilder, record_schema
+from coordexp.data.quick_lines import quick_line
 from coordexp.data.record_line import LineFault, RefusedLine, parse_line
 from coordexp.errors import DataError
 from coordexp.files import whole_binary_file
-from coordexp.records import ImageRecord
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -157,25 +157,27 @@ def _numbered(batch: bytes, before: int) -> pa.RecordBatch:
 
 def _validate(path: Path, piece: tuple[int, int]) -> _Piece:
     """In a process of its own. Raises nothing that a line can cause."""
-    records: list[ImageRecord] = []
-    lines: list[int] = []
+    rows = BatchBuilder()
     refused: list[tuple[int, str, str]] = []
+    unkeepable: str | None = None
+    folder = os.path.abspath(path.parent)
     number = 0
     for number, text in enumerate(_lines_from(path, *piece), start=1):
         if not text.strip():
             continue
         try:
-            records.append(parse_line(text, path=path, line=number))
-            lines.append(number)
+            quick = quick_line(text, folder)
+            if quick is not None:
+                rows.add_quick(quick, number)
+            else:
+                rows.add(parse_line(text, path=path, line=number), number)
         except RefusedLine as error:
             refused.append((number, error.reason, error.fault.value))
-    if refused or not records:
-        return _Piece(number, refused, None)
-    try:
-        batch = to_batch(records, lines)
-    except (OverflowError, RecursionError) as error:
-        return _Piece(number, refused, None, str(error))
-    return _Piece(number, refused, batch.serialize().to_pybytes())
+        except (OverflowError, RecursionError) as error:
+            unkeepable = unkeepable or str(error)
+    if refused or unkeepable is not None or not len(rows):
+        return _Piece(number, refused, None, None if refused else unkeepable)
+    return _Piece(number, refused, rows.batch().serialize().to_pybytes())
 
 
 def _lines_from(path: Path, start: int, end: int) -> Iterable[bytes]:
