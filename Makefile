@@ -38,8 +38,8 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/coordexp demo
 
-# By file, so that tests of one module share its engine or server; in the order of collection, so that the slow ones
-# (tests/integration) start first.
+# By file, so that tests of one module share its engine or server; in the order of collection, in which tests/conftest.py
+# puts the files that take minutes first, and those that share a server together.
 test: setup browser
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations 25 $(PYTEST_ARGS)
 

@@ -5,8 +5,13 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from support.plain_server import PlainServer
 
 # What a user keeps between starts is none of the tests' business, nor theirs the user's.
 _CACHE = tempfile.TemporaryDirectory(prefix="coordexp-tests-cache-")
@@ -14,6 +19,61 @@ os.environ["COORDEXP_CACHE"] = _CACHE.name
 
 
 pytest.register_assert_rewrite("support.guarded_server")
+
+# Several files on one server: a worker takes them together, in this order. The last one kills the server.
+ON_PLAIN_SERVER = (
+    "tests/integration/test_weight_push.py",
+    "tests/integration/test_rollouts_ahead.py",
+    "tests/faults/test_real_servers.py",
+    "tests/integration/test_served_endpoints.py",
+)
+# Files that take minutes come first, lest one worker begin such a file when the other has nothing left.
+FIRST = (
+    "tests/integration/test_server_rollouts.py",
+    "tests/integration/test_colocated_rollouts.py",
+    *ON_PLAIN_SERVER,
+    "tests/integration/test_torchrun.py",
+    "tests/integration/test_predict_in_vllm.py",
+    "tests/integration/test_swift_rollout.py",
+    "tests/integration/test_launch_swift.py",
+    "tests/integration/test_server_faults.py",
+    "tests/integration/test_demo.py",
+    "tests/faults/test_lost_processes.py",
+    "tests/unit/training/test_resume.py",
+    "tests/unit/training/test_rollouts_ahead.py",
+    "tests/unit/benchmarks/test_benchmark_scripts.py",
+)
+
+
+def file_of(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {file: number for number, file in enumerate(FIRST)}
+    items.sort(key=lambda item: place.get(file_of(item.nodeid), len(place)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """As ``--dist loadfile``, with the files of one server for one file."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Sharing(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return ON_PLAIN_SERVER[0] if (file := file_of(nodeid)) in ON_PLAIN_SERVER else file
+
+    return Sharing(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+@pytest.fixture(scope="session")
+def plain_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlainServer]:
+    """The server of :data:`ON_PLAIN_SERVER`."""
+    from support.plain_server import plain_server_in
+
+    with plain_server_in(tmp_path_factory.mktemp("server")) as plain:
+        yield plain
 
 
 def pytest_collection_finish() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,7 +13,8 @@ from coordexp.errors import CoordExpError
 from coordexp.rollouts import SeedContext
 from coordexp.servers.backend import ServerBackend
 from support.lying_proxy import ANSWERS, BEFORE, BEHIND, STALE, LyingProxy, lying_proxy
-from support.rollout_servers import server_config, serving
+from support.plain_server import PlainServer
+from support.rollout_servers import server_config
 from support.swift_servers import swift_rollout
 from support.vllm_runs import server_keys, vllm_config
 
@@ -39,15 +41,21 @@ class Behind(NamedTuple):
 
 
 @pytest.fixture(scope="module", params=["coordexp serve", pytest.param("swift rollout", marks=pytest.mark.campaign)])
-def behind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Behind]:
+def behind(
+    request: pytest.FixtureRequest, plain_server: PlainServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Behind]:
     from rich.console import Console
 
     from coordexp.training.build import build_trainer, check_run
 
     folder = tmp_path_factory.mktemp("server")
-    swift = request.param == "swift rollout"
-    config = server_config(folder) | ({"launch": {"server": "swift", "wait_s": 240.0}} if swift else {})
-    with (swift_rollout if swift else serving)(folder, config) as server, lying_proxy(server.base_url) as proxy:
+    with ExitStack() as stack:
+        if request.param == "swift rollout":
+            config = server_config(folder) | {"launch": {"server": "swift", "wait_s": 240.0}}
+            server = stack.enter_context(swift_rollout(folder, config))
+        else:
+            config, server = plain_server.get()
+        proxy = stack.enter_context(lying_proxy(server.base_url))
         entry = {"base_url": proxy.url, "group_port": server.group_port}
         keys: dict[str, Any] = server_keys(config) | {
             "rollout_matching__vllm__server": {

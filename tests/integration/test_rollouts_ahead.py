@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from support.rollout_servers import server_config, serving
+from support.plain_server import PlainServer
 from support.tiny_run import same_weights, step_lines, train, weights
 from support.vllm_runs import server_keys, vllm_config
 
@@ -17,7 +17,9 @@ class Killed(BaseException):
     """Stands for SIGKILL: nothing may catch it."""
 
 
-def test_answers_are_one_step_old_and_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
+def test_answers_are_one_step_old_and_a_killed_run_goes_on_bit_for_bit(
+    plain_server: PlainServer, tmp_path: Path
+) -> None:
     versions: dict[str, list[set[int]]] = {}
 
     def noting(name: str, kill_at: int | None = None) -> Any:
@@ -35,8 +37,7 @@ def test_answers_are_one_step_old_and_a_killed_run_goes_on_bit_for_bit(tmp_path:
 
         return on_built
 
-    config = server_config(tmp_path)
-    keys = server_keys(config) | {
+    keys = server_keys(plain_server.get().config) | {
         "rollout_matching__rollouts_ahead": 1,
         "rollout_matching__decoding": {"temperature": 1.0},  # the seeds decide, too
         "training__max_steps": 5,
@@ -44,14 +45,13 @@ def test_answers_are_one_step_old_and_a_killed_run_goes_on_bit_for_bit(tmp_path:
         "training__save_strategy": "steps",
         "training__save_steps": 3,
     }
-    with serving(tmp_path, config):
-        whole = train(vllm_config(tmp_path, "whole", **keys), on_built=noting("whole"))
-        whole.close()
-        killed = vllm_config(tmp_path, "killed", **keys | {"training__resume_from_checkpoint": True})
-        with pytest.raises(Killed):
-            train(killed, on_built=noting("killed", kill_at=4))
-        resumed = train(killed, on_built=noting("resumed"))
-        resumed.close()
+    whole = train(vllm_config(tmp_path, "whole", **keys), on_built=noting("whole"))
+    whole.close()
+    killed = vllm_config(tmp_path, "killed", **keys | {"training__resume_from_checkpoint": True})
+    with pytest.raises(Killed):
+        train(killed, on_built=noting("killed", kill_at=4))
+    resumed = train(killed, on_built=noting("resumed"))
+    resumed.close()
     assert versions["whole"] == [{0}, {0}, {1}, {2}, {3}]
     assert versions["resumed"] == [{2}, {3}]
     assert [line["rollout/staleness_steps"] for line in step_lines(resumed)] == [0, 1, 1, 1, 1]

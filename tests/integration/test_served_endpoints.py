@@ -22,6 +22,7 @@ from coordexp.servers.sync import WeightSync
 from coordexp.vllm_engine import cpu
 from coordexp.weight_sync.group import GroupAddress, join
 from coordexp.weight_sync.stamp import WeightStamp
+from support.plain_server import PlainServer
 from support.rollout_servers import (
     RunningServer,
     greedy_tokens,
@@ -30,19 +31,12 @@ from support.rollout_servers import (
     payload,
     requests_of,
     served_tokens,
-    server_config,
-    serving,
 )
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """Its configuration names data that is not there: the data are the learner's business."""
-    folder = tmp_path_factory.mktemp("server")
-    config = server_config(folder, custom__train_jsonl=str(folder / "nowhere.jsonl"))
-    config["custom"].pop("val_jsonl")
-    with serving(folder, config) as running:
-        yield running
+def server(plain_server: PlainServer) -> RunningServer:
+    return plain_server.get().running
 
 
 @pytest.fixture(scope="module")

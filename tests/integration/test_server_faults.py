@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -21,17 +22,23 @@ from support.rollout_servers import (
     requests_of,
     server_config,
     serving,
+    serving_environment,
     started,
     tail,
 )
 
+TOKEN = "a-token-that-nobody-logs"
 
-@pytest.fixture
-def server(tmp_path: object) -> Iterator[RunningServer]:
-    from pathlib import Path
 
-    folder = Path(str(tmp_path))
-    with serving(folder, server_config(folder), arguments=["--data-parallel-size", "2"]) as running:
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    folder = tmp_path_factory.mktemp("server")
+    config = server_config(folder, rollout_matching__vllm__server__api_key_env="ROLLOUT_TOKEN")
+    how: dict[str, Any] = {
+        "arguments": ["--data-parallel-size", "2"],
+        "environment": serving_environment(ROLLOUT_TOKEN=TOKEN),
+    }
+    with serving(folder, config, **how) as running:
         yield running
 
 
@@ -49,11 +56,22 @@ def until(holds: Callable[[], bool], seconds: float = 60.0) -> bool:
     return held
 
 
+def test_a_learner_without_the_token_is_refused(server: RunningServer) -> None:
+    for key in (None, "another"):
+        stranger = server.client(api_key=key)
+        stranger.health()  # probes hold no token
+        with pytest.raises(ServerRefused, match=r"401.*api_key_env") as refused:
+            stranger.infer(payload(requests_of(load_served(), 1)))
+        assert TOKEN not in str(refused.value)
+        stranger.close()
+    assert TOKEN not in server.log.read_text(errors="replace")
+
+
 # One server, from good health to its end: booting one for each act would cost a minute apiece.
 def test_a_server_from_health_to_death(server: RunningServer) -> None:
     learner = load_served()
     requests = requests_of(learner, 3)
-    client = server.client(timeout_s=3.0, infer_timeout_s=3.0)
+    client = server.client(api_key=TOKEN, timeout_s=3.0, infer_timeout_s=3.0)
     sync = WeightSync([client], LearnerWeights(learner.model), SyncConfig(bucket_mb=1, timeout_s=3.0))
     family = server.children()
 
@@ -73,7 +91,7 @@ def test_a_server_from_health_to_death(server: RunningServer) -> None:
             act()
         assert time.monotonic() - begun < 15
     server.process.send_signal(signal.SIGCONT)
-    patient = server.client()
+    patient = server.client(api_key=TOKEN)
     patient.wait_until_healthy(30)
     recovered = WeightSync([patient], LearnerWeights(learner.model), SyncConfig(bucket_mb=1, timeout_s=60.0))
     recovered.push(3)

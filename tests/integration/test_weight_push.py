@@ -24,6 +24,7 @@ from coordexp.weight_sync import checksum
 from coordexp.weight_sync.buckets import LONE_PIECE_BYTES
 from coordexp.weight_sync.stamp import WeightStamp
 from support import tuned_models
+from support.plain_server import PlainServer
 from support.rollout_servers import (
     RunningServer,
     greedy_tokens,
@@ -32,28 +33,13 @@ from support.rollout_servers import (
     requests_of,
     served_checkpoint,
     served_tokens,
-    server_config,
-    serving,
-    serving_environment,
 )
 from support.settings import client_to
 
-TOKEN = "a-token-that-nobody-logs"
-
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    folder = tmp_path_factory.mktemp("server")
-    config = server_config(folder, rollout_matching__vllm__server__api_key_env="ROLLOUT_TOKEN")
-    with serving(folder, config, environment=serving_environment(ROLLOUT_TOKEN=TOKEN)) as running:
-        yield running
-
-
-@pytest.fixture
-def client(server: RunningServer) -> Iterator[ServerClient]:
-    client = server.client(api_key=TOKEN)
-    yield client
-    client.close()
+def server(plain_server: PlainServer) -> RunningServer:
+    return plain_server.get().running
 
 
 @pytest.fixture
@@ -320,20 +306,9 @@ def test_what_cannot_be_served_is_refused_with_the_reason(
         client.infer(change(payload(requests_of(learner, 1))))
 
 
-def test_a_learner_without_the_token_is_refused(server: RunningServer, learner: LoadedModel) -> None:
-    for key in (None, "another"):
-        stranger = server.client(api_key=key)
-        stranger.health()  # probes hold no token
-        with pytest.raises(ServerRefused, match=r"401.*api_key_env") as refused:
-            stranger.infer(payload(requests_of(learner, 1)))
-        assert TOKEN not in str(refused.value)
-        stranger.close()
-    assert TOKEN not in server.log.read_text(errors="replace")
-
-
 def test_only_the_configured_group_can_be_opened(server: RunningServer, client: ServerClient) -> None:
     with pytest.raises(ServerRefused, match=r"400.*group_port"):
-        client_to(server.base_url, server.group_port + 1, api_key=TOKEN).init_communicator(2, 0, 5.0)
+        client_to(server.base_url, server.group_port + 1).init_communicator(2, 0, 5.0)
     with pytest.raises(ServerRefused, match=r"400.*1 workers and a learner, not 5"):
         client.init_communicator(5, 0, 5.0)
     with pytest.raises(ServerRefused, match=r"409.*no push is under way"):

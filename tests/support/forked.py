@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
+import subprocess
 from collections.abc import Callable, Mapping
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -53,6 +55,54 @@ def forked(
     process = context.Process(target=_run, args=(target, arguments, str(log), str(err or log), whole))
     process.start()
     return process
+
+
+def coordexp(command: list[str]) -> None:
+    """The command line, as a target."""
+    from coordexp.cli import main
+
+    main(command)
+
+
+class Handle:
+    """A forked process, as :class:`subprocess.Popen` would hold it."""
+
+    def __init__(self, process: BaseProcess) -> None:
+        assert process.pid is not None
+        self.pid = process.pid
+        self._process = process
+
+    @property
+    def returncode(self) -> int | None:
+        """As :meth:`poll`."""
+        return self.poll()
+
+    def poll(self) -> int | None:
+        """Its exit code, negative for a signal; None while it runs."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit code, once there is one.
+
+        Raises:
+            subprocess.TimeoutExpired: there is none within ``timeout`` seconds.
+        """
+        self._process.join(timeout)
+        if (code := self.poll()) is None:
+            assert timeout is not None
+            raise subprocess.TimeoutExpired(str(self._process), timeout)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Nothing where it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
 
 def _run(

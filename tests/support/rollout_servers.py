@@ -24,6 +24,7 @@ from coordexp.servers.client import ServerClient
 from coordexp.serving.launch.preflight import free_ports
 from coordexp.serving.launch.processes import descendants
 from support.config_samples import set_key, stage2, write_yaml
+from support.forked import Handle, coordexp, forked
 from support.settings import client_to
 from support.tiny_run import PROMPT, _session_folder, tiny_samples, tiny_scenes
 
@@ -90,7 +91,7 @@ def server_config(folder: Path, num_servers: int = 1, checkpoint: Path | None = 
 class RunningServer:
     """A server process, its address, and where it logs."""
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Handle
     base_url: str
     group_port: int
     log: Path
@@ -130,26 +131,41 @@ def started(
     index: int = 0,
     arguments: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
+    by_shell: bool = False,
 ) -> Iterator[RunningServer]:
-    """``coordexp serve`` of entry ``index``; ended with everything it started."""
+    """``coordexp serve`` of entry ``index``; ended with everything it started.
+
+    Args:
+        by_shell: in an interpreter of its own, as a shell would start it, which imports torch and transformers first.
+            Otherwise the command is run in a :mod:`forked <support.forked>` process; its engines are as ever.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path = write_yaml(folder, dict(config), f"serve{index}.yaml")
     entry = config["rollout_matching"]["vllm"]["server"]["servers"][index]
     log = folder / f"server{index}.log"
-    command = [sys.executable, "-m", "coordexp", "serve", "--config", str(path), "--index", str(index), *arguments]
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=serving_environment() if environment is None else dict(environment),
-            start_new_session=True,
-        )
+    command = ["serve", "--config", str(path), "--index", str(index), *arguments]
+    environment = serving_environment() if environment is None else environment
+    process = _in_shell(command, log, environment) if by_shell else _forked(command, log, environment)
     server = RunningServer(process, entry["base_url"], entry["group_port"], log)
     try:
         yield server
     finally:
         end(server)
+
+
+def _in_shell(command: list[str], log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "coordexp", *command],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=dict(environment),
+            start_new_session=True,
+        )
+
+
+def _forked(command: list[str], log: Path, environment: Mapping[str, str]) -> Handle:
+    return Handle(forked(coordexp, command, log=log, environment=environment))
 
 
 def wait_until_healthy(server: RunningServer) -> None:
