@@ -82,7 +82,3 @@ def main(folder: Path) -> None:
     seen["the group still works"] = float(total)
     (folder / "seen.json").write_text(json.dumps(seen), encoding="utf-8")
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-TESTS = Path(__file__).parents[1]
+from integration import colocated_state_worker
+from support.forked import Handle, forked
 
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A process that has not imported vLLM: its import changes things too."""
     folder = tmp_path_factory.mktemp("state")
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("colocated_state_worker.py")), str(folder)],
-        capture_output=True, text=True, timeout=200, check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
+    log = folder / "log"
+    process = Handle(forked(colocated_state_worker.main, folder, log=log))
+    assert process.wait(timeout=300) == 0, log.read_text()[-4000:]
     return json.loads((folder / "seen.json").read_text())
 
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +29,7 @@ from coordexp.vllm_engine.colocated import ColocatedBackend
 from support.answers import CAT, record
 from support.rollout_servers import greedy_tokens, load_served, requests_of
 from support.tiny_run import same_weights, step_lines, tiny_samples, train, weights
+from support.torchrun import torchrun
 from support.vllm_runs import COLOCATED, colocated, vllm_config
 
 WORKER = Path(__file__).parent / "train_worker.py"
@@ -270,13 +268,8 @@ def test_two_ranks_have_an_engine_each_or_share_one(tensor_parallel_size: int, t
     keys = COLOCATED | {"rollout_matching__vllm__tensor_parallel_size": tensor_parallel_size}
     config = vllm_config(tmp_path, "two", training__per_device_train_batch_size=2, **keys, **sgd)
     folder = Path(config.training.output_dir)
-    # By the command line: vLLM removes what its workers share when an interpreter ends, and no forked process does.
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(WORKER),
-         str(folder.with_name("two.yaml"))],
-        capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
+    done = torchrun(WORKER, folder.with_name("two.yaml"))
+    assert done.returncode == 0, done.output[-4000:]
     trained, alone = load_file(folder / "model.safetensors"), weights(own.model)
     for name, value in trained.items():
         torch.testing.assert_close(value, alone[name], atol=5e-6, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")

@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from rich.console import Console
 from coordexp.assets import asset
 from coordexp.data.jsonl import read_jsonl
 from coordexp.demo import START, WAYS, DemoSize, run_demo
+from support.forked import Handle, coordexp, forked
 
 SMALL = DemoSize(train_scenes=32, val_scenes=4, max_steps=2, pictures=2)
 
@@ -93,16 +92,15 @@ def test_killed_in_the_middle_it_goes_on_from_the_newest_checkpoint(demo, tmp_pa
     values["training"] |= {"output_dir": str(tmp_path / "run"), "max_steps": 4, "save_steps": 1}
     config = tmp_path / "killed.yaml"
     config.write_text(yaml.safe_dump(values))
-    command = [sys.executable, "-m", "coordexp", "train", str(config)]
-    victim = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    command, log = ["train", str(config)], tmp_path / "log"
+    victim = Handle(forked(coordexp, command, log=log))
     deadline = time.monotonic() + 240
     while not (tmp_path / "run" / "checkpoint-2" / "complete.json").exists():
         assert victim.poll() is None and time.monotonic() < deadline, "training ended or hung before its second step"
         time.sleep(0.05)
     os.killpg(victim.pid, signal.SIGKILL)
     victim.wait(timeout=60)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "resuming from" in done.stdout
+    assert Handle(forked(coordexp, command, log=log)).wait(timeout=300) == 0, log.read_text()
+    assert "resuming from" in log.read_text()
     state = json.loads((tmp_path / "run" / "checkpoint-4" / "trainer_state.json").read_text())
     assert [line["step"] for line in state["log_history"] if "loss" in line] == [1, 2, 3, 4]
