@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -20,35 +19,17 @@ convert_app = typer.Typer(
 )
 
 
-class InstanceGeometry(StrEnum):
-    """What of an annotation that has a box and a segmentation becomes the object's geometry."""
-
-    BBOX = "bbox"
-    POLY = "poly"
-
-
-class ShapeGeometry(StrEnum):
-    """What becomes of a format's polygons."""
-
-    AS_ANNOTATED = "as_annotated"
-    BBOX = "bbox"
-    POLY = "poly"
-
-
-class Crowds(StrEnum):
-    """What becomes of annotations that mark a group."""
-
-    LEAVE_OUT = "leave_out"
-    KEEP = "keep"
-
-
 Out = Annotated[Path, typer.Option(help="Folder of the JSONL and its images.")]
 SplitName = Annotated[str | None, typer.Option(help="Name of the JSONL; the split's, or data, when left out.")]
 FileName = Annotated[str | None, typer.Option(help="Name of the JSONL; the annotation file's when left out.")]
 FolderName = Annotated[str | None, typer.Option(help="Name of the JSONL; the folder's when left out.")]
-OfInstances = Annotated[InstanceGeometry, typer.Option(help="Boxes, or segmentation polygons.")]
-OfShapes = Annotated[ShapeGeometry, typer.Option(help="Polygons as they are, their bounds, or polygons only.")]
-OfCrowds = Annotated[Crowds, typer.Option(help="Leave groups (iscrowd) out, or keep each as one object.")]
+OfInstances = Annotated[Literal["bbox", "poly"], typer.Option(help="Boxes, or segmentation polygons.")]
+OfShapes = Annotated[
+    Literal["as_annotated", "bbox", "poly"], typer.Option(help="Polygons as they are, their bounds, or polygons only.")
+]
+OfCrowds = Annotated[
+    Literal["leave_out", "keep"], typer.Option(help="Leave groups (iscrowd) out, or keep each as one object.")
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a dataset of the same name.")]
 Resize = Annotated[bool, typer.Option(help="Resize images for the model once, now. --no-resize only refers to them.")]
 Factor = Annotated[
@@ -116,8 +97,8 @@ def instances_command(
             show_default="the file's own",
         ),
     ] = None,
-    geometry: OfInstances = InstanceGeometry.BBOX,
-    crowds: OfCrowds = Crowds.LEAVE_OUT,
+    geometry: OfInstances = "bbox",
+    crowds: OfCrowds = "leave_out",
     name: FileName = None,
     max_vertices: MaxVertices = None,
     resize: Resize = True,
@@ -134,8 +115,8 @@ def instances_command(
         annotations,
         images,
         out,
-        geometry=geometry.value,
-        crowds=crowds.value,
+        geometry=geometry,
+        crowds=crowds,
         name=name,
         options=_image_options(resize, factor, min_pixels, max_pixels, overwrite, max_vertices),
     )
@@ -146,7 +127,7 @@ def yolo_command(
     source: Annotated[Path, typer.Argument(help="data.yaml, or a folder with images, labels and classes.txt.")],
     out: Out,
     split: Annotated[str | None, typer.Option(help="train, val or test of data.yaml; or a folder of images.")] = None,
-    geometry: OfShapes = ShapeGeometry.AS_ANNOTATED,
+    geometry: OfShapes = "as_annotated",
     name: SplitName = None,
     max_vertices: MaxVertices = None,
     resize: Resize = True,
@@ -159,7 +140,7 @@ def yolo_command(
     from coordexp.data.convert import convert_yolo
 
     options = _image_options(resize, factor, min_pixels, max_pixels, overwrite, max_vertices)
-    _convert(convert_yolo, source, out, split=split, geometry=geometry.value, name=name, options=options)
+    _convert(convert_yolo, source, out, split=split, geometry=geometry, name=name, options=options)
 
 
 @convert_app.command("labelme")
@@ -167,7 +148,7 @@ def labelme_command(
     folder: Annotated[Path, typer.Argument(help="Folder of LabelMe's JSON files; searched with all below it.")],
     out: Out,
     images: Annotated[Path | None, typer.Option(help="Folder that imagePath starts in; each file's own.")] = None,
-    geometry: OfShapes = ShapeGeometry.AS_ANNOTATED,
+    geometry: OfShapes = "as_annotated",
     name: FolderName = None,
     max_vertices: MaxVertices = None,
     resize: Resize = True,
@@ -180,7 +161,7 @@ def labelme_command(
     from coordexp.data.convert import convert_labelme
 
     options = _image_options(resize, factor, min_pixels, max_pixels, overwrite, max_vertices)
-    _convert(convert_labelme, folder, out, images_dir=images, geometry=geometry.value, name=name, options=options)
+    _convert(convert_labelme, folder, out, images_dir=images, geometry=geometry, name=name, options=options)
 
 
 @convert_app.command("panoptic")
@@ -191,8 +172,8 @@ def panoptic_command(
     segments: Annotated[
         Path | None, typer.Option(help="Folder of the PNGs, for polygons [beside the file, by its name].")
     ] = None,
-    geometry: OfInstances = InstanceGeometry.BBOX,
-    crowds: OfCrowds = Crowds.LEAVE_OUT,
+    geometry: OfInstances = "bbox",
+    crowds: OfCrowds = "leave_out",
     stuff: Annotated[bool, typer.Option("--stuff", help="Keep regions without instances, such as sky.")] = False,
     name: FileName = None,
     max_vertices: MaxVertices = None,
@@ -211,8 +192,8 @@ def panoptic_command(
         images,
         out,
         segments_dir=segments,
-        geometry=geometry.value,
-        crowds=crowds.value,
+        geometry=geometry,
+        crowds=crowds,
         stuff=stuff,
         name=name,
         options=_image_options(resize, factor, min_pixels, max_pixels, overwrite, max_vertices),
@@ -226,7 +207,7 @@ def csv_command(
     ],
     out: Out,
     images: Annotated[Path | None, typer.Option(help="Folder that image names start in; the table's own.")] = None,
-    geometry: OfShapes = ShapeGeometry.AS_ANNOTATED,
+    geometry: OfShapes = "as_annotated",
     name: FileName = None,
     max_vertices: MaxVertices = None,
     resize: Resize = True,
@@ -239,7 +220,7 @@ def csv_command(
     from coordexp.data.convert import convert_csv
 
     options = _image_options(resize, factor, min_pixels, max_pixels, overwrite, max_vertices)
-    _convert(convert_csv, table, out, images_dir=images, geometry=geometry.value, name=name, options=options)
+    _convert(convert_csv, table, out, images_dir=images, geometry=geometry, name=name, options=options)
 
 
 def _image_options(

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -27,15 +26,8 @@ for _name, _command in (
     data_app.command(_name)(_command)
 
 
-class SceneFamily(StrEnum):
-    """Families of generated scenes; the keys of ``coordexp.data.scenes.SPECS``."""
-
-    SPARSE = "sparse"
-    MODERATE = "moderate"
-    FRAMED = "framed"
-    DENSE = "dense"
-    CROWD = "crowd"
-    SMALL_CROWD = "small_crowd"
+# The keys of coordexp.data.scenes.SPECS.
+SceneFamily = Literal["sparse", "moderate", "framed", "dense", "crowd", "small_crowd"]
 
 
 @data_app.command("pack")
@@ -59,13 +51,13 @@ def pack_command(
 def scenes_command(
     out: Annotated[Path, typer.Option(help="Folder of scenes.jsonl and its images.")],
     count: Annotated[int, typer.Option(min=1, help="Number of scenes.")],
-    spec: Annotated[SceneFamily, typer.Option(help="How crowded they are.")] = SceneFamily.SPARSE,
+    spec: Annotated[SceneFamily, typer.Option(help="How crowded they are.")] = "sparse",
     seed: Annotated[int, typer.Option(min=0, help="Scenes of different seeds differ.")] = 0,
 ) -> None:
     """Draw example scenes: coloured shapes with boxes and polygons."""
     from coordexp.data.scenes import SPECS, write_scenes
 
-    typer.echo(f"wrote {write_scenes(out, count, SPECS[spec.value], seed)}: {count} images")
+    typer.echo(f"wrote {write_scenes(out, count, SPECS[spec], seed)}: {count} images")
 
 
 Dataset = Annotated[Path, typer.Argument(metavar="DATA.jsonl", help="The dataset.")]

@@ -44,7 +44,6 @@ SheetOption = Annotated[
     Path | None,
     typer.Option(help="PNG of the images with most mistakes, or with --compare, of the greatest difference."),
 ]
-_RESAMPLES = 1000
 _THRESHOLD = 0.7
 _DRAWN = 12  # images of --sheet
 _CONFIG, _SAVED, _RUNS = "a configuration", "saved predictions", "--compare"
@@ -116,7 +115,7 @@ def evaluate(
     names = _class_list(classes)
     wanted = _Wanted(limit, output, constant_score, rename, segm, sheet, as_json)
     if runs is not None:
-        _compare(console, runs, wanted, _RESAMPLES if resamples is None else resamples)
+        _compare(console, runs, wanted, resamples)
     elif run is not None:
         _evaluate_model(console, run, model, data, wanted, names)
     elif source is not None:
@@ -207,15 +206,16 @@ def _show(console: Console, summary: Summary, title: str, files: Sequence[Path])
     say_written(console, files)
 
 
-def _compare(console: Console, runs: tuple[Path, Path], wanted: _Wanted, resamples: int) -> None:
+def _compare(console: Console, runs: tuple[Path, Path], wanted: _Wanted, resamples: int | None) -> None:
     from coordexp.evaluation import read_answers
-    from coordexp.evaluation.compare import compare, paired
+    from coordexp.evaluation.compare import RESAMPLES, compare, paired
     from coordexp.evaluation.tables import comparison_json, comparison_tables
 
     names = str(runs[0]), str(runs[1])
     saved = [read_answers(run) for run in runs]
     a, b = (wanted.rename(run) for run in saved)
-    comparison = compare(a, b, resamples=resamples, constant_score=wanted.constant_score)
+    drawn = RESAMPLES if resamples is None else resamples
+    comparison = compare(a, b, resamples=drawn, constant_score=wanted.constant_score)
     notes = [note for run, answers in zip(saved, (a, b), strict=True) for note in wanted.rename.note(run, answers)]
     files = _draw(wanted.sheet, {"a": a, "b": paired(a, b)})
     if wanted.as_json:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -21,14 +20,6 @@ if TYPE_CHECKING:
     from coordexp.serving.launch.preflight import Check
 
 
-class Scheduler(StrEnum):
-    """Who hands out machines."""
-
-    slurm = "slurm"
-    kubernetes = "kubernetes"
-    skypilot = "skypilot"
-
-
 def launch(
     config: Annotated[Path, typer.Option("--config", metavar="CONFIG.yaml", help="The run's configuration.")],
     arguments: Arguments = None,
@@ -41,7 +32,7 @@ def launch(
         typer.Option("--host", help="Start all servers here, listening on this address, whatever base_url calls them."),
     ] = None,
     job: Annotated[
-        Scheduler | None,
+        Literal["slurm", "kubernetes", "skypilot"] | None,
         typer.Option("--for", help="Write a job for several machines to standard output instead; start nothing."),
     ] = None,
     learner_nodes: Annotated[int, typer.Option(help="With --for: machines of the learner.")] = 1,
@@ -61,7 +52,7 @@ def launch(
     if job is not None:
         from coordexp.serving.launch.cluster import plan_job, render
 
-        typer.echo(render(plan_job(config, given, learner_nodes, gpus, time), job.value, image, accelerator), nl=False)
+        typer.echo(render(plan_job(config, given, learner_nodes, gpus, time), job, image, accelerator), nl=False)
         return
     if print_only:
         print_config(config, given)

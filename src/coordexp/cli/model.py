@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from coordexp.cli.console import check_checkpoint, refuse_filled
 
+Dtype = Literal["float32", "bfloat16", "float16"]
 model_app = typer.Typer(
     help="Make, merge and inspect checkpoints that know the coordinate tokens.", no_args_is_help=True
 )
@@ -42,26 +42,18 @@ def expand_vocab_command(
     typer.echo(f"wrote {out}")
 
 
-class Dtype(StrEnum):
-    """Number types of saved weights."""
-
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
-
-
 @model_app.command("export")
 def export_command(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint folder, such as a run's output_dir.")],
     out: Annotated[Path, typer.Argument(help="Folder of the new checkpoint.")],
-    dtype: Annotated[Dtype, typer.Option(help="Number type of the weights.")] = Dtype.BFLOAT16,
+    dtype: Annotated[Dtype, typer.Option(help="Number type of the weights.")] = "bfloat16",
 ) -> None:
     """Write a run's model as a plain checkpoint: weights, tokenizer and processor, nothing else."""
     check_checkpoint(checkpoint)
     refuse_filled(out)
     from coordexp.modeling.load import export_checkpoint
 
-    typer.echo(f"wrote {export_checkpoint(checkpoint, out, dtype.value)}")
+    typer.echo(f"wrote {export_checkpoint(checkpoint, out, dtype)}")
 
 
 @model_app.command("merge")
@@ -78,7 +70,7 @@ def merge_command(
     refuse_filled(out)
     from coordexp.modeling.load import merge_checkpoint
 
-    typer.echo(f"wrote {merge_checkpoint(run, out, base, None if dtype is None else dtype.value)}")
+    typer.echo(f"wrote {merge_checkpoint(run, out, base, dtype)}")
 
 
 @model_app.command("info")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -159,14 +158,8 @@ def _line(answer: ImageAnswer) -> str:
     return f"{answer.sample_id}: {'; '.join(objects) or 'nothing found'}"
 
 
-class Format(StrEnum):
-    """Keys of ``coordexp.evaluation.export.FORMATS``."""
-
-    COCO = "coco"
-    YOLO = "yolo"
-    VOC = "voc"
-    LABELME = "labelme"
-    CSV = "csv"
+# The keys of coordexp.evaluation.export.FORMATS.
+Format = Literal["coco", "yolo", "voc", "labelme", "csv"]
 
 
 def export(
@@ -189,11 +182,11 @@ def export(
     from coordexp.evaluation import read_answers
     from coordexp.evaluation.export import FORMATS, read_terms
 
-    given = {"--annotations": (annotations, Format.COCO), "--classes": (classes, Format.YOLO),
-             "--scores": (scores or None, Format.YOLO)}  # fmt: skip
+    given = {"--annotations": (annotations, "coco"), "--classes": (classes, "yolo"),
+             "--scores": (scores or None, "yolo")}  # fmt: skip
     for option, (value, user) in given.items():
-        if value is not None and form is not user:
-            raise ConfigError(f"{option} has no use here; it belongs to {user.value}")
+        if value is not None and form != user:
+            raise ConfigError(f"{option} has no use here; it belongs to {user}")
     answers = read_answers(predictions)
     console = open_console()
     if min_score is not None:
@@ -201,8 +194,8 @@ def export(
         left_out = sum(len(a.pred) for a in answers) - sum(len(a.pred) for a in kept)
         say(console, f"{left_out} objects of a score below {min_score:g} are left out")
         answers = kept
-    options = {"scores": scores} if form is Format.YOLO else {}
-    exported = FORMATS[form.value](answers, out, read_terms(annotations, classes), **options)
+    options = {"scores": scores} if form == "yolo" else {}
+    exported = FORMATS[form](answers, out, read_terms(annotations, classes), **options)
     for note in exported.notes:
         say(console, f"note: {note}")
     say(console, f"{sum(len(answer.pred) for answer in answers)} objects in {len(answers)} images")

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from PIL import Image, ImageEnhance
 
 from coordexp.config.data import AugmentConfig
+from coordexp.data.rings import canonical_ring, shape_area
 from coordexp.records import NUM_BINS, GTObject
 
 LEFT_OUT = "augment_left_out"
@@ -75,13 +76,13 @@ class View:
         inside = clip_ring(ring)
         if not inside:
             return None
-        whole, visible = ring_area(ring), ring_area(inside)
+        whole, visible = shape_area("poly", _flat(ring)), shape_area("poly", _flat(inside))
         if visible < min_visible * whole or (visible == 0 and inside != ring):
             return None
         if obj.kind == "bbox_2d":
             xs, ys = [x for x, _ in inside], [y for _, y in inside]
             return replace(obj, bins=tuple(round(v * _LAST) for v in (min(xs), min(ys), max(xs), max(ys))))
-        bins = _canonical([(round(x * _LAST), round(y * _LAST)) for x, y in inside])
+        bins = canonical_ring([round(v * _LAST) for v in _flat(inside)])
         return None if len(bins) < 6 else replace(obj, bins=bins)
 
     def _place(self, x: int, y: int) -> _Point:
@@ -121,20 +122,8 @@ def clip_ring(ring: Sequence[_Point]) -> list[_Point]:
     return kept
 
 
-def ring_area(ring: Sequence[_Point]) -> float:
-    """Enclosed by the ring, in squares of its unit."""
-    return abs(sum(ring[k - 1][0] * y - x * ring[k - 1][1] for k, (x, y) in enumerate(ring))) / 2
-
-
-def _canonical(points: Sequence[tuple[int, int]]) -> tuple[int, ...]:
-    """As converters write a ring: no repeated neighbours, clockwise, from the top-most (then left-most) point."""
-    ring = [point for at, point in enumerate(points) if point != points[at - 1]]
-    if len(ring) < 3:
-        return ()
-    if sum(ring[k - 1][0] * y - x * ring[k - 1][1] for k, (x, y) in enumerate(ring)) < 0:
-        ring.reverse()
-    start = min(range(len(ring)), key=lambda at: (ring[at][1], ring[at][0]))
-    return tuple(value for point in ring[start:] + ring[:start] for value in point)
+def _flat(ring: Sequence[_Point]) -> list[float]:
+    return [value for point in ring for value in point]
 
 
 def _reduced(image: Image.Image, share: float) -> Image.Image:

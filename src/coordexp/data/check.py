@@ -14,10 +14,11 @@ from typing import Any
 from coordexp.data.images import image_exists, open_rgb, read_header, shape_problem, size_problem
 from coordexp.data.jsonl import numbered_lines
 from coordexp.data.record_line import LineFault, RefusedLine, parse_line
+from coordexp.data.rings import shape_area
 from coordexp.data.seen_images import SeenImage, SeenImages
 from coordexp.data.shards import image_bytes
 from coordexp.errors import DataError
-from coordexp.records import NUM_BINS, GTObject, ImageRecord
+from coordexp.records import NUM_BINS, ImageRecord
 
 Progress = Callable[[int, int], None]
 CountTokens = Callable[[ImageRecord], int]
@@ -231,20 +232,12 @@ def _check_objects(check: DatasetCheck, record: ImageRecord) -> None:
     seen: set[tuple[str, str, tuple[int, ...]]] = set()
     for index, obj in enumerate(record.objects):
         shown = f"objects[{index}] {obj.desc!r} {obj.kind} {list(obj.bins)}"
-        if _has_no_area(obj):
+        if shape_area(obj.kind, obj.bins) == 0:
             check.add(Finding.DEGENERATE, record.sample_id, shown)
         identity = obj.desc, obj.kind, obj.bins
         if identity in seen:
             check.add(Finding.DUPLICATE_OBJECT, record.sample_id, shown)
         seen.add(identity)
-
-
-def _has_no_area(obj: GTObject) -> bool:
-    xs, ys = obj.bins[0::2], obj.bins[1::2]
-    if obj.kind == "bbox_2d":
-        return xs[0] == xs[1] or ys[0] == ys[1]
-    following = [*range(1, len(xs)), 0]
-    return sum(xs[i] * ys[j] - xs[j] * ys[i] for i, j in enumerate(following)) == 0
 
 
 def _check_length(check: DatasetCheck, record: ImageRecord, count_tokens: CountTokens) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from coordexp.data.record_line import write_jsonl
+from coordexp.geometry import to_bin
 from coordexp.records import GTObject, ImageRecord
 
 SCENES_VERSION = 1
@@ -154,8 +155,4 @@ def _annotate(outline: tuple[float, ...], box: tuple[float, float, float, float]
     """Bins of ``outline`` grown about the middle of ``box`` by the spec's margin, inside the image."""
     middle = ((box[0] + box[2]) / 2, (box[1] + box[3]) / 2)
     grown = (middle[i % 2] + (v - middle[i % 2]) * (1 + 2 * spec.margin) for i, v in enumerate(outline))
-    return tuple(_bin(v, spec.size) for v in grown)
-
-
-def _bin(pixel: float, size: int) -> int:
-    return int(min(999, max(0, round(999 * pixel / max(1, size - 1)))))
+    return tuple(to_bin(v, spec.size) for v in grown)

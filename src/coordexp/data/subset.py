@@ -14,8 +14,8 @@ from typing import Any, Literal
 from coordexp.data.record_line import write_jsonl
 from coordexp.data.shards import image_bytes
 from coordexp.errors import DataError
-from coordexp.geometry import aabb
-from coordexp.records import NUM_BINS, GTObject, ImageRecord
+from coordexp.geometry import aabb, to_pixel
+from coordexp.records import GTObject, ImageRecord
 
 ObjectSize = Literal["small", "medium", "large"]
 SIZES: tuple[ObjectSize, ...] = ("small", "medium", "large")
@@ -81,12 +81,12 @@ class DropCounts:
 def object_size(obj: GTObject, record: ImageRecord) -> ObjectSize:
     """By the area of the bounding box in pixels: small below 32², large above 96²."""
     x1, y1, x2, y2 = aabb(obj)
-    area = (x2 - x1) * (record.width - 1) * (y2 - y1) * (record.height - 1) / (NUM_BINS - 1) ** 2
+    area = to_pixel(x2 - x1, record.width) * to_pixel(y2 - y1, record.height)
     return "small" if area < _SMALL else "large" if area > _LARGE else "medium"
 
 
 def drop_annotations(
-    records: Sequence[ImageRecord], rates: DropRates, seed: int = 0
+    records: Sequence[ImageRecord], rates: DropRates, seed: int
 ) -> tuple[list[ImageRecord], DropCounts]:
     """The records with fewer annotations, in the same order.
 
@@ -138,7 +138,7 @@ def _by_size(records: Sequence[ImageRecord]) -> Counter[str]:
     return Counter(object_size(obj, record) for record in records for obj in record.objects)
 
 
-def split_records(records: Sequence[ImageRecord], shares: Sequence[float], seed: int = 0) -> list[list[ImageRecord]]:
+def split_records(records: Sequence[ImageRecord], shares: Sequence[float], seed: int) -> list[list[ImageRecord]]:
     """Parts of about ``shares`` (which sum to 1) of the images, each in the order of the dataset.
 
     Records of one image stay together, copies of its file too: no part is tested on what another was trained on.
@@ -172,7 +172,7 @@ def _content(image: Path) -> str:
         return str(image)
 
 
-def sample_records(records: Sequence[ImageRecord], count: int, seed: int = 0) -> list[ImageRecord]:
+def sample_records(records: Sequence[ImageRecord], count: int, seed: int) -> list[ImageRecord]:
     """``count`` records drawn without replacement, in the order of the dataset.
 
     Raises:

@@ -8,11 +8,12 @@ from typing import Any, Literal
 
 import numpy as np
 
+from coordexp.data.rings import shape_area
 from coordexp.errors import DataError
 from coordexp.evaluation.answers import Detection, ImageAnswer
 from coordexp.evaluation.average_precision import AREAS, THRESHOLDS_T, ClassCurve, class_curves
-from coordexp.geometry import aabb
-from coordexp.records import NUM_BINS, GTObject
+from coordexp.geometry import aabb, pixel_ring, to_pixel
+from coordexp.records import GTObject
 
 IouType = Literal["bbox", "segm"]
 
@@ -107,22 +108,16 @@ def _pixels(obj: GTObject | Detection, width: int, height: int) -> dict[str, Any
     if obj.kind == "bbox_2d":
         ring, area = [x, y, x + w, y, x + w, y + h, x, y + h], w * h
     else:
-        per_bin = _per_bin(width, height)
-        ring = [k * per_bin[at % 2] for at, k in enumerate(obj.bins)]
-        xs, ys = np.array(ring[::2]), np.array(ring[1::2])
-        area = abs(float(xs @ np.roll(ys, -1) - ys @ np.roll(xs, -1))) / 2
+        ring = [value for point in pixel_ring(obj, width, height) for value in point]
+        area = shape_area("poly", ring)
     return {"bbox": [x, y, w, h], "segmentation": [ring], "area": area}
 
 
 def _pixel_box(obj: GTObject | Detection, width: int, height: int) -> list[float]:
-    """Bin k is pixel k / 999 · (side − 1), as in preparation; thinner sides become half a bin wide."""
-    per_x, per_y = _per_bin(width, height)
+    """x, y, width, height; thinner sides become half a bin wide."""
     x1, y1, x2, y2 = aabb(obj)
-    return [x1 * per_x, y1 * per_y, max(x2 - x1, _THINNEST) * per_x, max(y2 - y1, _THINNEST) * per_y]
-
-
-def _per_bin(width: int, height: int) -> tuple[float, float]:
-    return max(1, width - 1) / (NUM_BINS - 1), max(1, height - 1) / (NUM_BINS - 1)
+    sides = to_pixel(max(x2 - x1, _THINNEST), width), to_pixel(max(y2 - y1, _THINNEST), height)
+    return [to_pixel(x1, width), to_pixel(y1, height), *sides]
 
 
 def _result_shape(detection: Detection, width: int, height: int, iou_type: IouType) -> dict[str, Any]:

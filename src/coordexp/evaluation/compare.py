@@ -20,6 +20,7 @@ from coordexp.evaluation.detection import (
     detection_metrics,
 )
 
+RESAMPLES = 1000
 _COUNTS = ("images", "gt", "pred", "matched", "matched_any_desc", "matched_iou_sum", "dropped", "duplicates", "giants",
            "truncated", "repeat_terminated", "empty", "tokens")  # fmt: skip
 COMPARED = ("f1", "precision", "recall", "mean_matched_iou", "duplicate_rate", "giant_rate", "invalid_rate",
@@ -70,7 +71,7 @@ def compare(
     a: Sequence[ImageAnswer],
     b: Sequence[ImageAnswer],
     *,
-    resamples: int = 1000,
+    resamples: int = RESAMPLES,
     confidence: float = 0.95,
     seed: int = 0,
     threshold: float = IOU_THRESHOLD,

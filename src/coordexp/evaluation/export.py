@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from xml.etree import ElementTree
 
+from coordexp.data.rings import shape_area
 from coordexp.errors import DataError
 from coordexp.evaluation.answers import Detection, ImageAnswer, OriginalImage
 from coordexp.geometry import pixel_box, pixel_ring
@@ -180,11 +181,10 @@ FORMATS: dict[str, Callable[..., Exported]] = {
 
 def _coco_shape(obj: Any, frame: OriginalImage) -> dict[str, Any]:
     x1, y1, x2, y2 = pixel_box(obj, frame.width, frame.height)
-    ring = pixel_ring(obj, frame.width, frame.height)
-    twice = sum(xa * yb - xb * ya for (xa, ya), (xb, yb) in zip(ring, (*ring[1:], ring[0]), strict=True))
-    outline = [round(value, 3) for point in ring for value in point]
+    ring = [value for point in pixel_ring(obj, frame.width, frame.height) for value in point]
+    outline = [round(value, 3) for value in ring]
     box = [round(value, 3) for value in (x1, y1, x2 - x1, y2 - y1)]
-    return {"bbox": box, "segmentation": [outline], "area": round(abs(twice) / 2, 3)}
+    return {"bbox": box, "segmentation": [outline], "area": round(shape_area("poly", ring), 3)}
 
 
 def _yolo_line(detection: Detection, frame: OriginalImage, number: int, scores: bool) -> str:

@@ -108,7 +108,7 @@ def _iou(a_4N: np.ndarray, b_4N: np.ndarray) -> np.ndarray:
 def pixel_box(shape: Shape, width: int, height: int) -> tuple[float, float, float, float]:
     """``(x1, y1, x2, y2)`` of the shape's bounds, in pixels."""
     x1, y1, x2, y2 = aabb(shape)
-    return _pixel(x1, width), _pixel(y1, height), _pixel(x2, width), _pixel(y2, height)
+    return to_pixel(x1, width), to_pixel(y1, height), to_pixel(x2, width), to_pixel(y2, height)
 
 
 def pixel_ring(shape: Shape, width: int, height: int) -> tuple[tuple[float, float], ...]:
@@ -117,8 +117,14 @@ def pixel_ring(shape: Shape, width: int, height: int) -> tuple[tuple[float, floa
         x1, y1, x2, y2 = pixel_box(shape, width, height)
         return (x1, y1), (x2, y1), (x2, y2), (x1, y2)
     flat = tuple(shape.bins)
-    return tuple((_pixel(x, width), _pixel(y, height)) for x, y in zip(flat[0::2], flat[1::2], strict=True))
+    return tuple((to_pixel(x, width), to_pixel(y, height)) for x, y in zip(flat[0::2], flat[1::2], strict=True))
 
 
-def _pixel(k: int, side: int) -> float:
-    return k / (NUM_BINS - 1) * max(1, side - 1)
+def to_pixel(k: float, side: int) -> float:
+    """Bin ``k`` → its pixel coordinate on a side of ``side`` pixels: 0 → 0, 999 → ``side - 1``."""
+    return k * max(1, side - 1) / (NUM_BINS - 1)
+
+
+def to_bin(x: float, side: int) -> int:
+    """Pixel coordinate → the nearest bin on a side of ``side`` pixels, at most 999: the inverse of :func:`to_pixel`."""
+    return min(NUM_BINS - 1, max(0, round((NUM_BINS - 1) * x / max(1, side - 1))))

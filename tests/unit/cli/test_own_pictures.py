@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -109,8 +110,8 @@ def test_once_from_pictures_to_a_drawn_answer(
     assert found and {obj.desc for answer in answers for obj in answer.pred} == {NAME}
     assert {(answer.width, answer.height) for answer in answers} == {SIZE}, "pixels of the pictures as drawn"
     assert len(list(Path("answers/images").rglob("*.png"))) == 5
-    for other in Format:
-        shown = done(run_cli(capsys, "export", other.value, "answers", "--out", other.value))
+    for other in get_args(Format):
+        shown = done(run_cli(capsys, "export", other, "answers", "--out", other))
         assert f"{found} objects in 5 images" in shown
     for what in (run, "answers"):
         done(run_cli(capsys, "view", what, "--out", "view.html"))

@@ -1,19 +1,28 @@
-"""A default stands in one place. Public calls below ``config`` cannot read it there: theirs are compared with it."""
+"""A default stands in one place. Public calls below ``config`` cannot read it there, and commands import what they call
+only once they are called: theirs are compared with it."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 
 import pytest
 
+from coordexp.cli import convert, data, model, view
 from coordexp.config.data import CustomConfig
 from coordexp.config.rollout import DecodingConfig, RolloutMatchingConfig
 from coordexp.config.strict import default_of
 from coordexp.coords import serialize_append, serialize_objects
+from coordexp.data import convert as converters
+from coordexp.evaluation.completion import CompletionRules
 from coordexp.geometry import barycentric_targets, mask_iou
 from coordexp.matching import MatchingConfig
+from coordexp.modeling.load import export_checkpoint
+from coordexp.modeling.tiny import build_tiny_checkpoint
 from coordexp.rollouts.backend import DecodingOptions
 from coordexp.targets import TransportConfig
+from coordexp.viewer import collect, render
+from coordexp.viewer.render import make_server
 
 
 def test_public_calls_default_to_the_keys() -> None:
@@ -33,6 +42,41 @@ def test_records_that_may_be_built_without_a_yaml_take_its_defaults() -> None:
     fields = MatchingConfig.__dataclass_fields__
     assert {key: getattr(section, key) for key in fields} == {key: getattr(MatchingConfig(), key) for key in fields}
     assert TransportConfig() == TransportConfig(section.ot_cost, section.ot_epsilon, section.ot_iters)
+
+
+COMMANDS: list[tuple[Callable[..., object], Callable[..., object]]] = [
+    (convert.voc_command, converters.convert_voc),
+    (convert.instances_command, converters.convert_coco),
+    (convert.instances_command, converters.convert_lvis),
+    (convert.yolo_command, converters.convert_yolo),
+    (convert.labelme_command, converters.convert_labelme),
+    (convert.panoptic_command, converters.convert_panoptic),
+    (convert.csv_command, converters.convert_csv),
+    (data.complete_command, CompletionRules),
+    (model.tiny_command, build_tiny_checkpoint),
+    (model.export_command, export_checkpoint),
+    (view.view, collect),
+    (view.view, render),
+    (view.view, make_server),
+]
+
+
+def test_commands_default_to_what_they_call() -> None:
+    others = {}
+    for command, called in COMMANDS:
+        options, parameters = inspect.signature(command).parameters, inspect.signature(called).parameters
+        shared = [name for name in options.keys() & parameters.keys() if has_default(options[name])]
+        assert shared, (command, called)
+        others |= {
+            (command.__name__, called.__name__, name): (options[name].default, parameters[name].default)
+            for name in shared
+            if has_default(parameters[name]) and options[name].default != parameters[name].default
+        }
+    assert others == {}
+
+
+def has_default(parameter: inspect.Parameter) -> bool:
+    return parameter.default is not parameter.empty
 
 
 def test_decoding_options_have_no_default_of_their_own() -> None:

@@ -112,13 +112,13 @@ def test_a_split_keeps_images_together_and_loses_nothing() -> None:
 
 
 def test_no_part_is_empty() -> None:
-    assert [len(part) for part in split_records(records(3, 3), [0.98, 0.01, 0.01])] == [1, 1, 1]
+    assert [len(part) for part in split_records(records(3, 3), [0.98, 0.01, 0.01], 0)] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("shares", [[1.0], [0.5, 0.6], [1.2, -0.2]])
 def test_shares_that_are_none(shares: list[float]) -> None:
     with pytest.raises(DataError, match="expected at least two positive numbers that sum to 1"):
-        split_records(records(9, 9), shares)
+        split_records(records(9, 9), shares, 0)
 
 
 def test_a_sample_is_drawn_without_replacement_in_order() -> None:
@@ -127,7 +127,7 @@ def test_a_sample_is_drawn_without_replacement_in_order() -> None:
     assert len(set(r.sample_id for r in drawn)) == 8
     assert [everything.index(r) for r in drawn] == sorted(everything.index(r) for r in drawn)
     with pytest.raises(DataError, match="cannot draw 21 of 20"):
-        sample_records(everything, 21)
+        sample_records(everything, 21, 0)
 
 
 def test_copies_of_one_image_stay_on_one_side(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from PIL import Image
 from pycocotools import mask as coco_mask
 
 from coordexp.data.convert import ConversionReport, convert_coco, convert_panoptic, convert_voc, to_bin
-from coordexp.data.convert.quantise import decode_runs, encode_runs
+from coordexp.data.convert.masks import decode_runs, encode_runs
 from coordexp.errors import DataError
 from coordexp.geometry import mask_iou
 from coordexp.records import GTObject

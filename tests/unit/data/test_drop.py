@@ -45,7 +45,8 @@ def test_the_draw_depends_on_seed_and_sample_id_alone() -> None:
 def test_fewer_are_a_part_of_more(allow_empty: bool) -> None:
     objects = [replace(CUP, bins=(0, 0, n, n)) for n in range(6)]
     drawn = [
-        drop_annotations(records(60, *objects), DropRates(keep, allow_empty=allow_empty))[0] for keep in (0.1, 0.3, 0.7)
+        drop_annotations(records(60, *objects), DropRates(keep, allow_empty=allow_empty), 0)[0]
+        for keep in (0.1, 0.3, 0.7)
     ]
     for few, more in pairwise(drawn):
         for small, large in zip(few, more, strict=True):
@@ -53,9 +54,9 @@ def test_fewer_are_a_part_of_more(allow_empty: bool) -> None:
 
 
 def test_one_object_of_every_image_stays() -> None:
-    left, counts = drop_annotations(records(40, CUP, TREE), DropRates(0.0))
+    left, counts = drop_annotations(records(40, CUP, TREE), DropRates(0.0), 0)
     assert {len(record.objects) for record in left} == {1} and counts.spared == 40 and counts.emptied == 0
-    empty, counts = drop_annotations(records(2), DropRates(0.0))
+    empty, counts = drop_annotations(records(2), DropRates(0.0), 0)
     assert [record.objects for record in empty] == [(), ()] and counts.emptied == 0
 
 
@@ -64,15 +65,15 @@ def test_a_class_goes_before_a_size_and_a_size_before_keep() -> None:
     sizes = [object_size(obj, records(1)[0]) for obj in (CUP, box, TREE)]
     assert sizes == ["small", "medium", "large"]
     rates = DropRates(0.0, {"cup": 1.0}, {"small": 0.0, "large": 1.0}, allow_empty=True)
-    left, _ = drop_annotations(records(9, CUP, box, TREE), rates)
+    left, _ = drop_annotations(records(9, CUP, box, TREE), rates, 0)
     assert {record.objects for record in left} == {(CUP, TREE)}
 
 
 def test_what_cannot_be_meant_is_refused() -> None:
     with pytest.raises(DataError, match="'cpu'; the dataset holds: cup, tree"):
-        drop_annotations(records(1, CUP, TREE), DropRates(0.5, {"cpu": 0.1}))
+        drop_annotations(records(1, CUP, TREE), DropRates(0.5, {"cpu": 0.1}), 0)
     with pytest.raises(DataError, match=r"s\.jsonl:1: holds soft objects"):
-        drop_annotations(records(1, CUP, replace(TREE, soft=0.5)), DropRates(0.5))
+        drop_annotations(records(1, CUP, replace(TREE, soft=0.5)), DropRates(0.5), 0)
     with pytest.raises(DataError, match="every annotation would be kept"):
         DropRates(1.0, {"cup": 1.0})
     with pytest.raises(DataError, match="no probability"):

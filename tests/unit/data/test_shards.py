@@ -62,9 +62,9 @@ def test_records_are_the_same_but_for_where_their_images_lie(scenes: Path) -> No
         assert open_rgb(two.image).tobytes() == open_rgb(one.image).tobytes()
         assert read_header(two.image) == read_header(one.image)
     assert len({record.image.parent for record in other}) > 2  # several shards
-    assert split_records(plain, [0.5, 0.5]) and [
-        [record.sample_id for record in part] for part in split_records(other, [0.5, 0.5])
-    ] == [[record.sample_id for record in part] for part in split_records(plain, [0.5, 0.5])]
+    assert split_records(plain, [0.5, 0.5], 0) and [
+        [record.sample_id for record in part] for part in split_records(other, [0.5, 0.5], 0)
+    ] == [[record.sample_id for record in part] for part in split_records(plain, [0.5, 0.5], 0)]
 
 
 def test_a_shard_alone_is_what_webdataset_reads(scenes: Path, tmp_path: Path) -> None:

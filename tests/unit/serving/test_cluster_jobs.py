@@ -29,7 +29,7 @@ from support.config_samples import set_key, write_yaml
 
 CONFIG = Path(__file__).parents[3] / "configs" / "stage2_rollout_aligned" / "server_multi_node.yaml"
 RESUME = "training.resume_from_checkpoint=true"
-JOB = ClusterJob("run", "X.yaml", ("a.b=1 2",), 2, 2, 8, "COORDEXP_API_KEY", 60, 900)
+JOB = ClusterJob("run", "X.yaml", ("a.b=1 2",), 2, 2, 8, "COORDEXP_API_KEY", 60, 900, "1-00:00:00")
 
 FAKE_PYTHON = """\
 #!/bin/bash
@@ -218,7 +218,7 @@ def test_kubernetes_pods_know_each_other_by_names_that_the_jobset_gives() -> Non
 def test_the_shipped_configuration_becomes_a_job_of_each_kind(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    job = plan_job(CONFIG, (RESUME,), learner_nodes=2, gpus=8)
+    job = plan_job(CONFIG, (RESUME,), learner_nodes=2, gpus=8, time_limit="1-00:00:00")
     assert (job.servers, job.nodes, job.token_variable) == (2, 4, "COORDEXP_API_KEY")
     assert job.name == "stage2-multi-node" and job.grace_s == 315
     for name, flags in {"slurm": [], "kubernetes": ["--image", "i"], "skypilot": ["--accelerator", "H200"]}.items():
@@ -253,13 +253,15 @@ def test_what_no_cluster_could_run_is_refused_with_its_key(tmp_path: Path, name:
     for key, value in keys.items():
         config = set_key(config, key, value)
     with pytest.raises(ConfigError, match=message):
-        plan_job(write_yaml(tmp_path, config), (), **{"learner_nodes": 1, "gpus": 8, **options})
+        plan_job(
+            write_yaml(tmp_path, config), (), **{"learner_nodes": 1, "gpus": 8, "time_limit": "4:00:00", **options}
+        )
 
 
 def test_reading_a_configuration_leaves_the_environment_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROLLOUT_HOST_0", "mine")
     before = dict(os.environ)
-    plan_job(CONFIG, (RESUME,), 1, 8)
+    plan_job(CONFIG, (RESUME,), 1, 8, "4:00:00")
     assert dict(os.environ) == before
 
 

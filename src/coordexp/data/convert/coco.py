@@ -10,7 +10,6 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from coordexp.data.convert.assemble import ImageOptions, Progress, assemble
-from coordexp.data.convert.quantise import signed_ring_area
 from coordexp.data.convert.report import ConversionReport, Note, SkipReason
 from coordexp.data.convert.sources import (
     Crowds,
@@ -24,6 +23,7 @@ from coordexp.data.convert.sources import (
     unsafe_file_name,
     with_slashes,
 )
+from coordexp.data.rings import shape_area
 from coordexp.errors import DataError
 from coordexp.files import read_json
 
@@ -225,7 +225,7 @@ def _traced(
     size: tuple[int, int] | None,
     report: ConversionReport,
 ) -> tuple[float, ...] | None:
-    from coordexp.data.convert.quantise import decode_runs, outline
+    from coordexp.data.convert.masks import decode_runs, outline
 
     try:
         ring, parts = outline(decode_runs(segmentation, size))
@@ -252,7 +252,7 @@ def _largest_part(
         return None
     if len(sound) > 1:
         report.note(Note.MULTIPART_POLYGON, file, index, f"{desc}: kept the largest of {len(sound)} parts")
-    return max(sound, key=lambda ring: abs(signed_ring_area(ring)))
+    return max(sound, key=lambda ring: shape_area("poly", ring))
 
 
 def convert_lvis(

@@ -48,7 +48,7 @@ class ClusterJob:
     token_variable: str | None
     grace_s: int
     wait_s: int
-    time_limit: str = "1-00:00:00"
+    time_limit: str
 
     @property
     def nodes(self) -> int:
@@ -73,9 +73,7 @@ class ClusterJob:
         return shlex.join((self.config, *self.arguments))
 
 
-def plan_job(
-    config: Path, arguments: Sequence[str], learner_nodes: int, gpus: int, time_limit: str = "1-00:00:00"
-) -> ClusterJob:
+def plan_job(config: Path, arguments: Sequence[str], learner_nodes: int, gpus: int, time_limit: str) -> ClusterJob:
     """The job of a configuration.
 
     Args:
