@@ -252,7 +252,7 @@ FORMS: dict[str, Callable[[Any, Sequence[Segment], SupervisionCounts], torch.Ten
 
 def _row(model: Any, batch: Sequence[Segment]) -> tuple[dict[str, Any], SupervisionTensors]:
     row = build_row(batch)
-    inputs = row_inputs(row, model.model.get_rope_index, IMAGE, "packed", model.dtype, VisionTower.of(model))
+    inputs = row_inputs(row, model.model.get_rope_index, IMAGE, "packed", model.dtype, VisionTower.from_model(model))
     return inputs, SupervisionTensors.from_row(row)
 
 

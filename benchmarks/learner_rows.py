@@ -74,7 +74,7 @@ def _builder(model: Any, dtype: torch.dtype, device: torch.device) -> RowBuilder
     vocabulary = model.config.text_config.vocab_size
     pipeline = build_pipeline(PipelineConfig.model_validate(PIPELINE))
     objective = TeacherForcing(pipeline, tuple(range(vocabulary - NUM_BINS, vocabulary)))
-    rope_index, tower = model.model.get_rope_index, VisionTower.of(model)
+    rope_index, tower = model.model.get_rope_index, VisionTower.from_model(model)
     return RowBuilder(rope_index, tower, IMAGE, "packed", dtype, objective, device)
 
 

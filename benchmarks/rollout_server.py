@@ -16,7 +16,7 @@ import yaml
 
 from coordexp.errors import RolloutError
 from coordexp.servers.client import ServerClient
-from coordexp.serving.launch.preflight import free_ports
+from support.ports import free_ports
 
 TIMEOUT_S = 600.0
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}

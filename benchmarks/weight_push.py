@@ -33,8 +33,8 @@ from coordexp.modeling.tiny import TinySpec, build_tiny_checkpoint
 from coordexp.modeling.weights import LearnerWeights
 from coordexp.servers.client import ServerClient
 from coordexp.servers.sync import WeightSync
-from coordexp.serving.launch.preflight import free_ports
 from coordexp.weight_sync.group import Communicator, GroupAddress, join
+from support.ports import free_ports
 
 CPU = torch.device("cpu")
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from coordexp.errors import RolloutError
-from coordexp.serving.launch.preflight import free_ports
 from coordexp.weight_sync.group import GroupAddress, join
 from coordexp.weight_sync.meeting import MeetingStore
+from support.ports import free_ports
 
 TOKEN = "0123456789abcdef"
 Guest = Callable[[socket.socket], None]

@@ -88,7 +88,7 @@ def test_a_packed_row_equals_separate_forwards(kernel: str) -> None:
 
     @torch.no_grad()
     def logits(chosen: list) -> torch.Tensor:
-        rope_index, tower = model.model.get_rope_index, VisionTower.of(model)
+        rope_index, tower = model.model.get_rope_index, VisionTower.from_model(model)
         inputs = row_inputs(row_of(chosen), rope_index, loaded.image_token_id, kernel, torch.bfloat16, tower)
         return model(**to_device(inputs, torch.device("cuda")), use_cache=False).logits[0].float()
 

@@ -52,7 +52,7 @@ def builder(loaded: Any) -> RowBuilder:
     rope_index = loaded.model.model.get_rope_index
     return RowBuilder(
         rope_index,
-        VisionTower.of(loaded.model),
+        VisionTower.from_model(loaded.model),
         loaded.image_token_id,
         loaded.attention,
         torch.bfloat16,

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from coordexp.servers.client import ServerClient
-from coordexp.serving.launch.preflight import free_ports
 from coordexp.weight_sync.group import GroupAddress
 from coordexp.weight_sync.receiver import WeightReceiver
 from support.fused_model import SHAPES, FakeWeights, FusedModel
+from support.ports import free_ports
 from support.settings import client_to
 
 

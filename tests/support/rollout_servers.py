@@ -21,10 +21,10 @@ from coordexp.modeling.load import LoadedModel, load_model
 from coordexp.modeling.tiny import TinySpec, build_tiny_checkpoint
 from coordexp.records import RolloutRequest
 from coordexp.servers.client import ServerClient
-from coordexp.serving.launch.preflight import free_ports
 from coordexp.serving.launch.processes import descendants
 from support.config_samples import set_key, stage2, write_yaml
 from support.forked import Handle, coordexp, forked
+from support.ports import free_ports
 from support.settings import client_to
 from support.tiny_run import PROMPT, _session_folder, tiny_samples, tiny_scenes
 

@@ -47,7 +47,7 @@ def row_loss(
 ) -> torch.Tensor:
     """One row's share of the loss. ``model``: the bare model, or what DDP or FSDP made of it."""
     row = row_of(row_segments)
-    rope_index, tower = loaded.model.model.get_rope_index, VisionTower.of(loaded.model)
+    rope_index, tower = loaded.model.model.get_rope_index, VisionTower.from_model(loaded.model)
     inputs = row_inputs(row, rope_index, loaded.image_token_id, loaded.attention, torch.float64, tower)
     supervision = SupervisionTensors.from_row(row)
     query = PIPELINE.query(supervision)

@@ -1,8 +1,9 @@
 """The YAML contract: typed, strict, torch-free. ``load_config(path)`` is the only way in."""
 
 from coordexp.config.checks import advice, check_world_size
-from coordexp.config.data import CoordSoftCEW1Config, CustomConfig, DataConfig, ModelConfig, TemplateConfig, TunerConfig
+from coordexp.config.data import CoordSoftCEW1Config, CustomConfig, DataConfig
 from coordexp.config.load import load_config, parse_config, resolved_yaml
+from coordexp.config.model import ModelConfig, TemplateConfig, TunerConfig
 from coordexp.config.objective import (
     BBoxGeoConfig,
     BBoxGeoSpec,

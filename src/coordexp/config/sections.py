@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from coordexp.config.data import CustomConfig, DataConfig, ModelConfig, TemplateConfig, TunerConfig
+from coordexp.config.data import CustomConfig, DataConfig
+from coordexp.config.model import ModelConfig, TemplateConfig, TunerConfig
 from coordexp.config.rollout import RolloutMatchingConfig, Stage2ABConfig
 from coordexp.config.strict import FilePath, StrictModel
 from coordexp.config.training import DeepSpeedConfig, FSDPConfig, LaunchConfig, TrainingConfig

@@ -61,7 +61,7 @@ _OPTIMIZER_NEEDS = {
 }
 
 
-def of(names: frozenset[str], what: str) -> Callable[[str], str]:
+def one_of(names: frozenset[str], what: str) -> Callable[[str], str]:
     """A validator that lets only ``names`` through."""
 
     def check(name: str) -> str:

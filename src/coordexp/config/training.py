@@ -43,7 +43,7 @@ def _arguments(value: str) -> str:
 
 # A number of optimizer steps or, below 1, a share of all.
 Steps = Annotated[float, AfterValidator(_count_or_share)]
-_Logger = Annotated[str, AfterValidator(trainer_names.of(frozenset(trainer_names.LOGGERS) | {"none"}, "logger"))]
+_Logger = Annotated[str, AfterValidator(trainer_names.one_of(frozenset(trainer_names.LOGGERS) | {"none"}, "logger"))]
 Strategy = Annotated[Literal["no", "steps", "epoch"], BeforeValidator(_no_as_text)]
 
 
@@ -107,7 +107,7 @@ class TrainingConfig(StrictModel):
     adam_beta2: float = Field(default=0.999, ge=0, lt=1, description="Adam's decay of the second moment")
     adam_epsilon: float = Field(default=1e-8, gt=0, description="Adam's term for numerical stability")
     max_grad_norm: float = Field(default=1.0, ge=0, description="gradient norm to clip to; 0 = no clipping")
-    optim: Annotated[str, AfterValidator(trainer_names.of(trainer_names.OPTIMIZERS, "optimizer"))] = Field(
+    optim: Annotated[str, AfterValidator(trainer_names.one_of(trainer_names.OPTIMIZERS, "optimizer"))] = Field(
         default="adamw_torch", min_length=1, description="optimizer, by transformers' name"
     )
     optim_args: Annotated[str, AfterValidator(_arguments)] | None = Field(
@@ -119,8 +119,8 @@ class TrainingConfig(StrictModel):
         "update is too small for them; with full training and model.dtype: bfloat16. null = it steps the weights "
         "themselves",
     )
-    lr_scheduler_type: Annotated[str, AfterValidator(trainer_names.of(trainer_names.SCHEDULES, "schedule"))] = Field(
-        default="linear", min_length=1, description="learning-rate schedule, by transformers' name"
+    lr_scheduler_type: Annotated[str, AfterValidator(trainer_names.one_of(trainer_names.SCHEDULES, "schedule"))] = (
+        Field(default="linear", min_length=1, description="learning-rate schedule, by transformers' name")
     )
     lr_scheduler_kwargs: dict[str, Any] | None = Field(default=None, description="further arguments of the schedule")
     warmup_steps: Steps = Field(

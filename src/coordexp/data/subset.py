@@ -45,8 +45,8 @@ class DropRates:
         if min(rates.values()) == 1.0:
             raise DataError("every annotation would be kept; give --keep, --per-class or --per-size below 1")
 
-    def of(self, obj: GTObject, record: ImageRecord) -> float:
-        """The probability for one annotation."""
+    def probability(self, obj: GTObject, record: ImageRecord) -> float:
+        """Of keeping one annotation."""
         if obj.desc in self.per_class:
             return self.per_class[obj.desc]
         return self.per_size.get(object_size(obj, record), self.keep)
@@ -123,7 +123,7 @@ def _kept(record: ImageRecord, rates: DropRates, seed: int) -> tuple[list[int], 
     if any(obj.soft is not None for obj in record.objects):
         raise DataError(f"{record.sample_id}: holds soft objects; drop annotations first, then complete what is left")
     rng = random.Random(f"drop:{seed}:{record.sample_id}")
-    over = [rng.random() - rates.of(obj, record) for obj in record.objects]
+    over = [rng.random() - rates.probability(obj, record) for obj in record.objects]
     kept = [i for i, beyond in enumerate(over) if beyond < 0]
     if kept or not over or rates.allow_empty:
         return kept, False

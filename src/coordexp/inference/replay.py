@@ -59,7 +59,7 @@ def _loss_function(config: RunConfig, model: Path):
     encoder = PromptEncoder(loaded.processor, config.template.prompt, config.template.system)
     objective = TeacherForcing(rollout_pipeline(config, resolved_rollout(config)), loaded.vocab.coord_token_ids)
     dtype = next(loaded.model.parameters()).dtype
-    rope_index, tower = loaded.model.model.get_rope_index, VisionTower.of(loaded.model)
+    rope_index, tower = loaded.model.model.get_rope_index, VisionTower.from_model(loaded.model)
 
     def losses_of(record: RolloutRecord) -> dict[str, float]:
         request = encoder.encode(_image_of(record))

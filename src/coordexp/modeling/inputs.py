@@ -41,7 +41,7 @@ class VisionTower:
     merge: int
 
     @classmethod
-    def of(cls, model: Any) -> VisionTower:
+    def from_model(cls, model: Any) -> VisionTower:
         """That of a bare Qwen3-VL model."""
         tower = model.model.visual
         return cls(

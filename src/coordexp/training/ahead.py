@@ -20,7 +20,7 @@ from coordexp.errors import CheckpointError
 from coordexp.metrics import SampleOutcome
 from coordexp.records import Segment
 from coordexp.training.sources import AnsweredWindow, RolloutSource
-from coordexp.training.waiting import WaitingAnswers
+from coordexp.training.waiting_files import WaitingAnswers
 from coordexp.weight_sync.background import in_background
 
 MicroBatches = Sequence[Sequence[Sample]]

@@ -128,7 +128,7 @@ def build_trainer(
     from coordexp.training.recipe import build_recipe
     from coordexp.training.trainer import CoordExpTrainer
     from coordexp.training.upstream_names import check_learner
-    from coordexp.training.waiting import build_buffer, take_up_answers
+    from coordexp.training.waiting_files import build_buffer, restore_answers
 
     config, rollout, training = run.config, run.rollout, run.config.training
     check_learner()
@@ -142,7 +142,7 @@ def build_trainer(
         backend = build_backend(rollout, _learner_parts(config, loaded, offload))
     scorer = _scorer(rollout, loaded)
     recipe = build_recipe(config, rollout, loaded.vocab, backend, build_buffer(config, train, resume), scorer)
-    take_up_answers(recipe.ahead, resume)
+    restore_answers(recipe.ahead, resume)
     trainer = CoordExpTrainer(
         loaded=loaded,
         window_builder=recipe.window_builder,

@@ -30,7 +30,7 @@ from coordexp.rollouts.offload import held_by
 from coordexp.training.ahead import AskedWindow, RolloutsAhead
 from coordexp.training.checkpoint import checkpoint_folder, delete_old, readable, writing
 from coordexp.training.seal import read_seal, seal_checkpoint
-from coordexp.training.waiting import WaitingAnswers, save_answers, save_carry_buffer
+from coordexp.training.waiting_files import WaitingAnswers, save_answers, save_carry_buffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class StepStart:
     window: AskedWindow | WaitingAnswers | None = None
 
     @staticmethod
-    def of(
+    def snapshot(
         buffer: CarryBuffer | None, sums: MetricSums, loss: torch.Tensor | None, ahead: RolloutsAhead | None
     ) -> StepStart:
         """What a step changes before it is finished, as it is now: copies, not views."""
@@ -124,7 +124,7 @@ class SavingTrainer(Trainer):
 
     def begin_step(self) -> None:
         """Note what the step changes before it changes the weights."""
-        self._step_start = StepStart.of(self._buffer, self.sums, self._loss_of_line(), self._ahead)
+        self._step_start = StepStart.snapshot(self._buffer, self.sums, self._loss_of_line(), self._ahead)
 
     @contextmanager
     def saving_before_giving_up(self, what: str) -> Iterator[None]:

@@ -74,7 +74,7 @@ class CoordExpTrainer(SavingTrainer):
         self._rows: RowPrefetch | None = None  # of the window under way
         self._records: tuple[ImageRecord, ...] = ()  # of the window's samples, as they were trained on
         self._vocab: CoordVocab = loaded.vocab
-        self._rope_index, self._tower = loaded.model.model.get_rope_index, VisionTower.of(loaded.model)
+        self._rope_index, self._tower = loaded.model.model.get_rope_index, VisionTower.from_model(loaded.model)
         self._objectives = objectives
         self._figures = FiguresOnDevice()
         self._drift: DriftWatch | None = None

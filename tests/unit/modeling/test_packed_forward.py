@@ -34,7 +34,7 @@ def segments(models: dict[str, LoadedModel]) -> list[Segment]:
 
 def inputs_of(loaded: LoadedModel, segments: Sequence[Segment], with_tower: bool = True) -> dict[str, Any]:
     dtype = next(loaded.model.parameters()).dtype
-    rope_index, tower = loaded.model.model.get_rope_index, VisionTower.of(loaded.model) if with_tower else None
+    rope_index, tower = loaded.model.model.get_rope_index, VisionTower.from_model(loaded.model) if with_tower else None
     return row_inputs(row_of(segments), rope_index, loaded.image_token_id, loaded.attention, dtype, tower)
 
 

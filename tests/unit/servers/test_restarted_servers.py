@@ -18,10 +18,10 @@ from coordexp.errors import RolloutError
 from coordexp.records import RolloutRequest
 from coordexp.servers.protocol import infer_payload
 from coordexp.servers.sync import WeightSync
-from coordexp.serving.launch.preflight import free_ports
 from coordexp.weight_sync.receiver import WeightReceiver
 from support.fake_push_server import FakePushServer
 from support.fused_model import FakeWeights, FusedModel
+from support.ports import free_ports
 from support.settings import client_to, decoding
 
 

@@ -27,12 +27,12 @@ from coordexp.servers.backend import ServerBackend
 from coordexp.servers.client import ServerClient
 from coordexp.servers.fleet import check_servers, make_clients
 from coordexp.servers.sync import SyncReport
-from coordexp.serving.launch.preflight import free_ports
 from coordexp.weight_sync.policy import DrainedWeights
 from coordexp.weight_sync.stamp import WeightStamp
 from support.config_samples import set_key, stage2
 from support.fake_rollout_server import FakeRolloutServer
 from support.numbered_images import numbered_image
+from support.ports import free_ports
 from support.qwen_tokenizer import qwen_vocab
 
 SEEDS = SeedContext(1, 2, 0, 0)

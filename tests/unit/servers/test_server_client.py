@@ -14,7 +14,7 @@ import pytest
 
 from coordexp.errors import ConfigError, RolloutError, ServerRefused, ServerTimeout, ServerUnreachable
 from coordexp.servers.client import ServerClient, api_key_from_environment
-from coordexp.serving.launch.preflight import free_ports
+from support.ports import free_ports
 from support.settings import client_to
 
 TOKEN = "not-to-be-shown"

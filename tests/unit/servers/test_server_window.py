@@ -28,7 +28,6 @@ from coordexp.servers import fleet
 from coordexp.servers.backend import ServerBackend
 from coordexp.servers.fleet import make_clients
 from coordexp.servers.sync import SyncReport
-from coordexp.serving.launch.preflight import free_ports
 from coordexp.targets import TransportConfig
 from coordexp.training.build import check_run
 from coordexp.training.sources import RolloutSource
@@ -37,6 +36,7 @@ from coordexp.weight_sync.stamp import WeightStamp
 from support.config_samples import set_key, stage2
 from support.fake_rollout_server import FakeRolloutServer
 from support.numbered_images import numbered_image
+from support.ports import free_ports
 from support.qwen_tokenizer import qwen_vocab
 from support.tiny_run import load_tiny, run_config, tiny_samples
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from coordexp.serving.launch.plan import LaunchPlan, ProcessPlan, ServerPlan
-from coordexp.serving.launch.preflight import free_ports
+from support.ports import free_ports
 from support.rollout_servers import descendants, is_alive
 
 # Answers /health/ with 200 and everything else with 404, and has a child in a session of its own.

@@ -24,7 +24,7 @@ from coordexp.training.checkpoint import check_resume, delete_old, resolve_resum
 from coordexp.training.manifest import MANIFEST, RESOLVED_CONFIG
 from coordexp.training.seal import SEAL, seal_checkpoint
 from coordexp.training.trainer import CoordExpTrainer
-from coordexp.training.waiting import load_carry_buffer, save_carry_buffer, segment_from_json, segment_to_json
+from coordexp.training.waiting_files import load_carry_buffer, save_carry_buffer, segment_from_json, segment_to_json
 from support.tiny_run import gt_segments, load_tiny, run_config, same_weights, step_lines, train, weights
 
 # Rows of 150 tokens for four samples of 24 to 110 each: segments wait in the buffer from the first step on.

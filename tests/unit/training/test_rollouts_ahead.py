@@ -15,7 +15,7 @@ from coordexp.data.jsonl import read_jsonl
 from coordexp.errors import CheckpointError, ConfigError, DataError, RolloutError
 from coordexp.records import Rollout
 from coordexp.rollouts import IndexedRollout, RolloutRound
-from coordexp.training.waiting import WaitingAnswers, load_answers, save_answers
+from coordexp.training.waiting_files import WaitingAnswers, load_answers, save_answers
 from support.config_samples import stage2, write_yaml
 from support.fake_rollout_server import FakeRolloutServer
 from support.tiny_run import (

@@ -205,7 +205,7 @@ def row_builder() -> RowBuilder:
     rope_index, dtype = loaded.model.model.get_rope_index, torch.bfloat16
     return RowBuilder(
         rope_index,
-        VisionTower.of(loaded.model),
+        VisionTower.from_model(loaded.model),
         loaded.image_token_id,
         loaded.attention,
         dtype,

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from coordexp.errors import RolloutError
-from coordexp.serving.launch.preflight import free_ports
 from coordexp.weight_sync.group import Communicator, GroupAddress, join, wait_until_free, within
+from support.ports import free_ports
 
 CPU = torch.device("cpu")
 

@@ -8,7 +8,6 @@ import json
 import shutil
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -200,15 +199,6 @@ def _model_type(folder: Path) -> tuple[str, str | None]:
     except (OSError, ValueError) as error:
         return "", f"{folder} is no checkpoint ({error}); name a folder with config.json"
     return (str(data.get("model_type", "")) if isinstance(data, dict) else ""), None
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 that were free a moment ago, all different: for who writes a configuration of servers."""
-    with ExitStack() as held:  # all of them at once, or the same port comes twice
-        listeners = [held.enter_context(socket.socket()) for _ in range(count)]
-        for listener in listeners:
-            listener.bind(("127.0.0.1", 0))
-        return [listener.getsockname()[1] for listener in listeners]
 
 
 def _is_here(entry: ServerEntry) -> bool:

@@ -56,18 +56,18 @@ class ProgressPage:
         _, steps = _ENTRY.unpack_from(self._page, _ENTRY.size * worker)
         _ENTRY.pack_into(self._page, _ENTRY.size * worker, time.monotonic(), steps + 1)
 
-    def of(self, worker: int) -> tuple[float, int]:
-        """When its last step ended, and how many it has done."""
+    def last_step(self, worker: int) -> tuple[float, int]:
+        """When that of ``worker``'s engine ended, and how many it has done."""
         return _ENTRY.unpack_from(self._page, _ENTRY.size * worker)
 
     def silent_s(self, busy_since: dict[int, float]) -> float:
         """For how long the slowest of the workers that have something to answer has done no step."""
         now = time.monotonic()
-        return max((now - max(since, self.of(worker)[0]) for worker, since in busy_since.items()), default=0.0)
+        return max((now - max(since, self.last_step(worker)[0]) for worker, since in busy_since.items()), default=0.0)
 
     def num_steps(self) -> int:
         """Of all workers together."""
-        return sum(self.of(worker)[1] for worker in range(len(self._page) // _ENTRY.size))
+        return sum(self.last_step(worker)[1] for worker in range(len(self._page) // _ENTRY.size))
 
 
 def noted(step: Callable[..., Any], worker: int) -> Callable[..., Any]:

@@ -212,7 +212,7 @@ def build_buffer(config: RunConfig, train: RecordDataset, resume: Path | None) -
     return buffer
 
 
-def take_up_answers(ahead: RolloutsAhead | None, resume: Path | None) -> None:
+def restore_answers(ahead: RolloutsAhead | None, resume: Path | None) -> None:
     """Give ``ahead`` the answers that waited when the checkpoint ``resume`` was written. A warning where they are of no
     use, as nothing is asked ahead now; nothing without a checkpoint.
 
