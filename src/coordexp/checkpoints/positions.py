@@ -16,7 +16,7 @@ _RM = "rollout_matching"
 
 def num_positions(checkpoint: str | Path) -> int | None:
     """Longest text of a checkpoint, in tokens, stretched rotary embeddings counted in as vLLM counts them: no engine
-    starts with more. None where its configuration does not say; what is wrong with the file is said when it is loaded.
+    starts with more. None where its configuration does not say; loading reports what is wrong with the file.
     """
     try:
         folder = base_checkpoint(checkpoint)

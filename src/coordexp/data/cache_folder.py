@@ -28,8 +28,8 @@ VARIABLE = "COORDEXP_CACHE"
 
 def cache_folder() -> Path:
     """The first of these that can be written to: :data:`VARIABLE`, ``coordexp`` in the user's cache folder
-    (``XDG_CACHE_HOME``, else ``~/.cache``), a folder of the user's own among temporary files. Passing one over is said
-    in the log.
+    (``XDG_CACHE_HOME``, else ``~/.cache``), a folder of the user's own among temporary files. The log names those
+    that are passed over.
 
     Raises:
         DataError: none can be written to.

@@ -60,7 +60,7 @@ class SeenImages:
     """The images that earlier checks found sound; a context, at whose end new ones are kept.
 
     An image counts as long as its file, or the shard that holds it, has its size and time of change, and Pillow its
-    version. A store that cannot be used is said in the log, and every image is read.
+    version. A store that cannot be used is reported in the log, and every image is read.
     """
 
     def __init__(self) -> None:

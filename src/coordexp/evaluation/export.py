@@ -1,7 +1,7 @@
 """Predictions in the terms of other tools: COCO, YOLO, VOC, LabelMe, CSV; in pixels of the user's original images.
 
 What a converter resized is written at the size, and under the file name, that the source had. Names keep the numbers
-that the user's own classes give them; further names are numbered behind those, and that is said.
+that the user's own classes give them; further names are numbered behind those, with a note.
 """
 
 from __future__ import annotations

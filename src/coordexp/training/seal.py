@@ -78,7 +78,7 @@ def seal_checkpoint(folder: Path, step: int, *, resumable: bool, writes: bool, s
 
 
 def read_seal(folder: Path) -> Seal:
-    """The seal of a checkpoint all of whose files are there, in their sizes. Nothing is said of what is in them.
+    """The seal of a checkpoint all of whose files are there, in their sizes. Their contents are not checked.
 
     Raises:
         CheckpointError: the folder holds none, or not all that its seal lists. The text goes on after a path.

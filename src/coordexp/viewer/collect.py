@@ -83,7 +83,7 @@ def collect(source: Path, vocab: CoordVocab | None = None, max_records: int = 10
 
     Args:
         vocab: of the tokenizer that wrote the answers; without it tokens are not shown.
-        max_records: further ones are left out, evenly over the run, and that is said.
+        max_records: further ones are left out, evenly over the run, with a note.
 
     Raises:
         DataError: nothing there that can be shown.
