@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from safetensors.torch import load_file
 
 from coordexp.data.dataset import Sample
 from coordexp.data.images import open_rgb
-from coordexp.errors import AlignmentError, RolloutError
+from coordexp.errors import AlignmentError, DataError, RolloutError
 from coordexp.matching import MatchingConfig
 from coordexp.modeling.inputs import PromptEncoder
 from coordexp.modeling.load import LoadedModel
@@ -25,7 +27,9 @@ from coordexp.records import RolloutRequest
 from coordexp.rollouts import RolloutRound, SeedContext, synced
 from coordexp.targets import TransportConfig
 from coordexp.training.sources import RolloutSource
+from coordexp.vllm_engine import in_process
 from coordexp.vllm_engine.colocated import ColocatedBackend
+from coordexp.vllm_engine.in_process import Prompt
 from support.answers import CAT, record
 from support.rollout_servers import greedy_tokens, load_served, requests_of
 from support.tiny_run import same_weights, step_lines, tiny_samples, train, weights
@@ -197,6 +201,75 @@ def test_leaving_a_window_early_leaves_nothing_behind(
         stream.close()
         assert not backend._engine._engine.has_unfinished_requests()
         assert len(backend.generate(requests_[:2], SEEDS)) == 2
+
+
+class PreparedInTurn:
+    """In the place of ``PreparedAhead``: by the thread that decodes, when a request's turn has come."""
+
+    left_over = False
+
+    def __init__(self, asked: Sequence[Prompt], prepare: Any, name_of: Any) -> None:
+        self._asked, self._prepare = list(asked), prepare
+
+    def __len__(self) -> int:
+        return len(self._asked)
+
+    def take(self) -> tuple[Prompt, Any]:
+        one = self._asked.pop(0)
+        return one, self._prepare(one)
+
+    def __enter__(self) -> PreparedInTurn:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def test_what_is_prepared_ahead_is_admitted_and_answered_as_what_is_prepared_in_turn(
+    backend: ColocatedBackend, requests_: list[RolloutRequest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More requests than are decoded at once, at a temperature, some images twice: the same order, seeds, answers."""
+    seen: dict[str, tuple[list[tuple[str, int]], list[tuple[int, int, tuple[int, ...]]]]] = {}
+    engine = backend._engine._engine
+    add = engine.add_request
+    monkeypatch.setattr(backend, "_options", replace(backend._options, temperature=1.5))
+    for way in ("ahead", "in turn"):
+        admitted: list[tuple[str, int]] = []
+
+        def noted(
+            request_id: str, prompt: Any, sampling: Any, admitted: list[tuple[str, int]] = admitted, **keys: Any
+        ) -> Any:
+            admitted.append((request_id, sampling.seed))
+            return add(request_id, prompt, sampling, **keys)
+
+        monkeypatch.setattr(engine, "add_request", noted)
+        if way == "in turn":
+            monkeypatch.setattr(in_process, "PreparedAhead", PreparedInTurn)
+        with synced(backend, 1):
+            rounds = [
+                RolloutRound(tuple(requests_), SEEDS),
+                RolloutRound(tuple(requests_[:4]), SeedContext(1, 0, 1, 0)),
+            ]
+            answers = [(a.round_idx, a.index, a.rollout.response_token_ids) for a in backend.generate_window(rounds)]
+        seen[way] = (admitted, answers)
+    assert seen["ahead"] == seen["in turn"] and len(seen["ahead"][1]) == 10
+    assert not [thread for thread in threading.enumerate() if thread.name == "prompts"]
+
+
+def test_an_image_that_cannot_be_opened_is_named_with_its_sample_and_leaves_nothing_behind(
+    backend: ColocatedBackend, requests_: list[RolloutRequest], tmp_path: Path
+) -> None:
+    """The engine goes on, also with the images that were prepared and never admitted."""
+    broken = replace(requests_[4], image=tmp_path / "none.png", sample_id="the broken one")
+    with synced(backend, 1):
+        expected = [rollout.response_token_ids for rollout in backend.generate(requests_, SEEDS)]
+        with pytest.raises(DataError, match=r"none\.png.* of sample the broken one"):
+            backend.generate([*requests_[:4], broken, requests_[5]], SEEDS)
+        assert not backend._engine._engine.has_unfinished_requests()
+        assert not [thread for thread in threading.enumerate() if thread.name == "prompts"]
+        stream: Any = backend.generate_window([RolloutRound(tuple(requests_), SEEDS)])
+        next(stream)
+        stream.close()  # others were ready, and are forgotten
+        assert [rollout.response_token_ids for rollout in backend.generate(requests_, SEEDS)] == expected
 
 
 @pytest.mark.scenario("vLLM backend produces token ids suitable for strict alignment")

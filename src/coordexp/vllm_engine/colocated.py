@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,7 @@ class _Wanted:
     round_idx: int
     index: int
     seed: int
+    sample_id: str
     image: str
     prompt_token_ids: Sequence[int]
 
@@ -146,11 +148,22 @@ class ColocatedBackend:
         return gathered(self.generate_window([RolloutRound(tuple(requests), seeds)]), on_answer)
 
     def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[IndexedRollout]:
-        """Every request is a call of its own to the engine, with its own seed. Collective where T > 1."""
+        """Every request is a call of its own to the engine, with its own seed. Collective where T > 1.
+
+        Images are opened in another thread, while earlier requests are answered.
+        """
         if self._engine is None:
             raise RolloutError("the colocated engine has no weights yet; call sync_weights before asking it")
         wanted = [
-            _Wanted(distributed.rank(), r, i, one.seeds.seed_of(i), str(request.image), request.prompt_token_ids)
+            _Wanted(
+                distributed.rank(),
+                r,
+                i,
+                one.seeds.seed_of(i),
+                request.sample_id,
+                str(request.image),
+                request.prompt_token_ids,
+            )
             for r, one in enumerate(rounds)
             for i, request in enumerate(one.requests)
         ]
@@ -241,8 +254,8 @@ class ColocatedBackend:
             for token, run in groupby(wanted.prompt_token_ids)
             for token in ([token] if token == self._image_token_id else run)
         ]
-        image = self._open_image(Path(wanted.image))
-        return Prompt(wanted.request_id, ids, image, self._sampling(wanted))
+        open_image = partial(self._open_image, Path(wanted.image))
+        return Prompt(wanted.request_id, wanted.sample_id, ids, open_image, self._sampling(wanted))
 
     def _sampling(self, wanted: _Wanted) -> Any:
         from vllm import SamplingParams

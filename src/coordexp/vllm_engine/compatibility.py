@@ -112,6 +112,8 @@ VLLM_IN_PROCESS = (
         "reset_prefix_cache reset_encoder_cache reset_mm_cache sleep wake_up is_sleeping",
     ),
     UpstreamName("vllm.v1.engine.core_client", "InprocClient.shutdown", _COLOCATED),
+    UpstreamName("vllm.renderers.base", "BaseRenderer.render_cmpl", _COLOCATED),
+    UpstreamName("vllm.renderers.inputs.preprocess", "parse_model_prompt", _COLOCATED),
 )
 
 _GUARD = "the repeat guard"

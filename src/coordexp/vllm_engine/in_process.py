@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,12 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from coordexp.errors import RolloutError
+from coordexp.errors import DataError, RolloutError
 from coordexp.rollouts.backend import AdapterWeights
 from coordexp.vllm_engine import shared_memory
 from coordexp.vllm_engine.compatibility import VLLM_IN_PROCESS, check_upstream
 from coordexp.vllm_engine.cpu import PLUGINS, engine_environment, has_gpu, needed_plugins
 from coordexp.vllm_engine.process_state import default_group_kept, environment_kept, settings_kept
+from coordexp.vllm_engine.prompts_ahead import PreparedAhead
 from coordexp.weight_sync import checksum
 from coordexp.weight_sync.buckets import in_buckets
 
@@ -32,11 +32,13 @@ ENGINE_AT_FAULT = (
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One request to the engine: prompt ids with one placeholder per image, vLLM's sampling parameters."""
+    """One request to the engine: prompt ids with one placeholder per image, vLLM's sampling parameters. ``open_image``
+    is called in another thread; ``sample_id``: what errors call it."""
 
     request_id: str
+    sample_id: str
     token_ids: Sequence[int]
-    image: Any
+    open_image: Callable[[], Any]
     sampling: Any
 
 
@@ -121,15 +123,24 @@ class InProcessEngine:
     def run(self, prompts: Sequence[Prompt], lora_request: Any = None) -> Iterator[Any]:
         """vLLM's ``RequestOutput`` of each prompt as it finishes; at most ``max_in_flight`` are decoded at once.
 
-        The schedule depends on the prompts alone, so engines that share one model over several ranks run alike.
+        Images are opened and processed while others decode, and admitted in the order of ``prompts`` as soon as one has
+        ended: the schedule depends on the prompts alone, so engines that share one model over several ranks run alike.
         """
-        waiting = deque(prompts)
+        waiting = PreparedAhead(prompts, self._render, _name_of)
+        try:
+            with waiting:
+                yield from self._decoded(waiting, lora_request)
+        finally:
+            if waiting.left_over:  # what processes images remembers some that the engine never saw
+                self._engine.reset_mm_cache()
+
+    def _decoded(self, waiting: PreparedAhead[Prompt, Any], lora_request: Any) -> Iterator[Any]:
         decoding: set[str] = set()
         try:
             while waiting or decoding:
                 while waiting and len(decoding) < self._max_in_flight:
-                    prompt = waiting.popleft()
-                    _named(f"request {prompt.request_id}", lambda one=prompt: self._add(one, lora_request))
+                    prompt, rendered = waiting.take()
+                    _named(_name_of(prompt), lambda one=prompt, what=rendered: self._add(one, what, lora_request))
                     decoding.add(prompt.request_id)
                 for output in _named("decoding failed", self._engine.step):
                     if output.finished:
@@ -176,9 +187,25 @@ class InProcessEngine:
         with settings_kept(), environment_kept(), default_group_kept(self._found_group):
             engine.engine_core.shutdown()
 
-    def _add(self, prompt: Prompt, lora_request: Any) -> None:
-        content = {"prompt_token_ids": list(prompt.token_ids), "multi_modal_data": {"image": prompt.image}}
-        self._engine.add_request(prompt.request_id, content, prompt.sampling, lora_request=lora_request)
+    def _render(self, prompt: Prompt) -> Any:
+        """What vLLM makes of a prompt before its scheduler sees it: the image opened, resized and cut, placeholders
+        expanded. Beside the decoding thread, as vLLM's own servers do; one at a time, for its cache of images."""
+        from vllm.renderers.inputs.preprocess import parse_model_prompt
+
+        try:
+            image = prompt.open_image()
+        except DataError as error:
+            raise DataError(f"{error} ({_name_of(prompt)})") from error
+        content = {"prompt_token_ids": list(prompt.token_ids), "multi_modal_data": {"image": image}}
+
+        def render() -> Any:
+            (rendered,) = self._engine.renderer.render_cmpl([parse_model_prompt(self._engine.model_config, content)])
+            return rendered
+
+        return _named(_name_of(prompt), render)
+
+    def _add(self, prompt: Prompt, rendered: Any, lora_request: Any) -> None:
+        self._engine.add_request(prompt.request_id, rendered, prompt.sampling, lora_request=lora_request)
 
     def _commit(self, push: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
         try:
@@ -192,6 +219,10 @@ class InProcessEngine:
         self._engine.reset_encoder_cache()
         self._engine.reset_mm_cache()
         return report
+
+
+def _name_of(prompt: Prompt) -> str:
+    return f"request {prompt.request_id} of sample {prompt.sample_id}"
 
 
 def _environment() -> dict[str, str]:
