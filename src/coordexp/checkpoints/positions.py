@@ -31,15 +31,17 @@ def num_positions(checkpoint: str | Path) -> int | None:
         return None
 
 
-def check_lengths(config: RunConfig) -> None:
-    """Refuse lengths that the checkpoint cannot have, which an engine would say minutes later, and in other words.
+def check_lengths(config: RunConfig, checkpoint: str | Path | None = None) -> None:
+    """Refuse lengths that ``checkpoint`` cannot have, which an engine would say minutes later, and in other words. None
+    stands for ``model.model``.
 
     Raises:
         ConfigError: with every such key, its value and the limit.
     """
-    limit = num_positions(config.model.model)
+    checkpoint = checkpoint or config.model.model
+    limit = num_positions(checkpoint)
     if limit is not None and (problems := list(_beyond(config, limit))):
-        of = f"{config.model.model} knows {limit} positions (max_position_embeddings in its config.json)"
+        of = f"{checkpoint} knows {limit} positions (max_position_embeddings in its config.json)"
         raise ConfigError("\n".join(f"{problem}: {of}" for problem in problems))
 
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from rich.console import Console
 
 from coordexp import distributed
+from coordexp.checkpoints.positions import check_lengths
 from coordexp.config import RunConfig, resolved_rollout
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.data.dataset import RecordDataset
@@ -75,6 +76,7 @@ def check_evaluation(
     check_images(records)
     path = Path(model or config.model.model)
     load_vocab(path)
+    check_lengths(config, path)
     return CheckedEvaluation(config, rollout, path, Path(jsonl), records)
 
 

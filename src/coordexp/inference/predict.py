@@ -12,6 +12,7 @@ from rich.console import Console
 
 from coordexp import distributed
 from coordexp.checkpoints.folder import checkpoint_fingerprint
+from coordexp.checkpoints.positions import check_lengths
 from coordexp.config import RunConfig, resolved_rollout
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.data.dataset import RecordDataset
@@ -81,6 +82,7 @@ def run_prediction(
     images = find_images(sources, limit=limit, skip_broken=skip_broken)
     path = Path(model or config.model.model)
     load_vocab(path)
+    check_lengths(config, path)
     preparation = read_preparation(path)
     score = "confidence" if confidence else constant_score
     settings = _settings(config, rollout, path, sources, score) | _resizing(preparation) | _closed_to(classes)

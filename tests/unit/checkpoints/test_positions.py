@@ -76,6 +76,15 @@ def test_what_fits_or_is_not_known_passes(keys: dict[str, Any], tmp_path: Path) 
     check_lengths(config_of(tmp_path, **keys))
 
 
+def test_another_checkpoint_than_the_runs_own_has_its_own_limit(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    config = config_of(tmp_path, **VLLM, global_max_length=4096)
+    check_lengths(config)
+    with pytest.raises(ConfigError, match=r"global_max_length: 4096 .*other knows 2048 positions"):
+        check_lengths(config, checkpoint(other, max_position_embeddings=2048))
+
+
 def test_rows_beyond_the_positions_are_advised_against(tmp_path: Path) -> None:
     (said,) = length_advice(config_of(tmp_path, rollout_matching__rollout_backend="hf", global_max_length=9000))
     assert said.startswith("global_max_length: 9000 is more than the 4096 positions")
