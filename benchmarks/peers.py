@@ -36,7 +36,9 @@ CONTENDERS: dict[str, tuple[str, str]] = {
     "trl-grpo-2": ("own answers", "TRL GRPOTrainer, 2 answers an image"),
     "trl-grpo-4": ("own answers", "TRL GRPOTrainer, 4 answers an image"),
     "trl-grpo-8": ("own answers", "TRL GRPOTrainer, 8 answers an image"),
+    "swift-grpo-2": ("own answers", "ms-swift `swift rlhf --rlhf_type grpo`, 2 answers an image"),
     "swift-grpo-4": ("own answers", "ms-swift `swift rlhf --rlhf_type grpo`, 4 answers an image"),
+    "swift-grpo-8": ("own answers", "ms-swift `swift rlhf --rlhf_type grpo`, 8 answers an image"),
 }
 
 

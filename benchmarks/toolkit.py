@@ -2,8 +2,8 @@
 
 Conversion reads and writes real files in a temporary folder. The evaluation is what ``coordexp evaluate`` does with
 saved answers: one-to-one matching, counts by class and density, and average precision of the whole and by density.
-pycocotools measures average precision alone on the same answers in the same run, and must find the same. Rows are
-printed as they are measured.
+pycocotools, and faster-coco-eval where it is installed (the extra ``dev``), measure average precision alone on the
+same answers in the same run, and must find the same. Rows are printed as they are measured.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -50,31 +51,41 @@ def main(argv: Sequence[str] | None = None) -> None:
     threads = set_threads(options.threads or 1)
     where = machine()
     print_machine(console, where, threads=threads)
-    results: dict[str, dict[str, object]] = {}
+    results: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for row in rows(Path(folder), options):
             for name, found in row.items():
-                told = f"{found['ratio']:.1f} x pycocotools' time" if "ratio" in found else ""
+                told = ", ".join(f"{ratio:.2f} x {peer}'s" for peer, ratio in found.get("cpu_ratios", {}).items())
                 console.print(
-                    f"{name:<64} {found['seconds']:>8.2f} s {found['rate']:>9,.0f} {found['unit']}/s  {told}",
+                    f"{name:<64} {found['seconds']:>8.2f} s, {found['cpu_seconds']:>7.2f} s of a processor "
+                    f"{found['rate']:>9,.0f} {found['unit']}/s  {told}",
                     highlight=False, markup=False, soft_wrap=True,
                 )  # fmt: skip
             results |= row
     write_json(options.json, "toolkit", where, {**vars(options), "threads": threads}, results)
 
 
-def rows(folder: Path, options: argparse.Namespace) -> Iterator[dict[str, dict[str, object]]]:
+def rows(folder: Path, options: argparse.Namespace) -> Iterator[dict[str, dict[str, Any]]]:
     """Each measurement, when it is done."""
     yield convert(folder / "convert", options.images)
     yield from evaluate(options.answers, options.objects, options.resamples)
     yield view(folder / "view", options.records)
 
 
-def timed(what: str, count: int, unit: str, seconds: float) -> dict[str, dict[str, object]]:
-    return {what: {"seconds": seconds, "count": count, "unit": unit, "rate": count / seconds}}
+class Watch:
+    """Seconds, and processor seconds of this process, since it was made."""
+
+    def __init__(self) -> None:
+        self._begun = time.perf_counter(), time.process_time()
+
+    def row(self, what: str, count: int, unit: str) -> dict[str, dict[str, Any]]:
+        """The row of what was done since."""
+        seconds, cpu_seconds = time.perf_counter() - self._begun[0], time.process_time() - self._begun[1]
+        figures = {"seconds": seconds, "cpu_seconds": cpu_seconds, "count": count, "unit": unit}
+        return {what: {**figures, "rate": count / seconds}}
 
 
-def convert(folder: Path, count: int) -> dict[str, dict[str, object]]:
+def convert(folder: Path, count: int) -> dict[str, dict[str, Any]]:
     """COCO to JSONL: decode, resize, encode every image; 30 boxes each."""
     rng = np.random.default_rng(0)
     images_dir = folder / "images"
@@ -92,51 +103,70 @@ def convert(folder: Path, count: int) -> dict[str, dict[str, object]]:
     }
     source = folder / "data.json"
     source.write_text(json.dumps(content))
-    started = time.perf_counter()
+    watch = Watch()
     workers = min(8, os.cpu_count() or 1)
     report = convert_coco(
         source, images_dir, folder / "out", options=ImageOptions(max_pixels=512 * 512, workers=workers)
     )
-    seconds = time.perf_counter() - started
+    row = watch.row(f"convert {count} images of {_SIZE[0]}x{_SIZE[1]}, {workers} threads", count, "images")
     assert report.images == count, "every image must have been converted"
-    return timed(f"convert {count} images of {_SIZE[0]}x{_SIZE[1]}, {workers} threads", count, "images", seconds)
+    return row
 
 
-def evaluate(count: int, objects: int, resamples: int) -> Iterator[dict[str, dict[str, object]]]:
-    """Average precision by pycocotools, all figures by us, and the comparison of two runs."""
+def evaluate(count: int, objects: int, resamples: int) -> Iterator[dict[str, dict[str, Any]]]:
+    """Average precision by each peer, all figures by us, and the comparison of two runs."""
     answers = make_answers(count, objects, seed=1)
     data = to_coco(answers)
-    started = time.perf_counter()
-    expected = pycocotools_ap(data)
-    by_pycocotools = time.perf_counter() - started
     what = f"{count} images x {objects} objects"
-    yield timed(f"pycocotools: average precision of {what}", count, "images", by_pycocotools)
-    started = time.perf_counter()
+    expected: dict[str, float] = {}
+    cpu: dict[str, float] = {}
+    for peer, measure in PEERS.items():
+        if peer != "pycocotools" and find_spec(peer.replace("-", "_")) is None:
+            continue
+        watch = Watch()
+        expected[peer] = measure(data)
+        row = watch.row(f"{peer}: average precision of {what}", count, "images")
+        cpu[peer] = next(iter(row.values()))["cpu_seconds"]
+        yield row
+    watch = Watch()
     summary = summarise(answers)
-    seconds = time.perf_counter() - started
+    ((name, row),) = watch.row(f"evaluate {what}: every figure", count, "images").items()
     assert 0 < summary.figures["AP"] < 1, "the benchmark's own answers must be neither perfect nor useless"
-    assert abs(summary.figures["AP"] - expected) < 1e-6, (summary.figures["AP"], expected)
-    ((name, row),) = timed(f"evaluate {what}: every figure", count, "images", seconds).items()
-    yield {name: {**row, "ratio": seconds / by_pycocotools}}
+    for peer, figure in expected.items():
+        assert abs(summary.figures["AP"] - figure) < 1e-6, (peer, summary.figures["AP"], figure)
+    yield {name: {**row, "cpu_ratios": {peer: row["cpu_seconds"] / seconds for peer, seconds in cpu.items()}}}
     few = answers[: max(2, count // 10)]
     others = make_answers(count, objects, seed=2, like=few)
-    started = time.perf_counter()
+    watch = Watch()
     compare(few, others, resamples=resamples)
-    seconds = time.perf_counter() - started
-    yield timed(f"compare two runs of {len(few)} images, {resamples} resamples", len(few), "images", seconds)
+    yield watch.row(f"compare two runs of {len(few)} images, {resamples} resamples", len(few), "images")
 
 
 def pycocotools_ap(data: CocoData) -> float:
     """Its own figure, from scratch."""
+    return _ap(COCO(), COCOeval, data)
+
+
+def faster_coco_eval_ap(data: CocoData) -> float:
+    """Its own figure, from scratch, by its implementation in C++."""
+    from faster_coco_eval import COCO as TheirCOCO
+    from faster_coco_eval import COCOeval_faster
+
+    return _ap(TheirCOCO(), COCOeval_faster, data)
+
+
+def _ap(truth: Any, evaluator: Any, data: CocoData) -> float:
     with contextlib.redirect_stdout(io.StringIO()):
-        truth: Any = COCO()
         truth.dataset = data.ground_truth
         truth.createIndex()
-        evaluation = COCOeval(truth, truth.loadRes(data.results), "bbox")
+        evaluation = evaluator(truth, truth.loadRes(data.results), "bbox")
         evaluation.evaluate()
         evaluation.accumulate()
         evaluation.summarize()
     return float(evaluation.stats[0])
+
+
+PEERS = {"pycocotools": pycocotools_ap, "faster-coco-eval": faster_coco_eval_ap}
 
 
 def make_answers(count: int, objects: int, seed: int, like: Sequence[ImageAnswer] | None = None) -> list[ImageAnswer]:
@@ -166,7 +196,7 @@ def _moved(rng: np.random.Generator, bins: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(min(999, max(0, k + (dx, dy)[at % 2])) for at, k in enumerate(bins))
 
 
-def view(folder: Path, count: int) -> dict[str, dict[str, object]]:
+def view(folder: Path, count: int) -> dict[str, dict[str, Any]]:
     """Read answers, match them, embed their images, write the page."""
     rng = np.random.default_rng(3)
     folder.mkdir(parents=True)
@@ -176,12 +206,10 @@ def view(folder: Path, count: int) -> dict[str, dict[str, object]]:
         Image.fromarray(rng.integers(0, 255, (12, 16, 3), dtype=np.uint8)).resize(_SIZE).save(path, quality=85)
         answers.append(ImageAnswer(answer.sample_id, str(path), *_SIZE, answer.gt, answer.pred))
     write_answers(answers, folder / "predictions.jsonl")
-    started = time.perf_counter()
+    watch = Watch()
     page = render(collect(folder, max_records=count))
     (folder / "view.html").write_text(page, encoding="utf-8")
-    seconds = time.perf_counter() - started
-    name = f"viewer page of {count} records with as many images, {len(page) / 1e6:.0f} MB"
-    return timed(name, count, "records", seconds)
+    return watch.row(f"viewer page of {count} records with images, {len(page) / 1e6:.0f} MB", count, "records")
 
 
 if __name__ == "__main__":

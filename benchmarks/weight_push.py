@@ -6,6 +6,10 @@ weights to it, and compares with the bare broadcast of the same bytes, in bucket
 
 A push is all of it: HTTP, gathering small weights, transfer, loading into the engine's fused layout, resetting caches,
 commit. "Received" and "loaded" are the worker's own accounts; loading runs while the next bucket arrives.
+
+ms-swift's own push (``VLLMClient.update_named_param``, ``update_flattened_params``) is no contender here: it knows NCCL
+alone. On a CPU vLLM's communicator for it switches itself off and sends nothing, without an error, and ms-swift then
+calls ``torch.cuda.synchronize``. A line below the table says so, with what NCCL's library answers on this machine.
 """
 
 from __future__ import annotations
@@ -70,6 +74,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"a push reaches {results['share_of_raw']:.0%} of the bare broadcast's rate "
         f"(single rounds: {', '.join(f'{share:.0%}' for share in results['share_by_round'])})"
     )
+    results["ms-swift's own push"] = {"why": no_swift_push()}
+    console.print(f"ms-swift's own push: {no_swift_push()}", highlight=False, markup=False)
     write_json(options.json, "weight_push", where, settings, results)
 
 
@@ -115,6 +121,20 @@ def render(results: dict[str, Any]) -> Table:
         label = {"raw": "bare broadcast", "received": "  of it: received", "loaded": "  of it: loaded (beside)"}
         table.add_row(label.get(name, name), f"{figures['seconds']:.3f}", rate)
     return table
+
+
+def no_swift_push() -> str:
+    """Why ms-swift's push has no figure, by what it needs and this machine lacks."""
+    from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
+
+    try:
+        NCCLLibrary()
+    except (OSError, ValueError, RuntimeError) as error:
+        return f"needs NCCL, whose library cannot be loaded here ({error}); vLLM's communicator then sends nothing"
+    gpus = torch.cuda.device_count()
+    if gpus < 2:
+        return f"needs NCCL and a GPU for each end; this machine has {gpus}"
+    return "not built into this benchmark, whose weights lie on the CPU"
 
 
 def chunks(size: int, bucket_bytes: int) -> list[int]:
