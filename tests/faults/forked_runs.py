@@ -99,3 +99,19 @@ def die(aim: str, times: int, when: str, error: str) -> None:
         return result
 
     setattr(owner, aim, act_or_die)
+
+
+def train_slowly(yaml: str, pause_s: float) -> None:
+    """``coordexp train`` that says each forward's step, and pauses before it."""
+    from coordexp.cli import main
+    from coordexp.training.trainer import CoordExpTrainer
+
+    forward = CoordExpTrainer.compute_loss
+
+    def slow(self: CoordExpTrainer, *arguments: Any, **options: Any) -> Any:
+        print("forward of step", self.state.global_step + 1, flush=True)
+        time.sleep(pause_s)
+        return forward(self, *arguments, **options)
+
+    CoordExpTrainer.compute_loss = slow
+    main(["train", yaml])

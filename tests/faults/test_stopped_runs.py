@@ -23,7 +23,9 @@ from coordexp.training.checkpoint import is_complete
 from coordexp.training.process_group import LOCK, only_run_in
 from coordexp.training.stopping import StopSignals
 from coordexp.training.trainer import CoordExpTrainer
+from faults.forked_runs import DEADLINE_S, train_slowly
 from support.cli_runs import run_cli
+from support.forked import Handle, forked
 from support.tiny_run import run_config, same_weights, step_lines, train, weights
 
 # Segments wait from the first step on; two micro-steps a step, three steps to a log line.
@@ -181,39 +183,24 @@ def test_the_lock_is_let_go_of(tmp_path: Path) -> None:
             raise ConfigError("from within")
 
 
-# A real process: Ctrl-C reaches it as a terminal sends it, to the whole group, loader processes included.
-SLOW = """
-import sys, time
-from coordexp.training.trainer import CoordExpTrainer
-forward = CoordExpTrainer.compute_loss
-def slow(self, *arguments, **options):
-    print("forward of step", self.state.global_step + 1, flush=True)
-    time.sleep(float(sys.argv[2]))
-    return forward(self, *arguments, **options)
-CoordExpTrainer.compute_loss = slow
-from coordexp.cli import main
-main(["train", sys.argv[1]])
-"""
-
-
-def start(folder: Path, pause_s: float, **keys: Any) -> subprocess.Popen[str]:
+def start(folder: Path, pause_s: float, **keys: Any) -> Handle:
+    """A run in its second step, which pauses in each forward. A process of its own: Ctrl-C reaches it as a terminal
+    sends it, to the whole group, loader processes included."""
     run_config(folder, 1, training__max_steps=50, training__resume_from_checkpoint=True, **keys)
-    process = subprocess.Popen(
-        [sys.executable, "-c", SLOW, str(folder / "run.yaml"), str(pause_s)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("forward of step 2"):
-            break
+    log = folder / "log"
+    process = Handle(forked(train_slowly, str(folder / "run.yaml"), pause_s, log=log, err=folder / "err"))
+    deadline = time.monotonic() + DEADLINE_S
+    while "forward of step 2" not in log.read_text():
+        assert process.poll() is None and time.monotonic() < deadline, (folder / "err").read_text()
+        time.sleep(0.02)
     return process
 
 
 def test_ctrl_c_in_a_terminal_saves(tmp_path: Path) -> None:
     process = start(tmp_path, 0.5, data__num_workers=1)
     os.killpg(process.pid, signal.SIGINT)
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == 130, err
+    code, err = process.wait(120), (tmp_path / "err").read_text()
+    assert code == 130, err
     assert "stopped by SIGINT after step 2 of 50" in err and "Traceback" not in err
     assert is_complete(tmp_path / "run" / "checkpoint-2")
     assert load_file(tmp_path / "run" / "checkpoint-2" / "model.safetensors")
@@ -222,11 +209,11 @@ def test_ctrl_c_in_a_terminal_saves(tmp_path: Path) -> None:
 def test_a_step_that_hangs_is_given_up_at_the_deadline_and_at_a_second_signal(tmp_path: Path) -> None:
     hangs = start(tmp_path, 1.0, training__stop_within_s=1.0, training__gradient_accumulation_steps=40)
     os.kill(hangs.pid, signal.SIGTERM)
-    _, err = hangs.communicate(timeout=60)
-    assert hangs.returncode == 143 and "the step was not finished 1 s after SIGTERM" in err, err
+    code, err = hangs.wait(60), (tmp_path / "err").read_text()
+    assert code == 143 and "the step was not finished 1 s after SIGTERM" in err, err
     again = start(tmp_path, 1.0, training__gradient_accumulation_steps=40)
     for _ in range(2):
         os.kill(again.pid, signal.SIGTERM)
         time.sleep(0.5)
-    _, err = again.communicate(timeout=60)
-    assert again.returncode == 143 and "SIGTERM again: ending at once" in err, err
+    code, err = again.wait(60), (tmp_path / "err").read_text()
+    assert code == 143 and "SIGTERM again: ending at once" in err, err
