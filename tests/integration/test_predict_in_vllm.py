@@ -7,9 +7,6 @@ engines choose the same tokens.
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -26,7 +23,8 @@ from coordexp.cli import main
 from coordexp.data.scenes import SPARSE, write_scenes
 from coordexp.evaluation import ImageAnswer, read_answers
 from support.cli_runs import run_cli, write_run
-from support.rollout_servers import server_config, serving, serving_environment
+from support.forked import Handle, coordexp, forked
+from support.rollout_servers import server_config, serving
 from support.swift_servers import swift_rollout
 from support.vllm_runs import COLOCATED, server_keys
 
@@ -131,7 +129,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]
     """The configuration of a running ``coordexp serve`` that takes lists of names."""
     folder = tmp_path_factory.mktemp("served")
     config = closed_config(folder, "coordexp")
-    with serving(folder / "server", config):
+    with serving(folder / "server", config, by_shell=True):
         yield config
 
 
@@ -178,22 +176,17 @@ def test_servers_and_a_learner_that_is_killed(
 
 def killed_after(lines: int, argv: Sequence[str], file: Path) -> int:
     """Start the command and kill it as soon as ``file`` holds ``lines`` lines; returns how many it held then."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "coordexp", *argv],
-        env=serving_environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-    )
+    log = file.parent.with_suffix(".log")
+    process = Handle(forked(coordexp, list(argv), log=log))
     deadline = time.monotonic() + DEADLINE_S
     try:
         while (held := count_lines(file)) < lines:
-            if process.poll() is not None:
-                raise AssertionError(f"it ended by itself with {process.returncode}: {process.communicate()[1]!r}")
+            assert process.poll() is None, f"it ended by itself: {log.read_text()}"
             assert time.monotonic() < deadline, "no answers"
             time.sleep(0.01)
     finally:
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
+        process.kill()
+        process.wait()
     return held
 
 
