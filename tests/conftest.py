@@ -20,8 +20,10 @@ os.environ["COORDEXP_CACHE"] = _CACHE.name
 
 pytest.register_assert_rewrite("support.guarded_server")
 
-# Several files on one server: a worker takes them together, in this order. The last one kills the server.
+# Several files on one server: a worker takes them together, in this order. Adapters come first, for they do not fit on
+# full weights that were pushed; the last file kills the server.
 ON_PLAIN_SERVER = (
+    "tests/integration/test_adapter_push.py",
     "tests/integration/test_weight_push.py",
     "tests/integration/test_rollouts_ahead.py",
     "tests/faults/test_real_servers.py",

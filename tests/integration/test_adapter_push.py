@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,25 +14,22 @@ from coordexp.modeling.weights import LearnerWeights
 from coordexp.servers.client import ServerClient
 from coordexp.servers.sync import WeightSync
 from support import tuned_models
+from support.plain_server import PlainServer
 from support.rollout_servers import (
     RunningServer,
     greedy_tokens,
     requests_of,
     served_checkpoint,
     served_tokens,
-    server_config,
-    serving,
 )
 
 LLM_ONLY = {"freeze_vit": True, "freeze_aligner": True}
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    folder = tmp_path_factory.mktemp("server")
-    keys = {"rollout_matching__vllm__enable_lora": True, "rollout_matching__vllm__max_lora_rank": 8}
-    with serving(folder, server_config(folder, **keys)) as running:
-        yield running
+def server(plain_server: PlainServer) -> RunningServer:
+    """Nobody has pushed full weights to it: this file is the first on it."""
+    return plain_server.get().running
 
 
 def learner_of(**tuner: bool) -> LoadedModel:

@@ -1,4 +1,4 @@
-"""A ``coordexp serve`` with nothing special about it, which several test files share: a boot takes most of a minute."""
+"""A ``coordexp serve`` for adapters and full weights, shared by several test files: a boot takes most of a minute."""
 
 from __future__ import annotations
 
@@ -30,7 +30,12 @@ class PlainServer:
         if self._plain is None or self._plain.running.process.poll() is not None:
             self._stack.close()
             # Data that are not there: they are the learner's business.
-            config = server_config(self._folder, custom__train_jsonl=str(self._folder / "nowhere.jsonl"))
+            config = server_config(
+                self._folder,
+                custom__train_jsonl=str(self._folder / "nowhere.jsonl"),
+                rollout_matching__vllm__enable_lora=True,
+                rollout_matching__vllm__max_lora_rank=8,
+            )
             config["custom"].pop("val_jsonl")
             self._plain = Plain(config, self._stack.enter_context(serving(self._folder, config)))
         return self._plain
