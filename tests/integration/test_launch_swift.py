@@ -165,5 +165,6 @@ def test_a_server_that_cannot_guard_fails_before_any_training(tmp_path: Path, br
             time.sleep(0.2)
         assert process.returncode == 1, shown(tmp_path)
     assert message in shown(tmp_path)
+    assert "not up after" not in shown(tmp_path), "it ends by itself, and is not waited for"
     assert not plan.learner.log.exists(), "no learner, so no training step"
     assert [pid for pid in seen if is_alive(pid)] == []

@@ -148,7 +148,7 @@ class GuardedServerContract:
 def assert_killing_leaves_nothing(server: RunningServer) -> None:
     """kill -9 of the HTTP process, and its workers, cores and engines end too."""
     below = server.children()
-    assert len(below) >= 2
+    assert below  # an engine's core at least
     os.kill(server.process.pid, signal.SIGKILL)
     deadline = time.monotonic() + 20
     while any(map(is_alive, below)) and time.monotonic() < deadline:

@@ -85,6 +85,13 @@ class CoordExpVllmEngine(GRPOVllmEngine):
         super().__init__(*args, engine_kwargs=engine_kwargs, **kwargs)
         engine: Any = self.engine
         engine.step = noted(engine.step, int(os.environ.get("SWIFT_ROLLOUT_DP_RANK", "0")))
+        try:
+            self._check_processors()
+        except BaseException:
+            engine.engine_core.shutdown()  # or its process lives on, and swift's, which waits for it, with it
+            raise
+
+    def _check_processors(self) -> None:
         workers = self.coordexp_status()
         check_guard(workers, self._guard)
         check_known_tokens(workers)
