@@ -34,16 +34,27 @@ STAGE_1 = ROOT / "checkpoints" / "demo-stage1"
 
 
 def scenes(regime: dict[str, Any], split: str, work: Path, name: str) -> Path:
-    """Complete annotations of a split; written once."""
+    """Complete annotations of a split, drawn or converted; written once."""
     from coordexp.data.scenes import SPECS, write_scenes
 
     folder = work / name / split
     path = folder / "scenes.jsonl"
-    return (
-        path
-        if path.is_file()
-        else write_scenes(folder, regime["images"][split], SPECS[regime["spec"]], SPLIT_SEEDS[split])
-    )
+    if path.is_file():
+        return path
+    if "voc" in regime:
+        return converted(regime, split, work / name, path)
+    return write_scenes(folder, regime["images"][split], SPECS[regime["spec"]], SPLIT_SEEDS[split])
+
+
+def converted(regime: dict[str, Any], split: str, folder: Path, path: Path) -> Path:
+    """A split of a Pascal VOC data set, its images made small once; annotations as they are there."""
+    from coordexp.data.convert import ImageOptions, convert_voc
+
+    root = folder / "voc"
+    if not root.is_dir():
+        sys.exit(f"{root} is missing: put there, or link, {regime['voc']['source']}")
+    convert_voc(root, path.parent, split=split, name=path.stem, options=ImageOptions(**regime["voc"]["images"]))
+    return path
 
 
 def training_data(regime: dict[str, Any], keep: float, seed: int, work: Path, name: str) -> Path:
