@@ -10,7 +10,6 @@ from typing import NamedTuple
 from rich.console import Console
 
 from coordexp import distributed
-from coordexp.checkpoints.positions import check_lengths
 from coordexp.config import RunConfig, resolved_rollout
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.data.dataset import RecordDataset
@@ -20,7 +19,7 @@ from coordexp.evaluation import EvaluationOptions, ImageAnswer, Prediction, Summ
 from coordexp.evaluation.answers import AS_WRITTEN, Renaming
 from coordexp.evaluation.predict import ON_COUNTS_ALONE, evaluate_dataset, gather_answers
 from coordexp.evaluation.summary import METRICS, write_summary
-from coordexp.inference.session import open_session
+from coordexp.inference.session import checked_model, open_session
 from coordexp.progress_bar import reporting
 from coordexp.records import ImageRecord
 from coordexp.rollouts import check_backend
@@ -61,8 +60,6 @@ def check_evaluation(
     Raises:
         ConfigError, DataError, CheckpointError, VocabError.
     """
-    from coordexp.modeling.load import load_vocab
-
     rollout = resolved_rollout(config)
     check_backend(rollout, bool(classes))
     jsonl = data or config.custom.val_jsonl
@@ -74,9 +71,7 @@ def check_evaluation(
         wait_s=config.training.ddp_timeout,
     )
     check_images(records)
-    path = Path(model or config.model.model)
-    load_vocab(path)
-    check_lengths(config, path)
+    path = checked_model(config, model)
     return CheckedEvaluation(config, rollout, path, Path(jsonl), records)
 
 

@@ -12,7 +12,6 @@ from rich.console import Console
 
 from coordexp import distributed
 from coordexp.checkpoints.folder import checkpoint_fingerprint
-from coordexp.checkpoints.positions import check_lengths
 from coordexp.config import RunConfig, resolved_rollout
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.data.dataset import RecordDataset
@@ -26,7 +25,7 @@ from coordexp.evaluation.predict import Scorer, counted_from, predict, share_out
 from coordexp.evaluation.scores import ConfidenceScorer
 from coordexp.evaluation.summary import write_coco
 from coordexp.files import append_line, whole_file, write_atomically
-from coordexp.inference.session import InferenceSession, open_session
+from coordexp.inference.session import InferenceSession, checked_model, open_session
 from coordexp.progress_bar import reporting
 from coordexp.records import ImageRecord
 from coordexp.rollouts import DatasetSeeds, check_backend
@@ -74,15 +73,11 @@ def run_prediction(
     """
     from accelerate import PartialState
 
-    from coordexp.modeling.load import load_vocab
-
     rollout = resolved_rollout(config)
     check_backend(rollout, bool(classes))
     sources = [source] if isinstance(source, Path) else list(source)
     images = find_images(sources, limit=limit, skip_broken=skip_broken)
-    path = Path(model or config.model.model)
-    load_vocab(path)
-    check_lengths(config, path)
+    path = checked_model(config, model)
     preparation = read_preparation(path)
     score = "confidence" if confidence else constant_score
     settings = _settings(config, rollout, path, sources, score) | _resizing(preparation) | _closed_to(classes)

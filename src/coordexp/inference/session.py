@@ -10,12 +10,13 @@ from pathlib import Path
 import torch
 
 from coordexp.checkpoints.folder import base_checkpoint
+from coordexp.checkpoints.positions import check_lengths
 from coordexp.config import RunConfig
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.data.images import open_rgb
 from coordexp.evaluation.scores import TokenScorer
 from coordexp.modeling.inputs import PromptEncoder
-from coordexp.modeling.load import LoadedModel, load_model
+from coordexp.modeling.load import LoadedModel, load_model, load_vocab
 from coordexp.modeling.weights import LearnerWeights
 from coordexp.rollouts import RolloutBackend, build_backend, synced
 from coordexp.rollouts.build import LearnerParts
@@ -29,6 +30,18 @@ class InferenceSession:
     encoder: PromptEncoder
     backend: RolloutBackend
     scorer: TokenScorer
+
+
+def checked_model(config: RunConfig, model: str | Path | None) -> Path:
+    """The checkpoint that is asked, ``model.model`` for None, before its weights are loaded.
+
+    Raises:
+        CheckpointError, VocabError, ConfigError: no tokenizer of ours in it, or lengths that it cannot have.
+    """
+    path = Path(model or config.model.model)
+    load_vocab(path)
+    check_lengths(config, path)
+    return path
 
 
 @contextmanager

@@ -37,16 +37,10 @@ from coordexp.vllm_engine.arguments import (
     with_processor,
 )
 from coordexp.vllm_engine.compatibility import SWIFT_ROLLOUT, check_upstream, versions
-from coordexp.vllm_engine.cpu import (
-    DIE_WITH_PARENT,
-    SERVER_API_KEY,
-    complete_environment,
-    executor_name,
-    has_gpu,
-)
+from coordexp.vllm_engine.cpu import DIE_WITH_PARENT, SERVER_API_KEY, complete_environment, executor_name, has_gpu
 from coordexp.vllm_engine.guard_activation import REQUEST_KEY, activated_config, check_guard
 from coordexp.vllm_engine.lifetime import own_engines
-from coordexp.vllm_engine.logits_processors import check_known_tokens
+from coordexp.vllm_engine.logits_processors import check_known_tokens, check_names
 from coordexp.weight_sync.stamp import WeightStamp
 
 logger = logging.getLogger(__name__)
@@ -96,8 +90,6 @@ class CoordExpVllmEngine(GRPOVllmEngine):
         check_guard(workers, self._guard)
         check_known_tokens(workers)
         if self._takes_names:
-            from coordexp.vllm_engine.logits_processors import check_names
-
             check_names([bool(one[NAMES_STATUS]) for one in workers])
 
     def infer(self, infer_requests: list[Any], *args: Any, **kwargs: Any) -> list[RolloutOutput]:
