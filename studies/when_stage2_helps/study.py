@@ -105,7 +105,9 @@ def train(config: str, data: Path, model: Path, output: Path, seed: int, arm: di
         values["rollout_matching"] = answered_by_a_server(arm)
         path.write_text(yaml.safe_dump(values))
     started = cpu_seconds()
-    with server(path) if arm.get("served") else nullcontext():
+    from variants import variant
+
+    with server(path) if arm.get("served") else nullcontext(), variant(arm.get("variant")):
         run_training(load_config(path, arguments=dotted(arm.get("set", {}))), quiet(), output.name, path)
     seconds = cpu_seconds() - started
     done.write_text(json.dumps(seconds))
