@@ -87,7 +87,7 @@ def test_a_table_lists_every_arm_and_says_what_is_missing(study: ModuleType) -> 
 @pytest.mark.parametrize("regime", sorted(DECLARED["arms"]))
 def test_declared_arms_can_be_run(regime: str, study: ModuleType) -> None:
     known = {"config", "steps", "lr", "set", "complete", "stop", "keep", "of", "after", "prompts", "group"}
-    known |= {"served", "rollouts_ahead"}
+    known |= {"served", "rollouts_ahead", "variant"}
     for name, arm in DECLARED["arms"][regime].items():
         assert set(arm) <= known, name
         assert all("config" in DECLARED["arms"][regime][arm[key]] for key in ("of", "after") if key in arm), name

@@ -1,0 +1,133 @@
+"""The study's variants of rollout matching change what they say, and nothing after them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from coordexp.data.dataset import Sample
+from coordexp.matching import MatchingConfig
+from coordexp.metrics import SampleOutcome
+from coordexp.records import GTObject, RolloutRequest
+from coordexp.rollouts.hf import HFBackend
+from coordexp.targets import TargetPolicy, TransportConfig
+from coordexp.training.sources import RolloutSource
+from support.answers import CAT, DOG, LEAF, answer, entry, record, request, taught_text, tiny_vocab
+from support.tiny_run import InMemoryBackend
+
+STUDY = Path(__file__).parents[3] / "studies" / "when_stage2_helps"
+OWL = GTObject("owl", "bbox_2d", (800, 10, 900, 90))
+
+
+@pytest.fixture
+def variants(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    monkeypatch.syspath_prepend(str(STUDY))
+    import variants
+
+    yield variants
+    sys.modules.pop("variants", None)
+
+
+class Scripted(InMemoryBackend):
+    """Answers by the seed of its call: the k-th text for the k-th seed that it has not seen before."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        super().__init__(tiny_vocab(), self._text)
+        self._texts = list(texts)
+
+    def _text(self, request: RolloutRequest) -> str:
+        seeds = [one.training_seed for one in self.seeds]
+        return self._texts[list(dict.fromkeys(seeds)).index(seeds[-1]) % len(self._texts)]
+
+
+def outcome_of_window(texts: Sequence[str], truth: Sequence[GTObject] = (CAT, LEAF)) -> SampleOutcome:
+    source = RolloutSource(
+        Scripted(texts), tiny_vocab(), MatchingConfig(), TransportConfig(), "desc_first", 3, "rollout/decode_greedy",
+        policy=TargetPolicy(answer="rewritten"),
+    )  # fmt: skip
+    one = record(truth)
+    return source.segments([[Sample(one, request(one))]], 0, {})[1][0]
+
+
+def weights_of(outcome: SampleOutcome) -> dict[str, float]:
+    """Text of the tokens that do not weigh 1."""
+    weight_T = outcome.target.text_weight_T
+    if weight_T is None:
+        return {}
+    vocab = tiny_vocab()
+    return {
+        vocab.piece(i): float(weight)
+        for i, weight in zip(outcome.target.token_ids, weight_T, strict=True)
+        if weight != 1
+    }
+
+
+SEEN = answer(entry(1), entry(2, DOG), entry(3, LEAF))
+
+
+def test_takeover_writes_annotations_from_the_first_unmatched_object_on(variants: ModuleType) -> None:
+    with variants.variant("takeover"):
+        assert taught_text(outcome_of_window([SEEN]), tiny_vocab()) == "{" + f"{entry(1)}, {entry(2, LEAF)}" + "}"
+    assert "dog" in taught_text(outcome_of_window([SEEN]), tiny_vocab()), "and is gone afterwards"
+
+
+def test_the_end_is_not_taught_behind_what_annotators_may_have_left_out(variants: ModuleType) -> None:
+    with variants.variant("stop_where_complete"):
+        hesitant, sure = outcome_of_window([SEEN]), outcome_of_window([answer(entry(1))])
+    assert list(weights_of(hesitant).values()) == [0.0, 0.0]
+    assert hesitant.target.text_weight_T is not None and hesitant.target.text_weight_T[-2:].tolist() == [0, 0]
+    assert weights_of(sure) == {}
+
+
+def test_the_first_wrong_token_weighs_more(variants: ModuleType) -> None:
+    with variants.variant("first_wrong"):
+        early_end, named_wrong, right = (
+            outcome_of_window([text])
+            for text in (
+                answer(entry(1)),
+                answer(entry(1, replace(CAT, desc="dog")), entry(2, LEAF)),
+                answer(entry(1), entry(2, LEAF)),
+            )
+        )
+    assert len(weights_of(early_end)) == len(weights_of(named_wrong)) == 1 and weights_of(right) == {}
+    for outcome in (early_end, named_wrong):
+        weight_T = outcome.target.text_weight_T
+        assert weight_T is not None
+        place = int(weight_T.argmax())
+        ours, theirs = outcome.target.token_ids, outcome.rollout.response_token_ids
+        assert weight_T[place] == variants.FIRST_WRONG_WEIGHT
+        assert ours[:place] == theirs[:place] and ours[place : place + 1] != theirs[place : place + 1]
+
+
+def test_the_best_of_several_answers_is_learnt_from(variants: ModuleType) -> None:
+    texts = [answer(entry(1, OWL)), SEEN, answer(entry(1), entry(2, LEAF)), answer(entry(1))]
+    with variants.variant("best_of"):
+        assert outcome_of_window(texts).rollout.text == texts[2].removesuffix("<|im_end|>")
+
+
+def test_averaged_weights_answer_and_the_learners_own_come_back(variants: ModuleType) -> None:
+    model = torch.nn.Linear(1, 1, bias=False)
+    options: Any = None
+    backend = HFBackend(model, tiny_vocab(), options, 1, 0)
+
+    def asked_with(own: float) -> float:
+        with torch.no_grad():
+            model.weight.fill_(own)
+        backend.sync_weights(0)
+        lent = float(model.weight.detach())
+        backend.release()
+        assert float(model.weight.detach()) == own
+        return lent
+
+    with variants.variant("averaged_weights"):
+        assert asked_with(1.0) == 1.0
+        assert asked_with(2.0) == pytest.approx(1.1)
+        assert asked_with(2.0) == pytest.approx(1.19)
+    assert asked_with(3.0) == 3.0
