@@ -59,6 +59,8 @@ class WindowBuilder:
         self.buffer = buffer
         self._source = source
         self._warned = False  # once a run; the metric counts the rest
+        self._first_waiting: tuple[int, int] | None = None  # finished steps, segments: how fast the buffer fills
+        self._warned_of_overflow = False
         self._min_fill_ratio = min_fill_ratio
 
     def prepare(self, micro_batches: Sequence[Sequence[Sample]], global_step: int) -> Window:
@@ -74,6 +76,7 @@ class WindowBuilder:
         started = time.perf_counter()
         with distributed.raise_on_all_ranks(f"packing of step {global_step + 1}"):
             laid_out = self._lay_out(segments, metrics)
+        self._foresee_overflow(global_step)
         padded = self._pad(laid_out, micro_batches, metrics)
         with distributed.raise_on_all_ranks(
             f"rows of step {global_step + 1}"
@@ -87,6 +90,27 @@ class WindowBuilder:
         metrics["train/tokens_total"] = sum(row.length for row in rows)
         metrics["packing/segments_total"] = sum(len(row.segments) for row in rows)
         return Window(micro_steps, counts, metrics, tuple(outcomes))
+
+    def _foresee_overflow(self, global_step: int) -> None:
+        """Warn once when the buffer is half full and filling, long before :class:`CarryBufferOverflow` ends the run."""
+        if self.buffer is None or self._warned_of_overflow:
+            return
+        waiting, most = len(self.buffer), self.buffer.max_segments
+        if self._first_waiting is None:
+            self._first_waiting = (global_step, waiting)
+        since, before = self._first_waiting
+        if waiting <= before or 2 * waiting <= most:
+            return
+        self._warned_of_overflow = True
+        steps = max(1, round((most - waiting) * (global_step - since) / (waiting - before)))
+        logger.warning(
+            "%s segments wait for a row, of %s that training.packing_buffer allows: micro-steps bring more than rows "
+            "take, and training ends in about %s steps; raise global_max_length or training.packing_buffer, or lower "
+            "per_device_train_batch_size",
+            f"{waiting:,}",
+            f"{most:,}",
+            f"{steps:,}",
+        )
 
     def _lay_out(self, segments: Sequence[Sequence[Segment]], metrics: MutableMapping[str, float]) -> Rows:
         """Each micro-step's new segments → the segments of its rows: here one row a micro-step."""

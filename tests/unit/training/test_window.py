@@ -143,6 +143,32 @@ def test_underfilled_rows_are_counted_and_said_once(
     assert said.startswith("a packed row is filled to 0.0")
 
 
+def test_a_buffer_that_will_overflow_is_said_once_and_in_time(
+    gt: GroundTruthSource, samples: list[Sample], caplog: pytest.LogCaptureFixture
+) -> None:
+    lengths = [segment.length for segment in gt.segments([samples[:1]], 0, {})[0][0]]
+    build = builder(gt, capacity=lengths[0], most=8)  # a row takes one of the two that a step brings
+    waiting, said_at = [], []
+    with pytest.raises(CarryBufferOverflow):
+        for step in range(20):
+            build.prepare([[samples[0], samples[0]]], step)
+            waiting.append(len(build.buffer or ()))
+            if any("training.packing_buffer allows" in line for line in caplog.messages):
+                said_at.append(step)
+    (said,) = [line for line in caplog.messages if "training.packing_buffer allows" in line]
+    assert waiting == [1, 2, 3, 4, 5, 6, 7] and said_at[0] == 4, "half of eight and filling"
+    assert said.startswith("5 segments wait for a row, of 8 that") and "in about 3 steps" in said
+
+
+def test_a_buffer_that_does_not_fill_is_not_spoken_of(
+    gt: GroundTruthSource, samples: list[Sample], caplog: pytest.LogCaptureFixture
+) -> None:
+    build = builder(gt, capacity=40_000, most=2)
+    for step in range(4):
+        build.prepare([[samples[0], samples[1]]], step)
+    assert not [line for line in caplog.messages if "packing_buffer allows" in line]
+
+
 @pytest.mark.parametrize(
     ("capacity", "most", "error"), [(30, 64, SegmentTooLong), (400, 2, CarryBufferOverflow)], ids=["too long", "full"]
 )
