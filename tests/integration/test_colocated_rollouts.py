@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,8 @@ from coordexp.targets import TransportConfig
 from coordexp.training.sources import RolloutSource
 from coordexp.vllm_engine import in_process
 from coordexp.vllm_engine.colocated import ColocatedBackend
-from coordexp.vllm_engine.in_process import Prompt
 from support.answers import CAT, record
+from support.prepared import PreparedInTurn
 from support.rollout_servers import greedy_tokens, load_served, requests_of
 from support.tiny_run import same_weights, step_lines, tiny_samples, train, weights
 from support.torchrun import torchrun
@@ -201,27 +201,6 @@ def test_leaving_a_window_early_leaves_nothing_behind(
         stream.close()
         assert not backend._engine._engine.has_unfinished_requests()
         assert len(backend.generate(requests_[:2], SEEDS)) == 2
-
-
-class PreparedInTurn:
-    """In the place of ``PreparedAhead``: by the thread that decodes, when a request's turn has come."""
-
-    left_over = False
-
-    def __init__(self, asked: Sequence[Prompt], prepare: Any, name_of: Any) -> None:
-        self._asked, self._prepare = list(asked), prepare
-
-    def __len__(self) -> int:
-        return len(self._asked)
-
-    def take(self) -> tuple[Prompt, Any]:
-        one = self._asked.pop(0)
-        return one, self._prepare(one)
-
-    def __enter__(self) -> PreparedInTurn:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
 
 
 def test_what_is_prepared_ahead_is_admitted_and_answered_as_what_is_prepared_in_turn(

@@ -17,7 +17,7 @@ LAYERS: dict[str, int] = {
     name: number
     for number, names in {
         0: "records errors",  # of layer 1, and what the rest of it may use
-        1: "extras settings distributed cpu_wheels assets files progress_bar",
+        1: "extras settings background distributed cpu_wheels assets files progress_bar",
         2: "config geometry coords",
         3: "data parsing matching packing rollouts checkpoints",
         4: "targets weight_sync first_run",
@@ -43,7 +43,7 @@ PLUGIN_MAY_IMPORT = (
 
 HEAVY = ("torch", "transformers", "vllm", "torchvision", "accelerate", "peft", "swift")
 TORCH_FREE = [
-    *("records", "errors", "extras", "settings", "distributed", "cpu_wheels", "files"),
+    *("records", "errors", "extras", "settings", "background", "distributed", "cpu_wheels", "files"),
     *("config", "geometry", "coords", "checkpoints.describe", "first_run", "parsing", "matching", "packing", "metrics"),
     *(
         "rollouts",

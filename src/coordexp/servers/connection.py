@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from coordexp.background import in_background, wait_for_all
 from coordexp.errors import RolloutError
 from coordexp.servers.client import ServerClient
-from coordexp.weight_sync.background import in_background, wait_for_all
 from coordexp.weight_sync.buckets import describe, piece_bytes, pieces
 from coordexp.weight_sync.group import Communicator, GroupAddress, join, wait_until_free
 from coordexp.weight_sync.stamp import WeightStamp
@@ -20,6 +20,7 @@ from coordexp.weight_sync.stamp import WeightStamp
 logger = logging.getLogger(__name__)
 Named = list[tuple[str, torch.Tensor]]
 Left = Callable[[], float]
+PUSHES = "weight-push"  # the name of every thread of a push
 CAUSE_S = 5.0  # how long a failed broadcast waits for the server's own account of it
 
 
@@ -79,8 +80,8 @@ class ServerConnection:
         self._client.close_communicator(timeout_s=timeout_s)
         # Otherwise this side could meet the members of the old group, whose store still holds their keys.
         wait_until_free(address, timeout_s)
-        told = in_background(lambda: self._client.init_communicator(world_size, 0, timeout_s, token))
-        joined = in_background(lambda: join(address, device))
+        told = in_background(lambda: self._client.init_communicator(world_size, 0, timeout_s, token), PUSHES)
+        joined = in_background(lambda: join(address, device), PUSHES)
         wait_for_all([told, joined])
         return joined.result()
 
@@ -98,7 +99,7 @@ class ServerConnection:
         group = self._group
         if group is None:
             raise RolloutError(f"{self}: the weight group is closed")
-        told = in_background(announce)
+        told = in_background(announce, PUSHES)
 
         def give_up() -> None:
             left()

@@ -11,17 +11,18 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
 
+from coordexp.background import in_background, wait_for_all
 from coordexp.config.vllm import SyncConfig
 from coordexp.errors import CoordExpError, RolloutError
 from coordexp.rollouts.backend import AdapterWeights, WeightSource
 from coordexp.servers.client import ServerClient
-from coordexp.servers.connection import Named, ServerConnection
+from coordexp.servers.connection import PUSHES, Named, ServerConnection
 from coordexp.weight_sync import checksum
-from coordexp.weight_sync.background import in_background, wait_for_all
 from coordexp.weight_sync.buckets import in_buckets
 from coordexp.weight_sync.policy import PushPolicy
 from coordexp.weight_sync.stamp import WeightStamp
@@ -140,7 +141,7 @@ class WeightPush:
         wait_for_all(sending)
 
     def _on_each(self, act: Callable[[ServerConnection], None]) -> list[Future[None]]:
-        return [in_background(lambda connection=connection: act(connection)) for connection in self._connections]
+        return [in_background(partial(act, connection), PUSHES) for connection in self._connections]
 
     def _left(self) -> float:
         left = self._deadline - time.monotonic()

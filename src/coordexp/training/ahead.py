@@ -15,13 +15,13 @@ from collections.abc import Callable, MutableMapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
+from coordexp.background import in_background
 from coordexp.data.dataset import Sample
 from coordexp.errors import CheckpointError
 from coordexp.metrics import SampleOutcome
 from coordexp.records import Segment
 from coordexp.training.sources import AnsweredWindow, RolloutSource
 from coordexp.training.waiting_files import WaitingAnswers
-from coordexp.weight_sync.background import in_background
 
 MicroBatches = Sequence[Sequence[Sample]]
 

@@ -4,9 +4,8 @@ Building a row is work for the host alone: pixels joined and cast, positions, ma
 of it all, which travel without holding anybody up. It takes about as long as a small model's forward and backward.
 
 At most one row waits, also across the micro-steps of a window, so memory holds two: the one that computes and the next.
-The thread ends with its window's last row or with the first error, so nothing is left running between windows. (One for
-each row would be simpler, and late: a busy machine lets a new thread wait for its first turn.) It draws no random
-number and calls no other rank; what it raises is raised where its row is taken, in the row's own micro-step.
+The thread draws no random number and calls no other rank, and ends with its window, so nothing is left running between
+windows; what it raises is raised where its row is taken, in the row's own micro-step.
 
 What rows leave on the device is looked at all at once, because every look waits for the device.
 """
@@ -15,20 +14,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from queue import SimpleQueue
 from typing import Any
 
 import torch
 
+from coordexp.background import PreparedAhead
 from coordexp.errors import RowLate
 from coordexp.modeling.inputs import RopeIndex, VisionTower, pinned, row_inputs
 from coordexp.objective import HeadQuery, HeadScores, SupervisionTensors
 from coordexp.objective.context import map_tensors
 from coordexp.records import PackedRow
 from coordexp.training.objective_step import TrainingObjective
-from coordexp.weight_sync.background import in_background
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +71,7 @@ class FiguresOnDevice:
             yield RowFigures({name: next(figures) for name in names}, num_scored, nonfinite, clamped)
 
 
-_Asked = tuple[PackedRow, "Future[tuple[dict[str, Any], float]]"]
 ROW_DEADLINE_S = 600.0  # far beyond what any row needs: a machine that swaps, or a driver that hangs
-STOP_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,12 +111,8 @@ class RowPrefetch:
         self.waited_s = 0.0
         self.built_s = 0.0
         self._build = build
-        self._rows = iter([row for rows in micro_steps for row in rows])
-        self._asked: SimpleQueue[_Asked | None] = SimpleQueue()
-        self._next: _Asked | None = None
-        self._begin()
-        if self._next is not None:
-            in_background(self._work, name="rows")
+        rows = [row for rows in micro_steps for row in rows]
+        self._ahead = PreparedAhead(rows, self._timed, ahead=1, deadline_s=ROW_DEADLINE_S, late=_late, name="rows")
 
     def take(self) -> dict[str, Any]:
         """The next row, for which this waits where it must; the one behind it is begun.
@@ -129,23 +120,10 @@ class RowPrefetch:
         Raises:
             RowLate: it is not there after :data:`ROW_DEADLINE_S`. Whatever building the row raised.
         """
-        assert self._next is not None, "more rows were taken than the window has"
-        row, future = self._next
         started = time.perf_counter()
-        done, _ = wait([future], ROW_DEADLINE_S)
+        _, (inputs, seconds) = self._ahead.take()
         self.waited_s += time.perf_counter() - started
-        if not done:
-            self._asked.put(None)
-            samples = ", ".join(segment.sample_id for segment in row.segments)
-            raise RowLate(
-                f"the row of samples {samples[:200]} is not built after {ROW_DEADLINE_S:.0f} s; see whether the "
-                "machine swaps or its GPU driver hangs, and start again with training.resume_from_checkpoint: true"
-            )
-        self._next = None
-        with self:
-            inputs, seconds = future.result()
         self.built_s += seconds
-        self._begin()
         return inputs
 
     def __enter__(self) -> RowPrefetch:
@@ -157,10 +135,7 @@ class RowPrefetch:
 
     def stop(self) -> None:
         """Begin no further row, and wait, not for long, until none is being built."""
-        pending, self._next, self._rows = self._next, None, iter(())
-        self._asked.put(None)
-        if pending is not None:
-            wait([pending[1]], STOP_S)
+        self._ahead.stop()
 
     def take_seconds(self) -> dict[str, float]:
         """Metrics since the last call: what the main thread waited for rows, and what building them took."""
@@ -168,20 +143,17 @@ class RowPrefetch:
         self.waited_s = self.built_s = 0.0
         return seconds
 
-    def _begin(self) -> None:
-        row = next(self._rows, None)
-        self._next = None if row is None else (row, Future())
-        self._asked.put(self._next)
+    def _timed(self, row: PackedRow) -> tuple[dict[str, Any], float]:
+        started = time.perf_counter()
+        return self._build(row), time.perf_counter() - started
 
-    def _work(self) -> None:
-        while (asked := self._asked.get()) is not None:
-            row, future = asked
-            started = time.perf_counter()
-            try:
-                built = self._build(row)
-                future.set_result((built, time.perf_counter() - started))
-            except BaseException as error:  # whoever takes the row gets it
-                future.set_exception(error)
+
+def _late(row: PackedRow) -> RowLate:
+    samples = ", ".join(segment.sample_id for segment in row.segments)
+    return RowLate(
+        f"the row of samples {samples[:200]} is not built after {ROW_DEADLINE_S:.0f} s; see whether the machine swaps "
+        "or its GPU driver hangs, and start again with training.resume_from_checkpoint: true"
+    )
 
 
 class MicroStep:

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from coordexp.background import PreparedAhead
 from coordexp.errors import DataError, RolloutError
 from coordexp.rollouts.backend import AdapterWeights
 from coordexp.vllm_engine import shared_memory
 from coordexp.vllm_engine.compatibility import VLLM_IN_PROCESS, check_upstream
 from coordexp.vllm_engine.cpu import PLUGINS, engine_environment, has_gpu, needed_plugins
 from coordexp.vllm_engine.process_state import default_group_kept, environment_kept, settings_kept
-from coordexp.vllm_engine.prompts_ahead import PreparedAhead
 from coordexp.weight_sync import checksum
 from coordexp.weight_sync.buckets import in_buckets
 
@@ -28,6 +28,9 @@ ENGINE_AT_FAULT = (
     "the engine does not do what it is asked: write rollout_matching.rollout_backend: hf, or install a version of vLLM "
     "that this one was tested with"
 )
+
+AHEAD = 16  # requests that may wait with their processed images: megabytes each, in main memory
+PREPARE_S = 600.0  # far beyond what any image needs: a file system that hangs
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +129,7 @@ class InProcessEngine:
         Images are opened and processed while others decode, and admitted in the order of ``prompts`` as soon as one has
         ended: the schedule depends on the prompts alone, so engines that share one model over several ranks run alike.
         """
-        waiting = PreparedAhead(prompts, self._render, _name_of)
+        waiting = PreparedAhead(prompts, self._render, ahead=AHEAD, deadline_s=PREPARE_S, late=_late, name="prompts")
         try:
             with waiting:
                 yield from self._decoded(waiting, lora_request)
@@ -223,6 +226,13 @@ class InProcessEngine:
 
 def _name_of(prompt: Prompt) -> str:
     return f"request {prompt.request_id} of sample {prompt.sample_id}"
+
+
+def _late(prompt: Prompt) -> RolloutError:
+    return RolloutError(
+        f"{_name_of(prompt)}: its prompt and image are not ready after {PREPARE_S:g} s; see whether the file system "
+        "hangs, and start again with training.resume_from_checkpoint: true"
+    )
 
 
 def _environment() -> dict[str, str]:

@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from coordexp.background import in_background
 from coordexp.errors import RolloutError
-from coordexp.weight_sync.background import in_background
 from coordexp.weight_sync.meeting import MeetingStore, MeetingTable
 
 Result = TypeVar("Result")
@@ -304,7 +304,7 @@ def within(seconds: float, what: str, act: Callable[[], Result]) -> Result:
     Raises:
         RolloutError: the deadline passed.
     """
-    outcome = in_background(act)
+    outcome = in_background(act, "with-deadline")
     if not wait([outcome], timeout=seconds).done:
         raise RolloutError(f"{what} within {seconds:g} s")
     return outcome.result()

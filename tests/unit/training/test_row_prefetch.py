@@ -6,18 +6,19 @@ import random
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from coordexp import background
 from coordexp.errors import AlignmentError, RowLate
 from coordexp.modeling.inputs import VisionTower
 from coordexp.records import PackedRow
 from coordexp.training import row_prefetch
 from coordexp.training.row_prefetch import RowBuilder, RowPrefetch
+from support.prepared import PreparedInTurn
 from support.tiny_run import gt_segments, load_tiny, row_of, run_config, same_weights, step_lines, train, weights
 
 
@@ -94,6 +95,7 @@ def test_once_stopped_nothing_more_is_built(rows: list[PackedRow]) -> None:
     build = Begun()
     ahead = RowPrefetch(build, [rows])
     ahead.take()
+    build.has_begun(2)
     ahead.stop()
     assert none_is_built() and len(build.rows) == 2
     ahead.stop()
@@ -104,6 +106,7 @@ def test_what_fails_meanwhile_stops_it(rows: list[PackedRow]) -> None:
     ahead = RowPrefetch(build, [rows])
     with pytest.raises(ZeroDivisionError), ahead:
         ahead.take()
+        build.has_begun(2)
         raise ZeroDivisionError
     assert none_is_built() and len(build.rows) == 2
 
@@ -112,7 +115,7 @@ def test_a_row_that_never_comes_is_an_error_that_names_its_samples(
     rows: list[PackedRow], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(row_prefetch, "ROW_DEADLINE_S", 0.01)
-    monkeypatch.setattr(row_prefetch, "STOP_S", 0.01)
+    monkeypatch.setattr(background, "STOP_S", 0.01)
     build = Begun(may_go_on=False)
     ahead = RowPrefetch(build, [rows])
     with pytest.raises(RowLate, match=f"the row of samples {rows[0].segments[0].sample_id} is not built"):
@@ -131,27 +134,13 @@ def test_waiting_and_building_are_counted_once(rows: list[PackedRow]) -> None:
     assert ahead.take_seconds() == {"time/row_wait_s": 0.0, "time/row_build_s": 0.0}
 
 
-class InTurn(RowPrefetch):
-    """As if there were no second thread: a row is built when it is taken."""
-
-    def _work(self) -> None: ...
-
-    def take(self) -> dict[str, Any]:
-        assert self._next is not None
-        self._asked = SimpleQueue()
-        for asked in (self._next, None):
-            self._asked.put(asked)
-        RowPrefetch._work(self)
-        return super().take()
-
-
 @pytest.mark.parametrize("stage", [1, 2, "two_channel"])
 def test_a_run_is_the_same_to_the_bit_without_the_second_thread(
     stage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys: dict[str, Any] = {"training__max_steps": 3, "training__gradient_accumulation_steps": 2}
     ahead = train(run_config(tmp_path, stage, "ahead", **keys))
-    monkeypatch.setattr("coordexp.training.trainer.RowPrefetch", InTurn)
+    monkeypatch.setattr(row_prefetch, "PreparedAhead", PreparedInTurn)
     in_turn = train(run_config(tmp_path, stage, "in_turn", **keys))
 
     def figures(trainer: Any) -> list[dict[str, float]]:

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from coordexp.weight_sync.background import in_background, wait_for_all
+from coordexp.background import in_background, wait_for_all
 
 
 def test_results_and_errors_reach_the_one_who_waits() -> None:
-    assert in_background(lambda: 3).result(20) == 3
-    hung = in_background(lambda: time.sleep(2))
+    assert in_background(lambda: 3, "three").result(20) == 3
+    hung = in_background(lambda: time.sleep(2), "hung")
     with pytest.raises(ZeroDivisionError):
-        wait_for_all([hung, in_background(lambda: 1 // 0)])
+        wait_for_all([hung, in_background(lambda: 1 // 0, "failing")])
     assert not hung.done(), "the first error ends the waiting"
 
 
@@ -25,9 +25,9 @@ def test_the_end_of_a_process_waits_a_little_for_them(seconds: int, ends: bool, 
     """A daemon that comes back from C++ in a half-dismantled interpreter would abort it, exit code -6."""
     out = tmp_path / "ended"
     code = (
-        "import time; from pathlib import Path; from coordexp.weight_sync import background\n"
+        "import time; from pathlib import Path; from coordexp import background\n"
         "background.AT_EXIT_S = 3.0\n"
-        f"background.in_background(lambda: (time.sleep({seconds}), Path({str(out)!r}).touch()))\n"
+        f"background.in_background(lambda: (time.sleep({seconds}), Path({str(out)!r}).touch()), 'late')\n"
         "raise SystemExit(3)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=50, check=False).returncode == 3

@@ -1,4 +1,4 @@
-"""What is prepared beside a decoding engine: all of it, in order, not too much at once, and no thread is left."""
+"""What is prepared in a thread ahead of its use: all of it, in order, not too much at once, and no thread is left."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coordexp.background import PreparedAhead
 from coordexp.errors import DataError, RolloutError
-from coordexp.vllm_engine.prompts_ahead import PreparedAhead
 
 WAIT_S = 30.0
 
 
 def ahead(count: int, prepare: Callable[[int], Any] = str, **keys: Any) -> PreparedAhead[int, Any]:
-    return PreparedAhead(range(count), prepare, lambda one: f"sample {one}", **keys)
+    given = {"ahead": 16, "deadline_s": WAIT_S, "late": lambda one: RolloutError(f"sample {one} is late"), **keys}
+    return PreparedAhead(range(count), prepare, name="prompts", **given)
 
 
 def threads() -> list[threading.Thread]:
@@ -74,7 +75,7 @@ def test_what_never_comes_is_an_error_with_its_name() -> None:
         return one
 
     waiting = ahead(3, prepare, deadline_s=0.1)
-    with pytest.raises(RolloutError, match=r"sample 0: its prompt and image are not ready after 0\.1 s"):
+    with pytest.raises(RolloutError, match=r"^sample 0 is late$"):
         waiting.take()
     goes_on.set()
     with waiting:
