@@ -105,7 +105,7 @@ class _Bench:
         from coordexp.data.images import open_rgb
         from coordexp.modeling.weights import LearnerWeights
         from coordexp.rollouts import SeedContext, build_backend, synced
-        from coordexp.rollouts.build import LearnerParts
+        from coordexp.rollouts.learner import LearnerParts
 
         path = self._write_config(name)
         config = load_config(path)

@@ -22,7 +22,7 @@ from coordexp.config import resolved_rollout
 from coordexp.data.images import open_rgb
 from coordexp.modeling.weights import LearnerWeights
 from coordexp.rollouts import SeedContext, build_backend, synced
-from coordexp.rollouts.build import LearnerParts
+from coordexp.rollouts.learner import LearnerParts
 from support.rollout_servers import load_served, requests_of, served_checkpoint
 from support.vllm_runs import COLOCATED, vllm_config
 

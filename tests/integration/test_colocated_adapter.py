@@ -19,7 +19,7 @@ from coordexp.modeling.load import LoadedModel
 from coordexp.modeling.tiny import build_tiny_checkpoint
 from coordexp.modeling.weights import LearnerWeights
 from coordexp.rollouts import SeedContext, build_backend, synced
-from coordexp.rollouts.build import LearnerParts
+from coordexp.rollouts.learner import LearnerParts
 from coordexp.vllm_engine.colocated import ColocatedBackend
 from support import tuned_models
 from support.rollout_servers import SPEC, greedy_tokens, load_served, requests_of, served_checkpoint, sharpen

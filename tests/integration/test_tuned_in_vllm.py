@@ -17,7 +17,7 @@ from coordexp.modeling.adapter import save_adapter
 from coordexp.modeling.load import LoadedModel, merge_checkpoint
 from coordexp.modeling.weights import LearnerWeights
 from coordexp.rollouts import SeedContext, build_backend, synced
-from coordexp.rollouts.build import LearnerParts
+from coordexp.rollouts.learner import LearnerParts
 from coordexp.rollouts.offload import LearnerOffload
 from coordexp.vllm_engine.colocated import ColocatedBackend
 from support.rollout_servers import greedy_tokens, load_served, requests_of, served_checkpoint

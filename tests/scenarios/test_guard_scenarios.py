@@ -10,13 +10,13 @@ import pytest
 from coordexp.config import load_config, resolved_rollout
 from coordexp.config.rollout import RepeatTerminateConfig
 from coordexp.errors import RolloutError
-from coordexp.rollouts.build import check_backend
+from coordexp.rollouts.build import check_backend, decoding_options
+from coordexp.rollouts.learner import LearnerParts
 from coordexp.serving.launch.plan import plan_launch
 from coordexp.vllm_engine.colocated import ColocatedBackend
 from coordexp.vllm_engine.guard_activation import CONFIG_JSON, CONFIG_JSON_PATH, ENABLE, GUARD_PROCESSOR
 from support.config_samples import set_key, write_yaml
 from support.rollout_servers import server_config
-from support.settings import decoding
 from support.tiny_run import tiny_checkpoint
 
 GUARD = {"enabled": True, "ngram_size": 8}
@@ -32,12 +32,8 @@ def engine_arguments(run: Any) -> dict[str, Any]:
     """What a colocated engine would be started with; none is."""
     unused: Any = None
     rollout = resolved_rollout(run)
-    backend = ColocatedBackend(
-        rollout.vllm, model=tiny_checkpoint(), options=decoding(),
-        decode_batch_size=2, vocab=unused, image_token_id=0, weights=unused, open_image=unused,
-        offload=unused, repeat_terminate=rollout.repeat_terminate,
-    )  # fmt: skip
-    return backend.engine_spec.arguments()
+    learner = LearnerParts(unused, unused, 0, unused, tiny_checkpoint(), unused)
+    return ColocatedBackend(rollout, learner, decoding_options(rollout)).engine_spec.arguments()
 
 
 @pytest.mark.scenario("Non-server vLLM paths are unchanged by this delta")

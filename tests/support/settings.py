@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.rollouts.backend import DecodingOptions
 from coordexp.rollouts.build import decoding_options
+from coordexp.rollouts.learner import LearnerParts
 from coordexp.servers.client import ServerClient
 from coordexp.serving.serve.options import ServeOptions
+from coordexp.vllm_engine.colocated import ColocatedBackend
 
 
 def decoding(max_new_tokens: int = 512, **options: Any) -> DecodingOptions:
@@ -17,6 +21,17 @@ def decoding(max_new_tokens: int = 512, **options: Any) -> DecodingOptions:
     sampling = {key: options.pop(key) for key in ("temperature", "top_p", "top_k") if key in options}
     section = {"max_new_tokens": max_new_tokens, "decoding": sampling, **options}
     return decoding_options(RolloutMatchingConfig.model_validate(section))
+
+
+def colocated_of(
+    weights: Any, offload: Callable[[], AbstractContextManager[None]] = nullcontext, **vllm: Any
+) -> ColocatedBackend:
+    """A colocated backend that decodes one answer at once, for tests that start no engine. ``vllm``: keys of the
+    section of that name."""
+    section = {"rollout_backend": "vllm", "decode_batch_size": 1, "vllm": {"tensor_parallel_size": 1, **vllm}}
+    unused: Any = None
+    learner = LearnerParts(unused, unused, 0, weights, Path("model"), unused, offload)
+    return ColocatedBackend(RolloutMatchingConfig.model_validate(section), learner, decoding())
 
 
 def client_to(url: str, group_port: int = 1, **keys: Any) -> ServerClient:

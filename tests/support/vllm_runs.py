@@ -10,7 +10,7 @@ from coordexp.data.images import open_rgb
 from coordexp.modeling.load import LoadedModel
 from coordexp.modeling.weights import LearnerWeights
 from coordexp.rollouts import build_backend
-from coordexp.rollouts.build import LearnerParts
+from coordexp.rollouts.learner import LearnerParts
 from coordexp.vllm_engine.colocated import ColocatedBackend
 from support.rollout_servers import served_checkpoint
 from support.tiny_run import run_config

@@ -20,7 +20,7 @@ LAYERS: dict[str, int] = {
         1: "extras settings background distributed cpu_wheels assets files progress_bar",
         2: "config geometry coords",
         3: "data parsing matching packing rollouts checkpoints",
-        4: "targets weight_sync first_run",
+        4: "targets weight_sync first_run rollouts.learner",
         5: "modeling objective metrics vllm_engine",
         6: "evaluation",
         7: "servers recording",

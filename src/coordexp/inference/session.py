@@ -19,7 +19,7 @@ from coordexp.modeling.inputs import PromptEncoder
 from coordexp.modeling.load import LoadedModel, load_model, load_vocab
 from coordexp.modeling.weights import LearnerWeights
 from coordexp.rollouts import RolloutBackend, build_backend, synced
-from coordexp.rollouts.build import LearnerParts
+from coordexp.rollouts.learner import LearnerParts
 
 
 @dataclass(frozen=True, slots=True, eq=False)

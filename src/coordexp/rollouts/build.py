@@ -3,37 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 from coordexp import distributed
 from coordexp.config.rollout import RolloutMatchingConfig
-from coordexp.coords import CoordVocab
-from coordexp.data.preparation import AS_THEY_ARE, ImagePreparation
 from coordexp.errors import MissingDependency, RolloutError
-from coordexp.rollouts.backend import DecodingOptions, RolloutBackend, WeightSource
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LearnerParts:
-    """What a backend may need of the learner.
-
-    ``model``: the bare model, no DDP wrapper. ``checkpoint``: a plain folder whose configuration, tokenizer and
-    processor an engine starts from. ``open_image``: an image as the model shall see it, which ``preparation`` is a
-    part of, for engines that open images themselves. ``offload``: moves the learner out of a colocated engine's way.
-    """
-
-    model: Any
-    vocab: CoordVocab
-    image_token_id: int
-    weights: WeightSource
-    checkpoint: Path
-    open_image: Callable[[Path], Any]
-    offload: Callable[[], AbstractContextManager[None]] = nullcontext
-    preparation: ImagePreparation = AS_THEY_ARE
+from coordexp.rollouts.backend import DecodingOptions, RolloutBackend
+from coordexp.rollouts.learner import LearnerParts
 
 
 def decoding_options(config: RolloutMatchingConfig) -> DecodingOptions:
@@ -98,19 +74,7 @@ def build_backend(config: RolloutMatchingConfig, learner: LearnerParts, names: S
     if config.vllm.mode == "server":
         from coordexp.servers.backend import ServerBackend
 
-        return ServerBackend.connect(config, learner.vocab, learner.weights, options, learner.preparation, names)
+        return ServerBackend.connect(config, learner, options, names)
     from coordexp.vllm_engine.colocated import ColocatedBackend
 
-    return ColocatedBackend(
-        config.vllm,
-        model=learner.checkpoint,
-        options=options,
-        decode_batch_size=config.decode_batch_size,
-        vocab=learner.vocab,
-        image_token_id=learner.image_token_id,
-        weights=learner.weights,
-        open_image=learner.open_image,
-        offload=learner.offload,
-        repeat_terminate=config.repeat_terminate,
-        names=names,
-    )
+    return ColocatedBackend(config, learner, options, names)

@@ -23,8 +23,9 @@ from coordexp.coords import CoordVocab
 from coordexp.data.preparation import AS_THEY_ARE, ImagePreparation
 from coordexp.errors import RolloutError, ServerRefused, ServerTimeout, ServerUnreachable
 from coordexp.records import Rollout, RolloutRequest
-from coordexp.rollouts.backend import DecodingOptions, IndexedRollout, RolloutRound, Seeds, WeightSource, gathered
+from coordexp.rollouts.backend import DecodingOptions, IndexedRollout, RolloutRound, Seeds, gathered
 from coordexp.rollouts.chunking import Call, Post, chunk_size, plan_calls, plan_posts, server_slots
+from coordexp.rollouts.learner import LearnerParts
 from coordexp.servers.client import ENGINE_STILL, ServerClient
 from coordexp.servers.fleet import check_names, make_clients, world_sizes
 from coordexp.servers.image_source import image_source
@@ -161,18 +162,16 @@ class ServerBackend:
     def connect(
         cls,
         config: RolloutMatchingConfig,
-        vocab: CoordVocab,
-        weights: WeightSource,
+        learner: LearnerParts,
         options: DecodingOptions,
-        preparation: ImagePreparation = AS_THEY_ARE,
         names: Sequence[str] = (),
     ) -> ServerBackend:
         """Find the servers; groups for weights are opened by the first push."""
         from coordexp.servers.sync import WeightSync
 
-        clients, drained = make_clients(config), DrainedWeights(weights)
+        clients, drained = make_clients(config), DrainedWeights(learner.weights)
         weight_sync = WeightSync(clients, drained, config.vllm.sync)
-        return cls(clients, weight_sync, drained, config, vocab, options, preparation, names)
+        return cls(clients, weight_sync, drained, config, learner.vocab, options, learner.preparation, names)
 
     def generate(
         self, requests: Sequence[RolloutRequest], seeds: Seeds, on_answer: Callable[[int], None] | None = None

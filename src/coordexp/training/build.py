@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from coordexp.modeling.load import LoadedModel
     from coordexp.recording.writer import RolloutRecorder
     from coordexp.rollouts import RolloutBackend
-    from coordexp.rollouts.build import LearnerParts
+    from coordexp.rollouts.learner import LearnerParts
     from coordexp.rollouts.offload import LearnerOffload
     from coordexp.training.optimizer import LearningRates
     from coordexp.training.sources import RolloutSource
@@ -366,7 +366,7 @@ def _learner_parts(config: RunConfig, loaded: LoadedModel, offload: LearnerOfflo
     from coordexp.checkpoints.folder import base_checkpoint
     from coordexp.data.images import open_rgb
     from coordexp.modeling.weights import LearnerWeights
-    from coordexp.rollouts.build import LearnerParts
+    from coordexp.rollouts.learner import LearnerParts
 
     return LearnerParts(
         model=loaded.model,

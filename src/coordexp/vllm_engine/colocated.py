@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import groupby
@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from coordexp import distributed
-from coordexp.config.rollout import RepeatTerminateConfig
-from coordexp.config.vllm import SyncConfig, VLLMConfig
-from coordexp.coords import CoordVocab
+from coordexp.config.rollout import RolloutMatchingConfig
+from coordexp.config.vllm import SyncConfig
 from coordexp.errors import ConfigError, RolloutError
 from coordexp.records import Rollout, RolloutRequest
 from coordexp.rollouts.backend import (
@@ -33,6 +32,7 @@ from coordexp.rollouts.backend import (
     answer_tokens,
     gathered,
 )
+from coordexp.rollouts.learner import LearnerParts
 from coordexp.vllm_engine.arguments import NAMES_KEY, EngineSpec
 from coordexp.vllm_engine.guard_activation import REQUEST_KEY
 from coordexp.vllm_engine.in_process import ENGINE_AT_FAULT, Prompt
@@ -104,38 +104,31 @@ class ColocatedBackend:
 
     def __init__(
         self,
-        config: VLLMConfig,
-        *,
-        model: Path,
+        config: RolloutMatchingConfig,
+        learner: LearnerParts,
         options: DecodingOptions,
-        decode_batch_size: int,
-        vocab: CoordVocab,
-        image_token_id: int,
-        weights: WeightSource,
-        open_image: Callable[[Path], Any],
-        offload: Callable[[], AbstractContextManager[None]],
-        repeat_terminate: RepeatTerminateConfig,
         names: Sequence[str] = (),
     ) -> None:
-        """``names``: the closed list of descriptions; empty for any."""
-        self._config = config
+        """``options``: those of ``config``. ``names``: the closed list of descriptions; empty for any."""
+        vllm, decode_batch_size = config.vllm, config.decode_batch_size
+        self._config = vllm
         self._options = options
         self._decode_batch_size = decode_batch_size
-        self._vocab = vocab
-        self._image_token_id = image_token_id
-        self._open_image = open_image
-        self._offload = offload
-        self._is_guarded = repeat_terminate.enabled
+        self._vocab = learner.vocab
+        self._image_token_id = learner.image_token_id
+        self._open_image = learner.open_image
+        self._offload = learner.offload
+        self._is_guarded = config.repeat_terminate.enabled
         self._names = tuple(names)
-        cap = decode_batch_size * config.tensor_parallel_size  # decode_batch_size sequences for each of its devices
+        cap = decode_batch_size * vllm.tensor_parallel_size  # decode_batch_size sequences for each of its devices
         self.engine_spec = EngineSpec(
-            config,
-            repeat_terminate,
-            model=model,
-            cap=cap if config.max_num_seqs is None else min(cap, config.max_num_seqs),
+            vllm,
+            config.repeat_terminate,
+            model=learner.checkpoint,
+            cap=cap if vllm.max_num_seqs is None else min(cap, vllm.max_num_seqs),
             holds_names=bool(names),
         )
-        self._push = ColocatedPush(config.sync, weights)
+        self._push = ColocatedPush(vllm.sync, learner.weights)
         self._engine: Any = None
         self._borrowed = ExitStack()
         self._version = 0

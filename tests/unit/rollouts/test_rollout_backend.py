@@ -24,8 +24,9 @@ from coordexp.parsing import parse_rollout
 from coordexp.records import Rollout, RolloutRequest
 from coordexp.rollouts import DecodingOptions, RolloutBackend, SeedContext, build_backend, check_backend
 from coordexp.rollouts.backend import IndexedRollout, gathered, request_seed
-from coordexp.rollouts.build import LearnerParts, decoding_options
+from coordexp.rollouts.build import decoding_options
 from coordexp.rollouts.hf import HFBackend
+from coordexp.rollouts.learner import LearnerParts
 from coordexp.servers.fleet import check_servers
 from coordexp.vllm_engine.arguments import KNOWN_TOKENS_PROCESSOR, NAMES_PROCESSOR, NAMES_STATUS
 from coordexp.vllm_engine.colocated import ColocatedBackend

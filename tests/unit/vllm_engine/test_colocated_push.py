@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from coordexp import distributed
-from coordexp.config.rollout import RepeatTerminateConfig
-from coordexp.config.vllm import VLLMConfig
 from coordexp.errors import RolloutError
-from coordexp.vllm_engine.colocated import ColocatedBackend
-from support.settings import decoding
+from support.settings import colocated_of
 
 
 class FakeFullEngine:
@@ -41,13 +37,7 @@ def test_a_push_that_fails_on_one_rank_is_told_to_all(monkeypatch: pytest.Monkey
     monkeypatch.setattr(
         distributed, "raise_first_failure", lambda what, where: (told.append((where, what)), tell(what, where))
     )
-    nothing: Any = None
-    weights: Any = NoWeights()
-    backend = ColocatedBackend(
-        VLLMConfig(tensor_parallel_size=2), model=Path("model"),
-        options=decoding(), decode_batch_size=1, vocab=nothing, image_token_id=0,
-        weights=weights, open_image=nothing, offload=nullcontext, repeat_terminate=RepeatTerminateConfig(),
-    )  # fmt: skip
+    backend = colocated_of(NoWeights(), tensor_parallel_size=2)
     backend._engine = FakeFullEngine()
     with pytest.raises(RolloutError, match="no room"):
         backend.sync_weights(1)

@@ -5,21 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from coordexp.config.rollout import RepeatTerminateConfig
-from coordexp.config.vllm import VLLMConfig
 from coordexp.errors import RolloutError
 from coordexp.rollouts import SeedContext, synced
 from coordexp.rollouts.backend import AdapterWeights
 from coordexp.vllm_engine.arguments import EngineSpec
 from coordexp.vllm_engine.colocated import ColocatedBackend
-from support.settings import decoding
+from support.settings import colocated_of
 
 SEEDS = SeedContext(1, 2, 3, 0)
 
@@ -98,13 +94,7 @@ def backend_of(
         return engine
 
     monkeypatch.setattr(EngineSpec, "start", start)
-    nothing: Any = SimpleNamespace()
-    weights: Any = Weights()
-    return ColocatedBackend(
-        VLLMConfig.model_validate({"tensor_parallel_size": 1, **vllm}), model=Path("model"), options=decoding(),
-        decode_batch_size=1, vocab=nothing, image_token_id=0, weights=weights, open_image=nothing,
-        offload=learner.offload, repeat_terminate=RepeatTerminateConfig(),
-    )  # fmt: skip
+    return colocated_of(Weights(), learner.offload, **vllm)
 
 
 @pytest.mark.scenario("Offload context does not break the training step")

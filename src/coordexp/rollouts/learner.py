@@ -1,0 +1,32 @@
+"""What a rollout backend may need of the learner beside which it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from coordexp.coords import CoordVocab
+from coordexp.data.preparation import AS_THEY_ARE, ImagePreparation
+from coordexp.rollouts.backend import WeightSource
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LearnerParts:
+    """What a backend may need of the learner.
+
+    ``model``: the bare model, no DDP wrapper. ``checkpoint``: a plain folder whose configuration, tokenizer and
+    processor an engine starts from. ``open_image``: an image as the model shall see it, which ``preparation`` is a
+    part of, for engines that open images themselves. ``offload``: moves the learner out of a colocated engine's way.
+    """
+
+    model: Any
+    vocab: CoordVocab
+    image_token_id: int
+    weights: WeightSource
+    checkpoint: Path
+    open_image: Callable[[Path], Any]
+    offload: Callable[[], AbstractContextManager[None]] = nullcontext
+    preparation: ImagePreparation = AS_THEY_ARE
