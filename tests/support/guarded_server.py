@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from coordexp.config import load_config
@@ -148,8 +147,11 @@ class GuardedServerContract:
 
 def assert_killing_leaves_nothing(server: RunningServer) -> None:
     """kill -9 of the HTTP process, and its workers, cores and engines end too."""
+    client = server.client()
+    status = client.status()
+    client.close()
     below = server.children()
-    assert any("EngineCore" in " ".join(psutil.Process(pid).cmdline()) for pid in below), below
+    assert status is not None and {one["pid"] for one in status["workers"]} <= set(below)
     os.kill(server.process.pid, signal.SIGKILL)
     deadline = time.monotonic() + 20
     while any(map(is_alive, below)) and time.monotonic() < deadline:
