@@ -60,7 +60,12 @@ DEADLINE_S = 60.0
 
 
 def plan(
-    folder: Path, learner: str, server: str = SERVER, wait_s: float = 60.0, guard: dict[str, int] | None = None
+    folder: Path,
+    learner: str,
+    server: str = SERVER,
+    wait_s: float = 60.0,
+    guard: dict[str, int] | None = None,
+    grace_s: float = 30.0,
 ) -> LaunchPlan:
     port, group = free_ports(2)
 
@@ -73,6 +78,7 @@ def plan(
         wait_s,
         guard,
         None,
+        grace_s,
     )
 
 
@@ -148,7 +154,7 @@ def test_a_signal_is_passed_on_and_everything_ends(tmp_path: Path, number: signa
 
 @pytest.mark.parametrize("victim", ["launcher", "supervisor", "server", "learner"])
 def test_kill_9_of_any_of_them_leaves_no_process(tmp_path: Path, victim: str) -> None:
-    with launched(tmp_path, plan(tmp_path, LONG_LEARNER)) as running:
+    with launched(tmp_path, plan(tmp_path, LONG_LEARNER, grace_s=1.0)) as running:
         running.wait_for("child up", "learner.log")
         everything = descendants(running.process.pid)
         word = {
