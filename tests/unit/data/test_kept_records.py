@@ -60,8 +60,11 @@ def files(pattern: str) -> list[tuple[str, int]]:
     return sorted((path.name, path.stat().st_ino) for path in cache_folder().rglob(pattern))
 
 
-PRINTABLE = st.characters(exclude_categories=["C", "Z"]) | st.just(" ")
-DESCS = st.text(PRINTABLE, min_size=1, max_size=8).filter(lambda text: text.strip() and "<|" not in text)
+SEEN = st.characters(exclude_categories=["C", "Z"])
+PRINTABLE = SEEN | st.just(" ")
+DESCS = st.builds("{}{}{}".format, st.text(PRINTABLE, max_size=4), SEEN, st.text(PRINTABLE, max_size=3)).filter(
+    lambda text: "<|" not in text
+)
 BOXES = st.lists(st.integers(0, 499), min_size=2, max_size=2).map(lambda at: [*at, at[0] + 500, at[1] + 3])
 POLYGONS = st.lists(st.integers(0, 999), min_size=3, max_size=9).map(
     lambda xs: [v for x in xs for v in (x, "<|coord_7|>")]
