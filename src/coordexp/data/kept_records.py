@@ -43,7 +43,7 @@ KEPT_FROM_BYTES = 4 << 20
 """Smaller datasets are read plainly: about a second's work."""
 _SHOWN_AFTER_S = 2.0  # what is over sooner shows no progress
 _VALIDATOR = ("errors", "records", "data.record_line", "data.quick_lines", "data.arrow_records", "data.line_validation")
-_HEADERS = ("data.images", "data.jpeg_size", "data.jsonl", "data.seen_images")
+_HEADERS = ("data.images", "data.jpeg_size", "data.jsonl", "data.seen_images", "data.file_states")
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,7 +137,11 @@ def coco_figures(
     constant_score: float | None = None,
 ) -> CocoFigures:
     """Average precision as pycocotools computes it; ``iou_thrs`` None stands for 0.50, 0.55, … 0.95."""
-    data = to_coco(answers, iou_type, constant_score)
+    return figures_of_coco(to_coco(answers, iou_type, constant_score), iou_type, iou_thrs)
+
+
+def figures_of_coco(data: CocoData, iou_type: IouType, iou_thrs: Sequence[float] | None = None) -> CocoFigures:
+    """:func:`coco_figures` of what :func:`to_coco` made with the same ``iou_type``."""
     if not data.ground_truth["annotations"]:
         return CocoFigures({}, {}, {})
     thresholds = THRESHOLDS_T if iou_thrs is None else np.array(sorted(iou_thrs), dtype=np.float64)

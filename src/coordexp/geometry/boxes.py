@@ -49,6 +49,10 @@ def aabb(shape: Shape) -> tuple[int, int, int, int]:
     """Axis-aligned bounding box ``(x1, y1, x2, y2)`` of a box or polygon, clamped to 0..999."""
     bins = shape.bins
     is_box, is_poly = shape.kind == "bbox_2d", shape.kind == "poly"
+    if is_box and len(bins) == 4:
+        x1, y1, x2, y2 = bins
+        if 0 <= x1 <= x2 < NUM_BINS and 0 <= y1 <= y2 < NUM_BINS:  # as a rule; the corners as they are
+            return x1, y1, x2, y2
     if (is_box and len(bins) == 4) or (is_poly and len(bins) >= 6 and len(bins) % 2 == 0):
         # Of a dozen numbers Python's own minimum is several times faster than an array's.
         x, y = bins[::2], bins[1::2]
@@ -62,7 +66,8 @@ def aabb(shape: Shape) -> tuple[int, int, int, int]:
 def aabbs(shapes: Sequence[Shape]) -> np.ndarray:
     """:func:`aabb` of each shape: (N, 4) int64, also for N = 0."""
     corners = [shape.bins if shape.kind == "bbox_2d" and len(shape.bins) == 4 else aabb(shape) for shape in shapes]
-    corners_N4 = np.clip(np.array(corners, dtype=np.int64).reshape(-1, 4), 0, NUM_BINS - 1)
+    corners_N4 = np.array(corners, dtype=np.int64).reshape(-1, 4)
+    corners_N4 = np.minimum(np.maximum(corners_N4, 0), NUM_BINS - 1)  # np.clip looks its bounds' types up at each call
     low_N2, high_N2 = corners_N4[:, :2], corners_N4[:, 2:]
     return np.concatenate([np.minimum(low_N2, high_N2), np.maximum(low_N2, high_N2)], axis=1)
 

@@ -57,7 +57,8 @@ def mask_iou_pairs(
     iou_K = np.zeros(len(pairs_K2), dtype=np.float64)
     iou_K[both_boxes_K] = _box_pairs(aabb_1[both_boxes_K], aabb_2[both_boxes_K], resolution)
     drawn_D = np.flatnonzero(~both_boxes_K)
-    drawn_D = drawn_D[box_iou_pairs(aabb_1[drawn_D], aabb_2[drawn_D]) > 0]
+    if drawn_D.size:
+        drawn_D = drawn_D[box_iou_pairs(aabb_1[drawn_D], aabb_2[drawn_D]) > 0]
     if drawn_D.size:
         iou_K[drawn_D] = _drawn_pairs(first, second, pairs_K2[drawn_D], resolution)
     return iou_K
@@ -128,10 +129,11 @@ def _box_pairs(a_K4: np.ndarray, b_K4: np.ndarray, resolution: int) -> np.ndarra
     area_a_K = (cells_a_K4[:, 2:] - cells_a_K4[:, :2]).prod(axis=1)
     area_b_K = (cells_b_K4[:, 2:] - cells_b_K4[:, :2]).prod(axis=1)
     sides_K2 = np.minimum(cells_a_K4[:, 2:], cells_b_K4[:, 2:]) - np.maximum(cells_a_K4[:, :2], cells_b_K4[:, :2])
-    shared_K = np.clip(sides_K2, 0, None).prod(axis=1)
+    shared_K = np.maximum(sides_K2, 0).prod(axis=1)
     empty_K = (area_a_K == 0) | (area_b_K == 0)
     iou_K = shared_K / np.where(empty_K, 1, area_a_K + area_b_K - shared_K)
-    iou_K[empty_K] = box_iou_pairs(a_K4[empty_K], b_K4[empty_K])
+    if empty_K.any():
+        iou_K[empty_K] = box_iou_pairs(a_K4[empty_K], b_K4[empty_K])
     return iou_K
 
 

@@ -245,12 +245,14 @@ def test_every_script_is_in_the_readme() -> None:
 def test_toolkit_measures_conversion_evaluation_and_viewer(run: Run) -> None:
     results = run("toolkit", "--images", 2, "--answers", 6, "--objects", 4, "--records", 3, "--resamples", 2)
     rows = [name.split()[0] for name in results if not name.startswith("faster-coco-eval")]
-    assert rows == ["convert", "pycocotools:", "evaluate", "compare", "viewer"]
-    (ratios,) = [row["cpu_ratios"] for row in results.values() if "cpu_ratios" in row]
-    by_name = {name.split()[0].rstrip(":"): row["cpu_seconds"] for name, row in results.items()}
-    assert "pycocotools" in ratios  # faster-coco-eval too, where it is installed
-    for peer, ratio in ratios.items():
-        assert ratio == pytest.approx(by_name["evaluate"] / by_name[peer])
+    assert rows == ["convert", "pycocotools:", "coordexp:", "evaluate", "compare", "viewer"]
+    by_name = {name.split()[0].rstrip(":"): row for name, row in results.items()}
+    assert {name for name, row in by_name.items() if "cpu_ratios" in row} == {"coordexp", "evaluate"}
+    for ours in ("coordexp", "evaluate"):
+        ratios = by_name[ours]["cpu_ratios"]
+        assert "pycocotools" in ratios  # faster-coco-eval too, where it is installed
+        for peer, ratio in ratios.items():
+            assert ratio == pytest.approx(by_name[ours]["cpu_seconds"] / by_name[peer]["cpu_seconds"])
     assert all(row["seconds"] > 0 and row["rate"] > 0 for row in results.values())
 
 
