@@ -22,7 +22,7 @@ class MasterWeights(torch.optim.Optimizer):
 
     Forward, backward and clipping see the model's own weights and gradients; :meth:`step` gives each master its
     weight's gradient in float32, and each weight its master, rounded to nearest. Memory in bytes a parameter: 4 for the
-    master and, while a step is taken, 4 for its gradient.
+    master and 4 for its gradient: while a step is taken or, after :meth:`sum_in_float32`, instead of the weight's 2.
     """
 
     def __init__(self, params: Iterable[Mapping[str, Any]], **arguments: Any) -> None:
@@ -32,12 +32,20 @@ class MasterWeights(torch.optim.Optimizer):
         for group in groups:
             group["params"] = [weight.detach().to(torch.float32, copy=True) for weight in group["params"]]
         super().__init__(groups, **arguments)
+        self._sums: torch.dtype | None = None  # what gradients are summed in; None: in the weights' own type
+
+    def sum_in_float32(self) -> None:
+        """From now on let autograd add up the gradients of several backward passes in float32, each as it comes. Not
+        under DDP, which exchanges gradients in the weights' type and refuses others."""
+        self._sums = torch.float32
+        for weight in self._weights:
+            weight.grad_dtype = self._sums
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """One step of the masters; weights without a gradient stay."""
         moved = [(master, weight) for master, weight in self._pairs() if weight.grad is not None]
         for master, weight in moved:
-            assert weight.grad is not None
+            assert weight.grad is not None and self._sums in (None, weight.grad.dtype), "sums in another type"
             master.grad = weight.grad.to(torch.float32)
         result = super().step(closure)  # pyright: ignore[reportArgumentType, reportCallIssue]
         with torch.no_grad():

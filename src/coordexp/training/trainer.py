@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import DistributedType
@@ -27,7 +27,7 @@ from coordexp.recording.writer import RolloutRecorder
 from coordexp.records import ImageRecord, PackedRow
 from coordexp.rollouts import RolloutBackend, synced
 from coordexp.training.drift import DriftWatch
-from coordexp.training.master_weights import refuse_master_weights, with_master_weights
+from coordexp.training.master_weights import MasterWeights, refuse_master_weights, with_master_weights
 from coordexp.training.objective_step import TrainingObjective, name_channel
 from coordexp.training.optimizer import LearningRates, grouped, parameter_groups
 from coordexp.training.parallel import shard_on_cpus
@@ -104,6 +104,8 @@ class CoordExpTrainer(SavingTrainer):
         optimizer = super().create_optimizer(model)
         if not self._has_masters:
             refuse_master_weights(optimizer)
+        elif self.args.world_size == 1:
+            cast(MasterWeights, optimizer).sum_in_float32()
         return optimizer
 
     def get_batch_samples(

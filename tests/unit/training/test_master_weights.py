@@ -45,6 +45,23 @@ def test_masters_are_the_float32_sum_of_all_updates_and_weights_its_rounding(upd
     assert torch.equal(weight.detach(), expected.bfloat16())
 
 
+@given(gradients=st.lists(st.floats(-4, 4, width=16), min_size=1, max_size=100))
+def test_gradients_of_many_rows_are_summed_in_float32(gradients: list[float]) -> None:
+    """In bfloat16 a sum of 256 stays, whatever below 1 is added."""
+    weight, optimizer = optimizer_of([1.0])
+    optimizer.sum_in_float32()
+    rows = torch.tensor([256.0, *gradients]).bfloat16()
+    for _ in range(2):  # the second step begins at nothing
+        start, expected = masters_of(optimizer)[0].clone(), torch.zeros(1)
+        for row in rows:
+            (weight * row).sum().backward()
+            expected = expected + row.float()
+        assert torch.equal(weight.grad, expected)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert torch.equal(masters_of(optimizer)[0], start - expected)
+
+
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
 def test_steps_are_those_of_the_same_optimizer_over_float32_weights(kind: Any) -> None:
     arguments: dict[str, Any] = {"weight_decay": 0.1, "lr": 1e-3}
@@ -147,6 +164,38 @@ def test_killed_and_resumed_equals_never_killed(tmp_path: Path) -> None:
     assert all(torch.equal(one, other) for one, other in pairs)
     unrounded = [master for master in masters_of(whole.optimizer) if not torch.equal(master, master.bfloat16().float())]
     assert unrounded, "no master held more than its weight, so nothing was tested"
+
+
+def test_a_steps_gradient_is_the_float32_sum_of_its_rows(tmp_path: Path) -> None:
+    """It is what the optimizer steps by; bfloat16 could not hold it."""
+    rows: dict[str, list[torch.Tensor]] = {}
+    sums: dict[str, torch.Tensor] = {}
+
+    def watch(trainer: Any) -> None:
+        plain = trainer.create_optimizer
+
+        def create(model: Any = None) -> Any:
+            optimizer = plain(model)
+            named = dict(trainer.model.named_parameters())
+            for name, weight in named.items():
+                rows[name] = []
+                weight.register_hook(lambda gradient, name=name: rows[name].append(gradient.clone()))
+            optimizer.register_step_pre_hook(
+                lambda *_: sums.update({name: weight.grad.clone() for name, weight in named.items()})
+            )
+            return optimizer
+
+        trainer.create_optimizer = create
+
+    keys = MASTERS | {"training__max_steps": 1, "training__max_grad_norm": 0.0}
+    train(run_config(tmp_path, 1, "run", training__gradient_accumulation_steps=3, **keys), on_built=watch)
+    for name, gradients in rows.items():
+        assert len(gradients) >= 3
+        expected = torch.zeros_like(sums[name], dtype=torch.float32)
+        for gradient in gradients:
+            expected += gradient
+        assert sums[name].dtype == torch.float32 and torch.equal(sums[name], expected)
+    assert not all(torch.equal(total, total.bfloat16().float()) for total in sums.values())
 
 
 @pytest.mark.parametrize(
