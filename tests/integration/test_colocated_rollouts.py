@@ -30,6 +30,7 @@ from coordexp.training.sources import RolloutSource
 from coordexp.vllm_engine import in_process
 from coordexp.vllm_engine.colocated import ColocatedBackend
 from support.answers import CAT, record
+from support.forked import ENGINES
 from support.prepared import PreparedInTurn
 from support.rollout_servers import greedy_tokens, load_served, requests_of
 from support.tiny_run import same_weights, step_lines, tiny_samples, train, weights
@@ -320,7 +321,7 @@ def test_two_ranks_have_an_engine_each_or_share_one(tensor_parallel_size: int, t
     keys = COLOCATED | {"rollout_matching__vllm__tensor_parallel_size": tensor_parallel_size}
     config = vllm_config(tmp_path, "two", training__per_device_train_batch_size=2, **keys, **sgd)
     folder = Path(config.training.output_dir)
-    done = torchrun(WORKER, folder.with_name("two.yaml"))
+    done = torchrun(WORKER, folder.with_name("two.yaml"), behind=ENGINES)
     assert done.returncode == 0, done.output[-4000:]
     trained, alone = load_file(folder / "model.safetensors"), weights(own.model)
     for name, value in trained.items():

@@ -2,6 +2,9 @@
 
 A rank of a tiny model trains for two seconds, and would import for ten. It is a process like any other: it has its own
 process group, environment and log, and a signal ends it as it would end one that a shell had started.
+
+Processes with vLLM engines are forked from a second one, which has imported vLLM as well, and ``swift rollout`` from a
+third: ms-swift patches transformers.
 """
 
 from __future__ import annotations
@@ -9,24 +12,71 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import socket
+import stat
 import subprocess
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from multiprocessing import forkserver
+from multiprocessing import process as parentage
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any, NamedTuple
 
-IMPORTED = (
-    "accelerate",
-    "torch.distributed.fsdp",
-    "torch.distributed.launcher.api",
-    "transformers.models.auto.processing_auto",
-    "transformers.models.qwen2.tokenization_qwen2",
-    "transformers.models.qwen3_vl.modeling_qwen3_vl",
-    "transformers.models.qwen3_vl.processing_qwen3_vl",
-    "transformers.trainer",
-    "coordexp.cli",
-    "coordexp.inference.predict",
-    "coordexp.training.build",
-    "coordexp.training.trainer",
+
+class Behind(NamedTuple):
+    """What processes are forked behind: ``modules``, which ``server`` has imported."""
+
+    modules: tuple[str, ...]
+    server: forkserver.ForkServer
+
+
+LEARNER = Behind(
+    (
+        "accelerate",
+        "torch.distributed.fsdp",
+        "torch.distributed.launcher.api",
+        "transformers.models.auto.processing_auto",
+        "transformers.models.qwen2.tokenization_qwen2",
+        "transformers.models.qwen3_vl.modeling_qwen3_vl",
+        "transformers.models.qwen3_vl.processing_qwen3_vl",
+        "transformers.trainer",
+        "coordexp.cli",
+        "coordexp.inference.predict",
+        "coordexp.training.build",
+        "coordexp.training.trainer",
+    ),
+    forkserver.ForkServer(),
+)
+ENGINES = Behind(
+    (
+        *LEARNER.modules,
+        "vllm",
+        "vllm.v1.engine.async_llm",
+        "vllm.v1.engine.core",
+        "vllm.v1.engine.llm_engine",
+        "vllm.v1.worker.cpu_worker",
+        "vllm.model_executor.models.qwen3_vl",
+        "coordexp.serving.serve.app",
+        "coordexp.serving.serve.engines",
+        "coordexp.vllm_engine.cpu_executor",
+        "coordexp.vllm_engine.in_process",
+        "coordexp.vllm_engine.worker",
+    ),
+    forkserver.ForkServer(),
+)
+SWIFT = Behind(
+    (
+        "swift.pipelines.infer.rollout",
+        "vllm.v1.engine.core",
+        "vllm.v1.engine.llm_engine",
+        "vllm.v1.worker.cpu_worker",
+        "vllm.model_executor.models.qwen3_vl",
+        "coordexp.serving.plugin.swift_rollout",
+        "coordexp.vllm_engine.cpu_executor",
+    ),
+    forkserver.ForkServer(),
 )
 
 
@@ -36,6 +86,7 @@ def forked(
     log: Path,
     err: Path | None = None,
     environment: Mapping[str, str] | None = None,
+    behind: Behind = LEARNER,
 ) -> BaseProcess:
     """``target(*arguments)``, started.
 
@@ -43,18 +94,33 @@ def forked(
         target, arguments: picklable; the target is a function of a module, not of a test.
         log, err: take what it prints; without ``err``, ``log`` takes both streams.
         environment: besides the present one, and one thread for torch.
+        behind: what it finds imported. Behind vLLM, engine processes that it starts are forked from it, as is vLLM's
+            default beside GPUs; on CPUs vLLM spawns them, and each imports everything anew.
 
     Returns:
         Its process. ``exitcode`` is negative for a signal.
     """
     for file in {log, err or log}:
         file.write_bytes(b"")  # whoever waits for a line may look before the process begins, and must find no old one
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(IMPORTED))
     whole = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **(environment or {})}
+    context = multiprocessing.get_context("forkserver")
     process = context.Process(target=_run, args=(target, arguments, str(log), str(err or log), whole))
-    process.start()
+    with _from(behind):
+        process.start()
     return process
+
+
+@contextmanager
+def _from(behind: Behind) -> Iterator[None]:
+    """multiprocessing's contexts share one server; here it is that of ``behind``."""
+    behind.server.set_forkserver_preload(list(behind.modules))
+    shared: Any = forkserver
+    usual = shared.connect_to_new_process
+    shared.connect_to_new_process = behind.server.connect_to_new_process
+    try:
+        yield
+    finally:
+        shared.connect_to_new_process = usual
 
 
 def coordexp(command: list[str]) -> None:
@@ -62,6 +128,18 @@ def coordexp(command: list[str]) -> None:
     from coordexp.cli import main
 
     main(command)
+
+
+def swift_rollout(arguments: list[str]) -> None:
+    """``swift rollout``, as a target; its workers are forked from it, and have none of its plugins imported."""
+    known: Any = parentage
+    known._parent_process = None  # by which the plugin knows a worker
+    multiprocessing.set_start_method("fork", force=True)
+    os.register_at_fork(after_in_child=_forget_plugins)
+    sys.argv = ["rollout", *arguments]
+    from swift.pipelines import rollout_main
+
+    rollout_main()
 
 
 class Handle:
@@ -112,6 +190,54 @@ def _run(
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(out, 1)
     os.dup2(out if err == log else os.open(err, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+    environment = {**_set_by_imports(), **environment}
     os.environ.clear()
     os.environ.update(environment)
+    if "vllm" in sys.modules:
+        _fork_engines()
     target(*arguments)
+
+
+def _set_by_imports() -> dict[str, str]:
+    """Variables that the process which this one was forked from did not begin with."""
+    began = Path("/proc/self/environ").read_bytes().split(b"\0")
+    return {name: value for name, value in os.environ.items() if os.fsencode(f"{name}={value}") not in began}
+
+
+def _fork_engines() -> None:
+    from vllm.v1.engine import utils
+    from vllm.v1.executor import multiproc_executor
+
+    modules: tuple[Any, ...] = (utils, multiproc_executor)
+    for module in modules:
+        module.get_mp_context = lambda: multiprocessing.get_context("fork")
+    os.register_at_fork(after_in_child=_let_go_of_ports)
+
+
+def _let_go_of_ports() -> None:
+    """As in a spawned process: who asks a server that has died must be refused, although its engines still end."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for fd in (int(name) for name in os.listdir("/proc/self/fd")):
+        try:
+            if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+                continue
+        except OSError:  # the listing's own
+            continue
+        with socket.socket(fileno=os.dup(fd)) as one:
+            is_port = one.family in (socket.AF_INET, socket.AF_INET6) and not _has_peer(one)
+        if is_port:
+            os.dup2(nothing, fd)  # not closed: the number still has an owner, who would close another's one day
+    os.close(nothing)
+
+
+def _has_peer(one: socket.socket) -> bool:
+    try:
+        one.getpeername()
+    except OSError:
+        return False
+    return True
+
+
+def _forget_plugins() -> None:
+    for name in [name for name in sys.modules if name.startswith("_swift_external_")]:
+        del sys.modules[name]

@@ -23,7 +23,7 @@ from coordexp.records import RolloutRequest
 from coordexp.servers.client import ServerClient
 from coordexp.serving.launch.processes import descendants
 from support.config_samples import set_key, stage2, write_yaml
-from support.forked import Handle, coordexp, forked
+from support.forked import ENGINES, Handle, coordexp, forked
 from support.ports import free_ports
 from support.settings import client_to
 from support.tiny_run import PROMPT, _session_folder, tiny_samples, tiny_scenes
@@ -136,8 +136,8 @@ def started(
     """``coordexp serve`` of entry ``index``; ended with everything it started.
 
     Args:
-        by_shell: in an interpreter of its own, as a shell would start it, which imports torch and transformers first.
-            Otherwise the command is run in a :mod:`forked <support.forked>` process; its engines are as ever.
+        by_shell: in an interpreter of its own, as a shell would start it, which imports torch and vLLM first, as do its
+            engines. Otherwise the command is run in a :mod:`forked <support.forked>` process, which forks its engines.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = write_yaml(folder, dict(config), f"serve{index}.yaml")
@@ -165,7 +165,7 @@ def _in_shell(command: list[str], log: Path, environment: Mapping[str, str]) -> 
 
 
 def _forked(command: list[str], log: Path, environment: Mapping[str, str]) -> Handle:
-    return Handle(forked(coordexp, command, log=log, environment=environment))
+    return Handle(forked(coordexp, command, log=log, environment=environment, behind=ENGINES))
 
 
 def wait_until_healthy(server: RunningServer) -> None:

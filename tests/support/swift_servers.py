@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,6 +12,8 @@ from coordexp.config import load_config
 from coordexp.serving.launch.plan import LaunchPlan, ProcessPlan
 from coordexp.serving.launch.preflight import make_plan
 from support.config_samples import write_yaml
+from support.forked import SWIFT, Handle, forked
+from support.forked import swift_rollout as rollout_program
 from support.rollout_servers import RunningServer, end, server_config, serving_environment, wait_until_healthy
 
 # The sharpened tiny model repeats itself at different steps: of six answers of 64 tokens, two stay below these limits.
@@ -51,30 +52,20 @@ def with_arguments(process: ProcessPlan, **flags: Any) -> ProcessPlan:
 
 
 @contextmanager
-def started_process(process: ProcessPlan, base_url: str, group_port: int) -> Iterator[RunningServer]:
-    """The server of a plan, not waited for; ended with everything it started."""
-    process.log.parent.mkdir(parents=True, exist_ok=True)
-    with process.log.open("wb") as log:
-        running = subprocess.Popen(
-            process.command,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=serving_environment(**process.environment),
-            start_new_session=True,
-        )
-    server = RunningServer(running, base_url, group_port, process.log)
-    try:
-        yield server
-    finally:
-        end(server)
-
-
-@contextmanager
 def swift_rollout(folder: Path, config: Mapping[str, Any], **flags: Any) -> Iterator[RunningServer]:
-    """``swift rollout``, healthy."""
+    """``swift rollout``, healthy: :mod:`forked <support.forked>`, and its workers from it. From the command line it is
+    started by ``coordexp launch``, and tested there. Ended with everything it started."""
     (server,) = plan_of(folder, config).servers
     assert server.process is not None
     process = with_arguments(server.process, **flags)
-    with started_process(process, server.base_url, server.group_port) as running:
+    assert process.command[1:3] == ("-m", "swift.cli.rollout")
+    process.log.parent.mkdir(parents=True, exist_ok=True)
+    environment = serving_environment(**process.environment)
+    arguments = list(process.command[3:])
+    started = Handle(forked(rollout_program, arguments, log=process.log, environment=environment, behind=SWIFT))
+    running = RunningServer(started, server.base_url, server.group_port, process.log)
+    try:
         wait_until_healthy(running)
         yield running
+    finally:
+        end(running)

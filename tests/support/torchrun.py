@@ -15,7 +15,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NamedTuple
 
-from support.forked import forked
+from support.forked import LEARNER, Behind, forked
 
 TIMEOUT_S = 300.0
 
@@ -27,24 +27,32 @@ class Finished(NamedTuple):
     output: str
 
 
-def torchrun(*command: object, environment: Mapping[str, str] | None = None, timeout_s: float = TIMEOUT_S) -> Finished:
+def torchrun(
+    *command: object,
+    environment: Mapping[str, str] | None = None,
+    timeout_s: float = TIMEOUT_S,
+    behind: Behind = LEARNER,
+) -> Finished:
     """Two ranks of ``command`` (a script and its arguments, or ``-m``, a module and its arguments), to their end.
+    ``behind``: as :func:`support.forked.forked` takes it.
 
     Raises:
         TimeoutError: they are not done after ``timeout_s``; they are killed.
     """
     with tempfile.NamedTemporaryFile(suffix=".log") as file:
         log = Path(file.name)
-        agent = start(*command, log=log, environment=environment)
+        agent = start(*command, log=log, environment=environment, behind=behind)
         try:
             return Finished(wait(agent, timeout_s), log.read_text(errors="replace"))
         except TimeoutError as error:
             raise TimeoutError(f"{error}:\n{log.read_text(errors='replace')[-3000:]}") from None
 
 
-def start(*command: object, log: Path, environment: Mapping[str, str] | None = None) -> BaseProcess:
+def start(
+    *command: object, log: Path, environment: Mapping[str, str] | None = None, behind: Behind = LEARNER
+) -> BaseProcess:
     """The agent of :func:`torchrun`, not waited for; everything is printed into ``log``."""
-    return forked(_agent, [str(word) for word in command], log=log, environment=environment)
+    return forked(_agent, [str(word) for word in command], log=log, environment=environment, behind=behind)
 
 
 def wait(agent: BaseProcess, timeout_s: float = TIMEOUT_S) -> int:
