@@ -74,7 +74,7 @@ def predict(
     from coordexp.inference.asking import read_classes
 
     names = read_classes(classes)
-    from coordexp.inference.predict import run_prediction
+    from coordexp.inference.predict import PredictionOptions, run_prediction
 
     console = open_console(stderr=as_json)
     no_bars_in_log_files()
@@ -84,11 +84,13 @@ def predict(
         source=images if len(images) > 1 else images[0],
         output=output or _new_folder(Path("outputs/predict")),
         model=model,
-        limit=limit,
-        constant_score=constant_score,
-        skip_broken=True,
-        save_images=save_images,
-        classes=names,
+        options=PredictionOptions(
+            limit=limit,
+            score="token_probability" if constant_score is None else constant_score,
+            skip_broken=True,
+            save_images=save_images,
+            classes=names,
+        ),
     )
     if not as_json:
         _show(console, result)

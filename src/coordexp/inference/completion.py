@@ -94,9 +94,11 @@ def run_completion(
         DataError, ConfigError, CheckpointError: as :func:`~coordexp.inference.predict.run_prediction` and
             :func:`~coordexp.evaluation.completion.complete_records`.
     """
-    from coordexp.inference.predict import run_prediction  # torch comes with it, and settings are checked without
+    # Torch comes with it, and settings are checked without.
+    from coordexp.inference.predict import PredictionOptions, run_prediction
 
-    run_prediction(run, console, source=source, output=_answers_folder(out), confidence=True)
+    asked = PredictionOptions(score="confidence")
+    run_prediction(run, console, source=source, output=_answers_folder(out), options=asked)
     result = CompletionResult(CompletionCounts(), run.template.prompt, ())
     with distributed.raise_on_all_ranks("coordexp data complete"):
         if distributed.is_main():

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 
@@ -15,7 +15,7 @@ from coordexp.checkpoints.folder import checkpoint_fingerprint
 from coordexp.config import RunConfig, resolved_rollout
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.data.dataset import RecordDataset
-from coordexp.data.image_sources import ImagesToAnswer, find_images
+from coordexp.data.image_sources import FoundImages, find_images
 from coordexp.data.preparation import ImagePreparation, read_preparation
 from coordexp.errors import DataError
 from coordexp.evaluation import Prediction, read_answers
@@ -31,6 +31,24 @@ from coordexp.records import ImageRecord
 from coordexp.rollouts import DatasetSeeds, check_backend
 
 SETTINGS = "prediction.json"
+Score = Literal["token_probability", "confidence"] | float
+
+
+@dataclass(frozen=True, slots=True)
+class PredictionOptions:
+    """What a caller chooses beside the configuration.
+
+    ``limit``: at most so many images. ``score``: of an object, the probability of its tokens (which ranks), its
+    confidence (which calls for action), or one number for all. ``skip_broken``: leave out images that cannot be read.
+    ``save_images``: draw each image with its answer too. ``classes``: the only descriptions that answers may hold;
+    empty for any.
+    """
+
+    limit: int | None = None
+    score: Score = "token_probability"
+    skip_broken: bool = False
+    save_images: bool = False
+    classes: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,20 +71,13 @@ def run_prediction(
     source: Path | Sequence[Path],
     output: Path,
     model: Path | None = None,
-    limit: int | None = None,
-    constant_score: float | None = None,
-    confidence: bool = False,
-    skip_broken: bool = False,
-    save_images: bool = False,
-    classes: Sequence[str] = (),
+    options: PredictionOptions,
 ) -> PredictionResult:
     """Answer every image of ``source`` (:func:`~coordexp.data.image_sources.find_images`) and write
-    ``predictions.jsonl`` and COCO results to ``output``; with ``save_images`` each image with its answer drawn too.
+    ``predictions.jsonl`` and COCO results to ``output``. ``model``: ``model.model`` for None.
 
     Each batch is on the disk before the next one starts; run again with the same settings, it goes on where it stopped.
     Under torchrun each rank answers its share into a file of its own, and the first joins them at the end.
-    ``classes``: the only descriptions that answers may hold; empty for any.
-    ``confidence``: objects are scored by their confidence, which calls for action rather than ranks.
 
     Raises:
         DataError: ``output`` holds the answers of other settings, or an image cannot be read.
@@ -74,32 +85,32 @@ def run_prediction(
     from accelerate import PartialState
 
     rollout = resolved_rollout(config)
-    check_backend(rollout, bool(classes))
+    check_backend(rollout, bool(options.classes))
     sources = [source] if isinstance(source, Path) else list(source)
-    images = find_images(sources, limit=limit, skip_broken=skip_broken)
+    images = find_images(sources, limit=options.limit, skip_broken=options.skip_broken)
     path = checked_model(config, model)
     preparation = read_preparation(path)
-    score = "confidence" if confidence else constant_score
-    settings = _settings(config, rollout, path, sources, score) | _resizing(preparation) | _closed_to(classes)
+    settings = _settings(config, rollout, path, sources, options.score)
+    settings |= _resizing(preparation) | _closed_to(options.classes)
     _tell_of(console, images, preparation)
     mine = _part(output, distributed.rank())
     PartialState(cpu=config.training.use_cpu)  # joins the process group under torchrun: the next line needs it
     records = images.records
     todo = _unanswered(records, output, settings)
     with (
-        open_session(config, rollout, path, classes) as session,
+        open_session(config, rollout, path, options.classes) as session,
         reporting(console, f"predicting with {path}", stays=True) as on_progress,
     ):
         batch_size = session.backend.batch_size(rollout.decode_batch_size)
         batches = share_out(todo, distributed.world_size(), batch_size)[distributed.rank()]
         with distributed.raise_on_all_ranks("coordexp predict"):
             predicted = _answers_of(
-                session, records, batches, config.training.seed, _scorer(session, score), on_progress
+                session, records, batches, config.training.seed, _scorer(session, options.score), on_progress
             )
-            answers = ([_answer(item, images.annotated, constant_score) for item in batch] for batch in predicted)
+            answers = ([_answer(item, images.annotated, options.score) for item in batch] for batch in predicted)
             _append_batches(mine, answers, sum(len(batch) for batch in batches), on_progress)
     distributed.barrier()
-    answers, files = _finish(output, records, save_images) if distributed.is_main() else ([], [])
+    answers, files = _finish(output, records, options.save_images) if distributed.is_main() else ([], [])
     return PredictionResult(
         output, len(records), len(records) - len(todo), tuple(files), images.skipped, tuple(answers)
     )
@@ -119,10 +130,9 @@ def _append_batches(
         on_progress(done, total)
 
 
-def _scorer(session: InferenceSession, score: str | float | None) -> Scorer | None:
-    """What scores objects: the model by its confidence, or by its tokens' probabilities (None); nothing where all get
-    the same number."""
-    if score is None:
+def _scorer(session: InferenceSession, score: Score) -> Scorer | None:
+    """What scores objects; nothing where all get the same number."""
+    if score == "token_probability":
         return session.scorer
     return ConfidenceScorer(session.scorer) if score == "confidence" else None
 
@@ -148,15 +158,15 @@ def _answers_of(
         done += len(batch)
 
 
-def _answer(item: Prediction, annotated: frozenset[str], constant_score: float | None) -> ImageAnswer:
+def _answer(item: Prediction, annotated: frozenset[str], score: Score) -> ImageAnswer:
     scores = item.scores
-    if constant_score is not None:
-        scores = (constant_score,) * len(item.parsed.objects)
+    if not isinstance(score, str):
+        scores = (score,) * len(item.parsed.objects)
     return make_answer(item.record, item.rollout, item.parsed, scores, item.record.sample_id in annotated)
 
 
 def _settings(
-    config: RunConfig, rollout: RolloutMatchingConfig, model: Path, sources: Sequence[Path], score: str | float | None
+    config: RunConfig, rollout: RolloutMatchingConfig, model: Path, sources: Sequence[Path], score: Score
 ) -> dict[str, Any]:
     """What an answer depends on."""
     return {
@@ -173,7 +183,7 @@ def _settings(
         "num_beams": rollout.num_beams,
         "repetition_penalty": rollout.repetition_penalty,
         "repeat_terminate": rollout.repeat_terminate.model_dump(mode="json"),
-        "score": "token_probability" if score is None else score,
+        "score": score,
     }
 
 
@@ -185,7 +195,7 @@ def _closed_to(classes: Sequence[str]) -> dict[str, Any]:
     return {"classes": list(classes)} if classes else {}
 
 
-def _tell_of(console: Console, images: ImagesToAnswer, preparation: ImagePreparation) -> None:
+def _tell_of(console: Console, images: FoundImages, preparation: ImagePreparation) -> None:
     """What the user should know of the images before they are answered."""
     records = images.records
     unlike = [record for record in records if preparation.is_unlike_training(record.width, record.height)]
