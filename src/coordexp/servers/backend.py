@@ -28,8 +28,7 @@ from coordexp.rollouts.chunking import Call, Post, chunk_size, plan_calls, plan_
 from coordexp.rollouts.learner import LearnerParts
 from coordexp.servers.client import ENGINE_STILL, ServerClient
 from coordexp.servers.fleet import check_names, make_clients, world_sizes
-from coordexp.servers.image_source import image_source
-from coordexp.servers.protocol import infer_payload, read_answer
+from coordexp.servers.protocol import image_source, infer_payload, read_answer
 from coordexp.weight_sync.policy import DrainedWeights
 from coordexp.weight_sync.stamp import WeightStamp
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from coordexp.coords import CoordVocab
+from coordexp.data.images import open_rgb, read_header
+from coordexp.data.preparation import ImagePreparation
+from coordexp.data.shards import image_bytes, shard_of
 from coordexp.errors import RolloutError
 from coordexp.records import Rollout, RolloutRequest
-from coordexp.rollouts.backend import DecodingOptions, answer_tokens
+from coordexp.rollouts.backend import DecodingOptions, response_tokens
 from coordexp.vllm_engine.arguments import NAMES_KEY
 from coordexp.weight_sync.stamp import WeightStamp
 
@@ -19,26 +24,28 @@ TRIGGERED = "repeat_terminate_triggered"  # 0 or 1, due from every server whose 
 # What our own server and plugin add; others need not.
 ACTIVE = "repeat_terminate_active"
 _EXCERPT = 300
+# What every reader opens alike, and what is small as it is: bitmaps and TIFF would be longer than a PNG of them.
+_COMPRESSED = {"JPEG": "jpeg", "MPO": "jpeg", "PNG": "png", "WEBP": "webp"}
 
 
 def infer_payload(
     requests: Sequence[RolloutRequest],
     seed: int,
     options: DecodingOptions,
-    image_source: Callable[[Path], str],
+    source_of: Callable[[Path], str],
     tagged: bool = False,
     names: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The body of one ``/infer/`` call; JSON can hold it.
 
-    ``image_source``: what stands for an image; see :mod:`coordexp.servers.image_source`.
+    ``source_of``: what stands for an image; see :func:`image_source`.
     ``tagged``: each request carries its place, which ``coordexp serve`` says again beside the answer.
     ``names``: the only descriptions that answers may hold; empty for any.
     """
     listed = {"data_dict": {NAMES_KEY: list(names)}} if names else {}
     return {
         "infer_requests": [
-            {**_infer_request(request, image_source), **listed, **({"uuid": str(place)} if tagged else {})}
+            {**_infer_request(request, source_of), **listed, **({"uuid": str(place)} if tagged else {})}
             for place, request in enumerate(requests)
         ],
         "request_config": {
@@ -54,9 +61,9 @@ def infer_payload(
     }
 
 
-def _infer_request(request: RolloutRequest, image_source: Callable[[Path], str]) -> dict[str, Any]:
+def _infer_request(request: RolloutRequest, source_of: Callable[[Path], str]) -> dict[str, Any]:
     messages = [{"role": message["role"], "content": _content(message["content"])} for message in request.messages]
-    return {"messages": messages, "images": [image_source(request.image)]}
+    return {"messages": messages, "images": [source_of(request.image)]}
 
 
 def _content(parts: str | Sequence[Mapping[str, Any]]) -> str:
@@ -104,7 +111,7 @@ def read_answer(
             f"{where}: the answer has {len(answer_ids)} tokens, and rollout_matching.max_new_tokens is "
             f"{max_new_tokens}: the server does not do what it is asked; look into its log"
         )
-    answer = answer_tokens(answer_ids, finish_reason, vocab, where)
+    answer = response_tokens(answer_ids, finish_reason, vocab, where)
     envelope = _check_envelope(item.get(ENVELOPE), stamp, guarded, where)
     if place is not None and envelope.get("uuid") != str(place):
         raise RolloutError(
@@ -189,3 +196,40 @@ def _token_ids(value: Any) -> tuple[int, ...]:
     if not isinstance(value, list) or not all(type(token) is int and token >= 0 for token in value):
         raise TypeError(f"{str(value)[:60]} is no list of token ids")
     return tuple(value)
+
+
+def image_source(path: Path, images: Literal["path", "base64"], preparation: ImagePreparation, ours: bool) -> str:
+    """What stands for an image in a request: an absolute path, or a data URL of its file's own bytes; encoded anew only
+    where the server would otherwise show its model other pixels than the learner's. (Base64 alone would not do: that of
+    every JPEG begins as a path does, ``/9j/``.)
+
+    Args:
+        images: whether the server sees the learner's files. preparation: what the learner does to an image.
+        ours: the server opens images as the learner does (``coordexp serve``): turned as EXIF says, transparency on
+            white, out of tar files. Others do none of it.
+
+    Raises:
+        DataError: the file is missing, or no image.
+    """
+    if ours and images == "path" and preparation.resize is None:
+        return str(path)
+    header = read_header(path)
+    plain = ours or (header.orientation == 1 and header.opaque)
+    if preparation.changes(*header.size) or not plain:
+        return _as_png(path, preparation)
+    if images == "path" and (ours or shard_of(str(path)) is None):
+        return str(path)
+    if header.format not in _COMPRESSED:
+        return _as_png(path, preparation)
+    return _data_url(image_bytes(path), _COMPRESSED[header.format])
+
+
+def _as_png(path: Path, preparation: ImagePreparation) -> str:
+    """The pixels that the learner's own encoder sees, without loss. zlib's fastest level: the way is short."""
+    encoded = io.BytesIO()
+    preparation(open_rgb(path)).save(encoded, format="PNG", compress_level=1)
+    return _data_url(encoded.getvalue(), "png")
+
+
+def _data_url(data: bytes, kind: str) -> str:
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode('ascii')}"

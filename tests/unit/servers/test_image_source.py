@@ -14,7 +14,7 @@ from PIL import Image
 from coordexp.data.images import open_rgb
 from coordexp.data.preparation import AS_THEY_ARE, ImagePreparation, ResizeRule
 from coordexp.errors import DataError
-from coordexp.servers.image_source import image_source
+from coordexp.servers.protocol import image_source
 from coordexp.serving.serve.requests import open_image
 
 ROTATED = 6
