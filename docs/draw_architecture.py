@@ -39,7 +39,7 @@ PATHS: dict[str, list[tuple[str, str, str]]] = {
     ],
     "token": [
         ("rollouts/hf.py", "HFBackend.generate", "the model draws it"),
-        ("rollouts/backend.py", "answer_tokens", "keeps it if it stands before the end of the turn"),
+        ("rollouts/backend.py", "response_tokens", "keeps it if it stands before the end of the turn"),
         ("training/sources.py", "RolloutSource.outcome", "takes the answer from parsing to its target"),
         ("parsing/parse.py", "parse_rollout", "reads what it says, and whether the prefix keeps it"),
         ("matching/assign.py", "match_objects", "decides which annotated object its object is"),

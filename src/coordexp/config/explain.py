@@ -47,11 +47,9 @@ class Difference:
     right: tuple[str, str] | None
 
 
-def explain_config(
-    path: str | Path, overrides: Mapping[str, Any] | None = None, arguments: Sequence[str] = ()
-) -> Explained:
+def explain_config(path: str | Path, arguments: Sequence[str] = ()) -> Explained:
     """Load as :func:`coordexp.config.load_config` does, and keep the sources."""
-    document = read_document(path, overrides)
+    document = read_document(path)
     apply_arguments(document, arguments)
     return Explained(validate(document, str(path)), document)
 

@@ -14,6 +14,13 @@ from coordexp.settings import MatchingConfig, TargetPolicy, TransportConfig
 
 _MATCHING, _TRANSPORT, _TARGET = MatchingConfig(), TransportConfig(), TargetPolicy()
 Threshold = Annotated[float, Field(gt=0, le=1)]
+CoordDecodeMode = Annotated[
+    Literal["exp", "st"],
+    Field(
+        description="how bbox_geo decodes a coordinate: by its expectation, or the most likely bin with the "
+        "expectation's gradient"
+    ),
+]
 
 
 class DecodingConfig(StrictModel):
@@ -152,11 +159,7 @@ class RolloutMatchingConfig(StrictModel):
     repeat_terminate: RepeatTerminateConfig = Field(
         default=RepeatTerminateConfig(), description="the guard against answers that repeat themselves"
     )
-    coord_decode_mode: Literal["exp", "st"] = Field(
-        default="exp",
-        description="how bbox_geo decodes a coordinate: by its expectation, or the most likely bin with the "
-        "expectation's gradient",
-    )
+    coord_decode_mode: CoordDecodeMode = "exp"
     candidate_top_k: int = Field(
         default=_MATCHING.candidate_top_k, ge=1, description="ground-truth candidates per prediction, nearest first"
     )
@@ -239,10 +242,6 @@ class Stage2ABConfig(StrictModel):
         description="what is fed back at a coordinate: the most likely token with the mean's gradient (st), the mean "
         "embedding (soft), or the most likely token (hard)",
     )
-    coord_decode_mode: Literal["exp", "st"] = Field(
-        default="exp",
-        description="how bbox_geo decodes a coordinate: by its expectation, or the most likely bin with the "
-        "expectation's gradient",
-    )
+    coord_decode_mode: CoordDecodeMode = "exp"
     pipeline: PipelineConfig = Field(description="the objective of both channels; each module names its own")
     channel_b: ChannelBConfig = Field(default=ChannelBConfig(), description="takes no keys")

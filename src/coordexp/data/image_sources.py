@@ -19,7 +19,7 @@ _WORKERS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class ImagesToAnswer:
+class FoundImages:
     """Records to answer, whether they are annotated, and (image, reason) of each that cannot be read."""
 
     records: tuple[ImageRecord, ...]
@@ -27,7 +27,7 @@ class ImagesToAnswer:
     skipped: tuple[tuple[str, str], ...] = ()
 
 
-def find_images(sources: Sequence[Path], *, limit: int | None = None, skip_broken: bool = False) -> ImagesToAnswer:
+def find_images(sources: Sequence[Path], *, limit: int | None = None, skip_broken: bool = False) -> FoundImages:
     """The records of datasets (``*.jsonl``), and a record without objects for every image file, every image below a
     folder, and every file that a pattern (``frames/*.png``, ``frame_%05d.png``) names.
 
@@ -66,7 +66,7 @@ def find_images(sources: Sequence[Path], *, limit: int | None = None, skip_broke
     if not chosen:
         reasons = f"; the first: {skipped[0][1]}" if skipped else ""
         raise DataError(f"no image that can be read ({len(skipped)} skipped{reasons})", path=sources[0])
-    return ImagesToAnswer(tuple(chosen), frozenset(annotated), tuple(skipped))
+    return FoundImages(tuple(chosen), frozenset(annotated), tuple(skipped))
 
 
 def is_pattern(path: Path) -> bool:

@@ -21,6 +21,7 @@ from coordexp.evaluation.detection import (
 )
 
 RESAMPLES = 1000
+CONFIDENCE = 0.95  # of every interval
 _COUNTS = ("images", "gt", "pred", "matched", "matched_any_desc", "matched_iou_sum", "dropped", "duplicates", "giants",
            "truncated", "repeat_terminated", "empty", "tokens")  # fmt: skip
 COMPARED = ("f1", "precision", "recall", "mean_matched_iou", "duplicate_rate", "giant_rate", "invalid_rate",
@@ -72,10 +73,7 @@ def compare(
     b: Sequence[ImageAnswer],
     *,
     resamples: int = RESAMPLES,
-    confidence: float = 0.95,
     seed: int = 0,
-    threshold: float = IOU_THRESHOLD,
-    coco: bool = True,
     constant_score: float | None = None,
 ) -> Comparison:
     """Every figure of both runs with the percentile interval of their difference.
@@ -88,24 +86,23 @@ def compare(
     """
     b = paired(a, b)
     weights_RN = _resample_weights(len(a), resamples, seed)
-    counted = [[count_image(answer, threshold) for answer in run] for run in (a, b)]
-    aps = [_ap_by_class(run, constant_score, weights_RN) if coco else {} for run in (a, b)]
-    figures = _figures(counted, weights_RN, confidence)
-    if coco:
-        (before, before_R), (after, after_R) = (_mean_of_classes(run, resamples) for run in aps)
-        figures.insert(0, Difference("AP", before, after, *_interval(after_R - before_R, confidence)))
+    counted = [[count_image(answer, IOU_THRESHOLD) for answer in run] for run in (a, b)]
+    aps = [_ap_by_class(run, constant_score, weights_RN) for run in (a, b)]
+    figures = _figures(counted, weights_RN)
+    (before, before_R), (after, after_R) = (_mean_of_classes(run, resamples) for run in aps)
+    figures.insert(0, Difference("AP", before, after, *_interval(after_R - before_R)))
     return Comparison(
         len(a),
         resamples,
-        confidence,
+        CONFIDENCE,
         seed,
         tuple(figures),
-        tuple(_by_class(counted, aps, weights_RN, confidence)),
-        tuple(_by_density(counted, weights_RN, confidence)),
+        tuple(_by_class(counted, aps, weights_RN)),
+        tuple(_by_density(counted, weights_RN)),
     )
 
 
-def _figures(counted: Sequence[Sequence[ImageCounts]], weights_RN: np.ndarray, confidence: float) -> list[Difference]:
+def _figures(counted: Sequence[Sequence[ImageCounts]], weights_RN: np.ndarray) -> list[Difference]:
     matrices = [
         np.array([[part.counts[name] for name in _COUNTS] for part in run], dtype=np.float64) for run in counted
     ]
@@ -117,7 +114,7 @@ def _figures(counted: Sequence[Sequence[ImageCounts]], weights_RN: np.ndarray, c
     differences = []
     for name in COMPARED:
         values = np.array([after[name] - before[name] for before, after in zip(*drawn, strict=True)])
-        differences.append(Difference(name, whole[0][name], whole[1][name], *_interval(values, confidence)))
+        differences.append(Difference(name, whole[0][name], whole[1][name], *_interval(values)))
     return differences
 
 
@@ -150,7 +147,6 @@ def _by_class(
     counted: Sequence[Sequence[ImageCounts]],
     aps: Sequence[Mapping[str, tuple[float, np.ndarray]]],
     weights_RN: np.ndarray,
-    confidence: float,
 ) -> list[GroupDifference]:
     images_of: defaultdict[str, set[int]] = defaultdict(set)
     for run in counted:
@@ -161,32 +157,28 @@ def _by_class(
     for desc, images in images_of.items():
         of_N = np.array(sorted(images))
         parts = [[run[n].by_desc.get(desc, {}) for n in of_N.tolist()] for run in counted]
-        row = _group(desc, parts, weights_RN[:, of_N], confidence)
+        row = _group(desc, parts, weights_RN[:, of_N])
         if row.gt:
             ap = None
             if desc in aps[0]:
                 (before, before_R), (after, after_R) = (run[desc] for run in aps)
-                ap = Difference("AP", before, after, *_interval(after_R - before_R, confidence))
+                ap = Difference("AP", before, after, *_interval(after_R - before_R))
             rows.append(replace(row, ap=ap))
     return sorted(rows, key=lambda row: (-row.gt, row.name))
 
 
-def _by_density(
-    counted: Sequence[Sequence[ImageCounts]], weights_RN: np.ndarray, confidence: float
-) -> list[GroupDifference]:
+def _by_density(counted: Sequence[Sequence[ImageCounts]], weights_RN: np.ndarray) -> list[GroupDifference]:
     names = np.array([part.density for part in counted[0]])
     rows = []
     for name in [density_bin(low) for low, _ in DENSITY_BINS if low]:
         of_N = np.flatnonzero(names == name)
         if of_N.size:
             parts = [[run[n].counts for n in of_N.tolist()] for run in counted]
-            rows.append(_group(f"{name} objects", parts, weights_RN[:, of_N], confidence))
+            rows.append(_group(f"{name} objects", parts, weights_RN[:, of_N]))
     return rows
 
 
-def _group(
-    name: str, parts: Sequence[Sequence[Mapping[str, float]]], weights_RN: np.ndarray, confidence: float
-) -> GroupDifference:
+def _group(name: str, parts: Sequence[Sequence[Mapping[str, float]]], weights_RN: np.ndarray) -> GroupDifference:
     """F1 from the counts of both runs on the images of a group."""
     counts = [
         np.array([[part.get(key, 0) for key in ("gt", "pred", "matched")] for part in run], dtype=np.float64)
@@ -195,7 +187,7 @@ def _group(
     before, after = (float(_f1(count_N3.sum(axis=0, keepdims=True))[0]) for count_N3 in counts)
     before_R, after_R = (_f1(weights_RN @ count_N3) for count_N3 in counts)
     gt = int(counts[0][:, 0].sum())
-    return GroupDifference(name, gt, Difference("f1", before, after, *_interval(after_R - before_R, confidence)))
+    return GroupDifference(name, gt, Difference("f1", before, after, *_interval(after_R - before_R)))
 
 
 def _f1(count_R3: np.ndarray) -> np.ndarray:
@@ -228,7 +220,7 @@ def _resample_weights(num_images: int, resamples: int, seed: int) -> np.ndarray:
     return rng.multinomial(num_images, np.full(num_images, 1 / num_images), size=resamples)
 
 
-def _interval(values: np.ndarray, confidence: float) -> tuple[float, float]:
+def _interval(values: np.ndarray) -> tuple[float, float]:
     """A resample in which a class does not occur shows no difference in it: else one image could make a clear one."""
-    low, high = np.quantile(np.nan_to_num(values), [(1 - confidence) / 2, (1 + confidence) / 2]).tolist()
+    low, high = np.quantile(np.nan_to_num(values), [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2]).tolist()
     return low, high

@@ -211,9 +211,7 @@ def _travelling(inputs: Mapping[str, Any]) -> set[str]:
     return {name for name, value in inputs.items() if isinstance(value, torch.Tensor) and name not in stays}
 
 
-def token_counter(
-    checkpoint: Path, sample: ImageRecord, prompt: str | None = None, system: str | None = None
-) -> Callable[[ImageRecord], int]:
+def token_counter(checkpoint: Path, sample: ImageRecord) -> Callable[[ImageRecord], int]:
     """A function from a record to the length of its prompt and answer, as training would make them.
 
     The prompt's text is the same for all; it is measured on ``sample``, whose image must be readable. Image tokens
@@ -233,7 +231,7 @@ def token_counter(
         height, width = smart_resize(record.height, record.width, factor, low, high)
         return (height // factor) * (width // factor)
 
-    prompt_ids = PromptEncoder(processor, prompt, system).encode(sample).prompt_token_ids
+    prompt_ids = PromptEncoder(processor, None, None).encode(sample).prompt_token_ids
     counted = sum(1 for token_id in prompt_ids if token_id == image_token)
     assert counted == image_tokens(sample), "image tokens follow from the size; the processor disagrees"
     text_tokens = len(prompt_ids) - counted

@@ -6,7 +6,7 @@ The demo and the tests run on it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,7 +70,7 @@ class TinySpec:
     tied: bool = True  # the language head is the embedding matrix
 
 
-def build_tokenizer(extra_texts: Iterable[str] = (), coord_tokens: bool = True) -> PreTrainedTokenizerFast:
+def build_tokenizer(coord_tokens: bool = True) -> PreTrainedTokenizerFast:
     """A byte-level BPE of a few hundred merges, Qwen's special tokens, and the 1000 coordinate tokens."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
@@ -86,7 +86,7 @@ def build_tokenizer(extra_texts: Iterable[str] = (), coord_tokens: bool = True) 
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    bpe.train_from_iterator([*_corpus(), *extra_texts], trainer)
+    bpe.train_from_iterator(_corpus(), trainer)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         eos_token=TURN_END,

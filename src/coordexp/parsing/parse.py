@@ -34,7 +34,7 @@ _GEOMETRY_OF_KEY: dict[bytes, GeometryKind] = {kind.encode(): kind for kind in G
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
+class _TokenLayout:
     """The answer's bytes and how they lie on its tokens. ``end``: where the readable part ends, which is the first
     token that no answer may contain, or the end. ``coord_at``: byte offset → (token position, bin); ``coord_starts``
     its keys, ascending."""
@@ -111,7 +111,7 @@ def parse_rollout(token_ids: Sequence[int], vocab: CoordVocab, *, ended: bool | 
     )
 
 
-def _lay_out(ids_T: np.ndarray, vocab: CoordVocab) -> _Answer:
+def _lay_out(ids_T: np.ndarray, vocab: CoordVocab) -> _TokenLayout:
     layout, pieces = vocab.layout, vocab.pieces
     ids = tuple(ids_T.tolist())
     known_T = (ids_T >= 0) & (ids_T < len(pieces))
@@ -131,7 +131,7 @@ def _lay_out(ids_T: np.ndarray, vocab: CoordVocab) -> _Answer:
     at_K = np.flatnonzero(bin_T >= 0)
     starts = (ends_T[at_K] - layout.length_V[ids_T[at_K]]).tolist()
     coord_at = dict(zip(starts, zip(at_K.tolist(), bin_T[at_K].tolist(), strict=True), strict=True))
-    return _Answer(ids, b"".join(parts), ends, end, coord_at, starts)
+    return _TokenLayout(ids, b"".join(parts), ends, end, coord_at, starts)
 
 
 def _count_behind(root: RootScan, scanner: Scanner, dropped: Counter[DropReason]) -> None:
@@ -166,7 +166,7 @@ def _count_unrooted(data: bytes, dropped: Counter[DropReason]) -> None:
 
 
 def _read_entries(
-    entries: Sequence[Member], answer: _Answer, prefix: Prefix, dropped: Counter[DropReason], vocab: CoordVocab
+    entries: Sequence[Member], answer: _TokenLayout, prefix: Prefix, dropped: Counter[DropReason], vocab: CoordVocab
 ) -> tuple[tuple[PredictedObject, ...], int | None]:
     """The valid objects of the kept prefix and its highest ``object_{n}``; all other entries into ``dropped``."""
     kept_until = -1 if prefix.cut is None else prefix.cut
@@ -191,7 +191,7 @@ def _read_entries(
     return tuple(objects), max_index
 
 
-def _ends_of(prefix: Prefix, answer: _Answer, vocab: CoordVocab) -> list[int]:
+def _ends_of(prefix: Prefix, answer: _TokenLayout, vocab: CoordVocab) -> list[int]:
     """Byte offset behind each token of the prefix: the rollout's own, but for a replaced tail."""
     own = len(prefix.token_ids) - prefix.num_replaced
     if not prefix.num_replaced:
@@ -219,7 +219,7 @@ def _place(index: int, entry: Member, content: _Content, ends: list[int]) -> Pre
     )
 
 
-def _read_object(entry: Member, answer: _Answer) -> _Content | DropReason:
+def _read_object(entry: Member, answer: _TokenLayout) -> _Content | DropReason:
     """What ``entry`` describes, or the first reason why it describes no object."""
     if entry.value.kind is not Kind.OBJECT:
         return DropReason.NOT_AN_OBJECT
@@ -254,7 +254,7 @@ def _read_object(entry: Member, answer: _Answer) -> _Content | DropReason:
     return _Content(desc, (descs[0].start + 1, descs[0].end - 1), kind, coords)
 
 
-def _read_coords(kind: GeometryKind, array: Node, answer: _Answer) -> list[tuple[int, int]] | DropReason:
+def _read_coords(kind: GeometryKind, array: Node, answer: _TokenLayout) -> list[tuple[int, int]] | DropReason:
     """(token position, bin) of every coordinate of a geometry, each written by exactly one coordinate token."""
     if array.kind is Kind.COORDS:
         coords = _aligned(array, answer)
@@ -289,7 +289,7 @@ def _read_coords(kind: GeometryKind, array: Node, answer: _Answer) -> list[tuple
     return coords if _is_enough(kind, len(coords)) else DropReason.WRONG_ARITY
 
 
-def _aligned(array: Node, answer: _Answer) -> list[tuple[int, int]] | None:
+def _aligned(array: Node, answer: _TokenLayout) -> list[tuple[int, int]] | None:
     """(token position, bin) of an array of quoted literals; None where ordinary tokens spell one of them.
 
     Coordinate tokens cannot overlap and each writes a literal, so as many tokens as literals are the literals.

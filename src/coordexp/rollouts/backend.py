@@ -237,7 +237,7 @@ class WeightSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerTokens:
+class ResponseTokens:
     """``token_ids``: what stands before the end of the turn. ``ended``: the end token was among the tokens returned.
     ``truncated``: the answer ran out of tokens."""
 
@@ -246,7 +246,9 @@ class AnswerTokens:
     truncated: bool
 
 
-def answer_tokens(generated: Sequence[int], finish_reason: str | None, vocab: CoordVocab, where: str) -> AnswerTokens:
+def response_tokens(
+    generated: Sequence[int], finish_reason: str | None, vocab: CoordVocab, where: str
+) -> ResponseTokens:
     """Cut ``generated`` at its first end of turn.
 
     Without an end token, the engine's finish reason decides: ``length`` means truncated, and ``stop`` that the engine
@@ -268,6 +270,6 @@ def answer_tokens(generated: Sequence[int], finish_reason: str | None, vocab: Co
         raise RolloutError(f"{where}: the answer ended with {finish_reason!r} instead of 'stop' or 'length'")
     ids = tuple(generated)
     ended = vocab.eos_id in ids
-    return AnswerTokens(
+    return ResponseTokens(
         ids[: ids.index(vocab.eos_id)] if ended else ids, ended, truncated=not ended and finish_reason == "length"
     )

@@ -12,7 +12,7 @@ import torch
 from coordexp.config.rollout import RepeatTerminateConfig
 from coordexp.coords import CoordVocab
 from coordexp.records import Rollout, RolloutRequest
-from coordexp.rollouts.backend import DecodingOptions, IndexedRollout, RolloutRound, Seeds, answer_tokens
+from coordexp.rollouts.backend import DecodingOptions, IndexedRollout, RolloutRound, Seeds, response_tokens
 from coordexp.rollouts.closed_names import ClosedNames
 from coordexp.rollouts.hf_processors import EndedRows, NamesOnly, RepeatStop, sampling_processors
 from coordexp.rollouts.repeat_guard import ObjectKeyReader, RepeatGuard
@@ -189,7 +189,7 @@ class HFBackend:
 
     def _rollout(self, request: RolloutRequest, row: int, answer: list[int], guard: RepeatStop | None) -> Rollout:
         reason = "stop" if self._vocab.eos_id in answer else "length"  # padding follows an end, so it is cut off too
-        tokens = answer_tokens(answer, reason, self._vocab, request.sample_id)
+        tokens = response_tokens(answer, reason, self._vocab, request.sample_id)
         return Rollout(
             sample_id=request.sample_id,
             prompt_token_ids=request.prompt_token_ids,

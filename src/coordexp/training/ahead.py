@@ -20,8 +20,8 @@ from coordexp.data.dataset import Sample
 from coordexp.errors import CheckpointError
 from coordexp.metrics import SampleOutcome
 from coordexp.records import Segment
-from coordexp.training.sources import AnsweredWindow, RolloutSource
-from coordexp.training.waiting_files import WaitingAnswers
+from coordexp.training.sources import RolloutSource, RolloutWindow
+from coordexp.training.waiting_files import WaitingRollouts
 
 MicroBatches = Sequence[Sequence[Sample]]
 
@@ -32,7 +32,7 @@ class AskedWindow:
 
     step: int
     version: int
-    answered: Future[AnsweredWindow]
+    answered: Future[RolloutWindow]
 
 
 class RolloutsAhead:
@@ -43,7 +43,7 @@ class RolloutsAhead:
         """``has_rollouts(step)``: whether the step after ``step`` finished ones learns from rollouts."""
         self._source = source
         self._has_rollouts = has_rollouts
-        self.window: AskedWindow | WaitingAnswers | None = None
+        self.window: AskedWindow | WaitingRollouts | None = None
         self._has_weights_of: int | None = None  # servers have them since this step asked for its own window
 
     # -- the step ------------------------------------------------------------------------------------------------------
@@ -58,7 +58,7 @@ class RolloutsAhead:
             return self._source.segments(micro_batches, global_step, metrics)
         assert (window.step, window.version) == (global_step, global_step - 1), "a window of another step"
         started = time.perf_counter()
-        if isinstance(window, WaitingAnswers):
+        if isinstance(window, WaitingRollouts):
             answered = self._rebuilt(window, micro_batches)
         else:
             answered = window.answered.result()
@@ -86,10 +86,10 @@ class RolloutsAhead:
         self.window = AskedWindow(global_step + 1, global_step, answered)
         return metrics
 
-    def _answer(self, micro_batches: MicroBatches, step: int) -> AnsweredWindow:
+    def _answer(self, micro_batches: MicroBatches, step: int) -> RolloutWindow:
         return self._source.reported(self._source.answer(micro_batches, step))
 
-    def _rebuilt(self, answers: WaitingAnswers, micro_batches: MicroBatches) -> AnsweredWindow:
+    def _rebuilt(self, answers: WaitingRollouts, micro_batches: MicroBatches) -> RolloutWindow:
         read = [[sample.record.sample_id for sample in batch] for batch in micro_batches]
         if answers.sample_ids != read:
             raise CheckpointError(
@@ -102,7 +102,7 @@ class RolloutsAhead:
             for batch, one in zip(micro_batches, answers.rounds, strict=True)
         ]
         built_s = time.perf_counter() - started
-        return AnsweredWindow(outcomes, answers.rollout_s, built_s, answers.report, answers.counted)
+        return RolloutWindow(outcomes, answers.rollout_s, built_s, answers.report, answers.counted)
 
     # -- between steps -------------------------------------------------------------------------------------------------
 
@@ -112,7 +112,7 @@ class RolloutsAhead:
         if isinstance(self.window, AskedWindow):
             wait([self.window.answered])
 
-    def waiting(self) -> WaitingAnswers | None:
+    def waiting(self) -> WaitingRollouts | None:
         """What a checkpoint keeps, after :meth:`finish`; None where nothing waits, or what waits has failed."""
         window = self.window
         if not isinstance(window, AskedWindow):
@@ -121,6 +121,6 @@ class RolloutsAhead:
             return None
         answered = window.answered.result()
         rounds = tuple(tuple(outcome.rollout for outcome in one) for one in answered.by_round)
-        return WaitingAnswers(
+        return WaitingRollouts(
             window.step, window.version, rounds, answered.rollout_s, answered.report, answered.counted
         )

@@ -27,7 +27,7 @@ _RECOVERED = 0.5  # a warning is over when half of what it took is left, so that
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerStatistics:
+class RolloutStatistics:
     """Counts of a stretch of training."""
 
     samples: float = 0.0
@@ -37,7 +37,7 @@ class AnswerStatistics:
     tokens: float = 0.0
 
     @classmethod
-    def from_line(cls, line: Mapping[str, float]) -> AnswerStatistics:
+    def from_line(cls, line: Mapping[str, float]) -> RolloutStatistics:
         """The counters of a logged line; nothing where no rollout was made."""
         return cls(
             line.get("rollout/samples_total", 0.0),
@@ -48,7 +48,7 @@ class AnswerStatistics:
         )
 
     @classmethod
-    def total(cls, parts: Iterable[AnswerStatistics]) -> AnswerStatistics:
+    def total(cls, parts: Iterable[RolloutStatistics]) -> RolloutStatistics:
         """The sums over several stretches."""
         parts = list(parts)
         return cls(*(sum(getattr(part, one.name) for part in parts) for one in fields(cls)))
@@ -72,10 +72,9 @@ class AnswerStatistics:
 class DriftWatch:
     """Sees every logged line of a run, in order."""
 
-    def __init__(self, window_samples: int = WINDOW_SAMPLES) -> None:
-        self._window_samples = window_samples
-        self._first: AnswerStatistics = AnswerStatistics()
-        self._latest: deque[AnswerStatistics] = deque()
+    def __init__(self) -> None:
+        self._first: RolloutStatistics = RolloutStatistics()
+        self._latest: deque[RolloutStatistics] = deque()
         self._drifting: dict[str, bool] = {"truncated": False, "duplicate": False, "length": False}
 
     def replay(self, lines: Iterable[Mapping[str, float]]) -> None:
@@ -102,17 +101,17 @@ class DriftWatch:
             "safeguard/length_drift": float(self._drifting["length"]),
         }
 
-    def _take(self, line: Mapping[str, float]) -> AnswerStatistics | None:
+    def _take(self, line: Mapping[str, float]) -> RolloutStatistics | None:
         """The latest window with ``line`` in it; None where the line has no rollouts."""
-        new = AnswerStatistics.from_line(line)
+        new = RolloutStatistics.from_line(line)
         if not new.samples:
             return None
         self._latest.append(new)
-        while sum(part.samples for part in self._latest) - self._latest[0].samples >= self._window_samples:
+        while sum(part.samples for part in self._latest) - self._latest[0].samples >= WINDOW_SAMPLES:
             self._latest.popleft()
-        latest = AnswerStatistics.total(self._latest)
-        if self._first.samples < self._window_samples:
-            self._first = AnswerStatistics.total((self._first, new))
+        latest = RolloutStatistics.total(self._latest)
+        if self._first.samples < WINDOW_SAMPLES:
+            self._first = RolloutStatistics.total((self._first, new))
             return latest
         rises = {
             "truncated": (latest.truncated_rate - self._first.truncated_rate) / RATE_RISE,
@@ -123,7 +122,7 @@ class DriftWatch:
             self._drifting[name] = rise >= (_RECOVERED if self._drifting[name] else 1.0)
         return latest
 
-    def _say(self, name: str, drifting: bool, latest: AnswerStatistics, step: int) -> None:
+    def _say(self, name: str, drifting: bool, latest: RolloutStatistics, step: int) -> None:
         first, samples = self._first, round(latest.samples)
         what = {
             "truncated": f"{latest.truncated_rate:.0%} of the last {samples} answers are truncated "

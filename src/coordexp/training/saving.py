@@ -30,7 +30,7 @@ from coordexp.rollouts.offload import held_by
 from coordexp.training.ahead import AskedWindow, RolloutsAhead
 from coordexp.training.checkpoint import checkpoint_folder, delete_old, readable, writing
 from coordexp.training.seal import read_seal, seal_checkpoint
-from coordexp.training.waiting_files import WaitingAnswers, save_answers, save_carry_buffer
+from coordexp.training.waiting_files import WaitingRollouts, save_answers, save_carry_buffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class StepStart:
     numpy_state: Any
     torch_state: torch.Tensor
     device_state: torch.Tensor | None
-    window: AskedWindow | WaitingAnswers | None = None
+    window: AskedWindow | WaitingRollouts | None = None
 
     @staticmethod
     def snapshot(
@@ -217,7 +217,7 @@ class SavingTrainer(Trainer):
             best = self.state.best_model_checkpoint
             delete_old(folder.parent, self._keep_checkpoints, newest=folder, best=None if best is None else Path(best))
 
-    def _waiting_answers(self) -> WaitingAnswers | None:
+    def _waiting_answers(self) -> WaitingRollouts | None:
         """The answers for the next step, once they are there; None where any rank has none."""
         if self._ahead is None:
             return None

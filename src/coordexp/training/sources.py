@@ -59,7 +59,7 @@ class GroundTruthSource:
 
 
 @dataclass(frozen=True, slots=True)
-class AnsweredWindow:
+class RolloutWindow:
     """What became of a window's samples, by micro-step and in their order.
 
     ``rollout_s``: from the first request to the last answer; ``build_s``: parsing, matching and building.
@@ -107,7 +107,7 @@ class RolloutSource:
 
     def learn_from(
         self,
-        answered: AnsweredWindow,
+        answered: RolloutWindow,
         micro_batches: Sequence[Sequence[Sample]],
         global_step: int,
         metrics: MutableMapping[str, float],
@@ -141,11 +141,11 @@ class RolloutSource:
         ]
         return segments, outcomes
 
-    def reported(self, answered: AnsweredWindow) -> AnsweredWindow:
+    def reported(self, answered: RolloutWindow) -> RolloutWindow:
         """With what the backend has to say of its last window, and has counted since it was last asked."""
         return replace(answered, report=self.backend.last_report(), counted=self.backend.take_metrics())
 
-    def answer(self, micro_batches: Sequence[Sequence[Sample]], global_step: int) -> AnsweredWindow:
+    def answer(self, micro_batches: Sequence[Sequence[Sample]], global_step: int) -> RolloutWindow:
         """Ask for the window of the step after ``global_step`` finished ones, with that step's seeds. No collective
         call, so any thread may make it.
 
@@ -175,7 +175,7 @@ class RolloutSource:
         by_round = [
             [built[round_idx, index][0] for index in range(len(batch))] for round_idx, batch in enumerate(micro_batches)
         ]
-        return AnsweredWindow(by_round, rollout_s, sum(seconds for _, seconds in built.values()))
+        return RolloutWindow(by_round, rollout_s, sum(seconds for _, seconds in built.values()))
 
     def _timed_outcome(self, sample: Sample, rollout: Rollout) -> tuple[SampleOutcome, float]:
         started = time.perf_counter()

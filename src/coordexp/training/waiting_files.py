@@ -128,7 +128,7 @@ def _buffer_path(folder: Path) -> Path:
 
 
 @dataclass(frozen=True, slots=True)
-class WaitingAnswers:
+class WaitingRollouts:
     """All answers of one window on this rank, by micro-step and in their order.
 
     ``step``: how many steps are finished when it is learned from; ``version``: of the weights that answered.
@@ -153,12 +153,12 @@ class WaitingAnswers:
         return [[rollout.sample_id for rollout in one] for one in self.rounds]
 
 
-def save_answers(answers: WaitingAnswers, folder: Path) -> None:
+def save_answers(answers: WaitingRollouts, folder: Path) -> None:
     """Write this rank's waiting answers to a checkpoint folder."""
     write_atomically(_path(folder), json.dumps(asdict(answers)))
 
 
-def load_answers(checkpoint: Path, step: int) -> WaitingAnswers | None:
+def load_answers(checkpoint: Path, step: int) -> WaitingRollouts | None:
     """This rank's answers for the step behind ``checkpoint``, which was written after ``step`` steps; None where it
     holds none.
 
@@ -171,7 +171,7 @@ def load_answers(checkpoint: Path, step: int) -> WaitingAnswers | None:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         rounds = tuple(tuple(_rollout(one) for one in answers) for answers in data.pop("rounds"))
-        answers = WaitingAnswers(rounds=rounds, **data)
+        answers = WaitingRollouts(rounds=rounds, **data)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{path}: not a window of answers ({error!r}); resume from an older checkpoint"

@@ -29,8 +29,8 @@ from coordexp.rollouts.backend import (
     RolloutRound,
     Seeds,
     WeightSource,
-    answer_tokens,
     gathered,
+    response_tokens,
 )
 from coordexp.rollouts.learner import LearnerParts
 from coordexp.vllm_engine.arguments import NAMES_KEY, EngineSpec
@@ -281,7 +281,7 @@ class ColocatedBackend:
                 f"{where}: the answer has {len(completion.token_ids)} tokens, and rollout_matching.max_new_tokens is "
                 f"{self._options.max_new_tokens}; {ENGINE_AT_FAULT}"
             )
-        answer = answer_tokens(completion.token_ids, completion.finish_reason, self._vocab, where)
+        answer = response_tokens(completion.token_ids, completion.finish_reason, self._vocab, where)
         return Rollout(
             sample_id=request.sample_id,
             prompt_token_ids=tuple(output.prompt_token_ids),

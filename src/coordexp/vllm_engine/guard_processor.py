@@ -19,6 +19,7 @@ from coordexp.coords import CoordVocab
 from coordexp.errors import RolloutError
 from coordexp.rollouts.repeat_guard import ObjectKeyReader, RepeatGuard, Trigger
 from coordexp.vllm_engine.guard_activation import ACTIVATION_PATH, REQUEST_KEY, activated_config
+from coordexp.vllm_engine.logits_processors import processor_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -107,20 +108,18 @@ class RepeatTerminateProcessor(LogitsProcessor):
 
 
 def guard_of_worker(worker: Any) -> RepeatTerminateProcessor | None:
-    """The guard that a vLLM worker really applies, or None: what was asked for and then dropped is not there.
+    """The guard that a vLLM worker really applies, or None.
 
     Raises:
         RolloutError: the worker runs vLLM's second model runner, which takes no processor of this interface.
     """
-    batch = getattr(worker.model_runner, "input_batch", None)
-    processors = getattr(batch, "logitsprocs", None)
-    if processors is None:
+    if getattr(getattr(worker.model_runner, "input_batch", None), "logitsprocs", None) is None:
         runner = type(worker.model_runner)
         raise RolloutError(
             f"the worker's model runner is {runner.__module__}.{runner.__name__}, which takes no V1 logits processor; "
             "start the server with VLLM_USE_V2_MODEL_RUNNER=0"
         )
-    return next((one for one in processors.all if isinstance(one, RepeatTerminateProcessor)), None)
+    return processor_of(worker, RepeatTerminateProcessor)
 
 
 def guard_report(worker: Any) -> dict[str, Any]:

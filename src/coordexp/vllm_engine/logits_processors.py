@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from vllm.v1.sample.logits_processor import LogitsProcessor, process_dict_updates
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.sampling_params import SamplingParams
     from vllm.v1.sample.logits_processor import BatchUpdate
+
+Processor = TypeVar("Processor", bound=LogitsProcessor)
 
 
 class KnownTokensProcessor(LogitsProcessor):
@@ -51,15 +53,14 @@ class KnownTokensProcessor(LogitsProcessor):
 
 
 def num_known_tokens(worker: Any) -> int | None:
-    """Ids that a vLLM worker's answers may contain are below this number; None where nothing holds it to that: what was
-    asked for and then dropped is not there."""
-    processor = _processor_of(worker)
+    """Ids that a vLLM worker's answers may contain are below this number; None where nothing holds it to that."""
+    processor = processor_of(worker, KnownTokensProcessor)
     return None if processor is None else processor.num_known
 
 
 def num_sampled_tokens(worker: Any) -> int:
     """How many tokens a vLLM worker has drawn since its start."""
-    processor = _processor_of(worker)
+    processor = processor_of(worker, KnownTokensProcessor)
     return 0 if processor is None else processor.num_sampled
 
 
@@ -80,10 +81,12 @@ def check_known_tokens(workers: Sequence[Mapping[str, Any]]) -> None:
         )
 
 
-def _processor_of(worker: Any) -> KnownTokensProcessor | None:
+def processor_of(worker: Any, kind: type[Processor]) -> Processor | None:
+    """The processor of that class that a vLLM worker really applies: what was asked for and then dropped is not
+    there."""
     batch = getattr(worker.model_runner, "input_batch", None)
     processors = getattr(getattr(batch, "logitsprocs", None), "all", ())
-    return next((one for one in processors if isinstance(one, KnownTokensProcessor)), None)
+    return next((one for one in processors if isinstance(one, kind)), None)
 
 
 _KEPT = 8  # rules of as many lists; each holds the vocabulary's bytes in order
@@ -149,10 +152,8 @@ class ClosedNamesProcessor(LogitsProcessor):
 
 
 def holds_names(worker: Any) -> bool:
-    """Whether a vLLM worker really applies the list: what was asked for and then dropped is not there."""
-    batch = getattr(worker.model_runner, "input_batch", None)
-    processors = getattr(getattr(batch, "logitsprocs", None), "all", ())
-    return any(isinstance(one, ClosedNamesProcessor) for one in processors)
+    """Whether a vLLM worker really applies the list."""
+    return processor_of(worker, ClosedNamesProcessor) is not None
 
 
 def check_names(workers: Sequence[Mapping[str, Any]] | Sequence[bool]) -> None:

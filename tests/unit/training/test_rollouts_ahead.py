@@ -15,7 +15,7 @@ from coordexp.data.jsonl import read_jsonl
 from coordexp.errors import CheckpointError, ConfigError, DataError, RolloutError
 from coordexp.records import Rollout
 from coordexp.rollouts import IndexedRollout, RolloutRound
-from coordexp.training.waiting_files import WaitingAnswers, load_answers, save_answers
+from coordexp.training.waiting_files import WaitingRollouts, load_answers, save_answers
 from support.config_samples import stage2, write_yaml
 from support.fake_rollout_server import FakeRolloutServer
 from support.tiny_run import (
@@ -231,9 +231,9 @@ def test_answers_that_wait_are_of_no_use_to_a_run_that_does_not_look_ahead(
     assert [line["rollout/staleness_steps"] for line in step_lines(resumed)] == [0, 1, 0, 0]
 
 
-def waiting(version: int = 3, **keys: Any) -> WaitingAnswers:
+def waiting(version: int = 3, **keys: Any) -> WaitingRollouts:
     rollout = Rollout("x:1", (1, 2), (3,), "a", truncated=True, weight_version=3)
-    return WaitingAnswers(
+    return WaitingRollouts(
         **{"step": 4, "version": version, "rounds": ((rollout,), ()), "rollout_s": 0.1, "report": {}, "counted": {}}
         | keys
     )

@@ -27,6 +27,7 @@ Scheduler = Literal["slurm", "kubernetes", "skypilot"]
 HOST_VARIABLE = "ROLLOUT_HOST_{index}"
 RENDEZVOUS_PORT = 29500
 RESTARTS = 5  # of a whole job whose machine died
+_MOST_HOSTS = 256
 _UNKNOWN_HOST = "rollout-host-{index}.invalid"  # what a host is called where the configuration is only read
 
 
@@ -107,10 +108,12 @@ def plan_job(config: Path, arguments: Sequence[str], learner_nodes: int, gpus: i
 
 
 @contextmanager
-def _named_hosts(count: int = 256) -> Iterator[None]:
+def _named_hosts() -> Iterator[None]:
     """The hosts' variables hold stand-ins, by which :func:`_problems` sees whether the configuration reads them."""
     before = dict(os.environ)
-    os.environ.update({HOST_VARIABLE.format(index=index): _UNKNOWN_HOST.format(index=index) for index in range(count)})
+    os.environ.update(
+        {HOST_VARIABLE.format(index=index): _UNKNOWN_HOST.format(index=index) for index in range(_MOST_HOSTS)}
+    )
     try:
         yield
     finally:

@@ -204,15 +204,11 @@ def _model_type(folder: Path) -> tuple[str, str | None]:
 def _is_here(entry: ServerEntry) -> bool:
     """Whether a server belongs to this machine. That it listens on every address says nothing about whose they are."""
     host = listen_host_of(entry)
-    return _is_local(urlsplit(entry.base_url).hostname or "" if host in ("0.0.0.0", "::") else host)
-
-
-def _is_local(host: str) -> bool:
-    """Whether ``host`` is an address of this machine: one that can be listened on."""
-    return _can_listen(host, 0)
+    return _can_listen(urlsplit(entry.base_url).hostname or "" if host in ("0.0.0.0", "::") else host, 0)
 
 
 def _can_listen(host: str, port: int) -> bool:
+    """Whether ``port`` is free on this machine's address ``host``; of port 0, whether it is one."""
     try:
         family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, socket.SOCK_STREAM) as listener:
