@@ -309,10 +309,19 @@ def install() -> None:
         _count_cpus_as_devices()
     if multiprocessing.parent_process() is not None:  # a rollout worker: engines are its own
         own_engines()
+        _forget_program()
         if os.environ.get(DIE_WITH_PARENT) == "1":
             worker.die_with_parent()
     swift_rollout.GRPOVllmEngine = CoordExpVllmEngine
     _install_endpoints(swift_rollout.SwiftRolloutDeploy)
+
+
+def _forget_program() -> None:
+    """A process that this one spawns would first import the program that it runs, ms-swift with its trainers: seconds
+    and 130 MB for each engine, which needs none of it."""
+    program = sys.modules["__main__"]
+    program.__spec__ = None
+    program.__file__ = None
 
 
 def _install_endpoints(server: Any) -> None:
