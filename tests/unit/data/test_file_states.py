@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -29,7 +30,7 @@ def test_linux_has_statx() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, module._AT_ONCE, 2 * module._AT_ONCE + 1])
-def test_many_files_are_told_apart_in_their_order(look: Callable[..., object], tmp_path: Path, count: int) -> None:
+def test_many_files_are_told_apart_in_their_order(look: Callable[..., Any], tmp_path: Path, count: int) -> None:
     paths = [os.fsencode(tmp_path / f"ä {k}.png") for k in range(count)]
     for k, path in enumerate(paths):
         with open(path, "wb") as file:
@@ -53,7 +54,7 @@ def test_any_time_and_size_are_as_os_stat_says(
         assert states_N2 is not None and states_N2.tolist() == [[told.st_size, told.st_mtime_ns]]
 
 
-def test_links_are_followed_and_folders_are_files(look: Callable[..., object], tmp_path: Path) -> None:
+def test_links_are_followed_and_folders_are_files(look: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "file.png").write_bytes(b"12345")
     (tmp_path / "link.png").symlink_to(tmp_path / "file.png")
     names = ("file.png", "link.png", "")
@@ -64,7 +65,7 @@ def test_links_are_followed_and_folders_are_files(look: Callable[..., object], t
 
 @pytest.mark.parametrize("wrong", ["missing.png", "file.png/member.png", "broken.png", "file.png\0.png", "n" * 300])
 def test_one_that_cannot_be_looked_at_leaves_all_unsaid(
-    look: Callable[..., object], tmp_path: Path, wrong: str
+    look: Callable[..., Any], tmp_path: Path, wrong: str
 ) -> None:
     (tmp_path / "file.png").write_bytes(b"12345")
     (tmp_path / "broken.png").symlink_to(tmp_path / "nowhere.png")

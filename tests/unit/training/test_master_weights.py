@@ -56,7 +56,7 @@ def test_gradients_of_many_rows_are_summed_in_float32(gradients: list[float]) ->
         for row in rows:
             (weight * row).sum().backward()
             expected = expected + row.float()
-        assert torch.equal(weight.grad, expected)
+        assert weight.grad is not None and torch.equal(weight.grad, expected)
         optimizer.step()
         optimizer.zero_grad()
         assert torch.equal(masters_of(optimizer)[0], start - expected)
