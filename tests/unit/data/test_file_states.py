@@ -64,9 +64,7 @@ def test_links_are_followed_and_folders_are_files(look: Callable[..., Any], tmp_
 
 
 @pytest.mark.parametrize("wrong", ["missing.png", "file.png/member.png", "broken.png", "file.png\0.png", "n" * 300])
-def test_one_that_cannot_be_looked_at_leaves_all_unsaid(
-    look: Callable[..., Any], tmp_path: Path, wrong: str
-) -> None:
+def test_one_that_cannot_be_looked_at_leaves_all_unsaid(look: Callable[..., Any], tmp_path: Path, wrong: str) -> None:
     (tmp_path / "file.png").write_bytes(b"12345")
     (tmp_path / "broken.png").symlink_to(tmp_path / "nowhere.png")
     assert look([os.fsencode(tmp_path / "file.png"), os.fsencode(f"{tmp_path}/{wrong}")]) is None
