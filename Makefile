@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Spinning OpenMP threads starve whatever else runs on few cores, vLLM beside a learner above all. Bytecode is cached:
 # the tests start a few hundred Python processes.
 TEST_ENV := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive TOKENIZERS_PARALLELISM=false
-TEST_WORKERS ?= 2
+TEST_WORKERS ?= 3
 FUZZ_EXAMPLES ?= 1000000
 comma := ,
 # Real vLLM and swift are part of the suite. Less, without them: make setup EXTRAS=dev

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import random
 import socket
 from contextlib import ExitStack
+
+# Below the ports that Linux hands out itself: between the look and the server's start, minutes on a busy machine,
+# another process that asks for any port would be given one of those.
+FIRST, LAST = 15_000, 32_000
+_choice = random.SystemRandom()  # test workers are forked: a seeded one would choose the same in each
 
 
 def free_ports(count: int) -> list[int]:
     """Ports of 127.0.0.1 that were free a moment ago, all different: for who writes a configuration of servers."""
     with ExitStack() as held:  # all of them at once, or the same port comes twice
-        listeners = [held.enter_context(socket.socket()) for _ in range(count)]
-        for listener in listeners:
-            listener.bind(("127.0.0.1", 0))
-        return [listener.getsockname()[1] for listener in listeners]
+        ports: list[int] = []
+        for port in _choice.sample(range(FIRST, LAST), 100 + count):
+            if len(ports) == count:
+                break
+            listener = held.enter_context(socket.socket())
+            try:
+                listener.bind(("127.0.0.1", port))
+            except OSError:  # somebody has it
+                continue
+            ports.append(port)
+        assert len(ports) == count, f"only {len(ports)} of {count} ports between {FIRST} and {LAST} are free"
+        return ports
