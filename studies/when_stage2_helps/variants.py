@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import numpy as np
 FIRST_WRONG_WEIGHT = 5.0
 EMA_DECAY = 0.9  # a horizon of ten steps, of 120
 SAMPLES = 4
+LESS_SURE_THAN = "less_sure_than_"  # and a confidence
 
 
 @contextmanager
@@ -45,6 +47,42 @@ def stop_where_complete(targeted: Callable[..., Any], *arguments: Any):
     if not outcome.match.fp_pred_idx:
         return outcome
     return with_weights(outcome, {-2: 0.0, -1: 0.0})
+
+
+def leave_out_unsure(
+    targeted: Callable[..., Any],
+    source: Any,
+    sample: Any,
+    rollout: Any,
+    parsed: Any,
+    match: Any,
+    sure: Any,
+    *,
+    threshold: float,
+):
+    """What no annotation matches and the learner is less sure of than ``threshold`` is left out of the target.
+
+    Confidences are there for ``target.unmatched: soft``; with ``soft_threshold: 1`` nothing else comes of them.
+    """
+    if sure is None:
+        return targeted(source, sample, rollout, parsed, match, sure)
+    left_out = {i for i in match.fp_pred_idx if sure[i] < threshold}
+    kept = [i for i in range(len(parsed.objects)) if i not in left_out]
+    place_of = {i: place for place, i in enumerate(kept)}
+    reduced = replace(
+        match,
+        pairs=tuple(replace(pair, pred_idx=place_of[pair.pred_idx]) for pair in match.pairs),
+        fp_pred_idx=tuple(place_of[i] for i in match.fp_pred_idx if i in place_of),
+    )
+    rest = replace(parsed, objects=tuple(parsed.objects[i] for i in kept))
+    outcome = targeted(source, sample, rollout, rest, reduced, tuple(sure[i] for i in kept))
+    target = replace(
+        outcome.target,
+        matched_pred_idx=tuple(pair.pred_idx for pair in match.pairs),
+        left_out_pred_idx=tuple(sorted({*left_out, *(kept[i] for i in outcome.target.left_out_pred_idx)})),
+        soft_pred_idx=tuple(kept[i] for i in outcome.target.soft_pred_idx),
+    )
+    return replace(outcome, parsed=parsed, match=match, target=target, confidences=sure)
 
 
 def first_wrong(targeted: Callable[..., Any], *arguments: Any):
@@ -126,6 +164,10 @@ def variant(name: str | None) -> Iterator[None]:
             yield
     elif name == "best_of":
         with changed(RolloutSource, "answer", best_of):
+            yield
+    elif name.startswith(LESS_SURE_THAN):
+        threshold = float(name.removeprefix(LESS_SURE_THAN))
+        with changed(RolloutSource, "_targeted", partial(leave_out_unsure, threshold=threshold)):
             yield
     else:
         change = {"takeover": takeover, "stop_where_complete": stop_where_complete, "first_wrong": first_wrong}[name]

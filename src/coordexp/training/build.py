@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from coordexp.rollouts import RolloutBackend
     from coordexp.rollouts.learner import LearnerParts
     from coordexp.rollouts.offload import LearnerOffload
-    from coordexp.training.optimizer import LearningRates
     from coordexp.training.sources import RolloutSource
     from coordexp.training.trainer import CoordExpTrainer
 
@@ -115,15 +114,15 @@ def build_trainer(
     overrides: Sequence[str] = (),
     backend: RolloutBackend | None = None,
 ):
-    """Load the model and join all parts into a :class:`~coordexp.training.trainer.CoordExpTrainer`.
-
-    ``backend`` answers in place of the one that the configuration names; None for that one.
+    """Load the model and join all parts into a :class:`~coordexp.training.trainer.CoordExpTrainer`. ``backend`` answers
+    in place of the one that the configuration names; None for that one.
 
     Returns: the trainer, and the checkpoint folder to resume from (None to start anew).
     """
     from coordexp.rollouts import build_backend
     from coordexp.rollouts.offload import build_offload
     from coordexp.training.manifest import write_manifest
+    from coordexp.training.optimizer import learning_rates
     from coordexp.training.reading import EpochOfData
     from coordexp.training.recipe import build_recipe
     from coordexp.training.trainer import CoordExpTrainer
@@ -151,7 +150,7 @@ def build_trainer(
         eval_backend=backend,
         rollout_matching_cfg=rollout_contract(config),
         master_weights=training.master_weights is not None,
-        learning_rates=_learning_rates(training),
+        learning_rates=learning_rates(training),
         recorder=_recorder(run, recipe.rollouts),
         measured=_measured(rollout),
         scorer=scorer if rollout.eval_detection.score_mode == "confidence" else None,
@@ -167,12 +166,6 @@ def build_trainer(
     _show_progress(trainer, console, description)
     _set_up_loggers(run, trainer, resume)
     return trainer, resume
-
-
-def _learning_rates(training: TrainingConfig) -> LearningRates:
-    from coordexp.training.optimizer import LearningRates
-
-    return LearningRates(training.learning_rate, training.vit_lr, training.aligner_lr, training.coord_lr)
 
 
 def _owner(trainer: CoordExpTrainer) -> str | None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from coordexp.checkpoints.folder import Part, part_of
 from coordexp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from coordexp.config.training import TrainingConfig
 
 _ORDER: tuple[Part, ...] = ("llm", "aligner", "vit", "coord")  # the first group's rate is the one that is logged
 
@@ -32,6 +35,11 @@ class LearningRates:
     def differ(self) -> bool:
         """Whether any part learns at another rate than the rest."""
         return len({self.rate_of(part) for part in _ORDER}) > 1
+
+
+def learning_rates(training: TrainingConfig) -> LearningRates:
+    """The peaks that the ``training`` section names."""
+    return LearningRates(training.learning_rate, training.vit_lr, training.aligner_lr, training.coord_lr)
 
 
 def parameter_groups(

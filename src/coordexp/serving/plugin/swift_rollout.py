@@ -39,7 +39,7 @@ from coordexp.vllm_engine.arguments import (
 from coordexp.vllm_engine.compatibility import SWIFT_ROLLOUT, check_upstream, versions
 from coordexp.vllm_engine.cpu import DIE_WITH_PARENT, SERVER_API_KEY, complete_environment, executor_name, has_gpu
 from coordexp.vllm_engine.guard_activation import REQUEST_KEY, activated_config, check_guard
-from coordexp.vllm_engine.lifetime import own_engines
+from coordexp.vllm_engine.lifetime import forget_program, own_engines
 from coordexp.vllm_engine.logits_processors import check_known_tokens, check_names
 from coordexp.weight_sync.stamp import WeightStamp
 
@@ -309,19 +309,11 @@ def install() -> None:
         _count_cpus_as_devices()
     if multiprocessing.parent_process() is not None:  # a rollout worker: engines are its own
         own_engines()
-        _forget_program()
+        forget_program()
         if os.environ.get(DIE_WITH_PARENT) == "1":
             worker.die_with_parent()
     swift_rollout.GRPOVllmEngine = CoordExpVllmEngine
     _install_endpoints(swift_rollout.SwiftRolloutDeploy)
-
-
-def _forget_program() -> None:
-    """A process that this one spawns would first import the program that it runs, ms-swift with its trainers: seconds
-    and 130 MB for each engine, which needs none of it."""
-    program = sys.modules["__main__"]
-    program.__spec__ = None
-    program.__file__ = None
 
 
 def _install_endpoints(server: Any) -> None:
