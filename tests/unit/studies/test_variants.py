@@ -47,10 +47,14 @@ class Scripted(InMemoryBackend):
         return self._texts[list(dict.fromkeys(seeds)).index(seeds[-1]) % len(self._texts)]
 
 
-def outcome_of_window(texts: Sequence[str], truth: Sequence[GTObject] = (CAT, LEAF)) -> SampleOutcome:
+def outcome_of_window(
+    texts: Sequence[str], truth: Sequence[GTObject] = (CAT, LEAF), sure: tuple[float, ...] | None = None
+) -> SampleOutcome:
+    policy = TargetPolicy(answer="rewritten", unmatched="soft", soft_threshold=1.0)
     source = RolloutSource(
         Scripted(texts), tiny_vocab(), MatchingConfig(), TransportConfig(), "desc_first", 3, "rollout/decode_greedy",
-        policy=TargetPolicy(answer="rewritten"),
+        policy=TargetPolicy(answer="rewritten") if sure is None else policy,
+        confidences_of=None if sure is None else lambda *_: sure,
     )  # fmt: skip
     one = record(truth)
     return source.segments([[Sample(one, request(one))]], 0, {})[1][0]
@@ -76,6 +80,23 @@ def test_takeover_writes_annotations_from_the_first_unmatched_object_on(variants
     with variants.variant("takeover"):
         assert taught_text(outcome_of_window([SEEN]), tiny_vocab()) == "{" + f"{entry(1)}, {entry(2, LEAF)}" + "}"
     assert "dog" in taught_text(outcome_of_window([SEEN]), tiny_vocab()), "and is gone afterwards"
+
+
+def test_what_the_learner_is_not_sure_of_is_left_out(variants: ModuleType) -> None:
+    def written(dog: float, cat: float = 0.9) -> SampleOutcome:
+        outcome = outcome_of_window([answer(entry(1, DOG), entry(2), entry(3, OWL))], sure=(dog, cat, 0.9))
+        assert [one.desc for one in outcome.parsed.objects] == [DOG.desc, CAT.desc, OWL.desc], "as it was"
+        assert outcome.match.fp_pred_idx == (0, 2) and outcome.target.matched_pred_idx == (1,)
+        return outcome
+
+    with variants.variant("less_sure_than_0.3"):
+        unsure, sure, unsure_of_matched = written(0.29), written(0.3), written(0.9, cat=0.1)
+    without_the_dog = "{" + f"{entry(1)}, {entry(2, OWL)}, {entry(3, LEAF)}"
+    assert tiny_vocab().decode(unsure.target.token_ids).startswith(without_the_dog)
+    assert unsure.target.left_out_pred_idx == (0,) and sure.target.left_out_pred_idx == ()
+    everything = "{" + f"{entry(1, DOG)}, {entry(2)}, {entry(3, OWL)}, {entry(4, LEAF)}"
+    for outcome in (sure, unsure_of_matched, written(0.1)):
+        assert tiny_vocab().decode(outcome.target.token_ids).startswith(everything)
 
 
 def test_the_end_is_not_taught_behind_what_annotators_may_have_left_out(variants: ModuleType) -> None:
