@@ -6,6 +6,7 @@ write the rollouts; every one is deterministic, as the run it changes is.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,6 +19,8 @@ FIRST_WRONG_WEIGHT = 5.0
 EMA_DECAY = 0.9  # a horizon of ten steps, of 120
 SAMPLES = 4
 LESS_SURE_THAN = "less_sure_than_"  # and a confidence
+LESS_SURE_THAN_MATCHED = "less_sure_than_matched_"  # and a share of the matched objects
+MATCHED_SEEN = 256  # the last ones, of several windows
 
 
 @contextmanager
@@ -83,6 +86,22 @@ def leave_out_unsure(
         soft_pred_idx=tuple(kept[i] for i in outcome.target.soft_pred_idx),
     )
     return replace(outcome, parsed=parsed, match=match, target=target, confidences=sure)
+
+
+class LeaveOutLessSureThanMatched:
+    """:func:`leave_out_unsure` below a quantile of the confidences of the matched objects that were seen last."""
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+        self.seen: deque[float] = deque(maxlen=MATCHED_SEEN)
+
+    def __call__(
+        self, targeted: Callable[..., Any], source: Any, sample: Any, rollout: Any, parsed: Any, match: Any, sure: Any
+    ):
+        threshold = float(np.quantile(self.seen, self.share)) if len(self.seen) >= MATCHED_SEEN // 8 else 0.0
+        if sure is not None:
+            self.seen.extend(sure[pair.pred_idx] for pair in match.pairs)
+        return leave_out_unsure(targeted, source, sample, rollout, parsed, match, sure, threshold=threshold)
 
 
 def first_wrong(targeted: Callable[..., Any], *arguments: Any):
@@ -164,6 +183,10 @@ def variant(name: str | None) -> Iterator[None]:
             yield
     elif name == "best_of":
         with changed(RolloutSource, "answer", best_of):
+            yield
+    elif name.startswith(LESS_SURE_THAN_MATCHED):
+        share = float(name.removeprefix(LESS_SURE_THAN_MATCHED))
+        with changed(RolloutSource, "_targeted", LeaveOutLessSureThanMatched(share)):
             yield
     elif name.startswith(LESS_SURE_THAN):
         threshold = float(name.removeprefix(LESS_SURE_THAN))
