@@ -99,6 +99,17 @@ def test_what_the_learner_is_not_sure_of_is_left_out(variants: ModuleType) -> No
         assert tiny_vocab().decode(outcome.target.token_ids).startswith(everything)
 
 
+def test_what_the_learner_is_less_sure_of_than_of_what_matches_is_left_out(variants: ModuleType) -> None:
+    def left_out(dog: float) -> tuple[int, ...]:
+        seen = answer(entry(1), entry(2, DOG), entry(3, LEAF))
+        return outcome_of_window([seen], sure=(0.6, dog, 0.8)).target.left_out_pred_idx
+
+    with variants.variant("less_sure_than_matched_0.1"):
+        early = [left_out(0.1) for _ in range(variants.MATCHED_SEEN // 16)]  # two matched ones in each
+        assert early == [()] * len(early), "what the learner is usually sure of is not known yet"
+        assert (left_out(0.61), left_out(0.59)) == ((), (1,))
+
+
 def test_the_end_is_not_taught_behind_what_annotators_may_have_left_out(variants: ModuleType) -> None:
     with variants.variant("stop_where_complete"):
         hesitant, sure = outcome_of_window([SEEN]), outcome_of_window([answer(entry(1))])
