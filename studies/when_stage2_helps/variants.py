@@ -89,7 +89,8 @@ def leave_out_unsure(
 
 
 class LeaveOutLessSureThanMatched:
-    """:func:`leave_out_unsure` below a quantile of the confidences of the matched objects that were seen last."""
+    """:func:`leave_out_unsure` below a quantile of the confidences of the matched objects that were seen last, in
+    answers with an unmatched object: the others are not scored."""
 
     def __init__(self, share: float) -> None:
         self.share = share
