@@ -4,7 +4,7 @@ who only reads answers needs no configuration."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from coordexp.errors import ConfigError
@@ -56,7 +56,8 @@ class TransportConfig:
 class TargetPolicy:
     """What becomes of the model's answer (keys ``rollout_matching.target.*``). All but ``answer`` concern a rewritten
     one alone. ``duplicates``: unmatched objects that repeat an earlier one. ``soft_threshold``: least confidence, in
-    (0, 1], of an unmatched object that becomes soft, with ``unmatched: soft``.
+    (0, 1], of an unmatched object that becomes soft, with ``unmatched: soft``. ``complete_above``: least share, in
+    (0, 1], of a step's objects that are matched, from which on its policy is :meth:`for_complete`; None: never.
     """
 
     answer: Literal["as_written", "rewritten"] = "as_written"
@@ -64,3 +65,15 @@ class TargetPolicy:
     duplicates: Literal["keep", "drop", "replace"] = "keep"
     missed: Literal["append", "in_order"] = "append"
     soft_threshold: float = 0.5
+    complete_above: float | None = None
+
+    def for_complete(self) -> TargetPolicy:
+        """The policy of a step whose annotations are taken as complete: nothing else is there, and what was missed is
+        written where annotations have it. Appended, it would teach to pass over what is hard and to come back to it.
+        """
+        return replace(self, unmatched="drop", missed="in_order")
+
+    @property
+    def takes_as_complete(self) -> bool:
+        """Whether it is that of a step whose annotations ``complete_above`` takes as complete."""
+        return self.complete_above is not None and self.unmatched == "drop"

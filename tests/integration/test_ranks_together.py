@@ -1,4 +1,4 @@
-"""One rank's failure is everybody's, with one text; two real processes."""
+"""One rank's failure is everybody's, with one text, and so is what is known of annotations; two real processes."""
 
 from __future__ import annotations
 
@@ -45,6 +45,17 @@ def test_nobody_fails_when_nobody_failed(seen: list[dict[str, list[str] | None]]
 def test_the_failing_rank_keeps_its_own_traceback(seen: list[dict[str, list[str] | None]]) -> None:
     causes = [found[2] if (found := rank["a bug"]) is not None else None for rank in seen]
     assert causes == ["ZeroDivisionError", "NoneType"]
+
+
+def test_annotations_are_taken_as_complete_by_the_answers_of_all_ranks(seen: list[dict[str, list[str] | None]]) -> None:
+    """Three of four objects are annotated: all of the first rank's, half of the second's."""
+    assert [rank["complete above 0.75"] for rank in seen] == [[], [1]]
+    assert [rank["complete above 0.76"] for rank in seen] == [[], []]
+
+
+def test_a_rank_without_answers_leaves_none_waiting_for_its_share(seen: list[dict[str, list[str] | None]]) -> None:
+    for rank in seen:
+        assert rank["no answers"] == ["RolloutError", "rank 1, answers of step 1: server 0 is gone", ""]
 
 
 def test_alone_an_error_is_left_as_it_is() -> None:

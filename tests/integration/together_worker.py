@@ -1,4 +1,5 @@
-"""One of two processes that fail in turn; leaves what each saw."""
+"""One of two processes that fail in turn, and learn from answers of which annotators know few on one rank alone; leaves
+what each saw."""
 
 from __future__ import annotations
 
@@ -9,7 +10,13 @@ from pathlib import Path
 import torch.distributed as dist
 
 from coordexp import distributed
+from coordexp.data.dataset import Sample
 from coordexp.errors import DataError, RolloutError
+from coordexp.matching import MatchingConfig
+from coordexp.targets import TargetPolicy, TransportConfig
+from coordexp.training.sources import RolloutSource
+from support.answers import CAT, DOG, LEAF, answer, entry, record, request, tiny_vocab
+from support.tiny_run import InMemoryBackend
 
 CASES = {
     "nobody": {},
@@ -17,6 +24,26 @@ CASES = {
     "both": {0: DataError("no image", path="a.png"), 1: RolloutError("server 0 is gone")},
     "a bug": {0: ZeroDivisionError("division by zero")},
 }
+ANSWERS = [
+    answer(entry(1), entry(2, LEAF)),
+    answer(entry(1), entry(2, DOG)),
+]  # of each rank: three of four are annotated
+
+
+def left_out(rank: int, complete_above: float, fails: bool = False) -> list[int]:
+    """What this rank's target leaves out of its answer."""
+
+    def text(_: object) -> str:
+        if fails and rank == 1:
+            raise RolloutError("server 0 is gone")
+        return ANSWERS[rank]
+
+    source = RolloutSource(
+        InMemoryBackend(tiny_vocab(), text), tiny_vocab(), MatchingConfig(), TransportConfig(), "desc_first", 3,
+        "rollout/decode_greedy", policy=TargetPolicy(answer="rewritten", complete_above=complete_above),
+    )  # fmt: skip
+    one = record((CAT, LEAF))
+    return list(source.segments([[Sample(one, request(one))]], 0, {})[1][0].target.left_out_pred_idx)
 
 
 def main(folder: str) -> None:
@@ -32,6 +59,12 @@ def main(folder: str) -> None:
             seen[name] = [type(error).__name__, str(error), type(error.__cause__).__name__]
         else:
             seen[name] = None
+    for share in (0.75, 0.76):
+        seen[f"complete above {share}"] = left_out(rank, share)
+    try:
+        left_out(rank, 0.75, fails=True)
+    except RolloutError as error:
+        seen["no answers"] = [type(error).__name__, str(error), ""]
     Path(folder, f"rank{rank}.json").write_text(json.dumps(seen), encoding="utf-8")
     dist.destroy_process_group()
 

@@ -18,7 +18,7 @@ from coordexp.metrics import SampleOutcome
 from coordexp.modeling.tiny import build_tokenizer
 from coordexp.parsing import parse_rollout
 from coordexp.records import GTObject, ImageRecord, Rollout, RolloutRequest
-from coordexp.targets import build_target
+from coordexp.targets import TargetPolicy, build_target
 from support.qwen_tokenizer import qwen_vocab
 
 MATCHING = MatchingConfig()
@@ -65,7 +65,8 @@ def outcome_of(
     sure = None if confidence is None else tuple([confidence(i) for i in range(len(parsed.objects))])
     target = build_target(parsed, match, truth, vocab, sample_id="sample", confidences=sure, **options)
     text = vocab.decode(i for i in ids if 0 <= i < len(vocab))  # other ids write nothing
-    return SampleOutcome(Rollout("sample", (), ids, text, parsed.truncated), parsed, match, target, sure)
+    policy = options.get("policy", TargetPolicy())
+    return SampleOutcome(Rollout("sample", (), ids, text, parsed.truncated), parsed, match, target, policy, sure)
 
 
 class Pairs(list[tuple[str, Any]]):

@@ -100,6 +100,14 @@ class TargetConfig(StrictModel):
         le=1,
         description="least confidence of an object that becomes soft, with unmatched: soft",
     )
+    complete_above: float | None = Field(
+        default=_TARGET.complete_above,
+        gt=0,
+        le=1,
+        description="where annotations match at least this share of the objects in a step's answers "
+        "(rollout/precision, over all ranks), they are taken as complete, as with unmatched: drop and "
+        "missed: in_order; null = never",
+    )
     duplicates: Literal["keep", "drop", "replace"] = Field(
         default=_TARGET.duplicates,
         description="unmatched objects that repeat an earlier one: treated as any other, left out, or replaced by the "

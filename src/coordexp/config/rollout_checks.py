@@ -74,6 +74,12 @@ def _target_checks(config: Sections, rollout: RolloutMatchingConfig) -> Iterator
         yield problem(
             f"{section}.soft_threshold", "has no effect without target.unmatched: soft", f"{section}.unmatched"
         )
+    if target.unmatched == "drop" and target.complete_above is not None:
+        yield problem(
+            f"{section}.complete_above",
+            "has no effect with target.unmatched: drop, which leaves out what is unmatched at every step",
+            f"{section}.unmatched",
+        )
     if target.unmatched == "soft" and (config.fsdp.enabled or config.deepspeed.enabled):
         yield problem(
             f"{section}.unmatched",
@@ -84,11 +90,13 @@ def _target_checks(config: Sections, rollout: RolloutMatchingConfig) -> Iterator
         )
     if target.answer == "rewritten":
         return
-    for key, default in {"unmatched": "mask", "duplicates": "keep", "missed": "append"}.items():
+    defaults = {"unmatched": "mask", "complete_above": None, "duplicates": "keep", "missed": "append"}
+    for key, default in defaults.items():
         if getattr(target, key) != default:
             yield problem(
                 f"{section}.{key}",
-                f"concerns rewritten answers alone; write target.answer: rewritten, or leave it at {default}",
+                "concerns rewritten answers alone; write target.answer: rewritten, or leave it at "
+                f"{'null' if default is None else default}",
                 f"{section}.answer",
             )
 

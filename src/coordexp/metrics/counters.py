@@ -8,17 +8,19 @@ from dataclasses import dataclass
 
 from coordexp.matching import num_duplicates
 from coordexp.records import DropReason, MatchResult, ParsedRollout, Rollout, TokenRole, TrainingTarget
+from coordexp.settings import TargetPolicy
 
 
 @dataclass(frozen=True, slots=True)
 class SampleOutcome:
     """Everything that happened to one sample between its prompt and its target. ``confidences``: of the parsed objects,
-    where the target depends on them."""
+    where the target depends on them. ``policy``: what the target was built by."""
 
     rollout: Rollout
     parsed: ParsedRollout
     match: MatchResult
     target: TrainingTarget
+    policy: TargetPolicy
     confidences: tuple[float, ...] | None = None
 
 
@@ -41,6 +43,7 @@ def rollout_counters(outcomes: Iterable[SampleOutcome]) -> Counter[str]:
         sums["rollout/fp_total"] += len(match.fp_pred_idx)
         sums["rollout/left_out_total"] += len(outcome.target.left_out_pred_idx)
         sums["rollout/soft_total"] += len(outcome.target.soft_pred_idx)
+        sums["rollout/taken_as_complete_total"] += int(outcome.policy.takes_as_complete)
         sums["rollout/fn_appended_total"] += len(match.fn_gt_idx)
         sums["rollout/gating_rejections_total"] += match.num_gate_rejections
         sums["rollout/gen_new_tokens_total"] += len(outcome.rollout.response_token_ids)

@@ -57,7 +57,7 @@ class WhereInTraining:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What matching and target building were configured with."""
+    """What matching and target building were done with. ``target``: of a record, the policy of its own step."""
 
     matching: MatchingConfig
     transport: TransportConfig
@@ -205,7 +205,7 @@ def make_record(
         parse=_parse_record(outcome.parsed),
         match=outcome.match,
         target=_target_record(outcome.target),
-        settings=settings,
+        settings=replace(settings, target=outcome.policy),
         confidences=outcome.confidences,
     )
 

@@ -58,10 +58,11 @@ class RolloutsAhead:
             return self._source.segments(micro_batches, global_step, metrics)
         assert (window.step, window.version) == (global_step, global_step - 1), "a window of another step"
         started = time.perf_counter()
-        if isinstance(window, WaitingRollouts):
-            answered = self._rebuilt(window, micro_batches)
-        else:
-            answered = window.answered.result()
+        with self._source.before_learning(global_step):
+            if isinstance(window, WaitingRollouts):
+                answered = self._rebuilt(window, micro_batches)
+            else:
+                answered = window.answered.result()
         metrics["time/rollout_wait_s"] = time.perf_counter() - started
         return self._source.learn_from(answered, micro_batches, global_step, metrics)
 

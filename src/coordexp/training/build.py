@@ -224,9 +224,7 @@ def _recorder(run: CheckedRun, source: RolloutSource | None) -> RolloutRecorder 
     from coordexp.recording.rollout_record import Settings
     from coordexp.recording.writer import build_recorder
 
-    settings = (
-        None if source is None else Settings(source.matching, source.transport, source.field_order, source.policy)
-    )
+    settings = None if source is None else Settings(source.matching, source.transport, source.field_order)
     return build_recorder(run.rollout.monitor_dump, settings, Path(run.config.training.output_dir))
 
 

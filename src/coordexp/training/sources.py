@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -99,11 +100,20 @@ class RolloutSource:
     ) -> tuple[list[list[Segment]], list[SampleOutcome]]:
         """One round of rollouts for all micro-batches, then each answer parsed, matched and built."""
         started = time.perf_counter()
-        with synced(self.backend, global_step):
-            metrics["time/weight_sync_s"] = time.perf_counter() - started
-            answered = self.answer(micro_batches, global_step)
+        with self.before_learning(global_step):
+            with synced(self.backend, global_step):
+                metrics["time/weight_sync_s"] = time.perf_counter() - started
+                answered = self.answer(micro_batches, global_step)
+            answered = self.reported(answered)
         metrics["time/rollout_wait_s"] = answered.rollout_s
-        return self.learn_from(self.reported(answered), micro_batches, global_step, metrics)
+        return self.learn_from(answered, micro_batches, global_step, metrics)
+
+    def before_learning(self, global_step: int) -> AbstractContextManager[None]:
+        """Stands around everything of a step that may fail on one rank alone and comes before :meth:`learn_from`, if
+        that is a collective call."""
+        if self.policy.complete_above is None:
+            return nullcontext()
+        return distributed.raise_on_all_ranks(f"answers of step {global_step + 1}")
 
     def learn_from(
         self,
@@ -112,9 +122,12 @@ class RolloutSource:
         global_step: int,
         metrics: MutableMapping[str, float],
     ) -> tuple[list[list[Segment]], list[SampleOutcome]]:
-        """The segments of a window that is answered, and everything that the step says of its rollouts."""
+        """The segments of a window that is answered, and everything that the step says of its rollouts. A collective
+        call with ``policy.complete_above``."""
         by_round: Sequence[Sequence[SampleOutcome]] = answered.by_round
-        if self.confidences_of is not None:
+        if self._is_complete(by_round):
+            by_round = self._as_complete(micro_batches, by_round)
+        elif self.confidences_of is not None:
             by_round = self._with_confidences(micro_batches, by_round, metrics)
         if self.log is not None:
             self.log.write(global_step, answered.report)
@@ -198,6 +211,33 @@ class RolloutSource:
         match = match_objects(parsed.objects, sample.record.objects, self.matching)
         return self._targeted(sample, rollout, parsed, match, None)
 
+    def _is_complete(self, by_round: Sequence[Sequence[SampleOutcome]]) -> bool:
+        """Whether annotations match so many of the objects in all ranks' answers that they are taken as complete.
+
+        Were every answer right, the share of matched objects would be the share of objects that are annotated; what is
+        wrong in them only makes it smaller.
+        """
+        if self.policy.complete_above is None:
+            return False
+        matches = [outcome.match for one in by_round for outcome in one]
+        matched, unmatched = distributed.all_reduce(
+            [sum(len(match.pairs) for match in matches), sum(len(match.fp_pred_idx) for match in matches)], "sum"
+        )
+        return matched > 0 and matched >= self.policy.complete_above * (matched + unmatched)
+
+    def _as_complete(
+        self, micro_batches: Sequence[Sequence[Sample]], by_round: Sequence[Sequence[SampleOutcome]]
+    ) -> list[list[SampleOutcome]]:
+        """Targets again, by the policy for annotations that lack nothing."""
+        complete = replace(self, policy=self.policy.for_complete())
+        return [
+            [
+                complete._targeted(sample, outcome.rollout, outcome.parsed, outcome.match, None)
+                for sample, outcome in zip(batch, one, strict=True)
+            ]
+            for batch, one in zip(micro_batches, by_round, strict=True)
+        ]
+
     def _with_confidences(
         self,
         micro_batches: Sequence[Sequence[Sample]],
@@ -245,7 +285,7 @@ class RolloutSource:
             if not self.drop_unclosed:
                 raise
             target = empty_target(sample.record.sample_id)
-        return SampleOutcome(rollout, parsed, match, target, confidences)
+        return SampleOutcome(rollout, parsed, match, target, self.policy, confidences)
 
 
 def _segment(sample: Sample, outcome: SampleOutcome) -> Segment:

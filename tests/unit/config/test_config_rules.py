@@ -14,6 +14,7 @@ RM = "rollout_matching"
 MASTER = "training.master_weights"
 MASTERS = {MASTER: "float32", "model.dtype": "bfloat16"}
 SOFT = {"answer": "rewritten", "unmatched": "soft"}
+STRICT = {"answer": "rewritten", "unmatched": "drop", "complete_above": 0.8}
 VLLM = f"{RM}.vllm"
 REPEAT = f"{RM}.repeat_terminate"
 SERVERS = {"servers": [{"base_url": "http://a:8000", "group_port": 51216}]}
@@ -163,6 +164,8 @@ RULES = [
     # decoding and lengths
     (stage1(), {f"{RM}.target.answer": "rewritten"}, f"{RM}.target.answer", "only stage 2 trains on answers"),
     (stage2(), {f"{RM}.target.unmatched": "drop"}, f"{RM}.target.unmatched", "write target.answer: rewritten"),
+    (stage2(), {f"{RM}.target.complete_above": 0.8}, f"{RM}.target.complete_above", "leave it at null"),
+    (stage2(), {f"{RM}.target": STRICT}, f"{RM}.target.complete_above", "no effect with target.unmatched: drop"),
     (stage2(), {f"{RM}.target.soft_threshold": 0.3}, f"{RM}.target.soft_threshold", "without target.unmatched: soft"),
     (stage2(), {f"{RM}.target": SOFT, "fsdp.enabled": True}, f"{RM}.target.unmatched", "sharded weights"),
     (stage2(), {f"{RM}.target.duplicates": "drop"}, f"{RM}.target.duplicates", "write target.answer: rewritten"),

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from coordexp.coords import TURN_END, serialize_objects
 from coordexp.inference.replay import replay_records
 from coordexp.recording.rollout_record import read_records
+from coordexp.records import GTObject
 from support.tiny_run import (
     InMemoryBackend,
     load_tiny,
@@ -63,14 +65,28 @@ def test_the_answer_that_is_kept_teaches_otherwise(tmp_path: Path) -> None:
     assert not same_weights(*ends)
 
 
-def test_what_the_learner_is_sure_of_is_taught_softly_and_replays(tmp_path: Path) -> None:
-    """On-line completion: annotations lack what the answers hold, and the learner's confidence passes the threshold."""
-    data = tmp_path / "one-object.jsonl"
+def inventor() -> InMemoryBackend:
+    """Finds everything, and writes one object more that nobody annotated."""
+    loaded = load_tiny()
+    truth = {sample.record.image: sample.record.objects for sample in tiny_samples(loaded)}
+    more = GTObject("red circle", "bbox_2d", (990, 990, 999, 999))
+    return InMemoryBackend(loaded.vocab, lambda request: serialize_objects([*truth[request.image], more]) + TURN_END)
+
+
+def of_one_object(folder: Path) -> Path:
+    """The tiny scenes with their first annotation alone."""
+    path = folder / "one-object.jsonl"
     lines = [json.loads(line) for line in tiny_scenes().read_text().splitlines()]
     for line in lines:
-        line["images"] = [str(tiny_scenes().parent / path) for path in line["images"]]
+        line["images"] = [str(tiny_scenes().parent / image) for image in line["images"]]
         line["objects"] = line["objects"][:1]
-    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_what_the_learner_is_sure_of_is_taught_softly_and_replays(tmp_path: Path) -> None:
+    """On-line completion: annotations lack what the answers hold, and the learner's confidence passes the threshold."""
+    data = of_one_object(tmp_path)
     found: dict[float, float] = {}
     for threshold in (1e-12, 1.0):  # an untrained learner is sure of nothing
         config = run_config(
@@ -89,11 +105,42 @@ def test_what_the_learner_is_sure_of_is_taught_softly_and_replays(tmp_path: Path
     assert found[1e-12] > 0 == found[1.0]
 
 
+@pytest.mark.parametrize(
+    ("share", "unmatched", "complete"),
+    [
+        (0.3, "mask", True),  # of each answer all objects but one are annotated: a half or more
+        (0.9, "mask", False),
+        (0.3, "soft", True),  # and then nobody asks how sure the learner is
+        (0.9, "soft", False),
+    ],
+)
+def test_what_is_unmatched_is_left_out_where_annotations_are_taken_as_complete(
+    share: float, unmatched: str, complete: bool, tmp_path: Path
+) -> None:
+    config = run_config(
+        tmp_path, 2, training__max_steps=2,
+        rollout_matching__target={"answer": "rewritten", "unmatched": unmatched, "complete_above": share},
+        rollout_matching__monitor_dump=RECORDED,
+    )  # fmt: skip
+    trainer = train(config, inventor())
+    trainer.close()
+    lines = step_lines(trainer)
+    wrong = sum(line["rollout/fp_total"] for line in lines)
+    assert wrong > 0 and sum(line["rollout/left_out_total"] for line in lines) == (wrong if complete else 0)
+    taken = [line["rollout/taken_as_complete_total"] / line["rollout/samples_total"] for line in lines]
+    assert taken == [float(complete)] * 2
+    folder = Path(config.training.output_dir) / "rollout_records"
+    records = read_records(folder)
+    assert {record.settings.target.unmatched for record in records} == {"drop" if complete else unmatched}
+    assert any(record.confidences for record in records) == (unmatched == "soft" and not complete)
+    assert all(one.differences == () for one in replay_records(folder, config)), "each by its own step's policy"
+
+
 def softened(folder: Path, soft: float) -> Path:
     """The tiny scenes with every second object soft."""
     lines = [json.loads(line) for line in tiny_scenes().read_text().splitlines()]
     for line in lines:
-        line["images"] = [str(tiny_scenes().parent / path) for path in line["images"]]
+        line["images"] = [str(tiny_scenes().parent / image) for image in line["images"]]
         for obj in line["objects"][::2]:
             obj["soft"] = soft
     path = folder / f"soft-{soft}.jsonl"
