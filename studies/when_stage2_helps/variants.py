@@ -21,8 +21,6 @@ SAMPLES = 4
 LESS_SURE_THAN = "less_sure_than_"  # and a confidence
 LESS_SURE_THAN_MATCHED = "less_sure_than_matched_"  # and a share of the matched objects
 MATCHED_SEEN = 256  # the last ones, of several windows
-COMPLETE_ABOVE = "complete_above_"  # and a share of the objects in a window's answers
-THEN_IN_ORDER = "_in_order"
 
 
 @contextmanager
@@ -107,34 +105,6 @@ class LeaveOutLessSureThanMatched:
         return leave_out_unsure(targeted, source, sample, rollout, parsed, match, sure, threshold=threshold)
 
 
-def complete_above(
-    learn_from: Callable[..., Any],
-    source: Any,
-    answered: Any,
-    micro_batches: Any,
-    *rest: Any,
-    share: float,
-    then: dict[str, str],
-) -> Any:
-    """Annotations are taken as complete in windows of whose answers' objects they match at least ``share``: what they
-    do not match is left out, and ``then`` changes further keys of the target. Were all that the learner writes there,
-    it would be the share of objects that is annotated."""
-    outcomes = [outcome for one in answered.by_round for outcome in one]
-    matched = sum(len(outcome.match.pairs) for outcome in outcomes)
-    written = matched + sum(len(outcome.match.fp_pred_idx) for outcome in outcomes)
-    if not written or matched / written < share:
-        return learn_from(source, answered, micro_batches, *rest)
-    strict = replace(source, policy=replace(source.policy, unmatched="drop", **then))
-    by_round = [
-        [
-            strict._targeted(sample, outcome.rollout, outcome.parsed, outcome.match, None)
-            for sample, outcome in zip(batch, one, strict=True)
-        ]
-        for batch, one in zip(micro_batches, answered.by_round, strict=True)
-    ]
-    return learn_from(source, replace(answered, by_round=by_round), micro_batches, *rest)
-
-
 def first_wrong(targeted: Callable[..., Any], *arguments: Any):
     """The first token that the target writes otherwise than the model did weighs more."""
     outcome = targeted(*arguments)
@@ -214,12 +184,6 @@ def variant(name: str | None) -> Iterator[None]:
             yield
     elif name == "best_of":
         with changed(RolloutSource, "answer", best_of):
-            yield
-    elif name.startswith(COMPLETE_ABOVE):
-        number = name.removeprefix(COMPLETE_ABOVE)
-        then = {"missed": "in_order"} if number.endswith(THEN_IN_ORDER) else {}
-        change = partial(complete_above, share=float(number.removesuffix(THEN_IN_ORDER)), then=then)
-        with changed(RolloutSource, "learn_from", change):
             yield
     elif name.startswith(LESS_SURE_THAN_MATCHED):
         share = float(name.removeprefix(LESS_SURE_THAN_MATCHED))

@@ -110,35 +110,6 @@ def test_what_the_learner_is_less_sure_of_than_of_what_matches_is_left_out(varia
         assert (left_out(0.61), left_out(0.59)) == ((), (1,))
 
 
-@pytest.mark.parametrize(
-    ("texts", "left_out"),
-    [
-        ((answer(entry(1), entry(2, DOG)), answer(entry(1))), True),  # two of three are annotated
-        ((answer(entry(1), entry(2, DOG)), answer(entry(1, DOG))), False),  # one of three
-        ((answer(), answer()), False),  # nothing written: nothing known
-    ],
-)
-def test_what_is_unmatched_is_left_out_where_answers_are_mostly_annotated(
-    texts: tuple[str, str], left_out: bool, variants: ModuleType
-) -> None:
-    one = record((CAT, LEAF))
-    samples = [Sample(one, request(one))] * len(texts)
-
-    def outcomes(change: str | None) -> list[SampleOutcome]:
-        unread = list(texts)
-        source = RolloutSource(
-            InMemoryBackend(tiny_vocab(), lambda _: unread.pop(0)), tiny_vocab(), MatchingConfig(), TransportConfig(),
-            "desc_first", 3, "rollout/decode_greedy", policy=TargetPolicy(answer="rewritten"),
-        )  # fmt: skip
-        with variants.variant(change):
-            return source.segments([[sample] for sample in samples], 0, {})[1]
-
-    for changed, plain in zip(outcomes("complete_above_0.6"), outcomes(None), strict=True):
-        gone = plain.match.fp_pred_idx if left_out else ()
-        assert changed.target.left_out_pred_idx == gone
-        assert (changed.target.token_ids == plain.target.token_ids) == (not gone)
-
-
 def test_the_end_is_not_taught_behind_what_annotators_may_have_left_out(variants: ModuleType) -> None:
     with variants.variant("stop_where_complete"):
         hesitant, sure = outcome_of_window([SEEN]), outcome_of_window([answer(entry(1))])
