@@ -1,0 +1,59 @@
+"""`target.complete_above`: a step whose answers are mostly annotated takes its annotations as complete."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from coordexp.data.dataset import Sample
+from coordexp.matching import MatchingConfig
+from coordexp.metrics import SampleOutcome
+from coordexp.targets import TargetPolicy, TransportConfig
+from coordexp.training.sources import RolloutSource
+from support.answers import CAT, DOG, LEAF, answer, entry, record, request, taught_text, tiny_vocab
+from support.tiny_run import InMemoryBackend
+
+HALF = answer(
+    entry(1, LEAF), entry(2, DOG)
+)  # one of two is annotated, and the cat, which annotations name first, is missed
+NONE = answer(entry(1, DOG))
+AS_COMPLETE = "{" + f"{entry(1)}, {entry(2, LEAF)}" + "}"
+AS_INCOMPLETE = "{" + f"{entry(1, LEAF)}, {entry(2, DOG)}, {entry(3)}" + "}"
+
+
+def outcomes(texts: Sequence[str], complete_above: float | None) -> list[SampleOutcome]:
+    """Of a step of one micro-batch an answer; every image holds a cat and a leaf."""
+    unread = list(texts)
+    policy = TargetPolicy(answer="rewritten", complete_above=complete_above)
+    source = RolloutSource(
+        InMemoryBackend(tiny_vocab(), lambda _: unread.pop(0)), tiny_vocab(), MatchingConfig(), TransportConfig(),
+        "desc_first", 3, "rollout/decode_greedy", policy=policy,
+    )  # fmt: skip
+    one = record((CAT, LEAF))
+    return source.segments([[Sample(one, request(one))] for _ in texts], 0, {})[1]
+
+
+@pytest.mark.parametrize(
+    ("texts", "complete_above", "taught"),
+    [
+        ([HALF], 0.5, AS_COMPLETE),  # the share itself suffices
+        ([HALF], 0.51, AS_INCOMPLETE),
+        ([HALF], None, AS_INCOMPLETE),  # never
+        ([HALF, answer(entry(1))], 0.66, AS_COMPLETE),  # two of three, over the step's answers
+        ([HALF, NONE], 0.34, AS_INCOMPLETE),  # one of three
+    ],
+)
+def test_a_step_takes_its_annotations_as_complete_where_so_many_of_its_objects_are_annotated(
+    texts: list[str], complete_above: float | None, taught: str
+) -> None:
+    """Then nothing else is there, and what was missed stands where the annotations have it."""
+    found = outcomes(texts, complete_above)
+    assert taught_text(found[0], tiny_vocab()) == taught
+    assert {one.policy.takes_as_complete for one in found} == {taught == AS_COMPLETE}
+
+
+@pytest.mark.parametrize("text", [answer(), NONE, "no JSON"])
+def test_answers_without_a_matched_object_say_nothing_of_annotations(text: str) -> None:
+    (found,) = outcomes([text], 0.01)
+    assert not found.policy.takes_as_complete and found.target.left_out_pred_idx == ()
