@@ -57,7 +57,8 @@ class TargetPolicy:
     """What becomes of the model's answer (keys ``rollout_matching.target.*``). All but ``answer`` concern a rewritten
     one alone. ``duplicates``: unmatched objects that repeat an earlier one. ``soft_threshold``: least confidence, in
     (0, 1], of an unmatched object that becomes soft, with ``unmatched: soft``. ``complete_above``: least share, in
-    (0, 1], of a step's objects that are matched, from which on its policy is :meth:`for_complete`; None: never.
+    (0, 1], of the objects in a step's answers that annotations match, from which on the step's policy is
+    :meth:`for_complete`; None: never.
     """
 
     answer: Literal["as_written", "rewritten"] = "as_written"
@@ -71,9 +72,4 @@ class TargetPolicy:
         """The policy of a step whose annotations are taken as complete: nothing else is there, and what was missed is
         written where annotations have it. Appended, it would teach to pass over what is hard and to come back to it.
         """
-        return replace(self, unmatched="drop", missed="in_order")
-
-    @property
-    def takes_as_complete(self) -> bool:
-        """Whether it is that of a step whose annotations ``complete_above`` takes as complete."""
-        return self.complete_above is not None and self.unmatched == "drop"
+        return replace(self, unmatched="drop", duplicates="drop", missed="in_order", complete_above=None)

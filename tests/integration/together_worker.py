@@ -24,14 +24,12 @@ CASES = {
     "both": {0: DataError("no image", path="a.png"), 1: RolloutError("server 0 is gone")},
     "a bug": {0: ZeroDivisionError("division by zero")},
 }
-ANSWERS = [
-    answer(entry(1), entry(2, LEAF)),
-    answer(entry(1), entry(2, DOG)),
-]  # of each rank: three of four are annotated
+# Of each rank: three of four objects are annotated.
+ANSWERS = [answer(entry(1), entry(2, LEAF)), answer(entry(1), entry(2, DOG))]
 
 
-def left_out(rank: int, complete_above: float, fails: bool = False) -> list[int]:
-    """What this rank's target leaves out of its answer."""
+def taken_as_complete(rank: int, complete_above: float, fails: bool = False) -> bool:
+    """Whether this rank takes the annotations of a step with these answers as complete."""
 
     def text(_: object) -> str:
         if fails and rank == 1:
@@ -43,7 +41,7 @@ def left_out(rank: int, complete_above: float, fails: bool = False) -> list[int]
         "rollout/decode_greedy", policy=TargetPolicy(answer="rewritten", complete_above=complete_above),
     )  # fmt: skip
     one = record((CAT, LEAF))
-    return list(source.segments([[Sample(one, request(one))]], 0, {})[1][0].target.left_out_pred_idx)
+    return source.segments([[Sample(one, request(one))]], 0, {})[1][0].taken_as_complete
 
 
 def main(folder: str) -> None:
@@ -60,11 +58,11 @@ def main(folder: str) -> None:
         else:
             seen[name] = None
     for share in (0.75, 0.76):
-        seen[f"complete above {share}"] = left_out(rank, share)
+        seen[f"complete above {share}"] = taken_as_complete(rank, share)
     try:
-        left_out(rank, 0.75, fails=True)
+        taken_as_complete(rank, 0.75, fails=True)
     except RolloutError as error:
-        seen["no answers"] = [type(error).__name__, str(error), ""]
+        seen["no answers"] = [type(error).__name__, str(error), type(error.__cause__).__name__]
     Path(folder, f"rank{rank}.json").write_text(json.dumps(seen), encoding="utf-8")
     dist.destroy_process_group()
 

@@ -104,9 +104,8 @@ class TargetConfig(StrictModel):
         default=_TARGET.complete_above,
         gt=0,
         le=1,
-        description="where annotations match at least this share of the objects in a step's answers "
-        "(rollout/precision, over all ranks), they are taken as complete, as with unmatched: drop and "
-        "missed: in_order; null = never",
+        description="least share of the objects in one step's answers, of all ranks, that annotations match, from "
+        "which on the step takes them as complete: unmatched and duplicates: drop, missed: in_order; null = never",
     )
     duplicates: Literal["keep", "drop", "replace"] = Field(
         default=_TARGET.duplicates,

@@ -74,10 +74,10 @@ def _target_checks(config: Sections, rollout: RolloutMatchingConfig) -> Iterator
         yield problem(
             f"{section}.soft_threshold", "has no effect without target.unmatched: soft", f"{section}.unmatched"
         )
-    if target.unmatched == "drop" and target.complete_above is not None:
+    if target.answer == "rewritten" and target.unmatched == "drop" and target.complete_above is not None:
         yield problem(
             f"{section}.complete_above",
-            "has no effect with target.unmatched: drop, which leaves out what is unmatched at every step",
+            "decides when to leave out what is unmatched, which unmatched: drop does at every step; remove one of them",
             f"{section}.unmatched",
         )
     if target.unmatched == "soft" and (config.fsdp.enabled or config.deepspeed.enabled):

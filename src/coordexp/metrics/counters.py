@@ -14,7 +14,8 @@ from coordexp.settings import TargetPolicy
 @dataclass(frozen=True, slots=True)
 class SampleOutcome:
     """Everything that happened to one sample between its prompt and its target. ``confidences``: of the parsed objects,
-    where the target depends on them. ``policy``: what the target was built by."""
+    where the target depends on them. ``policy``: what the target was built by. ``taken_as_complete``: it is the one for
+    annotations that lack nothing (``TargetPolicy.complete_above``)."""
 
     rollout: Rollout
     parsed: ParsedRollout
@@ -22,6 +23,7 @@ class SampleOutcome:
     target: TrainingTarget
     policy: TargetPolicy
     confidences: tuple[float, ...] | None = None
+    taken_as_complete: bool = False
 
 
 def rollout_counters(outcomes: Iterable[SampleOutcome]) -> Counter[str]:
@@ -43,7 +45,7 @@ def rollout_counters(outcomes: Iterable[SampleOutcome]) -> Counter[str]:
         sums["rollout/fp_total"] += len(match.fp_pred_idx)
         sums["rollout/left_out_total"] += len(outcome.target.left_out_pred_idx)
         sums["rollout/soft_total"] += len(outcome.target.soft_pred_idx)
-        sums["rollout/taken_as_complete_total"] += int(outcome.policy.takes_as_complete)
+        sums["rollout/taken_as_complete_total"] += int(outcome.taken_as_complete)
         sums["rollout/fn_appended_total"] += len(match.fn_gt_idx)
         sums["rollout/gating_rejections_total"] += match.num_gate_rejections
         sums["rollout/gen_new_tokens_total"] += len(outcome.rollout.response_token_ids)

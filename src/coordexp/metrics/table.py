@@ -111,6 +111,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("rollout/soft_total", "objects", COUNT, "of them, those taught softly (``target.unmatched: soft``)"),
         Metric("rollout/fn_appended_total", "objects", COUNT, "annotated objects without a match, appended in the tail"),
         Metric("rollout/taken_as_complete_total", "samples", COUNT, "answers of steps whose annotations were taken as complete (``target.complete_above``)"),
+        rate("rollout/taken_as_complete_rate", "0..1", "taken_as_complete_total", "samples_total"),
         rate("rollout/match_rate", "0..1", "matched_total", "gt_objects_total"),
         rate("rollout/precision", "0..1", "matched_total", "valid_pred_objects_total", "By geometry at `maskiou_gate`, whatever the description"),
         Metric("rollout/duplicates_total", "objects", COUNT, "valid predictions that repeat an earlier one: equal description, mask IoU of at least 0.5"),

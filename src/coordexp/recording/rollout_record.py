@@ -57,7 +57,7 @@ class WhereInTraining:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What matching and target building were done with. ``target``: of a record, the policy of its own step."""
+    """What matching and target building were configured with; in a record, the target policy of its own step."""
 
     matching: MatchingConfig
     transport: TransportConfig
@@ -137,6 +137,7 @@ class RolloutRecord:
     loss_by_role: dict[str, float] | None = None
     token_loss: tuple[tuple[int, float], ...] | None = None
     confidences: tuple[float, ...] | None = None
+    taken_as_complete: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +208,7 @@ def make_record(
         target=_target_record(outcome.target),
         settings=replace(settings, target=outcome.policy),
         confidences=outcome.confidences,
+        taken_as_complete=outcome.taken_as_complete,
     )
 
 

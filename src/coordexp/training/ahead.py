@@ -56,14 +56,14 @@ class RolloutsAhead:
         if window is None:
             self._has_weights_of = global_step
             return self._source.segments(micro_batches, global_step, metrics)
-        assert (window.step, window.version) == (global_step, global_step - 1), "a window of another step"
-        started = time.perf_counter()
-        with self._source.before_learning(global_step):
+        with self._source.failing_together(global_step):
+            assert (window.step, window.version) == (global_step, global_step - 1), "a window of another step"
+            started = time.perf_counter()
             if isinstance(window, WaitingRollouts):
                 answered = self._rebuilt(window, micro_batches)
             else:
                 answered = window.answered.result()
-        metrics["time/rollout_wait_s"] = time.perf_counter() - started
+            metrics["time/rollout_wait_s"] = time.perf_counter() - started
         return self._source.learn_from(answered, micro_batches, global_step, metrics)
 
     def asks_at(self, global_step: int) -> bool:

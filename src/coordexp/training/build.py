@@ -224,7 +224,9 @@ def _recorder(run: CheckedRun, source: RolloutSource | None) -> RolloutRecorder 
     from coordexp.recording.rollout_record import Settings
     from coordexp.recording.writer import build_recorder
 
-    settings = None if source is None else Settings(source.matching, source.transport, source.field_order)
+    settings = (
+        None if source is None else Settings(source.matching, source.transport, source.field_order, source.policy)
+    )
     return build_recorder(run.rollout.monitor_dump, settings, Path(run.config.training.output_dir))
 
 

@@ -100,7 +100,7 @@ class RolloutSource:
     ) -> tuple[list[list[Segment]], list[SampleOutcome]]:
         """One round of rollouts for all micro-batches, then each answer parsed, matched and built."""
         started = time.perf_counter()
-        with self.before_learning(global_step):
+        with self.failing_together(global_step):
             with synced(self.backend, global_step):
                 metrics["time/weight_sync_s"] = time.perf_counter() - started
                 answered = self.answer(micro_batches, global_step)
@@ -108,9 +108,9 @@ class RolloutSource:
         metrics["time/rollout_wait_s"] = answered.rollout_s
         return self.learn_from(answered, micro_batches, global_step, metrics)
 
-    def before_learning(self, global_step: int) -> AbstractContextManager[None]:
-        """Stands around everything of a step that may fail on one rank alone and comes before :meth:`learn_from`, if
-        that is a collective call."""
+    def failing_together(self, global_step: int) -> AbstractContextManager[None]:
+        """Raises on all ranks what one raises within it, where :meth:`learn_from` is a collective call in which the
+        others would wait; does nothing elsewhere."""
         if self.policy.complete_above is None:
             return nullcontext()
         return distributed.raise_on_all_ranks(f"answers of step {global_step + 1}")
@@ -125,8 +125,11 @@ class RolloutSource:
         """The segments of a window that is answered, and everything that the step says of its rollouts. A collective
         call with ``policy.complete_above``."""
         by_round: Sequence[Sequence[SampleOutcome]] = answered.by_round
-        if self._is_complete(by_round):
+        build_s = answered.build_s
+        if self._is_complete(micro_batches, by_round):
+            started = time.perf_counter()
             by_round = self._as_complete(micro_batches, by_round)
+            build_s += time.perf_counter() - started
         elif self.confidences_of is not None:
             by_round = self._with_confidences(micro_batches, by_round, metrics)
         if self.log is not None:
@@ -136,7 +139,7 @@ class RolloutSource:
         metrics["rollout/repeat_terminate_active"] = 0  # unless the backend knows better
         metrics.update(answered.counted)
         metrics["time/rollout_s"] = answered.rollout_s
-        metrics["time/target_build_s"] = answered.build_s
+        metrics["time/target_build_s"] = build_s
         lengths = [len(outcome.rollout.response_token_ids) for outcome in outcomes]
         metrics["rollout/gen_new_tokens_p99"] = float(np.percentile(lengths, 99)) if lengths else 0.0
         oldest = min((outcome.rollout.weight_version for outcome in outcomes), default=global_step)
@@ -211,19 +214,21 @@ class RolloutSource:
         match = match_objects(parsed.objects, sample.record.objects, self.matching)
         return self._targeted(sample, rollout, parsed, match, None)
 
-    def _is_complete(self, by_round: Sequence[Sequence[SampleOutcome]]) -> bool:
-        """Whether annotations match so many of the objects in all ranks' answers that they are taken as complete.
-
-        Were every answer right, the share of matched objects would be the share of objects that are annotated; what is
-        wrong in them only makes it smaller.
-        """
+    def _is_complete(
+        self, micro_batches: Sequence[Sequence[Sample]], by_round: Sequence[Sequence[SampleOutcome]]
+    ) -> bool:
+        """Whether so many of the objects in all ranks' answers are annotated that annotations are taken as complete. A
+        soft object is one that nobody annotated: what it matches speaks against it."""
         if self.policy.complete_above is None:
             return False
-        matches = [outcome.match for one in by_round for outcome in one]
-        matched, unmatched = distributed.all_reduce(
-            [sum(len(match.pairs) for match in matches), sum(len(match.fp_pred_idx) for match in matches)], "sum"
-        )
-        return matched > 0 and matched >= self.policy.complete_above * (matched + unmatched)
+        annotated, written = 0, 0
+        for batch, one in zip(micro_batches, by_round, strict=True):
+            for sample, outcome in zip(batch, one, strict=True):
+                written += len(outcome.parsed.objects)
+                truth = sample.record.objects
+                annotated += sum(truth[pair.gt_idx].soft is None for pair in outcome.match.pairs)
+        annotated_everywhere, written_everywhere = distributed.all_reduce([annotated, written], "sum")
+        return annotated_everywhere > 0 and annotated_everywhere / written_everywhere >= self.policy.complete_above
 
     def _as_complete(
         self, micro_batches: Sequence[Sequence[Sample]], by_round: Sequence[Sequence[SampleOutcome]]
@@ -232,7 +237,10 @@ class RolloutSource:
         complete = replace(self, policy=self.policy.for_complete())
         return [
             [
-                complete._targeted(sample, outcome.rollout, outcome.parsed, outcome.match, None)
+                replace(
+                    complete._targeted(sample, outcome.rollout, outcome.parsed, outcome.match, None),
+                    taken_as_complete=True,
+                )
                 for sample, outcome in zip(batch, one, strict=True)
             ]
             for batch, one in zip(micro_batches, by_round, strict=True)

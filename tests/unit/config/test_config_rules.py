@@ -165,7 +165,7 @@ RULES = [
     (stage1(), {f"{RM}.target.answer": "rewritten"}, f"{RM}.target.answer", "only stage 2 trains on answers"),
     (stage2(), {f"{RM}.target.unmatched": "drop"}, f"{RM}.target.unmatched", "write target.answer: rewritten"),
     (stage2(), {f"{RM}.target.complete_above": 0.8}, f"{RM}.target.complete_above", "leave it at null"),
-    (stage2(), {f"{RM}.target": STRICT}, f"{RM}.target.complete_above", "no effect with target.unmatched: drop"),
+    (stage2(), {f"{RM}.target": STRICT}, f"{RM}.target.complete_above", "which unmatched: drop does at every step"),
     (stage2(), {f"{RM}.target.soft_threshold": 0.3}, f"{RM}.target.soft_threshold", "without target.unmatched: soft"),
     (stage2(), {f"{RM}.target": SOFT, "fsdp.enabled": True}, f"{RM}.target.unmatched", "sharded weights"),
     (stage2(), {f"{RM}.target.duplicates": "drop"}, f"{RM}.target.duplicates", "write target.answer: rewritten"),

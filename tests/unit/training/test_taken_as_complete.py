@@ -3,34 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from coordexp.data.dataset import Sample
 from coordexp.matching import MatchingConfig
 from coordexp.metrics import SampleOutcome
+from coordexp.records import GTObject
 from coordexp.targets import TargetPolicy, TransportConfig
 from coordexp.training.sources import RolloutSource
 from support.answers import CAT, DOG, LEAF, answer, entry, record, request, taught_text, tiny_vocab
 from support.tiny_run import InMemoryBackend
 
-HALF = answer(
-    entry(1, LEAF), entry(2, DOG)
-)  # one of two is annotated, and the cat, which annotations name first, is missed
+# One of two is annotated, and the cat, which annotations name first, is missed.
+HALF = answer(entry(1, LEAF), entry(2, DOG))
 NONE = answer(entry(1, DOG))
 AS_COMPLETE = "{" + f"{entry(1)}, {entry(2, LEAF)}" + "}"
 AS_INCOMPLETE = "{" + f"{entry(1, LEAF)}, {entry(2, DOG)}, {entry(3)}" + "}"
 
 
-def outcomes(texts: Sequence[str], complete_above: float | None) -> list[SampleOutcome]:
-    """Of a step of one micro-batch an answer; every image holds a cat and a leaf."""
+def outcomes(
+    texts: Sequence[str], complete_above: float | None, truth: Sequence[GTObject] = (CAT, LEAF), **target: Any
+) -> list[SampleOutcome]:
+    """Of a step of one micro-batch an answer; every image holds ``truth``."""
     unread = list(texts)
-    policy = TargetPolicy(answer="rewritten", complete_above=complete_above)
+    policy = TargetPolicy(answer="rewritten", complete_above=complete_above, **target)
     source = RolloutSource(
         InMemoryBackend(tiny_vocab(), lambda _: unread.pop(0)), tiny_vocab(), MatchingConfig(), TransportConfig(),
         "desc_first", 3, "rollout/decode_greedy", policy=policy,
     )  # fmt: skip
-    one = record((CAT, LEAF))
+    one = record(truth)
     return source.segments([[Sample(one, request(one))] for _ in texts], 0, {})[1]
 
 
@@ -50,10 +54,24 @@ def test_a_step_takes_its_annotations_as_complete_where_so_many_of_its_objects_a
     """Then nothing else is there, and what was missed stands where the annotations have it."""
     found = outcomes(texts, complete_above)
     assert taught_text(found[0], tiny_vocab()) == taught
-    assert {one.policy.takes_as_complete for one in found} == {taught == AS_COMPLETE}
+    assert {one.taken_as_complete for one in found} == {taught == AS_COMPLETE}
 
 
 @pytest.mark.parametrize("text", [answer(), NONE, "no JSON"])
 def test_answers_without_a_matched_object_say_nothing_of_annotations(text: str) -> None:
     (found,) = outcomes([text], 0.01)
-    assert not found.policy.takes_as_complete and found.target.left_out_pred_idx == ()
+    assert not found.taken_as_complete and found.target.left_out_pred_idx == ()
+
+
+def test_what_a_model_added_to_the_annotations_does_not_speak_for_them() -> None:
+    """A soft object is one that nobody annotated."""
+    texts = [answer(entry(1), entry(2, LEAF))]
+    assert outcomes(texts, 0.51)[0].taken_as_complete
+    assert not outcomes(texts, 0.51, (CAT, replace(LEAF, soft=0.9)))[0].taken_as_complete
+
+
+def test_repeats_are_left_out_of_complete_annotations_not_replaced() -> None:
+    """What is missed would stand in the place of the repeat, not where annotations have it."""
+    texts = [answer(entry(1, LEAF), entry(2, LEAF))]
+    (found,) = outcomes(texts, 0.5, duplicates="replace")
+    assert found.taken_as_complete and taught_text(found, tiny_vocab()) == AS_COMPLETE
