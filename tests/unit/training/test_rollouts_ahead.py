@@ -110,12 +110,20 @@ class Killed(BaseException):
     """Stands for SIGKILL: nothing may catch it."""
 
 
+# As answers age, fewer of their objects match: its first steps take annotations as complete, its last ones do not.
+COMPLETE = {
+    "rollout_matching__target": {"answer": "rewritten", "complete_above": 0.8},
+    "rollout_matching__maskiou_gate": 0.6,
+}
+
+
 @pytest.mark.parametrize(
-    ("stage", "save_steps", "saved"), [(2, 2, 4), (2, 3, 3), ("two_channel", 3, 3)],
-    ids=["within an epoch", "between epochs", "two channels"],
+    ("stage", "save_steps", "saved", "target"),
+    [(2, 2, 4, {}), (2, 3, 3, {}), ("two_channel", 3, 3, {}), (2, 2, 4, COMPLETE), ("two_channel", 3, 3, COMPLETE)],
+    ids=["within an epoch", "between epochs", "two channels", "taken as complete", "so in two channels"],
 )  # fmt: skip
 def test_killed_and_resumed_equals_never_killed(
-    stage: Any, save_steps: int, saved: int, ahead: Any, tmp_path: Path
+    stage: Any, save_steps: int, saved: int, target: dict[str, Any], ahead: Any, tmp_path: Path
 ) -> None:
     def kill(trainer: Any) -> None:
         read = trainer.get_batch_samples
@@ -127,8 +135,10 @@ def test_killed_and_resumed_equals_never_killed(
 
         trainer.get_batch_samples = read_or_die
 
-    keys = {"training__save_strategy": "steps", "training__save_steps": save_steps}
+    keys = {"training__save_strategy": "steps", "training__save_steps": save_steps, **target}
     whole = ahead("whole", stage, **keys)
+    taken = {line["rollout/taken_as_complete_rate"] for line in step_lines(whole) if "rollout/precision" in line}
+    assert taken == ({0, 1} if target else {0})
     with pytest.raises(Killed):
         ahead("killed", stage, on_built=kill, **keys)
     asked_again = Aging()
