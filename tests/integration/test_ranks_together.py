@@ -48,13 +48,16 @@ def test_the_failing_rank_keeps_its_own_traceback(seen: list[dict[str, Any]]) ->
 
 def test_annotations_are_taken_as_complete_by_the_answers_of_all_ranks(seen: list[dict[str, Any]]) -> None:
     """Three of four objects are annotated: all of the first rank's, half of the second's."""
-    assert [rank["complete above 0.75"] for rank in seen] == [True, True]
-    assert [rank["complete above 0.76"] for rank in seen] == [False, False]
+    assert [rank["complete above 0.75"] for rank in seen] == [[True, True]] * 2  # of the step itself, of the one before
+    assert [rank["complete above 0.76"] for rank in seen] == [[False, False]] * 2
 
 
-def test_a_rank_without_answers_leaves_none_waiting_for_its_share(seen: list[dict[str, Any]]) -> None:
-    message = "rank 1, answers of step 1: server 0 is gone"
-    assert [rank["no answers"] for rank in seen] == [
+@pytest.mark.parametrize(("case", "step"), [("no answers", 1), ("no answers ahead", 2)])
+def test_a_rank_without_answers_leaves_none_waiting_for_its_share(
+    case: str, step: int, seen: list[dict[str, Any]]
+) -> None:
+    message = f"rank 1, answers of step {step}: server 0 is gone"
+    assert [rank[case] for rank in seen] == [
         ["RolloutError", message, "NoneType"], ["RolloutError", message, "RolloutError"],
     ]  # fmt: skip
 

@@ -14,6 +14,7 @@ from coordexp.data.dataset import Sample
 from coordexp.errors import DataError, RolloutError
 from coordexp.matching import MatchingConfig
 from coordexp.targets import TargetPolicy, TransportConfig
+from coordexp.training.ahead import RolloutsAhead
 from coordexp.training.sources import RolloutSource
 from support.answers import CAT, DOG, LEAF, answer, entry, record, request, tiny_vocab
 from support.tiny_run import InMemoryBackend
@@ -28,8 +29,9 @@ CASES = {
 ANSWERS = [answer(entry(1), entry(2, LEAF)), answer(entry(1), entry(2, DOG))]
 
 
-def taken_as_complete(rank: int, complete_above: float, fails: bool = False) -> bool:
-    """Whether this rank takes the annotations of a step with these answers as complete."""
+def taken_as_complete(rank: int, complete_above: float, fails: bool = False, ahead: bool = False) -> bool:
+    """Whether this rank takes the annotations of a step with these answers as complete; asked for in it, or in the step
+    before."""
 
     def text(_: object) -> str:
         if fails and rank == 1:
@@ -41,7 +43,12 @@ def taken_as_complete(rank: int, complete_above: float, fails: bool = False) -> 
         "rollout/decode_greedy", policy=TargetPolicy(answer="rewritten", complete_above=complete_above),
     )  # fmt: skip
     one = record((CAT, LEAF))
-    return source.segments([[Sample(one, request(one))]], 0, {})[1][0].taken_as_complete
+    batches = [[Sample(one, request(one))]]
+    if not ahead:
+        return source.segments(batches, 0, {})[1][0].taken_as_complete
+    rollouts_ahead = RolloutsAhead(source, lambda step: True)
+    rollouts_ahead.ask(batches, 0)
+    return rollouts_ahead.segments(batches, 1, {})[1][0].taken_as_complete
 
 
 def main(folder: str) -> None:
@@ -58,11 +65,12 @@ def main(folder: str) -> None:
         else:
             seen[name] = None
     for share in (0.75, 0.76):
-        seen[f"complete above {share}"] = taken_as_complete(rank, share)
-    try:
-        taken_as_complete(rank, 0.75, fails=True)
-    except RolloutError as error:
-        seen["no answers"] = [type(error).__name__, str(error), type(error.__cause__).__name__]
+        seen[f"complete above {share}"] = [taken_as_complete(rank, share, ahead=ahead) for ahead in (False, True)]
+    for name, ahead in (("no answers", False), ("no answers ahead", True)):
+        try:
+            taken_as_complete(rank, 0.75, fails=True, ahead=ahead)
+        except RolloutError as error:
+            seen[name] = [type(error).__name__, str(error), type(error.__cause__).__name__]
     Path(folder, f"rank{rank}.json").write_text(json.dumps(seen), encoding="utf-8")
     dist.destroy_process_group()
 
