@@ -114,6 +114,7 @@ assert reduce_metrics(local) == {
     "rollout/fp_total": 1.0,
     "rollout/gen_new_tokens_mean": 0.0,
     "rollout/parse_truncated_rate": 2 / 7,
+    "rollout/taken_as_complete_rate": 0.0,
     "rollout/parse_truncated_total": 2.0,
     "rollout/samples_total": 7.0,
     "time/pack_s": 5.0,
