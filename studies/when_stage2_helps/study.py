@@ -43,7 +43,8 @@ def scenes(regime: dict[str, Any], split: str, work: Path, name: str) -> Path:
         return path
     if "voc" in regime:
         return converted(regime, split, work / name, path)
-    return write_scenes(folder, regime["images"][split], SPECS[regime["spec"]], SPLIT_SEEDS[split])
+    scene_seed = regime.get("scene_seeds", {}).get(split, SPLIT_SEEDS[split])
+    return write_scenes(folder, regime["images"][split], SPECS[regime["spec"]], scene_seed)
 
 
 def converted(regime: dict[str, Any], split: str, folder: Path, path: Path) -> Path:
@@ -221,13 +222,18 @@ def counts(answers: Sequence[Any]) -> dict[str, list[list[float]]]:
 
 
 def regime_start(name: str, regime: dict[str, Any], seed: int, work: Path) -> Path:
-    """The checkpoint that every arm of a regime starts from; ``start.of`` names another regime whose start it is."""
+    """The checkpoint that every arm of a regime starts from. ``start.of`` names another regime whose start it is,
+    ``start.after`` one from whose start it was trained on; otherwise that is the demo's stage-1 model."""
+    before = STAGE_1
+    other = regime["start"].get("of", regime["start"].get("after"))
+    if other is not None:
+        regimes = yaml.safe_load((HERE / "arms.yaml").read_text())["regimes"]
+        before = regime_start(other, regimes[other], seed, work)
     if "of" in regime["start"]:
-        other = regime["start"]["of"]
-        return regime_start(other, yaml.safe_load((HERE / "arms.yaml").read_text())["regimes"][other], seed, work)
+        return before
     start = work / name / "runs" / f"start-seed-{seed}"
     data = training_data(regime, regime["keep"], seed, work, name)
-    train(regime["start"]["config"], data, STAGE_1, start, seed, with_keys(regime, regime["start"]))
+    train(regime["start"]["config"], data, before, start, seed, with_keys(regime, regime["start"]))
     return start
 
 
