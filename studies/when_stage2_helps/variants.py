@@ -113,6 +113,43 @@ def first_wrong(targeted: Callable[..., Any], *arguments: Any):
     return outcome if place is None else with_weights(outcome, {place: FIRST_WRONG_WEIGHT})
 
 
+def unlikely_repeats(targeted: Callable[..., Any], source: Any, *arguments: Any):
+    """The first coordinate of a repeat that nothing matches is pushed down; the rest of it stays masked.
+
+    What stands before it is the same for any object of its kind. A negative weight asks for unlikelihood, see
+    :func:`pushed_down`; the token counts among those that the step's text loss is divided by.
+    """
+    from coordexp.matching import duplicate_indices
+    from coordexp.parsing import parse_rollout
+    from coordexp.records import TokenRole
+
+    outcome = targeted(source, *arguments)
+    parsed, target = outcome.parsed, outcome.target
+    repeats = {*duplicate_indices(parsed.objects)} & {*outcome.match.fp_pred_idx} - {*target.left_out_pred_idx}
+    if not repeats:
+        return outcome
+    roles_T = target.roles_T.copy()
+    wanted = [parsed.objects[i].bins for i in sorted(repeats)]
+    for written in parse_rollout(target.token_ids, source.vocab, ended=True).objects:
+        place = written.coord_token_idx[0]
+        if wanted and written.bins == wanted[0] and roles_T[place] == TokenRole.PREFIX_MASKED:
+            wanted.pop(0)
+            roles_T[place] = TokenRole.REWRITTEN_STRUCT
+    assert not wanted, f"{target.sample_id}: repeats {wanted} do not stand in the target"
+    changed_places = {int(t): -1.0 for t in np.flatnonzero(roles_T != target.roles_T)}
+    return with_weights(replace(outcome, target=replace(target, roles_T=roles_T)), changed_places)
+
+
+def pushed_down(label_ce_U: Callable[..., Any], ctx: Any):
+    """Cross-entropy −log p; where the weight is negative +log(1 − p), which that weight turns into unlikelihood."""
+    import torch
+
+    ce_U = label_ce_U(ctx)
+    weight_U = ctx.supervision.text_weight_N[ctx.query.vocab_in_N_U]
+    others_U = -torch.expm1(-ce_U.clamp(min=1e-4))  # 1 − p, and a finite slope where p is 1
+    return torch.where(weight_U < 0, others_U.log(), ce_U)
+
+
 def with_weights(outcome: Any, weights: dict[int, float]) -> Any:
     """``outcome`` with other weights of the cross-entropy at some target positions."""
     target = outcome.target
@@ -173,11 +210,18 @@ class AveragedWeights:
 @contextmanager
 def variant(name: str | None) -> Iterator[None]:
     """Within it, training is changed as ``name`` says; None changes nothing."""
+    from coordexp.objective.context import ObjectiveContext
     from coordexp.rollouts.hf import HFBackend
     from coordexp.training.sources import RolloutSource
 
     if name is None:
         yield
+    elif name == "unlikely_repeats":
+        with (
+            changed(RolloutSource, "_targeted", unlikely_repeats),
+            changed(ObjectiveContext, "label_ce_U", pushed_down),
+        ):
+            yield
     elif name == "averaged_weights":
         averaged = AveragedWeights()
         with changed(HFBackend, "sync_weights", averaged.sync), changed(HFBackend, "release", averaged.release):

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from coordexp.data.dataset import Sample
 from coordexp.matching import MatchingConfig
 from coordexp.metrics import SampleOutcome
-from coordexp.records import GTObject, RolloutRequest
+from coordexp.records import GTObject, RolloutRequest, TokenRole
 from coordexp.rollouts.hf import HFBackend
 from coordexp.targets import TargetPolicy, TransportConfig
 from coordexp.training.sources import RolloutSource
@@ -136,6 +138,37 @@ def test_the_first_wrong_token_weighs_more(variants: ModuleType) -> None:
         ours, theirs = outcome.target.token_ids, outcome.rollout.response_token_ids
         assert weight_T[place] == variants.FIRST_WRONG_WEIGHT
         assert ours[:place] == theirs[:place] and ours[place : place + 1] != theirs[place : place + 1]
+
+
+def test_the_first_coordinate_of_a_repeat_is_pushed_down(variants: ModuleType) -> None:
+    vocab = tiny_vocab()
+    near = replace(CAT, bins=(12, 20, 200, 220))
+    with variants.variant("unlikely_repeats"):
+        repeated = outcome_of_window([answer(entry(1), entry(2, near), entry(3, OWL), entry(4, LEAF), entry(5, near))])
+        once = outcome_of_window([SEEN])
+    target = repeated.target
+    assert repeated.match.fp_pred_idx == (1, 2, 4)
+    pushed = np.flatnonzero(target.text_weight_T == -1)
+    assert [vocab.bins[target.token_ids[t]] for t in pushed] == [12, 12] and weights_of(once) == {}
+    assert set(target.roles_T[pushed].tolist()) == {TokenRole.REWRITTEN_STRUCT}
+    (second, last) = (target.roles_T[t : t + 4].tolist() for t in pushed)
+    masked = int(TokenRole.PREFIX_MASKED)
+    assert second[1:] == last[1:] == [masked] * 3, "the rest of it is left alone"
+
+
+def test_pushing_down_is_unlikelihood_and_leaves_the_others_as_they_were(variants: ModuleType) -> None:
+    p_U = torch.tensor([0.25, 0.25, 1.0, 0.0])
+    ce_U = (-p_U.log()).requires_grad_()
+    weight_N = torch.tensor([1.0, -1.0, -1.0, -1.0])
+    ctx: Any = SimpleNamespace(
+        supervision=SimpleNamespace(text_weight_N=weight_N), query=SimpleNamespace(vocab_in_N_U=torch.arange(4))
+    )
+    loss_U = weight_N * variants.pushed_down(lambda _: ce_U, ctx)
+    assert loss_U.tolist()[:2] == pytest.approx([math.log(4), math.log(4 / 3)])
+    assert loss_U[3] == 0 and torch.isfinite(loss_U).all()
+    loss_U[:3].sum().backward()
+    assert ce_U.grad is not None and torch.isfinite(ce_U.grad[:3]).all()
+    assert ce_U.grad[0] > 0 > ce_U.grad[1], "its cross-entropy is to rise"
 
 
 def test_the_best_of_several_answers_is_learnt_from(variants: ModuleType) -> None:
