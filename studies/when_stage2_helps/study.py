@@ -170,9 +170,10 @@ def completed(data: Path, model: Path, rules: dict[str, Any], output: Path) -> t
 
 
 def evaluate(
-    model: Path, data: Path, stop: float | None, keys: dict[str, Any]
+    model: Path, data: Path, name: str, stop: float | None, keys: dict[str, Any]
 ) -> tuple[list[Any], dict[str, float], float]:
-    """Greedy answers, scored by their tokens' probabilities. Returns: answers, average precision, and CPU seconds."""
+    """Greedy answers, scored by their tokens' probabilities, in a folder of the arm ``name``. Returns: answers, average
+    precision, and CPU seconds."""
     from stopping import stop_threshold
 
     from coordexp.config import load_config
@@ -187,7 +188,7 @@ def evaluate(
     }
     path.write_text(yaml.safe_dump(values))
     started = time.process_time()
-    folder = model / f"evaluation-{data.parent.name}{'' if stop is None else f'-stop-{stop}'}"
+    folder = model / f"evaluation-{data.parent.name}-{name}"
     with stop_threshold(model, stop):
         config = load_config(path, arguments=dotted(keys))
         found = run_evaluation(config, quiet(), model=model, output=folder)
@@ -270,7 +271,8 @@ def run_arm(name: str, arm_name: str, seed: int, split: str, work: Path, results
     arm = arms[arm_name]
     model, seconds = trained_model(name, regime, arms, arm.get("of", arm_name), seed, work)
     data = scenes(regime, split, work, name)
-    answers, precision, spent = evaluate(model, data, arm.get("stop"), regime.get("set", {}))
+    keys = {**regime.get("set", {}), **arm.get("decode", {})}
+    answers, precision, spent = evaluate(model, data, arm_name, arm.get("stop"), keys)
     line = {
         "arm": arm_name, "seed": seed, "split": split,
         "train_cpu_s": round(seconds, 1), "answer_cpu_s": round(spent, 1),

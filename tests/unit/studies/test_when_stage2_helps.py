@@ -87,14 +87,17 @@ def test_a_table_lists_every_arm_and_says_what_is_missing(study: ModuleType) -> 
 @pytest.mark.parametrize("regime", sorted(DECLARED["arms"]))
 def test_declared_arms_can_be_run(regime: str, study: ModuleType) -> None:
     known = {"config", "steps", "lr", "set", "complete", "stop", "keep", "of", "after", "prompts", "group"}
-    known |= {"served", "rollouts_ahead", "variant"}
+    known |= {"served", "rollouts_ahead", "variant", "decode"}
+    paths = {"custom.train_jsonl": "x.jsonl", "model.model": "x", "training.output_dir": "x"}
+    start = DECLARED["regimes"][regime]["start"]
+    assert {start[key] for key in ("of", "after") if key in start} <= set(DECLARED["regimes"])
     for name, arm in DECLARED["arms"][regime].items():
         assert set(arm) <= known, name
         assert all("config" in DECLARED["arms"][regime][arm[key]] for key in ("of", "after") if key in arm), name
+        load_config(STUDY / "configs" / "base.yaml", paths | {"training.max_steps": 1} | arm.get("decode", {}))
         if arm.get("config") == "grpo":
             assert set(arm) == {"config", "steps", "prompts", "group", "lr"}, name
         elif "config" in arm:
-            paths = {"custom.train_jsonl": "x.jsonl", "model.model": "x", "training.output_dir": "x"}
             numbers = {"training.max_steps": arm["steps"], "training.learning_rate": arm["lr"]}
             keys = paths | numbers | study.with_keys(DECLARED["regimes"][regime], arm)["set"]
             if arm.get("served"):
