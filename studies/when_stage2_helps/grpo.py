@@ -35,7 +35,7 @@ def train(data: Path, model: Path, output: Path, seed: int, arm: dict[str, Any])
         learning_rate=arm["lr"],
         per_device_train_batch_size=arm["prompts"] * arm["group"],
         num_generations=arm["group"],
-        max_completion_length=192,
+        max_completion_length=arm["set"].get("rollout_matching.max_new_tokens", 192),  # as configs/base.yaml
         lr_scheduler_type="cosine",
         warmup_steps=8,
         adam_beta2=0.98,

@@ -109,7 +109,7 @@ def train(config: str, data: Path, model: Path, output: Path, seed: int, arm: di
     from variants import variant
 
     with server(path) if arm.get("served") else nullcontext(), variant(arm.get("variant")):
-        run_training(load_config(path, arguments=dotted(arm.get("set", {}))), quiet(), output.name, path)
+        run_training(load_config(path, arguments=dotted(arm.get("set", {}))), progress(), output.name, path)
     seconds = cpu_seconds() - started
     done.write_text(json.dumps(seconds))
     return seconds
@@ -191,7 +191,7 @@ def evaluate(
     folder = model / f"evaluation-{data.parent.name}-{name}"
     with stop_threshold(model, stop):
         config = load_config(path, arguments=dotted(keys))
-        found = run_evaluation(config, quiet(), model=model, output=folder)
+        found = run_evaluation(config, progress(), model=model, output=folder)
     precision = {name: round(found.summary.figures[name], 4) for name in AVERAGE_PRECISIONS}
     return list(found.answers), precision, time.process_time() - started
 
@@ -224,8 +224,11 @@ def counts(answers: Sequence[Any]) -> dict[str, list[list[float]]]:
 
 def regime_start(name: str, regime: dict[str, Any], seed: int, work: Path) -> Path:
     """The checkpoint that every arm of a regime starts from. ``start.of`` names another regime whose start it is,
-    ``start.after`` one from whose start it was trained on; otherwise that is the demo's stage-1 model."""
+    ``start.after`` one from whose start it was trained on; with ``start.from: random`` it learned from random weights,
+    otherwise from the demo's stage-1 model."""
     before = STAGE_1
+    if regime["start"].get("from") == "random":
+        before = random_model(work / name / "runs" / f"random-seed-{seed}", seed)
     other = regime["start"].get("of", regime["start"].get("after"))
     if other is not None:
         regimes = yaml.safe_load((HERE / "arms.yaml").read_text())["regimes"]
@@ -236,6 +239,15 @@ def regime_start(name: str, regime: dict[str, Any], seed: int, work: Path) -> Pa
     data = training_data(regime, regime["keep"], seed, work, name)
     train(regime["start"]["config"], data, before, start, seed, with_keys(regime, regime["start"]))
     return start
+
+
+def random_model(folder: Path, seed: int) -> Path:
+    """A tiny model that has learned nothing, written once."""
+    from coordexp.modeling.tiny import build_tiny_checkpoint
+
+    if not folder.is_dir():
+        build_tiny_checkpoint(folder.with_name(folder.name + ".part"), seed).rename(folder)
+    return folder
 
 
 def trained_model(
@@ -291,10 +303,11 @@ def figures_line(lines: Iterable[dict[str, Any]]) -> str:
     return " ".join(f"{key} {value:.3f}" for key, value in found.items())
 
 
-def quiet() -> Any:
+def progress() -> Any:
+    """Where training and answering show how far they are; figures alone go to the standard output."""
     from rich.console import Console
 
-    return Console(file=Path(os.devnull).open("w"), quiet=True)
+    return Console(stderr=True)
 
 
 def run(options: argparse.Namespace) -> None:

@@ -91,6 +91,7 @@ def test_declared_arms_can_be_run(regime: str, study: ModuleType) -> None:
     paths = {"custom.train_jsonl": "x.jsonl", "model.model": "x", "training.output_dir": "x"}
     start = DECLARED["regimes"][regime]["start"]
     assert {start[key] for key in ("of", "after") if key in start} <= set(DECLARED["regimes"])
+    assert start.get("from", "random") == "random"
     for name, arm in DECLARED["arms"][regime].items():
         assert set(arm) <= known, name
         assert all("config" in DECLARED["arms"][regime][arm[key]] for key in ("of", "after") if key in arm), name
