@@ -126,12 +126,16 @@ class RolloutSource:
         call with ``policy.complete_above``."""
         by_round: Sequence[Sequence[SampleOutcome]] = answered.by_round
         build_s = answered.build_s
-        if self._is_complete(micro_batches, by_round):
-            started = time.perf_counter()
-            by_round = self._as_complete(micro_batches, by_round)
+        taken_as_complete = self._is_complete(micro_batches, by_round)
+        started = time.perf_counter()
+        if taken_as_complete:
+            complete = replace(self, policy=self.policy.for_complete())
+            by_round = _each(complete._as_complete, micro_batches, by_round)
             build_s += time.perf_counter() - started
         elif self.confidences_of is not None:
-            by_round = self._with_confidences(micro_batches, by_round, metrics)
+            # After all answers, since the learner may be the one who writes them.
+            by_round = _each(self._with_confidence, micro_batches, by_round)
+            metrics["time/confidence_s"] = time.perf_counter() - started
         if self.log is not None:
             self.log.write(global_step, answered.report)
         outcomes = [outcome for one in by_round for outcome in one]
@@ -230,39 +234,13 @@ class RolloutSource:
         annotated_everywhere, written_everywhere = distributed.all_reduce([annotated, written], "sum")
         return annotated_everywhere > 0 and annotated_everywhere / written_everywhere >= self.policy.complete_above
 
-    def _as_complete(
-        self, micro_batches: Sequence[Sequence[Sample]], by_round: Sequence[Sequence[SampleOutcome]]
-    ) -> list[list[SampleOutcome]]:
-        """Targets again, by the policy for annotations that lack nothing."""
-        complete = replace(self, policy=self.policy.for_complete())
-        return [
-            [
-                replace(
-                    complete._targeted(sample, outcome.rollout, outcome.parsed, outcome.match, None),
-                    taken_as_complete=True,
-                )
-                for sample, outcome in zip(batch, one, strict=True)
-            ]
-            for batch, one in zip(micro_batches, by_round, strict=True)
-        ]
-
-    def _with_confidences(
-        self,
-        micro_batches: Sequence[Sequence[Sample]],
-        by_round: Sequence[Sequence[SampleOutcome]],
-        metrics: MutableMapping[str, float],
-    ) -> list[list[SampleOutcome]]:
-        """Targets again, now that the learner says how sure it is of what no annotation matches. After all answers,
-        since the learner may be the one who writes them."""
-        started = time.perf_counter()
-        done = [
-            [self._with_confidence(sample, outcome) for sample, outcome in zip(batch, one, strict=True)]
-            for batch, one in zip(micro_batches, by_round, strict=True)
-        ]
-        metrics["time/confidence_s"] = time.perf_counter() - started
-        return done
+    def _as_complete(self, sample: Sample, outcome: SampleOutcome) -> SampleOutcome:
+        """Its target again, by this source's policy: the one for annotations that lack nothing."""
+        again = self._targeted(sample, outcome.rollout, outcome.parsed, outcome.match, None)
+        return replace(again, taken_as_complete=True)
 
     def _with_confidence(self, sample: Sample, outcome: SampleOutcome) -> SampleOutcome:
+        """Its target again, now that the learner says how sure it is of what no annotation matches."""
         assert self.confidences_of is not None
         if not outcome.match.fp_pred_idx:
             return outcome
@@ -294,6 +272,18 @@ class RolloutSource:
                 raise
             target = empty_target(sample.record.sample_id)
         return SampleOutcome(rollout, parsed, match, target, self.policy, confidences)
+
+
+def _each(
+    again: Callable[[Sample, SampleOutcome], SampleOutcome],
+    micro_batches: Sequence[Sequence[Sample]],
+    by_round: Sequence[Sequence[SampleOutcome]],
+) -> list[list[SampleOutcome]]:
+    """``again`` of every sample of a window and what became of it."""
+    return [
+        [again(sample, outcome) for sample, outcome in zip(batch, one, strict=True)]
+        for batch, one in zip(micro_batches, by_round, strict=True)
+    ]
 
 
 def _segment(sample: Sample, outcome: SampleOutcome) -> Segment:
