@@ -50,6 +50,11 @@ class CarryBufferOverflow(CoordExpError):
 class TrainingDiverged(CoordExpError):
     """The model no longer computes finite numbers; going on would train nothing."""
 
+    ADVICE = (
+        "lower training.learning_rate or training.max_grad_norm, or use bf16 instead of fp16, and resume from a checkpoint "
+        "with finite loss"
+    )
+
 
 class RunStopped(CoordExpError):
     """A signal asked the run to end, and it did, with everything saved. ``signal`` is its number."""

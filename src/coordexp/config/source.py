@@ -273,11 +273,11 @@ class _NodeReader:
         if id(node) in above:
             raise ConfigError(f"{where}: {dotted(here)}: this alias contains itself")
         above = (*above, id(node))
-        if isinstance(node, yaml.ScalarNode):
-            return self._scalar(node, here)
-        if node.tag not in _COLLECTION_TAGS:
+        if node.tag not in (_SCALAR_TAGS if isinstance(node, yaml.ScalarNode) else _COLLECTION_TAGS):
             self._problem(here, f"the tag {node.tag} is not read here; write plain keys, values and lists")
             return None
+        if isinstance(node, yaml.ScalarNode):
+            return self._scalar(node, here)
         if isinstance(node, yaml.SequenceNode):
             return [self.read(item, (*here, index), above) for index, item in enumerate(node.value)]
         assert isinstance(node, yaml.MappingNode)
@@ -306,9 +306,6 @@ class _NodeReader:
         raise ConfigError(f"{where}: keys must be text; quote {shown}")
 
     def _scalar(self, node: yaml.ScalarNode, here: KeyPath) -> Any:
-        if node.tag not in _SCALAR_TAGS:
-            self._problem(here, f"the tag {node.tag} is not read here; write plain keys, values and lists")
-            return None
         if node.tag == _TEXT_TAG and "${" in node.value:
             text = _REFERENCE.sub(lambda reference: self._replacement(reference, here), node.value)
             if node.style:  # quoted, or a block: text it stays

@@ -157,8 +157,7 @@ class SavingTrainer(Trainer):
         together = distributed.is_every_ranks(error)
         if together and distributed.all_reduce([float(_is_broken(self._loaded.model))], "max")[0]:
             raise TrainingDiverged(
-                f"{what}: the weights are NaN or infinite after {step} steps; lower training.learning_rate or "
-                "training.max_grad_norm, or use bf16 instead of fp16, and resume from a checkpoint with finite loss. "
+                f"{what}: the weights are NaN or infinite after {step} steps; {TrainingDiverged.ADVICE}. "
                 f"{self.last_saved()}"
             ) from error
         if not step:

@@ -297,9 +297,8 @@ class CoordExpTrainer(SavingTrainer):
             )
             if row.all_broken:
                 raise TrainingDiverged(
-                    f"step {self.state.global_step + 1}: every supervised position has NaN or infinite logits; lower "
-                    "training.learning_rate or training.max_grad_norm, or use bf16 instead of fp16, and resume from "
-                    "the last checkpoint with finite loss"
+                    f"step {self.state.global_step + 1}: every supervised position has NaN or infinite logits; "
+                    f"{TrainingDiverged.ADVICE}"
                 )
             self.sums.add(row.shares)
 
