@@ -51,8 +51,8 @@ class TrainingDiverged(CoordExpError):
     """The model no longer computes finite numbers; going on would train nothing."""
 
     ADVICE = (
-        "lower training.learning_rate or training.max_grad_norm, or use bf16 instead of fp16, and resume from a checkpoint "
-        "with finite loss"
+        "lower training.learning_rate or training.max_grad_norm, or use bf16 instead of fp16, and resume from a "
+        "checkpoint with finite loss"
     )
 
 

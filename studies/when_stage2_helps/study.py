@@ -4,6 +4,7 @@
     python study.py run incomplete --work ../../outputs/study                      # every arm of arms.yaml
     python study.py run incomplete --work ../../outputs/study --arms sft-long rewritten --seeds 0 1 2
     python study.py table incomplete --against sft-long                            # figures and differences
+    python study.py picture ../../docs/images/when-it-helps.svg                    # every kind of data in one picture
 
 Every finished (arm, seed, split) is one line of ``results/<regime>.jsonl`` and is not run again: interrupt it and start
 it again at will. One thread a process: start one process a core, with different arms. The test split is for the final
@@ -336,6 +337,14 @@ def table(options: argparse.Namespace) -> None:
     print(markdown(shown, options.against))
 
 
+def picture(options: argparse.Namespace) -> None:
+    from picture import compare, draw
+
+    rows = [compare(entry, HERE / "results") for entry in yaml.safe_load((HERE / "arms.yaml").read_text())["compared"]]
+    print("\n".join(map(str, rows)))
+    draw(rows, options.out)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
@@ -350,6 +359,9 @@ def main() -> None:
     showing.add_argument("--against", required=True, help="the arm that differences are taken to")
     showing.add_argument("--seeds", nargs="+", type=int, help="only these [all]")
     showing.set_defaults(do=table)
+    drawing = commands.add_parser("picture", help="every kind of data in one picture, and its figures as text")
+    drawing.add_argument("out", type=Path, help="an SVG or PNG file")
+    drawing.set_defaults(do=picture)
     for command in (running, showing):
         command.add_argument("--split", choices=["val", "test"], default="val")
     options = parser.parse_args()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -27,7 +29,7 @@ def study(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     import study
 
     yield study
-    for name in ("study", "tables", "stopping"):
+    for name in ("study", "tables", "stopping", "picture"):
         sys.modules.pop(name, None)
 
 
@@ -114,3 +116,45 @@ def test_committed_results_are_of_declared_arms() -> None:
             arms = DECLARED["arms"][path.stem] | DECLARED["removed"].get(path.stem, {})
             assert one["declared"] == arms[one["arm"]]
             assert len(one["counts"]["as_answered"]) == DECLARED["regimes"][path.stem]["images"][one["split"]]
+
+
+def test_the_manuals_picture_and_its_first_table_are_of_the_committed_results(study: ModuleType) -> None:
+    from picture import compare
+
+    docs = STUDY.parents[1] / "docs"
+    described = ElementTree.parse(docs / "images" / "when-it-helps.svg").find(
+        ".//{http://purl.org/dc/elements/1.1/}description"
+    )
+    rows = [compare(entry, STUDY / "results") for entry in DECLARED["compared"]]
+    assert described is not None and described.text is not None
+    assert described.text.splitlines() == [str(row) for row in rows], "draw it anew: python study.py picture"
+
+    page = (docs / "when-it-helps.md").read_text(encoding="utf-8")
+    first_table = page.partition("## In short")[2].partition("\n## ")[0]
+    told = [line for line in first_table.splitlines() if re.search(r"0\.\d{3}", line) and line.startswith("|")]
+    assert len(told) == len(rows)
+    for line, row in zip(told, rows, strict=True):
+        start, control, ours, seeds = (cell.replace("**", "").strip() for cell in line.split("|")[-5:-1])
+        assert (start, control.split(",")[0]) == (f"{row.start:.3f}", f"{row.control:.3f}"), line
+        assert ours.startswith(f"{row.ours:.3f}"), line
+        assert seeds == f"{row.seeds}" + ", validation" * (row.split == "val"), line
+
+
+def test_a_picture_shows_each_row_and_needs_results_of_its_three_arms(study: ModuleType, tmp_path: Path) -> None:
+    from picture import compare, draw
+
+    counts = study.counts([answer([CAT], [CAT, DOG]), answer([DOG], [CAT, DOG])])
+    lines = [
+        {"arm": arm, "seed": seed, "split": split, "counts": counts}
+        for arm, seed, split in (("start", 0, "test"), ("start", 1, "test"), ("sft", 1, "test"), ("mine", 0, "val"))
+    ]
+    results = tmp_path / "few.jsonl"
+    results.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    entry = {"data": "few", "regime": "few", "split": "test", "control": "sft", "ours": "mine"}
+    with pytest.raises(SystemExit, match="few: no seed of the test split has all three arms"):
+        compare(entry, tmp_path)
+    results.write_text(results.read_text() + json.dumps({**lines[2], "arm": "mine"}) + "\n")
+    row = compare(entry, tmp_path)
+    assert (row.seeds, row.start, row.control, row.ours, row.gain) == (1, 2 / 3, 2 / 3, 2 / 3, (0, 0, 0))
+    draw([row], tmp_path / "picture.svg")
+    assert str(row) in (tmp_path / "picture.svg").read_text()
