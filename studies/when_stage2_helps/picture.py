@@ -44,8 +44,8 @@ def compare(declared: dict[str, str], results: Path) -> Compared:
     if not seeds:
         raise SystemExit(f"{regime}: no seed of the {split} split has all three arms of {declared}")
     start, control, ours = ([of_seed[seed] for seed in seeds] for of_seed in of_arm)
-    means = (figures(counts)["F1@.5"] for counts in (start, control, ours))
-    return Compared(declared["data"], split, len(seeds), *means, difference(ours, control))
+    of_start, of_control, of_ours = (figures(counts)["F1@.5"] for counts in (start, control, ours))
+    return Compared(declared["data"], split, len(seeds), of_start, of_control, of_ours, difference(ours, control))
 
 
 def draw(rows: Sequence[Compared], out: Path) -> None:
