@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
@@ -158,3 +160,57 @@ def test_a_picture_shows_each_row_and_needs_results_of_its_three_arms(study: Mod
     assert (row.seeds, row.start, row.control, row.ours, row.gain) == (1, 2 / 3, 2 / 3, 2 / 3, (0, 0, 0))
     draw([row], tmp_path / "picture.svg")
     assert str(row) in (tmp_path / "picture.svg").read_text()
+
+
+# Columns of the pages' tables, as a result's figures are called.
+COLUMNS = {name: name for name in (
+    "F1@.5", "F1@.7", "F1@.9", "precision", "recall", "located", "name right", "IoU", "duplicates", "truncated", "objects",
+    "AP", "CPU s",
+)} | {
+    "F1, repeats removed": "clean", "F1@.5, repeats removed": "clean", "AP (seeds)": "AP",
+    "objects (truth 3.39)": "objects", "objects (truth 13.1)": "objects",
+}  # fmt: skip
+
+
+def committed_figures() -> Iterator[dict[str, str]]:
+    """Of each arm of a regime and split, and of each choice of its seeds, the figures as a table prints them."""
+    from tables import figures
+
+    for path in sorted((STUDY / "results").glob("*.jsonl")):
+        lines_of: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        for line in map(json.loads, path.read_text().splitlines()):
+            lines_of.setdefault((line["arm"], line["split"]), []).append(line)
+        for lines in lines_of.values():
+            for count in range(1, len(lines) + 1):
+                for chosen in itertools.combinations(lines, count):
+                    found = figures([line["counts"]["as_answered"] for line in chosen])
+                    found["clean"] = figures([line["counts"]["without_duplicates"] for line in chosen])["F1@.5"]
+                    scored = [line["AP"] for line in chosen if "AP" in line]
+                    found |= {"AP": np.mean(scored)} if scored else {}
+                    cpu = np.mean([line["train_cpu_s"] for line in chosen])
+                    yield {name: f"{value:.3f}" for name, value in found.items()} | {"CPU s": f"{cpu:.0f}"}
+
+
+def rows_with_figures(page: Path) -> Iterator[tuple[str, dict[str, str]]]:
+    header: list[str] | None = None
+    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
+        cells = [cell.strip(" *`") for cell in line.strip("|").split("|")] if line.startswith("|") else None
+        if cells is None or header is None:
+            header = cells
+            continue
+        named = {COLUMNS[name]: cell for name, cell in zip(header, cells, strict=True) if name in COLUMNS}
+        numbers = {name: cell for name, cell in named.items() if re.fullmatch(r"\d+|\d+\.\d{3}", cell)}
+        if "F1@.5" in numbers:
+            yield f"{page.name}:{number}: {line}", numbers
+
+
+def test_every_row_of_the_pages_tables_is_of_committed_results(study: ModuleType) -> None:
+    committed = list(committed_figures())
+    rows = [
+        row
+        for page in (STUDY / "README.md", STUDY.parents[1] / "docs" / "when-it-helps.md")
+        for row in rows_with_figures(page)
+    ]
+    assert len(rows) > 200
+    unknown = [where for where, row in rows if not any(row.items() <= one.items() for one in committed)]
+    assert unknown == []
