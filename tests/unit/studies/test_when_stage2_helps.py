@@ -164,8 +164,8 @@ def test_a_picture_shows_each_row_and_needs_results_of_its_three_arms(study: Mod
 
 # Columns of the pages' tables, as a result's figures are called.
 COLUMNS = {name: name for name in (
-    "F1@.5", "F1@.7", "F1@.9", "precision", "recall", "located", "name right", "IoU", "duplicates", "truncated", "objects",
-    "AP", "CPU s",
+    "F1@.5", "F1@.7", "F1@.9", "precision", "recall", "located", "name right", "IoU", "duplicates", "truncated",
+    "objects", "AP", "CPU s",
 )} | {
     "F1, repeats removed": "clean", "F1@.5, repeats removed": "clean", "AP (seeds)": "AP",
     "objects (truth 3.39)": "objects", "objects (truth 13.1)": "objects",
