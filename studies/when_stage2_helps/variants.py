@@ -44,6 +44,16 @@ def takeover(targeted: Callable[..., Any], source: Any, sample: Any, rollout: An
     return targeted(source, sample, rollout, begun, replace(match, pairs=pairs, fp_pred_idx=(), fn_gt_idx=missed), sure)
 
 
+def annotated_coordinates(entries_of: Callable[..., Any], parsed: Any, match: Any, ground_truth: Any, *rest: Any):
+    """A matched object's entry is the annotation's, coordinates and all, where the model's own stood."""
+    return [
+        replace(entry, obj=ground_truth[entry.gt_idx], bins=ground_truth[entry.gt_idx].bins, pred_idx=None)
+        if entry.gt_idx is not None and entry.pred_idx is not None
+        else entry
+        for entry in entries_of(parsed, match, ground_truth, *rest)
+    ]
+
+
 def stop_where_complete(targeted: Callable[..., Any], *arguments: Any):
     """The end is taught only where every object of the answer is annotated: elsewhere annotators left something out."""
     outcome = targeted(*arguments)
@@ -212,6 +222,7 @@ def variant(name: str | None) -> Iterator[None]:
     """Within it, training is changed as ``name`` says; None changes nothing."""
     from coordexp.objective.context import ObjectiveContext
     from coordexp.rollouts.hf import HFBackend
+    from coordexp.targets import rewrite
     from coordexp.training.sources import RolloutSource
 
     if name is None:
@@ -221,6 +232,9 @@ def variant(name: str | None) -> Iterator[None]:
             changed(RolloutSource, "_targeted", unlikely_repeats),
             changed(ObjectiveContext, "label_ce_U", pushed_down),
         ):
+            yield
+    elif name == "annotated_coordinates":
+        with changed(rewrite, "_entries", annotated_coordinates):
             yield
     elif name == "averaged_weights":
         averaged = AveragedWeights()

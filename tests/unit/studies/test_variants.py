@@ -84,6 +84,22 @@ def test_takeover_writes_annotations_from_the_first_unmatched_object_on(variants
     assert "dog" in taught_text(outcome_of_window([SEEN]), tiny_vocab()), "and is gone afterwards"
 
 
+def test_matched_objects_are_written_as_they_are_annotated_where_the_model_wrote_them(variants: ModuleType) -> None:
+    near, vocab = replace(CAT, bins=tuple(b + 7 for b in CAT.bins)), tiny_vocab()
+    seen = answer(entry(1, OWL), entry(2, replace(near, desc="dog")))
+    with variants.variant("annotated_coordinates"):
+        outcome = outcome_of_window([seen])
+    assert outcome.match.fp_pred_idx == (0,) and outcome.target.matched_gt_idx == (0,)
+    target = outcome.target
+    written = "{" + f"{entry(1, OWL)}, {entry(2)}, {entry(3, LEAF)}" + "}"
+    assert vocab.decode(target.token_ids).removesuffix("<|im_end|>") == written
+    places = [t for t in target.coord_pos_K if target.roles_T[t] == TokenRole.TAIL_COORD]
+    assert [vocab.bins[target.token_ids[t]] for t in places] == list(target.coord_bin_K)
+    assert target.coord_bin_K[:4].tolist() == list(CAT.bins)
+    own = outcome_of_window([seen]).target
+    assert [vocab.bins[own.token_ids[t]] for t in own.coord_pos_K[:4]] == list(near.bins), "and is gone afterwards"
+
+
 def test_what_the_learner_is_not_sure_of_is_left_out(variants: ModuleType) -> None:
     def written(dog: float, cat: float = 0.9) -> SampleOutcome:
         outcome = outcome_of_window([answer(entry(1, DOG), entry(2), entry(3, OWL))], sure=(dog, cat, 0.9))
