@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from coordexp.config.rollout import OffloadConfig
 from coordexp.modeling.weights import LearnerWeights
-from coordexp.rollouts.offload import LearnerOffload
+from coordexp.training.offload import LearnerOffload
 from support.tiny_run import load_tiny
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -28,15 +29,17 @@ def test_device_memory_is_free_meanwhile_and_every_bit_returns() -> None:
     tensors = [*model.parameters(), *(v for s in optimizer.state.values() for v in s.values() if v.is_cuda)]
     before = [tensor.cpu() for tensor in tensors]
     homes = [tensor.untyped_storage()._cdata for tensor in tensors]
+    accumulators = [get_gradient_edge(parameter).node for parameter in model.parameters()]  # DDP has its hooks on them
     held = torch.cuda.memory_allocated()
     offload = LearnerOffload(model, BOTH)
     offload.bind(lambda: optimizer, sharded_by=None)
     with offload.away():
         assert torch.cuda.memory_allocated() < held / 10
-        with LearnerWeights(model).full() as weights:
+        with LearnerWeights(model, offload.current).full() as weights:
             assert all(tensor.device.type == "cpu" for _, tensor in weights)
     assert torch.cuda.memory_allocated() == held
     assert [tensor.untyped_storage()._cdata for tensor in tensors] == homes
+    assert [get_gradient_edge(parameter).node for parameter in model.parameters()] == accumulators
     assert all(
         tensor.is_cuda and torch.equal(tensor.cpu(), value) for tensor, value in zip(tensors, before, strict=True)
     )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-import coordexp.rollouts.offload as offload_module
+import coordexp.training.offload as offload_module
 from coordexp.config import resolved_rollout
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.data.images import open_rgb
@@ -18,7 +18,7 @@ from coordexp.modeling.load import LoadedModel, merge_checkpoint
 from coordexp.modeling.weights import LearnerWeights
 from coordexp.rollouts import SeedContext, build_backend, synced
 from coordexp.rollouts.learner import LearnerParts
-from coordexp.rollouts.offload import LearnerOffload
+from coordexp.training.offload import LearnerOffload
 from coordexp.vllm_engine.colocated import ColocatedBackend
 from support.rollout_servers import greedy_tokens, load_served, requests_of, served_checkpoint
 from support.tiny_run import same_weights, step_lines, train, weights
@@ -103,7 +103,7 @@ def test_a_learner_that_makes_room_for_the_engine_trains_the_same(
     run = ColocatedBackend.generate_window
 
     def watched(self: ColocatedBackend, rounds: Any) -> Any:
-        away.append(built[0]._is_away)
+        away.append(built[0].is_away)
         return run(self, rounds)
 
     keys = LORA | {"training__optim": "adamw_torch", "training__max_steps": 2}
@@ -112,7 +112,7 @@ def test_a_learner_that_makes_room_for_the_engine_trains_the_same(
     monkeypatch.setattr(ColocatedBackend, "generate_window", watched)
     by_vllm = train(vllm_config(tmp_path, "colocated", rollout_matching__offload=OFFLOAD, **COLOCATED, **keys))
     try:
-        assert away == [True, True] and not built[0]._is_away
+        assert away == [True, True] and not built[0].is_away
         assert [line["loss"] for line in step_lines(by_vllm)] == [line["loss"] for line in step_lines(own)]
         assert same_weights(weights(by_vllm.model), weights(own.model))
     finally:

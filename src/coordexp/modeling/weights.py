@@ -7,7 +7,7 @@ there is nothing to undo.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -42,8 +42,10 @@ class LearnerWeights:
     Tied weights appear once, under the embedding's name, as ``save_pretrained`` writes them. Order is the model's.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, current: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor) -> None:
+        """``current``: where a parameter's values are now, if something moves them away between steps."""
         self._model = model
+        self._current = current
 
     @property
     def collective(self) -> bool:
@@ -72,10 +74,10 @@ class LearnerWeights:
         config = getattr(self._model, "peft_config", {}).get(ADAPTER)
         if config is None:
             return None
-        named = [(name, _whole(p)) for name, p in self._model.named_parameters() if is_adapter_part(name)]
+        named = [(name, self._whole(p)) for name, p in self._model.named_parameters() if is_adapter_part(name)]
         tensors = tuple((adapter_name(name), tensor.detach()) for name, tensor in named)
         with torch.no_grad():
-            changed = tuple((s.name, _merged(s)) for s in self._sources() if s.is_trained_outside_adapter)
+            changed = tuple((s.name, self._merged(s)) for s in self._sources() if s.is_trained_outside_adapter)
         return AdapterWeights(
             adapter_config(config), tensors, changed, any(".visual." in f".{name}" for name, _ in named)
         )
@@ -83,7 +85,7 @@ class LearnerWeights:
     def _full(self) -> Generator[tuple[str, torch.Tensor]]:
         for source in self._sources():
             with torch.no_grad():  # around each tensor: a generator that is left waiting must not hold the mode
-                tensor = _merged(source)
+                tensor = self._merged(source)
             yield source.name, tensor
 
     def _sources(self) -> list[_Source]:
@@ -101,6 +103,24 @@ class LearnerWeights:
                 lora = modules[path.removesuffix(_BASE)] if path.endswith(_BASE) and own_name == "weight" else None
                 sources.append(_Source(full_name.replace(_BASE, "").replace(_SAVED, ""), parameter, owner, lora))
         return sources
+
+    def _merged(self, source: _Source) -> torch.Tensor:
+        weight = self._whole(source.parameter).detach()
+        if source.lora is not None:
+            lora = source.lora
+            a_RI, b_OR = (self._whole(part[ADAPTER].weight) for part in (lora.lora_A, lora.lora_B))
+            magnitudes = lora.lora_magnitude_vector
+            magnitude_O = self._whole(magnitudes[ADAPTER].weight) if ADAPTER in magnitudes else None
+            weight = merge_lora(weight, a_RI, b_OR, lora.scaling[ADAPTER], magnitude_O)
+        offset = offset_of(source.owner)
+        if offset is not None:
+            coord_ids_B, offset_BH = offset
+            weight = add_offset(weight, coord_ids_B, self._whole(offset_BH))
+        return weight
+
+    def _whole(self, parameter: Any) -> torch.Tensor:
+        """All values of a parameter: gathered if FSDP shards it, the copy if it is away."""
+        return parameter.full_tensor() if _is_sharded(parameter) else self._current(parameter)
 
 
 def adapter_name(name: str) -> str:
@@ -133,22 +153,6 @@ def _is_sharded(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, DTensor)
 
 
-def _whole(tensor: Any) -> torch.Tensor:
-    """All of a tensor of which FSDP holds a shard on each rank."""
-    return tensor.full_tensor() if _is_sharded(tensor) else tensor
-
-
-def _merged(source: _Source) -> torch.Tensor:
-    weight = _whole(source.parameter).detach()
-    if source.lora is not None:
-        weight = _merge_layer(weight, source.lora)
-    offset = offset_of(source.owner)
-    if offset is not None:
-        coord_ids_B, offset_BH = offset
-        weight = add_offset(weight, coord_ids_B, _whole(offset_BH))
-    return weight
-
-
 def merge_lora(
     weight_OI: torch.Tensor, a_RI: torch.Tensor, b_OR: torch.Tensor, scaling: float, magnitude_O: torch.Tensor | None
 ) -> torch.Tensor:
@@ -158,10 +162,3 @@ def merge_lora(
     if magnitude_O is not None:
         merged_OI *= (magnitude_O.to(wide) / torch.linalg.vector_norm(merged_OI, dim=1))[:, None]
     return merged_OI.to(weight_OI.dtype)
-
-
-def _merge_layer(weight_OI: torch.Tensor, layer: Any) -> torch.Tensor:
-    a_RI, b_OR = (_whole(part[ADAPTER].weight) for part in (layer.lora_A, layer.lora_B))
-    magnitudes = layer.lora_magnitude_vector
-    magnitude_O = _whole(magnitudes[ADAPTER].weight) if ADAPTER in magnitudes else None
-    return merge_lora(weight_OI, a_RI, b_OR, layer.scaling[ADAPTER], magnitude_O)

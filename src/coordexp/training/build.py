@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from coordexp.recording.writer import RolloutRecorder
     from coordexp.rollouts import RolloutBackend
     from coordexp.rollouts.learner import LearnerParts
-    from coordexp.rollouts.offload import LearnerOffload
+    from coordexp.training.offload import LearnerOffload
     from coordexp.training.sources import RolloutSource
     from coordexp.training.trainer import CoordExpTrainer
 
@@ -120,8 +120,8 @@ def build_trainer(
     Returns: the trainer, and the checkpoint folder to resume from (None to start anew).
     """
     from coordexp.rollouts import build_backend
-    from coordexp.rollouts.offload import build_offload
     from coordexp.training.manifest import write_manifest
+    from coordexp.training.offload import build_offload
     from coordexp.training.optimizer import learning_rates
     from coordexp.training.reading import EpochOfData
     from coordexp.training.recipe import build_recipe
@@ -365,7 +365,7 @@ def _learner_parts(config: RunConfig, loaded: LoadedModel, offload: LearnerOfflo
         model=loaded.model,
         vocab=loaded.vocab,
         image_token_id=loaded.image_token_id,
-        weights=LearnerWeights(loaded.model),
+        weights=LearnerWeights(loaded.model) if offload is None else LearnerWeights(loaded.model, offload.current),
         checkpoint=base_checkpoint(config.model.model),
         open_image=open_rgb,
         offload=nullcontext if offload is None else offload.away,

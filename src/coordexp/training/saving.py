@@ -26,9 +26,9 @@ from coordexp.metrics import MetricSums
 from coordexp.modeling.adapter import has_adapter, load_adapter, save_adapter
 from coordexp.modeling.load import LoadedModel
 from coordexp.packing import CarryBuffer
-from coordexp.rollouts.offload import held_by
 from coordexp.training.ahead import AskedWindow, RolloutsAhead
 from coordexp.training.checkpoint import checkpoint_folder, delete_old, readable, writing
+from coordexp.training.offload import held_by
 from coordexp.training.seal import read_seal, seal_checkpoint
 from coordexp.training.waiting_files import WaitingRollouts, save_answers, save_carry_buffer
 

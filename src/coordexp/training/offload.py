@@ -1,8 +1,9 @@
-"""The learner's weights and optimizer in main memory while a colocated engine uses the device.
+"""Move the trainer's weights and optimizer to main memory while a colocated engine uses the device.
 
-Each storage is copied to main memory and its device memory given back; the tensors read the copy meanwhile, so weights
-can still be pushed from them. Afterwards every storage is filled again and every tensor reads its own again: the same
-objects, bits, sharing and device, also when the rollouts fail. Nothing that lives in main memory already is touched.
+Each storage is copied to main memory and resized to zero, and refilled afterwards, also when the rollouts fail. The
+tensors stay the same objects on the same storage throughout: assigning to ``tensor.data`` across devices would make
+torch drop the parameter's gradient accumulator, on which DDP has its hooks, and gradients would silently no longer be
+exchanged between processes. Weight pushes read the copies through :meth:`LearnerOffload.current`.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ _KEY = "rollout_matching.offload.enabled"
 
 
 def lives_in_main_memory(tensor: torch.Tensor) -> bool:
-    """Whether moving this tensor out of the device's way would gain nothing."""
+    """Whether moving this tensor would free no device memory."""
     return tensor.device.type == "cpu"
 
 
 class LearnerOffload:
-    """Moves one learner process's model and/or optimizer out of the way. Only between optimizer steps: whatever an
-    unfinished backward pass holds would point at freed memory."""
+    """Moves one trainer process's model and/or optimizer. Only between optimizer steps: an unfinished backward pass
+    would read freed memory."""
 
     def __init__(
         self, model: Any, config: OffloadConfig, stays: Callable[[torch.Tensor], bool] = lives_in_main_memory
@@ -37,10 +38,11 @@ class LearnerOffload:
         self._offload_optimizer = config.offload_optimizer
         self._stays = stays
         self._optimizer: Callable[[], Any] = lambda: None
-        self._is_away = False
+        self._copies: dict[int, torch.Tensor] = {}  # by the id of the tensor whose storage is empty
+        self.is_away = False
 
     def bind(self, optimizer: Callable[[], Any], sharded_by: str | None) -> None:
-        """Say where the optimizer will be (it is made when training starts), and who else owns the weights.
+        """Set where to find the optimizer, which exists only once training starts.
 
         Raises:
             ConfigError: DeepSpeed or FSDP keeps weights and optimizer in buffers of its own.
@@ -52,16 +54,20 @@ class LearnerOffload:
     @contextmanager
     def away(self) -> Iterator[None]:
         """The context around a colocated engine's start, weight pushes and answers."""
-        assert not self._is_away, "the learner is away already"
+        assert not self.is_away, "the learner is away already"
         assert all(p.grad is None for p in self._model.parameters()), "offload in the middle of an optimizer step"
         with ExitStack() as restored:
-            restored.callback(setattr, self, "_is_away", False)
-            self._is_away = True
-            for storage in _by_storage(tensor for tensor in self._tensors() if not self._stays(tensor)):
-                restored.enter_context(_in_main_memory(storage))
+            restored.callback(setattr, self, "is_away", False)
+            self.is_away = True
+            for tensors in _by_storage(tensor for tensor in self._tensors() if not self._stays(tensor)):
+                restored.enter_context(self._in_main_memory(tensors))
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()  # an engine measures what is free on the device, not in torch's cache
             yield
+
+    def current(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor that holds the values of ``tensor`` now: its copy while it is away, else itself."""
+        return self._copies.get(id(tensor), tensor)
 
     def _tensors(self) -> Iterator[torch.Tensor]:
         if self._offload_model:
@@ -70,9 +76,28 @@ class LearnerOffload:
             of_model = {id(parameter) for parameter in self._model.parameters()}
             yield from (tensor for tensor in held_by(self._optimizer()) if id(tensor) not in of_model)
 
+    @contextmanager
+    def _in_main_memory(self, tensors: list[torch.Tensor]) -> Iterator[None]:
+        """Copy the one storage that ``tensors`` share and free it; refill it at the end."""
+        home = tensors[0].untyped_storage()
+        size = home.nbytes()
+        away = torch.empty(size, dtype=torch.uint8, pin_memory=home.device.type == "cuda").untyped_storage()
+        away.copy_(home)
+        for one in tensors:
+            view = torch.empty(0, dtype=one.dtype).set_(away, one.storage_offset(), one.shape, one.stride())
+            self._copies[id(one)] = view
+        home.resize_(0)
+        try:
+            yield
+        finally:
+            for one in tensors:
+                del self._copies[id(one)]
+            home.resize_(size)
+            home.copy_(away)
+
 
 def build_offload(model: Any, rollout: RolloutMatchingConfig) -> LearnerOffload | None:
-    """The offload that ``rollout`` asks for; None where nothing is colocated, or nothing is to move.
+    """The offload that ``rollout`` configures; None if nothing is colocated or offload is off.
 
     Raises:
         ConfigError: the process was launched under DeepSpeed or FSDP.
@@ -104,30 +129,10 @@ def held_by(optimizer: Any) -> Iterator[torch.Tensor]:
 
 
 def _by_storage(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Tensors that share memory, together: it is moved once."""
+    """Tensors grouped by the storage they share, which is moved once."""
     groups: dict[int, dict[int, torch.Tensor]] = {}
     for tensor in tensors:
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             raise _owned_by(type(tensor).__name__)
         groups.setdefault(tensor.untyped_storage()._cdata, {})[id(tensor)] = tensor
     return [list(group.values()) for group in groups.values()]
-
-
-@contextmanager
-def _in_main_memory(tensors: list[torch.Tensor]) -> Iterator[None]:
-    """Let ``tensors``, which share one storage, read a copy of it in main memory; free the storage meanwhile."""
-    home = tensors[0].untyped_storage()
-    size = home.nbytes()
-    views = [tensor.data for tensor in tensors]  # they keep the storage, and their place in it
-    away = torch.empty(size, dtype=torch.uint8, pin_memory=home.device.type == "cuda").untyped_storage()
-    away.copy_(home)
-    home.resize_(0)
-    for tensor, view in zip(tensors, views, strict=True):
-        tensor.data = torch.empty(0, dtype=view.dtype).set_(away, view.storage_offset(), view.shape, view.stride())
-    try:
-        yield
-    finally:
-        home.resize_(size)
-        home.copy_(away)
-        for tensor, view in zip(tensors, views, strict=True):
-            tensor.data = view

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from coordexp.config.rollout import OffloadConfig, RolloutMatchingConfig
 from coordexp.data.jsonl import read_jsonl
 from coordexp.errors import ConfigError
 from coordexp.modeling.weights import LearnerWeights
-from coordexp.rollouts.offload import LearnerOffload, build_offload
+from coordexp.training.offload import LearnerOffload, build_offload
 from support.tiny_run import (
     InMemoryBackend,
     load_tiny,
@@ -86,13 +87,31 @@ def test_everything_returns_to_its_own_storage_bit_for_bit() -> None:
     learner = Learner.build()
     tensors = learner.tensors()
     values, before = [t.clone() for t in tensors], places(tensors)
-    homes = [tensor.untyped_storage() for tensor in tensors]
-    with learner.offload().away():
-        assert all(home.nbytes() == 0 for home in homes), "the device's memory is given back"
-        assert all(torch.equal(t, value) for t, value in zip(tensors, values, strict=True)), "and can still be read"
-        assert learner.model.one.untyped_storage()._cdata == learner.model.two.untyped_storage()._cdata
+    offload = learner.offload()
+    with offload.away():
+        assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors), "the device's memory is given back"
+        copies = [offload.current(tensor) for tensor in tensors]
+        assert all(torch.equal(t, value) for t, value in zip(copies, values, strict=True)), "and can still be read"
+        one, two = offload.current(learner.model.one), offload.current(learner.model.two)
+        assert one.untyped_storage()._cdata == two.untyped_storage()._cdata
     assert places(tensors) == before
-    assert all(torch.equal(t, value) for t, value in zip(tensors, values, strict=True))
+    assert all(torch.equal(offload.current(t), value) for t, value in zip(tensors, values, strict=True))
+
+
+def test_gradient_accumulators_survive_so_ddp_keeps_exchanging_gradients() -> None:
+    """DDP has its hooks on the accumulators, and torch replaces them when ``.data`` is set across devices."""
+    learner = Learner.build()
+    accumulators = [get_gradient_edge(p).node for p in learner.model.parameters()]
+    homes = [p.untyped_storage()._cdata for p in learner.model.parameters()]
+    hooked: list[str] = []
+    accumulators[0].register_prehook(lambda grads: hooked.append("as DDP does"))
+    with (
+        learner.offload().away()
+    ):  # between main memory and itself, `.data` would keep the accumulator: see the storage
+        assert [p.untyped_storage()._cdata for p in learner.model.parameters()] == homes
+    assert [get_gradient_edge(p).node for p in learner.model.parameters()] == accumulators
+    learner.step()
+    assert hooked == ["as DDP does"]
 
 
 def test_everything_returns_when_the_rollouts_fail() -> None:
@@ -180,11 +199,18 @@ def test_merged_weights_can_be_pushed_from_main_memory() -> None:
     """Pushing lies within the context: the engine's copy must not need the learner's on the device."""
     loaded = tuned(lora(use_dora=True))
     owning(loaded.model)
-    source = LearnerWeights(loaded.model)
+    offload = LearnerOffload(loaded.model, BOTH, nothing_stays)
+    source = LearnerWeights(loaded.model, offload.current)
     with source.full() as tensors:
         expected = {name: tensor.clone() for name, tensor in tensors}
-    with LearnerOffload(loaded.model, BOTH, nothing_stays).away(), source.full() as tensors:
+    adapter = source.adapter()
+    assert adapter is not None
+    expected_adapter = {name: tensor.clone() for name, tensor in adapter.tensors}
+    with offload.away(), source.full() as tensors:
         assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors)
+        adapter = source.adapter()
+        assert adapter is not None
+        assert all(torch.equal(tensor, expected_adapter[name]) for name, tensor in adapter.tensors)
 
 
 def rollouts(backend: str, mode: str = "colocate", **offload: bool) -> RolloutMatchingConfig:
