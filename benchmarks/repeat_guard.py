@@ -27,7 +27,7 @@ from coordexp.modeling.load import LoadedModel, load_model
 from coordexp.modeling.tiny import TinySpec, build_tiny_checkpoint
 from coordexp.records import GTObject, Rollout, RolloutRequest
 from coordexp.rollouts import SeedContext
-from coordexp.rollouts.build import decoding_options
+from coordexp.rollouts.backend import decoding_options
 from coordexp.rollouts.hf import HFBackend
 from coordexp.rollouts.hf_processors import RepeatStop
 from coordexp.rollouts.repeat_guard import ObjectKeyReader, RepeatGuard

@@ -14,8 +14,8 @@ from typing import Any
 
 import yaml
 
+from coordexp.engine.client import ServerClient
 from coordexp.errors import RolloutError
-from coordexp.servers.client import ServerClient
 from support.ports import free_ports
 
 TIMEOUT_S = 600.0

@@ -31,12 +31,12 @@ from rich.table import Table
 from rollout_server import TIMEOUT_S, server_entry, serving
 
 from coordexp.config.vllm import SyncConfig
+from coordexp.engine.client import ServerClient
+from coordexp.engine.sync import WeightSync
 from coordexp.extras import require
 from coordexp.modeling.load import load_model
 from coordexp.modeling.tiny import TinySpec, build_tiny_checkpoint
 from coordexp.modeling.weights import LearnerWeights
-from coordexp.servers.client import ServerClient
-from coordexp.servers.sync import WeightSync
 from coordexp.weight_sync.group import Communicator, GroupAddress, join
 from support.ports import free_ports
 

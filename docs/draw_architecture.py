@@ -25,7 +25,7 @@ PATHS: dict[str, list[tuple[str, str, str]]] = {
         ("config/checks.py", "cross_checks", "checks it against keys of other sections"),
         ("config/load.py", "validate", "gathers every problem, or gives the `RunConfig`"),
         ("config/root.py", "resolved_rollout", "settles nulls that stand for other keys"),
-        ("rollouts/build.py", "build_backend", "hands its value to the backend"),
+        ("engine/backends.py", "build_backend", "hands its value to the backend"),
         ("rollouts/hf.py", "HFBackend.generate", "reads it: requests of one `generate`"),
     ],
     "image": [
@@ -61,13 +61,13 @@ PATHS: dict[str, list[tuple[str, str, str]]] = {
         ("modeling/weights.py", "LearnerWeights.full", "gathers and merges it under the plain checkpoint's name"),
         ("weight_sync/policy.py", "DrainedWeights.full", "has every rank read to the end"),
         ("weight_sync/policy.py", "PushPolicy", "decides: full weights or the adapter, checksums or not"),
-        ("servers/sync.py", "WeightSync.push", "cuts the weights into buckets"),
+        ("engine/sync.py", "WeightSync.push", "cuts the weights into buckets"),
         ("weight_sync/buckets.py", "in_buckets", "describes it: name, shape, type, place in the bucket"),
-        ("servers/sync.py", "WeightPush.send", "sends the bucket to all servers at the same time"),
-        ("servers/connection.py", "ServerConnection.send", "announces it over HTTP and broadcasts its bytes"),
+        ("engine/sync.py", "WeightPush.send", "sends the bucket to all servers at the same time"),
+        ("engine/connection.py", "ServerConnection.send", "announces it over HTTP and broadcasts its bytes"),
         ("weight_sync/group.py", "Communicator.broadcast", "carries the bytes, by NCCL or Gloo"),
         ("serving/serve/app.py", "build_app", "takes the announcement to every worker"),
-        ("vllm_engine/worker.py", "WeightSyncExtension.update_flattened_params", "calls the receiver inside vLLM"),
+        ("engine/worker.py", "WeightSyncExtension.update_flattened_params", "calls the receiver inside vLLM"),
         ("weight_sync/receiver.py", "WeightReceiver.receive", "takes the bytes in, in place where that is proven"),
         ("weight_sync/layout.py", "WeightLayout", "knows which parameter of vLLM's model it is a part of"),
         ("weight_sync/receiver.py", "WeightReceiver.commit", "checks coverage and checksum, and stamps the version"),
@@ -114,7 +114,7 @@ def page(text: str) -> str:
 
 
 def rooms() -> dict[str, set[str]]:
-    """Each room with those it imports from. ``rollouts.build`` stands apart: it joins what lies above its room."""
+    """Each room with those it imports from."""
     imports: dict[str, set[str]] = {}
     for path in sorted(SOURCE.rglob("*.py")):
         name = path.relative_to(SOURCE).with_suffix("").as_posix().replace("/", ".")
@@ -128,12 +128,11 @@ def rooms() -> dict[str, set[str]]:
             elif isinstance(node, ast.ImportFrom) and node.module == "coordexp":
                 targets |= {_room(alias.name) for alias in node.names if not alias.name.startswith("__")}
         targets.discard(own)
-    imports["rollouts"].discard("rollouts.build")  # only its door, which imports lazily
     return imports
 
 
 def _room(name: str) -> str:
-    return name if name == "rollouts.build" else name.split(".")[0]
+    return name.split(".")[0]
 
 
 def heights() -> dict[str, int]:

@@ -12,15 +12,15 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from coordexp.training.upstream_names import LEARNER
-from coordexp.vllm_engine import compatibility
-from coordexp.vllm_engine.compatibility import (
+from coordexp.engine import compatibility
+from coordexp.engine.compatibility import (
     SWIFT_ROLLOUT,
     TESTED_VERSIONS,
     VLLM_IN_PROCESS,
     VLLM_SERVER,
     UpstreamName,
 )
+from coordexp.training.upstream_names import LEARNER
 
 TARGET = Path(__file__).with_name("upgrades.md")
 SOURCE = Path(compatibility.__file__).parents[1]
@@ -31,8 +31,8 @@ _ROOMS = {
     "accelerate": ("training",),
     "peft": ("modeling",),
     "torch": ("weight_sync", "rollouts"),
-    "vllm": ("vllm_engine", "weight_sync", "serving/serve", "serving/plugin"),
-    "swift": ("serving/plugin", "servers"),
+    "vllm": ("engine", "weight_sync", "serving/serve"),
+    "swift": ("engine",),
 }
 
 _HEAD = """\

@@ -158,7 +158,7 @@ def test_an_image_of_too_many_pixels_is_refused_before_it_is_decoded(monkeypatch
 
 @pytest.mark.parametrize("sign", ["engine_silent_s", "engine_tokenless_s"])
 def test_a_learner_gives_up_on_a_server_whose_engine_does_not_get_on(sign: str) -> None:
-    from coordexp.servers.backend import ServerBackend
+    from coordexp.engine.server_backend import ServerBackend
     from support.fake_rollout_server import FakeRolloutServer
 
     with FakeRolloutServer(1) as fake:

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from coordexp.engine.colocated import ColocatedBackend
 from coordexp.errors import RolloutError
 from coordexp.rollouts import SeedContext
-from coordexp.vllm_engine.colocated import ColocatedBackend
 from support.rollout_servers import load_served, requests_of
 from support.vllm_runs import colocated
 

@@ -11,9 +11,9 @@ import psutil
 import pytest
 
 from coordexp.config.vllm import SyncConfig
+from coordexp.engine.sync import WeightSync
 from coordexp.errors import RolloutError
 from coordexp.modeling.weights import LearnerWeights
-from coordexp.servers.sync import WeightSync
 from support.rollout_servers import RunningServer, load_served, payload, requests_of, server_config, serving
 
 MINUTES = float(os.environ.get("COORDEXP_LONG_LIFE_MINUTES", "4"))

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from coordexp.config.vllm import SyncConfig
+from coordexp.engine.sync import WeightSync
 from coordexp.errors import CoordExpError, RolloutError
-from coordexp.servers.sync import WeightSync
 from support.fake_push_server import FakePushServer
 from support.fused_model import FakeWeights
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from coordexp.engine.client import ServerClient
+from coordexp.engine.protocol import infer_payload, read_answer
 from coordexp.errors import RolloutError, ServerRefused, ServerTimeout, ServerUnreachable
-from coordexp.servers.client import ServerClient
-from coordexp.servers.protocol import infer_payload, read_answer
 from coordexp.weight_sync.stamp import WeightStamp
 from faults import lying_server
 from faults.lying_server import lying

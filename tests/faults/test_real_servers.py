@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from coordexp.engine.server_backend import ServerBackend
 from coordexp.errors import CoordExpError
 from coordexp.rollouts import SeedContext
-from coordexp.servers.backend import ServerBackend
 from support.lying_proxy import ANSWERS, BEFORE, BEHIND, STALE, LyingProxy, lying_proxy
 from support.plain_server import PlainServer
 from support.rollout_servers import server_config

@@ -14,12 +14,12 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from coordexp.engine.plugin.swift_progress import VARIABLE, OneAtATime, ProgressPage, noted
 from coordexp.errors import ServerTimeout
-from coordexp.serving.plugin.swift_progress import VARIABLE, OneAtATime, ProgressPage, noted
 
 WORKER = """
 import sys, time
-from coordexp.serving.plugin.swift_progress import noted
+from coordexp.engine.plugin.swift_progress import noted
 step = noted(lambda: time.sleep(0.05), 1)
 for _ in range(10):
     step()
@@ -93,11 +93,12 @@ def test_probes_are_answered_between_requests_that_come_one_at_a_time() -> None:
 
 def test_a_learner_gives_up_on_a_hung_worker_of_a_server_that_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     """And goes on waiting for one that does not, as ms-swift without our plugin."""
-    from coordexp.rollouts import RolloutRound, SeedContext
-    from support.fake_rollout_server import FakeRolloutServer
     from unit.servers.test_server_window import backend_of, requests_
 
-    monkeypatch.setattr("coordexp.servers.backend.WATCH_S", 0.1)
+    from coordexp.rollouts import RolloutRound, SeedContext
+    from support.fake_rollout_server import FakeRolloutServer
+
+    monkeypatch.setattr("coordexp.engine.server_backend.WATCH_S", 0.1)
     waits: list[float] = []
 
     def answers_late(body: dict[str, Any]) -> tuple[int, Any]:

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from coordexp.config.vllm import SyncConfig
+from coordexp.engine.client import ServerClient
+from coordexp.engine.sync import WeightSync
 from coordexp.errors import RolloutError
 from coordexp.modeling.load import LoadedModel
 from coordexp.modeling.weights import LearnerWeights
-from coordexp.servers.client import ServerClient
-from coordexp.servers.sync import WeightSync
 from support import tuned_models
 from support.plain_server import PlainServer
 from support.rollout_servers import (

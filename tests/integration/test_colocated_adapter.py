@@ -14,13 +14,13 @@ import torch
 
 from coordexp.config import resolved_rollout
 from coordexp.data.images import open_rgb
+from coordexp.engine.colocated import ColocatedBackend
 from coordexp.errors import RolloutError
 from coordexp.modeling.load import LoadedModel
 from coordexp.modeling.tiny import build_tiny_checkpoint
 from coordexp.modeling.weights import LearnerWeights
 from coordexp.rollouts import SeedContext, build_backend, synced
 from coordexp.rollouts.learner import LearnerParts
-from coordexp.vllm_engine.colocated import ColocatedBackend
 from support import tuned_models
 from support.rollout_servers import SPEC, greedy_tokens, load_served, requests_of, served_checkpoint, sharpen
 from support.vllm_runs import COLOCATED, vllm_config

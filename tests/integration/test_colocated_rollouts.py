@@ -19,6 +19,8 @@ from safetensors.torch import load_file
 
 from coordexp.data.dataset import Sample
 from coordexp.data.images import open_rgb
+from coordexp.engine import in_process
+from coordexp.engine.colocated import ColocatedBackend
 from coordexp.errors import AlignmentError, DataError, RolloutError
 from coordexp.matching import MatchingConfig
 from coordexp.modeling.inputs import PromptEncoder
@@ -27,8 +29,6 @@ from coordexp.records import RolloutRequest
 from coordexp.rollouts import RolloutRound, SeedContext, synced
 from coordexp.targets import TransportConfig
 from coordexp.training.sources import RolloutSource
-from coordexp.vllm_engine import in_process
-from coordexp.vllm_engine.colocated import ColocatedBackend
 from support.answers import CAT, record
 from support.forked import ENGINES
 from support.prepared import PreparedInTurn

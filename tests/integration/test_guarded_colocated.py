@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 
 from coordexp.config.rollout import RepeatTerminateConfig
+from coordexp.engine.colocated import ColocatedBackend
 from coordexp.modeling.load import LoadedModel
 from coordexp.records import RolloutRequest
 from coordexp.rollouts import SeedContext, synced
-from coordexp.vllm_engine.colocated import ColocatedBackend
 from support.guards import first_trigger
 from support.rollout_servers import greedy_tokens, load_served
 from support.swift_servers import GUARD, GUARDED_TOKENS

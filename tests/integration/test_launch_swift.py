@@ -17,8 +17,8 @@ import pytest
 
 from coordexp.data.jsonl import read_jsonl
 from coordexp.data.record_line import write_jsonl
+from coordexp.engine.guard_activation import CONFIG_JSON
 from coordexp.serving.launch.plan import PLUGIN, LaunchPlan
-from coordexp.vllm_engine.guard_activation import CONFIG_JSON
 from support.config_samples import pipeline, set_key, write_yaml
 from support.rollout_servers import descendants, is_alive, serving_environment
 from support.swift_servers import guarded_config, plan_of, with_arguments

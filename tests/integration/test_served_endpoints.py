@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from coordexp.config.vllm import SyncConfig
+from coordexp.engine import cpu
+from coordexp.engine.client import ServerClient
+from coordexp.engine.sync import WeightSync
 from coordexp.errors import RolloutError, ServerUnreachable
 from coordexp.modeling.load import LoadedModel
 from coordexp.modeling.weights import LearnerWeights
-from coordexp.servers.client import ServerClient
-from coordexp.servers.sync import WeightSync
-from coordexp.vllm_engine import cpu
 from coordexp.weight_sync.group import GroupAddress, join
 from coordexp.weight_sync.stamp import WeightStamp
 from support.plain_server import PlainServer

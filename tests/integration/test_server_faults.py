@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from coordexp.config.vllm import SyncConfig
+from coordexp.engine.sync import WeightSync
 from coordexp.errors import RolloutError, ServerRefused, ServerTimeout, ServerUnreachable
 from coordexp.modeling.weights import LearnerWeights
-from coordexp.servers.sync import WeightSync
 from support.rollout_servers import (
     RunningServer,
     is_alive,

@@ -18,9 +18,9 @@ import torch
 from safetensors.torch import load_file
 
 from coordexp.config import RunConfig
+from coordexp.engine.server_backend import ServerBackend
 from coordexp.errors import RolloutError, ServerTimeout
 from coordexp.rollouts import SeedContext
-from coordexp.servers.backend import ServerBackend
 from coordexp.training.checkpoint import is_complete
 from support.lying_proxy import lying_proxy
 from support.rollout_servers import (

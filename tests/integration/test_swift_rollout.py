@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from coordexp.config.vllm import SyncConfig
+from coordexp.engine import cpu
+from coordexp.engine.client import ServerClient
+from coordexp.engine.sync import WeightSync
 from coordexp.errors import RolloutError, ServerRefused
 from coordexp.modeling.load import LoadedModel
 from coordexp.modeling.weights import LearnerWeights
 from coordexp.records import RolloutRequest
-from coordexp.servers.client import ServerClient
-from coordexp.servers.sync import WeightSync
-from coordexp.vllm_engine import cpu
 from support import tuned_models
 from support.guarded_server import Guarded, GuardedServerContract, answered, assert_killing_leaves_nothing
 from support.rollout_servers import (

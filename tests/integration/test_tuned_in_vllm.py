@@ -13,13 +13,13 @@ import coordexp.training.offload as offload_module
 from coordexp.config import resolved_rollout
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.data.images import open_rgb
+from coordexp.engine.colocated import ColocatedBackend
 from coordexp.modeling.adapter import save_adapter
 from coordexp.modeling.load import LoadedModel, merge_checkpoint
 from coordexp.modeling.weights import LearnerWeights
 from coordexp.rollouts import SeedContext, build_backend, synced
 from coordexp.rollouts.learner import LearnerParts
 from coordexp.training.offload import LearnerOffload
-from coordexp.vllm_engine.colocated import ColocatedBackend
 from support.rollout_servers import greedy_tokens, load_served, requests_of, served_checkpoint
 from support.tiny_run import same_weights, step_lines, train, weights
 from support.tuned_models import lora, tuned

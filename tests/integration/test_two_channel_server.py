@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from coordexp.engine.client import ENGINE_STILL
 from coordexp.errors import RolloutError
-from coordexp.servers.client import ENGINE_STILL
 from coordexp.serving.serve.service import EVERY_S
 from coordexp.training.build import build_trainer, check_run, run_training
 from support.guarded_server import GuardedServerContract, assert_killing_leaves_nothing

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from coordexp.config.vllm import SyncConfig
+from coordexp.engine.client import ServerClient
+from coordexp.engine.sync import WeightSync
 from coordexp.errors import RolloutError, ServerRefused
 from coordexp.modeling.load import LoadedModel
 from coordexp.modeling.weights import LearnerWeights
 from coordexp.rollouts.backend import AdapterWeights
-from coordexp.servers.client import ServerClient
-from coordexp.servers.sync import WeightSync
 from coordexp.weight_sync import checksum
 from coordexp.weight_sync.buckets import LONE_PIECE_BYTES
 from coordexp.weight_sync.stamp import WeightStamp

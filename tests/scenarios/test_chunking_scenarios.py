@@ -5,9 +5,9 @@ import time
 
 import pytest
 
+from coordexp.engine.server_backend import in_flight
 from coordexp.errors import ConfigError
 from coordexp.rollouts.chunking import Call, chunk_size, plan_calls, plan_posts, server_slots
-from coordexp.servers.backend import in_flight
 
 
 @pytest.mark.scenario("vLLM server mode fails fast when cap is infeasible")

@@ -9,12 +9,12 @@ import pytest
 
 from coordexp.config import load_config, resolved_rollout
 from coordexp.config.rollout import RepeatTerminateConfig
+from coordexp.engine.colocated import ColocatedBackend
+from coordexp.engine.guard_activation import CONFIG_JSON, CONFIG_JSON_PATH, ENABLE, GUARD_PROCESSOR
 from coordexp.errors import RolloutError
-from coordexp.rollouts.build import check_backend, decoding_options
+from coordexp.rollouts import check_backend, decoding_options
 from coordexp.rollouts.learner import LearnerParts
 from coordexp.serving.launch.plan import plan_launch
-from coordexp.vllm_engine.colocated import ColocatedBackend
-from coordexp.vllm_engine.guard_activation import CONFIG_JSON, CONFIG_JSON_PATH, ENABLE, GUARD_PROCESSOR
 from support.config_samples import set_key, write_yaml
 from support.rollout_servers import server_config
 from support.tiny_run import tiny_checkpoint

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from coordexp.servers.client import ServerClient
+from coordexp.engine.client import ServerClient
 from coordexp.weight_sync.group import GroupAddress
 from coordexp.weight_sync.receiver import WeightReceiver
 from support.fused_model import SHAPES, FakeWeights, FusedModel

@@ -60,9 +60,9 @@ ENGINES = Behind(
         "vllm.model_executor.models.qwen3_vl",
         "coordexp.serving.serve.app",
         "coordexp.serving.serve.engines",
-        "coordexp.vllm_engine.cpu_executor",
-        "coordexp.vllm_engine.in_process",
-        "coordexp.vllm_engine.worker",
+        "coordexp.engine.cpu_executor",
+        "coordexp.engine.in_process",
+        "coordexp.engine.worker",
     ),
     forkserver.ForkServer(),
 )
@@ -73,8 +73,8 @@ SWIFT = Behind(
         "vllm.v1.engine.llm_engine",
         "vllm.v1.worker.cpu_worker",
         "vllm.model_executor.models.qwen3_vl",
-        "coordexp.serving.plugin.swift_rollout",
-        "coordexp.vllm_engine.cpu_executor",
+        "coordexp.engine.plugin.swift_rollout",
+        "coordexp.engine.cpu_executor",
     ),
     forkserver.ForkServer(),
 )

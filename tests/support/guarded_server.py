@@ -15,13 +15,13 @@ import pytest
 
 from coordexp.config import load_config
 from coordexp.config.rollout import RepeatTerminateConfig
+from coordexp.engine.fleet import check_servers
+from coordexp.engine.guard_activation import check_guard
 from coordexp.errors import RolloutError
 from coordexp.modeling.load import LoadedModel
 from coordexp.records import RolloutRequest
 from coordexp.rollouts import SeedContext
 from coordexp.rollouts.hf import HFBackend
-from coordexp.servers.fleet import check_servers
-from coordexp.vllm_engine.guard_activation import check_guard
 from support.guards import first_trigger
 from support.rollout_servers import RunningServer, greedy_tokens, is_alive, load_served, payload
 from support.settings import decoding

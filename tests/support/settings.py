@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from coordexp.config.rollout import RolloutMatchingConfig
-from coordexp.rollouts.backend import DecodingOptions
-from coordexp.rollouts.build import decoding_options
+from coordexp.engine.client import ServerClient
+from coordexp.engine.colocated import ColocatedBackend
+from coordexp.rollouts.backend import DecodingOptions, decoding_options
 from coordexp.rollouts.learner import LearnerParts
-from coordexp.servers.client import ServerClient
 from coordexp.serving.serve.options import ServeOptions
-from coordexp.vllm_engine.colocated import ColocatedBackend
 
 
 def decoding(max_new_tokens: int = 512, **options: Any) -> DecodingOptions:

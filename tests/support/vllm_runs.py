@@ -7,11 +7,11 @@ from typing import Any
 
 from coordexp.config import RunConfig, resolved_rollout
 from coordexp.data.images import open_rgb
+from coordexp.engine.colocated import ColocatedBackend
 from coordexp.modeling.load import LoadedModel
 from coordexp.modeling.weights import LearnerWeights
 from coordexp.rollouts import build_backend
 from coordexp.rollouts.learner import LearnerParts
-from coordexp.vllm_engine.colocated import ColocatedBackend
 from support.rollout_servers import served_checkpoint
 from support.tiny_run import run_config
 

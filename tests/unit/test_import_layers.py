@@ -21,11 +21,10 @@ LAYERS: dict[str, int] = {
         2: "config geometry coords",
         3: "data parsing matching packing rollouts checkpoints",
         4: "targets weight_sync first_run rollouts.learner",
-        5: "modeling objective metrics vllm_engine",
+        5: "modeling objective metrics",
         6: "evaluation",
-        7: "servers recording",
-        # Above the backends that it chooses between, though it is called as coordexp.rollouts.build_backend.
-        8: "rollouts.build serving viewer",
+        7: "engine recording",
+        8: "serving viewer",
         9: "training",
         10: "inference",
         11: "demo",
@@ -35,9 +34,9 @@ LAYERS: dict[str, int] = {
     for name in names.split()
 }
 
-# serving/plugin runs inside somebody else's process: it may use what is made for engine processes.
+# engine/plugin runs inside ms-swift's processes and must not pull in the trainer's side.
 PLUGIN_MAY_IMPORT = (
-    *("coordexp.serving.plugin", "coordexp.vllm_engine", "coordexp.weight_sync"),
+    *("coordexp.engine", "coordexp.weight_sync"),
     *("coordexp.rollouts.repeat_guard", "coordexp.rollouts.closed_names", "coordexp.errors"),
 )
 
@@ -52,7 +51,7 @@ TORCH_FREE = [
         "rollouts.repeat_guard",
         "rollouts.closed_names",
     ),
-    *("weight_sync.stamp", "vllm_engine.guard_activation", "vllm_engine.lifetime", "servers.client"),
+    *("weight_sync.stamp", "engine.guard_activation", "engine.lifetime", "engine.client"),
 ]
 
 
@@ -78,7 +77,7 @@ def imports(path: Path) -> Iterator[str]:
 
 def violations(name: str, imported: list[str]) -> list[str]:
     """What module ``name`` (below coordexp) imports although its layer forbids it."""
-    if name.startswith("serving.plugin"):
+    if name.startswith("engine.plugin"):
         return [target for target in imported if not target.startswith(PLUGIN_MAY_IMPORT)]
     forbidden = []
     for target in imported:
@@ -116,10 +115,9 @@ def test_the_package_itself_imports_none_of_its_parts() -> None:
         ("matching.assign", ["coordexp.parsing"], ["coordexp.parsing"]),
         ("config.root", ["coordexp.coords"], ["coordexp.coords"]),
         ("data.jsonl", ["coordexp.data.images", "coordexp.training.window"], ["coordexp.training.window"]),
-        ("serving.plugin.x", ["coordexp.rollouts.repeat_guard", "coordexp.config"], ["coordexp.config"]),
-        ("serving.plugin.x", ["coordexp.vllm_engine.worker", "coordexp.servers.client"], ["coordexp.servers.client"]),
-        ("rollouts.build", ["coordexp.servers.backend", "coordexp.records"], []),
-        ("rollouts.hf", ["coordexp.servers.backend", "coordexp.records"], ["coordexp.servers.backend"]),
+        ("engine.plugin.x", ["coordexp.rollouts.repeat_guard", "coordexp.config"], ["coordexp.config"]),
+        ("engine.plugin.x", ["coordexp.engine.worker", "coordexp.training"], ["coordexp.training"]),
+        ("rollouts.hf", ["coordexp.engine.server_backend", "coordexp.records"], ["coordexp.engine.server_backend"]),
         ("cli", ["coordexp.training", "coordexp.__version__"], []),
     ],
 )

@@ -58,10 +58,10 @@ def launch(
         print_config(config, given)
         return
     run = load_config(config, arguments=given)
+    from coordexp.engine.cpu import num_gpus
     from coordexp.serving.launch.preflight import look_over
     from coordexp.serving.launch.processes import run_plan
     from coordexp.training.build import check_run
-    from coordexp.vllm_engine.cpu import num_gpus
 
     def as_the_learner(learners: int) -> object:  # data, tokenizer and objective, which it looks at first
         return check_run(run, learners=learners, servers_are_up=False)
@@ -128,9 +128,9 @@ def serve(
     check_lengths(run)
     logging.basicConfig(format="%(asctime)s %(name)s %(message)s")
     logging.getLogger("coordexp").setLevel(logging.INFO)  # not the root: vLLM sets that one
+    from coordexp.engine.cpu import num_gpus
     from coordexp.serving.serve.options import serve_options
     from coordexp.serving.serve.run import prepare_environment, run_server
-    from coordexp.vllm_engine.cpu import num_gpus
 
     gpus = num_gpus()
     options = serve_options(run, index, data_parallel_size, gpus, host)

@@ -1,9 +1,15 @@
 """What a rollout is and how it is asked for: the backend's contract, seeds, plans, the repeat guard, and the backend
 that generates with transformers.
 
-Backends over vLLM live above (``vllm_engine``, ``servers``); ``build`` joins them all, and imports each one only when a
-configuration names it. So this package itself imports without torch, transformers and vLLM.
+The backends over vLLM are in :mod:`coordexp.engine`, above this layer. This package imports without torch, transformers
+and vLLM.
 """
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from coordexp.rollouts.backend import (
     AdapterWeights,
@@ -15,13 +21,17 @@ from coordexp.rollouts.backend import (
     SeedContext,
     Seeds,
     WeightSource,
+    decoding_options,
     in_turn,
     request_seed,
     synced,
 )
-from coordexp.rollouts.build import build_backend, check_backend, decoding_options
 from coordexp.rollouts.chunking import chunk_size, split_requests
 from coordexp.rollouts.repeat_guard import RepeatGuard
+
+if TYPE_CHECKING:
+    from coordexp.config.rollout import RolloutMatchingConfig
+    from coordexp.rollouts.learner import LearnerParts
 
 __all__ = [
     "AdapterWeights",
@@ -43,3 +53,13 @@ __all__ = [
     "split_requests",
     "synced",
 ]
+
+
+def check_backend(config: RolloutMatchingConfig, closed_names: bool = False) -> None:
+    """:func:`coordexp.engine.backends.check_backend`, which is above this layer."""
+    import_module("coordexp.engine.backends").check_backend(config, closed_names)
+
+
+def build_backend(config: RolloutMatchingConfig, learner: LearnerParts, names: Sequence[str] = ()) -> RolloutBackend:
+    """:func:`coordexp.engine.backends.build_backend`, which is above this layer."""
+    return import_module("coordexp.engine.backends").build_backend(config, learner, names)

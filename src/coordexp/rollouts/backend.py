@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.coords import CoordVocab
 from coordexp.errors import RolloutError
 from coordexp.records import Rollout, RolloutRequest
@@ -95,6 +96,18 @@ class DecodingOptions:
     top_k: int
     num_beams: int
     repetition_penalty: float
+
+
+def decoding_options(config: RolloutMatchingConfig) -> DecodingOptions:
+    """The decoding part of the section, as values."""
+    return DecodingOptions(
+        max_new_tokens=config.max_new_tokens,
+        temperature=config.decoding.temperature,
+        top_p=config.decoding.top_p,
+        top_k=config.decoding.top_k,
+        num_beams=config.num_beams,
+        repetition_penalty=config.repetition_penalty,
+    )
 
 
 @dataclass(frozen=True, slots=True)

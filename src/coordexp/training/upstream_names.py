@@ -6,7 +6,7 @@ be called again, in silence, and a run would save, resume or synchronise wrongly
 
 from __future__ import annotations
 
-from coordexp.vllm_engine.compatibility import UpstreamName, check_upstream
+from coordexp.engine.compatibility import UpstreamName, check_upstream
 
 _SAVING = "checkpoints that are written whole, sealed, and with the buffer of waiting segments"
 _RESUMING = "going on from a checkpoint, with every weight found in it"

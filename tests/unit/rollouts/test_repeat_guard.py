@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from coordexp.config import load_config
 from coordexp.config.rollout import RepeatTerminateConfig
+from coordexp.engine.guard_activation import activated_config, activation_environment
 from coordexp.rollouts.repeat_guard import GuardRule, ObjectKeyReader, RepeatGuard, Trigger
-from coordexp.vllm_engine.guard_activation import activated_config, activation_environment
 from support.config_samples import set_key, stage2, write_yaml
 from support.guards import first_trigger
 from support.qwen_tokenizer import qwen_vocab

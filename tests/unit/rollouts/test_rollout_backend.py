@@ -16,6 +16,10 @@ from coordexp.config import parse_config, resolved_rollout
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.coords import TURN_END
 from coordexp.data.images import open_rgb
+from coordexp.engine.arguments import KNOWN_TOKENS_PROCESSOR, NAMES_PROCESSOR, NAMES_STATUS
+from coordexp.engine.colocated import ColocatedBackend
+from coordexp.engine.fleet import check_servers
+from coordexp.engine.guard_activation import GUARD_PROCESSOR
 from coordexp.errors import MissingDependency, RolloutError
 from coordexp.inference.asking import Asking, asking_config
 from coordexp.modeling.load import LoadedModel
@@ -23,14 +27,9 @@ from coordexp.modeling.weights import LearnerWeights
 from coordexp.parsing import parse_rollout
 from coordexp.records import Rollout, RolloutRequest
 from coordexp.rollouts import DecodingOptions, RolloutBackend, SeedContext, build_backend, check_backend
-from coordexp.rollouts.backend import IndexedRollout, gathered, request_seed
-from coordexp.rollouts.build import decoding_options
+from coordexp.rollouts.backend import IndexedRollout, decoding_options, gathered, request_seed
 from coordexp.rollouts.hf import HFBackend
 from coordexp.rollouts.learner import LearnerParts
-from coordexp.servers.fleet import check_servers
-from coordexp.vllm_engine.arguments import KNOWN_TOKENS_PROCESSOR, NAMES_PROCESSOR, NAMES_STATUS
-from coordexp.vllm_engine.colocated import ColocatedBackend
-from coordexp.vllm_engine.guard_activation import GUARD_PROCESSOR
 from support.config_samples import stage2
 from support.fake_rollout_server import FakeRolloutServer
 from support.settings import decoding

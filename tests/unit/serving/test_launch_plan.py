@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from coordexp.config import load_config
+from coordexp.engine.guard_activation import CONFIG_JSON, ENABLE, activated_config
 from coordexp.errors import ConfigError
 from coordexp.serving.launch.plan import LaunchPlan, plan_from_json, plan_launch
 from coordexp.serving.launch.preflight import make_plan, run_checks
 from coordexp.training.build import resolved_rollout
-from coordexp.vllm_engine.guard_activation import CONFIG_JSON, ENABLE, activated_config
 from support.cli_runs import run_cli
 from support.config_samples import set_key, write_yaml
 from support.rollout_servers import server_config

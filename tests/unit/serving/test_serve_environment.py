@@ -7,10 +7,10 @@ from importlib.metadata import EntryPoint, EntryPoints
 import pytest
 
 from coordexp.config.rollout import RepeatTerminateConfig
+from coordexp.engine.cpu import PLUGINS, engine_environment, needed_plugins
+from coordexp.engine.guard_activation import ENABLE, activated_config, activation_environment
 from coordexp.errors import RolloutError
 from coordexp.serving.serve.run import prepare_environment
-from coordexp.vllm_engine.cpu import PLUGINS, engine_environment, needed_plugins
-from coordexp.vllm_engine.guard_activation import ENABLE, activated_config, activation_environment
 
 GUARD = RepeatTerminateConfig(enabled=True, min_new_tokens=7)
 

@@ -12,10 +12,10 @@ from PIL import Image
 from pydantic import ValidationError
 
 from coordexp.data.images import open_rgb
+from coordexp.engine.arguments import NAMES_KEY
 from coordexp.serving.serve import requests
 from coordexp.serving.serve.requests import InferRequest, PromptBuilder, RequestConfig, open_image
 from coordexp.serving.serve.weight_lock import RequestRefused
-from coordexp.vllm_engine.arguments import NAMES_KEY
 
 
 class FakeProcessor:

@@ -14,19 +14,19 @@ from pydantic import TypeAdapter
 
 from coordexp.config import RunConfig
 from coordexp.config.vllm import ServerEntry
-from coordexp.errors import ConfigError
-from coordexp.serving.serve.options import ServeOptions, serve_options
-from coordexp.vllm_engine.arguments import NAMES_ENABLE
-from coordexp.vllm_engine.cpu import DIE_WITH_PARENT, SERVER_API_KEY, engine_environment
-from coordexp.vllm_engine.guard_activation import (
+from coordexp.engine.arguments import NAMES_ENABLE
+from coordexp.engine.cpu import DIE_WITH_PARENT, SERVER_API_KEY, engine_environment
+from coordexp.engine.guard_activation import (
     CONFIG_JSON,
     CONFIG_JSON_PATH,
     ENABLE,
     activation_environment,
 )
+from coordexp.errors import ConfigError
+from coordexp.serving.serve.options import ServeOptions, serve_options
 
 LOOPBACK = "127.0.0.1"
-PLUGIN = Path(__file__).parents[1] / "plugin" / "coordexp_rollout_plugin.py"
+PLUGIN = Path(__file__).parents[2] / "engine" / "plugin" / "coordexp_rollout_plugin.py"
 # The guard belongs to servers: what a shell exports must not reach the learner.
 SERVER_ONLY = (ENABLE, CONFIG_JSON, CONFIG_JSON_PATH, NAMES_ENABLE, SERVER_API_KEY)
 SWIFT_MODEL_TYPE = "qwen3_vl"  # the one that learners train; called the same in transformers and ms-swift

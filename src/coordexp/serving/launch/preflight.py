@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from coordexp.config import RunConfig
 from coordexp.config.vllm import ServerEntry
+from coordexp.engine.compatibility import TESTED_VERSIONS
 from coordexp.errors import ConfigError, CoordExpError
 from coordexp.serving.launch.plan import (
     PLUGIN,
@@ -24,7 +25,6 @@ from coordexp.serving.launch.plan import (
     plan_launch,
     server_entries,
 )
-from coordexp.vllm_engine.compatibility import TESTED_VERSIONS
 
 # Weights, two moments of the optimizer and the weights being written, against the folder's own size.
 CHECKPOINT_SHARE = 4.0

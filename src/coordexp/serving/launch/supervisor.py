@@ -21,11 +21,11 @@ from typing import Any, TextIO
 
 from coordexp.config.rollout import RepeatTerminateConfig
 from coordexp.distributed import RENDEZVOUS
+from coordexp.engine.client import ServerClient, api_key_from_environment
+from coordexp.engine.guard_activation import ACTIVATION_PATH, check_guard
 from coordexp.errors import CoordExpError, LaunchFailed, RolloutError
-from coordexp.servers.client import ServerClient, api_key_from_environment
 from coordexp.serving.launch.plan import SERVER_ONLY, LaunchPlan, ProcessPlan, ServerPlan, plan_from_json
 from coordexp.serving.launch.processes import adopt_orphans, die_with_parent, end_descendants, exit_code
-from coordexp.vllm_engine.guard_activation import ACTIVATION_PATH, check_guard
 
 _CLEAR_LINE = "\r\x1b[2K"
 

@@ -11,14 +11,14 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from coordexp.engine.arguments import NAMES_KEY, NAMES_STATUS, own_arguments
+from coordexp.engine.cpu import executor_name
+from coordexp.engine.guard_activation import REQUEST_KEY, activated_config, check_guard
+from coordexp.engine.logits_processors import check_known_tokens
+from coordexp.engine.worker import ADAPTER_ID, ADAPTER_NAME, ADAPTER_PATH, CALL, FAILURE, RESULT
 from coordexp.errors import RolloutError
 from coordexp.serving.serve.options import ServeOptions, device_groups
 from coordexp.serving.serve.starting import EngineThreads
-from coordexp.vllm_engine.arguments import NAMES_KEY, NAMES_STATUS, own_arguments
-from coordexp.vllm_engine.cpu import executor_name
-from coordexp.vllm_engine.guard_activation import REQUEST_KEY, activated_config, check_guard
-from coordexp.vllm_engine.logits_processors import check_known_tokens
-from coordexp.vllm_engine.worker import ADAPTER_ID, ADAPTER_NAME, ADAPTER_PATH, CALL, FAILURE, RESULT
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -183,7 +183,7 @@ class EngineGroup:
         check_guard(workers, activated_config(os.environ))
         check_known_tokens(workers)
         if self.closed_names:
-            from coordexp.vllm_engine.logits_processors import check_names
+            from coordexp.engine.logits_processors import check_names
 
             check_names([bool(one[NAMES_STATUS]) for one in workers])
 

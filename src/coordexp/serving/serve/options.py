@@ -12,9 +12,9 @@ from urllib.parse import urlsplit
 
 from coordexp.config import RunConfig, resolved_rollout
 from coordexp.config.vllm import ServerEntry, VLLMConfig
+from coordexp.engine.arguments import section_arguments
+from coordexp.engine.client import api_key_from_environment
 from coordexp.errors import ConfigError
-from coordexp.servers.client import api_key_from_environment
-from coordexp.vllm_engine.arguments import section_arguments
 
 
 @dataclass(frozen=True, slots=True)

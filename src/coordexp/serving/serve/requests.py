@@ -14,10 +14,10 @@ from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field
 
 from coordexp.data.images import open_rgb, rgb_from_bytes
+from coordexp.engine.arguments import NAMES_KEY
 from coordexp.errors import DataError
 from coordexp.rollouts.closed_names import are_names
 from coordexp.serving.serve.weight_lock import RequestRefused
-from coordexp.vllm_engine.arguments import NAMES_KEY
 
 MAX_REQUESTS = 4096
 MAX_IMAGE_BYTES = 64 << 20

@@ -12,12 +12,12 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from coordexp.config.rollout import RepeatTerminateConfig
+from coordexp.engine.cpu import DIE_WITH_PARENT, complete_environment
+from coordexp.engine.guard_activation import ENABLE, activated_config, activation_environment
+from coordexp.engine.lifetime import own_engines
 from coordexp.errors import RolloutError
 from coordexp.extras import require
 from coordexp.serving.serve.options import ServeOptions
-from coordexp.vllm_engine.cpu import DIE_WITH_PARENT, complete_environment
-from coordexp.vllm_engine.guard_activation import ENABLE, activated_config, activation_environment
-from coordexp.vllm_engine.lifetime import own_engines
 
 logger = logging.getLogger(__name__)
 DRAIN_S = 10
@@ -53,7 +53,7 @@ def run_server(options: ServeOptions, *, gpu: bool) -> None:
     """
     listener = _listener(options.host, options.port)  # first: a taken port shows before vLLM is imported
     require("vllm", "coordexp serve")
-    from coordexp.vllm_engine.compatibility import VLLM_SERVER, check_upstream
+    from coordexp.engine.compatibility import VLLM_SERVER, check_upstream
 
     check_upstream(VLLM_SERVER)
     # While engines start, nobody else handles signals, and asyncio would keep Ctrl-C back until then: leave through the

@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, Field
 
+from coordexp.engine.compatibility import versions
 from coordexp.serving.serve.engines import Completion, EngineGroup
 from coordexp.serving.serve.options import ServeOptions
 from coordexp.serving.serve.requests import MAX_REQUESTS, InferRequest, PromptBuilder, RequestConfig
 from coordexp.serving.serve.weight_lock import RequestRefused, WeightLock
-from coordexp.vllm_engine.compatibility import versions
 from coordexp.weight_sync.stamp import WeightStamp
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,347 @@
+"""HTTP client of one rollout server, ``coordexp serve`` or ``swift rollout``: every call has a deadline and its errors
+say which URL, what came back, and what to do. Torch-free."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+from coordexp.engine.deadline import DeadlineTransport, ends_within
+from coordexp.errors import ConfigError, RolloutError, ServerRefused, ServerTimeout, ServerUnreachable
+from coordexp.weight_sync.stamp import WeightStamp
+
+CONNECT_S = 10.0
+POLL_S = 0.5
+EXCERPT = 600
+MAX_ANSWER_BYTES = 16 << 20
+ENGINE_STILL = ("engine_silent_s", "engine_tokenless_s")  # of /health/ and /status/, where a server tells
+# Of one answer to /infer/: a prompt of 32,768 tokens and its text, and for each token that was asked for its id, its
+# text and JSON around them.
+_BYTES_OF_PROMPT, _BYTES_OF_TOKEN = 1 << 19, 64
+_INSTEAD = "without a server, write rollout_matching.vllm.mode: colocate or rollout_matching.rollout_backend: hf"
+_START = f"start it (coordexp serve --config X.yaml, or swift rollout) and check base_url; {_INSTEAD}"
+
+# A machine that vanishes without a word is noticed after about two minutes, also where a read has no deadline.
+_KEEPALIVE = [
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    *(
+        (socket.IPPROTO_TCP, getattr(socket, option), value)
+        for option, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 6))
+        if hasattr(socket, option)
+    ),
+]
+
+
+def api_key_from_environment(variable: str | None) -> str | None:
+    """The bearer token in the environment variable that the configuration names; None where it names none.
+
+    Raises:
+        ConfigError: the variable is not set, or holds what no HTTP header can.
+    """
+    if variable is None:
+        return None
+    token = os.environ.get(variable, "").strip()
+    if not token:
+        raise ConfigError(
+            f"rollout_matching.vllm.server.api_key_env: the environment variable {variable} is not set; export it for "
+            "the learner and the servers alike, or remove the key"
+        )
+    if not (token.isascii() and token.isprintable()):
+        raise ConfigError(
+            f"the token in {variable} holds characters that no HTTP header can carry; use printable ASCII"
+        )
+    return token
+
+
+class ServerClient:
+    """One rollout server. Safe to use from several threads at once."""
+
+    def __init__(
+        self,
+        base_url: str,
+        group_port: int,
+        *,
+        timeout_s: float,
+        infer_timeout_s: float | None,
+        api_key: str | None,
+    ) -> None:
+        """
+        Args:
+            base_url: prefix such as ``http://127.0.0.1:8000``. group_port: port of its weight group.
+            timeout_s: deadline of everything but ``/infer/``. infer_timeout_s: of that; None or <= 0 waits on.
+            api_key: bearer token; never part of a message.
+        """
+        self.base_url = base_url.rstrip("/")
+        self.group_port = group_port
+        self.timeout_s = timeout_s
+        self._infer_timeout_s = infer_timeout_s if infer_timeout_s is not None and infer_timeout_s > 0 else None
+        self._world_size: int | None = None
+        self._http = httpx.Client(
+            headers={
+                "Accept-Encoding": "identity",  # a few bytes could unpack to any number
+                **({} if api_key is None else {"Authorization": f"Bearer {api_key}"}),
+            },
+            # trust_env would send requests to a proxy, and .netrc's passwords along.
+            transport=DeadlineTransport(_KEEPALIVE),
+            trust_env=False,
+            follow_redirects=False,
+        )
+
+    @property
+    def host(self) -> str:
+        """The server's host, where its weight group meets too."""
+        return urlsplit(self.base_url).hostname or "127.0.0.1"
+
+    def __str__(self) -> str:
+        return self.base_url
+
+    def health(self, timeout_s: float | None = None) -> None:
+        """Refuse a server that is not up, or whose engine is dead.
+
+        Raises:
+            ServerUnreachable, ServerTimeout, ServerRefused
+        """
+        self.engine_still_s(timeout_s)
+
+    def engine_still_s(self, timeout_s: float | None = None) -> float:
+        """As :meth:`health`; for how long the slowest engine behind the server has not stirred, or has drawn no token
+        although it owes answers. 0 where the server does not say: a process that answers HTTP may stand before an
+        engine that hangs."""
+        reply = self._call("GET", "/health/", timeout_s=timeout_s, wants_json=False)
+        try:
+            said = json.loads(reply.body)
+        except (ValueError, RecursionError):
+            said = None
+        told = [said.get(name) for name in ENGINE_STILL] if isinstance(said, Mapping) else []
+        return max((float(s) for s in told if isinstance(s, (int, float)) and not isinstance(s, bool)), default=0.0)
+
+    def wait_until_healthy(self, timeout_s: float | None = None) -> None:
+        """Wait for a server that is still starting, at most ``timeout_s`` (the client's own without it).
+
+        Raises:
+            RolloutError: what the last attempt said. A server that refuses the token is not waited for.
+        """
+        deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                return self.health(timeout_s=max(0.1, min(CONNECT_S, left)))
+            except RolloutError as error:
+                if time.monotonic() + POLL_S >= deadline or (
+                    isinstance(error, ServerRefused) and error.status in (401, 403)
+                ):
+                    raise
+            time.sleep(POLL_S)
+
+    def world_size(self) -> int:
+        """Number of devices behind this server; asked once.
+
+        Raises:
+            RolloutError: also where the answer is not a positive number.
+        """
+        if self._world_size is None:
+            endpoint = "/get_world_size/"
+            reply = self._call("GET", endpoint)
+            size = reply.get("world_size") if isinstance(reply, Mapping) else None
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise ServerRefused(
+                    f"GET {self.base_url}{endpoint}: {str(reply)[:EXCERPT]!r} holds no positive world_size; is this a "
+                    "rollout server?"
+                )
+            self._world_size = size
+        return self._world_size
+
+    def status(self, timeout_s: float | None = None) -> dict[str, Any] | None:
+        """What the server says of itself; None where it has no ``/status/``, as ms-swift without our plugin."""
+        try:
+            reply = self._call("GET", "/status/", timeout_s=timeout_s)
+        except ServerRefused as error:
+            if error.status == 404:
+                return None
+            raise
+        if not isinstance(reply, dict):
+            raise ServerRefused(f"GET {self.base_url}/status/: {str(reply)[:EXCERPT]!r} is not an object")
+        return reply
+
+    def infer(self, payload: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Answers to ``payload["infer_requests"]``, one object each, in their order.
+
+        Raises:
+            RolloutError: also where answers are missing.
+        """
+        asked = len(payload["infer_requests"])
+        config = payload.get("request_config")
+        tokens = config.get("max_tokens") if isinstance(config, Mapping) else None
+        of_answer = _BYTES_OF_PROMPT + _BYTES_OF_TOKEN * (tokens if isinstance(tokens, int) else 1 << 14)
+        reply = self._call(
+            "POST",
+            "/infer/",
+            payload,
+            timeout_s=self._infer_timeout_s,
+            no_deadline=True,
+            max_bytes=MAX_ANSWER_BYTES + asked * of_answer,
+        )
+        where = f"POST {self.base_url}/infer/"
+        if not isinstance(reply, list):
+            raise ServerRefused(f"{where}: a list of answers was due, not {str(reply)[:EXCERPT]!r}")
+        if len(reply) != asked:
+            raise ServerRefused(f"{where}: {len(reply)} answers to {asked} requests; look into the server's log")
+        for index, item in enumerate(reply):
+            if not isinstance(item, dict):
+                raise ServerRefused(f"{where}: answer {index} is {str(item)[:EXCERPT]!r}, not an object")
+        return reply
+
+    def init_communicator(self, world_size: int, first_rank: int, timeout_s: float, token: str = "") -> None:
+        """Let the server's workers join the weight group at this server's host and group_port, and have them ask
+        ``token`` of whoever comes there.
+
+        Returns once they have joined (ours) or at once (ms-swift): join from the learner's side meanwhile.
+        """
+        self._call(
+            "POST",
+            "/init_communicator/",
+            {
+                "host": self.host,
+                "port": self.group_port,
+                "world_size": world_size,
+                "first_rank": first_rank,
+                "timeout_s": timeout_s,
+                "token": token,
+            },
+            timeout_s=timeout_s + CONNECT_S,
+        )
+
+    def close_communicator(self, timeout_s: float | None = None) -> None:
+        """Let the server's workers leave the weight group."""
+        self._call("POST", "/close_communicator/", timeout_s=timeout_s)
+
+    def update_flattened_params(self, metadatas: Sequence[Mapping[str, Any]], timeout_s: float) -> None:
+        """Announce one bucket of weights; its bytes follow in the weight group."""
+        self._call("POST", "/update_flattened_params/", {"metadatas": metadatas}, timeout_s=timeout_s)
+
+    def update_adapter(
+        self, peft_config: Mapping[str, Any], metadatas: Sequence[Mapping[str, Any]], timeout_s: float
+    ) -> None:
+        """Announce an adapter; its bytes follow in the weight group."""
+        payload = {"peft_config": peft_config, "metadatas": metadatas}
+        self._call("POST", "/update_adapter_flattened_param/", payload, timeout_s=timeout_s)
+
+    def commit_weights(self, stamp: WeightStamp, wants_checksum: bool, timeout_s: float) -> list[dict[str, Any]] | None:
+        """End a push: layouts, caches and version together. Each worker's report; None from a server that has none."""
+        reply = self._call(
+            "POST",
+            "/process_weights_after_loading/",
+            {**stamp.payload(), "wants_checksum": wants_checksum},
+            timeout_s=timeout_s,
+        )
+        return reply.get("reports") if isinstance(reply, dict) else None
+
+    def reset_caches(self, timeout_s: float | None = None) -> None:
+        """Empty the prefix, encoder and multimodal caches."""
+        for cache in ("prefix", "encoder", "mm"):
+            self._call("POST", f"/reset_{cache}_cache/", timeout_s=timeout_s)
+
+    def close(self) -> None:
+        """Drop the connections; safe to call twice."""
+        self._http.close()
+
+    def _call(
+        self,
+        method: str,
+        endpoint: str,
+        payload: Mapping[str, Any] | None = None,
+        *,
+        timeout_s: float | None = None,
+        no_deadline: bool = False,
+        wants_json: bool = True,
+        max_bytes: int = MAX_ANSWER_BYTES,
+    ) -> Any:
+        """One request. Without ``timeout_s`` the client's own deadline holds, or none with ``no_deadline``. It is that
+        of the whole call: of connecting, sending and every byte of the answer."""
+        url = f"{self.base_url}{endpoint}"
+        where = f"{method} {url}"
+        read_s = timeout_s if timeout_s is not None else None if no_deadline else self.timeout_s
+        connect_s = min(CONNECT_S, self.timeout_s if read_s is None else read_s)
+        try:
+            with ends_within(read_s):
+                reply = self._exchange(
+                    method, url, payload, httpx.Timeout(read_s, connect=connect_s, pool=None), max_bytes
+                )
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            raise ServerUnreachable(
+                f"{where}: no rollout server accepts connections there ({error}); {_START}"
+            ) from error
+        except httpx.TimeoutException as error:
+            key = "server.infer_timeout_s" if no_deadline else "server.timeout_s or sync.timeout_s"
+            raise ServerTimeout(
+                f"{where}: no answer within {read_s:g} s; see the server's log, or raise rollout_matching.vllm.{key}"
+            ) from error
+        except httpx.InvalidURL as error:
+            raise ServerUnreachable(f"{where}: not a URL ({error}); check base_url") from error
+        except httpx.HTTPError as error:
+            raise ServerUnreachable(
+                f"{where}: the connection broke ({type(error).__name__}: {error}); it may have died, see its log"
+            ) from error
+        if reply.status != 200:
+            raise _refusal(where, reply)
+        if not wants_json:
+            return reply
+        try:
+            return json.loads(reply.body)
+        except (ValueError, RecursionError) as error:
+            raise ServerRefused(
+                f"{where}: the answer is not JSON: {reply.text[:EXCERPT]!r}; is this a rollout server?"
+            ) from error
+
+    def _exchange(
+        self, method: str, url: str, payload: Mapping[str, Any] | None, timeout: httpx.Timeout, max_bytes: int
+    ) -> _Reply:
+        with self._http.stream(method, url, json=payload, timeout=timeout) as reply:
+            body = bytearray()
+            for chunk in reply.iter_bytes():
+                body += chunk
+                if len(body) > max_bytes:
+                    raise ServerRefused(
+                        f"{method} {url}: the answer is longer than {max_bytes:,} bytes, the most that this call can "
+                        "need; is this a rollout server?"
+                    )
+            return _Reply(reply.status_code, bytes(body))
+
+
+@dataclass(frozen=True, slots=True)
+class _Reply:
+    status: int
+    body: bytes
+
+    @property
+    def text(self) -> str:
+        return self.body[: 4 * EXCERPT].decode("utf-8", errors="replace")
+
+
+def _refusal(where: str, reply: _Reply) -> ServerRefused:
+    advice = {
+        401: "the token is missing or wrong: set rollout_matching.vllm.server.api_key_env on both sides",
+        403: "the token is wrong: set rollout_matching.vllm.server.api_key_env on both sides",
+        404: "is this a rollout server, and does base_url hold its prefix?",
+    }.get(reply.status, "look into the server's log")
+    error = ServerRefused(f"{where}: status {reply.status}, {_account(reply)}; {advice}")
+    error.status = reply.status
+    return error
+
+
+def _account(reply: _Reply) -> str:
+    """What the server says went wrong: its own words, or the beginning of whatever it sent."""
+    try:
+        content = json.loads(reply.body)
+    except (ValueError, RecursionError):
+        content = None
+    words = content.get("error", content.get("detail")) if isinstance(content, dict) else None
+    return words[:EXCERPT] if isinstance(words, str) else repr(reply.text[:EXCERPT])

@@ -1,0 +1,263 @@
+"""vLLM's engine inside the learner's own process: started without disturbing the learner, loaded from its memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from coordexp.background import PreparedAhead
+from coordexp.engine import shared_memory
+from coordexp.engine.compatibility import VLLM_IN_PROCESS, check_upstream
+from coordexp.engine.cpu import PLUGINS, engine_environment, has_gpu, needed_plugins
+from coordexp.engine.process_state import default_group_kept, environment_kept, settings_kept
+from coordexp.errors import DataError, RolloutError
+from coordexp.rollouts.backend import AdapterWeights
+from coordexp.weight_sync import checksum
+from coordexp.weight_sync.buckets import in_buckets
+
+ADVICE = (
+    "lower rollout_matching.vllm.gpu_memory_utilization or max_num_seqs, set rollout_matching.offload, or write "
+    "rollout_matching.rollout_backend: hf"
+)
+ENGINE_AT_FAULT = (
+    "the engine does not do what it is asked: write rollout_matching.rollout_backend: hf, or install a version of vLLM "
+    "that this one was tested with"
+)
+
+AHEAD = 16  # requests that may wait with their processed images: megabytes each, in main memory
+PREPARE_S = 600.0  # far beyond what any image needs: a file system that hangs
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One request to the engine: prompt ids with one placeholder per image, vLLM's sampling parameters. ``open_image``
+    is called in another thread; ``sample_id``: what errors call it."""
+
+    request_id: str
+    sample_id: str
+    token_ids: Sequence[int]
+    open_image: Callable[[], Any]
+    sampling: Any
+
+
+class InProcessEngine:
+    """A vLLM engine of which this process holds one worker. Every method that touches weights or memory is collective
+    over the ranks whose engines were started together."""
+
+    def __init__(self, arguments: Mapping[str, Any], max_in_flight: int) -> None:
+        """Start it: seconds to minutes. ``arguments``: those of vLLM's ``EngineArgs``.
+
+        Raises:
+            MissingDependency, UpstreamChanged, RolloutError.
+        """
+        self._max_in_flight = max_in_flight
+        self._found_group = dist.is_initialized()
+        self._engine: Any = None
+        with settings_kept(), environment_kept(_environment()):
+            check_upstream(VLLM_IN_PROCESS)  # imports vLLM
+            shared_memory.remove_leftovers()
+            self._engine = _named("the engine could not be started", lambda: _start(arguments))
+            shared_memory.forget_names()  # its ranks have met by now
+        self._can_sleep = has_gpu() and bool(arguments.get("enable_sleep_mode"))
+
+    def load(
+        self,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        version: int,
+        bucket_bytes: int,
+        *,
+        compares_checksum: bool = False,
+    ) -> dict[str, Any]:
+        """Replace all of the engine's weights, and everything that was computed with the old ones.
+
+        Returns: the worker's report. With ``compares_checksum`` the engine's parameters were read back and are, bit
+        for bit, the learner's in the engine's number type.
+
+        Raises:
+            RolloutError: a tensor has no place in the engine, one of the engine's weights did not come, or what the
+                engine holds is not what the learner sent.
+        """
+
+        def push(worker: Any) -> dict[str, Any]:
+            hashes: dict[str, int] = {}
+            dtype = worker.model_runner.model_config.dtype
+
+            def summed() -> Iterator[tuple[str, torch.Tensor]]:
+                for name, tensor in weights:
+                    tensor = tensor.detach().to(dtype) if tensor.is_floating_point() else tensor.detach()
+                    hashes[name] = checksum.tensor_hash(tensor)
+                    yield name, tensor
+
+            for bucket in in_buckets(summed() if compares_checksum else weights, bucket_bytes):
+                worker.receiver.take(bucket)
+            report = worker.process_weights_after_loading(version, compares_checksum)
+            if compares_checksum and report["checksum"] != checksum.combined(hashes):
+                raise RolloutError(
+                    f"the colocated engine's weights have the checksum {report['checksum']}, the learner's "
+                    f"{checksum.combined(hashes)}; its answers would not be the learner's"
+                )
+            return report
+
+        return _named("the push of weights failed", lambda: self._commit(push))
+
+    def load_adapter(self, adapter: AdapterWeights, version: int) -> dict[str, Any]:
+        """Replace the engine's adapter, and the plain weights that train beside it.
+
+        Raises:
+            RolloutError: the engine cannot take it, in its own words. It waits for full weights then.
+        """
+
+        def push(worker: Any) -> dict[str, Any]:
+            if adapter.changed:
+                worker.receiver.take(adapter.changed)
+            worker.take_adapter(dict(adapter.config), list(adapter.tensors))
+            return worker.process_weights_after_loading(version, False)
+
+        try:
+            return self._commit(push)
+        except (RuntimeError, ValueError, TypeError, KeyError, OSError) as error:  # what vLLM and peft's reader raise
+            raise RolloutError(f"the colocated vLLM engine: {type(error).__name__}: {error}") from error
+
+    def run(self, prompts: Sequence[Prompt], lora_request: Any = None) -> Iterator[Any]:
+        """vLLM's ``RequestOutput`` of each prompt as it finishes; at most ``max_in_flight`` are decoded at once.
+
+        Images are opened and processed while others decode, and admitted in the order of ``prompts`` as soon as one has
+        ended: the schedule depends on the prompts alone, so engines that share one model over several ranks run alike.
+        """
+        waiting = PreparedAhead(prompts, self._render, ahead=AHEAD, deadline_s=PREPARE_S, late=_late, name="prompts")
+        try:
+            with waiting:
+                yield from self._decoded(waiting, lora_request)
+        finally:
+            if waiting.left_over:  # what processes images remembers some that the engine never saw
+                self._engine.reset_mm_cache()
+
+    def _decoded(self, waiting: PreparedAhead[Prompt, Any], lora_request: Any) -> Iterator[Any]:
+        decoding: set[str] = set()
+        try:
+            while waiting or decoding:
+                while waiting and len(decoding) < self._max_in_flight:
+                    prompt, rendered = waiting.take()
+                    _named(_name_of(prompt), lambda one=prompt, what=rendered: self._add(one, what, lora_request))
+                    decoding.add(prompt.request_id)
+                for output in _named("decoding failed", self._engine.step):
+                    if output.finished:
+                        if output.request_id not in decoding:
+                            raise RolloutError(
+                                f"the colocated vLLM engine: an answer to {output.request_id}, which owes none; "
+                                f"{ENGINE_AT_FAULT}"
+                            )
+                        decoding.remove(output.request_id)
+                        yield output
+                if decoding and not self._engine.has_unfinished_requests():
+                    raise RolloutError(
+                        f"the colocated vLLM engine: {len(decoding)} requests were never answered, "
+                        f"{min(decoding)} among them; {ENGINE_AT_FAULT}"
+                    )
+        finally:
+            if decoding:
+                self._engine.abort_request(list(decoding))
+
+    def ask_worker(self, question: Callable[[Any], Any]) -> Any:
+        """``question(worker)`` of this process's worker."""
+        return self._engine.collective_rpc(question)[0]
+
+    def sleep(self, level: int) -> None:
+        """Give device memory back until :meth:`wake_up`; 1 keeps the weights on the host.
+
+        They are overwritten before the next answer, but level 2, which forgets them, forgets more. Of what stands
+        beside the weights vLLM restores registered buffers alone, and its Qwen3-VL adds ``deepstack_input_embeds``,
+        plain tensors that must be zero wherever no image stands, to the hidden states of every step.
+        """
+        if level and self._can_sleep:
+            _named("the engine could not go to sleep", lambda: self._engine.sleep(level))
+
+    def wake_up(self, parts: Sequence[str]) -> None:
+        """Take memory again for ``parts`` of ``weights`` and ``kv_cache``; nothing where nothing sleeps."""
+        if self._can_sleep and self._engine.is_sleeping():
+            _named("the engine could not wake up", lambda: self._engine.wake_up(list(parts)))
+
+    def close(self) -> None:
+        """End the engine and free what it holds; the learner's process group stays. Safe to call twice."""
+        engine, self._engine = self._engine, None
+        if engine is None:
+            return
+        with settings_kept(), environment_kept(), default_group_kept(self._found_group):
+            engine.engine_core.shutdown()
+
+    def _render(self, prompt: Prompt) -> Any:
+        """What vLLM makes of a prompt before its scheduler sees it: the image opened, resized and cut, placeholders
+        expanded. Beside the decoding thread, as vLLM's own servers do; one at a time, for its cache of images."""
+        from vllm.renderers.inputs.preprocess import parse_model_prompt
+
+        try:
+            image = prompt.open_image()
+        except DataError as error:
+            raise DataError(f"{error} ({_name_of(prompt)})") from error
+        content = {"prompt_token_ids": list(prompt.token_ids), "multi_modal_data": {"image": image}}
+
+        def render() -> Any:
+            (rendered,) = self._engine.renderer.render_cmpl([parse_model_prompt(self._engine.model_config, content)])
+            return rendered
+
+        return _named(_name_of(prompt), render)
+
+    def _add(self, prompt: Prompt, rendered: Any, lora_request: Any) -> None:
+        self._engine.add_request(prompt.request_id, rendered, prompt.sampling, lora_request=lora_request)
+
+    def _commit(self, push: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        try:
+            report = self.ask_worker(push)
+        except BaseException:
+            self.ask_worker(lambda worker: worker.receiver.close())  # the next push is no continuation of this one
+            raise
+        # What stands in these caches was computed with the old weights.
+        if not self._engine.reset_prefix_cache():
+            raise RolloutError("the colocated vLLM engine: its prefix cache could not be emptied; a request still runs")
+        self._engine.reset_encoder_cache()
+        self._engine.reset_mm_cache()
+        return report
+
+
+def _name_of(prompt: Prompt) -> str:
+    return f"request {prompt.request_id} of sample {prompt.sample_id}"
+
+
+def _late(prompt: Prompt) -> RolloutError:
+    return RolloutError(
+        f"{_name_of(prompt)}: its prompt and image are not ready after {PREPARE_S:g} s; see whether the file system "
+        "hangs, and start again with training.resume_from_checkpoint: true"
+    )
+
+
+def _environment() -> dict[str, str]:
+    """What the engine's start needs; the learner's own choices stand."""
+    quiet = {
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # stdout is for what --json prints
+        PLUGINS: needed_plugins(),
+    }
+    # A second process per engine would not share the learner's memory.
+    return engine_environment({**quiet, **os.environ}, gpu=has_gpu()) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+
+
+def _start(arguments: Mapping[str, Any]) -> Any:
+    from vllm import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    return LLMEngine.from_engine_args(EngineArgs(**arguments))
+
+
+def _named(what: str, act: Callable[[], Any]) -> Any:
+    """``act()``; what vLLM raises on bad input, too little memory or a broken engine becomes a RolloutError."""
+    from vllm.exceptions import VLLMError
+
+    try:
+        return act()
+    except (VLLMError, ValueError, RuntimeError, AssertionError, OSError) as error:
+        raise RolloutError(f"the colocated vLLM engine: {what}: {type(error).__name__}: {error}; {ADVICE}") from error

@@ -1,0 +1,396 @@
+"""CoordExp inside ``swift rollout``: what the plugin installs in ms-swift's HTTP process and in each of its workers.
+
+Nothing of ms-swift is edited. Its engine class is replaced by a subclass (repeat guard, trigger flags, our worker
+extension), and of its HTTP endpoints those that would answer 200 whatever happened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import Depends, HTTPException
+from pydantic import BaseModel, Field
+from swift.infer_engine import GRPOVllmEngine
+from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest, RolloutOutput
+from swift.pipelines.infer import rollout as swift_rollout
+
+from coordexp.engine import worker
+from coordexp.engine.arguments import (
+    EXTENSION,
+    KNOWN_TOKENS_PROCESSOR,
+    NAMES_ENABLE,
+    NAMES_KEY,
+    NAMES_PROCESSOR,
+    NAMES_STATUS,
+    with_guard,
+    with_processor,
+)
+from coordexp.engine.compatibility import SWIFT_ROLLOUT, check_upstream, versions
+from coordexp.engine.cpu import DIE_WITH_PARENT, SERVER_API_KEY, complete_environment, executor_name, has_gpu
+from coordexp.engine.guard_activation import REQUEST_KEY, activated_config, check_guard
+from coordexp.engine.lifetime import forget_program, own_engines
+from coordexp.engine.logits_processors import check_known_tokens, check_names
+from coordexp.engine.plugin.swift_progress import OneAtATime, ProgressPage, noted, seeded_by_place
+from coordexp.errors import RolloutError
+from coordexp.rollouts.closed_names import are_names
+from coordexp.weight_sync.stamp import WeightStamp
+
+logger = logging.getLogger(__name__)
+
+CPU_DEVICES = 64  # ms-swift counts GPUs; a CPU machine runs as many workers as it is asked to
+
+
+class CoordExpRolloutOutput(RolloutOutput):
+    """ms-swift's answer with the envelope's second key; nothing of the first is touched."""
+
+    coordexp: dict[str, Any] = Field(default_factory=dict)
+
+
+class CoordExpVllmEngine(GRPOVllmEngine):
+    """ms-swift's engine of one data-parallel worker, guarded."""
+
+    def __init__(self, *args: Any, engine_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if kwargs.get("use_async_engine"):
+            raise RolloutError(
+                "the CoordExp plugin needs ms-swift's synchronous engine (--vllm_use_async_engine false): the other "
+                "reports for its first engine only, so triggers and failures of the rest would be lost"
+            )
+        self._guard = activated_config(os.environ)
+        self._stamp = WeightStamp()
+        self._takes_names = os.environ.get(NAMES_ENABLE) == "1"
+        self._names: list[str] = []  # of the call under way
+        engine_kwargs = dict(engine_kwargs or {})
+        engine_kwargs["worker_extension_cls"] = EXTENSION
+        engine_kwargs["logits_processors"] = [*(engine_kwargs.get("logits_processors") or []), KNOWN_TOKENS_PROCESSOR]
+        if self._takes_names:
+            engine_kwargs = with_processor(engine_kwargs, NAMES_PROCESSOR)
+        if self._guard is not None:
+            engine_kwargs = with_guard(engine_kwargs)
+        if not has_gpu():
+            kwargs["distributed_executor_backend"] = executor_name(kwargs.get("tensor_parallel_size", 1))
+        super().__init__(*args, engine_kwargs=engine_kwargs, **kwargs)
+        engine: Any = self.engine
+        engine.step = noted(engine.step, int(os.environ.get("SWIFT_ROLLOUT_DP_RANK", "0")))
+        try:
+            self._check_processors()
+        except BaseException:
+            engine.engine_core.shutdown()  # or its process lives on, and swift's, which waits for it, with it
+            raise
+
+    def _check_processors(self) -> None:
+        workers = self.coordexp_status()
+        check_guard(workers, self._guard)
+        check_known_tokens(workers)
+        if self._takes_names:
+            check_names([bool(one[NAMES_STATUS]) for one in workers])
+
+    def infer(self, infer_requests: list[Any], *args: Any, **kwargs: Any) -> list[RolloutOutput]:
+        """ms-swift's answers, each in an envelope that says which weights answered which request, and whether the guard
+        ended it."""
+        self._names = self._names_of(infer_requests)
+        outputs = super().infer(infer_requests, *args, **kwargs)
+        ids = [str(one.response.id) for one in outputs]
+        ended: set[str] = set()
+        if self._guard is not None:
+            for popped in self._workers("coordexp_pop_triggers", ids):
+                ended |= popped.keys()
+        return [
+            self._enveloped(one, request_id in ended, _field(request, "uuid"))
+            for request, one, request_id in zip(infer_requests, outputs, ids, strict=True)
+        ]
+
+    def coordexp_infer(self, **arguments: Any) -> dict[str, Any]:
+        """:meth:`infer`, whose error is handed over."""
+        return _outcome(lambda: self.infer(**arguments))
+
+    def coordexp_status(self) -> list[dict[str, Any]]:
+        """Every vLLM worker's own account."""
+        return self._workers("coordexp_status")
+
+    def coordexp_call(self, method: str, **arguments: Any) -> dict[str, Any]:
+        """Call ``method`` on every vLLM worker; its error is handed over."""
+        return _outcome(lambda: self._workers(method, **arguments))
+
+    def coordexp_commit(self, **commit: Any) -> dict[str, Any]:
+        """End a push: layouts, caches and version change together."""
+        outcome = self.coordexp_call("process_weights_after_loading", **commit)
+        if "result" in outcome:
+            for cache in ("prefix", "encoder", "mm"):
+                getattr(self.engine, f"reset_{cache}_cache")()
+            report = outcome["result"][0]
+            self._stamp = WeightStamp(report["weight_version"], report["learner_id"])
+        return outcome
+
+    def _add_request(self, inputs: Any, generation_config: Any, request_id: str, adapter_request: Any = None) -> Any:
+        names = {NAMES_KEY: self._names} if self._names else {}
+        generation_config.extra_args = {**(generation_config.extra_args or {}), REQUEST_KEY: str(request_id), **names}
+        return super()._add_request(inputs, generation_config, request_id, adapter_request=adapter_request)
+
+    def _names_of(self, infer_requests: Sequence[Any]) -> list[str]:
+        """The closed list of class names that a call's requests bring, all of them the same one; empty for any."""
+        brought = [(_field(request, "data_dict") or {}).get(NAMES_KEY) or [] for request in infer_requests]
+        first = brought[0] if brought else []
+        if not are_names(first) or any(one != first for one in brought):
+            raise RolloutError(f"data_dict.{NAMES_KEY} must be a list of names, none empty, the same in all requests")
+        if first and not self._takes_names:
+            raise RolloutError(f"this server takes no closed list of class names; start it with {NAMES_ENABLE}=1")
+        return list(first)
+
+    def _get_grpo_lora_request(self, adapter_request: Any = None) -> Any:
+        """The adapter that was pushed last, if one is loaded; ms-swift looks for one of its own number."""
+        from vllm.lora.request import LoRARequest
+
+        engine: Any = self.engine
+        if adapter_request is not None or not self.enable_lora or worker.ADAPTER_ID not in engine.list_loras():
+            return adapter_request
+        return LoRARequest(worker.ADAPTER_NAME, worker.ADAPTER_ID, worker.ADAPTER_PATH)
+
+    def _workers(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        engine: Any = self.engine  # of the two kinds that ms-swift knows, the synchronous one
+        return engine.collective_rpc(method, args=args, kwargs=kwargs)
+
+    def _enveloped(self, output: RolloutOutput, ended: bool, uuid: str | None) -> CoordExpRolloutOutput:
+        fields = {name: getattr(output, name) for name in type(output).model_fields}
+        envelope = {
+            **self._stamp.payload(),
+            "repeat_terminate_active": int(self._guard is not None),
+            "repeat_terminate_triggered": int(ended),
+            **({} if uuid is None else {"uuid": uuid}),
+        }
+        return CoordExpRolloutOutput(**fields, coordexp=envelope)
+
+
+def _field(request: Any, name: str) -> Any:
+    """A field of a request, in either form that ms-swift hands to its engines; None where it is missing."""
+    return request.get(name) if isinstance(request, dict) else getattr(request, name, None)
+
+
+def _outcome(act: Callable[[], Any]) -> dict[str, Any]:
+    """What ``act`` returns, or the text of its error. ms-swift's loop would log the error and return None."""
+    try:
+        return {"result": act()}
+    except Exception as error:  # this process's edge: the HTTP process answers with status 500
+        logger.exception("a request to this rollout worker failed")
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+class JoinRequest(BaseModel):
+    """ms-swift's request, and three optional fields more."""
+
+    host: str
+    port: int
+    world_size: int
+    first_rank: int | None = None
+    timeout_s: float | None = None
+    token: str = Field(default="", repr=False)
+
+
+class CommitRequest(BaseModel):
+    """The end of a push; without a version the worker counts on from its own."""
+
+    weight_version: int | None = None
+    learner_id: str | None = None
+    wants_checksum: bool = False
+
+
+class CoordExpEndpoints:
+    """Methods that take the place of :class:`SwiftRolloutDeploy`'s, or are added to it; ``self`` is one of those."""
+
+    args: Any
+    app: Any
+    connections: list[Any]
+    processes: list[Any]
+    coordexp_progress: ProgressPage
+    coordexp_busy: dict[int, float]  # workers that have something to answer, and since when
+    _require_api_key: Any
+
+    async def health(self) -> dict[str, Any]:
+        """200 while every rollout worker lives, else 503."""
+        dead = [index for index, process in enumerate(self.processes) if not process.is_alive()]
+        if dead:
+            raise HTTPException(503, f"rollout workers {dead} have died; see the server's log")
+        return {"status": "ok", **_progress(self)}
+
+    async def status(self) -> dict[str, Any]:
+        """What the server is, and each worker's state."""
+        asked = await _ask(self.connections, "coordexp_status", [{}] * len(self.connections))
+        workers = [one for statuses in asked for one in statuses]
+        return {
+            "server": "swift rollout",
+            "model": str(self.args.model),
+            "world_size": len(workers),
+            "data_parallel_size": len(self.connections),
+            **{key: workers[0][key] for key in WeightStamp().payload()},
+            "weight_checksum": workers[0]["checksum"],
+            "push_open": any(one["push_open"] for one in workers),
+            "broken": next((one["failure"] for one in workers if one["failure"] is not None), None),
+            **_progress(self),
+            "repeat_terminate": workers[0]["repeat_terminate"],
+            "versions": versions(),
+            "workers": workers,
+        }
+
+    async def infer(
+        self,
+        infer_requests: list[dict[str, Any] | RolloutInferRequest],
+        request_config: RequestConfig | None = None,
+        *,
+        use_tqdm: bool | None = None,
+    ) -> list[RolloutOutput]:
+        """ms-swift's own, but for four things: a worker's error reaches the client; a worker that has nothing to
+        answer is left alone (ms-swift lets it answer a placeholder, at full length); request i has the call's
+        seed + i, whichever worker answers it; and ``/health/`` tells meanwhile how the workers get on."""
+        chunks = swift_rollout.chunk_list(infer_requests, len(self.connections))
+        busy = [(connection, chunk) for connection, chunk in zip(self.connections, chunks, strict=True) if chunk]
+        configs = seeded_by_place(request_config, [len(chunk) for _, chunk in busy])
+        arguments = [
+            {"infer_requests": chunk, "request_config": config, "use_tqdm": use_tqdm}
+            for (_, chunk), config in zip(busy, configs, strict=True)
+        ]
+        self.coordexp_busy = dict.fromkeys(range(len(busy)), time.monotonic())  # the first ones: chunk_list fills them
+        try:
+            replies = _results(await _ask([connection for connection, _ in busy], "coordexp_infer", arguments))
+        finally:
+            self.coordexp_busy = {}
+        return [output for part in replies for output in part]
+
+    async def init_communicator(self, request: JoinRequest) -> dict[str, str]:
+        """Return once every worker has joined: the learner joins meanwhile."""
+        per_engine = self.args.vllm_tensor_parallel_size
+        world_size = request.world_size if request.first_rank is not None else per_engine * len(self.connections) + 1
+        first = request.first_rank or 0
+        arguments = [
+            {
+                "method": "init_communicator",
+                "host": request.host,
+                "port": request.port,
+                "world_size": world_size,
+                "first_rank": first + index * per_engine,
+                "timeout_s": request.timeout_s,
+                "token": request.token,
+                "listen_host": "" if self.args.host == request.host else self.args.host,
+            }
+            for index in range(len(self.connections))
+        ]
+        _results(await _ask(self.connections, "coordexp_call", arguments))
+        return {"message": "communicator open"}
+
+    async def process_weights_after_loading(self, request: CommitRequest | None = None) -> dict[str, Any]:
+        """Commit the push in every worker; their reports."""
+        commit = (request or CommitRequest()).model_dump()
+        replies = await _ask(self.connections, "coordexp_commit", [commit] * len(self.connections))
+        return {"message": "weights committed", "reports": [one for part in _results(replies) for one in part]}
+
+
+def install() -> None:
+    """Make this process, ms-swift's HTTP process or one of its workers, a guarded one.
+
+    Raises:
+        RolloutError: the guard's configuration is missing or wrong. UpstreamChanged: ms-swift or vLLM has moved a name.
+    """
+    check_upstream(SWIFT_ROLLOUT)
+    activated_config(os.environ)
+    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0").lower() not in ("0", "false"):
+        raise RolloutError(
+            "VLLM_USE_V2_MODEL_RUNNER is set: vLLM's second model runner takes another kind of logits processor, which "
+            "the repeat guard is not; set it to 0"
+        )
+    gpu = has_gpu()
+    complete_environment(gpu=gpu)
+    if not gpu:
+        _count_cpus_as_devices()
+    if multiprocessing.parent_process() is not None:  # a rollout worker: engines are its own
+        own_engines()
+        forget_program()
+        if os.environ.get(DIE_WITH_PARENT) == "1":
+            worker.die_with_parent()
+    swift_rollout.GRPOVllmEngine = CoordExpVllmEngine
+    _install_endpoints(swift_rollout.SwiftRolloutDeploy)
+
+
+def _install_endpoints(server: Any) -> None:
+    if getattr(server, "coordexp_installed", False):
+        return
+    register, lifespan = server._register_rl_rollout_app, server.lifespan
+
+    def register_ours(self: Any) -> None:
+        asked = _asked_port(sys.argv)
+        if asked is not None and asked != self.args.port:
+            raise RolloutError(f"port {asked} is taken; ms-swift would listen on {self.args.port}, where nobody looks")
+        self.args.api_key = self.args.api_key or os.environ.get(SERVER_API_KEY)
+        self.coordexp_progress = ProgressPage.create(self.num_connections)
+        self.coordexp_busy = {}
+        register(self)
+        self.app.add_middleware(OneAtATime)
+        self.app.get("/status/", dependencies=[Depends(self._require_api_key())])(self.status)
+
+    @asynccontextmanager
+    async def lifespan_ours(self: Any, app: Any) -> AsyncIterator[None]:
+        async with lifespan(self, app):
+            self.coordexp_progress.forget_name()
+            yield
+            for connection, process in zip(self.connections, self.processes, strict=True):
+                if process.is_alive():
+                    connection.send({"type": "shutdown"})  # ms-swift waits ten seconds for it, but never says so
+
+    for name in ("health", "status", "infer", "init_communicator", "process_weights_after_loading"):
+        setattr(server, name, getattr(CoordExpEndpoints, name))
+    server._register_rl_rollout_app = register_ours
+    server.lifespan = lifespan_ours
+    server.coordexp_installed = True
+
+
+def _count_cpus_as_devices() -> None:
+    import swift.arguments.deploy_args
+    import swift.utils
+
+    for module in (swift.arguments.deploy_args, swift.utils, swift_rollout):
+        for name in ("get_device_count", "get_physical_device_count"):
+            if hasattr(module, name):
+                setattr(module, name, lambda *_: CPU_DEVICES)
+
+
+def _asked_port(argv: Sequence[str]) -> int | None:
+    for index, word in enumerate(argv):
+        if word == "--port" and index + 1 < len(argv):
+            return int(argv[index + 1])
+        if word.startswith("--port="):
+            return int(word.removeprefix("--port="))
+    return None
+
+
+def _progress(server: Any) -> dict[str, Any]:
+    page: ProgressPage = server.coordexp_progress
+    return {"engine_silent_s": round(page.silent_s(server.coordexp_busy), 1), "num_steps": page.num_steps()}
+
+
+async def _ask(connections: Sequence[Any], method: str, arguments: Sequence[dict[str, Any]]) -> list[Any]:
+    """Call ``method`` of these workers' engines; :class:`OneAtATime` keeps answers to other requests apart."""
+    return await asyncio.to_thread(_ask_and_wait, connections, method, arguments)
+
+
+def _ask_and_wait(connections: Sequence[Any], method: str, arguments: Sequence[dict[str, Any]]) -> list[Any]:
+    for connection, kwargs in zip(connections, arguments, strict=True):
+        connection.send({"type": "call", "method": method, "kwargs": kwargs})
+    try:
+        replies = [connection.recv() for connection in connections]
+    except (EOFError, OSError) as error:
+        raise HTTPException(503, f"a rollout worker has died ({error}); see the server's log") from error
+    if any(reply is None for reply in replies):
+        raise HTTPException(500, f"{method} failed in a rollout worker; see the server's log")
+    return replies
+
+
+def _results(replies: Sequence[dict[str, Any]]) -> list[Any]:
+    errors = [reply["error"] for reply in replies if "error" in reply]
+    if errors:
+        raise HTTPException(500, "; ".join(errors))
+    return [reply["result"] for reply in replies]

@@ -1,0 +1,235 @@
+"""What goes to a rollout server and what must come back: ms-swift's ``RolloutInferRequest`` form, strictly read."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from coordexp.coords import CoordVocab
+from coordexp.data.images import open_rgb, read_header
+from coordexp.data.preparation import ImagePreparation
+from coordexp.data.shards import image_bytes, shard_of
+from coordexp.engine.arguments import NAMES_KEY
+from coordexp.errors import RolloutError
+from coordexp.records import Rollout, RolloutRequest
+from coordexp.rollouts.backend import DecodingOptions, response_tokens
+from coordexp.weight_sync.stamp import WeightStamp
+
+IMAGE_MARK = "<image>"
+ENVELOPE = "coordexp"  # what a server says beside the answer
+TRIGGERED = "repeat_terminate_triggered"  # 0 or 1, due from every server whose guard is on
+# What our own server and plugin add; others need not.
+ACTIVE = "repeat_terminate_active"
+_EXCERPT = 300
+# What every reader opens alike, and what is small as it is: bitmaps and TIFF would be longer than a PNG of them.
+_COMPRESSED = {"JPEG": "jpeg", "MPO": "jpeg", "PNG": "png", "WEBP": "webp"}
+
+
+def infer_payload(
+    requests: Sequence[RolloutRequest],
+    seed: int,
+    options: DecodingOptions,
+    source_of: Callable[[Path], str],
+    tagged: bool = False,
+    names: Sequence[str] = (),
+) -> dict[str, Any]:
+    """The body of one ``/infer/`` call; JSON can hold it.
+
+    ``source_of``: what stands for an image; see :func:`image_source`.
+    ``tagged``: each request carries its place, which ``coordexp serve`` says again beside the answer.
+    ``names``: the only descriptions that answers may hold; empty for any.
+    """
+    listed = {"data_dict": {NAMES_KEY: list(names)}} if names else {}
+    return {
+        "infer_requests": [
+            {**_infer_request(request, source_of), **listed, **({"uuid": str(place)} if tagged else {})}
+            for place, request in enumerate(requests)
+        ],
+        "request_config": {
+            "n": 1,
+            "max_tokens": options.max_new_tokens,
+            "temperature": options.temperature,
+            "top_p": options.top_p,
+            "top_k": options.top_k,
+            "repetition_penalty": options.repetition_penalty,
+            "seed": seed,
+            "return_details": True,
+        },
+    }
+
+
+def _infer_request(request: RolloutRequest, source_of: Callable[[Path], str]) -> dict[str, Any]:
+    messages = [{"role": message["role"], "content": _content(message["content"])} for message in request.messages]
+    return {"messages": messages, "images": [source_of(request.image)]}
+
+
+def _content(parts: str | Sequence[Mapping[str, Any]]) -> str:
+    """One text with a mark for each image, which every server of this protocol reads."""
+    if isinstance(parts, str):
+        parts = [{"type": "text", "text": parts}]
+    text = ""
+    for part in parts:
+        if part["type"] == "text" and IMAGE_MARK in part["text"]:
+            raise RolloutError(
+                f"a prompt's text holds {IMAGE_MARK!r}, which rollout servers read as an image; reword template.prompt "
+                "or template.system"
+            )
+        text += IMAGE_MARK if part["type"] == "image" else part["text"]
+    return text
+
+
+def read_answer(
+    item: Mapping[str, Any],
+    request: RolloutRequest,
+    vocab: CoordVocab,
+    stamp: WeightStamp,
+    guarded: bool,
+    where: str,
+    *,
+    stamped: bool = False,
+    max_new_tokens: int | None = None,
+    place: int | None = None,
+) -> Rollout:
+    """One item of a server's reply → a rollout that can be trained on.
+
+    Args:
+        stamp: weights that the answer must come from. guarded: the configuration switches the repeat guard on.
+        stamped: the server is one that says which weights answered. max_new_tokens: as many tokens were asked for.
+        place: of the request in its call, where it was sent along.
+
+    Raises:
+        RolloutError: token ids or the finish reason are missing, an id is none of the tokenizer's, or answer, weights
+            or guard are not those asked for.
+    """
+    where = f"{where}, {request.sample_id}"
+    prompt_ids, answer_ids, finish_reason = _read_details(item.get("response", item), where)
+    if max_new_tokens is not None and len(answer_ids) > max_new_tokens:
+        raise RolloutError(
+            f"{where}: the answer has {len(answer_ids)} tokens, and rollout_matching.max_new_tokens is "
+            f"{max_new_tokens}: the server does not do what it is asked; look into its log"
+        )
+    answer = response_tokens(answer_ids, finish_reason, vocab, where)
+    envelope = _check_envelope(item.get(ENVELOPE), stamp, guarded, where)
+    if place is not None and envelope.get("uuid") != str(place):
+        raise RolloutError(
+            f"{where}: request {place} of the call is answered with what the server says is the answer to request "
+            f"{str(envelope.get('uuid'))[:40]}: answers were exchanged on the way"
+        )
+    if stamped and not {"weight_version", "learner_id"} <= envelope.keys():
+        raise RolloutError(
+            f"{where}: the answer does not say which weights it comes from, and this server's answers do; something "
+            "else answers in its place. Look for what listens at base_url"
+        )
+    return Rollout(
+        sample_id=request.sample_id,
+        prompt_token_ids=prompt_ids,
+        response_token_ids=answer.token_ids,
+        text=vocab.decode(answer.token_ids),
+        truncated=answer.truncated,
+        repeat_terminated=_flag(envelope, TRIGGERED, where) == 1,
+        weight_version=stamp.version,
+    )
+
+
+def _read_details(response: Any, where: str) -> tuple[tuple[int, ...], tuple[int, ...], Any]:
+    """Token ids of prompt and answer, and why the answer ended."""
+    try:
+        (choice,) = response["choices"]
+        prompt_ids = _token_ids(response["prompt_token_ids"])
+        answer_ids = _token_ids(choice["token_ids"])
+        finish_reason = choice["finish_reason"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise RolloutError(
+            f"{where}: token ids of prompt and answer and one finish reason are due ({type(error).__name__}: {error}), "
+            f"not {str(response)[:_EXCERPT]}; the server must honour return_details"
+        ) from error
+    if not prompt_ids:
+        raise RolloutError(f"{where}: the server says that the prompt had no tokens; update the server")
+    return prompt_ids, answer_ids, finish_reason
+
+
+def _check_envelope(envelope: Any, stamp: WeightStamp, guarded: bool, where: str) -> Mapping[str, Any]:
+    """Whether what a server says of weights and guard fits. A plain ms-swift server says nothing: then nobody can tell
+    which weights answered, and no guard may be wanted."""
+    if envelope is None:
+        envelope = {}
+    elif not isinstance(envelope, Mapping):
+        raise RolloutError(f"{where}: {ENVELOPE!r} holds {str(envelope)[:_EXCERPT]}, not an object")
+    answered_by = WeightStamp(
+        envelope.get("weight_version", stamp.version), envelope.get("learner_id", stamp.learner_id)
+    )
+    if answered_by != stamp:
+        raise RolloutError(
+            f"{where}: the answer comes from weights of {answered_by}, not {stamp}: the server restarted, or another "
+            "learner pushes to it. Give each learner its own servers, and resume from the last checkpoint"
+        )
+    active = _flag(envelope, ACTIVE, where)
+    if active not in (None, int(guarded)):
+        raise _wrong_guard(guarded, f"the server's guard is {'active' if active else 'not active'}", where)
+    if guarded and TRIGGERED not in envelope:
+        raise _wrong_guard(guarded, f"the answer comes without {ENVELOPE}.{TRIGGERED}: the guard is not active", where)
+    return envelope
+
+
+def _flag(envelope: Mapping[str, Any], name: str, where: str) -> int | None:
+    """The 0 or 1 that ``name`` holds; None where it is missing."""
+    value = envelope.get(name)
+    if name in envelope and (type(value) is not int or value not in (0, 1)):
+        raise RolloutError(
+            f"{where}: {ENVELOPE}.{name} holds {str(value)[:_EXCERPT]!r} ({type(value).__name__}), and must be the "
+            "number 0 or 1; correct the server"
+        )
+    return value
+
+
+def _wrong_guard(guarded: bool, told: str, where: str) -> RolloutError:
+    return RolloutError(
+        f"{where}: rollout_matching.repeat_terminate.enabled is {str(guarded).lower()}, but {told}; start the server "
+        "with the learner's YAML (coordexp serve --config, or coordexp launch)"
+    )
+
+
+def _token_ids(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(type(token) is int and token >= 0 for token in value):
+        raise TypeError(f"{str(value)[:60]} is no list of token ids")
+    return tuple(value)
+
+
+def image_source(path: Path, images: Literal["path", "base64"], preparation: ImagePreparation, ours: bool) -> str:
+    """What stands for an image in a request: an absolute path, or a data URL of its file's own bytes; encoded anew only
+    where the server would otherwise show its model other pixels than the learner's. (Base64 alone would not do: that of
+    every JPEG begins as a path does, ``/9j/``.)
+
+    Args:
+        images: whether the server sees the learner's files. preparation: what the learner does to an image.
+        ours: the server opens images as the learner does (``coordexp serve``): turned as EXIF says, transparency on
+            white, out of tar files. Others do none of it.
+
+    Raises:
+        DataError: the file is missing, or no image.
+    """
+    if ours and images == "path" and preparation.resize is None:
+        return str(path)
+    header = read_header(path)
+    plain = ours or (header.orientation == 1 and header.opaque)
+    if preparation.changes(*header.size) or not plain:
+        return _as_png(path, preparation)
+    if images == "path" and (ours or shard_of(str(path)) is None):
+        return str(path)
+    if header.format not in _COMPRESSED:
+        return _as_png(path, preparation)
+    return _data_url(image_bytes(path), _COMPRESSED[header.format])
+
+
+def _as_png(path: Path, preparation: ImagePreparation) -> str:
+    """The pixels that the learner's own encoder sees, without loss. zlib's fastest level: the way is short."""
+    encoded = io.BytesIO()
+    preparation(open_rgb(path)).save(encoded, format="PNG", compress_level=1)
+    return _data_url(encoded.getvalue(), "png")
+
+
+def _data_url(data: bytes, kind: str) -> str:
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode('ascii')}"

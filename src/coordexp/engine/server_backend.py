@@ -1,0 +1,376 @@
+"""Rollouts by servers: ``coordexp serve`` or ``swift rollout``, one or many, pushed to and asked over the network.
+
+Requests of a whole optimizer step are dealt to servers, micro-step after micro-step, and sent as soon as the receiving
+devices have room: at most ``decode_batch_size`` sequences on each, over all learner ranks. Under torchrun rank 0 alone
+pushes weights, between barriers, and its outcome is everybody's.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from coordexp import distributed
+from coordexp.config.rollout import RolloutMatchingConfig
+from coordexp.coords import CoordVocab
+from coordexp.data.preparation import AS_THEY_ARE, ImagePreparation
+from coordexp.engine.client import ENGINE_STILL, ServerClient
+from coordexp.engine.fleet import check_names, make_clients, world_sizes
+from coordexp.engine.protocol import image_source, infer_payload, read_answer
+from coordexp.errors import RolloutError, ServerRefused, ServerTimeout, ServerUnreachable
+from coordexp.records import Rollout, RolloutRequest
+from coordexp.rollouts.backend import DecodingOptions, IndexedRollout, RolloutRound, Seeds, gathered
+from coordexp.rollouts.chunking import Call, Post, chunk_size, plan_calls, plan_posts, server_slots
+from coordexp.rollouts.learner import LearnerParts
+from coordexp.weight_sync.policy import DrainedWeights
+from coordexp.weight_sync.stamp import WeightStamp
+
+if TYPE_CHECKING:
+    from coordexp.engine.sync import WeightSync
+
+
+Reply = TypeVar("Reply")
+
+
+def in_flight(
+    posts: Sequence[Post],
+    slots: Sequence[int],
+    ask: Callable[[Post], Reply],
+    watch: Callable[[set[int]], None],
+    watch_s: float,
+) -> Iterator[tuple[Post, Reply]]:
+    """``(post, ask(post))`` of every post, in the order in which they finish.
+
+    The posts of one server start in their order, while their requests fit into its slots; ``watch(servers)`` is called
+    when none has finished for ``watch_s`` seconds, with the servers that owe replies, and may raise.
+
+    Raises: the first failure of any post or of ``watch``. Posts still under way then are left to end by themselves, in
+        threads that no exit waits for.
+    """
+    waiting = [deque(post for post in posts if post.server == server) for server in range(len(slots))]
+    free = list(slots)
+    owed: list[Post] = []
+    done: queue.SimpleQueue[tuple[Post, Reply | None, BaseException | None]] = queue.SimpleQueue()
+
+    def work(post: Post) -> None:
+        try:
+            done.put((post, ask(post), None))
+        except BaseException as error:  # raised again below, in the thread that waits
+            done.put((post, None, error))
+
+    def start(server: int) -> None:
+        while waiting[server] and waiting[server][0].size <= free[server]:
+            post = waiting[server].popleft()
+            free[server] -= post.size
+            owed.append(post)
+            threading.Thread(target=work, args=(post,), name=f"infer-{server}", daemon=True).start()
+
+    for server in range(len(slots)):
+        start(server)
+    while owed:
+        try:
+            post, reply, error = done.get(timeout=watch_s)
+        except queue.Empty:
+            watch({post.server for post in owed})
+            continue
+        if error is not None:
+            raise error
+        owed.remove(post)
+        free[post.server] += post.size
+        start(post.server)
+        yield post, reply  # pyright: ignore[reportReturnType]
+    assert not any(waiting), "a post larger than its server's slots"
+
+
+logger = logging.getLogger("coordexp")
+
+WATCH_S = 30.0  # without any answer for so long, the servers that owe one are asked whether they live
+SIGN_OF_LIFE_S = 5.0
+RETRY_WAIT_S = 1.0
+
+
+class ServerBackend:
+    """vLLM servers as a rollout backend."""
+
+    def __init__(
+        self,
+        clients: Sequence[ServerClient],
+        weight_sync: WeightSync,
+        weights: DrainedWeights,
+        config: RolloutMatchingConfig,
+        vocab: CoordVocab,
+        options: DecodingOptions,
+        preparation: ImagePreparation = AS_THEY_ARE,
+        names: Sequence[str] = (),
+    ) -> None:
+        """``preparation``: what the learner does to an image before its model sees it. ``names``: the closed list of
+        descriptions; empty for any."""
+        server = config.vllm.server
+        assert server is not None, "the schema requires servers for mode: server"
+        self._clients = tuple(clients)
+        self._sync = weight_sync
+        self._weights = weights
+        self._vocab = vocab
+        self._options = options
+        self._preparation = preparation
+        self._names = tuple(names)
+        self._images: Literal["path", "base64"] = server.images
+        self._retries = server.retries
+        self._timeout_s = server.timeout_s
+        self._guarded = config.repeat_terminate.enabled
+        self._decode_batch_size = config.decode_batch_size
+        self._world_sizes = world_sizes(self._clients)
+        self._slots = server_slots(
+            config.decode_batch_size, self._world_sizes, distributed.world_size(), distributed.rank()
+        )
+        self._stamp: WeightStamp | None = None
+        self._last_sync: Mapping[str, Any] = {}
+        self._fallbacks: list[str] = []
+        self._calls: list[dict[str, Any]] = []
+        self._heard_at: dict[int, float] = {}
+        told = [client.status() for client in clients]
+        if self._names:
+            for client, status in zip(self._clients, told, strict=True):
+                check_names(client, status)
+        said = [status or {} for status in told]
+        self._ours = ours = frozenset(
+            index for index, status in enumerate(said) if status.get("server") == "coordexp serve"
+        )
+        # ms-swift without our plugin says nothing while it decodes, not even that it is healthy: its silence has no
+        # meaning.
+        tell = frozenset(index for index, status in enumerate(said) if ENGINE_STILL[0] in status)
+        self._heard_while_decoding = ours | tell
+        # Of these, ours and ms-swift's with our plugin, each answer must say which weights it comes from, and to which
+        # request.
+        self._strict = tell
+        # ms-swift also answers one post after the other: the small calls of many micro-steps would each be decoded
+        # alone. Greedy answers depend on no seed, so there they may share a post.
+        others = frozenset(range(len(self._clients))) - ours
+        self._joined = others if options.temperature == 0 else frozenset()
+        self._metrics: Counter[str] = Counter()
+        self._lock = threading.Lock()  # guards the metrics, which call threads count in
+
+    @classmethod
+    def connect(
+        cls,
+        config: RolloutMatchingConfig,
+        learner: LearnerParts,
+        options: DecodingOptions,
+        names: Sequence[str] = (),
+    ) -> ServerBackend:
+        """Find the servers; groups for weights are opened by the first push."""
+        from coordexp.engine.sync import WeightSync
+
+        clients, drained = make_clients(config), DrainedWeights(learner.weights)
+        weight_sync = WeightSync(clients, drained, config.vllm.sync)
+        return cls(clients, weight_sync, drained, config, learner.vocab, options, learner.preparation, names)
+
+    def generate(
+        self, requests: Sequence[RolloutRequest], seeds: Seeds, on_answer: Callable[[int], None] | None = None
+    ) -> list[Rollout]:
+        """One round, as :meth:`generate_window` answers it."""
+        return gathered(self.generate_window([RolloutRound(tuple(requests), seeds)]), on_answer)
+
+    def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[IndexedRollout]:
+        """As :meth:`RolloutBackend.generate_window`; may be gone through in another thread, while the learner learns.
+
+        Each answer must come from the weights that the servers have *now*, when they are asked; the next
+        :meth:`sync_weights` must wait until the last answer is there.
+        """
+        batches = plan_calls([len(one.requests) for one in rounds], self._slots)
+        posts = plan_posts(batches, self._joined)
+        self._calls = [
+            self._describe(number, post, call, rounds) for number, post in enumerate(posts) for call in post.calls
+        ]
+        if not posts:
+            return iter(())
+        if self._stamp is None:
+            raise RolloutError("the servers have no weights of this run yet; call sync_weights before asking them")
+        return self._answers(posts, rounds, self._stamp)
+
+    def _answers(
+        self, posts: Sequence[Post], rounds: Sequence[RolloutRound], stamp: WeightStamp
+    ) -> Iterator[IndexedRollout]:
+        self._heard_at = dict.fromkeys(range(len(self._clients)), time.monotonic())
+        watch_s = min(WATCH_S, self._timeout_s / 5)
+        for post, items in in_flight(posts, self._slots, lambda post: self._ask(post, rounds), self._watch, watch_s):
+            self._heard_at[post.server] = time.monotonic()  # an answer is a sign of life
+            where = f"{self._clients[post.server].base_url}/infer/"
+            for place, ((round_idx, index), item) in enumerate(zip(_places(post), items, strict=True)):
+                request = rounds[round_idx].requests[index]
+                rollout = read_answer(
+                    item,
+                    request,
+                    self._vocab,
+                    stamp,
+                    self._guarded,
+                    where,
+                    stamped=post.server in self._strict,
+                    max_new_tokens=self._options.max_new_tokens,
+                    place=place if post.server in self._strict else None,
+                )
+                yield IndexedRollout(round_idx, index, rollout)
+
+    def batch_size(self, decode_batch_size: int) -> int:
+        """This rank's share of all servers' devices."""
+        return chunk_size(decode_batch_size, self._world_sizes, distributed.world_size())
+
+    def sync_weights(self, version: int) -> None:
+        """Barrier, push by rank 0, barrier; where weights are sharded, all ranks gather while rank 0 sends."""
+        with distributed.raise_on_all_ranks("before the weight push"):
+            self._stamp = None  # no answers between old and new weights
+        failure: Exception | None = None
+        report: Mapping[str, Any] = {}
+        try:
+            if distributed.is_main():
+                report = self._push(version)
+        except Exception as error:  # not handled here: raised again below, on every rank
+            failure = error
+        finally:
+            self._weights.finish()
+        distributed.raise_first_failure(failure, "weight push")
+        self._last_sync = distributed.gather_json(dict(report))[0]
+        self._stamp = WeightStamp(version, self._last_sync["learner_id"])
+
+    def release(self) -> None:
+        """Servers go on by themselves."""
+
+    def last_report(self) -> Mapping[str, Any]:
+        """Servers, calls, seeds, caps and weights of the last round."""
+        return {
+            "backend": "vllm",
+            "mode": "server",
+            "weight_version": None if self._stamp is None else self._stamp.version,
+            "servers": [
+                {"base_url": client.base_url, "group_port": client.group_port, "world_size": size}
+                for client, size in zip(self._clients, self._world_sizes, strict=True)
+            ],
+            "sync": dict(self._last_sync),
+            "fallbacks": list(self._fallbacks),
+            "decode_batch_size": self._decode_batch_size,
+            "learner_world_size": distributed.world_size(),
+            "chunk": sum(self._slots),
+            "caps": list(self._slots),
+            "decoding": asdict(self._options),
+            "repeat_terminate": self._guarded,
+            "calls": self._calls,
+        }
+
+    def take_metrics(self) -> Mapping[str, float]:
+        """Counters and seconds since the last call, and whether the repeat guard is on."""
+        with self._lock:
+            taken, self._metrics = self._metrics, Counter()
+        return {"rollout/repeat_terminate_active": float(self._guarded), "rollout/server_retries_total": 0.0, **taken}
+
+    def close(self) -> None:
+        """Leave the weight groups and drop the connections."""
+        self._sync.close()
+        for client in self._clients:
+            client.close()
+
+    def _push(self, version: int) -> Mapping[str, Any]:
+        done = self._sync.push(version)
+        if done.fallback is not None:
+            self._fallbacks.append(f"version {version}: {done.fallback}")
+            self._metrics["rollout/sync_fallbacks_total"] += 1
+        self._metrics["rollout/sync_bytes_total"] += done.bytes
+        return {
+            "mode": done.mode,
+            "seconds": done.seconds,
+            "bytes": done.bytes,
+            "fallback": done.fallback,
+            "learner_id": done.stamp.learner_id,
+        }
+
+    def _describe(self, number: int, post: Post, call: Call, rounds: Sequence[RolloutRound]) -> dict[str, Any]:
+        """A call as it travels: in the window's post ``number``, with that post's one seed."""
+        return {
+            "server": call.server,
+            "post": number,
+            "micro_step": rounds[call.round_idx].seeds.micro_step_idx,
+            "first": call.indices.start,
+            "requests": len(call.indices),
+            "seed": _seed_of(post, rounds),
+        }
+
+    def _ask(self, post: Post, rounds: Sequence[RolloutRound]) -> list[dict[str, Any]]:
+        """One post, with the retries that the configuration allows. Runs in a thread of its own."""
+        client = self._clients[post.server]
+        requests = [rounds[round_idx].requests[index] for round_idx, index in _places(post)]
+        payload = infer_payload(
+            requests,
+            _seed_of(post, rounds),
+            self._options,
+            partial(image_source, images=self._images, preparation=self._preparation, ours=post.server in self._ours),
+            tagged=post.server in self._strict,
+            names=self._names,
+        )
+        attempt = 0
+        while True:
+            try:
+                return client.infer(payload)
+            except (ServerUnreachable, ServerRefused) as error:
+                if attempt >= self._retries or not _may_pass(error):
+                    raise
+                attempt += 1
+                logger.warning("retry %d of %d: %s", attempt, self._retries, error)
+                with self._lock:
+                    self._metrics["rollout/server_retries_total"] += 1
+            time.sleep(RETRY_WAIT_S)
+            self._still_ours(client)
+
+    def _still_ours(self, client: ServerClient) -> None:
+        """A server that broke a connection may have been started anew, with the weights it found on disk: its answers
+        must then say which weights they come from, which ms-swift's own do not."""
+        if client.status() is None:
+            raise ServerRefused(
+                f"{client.base_url}: the connection broke, and this server cannot tell which weights it has; restart "
+                "it and resume from the last checkpoint, or use coordexp serve, which can"
+            )
+
+    def _watch(self, servers: set[int]) -> None:
+        """Servers may take their time over answers, but not over a sign of life, where they can give one: of the
+        process that answers HTTP, and of the engine behind it. (Of others a dead process or machine shows by its
+        connection, which TCP probes.)"""
+        for server in sorted(servers & self._heard_while_decoding):
+            client, heard_at = self._clients[server], self._heard_at.setdefault(server, time.monotonic())
+            left_s = self._timeout_s - (time.monotonic() - heard_at)
+            try:
+                engine_still_s = client.engine_still_s(timeout_s=max(0.5, min(SIGN_OF_LIFE_S, left_s)))
+            except ServerTimeout as error:
+                silent_s = time.monotonic() - heard_at
+                if silent_s >= self._timeout_s:
+                    raise ServerTimeout(
+                        f"{client.base_url}: owes answers and gave no sign of life for {silent_s:.0f} s; see its log"
+                    ) from error
+            else:
+                self._heard_at[server] = time.monotonic()
+                if engine_still_s >= self._timeout_s:
+                    raise ServerTimeout(
+                        f"{client.base_url}: owes answers and its engine has not got on for {engine_still_s:.0f} s (no "
+                        "sign of life, or no token), while the process before it lives; restart the server, and see "
+                        "its log"
+                    )
+
+
+def _places(post: Post) -> list[tuple[int, int]]:
+    """Round and index of each request that ``post`` carries, in its order."""
+    return [(call.round_idx, index) for call in post.calls for index in call.indices]
+
+
+def _seed_of(post: Post, rounds: Sequence[RolloutRound]) -> int:
+    """The seed that ``post`` carries: its first call's."""
+    first = post.calls[0]
+    return rounds[first.round_idx].seeds.seed_of(first.indices.start)
+
+
+def _may_pass(error: RolloutError) -> bool:
+    """A dropped connection or an error inside the server may pass; a refused request stays refused."""
+    return not isinstance(error, ServerRefused) or (error.status or 0) >= 500

@@ -1,0 +1,243 @@
+"""The worker extension: what CoordExp adds to each vLLM worker, for ``coordexp serve`` and ``swift rollout`` alike.
+
+vLLM mixes :class:`WeightSyncExtension` into its worker class (``worker_extension_cls``); its methods are what
+``collective_rpc`` calls by name. Importing this module makes CPU engines keep their weights loadable, because the
+extension is resolved before the model is, and sleep while they wait.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from coordexp.engine.arguments import NAMES_STATUS
+from coordexp.engine.cpu import DIE_WITH_PARENT, keep_weights_loadable, wait_asleep
+from coordexp.engine.guard_processor import guard_of_worker, guard_report
+from coordexp.engine.lifetime import die_with_owner
+from coordexp.engine.logits_processors import holds_names, num_known_tokens, num_sampled_tokens
+from coordexp.errors import RolloutError
+from coordexp.weight_sync.group import GroupAddress
+from coordexp.weight_sync.receiver import WeightReceiver, recorded
+
+logger = logging.getLogger(__name__)
+TIMEOUT_VARIABLE = "COORDEXP_COMMUNICATOR_TIMEOUT_S"
+ADAPTER_ID = 1
+ADAPTER_NAME = "coordexp"
+ADAPTER_PATH = "adapter-in-memory"  # vLLM wants one; it is never read
+CALL = "coordexp_call"  # the method by which our server calls the others
+RESULT, FAILURE = "result", "failure"
+
+keep_weights_loadable()
+wait_asleep()
+
+
+class WeightSyncExtension:
+    """Methods that ``collective_rpc`` finds on every worker; arguments and results are plain JSON values."""
+
+    # Of vLLM's worker, which this class is mixed into.
+    model_runner: Any
+    device: torch.device
+    vllm_config: Any
+    _weight_receiver: WeightReceiver | None = None
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> WeightSyncExtension:
+        if os.environ.get(DIE_WITH_PARENT) == "1":
+            die_with_parent()
+        die_with_owner()
+        return super().__new__(cls)
+
+    @property
+    def receiver(self) -> WeightReceiver:
+        """This worker's receiving end, made with its first use, when the model is loaded."""
+        if self._weight_receiver is None:
+            sharded = self.vllm_config.parallel_config.world_size > 1
+            self._weight_receiver = WeightReceiver(self.model_runner.model, torch.device(self.device), sharded=sharded)
+        return self._weight_receiver
+
+    def init_communicator(
+        self,
+        host: str,
+        port: int,
+        world_size: int,
+        first_rank: int | None = None,
+        timeout_s: float | None = None,
+        token: str = "",
+        listen_host: str = "",
+    ) -> None:
+        """Join the weight group at ``host:port`` of ``world_size`` members, the learner being the last.
+
+        Args:
+            first_rank: rank of this engine's first worker; without it, ms-swift's variables tell.
+            timeout_s: deadline of every wait in the group; without it, ``COORDEXP_COMMUNICATOR_TIMEOUT_S`` or 120.
+            token: what whoever comes to the group must know; without one everybody is let in.
+            listen_host: this machine's address, where ``host`` is what others call it; 0.0.0.0 for all of them.
+        """
+        from vllm.distributed.parallel_state import get_world_group
+
+        if first_rank is None:
+            first_rank = self._first_rank_of_swift()
+        if timeout_s is None:
+            timeout_s = float(os.environ.get(TIMEOUT_VARIABLE, "120"))
+        rank = first_rank + get_world_group().rank
+        self.receiver.open(GroupAddress(host, port, rank, world_size, timeout_s, token, listen_host))
+
+    def close_communicator(self) -> None:
+        """Leave the weight group; safe without one."""
+        self.receiver.close()
+
+    def update_flattened_params(self, metadatas: list[dict[str, Any]]) -> None:
+        """Receive one bucket of full weights, under the names of the plain checkpoint."""
+        self.receiver.receive(metadatas)
+
+    def update_named_param(self, name: str, dtype: str, shape: Sequence[int]) -> None:
+        """Receive one tensor."""
+        size = torch.Size(shape).numel() * getattr(torch, dtype.removeprefix("torch.")).itemsize
+        bucket = {"name": name, "shape": list(shape), "dtype": dtype, "start_idx": 0, "end_idx": size, "numel": size}
+        self.receiver.receive([bucket])
+
+    def update_adapter_flattened_param(self, peft_config: dict[str, Any], metadatas: list[dict[str, Any]]) -> None:
+        """Receive a LoRA adapter under PEFT's names; it takes the place of the one before."""
+        self._take_adapter(peft_config, self.receiver.receive_adapter(metadatas))
+
+    def take_adapter(self, peft_config: Mapping[str, Any], tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Put a LoRA adapter that is in this process already in the place of the one before; ``tensors`` stay as they
+        are."""
+        # vLLM multiplies an adapter's scale into the tensors that it is given: here they are the learner's own.
+        self._take_adapter(peft_config, [(name, tensor.clone()) for name, tensor in tensors])
+
+    def _take_adapter(self, peft_config: Mapping[str, Any], tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        with recorded(self.receiver.record_failure):
+            self.receiver.begin()
+            self.receiver.state.adapter_names += [name for name, _ in tensors]
+            self._put_adapter(peft_config, tensors)
+
+    def process_weights_after_loading(
+        self, weight_version: int | None = None, wants_checksum: bool = False, learner_id: str | None = None
+    ) -> dict[str, Any]:
+        """Commit the push; see :meth:`WeightReceiver.commit`."""
+        return self.receiver.commit(weight_version, wants_checksum, self._finish_layouts, learner_id)
+
+    def get_state_keys(self) -> list[str]:
+        """The engine's own parameter names."""
+        return list(self.receiver.layout.parameters)
+
+    def coordexp_call(self, method: str, args: Sequence[Any]) -> dict[str, Any]:
+        """``method`` of this class: its result under ``RESULT``, or what it raised under ``FAILURE``.
+
+        vLLM would pass an error on as prose of its own around its text; so the text comes as what it is.
+        """
+        try:
+            return {RESULT: getattr(self, method)(*args)}
+        except Exception as error:  # the edge of this process: whatever it is, the server says it to who asked
+            logger.exception("%s failed", method)
+            said = str(error).strip() or (
+                "a worker failed without saying why, as vLLM does where sizes do not fit: is this the learner's model?"
+            )
+            return {FAILURE: said}
+
+    def coordexp_beat(self) -> int:
+        """Asked whether this worker still stirs; how many tokens it has drawn since its start."""
+        return num_sampled_tokens(self)
+
+    def coordexp_status(self) -> dict[str, Any]:
+        """This worker's state, for ``/status/``."""
+        runner = type(self.model_runner)
+        dtype = str(self.model_runner.model_config.dtype).removeprefix("torch.")
+        return {
+            **self.receiver.report(),
+            "pid": os.getpid(),
+            "device": str(self.device),
+            "device_uuid": device_uuid(self.device),
+            "dtype": dtype,
+            "executor": str(self.vllm_config.parallel_config.distributed_executor_backend),
+            "model_runner": f"{runner.__module__}.{runner.__name__}",
+            "repeat_terminate": guard_report(self),
+            "num_known_tokens": num_known_tokens(self),
+            NAMES_STATUS: holds_names(self),
+        }
+
+    def coordexp_pop_triggers(self, request_ids: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """Those of ``request_ids`` that the repeat guard ended, with its rule and step; each is reported once."""
+        guard = guard_of_worker(self)
+        triggers = {} if guard is None else guard.pop_triggers(request_ids)
+        return {name: {"rule": one.rule.value, "num_new_tokens": one.num_new_tokens} for name, one in triggers.items()}
+
+    def _finish_layouts(self) -> None:
+        from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+        if self.receiver.state.shapes:
+            process_weights_after_loading(self.model_runner.model, self.model_runner.model_config, self.device)
+        if not self.receiver.state.adapter_names and self._has_adapter():
+            self.model_runner.remove_lora(ADAPTER_ID)  # merged weights are whole without it
+
+    def _has_adapter(self) -> bool:
+        return self.vllm_config.lora_config is not None and ADAPTER_ID in self.model_runner.list_loras()
+
+    def _put_adapter(self, peft_config: Mapping[str, Any], tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        from vllm.lora.lora_model import LoRAModel
+        from vllm.lora.peft_helper import PEFTHelper
+        from vllm.lora.request import LoRARequest
+
+        if self.vllm_config.lora_config is None:
+            raise RolloutError(
+                "this engine was started without adapters; set rollout_matching.vllm.enable_lora: true and restart the "
+                "server, or push with sync.mode: full"
+            )
+        helper = PEFTHelper.from_dict(dict(peft_config))
+        helper.validate_legal(self.vllm_config.lora_config)
+        mapper = getattr(self.model_runner.model, "hf_to_vllm_mapper", None)
+        adapter = LoRAModel.from_lora_tensors(
+            ADAPTER_ID,
+            dict(tensors),
+            helper,
+            device="cpu",
+            dtype=self.vllm_config.lora_config.lora_dtype,
+            weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
+        )
+        manager = self.model_runner.lora_manager
+        self._refuse_ignored_modules(adapter.loras, manager._adapter_manager.modules)
+        manager._load_adapter = lambda _request: adapter  # vLLM itself reads adapters from disk only
+        try:
+            self.model_runner.add_lora(LoRARequest(ADAPTER_NAME, ADAPTER_ID, ADAPTER_PATH, load_inplace=True))
+        finally:
+            del manager._load_adapter
+
+    def _refuse_ignored_modules(self, sent: Mapping[str, Any], adaptable: Mapping[str, Any]) -> None:
+        """vLLM ignores adapters of modules that it did not wrap, the vision tower's above all."""
+        fused = self.receiver.layout._fused
+        for module in sent:
+            parent, _, last = module.rpartition(".")
+            whole = f"{parent}.{fused[last][0]}" if last in fused else module
+            if whole not in adaptable:
+                raise RolloutError(
+                    f"the adapter changes {module}, which this engine cannot adapt: it would be ignored silently. "
+                    "Push with sync.mode: full"
+                )
+
+    def _first_rank_of_swift(self) -> int:
+        parallel = self.vllm_config.parallel_config
+        replica = int(parallel.data_parallel_index) or int(os.environ.get("SWIFT_ROLLOUT_DP_RANK", "0"))
+        return replica * int(parallel.tensor_parallel_size)
+
+
+def device_uuid(device: Any) -> str | None:
+    """What tells one GPU from every other, whatever number a process knows it by; None for a CPU."""
+    device = torch.device(device)
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to end this process when its parent ends, however that happens."""
+    if not sys.platform.startswith("linux"):
+        return
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() == 1:  # it ended before the request
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,155 @@
+"""The order of a colocated round: what the learner gives up for how long, when an engine is read back, what is logged.
+The engine is a stand-in that notes when it is asked for what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from coordexp.engine.arguments import EngineSpec
+from coordexp.engine.colocated import ColocatedBackend
+from coordexp.errors import RolloutError
+from coordexp.rollouts import SeedContext, synced
+from coordexp.rollouts.backend import AdapterWeights
+from support.settings import colocated_of
+
+SEEDS = SeedContext(1, 2, 3, 0)
+
+
+class Weights:
+    """One tensor, or an adapter."""
+
+    collective = False
+
+    def full(self) -> Any:
+        return nullcontext(iter([("a", torch.zeros(2))]))
+
+    def adapter(self) -> AdapterWeights:
+        return AdapterWeights({"r": 4}, (("a", torch.zeros(2)),))
+
+
+class Learner:
+    """On its device or away from it; ``seen``: what happened, and where it was then."""
+
+    def __init__(self) -> None:
+        self.is_away = False
+        self.seen: list[tuple[str, bool]] = []
+
+    @contextmanager
+    def offload(self) -> Iterator[None]:
+        assert not self.is_away
+        self.is_away = True
+        try:
+            yield
+        finally:
+            self.is_away = False
+
+    def note(self, what: str) -> None:
+        self.seen.append((what, self.is_away))
+
+
+class FakeEngine:
+    """Answers nothing, and cannot take an adapter when told so."""
+
+    def __init__(self, learner: Learner, takes_adapters: bool = True) -> None:
+        self._learner = learner
+        self._takes_adapters = takes_adapters
+        self.compared: list[bool] = []
+
+    def load(self, named: Any, version: int, bucket_bytes: int, *, compares_checksum: bool) -> None:
+        assert [name for name, _ in named] == ["a"]
+        self._learner.note("push")
+        self.compared.append(compares_checksum)
+
+    def load_adapter(self, adapter: AdapterWeights, version: int) -> None:
+        self._learner.note("adapter")
+        if not self._takes_adapters:
+            raise RolloutError("cannot adapt it")
+
+    def run(self, prompts: Any, lora_request: Any) -> Iterator[Any]:
+        self._learner.note("answer")
+        return iter(())
+
+    def wake_up(self, parts: Any) -> None:
+        self._learner.note(f"wake {parts[0]}")
+
+    def sleep(self, level: int) -> None:
+        self._learner.note("sleep")
+
+    def close(self) -> None:
+        self._learner.note("close")
+
+
+def backend_of(
+    monkeypatch: pytest.MonkeyPatch, learner: Learner, engine: FakeEngine | Exception, **vllm: Any
+) -> ColocatedBackend:
+    def start(*_: Any) -> FakeEngine:
+        learner.note("start")
+        if isinstance(engine, Exception):
+            raise engine
+        return engine
+
+    monkeypatch.setattr(EngineSpec, "start", start)
+    return colocated_of(Weights(), learner.offload, **vllm)
+
+
+@pytest.mark.scenario("Offload context does not break the training step")
+@pytest.mark.parametrize("mode", ["full", "adapter"])
+def test_the_learner_is_away_from_the_engines_start_until_it_sleeps(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the engine takes on the device lies within: its start, weights, adapter, cache and answers."""
+    learner = Learner()
+    engine = FakeEngine(learner)
+    backend = backend_of(monkeypatch, learner, engine, enable_lora=True, sync={"mode": mode})
+    for version in range(2):
+        with synced(backend, version):
+            assert backend.generate([], SEEDS) == []
+        assert not learner.is_away, "the learner learns on its device"
+    acts = [what for what, _ in learner.seen]
+    push = "push" if mode == "full" else "adapter"
+    assert acts == [
+        "start", push, "wake kv_cache", "answer", "sleep",
+        "wake weights", push, "wake kv_cache", "answer", "sleep",
+    ]  # fmt: skip
+    assert all(was_away for _, was_away in learner.seen)
+
+
+def test_a_learner_whose_engine_does_not_start_is_back_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    learner = Learner()
+    backend = backend_of(monkeypatch, learner, RolloutError("no room"))
+    for _ in range(2):  # the second time as the first: nothing is left borrowed
+        with pytest.raises(RolloutError, match="no room"):
+            backend.sync_weights(1)
+        assert not learner.is_away
+    assert learner.seen == [("start", True)] * 2
+
+
+@pytest.mark.parametrize(
+    ("every", "compared"),
+    [(0, [True, False, False, False, False]), (1, [True] * 5), (2, [True, False, True, False, True])],
+    ids=["the first push only", "every push", "every second push"],
+)
+def test_pushes_are_read_back_at_the_cadence(every: int, compared: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    learner = Learner()
+    engine = FakeEngine(learner)
+    backend = backend_of(monkeypatch, learner, engine, sync={"checksum_every": every})
+    for version in range(5):
+        with synced(backend, version):
+            pass
+    assert engine.compared == compared
+
+
+def test_a_failed_adapter_push_is_one_event_and_full_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    learner = Learner()
+    engine = FakeEngine(learner, takes_adapters=False)
+    backend = backend_of(monkeypatch, learner, engine, enable_lora=True, sync={"mode": "adapter"})
+    for version in (5, 6):
+        with synced(backend, version):
+            report = backend.last_report()
+        assert report["fallbacks"] == ["version 5: RolloutError: cannot adapt it"] and report["sync_mode"] == "full"
+    assert [what for what, _ in learner.seen if what in ("adapter", "push")] == ["adapter", "push", "push"]
+    assert engine.compared == [True, False], "the first full push is read back, also behind a fallback"
+    assert backend.take_metrics()["rollout/sync_fallbacks_total"] == 1

@@ -1,0 +1,133 @@
+"""How a server is told to guard, and how a learner is sure that it does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordexp.config.rollout import RepeatTerminateConfig
+from coordexp.engine.arguments import with_guard
+from coordexp.engine.guard_activation import (
+    CONFIG_JSON,
+    CONFIG_JSON_PATH,
+    ENABLE,
+    GUARD_PROCESSOR,
+    activated_config,
+    activation_environment,
+    check_guard,
+)
+from coordexp.errors import RolloutError
+
+WHOLE: dict[str, Any] = {
+    "enabled": True,
+    "min_new_tokens": 10,
+    "max_consecutive_token_repeats": 8,
+    "ngram_size": 16,
+    "ngram_repeats": 3,
+    "max_object_keys": 40,
+}
+CONFIG = RepeatTerminateConfig(**WHOLE)
+
+
+def environment(data: Any) -> dict[str, str]:
+    return {ENABLE: "1", CONFIG_JSON: data if isinstance(data, str) else json.dumps(data)}
+
+
+def test_all_six_keys_arrive() -> None:
+    sent = activation_environment(CONFIG)
+    assert sent[ENABLE] == "1"
+    assert json.loads(sent[CONFIG_JSON]) == WHOLE
+    assert activated_config(sent) == CONFIG
+
+
+def test_defaults_arrive_as_the_same_defaults() -> None:
+    assert activated_config(activation_environment(RepeatTerminateConfig(enabled=True))) == RepeatTerminateConfig(
+        enabled=True
+    )
+
+
+def test_a_disabled_guard_sets_nothing() -> None:
+    assert activation_environment(RepeatTerminateConfig()) == {}
+    assert activated_config({}) is None
+    assert activated_config(environment({**WHOLE, "enabled": False})) is None
+    assert activated_config({ENABLE: "0", CONFIG_JSON: "not read"}) is None
+
+
+def test_a_file_may_hold_the_section(tmp_path: Path) -> None:
+    path = tmp_path / "guard.json"
+    path.write_text(json.dumps(WHOLE))
+    assert activated_config({ENABLE: "1", CONFIG_JSON_PATH: str(path)}) == CONFIG
+
+
+def without(*keys: str) -> dict[str, Any]:
+    return {key: value for key, value in WHOLE.items() if key not in keys}
+
+
+def test_max_object_keys_may_be_left_out() -> None:
+    config = activated_config(environment(without("max_object_keys")))
+    assert config is not None and config.max_object_keys is None
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({ENABLE: "yes"}, "write 1"),
+        ({ENABLE: "1"}, "neither"),
+        ({ENABLE: "1", CONFIG_JSON: "{}", CONFIG_JSON_PATH: "x"}, "both set"),
+        ({ENABLE: "1", CONFIG_JSON_PATH: "/does/not/exist.json"}, "cannot be read"),
+        (environment("{not json"), "not JSON"),
+        (environment("[1]"), "must hold the mapping"),
+        (environment("{}"), "lacks enabled, min_new_tokens"),
+        (environment(without("ngram_size", "ngram_repeats")), "lacks ngram_size, ngram_repeats"),
+        (environment({**WHOLE, "ngram_sise": 3}), "ngram_sise: unknown key; did you mean 'ngram_size'"),
+        (environment({**WHOLE, "ngram_size": "16"}), "ngram_size: "),
+        (environment({**WHOLE, "min_new_tokens": -1}), "min_new_tokens: "),
+    ],
+)
+def test_a_wrong_activation_is_refused(given: dict[str, str], message: str) -> None:
+    with pytest.raises(RolloutError, match=message):
+        activated_config(given)
+
+
+def worker(active: bool, config: RepeatTerminateConfig | None) -> dict[str, Any]:
+    return {"repeat_terminate": {"active": active, "config": None if config is None else config.model_dump()}}
+
+
+OTHER = CONFIG.model_copy(update={"ngram_size": 17})
+
+
+@pytest.mark.parametrize(
+    ("workers", "wanted", "fits"),
+    [
+        ([worker(True, CONFIG)], CONFIG, True),
+        ([worker(True, CONFIG)] * 2, CONFIG, True),
+        ([worker(False, None)], None, True),
+        ([worker(False, None)], RepeatTerminateConfig(), True),  # disabled is the same as absent
+        ([worker(False, None)], CONFIG, False),  # dropped
+        ([worker(True, CONFIG), worker(False, None)], CONFIG, False),  # dropped by one of two
+        ([worker(True, OTHER)], CONFIG, False),  # other thresholds
+        ([worker(True, CONFIG)], None, False),  # guarded although the configuration says no
+        ([worker(False, CONFIG)], CONFIG, False),
+        ([{}], CONFIG, False),  # a worker that knows nothing of a guard
+        ([], None, False),
+    ],
+)
+def test_a_learner_accepts_exactly_its_own_guard(
+    workers: list[dict[str, Any]], wanted: RepeatTerminateConfig | None, fits: bool
+) -> None:
+    if fits:
+        check_guard(workers, wanted)
+        return
+    with pytest.raises(RolloutError) as caught:
+        check_guard(workers, wanted)
+    assert not workers or all(part in str(caught.value) for part in (ENABLE, "external_plugins", "coordexp serve"))
+
+
+def test_a_guarded_engine_waits_for_each_token_whoever_starts_it() -> None:
+    """vLLM would schedule the next token on a GPU before the guard has seen the last."""
+    arguments = with_guard({"logits_processors": ["theirs"], "seed": 3})
+    assert arguments == {"logits_processors": ["theirs", GUARD_PROCESSOR], "seed": 3, "async_scheduling": False}
+    assert with_guard({})["logits_processors"] == [GUARD_PROCESSOR]

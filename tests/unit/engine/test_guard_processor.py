@@ -1,0 +1,204 @@
+"""The guard as vLLM's logits processor: driven as vLLM's model runner drives it, with real batch updates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from coordexp.config.rollout import RepeatTerminateConfig
+from coordexp.engine.guard_activation import REQUEST_KEY, activation_environment
+from coordexp.errors import RolloutError
+from coordexp.rollouts.repeat_guard import GuardRule, Trigger
+from support.tiny_run import tiny_checkpoint
+
+pytest.importorskip("vllm", reason="the processor is a class of vLLM's interface")
+
+from vllm import SamplingParams
+from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
+
+from coordexp.engine.guard_processor import (
+    RepeatTerminateProcessor,
+    guard_of_worker,
+    guard_report,
+)
+from support.guards import first_trigger
+
+SETTINGS = RepeatTerminateConfig(
+    enabled=True, min_new_tokens=0, max_consecutive_token_repeats=3, ngram_size=2, ngram_repeats=2
+)
+
+
+def vllm_config(checkpoint: Path) -> Any:
+    return SimpleNamespace(model_config=SimpleNamespace(tokenizer=str(checkpoint)))
+
+
+@pytest.fixture
+def processor(monkeypatch: pytest.MonkeyPatch) -> RepeatTerminateProcessor:
+    for name, value in activation_environment(SETTINGS).items():
+        monkeypatch.setenv(name, value)
+    return RepeatTerminateProcessor(vllm_config(tiny_checkpoint()), torch.device("cpu"), False)
+
+
+def params(name: str | None) -> SamplingParams:
+    return SamplingParams(extra_args=None if name is None else {REQUEST_KEY: name})
+
+
+class Batch:
+    """vLLM's side: rows of requests, whose lists of answers it extends in place."""
+
+    def __init__(self, processor: RepeatTerminateProcessor) -> None:
+        self.processor = processor
+        self.eos = processor._eos_id
+        self.vocab = 2000
+
+    def update(self, added: Any = (), removed: Any = (), moved: Any = (), size: int = 8) -> None:
+        self.processor.update_state(BatchUpdate(size, list(removed), list(added), list(moved)))
+
+    def forced(self, rows: int) -> list[int]:
+        """Rows that may only end, at this step."""
+        before = torch.zeros(rows, self.vocab)
+        after = self.processor.apply(before.clone())
+        found = []
+        for row in range(rows):
+            if not torch.equal(after[row], before[row]):
+                assert after[row].argmax() == self.eos and torch.isneginf(after[row]).sum() == self.vocab - 1
+                found.append(row)
+        return found
+
+
+@pytest.fixture
+def batch(processor: RepeatTerminateProcessor) -> Batch:
+    return Batch(processor)
+
+
+def test_one_row_is_forced_the_step_after_its_verdict_and_others_are_untouched(batch: Batch) -> None:
+    a, b = [], []
+    batch.update(added=[(0, params("a"), [1, 1, 1, 1], a), (1, params("b"), [1], b)])
+    forced = []
+    for step, (x, y) in enumerate([(5, 7), (5, 8), (5, 9), (6, 9)]):
+        forced.append(batch.forced(2))
+        a.append(x)
+        b.append(y)
+        assert step < 3 or forced[-1] == [0]
+    assert forced == [[], [], [], [0]]
+    assert batch.processor.pop_triggers(["a", "b"]) == {"a": Trigger(GuardRule.TOKEN_RUN, 3)}
+    assert batch.processor.pop_triggers(["a", "b"]) == {}, "each is reported once"
+
+
+def test_the_prompt_does_not_count(batch: Batch) -> None:
+    batch.update(added=[(0, params("a"), [5] * 50, [])])
+    assert batch.forced(1) == []
+
+
+def test_rows_that_swap_or_move_take_their_history_along(batch: Batch) -> None:
+    a, b, c = [5, 5], [1, 2, 3], [4]
+    batch.update(added=[(0, params("a"), None, a), (1, params("b"), None, b), (2, params("c"), None, c)])
+    assert batch.forced(3) == []
+    batch.update(moved=[(0, 1, MoveDirectionality.SWAP)])
+    a.append(5)
+    assert batch.forced(3) == [1]
+    batch.update(removed=[0], moved=[(2, 0, MoveDirectionality.UNIDIRECTIONAL)])  # b is done, c takes its row
+    c += [4, 4]
+    assert batch.forced(2) == [0, 1]
+
+
+def test_a_row_taken_over_by_another_request_starts_anew(batch: Batch) -> None:
+    batch.update(added=[(0, params("a"), None, [5, 5, 5])])
+    assert batch.forced(1) == [0]
+    batch.update(added=[(0, params("b"), None, [])])
+    assert batch.forced(1) == []
+
+
+def test_a_request_that_comes_back_after_preemption_is_judged_as_a_whole(batch: Batch) -> None:
+    answer = [1, 2, 5, 5]
+    batch.update(added=[(0, params("a"), None, answer)])
+    assert batch.forced(1) == []
+    batch.update(removed=[0])
+    answer.append(5)
+    batch.update(added=[(3, params("a"), None, answer)])
+    assert batch.forced(4) == [3]
+
+
+def test_tokens_that_vllm_takes_back_are_forgotten(batch: Batch) -> None:
+    answer = [5, 5]
+    batch.update(added=[(0, params("a"), None, answer)])
+    assert batch.forced(1) == []
+    del answer[1:]
+    answer.append(6)
+    answer.append(6)
+    del answer[2:]
+    assert batch.forced(1) == []
+    del answer[:]
+    assert batch.forced(1) == []
+    answer += [7, 7, 7]
+    assert batch.forced(1) == [0]
+
+
+def test_a_row_that_has_ended_is_left_alone(batch: Batch) -> None:
+    """With asynchronous scheduling vLLM computes one step beyond the end."""
+    batch.update(added=[(0, params("a"), None, [5, 5, batch.eos, batch.eos, batch.eos])])
+    assert batch.forced(1) == []
+    assert batch.processor.pop_triggers(["a"]) == {}
+
+
+def test_a_token_that_is_not_there_yet_is_no_token(batch: Batch) -> None:
+    batch.update(added=[(0, params("a"), None, [5, -1])])
+    with pytest.raises(RolloutError, match="asynchronous"):
+        batch.forced(1)
+
+
+def test_requests_without_a_name_are_guarded_too(batch: Batch) -> None:
+    batch.update(added=[(0, params(None), None, [5, 5, 5])])
+    assert batch.forced(1) == [0]
+
+
+def test_the_step_is_the_offline_verdicts(batch: Batch) -> None:
+    answer: list[int] = []
+    batch.update(added=[(0, params("a"), None, answer)])
+    stream = [3, 1, 2, 4, 2, 4, 4, 4]
+    ended_at = None
+    for token in stream:
+        if batch.forced(1):
+            ended_at = len(answer)
+            break
+        answer.append(token)
+    trigger = first_trigger(stream, SETTINGS)
+    assert trigger is not None and ended_at == trigger.num_new_tokens
+    assert batch.processor.pop_triggers(["a"]) == {"a": trigger}
+
+
+def test_ignore_eos_is_refused_at_the_request(processor: RepeatTerminateProcessor) -> None:
+    with pytest.raises(ValueError, match="ignore_eos"):
+        processor.validate_params(SamplingParams(ignore_eos=True))
+    processor.validate_params(SamplingParams())
+
+
+def test_it_changes_greedy_decoding_too(processor: RepeatTerminateProcessor) -> None:
+    assert processor.is_argmax_invariant() is False
+
+
+def test_without_its_configuration_it_does_not_load() -> None:
+    with pytest.raises(RolloutError, match="external_plugins"):
+        RepeatTerminateProcessor(vllm_config(tiny_checkpoint()), torch.device("cpu"), False)
+
+
+def worker_with(processors: list[Any] | None) -> Any:
+    """A stand-in for a vLLM worker: what its model runner holds."""
+    runner = SimpleNamespace()
+    if processors is not None:
+        runner.input_batch = SimpleNamespace(logitsprocs=SimpleNamespace(all=iter(processors)))
+    return SimpleNamespace(model_runner=runner)
+
+
+def test_a_worker_reports_what_it_really_applies(processor: RepeatTerminateProcessor) -> None:
+    assert guard_report(worker_with([object(), processor])) == {"active": True, "config": SETTINGS.model_dump()}
+    assert guard_report(worker_with([object()])) == {"active": False, "config": None}, "asked for, and dropped"
+
+
+def test_the_second_model_runner_is_refused_by_name() -> None:
+    with pytest.raises(RolloutError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
+        guard_of_worker(worker_with(None))

@@ -1,0 +1,112 @@
+"""How images travel to servers: as they are, and so that every server shows its model the learner's pixels."""
+
+from __future__ import annotations
+
+import base64
+import io
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from coordexp.data.images import open_rgb
+from coordexp.data.preparation import AS_THEY_ARE, ImagePreparation, ResizeRule
+from coordexp.engine.protocol import image_source
+from coordexp.errors import DataError
+from coordexp.serving.serve.requests import open_image
+
+ROTATED = 6
+RESIZED = ImagePreparation(ResizeRule(32, 32 * 32, 64 * 64))
+
+
+def picture(path: Path, mode: str = "RGB", orientation: int = 1, size: tuple[int, int] = (48, 32)) -> Path:
+    """Colours that no flip or turn leaves alone."""
+    x, y = np.meshgrid(np.linspace(0, 255, size[0]), np.linspace(0, 255, size[1]))
+    image = Image.fromarray(np.stack([x, y, np.full_like(x, 90), 255 - x / 2], axis=-1).astype(np.uint8), "RGBA")
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    image.convert(mode).save(path, exif=exif)
+    return path
+
+
+def sent(source: str) -> bytes:
+    """The file in a data URL."""
+    header, _, encoded = source.partition(",")
+    assert header.startswith("data:image/") and header.endswith(";base64")
+    return base64.b64decode(encoded)
+
+
+def as_swift_opens(source: str) -> Image.Image:
+    """ms-swift's ``load_image``: whatever the file holds, as RGB, with no look at EXIF."""
+    return Image.open(source if source.startswith("/") else io.BytesIO(sent(source))).convert("RGB")
+
+
+@pytest.mark.parametrize("images", ["path", "base64"])
+@pytest.mark.parametrize("ours", [True, False])
+@pytest.mark.parametrize("preparation", [AS_THEY_ARE, RESIZED], ids=["as they are", "resized"])
+@pytest.mark.parametrize(
+    ("name", "mode", "orientation"),
+    [
+        ("plain.jpg", "RGB", 1),
+        ("grey.jpg", "L", 1),
+        ("four inks.jpg", "CMYK", 1),
+        ("turned.jpg", "RGB", ROTATED),
+        ("turned.webp", "RGB", 3),
+        ("palette.png", "P", 1),
+        ("glass.png", "RGBA", 1),
+        ("glass grey.png", "LA", 1),
+        ("bits.bmp", "RGB", 1),
+        ("scan.tiff", "RGB", 8),
+    ],
+)
+def test_a_server_shows_its_model_the_learners_pixels(
+    tmp_path: Path, images: str, ours: bool, preparation: ImagePreparation, name: str, mode: str, orientation: int
+) -> None:
+    path = picture(tmp_path / name, mode, orientation)
+    source = image_source(path, images, preparation, ours)  # type: ignore[arg-type]
+    seen = open_image(source) if ours else as_swift_opens(source)
+    learner = preparation(open_rgb(path))
+    assert seen.size == learner.size and np.array_equal(np.asarray(seen), np.asarray(learner))
+
+
+@pytest.mark.parametrize(
+    ("name", "orientation", "ours", "as_it_is"),
+    [
+        ("a.jpg", 1, True, True),
+        ("a.jpg", 1, False, True),
+        ("a.png", 1, False, True),
+        ("a.webp", 1, False, True),
+        ("a.jpg", ROTATED, True, True),
+        ("a.jpg", ROTATED, False, False),  # that server would not turn it
+        ("a.bmp", 1, True, False),  # a bitmap is longer than a PNG of it
+    ],
+)
+def test_a_files_own_bytes_travel_where_they_mean_the_same(
+    tmp_path: Path, name: str, orientation: int, ours: bool, as_it_is: bool
+) -> None:
+    path = picture(tmp_path / name, orientation=orientation)
+    source = image_source(path, "base64", AS_THEY_ARE, ours)
+    assert (sent(source) == path.read_bytes()) is as_it_is
+
+
+def test_an_image_that_has_its_size_already_travels_as_it_is(tmp_path: Path) -> None:
+    small, large = (picture(tmp_path / f"{side}.jpg", size=(side, side)) for side in (64, 160))
+    assert sent(image_source(small, "base64", RESIZED, True)) == small.read_bytes()
+    assert image_source(small, "path", RESIZED, True) == str(small)
+    assert Image.open(io.BytesIO(sent(image_source(large, "path", RESIZED, True)))).size == (64, 64)
+
+
+def test_an_image_in_a_tar_file_reaches_servers_that_read_none(tmp_path: Path) -> None:
+    file = picture(tmp_path / "a.jpg")
+    with tarfile.open(tmp_path / "set.tar", "w") as shard:
+        shard.add(file, "a.jpg")
+    member = tmp_path / "set.tar" / "a.jpg"
+    assert sent(image_source(member, "path", AS_THEY_ARE, False)) == file.read_bytes()
+    assert image_source(member, "path", AS_THEY_ARE, True) == str(member)
+
+
+def test_a_missing_image_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"gone\.jpg.*image not found"):
+        image_source(tmp_path / "gone.jpg", "base64", AS_THEY_ARE, True)

@@ -1,0 +1,89 @@
+"""The engine inside the learner, without vLLM's own: what a push does to it, and what of it may fail."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from coordexp.engine import in_process
+from coordexp.engine.in_process import InProcessEngine
+from coordexp.errors import RolloutError
+from coordexp.rollouts.backend import AdapterWeights
+
+pytest.importorskip("vllm", reason="its exceptions are what the engine's failures are told by")
+CACHES = ["prefix", "encoder", "mm"]
+
+
+class Engine:
+    """vLLM's end: one worker, three caches. ``free``: whether the prefix cache lets itself be emptied."""
+
+    def __init__(self, worker: Any, free: bool = True) -> None:
+        self.worker, self.free = worker, free
+        self.emptied: list[str] = []
+
+    def collective_rpc(self, question: Any) -> list[Any]:
+        return [question(self.worker)]
+
+    def reset_prefix_cache(self) -> bool:
+        self.emptied.append("prefix")
+        return self.free
+
+    def reset_encoder_cache(self) -> None:
+        self.emptied.append("encoder")
+
+    def reset_mm_cache(self) -> None:
+        self.emptied.append("mm")
+
+
+def worker(failure: Exception | None = None) -> Any:
+    def take_adapter(config: Any, tensors: Any) -> None:
+        if failure is not None:
+            raise failure
+
+    return SimpleNamespace(
+        receiver=SimpleNamespace(take=lambda bucket: None, close=lambda: None),
+        model_runner=SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float32)),
+        take_adapter=take_adapter,
+        process_weights_after_loading=lambda version, wants_checksum: {"version": version},
+    )
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def start(engine: Engine) -> InProcessEngine:
+        monkeypatch.setattr(in_process, "check_upstream", lambda names: None)
+        monkeypatch.setattr(in_process, "_start", lambda arguments: engine)
+        return InProcessEngine({}, 1)
+
+    return start
+
+
+ADAPTER = AdapterWeights({"r": 4}, (("a", torch.zeros(2)),))
+
+
+def push(engine: InProcessEngine, kind: str) -> dict[str, Any]:
+    return engine.load([("a", torch.zeros(2))], 3, 1 << 20) if kind == "full" else engine.load_adapter(ADAPTER, 3)
+
+
+@pytest.mark.parametrize("kind", ["full", "adapter"])
+def test_a_push_empties_every_cache_of_the_old_weights(started: Any, kind: str) -> None:
+    below = Engine(worker())
+    assert push(started(below), kind) == {"version": 3}
+    assert below.emptied == CACHES
+
+
+@pytest.mark.parametrize("kind", ["full", "adapter"])
+def test_a_cache_that_stays_fails_the_push(started: Any, kind: str) -> None:
+    """vLLM keeps the prefixes of requests that still run, and says so by its return value alone."""
+    with pytest.raises(RolloutError, match="prefix cache"):
+        push(started(Engine(worker(), free=False)), kind)
+
+
+@pytest.mark.parametrize("failure", [RuntimeError, ValueError, TypeError, KeyError, OSError])
+def test_whatever_the_engine_says_of_an_adapter_is_a_rollout_error(started: Any, failure: type[Exception]) -> None:
+    """Only then can a push fall back to full weights."""
+    with pytest.raises(RolloutError, match=f"{failure.__name__}: .*rank 7"):
+        started(Engine(worker(failure("rank 7")))).load_adapter(ADAPTER, 3)

@@ -1,0 +1,457 @@
+"""The server backend against fake servers over real HTTP: who is asked what, what is retried, how long a wait is."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from coordexp import distributed
+from coordexp.config.rollout import RolloutMatchingConfig
+from coordexp.data.dataset import RecordDataset
+from coordexp.data.preparation import build_messages
+from coordexp.engine import server_backend as vllm_server
+from coordexp.engine.client import ServerClient
+from coordexp.engine.fleet import check_servers, make_clients
+from coordexp.engine.server_backend import ServerBackend
+from coordexp.engine.sync import SyncReport
+from coordexp.errors import ConfigError, RolloutError, ServerRefused, ServerTimeout, ServerUnreachable
+from coordexp.evaluation.predict import evaluate_dataset
+from coordexp.records import GTObject, ImageRecord, RolloutRequest
+from coordexp.rollouts import DatasetSeeds, RolloutRound, SeedContext
+from coordexp.rollouts.backend import decoding_options
+from coordexp.rollouts.chunking import Post
+from coordexp.weight_sync.policy import DrainedWeights
+from coordexp.weight_sync.stamp import WeightStamp
+from support.config_samples import set_key, stage2
+from support.fake_rollout_server import FakeRolloutServer
+from support.numbered_images import numbered_image
+from support.ports import free_ports
+from support.qwen_tokenizer import qwen_vocab
+
+SEEDS = SeedContext(1, 2, 0, 0)
+
+
+class PretendSync:
+    """No weights travel; a push can be made to fail."""
+
+    def __init__(self, failure: Exception | None = None) -> None:
+        self.failure = failure
+        self.versions: list[int] = []
+        self.closed = False
+
+    def push(self, version: int) -> SyncReport:
+        if self.failure is not None:
+            raise self.failure
+        self.versions.append(version)
+        return SyncReport(WeightStamp(version, "this"), "full", 100, 0.5, 3)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class NoWeights:
+    collective = False
+
+
+def section(urls: Sequence[str], **keys: Any) -> RolloutMatchingConfig:
+    entries = [{"base_url": url, "group_port": 40000 + index} for index, url in enumerate(urls)]
+    config = stage2(
+        rollout_backend="vllm",
+        decode_batch_size=2,
+        vllm={"mode": "server", "tensor_parallel_size": 1, "server": {"servers": entries, "timeout_s": 1.0}},
+    )
+    for key, value in keys.items():
+        config = set_key(config, "rollout_matching." + key.replace("__", "."), value)
+    return RolloutMatchingConfig.model_validate(config["rollout_matching"])
+
+
+@contextmanager
+def backend_of(
+    fakes: Sequence[FakeRolloutServer], sync: PretendSync | None = None, **keys: Any
+) -> Iterator[ServerBackend]:
+    config = section([fake.url for fake in fakes], **keys)
+    drained: Any = DrainedWeights(NoWeights())  # pyright: ignore[reportArgumentType]
+    pretend: Any = sync or PretendSync()
+    backend = ServerBackend(make_clients(config), pretend, drained, config, qwen_vocab(), decoding_options(config))
+    try:
+        yield backend
+    finally:
+        backend.close()
+
+
+def answers(body: dict[str, Any]) -> tuple[int, Any]:
+    """One answer per request, which tells its image's number."""
+    items = []
+    for request in body["infer_requests"]:
+        number = int(Path(request["images"][0]).stem)
+        choice = {"message": {"content": ""}, "finish_reason": "length", "token_ids": [number]}
+        items.append({"response": {"choices": [choice], "prompt_token_ids": [1, 2]}})
+    return 200, items
+
+
+@pytest.fixture
+def fakes() -> Iterator[list[FakeRolloutServer]]:
+    with FakeRolloutServer(2) as two, FakeRolloutServer(1) as one:
+        two.infer = one.infer = answers
+        yield [two, one]
+
+
+def requests_(count: int, first: int = 0) -> tuple[RolloutRequest, ...]:
+    return tuple(
+        RolloutRequest(f"s{i}", numbered_image(i), build_messages(numbered_image(i), "p", None), (1, 2))
+        for i in range(first, first + count)
+    )
+
+
+def numbers(call: dict[str, Any]) -> list[int]:
+    return [int(Path(request["images"][0]).stem) for request in call["infer_requests"]]
+
+
+def test_requests_are_dealt_by_capacity_seeded_by_their_first_and_come_back_in_order(
+    fakes: list[FakeRolloutServer],
+) -> None:
+    with backend_of(fakes) as backend:
+        backend.sync_weights(3)
+        rollouts = backend.generate(requests_(8), SEEDS)
+        report = backend.last_report()
+    assert [rollout.response_token_ids for rollout in rollouts] == [(i,) for i in range(8)]
+    assert {rollout.weight_version for rollout in rollouts} == {3}
+    # Six slots a round: four of server 0, two of server 1; then the last two.
+    assert sorted(numbers(call) for call in fakes[0].calls) == [[0, 1, 2, 3], [6, 7]]
+    assert [numbers(call) for call in fakes[1].calls] == [[4, 5]]
+    for fake in fakes:
+        for call in fake.calls:
+            assert call["request_config"]["seed"] == SEEDS.seed_of(numbers(call)[0])
+    assert [(c["server"], c["first"], c["requests"], c["seed"]) for c in report["calls"]] == [
+        (0, 0, 4, SEEDS.seed_of(0)), (1, 4, 2, SEEDS.seed_of(4)), (0, 6, 2, SEEDS.seed_of(6)),
+    ]  # fmt: skip
+
+
+@pytest.mark.scenario("Multi-server request distribution is deterministic")
+@pytest.mark.parametrize("slow", [0, 1])
+def test_answers_stand_in_the_order_of_the_requests_whichever_server_is_late(
+    fakes: list[FakeRolloutServer], slow: int
+) -> None:
+    """Twelve requests in four posts. The slow server answers only when the other has answered everything."""
+    other_is_done = threading.Event()
+    left = 2
+
+    def quick(body: dict[str, Any]) -> tuple[int, Any]:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            threading.Timer(0.1, other_is_done.set).start()
+        return answers(body)
+
+    def late(body: dict[str, Any]) -> tuple[int, Any]:
+        assert other_is_done.wait(20)
+        return answers(body)
+
+    fakes[slow].infer, fakes[1 - slow].infer = late, quick
+    with backend_of(fakes) as backend:
+        backend.sync_weights(3)
+        told: list[int] = []
+        rollouts = backend.generate(requests_(12), SEEDS, told.append)
+    assert told == list(range(1, 13)), "each answer is told of when it is there"
+    assert [rollout.response_token_ids for rollout in rollouts] == [(i,) for i in range(12)]
+    assert [rollout.sample_id for rollout in rollouts] == [f"s{i}" for i in range(12)]
+
+
+@pytest.mark.parametrize(("main", "pushed"), [(True, [4]), (False, [])])
+def test_the_first_rank_alone_pushes(
+    fakes: list[FakeRolloutServer], monkeypatch: pytest.MonkeyPatch, main: bool, pushed: list[int]
+) -> None:
+    """Every rank's answers then are of the weights that it pushed."""
+    sync = PretendSync()
+    monkeypatch.setattr(distributed, "is_main", lambda: main)
+    monkeypatch.setattr(distributed, "gather_json", lambda own: [{"learner_id": "this"}])
+    with backend_of(fakes, sync) as backend:
+        backend.sync_weights(4)
+        assert backend.last_report()["weight_version"] == 4
+    assert sync.versions == pushed
+
+
+OURS = {"server": "coordexp serve", "workers": []}
+SWIFTS = {"server": "swift rollout", "workers": []}
+
+
+@pytest.mark.parametrize(
+    ("status", "temperature"),
+    [(OURS, 0.0), (OURS, 0.7), (SWIFTS, 0.7)],
+    ids=["ours", "ours, sampled", "swift, sampled"],
+)
+def test_all_micro_steps_of_a_window_are_in_flight_together(
+    fakes: list[FakeRolloutServer], status: dict[str, Any], temperature: float
+) -> None:
+    rounds = [RolloutRound(requests_(1, i), SeedContext(1, 2, i, 0)) for i in range(6)]
+    for fake in fakes:
+        fake.status = status
+    with backend_of(fakes, decoding__temperature=temperature) as backend:
+        backend.sync_weights(0)
+        got = {(a.round_idx, a.index): a.rollout.response_token_ids for a in backend.generate_window(rounds)}
+    assert got == {(i, 0): (i,) for i in range(6)}
+    assert sorted(numbers(call) for call in fakes[0].calls) == [[0], [1], [2], [3]]
+    assert sorted(numbers(call) for call in fakes[1].calls) == [[4], [5]]
+    for call in [*fakes[0].calls, *fakes[1].calls]:
+        (number,) = numbers(call)
+        assert call["request_config"]["seed"] == SeedContext(1, 2, number, 0).seed_of(0)
+
+
+@pytest.mark.parametrize("status", [SWIFTS, None], ids=["with our plugin", "without"])
+def test_greedy_calls_to_ms_swift_share_a_post(fakes: list[FakeRolloutServer], status: dict[str, Any] | None) -> None:
+    """It answers one post after the other, and a post of one request by its first worker alone."""
+    rounds = [RolloutRound(requests_(1, i), SeedContext(1, 2, i, 0)) for i in range(8)]
+    for fake in fakes:
+        fake.status = status
+    with backend_of(fakes) as backend:
+        backend.sync_weights(0)
+        got = {(a.round_idx, a.index): a.rollout.response_token_ids for a in backend.generate_window(rounds)}
+        calls = backend.last_report()["calls"]
+    assert got == {(i, 0): (i,) for i in range(8)}
+    assert [[numbers(post) for post in fake.calls] for fake in fakes] == [[[0, 1, 2, 3], [6, 7]], [[4, 5]]]
+    # A post has one seed, its first call's, and that is what the log says of all that it carried.
+    first_of = {i: first for post in ([0, 1, 2, 3], [4, 5], [6, 7]) for i in post for first in post[:1]}
+    for fake in fakes:
+        for post in fake.calls:
+            assert post["request_config"]["seed"] == SeedContext(1, 2, numbers(post)[0], 0).seed_of(0)
+    assert [(c["server"], c["post"], c["micro_step"], c["requests"], c["seed"]) for c in calls] == [
+        (int(i in (4, 5)), (0, 4, 6).index(first_of[i]), i, 1, SeedContext(1, 2, first_of[i], 0).seed_of(0))
+        for i in range(8)
+    ]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("status", [OURS, SWIFTS, None], ids=["ours", "with our plugin", "without"])
+def test_the_log_says_what_went_over_the_wire(
+    fakes: list[FakeRolloutServer], status: dict[str, Any] | None, temperature: float
+) -> None:
+    """Every post with its server, its requests and its seed, whatever travelled together."""
+    rounds = [RolloutRound(requests_(2, 2 * i), SeedContext(1, 2, i, 0)) for i in range(5)]
+    for fake in fakes:
+        fake.status = status
+    with backend_of(fakes, decoding__temperature=temperature) as backend:
+        backend.sync_weights(0)
+        assert len(list(backend.generate_window(rounds))) == 10
+        calls = backend.last_report()["calls"]
+    logged = {}
+    for call in calls:
+        first = 2 * call["micro_step"] + call["first"]
+        logged.setdefault((call["server"], call["post"], call["seed"]), []).extend(
+            range(first, first + call["requests"])
+        )
+    sent = [(s, post["request_config"]["seed"], numbers(post)) for s, fake in enumerate(fakes) for post in fake.calls]
+    assert sorted(sent) == sorted((server, seed, asked) for (server, _, seed), asked in logged.items())
+
+
+def test_evaluation_keeps_every_device_busy(fakes: list[FakeRolloutServer]) -> None:
+    """Two samples at a time, one device's worth, would leave the second server without a request for ever."""
+    records = [ImageRecord(str(i), numbered_image(i), 9, 9, (GTObject("x", "bbox_2d", (1, 2, 3, 4)),))
+               for i in range(9)]  # fmt: skip
+    dataset = RecordDataset(records, lambda record: requests_(1, int(record.sample_id))[0], "file")
+    with backend_of(fakes) as backend:
+        backend.sync_weights(0)
+        batch_size = backend.batch_size(2)
+        _, predictions = evaluate_dataset(dataset, backend, qwen_vocab(), batch_size=batch_size, seed=5)
+    assert [one.rollout.response_token_ids for one in predictions] == [(i,) for i in range(9)]
+    assert [[numbers(call) for call in fake.calls] for fake in fakes] == [[[0, 1, 2, 3], [6, 7]], [[4, 5], [8]]]
+    for fake in fakes:  # each sample has the seed of its place, whoever answers it
+        for call in fake.calls:
+            assert call["request_config"]["seed"] == DatasetSeeds(5, 0).seed_of(numbers(call)[0])
+
+
+@pytest.mark.parametrize(("ranks", "size"), [(1, 6), (2, 3), (4, 1)])
+def test_ranks_share_the_devices(
+    fakes: list[FakeRolloutServer], monkeypatch: pytest.MonkeyPatch, ranks: int, size: int
+) -> None:
+    with backend_of(fakes) as backend:
+        monkeypatch.setattr(distributed, "world_size", lambda: ranks)
+        assert backend.batch_size(2) == size
+
+
+def test_nothing_to_ask_touches_no_server(fakes: list[FakeRolloutServer]) -> None:
+    with backend_of(fakes) as backend:
+        asked = [len(fake.seen) for fake in fakes]
+        assert backend.generate([], SEEDS) == []
+        assert list(backend.generate_window([RolloutRound((), SEEDS)])) == []
+    assert [len(fake.seen) for fake in fakes] == asked
+
+
+def test_nothing_is_asked_of_servers_whose_weights_are_not_this_runs(fakes: list[FakeRolloutServer]) -> None:
+    with backend_of(fakes, PretendSync(RolloutError("the cable"))) as backend:
+        with pytest.raises(RolloutError, match="sync_weights"):
+            backend.generate(requests_(1), SEEDS)
+        with pytest.raises(RolloutError, match="the cable"):
+            backend.sync_weights(1)
+        with pytest.raises(RolloutError, match="sync_weights"):
+            backend.generate(requests_(1), SEEDS)
+    assert not fakes[0].calls
+
+
+def failing_first(times: int, code: int) -> Any:
+    left = [times]
+
+    def infer(body: dict[str, Any]) -> tuple[int, Any]:
+        left[0] -= 1
+        return (code, {"detail": "engine hiccup"}) if left[0] >= 0 else answers(body)
+
+    return infer
+
+
+@pytest.mark.parametrize(
+    ("times", "code", "status", "retries", "error"),
+    [
+        (1, 500, {}, 1, None),  # passes, is said and counted
+        (2, 500, {}, 1, "engine hiccup"),
+        (1, 400, {}, 0, "engine hiccup"),  # refused for good
+        (1, 500, None, 1, "cannot tell which weights it has"),  # ms-swift's own: it may have been restarted
+    ],
+)
+def test_retries(
+    times: int, code: int, status: dict[str, Any] | None, retries: int, error: str | None,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(vllm_server, "RETRY_WAIT_S", 0.01)
+    with FakeRolloutServer(1, status) as fake:
+        fake.infer = failing_first(times, code)
+        with backend_of([fake]) as backend:
+            backend.sync_weights(0)
+            if error is None:
+                assert len(backend.generate(requests_(2), SEEDS)) == 2
+            else:
+                with pytest.raises(ServerRefused, match=error):
+                    backend.generate(requests_(2), SEEDS)
+            assert backend.take_metrics()["rollout/server_retries_total"] == retries
+            assert backend.take_metrics()["rollout/server_retries_total"] == 0
+    assert sum("retry 1 of 1" in record.getMessage() for record in caplog.records) == retries
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_too_few_or_too_many_answers_are_refused(count: int, fakes: list[FakeRolloutServer]) -> None:
+    fakes[0].infer = lambda body: (200, answers(body)[1] * 3 if count == 3 else answers(body)[1][:1])
+    with backend_of(fakes) as backend:
+        backend.sync_weights(0)
+        with pytest.raises(ServerRefused, match="answers to 4 requests"):
+            backend.generate(requests_(6), SEEDS)
+
+
+def test_a_wedged_server_is_given_up_after_infer_timeout_s(fakes: list[FakeRolloutServer]) -> None:
+    with backend_of(fakes, vllm__server__infer_timeout_s=0.5) as backend:
+        backend.sync_weights(0)
+        fakes[1].wedged.set()
+        started = time.monotonic()
+        with pytest.raises(ServerTimeout, match=fakes[1].url):
+            backend.generate(requests_(6), SEEDS)
+        assert time.monotonic() - started < 20
+
+
+def test_without_a_timeout_a_server_without_any_sign_of_life_is_given_up(
+    fakes: list[FakeRolloutServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """infer_timeout_s: null sets no deadline for answers; a dead machine must still end the wait."""
+    monkeypatch.setattr(vllm_server, "WATCH_S", 0.1)
+    fakes[0].status = {"server": "coordexp serve", "workers": []}  # this one is heard while it decodes
+    with backend_of(fakes) as backend:
+        backend.sync_weights(0)
+        fakes[0].wedged.set()
+        started = time.monotonic()
+        with pytest.raises(ServerTimeout, match="gave no sign of life"):
+            backend.generate(requests_(6), SEEDS)
+        assert time.monotonic() - started < 30
+
+
+def test_a_server_that_is_mute_while_it_decodes_is_waited_for(
+    fakes: list[FakeRolloutServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """infer_timeout_s: null means no timeout, and of ms-swift's silence nothing follows."""
+    asked: list[str] = []
+    monkeypatch.setattr(ServerClient, "engine_still_s", lambda self, timeout_s=None: asked.append(self.base_url) or 0.0)
+    with backend_of(fakes) as backend:
+        asked.clear()
+        backend._watch({0, 1})
+        assert asked == []
+    fakes[1].status = {"server": "coordexp serve", "workers": []}
+    with backend_of(fakes) as backend:
+        asked.clear()
+        backend._watch({0, 1})
+        assert asked == [fakes[1].url]
+
+
+def test_a_server_that_answers_call_after_call_is_alive_however_long_the_window_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A busy server may miss many a question after its health: its answers show that it lives."""
+    now = [0.0]
+
+    def slow_posts(posts: Sequence[Post], _: Any, ask: Any, watch: Any, __: float) -> Iterator[tuple[Post, Any]]:
+        for post in posts:
+            for _ in range(2):
+                watch({post.server})
+                now[0] += 0.4  # timeout_s is 1
+            yield post, ask(post)
+
+    def silent(self: ServerClient, timeout_s: float | None = None) -> float:
+        raise ServerTimeout("no answer")
+
+    with FakeRolloutServer(1, status={"server": "coordexp serve", "workers": []}) as fake:
+        fake.infer = answers
+        with backend_of([fake]) as backend:
+            backend.sync_weights(0)
+            monkeypatch.setattr(ServerClient, "engine_still_s", silent)
+            monkeypatch.setattr(vllm_server, "in_flight", slow_posts)
+            monkeypatch.setattr(vllm_server, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep))
+            assert len(backend.generate(requests_(8), SEEDS)) == 8
+    assert len(fake.calls) == 4
+
+
+@pytest.mark.parametrize("failure", [RolloutError("the cable"), RuntimeError("CUDA out of memory")])
+def test_whatever_stops_a_push_stops_every_rank(
+    failure: Exception, fakes: list[FakeRolloutServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 pushes while the others wait for its outcome."""
+    told: list[tuple[str, Exception | None]] = []
+    tell = distributed.raise_first_failure
+    monkeypatch.setattr(
+        distributed, "raise_first_failure", lambda what, where: (told.append((where, what)), tell(what, where))
+    )
+    with backend_of(fakes, PretendSync(failure)) as backend, pytest.raises(type(failure), match=str(failure)):
+        backend.sync_weights(1)
+    assert told == [("before the weight push", None), ("weight push", failure)]
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:{}", "http://127.0.0.1:{}/prefix"])
+def test_where_no_server_is_the_start_fails_with_the_alternatives(url: str) -> None:
+    started = time.monotonic()
+    with pytest.raises(ServerUnreachable, match=r"vllm\.mode: colocate or rollout_matching\.rollout_backend: hf"):
+        check_servers(section([url.format(free_ports(1)[0])]), 1)
+    assert time.monotonic() - started < 20
+
+
+def test_something_else_that_listens_there_is_no_server(fakes: list[FakeRolloutServer]) -> None:
+    fakes[0].world_size = 0
+    with pytest.raises(ServerRefused, match="no positive world_size"):
+        check_servers(section([fakes[0].url]), 1)
+
+
+def test_more_ranks_than_devices_can_answer_fail_at_the_start(fakes: list[FakeRolloutServer]) -> None:
+    check_servers(section([fake.url for fake in fakes]), 6)
+    with pytest.raises(ConfigError, match="decode_batch_size 2 on 3 rollout devices allows 6"):
+        check_servers(section([fake.url for fake in fakes]), 7)
+
+
+def test_a_guard_that_nobody_can_vouch_for_fails_at_the_start(fakes: list[FakeRolloutServer]) -> None:
+    with pytest.raises(RolloutError, match="no /status/ to say whether it guards"):
+        check_servers(section([fakes[0].url], repeat_terminate={"enabled": True}), 1)
+
+
+def test_closing_twice_is_safe(fakes: list[FakeRolloutServer]) -> None:
+    sync = PretendSync()
+    with backend_of(fakes, sync) as backend:
+        backend.close()
+    assert sync.closed

@@ -1,0 +1,221 @@
+"""The HTTP client against a real, small HTTP server that answers as it is told: every failure has a name and a cure."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from coordexp.engine.client import ServerClient, api_key_from_environment
+from coordexp.errors import ConfigError, RolloutError, ServerRefused, ServerTimeout, ServerUnreachable
+from support.ports import free_ports
+from support.settings import client_to
+
+TOKEN = "not-to-be-shown"
+Reply = tuple[int, bytes]
+
+
+class FakeServer:
+    """Answers each endpoint by a function; keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.replies: dict[str, Callable[[], Reply]] = {}
+        self.asked: list[tuple[str, str, Any, dict[str, str]]] = []
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                size = int(self.headers.get("Content-Length", 0))
+                body = json.loads(self.rfile.read(size)) if size else None
+                fake.asked.append((self.command, self.path, body, dict(self.headers)))
+                status, content = fake.replies[self.path]()
+                if status == 0:  # hang up without a word
+                    self.close_connection = True
+                    return
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                with suppress(BrokenPipeError):  # some clients hang up first: that is what is tested
+                    self.wfile.write(content)
+
+            do_POST = do_GET
+
+            def log_message(self, format: str, *args: Any) -> None: ...
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def answer(self, path: str, status: int, content: Any) -> None:
+        raw = content if isinstance(content, bytes) else json.dumps(content).encode()
+        self.replies[path] = lambda: (status, raw)
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeServer]:
+    server = FakeServer()
+    yield server
+    server.close()
+
+
+def client_of(fake: FakeServer, **keys: Any) -> ServerClient:
+    return client_to(fake.url + "/", 1234, **{"timeout_s": 2.0, "api_key": TOKEN, **keys})
+
+
+CALL = {"infer_requests": [{"messages": []}, {"messages": []}], "request_config": {"seed": 3}}
+
+
+def test_a_call_sends_the_payload_and_the_token(fake: FakeServer) -> None:
+    fake.answer("/infer/", 200, [{"response": 1}, {"response": 2}])
+    assert client_of(fake).infer(CALL) == [{"response": 1}, {"response": 2}]
+    ((method, path, body, headers),) = fake.asked
+    assert (method, path, body) == ("POST", "/infer/", CALL)
+    assert headers["Authorization"] == f"Bearer {TOKEN}"
+
+
+def test_the_world_size_is_asked_for_once(fake: FakeServer) -> None:
+    fake.answer("/get_world_size/", 200, {"world_size": 3})
+    client = client_of(fake)
+    assert (client.world_size(), client.world_size(), len(fake.asked)) == (3, 3, 1)
+
+
+@pytest.mark.parametrize("reply", [{}, {"world_size": 0}, {"world_size": "3"}, {"world_size": True}, [3]])
+def test_a_world_size_that_is_none_is_refused(fake: FakeServer, reply: Any) -> None:
+    fake.answer("/get_world_size/", 200, reply)
+    with pytest.raises(ServerRefused, match="no positive world_size"):
+        client_of(fake).world_size()
+
+
+@pytest.mark.parametrize(
+    ("status", "content", "message"),
+    [
+        (500, {"error": "worker died"}, r"status 500.*worker died.*server's log"),
+        (401, b"", "api_key_env"),
+        (404, b"nothing here", "is this a rollout server"),
+        (307, b"", "status 307"),
+        (200, b"<html>", "not JSON.*<html>"),
+        (200, {"detail": "x"}, "a list of answers was due"),
+        (200, [{}], "1 answers to 2 requests"),
+        (200, [{}, None], "answer 1 is 'None'"),
+    ],
+    ids=["error", "token", "no endpoint", "redirect", "not json", "object", "too few", "no object"],
+)
+def test_replies_that_are_no_answers(fake: FakeServer, status: int, content: Any, message: str) -> None:
+    fake.answer("/infer/", status, content)
+    with pytest.raises(ServerRefused, match=f"(?s)POST {fake.url}/infer/.*{message}") as refused:
+        client_of(fake).infer(CALL)
+    assert TOKEN not in str(refused.value)
+
+
+def test_a_long_body_is_quoted_in_part(fake: FakeServer) -> None:
+    fake.answer("/infer/", 500, b"x" * 100_000)
+    with pytest.raises(ServerRefused) as refused:
+        client_of(fake).infer(CALL)
+    assert len(str(refused.value)) < 1000
+
+
+def test_nobody_listens() -> None:
+    (port,) = free_ports(1)
+    client = client_to(f"http://127.0.0.1:{port}", 1, timeout_s=2.0)
+    with pytest.raises(ServerUnreachable, match=r"coordexp serve.*mode: colocate.*rollout_backend: hf"):
+        client.infer(CALL)
+    started = time.monotonic()
+    with pytest.raises(RolloutError):
+        client.wait_until_healthy(1.0)
+    assert time.monotonic() - started < 5
+
+
+def test_a_connection_that_breaks(fake: FakeServer) -> None:
+    fake.replies["/infer/"] = lambda: (0, b"")
+    with pytest.raises(ServerUnreachable, match="the connection broke"):
+        client_of(fake).infer(CALL)
+
+
+@pytest.mark.parametrize("infer_timeout_s", [None, 0, -1.0], ids=str)
+def test_without_a_deadline_an_answer_may_take_longer_than_anything_else(
+    fake: FakeServer, infer_timeout_s: float | None
+) -> None:
+    def slowly() -> Reply:
+        time.sleep(1.0)
+        return 200, b"[{}, {}]"
+
+    fake.replies["/infer/"] = fake.replies["/health/"] = slowly
+    client = client_of(fake, timeout_s=0.3, infer_timeout_s=infer_timeout_s)
+    assert client.infer(CALL) == [{}, {}]
+    with pytest.raises(ServerTimeout, match=r"within 0\.3 s"):
+        client.health()
+
+
+def test_a_wedged_server_is_left_at_the_deadline(fake: FakeServer) -> None:
+    released = threading.Event()
+
+    def never() -> Reply:
+        released.wait(30)
+        return 200, b"[]"
+
+    fake.replies["/infer/"] = never
+    started = time.monotonic()
+    with pytest.raises(ServerTimeout, match=r"no answer within 0\.5 s.*infer_timeout_s"):
+        client_of(fake, infer_timeout_s=0.5).infer(CALL)
+    assert time.monotonic() - started < 10
+    released.set()
+
+
+def test_a_starting_server_is_waited_for(fake: FakeServer) -> None:
+    replies = iter([(503, b""), (503, b""), (200, b"ok")])
+    fake.replies["/health/"] = lambda: next(replies)
+    client_of(fake, timeout_s=10.0).wait_until_healthy()
+    assert len(fake.asked) == 3
+
+
+def test_a_refused_token_is_not_waited_out(fake: FakeServer) -> None:
+    fake.answer("/health/", 401, {})
+    with pytest.raises(ServerRefused, match="api_key_env"):
+        client_of(fake, timeout_s=60.0).wait_until_healthy()
+    assert len(fake.asked) == 1
+
+
+def test_a_server_without_a_status_has_none(fake: FakeServer) -> None:
+    fake.answer("/status/", 404, {"detail": "Not Found"})
+    assert client_of(fake).status() is None
+    fake.answer("/status/", 500, {})
+    with pytest.raises(ServerRefused):
+        client_of(fake).status()
+
+
+def test_proxies_of_the_environment_are_not_used(fake: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    fake.answer("/health/", 200, {})
+    client_of(fake).health()
+
+
+def test_the_token_is_in_no_log(fake: FakeServer, caplog: pytest.LogCaptureFixture) -> None:
+    fake.answer("/infer/", 500, {})
+    with caplog.at_level(logging.DEBUG), pytest.raises(ServerRefused):
+        client_of(fake).infer(CALL)
+    assert TOKEN not in caplog.text
+
+
+def test_the_token_comes_from_the_named_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert api_key_from_environment(None) is None
+    monkeypatch.delenv("SERVERS_TOKEN", raising=False)
+    with pytest.raises(ConfigError, match="SERVERS_TOKEN is not set"):
+        api_key_from_environment("SERVERS_TOKEN")
+    monkeypatch.setenv("SERVERS_TOKEN", f" {TOKEN}\n")
+    assert api_key_from_environment("SERVERS_TOKEN") == TOKEN
+    monkeypatch.setenv("SERVERS_TOKEN", "secret\x07value")
+    with pytest.raises(ConfigError, match="printable") as refused:
+        api_key_from_environment("SERVERS_TOKEN")
+    assert "secret" not in str(refused.value)

@@ -1,0 +1,358 @@
+"""A step's rollouts by servers, from the outside: what is open at once, what is logged, what a start refuses."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordexp import distributed
+from coordexp.config.rollout import RolloutMatchingConfig
+from coordexp.data.preparation import build_messages
+from coordexp.engine import fleet
+from coordexp.engine import server_backend as vllm_server
+from coordexp.engine.fleet import make_clients
+from coordexp.engine.server_backend import ServerBackend
+from coordexp.engine.sync import SyncReport
+from coordexp.errors import AlignmentError, ConfigError, MissingDependency, RolloutError
+from coordexp.matching import MatchingConfig
+from coordexp.recording.writer import RolloutLog
+from coordexp.records import RolloutRequest
+from coordexp.rollouts import RolloutRound, SeedContext
+from coordexp.rollouts.backend import decoding_options
+from coordexp.targets import TransportConfig
+from coordexp.training.build import check_run
+from coordexp.training.sources import RolloutSource
+from coordexp.weight_sync.policy import DrainedWeights
+from coordexp.weight_sync.stamp import WeightStamp
+from support.config_samples import set_key, stage2
+from support.fake_rollout_server import FakeRolloutServer
+from support.numbered_images import numbered_image
+from support.ports import free_ports
+from support.qwen_tokenizer import qwen_vocab
+from support.tiny_run import load_tiny, run_config, tiny_samples
+
+DECODE_BATCH_SIZE = 2
+WORLD_SIZES = (2, 1)  # so four and two sequences at most
+
+
+class PretendSync:
+    """No weights travel. The reasons say which pushes had to fall back."""
+
+    def __init__(self, *reasons: str | None) -> None:
+        self._reasons = iter(reasons)
+
+    def push(self, version: int) -> SyncReport:
+        return SyncReport(WeightStamp(version, "this"), "full", 100, 0.5, 3, fallback=next(self._reasons, None))
+
+    def close(self) -> None: ...
+
+
+class NoWeights:
+    collective = False
+
+
+def section(urls: Sequence[str], **keys: Any) -> RolloutMatchingConfig:
+    entries = [{"base_url": url, "group_port": 40000 + index} for index, url in enumerate(urls)]
+    config = stage2(
+        rollout_backend="vllm",
+        decode_batch_size=DECODE_BATCH_SIZE,
+        vllm={"mode": "server", "tensor_parallel_size": 1, "server": {"servers": entries, "timeout_s": 5.0}},
+    )
+    for key, value in keys.items():
+        config = set_key(config, "rollout_matching." + key.replace("__", "."), value)
+    return RolloutMatchingConfig.model_validate(config["rollout_matching"])
+
+
+def backend_of(fakes: Sequence[Any], sync: Any = None, vocab: Any = None, **keys: Any) -> ServerBackend:
+    config = section([fake.url for fake in fakes], **keys)
+    drained: Any = DrainedWeights(NoWeights())  # pyright: ignore[reportArgumentType]
+    pretend: Any = sync or PretendSync()
+    return ServerBackend(
+        make_clients(config), pretend, drained, config, vocab or qwen_vocab(), decoding_options(config)
+    )
+
+
+def requests_(count: int) -> tuple[RolloutRequest, ...]:
+    paths = [numbered_image(index) for index in range(count)]
+    return tuple(RolloutRequest(path.stem, path, build_messages(path, "p", None), (1, 2)) for path in paths)
+
+
+def answers(body: dict[str, Any]) -> tuple[int, Any]:
+    choice = {"message": {"content": ""}, "finish_reason": "length", "token_ids": [9]}
+    return 200, [{"response": {"choices": [choice], "prompt_token_ids": [1, 2]}} for _ in body["infer_requests"]]
+
+
+class Busy:
+    """How many sequences each server decodes at once. Nobody is answered until ``full`` of them are open together."""
+
+    def __init__(self, full: int) -> None:
+        self.most: Counter[int] = Counter()
+        self._open: Counter[int] = Counter()
+        self._full = full
+        self._was_full = threading.Event()
+        self._lock = threading.Lock()
+
+    def infer(self, server: int) -> Callable[[dict[str, Any]], tuple[int, Any]]:
+        def act(body: dict[str, Any]) -> tuple[int, Any]:
+            size = len(body["infer_requests"])
+            with self._lock:
+                self._open[server] += size
+                self.most[server] = max(self.most[server], self._open[server])
+                if self._open.total() >= self._full:
+                    self._was_full.set()
+            together = self._was_full.wait(20)
+            time.sleep(0.02)
+            with self._lock:
+                self._open[server] -= size
+            return answers(body) if together else (400, {"error": f"only {dict(self.most)} were open at once"})
+
+        return act
+
+
+@contextmanager
+def busy_servers(full: int) -> Iterator[tuple[list[FakeRolloutServer], Busy]]:
+    busy, ours = Busy(full), {"server": "coordexp serve", "workers": []}  # of ms-swift, calls may travel together
+    with FakeRolloutServer(WORLD_SIZES[0], ours) as first, FakeRolloutServer(WORLD_SIZES[1], ours) as second:
+        for index, fake in enumerate((first, second)):
+            fake.infer = busy.infer(index)
+        yield [first, second], busy
+
+
+def test_calls_of_all_micro_steps_are_open_together_up_to_the_caps_and_never_beyond() -> None:
+    """Twelve micro-steps of one sample each: six are open before anybody answers, never more at any server."""
+    rounds = [RolloutRound((request,), SeedContext(1, 2, i, 0)) for i, request in enumerate(requests_(12))]
+    with busy_servers(full=6) as (fakes, busy):
+        backend = backend_of(fakes)
+        backend.sync_weights(0)
+        assert {answer.round_idx for answer in backend.generate_window(rounds)} == set(range(12))
+        backend.close()
+    assert busy.most == {0: 4, 1: 2}
+
+
+def test_two_ranks_together_keep_every_device_within_decode_batch_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    with busy_servers(full=6) as (fakes, busy):
+        backends = []
+        for rank in range(2):
+            with monkeypatch.context() as patched:
+                patched.setattr(distributed, "world_size", lambda: 2)
+                patched.setattr(distributed, "rank", lambda rank=rank: rank)
+                backends.append(backend_of(fakes))
+        for backend in backends:
+            backend.sync_weights(0)
+        assert [backend.last_report()["caps"] for backend in backends] == [[3, 0], [1, 2]]
+        counts: list[int] = []
+        asking = [
+            threading.Thread(target=lambda b=b: counts.append(len(b.generate(requests_(9), SeedContext(1, 0, 0, 0)))))
+            for b in backends
+        ]
+        for thread in asking:
+            thread.start()
+        for thread in asking:
+            thread.join(60)
+        for backend in backends:
+            backend.close()
+    assert counts == [9, 9]
+    assert busy.most == {0: 4, 1: 2}
+
+
+def test_a_call_that_is_made_again_is_the_same_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sampling would otherwise depend on the network."""
+    monkeypatch.setattr(vllm_server, "RETRY_WAIT_S", 0.01)
+    with FakeRolloutServer(1, status={"workers": []}) as fake:
+        replies = iter([(500, {"error": "hiccup"})])
+        fake.infer = lambda body: next(replies, None) or answers(body)
+        backend = backend_of([fake], decoding__temperature=0.7)
+        backend.sync_weights(0)
+        backend.generate(requests_(2), SeedContext(3, 4, 5, 0))
+        backend.close()
+    first, second = fake.calls
+    assert first == second
+    assert first["request_config"]["seed"] == SeedContext(3, 4, 5, 0).seed_of(0)
+
+
+def test_a_fallback_is_in_the_log_from_its_step_on_and_counted_once(tmp_path: Path) -> None:
+    with FakeRolloutServer(1) as fake:
+        fake.infer = answers
+        backend = backend_of([fake], PretendSync(None, "RolloutError: the engine cannot adapt it"))
+        log = RolloutLog(tmp_path, 0)
+        counted = []
+        for step in range(3):
+            backend.sync_weights(step)
+            backend.generate(requests_(1), SeedContext(1, step, 0, 0))
+            log.write(step, backend.last_report())
+            counted.append(backend.take_metrics().get("rollout/sync_fallbacks_total", 0))
+        backend.close()
+    lines = [json.loads(line) for line in log.path.read_text().splitlines()]
+    event = "version 1: RolloutError: the engine cannot adapt it"
+    assert [line["fallbacks"] for line in lines] == [[], [event], [event]]
+    assert [line["sync"]["fallback"] is not None for line in lines] == [False, True, False]
+    assert counted == [0, 1, 0]
+
+
+@pytest.mark.parametrize("answered_by", [0, 1])
+def test_an_answer_carries_the_stamp_under_which_it_was_asked_for(answered_by: int) -> None:
+    """Not the newest one: the learner may have gone on to other weights since."""
+
+    def infer(body: dict[str, Any]) -> tuple[int, Any]:
+        status, items = answers(body)
+        told = {"weight_version": answered_by, "learner_id": "this"}
+        return status, [item | {"coordexp": told | {"uuid": str(place)}} for place, item in enumerate(items)]
+
+    ours = {"server": "coordexp serve", "workers": [], "engine_silent_s": 0.0}
+    with FakeRolloutServer(1, ours) as fake:
+        fake.infer = infer
+        backend = backend_of([fake])
+        backend.sync_weights(0)
+        window = backend.generate_window([RolloutRound(requests_(2), SeedContext(1, 0, 0, 0))])
+        backend.sync_weights(1)
+        if answered_by == 0:
+            assert {answer.rollout.weight_version for answer in window} == {0}
+        else:
+            with pytest.raises(RolloutError, match="weights of version 1 of learner this, not version 0"):
+                list(window)
+        backend.close()
+
+
+@pytest.mark.scenario("Server mode produces token ids suitable for strict alignment")
+@pytest.mark.parametrize("differs", [False, True], ids=["the same prompt", "another prompt"])
+def test_what_a_server_says_that_it_read_is_compared_with_the_learners_own(differs: bool) -> None:
+    loaded = load_tiny()
+    samples = tiny_samples(loaded, 3)
+    prompt_of = {str(sample.request.image): list(sample.request.prompt_token_ids) for sample in samples}
+    ended = [*loaded.vocab.encode("{}"), loaded.vocab.eos_id]
+
+    def infer(body: dict[str, Any]) -> tuple[int, Any]:
+        items = []
+        for request in body["infer_requests"]:
+            prompt = prompt_of[request["images"][0]]
+            choice = {"message": {"content": "{}"}, "finish_reason": "stop", "token_ids": ended}
+            read = [*prompt[:3], prompt[3] + 1, *prompt[4:]] if differs and prompt is last else prompt
+            items.append({"response": {"choices": [choice], "prompt_token_ids": read}})
+        return 200, items
+
+    last = prompt_of[str(samples[-1].request.image)]
+    with FakeRolloutServer(1) as fake:
+        fake.infer = infer
+        backend = backend_of([fake], vocab=loaded.vocab)
+        source = RolloutSource(
+            backend, loaded.vocab, MatchingConfig(), TransportConfig(), "desc_first", 3, "rollout/decode_greedy"
+        )
+        if differs:
+            with pytest.raises(AlignmentError, match=f"{samples[-1].record.sample_id}.*they part at token 3"):
+                source.segments([samples], 0, {})
+        else:
+            (segments,), _ = source.segments([samples], 0, {})
+            assert [segment.prompt_token_ids for segment in segments] == [s.request.prompt_token_ids for s in samples]
+        backend.close()
+
+
+def server_run(folder: Path, urls: Sequence[str], **keys: Any) -> Any:
+    """A run behind these servers whose model does not exist: whoever loads it first fails otherwise."""
+    entries = [{"base_url": url, "group_port": 40000 + index} for index, url in enumerate(urls)]
+    vllm = {"mode": "server", "tensor_parallel_size": 1, "server": {"servers": entries, "timeout_s": 1.0}}
+    run_keys = {"rollout_matching__rollout_backend": "vllm", "rollout_matching__vllm": vllm, "model__model": "/nowhere"}
+    return run_config(folder, 2, **run_keys | keys)
+
+
+@contextmanager
+def listening(reply: bytes | None) -> Iterator[str]:
+    """Accepts every connection; says ``reply`` and hangs up, or nothing at all."""
+    ended = threading.Event()
+
+    def serve(listener: socket.socket) -> None:
+        held = []
+        while not ended.is_set():
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            held.append(connection)
+            if reply is not None:
+                connection.recv(1 << 16)
+                connection.sendall(reply)
+                connection.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve, args=(listener,), daemon=True).start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        ended.set()
+
+
+@contextmanager
+def nobody() -> Iterator[str]:
+    yield f"http://127.0.0.1:{free_ports(1)[0]}"
+
+
+WRONG_ADDRESSES = [
+    (nobody, "no rollout server accepts connections there.*start it", "nobody listens"),
+    (lambda: listening(None), "no answer within", "it accepts, and never answers"),
+    (lambda: listening(b"SSH-2.0-OpenSSH_9.2\r\n"), "the connection broke", "another protocol"),
+    (
+        lambda: listening(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n"),
+        "status 404.*is this a rollout server",
+        "another web server",
+    ),
+]
+
+
+@pytest.mark.scenario("Invalid server configuration fails fast")
+@pytest.mark.parametrize(
+    ("address", "message"), [case[:2] for case in WRONG_ADDRESSES], ids=[case[2] for case in WRONG_ADDRESSES]
+)
+def test_a_run_that_finds_no_server_ends_within_its_deadline_before_anything_loads(
+    address: Any, message: str, tmp_path: Path
+) -> None:
+    with FakeRolloutServer(1) as good, address() as url:
+        began = time.monotonic()
+        with pytest.raises(RolloutError, match=message) as refused:
+            check_run(server_run(tmp_path, [good.url, url]))
+        assert time.monotonic() - began < 20
+        assert url in str(refused.value)
+        # The way back is one key.
+        with pytest.raises(Exception, match="/nowhere"):
+            check_run(server_run(tmp_path, [good.url, url], rollout_matching__rollout_backend="hf"))
+
+
+@pytest.mark.parametrize(
+    ("learner_gpu", "has_vllm", "error", "message"),
+    [
+        (None, True, ConfigError, "weights are on GPUs and this learner has none"),
+        ("GPU-1", False, MissingDependency, "NCCL binding, which the learner needs too; pip install"),
+        ("GPU-0", True, ConfigError, r"on the same GPU \(GPU-0\).*launch\.server_devices.*mode: colocate"),
+        ("GPU-1", True, None, ""),
+    ],
+    ids=["no GPU", "no vLLM", "one GPU for both", "a GPU each"],
+)
+def test_a_learner_that_could_not_push_is_refused_before_anything_loads(
+    learner_gpu: str | None, has_vllm: bool, error: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: learner_gpu is not None)
+    monkeypatch.setattr(fleet.importlib.util, "find_spec", lambda name: object() if has_vllm else None)
+    monkeypatch.setattr(fleet, "own_device_uuid", lambda: learner_gpu)
+    worker = {"device": "cuda:0", "device_uuid": "GPU-0", "repeat_terminate": {"active": False, "config": None}}
+    with FakeRolloutServer(1, {"server": "coordexp serve", "workers": [worker]}) as fake:
+        if error is None:
+            fleet.check_servers(section([fake.url]), 1)
+        else:
+            with pytest.raises(error, match=message):
+                fleet.check_servers(section([fake.url]), 1)
+
+
+@pytest.mark.scenario("vLLM server mode fails fast when cap is infeasible")
+def test_four_ranks_on_two_devices_are_refused_when_training_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with FakeRolloutServer(1) as first, FakeRolloutServer(1) as second, pytest.raises(ConfigError) as refused:
+        check_run(server_run(tmp_path, [first.url, second.url], rollout_matching__decode_batch_size=1))
+    for cure in ("increase the rollout servers' world size", "reduce the learner's world size", "decode_batch_size"):
+        assert cure in str(refused.value)

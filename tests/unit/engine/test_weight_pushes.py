@@ -1,0 +1,242 @@
+"""The learner's side of a push to servers without an engine: each way in which weights could silently be wrong."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from coordexp.config.vllm import SyncConfig
+from coordexp.engine.sync import WeightSync
+from coordexp.errors import CoordExpError, RolloutError
+from coordexp.rollouts.backend import AdapterWeights
+from coordexp.weight_sync import buckets
+from support.fake_push_server import FakePushServer
+from support.fused_model import SHAPES, FakeWeights
+
+Start = Callable[..., FakePushServer]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    servers: list[FakePushServer] = []
+
+    def start_one(**keys: Any) -> FakePushServer:
+        servers.append(FakePushServer(**keys))
+        return servers[-1]
+
+    yield start_one
+    for server in servers:
+        server.close()
+
+
+@contextmanager
+def syncing(servers: list[FakePushServer], source: Any, **keys: Any) -> Iterator[WeightSync]:
+    sync = WeightSync(
+        [server.client() for server in servers], source, SyncConfig(**{"bucket_mb": 1, "timeout_s": 15.0, **keys})
+    )
+    try:
+        yield sync
+    finally:
+        sync.close()
+
+
+@pytest.mark.parametrize("kind", [{}, {"swift": True}, {"plain": True}], ids=["ours", "swift and plugin", "swift"])
+def test_every_kind_of_server_gets_the_weights(start: Start, kind: dict[str, bool]) -> None:
+    server, source = start(**kind), FakeWeights()
+    with syncing([server], source) as sync:
+        for version in (3, 4):
+            source.step(version)
+            report = sync.push(version)
+            assert server.holds(source)
+            assert (report.stamp.version, report.num_tensors) == (version, len(SHAPES))
+            assert (report.checksum is not None) is (version == 3 and "plain" not in kind)
+    assert ("/reset_prefix_cache/" in server.asked) is ("plain" in kind)  # the others do it with the commit
+
+
+@pytest.mark.parametrize("kind", [{}, {"swift": True}], ids=["ours", "swift and plugin"])
+def test_large_weights_arrive_in_place_once_loading_has_shown_where(
+    start: Start, kind: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buckets, "LONE_PIECE_BYTES", 25)  # k, v, norm and the bias travel together
+    server, source = start(**kind), FakeWeights()
+    in_place = []
+    with syncing([server], source, checksum_every=1) as sync:
+        for version in (1, 2, 3):
+            source.step(version)
+            sync.push(version)
+            assert server.holds(source)
+            in_place.append(server.receiver.report()["num_in_place"])
+        norm = server.model.get_submodule("language.model.layer.norm")
+        norm.weight = torch.nn.Parameter(torch.zeros(3))  # an engine that lays its weights out anew
+        sync.push(4)
+        assert server.holds(source)
+        in_place.append(server.receiver.report()["num_in_place"])
+    assert in_place == [0, len(SHAPES) - 4, len(SHAPES) - 4, 0]
+
+
+def test_a_server_that_cannot_be_checked_is_said_to_be_so(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), syncing([start(plain=True)], FakeWeights()) as sync:
+        sync.push(1)
+    assert "cannot be checked" in caplog.text
+
+
+def test_several_servers_get_one_push(start: Start) -> None:
+    servers, source = [start(), start(), start(swift=True)], FakeWeights()
+    with syncing(servers, source) as sync:
+        sync.push(1)
+    assert all(server.holds(source) for server in servers)
+    assert source.given == len(SHAPES)  # read once, not once per server
+
+
+def test_weights_arrive_in_the_engines_number_type(start: Start) -> None:
+    server, source = start(dtype="bfloat16"), FakeWeights()
+    with syncing([server], source) as sync:
+        report = sync.push(1)
+    assert server.holds(source, torch.bfloat16)
+    assert report.bytes == sum(2 * value.numel() for value in source.values.values())
+
+
+def test_servers_of_different_types_are_refused(start: Start) -> None:
+    with (
+        syncing([start(), start(dtype="bfloat16")], FakeWeights()) as sync,
+        pytest.raises(RolloutError, match=r"different types.*vllm\.dtype"),
+    ):
+        sync.push(1)
+
+
+def test_one_failing_server_fails_the_push_and_the_next_one_repairs_it(start: Start) -> None:
+    good, bad = start(), start()
+    source = FakeWeights()
+
+    with syncing([good, bad], source) as sync:
+        bad._reply = _with_error(bad, "/update_flattened_params/", "no room for the bucket")  # type: ignore[method-assign]
+        with pytest.raises(RolloutError, match="no room for the bucket"):
+            sync.push(1)
+        bad._reply = type(bad)._reply.__get__(bad)  # type: ignore[method-assign]
+        source.step(2)
+        sync.push(2)
+    assert good.holds(source) and bad.holds(source)
+
+
+def _with_error(server: FakePushServer, endpoint: str, message: str) -> Callable[[str, Any], tuple[int, Any]]:
+    usual = type(server)._reply.__get__(server)
+    return lambda path, body: (500, {"error": message}) if path == endpoint else usual(path, body)
+
+
+@pytest.mark.parametrize("kind", [{}, {"swift": True}], ids=["ours", "swift and plugin"])
+def test_a_missing_weight_is_named_also_by_a_server_that_swallows_errors(start: Start, kind: dict[str, bool]) -> None:
+    source = FakeWeights()
+    del source.values["model.language.layer.v_proj.weight"]
+    with syncing([start(**kind)], source) as sync, pytest.raises(RolloutError, match=r"qkv_proj\.weight \(v_proj\)"):
+        sync.push(1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weight_version": 7}, "it holds version 7 of learner .* after version 1 of learner .* was pushed"),
+        ({"learner_id": "theirs"}, "it holds version 1 of learner theirs after version 1 of learner"),
+        ({"failure": "ValueError: x"}, "ValueError: x"),
+        ({"checksum": "0" * 32}, "the checksum of its weights is 0000"),
+    ],
+    ids=["version", "learner", "failure", "checksum"],
+)
+def test_what_a_worker_reports_is_compared(start: Start, change: dict[str, Any], message: str) -> None:
+    server = start()
+    server.interfere["/process_weights_after_loading/"] = lambda reply: {"reports": [{**reply["reports"][0], **change}]}
+    with syncing([server], FakeWeights()) as sync, pytest.raises(RolloutError, match=message):
+        sync.push(1)
+
+
+@pytest.mark.parametrize("kind", [{}, {"swift": True}], ids=["ours", "swift and plugin"])
+def test_two_learners_on_one_server_are_noticed(start: Start, kind: dict[str, bool]) -> None:
+    server, one, other = start(**kind), FakeWeights(), FakeWeights()
+    other.step(5)
+    with syncing([server], one) as first, syncing([server], other) as second:
+        first.push(40)
+        second.push(40)  # a learner that starts takes over what it finds
+        assert server.holds(other)
+        with pytest.raises(RolloutError, match=f"learner {second._learner_id} has pushed .* since this one"):
+            first.push(41)
+        assert server.holds(other), "and nothing was sent"
+        second.push(41)
+        assert server.receiver.report()["learner_id"] == second._learner_id
+
+
+def test_a_push_has_a_deadline(start: Start) -> None:
+    server = start()
+
+    def slowly(reply: Any) -> Any:
+        time.sleep(3)
+        return reply
+
+    server.interfere["/update_flattened_params/"] = slowly
+    begun = time.monotonic()
+    with syncing([server], FakeWeights(), timeout_s=1.0) as sync, pytest.raises(RolloutError):
+        sync.push(1)
+    assert time.monotonic() - begun < 20
+
+
+def test_a_rank_without_servers_reads_to_the_end(start: Start) -> None:
+    source = FakeWeights()
+    report = WeightSync([], source, SyncConfig()).push(1)
+    assert source.given == len(SHAPES) and report.checksum is None
+
+
+@pytest.mark.parametrize(
+    ("adapter", "reason"),
+    [
+        (None, "trains no adapter"),
+        (AdapterWeights({"r": 4}, (("a", torch.zeros(2)),), outside_llm=True), "vision tower"),
+        (AdapterWeights({"r": 4}, (("a", torch.zeros(2)),)), "update_adapter_flattened_param"),
+    ],
+    ids=["none", "outside", "refused by the server"],
+)
+def test_any_failure_of_the_adapter_path_means_full_pushes_for_good(
+    start: Start, caplog: pytest.LogCaptureFixture, adapter: AdapterWeights | None, reason: str
+) -> None:
+    server, source = start(), FakeWeights(adapter)
+    server._reply = _with_error(server, "/update_adapter_flattened_param/", "started without adapters")  # type: ignore[method-assign]
+    with syncing([server], source, mode="adapter") as sync:
+        with caplog.at_level(logging.WARNING):
+            first = sync.push(1)
+        assert first.mode == "full" and first.fallback is not None and reason in first.fallback
+        assert "pushes are full from here on" in caplog.text
+        source.step(2)
+        second = sync.push(2)
+        assert (second.mode, second.fallback, sync.mode) == ("full", None, "full")
+        assert server.holds(source)
+    strict = WeightSync([server.client()], source, SyncConfig(mode="adapter", fallback_to_full=False, timeout_s=15.0))
+    with pytest.raises(RolloutError, match=r"sync\.fallback_to_full: true"):
+        strict.push(3)
+    strict.close()
+
+
+class Broken(FakeWeights):
+    """Its adapter cannot be read."""
+
+    def __init__(self, failure: Exception) -> None:
+        super().__init__()
+        self.failure = failure
+
+    def adapter(self) -> AdapterWeights | None:
+        raise self.failure
+
+
+@pytest.mark.parametrize("failure", [RuntimeError, ValueError, TypeError, KeyError, OSError, CoordExpError])
+def test_whatever_an_adapter_push_raises_full_weights_take_over(start: Start, failure: type[Exception]) -> None:
+    server, source = start(), Broken(failure("no adapter file"))
+    with syncing([server], source, mode="adapter") as sync:
+        done = sync.push(1)
+        assert done.mode == "full" and done.fallback is not None and "no adapter file" in done.fallback
+        assert server.holds(source)
+    strict = WeightSync([server.client()], source, SyncConfig(mode="adapter", fallback_to_full=False, timeout_s=15.0))
+    with pytest.raises(RolloutError, match=f"{failure.__name__}.*fallback_to_full: true"):
+        strict.push(2)
+    strict.close()
