@@ -1,10 +1,14 @@
-"""Would a test notice? Makes each change of ``mutations.yaml``, one at a time, and runs the tests of its module.
+"""Check that the tests notice each change of ``mutations.yaml``: apply one at a time and run the tests of its module.
 
-    python tests/mutants/run.py [--only parsing] [--json FILE] [--timeout 300]
+    python tests/mutants/run.py [--only parsing] [--json FILE] [--timeout 300] [--list-stale]
 
-Changes are made in a copy of ``src``. Libraries are imported once; each change gets a forked process, which has read
-nothing of this project yet. ``--json`` is written after every change, and a run that finds it goes on where it stands:
-delete it to begin anew. The exit code is 1 while a change survives that no reason calls equivalent.
+Changes are applied to a copy of ``src``. Libraries are imported once; each change gets a forked process that has not
+imported this project. ``--json`` is written after every change. A later run keeps each verdict of it whose source file
+and tests are still the same, so a run can be stopped and continued.
+
+Verdicts: ``killed`` (a test failed), ``survived`` (no test failed), ``equivalent`` (the list gives the reason why no
+test can fail), ``stale`` (the text is not exactly once in the file, or a test file is missing), ``unsound`` (the tests
+fail without the change too). The exit code is 1 if any change survived, is stale or is unsound.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import hashlib
 import importlib
 import json
 import os
@@ -31,7 +36,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 LIST = Path(__file__).with_name("mutations.yaml")
-# What the tests import besides this project: to be read once, not for every change.
+# Libraries that the tests import, imported once for all changes.
 LIBRARIES = (
     "pytest", "hypothesis", "numpy", "scipy.optimize", "pycocotools.mask", "PIL.Image", "yaml", "pydantic",
     "rich.console", "torch", "torchvision", "sympy", "accelerate", "peft", "transformers.trainer",
@@ -40,14 +45,17 @@ LIBRARIES = (
     "transformers.models.qwen3_vl.processing_qwen3_vl", "transformers.models.qwen2.tokenization_qwen2",
     "transformers.models.qwen2_vl.image_processing_qwen2_vl", "fastapi", "uvicorn", "httpx", "binpacking",
 )  # fmt: skip
+ASSETS = ("configs", "checkpoints")  # coordexp.assets looks for them next to src
 POLL_S = 0.05
-# What looks for garbage behind the tests costs more than most of them.
+# pytest's collection of garbage after the tests takes longer than most of them.
 PYTEST_ARGS = ("-x", "-q", "-p", "no:cacheprovider", "-p", "no:unraisableexception", "--hypothesis-seed=0")
+GOOD = ("killed", "equivalent")
+VERDICTS = (*GOOD, "survived", "stale", "unsound")
 
 
 @dataclass(frozen=True, slots=True)
 class Mutation:
-    """``old`` in ``file`` becomes ``new``; ``tests`` have to notice, unless ``equivalent`` says why none can."""
+    """``old`` in ``file`` becomes ``new``; ``tests`` must fail, unless ``equivalent`` gives the reason why none can."""
 
     file: str
     old: str
@@ -59,9 +67,25 @@ class Mutation:
     def name(self) -> str:
         return f"{self.file}: {self.old} -> {self.new}"
 
+    def stale(self) -> str | None:
+        """Why the change cannot be applied to the present tree, or None."""
+        if missing := [test for test in self.tests if not (ROOT / test).is_file()]:
+            return f"no file {', '.join(missing)}"
+        path = ROOT / self.file
+        if not path.is_file():
+            return "no such file"
+        count = path.read_text(encoding="utf-8").count(self.old)
+        return None if count == 1 else f"the text is there {count} times"
+
+    def fingerprint(self) -> str:
+        """Hash of the source file and of the tests: a verdict holds while they are the same."""
+        digest = hashlib.sha256()
+        for path in (self.file, *self.tests):
+            digest.update((ROOT / path).read_bytes())
+        return digest.hexdigest()[:16]
+
 
 def read_mutations(path: Path = LIST) -> list[Mutation]:
-    """The committed list, in its order."""
     return [
         Mutation(group["file"], one["old"], one["new"], tuple(group["tests"]), one.get("equivalent", ""))
         for group in yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -71,48 +95,61 @@ def read_mutations(path: Path = LIST) -> list[Mutation]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("--only", default="", help="only changes of files whose path holds this text")
-    flags.add_argument("--json", type=Path, default=None, help="where the verdicts are kept")
+    flags.add_argument("--only", default="", help="only changes of files whose path contains this text")
+    flags.add_argument("--json", type=Path, default=None, help="file of the verdicts, read and written")
     flags.add_argument(
         "--timeout", type=float, default=300.0, help="seconds after which a change counts as killed [300]"
     )
+    flags.add_argument("--list-stale", action="store_true", help="list stale entries, run no test")
     options = flags.parse_args(argv)
-    mutations = [one for one in read_mutations() if options.only in one.file]
-    known = _known(options.json)
-    sound: set[tuple[str, ...]] = set()
+    listed = read_mutations()
+    mutations = [one for one in listed if options.only in one.file]
+    stale = {one.name: why for one in mutations if (why := one.stale()) is not None}
+    for name, why in stale.items():
+        print(f"stale: {name} ({why})", flush=True)
+    if options.list_stale:
+        print(f"{len(stale)} of {len(mutations)} entries of {LIST.name} are stale")
+        return int(bool(stale))
+    verdicts = _kept_verdicts(options.json, listed)
+    sound: dict[tuple[str, ...], bool] = {}
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         source = Path(folder) / "src"
         shutil.copytree(ROOT / "src", source, ignore=shutil.ignore_patterns("__pycache__"))
+        for name in ASSETS:
+            (Path(folder) / name).symlink_to(ROOT / name)
         _prepare(Path(folder))
-        verdicts: dict[str, str] = {}
         for number, one in enumerate(mutations, start=1):
             started = time.monotonic()
-            verdict = "equivalent" if one.equivalent else known.get(one.name)
-            if verdict is None:
-                _demand_sound(one.tests, sound, options.timeout)
-                verdict = _try(one, source, options.timeout)
+            if one.name in stale:
+                verdict = "stale"
+            elif one.equivalent:
+                verdict = "equivalent"
+            else:
+                verdict = verdicts.get(one.name) or _try(one, source, options.timeout, sound)
             verdicts[one.name] = verdict
-            print(
-                f"{number:3}/{len(mutations)} {verdict:10} {time.monotonic() - started:5.1f} s  {one.name}", flush=True
-            )
+            seconds = time.monotonic() - started
+            print(f"{number:3}/{len(mutations)} {verdict:10} {seconds:5.1f} s  {one.name}", flush=True)
             if options.json is not None:
-                _write(options.json, mutations, {**known, **verdicts})
-    counts = Counter(verdicts.values())
-    print(", ".join(f"{counts[verdict]} {verdict}" for verdict in ("killed", "survived", "equivalent")))
-    return int(counts["survived"] > 0)
+                _write(options.json, listed, verdicts)
+    for one in mutations:
+        if verdicts[one.name] not in GOOD:
+            print(f"{verdicts[one.name]}: {one.name}")
+    counts = Counter(verdicts[one.name] for one in mutations)
+    print(", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS))
+    return int(any(counts[verdict] for verdict in VERDICTS if verdict not in GOOD))
 
 
 def _prepare(folder: Path) -> None:
-    """What every forked process inherits."""
+    """Set up what every forked process inherits."""
     for name in LIBRARIES:
         importlib.import_module(name)
     from hypothesis import Phase, settings
 
-    # The first counterexample is enough: making it small would take minutes.
+    # The first counterexample is enough: shrinking it would take minutes.
     settings.register_profile("mutants", phases=(Phase.explicit, Phase.reuse, Phase.generate), deadline=None)
     settings.load_profile("mutants")
     for name in [name for name in sys.modules if name.split(".")[0] == "coordexp"]:
-        del sys.modules[name]  # torchvision without CUDA asks this project for help
+        del sys.modules[name]  # torchvision without CUDA imports a part of this project
     sys.dont_write_bytecode = True  # two changes of one file within a second would share their bytecode
     os.environ |= {
         "PYTHONPATH": str(folder / "src"),
@@ -122,17 +159,14 @@ def _prepare(folder: Path) -> None:
     }
     sys.path.insert(0, str(folder / "src"))
     os.chdir(ROOT)
-    gc.freeze()  # the libraries' objects are not searched again in every process
+    gc.freeze()  # keep the garbage collector of each process off the libraries' objects
 
 
-def _demand_sound(tests: tuple[str, ...], sound: set[tuple[str, ...]], timeout_s: float) -> None:
-    """Tests that fail without a change too would call every change killed."""
-    if tests not in sound and not _tests_pass(tests, timeout_s):
-        raise SystemExit(f"{' '.join(tests)}: these fail as the code is; make them pass first")
-    sound.add(tests)
-
-
-def _try(one: Mutation, source: Path, timeout_s: float) -> str:
+def _try(one: Mutation, source: Path, timeout_s: float, sound: dict[tuple[str, ...], bool]) -> str:
+    if one.tests not in sound:  # tests that fail anyway would count every change as killed
+        sound[one.tests] = _tests_pass(one.tests, timeout_s)
+    if not sound[one.tests]:
+        return "unsound"
     with _changed(source / Path(one.file).relative_to("src"), one.old, one.new):
         return "survived" if _tests_pass(one.tests, timeout_s) else "killed"
 
@@ -140,8 +174,6 @@ def _try(one: Mutation, source: Path, timeout_s: float) -> str:
 @contextlib.contextmanager
 def _changed(path: Path, old: str, new: str) -> Iterator[None]:
     text = path.read_text(encoding="utf-8")
-    if text.count(old) != 1:
-        raise SystemExit(f"{path}: {old!r} stands there {text.count(old)} times; correct {LIST.name}")
     path.write_text(text.replace(old, new), encoding="utf-8")
     try:
         yield
@@ -152,7 +184,7 @@ def _changed(path: Path, old: str, new: str) -> Iterator[None]:
 def _tests_pass(tests: Sequence[str], timeout_s: float) -> bool:
     child = os.fork()
     if child == 0:
-        os.setsid()  # what its tests start is ended with it
+        os.setsid()  # so that processes started by the tests end with it
         quiet = os.open(os.devnull, os.O_RDWR)
         for descriptor in (0, 1, 2):
             os.dup2(quiet, descriptor)
@@ -173,31 +205,35 @@ def _tests_pass(tests: Sequence[str], timeout_s: float) -> bool:
     return False
 
 
-def _known(path: Path | None) -> dict[str, str]:
+def _kept_verdicts(path: Path | None, listed: Sequence[Mutation]) -> dict[str, str]:
+    """Changes that an earlier run killed and whose source and tests are still the same."""
     if path is None or not path.exists():
         return {}
     rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["mutations"]
-    return {
-        f"{row['file']}: {row['old']} -> {row['new']}": row["verdict"] for row in rows if row["verdict"] == "killed"
+    killed = {
+        (f"{row['file']}: {row['old']} -> {row['new']}", row.get("fingerprint"))
+        for row in rows
+        if row["verdict"] == "killed"
     }
+    return {one.name: "killed" for one in listed if not one.stale() and (one.name, one.fingerprint()) in killed}
 
 
 def _write(path: Path, mutations: Sequence[Mutation], verdicts: dict[str, str]) -> None:
     rows = [
         {"file": one.file, "old": one.old, "new": one.new, "verdict": verdicts[one.name]}
         | ({"why": one.equivalent} if one.equivalent else {})
+        | ({"fingerprint": one.fingerprint()} if verdicts[one.name] == "killed" else {})
         for one in mutations
         if one.name in verdicts
     ]
     counts = Counter(row["verdict"] for row in rows)
-    by_file = {file: dict(Counter(row["verdict"] for row in rows if row["file"] == file)) for file in _files(mutations)}
+    files = dict.fromkeys(one.file for one in mutations)
+    by_file = {file: dict(Counter(row["verdict"] for row in rows if row["file"] == file)) for file in files}
     document = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "counts": counts, "by_file": by_file}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**document, "mutations": rows}, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _files(mutations: Sequence[Mutation]) -> list[str]:
-    return list(dict.fromkeys(one.file for one in mutations))
+    fresh = path.with_suffix(".new")  # replaced at once, so that a run killed here loses nothing
+    fresh.write_text(json.dumps({**document, "mutations": rows}, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    fresh.replace(path)
 
 
 if __name__ == "__main__":
