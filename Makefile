@@ -64,7 +64,7 @@ check: setup
 	$(BIN)/pyright
 	$(BIN)/python -m pytest -q tests/unit/test_import_layers.py
 
-# Whether tests would notice: each change of tests/mutants/mutations.yaml in a copy of src. Half an hour to an hour, on demand.
+# Whether tests notice each change of tests/mutants/mutations.yaml, in a copy of src. About an hour; stop it and start it again as you like.
 MUTANTS_ARGS ?= --json outputs/mutants.json
 mutants: setup
 	$(BIN)/python tests/mutants/run.py $(MUTANTS_ARGS)

@@ -40,8 +40,3 @@ def test_with_a_repository_pictures_come_from_it_raw_and_pages_as_pages(long_des
         assert (mark, text) == (mark_before, text_before)
         assert target == f"https://example.org/coordexp/{'raw' if mark else 'blob'}/HEAD/{before}"
         assert (ROOT / before).exists(), before
-
-
-def test_links_that_lead_elsewhere_stay(long_description) -> None:
-    text = "[a](https://example.org/a) and [b](#below)"
-    assert long_description(text, None) == long_description(text, "https://example.org/x") == text
