@@ -28,6 +28,13 @@ class ModelConfig(StrictModel):
     )
 
 
+DEFAULT_PROMPT = (
+    "Detect every object in the image. Answer with one JSON object that maps object_1, object_2, … to "
+    '{"desc": …, "bbox_2d": [x1, y1, x2, y2]} or {"desc": …, "poly": [x, y, …]}, '
+    "ordered from top to bottom, with coordinate tokens from <|coord_0|> to <|coord_999|>."
+)
+
+
 class TemplateConfig(StrictModel):
     """The text around the image."""
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from coordexp.data.images import image_exists, open_rgb, read_header, shape_problem, size_problem
 from coordexp.data.jsonl import numbered_lines
+from coordexp.data.polygons import shape_area
 from coordexp.data.record_line import LineFault, RefusedLine, parse_line
-from coordexp.data.rings import shape_area
 from coordexp.data.seen_images import SeenImage, SeenImages
 from coordexp.data.shards import image_bytes
 from coordexp.errors import DataError

@@ -3,8 +3,6 @@
 The converters write their rule into each line of a dataset (``metadata.prepared``), training writes it into the
 checkpoint (:data:`PREPARATION`, beside the processor's files), and whoever asks the checkpoint about an image applies
 it. Coordinates are thousandths of a side, so an answer holds for the original as it does for the resized copy.
-
-And the chat messages that ask for an image's objects.
 """
 
 from __future__ import annotations
@@ -27,24 +25,6 @@ from coordexp.data.images import (
 )
 from coordexp.errors import CheckpointError, DataError
 from coordexp.records import ImageRecord
-
-DEFAULT_PROMPT = (
-    "Detect every object in the image. Answer with one JSON object that maps object_1, object_2, … to "
-    '{"desc": …, "bbox_2d": [x1, y1, x2, y2]} or {"desc": …, "poly": [x, y, …]}, '
-    "ordered from top to bottom, with coordinate tokens from <|coord_0|> to <|coord_999|>."
-)
-
-
-def build_messages(image: Path, prompt: str | None, system: str | None) -> tuple[dict[str, Any], ...]:
-    """Messages up to and including the user's turn; the chat template adds the assistant's header."""
-    user = {
-        "role": "user",
-        "content": [{"type": "image", "image": str(image)}, {"type": "text", "text": prompt or DEFAULT_PROMPT}],
-    }
-    if system is None:
-        return (user,)
-    return ({"role": "system", "content": [{"type": "text", "text": system}]}, user)
-
 
 PREPARATION = "image_preparation.json"
 IN_METADATA = PREPARED

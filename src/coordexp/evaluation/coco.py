@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from coordexp.data.rings import shape_area
+from coordexp.data.polygons import shape_area
 from coordexp.errors import DataError
 from coordexp.evaluation.answers import Detection, ImageAnswer
 from coordexp.evaluation.average_precision import AREAS, THRESHOLDS_T, ClassCurve, class_curves

@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from xml.etree import ElementTree
 
-from coordexp.data.rings import shape_area
+from coordexp.data.polygons import shape_area
 from coordexp.errors import DataError
 from coordexp.evaluation.answers import Detection, ImageAnswer, OriginalImage
 from coordexp.geometry import pixel_box, pixel_ring

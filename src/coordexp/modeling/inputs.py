@@ -18,9 +18,9 @@ from PIL import Image
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
 
 from coordexp.checkpoints.folder import base_checkpoint
+from coordexp.config.model import DEFAULT_PROMPT
 from coordexp.coords import serialize_objects
 from coordexp.data.images import open_rgb, shape_problem, smart_resize
-from coordexp.data.preparation import build_messages
 from coordexp.errors import AlignmentError, DataError
 from coordexp.modeling.attention import Segments, row_arguments
 from coordexp.modeling.load import load_processor, load_vocab, read_config
@@ -84,6 +84,17 @@ def image_arguments(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 RopeIndex = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+def build_messages(image: Path, prompt: str | None, system: str | None) -> tuple[dict[str, Any], ...]:
+    """Messages up to and including the user's turn; the chat template adds the assistant's header."""
+    user = {
+        "role": "user",
+        "content": [{"type": "image", "image": str(image)}, {"type": "text", "text": prompt or DEFAULT_PROMPT}],
+    }
+    if system is None:
+        return (user,)
+    return ({"role": "system", "content": [{"type": "text", "text": system}]}, user)
 
 
 class PromptEncoder:

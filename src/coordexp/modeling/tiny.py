@@ -19,8 +19,8 @@ from transformers import (
     set_seed,
 )
 
+from coordexp.config.model import DEFAULT_PROMPT
 from coordexp.coords import COORD_TOKENS, TURN_END, serialize_objects
-from coordexp.data.preparation import DEFAULT_PROMPT
 from coordexp.data.scenes import COLOURS, SHAPES
 from coordexp.modeling.expand_vocab import smooth_coord_rows
 from coordexp.records import GTObject

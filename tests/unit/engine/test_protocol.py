@@ -11,9 +11,9 @@ import pytest
 from PIL import Image
 
 from coordexp.coords import TURN_END, CoordVocab
-from coordexp.data.preparation import build_messages
 from coordexp.engine.protocol import infer_payload, read_answer
 from coordexp.errors import RolloutError
+from coordexp.modeling.inputs import build_messages
 from coordexp.records import RolloutRequest
 from coordexp.weight_sync.stamp import WeightStamp
 from support.qwen_tokenizer import qwen_vocab

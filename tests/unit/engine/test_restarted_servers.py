@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from coordexp.config.vllm import SyncConfig
-from coordexp.data.preparation import build_messages
 from coordexp.engine.protocol import infer_payload
 from coordexp.engine.sync import WeightSync
 from coordexp.errors import RolloutError
+from coordexp.modeling.inputs import build_messages
 from coordexp.records import RolloutRequest
 from coordexp.weight_sync.receiver import WeightReceiver
 from support.fake_push_server import FakePushServer

@@ -15,7 +15,6 @@ import pytest
 from coordexp import distributed
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.data.dataset import RecordDataset
-from coordexp.data.preparation import build_messages
 from coordexp.engine import server_backend as vllm_server
 from coordexp.engine.client import ServerClient
 from coordexp.engine.fleet import check_servers, make_clients
@@ -23,6 +22,7 @@ from coordexp.engine.server_backend import ServerBackend
 from coordexp.engine.sync import SyncReport
 from coordexp.errors import ConfigError, RolloutError, ServerRefused, ServerTimeout, ServerUnreachable
 from coordexp.evaluation.predict import evaluate_dataset
+from coordexp.modeling.inputs import build_messages
 from coordexp.records import GTObject, ImageRecord, RolloutRequest
 from coordexp.rollouts import DatasetSeeds, RolloutRound, SeedContext
 from coordexp.rollouts.backend import decoding_options

@@ -16,7 +16,6 @@ import pytest
 
 from coordexp import distributed
 from coordexp.config.rollout import RolloutMatchingConfig
-from coordexp.data.preparation import build_messages
 from coordexp.engine import fleet
 from coordexp.engine import server_backend as vllm_server
 from coordexp.engine.fleet import make_clients
@@ -24,6 +23,7 @@ from coordexp.engine.server_backend import ServerBackend
 from coordexp.engine.sync import SyncReport
 from coordexp.errors import AlignmentError, ConfigError, MissingDependency, RolloutError
 from coordexp.matching import MatchingConfig
+from coordexp.modeling.inputs import build_messages
 from coordexp.recording.writer import RolloutLog
 from coordexp.records import RolloutRequest
 from coordexp.rollouts import RolloutRound, SeedContext

@@ -23,7 +23,7 @@ from coordexp.data.convert.sources import (
     unsafe_file_name,
     with_slashes,
 )
-from coordexp.data.rings import shape_area
+from coordexp.data.polygons import shape_area
 from coordexp.errors import DataError
 from coordexp.files import read_json
 

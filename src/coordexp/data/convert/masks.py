@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from coordexp.data.rings import signed_ring_area
+from coordexp.data.polygons import signed_ring_area
 
 _SIGNED, _MORE, _LOW = 0x10, 0x20, 0x1F  # of a character of a compressed count, from which 48 is taken first
 _LARGEST = 1 << 28  # pixels

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from coordexp.data.convert.report import ConversionReport, LeftOut, Note, SkipReason
 from coordexp.data.convert.sources import SourceObject
+from coordexp.data.polygons import canonical_ring, shape_area
 from coordexp.data.record_line import clean_desc
-from coordexp.data.rings import canonical_ring, shape_area
 from coordexp.geometry import mask_iou, to_bin
 from coordexp.records import GTObject
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordexp.data.rings import canonical_ring, shape_area, signed_ring_area
+from coordexp.data.polygons import canonical_ring, shape_area, signed_ring_area
 
 POINTS = st.lists(st.tuples(st.integers(0, 999), st.integers(0, 999)), min_size=3, max_size=9)
 
