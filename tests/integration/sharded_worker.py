@@ -13,11 +13,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from coordexp.modeling.adapter import load_adapter, save_adapter
+from coordexp.modeling.coord_offset import output_head
 from coordexp.modeling.inputs import row_inputs
-from coordexp.modeling.load import LoadedModel
+from coordexp.modeling.load import LoadedModel, load_model
 from coordexp.modeling.weights import LearnerWeights
 from support.tiny_run import gt_segments, row_of, tiny_checkpoint
-from support.tuned_models import lora, tuned
+from support.tuned_models import lora, tuned, untied_checkpoint
 
 
 def scored(model: Any, loaded: LoadedModel, which: slice) -> torch.Tensor:
@@ -49,11 +50,38 @@ def reference_gradients() -> dict[str, torch.Tensor]:
     return gradients(loaded.model)
 
 
+def head_gradients(rows: Any) -> dict[str, torch.Tensor]:
+    """Of a model with a head of its own, by a loss that multiplies by the head's weight. ``rows``: one rank's, or None
+    for the mean over both in one process without sharding."""
+    loaded = load_model(untied_checkpoint())
+    if rows is not None:  # as accelerate does it: the head is a unit of its own
+        for layer in [*loaded.model.model.language_model.layers, loaded.model.lm_head]:
+            fully_shard(layer)
+        fully_shard(loaded.model)
+    for part in ROWS if rows is None else (rows,):
+        inputs = row_inputs(
+            row_of(gt_segments(loaded, 4)[part]),
+            loaded.model.model.get_rope_index,
+            loaded.image_token_id,
+            "packed",
+            torch.float32,
+        )
+
+        def loss(model: Any, inputs: Any = inputs) -> torch.Tensor:
+            hidden_H = model.model(**inputs, use_cache=False)[0]
+            return (hidden_H @ output_head(model).weight_VH.T).logsumexp(-1).sum()
+
+        (loaded.model(forward_fn=loss) / (1 if rows is not None else 2)).backward()
+    return gradients(loaded.model)
+
+
 ROWS = (slice(0, 1), slice(1, 4))
 
 
 def main(folder: Path) -> None:
-    tiny_checkpoint()  # each process its own, before transformers sees a group and lets its first rank alone write
+    # each process its own, before transformers sees a group and lets its first rank alone write
+    tiny_checkpoint()
+    untied_checkpoint()
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     seen: dict[str, Any] = {}
@@ -87,6 +115,9 @@ def main(folder: Path) -> None:
     )
     scored(loaded.model, loaded, ROWS[rank]).backward()
     seen["fsdp gradients"] = close(gradients(loaded.model), expected)
+
+    whole = head_gradients(None)
+    seen["fsdp untied head"] = "lm_head.weight" in whole and close(head_gradients(ROWS[rank]), whole)
 
     state = {n: p.full_tensor() for n, p in loaded.model.named_parameters()}  # type: ignore[attr-defined]
     if rank == 0:

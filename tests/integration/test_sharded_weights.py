@@ -16,6 +16,7 @@ CLAIMS = [
     ("fsdp adapter", "an adapter push carries whole tensors"),
     ("shards untouched", "reading them changes no shard"),
     ("fsdp gradients", "the offset's hooks see gathered parameters, and its gradient is reduced"),
+    ("fsdp untied head", "the loss reads the weight of a head that is a unit of its own, and its gradient is reduced"),
 ]
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.distributed.fsdp import FSDPModule
 
 from coordexp.checkpoints.folder import OFFSET
 
@@ -36,8 +37,12 @@ class OutputHead:
 
 
 def output_head(model: Any) -> OutputHead:
-    """The head of a bare Qwen3-VL model."""
+    """The head of a bare Qwen3-VL model. Call it inside the model's forward, where FSDP has gathered the weights."""
     head = model.get_output_embeddings()
+    # FSDP2 shards an untied head as a unit of its own, gathered by the head's forward, which is never called when the
+    # loss multiplies by the weight itself. The backward pass shards it again.
+    if isinstance(head, FSDPModule):
+        head.unshard()
     return OutputHead(head.weight, getattr(head, OFFSET, None))
 
 
