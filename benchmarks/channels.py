@@ -94,8 +94,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def measure(case: Case, model: Path, folder: Path, options: Any) -> dict[str, float]:
     """Medians of a case's steps."""
-    from coordexp.assets import asset
     from coordexp.config import load_config
+    from coordexp.data.files import asset
     from coordexp.data.scenes import DENSE, write_scenes
 
     if case.needs == "vllm":

@@ -21,7 +21,7 @@ from reporting import machine, parser, positive, print_machine, write_json
 from rich.console import Console
 from rich.table import Table
 
-from coordexp.assets import asset
+from coordexp.data.files import asset
 from coordexp.data.jsonl import read_jsonl
 from coordexp.data.scenes import SPARSE, write_scenes
 from coordexp.evaluation.answers import Detection, ImageAnswer, write_answers

@@ -140,7 +140,7 @@ def write_data(folder: Path, count: int) -> None:
 
 def start() -> Path:
     """The checkpoint that all of them train: the demo's, whose answers end."""
-    from coordexp.assets import asset
+    from coordexp.data.files import asset
 
     return asset("checkpoints/demo-stage1")
 
@@ -196,8 +196,8 @@ def run_contender(options: argparse.Namespace) -> None:
 
 def ours(options: argparse.Namespace, output: Path, group: int) -> list[tuple[float, float]]:
     """Stage 1 or 2 by CoordExp, as its demo trains, without coordinate losses in stage 1, which peers do not have."""
-    from coordexp.assets import asset
     from coordexp.config import load_config
+    from coordexp.data.files import asset
     from coordexp.training.build import run_training
 
     stage_2 = output.name.endswith("stage2")

@@ -23,7 +23,7 @@ from rollout_server import TIMEOUT_S, server_entry, serving
 from step import checkpoint_or_tiny, dense_run, timed_steps
 
 from coordexp.config import RunConfig
-from coordexp.extras import require
+from coordexp.errors import require
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -89,7 +89,7 @@ def summarise(steps: Sequence[dict[str, float]], batch: int) -> dict[str, Any]:
 
 def checkpoint_or_tiny(named: Path | None, folder: Path) -> tuple[Path, str]:
     """The checkpoint to train, and what to call it."""
-    from coordexp.assets import asset
+    from coordexp.data.files import asset
     from coordexp.errors import CheckpointError
     from coordexp.modeling.tiny import build_tiny_checkpoint
 
@@ -107,8 +107,8 @@ def dense_run(
 ) -> RunConfig:
     """The demo's stage 2 on generated dense scenes, for ``steps`` steps of ``options.batch`` samples each; ``over``:
     further keys of the configuration."""
-    from coordexp.assets import asset
     from coordexp.config import load_config
+    from coordexp.data.files import asset
     from coordexp.data.scenes import DENSE, write_scenes
 
     return load_config(

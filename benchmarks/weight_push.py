@@ -33,7 +33,7 @@ from rollout_server import TIMEOUT_S, server_entry, serving
 from coordexp.config.vllm import SyncConfig
 from coordexp.engine.client import ServerClient
 from coordexp.engine.sync import WeightSync
-from coordexp.extras import require
+from coordexp.errors import require
 from coordexp.modeling.load import load_model
 from coordexp.modeling.tiny import TinySpec, build_tiny_checkpoint
 from coordexp.modeling.weights import LearnerWeights

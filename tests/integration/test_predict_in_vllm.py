@@ -18,8 +18,8 @@ import pytest
 from PIL import Image
 
 from coordexp import Detector
-from coordexp.assets import asset
 from coordexp.cli import main
+from coordexp.data.files import asset
 from coordexp.data.scenes import SPARSE, write_scenes
 from coordexp.evaluation import ImageAnswer, read_answers
 from support.cli_runs import run_cli, write_run

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from coordexp.assets import asset
 from coordexp.data import read_jsonl
+from coordexp.data.files import asset
 from coordexp.data.scenes import SPARSE, write_scenes
 from coordexp.evaluation import read_answers
 from support.cli_runs import run_cli, small_checkpoint, write_run

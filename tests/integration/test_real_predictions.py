@@ -10,7 +10,7 @@ import pytest
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
-from coordexp.assets import asset
+from coordexp.data.files import asset
 from coordexp.data.scenes import SPARSE, write_scenes
 from support.cli_runs import run_cli, write_run
 

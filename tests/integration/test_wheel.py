@@ -44,7 +44,8 @@ def run(installed: Path, cwd: Path, code: str) -> str:
 
 def test_assets_come_from_the_wheel(installed: Path, tmp_path: Path):
     code = (
-        "from coordexp.assets import asset; print(asset('configs/demo/stage2.yaml'), asset('checkpoints/demo-stage1'))"
+        "from coordexp.data.files import asset\n"
+        "print(asset('configs/demo/stage2.yaml'), asset('checkpoints/demo-stage1'))"
     )
     for path in run(installed, tmp_path, code).split():
         assert Path(path).is_relative_to(installed / "coordexp" / "_assets")
@@ -61,7 +62,7 @@ def test_editors_find_the_schema_that_the_wheels_configurations_name(installed: 
 
 def test_the_demo_runs_from_the_wheel(installed: Path, tmp_path: Path):
     code = (
-        "from pathlib import Path; from rich.console import Console; from coordexp.demo import DemoSize, run_demo\n"
+        "from pathlib import Path; from rich.console import Console; from coordexp.cli.demo import DemoSize, run_demo\n"
         "run_demo(Path('out'), Console(), DemoSize(train_scenes=16, val_scenes=2, max_steps=1, pictures=1))"
     )
     assert "rollout matching" in run(installed, tmp_path, code)

@@ -45,7 +45,7 @@ LIBRARIES = (
     "transformers.models.qwen3_vl.processing_qwen3_vl", "transformers.models.qwen2.tokenization_qwen2",
     "transformers.models.qwen2_vl.image_processing_qwen2_vl", "fastapi", "uvicorn", "httpx", "binpacking",
 )  # fmt: skip
-ASSETS = ("configs", "checkpoints")  # coordexp.assets looks for them next to src
+ASSETS = ("configs", "checkpoints")  # coordexp.data.files looks for them next to src
 POLL_S = 0.05
 # pytest's collection of garbage after the tests takes longer than most of them.
 PYTEST_ARGS = ("-x", "-q", "-p", "no:cacheprovider", "-p", "no:unraisableexception", "--hypothesis-seed=0")

@@ -17,17 +17,16 @@ LAYERS: dict[str, int] = {
     name: number
     for number, names in {
         0: "records errors",  # of layer 1, and what the rest of it may use
-        1: "extras settings background distributed cpu_wheels assets files progress_bar",
+        1: "settings background distributed cpu_wheels",
         2: "config geometry coords",
         3: "data parsing matching packing rollouts checkpoints",
-        4: "targets weight_sync first_run rollouts.learner",
+        4: "targets weight_sync rollouts.learner",
         5: "modeling objective metrics",
         6: "evaluation",
         7: "engine recording",
         8: "serving viewer",
         9: "training",
         10: "inference",
-        11: "demo",
         12: "cli",
         13: "__main__",
     }.items()
@@ -42,8 +41,8 @@ PLUGIN_MAY_IMPORT = (
 
 HEAVY = ("torch", "transformers", "vllm", "torchvision", "accelerate", "peft", "swift")
 TORCH_FREE = [
-    *("records", "errors", "extras", "settings", "background", "distributed", "cpu_wheels", "files"),
-    *("config", "geometry", "coords", "checkpoints.describe", "first_run", "parsing", "matching", "packing", "metrics"),
+    *("records", "errors", "settings", "background", "distributed", "cpu_wheels", "data.files"),
+    *("config", "geometry", "coords", "checkpoints.describe", "cli.init", "parsing", "matching", "packing", "metrics"),
     *(
         "rollouts",
         "rollouts.chunking",

@@ -22,10 +22,12 @@ def open_console(stderr: bool = False) -> Console:
 
     Text is printed as it is; style is given by ``rich.text.Text``.
     """
-    from coordexp import distributed
-    from coordexp.progress_bar import literal_console
+    from rich.console import Console
 
-    return literal_console(stderr=stderr, quiet=not distributed.is_main())
+    from coordexp import distributed
+
+    # A class may be called "[red] car", a file "p [a0] :smile:.jpg".
+    return Console(stderr=stderr, quiet=not distributed.is_main(), markup=False, emoji=False, highlight=False)
 
 
 def no_bars_in_log_files() -> None:
@@ -38,9 +40,9 @@ def no_bars_in_log_files() -> None:
 
 def counting(description: str) -> AbstractContextManager[Callable[[int, int], None]]:
     """How far work on images is, on stderr; gives the callback that moves it."""
-    from coordexp.progress_bar import literal_console, reporting
+    from coordexp.data.progress_bar import reporting
 
-    return reporting(literal_console(stderr=True), description)
+    return reporting(open_console(stderr=True), description)
 
 
 def refuse_filled(folder: Path) -> None:

@@ -168,9 +168,9 @@ def _augmented_run(path: Path) -> RunConfig:
 
 def _draw_sheet(check: DatasetCheck, model: Path | None, sheet: Path, count: int, run: RunConfig | None) -> None:
     """Also compares every record with what comes back, which is what the picture is for."""
-    from coordexp.assets import asset
     from coordexp.cli.console import vocabulary_of
     from coordexp.data.check import Finding
+    from coordexp.data.files import asset
     from coordexp.evaluation.sheets import draw_contact_sheet, round_trip
 
     vocab = vocabulary_of(asset("checkpoints/demo-stage1") if model is None else model)

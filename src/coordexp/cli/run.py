@@ -63,7 +63,7 @@ def demo(
     ),
 ) -> None:
     """Teach a small detector by rollout matching on this machine's CPU, and show what it learned."""
-    from coordexp.demo import run_demo
+    from coordexp.cli.demo import run_demo
 
     run_demo(output, open_console())
 
@@ -89,9 +89,9 @@ def init(
     check_checkpoint(model)
     import shutil
 
+    from coordexp.cli.init import first_configuration, look_at
     from coordexp.config import load_config
-    from coordexp.files import write_atomically
-    from coordexp.first_run import first_configuration, look_at
+    from coordexp.data.files import write_atomically
 
     at_hand = look_at(data, model, val)
     on_cpu = shutil.which("nvidia-smi") is None if cpu is None else cpu

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from coordexp import distributed
+from coordexp.data.files import write_atomically
 from coordexp.errors import DataError
-from coordexp.files import write_atomically
 
 logger = logging.getLogger("coordexp")
 

@@ -29,12 +29,12 @@ from typing import Any
 
 from coordexp.data.arrow_records import ArrowRecords
 from coordexp.data.cache_folder import VARIABLE, SharedWork, cache_folder
+from coordexp.data.files import write_atomically
 from coordexp.data.jsonl import check_source, image_problems, raise_together, read_jsonl
 from coordexp.data.line_validation import Unkeepable, end_of_lines, validate_lines
 from coordexp.data.record_line import LineFault, RefusedLine
 from coordexp.data.seen_images import check_states
 from coordexp.errors import DataError
-from coordexp.files import write_atomically
 from coordexp.records import ImageRecord
 
 logger = logging.getLogger("coordexp")
@@ -205,7 +205,7 @@ class _Kept:
 @contextmanager
 def _telling(description: str) -> Iterator[Callable[[int, int], None]]:
     """On stderr, where it takes more than a moment."""
-    from coordexp.progress_bar import literal_console, reporting  # a start that reads what is kept needs no bar
+    from coordexp.data.progress_bar import literal_console, reporting  # a start that reads what is kept needs no bar
 
     with reporting(literal_console(stderr=True), description, "%", after_s=_SHOWN_AFTER_S) as tell:
         yield lambda done, total: tell(100 * done // max(1, total), 100)

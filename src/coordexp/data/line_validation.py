@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from coordexp.data.arrow_records import BatchBuilder, record_schema
+from coordexp.data.files import whole_binary_file
 from coordexp.data.quick_lines import quick_line
 from coordexp.data.record_line import LineFault, RefusedLine, parse_line
 from coordexp.errors import DataError
-from coordexp.files import whole_binary_file
 
 if TYPE_CHECKING:
     import pyarrow as pa

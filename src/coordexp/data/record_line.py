@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from coordexp.coords import COORD_TOKENS
+from coordexp.data.files import whole_file
 from coordexp.errors import DataError
-from coordexp.files import whole_file
 from coordexp.records import GEOMETRY_KINDS, NUM_BINS, GeometryKind, GTObject, ImageRecord
 
 _REQUIRED_FIELDS = ("images", "width", "height", "objects")

@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING
 
 from coordexp.data.cache_folder import cache_folder
 from coordexp.data.file_states import BYTES_AND_TIME, file_states
+from coordexp.data.files import whole_binary_file
 from coordexp.data.images import shape_problem
 from coordexp.data.jpeg_size import plain_jpeg_size
 from coordexp.data.jsonl import image_problem, real_size
 from coordexp.data.line_validation import Progress, in_processes, spread, usable_cores
 from coordexp.data.shards import image_stat
 from coordexp.errors import DataError
-from coordexp.files import whole_binary_file
 
 if TYPE_CHECKING:
     import numpy as np

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from coordexp.data.cache_folder import cache_folder
+from coordexp.data.files import whole_binary_file
 from coordexp.data.record_line import line_of, write_jsonl
 from coordexp.errors import DataError
-from coordexp.files import whole_binary_file
 from coordexp.records import ImageRecord
 
 if TYPE_CHECKING:

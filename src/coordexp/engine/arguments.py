@@ -11,8 +11,7 @@ from coordexp import distributed
 from coordexp.config.rollout import RepeatTerminateConfig
 from coordexp.config.vllm import VLLMConfig
 from coordexp.engine.guard_activation import GUARD_PROCESSOR, activation_environment, check_guard
-from coordexp.errors import RolloutError
-from coordexp.extras import require
+from coordexp.errors import RolloutError, require
 
 # By name: importing them would import vLLM.
 EXTENSION = "coordexp.engine.worker.WeightSyncExtension"

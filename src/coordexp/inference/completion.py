@@ -13,6 +13,7 @@ from coordexp import distributed
 from coordexp.config import RunConfig, load_config
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.config.strict import default_of
+from coordexp.data.files import write_atomically
 from coordexp.data.jsonl import read_jsonl
 from coordexp.data.record_line import write_jsonl
 from coordexp.errors import ConfigError
@@ -25,7 +26,6 @@ from coordexp.evaluation.completion import (
     most_likely_missed,
 )
 from coordexp.evaluation.sheets import draw_contact_sheet
-from coordexp.files import write_atomically
 from coordexp.inference.asking import BATCH_SIZE, Asking, asking_config
 
 

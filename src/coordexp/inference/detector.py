@@ -16,11 +16,10 @@ from PIL import Image, ImageDraw, ImageOps
 from coordexp.config import resolved_rollout
 from coordexp.data.image_sources import find_images
 from coordexp.data.images import open_rgb
-from coordexp.errors import DataError
+from coordexp.errors import DataError, require
 from coordexp.evaluation.answers import Detection, ImageAnswer, make_answer
 from coordexp.evaluation.coco import to_results
 from coordexp.evaluation.drawing import draw_detections
-from coordexp.extras import require
 from coordexp.geometry import pixel_box, pixel_ring
 from coordexp.inference.asking import BATCH_SIZE, SEED, Asking, Backend, asking_config, check_classes
 from coordexp.records import ImageRecord

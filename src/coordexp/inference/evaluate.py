@@ -14,13 +14,13 @@ from coordexp.config import RunConfig, resolved_rollout
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.data.dataset import RecordDataset
 from coordexp.data.kept_records import check_images, open_records
+from coordexp.data.progress_bar import reporting
 from coordexp.errors import ConfigError
 from coordexp.evaluation import EvaluationOptions, ImageAnswer, Prediction, Summary, summarise
 from coordexp.evaluation.answers import AS_WRITTEN, Renaming
 from coordexp.evaluation.predict import ON_COUNTS_ALONE, evaluate_dataset, gather_answers
 from coordexp.evaluation.summary import METRICS, write_summary
 from coordexp.inference.session import checked_model, open_session
-from coordexp.progress_bar import reporting
 from coordexp.records import ImageRecord
 from coordexp.rollouts import check_backend
 

@@ -15,8 +15,10 @@ from coordexp.checkpoints.folder import checkpoint_fingerprint
 from coordexp.config import RunConfig, resolved_rollout
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.data.dataset import RecordDataset
+from coordexp.data.files import append_line, whole_file, write_atomically
 from coordexp.data.image_sources import FoundImages, find_images
 from coordexp.data.preparation import ImagePreparation, read_preparation
+from coordexp.data.progress_bar import reporting
 from coordexp.errors import DataError
 from coordexp.evaluation import Prediction, read_answers
 from coordexp.evaluation.answers import PREDICTIONS, ImageAnswer, from_line, make_answer, to_line
@@ -24,9 +26,7 @@ from coordexp.evaluation.drawing import save_drawings
 from coordexp.evaluation.predict import Scorer, counted_from, predict, share_out
 from coordexp.evaluation.scores import ConfidenceScorer
 from coordexp.evaluation.summary import write_coco
-from coordexp.files import append_line, whole_file, write_atomically
 from coordexp.inference.session import InferenceSession, checked_model, open_session
-from coordexp.progress_bar import reporting
 from coordexp.records import ImageRecord
 from coordexp.rollouts import DatasetSeeds, check_backend
 

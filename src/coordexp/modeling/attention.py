@@ -26,8 +26,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from coordexp.errors import ConfigError
-from coordexp.extras import require
+from coordexp.errors import ConfigError, require
 
 Attention = Literal["packed", "flex", "varlen", "flash", "sdpa"]
 _KEY = "model.attn_implementation"

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from coordexp.errors import CarryBufferOverflow, SegmentTooLong
-from coordexp.extras import require
+from coordexp.errors import CarryBufferOverflow, SegmentTooLong, require
 from coordexp.records import Segment
 
 # Cells of the exact search's table, one byte or two each: 512 segments at 64k tokens.

@@ -28,7 +28,7 @@ from pydantic_core import PydanticSerializationError
 from coordexp import distributed
 from coordexp.config.rollout import MonitorDumpConfig
 from coordexp.data.dataset import Sample
-from coordexp.files import append_line
+from coordexp.data.files import append_line
 from coordexp.metrics import SampleOutcome
 from coordexp.recording.rollout_record import (
     LossRecord,

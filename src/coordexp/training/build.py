@@ -20,8 +20,7 @@ from coordexp.config.training import TrainingConfig
 from coordexp.data.dataset import RecordDataset
 from coordexp.data.kept_records import check_images, open_records
 from coordexp.data.preparation import preparation_of
-from coordexp.errors import ConfigError, CoordExpError, ProcessesLost, RunStopped
-from coordexp.extras import require
+from coordexp.errors import ConfigError, CoordExpError, ProcessesLost, RunStopped, require
 from coordexp.records import ImageRecord
 from coordexp.rollouts import check_backend
 from coordexp.training.parallel import check_parallel, parallel_arguments

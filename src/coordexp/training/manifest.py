@@ -15,7 +15,7 @@ from typing import Any
 import coordexp
 from coordexp import distributed
 from coordexp.config import RunConfig, resolved_yaml
-from coordexp.files import write_atomically
+from coordexp.data.files import write_atomically
 
 MANIFEST = "run_manifest.json"
 RESOLVED_CONFIG = "resolved_config.yaml"

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from coordexp.config import DeepSpeedConfig, FSDPConfig, RunConfig
-from coordexp.errors import ConfigError
-from coordexp.extras import require
+from coordexp.errors import ConfigError, require
 
 
 def check_parallel(config: RunConfig, world_size: int) -> None:

@@ -16,7 +16,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import logging
 
 from coordexp import distributed
-from coordexp.progress_bar import Lines, make_progress
+from coordexp.data.progress_bar import Lines, make_progress
 
 _TRAIN = "train/"  # transformers puts it before every name that is no evaluation's, before ours too
 

@@ -19,9 +19,9 @@ from transformers import Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 
 from coordexp import distributed
+from coordexp.data.files import write_atomically
 from coordexp.data.preparation import write_preparation
 from coordexp.errors import CheckpointError, RunStopped, TrainingDiverged
-from coordexp.files import write_atomically
 from coordexp.metrics import MetricSums
 from coordexp.modeling.adapter import has_adapter, load_adapter, save_adapter
 from coordexp.modeling.load import LoadedModel

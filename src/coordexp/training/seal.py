@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from coordexp import distributed
+from coordexp.data.files import PIECE_BYTES, checksums, flush_file, write_atomically
 from coordexp.errors import CheckpointError
-from coordexp.files import PIECE_BYTES, checksums, flush_file, write_atomically
 
 SEAL = "complete.json"
 _WRITTEN_BY = re.compile(r"(?:rank|rng_state_|__)(\d+)(?:_\d+)?\.\w+$")

@@ -19,8 +19,8 @@ import numpy as np
 from coordexp import distributed
 from coordexp.config import RunConfig
 from coordexp.data.dataset import RecordDataset
+from coordexp.data.files import write_atomically
 from coordexp.errors import CheckpointError
-from coordexp.files import write_atomically
 from coordexp.packing import CarryBuffer
 from coordexp.records import Rollout, RolloutRequest, Segment, TrainingTarget
 from coordexp.training.seal import read_seal

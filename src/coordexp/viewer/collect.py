@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from coordexp.coords import CoordVocab
+from coordexp.data.files import read_json
 from coordexp.errors import DataError
 from coordexp.evaluation.answers import PREDICTIONS, ImageAnswer, read_answers
 from coordexp.evaluation.detection import match_answer
-from coordexp.files import read_json
 from coordexp.records import GTObject, TokenRole
 
 if TYPE_CHECKING:

@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from coordexp.assets import asset
 from coordexp.checkpoints.describe import describe
 from coordexp.checkpoints.folder import part_of
 from coordexp.checkpoints.tokenizer import read_vocab
 from coordexp.coords import CoordVocab, serialize_objects
+from coordexp.data.files import asset
 from coordexp.errors import CheckpointError, VocabError
 from coordexp.modeling.load import load_model
 from coordexp.records import GTObject

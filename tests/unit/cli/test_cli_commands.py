@@ -213,10 +213,10 @@ def test_config_check_prints_a_yaml_that_means_the_same(
 def test_demo_gets_its_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import coordexp.demo
+    import coordexp.cli.demo
 
     calls = []
-    monkeypatch.setattr(coordexp.demo, "run_demo", lambda output, console: calls.append((output, console)))
+    monkeypatch.setattr(coordexp.cli.demo, "run_demo", lambda output, console: calls.append((output, console)))
     assert run_cli(capsys, "demo", "--output", tmp_path / "demo").code == 0
     assert run_cli(capsys, "demo").code == 0
     assert [output for output, _ in calls] == [tmp_path / "demo", Path("outputs/demo")]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from coordexp.assets import asset
 from coordexp.data import read_jsonl
+from coordexp.data.files import asset
 from coordexp.data.scenes import SPARSE, write_scenes
 from coordexp.evaluation import match_by_desc
 from coordexp.evaluation.answers import Detection

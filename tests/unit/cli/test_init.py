@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from coordexp.assets import asset
+from coordexp.cli.init import set_value
 from coordexp.config import load_config
 from coordexp.data import read_jsonl, write_jsonl
+from coordexp.data.files import asset
 from coordexp.data.scenes import DENSE, SPARSE, write_scenes
-from coordexp.first_run import set_value
 from support.cli_runs import run_cli, small_checkpoint
 
 DEMO = asset("checkpoints/demo-stage1")

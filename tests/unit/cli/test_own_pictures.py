@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from coordexp.assets import asset
 from coordexp.cli.predict import Format
 from coordexp.data import read_jsonl
+from coordexp.data.files import asset
 from coordexp.evaluation import read_answers
 from coordexp.records import ImageRecord
 from support.cli_runs import Outcome, run_cli

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from coordexp.assets import asset
+from coordexp.data.files import asset
 from coordexp.data.scenes import SPARSE, write_scenes
 from coordexp.evaluation.answers import write_answers
 from support.cli_runs import run_cli

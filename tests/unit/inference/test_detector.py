@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from coordexp.assets import asset
+from coordexp.data.files import asset
 from coordexp.data.scenes import SPECS, write_scenes
 from coordexp.errors import CheckpointError, DataError, MissingDependency
 from coordexp.evaluation.answers import Detection, ImageAnswer

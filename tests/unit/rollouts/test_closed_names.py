@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from coordexp import Detector
-from coordexp.assets import asset
 from coordexp.coords import CoordVocab, serialize_objects
+from coordexp.data.files import asset
 from coordexp.data.scenes import SPARSE, write_scenes
 from coordexp.errors import ConfigError, DataError
 from coordexp.inference.asking import read_classes

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordexp.assets import asset
 from coordexp.config import parse_config, resolved_rollout
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.coords import TURN_END
+from coordexp.data.files import asset
 from coordexp.data.images import open_rgb
 from coordexp.engine.arguments import KNOWN_TOKENS_PROCESSOR, NAMES_PROCESSOR, NAMES_STATUS
 from coordexp.engine.colocated import ColocatedBackend

@@ -36,7 +36,7 @@ def test_a_log_file_gets_the_last_step_and_its_figures() -> None:
 
 def test_a_log_file_gets_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(0, 1000, 16))
-    monkeypatch.setattr("coordexp.progress_bar.time.monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr("coordexp.data.progress_bar.time.monotonic", lambda: float(next(clock)))
     file = io.StringIO()
     run(Console(file=file, width=200), steps=6)
     steps = [line.split(",")[0].rpartition(" ")[2] for line in file.getvalue().splitlines()]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from coordexp.assets import asset
 from coordexp.config import load_config
+from coordexp.data.files import asset
 from support.tiny_run import PROMPT, step_lines, tiny_checkpoint, tiny_scenes, train
 
 SIZES = {

@@ -23,9 +23,9 @@ from coordexp.data.convert.sources import (
     unsafe_file_name,
     with_slashes,
 )
+from coordexp.data.files import read_json
 from coordexp.data.polygons import shape_area
 from coordexp.errors import DataError
-from coordexp.files import read_json
 
 ROBOFLOW = "_annotations.coco.json"
 

@@ -23,8 +23,8 @@ from coordexp.data.convert.sources import (
     finite_numbers,
     with_slashes,
 )
+from coordexp.data.files import read_json
 from coordexp.errors import DataError
-from coordexp.files import read_json
 
 _CIRCLE = 24  # vertices: 99% of its area
 

@@ -22,8 +22,8 @@ from coordexp.data.convert.sources import (
     unsafe_file_name,
     with_slashes,
 )
+from coordexp.data.files import read_text
 from coordexp.errors import DataError
-from coordexp.files import read_text
 
 ROBOFLOW = "_annotations.csv"
 # What a column means, by the names that it goes by.

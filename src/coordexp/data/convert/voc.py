@@ -25,9 +25,9 @@ from coordexp.data.convert.sources import (
     unsafe_file_name,
     with_slashes,
 )
+from coordexp.data.files import read_text
 from coordexp.data.images import IMAGE_SUFFIXES
 from coordexp.errors import DataError
-from coordexp.files import read_text
 
 ANNOTATIONS, IMAGES = "Annotations", "JPEGImages"
 _ALSO_IMAGES = ("JPEGImages", "images")  # what other tools call it

@@ -27,9 +27,9 @@ from coordexp.data.convert.sources import (
     files_below,
     with_slashes,
 )
+from coordexp.data.files import read_text
 from coordexp.data.images import IMAGE_SUFFIXES, read_header
 from coordexp.errors import DataError
-from coordexp.files import read_text
 
 _READ = ("path", "train", "val", "valid", "test", "names", "nc")
 _REFUSED = {

@@ -15,8 +15,7 @@ from coordexp.config.rollout import RepeatTerminateConfig
 from coordexp.engine.cpu import DIE_WITH_PARENT, complete_environment
 from coordexp.engine.guard_activation import ENABLE, activated_config, activation_environment
 from coordexp.engine.lifetime import own_engines
-from coordexp.errors import RolloutError
-from coordexp.extras import require
+from coordexp.errors import RolloutError, require
 from coordexp.serving.serve.options import ServeOptions
 
 logger = logging.getLogger(__name__)

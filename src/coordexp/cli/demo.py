@@ -18,8 +18,8 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from coordexp.assets import asset
 from coordexp.config import RunConfig, load_config
+from coordexp.data.files import asset
 
 START = "checkpoints/demo-incomplete"
 COMPLETION_THRESHOLD = 0.3  # least confidence of an added object

@@ -11,11 +11,11 @@ from typing import Any, Literal
 
 import yaml
 
-from coordexp.assets import asset
 from coordexp.checkpoints.folder import base_checkpoint, read_config_file, read_object, settings_of_run
 from coordexp.checkpoints.tokenizer import read_vocab
 from coordexp.config.model import DEFAULT_PROMPT
 from coordexp.coords import CoordVocab, serialize_objects
+from coordexp.data.files import asset
 from coordexp.data.images import smart_resize
 from coordexp.data.jsonl import check_dataset, read_jsonl
 from coordexp.errors import CheckpointError, ConfigError, DataError

@@ -1,5 +1,5 @@
-"""Files that a kill may not leave half written: lines that a run appends, and small files that it writes whole. And
-text and JSON as users' tools write it. And checksums of files, and waiting until a disk holds them."""
+"""Read and write files safely: shipped files, users' text and JSON, files that a kill may not leave half written, and
+checksums."""
 
 from __future__ import annotations
 
@@ -12,7 +12,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
-from coordexp.errors import DataError
+from coordexp.errors import CheckpointError, DataError
+
+# The shipped configurations and the demo's checkpoints: inside the package in a wheel, next to src in a source tree.
+_ASSET_ROOTS = (Path(__file__).parents[1] / "_assets", Path(__file__).parents[3])
+
+
+def asset(relative: str) -> Path:
+    """Path of a shipped file of ``configs`` or ``checkpoints``.
+
+    Raises:
+        CheckpointError: the installation does not have it.
+    """
+    for root in _ASSET_ROOTS:
+        if (root / relative).exists():
+            return root / relative
+    raise CheckpointError(f"{relative} is missing from this installation; install the wheel again, or clone it again")
+
 
 PIECE_BYTES = 64 << 20
 _READ_BYTES = 4 << 20  # stays in a core's cache between the copy out of the page cache and the checksum

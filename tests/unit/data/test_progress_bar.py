@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from rich.progress import Task
 
-from coordexp.progress_bar import EtaColumn, make_progress, reporting, seconds_left
+from coordexp.data.progress_bar import EtaColumn, make_progress, reporting, seconds_left
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_a_terminal_gets_a_bar_for_what_takes_long(after_s: float, is_shown: boo
 
 def test_a_line_comes_now_and_then_with_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("coordexp.progress_bar.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("coordexp.data.progress_bar.time.monotonic", lambda: now[0])
     file = io.StringIO()
     with reporting(Console(file=file), "checking [red]") as tell:
         for now[0], done in ((110.0, 1), (131.0, 2), (140.0, 3)):
