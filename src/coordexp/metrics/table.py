@@ -152,10 +152,6 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
     "safeguard": (
         Metric("safeguard/truncated_rate", "0..1", LEVEL, "truncated answers among the last 128"),
         Metric("safeguard/duplicate_rate", "0..1", LEVEL, "duplicates among the objects of the last 128 answers"),
-        Metric("safeguard/answer_length", "tokens", LEVEL, "mean length of the last 128 answers"),
-        Metric("safeguard/truncated_drift", "0 or 1", LEVEL, "the truncated rate is 0.10 above that of the run's first window, or has not yet come half of the way back"),
-        Metric("safeguard/duplicate_drift", "0 or 1", LEVEL, "the same of the duplicate rate"),
-        Metric("safeguard/length_drift", "0 or 1", LEVEL, "answers are 1.5 times as long as in the run's first window, or as short"),
     ),
     "packing": (
         Metric("train/samples_total", "samples", COUNT, "samples read for these steps"),
