@@ -2,9 +2,8 @@
 
 Conversion reads and writes real files in a temporary folder. The evaluation is what ``coordexp evaluate`` does with
 saved answers: one-to-one matching, counts by class and density, and average precision of the whole and by density.
-Beside it stands average precision alone, by us, by pycocotools, and by faster-coco-eval where it is installed (the
-extra ``dev``): of the same dicts in COCO's format, in the same run, and all must find the same. Rows are printed as
-they are measured.
+Average precision alone is measured too, by us (faster-coco-eval) and by pycocotools, from the same dicts in COCO's
+format; both must find the same. Rows are printed as they are measured.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +29,7 @@ from rich.console import Console
 from coordexp.data.convert import ImageOptions, convert_coco
 from coordexp.evaluation import Detection, ImageAnswer, summarise
 from coordexp.evaluation.answers import write_answers
-from coordexp.evaluation.coco import CocoData, figures_of_coco, to_coco
+from coordexp.evaluation.coco import CocoData, average_precision_of, to_coco
 from coordexp.evaluation.compare import compare
 from coordexp.records import GTObject
 from coordexp.viewer import collect, render
@@ -115,33 +113,26 @@ def convert(folder: Path, count: int) -> dict[str, dict[str, Any]]:
 
 
 def evaluate(count: int, objects: int, resamples: int) -> Iterator[dict[str, dict[str, Any]]]:
-    """Average precision by each peer, all figures by us, and the comparison of two runs."""
+    """Average precision by pycocotools, all figures by us, and the comparison of two runs."""
     answers = make_answers(count, objects, seed=1)
     data = to_coco(answers)
     summarise(answers[:2])  # what is imported at the first call is no part of it
     what = f"{count} images x {objects} objects"
-    expected: dict[str, float] = {}
-    cpu: dict[str, float] = {}
-    for peer, measure in PEERS.items():
-        if peer != "pycocotools" and find_spec(peer.replace("-", "_")) is None:
-            continue
-        measure(to_coco(answers[:2]))
-        watch = Watch()
-        expected[peer] = measure(data)
-        row = watch.row(f"{peer}: average precision of {what}", count, "images")
-        cpu[peer] = next(iter(row.values()))["cpu_seconds"]
-        yield row
+    watch = Watch()
+    expected = pycocotools_ap(data)
+    peer = watch.row(f"pycocotools: average precision of {what}", count, "images")
+    (cpu,) = (row["cpu_seconds"] for row in peer.values())
+    yield peer
     for name, measure_ours in (
-        (f"coordexp: average precision of {what}", lambda: figures_of_coco(data, "bbox").figures),
+        (f"coordexp: average precision of {what}", lambda: average_precision_of(data, "bbox").figures),
         (f"evaluate {what}: every figure", lambda: summarise(answers).figures),
     ):
         watch = Watch()
         figures = measure_ours()
         ((name, row),) = watch.row(name, count, "images").items()
         assert 0 < figures["AP"] < 1, "the benchmark's own answers must be neither perfect nor useless"
-        for peer, figure in expected.items():
-            assert abs(figures["AP"] - figure) < 1e-6, (peer, figures["AP"], figure)
-        yield {name: {**row, "cpu_ratios": {peer: row["cpu_seconds"] / seconds for peer, seconds in cpu.items()}}}
+        assert abs(figures["AP"] - expected) < 1e-6, (figures["AP"], expected)
+        yield {name: {**row, "cpu_ratios": {"pycocotools": row["cpu_seconds"] / cpu}}}
     few = answers[: max(2, count // 10)]
     others = make_answers(count, objects, seed=2, like=few)
     watch = Watch()
@@ -151,29 +142,15 @@ def evaluate(count: int, objects: int, resamples: int) -> Iterator[dict[str, dic
 
 def pycocotools_ap(data: CocoData) -> float:
     """Its own figure, from scratch."""
-    return _ap(COCO(), COCOeval, data)
-
-
-def faster_coco_eval_ap(data: CocoData) -> float:
-    """Its own figure, from scratch, by its implementation in C++."""
-    from faster_coco_eval import COCO as TheirCOCO
-    from faster_coco_eval import COCOeval_faster
-
-    return _ap(TheirCOCO(), COCOeval_faster, data)
-
-
-def _ap(truth: Any, evaluator: Any, data: CocoData) -> float:
     with contextlib.redirect_stdout(io.StringIO()):
+        truth: Any = COCO()
         truth.dataset = data.ground_truth
         truth.createIndex()
-        evaluation = evaluator(truth, truth.loadRes(data.results), "bbox")
+        evaluation = COCOeval(truth, truth.loadRes(data.results), "bbox")
         evaluation.evaluate()
         evaluation.accumulate()
         evaluation.summarize()
     return float(evaluation.stats[0])
-
-
-PEERS = {"pycocotools": pycocotools_ap, "faster-coco-eval": faster_coco_eval_ap}
 
 
 def make_answers(count: int, objects: int, seed: int, like: Sequence[ImageAnswer] | None = None) -> list[ImageAnswer]:

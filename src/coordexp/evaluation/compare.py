@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from coordexp.errors import DataError
 from coordexp.evaluation.answers import ImageAnswer
-from coordexp.evaluation.coco import coco_figures
+from coordexp.evaluation.coco import average_precision
 from coordexp.evaluation.detection import (
     DENSITY_BINS,
     IOU_THRESHOLD,
@@ -30,24 +30,24 @@ COMPARED = ("f1", "precision", "recall", "mean_matched_iou", "duplicate_rate", "
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A figure of both runs, and the interval in which ``b - a`` lies in ``confidence`` of all resamples."""
+    """A figure of both runs. ``b - a`` is in ``low`` … ``high`` in ``confidence`` of all resamples; average precision,
+    which counts have no share in, has no interval."""
 
     name: str
     a: float
     b: float
-    low: float
-    high: float
+    low: float | None = None
+    high: float | None = None
 
     @property
     def is_clear(self) -> bool:
         """Whether the interval leaves zero out."""
-        return self.low > 0 or self.high < 0
+        return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupDifference:
-    """F1 of the objects of one description, or of the images of one density. ``ap`` is None where it was not asked for,
-    and for densities."""
+    """F1 of the objects of one description, or of the images of one density. ``ap`` is None for densities."""
 
     name: str
     gt: int
@@ -76,7 +76,7 @@ def compare(
     seed: int = 0,
     constant_score: float | None = None,
 ) -> Comparison:
-    """Every figure of both runs with the percentile interval of their difference.
+    """Every figure of both runs, those made of counts with the percentile interval of their difference.
 
     Images are paired by ``sample_id`` and drawn with replacement, the same ones for both runs, so that an image that is
     hard for both cancels. The same answers and ``seed`` give the same intervals.
@@ -85,19 +85,18 @@ def compare(
         DataError: the runs did not answer the same images with the same annotations.
     """
     b = paired(a, b)
-    weights_RN = _resample_weights(len(a), resamples, seed)
+    # How often each image is drawn: each row sums to the number of images.
+    weights_RN = np.random.default_rng(seed).multinomial(len(a), np.full(len(a), 1 / len(a)), size=resamples)
     counted = [[count_image(answer, IOU_THRESHOLD) for answer in run] for run in (a, b)]
-    aps = [_ap_by_class(run, constant_score, weights_RN) for run in (a, b)]
-    figures = _figures(counted, weights_RN)
-    (before, before_R), (after, after_R) = (_mean_of_classes(run, resamples) for run in aps)
-    figures.insert(0, Difference("AP", before, after, *_interval(after_R - before_R)))
+    aps = [average_precision(run, constant_score=constant_score) for run in (a, b)]
+    before, after = (run.figures.get("AP", 0.0) for run in aps)
     return Comparison(
         len(a),
         resamples,
         CONFIDENCE,
         seed,
-        tuple(figures),
-        tuple(_by_class(counted, aps, weights_RN)),
+        (Difference("AP", before, after), *_figures(counted, weights_RN)),
+        tuple(_by_class(counted, [run.by_class for run in aps], weights_RN)),
         tuple(_by_density(counted, weights_RN)),
     )
 
@@ -118,35 +117,8 @@ def _figures(counted: Sequence[Sequence[ImageCounts]], weights_RN: np.ndarray) -
     return differences
 
 
-def _ap_by_class(
-    answers: Sequence[ImageAnswer], constant_score: float | None, weights_RN: np.ndarray
-) -> dict[str, tuple[float, np.ndarray]]:
-    """Of each annotated class the average precision, and that of every resample: (R,), NaN where it does not occur."""
-    ap = coco_figures(answers, "bbox", None, constant_score)
-    return {
-        name: (ap.by_class[name], np.array([_ap(curve.precision_TR(weight_N)) for weight_N in weights_RN]))
-        for name, curve in ap.curve_of.items()
-    }
-
-
-def _ap(precision_TR: np.ndarray | None) -> float:
-    return np.nan if precision_TR is None else float(precision_TR.mean())
-
-
-def _mean_of_classes(aps: Mapping[str, tuple[float, np.ndarray]], resamples: int) -> tuple[float, np.ndarray]:
-    """Average precision of the whole and of every resample; 0 where nothing is annotated."""
-    if not aps:
-        return 0.0, np.zeros(resamples)
-    whole, drawn_KR = zip(*aps.values(), strict=True)
-    ap_KR = np.array(drawn_KR)
-    occurs_R = np.maximum((~np.isnan(ap_KR)).sum(axis=0), 1)
-    return float(np.mean(whole)), np.nansum(ap_KR, axis=0) / occurs_R
-
-
 def _by_class(
-    counted: Sequence[Sequence[ImageCounts]],
-    aps: Sequence[Mapping[str, tuple[float, np.ndarray]]],
-    weights_RN: np.ndarray,
+    counted: Sequence[Sequence[ImageCounts]], aps: Sequence[Mapping[str, float]], weights_RN: np.ndarray
 ) -> list[GroupDifference]:
     images_of: defaultdict[str, set[int]] = defaultdict(set)
     for run in counted:
@@ -157,14 +129,9 @@ def _by_class(
     for desc, images in images_of.items():
         of_N = np.array(sorted(images))
         parts = [[run[n].by_desc.get(desc, {}) for n in of_N.tolist()] for run in counted]
-        row = _group(desc, parts, weights_RN[:, of_N])
-        if row.gt:
-            ap = None
-            if desc in aps[0]:
-                (before, before_R), (after, after_R) = (run[desc] for run in aps)
-                ap = Difference("AP", before, after, *_interval(after_R - before_R))
-            rows.append(replace(row, ap=ap))
-    return sorted(rows, key=lambda row: (-row.gt, row.name))
+        ap = Difference("AP", aps[0][desc], aps[1][desc]) if desc in aps[0] else None
+        rows.append(_group(desc, parts, weights_RN[:, of_N], ap))
+    return sorted((row for row in rows if row.gt), key=lambda row: (-row.gt, row.name))
 
 
 def _by_density(counted: Sequence[Sequence[ImageCounts]], weights_RN: np.ndarray) -> list[GroupDifference]:
@@ -178,7 +145,9 @@ def _by_density(counted: Sequence[Sequence[ImageCounts]], weights_RN: np.ndarray
     return rows
 
 
-def _group(name: str, parts: Sequence[Sequence[Mapping[str, float]]], weights_RN: np.ndarray) -> GroupDifference:
+def _group(
+    name: str, parts: Sequence[Sequence[Mapping[str, float]]], weights_RN: np.ndarray, ap: Difference | None = None
+) -> GroupDifference:
     """F1 from the counts of both runs on the images of a group."""
     counts = [
         np.array([[part.get(key, 0) for key in ("gt", "pred", "matched")] for part in run], dtype=np.float64)
@@ -186,8 +155,8 @@ def _group(name: str, parts: Sequence[Sequence[Mapping[str, float]]], weights_RN
     ]
     before, after = (float(_f1(count_N3.sum(axis=0, keepdims=True))[0]) for count_N3 in counts)
     before_R, after_R = (_f1(weights_RN @ count_N3) for count_N3 in counts)
-    gt = int(counts[0][:, 0].sum())
-    return GroupDifference(name, gt, Difference("f1", before, after, *_interval(after_R - before_R)))
+    f1 = Difference("f1", before, after, *_interval(after_R - before_R))
+    return GroupDifference(name, int(counts[0][:, 0].sum()), f1, ap)
 
 
 def _f1(count_R3: np.ndarray) -> np.ndarray:
@@ -214,13 +183,6 @@ def paired(a: Sequence[ImageAnswer], b: Sequence[ImageAnswer]) -> list[ImageAnsw
     return [by_id[answer.sample_id] for answer in a]
 
 
-def _resample_weights(num_images: int, resamples: int, seed: int) -> np.ndarray:
-    """How often each image is drawn: (R, N) int64, each row sums to N."""
-    rng = np.random.default_rng(seed)
-    return rng.multinomial(num_images, np.full(num_images, 1 / num_images), size=resamples)
-
-
-def _interval(values: np.ndarray) -> tuple[float, float]:
-    """A resample in which a class does not occur shows no difference in it: else one image could make a clear one."""
-    low, high = np.quantile(np.nan_to_num(values), [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2]).tolist()
+def _interval(values_R: np.ndarray) -> tuple[float, float]:
+    low, high = np.quantile(values_R, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2]).tolist()
     return low, high

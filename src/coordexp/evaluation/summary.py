@@ -10,10 +10,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from coordexp.evaluation.answers import PREDICTIONS, ImageAnswer, write_answers
-from coordexp.evaluation.coco import ClassCurve, IouType, coco_figures, resampled_ap, to_coco
+from coordexp.evaluation.coco import average_precision, write_coco
 from coordexp.evaluation.detection import (
     DENSITY_BINS,
     IOU_THRESHOLD,
@@ -25,7 +23,7 @@ from coordexp.evaluation.detection import (
     ignored_predictions,
     sum_counts,
 )
-from coordexp.evaluation.pictures import save_pictures
+from coordexp.evaluation.plots import save_plots
 
 if TYPE_CHECKING:
     from coordexp.config.rollout import EvalDetectionConfig
@@ -102,14 +100,17 @@ def summarise(
         at = detection_metrics(sum_counts(count_image(answer, threshold).counts for answer in answers))
         figures |= {f"{name}@{threshold:g}": at[name] for name in ("precision", "recall", "f1")}
     ap_of: dict[str, float] = {}
-    ap_by_density: dict[str, float] = {}
+    ap_by_density: dict[str, float | None] = {}
     if options.coco:
-        coco = coco_figures(answers, "bbox", options.coco_iou_thrs, options.constant_score)
+        thresholds, constant = options.coco_iou_thrs, options.constant_score
+        coco = average_precision(answers, "bbox", thresholds, constant)
         figures |= coco.figures
         ap_of = coco.by_class
-        ap_by_density = _ap_by_density(answers, coco.curves)
+        for name in {part.density for part in counted}:
+            alone = [answer for answer, part in zip(answers, counted, strict=True) if part.density == name]
+            ap_by_density[name] = average_precision(alone, "bbox", thresholds, constant).figures.get("AP")
         if options.segm:
-            masks = coco_figures(answers, "segm", options.coco_iou_thrs, options.constant_score)
+            masks = average_precision(answers, "segm", thresholds, constant)
             figures |= {f"segm_{name}": value for name, value in masks.figures.items()}
     return Summary(
         figures,
@@ -117,16 +118,6 @@ def summarise(
         _density_rows(counted, ap_by_density),
         (*notes, *_notes(answers, figures, first)),
     )
-
-
-def _ap_by_density(answers: Sequence[ImageAnswer], curves: Sequence[ClassCurve]) -> dict[str, float]:
-    """Average precision on the images of each density alone: a resample that leaves the others out."""
-    names = np.array([density_bin(len(answer.truth)) for answer in answers])
-    return {
-        str(name): resampled_ap(curves, (names == name).astype(np.int64))
-        for name in np.unique(names)
-        if name != density_bin(0)
-    }
 
 
 def _class_rows(counted: Sequence[ImageCounts], ap_of: Mapping[str, float]) -> tuple[GroupRow, ...]:
@@ -148,7 +139,7 @@ def _class_rows(counted: Sequence[ImageCounts], ap_of: Mapping[str, float]) -> t
     return tuple(rows)
 
 
-def _density_rows(counted: Sequence[ImageCounts], ap_of: Mapping[str, float]) -> tuple[GroupRow, ...]:
+def _density_rows(counted: Sequence[ImageCounts], ap_of: Mapping[str, float | None]) -> tuple[GroupRow, ...]:
     groups: defaultdict[str, list[ImageCounts]] = defaultdict(list)
     for part in counted:
         groups[part.density].append(part)
@@ -224,19 +215,8 @@ def write_summary(
         paths += write_coco(answers, folder, "bbox", options.constant_score)
         if options.segm:
             paths += write_coco(answers, folder, "segm", options.constant_score)
-    paths += save_pictures(answers, folder, coco=options.coco, constant_score=options.constant_score)
+    paths += save_plots(answers, folder, coco=options.coco, constant_score=options.constant_score)
     return list(dict.fromkeys(paths))
-
-
-def write_coco(
-    answers: Sequence[ImageAnswer], folder: Path, iou_type: IouType, constant_score: float | None
-) -> list[Path]:
-    """``coco_ground_truth.json`` and ``coco_results_{iou_type}.json``, as other tools read them."""
-    data = to_coco(answers, iou_type, constant_score)
-    paths = [folder / "coco_ground_truth.json", folder / f"coco_results_{iou_type}.json"]
-    for path, content in zip(paths, (data.ground_truth, data.results), strict=True):
-        path.write_text(json.dumps(content, ensure_ascii=False) + "\n", encoding="utf-8")
-    return paths
 
 
 def write_rows(rows: Sequence[GroupRow], path: Path) -> None:

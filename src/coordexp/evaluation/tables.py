@@ -132,7 +132,7 @@ def _cells(difference: Difference) -> tuple[str, str, Text, Text]:
         f"{difference.a:.3f}",
         f"{difference.b:.3f}",
         Text(f"{difference.b - difference.a:+.3f}", style),
-        Text(f"{difference.low:+.3f} … {difference.high:+.3f}", style),
+        Text("–" if difference.low is None else f"{difference.low:+.3f} … {difference.high:+.3f}", style),
     )
 
 

@@ -22,10 +22,10 @@ from coordexp.data.progress_bar import reporting
 from coordexp.errors import DataError
 from coordexp.evaluation import Prediction, read_answers
 from coordexp.evaluation.answers import PREDICTIONS, ImageAnswer, from_line, make_answer, to_line
+from coordexp.evaluation.coco import write_coco
 from coordexp.evaluation.drawing import save_drawings
 from coordexp.evaluation.predict import Scorer, counted_from, predict, share_out
 from coordexp.evaluation.scores import ConfidenceScorer
-from coordexp.evaluation.summary import write_coco
 from coordexp.inference.session import InferenceSession, checked_model, open_session
 from coordexp.records import ImageRecord
 from coordexp.rollouts import DatasetSeeds, check_backend

@@ -1,4 +1,4 @@
-"""Evaluation in pictures: which class is taken for which, precision at every recall, and what size costs."""
+"""Plots of an evaluation: confusion matrix, precision over recall, average precision by object size."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from coordexp.evaluation.answers import ImageAnswer
-from coordexp.evaluation.average_precision import AREAS, RECALLS_R, ClassCurve
-from coordexp.evaluation.coco import coco_figures, to_coco
+from coordexp.evaluation.coco import AREAS, RECALLS_R, THRESHOLDS_T, average_precision, to_coco
 from coordexp.evaluation.detection import IOU_THRESHOLD, ignored_predictions, match_any_desc
 
 if TYPE_CHECKING:
@@ -70,10 +69,10 @@ def confusion(answers: Sequence[ImageAnswer], most: int = _CLASSES) -> Confusion
     return Confusion(annotated, predicted, counts_AP)
 
 
-def save_pictures(
+def save_plots(
     answers: Sequence[ImageAnswer], folder: Path, *, coco: bool = True, constant_score: float | None = None
 ) -> list[Path]:
-    """Write the pictures as PNG; those of average precision with ``coco``, where something is annotated.
+    """Write the plots as PNG; those of average precision only with ``coco``, none if nothing is annotated.
 
     Raises:
         DataError: an image has no annotations, or a prediction no score (:func:`~coordexp.evaluation.coco.to_coco`).
@@ -83,12 +82,13 @@ def save_pictures(
     if any(answer.truth for answer in answers):
         figures[CONFUSION] = _draw_confusion(confusion(answers))
         if coco:
-            precision = coco_figures(answers, "bbox", constant_score=constant_score)
-            figures[CURVES] = _draw_curves(precision.curve_of, precision.by_class)
+            precision = average_precision(answers, "bbox", constant_score=constant_score)
+            often = Counter(obj.desc for answer in answers for obj in answer.truth)
+            figures[CURVES] = _draw_curves(precision.precision_of, sorted(often, key=lambda name: (-often[name], name)))
             figures[SIZES] = _draw_sizes(precision.figures, _objects_by_size(answers))
     paths = []
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", r"Glyph \d+", UserWarning)  # a script that the font lacks stands as boxes
+        warnings.filterwarnings("ignore", r"Glyph \d+", UserWarning)  # a script that the font lacks becomes boxes
         for name, figure in figures.items():
             figure.savefig(folder / name, dpi=120)
             paths.append(folder / name)
@@ -124,19 +124,16 @@ def _draw_confusion(counted: Confusion) -> Figure:
     return figure
 
 
-def _draw_curves(curve_of: Mapping[str, ClassCurve], by_class: Mapping[str, float]) -> Figure:
+def _draw_curves(precision_of: Mapping[str, np.ndarray], often: Sequence[str]) -> Figure:
     """Mean over classes at three thresholds; the most frequent classes at the lowest one, thin."""
     figure, axes = _figure(7, 5)
-    precision = {
-        name: precision_TR for name, curve in curve_of.items() if (precision_TR := curve.precision_TR()) is not None
-    }
-    often = sorted(precision, key=lambda name: (-int(curve_of[name].num_gt_N.sum()), name))[:_NAMED]
-    if len(precision) > 1:
-        for name, label in zip(often, _shown(often), strict=True):
-            axes.plot(RECALLS_R, precision[name][0], linewidth=0.8, label=f"{label}, AP {by_class[name]:.2f}")
-    mean_TR = np.mean(list(precision.values()), axis=0)
+    if len(precision_of) > 1:
+        for name, label in zip(often[:_NAMED], _shown(often[:_NAMED]), strict=True):
+            label = f"{label}, AP {precision_of[name].mean():.2f}"
+            axes.plot(RECALLS_R, precision_of[name][0], linewidth=0.8, label=label)
+    mean_TR = np.mean(list(precision_of.values()), axis=0)
     for threshold in _THRESHOLDS:
-        at = round((threshold - 0.5) / 0.05)  # coco_figures' own thresholds: 0.50, 0.55, …
+        at = int(np.abs(THRESHOLDS_T - threshold).argmin())
         axes.plot(RECALLS_R, mean_TR[at], color="black", linewidth=2.2 - at / 6, alpha=1 - at / 12,
                   label=f"all, IoU {threshold:g}: {mean_TR[at].mean():.2f}")  # fmt: skip
     axes.set(xlabel="recall", ylabel="precision", xlim=(0, 1), ylim=(0, 1.02), title="boxes; classes at IoU 0.5")
@@ -159,13 +156,7 @@ def _draw_sizes(figures: Mapping[str, float], objects: Mapping[str, int]) -> Fig
 
 
 def _objects_by_size(answers: Sequence[ImageAnswer]) -> dict[str, int]:
-    truth = [
-        annotation["area"]
-        for annotation in to_coco([_alone(answer) for answer in answers]).ground_truth["annotations"]
-        if not annotation["iscrowd"]
-    ]
-    return {name: sum(low <= area <= high for area in truth) for name, (low, high) in AREAS.items()}
-
-
-def _alone(answer: ImageAnswer) -> ImageAnswer:
-    return replace(answer, pred=())
+    truth = to_coco([replace(answer, pred=()) for answer in answers]).ground_truth["annotations"]
+    areas = [annotation["area"] for annotation in truth if not annotation["iscrowd"]]
+    sizes = {name: sum(low <= area <= high for area in areas) for name, (low, high) in AREAS.items()}
+    return {"all": len(areas), **sizes}

@@ -13,7 +13,7 @@ from PIL import Image
 
 from coordexp.evaluation import Detection, ImageAnswer, summarise
 from coordexp.evaluation.answers import write_answers
-from coordexp.evaluation.pictures import CONFUSION, CURVES, INVENTED, MISSED, OTHERS, SIZES, confusion, save_pictures
+from coordexp.evaluation.plots import CONFUSION, CURVES, INVENTED, MISSED, OTHERS, SIZES, confusion, save_plots
 from coordexp.records import GTObject
 from support.cli_runs import run_cli
 from support.scored_answers import random_answers, with_soft
@@ -78,8 +78,8 @@ def test_evaluation_writes_them(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_where_nothing_is_annotated_there_is_nothing_to_draw(tmp_path: Path) -> None:
-    assert save_pictures([answer("a", {}, {"cat": 0})], tmp_path) == []
-    assert save_pictures([answer("a", {"cat": 0}, {})], tmp_path, coco=False) == [tmp_path / CONFUSION]
+    assert save_plots([answer("a", {}, {"cat": 0})], tmp_path) == []
+    assert save_plots([answer("a", {"cat": 0}, {})], tmp_path, coco=False) == [tmp_path / CONFUSION]
 
 
 def test_the_sheet_is_a_grid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
