@@ -16,7 +16,7 @@ import pytest
 
 from coordexp.config import load_config
 from coordexp.distributed import RENDEZVOUS
-from coordexp.serving.launch.plan import plan_launch
+from coordexp.launch.plan import plan_launch
 from coordexp.training.checkpoint import is_complete
 from faults.two_ranks import ended, strike, two_ranks
 from support.rollout_servers import descendants
@@ -62,7 +62,7 @@ def test_a_launched_learner_listens_on_no_network(tmp_path: Path) -> None:
     keys: dict[str, Any] = {"training__max_steps": 4000}
     run_config(tmp_path, 1, **keys)
     yaml = tmp_path / "run.yaml"
-    learner = plan_launch(load_config(yaml), yaml, local=(), model_type="qwen3_vl").learner
+    learner = plan_launch(load_config(yaml), yaml, local=()).learner
     command = [word.replace("--nproc-per-node=1", "--nproc-per-node=2") for word in learner.command]
     log = tmp_path / "log"
     environment = os.environ | dict(learner.environment) | {RENDEZVOUS: str(tmp_path / "store")}

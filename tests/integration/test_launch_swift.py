@@ -18,7 +18,7 @@ import pytest
 from coordexp.data.jsonl import read_jsonl
 from coordexp.data.record_line import write_jsonl
 from coordexp.engine.guard_activation import CONFIG_JSON
-from coordexp.serving.launch.plan import PLUGIN, LaunchPlan
+from coordexp.launch.plan import PLUGIN, LaunchPlan
 from support.config_samples import pipeline, set_key, write_yaml
 from support.rollout_servers import descendants, is_alive, serving_environment
 from support.swift_servers import guarded_config, plan_of, with_arguments
@@ -26,8 +26,8 @@ from support.tiny_run import tiny_scenes
 
 LAUNCH_S = 280.0
 RUN_PLAN = (
-    "import sys; from coordexp.serving.launch.processes import run_plan; "
-    "from coordexp.serving.launch.plan import plan_from_json; "
+    "import sys; from coordexp.launch.supervisor import run_plan; "
+    "from coordexp.launch.plan import plan_from_json; "
     "sys.exit(run_plan(plan_from_json(sys.stdin.readline())))"
 )
 

@@ -12,9 +12,9 @@ from coordexp.config.rollout import RepeatTerminateConfig
 from coordexp.engine.colocated import ColocatedBackend
 from coordexp.engine.guard_activation import CONFIG_JSON, CONFIG_JSON_PATH, ENABLE, GUARD_PROCESSOR
 from coordexp.errors import RolloutError
+from coordexp.launch.plan import plan_launch
 from coordexp.rollouts import check_backend, decoding_options
 from coordexp.rollouts.learner import LearnerParts
-from coordexp.serving.launch.plan import plan_launch
 from support.config_samples import set_key, write_yaml
 from support.rollout_servers import server_config
 from support.tiny_run import tiny_checkpoint
@@ -46,7 +46,7 @@ def test_a_colocated_engine_needs_no_server_activation(tmp_path: Path, monkeypat
     for run in (plain, guarded):
         assert run.rollout_matching is not None
         check_backend(run.rollout_matching)  # nobody is asked
-        plan = plan_launch(run, tmp_path / "run.yaml", local=(), model_type="qwen3_vl")
+        plan = plan_launch(run, tmp_path / "run.yaml", local=())
         assert plan.servers == () and not {ENABLE, CONFIG_JSON} & set(plan.learner.environment)
     pytest.importorskip("vllm", reason="the engine's worker extension is a class of vLLM's interface")
     arguments = engine_arguments(plain)

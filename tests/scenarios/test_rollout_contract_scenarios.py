@@ -221,7 +221,7 @@ def test_missing_vllm_is_named_with_its_alternative(tmp_path: Path, monkeypatch:
 
 @pytest.mark.scenario("Preflight/runtime consume a shared validated rollout contract")
 def test_launcher_and_trainer_see_one_contract(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from coordexp.serving.launch.plan import plan_launch
+    from coordexp.launch.plan import plan_launch
     from coordexp.serving.serve.options import serve_options
 
     monkeypatch.setenv("COORDEXP_TEST_KEY", "token")
@@ -233,7 +233,7 @@ def test_launcher_and_trainer_see_one_contract(tmp_path: Path, monkeypatch: pyte
     }
     keys = {"rollout_matching__repeat_terminate": guard, "rollout_matching__vllm": vllm}
     config = run_config(tmp_path, 2, **keys, rollout_matching__rollout_backend="vllm")
-    plan = plan_launch(config, tmp_path / "run.yaml", local=(True, True), model_type="qwen3_vl")
+    plan = plan_launch(config, tmp_path / "run.yaml", local=(True, True))
     # The trainer of the same file with rollouts of its own: all but the backend's name is the same contract.
     contract = built(run_config(tmp_path, 2, **keys)).rollout_matching_cfg
     assert plain(contract) | {"rollout_backend": "vllm"} == plain(rollout_contract(config))

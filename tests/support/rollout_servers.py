@@ -18,10 +18,10 @@ import psutil
 import torch
 
 from coordexp.engine.client import ServerClient
+from coordexp.launch.processes import descendants
 from coordexp.modeling.load import LoadedModel, load_model
 from coordexp.modeling.tiny import TinySpec, build_tiny_checkpoint
 from coordexp.records import RolloutRequest
-from coordexp.serving.launch.processes import descendants
 from support.config_samples import set_key, stage2, write_yaml
 from support.forked import ENGINES, Handle, coordexp, forked
 from support.ports import free_ports

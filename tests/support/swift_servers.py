@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from coordexp.config import load_config
-from coordexp.serving.launch.plan import LaunchPlan, ProcessPlan
-from coordexp.serving.launch.preflight import make_plan
+from coordexp.launch.plan import LaunchPlan, ProcessPlan, plan_launch
 from support.config_samples import write_yaml
 from support.forked import SWIFT, Handle, forked
 from support.forked import swift_rollout as rollout_program
@@ -42,7 +41,7 @@ def plan_of(folder: Path, config: Mapping[str, Any], name: str = "launch.yaml") 
     """What ``coordexp launch`` would start for this configuration."""
     folder.mkdir(parents=True, exist_ok=True)
     path = write_yaml(folder, dict(config), name)
-    return make_plan(load_config(path), path)
+    return plan_launch(load_config(path), path)
 
 
 def with_arguments(process: ProcessPlan, **flags: Any) -> ProcessPlan:

@@ -25,7 +25,7 @@ LAYERS: dict[str, int] = {
         6: "evaluation",
         7: "engine recording",
         8: "serving viewer",
-        9: "training",
+        9: "training launch",
         10: "inference",
         12: "cli",
         13: "__main__",

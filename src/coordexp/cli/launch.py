@@ -10,14 +10,15 @@ import typer
 
 from coordexp.cli.console import open_console
 from coordexp.cli.run import Arguments, Print, print_config
+from coordexp.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rich.console import Console
 
-    from coordexp.serving.launch.plan import LaunchPlan, ProcessPlan
-    from coordexp.serving.launch.preflight import Check
+    from coordexp.launch.plan import LaunchPlan, ProcessPlan
+    from coordexp.launch.preflight import Check
 
 
 def launch(
@@ -50,7 +51,7 @@ def launch(
 
     given = tuple(arguments or ())
     if job is not None:
-        from coordexp.serving.launch.cluster import plan_job, render
+        from coordexp.launch.cluster import plan_job, render
 
         typer.echo(render(plan_job(config, given, learner_nodes, gpus, time), job, image, accelerator), nl=False)
         return
@@ -59,8 +60,8 @@ def launch(
         return
     run = load_config(config, arguments=given)
     from coordexp.engine.cpu import num_gpus
-    from coordexp.serving.launch.preflight import look_over
-    from coordexp.serving.launch.processes import run_plan
+    from coordexp.launch.preflight import look_over
+    from coordexp.launch.supervisor import run_plan
     from coordexp.training.build import check_run
 
     def as_the_learner(learners: int) -> object:  # data, tokenizer and objective, which it looks at first
@@ -71,7 +72,8 @@ def launch(
     _show_checks(console, preflight.checks)
     if preflight.plan is not None:
         _show_plan(console, preflight.plan)
-    preflight.refuse_problems()
+    if preflight.problems:
+        raise ConfigError("\n".join(preflight.problems))
     if preflight.plan is not None and not dry_run:
         raise typer.Exit(run_plan(preflight.plan))
 
@@ -94,8 +96,9 @@ def _show_plan(console: Console, plan: LaunchPlan) -> None:
 def _show_process(console: Console, process: ProcessPlan) -> None:
     from rich.text import Text
 
-    where = "the CPU" if not process.devices else "devices " + ", ".join(map(str, process.devices))
-    console.print(Text.assemble((process.name, "bold"), f" on {where}, log {process.log}"), soft_wrap=True)
+    console.print(
+        Text.assemble((process.name, "bold"), f" on {process.device_names()}, log {process.log}"), soft_wrap=True
+    )
     for name, value in process.environment.items():
         console.print(f"  {name}={shlex.quote(value)}", soft_wrap=True)
     for name, source in process.secrets.items():

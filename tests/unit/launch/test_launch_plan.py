@@ -13,8 +13,8 @@ import pytest
 from coordexp.config import load_config
 from coordexp.engine.guard_activation import CONFIG_JSON, ENABLE, activated_config
 from coordexp.errors import ConfigError
-from coordexp.serving.launch.plan import LaunchPlan, plan_from_json, plan_launch
-from coordexp.serving.launch.preflight import make_plan, run_checks
+from coordexp.launch.plan import LaunchPlan, plan_from_json, plan_launch
+from coordexp.launch.preflight import run_checks
 from coordexp.training.build import resolved_rollout
 from support.cli_runs import run_cli
 from support.config_samples import set_key, write_yaml
@@ -33,7 +33,7 @@ def planned(folder: Path, config: dict[str, Any], local: tuple[bool, ...] = (Tru
     for key, value in keys.items():
         config = set_key(config, key.replace("__", "."), value)
     path = write_yaml(folder, config)
-    return plan_launch(load_config(path), path, local=local, model_type="qwen3_vl")
+    return plan_launch(load_config(path), path, local=local)
 
 
 @pytest.mark.scenario("Preflight/runtime consume a shared validated rollout contract")
@@ -112,7 +112,7 @@ def test_a_server_is_started_where_its_own_address_is(
     config = set_key(with_entry(config, **keys), "rollout_matching.vllm.server.api_key_env", "ROLLOUT_TOKEN")
     config = set_key(config, "launch.server", "coordexp")
     path = write_yaml(tmp_path, config)
-    plan = make_plan(load_config(path), path, (), host)
+    plan = plan_launch(load_config(path), path, listen_host=host)
     assert [server.process is not None for server in plan.servers] == started
     if host is not None:
         commands = [server.process.command for server in plan.servers if server.process is not None]
@@ -130,7 +130,7 @@ def test_swift_listens_where_it_is_told_to(tmp_path: Path, config: dict[str, Any
 def test_an_address_that_is_not_this_machines_is_named(tmp_path: Path, config: dict[str, Any]) -> None:
     path = write_yaml(tmp_path, set_key(config, "launch.server", "coordexp"))
     run = load_config(path)
-    plan = make_plan(run, path, (), "127.0.0.2")
+    plan = plan_launch(run, path, listen_host="127.0.0.2")
     assert not any("no address" in str(check.problem) for check in run_checks(run, plan, 0))
     servers = tuple(replace(server, listen_host="203.0.113.9") for server in plan.servers)
     problems = [check.problem for check in run_checks(run, replace(plan, servers=servers), 0)]
@@ -143,7 +143,7 @@ def test_keys_of_the_command_line_reach_every_program_that_reads_the_file(
     path = write_yaml(tmp_path, set_key(config, "launch.server", "coordexp"))
     words = ("training.max_steps=3", "rollout_matching.vllm.max_model_len=4096")
     given = load_config(path, arguments=words)
-    made = plan_launch(given, path, local=(True, True), model_type="qwen3_vl", arguments=words)
+    made = plan_launch(given, path, local=(True, True), arguments=words)
     processes = [made.learner, *(server.process for server in made.servers if server.process is not None)]
     assert len(processes) == 3
     for process in processes:
@@ -211,8 +211,13 @@ def test_without_servers_only_the_learner_is_started(tmp_path: Path, config: dic
 
 def test_another_family_is_refused_for_swift(tmp_path: Path, config: dict[str, Any]) -> None:
     path = write_yaml(tmp_path, config)
-    with pytest.raises(ConfigError, match=r"launch\.server: coordexp"):
-        plan_launch(load_config(path), path, local=(True, True), model_type="llama")
+    run = load_config(path)
+    folder = tmp_path / "llama"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    foreign = run.model_copy(update={"model": run.model.model_copy(update={"model": str(folder)})})
+    (check,) = [one for one in run_checks(foreign, plan_launch(run, path), 0) if one.name == "model.model"]
+    assert "launch.server: coordexp" in str(check.problem)
 
 
 def test_a_token_is_never_part_of_a_plan(
@@ -237,7 +242,7 @@ def test_taken_ports_missing_devices_and_full_disks_are_all_named(
     servers[1]["group_port"] = servers[0]["group_port"]
     config = set_key(config, "launch.server_devices", [[0], [1]])
     config = set_key(config, "launch.learner_devices", [9])
-    monkeypatch.setattr("coordexp.serving.launch.preflight.CHECKPOINT_SHARE", 1e12)
+    monkeypatch.setattr("coordexp.launch.preflight.CHECKPOINT_SHARE", 1e12)
     config = set_key(config, "training.save_strategy", "steps")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", int(servers[0]["base_url"].rsplit(":", 1)[1])))
@@ -245,7 +250,7 @@ def test_taken_ports_missing_devices_and_full_disks_are_all_named(
         path = write_yaml(tmp_path, config)
         run = load_config(path)
         text = "\n".join(
-            f"{c.name}: {c.problem}" for c in run_checks(run, make_plan(run, path), num_gpus=2) if c.problem
+            f"{c.name}: {c.problem}" for c in run_checks(run, plan_launch(run, path), num_gpus=2) if c.problem
         )
     assert "there is no device 9" in text
     assert "servers[0].base_url" in text and "is taken" in text

@@ -1,7 +1,8 @@
-"""The process between ``coordexp launch`` and what it started: it watches everything, and ends everything.
+"""Runs a launch plan: starts servers and learner, watches them, and leaves no process behind.
 
-It has no terminal of its own to lose. Its standard input is a pipe whose other end ``coordexp launch`` holds: the plan
-comes in one line, and when the pipe closes, the launcher is gone, however it went, and so must everything be.
+``coordexp launch`` (:func:`run_plan`) starts a supervisor process and holds the other end of its standard input. The
+plan arrives there in one line; when the pipe closes, the launcher is gone, even by SIGKILL, and the supervisor ends
+everything. If the supervisor is killed instead, the launcher adopts what it started and ends it.
 """
 
 from __future__ import annotations
@@ -14,54 +15,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from coordexp.config.rollout import RepeatTerminateConfig
 from coordexp.distributed import RENDEZVOUS
 from coordexp.engine.client import ServerClient, api_key_from_environment
 from coordexp.engine.guard_activation import ACTIVATION_PATH, check_guard
 from coordexp.errors import CoordExpError, LaunchFailed, RolloutError
-from coordexp.serving.launch.plan import SERVER_ONLY, LaunchPlan, ProcessPlan, ServerPlan, plan_from_json
-from coordexp.serving.launch.processes import adopt_orphans, die_with_parent, end_descendants, exit_code
-
-_CLEAR_LINE = "\r\x1b[2K"
-
-
-class LaunchView:
-    """Writes to ``out``; where that is no terminal, only what is worth keeping in a file."""
-
-    def __init__(self, out: TextIO) -> None:
-        self._out = out
-        self._live = out.isatty()
-        self._started = time.monotonic()
-        self._pending = False  # the cursor stands behind a line that the next one replaces
-
-    def say(self, text: str) -> None:
-        """A line that stays."""
-        self._write(f"[{time.monotonic() - self._started:6.1f} s] {text}\n")
-
-    def waiting(self, name: str, doing: str) -> None:
-        """What is being waited for, and the newest line of its log."""
-        if self._live:
-            width = shutil.get_terminal_size().columns - 1
-            self._write(f"[{time.monotonic() - self._started:6.1f} s] {name}: starting · {doing.strip()}"[:width])
-            self._pending = True
-
-    def pass_on(self, text: str) -> None:
-        """The learner's own output, as it is."""
-        if text:
-            self._write(text)
-
-    def _write(self, text: str) -> None:
-        if self._pending:
-            self._out.write(_CLEAR_LINE)
-            self._pending = False
-        self._out.write(text)
-        self._out.flush()
-
+from coordexp.launch.plan import SERVER_ONLY, LaunchPlan, ProcessPlan, ServerPlan, plan_from_json
+from coordexp.launch.processes import adopt_orphans, die_with_parent, end_descendants, exit_code
 
 POLL_S = 0.2
 PROBE_S = 5.0
@@ -72,6 +36,58 @@ FORWARDED = (*ENDING, signal.SIGUSR1)
 LOG_TAIL_LINES = 25
 LAST_BYTES = 4096
 FAILED = 1
+_CLEAR_LINE = "\r\x1b[2K"
+
+
+def run_plan(plan: LaunchPlan) -> int:
+    """Run ``plan`` to its end under a supervisor process. Returns the learner's exit code."""
+    adopt_orphans()
+    supervisor = subprocess.Popen(
+        [sys.executable, "-m", __name__],
+        stdin=subprocess.PIPE,
+        start_new_session=True,  # Ctrl-C reaches this process alone, which forwards it
+    )
+    assert supervisor.stdin is not None
+    handlers = {
+        number: signal.signal(number, lambda received, _: supervisor.send_signal(received)) for number in FORWARDED
+    }
+    try:
+        supervisor.stdin.write(plan.to_json().encode() + b"\n")
+        supervisor.stdin.flush()
+        return exit_code(supervisor.wait())
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if supervisor.poll() is None:
+            supervisor.kill()
+            supervisor.wait()
+        supervisor.stdin.close()
+        end_descendants(grace_s=0.0)
+
+
+class LaunchView:
+    """Writes to ``out``. On a terminal a line about what is being waited for is replaced by the next one."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self._is_terminal = out.isatty()
+        self._started = time.monotonic()
+        self._replaces_line = False
+
+    def say(self, text: str) -> None:
+        self.pass_on(f"[{time.monotonic() - self._started:6.1f} s] {text}\n")
+
+    def waiting(self, name: str, doing: str) -> None:
+        if self._is_terminal:
+            width = shutil.get_terminal_size().columns - 1
+            self.pass_on(f"[{time.monotonic() - self._started:6.1f} s] {name}: starting · {doing.strip()}"[:width])
+            self._replaces_line = True
+
+    def pass_on(self, text: str) -> None:
+        if text:
+            self._out.write((_CLEAR_LINE if self._replaces_line else "") + text)
+            self._out.flush()
+            self._replaces_line = False
 
 
 class _LauncherGone(Exception):
@@ -79,8 +95,6 @@ class _LauncherGone(Exception):
 
 
 class _Signalled(Exception):
-    """A signal asked for the end."""
-
     def __init__(self, number: int) -> None:
         self.number = number
 
@@ -92,27 +106,27 @@ class Supervisor:
     plan: LaunchPlan
     view: LaunchView
     stdin: int
-    # Nobody else's: who can write to it can pose as a process of the run.
-    _meeting: tempfile.TemporaryDirectory[str] = field(
+    # Private to this user: anyone who can write to it can pose as a process of the run.
+    _rendezvous: tempfile.TemporaryDirectory[str] = field(
         default_factory=lambda: tempfile.TemporaryDirectory(prefix="coordexp-launch-")
     )
     _running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     _signal: int | None = None
-    _again: bool = False  # a second Ctrl-C or SIGTERM: no more waiting
+    _at_once: bool = False  # a second Ctrl-C or SIGTERM: wait no longer
 
     def run(self) -> int:
-        """Start, watch, end. Returns the learner's exit code, or why there is none."""
+        """Start, watch, end. Returns the learner's exit code, or another one if there is none."""
         adopt_orphans()
         for number in FORWARDED:
             signal.signal(number, self._note_signal)
         try:
             return self._run()
-        except _Signalled as asked:
+        except _Signalled as received:
             self.view.say(
-                f"{signal.Signals(asked.number).name}: the learner has {self.plan.learner_grace_s:g} s to finish its "
-                "step, save and end; then everything ends. Once more ends it at once"
+                f"{signal.Signals(received.number).name}: the learner has {self.plan.learner_grace_s:g} s to finish "
+                "its step, save and end; then everything ends. A second signal ends it at once"
             )
-            return self._end_learner(asked.number)
+            return self._end_learner(received.number)
         except _LauncherGone:
             self._end_learner(signal.SIGTERM)
             return FAILED
@@ -120,7 +134,7 @@ class Supervisor:
             self.view.say(f"error: {error}")
             return FAILED
         finally:
-            end_descendants(AT_ONCE_S if self._again else SERVER_GRACE_S)
+            end_descendants(AT_ONCE_S if self._at_once else SERVER_GRACE_S)
 
     def _run(self) -> int:
         for server in self.plan.servers:
@@ -137,7 +151,13 @@ class Supervisor:
                 try:
                     self._check_servers()
                 except LaunchFailed:
-                    self._let_learner_save(learner, log)
+                    # A learner that loses a server saves what it has learned and then ends by itself.
+                    self.view.say(f"a server ended: the learner has {self.plan.learner_grace_s:g} s to save and end")
+                    patience = time.monotonic() + self.plan.learner_grace_s
+                    while learner.poll() is None and time.monotonic() < patience:
+                        self._pause()
+                        self.view.pass_on(log.read())
+                    self.view.pass_on(log.read())
                     raise
             self.view.pass_on(log.read())
         code = exit_code(learner.returncode)
@@ -150,7 +170,7 @@ class Supervisor:
         environment |= process.environment
         environment |= {name: os.environ[source] for name, source in process.secrets.items()}
         if process is self.plan.learner:
-            environment[RENDEZVOUS] = str(Path(self._meeting.name) / "store")
+            environment[RENDEZVOUS] = str(Path(self._rendezvous.name) / "store")
         environment["PYTHONUNBUFFERED"] = "1"
         with process.log.open("wb") as log:
             self._running[process.name] = subprocess.Popen(
@@ -160,19 +180,19 @@ class Supervisor:
                 stderr=subprocess.STDOUT,
                 env=environment,
                 start_new_session=True,  # the terminal's Ctrl-C is forwarded in order, not sent to all at once
-                preexec_fn=die_with_parent,  # no threads run here, so that nothing can hold a lock across the fork
+                preexec_fn=die_with_parent,  # safe: no other thread runs here that could hold a lock across the fork
             )
-        self.view.say(f"{process.name}: started on {_devices(process)}, log {process.log}")
+        self.view.say(f"{process.name}: started on {process.device_names()}, log {process.log}")
         return self._running[process.name]
 
     def _await_server(self, server: ServerPlan, deadline: float) -> None:
-        """Until it answers, and guards as configured."""
+        """Return once the server answers and its repeat guard is as configured."""
         name = server.base_url if server.process is None else server.process.name
         client = ServerClient(
             server.base_url,
             server.group_port,
             timeout_s=PROBE_S,
-            infer_timeout_s=PROBE_S,  # nothing is asked of it
+            infer_timeout_s=PROBE_S,  # not used
             api_key=api_key_from_environment(self.plan.api_key_env),
         )
         try:
@@ -184,11 +204,9 @@ class Supervisor:
                 except RolloutError as error:
                     if time.monotonic() > deadline:
                         raise LaunchFailed(
-                            f"{name}: not up after {self.plan.wait_s:g} s (launch.wait_s): {error}"
-                            + self._tail_of(server)
+                            f"{name}: not up after {self.plan.wait_s:g} s (launch.wait_s): {error}" + _log_tail(server)
                         ) from error
-                    doing = str(error) if server.process is None else _last_line(server.process.log)
-                    self.view.waiting(name, doing)
+                    self.view.waiting(name, str(error) if server.process is None else _last_line(server.process.log))
                 self._pause()
             self._check_guard(client, name)
             guarded = ", repeat guard active" if self.plan.repeat_terminate is not None else ""
@@ -198,39 +216,22 @@ class Supervisor:
 
     def _check_guard(self, client: ServerClient, name: str) -> None:
         wanted = self.plan.repeat_terminate
-        status: Mapping[str, Any] | None = client.status(timeout_s=60.0)
-        if status is None:
-            if wanted is not None:
-                raise LaunchFailed(
-                    f"{name}: no /status/, so nobody knows whether it guards against repetition; activate it by "
-                    f"{ACTIVATION_PATH}"
-                )
-            return
-        check_guard(status["workers"], None if wanted is None else RepeatTerminateConfig.model_validate(wanted))
+        status = client.status(timeout_s=60.0)
+        if status is not None:
+            check_guard(status["workers"], None if wanted is None else RepeatTerminateConfig.model_validate(wanted))
+        elif wanted is not None:
+            raise LaunchFailed(
+                f"{name}: has no /status/, so its repeat guard is unknown; activate it by {ACTIVATION_PATH}"
+            )
 
     def _check_servers(self) -> None:
         for server in self.plan.servers:
             process = server.process
             if process is not None and (code := self._running[process.name].poll()) is not None:
-                raise LaunchFailed(f"{process.name} ended with exit code {exit_code(code)}{self._tail_of(server)}")
-
-    def _tail_of(self, server: ServerPlan) -> str:
-        if server.process is None:
-            return ""
-        lines = server.process.log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_TAIL_LINES:]
-        return f". The end of {server.process.log}:\n" + "\n".join(f"  {line}" for line in lines)
-
-    def _let_learner_save(self, learner: subprocess.Popen[bytes], log: TextIO) -> None:
-        """A learner that loses a server saves what it has learned and then ends; ended at once, it would lose that."""
-        self.view.say(f"a server ended: the learner has {self.plan.learner_grace_s:g} s to save and end")
-        deadline = time.monotonic() + self.plan.learner_grace_s
-        while learner.poll() is None and time.monotonic() < deadline:
-            self._pause()
-            self.view.pass_on(log.read())
-        self.view.pass_on(log.read())
+                raise LaunchFailed(f"{process.name} ended with exit code {exit_code(code)}{_log_tail(server)}")
 
     def _end_learner(self, number: int) -> int:
-        """Let the learner end by itself, as it was asked to; its exit code, or the signal's."""
+        """Send the learner a signal and let it end by itself. Returns its exit code, or the signal's."""
         learner = self._running.get("learner")
         if learner is None:
             return 128 + number
@@ -238,14 +239,14 @@ class Supervisor:
         deadline = time.monotonic() + self.plan.learner_grace_s
         with self.plan.learner.log.open(encoding="utf-8", errors="replace") as log:
             log.seek(0, os.SEEK_END)
-            while learner.poll() is None and time.monotonic() < deadline and not self._again:
+            while learner.poll() is None and time.monotonic() < deadline and not self._at_once:
                 time.sleep(POLL_S)
                 self.view.pass_on(log.read())
             self.view.pass_on(log.read())
         return 128 + number if learner.returncode is None else exit_code(learner.returncode) or 128 + number
 
     def _pause(self) -> None:
-        """Wait a moment; raise where the launch is to end."""
+        """Wait a moment; raise if the launch has to end."""
         readable, _, _ = select.select([self.stdin], [], [], POLL_S)
         if readable and not os.read(self.stdin, 1):
             raise _LauncherGone
@@ -253,8 +254,15 @@ class Supervisor:
             raise _Signalled(self._signal)
 
     def _note_signal(self, number: int, _: object) -> None:
-        self._again = self._signal in ENDING and number in ENDING
+        self._at_once = self._signal in ENDING and number in ENDING
         self._signal = number
+
+
+def _log_tail(server: ServerPlan) -> str:
+    if server.process is None:
+        return ""
+    lines = server.process.log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_TAIL_LINES:]
+    return f". The end of {server.process.log}:\n" + "\n".join(f"  {line}" for line in lines)
 
 
 def _last_line(log: Path) -> str:
@@ -264,12 +272,8 @@ def _last_line(log: Path) -> str:
     return next((line for line in reversed(lines) if line.strip()), "")
 
 
-def _devices(process: ProcessPlan) -> str:
-    return "the CPU" if not process.devices else "devices " + ", ".join(map(str, process.devices))
-
-
 def main() -> None:
-    """Read the plan from standard input and run it."""
+    """Read the plan, one line on standard input, and run it."""
     line = b""
     while not line.endswith(b"\n"):
         read = os.read(0, 1)

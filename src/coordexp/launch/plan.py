@@ -1,8 +1,9 @@
-"""What ``coordexp launch`` will start: pure, from the validated configuration alone, before anything runs."""
+"""The processes that ``coordexp launch`` will start, from the validated configuration, before anything runs."""
 
 from __future__ import annotations
 
 import json
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -26,7 +27,7 @@ from coordexp.errors import ConfigError
 from coordexp.serving.serve.options import ServeOptions, serve_options
 
 LOOPBACK = "127.0.0.1"
-PLUGIN = Path(__file__).parents[2] / "engine" / "plugin" / "coordexp_rollout_plugin.py"
+PLUGIN = Path(__file__).parents[1] / "engine" / "plugin" / "coordexp_rollout_plugin.py"
 # The guard belongs to servers: what a shell exports must not reach the learner.
 SERVER_ONLY = (ENABLE, CONFIG_JSON, CONFIG_JSON_PATH, NAMES_ENABLE, SERVER_API_KEY)
 SWIFT_MODEL_TYPE = "qwen3_vl"  # the one that learners train; called the same in transformers and ms-swift
@@ -35,8 +36,8 @@ _SWIFT_ENGINE_KEYS = ("max_num_batched_tokens", "kv_cache_dtype", "cpu_offload_g
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlan:
-    """One program. ``environment`` is added to the launcher's own; ``secrets``: variable → the variable of the
-    launcher's environment that holds its value, so that no plan ever shows one. ``devices`` [] is the CPU."""
+    """One program. ``environment`` is added to the launcher's own. ``secrets``: variable → the variable of the
+    launcher's environment that holds its value, so that a printed plan never shows one. ``devices`` [] is the CPU."""
 
     name: str
     command: tuple[str, ...]
@@ -45,11 +46,14 @@ class ProcessPlan:
     log: Path
     secrets: Mapping[str, str] = field(default_factory=dict)
 
+    def device_names(self) -> str:
+        return "devices " + ", ".join(map(str, self.devices)) if self.devices else "the CPU"
+
 
 @dataclass(frozen=True, slots=True)
 class ServerPlan:
-    """A rollout server: started here, where it takes ``ports`` of ``listen_host``, or (``process`` None) expected to
-    run where ``base_url`` says."""
+    """A rollout server: started here, listening on ``ports`` of ``listen_host``; or, if ``process`` is None, running
+    elsewhere at ``base_url``."""
 
     base_url: str
     group_port: int
@@ -60,8 +64,8 @@ class ServerPlan:
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """Everything that is started, in order: servers, then the learner once they answer. ``learner_grace_s``: how long
-    a learner that is asked to end may take."""
+    """Everything that is started, in order: servers, then the learner once they answer. ``learner_grace_s``: seconds in
+    which a learner that receives a signal saves and ends."""
 
     servers: tuple[ServerPlan, ...]
     learner: ProcessPlan
@@ -72,7 +76,6 @@ class LaunchPlan:
 
     @property
     def server_base_urls(self) -> tuple[str, ...]:
-        """A projection of ``rollout_matching.vllm.server.servers[]`` for launch wiring, in its order."""
         return tuple(server.base_url for server in self.servers)
 
     def to_json(self) -> str:
@@ -101,56 +104,69 @@ def plan_launch(
     config: RunConfig,
     config_path: Path,
     *,
-    local: Sequence[bool],
-    model_type: str,
+    local: Sequence[bool] | None = None,
     arguments: Sequence[str] = (),
     listen_host: str | None = None,
 ) -> LaunchPlan:
     """The processes of a run.
 
     Args:
-        local: for each server whether its address is this machine's.
-        model_type: ``model_type`` of the checkpoint's config.json.
-        arguments: ``key.path=value``, as ``config`` was loaded with; programs that read the file are given them too.
-        listen_host: where the servers listen, instead of what ``config`` says of each.
+        local: for each server whether it is started here; None to see whose address is this machine's.
+        arguments: ``key.path=value``, with which ``config`` was loaded; passed on to programs that read the file.
+        listen_host: start all servers here, listening on this address instead of the configured ones.
 
     Raises:
         ConfigError: device lists that do not fit the servers, or overlap.
     """
     launch, rollout = config.launch, config.rollout_matching
     entries = server_entries(config)
+    if local is None:
+        local = [listen_host is not None or _is_here(entry) for entry in entries]
     devices = _devices_of_servers(config, local)
     logs = launch.log_dir or Path(config.training.output_dir) / "logs"
     named = (str(config_path), *arguments)
-    servers = tuple(
-        ServerPlan(
-            entry.base_url.rstrip("/"),
-            entry.group_port,
-            (_port_of(config, index), entry.group_port) if here else (),
-            _server_process(config, named, index, devices[index], logs, model_type, listen_host) if here else None,
-            listen_host_of(entry, listen_host),
-        )
-        for index, (entry, here) in enumerate(zip(entries, local, strict=True))
-    )
+    grace_s = config.training.stop_within_s + 15.0  # what the learner allows itself, and a moment to end
+    servers = []
+    for index, (entry, here) in enumerate(zip(entries, local, strict=True)):
+        ports, process = (), None
+        if here:
+            url = urlsplit(entry.base_url)
+            ports = (url.port or (443 if url.scheme == "https" else 80), entry.group_port)
+            process = _server_process(config, named, index, devices[index], logs, listen_host)
+        base_url = entry.base_url.rstrip("/")
+        servers.append(ServerPlan(base_url, entry.group_port, ports, process, listen_host_of(entry, listen_host)))
     guard = rollout.repeat_terminate if rollout is not None else None
     return LaunchPlan(
-        servers=servers,
-        learner=_learner_process(config, named, logs, local),
+        servers=tuple(servers),
+        learner=_learner_process(config, named, logs, local, grace_s),
         wait_s=launch.wait_s,
         repeat_terminate=guard.model_dump() if guard is not None and guard.enabled else None,
         api_key_env=rollout.vllm.server.api_key_env if rollout is not None and rollout.vllm.server else None,
-        learner_grace_s=_grace_s(config),
+        learner_grace_s=grace_s,
     )
 
 
 def listen_host_of(entry: ServerEntry, given: str | None = None) -> str:
-    """Where a server listens: as ``given``, as its entry says, or on the host of its ``base_url``."""
+    """The address a server listens on: ``given``, else its ``listen_host``, else the host of its ``base_url``."""
     return given or entry.listen_host or urlsplit(entry.base_url).hostname or ""
 
 
-def _grace_s(config: RunConfig) -> float:
-    """What the learner allows itself, and a moment to end."""
-    return config.training.stop_within_s + 15.0
+def _is_here(entry: ServerEntry) -> bool:
+    """Whether a server belongs to this machine. One that listens on every address is identified by its ``base_url``."""
+    host = listen_host_of(entry)
+    return can_listen(urlsplit(entry.base_url).hostname or "" if host in ("0.0.0.0", "::") else host, 0)
+
+
+def can_listen(host: str, port: int) -> bool:
+    """Whether ``port`` is free on this machine's address ``host``; for port 0, whether that is one."""
+    try:
+        family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(where)
+    except OSError:
+        return False
+    return True
 
 
 def _devices_of_servers(config: RunConfig, local: Sequence[bool]) -> list[tuple[int, ...]]:
@@ -183,18 +199,12 @@ def _devices_of_servers(config: RunConfig, local: Sequence[bool]) -> list[tuple[
     return devices
 
 
-def _port_of(config: RunConfig, index: int) -> int:
-    url = urlsplit(server_entries(config)[index].base_url)
-    return url.port or (443 if url.scheme == "https" else 80)
-
-
 def _server_process(
     config: RunConfig,
     named: Sequence[str],
     index: int,
     devices: tuple[int, ...],
     logs: Path,
-    model_type: str,
     listen_host: str | None,
 ) -> ProcessPlan:
     rollout = config.rollout_matching
@@ -202,7 +212,7 @@ def _server_process(
     options = serve_options(config, index, None, len(devices), listen_host)
     key_env = rollout.vllm.server.api_key_env
     if config.launch.server == "swift":
-        command = _swift_command(options, model_type)
+        command = _swift_command(options)
         secrets = {} if key_env is None else {SERVER_API_KEY: key_env}
     else:
         command = (sys.executable, "-m", "coordexp", "serve", "--config", *named, "--index", str(index))
@@ -218,23 +228,13 @@ def _server_process(
     return ProcessPlan(f"server{index}", command, environment, devices, logs / f"server{index}.log", secrets)
 
 
-def foreign_to_swift(model_type: str) -> str:
-    """What is wrong with a model of a family that ``swift rollout`` is not started for."""
-    return (
-        f"its config.json has model_type {model_type!r}, and swift rollout is started for {SWIFT_MODEL_TYPE} only; "
-        "write launch.server: coordexp"
-    )
-
-
-def _swift_command(options: ServeOptions, model_type: str) -> tuple[str, ...]:
-    """``swift rollout`` as ``coordexp serve`` would run with the same options."""
-    if model_type != SWIFT_MODEL_TYPE:
-        raise ConfigError(f"model.model: {foreign_to_swift(model_type)}")
+def _swift_command(options: ServeOptions) -> tuple[str, ...]:
+    """``swift rollout`` with the options that ``coordexp serve`` would have."""
     engine = dict(options.engine)
     further = {name: engine[name] for name in _SWIFT_ENGINE_KEYS if name in engine}
     flags: dict[str, Any] = {
         "model": options.model,
-        "model_type": model_type,
+        "model_type": SWIFT_MODEL_TYPE,
         "torch_dtype": engine["dtype"],
         "host": options.host,
         "port": options.port,
@@ -260,17 +260,19 @@ def _swift_command(options: ServeOptions, model_type: str) -> tuple[str, ...]:
     return tuple(words)
 
 
-def _learner_process(config: RunConfig, named: Sequence[str], logs: Path, local: Sequence[bool]) -> ProcessPlan:
-    """torchrun on this machine alone. Its processes meet in a file: the store of a port would listen to every network,
-    whatever its address says."""
+def _learner_process(
+    config: RunConfig, named: Sequence[str], logs: Path, local: Sequence[bool], grace_s: float
+) -> ProcessPlan:
+    """torchrun on this machine alone. Its processes meet in a file: torchrun's TCP store listens on every network,
+    whatever its address."""
     devices = tuple(config.launch.learner_devices)
     command = (
         *(sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={max(1, len(devices))}"),
         *("--rdzv-backend=c10d", "--rdzv-conf=store_type=file", f"--local-addr={LOOPBACK}"),
-        *("--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1", f"--shutdown-timeout={_grace_s(config):.0f}"),
+        *("--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1", f"--shutdown-timeout={grace_s:.0f}"),
         *("-m", "coordexp", "train", *named),
     )
-    # Also the processes' own connections. Where a server is elsewhere, weights must find the way to it.
+    # Connections between the processes stay on this machine too, unless weights go to a server elsewhere.
     on_loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} if all(local) else {}
     environment = {
         **_visible(devices),

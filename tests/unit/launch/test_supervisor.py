@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from coordexp.serving.launch.plan import LaunchPlan, ProcessPlan, ServerPlan
+from coordexp.launch.plan import LaunchPlan, ProcessPlan, ServerPlan
 from support.ports import free_ports
 from support.rollout_servers import descendants, is_alive
 
@@ -52,8 +52,8 @@ sys.exit(1)
 """
 LAUNCHER = """
 import sys
-from coordexp.serving.launch.processes import run_plan
-from coordexp.serving.launch.plan import plan_from_json
+from coordexp.launch.supervisor import run_plan
+from coordexp.launch.plan import plan_from_json
 sys.exit(run_plan(plan_from_json(sys.stdin.readline())))
 """
 DEADLINE_S = 60.0
@@ -158,7 +158,7 @@ def test_kill_9_of_any_of_them_leaves_no_process(tmp_path: Path, victim: str) ->
         running.wait_for("child up", "learner.log")
         everything = descendants(running.process.pid)
         word = {
-            "supervisor": "coordexp.serving.launch.supervisor",
+            "supervisor": "coordexp.launch.supervisor",
             "server": "HTTPServer",
             "learner": "import signal, sub",
         }

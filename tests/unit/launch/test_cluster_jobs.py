@@ -22,8 +22,8 @@ import pytest
 import yaml
 
 from coordexp.errors import ConfigError
-from coordexp.serving.launch import cluster
-from coordexp.serving.launch.cluster import ClusterJob, kubernetes_jobset, plan_job, render, skypilot_task, slurm_script
+from coordexp.launch import cluster
+from coordexp.launch.cluster import ClusterJob, plan_job, render
 from support.cli_runs import run_cli
 from support.config_samples import set_key, write_yaml
 
@@ -113,7 +113,7 @@ SLURM = {"SLURM_JOB_NODELIST": "node[1-4]", "SLURM_JOB_ID": "17"}
 
 @pytest.mark.parametrize("code", [0, 3])
 def test_a_slurm_job_ends_as_its_learner_does_and_ends_its_servers(fakes: Fakes, code: int) -> None:
-    found, told = end(fakes.start(slurm_script(JOB), FAKE_LEARNER_ENDS=str(code), **SLURM))
+    found, told = end(fakes.start(render(JOB, "slurm"), FAKE_LEARNER_ENDS=str(code), **SLURM))
     assert found == code, told
     calls = fakes.calls()
     assert {call for call in calls if call.startswith("step")} == {
@@ -129,33 +129,33 @@ def test_a_slurm_job_ends_as_its_learner_does_and_ends_its_servers(fakes: Fakes,
 
 
 def test_a_slurm_job_draws_a_token_where_none_is_given(fakes: Fakes) -> None:
-    end(fakes.start(slurm_script(JOB), FAKE_LEARNER_ENDS="0", COORDEXP_API_KEY="", **SLURM))
+    end(fakes.start(render(JOB, "slurm"), FAKE_LEARNER_ENDS="0", COORDEXP_API_KEY="", **SLURM))
     assert {call.rpartition("token=")[2] for call in fakes.calls() if "token=" in call} == {"64"}
 
 
 def test_before_its_time_is_up_a_slurm_job_saves_and_queues_again(fakes: Fakes) -> None:
-    process = fakes.start(slurm_script(JOB), **SLURM)
+    process = fakes.start(render(JOB, "slurm"), **SLURM)
     fakes.wait_for(3)
     process.send_signal(signal.SIGUSR1)  # what --signal=B:USR1@… makes SLURM do
     found, told = end(process)
     assert found == 0, told
     assert "learner saves for USR1" in fakes.calls() and fakes.calls().count("requeued 17") == 1
-    assert "--signal=B:USR1@120" in slurm_script(JOB)  # the learner's 60 seconds, and a minute
+    assert "--signal=B:USR1@120" in render(JOB, "slurm")  # the learner's 60 seconds, and a minute
 
 
 def test_a_slurm_job_that_loses_a_server_saves_and_fails(fakes: Fakes) -> None:
-    found, told = end(fakes.start(slurm_script(JOB), FAKE_DEAD_SERVER="1", **SLURM))
+    found, told = end(fakes.start(render(JOB, "slurm"), FAKE_DEAD_SERVER="1", **SLURM))
     assert found == 1 and "a rollout server has ended" in told
     assert "learner saves for TERM" in fakes.calls()
 
 
 def test_without_servers_a_slurm_job_is_the_learner_alone(fakes: Fakes) -> None:
     job = replace(JOB, servers=0, token_variable=None, gpus=0)
-    found, told = end(fakes.start(slurm_script(job), FAKE_LEARNER_ENDS="0", **SLURM))
+    found, told = end(fakes.start(render(job, "slurm"), FAKE_LEARNER_ENDS="0", **SLURM))
     assert found == 0, told
     (step, learner) = fakes.calls()
     assert step == "step on node1,node2" and "|--nproc-per-node=1|" in learner and "endpoint=node1:29500" in learner
-    assert "gpus" not in slurm_script(job) and "API_KEY" not in slurm_script(job)
+    assert "gpus" not in render(job, "slurm") and "API_KEY" not in render(job, "slurm")
 
 
 @pytest.fixture
@@ -170,7 +170,7 @@ def meeting_place(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
 def test_a_skypilot_server_lives_as_long_as_the_learners_meeting_place(
     fakes: Fakes, meeting_place: socket.socket
 ) -> None:
-    script = yaml.safe_load(skypilot_task(JOB, "H200"))["run"].replace("sleep 10", "sleep 0.1")
+    script = yaml.safe_load(render(JOB, "skypilot", accelerator="H200"))["run"].replace("sleep 10", "sleep 0.1")
     addresses = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2\n127.0.0.1\n10.0.0.4", "SKYPILOT_TASK_ID": "t"}
     process = fakes.start(script, SKYPILOT_NODE_RANK="1", **addresses)
     fakes.wait_for(1)
@@ -186,7 +186,7 @@ def test_a_skypilot_server_lives_as_long_as_the_learners_meeting_place(
 
 @pytest.mark.parametrize(("rank", "code"), [("2", 0), ("3", 4)])
 def test_a_skypilot_machine_behind_the_servers_is_the_learners(fakes: Fakes, rank: str, code: int) -> None:
-    script = yaml.safe_load(skypilot_task(JOB, "H200"))["run"]
+    script = yaml.safe_load(render(JOB, "skypilot", accelerator="H200"))["run"]
     addresses = {"SKYPILOT_NODE_IPS": "a\nb\nc\nd", "SKYPILOT_TASK_ID": "t", "FAKE_LEARNER_ENDS": str(code)}
     assert end(fakes.start(script, SKYPILOT_NODE_RANK=rank, **addresses))[0] == code
     (call,) = fakes.calls()
@@ -194,7 +194,7 @@ def test_a_skypilot_machine_behind_the_servers_is_the_learners(fakes: Fakes, ran
 
 
 def test_kubernetes_pods_know_each_other_by_names_that_the_jobset_gives() -> None:
-    manifest = yaml.safe_load(kubernetes_jobset(JOB, "registry/coordexp:1"))
+    manifest = yaml.safe_load(render(JOB, "kubernetes", image="registry/coordexp:1"))
     assert (manifest["apiVersion"], manifest["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
     spec = manifest["spec"]
     assert spec["network"] == {"enableDNSHostnames": True, "subdomain": "run"}
@@ -218,7 +218,7 @@ def test_kubernetes_pods_know_each_other_by_names_that_the_jobset_gives() -> Non
 def test_the_shipped_configuration_becomes_a_job_of_each_kind(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    job = plan_job(CONFIG, (RESUME,), learner_nodes=2, gpus=8, time_limit="1-00:00:00")
+    job = plan_job(CONFIG, (RESUME,), trainer_nodes=2, gpus=8, time_limit="1-00:00:00")
     assert (job.servers, job.nodes, job.token_variable) == (2, 4, "COORDEXP_API_KEY")
     assert job.name == "stage2-multi-node" and job.grace_s == 315
     for name, flags in {"slurm": [], "kubernetes": ["--image", "i"], "skypilot": ["--accelerator", "H200"]}.items():
@@ -231,16 +231,24 @@ def test_the_shipped_configuration_becomes_a_job_of_each_kind(
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     # what the YAML says, what the command says, what is refused
-    "a job that starts again would begin anew": ({"training.resume_from_checkpoint": None}, {}, "would begin anew"),
+    "a job that starts again would begin anew": (
+        {"training.resume_from_checkpoint": None},
+        {},
+        "training.resume_from_checkpoint",
+    ),
     "a host that is written down": (
         {"rollout_matching.vllm.server.servers": [{"base_url": "http://10.0.0.1:8000", "group_port": 51216}]},
         {},
-        r"servers\[0\].base_url: http://10.0.0.1:8000 names its host.*ROLLOUT_HOST_0:-rollout-host-0",
+        r"servers\[0\].base_url: .*ROLLOUT_HOST_0:-rollout-host-0",
     ),
-    "a server without a token": ({"rollout_matching.vllm.server.api_key_env": None}, {}, "api_key_env: missing"),
-    "swift's servers": ({"launch.server": "swift"}, {}, "launch.server: swift"),
-    "engines that do not fit": ({"rollout_matching.vllm.tensor_parallel_size": 3}, {}, "3 devices an engine.*the 8"),
-    "no learner": ({}, {"learner_nodes": 0}, "--learner-nodes 0"),
+    "a server without a token": ({"rollout_matching.vllm.server.api_key_env": None}, {}, "server.api_key_env"),
+    "swift's servers": ({"launch.server": "swift"}, {}, "launch.server"),
+    "engines that do not fit": (
+        {"rollout_matching.vllm.tensor_parallel_size": 3},
+        {},
+        "tensor_parallel_size: 3.*--gpus",
+    ),
+    "no learner": ({}, {"trainer_nodes": 0}, "--learner-nodes 0"),
     "fewer than no GPUs": ({}, {"gpus": -1}, "--gpus -1"),
     "a time that is none": ({}, {"time_limit": "one day"}, "--time one day"),
 }
@@ -254,7 +262,7 @@ def test_what_no_cluster_could_run_is_refused_with_its_key(tmp_path: Path, name:
         config = set_key(config, key, value)
     with pytest.raises(ConfigError, match=message):
         plan_job(
-            write_yaml(tmp_path, config), (), **{"learner_nodes": 1, "gpus": 8, "time_limit": "4:00:00", **options}
+            write_yaml(tmp_path, config), (), **{"trainer_nodes": 1, "gpus": 8, "time_limit": "4:00:00", **options}
         )
 
 
@@ -267,5 +275,5 @@ def test_reading_a_configuration_leaves_the_environment_as_it_was(monkeypatch: p
 
 @pytest.mark.parametrize(("scheduler", "flag"), [("kubernetes", "--image"), ("skypilot", "--accelerator")])
 def test_what_a_scheduler_needs_is_asked_for(scheduler: Any, flag: str) -> None:
-    with pytest.raises(ConfigError, match=f"{flag}: missing"):
+    with pytest.raises(ConfigError, match=flag):
         render(JOB, scheduler)

@@ -1,0 +1,177 @@
+"""A run over several machines, as a job for SLURM, Kubernetes or SkyPilot. Starts nothing and needs no cluster.
+
+Each rollout server has a machine of its own and runs ``coordexp serve --index i``; the trainer runs under torchrun on
+the others. Hosts are known only when the job starts, so the configuration reads them from :data:`HOST_VARIABLE`, which
+every template sets.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+from urllib.parse import urlsplit
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from coordexp.config import RunConfig, load_config
+from coordexp.errors import ConfigError
+from coordexp.launch.plan import server_entries
+
+Scheduler = Literal["slurm", "kubernetes", "skypilot"]
+TEMPLATES = {"slurm": "slurm.sh.j2", "kubernetes": "kubernetes.yaml.j2", "skypilot": "skypilot.yaml.j2"}
+HOST_VARIABLE = "ROLLOUT_HOST_{index}"
+RENDEZVOUS_PORT = 29500
+RESTARTS = 5  # of a whole job whose machine died
+_MOST_HOSTS = 256
+_UNKNOWN_HOST = "rollout-host-{index}.invalid"  # stands for a host while the configuration is only read
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterJob:
+    """The values of the templates: ``servers`` machines with a rollout server each, then ``trainer_nodes`` with
+    ``max(1, gpus)`` trainer processes. ``arguments``: ``key.path=value`` after the configuration. ``grace_s``: seconds
+    in which a trainer that receives a signal saves and ends; ``wait_s``: seconds in which servers start."""
+
+    name: str
+    config: str
+    arguments: tuple[str, ...]
+    servers: int
+    trainer_nodes: int
+    gpus: int
+    token_variable: str | None
+    grace_s: int
+    wait_s: int
+    time_limit: str
+
+    @property
+    def nodes(self) -> int:
+        return self.servers + self.trainer_nodes
+
+
+def plan_job(config: Path, arguments: Sequence[str], trainer_nodes: int, gpus: int, time_limit: str) -> ClusterJob:
+    """The job of a configuration.
+
+    Args:
+        arguments: ``key.path=value``, on top of the file.
+        trainer_nodes: machines of the trainer.
+        gpus: per machine, for servers and trainer alike; 0 for CPUs.
+        time_limit: in SLURM's format, ``days-hours:minutes:seconds``.
+
+    Raises:
+        ConfigError: every key and option that no cluster could run.
+    """
+    with _stand_in_hosts():
+        run = load_config(config, arguments=arguments)
+    if problems := list(_problems(run, trainer_nodes, gpus, time_limit)):
+        raise ConfigError("\n".join(problems))
+    server = run.rollout_matching.vllm.server if run.rollout_matching is not None else None
+    entries = server_entries(run)
+    return ClusterJob(
+        name=_dns_name(Path(run.training.output_dir).name),
+        config=str(config),
+        arguments=tuple(arguments),
+        servers=len(entries),
+        trainer_nodes=trainer_nodes,
+        gpus=gpus,
+        token_variable=server.api_key_env if server is not None and entries else None,
+        grace_s=round(run.training.stop_within_s) + 15,
+        wait_s=round(max(run.launch.wait_s, server.timeout_s if server is not None else 0.0)),
+        time_limit=time_limit,
+    )
+
+
+def render(job: ClusterJob, scheduler: Scheduler, image: str = "", accelerator: str = "") -> str:
+    """The text of a job.
+
+    Args:
+        image: Kubernetes: the container image, with coordexp in it.
+        accelerator: SkyPilot: its name for the kind of GPU.
+
+    Raises:
+        ConfigError: ``image`` or ``accelerator`` is missing where it is needed.
+    """
+    if scheduler == "kubernetes" and not image:
+        raise ConfigError("--image: missing; name a container image in which coordexp is installed")
+    if scheduler == "skypilot" and job.gpus and not accelerator:
+        raise ConfigError("--accelerator: missing; name the GPUs as SkyPilot does, for example H200")
+    environment = Environment(
+        loader=PackageLoader("coordexp.launch"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["json"] = json.dumps
+    return environment.get_template(TEMPLATES[scheduler]).render(
+        job=job,
+        run=shlex.join((job.config, *job.arguments)),
+        host_variables=[HOST_VARIABLE.format(index=index) for index in range(job.servers)],
+        rendezvous_port=RENDEZVOUS_PORT,
+        restarts=RESTARTS,
+        image=image,
+        accelerator=accelerator,
+    )
+
+
+@contextmanager
+def _stand_in_hosts() -> Iterator[None]:
+    """Set the hosts' variables to stand-ins, by which :func:`_problems` sees whether the configuration reads them."""
+    before = dict(os.environ)
+    for index in range(_MOST_HOSTS):
+        os.environ[HOST_VARIABLE.format(index=index)] = _UNKNOWN_HOST.format(index=index)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _problems(run: RunConfig, trainer_nodes: int, gpus: int, time_limit: str) -> Iterator[str]:
+    if trainer_nodes < 1:
+        yield f"--learner-nodes {trainer_nodes}: give at least one"
+    if gpus < 0:
+        yield f"--gpus {gpus}: give a number of devices, or 0 for CPUs"
+    if not re.fullmatch(r"(\d+-)?\d{1,2}:\d{2}:\d{2}", time_limit):
+        yield f"--time {time_limit}: give days-hours:minutes:seconds, for example 1-00:00:00"
+    if run.training.resume_from_checkpoint is not True:
+        yield (
+            "training.resume_from_checkpoint: a job that restarts after a machine died would begin from step 0; write "
+            "true, or add training.resume_from_checkpoint=true to this command"
+        )
+    entries = server_entries(run)
+    if not entries:
+        return
+    rollout = run.rollout_matching
+    assert rollout is not None and rollout.vllm.server is not None
+    for index, entry in enumerate(entries):
+        if urlsplit(entry.base_url).hostname != _UNKNOWN_HOST.format(index=index):
+            name = HOST_VARIABLE.format(index=index)
+            yield (
+                f"rollout_matching.vllm.server.servers[{index}].base_url: {entry.base_url} names its host, which is "
+                f"known only when the job starts; write http://${{env:{name}:-{name.lower().replace('_', '-')}}}:PORT"
+            )
+    if rollout.vllm.server.api_key_env is None:
+        yield (
+            "rollout_matching.vllm.server.api_key_env: missing, and anyone who reaches a server can overwrite its "
+            "weights; name the variable that holds the token, for example COORDEXP_API_KEY"
+        )
+    if run.launch.server == "swift":
+        yield "launch.server: swift runs under coordexp launch on one machine only; write coordexp"
+    parallel = rollout.vllm.tensor_parallel_size
+    if gpus > 0 and gpus % parallel:
+        yield (
+            f"rollout_matching.vllm.tensor_parallel_size: {parallel} devices per engine do not divide the {gpus} of a "
+            "machine (--gpus)"
+        )
+
+
+def _dns_name(text: str) -> str:
+    """Lower case, digits and dashes, at most 40 characters: a name that every scheduler accepts."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40].strip("-") or "coordexp"
