@@ -90,8 +90,64 @@ def match_objects(
 
 def assign_pairs(pred_of_N: np.ndarray, gt_of_N: np.ndarray, iou_N: np.ndarray, config: MatchingConfig) -> np.ndarray:
     """The one-to-one assignment among given pairs of known mask IoU: which of them it takes, as indices into them."""
-    feasible = np.flatnonzero(iou_N >= config.maskiou_gate)
-    return feasible[_best_edges(pred_of_N[feasible], gt_of_N[feasible], 1.0 - iou_N[feasible], config)]
+    # What a pair adds to the total, compared with leaving both of its objects alone.
+    price_N = 1.0 - iou_N - config.fp_cost - config.fn_cost
+    usable = np.flatnonzero((iou_N >= config.maskiou_gate) & (price_N <= _TIE))
+    pred_F, gt_F = pred_of_N[usable], gt_of_N[usable]
+    contested_F = (np.bincount(pred_F)[pred_F] > 1) | (np.bincount(gt_F)[gt_F] > 1)
+    contested = usable[contested_F]
+    if not contested.size:  # nearly every answer outside of crowds needs no solver
+        return usable
+    chosen = contested[_solve(pred_of_N[contested], gt_of_N[contested], price_N[contested])]
+    return np.concatenate([usable[~contested_F], chosen])
+
+
+def _solve(pred_E: np.ndarray, gt_E: np.ndarray, price_E: np.ndarray) -> np.ndarray:
+    """Which of E pairs form the one-to-one assignment of least total price: a mask (E,) bool."""
+    from scipy.optimize import linear_sum_assignment
+
+    preds, row_E = np.unique(pred_E, return_inverse=True)
+    gts, column_E = np.unique(gt_E, return_inverse=True)
+    price_PG = np.zeros((len(preds), len(gts)))  # other pairs mean "both alone"
+    price_PG[row_E, column_E] = price_E
+    rows, columns = linear_sum_assignment(price_PG)
+    edges = dict(zip(zip(row_E.tolist(), column_E.tolist(), strict=True), price_E.tolist(), strict=True))
+    solved = {i: j for i, j in zip(rows.tolist(), columns.tolist(), strict=True) if (i, j) in edges}
+    partner_of = _settle_ties(solved, edges)
+    return np.array([partner_of.get(i) == j for i, j in edges], dtype=bool)
+
+
+def _settle_ties(partner_of: dict[int, int], price: dict[tuple[int, int], float]) -> dict[int, int]:
+    """Choose lower indices where they cost nothing: the solver's choice among equal totals is arbitrary.
+
+    A prediction takes a lower object that is free, or swaps with a later prediction that has it, if the total stays the
+    same. Each change lowers the partner of one prediction and touches no earlier one, so this ends.
+    """
+    partner_of = dict(partner_of)
+    holder_of = {j: i for i, j in partner_of.items()}
+    edges = sorted(price)
+    restart = True
+    while restart:
+        restart = False
+        for i, j in edges:
+            own, other = partner_of.get(i), holder_of.get(j)
+            if (own is not None and own <= j) or (other is not None and other < i):
+                continue
+            change = price[i, j] - (0.0 if own is None else price[i, own])
+            if other is not None:
+                change += (0.0 if own is None else price.get((other, own), np.inf)) - price[other, j]
+            if change > _TIE:
+                continue
+            for prediction, partner in ((i, j), (other, own)):
+                if prediction is not None and partner is not None:
+                    partner_of[prediction], holder_of[partner] = partner, prediction
+                elif prediction is not None:
+                    del partner_of[prediction]
+                elif partner is not None:
+                    del holder_of[partner]
+            restart = True
+            break
+    return partner_of
 
 
 def _candidates(pred_P4: np.ndarray, gt_G4: np.ndarray, config: MatchingConfig) -> tuple[np.ndarray, np.ndarray]:
@@ -104,97 +160,6 @@ def _candidates(pred_P4: np.ndarray, gt_G4: np.ndarray, config: MatchingConfig) 
     chosen_PK, _ = top_k_candidates(pred_P4, gt_G4, config.candidate_top_k)
     pred_of_N = np.repeat(np.arange(len(pred_P4)), chosen_PK.shape[1])
     return pred_of_N, chosen_PK.ravel()
-
-
-def _best_edges(pred_of_F: np.ndarray, gt_of_F: np.ndarray, cost_F: np.ndarray, config: MatchingConfig) -> np.ndarray:
-    """Which of the feasible pairs form the assignment: indices into them.
-
-    Objects that no chain of feasible pairs connects cannot compete, so each connected part is solved alone. Most parts
-    are one pair, or pairs that all share one object: those need no solver. Ties are settled within a part, since no
-    change could leave it.
-    """
-    if cost_F.size == 0:
-        return np.zeros(0, dtype=np.int64)
-    alone_F = (np.bincount(pred_of_F)[pred_of_F] == 1) & (np.bincount(gt_of_F)[gt_of_F] == 1)
-    chosen = [np.flatnonzero(alone_F & (cost_F - config.fn_cost <= config.fp_cost + _TIE))]
-    for part in _connected(pred_of_F, gt_of_F, np.flatnonzero(~alone_F)):
-        if _is_star(pred_of_F[part]) or _is_star(gt_of_F[part]):
-            cheapest = cost_F[part].min()
-            if cheapest - config.fn_cost <= config.fp_cost + _TIE:
-                tied = part[cost_F[part] <= cheapest + _TIE]
-                chosen.append(tied[np.lexsort((gt_of_F[tied], pred_of_F[tied]))][:1])
-            continue
-        preds, row = np.unique(pred_of_F[part], return_inverse=True)
-        gts, column = np.unique(gt_of_F[part], return_inverse=True)
-        cost_PG = np.full((len(preds), len(gts)), np.inf)
-        cost_PG[row, column] = cost_F[part]
-        partner_P = _settle_ties(_assign(cost_PG, config), cost_PG, config)
-        chosen.append(part[partner_P[row] == column])
-    return np.concatenate(chosen)
-
-
-def _is_star(objects: np.ndarray) -> bool:
-    return bool((objects == objects[0]).all())
-
-
-def _connected(pred_of_F: np.ndarray, gt_of_F: np.ndarray, edges: np.ndarray) -> list[np.ndarray]:
-    """``edges`` (indices of pairs) parted into sets that share no prediction and no GT object."""
-    part_of_pred: dict[int, list[int]] = {}
-    part_of_gt: dict[int, list[int]] = {}
-    for edge, i, j in zip(edges.tolist(), pred_of_F[edges].tolist(), gt_of_F[edges].tolist(), strict=True):
-        part = part_of_pred.setdefault(i, [])
-        other = part_of_gt.setdefault(j, part)
-        if other is not part:  # the smaller joins the larger, so that no edge moves often
-            part, other = (part, other) if len(part) >= len(other) else (other, part)
-            for moved in other:
-                part_of_pred[int(pred_of_F[moved])] = part_of_gt[int(gt_of_F[moved])] = part
-            part_of_pred[i] = part_of_gt[j] = part
-            part.extend(other)
-        part.append(edge)
-    return [np.array(sorted(part)) for part in {id(part): part for part in part_of_pred.values()}.values()]
-
-
-def _assign(cost_PG: np.ndarray, config: MatchingConfig) -> np.ndarray:
-    """GT index of each prediction, or G for "none": (P,) int64, of least total cost. Infeasible pairs cost inf."""
-    from scipy.optimize import linear_sum_assignment
-
-    num_pred, num_gt = cost_PG.shape
-    size = num_pred + num_gt
-    square = np.zeros((size, size))  # dummy with dummy is free
-    square[:num_pred, :num_gt] = cost_PG
-    square[:num_pred, num_gt:] = config.fp_cost
-    square[num_pred:, :num_gt] = config.fn_cost
-    _, columns = linear_sum_assignment(square)
-    return np.minimum(columns[:num_pred], num_gt)
-
-
-def _settle_ties(partner_P: np.ndarray, cost_PG: np.ndarray, config: MatchingConfig) -> np.ndarray:
-    """Lower indices where they cost nothing: the solver's choice among equal totals is an accident of its search.
-
-    Each change lowers the partner of one prediction and touches no earlier one, so this ends.
-    """
-    num_pred, num_gt = cost_PG.shape
-    partner_P = partner_P.copy()
-    # Column G is "no partner". A taken GT object spares its own fn_cost, so moves and exchanges compare directly.
-    price_PH = np.concatenate([cost_PG - config.fn_cost, np.full((num_pred, 1), config.fp_cost)], axis=1)
-    rows_P, columns_G = np.arange(num_pred), np.arange(num_gt)
-    while True:
-        own_P = price_PH[rows_P, partner_P]
-        free_G = ~np.isin(columns_G, partner_P)
-        move_PG = free_G & (columns_G < partner_P[:, None]) & (price_PH[:, :num_gt] <= own_P[:, None] + _TIE)
-        exchanged_PP = price_PH[:, partner_P]
-        swap_PP = (rows_P[:, None] < rows_P) & (partner_P < partner_P[:, None])
-        swap_PP &= exchanged_PP + exchanged_PP.T <= own_P[:, None] + own_P + _TIE
-        changeable = np.flatnonzero(move_PG.any(axis=1) | swap_PP.any(axis=1))
-        if changeable.size == 0:
-            return partner_P
-        i = int(changeable[0])
-        others = np.flatnonzero(swap_PP[i])
-        targets = np.concatenate([np.flatnonzero(move_PG[i]), partner_P[others]])
-        target = int(targets.min())
-        if target in partner_P:
-            partner_P[others[partner_P[others] == target][0]] = partner_P[i]
-        partner_P[i] = target
 
 
 DUPLICATE_IOU = 0.5

@@ -13,8 +13,6 @@ from coordexp.records import Segment
 
 # Cells of the exact search's table, one byte or two each: 512 segments at 64k tokens.
 _EXACT_LIMIT = 2**25
-# Segments in a row up to which bitsets beat the table.
-_FEW = 16
 
 
 def select_segments(lengths: Sequence[int], capacity: int) -> list[int]:
@@ -74,61 +72,13 @@ def binpacking_candidate(binpacking: ModuleType, lengths: Sequence[int], capacit
 
 
 def best_selection(lengths: Sequence[int], capacity: int) -> list[int]:
-    """The exact optimum beside the oldest: fullest, then fewest, then lexicographically smallest."""
-    room = capacity - lengths[0]
-    if room == 0:
-        return [0]
-    reachable, mask = 1, (1 << (room + 1)) - 1  # bit s: some of the others sum to s
-    for length in lengths[1:]:
-        reachable |= (reachable << length) & mask
-    best = reachable.bit_length() - 1
-    if _least_needed(lengths[1:], best) > _FEW:
-        return _by_table(lengths, room, best)
-    return _by_bitsets(lengths, best) or _by_table(lengths, room, best)
-
-
-def _least_needed(lengths: Sequence[int], total: int) -> int:
-    """No fewer of ``lengths`` can sum to ``total``."""
-    count, longest_first = 0, sorted(lengths, reverse=True)
-    while total > 0:
-        total -= longest_first[count]
-        count += 1
-    return count
-
-
-def _by_bitsets(lengths: Sequence[int], best: int) -> list[int] | None:
-    """The selection, if ``best`` needs only few segments: a row of a few long ones, as rows mostly are.
-
-    ``sums[k][i]`` has bit s where exactly k of segments i, i + 1, … sum to s. Layer by layer, so the search ends at the
-    fewest; walking it forward and taking each segment that keeps the optimum gives the smallest indices.
-    """
-    count, mask = len(lengths), (1 << (best + 1)) - 1
-    sums = [[1] * (count + 1)]
-    while not (sums[-1][1] >> best) & 1:
-        if len(sums) > _FEW + 1:
-            return None
-        below, here, layer = sums[-1], 0, [0] * (count + 1)
-        for i in range(count - 1, 0, -1):
-            here |= (below[i + 1] << lengths[i]) & mask
-            layer[i] = here
-        sums.append(layer)
-    chosen, left, needed = [0], best, len(sums) - 1
-    for i in range(1, count):
-        if needed and left >= lengths[i] and (sums[needed - 1][i + 1] >> (left - lengths[i])) & 1:
-            chosen.append(i)
-            left -= lengths[i]
-            needed -= 1
-    return chosen
-
-
-def _by_table(lengths: Sequence[int], room: int, best: int) -> list[int]:
-    """The same selection for many short segments.
+    """The exact optimum that includes the oldest: fullest, then fewest, then lexicographically smallest.
 
     Subset-sum with counts: ``fewest_IS[i, s]`` is the smallest number of segments among i, i + 1, … whose lengths sum
     to s exactly.
     """
-    count = len(lengths)
-    unreachable = count  # at most count - 1 segments stand beside the oldest
+    count, room = len(lengths), capacity - lengths[0]
+    unreachable = count  # at most count - 1 segments join the oldest
     dtype = np.uint8 if count < 2**8 - 1 else np.uint16 if count < 2**16 - 1 else np.uint32
     fewest_IS = np.empty((count + 1, room + 1), dtype=dtype)
     fewest_IS[count] = unreachable
@@ -140,7 +90,8 @@ def _by_table(lengths: Sequence[int], room: int, best: int) -> list[int]:
             taken_S = here_S[length:]
             np.add(later_S[: room + 1 - length], 1, out=taken_S)
             np.minimum(taken_S, later_S[length:], out=taken_S)
-    chosen, left = [0], best
+    # Walking forward and taking each segment that keeps the optimum gives the smallest indices.
+    chosen, left = [0], int(np.flatnonzero(fewest_IS[min(1, count)] < unreachable)[-1])
     for i in range(1, count):
         length = lengths[i]
         if left >= length and fewest_IS[i + 1, left - length] + 1 == fewest_IS[i, left]:

@@ -1,16 +1,16 @@
 """Gate, dummies, Hungarian, deterministic ties."""
 
 from itertools import permutations
-from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from scipy.optimize import linear_sum_assignment
 
 from coordexp.errors import ConfigError
 from coordexp.geometry import aabbs, mask_iou
-from coordexp.matching import MatchingConfig, assign, match_objects, top_k_candidates
+from coordexp.matching import MatchingConfig, assign_pairs, match_objects, top_k_candidates
 from coordexp.records import GTObject
 
 
@@ -184,12 +184,13 @@ def shape_at(x, y, w, h, is_box):
 @example([shape_at(0, 0, 1, 1, False)], [shape_at(0, 1, 1, 2, False), shape_at(0, 1, 1, 1, False)], 0.0, (1.0, 1.0), 2)
 @settings(max_examples=120, deadline=None)
 @given(CROWDS, CROWDS, st.sampled_from([0.0, 0.05, 0.3]), st.sampled_from([(1.0, 1.0), (0.3, 0.4)]), st.integers(1, 6))
-def test_parts_solved_alone_are_the_whole_problem_solved(predicted, ground_truth, gate, costs, k):
+def test_the_assignment_is_optimal_and_prefers_lower_indices(predicted, ground_truth, gate, costs, k):
     """Against one square problem over all shapes, with every top-k candidate in it."""
     if not predicted or not ground_truth:
         return
     config = MatchingConfig(k, gate, 256, *costs)
-    cost_PG = np.full((len(predicted), len(ground_truth)), np.inf)
+    num_pred, num_gt = len(predicted), len(ground_truth)
+    cost_PG = np.full((num_pred, num_gt), np.inf)
     chosen_PK, box_iou_PK = top_k_candidates(aabbs(predicted), aabbs(ground_truth), k)
     rejections = 0
     for (i, rank), j in np.ndenumerate(chosen_PK):
@@ -198,27 +199,29 @@ def test_parts_solved_alone_are_the_whole_problem_solved(predicted, ground_truth
             cost_PG[i, j] = 1 - iou
         else:
             rejections += box_iou_PK[i, rank] > 0
-    whole_P = assign._settle_ties(assign._assign(cost_PG, config), cost_PG, config)
+    square = np.zeros((num_pred + num_gt, num_pred + num_gt))
+    square[:num_pred, :num_gt] = cost_PG
+    square[:num_pred, num_gt:], square[num_pred:, :num_gt] = config.fp_cost, config.fn_cost
+    least = square[linear_sum_assignment(square)].sum()
+
     result = match_objects(predicted, ground_truth, config)
-    partner_P = np.full(len(predicted), len(ground_truth))
-    for pair in result.pairs:
-        partner_P[pair.pred_idx] = pair.gt_idx
-    assert assign._settle_ties(partner_P, cost_PG, config).tolist() == partner_P.tolist()
 
     def total(partners):
-        pairs = [cost_PG[i, j] for i, j in enumerate(partners) if j < len(ground_truth)]
-        return (sum(pairs) + (len(predicted) - len(pairs)) * config.fp_cost
-                + (len(ground_truth) - len(pairs)) * config.fn_cost)  # fmt: skip
+        pairs = [cost_PG[i, j] for i, j in partners.items()]
+        return sum(pairs) + (num_pred - len(pairs)) * config.fp_cost + (num_gt - len(pairs)) * config.fn_cost
 
-    assert total(partner_P) == pytest.approx(total(whole_P), abs=1e-9)
+    partners = {pair.pred_idx: pair.gt_idx for pair in result.pairs}
+    assert total(partners) == pytest.approx(least, abs=1e-9)
     assert result.num_gate_rejections == rejections
-
-
-def test_lonely_pairs_need_no_solver():
-    shapes = [box(x, y, x + 50, y + 50) for x in range(0, 900, 100) for y in range(0, 900, 100)]
-    with mock.patch.object(assign, "_assign", side_effect=AssertionError("no competition, no solver")):
-        result = match_objects(shapes, shapes[::-1])
-    assert [(p.pred_idx, p.gt_idx) for p in result.pairs] == [(i, len(shapes) - 1 - i) for i in range(len(shapes))]
+    holder = {j: i for i, j in partners.items()}
+    for i, j in np.ndindex(num_pred, num_gt):
+        own, other = partners.get(i, num_gt), holder.get(j)
+        if j >= own or (other is not None and other < i):
+            continue
+        changed = {p: g for p, g in partners.items() if p not in (i, other)} | {i: j}
+        if other is not None and own < num_gt:
+            changed[other] = own
+        assert total(changed) > least + 1e-12, f"prediction {i} could have object {j} at the same cost"
 
 
 def test_the_costs_of_being_alone_are_one_by_default():
@@ -234,5 +237,5 @@ def test_the_costs_of_being_alone_are_one_by_default():
 def test_a_prediction_and_an_object_alone_have_costs_of_their_own(ious, chosen):
     """Three pairs that compete, an object alone twice as dear as a prediction alone: 0.3 for both."""
     config = MatchingConfig(fp_cost=0.1, fn_cost=0.2)
-    found = assign.assign_pairs(np.array([0, 0, 1]), np.array([0, 1, 0]), np.array(ious), config)
+    found = assign_pairs(np.array([0, 0, 1]), np.array([0, 1, 0]), np.array(ious), config)
     assert sorted(found.tolist()) == chosen

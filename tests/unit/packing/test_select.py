@@ -58,19 +58,6 @@ def test_it_is_the_best_of_all_subsets_and_no_heuristic_beats_it(case):
         assert sum(lengths[i] for i in heuristic) <= total
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.integers(1, 40), min_size=2, max_size=60), st.integers(40, 400), st.integers(0, 20))
-def test_few_segments_and_many_are_searched_differently_and_found_alike(lengths, capacity, few):
-    """With ``few`` bitsets, and with the table alone: which of the two runs is a matter of time only."""
-    module = sys.modules[select_segments.__module__]
-    found = []
-    for limit in (few, 0):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module, "_FEW", limit)
-            found.append(best_selection(lengths, capacity))
-    assert found[0] == found[1]
-
-
 @pytest.mark.parametrize("count", [254, 255, 256, 700])
 def test_many_segments_fill_the_row(count):
     rng = random.Random(count)
@@ -115,9 +102,9 @@ def test_missing_binpacking_stops_every_selection(monkeypatch, lengths):
 @pytest.mark.parametrize(
     ("lengths", "error", "complaint"),
     [
-        ([], ValueError, "no segment"),
-        ([3, 0], ValueError, "segment 1 has 0 tokens"),
-        ([3, 11], SegmentTooLong, "segment 1: 11 tokens > row capacity 10; raise global_max_length"),
+        ([], ValueError, "segment"),
+        ([3, 0], ValueError, "segment 1"),
+        ([3, 11], SegmentTooLong, "segment 1.*global_max_length"),
     ],
 )
 def test_bad_lengths(lengths, error, complaint):
