@@ -30,19 +30,18 @@ COMPARED = ("f1", "precision", "recall", "mean_matched_iou", "duplicate_rate", "
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A figure of both runs. ``b - a`` is in ``low`` … ``high`` in ``confidence`` of all resamples; average precision,
-    which counts have no share in, has no interval."""
+    """A figure of both runs, and the interval that holds ``b - a`` in ``confidence`` of all resamples; None for average
+    precision, which is not a sum of counts."""
 
     name: str
     a: float
     b: float
-    low: float | None = None
-    high: float | None = None
+    interval: tuple[float, float] | None = None
 
     @property
     def is_clear(self) -> bool:
         """Whether the interval leaves zero out."""
-        return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
+        return self.interval is not None and (self.interval[0] > 0 or self.interval[1] < 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +112,7 @@ def _figures(counted: Sequence[Sequence[ImageCounts]], weights_RN: np.ndarray) -
     differences = []
     for name in COMPARED:
         values = np.array([after[name] - before[name] for before, after in zip(*drawn, strict=True)])
-        differences.append(Difference(name, whole[0][name], whole[1][name], *_interval(values)))
+        differences.append(Difference(name, whole[0][name], whole[1][name], _interval(values)))
     return differences
 
 
@@ -155,7 +154,7 @@ def _group(
     ]
     before, after = (float(_f1(count_N3.sum(axis=0, keepdims=True))[0]) for count_N3 in counts)
     before_R, after_R = (_f1(weights_RN @ count_N3) for count_N3 in counts)
-    f1 = Difference("f1", before, after, *_interval(after_R - before_R))
+    f1 = Difference("f1", before, after, _interval(after_R - before_R))
     return GroupDifference(name, int(counts[0][:, 0].sum()), f1, ap)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from rich.table import Table
 from rich.text import Text
@@ -132,7 +132,7 @@ def _cells(difference: Difference) -> tuple[str, str, Text, Text]:
         f"{difference.a:.3f}",
         f"{difference.b:.3f}",
         Text(f"{difference.b - difference.a:+.3f}", style),
-        Text("–" if difference.low is None else f"{difference.low:+.3f} … {difference.high:+.3f}", style),
+        Text("–" if difference.interval is None else "{:+.3f} … {:+.3f}".format(*difference.interval), style),
     )
 
 
@@ -157,4 +157,6 @@ def _group(row: GroupDifference) -> Mapping[str, object]:
 
 
 def _difference(difference: Difference) -> Mapping[str, object]:
-    return {**asdict(difference), "difference": difference.b - difference.a, "clear": difference.is_clear}
+    low, high = difference.interval or (None, None)
+    return {"name": difference.name, "a": difference.a, "b": difference.b, "low": low, "high": high,
+            "difference": difference.b - difference.a, "clear": difference.is_clear}  # fmt: skip

@@ -52,7 +52,8 @@ def assert_pycocotools(
 ) -> AveragePrecision:
     data = copy.deepcopy(to_coco(answers, iou_type))
     with contextlib.redirect_stdout(io.StringIO()):
-        truth, found = COCO(), COCO()
+        truth: Any = COCO()
+        found: Any = COCO()
         truth.dataset = data.ground_truth
         truth.createIndex()
         if data.results:
@@ -168,8 +169,8 @@ def test_random_answers_in_all_area_ranges(iou_type: IouType, seed: int) -> None
 def test_figures_are_pycocotools_on_the_files_we_write(tmp_path: Path, iou_type: IouType, capsys) -> None:
     answers = random_answers(25, 1)
     truth_file, results_file = write_coco(answers, tmp_path, iou_type, None)
-    truth = COCO(str(truth_file))
-    evaluation = evaluated(truth, truth.loadRes(str(results_file)), iou_type, THRESHOLDS_T)
+    truth: Any = COCO(str(truth_file))
+    evaluation = evaluated(truth, truth.loadRes(str(results_file)), iou_type, THRESHOLDS_T.tolist())
     evaluation.summarize()
     expected = dict(zip(NAMES, evaluation.stats[:6].tolist(), strict=True)) | {"AR100": evaluation.stats[8]}
     capsys.readouterr()

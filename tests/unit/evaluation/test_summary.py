@@ -150,9 +150,9 @@ def test_two_equal_runs_do_not_differ() -> None:
     answers = random_answers(15, 2)
     found = compare(answers, answers[::-1], resamples=50)
     groups = [row.f1 for row in (*found.by_class, *found.by_density)]
-    assert (found.figures[0].name, found.figures[0].low, found.figures[0].high) == ("AP", None, None)
+    assert (found.figures[0].name, found.figures[0].interval) == ("AP", None)
     for difference in (*found.figures[1:], *groups):
-        assert (difference.low, difference.high) == (0, 0) and not difference.is_clear
+        assert difference.interval == (0, 0) and not difference.is_clear
         assert difference.a == difference.b
 
 
@@ -161,9 +161,10 @@ def test_a_run_that_misses_half_is_clearly_worse_and_the_pairing_helps() -> None
     worse = [replace(answer, pred=answer.pred[::2]) for answer in answers]
     whole = compare(answers, worse, resamples=200)
     found = {difference.name: difference for difference in whole.figures}
-    assert found["recall"].is_clear and found["recall"].high < 0
+    recall, f1 = found["recall"].interval, found["f1"].interval
+    assert recall is not None and f1 is not None and recall[1] < 0
     assert found["AP"].b < found["AP"].a and not found["AP"].is_clear  # it has no interval
-    assert found["f1"].is_clear and found["f1"].low <= found["f1"].b - found["f1"].a <= found["f1"].high
+    assert found["f1"].is_clear and f1[0] <= found["f1"].b - found["f1"].a <= f1[1]
     assert compare(answers, worse, resamples=200) == whole  # the same seed, the same intervals
     assert compare(answers, worse, resamples=200, seed=1) != whole
     # Images are paired by their names, in whatever order they stand.
@@ -176,7 +177,7 @@ def test_a_run_that_misses_half_is_clearly_worse_and_the_pairing_helps() -> None
         for run in (answers, worse)
     ]  # fmt: skip
     low, high = np.quantile(np.subtract(recalls[1], recalls[0]), [0.025, 0.975])
-    assert found["recall"].high - found["recall"].low < 0.8 * (high - low)
+    assert recall[1] - recall[0] < 0.8 * (high - low)
 
 
 def test_differences_by_class_and_density_are_those_of_the_summaries() -> None:
