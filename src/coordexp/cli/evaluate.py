@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 
     from coordexp.config import RunConfig
     from coordexp.evaluation import ImageAnswer, Summary
-    from coordexp.evaluation.answers import Renaming
-
-    Rename = Callable[[Sequence[ImageAnswer]], list[ImageAnswer]]
+    from coordexp.evaluation.renaming import Renaming
 
 Data = Annotated[Path | None, typer.Option(help="JSONL to evaluate on instead of custom.val_jsonl.")]
 Output = Annotated[Path | None, typer.Option(help="Folder of figures and answers [<output_dir>/evaluation, or none].")]
@@ -111,7 +109,11 @@ def evaluate(
          "--print": print_only or None, "KEY=VALUE": arguments or None,
          "--resamples": resamples, "--embedding-threshold": None if embedder else embedding_threshold},
     )  # fmt: skip
-    rename = _renaming(aliases, embedder, _THRESHOLD if embedding_threshold is None else embedding_threshold)
+    if embedder is not None:
+        no_bars_in_log_files()
+    from coordexp.evaluation.renaming import Renaming
+
+    rename = Renaming.from_files(aliases, embedder, _THRESHOLD if embedding_threshold is None else embedding_threshold)
     names = _class_list(classes)
     wanted = _Wanted(limit, output, constant_score, rename, segm, sheet, as_json)
     if runs is not None:
@@ -240,23 +242,3 @@ def _draw(sheet: Path | None, runs: Mapping[str, Sequence[ImageAnswer]]) -> list
     drawn = {name: [run[n] for n in chosen] for name, run in runs.items()}
     draw_comparison(drawn, sheet, -(-_DRAWN // across), across)
     return [sheet]
-
-
-def _renaming(aliases: Path | None, embedder: Path | None, threshold: float) -> Renaming:
-    """Aliases first; then the encoder, for what is still annotated nowhere. Files are read before any work is done."""
-    from coordexp.evaluation.answers import Renaming, apply_aliases, read_aliases
-
-    steps: list[Rename] = []
-    about: dict[str, object] = {}
-    if aliases is not None:
-        class_of = read_aliases(aliases)
-        steps.append(lambda answers: apply_aliases(answers, class_of))
-        about["aliases"] = str(aliases)
-    if embedder is not None:
-        from coordexp.evaluation.embedding import TextEncoder, apply_embedding
-
-        no_bars_in_log_files()
-        encoder = TextEncoder(embedder)
-        steps.append(lambda answers: apply_embedding(answers, encoder, threshold))
-        about |= {"embedder": str(embedder), "embedding_threshold": threshold}
-    return Renaming(tuple(steps), about)

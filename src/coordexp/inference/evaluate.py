@@ -17,8 +17,8 @@ from coordexp.data.kept_records import check_images, open_records
 from coordexp.data.progress_bar import reporting
 from coordexp.errors import ConfigError
 from coordexp.evaluation import EvaluationOptions, ImageAnswer, Prediction, Summary, summarise
-from coordexp.evaluation.answers import AS_WRITTEN, Renaming
 from coordexp.evaluation.predict import ON_COUNTS_ALONE, evaluate_dataset, gather_answers
+from coordexp.evaluation.renaming import NO_RENAMING, Renaming
 from coordexp.evaluation.summary import METRICS, write_summary
 from coordexp.inference.session import checked_model, open_session
 from coordexp.records import ImageRecord
@@ -84,7 +84,7 @@ def run_evaluation(
     limit: int | None = None,
     output: Path | None = None,
     constant_score: float | None = None,
-    rename: Renaming = AS_WRITTEN,
+    rename: Renaming = NO_RENAMING,
     segm: bool = False,
     classes: Sequence[str] = (),
 ) -> EvaluationResult:

@@ -6,20 +6,22 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
-from coordexp.errors import CheckpointError
+from coordexp.errors import CheckpointError, MissingDependency
 from coordexp.evaluation import Detection, ImageAnswer
 from coordexp.evaluation.answers import write_answers
-from coordexp.evaluation.embedding import TextEncoder, apply_embedding, nearest_categories
+from coordexp.evaluation.renaming import apply_embedding, load_encoder, nearest_categories
 from coordexp.records import GTObject
 from support.cli_runs import run_cli
 
@@ -29,11 +31,11 @@ BOX = (10, 10, 500, 500)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A BERT of random weights over nine words."""
+    """A SentenceTransformer of random weights over nine words."""
     path = tmp_path_factory.mktemp("encoder")
     words = Tokenizer(models.WordLevel({word: k for k, word in enumerate(WORDS)}, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(path)
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(path / "bert")
     torch.manual_seed(0)
     shape: dict[str, Any] = {
         "hidden_size": 32,
@@ -41,8 +43,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "num_attention_heads": 2,
         "intermediate_size": 32,
     }
-    BertModel(BertConfig(vocab_size=len(WORDS), **shape)).save_pretrained(path)
-    return path
+    BertModel(BertConfig(vocab_size=len(WORDS), **shape)).save_pretrained(path / "bert")
+    parts = [Transformer(str(path / "bert")), Pooling(32, "cls"), Normalize()]
+    SentenceTransformer(modules=parts, device="cpu").save(str(path / "encoder"))
+    return path / "encoder"
 
 
 def answered(truth: list[str], found: list[str]) -> ImageAnswer:
@@ -50,66 +54,17 @@ def answered(truth: list[str], found: list[str]) -> ImageAnswer:
     return ImageAnswer("s", "a.png", 100, 100, gt, tuple(Detection(desc, "bbox_2d", BOX, 0.9) for desc in found))
 
 
-def test_rows_are_unit_vectors_and_padding_does_not_count(folder: Path) -> None:
-    encoder = TextEncoder(folder)
-    rows = encoder.embed(["car", "man walking", "red car"])
-    assert np.linalg.norm(rows, axis=1) == pytest.approx([1, 1, 1])
-    assert encoder.embed(["car"])[0] == pytest.approx(rows[0], abs=1e-5)  # alone, without padding
-    assert len(encoder.embed(["car"] * 70)) == 70 and len(encoder.embed([])) == 0
-
-
-def with_pooling(folder: Path, copy: Path, **files: object) -> Path:
-    shutil.copytree(folder, copy)
-    (copy / "1_Pooling").mkdir()
-    for name, content in files.items():
-        path = copy / "1_Pooling" / "config.json" if name == "pooling" else copy / f"{name}.json"
-        path.write_text(json.dumps(content), encoding="utf-8")
-    return copy
-
-
-@pytest.mark.parametrize(
-    ("pooling", "first"),
-    [
-        ({"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}, False),
-        ({"pooling_mode_mean_tokens": False, "pooling_mode_cls_token": True}, True),
-        ({"pooling_mode": "mean"}, False),  # as sentence-transformers 6 writes it
-        ({"pooling_mode": ["cls"]}, True),
-    ],
-)
-def test_pooled_as_the_folder_says(folder: Path, tmp_path: Path, pooling: dict[str, object], first: bool) -> None:
-    found = TextEncoder(with_pooling(folder, tmp_path / "copy", pooling=pooling)).embed(["red car"])[0]
-    encoder = TextEncoder(folder)
-    with torch.inference_mode():
-        hidden_LD = encoder._model(**encoder._tokenizer("red car", return_tensors="pt")).last_hidden_state[0]
-    pooled_D = (hidden_LD[0] if first else hidden_LD.mean(dim=0)).double().numpy()
-    assert found == pytest.approx(pooled_D / np.linalg.norm(pooled_D), abs=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("files", "complaint"),
-    [
-        ({"pooling": {"pooling_mode_max_tokens": True}}, "asks for max; mean or cls"),
-        ({"pooling": {"pooling_mode": ["mean", "max"]}}, "asks for mean and max"),
-        ({"modules": [{"type": "sentence_transformers.models.Dense"}]}, "asks for Dense"),
-    ],
-)
-def test_an_encoder_that_takes_more_than_we_do_is_refused(
-    folder: Path, tmp_path: Path, files: dict[str, object], complaint: str
-) -> None:
-    with pytest.raises(CheckpointError, match=complaint):
-        TextEncoder(with_pooling(folder, tmp_path / "copy", **files))
-
-
 def test_of_equally_near_categories_the_first_is_taken(folder: Path) -> None:
     # Unknown words are one token, so these two categories have one embedding.
-    assert nearest_categories(["car"], ["zebra", "yak"], TextEncoder(folder), -1.0) == {"car": "zebra"}
-    assert nearest_categories(["car"], ["yak", "zebra"], TextEncoder(folder), -1.0) == {"car": "yak"}
+    assert nearest_categories(["car"], ["zebra", "yak"], load_encoder(folder), -1.0) == {"car": "zebra"}
+    assert nearest_categories(["car"], ["yak", "zebra"], load_encoder(folder), -1.0) == {"car": "yak"}
 
 
 def test_the_nearest_category_above_the_threshold(folder: Path) -> None:
-    encoder = TextEncoder(folder)
+    encoder = load_encoder(folder)
     categories, descs = ["car", "person"], ["red car", "man walking", "cloud"]
-    cosine = encoder.embed(descs) @ encoder.embed(categories).T
+    rows = encoder.encode([*descs, *categories])  # of length 1, by its last module
+    cosine = rows[:3] @ rows[3:].T
     threshold = float(np.sort(cosine.max(axis=1))[1])  # one of the three is below
     expected = {
         desc: categories[row.argmax()] for desc, row in zip(descs, cosine, strict=True) if row.max() >= threshold
@@ -120,7 +75,7 @@ def test_the_nearest_category_above_the_threshold(folder: Path) -> None:
 
 
 def test_what_is_annotated_is_left_alone(folder: Path) -> None:
-    encoder = TextEncoder(folder)
+    encoder = load_encoder(folder)
     (found,) = apply_embedding([answered(["car", "person"], ["person", "cloud"])], encoder, -1.0)
     assert found.pred[0].desc == "person" and found.pred[1].desc in ("car", "person")
     (same,) = apply_embedding([answered(["car"], ["cloud"])], encoder, 1.01)
@@ -149,7 +104,7 @@ def test_equal_then_alias_then_embedding(folder: Path, tmp_path: Path, capsys: p
 def test_a_real_encoder_knows_words() -> None:
     categories = ["person", "car", "dog", "tv", "couch", "motorcycle"]
     descs = ["automobile", "puppy", "television", "sofa", "motorbike", "a car", "cloud", "woman in a red coat"]
-    found = nearest_categories(descs, categories, TextEncoder(os.environ["COORDEXP_TEXT_ENCODER"]), 0.7)
+    found = nearest_categories(descs, categories, load_encoder(os.environ["COORDEXP_TEXT_ENCODER"]), 0.7)
     assert found == {
         "automobile": "car", "puppy": "dog", "television": "tv", "sofa": "couch", "motorbike": "motorcycle",
         "a car": "car",
@@ -157,8 +112,13 @@ def test_a_real_encoder_knows_words() -> None:
 
 
 def test_no_encoder_there(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no such folder"):
-        TextEncoder(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(CheckpointError, match="no text encoder"):
-        TextEncoder(tmp_path / "empty")
+    for missing in ("nowhere", "empty"):
+        with pytest.raises(CheckpointError, match=missing):
+            load_encoder(tmp_path / missing)
+
+
+def test_without_sentence_transformers_it_says_what_to_install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
+    with pytest.raises(MissingDependency, match=r"coordexp\[embedding\]"):
+        load_encoder(folder)

@@ -12,10 +12,11 @@ import pytest
 
 from coordexp.errors import DataError
 from coordexp.evaluation import Detection, EvaluationOptions, ImageAnswer, read_answers, summarise
-from coordexp.evaluation.answers import Renaming, apply_aliases, from_line, read_aliases, to_line
+from coordexp.evaluation.answers import from_line, to_line
 from coordexp.evaluation.compare import compare
 from coordexp.evaluation.detection import DENSITY_BINS, density_bin
 from coordexp.evaluation.plots import CONFUSION, CURVES, SIZES
+from coordexp.evaluation.renaming import Renaming, apply_aliases, read_aliases
 from coordexp.evaluation.summary import write_summary
 from coordexp.records import GTObject
 from support.answers import CAT, DOG
