@@ -119,7 +119,3 @@ class ServerTimeout(RolloutError):
 
 class LaunchFailed(CoordExpError):
     """A program that ``coordexp launch`` started did not come up, or went down before its time."""
-
-
-class UpstreamChanged(CoordExpError):
-    """An installed version of vLLM or ms-swift lacks a name that CoordExp uses."""

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from coordexp.config.vllm import SyncConfig
-from coordexp.engine import cpu
+from coordexp.engine.arguments import executor_on_cpu
 from coordexp.engine.client import ServerClient
+from coordexp.engine.engine_process import has_gpu
 from coordexp.engine.sync import WeightSync
 from coordexp.errors import RolloutError, ServerUnreachable
 from coordexp.modeling.load import LoadedModel
@@ -53,7 +54,7 @@ def test_engines_of_a_cpu_sleep_while_they_wait(client: ServerClient) -> None:
     """Their core process runs the executor that makes it so; what sleeping means is test_cpu_queues'."""
     status = client.status()
     assert status is not None
-    assert cpu.has_gpu() or {one["executor"] for one in status["workers"]} == {cpu.executor_name(1)}
+    assert has_gpu() or {one["executor"] for one in status["workers"]} == {executor_on_cpu(1)}
 
 
 def test_sampled_answers_depend_on_the_seed_and_nothing_else(client: ServerClient, learner: LoadedModel) -> None:

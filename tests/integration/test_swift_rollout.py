@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from coordexp.config.vllm import SyncConfig
-from coordexp.engine import cpu
+from coordexp.engine.arguments import executor_on_cpu
 from coordexp.engine.client import ServerClient
+from coordexp.engine.engine_process import has_gpu
 from coordexp.engine.sync import WeightSync
 from coordexp.errors import RolloutError, ServerRefused
 from coordexp.modeling.load import LoadedModel
@@ -102,7 +103,7 @@ def assert_answers_as(client: ServerClient, learner: LoadedModel, version: int) 
     assert answers == greedy_tokens(learner, requests)
     status = client.status()
     assert status is not None and [one["weight_version"] for one in status["workers"]] == [version] * WORKERS
-    assert cpu.has_gpu() or {one["executor"] for one in status["workers"]} == {cpu.executor_name(1)}
+    assert has_gpu() or {one["executor"] for one in status["workers"]} == {executor_on_cpu(1)}
     return answers
 
 

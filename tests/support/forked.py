@@ -60,7 +60,7 @@ ENGINES = Behind(
         "vllm.model_executor.models.qwen3_vl",
         "coordexp.serving.serve.app",
         "coordexp.serving.serve.engines",
-        "coordexp.engine.cpu_executor",
+        "coordexp.engine.cpu_patches",
         "coordexp.engine.in_process",
         "coordexp.engine.worker",
     ),
@@ -74,7 +74,7 @@ SWIFT = Behind(
         "vllm.v1.worker.cpu_worker",
         "vllm.model_executor.models.qwen3_vl",
         "coordexp.engine.plugin.swift_rollout",
-        "coordexp.engine.cpu_executor",
+        "coordexp.engine.cpu_patches",
     ),
     forkserver.ForkServer(),
 )

@@ -50,7 +50,7 @@ TORCH_FREE = [
         "rollouts.repeat_guard",
         "rollouts.closed_names",
     ),
-    *("weight_sync.stamp", "engine.guard_activation", "engine.lifetime", "engine.client"),
+    *("weight_sync.stamp", "engine.guard_activation", "engine.engine_process", "engine.client"),
 ]
 
 

@@ -59,7 +59,7 @@ def launch(
         print_config(config, given)
         return
     run = load_config(config, arguments=given)
-    from coordexp.engine.cpu import num_gpus
+    from coordexp.engine.engine_process import num_gpus
     from coordexp.launch.preflight import look_over
     from coordexp.launch.supervisor import run_plan
     from coordexp.training.build import check_run
@@ -131,7 +131,7 @@ def serve(
     check_lengths(run)
     logging.basicConfig(format="%(asctime)s %(name)s %(message)s")
     logging.getLogger("coordexp").setLevel(logging.INFO)  # not the root: vLLM sets that one
-    from coordexp.engine.cpu import num_gpus
+    from coordexp.engine.engine_process import num_gpus
     from coordexp.serving.serve.options import serve_options
     from coordexp.serving.serve.run import prepare_environment, run_server
 

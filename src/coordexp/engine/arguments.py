@@ -65,6 +65,12 @@ def own_arguments(model: Path, guarded: bool, holds_names: bool = False) -> dict
     return with_guard(arguments) if guarded else arguments
 
 
+def executor_on_cpu(tensor_parallel_size: int) -> str:
+    """``distributed_executor_backend`` of an engine on CPUs, by the name that its core process imports."""
+    name = "CoreExecutor" if tensor_parallel_size == 1 else "WorkersExecutor"
+    return f"coordexp.engine.cpu_patches.{name}"
+
+
 def with_guard(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """An engine's arguments with the repeat guard, behind every other processor: its end of the turn is final."""
     return with_processor(arguments, GUARD_PROCESSOR)
@@ -106,9 +112,9 @@ class EngineSpec:
         """The engine, guarding its answers exactly as the configuration says.
 
         Raises:
-            MissingDependency, UpstreamChanged, RolloutError.
+            MissingDependency, RolloutError.
         """
-        from coordexp.engine.process_state import environment_kept
+        from coordexp.engine.engine_process import environment_kept
 
         # Already vLLM's import sets variables, which the learner's children would inherit.
         with environment_kept(activation_environment(self.repeat_terminate)):

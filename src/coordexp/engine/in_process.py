@@ -11,10 +11,15 @@ import torch
 import torch.distributed as dist
 
 from coordexp.background import PreparedAhead
-from coordexp.engine import shared_memory
-from coordexp.engine.compatibility import VLLM_IN_PROCESS, check_upstream
-from coordexp.engine.cpu import PLUGINS, engine_environment, has_gpu, needed_plugins
-from coordexp.engine.process_state import default_group_kept, environment_kept, settings_kept
+from coordexp.engine.engine_process import (
+    PLUGINS,
+    default_group_kept,
+    engine_environment,
+    environment_kept,
+    has_gpu,
+    needed_plugins,
+    settings_kept,
+)
 from coordexp.errors import DataError, RolloutError
 from coordexp.rollouts.backend import AdapterWeights
 from coordexp.weight_sync import checksum
@@ -53,16 +58,16 @@ class InProcessEngine:
         """Start it: seconds to minutes. ``arguments``: those of vLLM's ``EngineArgs``.
 
         Raises:
-            MissingDependency, UpstreamChanged, RolloutError.
+            RolloutError.
         """
         self._max_in_flight = max_in_flight
         self._found_group = dist.is_initialized()
         self._engine: Any = None
         with settings_kept(), environment_kept(_environment()):
-            check_upstream(VLLM_IN_PROCESS)  # imports vLLM
-            shared_memory.remove_leftovers()
-            self._engine = _named("the engine could not be started", lambda: _start(arguments))
-            shared_memory.forget_names()  # its ranks have met by now
+            from coordexp.engine.cpu_patches import unnamed_shared_memory
+
+            with unnamed_shared_memory():
+                self._engine = _named("the engine could not be started", lambda: _start(arguments))
         self._can_sleep = has_gpu() and bool(arguments.get("enable_sleep_mode"))
 
     def load(

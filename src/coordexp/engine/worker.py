@@ -1,26 +1,22 @@
 """The worker extension: what CoordExp adds to each vLLM worker, for ``coordexp serve`` and ``swift rollout`` alike.
 
 vLLM mixes :class:`WeightSyncExtension` into its worker class (``worker_extension_cls``); its methods are what
-``collective_rpc`` calls by name. Importing this module makes CPU engines keep their weights loadable, because the
-extension is resolved before the model is, and sleep while they wait.
+``collective_rpc`` calls by name.
 """
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
-import signal
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+import coordexp.engine.cpu_patches  # noqa: F401  # applies them, before the engine loads its model
 from coordexp.engine.arguments import NAMES_STATUS
-from coordexp.engine.cpu import DIE_WITH_PARENT, keep_weights_loadable, wait_asleep
+from coordexp.engine.engine_process import DIE_WITH_PARENT, die_with_owner, die_with_parent
 from coordexp.engine.guard_processor import guard_of_worker, guard_report
-from coordexp.engine.lifetime import die_with_owner
 from coordexp.engine.logits_processors import holds_names, num_known_tokens, num_sampled_tokens
 from coordexp.errors import RolloutError
 from coordexp.weight_sync.group import GroupAddress
@@ -33,9 +29,6 @@ ADAPTER_NAME = "coordexp"
 ADAPTER_PATH = "adapter-in-memory"  # vLLM wants one; it is never read
 CALL = "coordexp_call"  # the method by which our server calls the others
 RESULT, FAILURE = "result", "failure"
-
-keep_weights_loadable()
-wait_asleep()
 
 
 class WeightSyncExtension:
@@ -231,13 +224,3 @@ def device_uuid(device: Any) -> str | None:
     """What tells one GPU from every other, whatever number a process knows it by; None for a CPU."""
     device = torch.device(device)
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
-
-
-def die_with_parent() -> None:
-    """Ask the kernel to end this process when its parent ends, however that happens."""
-    if not sys.platform.startswith("linux"):
-        return
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() == 1:  # it ended before the request
-        os.kill(os.getpid(), signal.SIGKILL)

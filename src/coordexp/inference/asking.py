@@ -78,7 +78,7 @@ def asking_config(model: str | Path, asking: Asking) -> RunConfig:
 def _engine() -> dict[str, Any]:
     """One engine for each process, whose learner beside it is whole too. Compiling its kernels takes minutes on a CPU,
     and saves little there."""
-    from coordexp.engine.cpu import has_gpu
+    from coordexp.engine.engine_process import has_gpu
 
     return {"tensor_parallel_size": 1, "enforce_eager": not has_gpu()}
 

@@ -125,11 +125,9 @@ def build_trainer(
     from coordexp.training.reading import EpochOfData
     from coordexp.training.recipe import build_recipe
     from coordexp.training.trainer import CoordExpTrainer
-    from coordexp.training.upstream_names import check_learner
     from coordexp.training.waiting_files import build_buffer, restore_answers
 
     config, rollout, training = run.config, run.rollout, run.config.training
-    check_learner()
     arguments = _training_arguments(config)
     resume = _resume_point(training)
     write_manifest(config, config_path, Path(training.output_dir), overrides)

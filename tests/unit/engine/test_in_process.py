@@ -54,7 +54,6 @@ def worker(failure: Exception | None = None) -> Any:
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Any:
     def start(engine: Engine) -> InProcessEngine:
-        monkeypatch.setattr(in_process, "check_upstream", lambda names: None)
         monkeypatch.setattr(in_process, "_start", lambda arguments: engine)
         return InProcessEngine({}, 1)
 

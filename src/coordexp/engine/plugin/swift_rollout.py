@@ -22,7 +22,7 @@ from swift.infer_engine import GRPOVllmEngine
 from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest, RolloutOutput
 from swift.pipelines.infer import rollout as swift_rollout
 
-from coordexp.engine import worker
+from coordexp.engine import versions, worker
 from coordexp.engine.arguments import (
     EXTENSION,
     KNOWN_TOKENS_PROCESSOR,
@@ -30,13 +30,20 @@ from coordexp.engine.arguments import (
     NAMES_KEY,
     NAMES_PROCESSOR,
     NAMES_STATUS,
+    executor_on_cpu,
     with_guard,
     with_processor,
 )
-from coordexp.engine.compatibility import SWIFT_ROLLOUT, check_upstream, versions
-from coordexp.engine.cpu import DIE_WITH_PARENT, SERVER_API_KEY, complete_environment, executor_name, has_gpu
+from coordexp.engine.engine_process import (
+    DIE_WITH_PARENT,
+    SERVER_API_KEY,
+    complete_environment,
+    die_with_parent,
+    has_gpu,
+    set_engine_owner,
+    skip_main_reimport,
+)
 from coordexp.engine.guard_activation import REQUEST_KEY, activated_config, check_guard
-from coordexp.engine.lifetime import forget_program, own_engines
 from coordexp.engine.logits_processors import check_known_tokens, check_names
 from coordexp.engine.plugin.swift_progress import OneAtATime, ProgressPage, noted, seeded_by_place
 from coordexp.errors import RolloutError
@@ -75,7 +82,7 @@ class CoordExpVllmEngine(GRPOVllmEngine):
         if self._guard is not None:
             engine_kwargs = with_guard(engine_kwargs)
         if not has_gpu():
-            kwargs["distributed_executor_backend"] = executor_name(kwargs.get("tensor_parallel_size", 1))
+            kwargs["distributed_executor_backend"] = executor_on_cpu(kwargs.get("tensor_parallel_size", 1))
         super().__init__(*args, engine_kwargs=engine_kwargs, **kwargs)
         engine: Any = self.engine
         engine.step = noted(engine.step, int(os.environ.get("SWIFT_ROLLOUT_DP_RANK", "0")))
@@ -294,9 +301,8 @@ def install() -> None:
     """Make this process, ms-swift's HTTP process or one of its workers, a guarded one.
 
     Raises:
-        RolloutError: the guard's configuration is missing or wrong. UpstreamChanged: ms-swift or vLLM has moved a name.
+        RolloutError: the guard's configuration is missing or wrong.
     """
-    check_upstream(SWIFT_ROLLOUT)
     activated_config(os.environ)
     if os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0").lower() not in ("0", "false"):
         raise RolloutError(
@@ -308,10 +314,10 @@ def install() -> None:
     if not gpu:
         _count_cpus_as_devices()
     if multiprocessing.parent_process() is not None:  # a rollout worker: engines are its own
-        own_engines()
-        forget_program()
+        set_engine_owner()
+        skip_main_reimport()
         if os.environ.get(DIE_WITH_PARENT) == "1":
-            worker.die_with_parent()
+            die_with_parent()
     swift_rollout.GRPOVllmEngine = CoordExpVllmEngine
     _install_endpoints(swift_rollout.SwiftRolloutDeploy)
 

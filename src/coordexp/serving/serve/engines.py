@@ -11,8 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from coordexp.engine.arguments import NAMES_KEY, NAMES_STATUS, own_arguments
-from coordexp.engine.cpu import executor_name
+from coordexp.engine.arguments import NAMES_KEY, NAMES_STATUS, executor_on_cpu, own_arguments
 from coordexp.engine.guard_activation import REQUEST_KEY, activated_config, check_guard
 from coordexp.engine.logits_processors import check_known_tokens
 from coordexp.engine.worker import ADAPTER_ID, ADAPTER_NAME, ADAPTER_PATH, CALL, FAILURE, RESULT
@@ -60,7 +59,7 @@ class EngineGroup:
         guarded = activated_config(os.environ) is not None
         arguments = {**options.engine, **own_arguments(options.model, guarded, options.closed_names)}
         if not gpu:
-            arguments["distributed_executor_backend"] = executor_name(options.tensor_parallel_size)
+            arguments["distributed_executor_backend"] = executor_on_cpu(options.tensor_parallel_size)
         count = options.data_parallel_size
         devices = device_groups(count, options.tensor_parallel_size) if gpu else [None] * count
         logger.info("starting %d engines", count)

@@ -12,9 +12,8 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from coordexp.config.rollout import RepeatTerminateConfig
-from coordexp.engine.cpu import DIE_WITH_PARENT, complete_environment
+from coordexp.engine.engine_process import DIE_WITH_PARENT, complete_environment, set_engine_owner
 from coordexp.engine.guard_activation import ENABLE, activated_config, activation_environment
-from coordexp.engine.lifetime import own_engines
 from coordexp.errors import RolloutError, require
 from coordexp.serving.serve.options import ServeOptions
 
@@ -32,7 +31,7 @@ def prepare_environment(repeat_terminate: RepeatTerminateConfig, *, gpu: bool) -
     """
     complete_environment(gpu=gpu)
     os.environ[DIE_WITH_PARENT] = "1"
-    own_engines()
+    set_engine_owner()
     if ENABLE not in os.environ:
         os.environ.update(activation_environment(repeat_terminate))
     active = activated_config(os.environ)
@@ -52,9 +51,6 @@ def run_server(options: ServeOptions, *, gpu: bool) -> None:
     """
     listener = _listener(options.host, options.port)  # first: a taken port shows before vLLM is imported
     require("vllm", "coordexp serve")
-    from coordexp.engine.compatibility import VLLM_SERVER, check_upstream
-
-    check_upstream(VLLM_SERVER)
     # While engines start, nobody else handles signals, and asyncio would keep Ctrl-C back until then: leave through the
     # exits that end them.
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, Field
 
-from coordexp.engine.compatibility import versions
+from coordexp.engine import versions
 from coordexp.serving.serve.engines import Completion, EngineGroup
 from coordexp.serving.serve.options import ServeOptions
 from coordexp.serving.serve.requests import MAX_REQUESTS, InferRequest, PromptBuilder, RequestConfig

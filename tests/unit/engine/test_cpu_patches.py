@@ -1,4 +1,4 @@
-"""What a killed engine left in /dev/shm goes; what a living process holds stays."""
+"""Patches of vLLM on CPUs: a process that waits leaves the core to others, and shared memory of killed runs goes."""
 
 from __future__ import annotations
 
@@ -6,15 +6,25 @@ import mmap
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from coordexp.engine.shared_memory import FOLDER, forget_names, remove_leftovers
+pytest.importorskip("vllm", reason="vLLM is what is patched")
 
-pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="no /dev/shm on this system")
+from vllm.distributed.device_communicators import shm_broadcast
+from vllm.platforms import current_platform
+
+from coordexp.engine import cpu_patches
+from coordexp.engine.cpu_patches import SHARED_MEMORY, forget_names, remove_leftovers
+
+if not current_platform.is_cpu():
+    pytest.skip("beside a GPU vLLM stays as it is", allow_module_level=True)
+
 LEFT = "-tp:0-[0-1]-cpushm_0"  # what vLLM 0.32 calls it under torchrun, on every machine, in every run
 HOLD = """
 import mmap, os, sys
@@ -30,7 +40,7 @@ sys.stdin.read()
 @pytest.fixture
 def folder() -> Iterator[Path]:
     """Of the same file system as /dev/shm, and nobody else's."""
-    folder = FOLDER / f"coordexp-test-{os.getpid()}"
+    folder = SHARED_MEMORY / f"coordexp-test-{os.getpid()}"
     folder.mkdir()
     try:
         yield folder
@@ -93,3 +103,57 @@ def test_names_of_this_process_go_and_its_memory_stays(folder: Path) -> None:
         mapped[:3] = b"sum"
         assert mapped[:3] == b"sum"
     assert other.exists()
+
+
+@pytest.fixture
+def queue_pair() -> tuple[Any, Any]:
+    """vLLM's queue, once written and read: from then on it expects the next message at once."""
+    writer: Any = shm_broadcast.MessageQueue(1, 1)
+    reader: Any = shm_broadcast.MessageQueue.create_from_handle(writer.export_handle(), 0)
+    ready = threading.Thread(target=writer.wait_until_ready)
+    ready.start()
+    reader.wait_until_ready()
+    ready.join(20)
+    writer.enqueue("first")
+    assert reader.dequeue(timeout=20) == "first"
+    return writer, reader
+
+
+def test_waiting_looks_seldom_and_the_message_comes(
+    queue_pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, reader = queue_pair
+    looks, wait = [], reader._spin_condition.wait
+    monkeypatch.setattr(reader._spin_condition, "wait", lambda *args, **kw: looks.append(1) or wait(*args, **kw))
+    threading.Timer(0.5, lambda: writer.enqueue({"bucket": 2})).start()
+    assert reader.dequeue(timeout=60) == {"bucket": 2}
+    assert 1 <= len(looks) < 50_000, "vLLM would look as often as it can: about a million times"
+
+
+def test_a_lost_note_costs_little(queue_pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writer's note gets lost: what it wrote is found all the same, not only after vLLM's own five seconds."""
+    writer, reader = queue_pair
+    monkeypatch.setattr(writer._spin_condition, "notify", lambda: None)
+    threading.Timer(0.2, lambda: writer.enqueue(3)).start()
+    assert reader.dequeue(timeout=3) == 3
+
+
+@pytest.mark.parametrize(
+    ("waited_s", "expected_s"),
+    [
+        (0.02, 0.0025),  # an eighth of what was waited
+        (0.9, 0.005),
+    ],
+)
+def test_naps_grow_with_the_wait(waited_s: float, expected_s: float) -> None:
+    assert cpu_patches.backoff_seconds(waited_s) == pytest.approx(expected_s)
+
+
+def test_an_idle_queue_is_woken_by_its_writers_note(
+    queue_pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_patches, "BACKOFF_S", 0.1)
+    monkeypatch.setattr(cpu_patches, "IDLE_MS", 40_000)
+    writer, reader = queue_pair
+    threading.Timer(1.0, lambda: writer.enqueue(4)).start()
+    assert reader.dequeue(timeout=20) == 4

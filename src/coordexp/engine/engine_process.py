@@ -1,0 +1,192 @@
+"""Processes of vLLM engines: their environment, how they end, and what an engine in this process must not change."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import os
+import random
+import select
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+
+DIE_WITH_PARENT = "COORDEXP_DIE_WITH_PARENT"
+OWNER_PID = "COORDEXP_ENGINE_OWNER_PID"
+SERVER_API_KEY = "COORDEXP_ROLLOUT_API_KEY"  # the token itself, for servers whose command line would show it
+PLUGINS = "VLLM_PLUGINS"
+
+_EVERYWHERE = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the guard is a logits processor of the first runner's interface
+    "TOKENIZERS_PARALLELISM": "false",
+}
+_ON_CPU = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # Spinning OpenMP threads of an engine beside a trainer on few cores made generation 25 times slower.
+    "OMP_WAIT_POLICY": "passive",
+}
+_PLUGIN_GROUPS = tuple(f"vllm.{kind}_plugins" for kind in ("general", "platform", "io_processor", "stat_logger"))
+
+
+def num_gpus() -> int:
+    """Visible GPUs. Does not initialise CUDA, so children may still choose devices."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def has_gpu() -> bool:
+    """Whether engines of this machine run on GPUs."""
+    return num_gpus() > 0
+
+
+def engine_environment(given: Mapping[str, str], *, gpu: bool) -> dict[str, str]:
+    """``given`` (usually ``os.environ``), completed with what engine processes need; variables that are set stay."""
+    needed = _EVERYWHERE if gpu else _EVERYWHERE | _ON_CPU
+    return {**needed, **given}
+
+
+def complete_environment(*, gpu: bool) -> None:
+    """Apply :func:`engine_environment` and :func:`needed_plugins` to this process, before vLLM is imported; children
+    inherit them."""
+    os.environ.update(engine_environment({PLUGINS: needed_plugins(), **os.environ}, gpu=gpu))
+
+
+def needed_plugins() -> str:
+    """``VLLM_PLUGINS``: every installed plugin but ms-swift's, which would make each engine process import ms-swift,
+    trl and datasets (several seconds) to register an embedding model."""
+    installed = importlib.metadata.entry_points()
+    plugins = [plugin for group in _PLUGIN_GROUPS for plugin in installed.select(group=group)]
+    return ",".join(plugin.name for plugin in plugins if not plugin.value.startswith("swift."))
+
+
+# vLLM puts its workers below a core process of its own, which does not notice when its server is killed. Each worker
+# can ask the kernel to end it with its parent; to end the core as well, it watches the server from a thread.
+
+
+def set_engine_owner() -> None:
+    """Make engines that this process starts from now on end with it. Children inherit the variable."""
+    os.environ[OWNER_PID] = str(os.getpid())
+
+
+def die_with_parent() -> None:
+    """Have the kernel end this process when its parent ends."""
+    if not sys.platform.startswith("linux"):
+        return
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() == 1:  # it ended before the request
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_with_owner() -> None:
+    """In a vLLM worker: end it, and the core process above it, when the owner ends. Does nothing without an owner."""
+    owner = int(os.environ.get(OWNER_PID, "0"))
+    if not owner or owner == os.getpid() or not sys.platform.startswith("linux"):
+        return
+    parent = os.getppid()
+    core = parent if parent != owner and _parent_of(parent) == owner else None
+    try:
+        handle = os.pidfd_open(owner)
+    except ProcessLookupError:
+        _end(core)
+        return
+    threading.Thread(target=_watch, args=(handle, core), name="die-with-owner", daemon=True).start()
+
+
+def _watch(owner_handle: int, core: int | None) -> None:
+    select.select([owner_handle], [], [])  # a pidfd turns readable when its process ends
+    _end(core)
+
+
+def _end(core: int | None) -> None:
+    # Checked again: if the core has ended meanwhile, its number may be another process's.
+    if core is not None and os.getppid() == core:
+        os.kill(core, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _parent_of(pid: int) -> int | None:
+    try:
+        return psutil.Process(pid).ppid()
+    except psutil.NoSuchProcess:
+        return None
+
+
+def skip_main_reimport() -> None:
+    """Keep spawned children from importing this process's main module again. For ``swift rollout``'s worker that is
+    ms-swift with its trainers: seconds and 130 MB for each engine, which needs none of it."""
+    program = sys.modules["__main__"]
+    program.__spec__ = None
+    program.__file__ = None
+
+
+# An engine inside the trainer's process: vLLM replaces torch.set_num_threads, seeds every random generator, sets
+# environment variables that the trainer's children would inherit (LD_PRELOAD, LOCAL_WORLD_SIZE …), and destroys the
+# default process group when it ends.
+
+
+@contextmanager
+def environment_kept(needed: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Inside, the environment holds ``needed`` too; afterwards it is restored. Around an engine's start this suffices:
+    vLLM keeps the variables that it has read by then."""
+    before = dict(os.environ)
+    os.environ.update(needed or {})
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
+
+
+@contextmanager
+def settings_kept() -> Iterator[None]:
+    """Restore random states, torch's settings and the current device."""
+    import numpy as np
+    import torch
+
+    set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
+    precision, dtype = torch.get_float32_matmul_precision(), torch.get_default_dtype()
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+    with torch.random.fork_rng(devices=[] if device is None else [device]):
+        try:
+            yield
+        finally:
+            torch.set_num_threads = set_num_threads
+            torch.set_num_threads(num_threads)
+            torch.set_float32_matmul_precision(precision)
+            torch.set_default_dtype(dtype)
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
+            if device is not None:
+                torch.cuda.set_device(device)
+
+
+@contextmanager
+def default_group_kept(is_trainers: bool) -> Iterator[None]:
+    """vLLM ends with ``destroy_process_group()``. Let it destroy the default group only if vLLM made it."""
+    import torch.distributed as dist
+
+    if not is_trainers:
+        yield
+        return
+    destroy = dist.destroy_process_group
+
+    def destroy_other_groups(group: Any = None) -> None:
+        if group is not None and group is not dist.group.WORLD:
+            destroy(group)
+
+    dist.destroy_process_group = destroy_other_groups
+    try:
+        yield
+    finally:
+        dist.destroy_process_group = destroy
