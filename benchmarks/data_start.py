@@ -39,7 +39,8 @@ if how.startswith("datasets"):
     import datasets
 else:
     import pyarrow
-    from coordexp.data.kept_records import check_images, open_records
+    from coordexp.data import dataset_cache
+    from coordexp.data.dataset_cache import check_images, open_records
     from coordexp.data.jsonl import check_dataset, read_jsonl
 
 def memory():
@@ -57,7 +58,8 @@ elif how == "plain":
     found = read_jsonl(data)
     check_dataset(found)
 else:
-    found = open_records(data, kept_from=0)
+    dataset_cache.CACHE_MIN_BYTES = 0
+    found = open_records(data)
     check_images(found)
 wall, cpu, after = time.perf_counter() - wall, seconds() - cpu, memory()
 found[len(found) // 2]

@@ -29,7 +29,7 @@ PATHS: dict[str, list[tuple[str, str, str]]] = {
         ("rollouts/hf.py", "HFBackend.generate", "reads it: requests of one `generate`"),
     ],
     "image": [
-        ("data/kept_records.py", "open_records", "reads or maps the record; the image's header is checked"),
+        ("data/dataset_cache.py", "open_records", "reads or maps the record; the image's header is checked"),
         ("data/dataset.py", "RecordDataset.__getitem__", "orders the objects and asks the encoder for the sample"),
         ("modeling/inputs.py", "PromptEncoder.encode", "opens, resizes and splits the image: prompt ids, pixel values"),
         ("rollouts/hf.py", "HFBackend.generate", "shows it to the model that answers (servers get its path or bytes)"),

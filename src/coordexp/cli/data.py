@@ -37,7 +37,7 @@ def pack_command(
     shard_mb: Annotated[int, typer.Option(min=1, help="Size of a shard in MiB, about.")] = 1024,
 ) -> None:
     """Pack a dataset's images into tar files (WebDataset's shards), which every command reads in place."""
-    from coordexp.data.kept_records import check_images, open_records
+    from coordexp.data.dataset_cache import check_images, open_records
     from coordexp.data.shards import pack
 
     records = open_records(jsonl)

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import sqlite3
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict, astuple, dataclass, field
 from enum import StrEnum
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from coordexp.data.cache_folder import cache_folder
 from coordexp.data.images import image_exists, open_rgb, read_header, shape_problem, size_problem
-from coordexp.data.jsonl import numbered_lines
+from coordexp.data.jsonl import NO_RECORDS, numbered_lines
 from coordexp.data.polygons import shape_area
 from coordexp.data.record_line import LineFault, RefusedLine, parse_line
-from coordexp.data.seen_images import SeenImage, SeenImages
-from coordexp.data.shards import image_bytes
+from coordexp.data.shards import image_bytes, image_stat
 from coordexp.errors import DataError
 from coordexp.records import NUM_BINS, ImageRecord
 
@@ -137,7 +141,7 @@ def check_jsonl(
     Args:
         limit: look at the first ``limit`` lines only.
         deep: decode every image too, instead of reading its header alone. What was found sound is not read again in
-            later checks, as long as its file is the same (:mod:`coordexp.data.seen_images`).
+            later checks, as long as its file is the same (:class:`ImageCheckCache`).
         count_tokens: tokens of a record's prompt and answer; with it, those above ``max_tokens`` are found.
 
     Raises:
@@ -147,10 +151,10 @@ def check_jsonl(
     check = DatasetCheck(path, max_tokens=max_tokens)
     lines = list(numbered_lines(path, limit))
     if not lines:
-        raise DataError("the file holds no records; expected one JSON object per line", path=path)
+        raise DataError(NO_RECORDS, path=path)
     digests: defaultdict[bytes, list[str]] = defaultdict(list)
     paths: defaultdict[Path, list[str]] = defaultdict(list)
-    with SeenImages() as seen:
+    with open_image_check_cache() as cache:
         for done, (number, text) in enumerate(lines, start=1):
             check.lines += 1
             try:
@@ -161,7 +165,7 @@ def check_jsonl(
             check.records.append(record)
             first = record.image not in paths
             paths[record.image].append(record.sample_id)
-            image = _check_image(check, record, seen, deep and first)
+            image = _check_image(check, record, cache, deep and first)
             if image is not None and first:
                 digests[image.sha256].append(record.sample_id)
             _check_objects(check, record)
@@ -204,9 +208,10 @@ def _raw_boxes(text: bytes) -> list[list[int]]:
     return [box for box in boxes if isinstance(box, list) and all(type(value) is int for value in box)]
 
 
-def _check_image(check: DatasetCheck, record: ImageRecord, seen: SeenImages, deep: bool) -> SeenImage | None:
+def _check_image(check: DatasetCheck, record: ImageRecord, cache: ImageCheckCache, deep: bool) -> CheckedImage | None:
     """The record's image; None where it cannot be read."""
-    image = seen.find(record.image)
+    key = cache.key(record.image)
+    image = cache.find(key)
     if image is None or (deep and not image.decoded):
         try:
             if not image_exists(record.image):
@@ -216,8 +221,8 @@ def _check_image(check: DatasetCheck, record: ImageRecord, seen: SeenImages, dee
         except DataError as error:
             check.add(Finding.UNREADABLE_IMAGE, record.sample_id, str(error))
             return None
-        image = SeenImage(*size, hashlib.sha256(image_bytes(record.image)).digest(), deep)
-        seen.keep(record.image, image)
+        image = CheckedImage(*size, hashlib.sha256(image_bytes(record.image)).digest(), deep)
+        cache.add(key, image)
     size = image.width, image.height
     if problem := shape_problem(*size):
         check.add(Finding.EXTREME_SHAPE, record.sample_id, f"{record.image}: {problem}")
@@ -274,3 +279,70 @@ def histogram(values: Sequence[int], edges: Sequence[int]) -> dict[str, int]:
             name = f"{low}+" if high is None else f"{low}" if high == low + 1 else f"{low}-{high - 1}"
             counts[name] = inside
     return counts
+
+
+_TABLE = """CREATE TABLE IF NOT EXISTS images (
+    path BLOB PRIMARY KEY, pillow TEXT, size INTEGER, mtime_ns INTEGER,
+    width INTEGER, height INTEGER, sha256 BLOB, decoded INTEGER
+) WITHOUT ROWID"""
+Key = tuple[bytes, str, int, int]
+"""An image's absolute path, Pillow's version, and size and modification time of the file or of the shard it is in."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedImage:
+    """A sound image: its upright size in pixels, its file's SHA-256, and whether all of its pixels were decoded."""
+
+    width: int
+    height: int
+    sha256: bytes
+    decoded: bool
+
+
+class ImageCheckCache:
+    """Look up and store sound images. Take an image's key before you read it."""
+
+    def __init__(self, rows: sqlite3.Connection) -> None:
+        self._rows = rows
+        self._pillow = version("pillow")
+
+    def key(self, image: Path) -> Key | None:
+        """What must be unchanged for an entry to be valid; None if there is no such file."""
+        try:
+            seen = image_stat(os.fsencode(image))
+        except (OSError, ValueError):  # the check that opens the image says why
+            return None
+        return os.fsencode(os.path.abspath(image)), self._pillow, seen.st_size, seen.st_mtime_ns
+
+    def find(self, key: Key | None) -> CheckedImage | None:
+        """The entry of this key."""
+        if key is None:
+            return None
+        unchanged = "path = ? AND pillow = ? AND size = ? AND mtime_ns = ?"
+        found = self._rows.execute(f"SELECT width, height, sha256, decoded FROM images WHERE {unchanged}", key)
+        row = found.fetchone()
+        return None if row is None else CheckedImage(row[0], row[1], row[2], bool(row[3]))
+
+    def add(self, key: Key | None, image: CheckedImage) -> None:
+        """Store an entry; it replaces an older one of the same path."""
+        if key is not None:
+            self._rows.execute("INSERT OR REPLACE INTO images VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (*key, *astuple(image)))
+
+
+@contextmanager
+def open_image_check_cache() -> Iterator[ImageCheckCache]:
+    """The user's own store, which several checks may use at once.
+
+    Raises:
+        DataError: it cannot be read or written.
+    """
+    path = cache_folder() / "checked_images.sqlite"
+    try:
+        # Each entry is stored at once; without waiting for the disk that takes microseconds.
+        with closing(sqlite3.connect(path, timeout=30.0, isolation_level=None)) as rows:
+            rows.execute("PRAGMA journal_mode = TRUNCATE")
+            rows.execute("PRAGMA synchronous = OFF")
+            rows.execute(_TABLE)
+            yield ImageCheckCache(rows)
+    except sqlite3.Error as error:
+        raise DataError(f"cannot be used ({error}); delete the file and start again", path=path) from error

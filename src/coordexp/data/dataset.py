@@ -10,8 +10,8 @@ from PIL import Image
 
 from coordexp.config.data import AugmentConfig, CustomConfig
 from coordexp.config.strict import default_of
-from coordexp.data.arrow_records import ArrowRecords
 from coordexp.data.augment import LEFT_OUT, draw_view
+from coordexp.data.dataset_cache import CachedRecords
 from coordexp.data.images import open_rgb
 from coordexp.data.jsonl import ObjectOrdering, order_objects
 from coordexp.errors import DataError
@@ -97,8 +97,8 @@ class RecordDataset:
         return record
 
     def _place_of(self, sample_id: str) -> int | None:
-        if isinstance(self._records, ArrowRecords):
-            return self._records.place_of(sample_id)
+        if isinstance(self._records, CachedRecords):
+            return self._records.index_of(sample_id)
         if not self._places:
             self._places = {record.sample_id: index for index, record in enumerate(self._records)}
         return self._places.get(sample_id)

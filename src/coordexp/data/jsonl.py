@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Literal
 
 from coordexp.data.images import read_header, shape_problem, size_problem
-from coordexp.data.jpeg_size import plain_jpeg_size
 from coordexp.data.record_line import parse_line
 from coordexp.errors import DataError
 from coordexp.records import GTObject, ImageRecord
@@ -16,6 +15,7 @@ from coordexp.records import GTObject, ImageRecord
 ObjectOrdering = Literal["sorted", "random", "file"]
 
 MAX_PROBLEMS_SHOWN = 20
+NO_RECORDS = "the file holds no records; expected one JSON object per line"
 
 
 def read_jsonl(path: str | Path, *, limit: int | None = None, check_images: bool = False) -> list[ImageRecord]:
@@ -40,7 +40,7 @@ def read_jsonl(path: str | Path, *, limit: int | None = None, check_images: bool
         problems += image_problems(records, path)
     raise_together(sorted(problems, key=lambda problem: problem.line or 0), path)
     if not records:
-        raise DataError("the file holds no records; expected one JSON object per line", path=path)
+        raise DataError(NO_RECORDS, path=path)
     return records
 
 
@@ -99,32 +99,23 @@ def check_source(path: Path, limit: int | None) -> None:
         raise DataError("dataset file not found; check the path", path=path)
 
 
-def image_problem(image: Path, declared: tuple[int, int], real: tuple[int, int] | DataError) -> str | None:
-    """What is wrong with a record's image by its header; None for nothing. ``declared``: the record's (width, height);
-    ``real``: what :func:`real_size` says."""
-    if isinstance(real, DataError):
-        return str(real)
-    return None if real == declared else f"{image}: {size_problem(declared, real)}"
-
-
-def real_size(image: Path) -> tuple[int, int] | DataError:
-    """An image's upright (width, height) by its header, or why it cannot be shown to a model."""
+def image_problem(image: Path, declared: tuple[int, int]) -> str | None:
+    """Why a record's image cannot be shown to a model; None if it can. Reads its header only. ``declared``: the
+    record's (width, height)."""
     try:
-        size = plain_jpeg_size(str(image)) or read_header(image).size
+        size = read_header(image).size
     except DataError as error:
-        return error
-    problem = shape_problem(*size)
-    return size if problem is None else DataError(problem, path=image)
+        return str(error)
+    if problem := shape_problem(*size):
+        return f"{image}: {problem}"
+    return None if size == declared else f"{image}: {size_problem(declared, size)}"
 
 
 def image_problems(records: Iterable[ImageRecord], path: Path | None = None) -> list[DataError]:
-    """What is wrong with the records' images, each named by its record, or by its line of ``path``."""
+    """The problems of the records' images, each named by its record, or by its line of ``path``."""
     problems: list[DataError] = []
-    sizes: dict[Path, tuple[int, int] | DataError] = {}
     for record in records:
-        if record.image not in sizes:
-            sizes[record.image] = real_size(record.image)
-        text = image_problem(record.image, (record.width, record.height), sizes[record.image])
+        text = image_problem(record.image, (record.width, record.height))
         if text is None:
             continue
         if path is None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from PIL import Image
 
-from coordexp.data.arrow_records import PREPARED, ArrowRecords
+from coordexp.data.dataset_cache import PREPARED, CachedRecords
 from coordexp.data.images import (
     DEFAULT_FACTOR,
     DEFAULT_MAX_PIXELS,
@@ -92,9 +92,9 @@ def preparation_of(records: Sequence[ImageRecord]) -> ImagePreparation:
     Raises:
         DataError: a record whose ``metadata.prepared`` is no rule.
     """
-    if isinstance(records, ArrowRecords):
-        rules = {_rule_of(record) for record in records.first_of_each_preparation()}
-        seen = records.areas()
+    if isinstance(records, CachedRecords):
+        rules = {_rule_of(record) for record in records.distinct_preparations()}
+        seen = records.pixel_areas()
     else:
         rules = {_rule_of(record) for record in records}
         areas = [record.width * record.height for record in records]

@@ -13,7 +13,7 @@ from coordexp import distributed
 from coordexp.config import RunConfig, resolved_rollout
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.data.dataset import RecordDataset
-from coordexp.data.kept_records import check_images, open_records
+from coordexp.data.dataset_cache import check_images, open_records
 from coordexp.data.progress_bar import reporting
 from coordexp.errors import ConfigError
 from coordexp.evaluation import EvaluationOptions, ImageAnswer, Prediction, Summary, summarise
@@ -70,7 +70,7 @@ def check_evaluation(
         limit=limit if limit is not None else config.custom.val_sample_limit,
         wait_s=config.training.ddp_timeout,
     )
-    check_images(records)
+    check_images(records, wait_s=config.training.ddp_timeout)
     path = checked_model(config, model)
     return CheckedEvaluation(config, rollout, path, Path(jsonl), records)
 

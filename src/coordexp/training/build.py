@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from coordexp.config import RunConfig, advice, check_world_size, resolved_rollou
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.config.training import TrainingConfig
 from coordexp.data.dataset import RecordDataset
-from coordexp.data.kept_records import check_images, open_records
+from coordexp.data.dataset_cache import check_images, open_records
 from coordexp.data.preparation import preparation_of
 from coordexp.errors import ConfigError, CoordExpError, ProcessesLost, RunStopped, require
 from coordexp.records import ImageRecord
@@ -87,7 +88,7 @@ def check_run(config: RunConfig, *, learners: int | None = None, servers_are_up:
     attempt(load_vocab, config.model.model)
     attempt(check_lengths, config)
     train, val = attempt(_train_records, config), attempt(_val_records, config)
-    attempt(check_images, train or (), val or ())
+    attempt(partial(check_images, wait_s=config.training.ddp_timeout), train or (), val or ())
     if len(errors) > 1:
         raise ConfigError("\n".join(map(str, errors)))
     if errors:

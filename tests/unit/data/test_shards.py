@@ -17,11 +17,12 @@ from typer.testing import CliRunner
 
 from coordexp.cli import app
 from coordexp.config.data import AugmentConfig
+from coordexp.data import dataset_cache
 from coordexp.data.cache_folder import VARIABLE, cache_folder
 from coordexp.data.dataset import RecordDataset
+from coordexp.data.dataset_cache import check_images, open_records
 from coordexp.data.images import open_rgb, read_header
 from coordexp.data.jsonl import check_dataset, read_jsonl
-from coordexp.data.kept_records import check_images, open_records
 from coordexp.data.scenes import SPECS, write_scenes
 from coordexp.data.shards import Member, MemberFile, find_member, image_bytes, pack
 from coordexp.data.subset import split_records
@@ -31,6 +32,7 @@ from coordexp.errors import DataError
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, str(tmp_path_factory.mktemp("cache")))
+    monkeypatch.setattr(dataset_cache, "CACHE_MIN_BYTES", 0)
 
 
 @pytest.fixture
@@ -100,7 +102,7 @@ def test_training_batches_are_identical(scenes: Path, augment: AugmentConfig | N
     out = packed(scenes)
     plain, other, kept = (
         RecordDataset(records, encode, "random", 5, augment)
-        for records in (read_jsonl(scenes), read_jsonl(out), open_records(out, kept_from=0))
+        for records in (read_jsonl(scenes), read_jsonl(out), open_records(out))
     )
     for dataset in (plain, other, kept):
         dataset.set_epoch(2)
@@ -115,7 +117,7 @@ def test_training_batches_are_identical(scenes: Path, augment: AugmentConfig | N
 def test_what_is_wrong_inside_a_shard_is_told_like_anything_else(scenes: Path) -> None:
     out = packed(scenes, 1 << 20)
     (shard,) = out.parent.glob("*.tar")
-    check_images(open_records(out, kept_from=0))
+    check_images(open_records(out))
     with tarfile.open(shard, "w") as tar:
         for name, data in (("00000000.png", b"no image"), ("00000001.png", b"")):
             info = tarfile.TarInfo(name)
@@ -123,10 +125,10 @@ def test_what_is_wrong_inside_a_shard_is_told_like_anything_else(scenes: Path) -
             tar.addfile(info, io.BytesIO(data))
     expected = told(lambda: check_dataset(read_jsonl(out)))
     assert f"cannot identify image file '{shard}/00000000.png'" in expected and "image not found" in expected
-    assert told(lambda: check_images(open_records(out, kept_from=0))) == expected  # the shard is another one now
+    assert told(lambda: check_images(open_records(out))) == expected  # the shard is another one now
     assert len(list(cache_folder().rglob("shards/*.npy"))) == 1  # of the shard as it is now
     shard.unlink()
-    assert "image not found" in told(lambda: check_images(open_records(out, kept_from=0)))
+    assert "image not found" in told(lambda: check_images(open_records(out)))
     shard.write_bytes(gzip.compress(b"x" * 2000))
     assert "uncompressed tar" in told(lambda: check_dataset(read_jsonl(out)))
 

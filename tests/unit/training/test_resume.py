@@ -15,7 +15,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from coordexp.config import load_config
-from coordexp.data import kept_records
+from coordexp.data import dataset_cache
 from coordexp.data.cache_folder import VARIABLE
 from coordexp.errors import CheckpointError, DataError
 from coordexp.packing import CarryBuffer
@@ -105,12 +105,12 @@ def test_records_mapped_into_memory_make_the_same_run(tmp_path: Path, monkeypatc
     keys = WAITING | {"training__logging_steps": 1, "custom__object_ordering": "random"}
     plain = train(run_config(tmp_path, 1, "plain", **keys))
     monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.setattr(kept_records, "KEPT_FROM_BYTES", 0)
+    monkeypatch.setattr(dataset_cache, "CACHE_MIN_BYTES", 0)
     config = run_config(tmp_path, 1, "mapped", training__resume_from_checkpoint=True, data__num_workers=1, **keys)
     with pytest.raises(Killed):
         train(config, on_built=kill_at(5))
     mapped = train(config)
-    assert list((tmp_path / "cache").rglob("records-whole-*.arrow"))
+    assert list((tmp_path / "cache").rglob("*.arrow"))
     assert figures(mapped) == figures(plain) and waiting(mapped) == waiting(plain) != []
     assert same_weights(weights(mapped.model), weights(plain.model))
 

@@ -1,20 +1,19 @@
-"""A check reads an image once, as long as its file is the same."""
+"""``data check`` reads an image once, as long as its file is the same."""
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
 from coordexp.data import check
-from coordexp.data.cache_folder import VARIABLE
+from coordexp.data.cache_folder import VARIABLE, cache_folder
 from coordexp.data.check import Finding, check_jsonl
 from coordexp.data.jsonl import read_jsonl
 from coordexp.data.record_line import write_jsonl
-from coordexp.data.seen_images import SeenImages
 from coordexp.data.shards import pack
+from coordexp.errors import DataError
 from coordexp.records import GTObject, ImageRecord
 
 BOX = GTObject("cell", "bbox_2d", (100, 100, 500, 500))
@@ -87,13 +86,10 @@ def test_the_same_bytes_in_two_files_are_found_without_reading_them_again(read: 
         assert check_jsonl(path).counts() == {Finding.DUPLICATE_IMAGE: 1}
 
 
-def test_a_store_that_cannot_be_used_costs_time_alone(
-    read: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_store_is_named(read: list[str], tmp_path: Path) -> None:
     path = dataset(tmp_path, "a")
     again(read, path)
-    with SeenImages() as store:
-        store.path.write_bytes(b"no database" * 1000)
-    with caplog.at_level(logging.WARNING, logger="coordexp"):
-        assert again(read, path) == ["decoded a", "bytes of a"]
-    assert "every image is read" in caplog.text and str(store.path) in caplog.text
+    (store,) = cache_folder().glob("*.sqlite")
+    store.write_bytes(b"no database" * 1000)
+    with pytest.raises(DataError, match=store.name):
+        check_jsonl(path)

@@ -1,0 +1,367 @@
+"""Large datasets: validated once by all cores, then mapped into memory by every later start and every process of a run.
+
+A dataset has a folder in :func:`~coordexp.data.cache_folder.cache_folder` with three files: a lock, an Arrow file with
+the records, and a NumPy file (N, 2) with size and modification time of each image that passed the check. Their names
+change with the JSONL's size and modification time, and with the versions that decide what is valid.
+"""
+
+from __future__ import annotations
+
+import bisect
+import gc
+import hashlib
+import json
+import os
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from coordexp import __version__
+from coordexp.data.cache_folder import VARIABLE, cache_folder
+from coordexp.data.files import whole_binary_file
+from coordexp.data.jsonl import (
+    NO_RECORDS,
+    check_source,
+    image_problem,
+    image_problems,
+    numbered_lines,
+    raise_together,
+    read_jsonl,
+)
+from coordexp.data.record_line import RefusedLine, parse_line
+from coordexp.data.shards import image_stat
+from coordexp.errors import DataError
+from coordexp.records import ImageRecord
+
+if TYPE_CHECKING:
+    import numpy as np
+    import pyarrow as pa
+
+CACHE_VERSION = 1
+"""Raise it when a valid line or image becomes invalid, or when the files' format changes."""
+CACHE_MIN_BYTES = 4 << 20
+"""Smaller datasets are read by every process at every start, which takes about a second."""
+WAIT_S = 1800.0
+_PIECE_BYTES = 4 << 20  # of lines that one task of a worker validates
+_PIECE_ROWS = 20_000  # whose images one task of a worker checks
+_NOT_CHECKED = -1  # instead of a file's size and modification time
+
+PREPARED = "prepared"
+"""The key of a record's metadata that has a column of its own: training reads it from all records at once."""
+_MAX_INT64 = (1 << 63) - 1
+
+_Task = TypeVar("_Task")
+_Done = TypeVar("_Done")
+
+
+def open_records(path: str | Path, *, limit: int | None = None, wait_s: float = WAIT_S) -> Sequence[ImageRecord]:
+    """The records of a dataset, or its first ``limit`` (>= 1), in file order. :func:`check_images` checks their images.
+
+    If several processes open the same dataset, one validates it; the others wait for at most ``wait_s`` seconds.
+
+    Raises:
+        DataError: as :func:`~coordexp.data.jsonl.read_jsonl`; or the wait timed out, or the cache cannot be written.
+    """
+    path = Path(path)
+    check_source(path, limit)
+    if path.stat().st_size < CACHE_MIN_BYTES:
+        return read_jsonl(path, limit=limit)
+    with _locked_folder(path, wait_s) as folder:
+        key = _key(path)
+        file = folder / f"{key}-{limit or 'all'}.arrow"
+        if not file.exists():
+            _validate(path, limit, file)
+            if _key(path) != key:
+                file.unlink()
+                raise DataError("changed while it was read; start again", path=path)
+            for old in (*folder.glob("*.arrow"), *folder.glob("*.npy")):
+                if not old.name.startswith(key):
+                    old.unlink()  # processes that have mapped it keep it
+    return CachedRecords(file, Path(os.path.abspath(path)))
+
+
+def check_images(*datasets: Sequence[ImageRecord], wait_s: float = WAIT_S) -> None:
+    """Check that every image exists, opens, and has its record's size. Reads headers only, and of cached datasets only
+    those of new and changed files.
+
+    Raises:
+        DataError: one error with all problems (the first 20 spelled out), each naming its record; or the wait for
+            another process that checks the same images timed out.
+    """
+    problems: list[DataError] = []
+    for records in datasets:
+        cached = isinstance(records, CachedRecords)
+        problems += _cached_image_problems(records, wait_s) if cached else image_problems(records)
+    raise_together(problems, None)
+
+
+def _record_batch(lines: Iterable[tuple[int, bytes, ImageRecord]]) -> pa.RecordBatch:
+    """One row per (line number, text, record parsed from it).
+
+    The text is parsed again when the record is read, which costs far less than opening its image. The other columns
+    are read from all records at once: ``image`` is an absolute path in the file system's bytes, ``prepared`` is JSON.
+    """
+    import pyarrow as pa
+
+    schema = pa.schema([
+        ("line", pa.int64()), ("text", pa.binary()), ("image", pa.binary()), ("width", pa.int64()),
+        ("height", pa.int64()), (PREPARED, pa.string()),
+    ])  # fmt: skip
+    rows = [
+        {
+            "line": number,
+            "text": text,
+            "image": os.fsencode(record.image),
+            # No image is that large, so the check of images refuses the record.
+            "width": min(record.width, _MAX_INT64),
+            "height": min(record.height, _MAX_INT64),
+            PREPARED: json.dumps(record.metadata.get(PREPARED)),
+        }
+        for number, text, record in lines
+    ]
+    return pa.RecordBatch.from_pylist(rows, schema)
+
+
+@lru_cache(maxsize=4)
+def _open_table(file: Path) -> pa.Table:
+    """The mapped rows of ``file``, opened once by each process. Raises DataError if the file is damaged."""
+    import pyarrow as pa
+
+    try:
+        return pa.ipc.open_file(pa.memory_map(str(file))).read_all()
+    except (OSError, pa.ArrowInvalid) as error:
+        raise DataError(f"a cached dataset cannot be read ({error}); delete the file", path=file) from error
+
+
+class CachedRecords(Sequence[ImageRecord]):
+    """The records of the dataset ``path`` from the Arrow file ``file``, each parsed when it is read. Pickles as the two
+    paths."""
+
+    def __init__(self, file: Path, path: Path) -> None:
+        self.file = file
+        self.path = path
+        self.table = _open_table(file)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CachedRecords, (self.file, self.path)
+
+    def __len__(self) -> int:
+        return self.table.num_rows
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[k] for k in range(*index.indices(len(self)))]
+        text, line = self.table["text"][index].as_py(), self.table["line"][index].as_py()
+        return parse_line(text, path=self.path, line=line)
+
+    def index_of(self, sample_id: str) -> int | None:
+        """The index of a record; None if there is none of that id."""
+        name, _, line = sample_id.rpartition(":")
+        if name != self.path.name or not line.isdecimal():
+            return None
+        lines = self.table["line"].to_numpy()
+        index = bisect.bisect_left(lines, int(line))
+        return index if index < len(lines) and lines[index] == int(line) else None
+
+    def pixel_areas(self) -> tuple[int, int]:
+        """The smallest and the largest area of an image in pixels."""
+        areas = self.table["width"].to_numpy() * self.table["height"].to_numpy()
+        return int(areas.min()), int(areas.max())
+
+    def distinct_preparations(self) -> list[ImageRecord]:
+        """One record per distinct ``metadata.prepared`` (None counts as a value), in file order."""
+        column = self.table[PREPARED]
+        return [self[index] for index in sorted(column.index(value).as_py() for value in column.unique())]
+
+
+def _key(path: Path) -> str:
+    from PIL import __version__ as pillow
+
+    seen = path.stat()
+    parts = (seen.st_size, seen.st_mtime_ns, CACHE_VERSION, __version__, pillow)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+@contextmanager
+def _locked_folder(path: Path, wait_s: float) -> Iterator[Path]:
+    """The folder of a dataset, for one process at a time."""
+    from filelock import FileLock, Timeout
+
+    slug = re.sub(r"[^A-Za-z0-9._-]", "_", path.name)[:60]
+    place = hashlib.sha256(os.fsencode(os.path.abspath(path))).hexdigest()[:16]
+    folder = cache_folder() / "datasets" / f"{slug}-{place}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / "lock", timeout=wait_s):
+            yield folder
+    except Timeout:
+        raise DataError(
+            f"waited {wait_s:.0f} s for another process that validates {path}; if it is alive, raise "
+            "training.ddp_timeout, otherwise end it",
+            path=folder / "lock",
+        ) from None
+    except OSError as error:
+        raise DataError(
+            f"the dataset {path} cannot be cached ({error.strerror or error}); free space, or set {VARIABLE} to "
+            "another folder",
+            path=error.filename or folder,
+        ) from error
+
+
+def _validate(path: Path, limit: int | None, file: Path) -> None:
+    """Write the records of ``path`` to ``file``, which appears if every line is valid. Raises all refused lines."""
+    import pyarrow as pa
+
+    done_bytes = 0
+    problems: list[DataError] = []
+    writer: pa.RecordBatchFileWriter | None = None
+    with whole_binary_file(file) as out, _progress(f"validating {path.name}") as progress:
+        for batch, refused, piece_bytes in _in_processes(partial(_validate_piece, path), _pieces(path, limit)):
+            problems += [DataError(reason, path=path, line=line) for line, reason in refused]
+            if not problems:
+                writer = writer or pa.ipc.new_file(out, batch.schema)
+                writer.write_batch(batch)
+            done_bytes += piece_bytes
+            progress(done_bytes, path.stat().st_size)
+        raise_together(problems, path)
+        if writer is None:
+            raise DataError(NO_RECORDS, path=path)
+        writer.close()
+
+
+def _pieces(path: Path, limit: int | None) -> Iterator[list[tuple[int, bytes]]]:
+    piece: list[tuple[int, bytes]] = []
+    size = 0
+    for number, text in numbered_lines(path, limit):
+        piece.append((number, text))
+        size += len(text)
+        if size >= _PIECE_BYTES:
+            yield piece
+            piece, size = [], 0
+    if piece:
+        yield piece
+
+
+def _validate_piece(path: Path, lines: list[tuple[int, bytes]]) -> tuple[pa.RecordBatch, list[tuple[int, str]], int]:
+    """In a worker. Returns the valid lines as a batch, (line, reason) of the others, and the number of bytes read."""
+    valid: list[tuple[int, bytes, ImageRecord]] = []
+    refused: list[tuple[int, str]] = []
+    for number, text in lines:
+        try:
+            valid.append((number, text, parse_line(text, path=path, line=number)))
+        except RefusedLine as error:
+            refused.append((number, error.reason))
+    return _record_batch(valid), refused, sum(len(text) for _, text in lines)
+
+
+def _cached_image_problems(records: CachedRecords, wait_s: float) -> list[DataError]:
+    import numpy as np
+
+    asked, rows = time.time(), len(records)
+    with _locked_folder(records.path, wait_s) as folder:
+        file = folder / f"{records.file.stem}.npy"
+        try:
+            known_N2 = np.load(file, allow_pickle=False)
+        except FileNotFoundError:
+            known_N2 = np.full((rows, 2), _NOT_CHECKED, np.int64)
+        except ValueError as error:
+            raise DataError(f"cannot be read ({error}); delete the file", path=file) from error
+        if (known_N2 != _NOT_CHECKED).all() and file.stat().st_mtime >= asked:
+            return []  # another process checked them while this one waited for the lock
+        tasks = [(start, known_N2[start : start + _PIECE_ROWS]) for start in range(0, rows, _PIECE_ROWS)]
+        check = partial(_check_piece, records.file)
+        states: list[np.ndarray] = []
+        problems: list[DataError] = []
+        with _progress(f"checking the images of {records.path.name}") as progress:
+            for states_P2, found in map(check, tasks) if len(tasks) == 1 else _in_processes(check, tasks):
+                states.append(states_P2)
+                problems += [DataError(f"{records.path.name}:{line}: {text}") for line, text in found]
+                progress(len(states), len(tasks))
+        states_N2 = np.concatenate(states)
+        if (states_N2 != known_N2).any():
+            with whole_binary_file(file) as out:
+                np.save(out, states_N2, allow_pickle=False)
+        elif not problems:
+            os.utime(file)
+    return problems
+
+
+def _check_piece(file: Path, task: tuple[int, np.ndarray]) -> tuple[np.ndarray, list[tuple[int, str]]]:
+    """In a worker. ``task``: index of the first row, and the known states of it and the rows after it. Returns their
+    states now, and (line, problem) of each image that cannot be used."""
+    import numpy as np
+
+    start, known_P2 = task
+    rows = _open_table(file).slice(start, len(known_P2))
+    images: list[bytes] = rows["image"].to_pylist()
+    states: list[tuple[int, int]] = []
+    shards: dict[str, os.stat_result] = {}
+    for image in images:
+        try:
+            seen = image_stat(image, shards)
+        except OSError:  # the check of its header says why
+            states.append((_NOT_CHECKED, _NOT_CHECKED))
+        else:
+            states.append((seen.st_size, seen.st_mtime_ns))
+    states_P2 = np.array(states, np.int64)
+    changed = ((states_P2 != known_P2) | (states_P2 == _NOT_CHECKED)).any(axis=1)
+    problems: list[tuple[int, str]] = []
+    for row in changed.nonzero()[0].tolist():
+        image = Path(os.fsdecode(images[row]))
+        declared = rows["width"][row].as_py(), rows["height"][row].as_py()
+        text = image_problem(image, declared)
+        if text is not None:
+            states_P2[row] = _NOT_CHECKED
+            problems.append((rows["line"][row].as_py(), text))
+    return states_P2, problems
+
+
+def _in_processes(work: Callable[[_Task], _Done], tasks: Iterable[_Task]) -> Iterator[_Done]:
+    """Each task's result, in order, from as many forked workers as this process may use cores. DataError if one of them
+    is killed."""
+    from concurrent.futures import ProcessPoolExecutor
+    from concurrent.futures.process import BrokenProcessPool
+    from multiprocessing import get_context
+
+    workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    left = iter(tasks)
+    # Forked: a spawned worker would import the caller's whole program first. The work uses neither torch nor threads.
+    with ProcessPoolExecutor(workers, get_context("fork"), _start_worker, (os.getpid(),)) as pool:
+        submitted = deque(pool.submit(work, task) for task in islice(left, 2 * workers))
+        try:
+            while submitted:
+                result = submitted.popleft().result()
+                submitted.extend(pool.submit(work, task) for task in islice(left, 1))
+                yield result
+        except BrokenProcessPool as error:
+            raise DataError("a worker that validates the dataset was killed, probably for lack of memory") from error
+        finally:
+            for future in submitted:
+                future.cancel()
+
+
+def _start_worker(parent: int) -> None:
+    gc.disable()  # records have no cycles, and looking for them takes a quarter of the time
+
+    def end_with_parent() -> None:  # the pool does not tell its workers when their parent is killed
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, name="end-with-parent", daemon=True).start()
+
+
+@contextmanager
+def _progress(description: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar in percent on stderr, if the work takes more than two seconds."""
+    from coordexp.data.progress_bar import literal_console, reporting
+
+    with reporting(literal_console(stderr=True), description, "%", after_s=2.0) as report:
+        yield lambda done, total: report(100 * done // total, 100)
