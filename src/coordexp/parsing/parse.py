@@ -20,10 +20,7 @@ from coordexp.parsing.scanner import (
     Node,
     RootScan,
     Scanner,
-    count_key_lookalikes,
-    count_unkeyed,
     elements,
-    has_words,
     object_index,
     read_string,
 )
@@ -87,14 +84,13 @@ def parse_rollout(token_ids: Sequence[int], vocab: CoordVocab, *, ended: bool | 
     scanner = Scanner(answer.data, answer.end, answer.coord_at)
     start = scanner.skip_space(0)
     has_preamble = answer.data[start : min(start + 1, answer.end)] != b"{"
-    dropped: Counter[DropReason] = Counter()
     entries: tuple[Member, ...] = ()
     cuts: list[int] = []
     if has_preamble:
-        _count_unrooted(answer.data, dropped)
+        dropped = _lost_without_root(answer.data)
     else:
         root = scanner.scan_root(start)
-        _count_behind(root, scanner, dropped)
+        dropped = _lost_after_scan(root, answer)
         entries = root.entries
         cuts = [start + 1, *(entry.value.end for entry in entries if entry.value.kind is Kind.OBJECT)]
     prefix = choose_prefix(ids, answer.ends, cuts, vocab)
@@ -134,35 +130,67 @@ def _lay_out(ids_T: np.ndarray, vocab: CoordVocab) -> _TokenLayout:
     return _TokenLayout(ids, b"".join(parts), ends, end, coord_at, starts)
 
 
-def _count_behind(root: RootScan, scanner: Scanner, dropped: Counter[DropReason]) -> None:
-    """Count the entry in which the scan stopped, if any, and what stands behind."""
+# -- entries that the scan could not read --------------------------------------------------------------------------
+#
+# After a break no structure can be trusted, so lost entries are counted by how they look.
+
+# A key of an entry: in quotes of some kind, or bare after "{" or ",".
+_KEY_LOOKALIKE = re.compile(rb"""(?:["'`]object_[0-9]++\\?["'`]|[{,]\s*+object_[0-9]++["'`]?)\s*+:""")
+# An object whose first field is not an ``object_{n}``. Group 1: the end of a key before it, with or without the colon;
+# then the object is that key's value, and the key is what counts.
+_OBJECT_LOOKALIKE = re.compile(
+    rb"""((?:["'`]|object_[0-9]++)\s*+:?\s*+)?\{\s*+(?!["'`]?object_[0-9])(?=["'`][^"'`\n]{1,99}+["'`]\s*+:)"""
+)
+# Anything a reader would miss: not white space, and not JSON's punctuation.
+_WORD = re.compile(rb"""[^\x00-\x20{}\[\],:"]""")
+
+
+def _count_lookalikes(data: bytes, start: int) -> tuple[int, int]:
+    """How many entries seem to begin at or after ``start``: with an ``object_{n}`` key, and without one."""
+    unkeyed = sum(1 for match in _OBJECT_LOOKALIKE.finditer(data, start) if match[1] is None)
+    return sum(1 for _ in _KEY_LOOKALIKE.finditer(data, start)), unkeyed
+
+
+def _lost_after_scan(root: RootScan, answer: _TokenLayout) -> Counter[DropReason]:
+    """Count the entry in which the scan stopped, if any, and what follows it. Examples, … for a good entry's rest:
+
+    ==========================================================  =================================
+    ``{"object_1": {…}, "object_2": {"desc": "black ca``         truncated
+    ``{"object_1": {…}, "object_2": {"desc": cat}, "object_3"…``  malformed, after_break
+    ``{"object_1": {…}, {"desc": "cat", …}}``                    unkeyed
+    ``{"object_1": {…}}, "object_2": {…}}``                      after_root
+    ``{"object_1": {…}, and a dog}``                             prose
+    ``{"object_1": {…}} I hope that helps!``                     nothing: the root says it all
+    ==========================================================  =================================
+    """
+    data, lost = answer.data, Counter[DropReason]()
     if root.entry_open:
-        simply_ended = root.ran_out and scanner.end == len(scanner.data)
-        dropped[DropReason.TRUNCATED if simply_ended else DropReason.MALFORMED] += 1
-    # Up to scanner.end a scan that ran out found nothing wrong: no entry can hide there, only the text of one.
-    start = scanner.end if root.ran_out else root.stop
-    if unread := count_key_lookalikes(scanner.data, start):
-        dropped[DropReason.AFTER_ROOT if root.closed else DropReason.AFTER_BREAK] += unread
-    # The "{" behind the key of the entry in which the scan stopped is that entry's own.
-    if unkeyed := count_unkeyed(scanner.data, start, skip_first=root.entry_open and not root.ran_out):
-        dropped[DropReason.UNKEYED] += unkeyed
-    # Chatter behind a finished answer is no loss: everything that it could have said stands in the root.
-    if not (root.closed or root.entry_open or unread or unkeyed) and has_words(scanner.data, start):
-        dropped[DropReason.PROSE] += 1
-
-
-def _count_unrooted(data: bytes, dropped: Counter[DropReason]) -> None:
-    """Count an answer without a root object: nothing before the first ``{`` can be kept, so nothing behind either."""
-    keyed, unkeyed = count_key_lookalikes(data, 0), count_unkeyed(data, 0)
-    if data.lstrip(WHITE_SPACE).startswith(b"["):
-        dropped[DropReason.WRONG_ROOT] += max(1, keyed + unkeyed)
-        return
+        simply_ended = root.ran_out and answer.end == len(data)
+        lost[DropReason.TRUNCATED if simply_ended else DropReason.MALFORMED] += 1
+    # If the scan ran out, the bytes before the end are sound JSON: no other entry can hide there, only its text.
+    start = answer.end if root.ran_out else root.stop
+    keyed, unkeyed = _count_lookalikes(data, start)
+    if root.entry_open and not root.ran_out:
+        # The object at ``start`` may be the value of the entry that was counted above: do not count it again.
+        rest = data[start:].lstrip(WHITE_SPACE)
+        _, unkeyed = _count_lookalikes(data, len(data) - len(rest) + rest.startswith(b"{"))
     if keyed:
-        dropped[DropReason.PREAMBLE] += keyed
+        lost[DropReason.AFTER_ROOT if root.closed else DropReason.AFTER_BREAK] += keyed
     if unkeyed:
-        dropped[DropReason.UNKEYED] += unkeyed
-    if not keyed and not unkeyed and has_words(data, 0):
-        dropped[DropReason.PROSE] += 1
+        lost[DropReason.UNKEYED] += unkeyed
+    if not (root.closed or root.entry_open or keyed or unkeyed) and _WORD.search(data, start):
+        lost[DropReason.PROSE] += 1
+    return lost
+
+
+def _lost_without_root(data: bytes) -> Counter[DropReason]:
+    """Count an answer that does not start with ``{``: no entry of it can be kept."""
+    keyed, unkeyed = _count_lookalikes(data, 0)
+    if data.lstrip(WHITE_SPACE).startswith(b"["):
+        return Counter({DropReason.WRONG_ROOT: max(1, keyed + unkeyed)})
+    if keyed or unkeyed:
+        return +Counter({DropReason.PREAMBLE: keyed, DropReason.UNKEYED: unkeyed})
+    return Counter({DropReason.PROSE: 1} if _WORD.search(data) else {})
 
 
 def _read_entries(

@@ -56,15 +56,6 @@ _COORD_ELEMENT = re.compile(rb'"<\|coord_[0-9]{1,3}\|>"')
 
 _CLOSING_BRACE = ord("}")
 _OBJECT_KEY = re.compile(rb"object_([0-9]{1,18})")
-# A key where no structure can be trusted any more: in quotes of some kind, or bare behind "{" or ",".
-_KEY_LOOKALIKE = re.compile(rb"""(?:["'`]object_[0-9]++\\?["'`]|[{,]\s*+object_[0-9]++["'`]?)\s*+:""")
-# An object whose first field is no ``object_{n}``. Group 1: the end of a key before it, which makes it a value, with or
-# without the colon.
-_OBJECT_LOOKALIKE = re.compile(
-    rb"""((?:["'`]|object_[0-9]++)\s*+:?\s*+)?\{\s*+(?!["'`]?object_[0-9])(?=["'`][^"'`\n]{1,99}+["'`]\s*+:)"""
-)
-# What a reader would miss: anything beside white space and JSON's own punctuation.
-_WORD = re.compile(rb"""[^\x00-\x20{}\[\],:"]""")
 
 
 class Kind(IntEnum):
@@ -139,27 +130,6 @@ def object_index(key: bytes) -> int | None:
     """n of ``object_{n}``, else None. More than 18 digits is a runaway, not an index."""
     match = _OBJECT_KEY.fullmatch(key)
     return int(match[1]) if match else None
-
-
-def count_key_lookalikes(data: bytes, start: int) -> int:
-    """How many entries seem to begin at or after ``start``, by their ``object_{n}`` keys alone."""
-    return sum(1 for _ in _KEY_LOOKALIKE.finditer(data, start))
-
-
-def count_unkeyed(data: bytes, start: int, *, skip_first: bool = False) -> int:
-    """How many objects seem to begin at or after ``start`` without a key before them.
-
-    ``skip_first``: what stands at ``start`` is the value of a key that ends there, and not counted.
-    """
-    if skip_first:
-        start += len(data[start:]) - len(data[start:].lstrip(WHITE_SPACE))
-        start += data[start : start + 1] == b"{"
-    return sum(1 for match in _OBJECT_LOOKALIKE.finditer(data, start) if match[1] is None)
-
-
-def has_words(data: bytes, start: int) -> bool:
-    """Whether anything but white space and JSON's punctuation stands at or behind ``start``."""
-    return _WORD.search(data, start) is not None
 
 
 class Scanner:
