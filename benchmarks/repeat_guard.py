@@ -29,7 +29,7 @@ from coordexp.records import GTObject, Rollout, RolloutRequest
 from coordexp.rollouts import SeedContext
 from coordexp.rollouts.backend import decoding_options
 from coordexp.rollouts.hf import HFBackend
-from coordexp.rollouts.hf_processors import RepeatStop
+from coordexp.rollouts.hf_processors import RepetitionStopProcessor
 from coordexp.rollouts.repeat_guard import ObjectKeyReader, RepeatGuard
 
 NEVER = 10**9
@@ -95,20 +95,20 @@ def guard_alone(loaded: LoadedModel, count: int) -> dict[str, float]:
 def share_of_decoding(loaded: LoadedModel, requests: Sequence[RolloutRequest], tokens: int) -> dict[str, float]:
     """Seconds in the guard and seconds of the whole decoding that it was part of."""
     spent = 0.0
-    judge = RepeatStop.__call__
+    judge = RepetitionStopProcessor.__call__
 
-    def timed(self: RepeatStop, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def timed(self: RepetitionStopProcessor, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         nonlocal spent
         started = time.perf_counter()
         result = judge(self, input_ids, scores)
         spent += time.perf_counter() - started
         return result
 
-    RepeatStop.__call__ = timed
+    RepetitionStopProcessor.__call__ = timed
     try:
         rollouts, seconds = decode(loaded, requests, tokens, ALL_RULES)
     finally:
-        RepeatStop.__call__ = judge
+        RepetitionStopProcessor.__call__ = judge
     assert not any(rollout.repeat_terminated for rollout in rollouts)
     written = sum(len(rollout.response_token_ids) for rollout in rollouts)
     return {

@@ -15,7 +15,7 @@ from coordexp.errors import RolloutError, require
 
 # By name: importing them would import vLLM.
 EXTENSION = "coordexp.engine.worker.WeightSyncExtension"
-NAMES_PROCESSOR = "coordexp.engine.logits_processors:ClosedNamesProcessor"
+NAMES_PROCESSOR = "coordexp.engine.logits_processors:AllowedLabelsProcessor"
 NAMES_KEY = "coordexp_names"  # of a request's SamplingParams.extra_args: its closed list of class names
 NAMES_ENABLE = "COORDEXP_ENABLE_VLLM_CLOSED_NAMES"  # 1: engines of swift rollout take such lists
 NAMES_STATUS = "closed_names"  # of each worker in a server's /status/: whether it really does

@@ -17,7 +17,7 @@ from vllm.v1.sample.logits_processor import LogitsProcessor, process_dict_update
 from coordexp.coords import CoordVocab
 from coordexp.engine.arguments import KNOWN_TOKENS_PROCESSOR, NAMES_KEY, NAMES_PROCESSOR
 from coordexp.errors import RolloutError
-from coordexp.rollouts.closed_names import START, ClosedNames, Place
+from coordexp.rollouts.allowed_labels import START, AllowedLabels, ScanState
 from coordexp.rollouts.hf_processors import mask
 
 if TYPE_CHECKING:
@@ -96,20 +96,20 @@ _KEPT = 8  # rules of as many lists; each holds the vocabulary's bytes in order
 class _Row:
     """One request: its answer so far (a list that vLLM extends), how much of it was read, and where that led."""
 
-    rule: ClosedNames
+    rule: AllowedLabels
     answer: list[int]
     num_read: int = 0
-    place: Place | None = START
+    state: ScanState | None = START
 
 
-class ClosedNamesProcessor(LogitsProcessor):
+class AllowedLabelsProcessor(LogitsProcessor):
     """Makes every other description impossible, in rows whose request names a list; before the repeat guard."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         from transformers import AutoTokenizer
 
         self._vocab = CoordVocab.from_tokenizer(AutoTokenizer.from_pretrained(vllm_config.model_config.tokenizer))
-        self._rules: dict[tuple[str, ...], ClosedNames] = {}
+        self._rules: dict[tuple[str, ...], AllowedLabels] = {}
         self._rows: dict[int, _Row] = {}
 
     def is_argmax_invariant(self) -> bool:
@@ -123,9 +123,9 @@ class ClosedNamesProcessor(LogitsProcessor):
     def apply(self, logits: torch.Tensor) -> torch.Tensor:  # (rows, V)
         """Minus infinity for what may not come next, in rows that have a list."""
         for index, row in self._rows.items():
-            place = self._read(row)
-            if place is not None:
-                logits[index] = mask(logits[index : index + 1], row.rule.next_tokens(place))[0]
+            state = self._read(row)
+            if state is not None:
+                logits[index] = mask(logits[index : index + 1], row.rule.next_tokens(state))[0]
         return logits
 
     def _new_row(self, params: SamplingParams, prompt_ids: list[int] | None, answer: list[int]) -> _Row | None:
@@ -135,25 +135,25 @@ class ClosedNamesProcessor(LogitsProcessor):
         if names not in self._rules:
             if len(self._rules) >= _KEPT:
                 self._rules.pop(next(iter(self._rules)))  # rows that still follow it hold it themselves
-            self._rules[names] = ClosedNames(names, self._vocab.pieces, self._vocab.eos_id)
+            self._rules[names] = AllowedLabels(names, self._vocab.pieces, self._vocab.eos_id)
         return _Row(self._rules[names], answer)
 
-    def _read(self, row: _Row) -> Place | None:
+    def _read(self, row: _Row) -> ScanState | None:
         if row.num_read > len(row.answer):  # vLLM took tokens back
-            row.num_read, row.place = 0, START
+            row.num_read, row.state = 0, START
         for token in row.answer[row.num_read :]:
             if token < 0:
                 raise RolloutError("vLLM asked for a mask before it knew the newest token; start it without async "
                                    "scheduling")  # fmt: skip
-            ended = row.place is None or token == self._vocab.eos_id
-            row.place = None if ended or row.place is None else row.rule.after(row.place, token)
+            ended = row.state is None or token == self._vocab.eos_id
+            row.state = None if ended or row.state is None else row.rule.after(row.state, token)
             row.num_read += 1
-        return row.place
+        return row.state
 
 
 def holds_names(worker: Any) -> bool:
     """Whether a vLLM worker really applies the list."""
-    return processor_of(worker, ClosedNamesProcessor) is not None
+    return processor_of(worker, AllowedLabelsProcessor) is not None
 
 
 def check_names(workers: Sequence[Mapping[str, Any]] | Sequence[bool]) -> None:

@@ -12,9 +12,14 @@ import torch
 from coordexp.config.rollout import RepeatTerminateConfig
 from coordexp.coords import CoordVocab
 from coordexp.records import Rollout, RolloutRequest
+from coordexp.rollouts.allowed_labels import AllowedLabels
 from coordexp.rollouts.backend import DecodingOptions, IndexedRollout, RolloutRound, Seeds, response_tokens
-from coordexp.rollouts.closed_names import ClosedNames
-from coordexp.rollouts.hf_processors import EndedRows, NamesOnly, RepeatStop, sampling_processors
+from coordexp.rollouts.hf_processors import (
+    AllowedLabelsProcessor,
+    FinishedCallback,
+    RepetitionStopProcessor,
+    sampling_processors,
+)
 from coordexp.rollouts.repeat_guard import ObjectKeyReader, RepeatGuard
 
 
@@ -31,8 +36,8 @@ class _Wanted:
 class HFBackend:
     """Batched decoding with left padding, at most ``decode_batch_size`` sequences at once.
 
-    Request i of a call samples by the call's seed + i, as servers do it: what it draws depends on its seed, not on the
-    batch around it. The model is left as it was found: train/eval mode, random state and caches.
+    Request i of a call samples with the call's seed + i, as on servers: its answer depends on its seed, not on its
+    batch. The model's train/eval mode, random state and caches are restored afterwards.
     """
 
     def __init__(
@@ -45,8 +50,7 @@ class HFBackend:
         repeat_terminate: RepeatTerminateConfig | None = None,
         names: Sequence[str] = (),
     ) -> None:
-        """Answers are guarded against repetition where ``repeat_terminate`` is given and enabled. ``names``: the
-        closed list of descriptions; empty for any."""
+        """``repeat_terminate``: the repeat guard, if enabled. ``names``: allowed descriptions; empty for any."""
         self._model = model
         self._vocab = vocab
         self._options = options
@@ -56,7 +60,7 @@ class HFBackend:
         self._version = 0
         self._seeds: list[int] = []
         self._guard = repeat_terminate if repeat_terminate is not None and repeat_terminate.enabled else None
-        self._names = ClosedNames(names, vocab.pieces, vocab.eos_id) if names else None
+        self._names = AllowedLabels(names, vocab.pieces, vocab.eos_id) if names else None
         counts_keys = self._guard is not None and self._guard.max_object_keys is not None
         self._key_reader = ObjectKeyReader(vocab.pieces) if counts_keys else None
 
@@ -67,22 +71,22 @@ class HFBackend:
         rollouts: list[Rollout] = []
         for batch in self._batches([RolloutRound(tuple(requests), seeds)]):
             before = len(rollouts)
-            tell = None if on_answer is None else lambda ended, before=before: on_answer(before + ended)
-            rollouts += self._generate_batch(batch, tell)
-            if tell is not None:
-                tell(len(batch))
+            on_ended = None if on_answer is None else lambda ended, before=before: on_answer(before + ended)
+            rollouts += self._generate_batch(batch, on_ended)
+            if on_ended is not None:
+                on_ended(len(batch))
         return rollouts
 
     def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[IndexedRollout]:
-        """Batch after batch of ``decode_batch_size``, filled across micro-steps: a small one costs as many steps of
-        decoding as a full one."""
+        """Batches of ``decode_batch_size`` are filled across micro-steps: a small batch takes as many decoding steps as
+        a full one."""
         for batch in self._batches(rounds):
             for one, rollout in zip(batch, self._generate_batch(batch, None), strict=True):
                 yield IndexedRollout(one.round_idx, one.index, rollout)
 
     def _batches(self, rounds: Sequence[RolloutRound]) -> list[list[_Wanted]]:
-        """The window's requests in batches. A request's seed is that of the first of its ``decode_batch_size`` in its
-        micro-step, and its place among them: whatever batch it is decoded in."""
+        # A request's seed comes from its place in its micro-step, cut into chunks of ``decode_batch_size``: the seed of
+        # its chunk's first request plus its place in the chunk. So it does not depend on the batch it is decoded in.
         size = self._decode_batch_size
         wanted: list[_Wanted] = []
         for round_idx, one in enumerate(rounds):
@@ -94,24 +98,20 @@ class HFBackend:
             ]
         return [wanted[start : start + size] for start in range(0, len(wanted), size)]
 
-    def _generate_batch(self, batch: Sequence[_Wanted], tell: Callable[[int], None] | None) -> list[Rollout]:
-        with _evaluating(self._model), torch.no_grad():  # only here: between two batches the caller goes on
-            return self._generate_chunk([one.request for one in batch], [one.seed for one in batch], tell)
+    def _generate_batch(self, batch: Sequence[_Wanted], on_ended: Callable[[int], None] | None) -> list[Rollout]:
+        with _evaluating(self._model), torch.no_grad():  # not around the loop: callers run between two batches
+            return self._generate_chunk([one.request for one in batch], [one.seed for one in batch], on_ended)
 
     def batch_size(self, decode_batch_size: int) -> int:
-        """What this rank's own device decodes at once."""
         return decode_batch_size
 
     def sync_weights(self, version: int) -> None:
-        """The model that generates is the model that learns: only the version is noted."""
         self._version = version
         self._seeds = []
 
-    def release(self) -> None:
-        """Nothing was borrowed."""
+    def release(self) -> None: ...
 
     def last_report(self) -> Mapping[str, Any]:
-        """Batches' seeds and decoding of the last round."""
         return {
             "backend": "hf",
             "weight_version": self._version,
@@ -121,14 +121,12 @@ class HFBackend:
         }
 
     def take_metrics(self) -> Mapping[str, float]:
-        """Whether the repeat guard is on."""
         return {"rollout/repeat_terminate_active": float(self._guard is not None)}
 
-    def close(self) -> None:
-        """Nothing is held."""
+    def close(self) -> None: ...
 
     def _generate_chunk(
-        self, requests: Sequence[RolloutRequest], seeds: Sequence[int], tell: Callable[[int], None] | None
+        self, requests: Sequence[RolloutRequest], seeds: Sequence[int], on_ended: Callable[[int], None] | None
     ) -> list[Rollout]:
         device = next(self._model.parameters()).device
         longest = max(len(request.prompt_token_ids) for request in requests)
@@ -141,10 +139,14 @@ class HFBackend:
         grids = torch.cat([request.model_inputs["image_grid_thw"] for request in requests])
         guard = self._repeat_stop(longest)
         processors = [
-            *([] if self._names is None else [NamesOnly(self._names, self._vocab.eos_id, longest)]),
+            *([] if self._names is None else [AllowedLabelsProcessor(self._names, self._vocab.eos_id, longest)]),
             *([] if guard is None else [guard]),
             *sampling_processors(self._options, list(seeds), device),
-            *([] if tell is None or self._options.num_beams > 1 else [EndedRows(self._vocab.eos_id, longest, tell)]),
+            *(
+                []
+                if on_ended is None or self._options.num_beams > 1
+                else [FinishedCallback(self._vocab.eos_id, longest, on_ended)]
+            ),
         ]
         with _own_generation_config(self._model):
             output_BT = self._model.generate(
@@ -162,11 +164,11 @@ class HFBackend:
             for row, (request, answer) in enumerate(zip(requests, answers, strict=True))
         ]
 
-    def _repeat_stop(self, prompt_length: int) -> RepeatStop | None:
+    def _repeat_stop(self, prompt_length: int) -> RepetitionStopProcessor | None:
         settings = self._guard
         if settings is None:
             return None
-        return RepeatStop(
+        return RepetitionStopProcessor(
             lambda: RepeatGuard(settings, self._key_reader), self._vocab.eos_id, prompt_length, self._options.num_beams
         )
 
@@ -174,7 +176,7 @@ class HFBackend:
         options = self._options
         arguments: dict[str, Any] = {
             "max_new_tokens": options.max_new_tokens,
-            "do_sample": False,  # where there is a temperature, a processor draws; see hf_processors
+            "do_sample": False,  # a processor samples; see hf_processors
             "num_beams": options.num_beams,
             "num_return_sequences": 1,
             "repetition_penalty": options.repetition_penalty,
@@ -182,12 +184,14 @@ class HFBackend:
             "pad_token_id": self._pad_id,
             "use_cache": True,
         }
-        # Checkpoints may have more embedding rows than the tokenizer has tokens: such an id decodes to nothing.
+        # Checkpoints may have more embedding rows than the tokenizer has tokens; their ids decode to nothing.
         if unknown := range(len(self._vocab), self._model.config.text_config.vocab_size):
             arguments["suppress_tokens"] = list(unknown)
         return arguments
 
-    def _rollout(self, request: RolloutRequest, row: int, answer: list[int], guard: RepeatStop | None) -> Rollout:
+    def _rollout(
+        self, request: RolloutRequest, row: int, answer: list[int], guard: RepetitionStopProcessor | None
+    ) -> Rollout:
         reason = "stop" if self._vocab.eos_id in answer else "length"  # padding follows an end, so it is cut off too
         tokens = response_tokens(answer, reason, self._vocab, request.sample_id)
         return Rollout(
@@ -214,8 +218,8 @@ def _evaluating(model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _own_generation_config(model: Any) -> Iterator[None]:
-    """transformers fills every argument that is not given from the checkpoint's generation_config: an n-gram ban or a
-    minimum length would leak into a run that the YAML determines."""
+    # transformers takes missing arguments from the checkpoint's generation_config: an n-gram ban or a minimum length
+    # would leak into the run.
     from transformers import GenerationConfig
 
     of_checkpoint = model.generation_config

@@ -1,9 +1,7 @@
-"""What steers transformers' ``generate``, a random stream for every sequence, the repeat guard and a closed list of
-class names, and what watches it.
+"""Logits processors for transformers' ``generate``: a random stream per sequence, the repeat guard, allowed labels.
 
-``generate`` itself draws for a whole batch from one stream, so that an answer would change with the batch it stands in:
-with ``decode_batch_size``, with the number of processes, and after a resume. The guard judges each sequence alone, and
-touches its own row only.
+``generate`` itself samples a whole batch from one stream, so an answer would change with its batch: with
+``decode_batch_size``, with the number of processes, and after a resume. Make new processors for each call.
 """
 
 from __future__ import annotations
@@ -13,17 +11,17 @@ from collections.abc import Callable, Sequence
 import torch
 from transformers import LogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from coordexp.rollouts.allowed_labels import START, AllowedLabels, NextTokens, ScanState, rows_by_state
 from coordexp.rollouts.backend import DecodingOptions
-from coordexp.rollouts.closed_names import START, ClosedNames, NextTokens, Place, by_place
 from coordexp.rollouts.repeat_guard import RepeatGuard
 
 
-class RowSampler(LogitsProcessor):
-    """Draws each row's next token and leaves no other possible. Made anew for each call of ``generate``, which runs
-    greedily behind it; last in its list of processors."""
+class PerSequenceSampler(LogitsProcessor):
+    """Samples each row with its own generator and masks all other tokens, so that greedy ``generate`` returns the
+    sample. Must be the last processor that changes scores."""
 
     def __init__(self, seeds: Sequence[int], device: torch.device) -> None:
-        """``seeds``: one a row."""
+        """``seeds``: one per row."""
         self._streams = [torch.Generator(device).manual_seed(seed) for seed in seeds]
 
     # Named as transformers names them: (B, L) token ids, (B, V) scores.
@@ -37,8 +35,7 @@ class RowSampler(LogitsProcessor):
 
 
 def sampling_processors(options: DecodingOptions, seeds: Sequence[int], device: torch.device) -> list[LogitsProcessor]:
-    """What makes greedy ``generate`` sample as ``options`` say, in the order in which transformers itself applies
-    them; nothing for temperature 0."""
+    """Processors that make greedy ``generate`` sample, in transformers' order; none for temperature 0."""
     if options.temperature <= 0:
         return []
     processors: list[LogitsProcessor] = []
@@ -48,17 +45,16 @@ def sampling_processors(options: DecodingOptions, seeds: Sequence[int], device: 
         processors.append(TopKLogitsWarper(options.top_k))
     if options.top_p < 1.0:
         processors.append(TopPLogitsWarper(options.top_p))
-    return [*processors, RowSampler(seeds, device)]
+    return [*processors, PerSequenceSampler(seeds, device)]
 
 
-class EndedRows(LogitsProcessor):
-    """Changes nothing: tells how many rows have written the end of their turn, whenever there are more. Made anew for
-    each call of ``generate``; a row that has ended is filled up with the same token."""
+class FinishedCallback(LogitsProcessor):
+    """Changes no score: calls back with the number of rows that have ended, whenever it grows."""
 
-    def __init__(self, eos_id: int, prompt_length: int, tell: Callable[[int], None]) -> None:
+    def __init__(self, eos_id: int, prompt_length: int, on_ended: Callable[[int], None]) -> None:
         self._eos_id = eos_id
         self._prompt_length = prompt_length
-        self._tell = tell
+        self._on_ended = on_ended
         self._ended = 0
 
     # Named as transformers names them: (B, L) token ids, (B, V) scores.
@@ -67,15 +63,15 @@ class EndedRows(LogitsProcessor):
             ended = int((input_ids[:, -1] == self._eos_id).sum())
             if ended > self._ended:
                 self._ended = ended
-                self._tell(ended)
+                self._on_ended(ended)
         return scores
 
 
-class RepeatStop(LogitsProcessor):
-    """Forces the end of the turn on the step after the guard's verdict. Made anew for each call of ``generate``.
+class RepetitionStopProcessor(LogitsProcessor):
+    """Forces the end of the turn on the step after the repeat guard triggers.
 
     A row is one sequence; with beam search ``num_beams`` neighbouring rows are the beams of one. ``prompt_length``
-    counts the padded prompt, none of which the guard sees.
+    counts the padded prompt, which the guard does not see.
     """
 
     def __init__(
@@ -122,7 +118,7 @@ class RepeatStop(LogitsProcessor):
         return self._guard_of_row
 
     def _follow_beams(self, input_ids: torch.Tensor) -> list[RepeatGuard | None]:
-        """Beams change rows and split from step to step, so each is known by what it has written."""
+        """Beams change rows and split from step to step, so each is identified by its tokens."""
         guards: list[RepeatGuard | None] = []
         next_beams: dict[tuple[int, ...], RepeatGuard] = {}
         for answer in map(tuple, input_ids[:, self._prompt_length :].tolist()):
@@ -145,41 +141,37 @@ class RepeatStop(LogitsProcessor):
         return guard
 
 
-class NamesOnly(LogitsProcessor):
-    """Makes every other description impossible. Made anew for each call of ``generate``; before a guard, whose end of
-    the turn goes before everything.
+class AllowedLabelsProcessor(LogitsProcessor):
+    """Masks tokens that would begin a description outside of the list. Must come before the repeat guard's processor,
+    whose end of the turn has priority. Rows are sequences or beams; ``prompt_length`` counts the padded prompt."""
 
-    Rows are sequences, or beams: a row is read from where its beginning was read last. ``prompt_length`` counts the
-    padded prompt.
-    """
-
-    def __init__(self, rule: ClosedNames, eos_id: int, prompt_length: int) -> None:
+    def __init__(self, rule: AllowedLabels, eos_id: int, prompt_length: int) -> None:
         self._rule = rule
         self._eos_id = eos_id
         self._prompt_length = prompt_length
-        self._place_of: dict[tuple[int, ...], Place | None] = {(): START}
+        self._state_of: dict[tuple[int, ...], ScanState | None] = {(): START}
 
     # Named as transformers names them: (B, L) token ids, (B, V) scores.
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         answers = [tuple(answer) for answer in input_ids[:, self._prompt_length :].tolist()]
-        self._place_of = {answer: self._place(answer) for answer in answers}
+        self._state_of = {answer: self._state(answer) for answer in answers}
         masked = scores.clone()
-        for place, rows in by_place([self._place_of[answer] for answer in answers]).items():
-            masked[rows] = mask(masked[rows], self._rule.next_tokens(place))
+        for state, rows in rows_by_state([self._state_of[answer] for answer in answers]).items():
+            masked[rows] = mask(masked[rows], self._rule.next_tokens(state))
         return masked
 
-    def _place(self, answer: tuple[int, ...]) -> Place | None:
-        """None: its turn is over, and what follows is padding."""
+    def _state(self, answer: tuple[int, ...]) -> ScanState | None:
+        """The scanner's state after ``answer``; None if it has ended and padding follows."""
         if not answer:
             return START
-        before = self._place_of[answer[:-1]] if answer[:-1] in self._place_of else self._place(answer[:-1])
+        before = self._state_of[answer[:-1]] if answer[:-1] in self._state_of else self._state(answer[:-1])
         if before is None or answer[-1] == self._eos_id:
             return None
         return self._rule.after(before, answer[-1])
 
 
 def mask(scores_RV: torch.Tensor, following: NextTokens) -> torch.Tensor:
-    """The scores with what may not follow at minus infinity."""
+    """The scores with forbidden tokens at minus infinity."""
     ids = torch.from_numpy(following.ids).to(scores_RV.device)
     if not following.are_allowed:
         return scores_RV.index_fill(1, ids, -torch.inf)

@@ -12,7 +12,7 @@ from coordexp.modeling.load import LoadedModel
 from coordexp.records import Rollout, RolloutRequest
 from coordexp.rollouts import SeedContext
 from coordexp.rollouts.hf import HFBackend
-from coordexp.rollouts.hf_processors import RepeatStop
+from coordexp.rollouts.hf_processors import RepetitionStopProcessor
 from coordexp.rollouts.repeat_guard import ObjectKeyReader, RepeatGuard
 from support.guards import first_trigger
 from support.settings import decoding
@@ -100,7 +100,7 @@ def test_the_prompt_never_counts(loaded: LoadedModel, requests_: list[RolloutReq
     """Prompts hold long runs of image tokens."""
     prompt = requests_[0].prompt_token_ids
     assert first_trigger(prompt, guard(max_consecutive_token_repeats=4)) is not None
-    stop = RepeatStop(lambda: RepeatGuard(guard(max_consecutive_token_repeats=2)), EOS, prompt_length=5)
+    stop = RepetitionStopProcessor(lambda: RepeatGuard(guard(max_consecutive_token_repeats=2)), EOS, prompt_length=5)
     scores = torch.zeros(1, 10)
     ids = torch.full((1, 5), 3)
     assert torch.equal(stop(ids, scores), scores)
@@ -109,7 +109,7 @@ def test_the_prompt_never_counts(loaded: LoadedModel, requests_: list[RolloutReq
 
 
 def test_padding_after_the_end_is_no_repetition() -> None:
-    stop = RepeatStop(lambda: RepeatGuard(guard(max_consecutive_token_repeats=2)), EOS, prompt_length=1)
+    stop = RepetitionStopProcessor(lambda: RepeatGuard(guard(max_consecutive_token_repeats=2)), EOS, prompt_length=1)
     scores = torch.zeros(2, 10)
     for length in range(1, 6):
         ids = torch.tensor([[1, 2, EOS, EOS, EOS, EOS], [1, 2, 3, 4, 5, 6]])[:, :length]
@@ -122,7 +122,7 @@ def test_object_keys_end_an_answer(loaded: LoadedModel) -> None:
     answer = loaded.vocab.encode(text)
     settings = guard(max_object_keys=2)
     reader = ObjectKeyReader(loaded.vocab.pieces)
-    stop = RepeatStop(lambda: RepeatGuard(settings, reader), loaded.vocab.eos_id, prompt_length=0)
+    stop = RepetitionStopProcessor(lambda: RepeatGuard(settings, reader), loaded.vocab.eos_id, prompt_length=0)
     scores = torch.zeros(1, len(loaded.vocab))
     ended_at = None
     for length in range(len(answer) + 1):

@@ -47,7 +47,7 @@ from coordexp.engine.guard_activation import REQUEST_KEY, activated_config, chec
 from coordexp.engine.logits_processors import check_known_tokens, check_names
 from coordexp.engine.plugin.swift_progress import OneAtATime, ProgressPage, noted, seeded_by_place
 from coordexp.errors import RolloutError
-from coordexp.rollouts.closed_names import are_names
+from coordexp.rollouts.allowed_labels import are_labels
 from coordexp.weight_sync.stamp import WeightStamp
 
 logger = logging.getLogger(__name__)
@@ -145,7 +145,7 @@ class CoordExpVllmEngine(GRPOVllmEngine):
         """The closed list of class names that a call's requests bring, all of them the same one; empty for any."""
         brought = [(_field(request, "data_dict") or {}).get(NAMES_KEY) or [] for request in infer_requests]
         first = brought[0] if brought else []
-        if not are_names(first) or any(one != first for one in brought):
+        if not are_labels(first) or any(one != first for one in brought):
             raise RolloutError(f"data_dict.{NAMES_KEY} must be a list of names, none empty, the same in all requests")
         if first and not self._takes_names:
             raise RolloutError(f"this server takes no closed list of class names; start it with {NAMES_ENABLE}=1")

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from coordexp.data.images import open_rgb, rgb_from_bytes
 from coordexp.engine.arguments import NAMES_KEY
 from coordexp.errors import DataError
-from coordexp.rollouts.closed_names import are_names
+from coordexp.rollouts.allowed_labels import are_labels
 from coordexp.serving.serve.weight_lock import RequestRefused
 
 MAX_REQUESTS = 4096
@@ -49,7 +49,7 @@ class InferRequest(BaseModel):
             RequestRefused: something else than names.
         """
         names = self.data_dict.get(NAMES_KEY, [])
-        if not are_names(names):
+        if not are_labels(names):
             raise RequestRefused(400, f"data_dict.{NAMES_KEY} must be a list of names, none of them empty")
         return tuple(names)
 

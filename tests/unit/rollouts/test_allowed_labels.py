@@ -1,4 +1,4 @@
-"""A closed list of class names: no other description can be written, in whatever tokens, and each of the list can."""
+"""Constrained decoding: every label can be written in any tokens, and no other description can."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from coordexp.errors import ConfigError, DataError
 from coordexp.inference.asking import read_classes
 from coordexp.modeling.load import load_vocab
 from coordexp.records import GTObject
-from coordexp.rollouts.closed_names import START, ClosedNames, Place
-from coordexp.rollouts.hf_processors import NamesOnly
+from coordexp.rollouts.allowed_labels import START, AllowedLabels, ScanState
+from coordexp.rollouts.hf_processors import AllowedLabelsProcessor
 
 NAMES = ("red circle", "red square", "re", 'a "q"', "été 猫")
 BOX = (1, 2, 3, 4)
@@ -30,8 +30,8 @@ def vocab() -> CoordVocab:
 
 
 @pytest.fixture(scope="module")
-def rule(vocab: CoordVocab) -> ClosedNames:
-    return ClosedNames(NAMES, vocab.pieces, vocab.eos_id)
+def rule(vocab: CoordVocab) -> AllowedLabels:
+    return AllowedLabels(NAMES, vocab.pieces, vocab.eos_id)
 
 
 def answer(*descs: str) -> str:
@@ -56,24 +56,24 @@ def any_cut(text: str, vocab: CoordVocab, rng: random.Random) -> list[int]:
     return ids
 
 
-def first_mistake(answer: Sequence[int], rule: ClosedNames) -> int | None:
+def first_mistake(answer: Sequence[int], rule: AllowedLabels) -> int | None:
     """The position of the first token of an answer that the rule forbids; None where there is none."""
-    place: Place | None = START
+    state: ScanState | None = START
     for at, token_id in enumerate(answer):
-        place = rule.after(place, token_id)
-        if place is None:
+        state = rule.after(state, token_id)
+        if state is None:
             return at
     return None
 
 
-def test_each_name_can_be_written_in_any_tokens(rule: ClosedNames, vocab: CoordVocab) -> None:
+def test_label_can_be_written_in_any_tokens(rule: AllowedLabels, vocab: CoordVocab) -> None:
     text, rng = answer(*NAMES), random.Random(0)
     for ids in (vocab.encode(text), in_bytes(text, vocab), *(any_cut(text, vocab, rng) for _ in range(30))):
         assert first_mistake([*ids, vocab.eos_id], rule) is None
 
 
 @pytest.mark.parametrize("desc", ["aee", "red", "red circles", "red circle ", "Red circle", " re", "blue", "été"])
-def test_no_other_can_be_written_in_any_tokens(rule: ClosedNames, vocab: CoordVocab, desc: str) -> None:
+def test_other_description_is_refused_in_any_tokens(rule: AllowedLabels, vocab: CoordVocab, desc: str) -> None:
     text, rng = answer("re", desc), random.Random(0)
     for ids in (vocab.encode(text), in_bytes(text, vocab), *(any_cut(text, vocab, rng) for _ in range(30))):
         at = first_mistake(ids, rule)
@@ -84,28 +84,28 @@ def test_no_other_can_be_written_in_any_tokens(rule: ClosedNames, vocab: CoordVo
 @pytest.mark.parametrize(
     "text", ['{"object_1": {"desc": 5', '{"desc": ["re"]', '{"desc": null', '{"desc": "red circle']
 )
-def test_a_description_is_text_and_ends(rule: ClosedNames, vocab: CoordVocab, text: str) -> None:
+def test_description_must_be_a_finished_string(rule: AllowedLabels, vocab: CoordVocab, text: str) -> None:
     assert first_mistake([*in_bytes(text, vocab), vocab.eos_id], rule) is not None
 
 
 @pytest.mark.parametrize(
     "text", ['{"describe": "aee"}', '{"x": "desc", "y": "aee"}', '{"a\\"desc": "aee"}', '["desc", "aee"]', "prose: aee"]
 )
-def test_other_texts_are_free(rule: ClosedNames, vocab: CoordVocab, text: str) -> None:
+def test_other_text_is_not_constrained(rule: AllowedLabels, vocab: CoordVocab, text: str) -> None:
     assert first_mistake([*in_bytes(text, vocab), vocab.eos_id], rule) is None
 
 
-def test_masks_say_what_the_rule_says_token_by_token(rule: ClosedNames, vocab: CoordVocab) -> None:
-    """In every place that an answer passes through, and for every token of the vocabulary."""
-    places = {START, Place("name", 0)}
-    place: Place | None = START
+def test_mask_agrees_with_walking_each_token(rule: AllowedLabels, vocab: CoordVocab) -> None:
+    """In every state that an answer passes through, and for every token of the vocabulary."""
+    states = {START, ScanState("name", 0)}
+    state: ScanState | None = START
     for token_id in in_bytes(answer(*NAMES), vocab):
-        assert place is not None
-        place = rule.after(place, token_id)
-        assert place is not None
-        places.add(place)
-    assert {one.kind for one in places} == {"out", "text", "key", "colon", "name"}
-    for one in places:
+        assert state is not None
+        state = rule.after(state, token_id)
+        assert state is not None
+        states.add(state)
+    assert {one.kind for one in states} == {"out", "text", "key", "colon", "name"}
+    for one in states:
         found = rule.next_tokens(one)
         by_walking = {t for t in range(len(vocab)) if rule.after(one, t) is not None}
         if one.kind == "colon":
@@ -114,10 +114,10 @@ def test_masks_say_what_the_rule_says_token_by_token(rule: ClosedNames, vocab: C
         assert (ids if found.are_allowed else set(range(len(vocab))) - ids) == by_walking
 
 
-def test_a_finished_row_and_its_padding_are_left_alone(rule: ClosedNames, vocab: CoordVocab) -> None:
+def test_finished_rows_are_not_masked(rule: AllowedLabels, vocab: CoordVocab) -> None:
     open_name = in_bytes('{"desc": "re', vocab)
     ended = [*in_bytes("{}", vocab), *[vocab.eos_id] * (len(open_name) - 2)]
-    processor = NamesOnly(rule, vocab.eos_id, 3)
+    processor = AllowedLabelsProcessor(rule, vocab.eos_id, 3)
     masked = torch.empty(0)
     for length in range(len(open_name) + 1):
         rows = torch.tensor([[1, 1, 1, *open_name[:length]], [1, 1, 1, *ended[:length]]])
@@ -128,13 +128,13 @@ def test_a_finished_row_and_its_padding_are_left_alone(rule: ClosedNames, vocab:
     assert {'"', "d"} <= allowed and not any(piece[0] not in '"d' for piece in allowed)
 
 
-def test_no_name_is_no_list(vocab: CoordVocab) -> None:
+def test_empty_labels_are_refused(vocab: CoordVocab) -> None:
     for names in ([], ["cat", " "]):
-        with pytest.raises(ConfigError, match="needs at least one, and none empty"):
-            ClosedNames(names, vocab.pieces, vocab.eos_id)
+        with pytest.raises(ConfigError, match="class names"):
+            AllowedLabels(names, vocab.pieces, vocab.eos_id)
 
 
-def test_where_names_are_read_from(tmp_path: Path) -> None:
+def test_labels_are_read_from_text_file_and_jsonl(tmp_path: Path) -> None:
     (tmp_path / "n.txt").write_text("cat\n\n red car \ncat\n")
     data = write_scenes(tmp_path, 6, SPARSE, 3)
     assert read_classes(None) == ()
@@ -145,7 +145,7 @@ def test_where_names_are_read_from(tmp_path: Path) -> None:
             read_classes(given)
 
 
-def test_a_model_held_to_a_list_writes_nothing_else(tmp_path: Path) -> None:
+def test_detector_with_classes_writes_only_those(tmp_path: Path) -> None:
     """The demo's model names many colours and shapes; here it may only say two of them."""
     write_scenes(tmp_path, 3, SPARSE, 77)
     images = sorted((tmp_path / "images").rglob("*.png"))
