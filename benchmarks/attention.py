@@ -3,7 +3,7 @@
 One packed row, forward and backward of one layer's attention: each implementation of `coordexp.modeling.attention` that
 runs on this machine, whose cost grows with the sum of squared segment lengths, against transformers' SDPA under a
 boolean block-causal mask, whose cost grows with the row's squared length. On the CPU in float32; on a GPU in bfloat16,
-where varlen, flex and (if installed) flash join. Building that mask is not counted. All must give the same numbers.
+where varlen and (if installed) flash join. Building that mask is not counted. All must give the same numbers.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 from rollout_server import TIMEOUT_S, server_entry, serving
 
-from coordexp.config.vllm import SyncConfig
+from coordexp.config.rollout import SyncConfig
 from coordexp.engine.client import ServerClient
 from coordexp.engine.sync import WeightSync
 from coordexp.errors import require

@@ -24,7 +24,7 @@ PATHS: dict[str, list[tuple[str, str, str]]] = {
         ("config/rollout.py", "RolloutMatchingConfig.decode_batch_size", "declares the key: type, bounds, default"),
         ("config/checks.py", "cross_checks", "checks it against keys of other sections"),
         ("config/load.py", "validate", "gathers every problem, or gives the `RunConfig`"),
-        ("config/root.py", "resolved_rollout", "settles nulls that stand for other keys"),
+        ("config/schema.py", "resolved_rollout", "settles nulls that stand for other keys"),
         ("engine/backends.py", "build_backend", "hands its value to the backend"),
         ("rollouts/hf.py", "HFBackend.generate", "reads it: requests of one `generate`"),
     ],

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from coordexp.config import RunConfig
-from coordexp.config.legacy_table import REMOVED_KEYS, REMOVED_VALUES
+from coordexp.config.removed_keys import REMOVED_KEYS, REMOVED_VALUES
 
 TARGET = Path(__file__).with_name("config-reference.md")
 
@@ -66,8 +66,8 @@ def _removed() -> Iterator[str]:
     yield "Each of these is refused when the file is read, with the text on the right. `*` stands for one key or index."
     yield "\n| key | what the error says |"
     yield "|---|---|"
-    for row in REMOVED_KEYS:
-        yield f"| {_code(row.pattern)} | {_cell(row.guidance)} |"
+    for pattern, guidance in REMOVED_KEYS.items():
+        yield f"| {_code(pattern)} | {_cell(guidance)} |"
     yield "| `custom.extra.rollout_matching.*` | moved; write rollout_matching.* instead |"
     for (key, value), guidance in REMOVED_VALUES.items():
         yield f"| {_code(f'{key}: {value}')} | {_cell(guidance)} |"
@@ -95,14 +95,22 @@ def _tag(model: type[BaseModel]) -> str | None:
 
 
 def _type(field: FieldInfo) -> str:
-    bounds = [text for entry in field.metadata if (text := _bound(entry))]
-    return _cell(", ".join([_type_name(field.annotation), *bounds]))
+    return _cell(_bounded(field.annotation, field.metadata))
+
+
+def _bounded(annotation: Any, metadata: Sequence[Any]) -> str:
+    bounds = [text for entry in metadata for part in _parts(entry) if (text := _bound(part))]
+    return " ".join([_type_name(annotation), ", ".join(bounds)]).rstrip()
+
+
+def _parts(entry: Any) -> list[Any]:
+    return entry.metadata if isinstance(entry, FieldInfo) else [entry]
 
 
 def _type_name(annotation: Any) -> str:
     origin = get_origin(annotation)
     if origin is Annotated:
-        return _type_name(get_args(annotation)[0])
+        return _bounded(*_annotated(annotation))
     if origin is Literal:
         return " | ".join(_code(_yaml(value)) for value in get_args(annotation))
     if origin in (Union, types.UnionType):
@@ -121,6 +129,11 @@ def _type_name(annotation: Any) -> str:
     if annotation not in named:
         raise TypeError(f"no name for the type {annotation!r}; add it to docs/generate_config_reference.py")
     return named[annotation]
+
+
+def _annotated(annotation: Any) -> tuple[Any, Sequence[Any]]:
+    inner, *metadata = get_args(annotation)
+    return inner, metadata
 
 
 def _bound(entry: Any) -> str:

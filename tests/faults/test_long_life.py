@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import psutil
 import pytest
 
-from coordexp.config.vllm import SyncConfig
+from coordexp.config.rollout import SyncConfig
 from coordexp.engine.sync import WeightSync
 from coordexp.errors import RolloutError
 from coordexp.modeling.weights import LearnerWeights

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from coordexp.config.vllm import SyncConfig
+from coordexp.config.rollout import SyncConfig
 from coordexp.engine.sync import WeightSync
 from coordexp.errors import CoordExpError, RolloutError
 from support.fake_push_server import FakePushServer

@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 
-from coordexp.config.vllm import SyncConfig
+from coordexp.config.rollout import SyncConfig
 from coordexp.engine.client import ServerClient
 from coordexp.engine.sync import WeightSync
 from coordexp.errors import RolloutError

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from coordexp.config.vllm import SyncConfig
+from coordexp.config.rollout import SyncConfig
 from coordexp.engine.arguments import executor_on_cpu
 from coordexp.engine.client import ServerClient
 from coordexp.engine.engine_process import has_gpu

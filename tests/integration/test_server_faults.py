@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from coordexp.config.vllm import SyncConfig
+from coordexp.config.rollout import SyncConfig
 from coordexp.engine.sync import WeightSync
 from coordexp.errors import RolloutError, ServerRefused, ServerTimeout, ServerUnreachable
 from coordexp.modeling.weights import LearnerWeights

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from coordexp.config.vllm import SyncConfig
+from coordexp.config.rollout import SyncConfig
 from coordexp.engine.client import ServerClient
 from coordexp.engine.sync import WeightSync
 from coordexp.errors import RolloutError, ServerRefused

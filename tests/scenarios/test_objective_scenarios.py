@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from coordexp.config.data import CoordSoftCEW1Config
+from coordexp.config.schema import CoordSoftCEW1Config
 from coordexp.errors import AlignmentError
 from coordexp.objective import (
     ObjectiveContext,

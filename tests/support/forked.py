@@ -43,7 +43,7 @@ LEARNER = Behind(
         "transformers.models.qwen3_vl.processing_qwen3_vl",
         "transformers.trainer",
         "coordexp.cli",
-        "coordexp.inference.prediction",
+        "coordexp.inference.predict",
         "coordexp.training.build",
         "coordexp.training.trainer",
     ),

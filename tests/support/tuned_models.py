@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from coordexp.config.model import TunerConfig
+from coordexp.config.schema import TunerConfig
 from coordexp.modeling.adapter import tune
 from coordexp.modeling.load import LoadedModel, load_model
 from coordexp.modeling.tiny import build_tiny_checkpoint

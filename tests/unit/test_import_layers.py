@@ -17,7 +17,7 @@ LAYERS: dict[str, int] = {
     name: number
     for number, names in {
         0: "records errors",  # of layer 1, and what the rest of it may use
-        1: "settings background distributed cpu_wheels",
+        1: "background distributed cpu_wheels",
         2: "config geometry coords",
         3: "data parsing matching packing rollouts checkpoints",
         4: "targets weight_sync rollouts.learner",
@@ -36,19 +36,19 @@ LAYERS: dict[str, int] = {
 # engine/plugin runs inside ms-swift's processes and must not pull in the trainer's side.
 PLUGIN_MAY_IMPORT = (
     *("coordexp.engine", "coordexp.weight_sync"),
-    *("coordexp.rollouts.repeat_guard", "coordexp.rollouts.closed_names", "coordexp.errors"),
+    *("coordexp.rollouts.repeat_guard", "coordexp.rollouts.allowed_labels", "coordexp.errors"),
 )
 
 HEAVY = ("torch", "transformers", "vllm", "torchvision", "accelerate", "peft", "swift")
 TORCH_FREE = [
-    *("records", "errors", "settings", "background", "distributed", "cpu_wheels", "data.files"),
+    *("records", "errors", "background", "distributed", "cpu_wheels", "data.files"),
     *("config", "geometry", "coords", "checkpoints.describe", "cli.init", "parsing", "matching", "packing", "metrics"),
     *(
         "rollouts",
         "rollouts.chunking",
         "rollouts.backend",
         "rollouts.repeat_guard",
-        "rollouts.closed_names",
+        "rollouts.allowed_labels",
     ),
     *("weight_sync.stamp", "engine.guard_activation", "engine.engine_process", "engine.client"),
 ]

@@ -13,7 +13,7 @@ import yaml
 
 from coordexp.checkpoints.folder import base_checkpoint, read_config_file, read_object, settings_of_run
 from coordexp.checkpoints.tokenizer import read_vocab
-from coordexp.config.model import DEFAULT_PROMPT
+from coordexp.config.schema import DEFAULT_PROMPT
 from coordexp.coords import CoordVocab, serialize_objects
 from coordexp.data.files import asset
 from coordexp.data.images import smart_resize

@@ -121,7 +121,7 @@ def serve(
     import logging
 
     from coordexp.config import load_config
-    from coordexp.config.paths import check_model_path
+    from coordexp.config.environment import check_model_path
 
     # Before vLLM is imported: a mistake shows at once, and transformers would ask the hub for a missing folder.
     run = load_config(config, arguments=arguments or ())

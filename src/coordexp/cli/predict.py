@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from coordexp.config import RunConfig
     from coordexp.evaluation import ImageAnswer
-    from coordexp.inference.prediction import PredictionResult
+    from coordexp.inference.predict import PredictionResult
 
 ModelOption = Annotated[Path | None, typer.Option(help="Checkpoint to use instead of model.model.")]
 Limit = Annotated[int | None, typer.Option(min=1, help="Use only the first N images.")]
@@ -67,14 +67,14 @@ def predict(
     if config is None and model is None:
         raise ConfigError("name the checkpoint that answers with --model, or a run's YAML before the images")
     _check_paths(images, model)
-    from coordexp.config.paths import check_model_path
+    from coordexp.config.environment import check_model_path
 
     run = _configuration(config, model)
     check_model_path(run, model)
     from coordexp.inference.asking import read_classes
 
     names = read_classes(classes)
-    from coordexp.inference.prediction import PredictionOptions, run_prediction
+    from coordexp.inference.predict import PredictionOptions, run_prediction
 
     console = open_console(stderr=as_json)
     no_bars_in_log_files()

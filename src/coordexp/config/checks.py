@@ -1,147 +1,97 @@
-"""The rules that hold between keys. They need the configuration alone; a few, the number of processes too."""
+"""The rules between keys, which need nothing but the configuration.
+
+Rules are independent of each other: in a file with other mistakes, a rule that reads a broken key is skipped and the
+others still run (see :mod:`coordexp.config.load`).
+"""
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
+from typing import NamedTuple
 
-from coordexp.config import trainer_names
+from coordexp.config.base import Problem, parse_dotted
 from coordexp.config.objective import PipelineConfig
-from coordexp.config.rollout_checks import rollout_checks
-from coordexp.config.sections import Sections
-from coordexp.config.strict import Problem, dotted, problem
-from coordexp.config.training import TrainingConfig
-from coordexp.errors import ConfigError
+from coordexp.config.rollout import ADAPTER_RANKS, RolloutMatchingConfig
+from coordexp.config.schema import RunConfig
+
+Findings = Iterator[tuple[str, str]]  # dotted key, message
+# torch's own, which step any tensor that they are given
+OPTIMIZERS_WITH_MASTERS = ("adamw_torch", "adamw_torch_fused", "sgd")
 
 _RM = "rollout_matching"
 _VLLM = f"{_RM}.vllm"
+_GUARD = f"{_RM}.repeat_terminate"
 
 
-def cross_checks(config: Sections) -> Iterator[Problem]:
-    """Every rule between keys that ``config`` breaks."""
-    yield from _variant_checks(config)
-    if config.training.eval_strategy != "no" and config.custom.val_jsonl is None:
-        yield problem(
-            "training.eval_strategy",
-            f"'{config.training.eval_strategy}' evaluates, but custom.val_jsonl is null; give a file there, or "
-            "write 'no'",
-            "custom.val_jsonl",
+class Rule(NamedTuple):
+    """``message`` about ``key`` if ``broken``; ``{c.x}`` in it is a value of the configuration."""
+
+    key: str
+    broken: Callable[[RunConfig], object]
+    message: str
+
+
+class RolloutRule(NamedTuple):
+    """A rule for configurations with ``rollout_matching``, which is ``r``."""
+
+    key: str
+    broken: Callable[[RunConfig, RolloutMatchingConfig], object]
+    message: str
+
+
+def cross_checks(config: RunConfig, *, partial: bool = False) -> Iterator[Problem]:
+    """Every rule between keys that ``config`` breaks. ``partial``: broken keys are absent from ``config``, and a rule
+    that reads one ends with AttributeError."""
+
+    def findings(rule: Rule | RolloutRule | Callable[[RunConfig], Findings]) -> Findings:
+        if isinstance(rule, Rule):
+            if rule.broken(config):
+                yield rule.key, rule.message.format(c=config)
+        elif isinstance(rule, RolloutRule):
+            rollout = config.rollout_matching
+            if rollout is not None and rule.broken(config, rollout):
+                yield rule.key, rule.message.format(c=config, r=rollout)
+        else:
+            yield from rule(config)
+
+    for rule in RULES:
+        with suppress(AttributeError) if partial else nullcontext():
+            for key, message in findings(rule):
+                yield Problem(parse_dotted(key), message)
+
+
+def _variant_has_its_pipeline(config: RunConfig) -> Findings:
+    variant, key = config.custom.trainer_variant, f"{_RM}.pipeline"
+    pipeline = config.rollout_matching.pipeline if config.rollout_matching is not None else None
+    if variant is None and pipeline is not None:
+        yield key, "only stage 2 has a pipeline; set custom.trainer_variant: stage2_rollout_aligned, or remove it"
+    elif variant == "stage2_two_channel" and pipeline is not None:
+        yield key, "stage2_two_channel declares its objective in stage2_ab.pipeline; move it there"
+    elif variant == "stage2_rollout_aligned" and pipeline is None:
+        yield (
+            key,
+            f"missing; {key} is required by custom.trainer_variant: stage2_rollout_aligned and has no default. List "
+            "its modules under objective and diagnostics",
         )
-    yield from _augment_checks(config)
-    yield from _training_checks(config.training)
-    yield from _parallel_checks(config)
-    yield from _tuner_checks(config)
-    if config.training.master_weights is not None:
-        yield from _master_weight_checks(config)
-    if config.rollout_matching is not None:
-        yield from rollout_checks(config, config.rollout_matching)
-
-
-def _augment_checks(config: Sections) -> Iterator[Problem]:
-    augment = config.data.augment
-    if augment is None:
-        return
-    if config.custom.trainer_variant is not None:
-        yield problem(
-            "data.augment",
-            "belongs to stage 1: the rollouts of stage 2 are asked for images in files, as they are. Remove it",
-            "custom.trainer_variant",
-        )
-    if augment.scale[0] > augment.scale[1]:
-        yield problem("data.augment.scale", f"{list(augment.scale)}: the least factor comes first")
-
-
-def _variant_checks(config: Sections) -> Iterator[Problem]:
-    variant = "custom.trainer_variant"
-    name = config.custom.trainer_variant
-    rollout = config.rollout_matching
-    pipeline = rollout.pipeline if rollout is not None else None
-    if config.stage2_ab is not None and name != "stage2_two_channel":
-        yield problem(
-            "stage2_ab",
-            "only two channels read it; set custom.trainer_variant: stage2_two_channel, or remove it",
-            variant,
-        )
-    if name is None:
-        if rollout is not None and rollout.monitor_dump.enabled:
-            yield problem(
-                f"{_RM}.monitor_dump.enabled",
-                "only stage 2 makes rollouts to record; set custom.trainer_variant: stage2_rollout_aligned, or false",
-                variant,
-            )
-        if rollout is not None and rollout.target.answer != "as_written":
-            yield problem(
-                f"{_RM}.target.answer",
-                "only stage 2 trains on answers; set custom.trainer_variant: stage2_rollout_aligned, or as_written",
-                variant,
-            )
-        if pipeline is not None:
-            yield problem(
-                f"{_RM}.pipeline",
-                "only stage 2 has a pipeline; set custom.trainer_variant: stage2_rollout_aligned, or remove it",
-                variant,
-            )
-        return
-    if config.custom.coord_soft_ce_w1 is not None:
-        where = f"{_RM}.pipeline" if name == "stage2_rollout_aligned" else "stage2_ab.pipeline"
-        yield problem(
-            "custom.coord_soft_ce_w1",
-            f"belongs to stage 1; stage 2 declares its coordinate losses in {where} (coord_reg). Remove this section",
-            variant,
-        )
-    if name == "stage2_rollout_aligned":
-        yield from _rollout_aligned_checks(pipeline)
-    else:
-        yield from _two_channel_checks(config, pipeline)
-
-
-def _rollout_aligned_checks(pipeline: PipelineConfig | None) -> Iterator[Problem]:
-    variant = "custom.trainer_variant"
-    if pipeline is None:
-        yield problem(
-            f"{_RM}.pipeline",
-            f"missing; {_RM}.pipeline is required by custom.trainer_variant: stage2_rollout_aligned and has no "
-            "default. List its modules under objective and diagnostics",
-            variant,
-        )
-    elif not _trains(pipeline, "B"):
-        yield problem(
-            f"{_RM}.pipeline.objective",
+    elif variant == "stage2_rollout_aligned" and pipeline is not None and not _trains(pipeline, "B"):
+        yield (
+            f"{key}.objective",
             "trains nothing: stage2_rollout_aligned runs modules with enabled: true, weight > 0 and channels that "
-            "hold B; there is none",
-            variant,
+            "contain B; there is none",
         )
 
 
-def _two_channel_checks(config: Sections, pipeline: PipelineConfig | None) -> Iterator[Problem]:
-    variant = "custom.trainer_variant"
-    if pipeline is not None:
-        yield problem(
-            f"{_RM}.pipeline", "stage2_two_channel declares its objective in stage2_ab.pipeline; move it there", variant
-        )
-    stage2_ab = config.stage2_ab
-    if stage2_ab is None:
-        yield problem(
-            "stage2_ab",
-            "missing; custom.trainer_variant: stage2_two_channel needs schedule.b_ratio and pipeline in it",
-            variant,
-        )
+def _both_channels_train(config: RunConfig) -> Findings:
+    if config.custom.trainer_variant != "stage2_two_channel" or config.stage2_ab is None:
         return
-    if stage2_ab.schedule.b_ratio > 0 and config.rollout_matching is None:
-        yield problem(
-            _RM,
-            f"missing; Channel-B makes rollouts (stage2_ab.schedule.b_ratio is {stage2_ab.schedule.b_ratio:g}). "
-            "Add the section, or set b_ratio: 0",
-            variant,
-            "stage2_ab.schedule.b_ratio",
-        )
-    for channel, used in (("A", stage2_ab.schedule.b_ratio < 1), ("B", stage2_ab.schedule.b_ratio > 0)):
-        if used and not _trains(stage2_ab.pipeline, channel):
-            yield problem(
+    b_ratio = config.stage2_ab.schedule.b_ratio
+    for channel, used, without in (("A", b_ratio < 1, "1"), ("B", b_ratio > 0, "0")):
+        if used and not _trains(config.stage2_ab.pipeline, channel):
+            yield (
                 "stage2_ab.pipeline.objective",
                 f"trains nothing on steps of Channel-{channel}: no module has enabled: true, weight > 0 and channels "
-                f"that hold {channel}. Add one, or set stage2_ab.schedule.b_ratio: {'1' if channel == 'A' else '0'}",
-                "stage2_ab.schedule.b_ratio",
+                f"that contain {channel}. Add one, or set stage2_ab.schedule.b_ratio: {without}",
             )
 
 
@@ -149,204 +99,359 @@ def _trains(pipeline: PipelineConfig, channel: str) -> bool:
     return any(spec.enabled and spec.weight > 0 and channel in spec.channels for spec in pipeline.objective)
 
 
-def _training_checks(training: TrainingConfig) -> Iterator[Problem]:
-    if training.packing and not training.packing_drop_last:
-        yield problem(
-            "training.packing_drop_last",
-            "must be true with training.packing: segments left over at the end stay in the buffer, no step is added "
-            "for them",
-            "training.packing",
-        )
-    if training.packing and importlib.util.find_spec("binpacking") is None:
-        yield problem(
-            "training.packing", "needs the package binpacking; pip install binpacking, or set training.packing: false"
-        )
-    for key, name, module in trainer_names.missing_packages(training.optim, training.report_to):
-        yield problem(
-            f"training.{key}",
-            f"'{name}' needs the package {module}, which is not installed here; install it, or write "
-            f"{'none' if key == 'report_to' else 'adamw_torch'}",
-        )
-    if training.fp16 and training.use_cpu:
-        yield problem("training.fp16", "float16 needs a GPU; write bf16: true, or use_cpu: false", "training.use_cpu")
-    if training.bf16 and training.fp16:
-        yield problem("training.fp16", "bf16 and fp16 exclude each other; set one of them to false", "training.bf16")
-    if training.effective_batch_size is not None:
-        if training.gradient_accumulation_steps is not None:
-            yield problem(
-                "training.gradient_accumulation_steps",
-                "follows from effective_batch_size; give one of the two",
-                "training.effective_batch_size",
-            )
-        if training.effective_batch_size % training.per_device_train_batch_size:
-            yield problem(
-                "training.effective_batch_size",
-                f"must be a multiple of per_device_train_batch_size ({training.per_device_train_batch_size})",
-                "training.per_device_train_batch_size",
-            )
-    yield from _best_checkpoint_checks(training)
-
-
-def _best_checkpoint_checks(training: TrainingConfig) -> Iterator[Problem]:
+def _checkpoints_are_evaluated(config: RunConfig) -> Findings:
+    training = config.training
     if not training.load_best_model_at_end:
         return
-    reads = ("training.load_best_model_at_end", "training.eval_strategy", "training.save_strategy")
     if training.eval_strategy == "no" or training.eval_strategy != training.save_strategy:
-        yield problem(
+        yield (
             "training.load_best_model_at_end",
             f"needs an evaluation of every checkpoint, but eval_strategy is '{training.eval_strategy}' and "
             f"save_strategy '{training.save_strategy}'; give both the same value, steps or epoch",
-            *reads,
         )
     elif training.eval_strategy == "steps":
         every = training.eval_steps or training.logging_steps
         if training.save_steps % every:
-            yield problem(
+            yield (
                 "training.save_steps",
-                f"{training.save_steps:g} is no multiple of eval_steps ({every:g}), so load_best_model_at_end would "
-                "meet checkpoints without figures",
-                *reads,
-                "training.eval_steps",
-                "training.logging_steps",
+                f"{training.save_steps:g} is not a multiple of eval_steps ({every:g}), so load_best_model_at_end would "
+                "find checkpoints without figures",
             )
-    if training.metric_for_best_model is None:
-        yield problem(
-            "training.metric_for_best_model", "missing; load_best_model_at_end needs the figure to go by", *reads
-        )
 
 
-def _parallel_checks(config: Sections) -> Iterator[Problem]:
-    deepspeed, fsdp = config.deepspeed, config.fsdp
-    if deepspeed.enabled and deepspeed.config is None:
-        yield problem(
-            "deepspeed.config", "missing; deepspeed.enabled: true needs a JSON file or a mapping", "deepspeed.enabled"
-        )
-    if deepspeed.enabled and fsdp.enabled:
-        yield problem("fsdp.enabled", "deepspeed and fsdp exclude each other; enable one of them", "deepspeed.enabled")
-    if fsdp.enabled and fsdp.activation_checkpointing and config.training.gradient_checkpointing:
-        yield problem(
-            "fsdp.activation_checkpointing",
-            "does what training.gradient_checkpointing does; enable one of them",
-            "training.gradient_checkpointing",
-            "fsdp.enabled",
-        )
-    rollout = config.rollout_matching
-    if rollout is None or not rollout.offload.enabled or not rollout.is_colocated:
-        return  # offload does nothing elsewhere; advice() says so
-    if not (rollout.offload.offload_model or rollout.offload.offload_optimizer):
-        yield problem(
-            f"{_RM}.offload.enabled",
-            "moves nothing: set offload_model or offload_optimizer to true, or this to false",
-            f"{_RM}.rollout_backend",
-            f"{_VLLM}.mode",
-        )
-    if deepspeed.enabled:
-        yield problem(
-            f"{_RM}.offload.enabled",
-            "DeepSpeed owns the learner's weights and optimizer, so they cannot be moved; set offload.enabled: false, "
-            "deepspeed.enabled: false, or rollout_backend: hf",
-            "deepspeed.enabled",
-            f"{_RM}.rollout_backend",
-            f"{_VLLM}.mode",
-        )
-
-
-def _tuner_checks(config: Sections) -> Iterator[Problem]:
-    tuner = config.tuner
-    if config.model.dtype == "float16" and config.training.fp16 and tuner.train_type == "full":
-        yield problem(
-            "model.dtype",
-            "float16 weights cannot be trained with training.fp16, whose loss scaling needs float32 weights; write "
-            "model.dtype: float32",
-            "training.fp16",
-            "tuner.train_type",
-        )
-    if tuner.freeze_vit and tuner.freeze_aligner and tuner.freeze_llm and tuner.train_type == "full":
-        yield problem(
-            "tuner.freeze_llm",
-            "the whole model is frozen; leave one of freeze_vit, freeze_aligner, freeze_llm false",
-            "tuner.freeze_vit",
-            "tuner.freeze_aligner",
-            "tuner.train_type",
-        )
-
-
-def _master_weight_checks(config: Sections) -> Iterator[Problem]:
+def _master_weights_are_of_use(config: RunConfig) -> Findings:
     key, remove = "training.master_weights", "or remove this key"
+    if config.training.master_weights is None:
+        return
     if config.tuner.train_type != "full":
-        yield problem(
+        yield (
             key,
             f"tuner.train_type: {config.tuner.train_type} trains adapters, which are float32 already; remove this key, "
             "or write train_type: full",
-            "tuner.train_type",
         )
     if config.model.dtype != "bfloat16":
-        yield problem(
+        yield (
             key,
             f"belongs to weights in bfloat16, and model.dtype is {config.model.dtype}; write model.dtype: bfloat16, "
             f"{remove}",
-            "model.dtype",
         )
     for owner, enabled in (("deepspeed", config.deepspeed.enabled), ("fsdp", config.fsdp.enabled)):
         if enabled:
-            yield problem(
-                key,
-                f"{owner} keeps float32 copies of its own; {remove.removeprefix('or ')}, or write {owner}.enabled: "
-                "false",
-                f"{owner}.enabled",
-            )
-    if config.training.optim not in trainer_names.WITH_MASTERS:
-        yield problem(
+            yield key, f"{owner} keeps float32 copies of its own; remove this key, or write {owner}.enabled: false"
+    if config.training.optim not in OPTIMIZERS_WITH_MASTERS:
+        yield (
             key,
-            f"works with training.optim: {', '.join(trainer_names.WITH_MASTERS)}, and it is {config.training.optim}; "
+            f"works with training.optim: {', '.join(OPTIMIZERS_WITH_MASTERS)}, and it is {config.training.optim}; "
             f"write one of those, {remove}",
-            "training.optim",
         )
     if config.training.fp16:
-        yield problem(key, f"loss scaling needs float32 gradients; write bf16: true, {remove}", "training.fp16")
+        yield key, f"loss scaling needs float32 gradients; write bf16: true, {remove}"
 
 
-def check_world_size(config: Sections, world_size: int) -> None:
-    """Rules that depend on the number of learner processes; call it once that number is known.
-
-    Raises:
-        ConfigError: with all of them, each with its dotted path.
-    """
-    problems = list(_world_size_checks(config, world_size))
-    if problems:
-        raise ConfigError("\n".join(f"{dotted(p.path)}: {p.message}" for p in problems))
-
-
-def _world_size_checks(config: Sections, world_size: int) -> Iterator[Problem]:
-    training, rollout = config.training, config.rollout_matching
-    samples = training.per_device_train_batch_size * world_size
-    if training.effective_batch_size is not None and training.effective_batch_size % samples:
-        yield problem(
-            "training.effective_batch_size",
-            f"{training.effective_batch_size} is no multiple of per_device_train_batch_size x processes "
-            f"= {training.per_device_train_batch_size} x {world_size}",
+def _patterns_have_length_and_count(config: RunConfig) -> Findings:
+    guard = config.rollout_matching.repeat_terminate if config.rollout_matching is not None else None
+    if guard is not None and (guard.ngram_size > 0) != (guard.ngram_repeats > 0):
+        yield (
+            f"{_GUARD}.{'ngram_size' if guard.ngram_size == 0 else 'ngram_repeats'}",
+            "is 0 while its partner is not: patterns are checked by ngram_size and ngram_repeats together",
         )
+
+
+def _answers_as_written_are_left_alone(config: RunConfig) -> Findings:
+    target = config.rollout_matching.target if config.rollout_matching is not None else None
+    if target is None or target.answer == "rewritten":
+        return
+    for key, default in {"unmatched": "mask", "complete_above": None, "duplicates": "keep", "missed": "append"}.items():
+        if getattr(target, key) != default:
+            yield (
+                f"{_RM}.target.{key}",
+                "concerns rewritten answers alone; write target.answer: rewritten, or leave it at "
+                f"{'null' if default is None else default}",
+            )
+
+
+def _servers_differ(config: RunConfig) -> Findings:
+    rollout = config.rollout_matching
+    if rollout is None or not rollout.is_served or rollout.vllm.server is None:
+        return
+    seen: dict[str, int] = {}
+    for index, server in enumerate(rollout.vllm.server.servers):
+        first = seen.setdefault(server.base_url.rstrip("/"), index)
+        if first != index:
+            yield f"{_VLLM}.server.servers[{index}].base_url", f"is servers[{first}] again; list each server once"
+
+
+def _adapter_pushes_carry_everything(config: RunConfig) -> Findings:
+    tuner, rollout, mode = config.tuner, config.rollout_matching, f"{_VLLM}.sync.mode"
     if rollout is None or rollout.rollout_backend != "vllm":
         return
+    if rollout.vllm.sync.mode == "adapter" and not rollout.vllm.enable_lora:
+        yield mode, "adapter needs vllm.enable_lora: true; otherwise write full"
+    elif rollout.vllm.sync.resolved(rollout.vllm.enable_lora) == "full":
+        return
+    elif tuner.train_type != "lora":
+        what = f"pushes adapters only, and tuner.train_type: {tuner.train_type} trains none"
+        yield mode, f"{what}; write sync.mode: full"
+    else:
+        for key in ("train_coord_rows", "modules_to_save", "use_dora"):
+            if getattr(tuner, key):
+                what = f"pushes adapters only, which would leave out what tuner.{key} trains"
+                yield mode, f"{what}; write sync.mode: full, or turn tuner.{key} off"
+
+
+def _engine_takes_the_adapter(config: RunConfig) -> Findings:
+    rollout, rank, key = config.rollout_matching, config.tuner.lora_rank, f"{_VLLM}.max_lora_rank"
+    if rollout is None or rollout.rollout_backend != "vllm" or not rollout.vllm.enable_lora:
+        return
     vllm = rollout.vllm
-    if vllm.mode == "colocate" and world_size % vllm.tensor_parallel_size:
-        yield problem(
-            f"{_VLLM}.tensor_parallel_size",
-            f"a colocated engine spans {vllm.tensor_parallel_size} of the learner's processes, and there are "
-            f"{world_size}; write a divisor of {world_size}, start another number of processes, or write "
-            "rollout_backend: hf",
-        )
-    if vllm.mode == "server" and world_size > 1 and vllm.sync.resolved(vllm.enable_lora) != "full":
-        yield problem(
-            f"{_VLLM}.sync.mode",
-            f"'{vllm.sync.mode}' pushes adapters, which works from one learner process only, not from "
-            f"{world_size}; write sync.mode: full",
+    if vllm.max_lora_rank is not None and vllm.max_lora_rank < rank:
+        yield key, f"{vllm.max_lora_rank} is less than tuner.lora_rank ({rank}); raise it, or remove it"
+    elif vllm.adapter_rank(rank) not in ADAPTER_RANKS:
+        known = ", ".join(map(str, ADAPTER_RANKS))
+        yield (
+            key,
+            f"vLLM makes room for adapters of rank {known}, not {vllm.adapter_rank(rank)}; write one of those, or "
+            "enable_lora: false",
         )
 
 
-def advice(config: Sections) -> Iterator[str]:
+RULES: tuple[Rule | RolloutRule | Callable[[RunConfig], Findings], ...] = (
+    # variants and their objectives
+    Rule(
+        "stage2_ab",
+        lambda c: c.stage2_ab is not None and c.custom.trainer_variant != "stage2_two_channel",
+        "only two-channel training reads it; set custom.trainer_variant: stage2_two_channel, or remove it",
+    ),
+    Rule(
+        "stage2_ab",
+        lambda c: c.stage2_ab is None and c.custom.trainer_variant == "stage2_two_channel",
+        "missing; custom.trainer_variant: stage2_two_channel needs schedule.b_ratio and pipeline in it",
+    ),
+    Rule(
+        _RM,
+        lambda c: (
+            c.custom.trainer_variant == "stage2_two_channel"
+            and c.rollout_matching is None
+            and c.stage2_ab is not None
+            and c.stage2_ab.schedule.b_ratio > 0
+        ),
+        "missing; Channel-B makes rollouts (stage2_ab.schedule.b_ratio is {c.stage2_ab.schedule.b_ratio:g}). Add "
+        "the section, or set b_ratio: 0",
+    ),
+    _variant_has_its_pipeline,
+    _both_channels_train,
+    RolloutRule(
+        f"{_RM}.monitor_dump.enabled",
+        lambda c, r: c.custom.trainer_variant is None and r.monitor_dump.enabled,
+        "only stage 2 makes rollouts to record; set custom.trainer_variant: stage2_rollout_aligned, or false",
+    ),
+    RolloutRule(
+        f"{_RM}.target.answer",
+        lambda c, r: c.custom.trainer_variant is None and r.target.answer != "as_written",
+        "only stage 2 trains on answers; set custom.trainer_variant: stage2_rollout_aligned, or as_written",
+    ),
+    Rule(
+        "custom.coord_soft_ce_w1",
+        lambda c: c.custom.coord_soft_ce_w1 is not None and c.custom.trainer_variant is not None,
+        "belongs to stage 1; stage 2 declares its coordinate losses in rollout_matching.pipeline or "
+        "stage2_ab.pipeline (coord_reg). Remove this section",
+    ),
+    Rule(
+        "data.augment",
+        lambda c: c.data.augment is not None and c.custom.trainer_variant is not None,
+        "belongs to stage 1: rollouts of stage 2 read image files as they are. Remove it",
+    ),
+    Rule(
+        "data.augment.scale",
+        lambda c: c.data.augment is not None and c.data.augment.scale[0] > c.data.augment.scale[1],
+        "the least factor comes first, {c.data.augment.scale[0]} is more than {c.data.augment.scale[1]}; swap them",
+    ),
+    # training
+    Rule(
+        "training.eval_strategy",
+        lambda c: c.training.eval_strategy != "no" and c.custom.val_jsonl is None,
+        "'{c.training.eval_strategy}' evaluates, but custom.val_jsonl is null; give a file there, or write 'no'",
+    ),
+    Rule(
+        "training.fp16",
+        lambda c: c.training.fp16 and c.training.use_cpu,
+        "float16 needs a GPU; write bf16: true, or use_cpu: false",
+    ),
+    Rule(
+        "training.fp16",
+        lambda c: c.training.fp16 and c.training.bf16,
+        "bf16 and fp16 exclude each other; set one of them to false",
+    ),
+    Rule(
+        "model.dtype",
+        lambda c: c.model.dtype == "float16" and c.training.fp16 and c.tuner.train_type == "full",
+        "float16 weights cannot be trained with training.fp16, whose loss scaling needs float32 weights; write "
+        "model.dtype: float32",
+    ),
+    Rule(
+        "training.gradient_accumulation_steps",
+        lambda c: c.training.effective_batch_size is not None and c.training.gradient_accumulation_steps is not None,
+        "follows from effective_batch_size; give one of the two",
+    ),
+    Rule(
+        "training.effective_batch_size",
+        lambda c: (c.training.effective_batch_size or 0) % c.training.per_device_train_batch_size,
+        "must be a multiple of per_device_train_batch_size ({c.training.per_device_train_batch_size})",
+    ),
+    _checkpoints_are_evaluated,
+    Rule(
+        "training.metric_for_best_model",
+        lambda c: c.training.load_best_model_at_end and c.training.metric_for_best_model is None,
+        "missing; load_best_model_at_end needs the figure that decides",
+    ),
+    Rule(
+        "tuner.freeze_llm",
+        lambda c: c.tuner.freeze_vit and c.tuner.freeze_aligner and c.tuner.freeze_llm and c.tuner.train_type == "full",
+        "the whole model is frozen; leave one of freeze_vit, freeze_aligner, freeze_llm false",
+    ),
+    _master_weights_are_of_use,
+    Rule(
+        "deepspeed.config",
+        lambda c: c.deepspeed.enabled and c.deepspeed.config is None,
+        "missing; deepspeed.enabled: true needs a JSON file or a mapping",
+    ),
+    Rule(
+        "fsdp.enabled",
+        lambda c: c.deepspeed.enabled and c.fsdp.enabled,
+        "deepspeed and fsdp exclude each other; enable one of them",
+    ),
+    Rule(
+        "fsdp.activation_checkpointing",
+        lambda c: c.fsdp.enabled and c.fsdp.activation_checkpointing and c.training.gradient_checkpointing,
+        "does what training.gradient_checkpointing does; enable one of them",
+    ),
+    # decoding, the repeat guard, targets
+    RolloutRule(
+        f"{_RM}.max_new_tokens",
+        lambda c, r: r.max_new_tokens >= c.global_max_length,
+        "{r.max_new_tokens} leaves no room for the prompt in global_max_length ({c.global_max_length}); lower it,"
+        " or raise global_max_length",
+    ),
+    RolloutRule(
+        f"{_RM}.decoding.top_k",
+        lambda c, r: r.decoding.top_k == 0,
+        "0 keeps no token; write -1 to keep all, or a number from 1 on",
+    ),
+    RolloutRule(
+        f"{_RM}.num_beams",
+        lambda c, r: r.decode_mode == "greedy" and r.num_beams > 1,
+        "needs decode_mode: beam; greedy decoding has one beam",
+    ),
+    RolloutRule(
+        f"{_RM}.num_beams",
+        lambda c, r: r.decode_mode == "beam" and r.num_beams < 2,
+        "decode_mode: beam needs at least 2",
+    ),
+    RolloutRule(
+        f"{_RM}.decoding.temperature",
+        lambda c, r: r.decode_mode == "beam" and r.decoding.temperature > 0,
+        "decode_mode: beam does not sample; set the temperature to 0",
+    ),
+    RolloutRule(
+        f"{_RM}.decode_mode",
+        lambda c, r: r.decode_mode == "beam" and r.rollout_backend == "vllm",
+        "beam search needs rollout_backend: hf; with vllm write decode_mode: greedy",
+    ),
+    RolloutRule(
+        f"{_GUARD}.max_consecutive_token_repeats",
+        lambda c, r: r.repeat_terminate.max_consecutive_token_repeats == 1,
+        "1 would end every answer; write 0 (not checked) or at least 2",
+    ),
+    RolloutRule(
+        f"{_GUARD}.ngram_repeats",
+        lambda c, r: r.repeat_terminate.ngram_repeats == 1,
+        "1 would end every answer; write 0 (not checked) or at least 2",
+    ),
+    _patterns_have_length_and_count,
+    RolloutRule(
+        f"{_GUARD}.enabled",
+        lambda c, r: (
+            (g := r.repeat_terminate).enabled
+            and not (g.max_consecutive_token_repeats or g.ngram_size * g.ngram_repeats or g.max_object_keys)
+        ),
+        "no threshold is set, so nothing would ever be ended; set one, or enabled: false",
+    ),
+    _answers_as_written_are_left_alone,
+    RolloutRule(
+        f"{_RM}.target.soft_threshold",
+        lambda c, r: r.target.soft_threshold != 0.5 and r.target.unmatched != "soft",
+        "has no effect without target.unmatched: soft",
+    ),
+    RolloutRule(
+        f"{_RM}.target.unmatched",
+        lambda c, r: r.target.unmatched == "soft" and (c.fsdp.enabled or c.deepspeed.enabled),
+        "soft asks the learner, on each rank for its own answers, how sure it is, which sharded weights do not "
+        "allow; write mask, or train without fsdp and deepspeed",
+    ),
+    RolloutRule(
+        f"{_RM}.target.complete_above",
+        lambda c, r: (
+            r.target.answer == "rewritten" and r.target.unmatched == "drop" and r.target.complete_above is not None
+        ),
+        "decides when to leave out unmatched objects, which unmatched: drop does at every step; remove one of them",
+    ),
+    # the engine, its servers, its weights
+    RolloutRule(
+        f"{_RM}.offload.enabled",
+        lambda c, r: (
+            r.offload.enabled and r.is_colocated and not (r.offload.offload_model or r.offload.offload_optimizer)
+        ),
+        "moves nothing: set offload_model or offload_optimizer to true, or this to false",
+    ),
+    RolloutRule(
+        f"{_RM}.offload.enabled",
+        lambda c, r: r.offload.enabled and r.is_colocated and c.deepspeed.enabled,
+        "DeepSpeed owns the model's weights and optimizer, so they cannot be moved; set offload.enabled: false, "
+        "deepspeed.enabled: false, or rollout_backend: hf",
+    ),
+    RolloutRule(
+        f"{_RM}.eval_detection.score_mode",
+        lambda c, r: r.offload.enabled and r.is_colocated and r.eval_detection.score_mode == "confidence",
+        "confidence needs the model during rollouts, and offload moves it away; write score_mode: constant, or "
+        "offload.enabled: false",
+    ),
+    RolloutRule(
+        f"{_RM}.rollouts_ahead",
+        lambda c, r: r.rollouts_ahead and not r.is_served,
+        "1 needs engines that keep their weights while training changes the model's: vLLM servers "
+        "(rollout_backend: vllm with vllm.mode: server); without them write 0",
+    ),
+    RolloutRule(
+        f"{_VLLM}.server",
+        lambda c, r: r.is_served and r.vllm.server is None,
+        "missing; mode: server needs server.servers[] with base_url and group_port of each. Without servers write"
+        " vllm.mode: colocate or rollout_backend: hf",
+    ),
+    _servers_differ,
+    RolloutRule(
+        f"{_RM}.max_new_tokens",
+        lambda c, r: r.rollout_backend == "vllm" and r.max_new_tokens >= (r.vllm.max_model_len or float("inf")),
+        "{r.max_new_tokens} leaves no room for the prompt in vllm.max_model_len ({r.vllm.max_model_len}); lower "
+        "it, or raise max_model_len",
+    ),
+    RolloutRule(
+        f"{_VLLM}.max_model_len",
+        lambda c, r: (
+            r.rollout_backend == "vllm"
+            and r.vllm.max_model_len is not None
+            and r.vllm.max_model_len < c.global_max_length
+        ),
+        "{r.vllm.max_model_len} is less than global_max_length ({c.global_max_length}), which samples may reach; "
+        "raise it, or remove it: null takes global_max_length",
+    ),
+    _adapter_pushes_carry_everything,
+    _engine_takes_the_adapter,
+)
+
+
+def advice(config: RunConfig) -> Iterator[str]:
     """What is allowed but seldom meant, one sentence each; printed and logged, never an error."""
-    shards = config.deepspeed.enabled or config.fsdp.enabled  # these keep float32 weights beside the others
+    shards = config.deepspeed.enabled or config.fsdp.enabled  # these keep float32 copies of the weights
     has_masters = config.training.master_weights is not None or shards
     if config.model.dtype != "float32" and config.tuner.train_type == "full" and not has_masters:
         yield (
@@ -359,5 +464,5 @@ def advice(config: Sections) -> Iterator[str]:
         where = "rollout_backend: hf" if rollout.rollout_backend == "hf" else "vllm.mode: server"
         yield (
             f"{_RM}.offload is ignored with {where}: only a colocated engine (rollout_backend: vllm, vllm.mode: "
-            "colocate) needs room on the learner's device"
+            "colocate) needs room on the trainer's device"
         )

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from coordexp.config.base import KeyPath, dotted
 from coordexp.config.load import validate
-from coordexp.config.root import RunConfig
+from coordexp.config.schema import RunConfig
 from coordexp.config.source import Document, apply_arguments, dump_yaml, read_document
-from coordexp.config.strict import KeyPath, dotted
 
 DEFAULT = "default"
 _SOURCE_COLUMN = 64

@@ -3,213 +3,369 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+import math
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
+from coordexp.config.base import Count, FilePath, ListOf, NonNegative, Positive, Probability, Share, StrictModel
 from coordexp.config.objective import PipelineConfig
-from coordexp.config.strict import FilePath, ListOf, StrictModel
-from coordexp.config.vllm import VLLMConfig
-from coordexp.settings import MatchingConfig, TargetPolicy, TransportConfig
+from coordexp.errors import ConfigError
+
+FIELD_ORDER: Literal["desc_first", "geometry_first"] = "desc_first"
+"""Default of ``custom.object_field_order``."""
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM refuses any other max_lora_rank
+
+
+@dataclass(frozen=True, slots=True)
+class MatchingConfig:
+    """How predictions find their GT objects (keys ``rollout_matching.*`` of the same names).
+
+    Attributes:
+        candidate_top_k: GT candidates per prediction that get a mask IoU.
+        maskiou_gate: pairs under this mask IoU can never match; a pair exactly at it can.
+        maskiou_resolution: side of the virtual canvas in pixels.
+        fp_cost, fn_cost: cost of leaving a prediction, or a GT object, alone; a pair costs 1 - IoU. With the defaults
+            matching a feasible pair is always cheaper than leaving both alone; below a sum of 1 a pair can be too dear.
+    """
+
+    candidate_top_k: int = 10
+    maskiou_gate: float = 0.3
+    maskiou_resolution: int = 256
+    fp_cost: float = 1.0
+    fn_cost: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.candidate_top_k < 1:
+            raise ConfigError(f"candidate_top_k must be at least 1, got {self.candidate_top_k}")
+        if not 0.0 <= self.maskiou_gate <= 1.0:
+            raise ConfigError(f"maskiou_gate must lie in 0..1, got {self.maskiou_gate}")
+        if self.maskiou_resolution < 2:
+            raise ConfigError(f"maskiou_resolution must be at least 2, got {self.maskiou_resolution}")
+        for name, cost in (("fp_cost", self.fp_cost), ("fn_cost", self.fn_cost)):
+            if not (math.isfinite(cost) and cost >= 0):
+                raise ConfigError(f"{name} must be a finite number >= 0, got {cost}")
+
+
+@dataclass(frozen=True, slots=True)
+class TransportConfig:
+    """How a matched pair with a polygon is aligned (keys ``rollout_matching.ot_*``)."""
+
+    cost: Literal["l1", "l2"] = "l2"
+    epsilon: float = 10.0
+    iters: int = 30
+
+
+@dataclass(frozen=True, slots=True)
+class TargetPolicy:
+    """What becomes of the model's answer (keys ``rollout_matching.target.*``). All but ``answer`` concern a rewritten
+    one alone. ``duplicates``: unmatched objects that repeat an earlier one. ``soft_threshold``: least confidence, in
+    (0, 1], of an unmatched object that becomes soft, with ``unmatched: soft``. ``complete_above``: least share, in
+    (0, 1], of the objects in a step's answers that annotations match, from which on the step's policy is
+    :meth:`for_complete`; None: never.
+    """
+
+    answer: Literal["as_written", "rewritten"] = "as_written"
+    unmatched: Literal["mask", "drop", "soft"] = "mask"
+    duplicates: Literal["keep", "drop", "replace"] = "keep"
+    missed: Literal["append", "in_order"] = "append"
+    soft_threshold: float = 0.5
+    complete_above: float | None = None
+
+    def for_complete(self) -> TargetPolicy:
+        """The policy of a step whose annotations are taken as complete: nothing else is there, and what was missed is
+        written where annotations have it. Appended, it would teach to pass over what is hard and to come back to it.
+        """
+        return replace(self, unmatched="drop", duplicates="drop", missed="in_order", complete_above=None)
+
 
 _MATCHING, _TRANSPORT, _TARGET = MatchingConfig(), TransportConfig(), TargetPolicy()
-Threshold = Annotated[float, Field(gt=0, le=1)]
-CoordDecodeMode = Annotated[
-    Literal["exp", "st"],
-    Field(
-        description="how bbox_geo decodes a coordinate: by its expectation, or the most likely bin with the "
-        "expectation's gradient"
-    ),
-]
+_DECODE_MODE = (
+    "how bbox_geo decodes a coordinate: by its expectation, or the most likely bin with the expectation's gradient"
+)
+CoordDecodeMode = Annotated[Literal["exp", "st"], Field(description=_DECODE_MODE)]
 
 
 class DecodingConfig(StrictModel):
     """Sampling of rollouts."""
 
-    temperature: float = Field(default=0.0, ge=0, description="sampling temperature; 0 decodes greedily")
-    top_p: float = Field(default=1.0, gt=0, le=1, description="nucleus mass in (0, 1]; 1 keeps every token")
-    top_k: int = Field(default=-1, ge=-1, description="number of most likely tokens kept, >= 1; -1 keeps every token")
+    temperature: NonNegative = 0.0
+    """sampling temperature; 0 decodes greedily"""
+    top_p: Share = 1.0
+    """nucleus mass in (0, 1]; 1 keeps every token"""
+    top_k: Annotated[int, Field(ge=-1)] = -1
+    """number of most likely tokens kept, >= 1; -1 keeps every token"""
 
 
 class RepeatTerminateConfig(StrictModel):
     """The guard that ends an answer which repeats itself. One set of keys drives every backend."""
 
-    enabled: bool = Field(default=False, description="force the end of an answer that one of these thresholds catches")
-    min_new_tokens: int = Field(default=256, ge=0, description="nothing is ended before this many new tokens")
-    max_consecutive_token_repeats: int = Field(
-        default=64, ge=0, description="end after the same token this many times in a row; 0 = not checked"
-    )
-    ngram_size: int = Field(
-        default=64, ge=0, description="length in tokens of the pattern that may repeat; 0 = not checked"
-    )
-    ngram_repeats: int = Field(
-        default=2, ge=0, description="end after the pattern this many times in a row; 0 = not checked"
-    )
-    max_object_keys: int | None = Field(
-        default=None, ge=1, description="object keys an answer may hold; the next one ends it; null = not checked"
-    )
+    enabled: bool = False
+    """force the end of an answer that one of these thresholds catches"""
+    min_new_tokens: Annotated[int, Field(ge=0)] = 256
+    """nothing is ended before this many new tokens"""
+    max_consecutive_token_repeats: Annotated[int, Field(ge=0)] = 64
+    """end after the same token this many times in a row; 0 = not checked"""
+    ngram_size: Annotated[int, Field(ge=0)] = 64
+    """length in tokens of the pattern that may repeat; 0 = not checked"""
+    ngram_repeats: Annotated[int, Field(ge=0)] = 2
+    """end after the pattern this many times in a row; 0 = not checked"""
+    max_object_keys: Count | None = None
+    """object keys an answer may hold; the next one ends it; null = not checked"""
 
 
 class OffloadConfig(StrictModel):
     """What leaves the device while a colocated engine generates. Does nothing with servers and with ``hf``."""
 
-    enabled: bool = Field(default=False, description="move the parts below to the host's memory during rollouts")
-    offload_model: bool = Field(default=False, description="the learner's weights")
-    offload_optimizer: bool = Field(default=False, description="the optimizer's state")
+    enabled: bool = False
+    """move the parts below to the host's memory during rollouts"""
+    offload_model: bool = False
+    """the trained model's weights"""
+    offload_optimizer: bool = False
+    """the optimizer's state"""
 
 
 class EvalDetectionConfig(StrictModel):
     """Detection figures of evaluation while training."""
 
-    enabled: bool = Field(default=True, description="measure detection at every evaluation")
-    metrics: Literal["f1ish", "coco", "both"] = Field(
-        default="both",
-        description="precision, recall and F1 at the thresholds below, COCO's average precision, or both",
-    )
-    use_segm: bool = Field(default=False, description="COCO figures of polygons' masks too, not of boxes only")
-    iou_thrs: Annotated[ListOf[Threshold], Field(min_length=1)] | None = Field(
-        default=None, description="IoU thresholds of average precision; null = 0.50, 0.55, … 0.95"
-    )
-    f1ish_iou_thrs: ListOf[Threshold] = Field(
-        default=(0.5,),
-        min_length=1,
-        description="IoU thresholds of precision, recall and F1; the first names the plain figures",
-    )
-    score_mode: Literal["constant", "confidence"] = Field(
-        default="constant", description="score of a prediction: constant_score, or its tokens' probability"
-    )
-    constant_score: float = Field(default=1.0, ge=0, le=1, description="score of every prediction in mode 'constant'")
+    enabled: bool = True
+    """measure detection at every evaluation"""
+    metrics: Literal["f1ish", "coco", "both"] = "both"
+    """precision, recall and F1 at the thresholds below, COCO's average precision, or both"""
+    use_segm: bool = False
+    """COCO figures of polygons' masks too, not of boxes only"""
+    iou_thrs: Annotated[ListOf[Share], Field(min_length=1)] | None = None
+    """IoU thresholds of average precision; null = 0.50, 0.55, … 0.95"""
+    f1ish_iou_thrs: Annotated[ListOf[Share], Field(min_length=1)] = (0.5,)
+    """IoU thresholds of precision, recall and F1; the first names the plain figures"""
+    score_mode: Literal["constant", "confidence"] = "constant"
+    """score of a prediction: constant_score, or its tokens' probability"""
+    constant_score: Probability = 1.0
+    """score of every prediction in mode 'constant'"""
 
 
 class TargetConfig(StrictModel):
     """What the model is taught on its own answer. The keys below ``answer`` concern a rewritten one alone."""
 
-    answer: Literal["as_written", "rewritten"] = Field(
-        default=_TARGET.answer,
-        description="keep the model's text, untaught, and append what it missed; or rewrite it in place: its order and "
-        "coordinates, the annotations' descriptions, and the text of matched objects taught too",
-    )
-    unmatched: Literal["mask", "drop", "soft"] = Field(
-        default=_TARGET.unmatched,
-        description="objects that no annotation matches: left in the answer untaught; left out; or, where the learner "
-        "is sure of one that overlaps nothing else, its text taught by that confidence (others are left untaught)",
-    )
-    soft_threshold: float = Field(
-        default=_TARGET.soft_threshold,
-        gt=0,
-        le=1,
-        description="least confidence of an object that becomes soft, with unmatched: soft",
-    )
-    complete_above: float | None = Field(
-        default=_TARGET.complete_above,
-        gt=0,
-        le=1,
-        description="least share of the objects in one step's answers, of all ranks, that annotations match, from "
-        "which on the step takes them as complete: unmatched and duplicates: drop, missed: in_order; null = never",
-    )
-    duplicates: Literal["keep", "drop", "replace"] = Field(
-        default=_TARGET.duplicates,
-        description="unmatched objects that repeat an earlier one: treated as any other, left out, or replaced by the "
-        "next missed object",
-    )
-    missed: Literal["append", "in_order"] = Field(
-        default=_TARGET.missed,
-        description="annotated objects that were missed: behind the answer, or in annotation order",
-    )
+    answer: Literal["as_written", "rewritten"] = _TARGET.answer
+    """keep the model's text, untaught, and append what it missed; or rewrite it in place: its order and coordinates,
+    the annotations' descriptions, and the text of matched objects taught too"""
+    unmatched: Literal["mask", "drop", "soft"] = _TARGET.unmatched
+    """objects that no annotation matches: left in the answer untaught; left out; or, where the learner is sure of one
+    that overlaps nothing else, its text taught by that confidence (others are left untaught)"""
+    soft_threshold: Share = _TARGET.soft_threshold
+    """least confidence of an object that becomes soft, with unmatched: soft"""
+    complete_above: Share | None = _TARGET.complete_above
+    """least share of the objects in one step's answers, of all ranks, that annotations match, from which on the step
+    takes them as complete: unmatched and duplicates: drop, missed: in_order; null = never"""
+    duplicates: Literal["keep", "drop", "replace"] = _TARGET.duplicates
+    """unmatched objects that repeat an earlier one: treated as any other, left out, or replaced by the next missed
+    object"""
+    missed: Literal["append", "in_order"] = _TARGET.missed
+    """annotated objects that were missed: appended to the answer, or in annotation order"""
 
 
 class MonitorDumpConfig(StrictModel):
     """Records of single samples for looking at and replaying: answer, parse, match and target, one JSON line each."""
 
-    enabled: bool = Field(default=False, description="write rollouts_rank{r}.jsonl while stage 2 trains")
-    every_steps: int | None = Field(
-        default=None, ge=1, description="record every N optimizer steps; null = training.logging_steps"
-    )
-    dump_first_step: bool = Field(default=True, description="record the first step of the run too")
-    only_world_process_zero: bool = Field(default=True, description="record on the first process only, not on each")
-    max_samples: int = Field(default=16, ge=1, description="most samples recorded of a step, on each process")
-    max_pending: int = Field(
-        default=64, ge=1, description="most records waiting to be written; further ones are dropped and counted"
-    )
-    min_free_gb: float = Field(
-        default=2.0, ge=0, description="write nothing while the disk has less room, in 10^9 bytes"
-    )
-    out_dir: FilePath | None = Field(
-        default=None, description="folder of the records; null = rollout_records in training.output_dir"
-    )
+    enabled: bool = False
+    """write rollouts_rank{r}.jsonl while stage 2 trains"""
+    every_steps: Count | None = None
+    """record every N optimizer steps; null = training.logging_steps"""
+    dump_first_step: bool = True
+    """record the first step of the run too"""
+    only_world_process_zero: bool = True
+    """record on the first process only, not on each"""
+    max_samples: Count = 16
+    """most samples recorded of a step, on each process"""
+    max_pending: Count = 64
+    """most records waiting to be written; further ones are dropped and counted"""
+    min_free_gb: NonNegative = 2.0
+    """write nothing while the disk has less room, in 10^9 bytes"""
+    out_dir: FilePath | None = None
+    """folder of the records; null = rollout_records in training.output_dir"""
+
+
+class ServerEntry(StrictModel):
+    """One rollout server."""
+
+    base_url: Annotated[str, Field(pattern=r"^https?://\S+$")]
+    """URL prefix of the server, such as http://127.0.0.1:8000"""
+    group_port: Annotated[int, Field(ge=1, le=65535)]
+    """port of the group over which weights are pushed"""
+    listen_host: Annotated[str, Field(pattern=r"^\S+$")] | None = None
+    """address on which the server listens, if trainers reach it by another one (Kubernetes, NAT), or 0.0.0.0 for all of
+    its machine; null = the host of base_url"""
+
+
+class ServerConfig(StrictModel):
+    """Servers that answer rollout requests, in the order in which requests are dealt out."""
+
+    timeout_s: Positive = 240.0
+    """seconds to wait for servers to answer and for their group"""
+    infer_timeout_s: float | None = None
+    """seconds to wait for one answer; null or <= 0 waits without a limit"""
+    servers: Annotated[ListOf[ServerEntry], Field(min_length=1)]
+    """one entry per server"""
+    api_key_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = None
+    """name of the environment variable that holds the servers' bearer token; null sends none"""
+    images: Literal["path", "base64"] = "path"
+    """send an image as its path, for servers that see the same files, or as its bytes"""
+    retries: Annotated[int, Field(ge=0)] = 1
+    """further attempts after a request that failed; each is counted"""
+    closed_names: bool = False
+    """servers take a closed list of class names with a request (--classes); without vLLM's asynchronous scheduling"""
+
+
+class SyncConfig(StrictModel):
+    """How new weights reach the rollout engine."""
+
+    mode: Literal["full", "adapter", "auto"] = "full"
+    """push merged weights, adapters only, or adapters where enable_lora allows it"""
+    fallback_to_full: bool = True
+    """go on with full pushes when an adapter push fails"""
+    bucket_mb: Count = 512
+    """size of the buckets in which weights are sent, in 2^20 bytes"""
+    checksum_every: Annotated[int, Field(ge=0)] = 0
+    """compare checksums on every N-th push; 0 does so on the first push only"""
+    timeout_s: Positive = 120.0
+    """seconds that one push may take"""
+
+    def resolved(self, enable_lora: bool) -> Literal["full", "adapter"]:
+        """The mode that ``auto`` stands for."""
+        if self.mode == "auto":
+            return "adapter" if enable_lora else "full"
+        return self.mode
+
+    @property
+    def settled_mode(self) -> Literal["full", "adapter"]:
+        """``mode`` of a resolved section, which is never ``auto``."""
+        assert self.mode != "auto", "resolved_rollout() settles it"
+        return self.mode
+
+
+class MMLimitConfig(StrictModel):
+    """Images and videos of one prompt that the engine makes room for."""
+
+    image: Count = 1
+    """images of one prompt"""
+    video: Annotated[int, Field(ge=0)] = 0
+    """videos of one prompt; no sample has one"""
+
+
+def _not_level_2(value: object) -> object:
+    if value == 2:
+        raise ValueError(
+            "vLLM's level 2 forgets what is neither a weight nor a registered buffer, and its Qwen3-VL reads such "
+            "memory in every step (deepstack_input_embeds), so answers would be wrong; write 1"
+        )
+    return value
+
+
+class VLLMConfig(StrictModel):
+    """The vLLM engine, in the trainer's own processes or behind servers."""
+
+    mode: Literal["colocate", "server"] = "colocate"
+    """an engine on the trainer's own devices, or servers started elsewhere"""
+    tensor_parallel_size: Count = 4
+    """devices that share one engine; colocated, it divides the number of processes"""
+    gpu_memory_utilization: Share = 0.45
+    """share of device memory the engine may take"""
+    max_model_len: Count | None = None
+    """longest prompt with its answer, in tokens; null = global_max_length"""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """number type of the engine's weights; null = model.dtype"""
+    enable_lora: bool = False
+    """let the engine load adapters"""
+    max_lora_rank: Count | None = None
+    """largest rank of adapters the engine makes room for, one that vLLM allows; null = the smallest that fits
+    tuner.lora_rank"""
+    enable_prefix_caching: bool = True
+    """keep what was computed for a prompt's beginning; emptied with every push of weights"""
+    sleep_level: Annotated[Literal[0, 1], BeforeValidator(_not_level_2, json_schema_input_type=Literal[0, 1])] = 0
+    """colocated, between rollouts: 0 keeps everything, 1 frees the cache and moves weights to the host"""
+    enforce_eager: bool = False
+    """run without CUDA graphs: slower, starts at once"""
+    disable_custom_all_reduce: bool = True
+    """leave tensor-parallel sums to NCCL instead of vLLM's own kernel"""
+    max_num_seqs: Count | None = None
+    """sequences decoded at once; null leaves it to vLLM"""
+    max_num_batched_tokens: Count | None = None
+    """tokens of one engine step; null leaves it to vLLM"""
+    kv_cache_dtype: Annotated[str, Field(min_length=1)] | None = None
+    """number type of the cache, by vLLM's name; null leaves it to vLLM"""
+    cpu_offload_gb: NonNegative | None = None
+    """weights kept in the host's memory, in 2^30 bytes; null = none"""
+    mm_encoder_tp_mode: Literal["weights", "data"] | None = None
+    """split the vision tower's weights, or its images, over devices; null leaves it to vLLM"""
+    limit_mm_per_prompt: MMLimitConfig = MMLimitConfig()
+    """images and videos of one prompt that the engine makes room for"""
+    server: ServerConfig | None = None
+    """servers of mode 'server'"""
+    sync: SyncConfig = SyncConfig()
+    """weight pushes"""
+
+    def adapter_rank(self, lora_rank: int) -> int:
+        """The rank that an engine makes room for, to take adapters of rank ``lora_rank``."""
+        return self.max_lora_rank or next((rank for rank in ADAPTER_RANKS if rank >= lora_rank), lora_rank)
 
 
 class RolloutMatchingConfig(StrictModel):
     """Rollouts, matching and the objective of stage 2; evaluation decodes by the same keys."""
 
-    KEY_GROUPS: ClassVar[dict[str, str]] = {
-        "decoding": "rollout_backend decode_batch_size decode_mode num_beams max_new_tokens repetition_penalty "
-        "decoding repeat_terminate",
-        "matching": "candidate_top_k maskiou_gate maskiou_resolution fp_cost fn_cost",
-        "transport": "ot_cost ot_epsilon ot_iters",
-        "objective": "target coord_decode_mode pipeline",
-        "engine": "vllm offload rollouts_ahead",
-        "figures and records": "eval_detection monitor_dump",
-    }
-
-    rollout_backend: Literal["hf", "vllm"] = Field(default="vllm", description="what generates: transformers or vLLM")
-    decode_batch_size: int = Field(default=1, ge=1, description="sequences decoded at once per rollout device")
-    decode_mode: Literal["greedy", "beam"] = Field(
-        default="greedy", description="token by token (sampling if decoding.temperature > 0), or beam search"
-    )
-    num_beams: int = Field(default=1, ge=1, description="beams of decode_mode 'beam'; only the best one is used")
-    max_new_tokens: int = Field(default=512, ge=1, description="longest answer, in tokens")
-    repetition_penalty: float = Field(
-        default=1.0, gt=0, description="factor on logits of tokens already written; 1 = none"
-    )
-    decoding: DecodingConfig = Field(default=DecodingConfig(), description="sampling")
-    repeat_terminate: RepeatTerminateConfig = Field(
-        default=RepeatTerminateConfig(), description="the guard against answers that repeat themselves"
-    )
+    rollout_backend: Literal["hf", "vllm"] = "vllm"
+    """what generates: transformers or vLLM"""
+    decode_batch_size: Count = 1
+    """sequences decoded at once per rollout device"""
+    decode_mode: Literal["greedy", "beam"] = "greedy"
+    """token by token (sampling if decoding.temperature > 0), or beam search"""
+    num_beams: Count = 1
+    """beams of decode_mode 'beam'; only the best one is used"""
+    max_new_tokens: Count = 512
+    """longest answer, in tokens"""
+    repetition_penalty: Positive = 1.0
+    """factor on logits of tokens already written; 1 = none"""
+    decoding: DecodingConfig = DecodingConfig()
+    """sampling"""
+    repeat_terminate: RepeatTerminateConfig = RepeatTerminateConfig()
+    """the guard against answers that repeat themselves"""
     coord_decode_mode: CoordDecodeMode = "exp"
-    candidate_top_k: int = Field(
-        default=_MATCHING.candidate_top_k, ge=1, description="ground-truth candidates per prediction, nearest first"
-    )
-    maskiou_gate: float = Field(default=_MATCHING.maskiou_gate, ge=0, le=1, description="least mask IoU of a match")
-    maskiou_resolution: int = Field(
-        default=_MATCHING.maskiou_resolution,
-        ge=8,
-        description="side of the canvas on which masks are compared, in pixels",
-    )
-    fp_cost: float = Field(
-        default=_MATCHING.fp_cost, ge=0, description="assignment cost of leaving a prediction unmatched"
-    )
-    fn_cost: float = Field(
-        default=_MATCHING.fn_cost, ge=0, description="assignment cost of leaving a ground-truth object unmatched"
-    )
-    ot_cost: Literal["l1", "l2"] = Field(
-        default=_TRANSPORT.cost, description="distance between polygon points in optimal transport"
-    )
-    ot_epsilon: float = Field(
-        default=_TRANSPORT.epsilon, gt=0, description="entropic regularisation of the transport, in bins"
-    )
-    ot_iters: int = Field(default=_TRANSPORT.iters, ge=1, description="Sinkhorn iterations")
-    target: TargetConfig = Field(default=TargetConfig(), description="what the model is taught on its own answer")
-    vllm: VLLMConfig = Field(default=VLLMConfig(), description="the vLLM engine; read when rollout_backend is 'vllm'")
-    offload: OffloadConfig = Field(
-        default=OffloadConfig(), description="what leaves the device while a colocated engine generates"
-    )
-    rollouts_ahead: Literal[0, 1] = Field(
-        default=0,
-        description="1: servers answer the next step's prompts while a step learns, so every answer is one step old; "
-        "0: each step waits for answers of its own weights",
-    )
-    eval_detection: EvalDetectionConfig = Field(
-        default=EvalDetectionConfig(), description="detection figures of evaluation while training"
-    )
-    monitor_dump: MonitorDumpConfig = Field(default=MonitorDumpConfig(), description="records of single samples")
-    pipeline: PipelineConfig | None = Field(
-        default=None, description="the objective; required by stage2_rollout_aligned and not allowed without it"
-    )
+    candidate_top_k: Count = _MATCHING.candidate_top_k
+    """ground-truth candidates per prediction, nearest first"""
+    maskiou_gate: Probability = _MATCHING.maskiou_gate
+    """least mask IoU of a match"""
+    maskiou_resolution: Annotated[int, Field(ge=8)] = _MATCHING.maskiou_resolution
+    """side of the canvas on which masks are compared, in pixels"""
+    fp_cost: NonNegative = _MATCHING.fp_cost
+    """assignment cost of leaving a prediction unmatched"""
+    fn_cost: NonNegative = _MATCHING.fn_cost
+    """assignment cost of leaving a ground-truth object unmatched"""
+    ot_cost: Literal["l1", "l2"] = _TRANSPORT.cost
+    """distance between polygon points in optimal transport"""
+    ot_epsilon: Positive = _TRANSPORT.epsilon
+    """entropic regularisation of the transport, in bins"""
+    ot_iters: Count = _TRANSPORT.iters
+    """Sinkhorn iterations"""
+    target: TargetConfig = TargetConfig()
+    """what the model is taught on its own answer"""
+    vllm: VLLMConfig = VLLMConfig()
+    """the vLLM engine; read when rollout_backend is 'vllm'"""
+    offload: OffloadConfig = OffloadConfig()
+    """what leaves the device while a colocated engine generates"""
+    rollouts_ahead: Literal[0, 1] = 0
+    """1: servers answer the next step's prompts while a step learns, so every answer is one step old; 0: each step
+    waits for answers of its own weights"""
+    eval_detection: EvalDetectionConfig = EvalDetectionConfig()
+    """detection figures of evaluation while training"""
+    monitor_dump: MonitorDumpConfig = MonitorDumpConfig()
+    """records of single samples"""
+    pipeline: PipelineConfig | None = None
+    """the objective; required by stage2_rollout_aligned and not allowed without it"""
 
     @property
     def is_colocated(self) -> bool:
-        """Whether the engine shares the learner's process and device: where offload means something."""
+        """Whether the engine shares the trainer's process and device: only then offload does anything."""
         return self.rollout_backend == "vllm" and self.vllm.mode == "colocate"
 
     @property
@@ -221,34 +377,24 @@ class RolloutMatchingConfig(StrictModel):
 class ScheduleConfig(StrictModel):
     """Which optimizer steps are Channel-B: step s is, if floor((s + 1) * b_ratio) > floor(s * b_ratio)."""
 
-    b_ratio: float = Field(
-        ge=0, le=1, description="share of optimizer steps with rollouts: 0 is Channel-A alone, 1 is Channel-B alone"
-    )
-
-
-class ChannelBConfig(StrictModel):
-    """Channel-B takes no keys: what it does is declared in ``stage2_ab.pipeline`` and ``rollout_matching``."""
+    b_ratio: Probability
+    """share of optimizer steps with rollouts: 0 is Channel-A alone, 1 is Channel-B alone"""
 
 
 class Stage2ABConfig(StrictModel):
     """Two-channel training; read by ``custom.trainer_variant: stage2_two_channel`` alone."""
 
-    schedule: ScheduleConfig = Field(description="the mix of the two channels")
-    n_softctx_iter: int = Field(
-        default=2, ge=1, description="Channel-A's forward passes; 1 is plain teacher forcing on the ground truth"
-    )
-    softctx_grad_mode: Literal["unroll", "em_detach"] = Field(
-        default="unroll",
-        description="let gradients through all of Channel-A's passes, or detach the embeddings between them",
-    )
-    softctx_temperature: float = Field(
-        default=1.0, gt=0, description="softmax temperature of the coordinates fed back to Channel-A's next pass"
-    )
-    coord_ctx_embed_mode: Literal["st", "soft", "hard"] = Field(
-        default="st",
-        description="what is fed back at a coordinate: the most likely token with the mean's gradient (st), the mean "
-        "embedding (soft), or the most likely token (hard)",
-    )
+    schedule: ScheduleConfig
+    """the mix of the two channels"""
+    n_softctx_iter: Count = 2
+    """Channel-A's forward passes; 1 is plain teacher forcing on the ground truth"""
+    softctx_grad_mode: Literal["unroll", "em_detach"] = "unroll"
+    """let gradients through all of Channel-A's passes, or detach the embeddings between them"""
+    softctx_temperature: Positive = 1.0
+    """softmax temperature of the coordinates fed back to Channel-A's next pass"""
+    coord_ctx_embed_mode: Literal["st", "soft", "hard"] = "st"
+    """input of the next pass at a coordinate: the most likely token with the mean's gradient (st), the mean embedding
+    (soft), or the most likely token (hard)"""
     coord_decode_mode: CoordDecodeMode = "exp"
-    pipeline: PipelineConfig = Field(description="the objective of both channels; each module names its own")
-    channel_b: ChannelBConfig = Field(default=ChannelBConfig(), description="takes no keys")
+    pipeline: PipelineConfig
+    """the objective of both channels; each module names its own"""

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 import yaml
 
-from coordexp.config.strict import KeyPath, Problem, dotted, parse_dotted
+from coordexp.config.base import KeyPath, Problem, dotted, parse_dotted
 from coordexp.errors import ConfigError
 
 # The C parser reads the same language some ten times faster; PyYAML may be built without it.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from PIL import Image, ImageEnhance
 
-from coordexp.config.data import AugmentConfig
+from coordexp.config.schema import AugmentConfig
 from coordexp.data.polygons import canonical_ring, shape_area
 from coordexp.records import NUM_BINS, GTObject
 

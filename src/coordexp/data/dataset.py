@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 from PIL import Image
 
-from coordexp.config.data import AugmentConfig, CustomConfig
-from coordexp.config.strict import default_of
+from coordexp.config.base import default_of
+from coordexp.config.schema import AugmentConfig, CustomConfig
 from coordexp.data.augment import LEFT_OUT, draw_view
 from coordexp.data.dataset_cache import CachedRecords
 from coordexp.data.images import open_rgb

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from coordexp import distributed
-from coordexp.config.rollout import RepeatTerminateConfig
-from coordexp.config.vllm import VLLMConfig
+from coordexp.config.rollout import RepeatTerminateConfig, VLLMConfig
 from coordexp.engine.guard_activation import GUARD_PROCESSOR, activation_environment, check_guard
 from coordexp.errors import RolloutError, require
 

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from coordexp import distributed
-from coordexp.config.rollout import RolloutMatchingConfig
-from coordexp.config.vllm import SyncConfig
+from coordexp.config.rollout import RolloutMatchingConfig, SyncConfig
 from coordexp.engine.arguments import NAMES_KEY, EngineSpec
 from coordexp.engine.guard_activation import REQUEST_KEY
 from coordexp.engine.in_process import ENGINE_AT_FAULT, Prompt

@@ -13,8 +13,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from coordexp.config.base import dotted, problems_from
 from coordexp.config.rollout import RepeatTerminateConfig
-from coordexp.config.strict import dotted, problems_from
 from coordexp.errors import RolloutError
 
 ENABLE = "COORDEXP_ENABLE_VLLM_REPEAT_TERMINATE_INJECTION"

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 
 from coordexp.background import in_background, wait_for_all
-from coordexp.config.vllm import SyncConfig
+from coordexp.config.rollout import SyncConfig
 from coordexp.engine.client import ServerClient
 from coordexp.engine.connection import PUSHES, Named, ServerConnection
 from coordexp.errors import CoordExpError, RolloutError

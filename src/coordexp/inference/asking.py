@@ -11,7 +11,7 @@ from typing import Any, Literal
 from coordexp.checkpoints.folder import settings_of_run
 from coordexp.checkpoints.positions import num_positions
 from coordexp.config import RunConfig, parse_config
-from coordexp.config.strict import default_of
+from coordexp.config.base import default_of
 from coordexp.config.training import TrainingConfig
 from coordexp.errors import CheckpointError, ConfigError, DataError
 

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from pydantic import TypeAdapter
 
 from coordexp.config import RunConfig
-from coordexp.config.vllm import ServerEntry
+from coordexp.config.rollout import ServerEntry
 from coordexp.engine.arguments import NAMES_ENABLE
 from coordexp.engine.engine_process import DIE_WITH_PARENT, SERVER_API_KEY, engine_environment
 from coordexp.engine.guard_activation import (

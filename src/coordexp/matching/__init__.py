@@ -1,5 +1,6 @@
 """Predictions against ground truth: candidates, gate, Hungarian assignment. Torch-free."""
 
+from coordexp.config.rollout import MatchingConfig
 from coordexp.matching.assign import (
     MAX_OVERLAP_OF_OTHERS,
     assign_pairs,
@@ -8,7 +9,6 @@ from coordexp.matching.assign import (
     num_duplicates,
     top_k_candidates,
 )
-from coordexp.settings import MatchingConfig
 
 __all__ = [
     "MAX_OVERLAP_OF_OTHERS",

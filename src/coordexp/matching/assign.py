@@ -8,9 +8,9 @@ from typing import Protocol
 
 import numpy as np
 
+from coordexp.config.rollout import MatchingConfig
 from coordexp.geometry import Shape, aabbs, box_iou, box_iou_pairs, mask_iou_pairs, overlapping_boxes
 from coordexp.records import Match, MatchResult
-from coordexp.settings import MatchingConfig
 
 
 def top_k_candidates(pred_P4: np.ndarray, gt_G4: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from coordexp.config.rollout import TargetPolicy
 from coordexp.matching import num_duplicates
 from coordexp.records import DropReason, MatchResult, ParsedRollout, Rollout, TokenRole, TrainingTarget
-from coordexp.settings import TargetPolicy
 
 
 @dataclass(frozen=True, slots=True)

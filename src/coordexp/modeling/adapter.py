@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from coordexp.checkpoints.folder import BASE_KEY, CONFIG, COORD_IDS, OFFSETS, WEIGHTS, part_of
-from coordexp.config.model import TunerConfig
+from coordexp.config.schema import TunerConfig
 from coordexp.errors import CheckpointError, ConfigError
 from coordexp.modeling.coord_offset import add_coord_offset, add_offset, is_offset, offset_of
 from coordexp.modeling.weights import ADAPTER, adapter_config, adapter_name, is_adapter_part, is_saved_whole, merge_lora

@@ -28,16 +28,15 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from coordexp.errors import ConfigError, require
 
-Attention = Literal["packed", "flex", "varlen", "flash", "sdpa"]
+Attention = Literal["packed", "varlen", "flash", "sdpa"]
 _KEY = "model.attn_implementation"
-_FLEX_BLOCK = 128
 
 
 class Segments:
     """Lengths of a packed row's segments, and what attention kernels make of them, made once per device. ``causal``:
     whether a token sees only what stands before it; the vision tower's patches see their whole image."""
 
-    __slots__ = ("_block_mask", "_cumulative", "causal", "lengths", "longest", "total")
+    __slots__ = ("_cumulative", "causal", "lengths", "longest", "total")
 
     def __init__(self, lengths: Sequence[int], causal: bool = True) -> None:
         self.causal = causal
@@ -45,7 +44,6 @@ class Segments:
         self.total = sum(self.lengths)
         self.longest = max(self.lengths, default=0)
         self._cumulative: Tensor | None = None
-        self._block_mask: Any = None
 
     def cumulative(self, device: torch.device) -> Tensor:
         """Where each segment starts, and the total: (S + 1,) int32."""
@@ -53,12 +51,6 @@ class Segments:
             starts = torch.tensor([0, *self.lengths]).cumsum(0, dtype=torch.int32)
             self._cumulative = starts.to(device, non_blocking=True)
         return self._cumulative
-
-    def block_mask(self, device: torch.device) -> Any:
-        """flex attention's block mask: within each segment."""
-        if self._block_mask is None or self._block_mask.kv_indices.device != device:
-            self._block_mask = _block_mask(self.lengths, device, self.causal)
-        return self._block_mask
 
 
 def row_arguments(lengths: Sequence[int]) -> dict[str, Any]:
@@ -97,7 +89,7 @@ def check_attention(attention: str, device: str, half: bool) -> None:
         return
     if device != "cuda":
         raise ConfigError(f"{_KEY}: {attention} has no backward pass on the CPU; write packed")
-    if attention in ("varlen", "flash") and not half:
+    if not half:
         raise ConfigError(
             f"{_KEY}: {attention} computes in bfloat16 or float16 only; set training.bf16: true or "
             "model.dtype: bfloat16, or write packed"
@@ -139,7 +131,8 @@ def attend_varlen(
     """torch's own variable-length flash attention: one kernel for the row."""
     from torch.nn.attention.varlen import varlen_attn
 
-    _refuse_dropout("varlen", dropout)
+    if dropout:
+        raise ConfigError(f"{_KEY}: varlen knows no dropout, and the checkpoint's attention_dropout is {dropout}")
     q_LHD, k_LHD, v_LHD = (part[0].transpose(0, 1) for part in (query, key, value))
     options = _varlen_options(segments.causal)
     if "enable_gqa" not in options:
@@ -149,17 +142,6 @@ def attend_varlen(
     output_LHD = varlen_attn(q_LHD, k_LHD, v_LHD, starts, starts, longest, longest, scale=scaling, **options)
     assert isinstance(output_LHD, Tensor)  # a tuple only where more is asked for
     return output_LHD[None]
-
-
-def attend_flex(
-    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None, dropout: float = 0.0
-) -> Tensor:
-    """torch's flex attention, compiled on a GPU; blocks without a pair of one segment are skipped."""
-    _refuse_dropout("flex", dropout)
-    block_mask = segments.block_mask(query.device)
-    grouped = key.shape[1] != query.shape[1]
-    attend = _flex(compiled=query.is_cuda)
-    return attend(query, key, value, block_mask=block_mask, scale=scaling, enable_gqa=grouped).transpose(1, 2)
 
 
 def attend_flash(
@@ -194,7 +176,6 @@ def attend_packed(
 
 KERNELS: dict[str, Kernel] = {
     "packed": attend_packed,
-    "flex": attend_flex,
     "varlen": attend_varlen,
     "flash": attend_flash,
 }
@@ -255,11 +236,6 @@ def _as_autocast(tensor: Tensor) -> Tensor:
     return tensor.to(torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else tensor
 
 
-def _refuse_dropout(kernel: str, dropout: float) -> None:
-    if dropout:
-        raise ConfigError(f"{_KEY}: {kernel} knows no dropout, and the checkpoint's attention_dropout is {dropout}")
-
-
 @lru_cache(maxsize=2)
 def _varlen_options(is_causal: bool) -> dict[str, Any]:
     """Causal and grouped, in the words of the torch that is installed."""
@@ -270,47 +246,3 @@ def _varlen_options(is_causal: bool) -> dict[str, Any]:
     if not is_causal:
         causal = {}
     return causal | ({"enable_gqa": True} if "enable_gqa" in known else {})
-
-
-@lru_cache(maxsize=2)
-def _flex(compiled: bool) -> Callable[..., Any]:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return torch.compile(flex_attention, dynamic=True) if compiled else flex_attention
-
-
-def _block_mask(lengths: Sequence[int], device: torch.device, causal: bool) -> Any:
-    """Block (i, j) matters where j ≤ i and j's last segment is not before i's first; it needs no mask inside where
-    j < i and both lie in one segment. Not causal, the same holds of j > i with the two exchanged. Read off the
-    segments: evaluating a mask would cost L²."""
-    from torch.nn.attention.flex_attention import BlockMask
-
-    segment_L = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    total = len(segment_L)
-    starts_N = torch.arange(0, total, _FLEX_BLOCK)
-    ends_N = torch.clamp(starts_N + _FLEX_BLOCK, max=total) - 1
-    first_N, last_N = segment_L[starts_N], segment_L[ends_N]
-    index_N = torch.arange(len(starts_N))
-    earlier_NN = index_N[None, :] < index_N[:, None]
-    touched_NN = (earlier_NN | torch.eye(len(index_N), dtype=torch.bool)) & (last_N[None, :] >= first_N[:, None])
-    full_NN = earlier_NN & (first_N[None, :] == last_N[:, None])
-    if not causal:
-        touched_NN, full_NN = touched_NN | touched_NN.T, full_NN | full_NN.T
-    segment_L = segment_L.to(device)
-
-    def same_segment(_batch: Any, _head: Any, query_idx: Tensor, key_idx: Tensor) -> Tensor:
-        same = segment_L[query_idx] == segment_L[key_idx]
-        return (query_idx >= key_idx) & same if causal else same
-
-    def listed(chosen_NN: Tensor) -> tuple[Tensor, Tensor]:
-        count_11N = chosen_NN.sum(1, dtype=torch.int32)[None, None]
-        order_11NN = torch.argsort(chosen_NN.int(), dim=1, descending=True, stable=True).to(torch.int32)[None, None]
-        return count_11N.to(device), order_11NN.to(device)
-
-    return BlockMask.from_kv_blocks(
-        *listed(touched_NN & ~full_NN),
-        *listed(full_NN),
-        BLOCK_SIZE=_FLEX_BLOCK,
-        mask_mod=same_segment,
-        seq_lengths=(total, total),
-    )

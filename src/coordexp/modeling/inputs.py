@@ -18,7 +18,7 @@ from PIL import Image
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
 
 from coordexp.checkpoints.folder import base_checkpoint
-from coordexp.config.model import DEFAULT_PROMPT
+from coordexp.config.schema import DEFAULT_PROMPT
 from coordexp.coords import serialize_objects
 from coordexp.data.images import open_rgb, shape_problem, smart_resize
 from coordexp.errors import AlignmentError, DataError

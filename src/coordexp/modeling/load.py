@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
 from coordexp.checkpoints.describe import too_few_rows
 from coordexp.checkpoints.folder import base_checkpoint, base_of, is_adapter_folder, read_config_file
-from coordexp.config.model import ModelConfig
-from coordexp.config.strict import default_of
+from coordexp.config.base import default_of
+from coordexp.config.schema import ModelConfig
 from coordexp.coords import CoordVocab
 from coordexp.data.preparation import AS_THEY_ARE, ImagePreparation, read_preparation, write_preparation
 from coordexp.errors import CheckpointError, VocabError

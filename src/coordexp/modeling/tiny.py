@@ -19,7 +19,7 @@ from transformers import (
     set_seed,
 )
 
-from coordexp.config.model import DEFAULT_PROMPT
+from coordexp.config.schema import DEFAULT_PROMPT
 from coordexp.coords import COORD_TOKENS, TURN_END, serialize_objects
 from coordexp.data.scenes import COLOURS, SHAPES
 from coordexp.modeling.expand_vocab import smooth_coord_rows

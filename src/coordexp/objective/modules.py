@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from coordexp.config.base import default_of
 from coordexp.config.rollout import RolloutMatchingConfig
-from coordexp.config.strict import default_of
 from coordexp.objective import coord_math
 from coordexp.objective.context import ObjectiveContext, SupervisionCounts, SupervisionTensors, Wants
 from coordexp.records import NUM_BINS, TokenRole

@@ -13,8 +13,8 @@ from typing import Protocol
 
 import torch
 
-from coordexp.config.data import CoordSoftCEW1Config
 from coordexp.config.objective import Channel, ModuleSpec, PipelineConfig
+from coordexp.config.schema import CoordSoftCEW1Config
 from coordexp.objective.context import (
     HeadQuery,
     ObjectiveContext,

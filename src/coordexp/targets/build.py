@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from coordexp.config.rollout import FIELD_ORDER, TargetPolicy, TransportConfig
 from coordexp.coords import CoordVocab, FieldOrder, append_fragment
 from coordexp.errors import AlignmentError
 from coordexp.records import (
@@ -27,7 +28,6 @@ from coordexp.records import (
     TokenRole,
     TrainingTarget,
 )
-from coordexp.settings import FIELD_ORDER, TargetPolicy, TransportConfig
 from coordexp.targets.rewrite import build_rewritten
 from coordexp.targets.supervision import Tail, coordinate_targets, encode_tail
 

@@ -23,11 +23,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from coordexp.config.rollout import TargetPolicy, TransportConfig
 from coordexp.coords import CoordVocab, FieldOrder, append_fragment
 from coordexp.geometry import mask_iou
 from coordexp.matching import MAX_OVERLAP_OF_OTHERS, duplicate_indices
 from coordexp.records import GTObject, MatchResult, ParsedRollout, PredictedObject, TokenRole, TrainingTarget
-from coordexp.settings import TargetPolicy, TransportConfig
 from coordexp.targets.supervision import Tail, coordinate_targets, encode_tail
 
 _AS_MATCHED = {

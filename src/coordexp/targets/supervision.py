@@ -10,11 +10,11 @@ from itertools import accumulate
 
 import numpy as np
 
+from coordexp.config.rollout import TransportConfig
 from coordexp.coords import CoordVocab, Fragment
 from coordexp.errors import AlignmentError
 from coordexp.geometry.transport import barycentric_targets_of
 from coordexp.records import NUM_BINS, GTObject, PredictedObject, TokenRole
-from coordexp.settings import TransportConfig
 
 
 @dataclass(frozen=True, slots=True, eq=False)

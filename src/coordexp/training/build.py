@@ -16,12 +16,13 @@ from rich.console import Console
 from coordexp import distributed
 from coordexp.checkpoints.positions import check_lengths, length_advice
 from coordexp.config import RunConfig, advice, check_world_size, resolved_rollout, rollout_contract
+from coordexp.config.environment import check_training_environment
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.config.training import TrainingConfig
 from coordexp.data.dataset import RecordDataset
 from coordexp.data.dataset_cache import check_images, open_records
 from coordexp.data.preparation import preparation_of
-from coordexp.errors import ConfigError, CoordExpError, ProcessesLost, RunStopped, require
+from coordexp.errors import ConfigError, CoordExpError, ProcessesLost, RunStopped
 from coordexp.records import ImageRecord
 from coordexp.rollouts import check_backend
 from coordexp.training.parallel import check_parallel, parallel_arguments
@@ -81,10 +82,7 @@ def check_run(config: RunConfig, *, learners: int | None = None, servers_are_up:
         check_backend(rollout)  # nothing else is read before there is somebody to answer
     attempt(_check_attention, config)
     attempt(check_parallel, config, learners)
-    if config.training.packing:
-        attempt(require, "binpacking", "training.packing")
-    if "tensorboard" in config.training.report_to:
-        attempt(require, "tensorboard", "training.report_to: tensorboard")
+    attempt(check_training_environment, config)
     attempt(load_vocab, config.model.model)
     attempt(check_lengths, config)
     train, val = attempt(_train_records, config), attempt(_val_records, config)

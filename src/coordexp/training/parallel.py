@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from coordexp.config import DeepSpeedConfig, FSDPConfig, RunConfig
+from coordexp.config import RunConfig
+from coordexp.config.training import DeepSpeedConfig, FSDPConfig
 from coordexp.errors import ConfigError, require
 
 

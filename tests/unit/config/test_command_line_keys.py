@@ -28,7 +28,6 @@ from support.config_samples import set_key, stage1, stage2, write_yaml
         ("training.lr_scheduler_kwargs={num_cycles: 2}", ("training", "lr_scheduler_kwargs"), {"num_cycles": 2}),
         ("training.lr_scheduler_kwargs.num-cycles=2", ("training", "lr_scheduler_kwargs"), {"num-cycles": 2}),
         ("template.prompt=${env:COORDEXP_TEST_WORD}", ("template", "prompt"), "cats"),
-        ("debug={enabled: true, output_dir: small}", ("training", "output_dir"), Path("small")),
     ],
 )
 def test_values_are_yaml(

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from coordexp.config import ConfigError, RunConfig, load_config, parse_config
-from coordexp.config.strict import StrictModel
-from support.config_samples import drop_key, module, set_key, stage1, stage2, two_channel, write_yaml
+from coordexp.config import ConfigError, load_config, parse_config
+from support.config_samples import drop_key, module, set_key, stage2, two_channel, write_yaml
 
 RM = "rollout_matching"
 OBJ = f"{RM}.pipeline.objective"
@@ -51,12 +50,12 @@ WRONG = [
     ("training.report_to", ["wandb", 1], "training.report_to[1]", "expected text"),
     ("training.save_strategy", True, "training.save_strategy", "'no', 'steps' or 'epoch'"),
     ("training.resume_from_checkpoint", 5, "training.resume_from_checkpoint", "null, true or a checkpoint folder"),
-    ("training.packing_drop_last", False, "training.packing_drop_last", "must be true with training.packing"),
+    ("training.packing_drop_last", False, "training.packing_drop_last", "expected true, got false"),
     ("training.packing_buffer", 0, "training.packing_buffer", "greater than or equal to 1"),
     ("training.packing_min_fill_ratio", 1.5, "training.packing_min_fill_ratio", "less than or equal to 1"),
     ("training.effective_batch_size", 0, "training.effective_batch_size", "greater than or equal to 1"),
     ("global_max_length", "2048", "global_max_length", "without quotes"),
-    ("global_max_length", 0, "global_max_length", "greater than 0"),
+    ("global_max_length", 0, "global_max_length", "greater than or equal to 1"),
     (RM, [], RM, "expected a mapping, got an empty list"),
     (f"{RM}.pipline", {}, f"{RM}.pipline", "did you mean 'pipeline'"),
     (f"{RM}.rollout_backend", "vLLM", f"{RM}.rollout_backend", "'hf' or 'vllm'"),
@@ -123,24 +122,11 @@ WRONG = [
     (f"{OBJ}[0].channels", [], f"{OBJ}[0].channels", "expected a list of at least 1 item, got an empty list"),
     ("training.max_steps", 2.5, "training.max_steps", "expected a whole number, got 2.5"),
     ("training.output_dir", ["a"], "training.output_dir", "expected a path as text, got a list"),
-    # Known without torch, and a traceback later.
-    (
-        "training.optim",
-        "adamw_bnb",
-        "training.optim",
-        "there is no optimizer 'adamw_bnb'; did you mean 'adamw_bnb_8bit'?",
-    ),
-    ("training.optim", "adamw_torc", "training.optim", "did you mean 'adamw_torch'?"),
-    ("training.optim", "galore_adamw", "training.optim", "needs the package galore_torch"),
-    ("training.optim_args", "betas", "training.optim_args", "'betas' is no name=value"),
-    ("training.lr_scheduler_type", "cosin", "training.lr_scheduler_type", "did you mean 'cosine'?"),
+    ("training.optim_args", "betas", "training.optim_args", "'betas' is not name=value"),
     ("training.save_steps", 2.5, "training.save_steps", "neither a number of steps nor a share below 1"),
     ("training.eval_steps", 1.5, "training.eval_steps", "neither a number of steps nor a share below 1"),
     ("training.logging_steps", 1.5, "training.logging_steps", "neither a number of steps nor a share below 1"),
     ("training.warmup_steps", 1.5, "training.warmup_steps", "neither a number of steps nor a share below 1"),
-    ("training.report_to", ["tensorboard", "tensorbord"], "training.report_to[1]", "did you mean 'tensorboard'?"),
-    ("training.report_to", "neptune", "training.report_to", "needs the package neptune, which is not installed here"),
-    ("training.optim", "best", "training.optim", "there is no optimizer 'best'; transformers knows adafactor"),
     # A key of another section.
     ("learning_rate", 1e-4, "learning_rate", "unknown key here; write training.learning_rate"),
     ("output_dir", "out", "output_dir", "unknown key here; write training.output_dir"),
@@ -161,13 +147,9 @@ WRONG += [
     ("deepspeed.config", 3, "deepspeed.config", "expected a JSON file or a mapping"),
     ("deepspeed.enable", True, "deepspeed.enable", "did you mean 'enabled'"),
     ("fsdp.state_dict_type", "full", "fsdp.state_dict_type", "'FULL_STATE_DICT' or 'SHARDED_STATE_DICT'"),
-    ("debug.train_sample_limit", 0, "debug.train_sample_limit", "greater than or equal to 1"),
     ("launch.server", "vllm", "launch.server", "'coordexp' or 'swift'"),
     ("launch.server_devices", [0, 1], "launch.server_devices[0]", "expected a list"),
     ("launch.wait_s", 0, "launch.wait_s", "greater than 0"),
-    ("custom.emit_norm", "norm1000", "custom.emit_norm", "'none'"),
-    ("custom.json_format", "compact", "custom.json_format", "'standard'"),
-    ("custom.coord_tokens.enabled", False, "custom.coord_tokens.enabled", "expected true"),
     (f"{RM}.coord_decode_mode", "argmax", f"{RM}.coord_decode_mode", "'exp' or 'st'"),
     (f"{RM}.offload.offload_mdel", True, f"{RM}.offload.offload_mdel", "did you mean 'offload_model'"),
     (f"{RM}.eval_detection.metrics", "map", f"{RM}.eval_detection.metrics", "'f1ish', 'coco' or 'both'"),
@@ -203,7 +185,6 @@ WRONG += [
     ("stage2_ab.softctx_grad_mode", "detach", "stage2_ab.softctx_grad_mode", "'unroll' or 'em_detach'"),
     ("stage2_ab.softctx_temperature", 0, "stage2_ab.softctx_temperature", "greater than 0"),
     ("stage2_ab.coord_ctx_embed_mode", "exp", "stage2_ab.coord_ctx_embed_mode", "'st', 'soft' or 'hard'"),
-    ("stage2_ab.channel_b", {"foo": 1}, "stage2_ab.channel_b.foo", "takes no keys"),
 ]
 
 
@@ -235,28 +216,6 @@ def test_a_key_like_no_other_gets_no_guess_but_the_keys_of_its_section(key: str)
     with pytest.raises(ConfigError) as caught:
         parse_config(set_key(stage2(), key, 1))
     assert "unknown key; valid here: " in str(caught.value) and "did you mean" not in str(caught.value)
-
-
-def test_many_keys_are_shown_by_group() -> None:
-    with pytest.raises(
-        ConfigError, match=r"valid here: the run: output_dir, .*; evaluation: eval_strategy, .*; packing: "
-    ):
-        parse_config(set_key(stage2(), "training.foobar", 1))
-
-
-def test_every_large_section_groups_all_of_its_keys() -> None:
-    models = [RunConfig, *(m for m in all_sections() if len(m.model_fields) > 12)]
-    assert len(models) >= 4
-    for model in models:
-        grouped = {key for keys in model.KEY_GROUPS.values() for key in keys.split()}
-        assert grouped == model.model_fields.keys(), model.__name__
-
-
-def all_sections() -> set[type[StrictModel]]:
-    def below(model: type[StrictModel]) -> set[type[StrictModel]]:
-        return {model} | {found for child in model.__subclasses__() for found in below(child)}
-
-    return below(StrictModel)
 
 
 WORDS_OF_A_LIBRARY = (
@@ -338,8 +297,3 @@ def test_findings_that_rest_on_a_broken_key_wait_for_it() -> None:
     with pytest.raises(ConfigError) as caught:
         parse_config(config)
     assert "max_new_tokens" not in str(caught.value)
-
-
-def test_model_validation_without_the_loader_checks_sections_too() -> None:
-    with pytest.raises(ConfigError, match=r"training\.packing_drop_last"):
-        RunConfig.model_validate(set_key(stage1(), "training.packing_drop_last", False))

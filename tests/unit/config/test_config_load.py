@@ -54,7 +54,7 @@ def test_numbers_in_any_notation_are_floats(tmp_path: Path, text: str, expected:
 
 @pytest.mark.parametrize(
     ("text", "strategy", "report_to", "resume"),
-    [("no", "no", "none", None), ("'no'", "no", ["kubeflow"], True), ("epoch", "epoch", [], "outputs/checkpoint-3")],
+    [("no", "no", "none", None), ("'no'", "no", ["wandb"], True), ("epoch", "epoch", [], "outputs/checkpoint-3")],
 )
 def test_words_that_yaml_reads_otherwise(
     tmp_path: Path, text: str, strategy: str, report_to: object, resume: object

@@ -1,4 +1,4 @@
-"""What YAML files mean: numbers and words, environment variables, extends, debug."""
+"""What YAML files mean: numbers and words, environment variables, extends."""
 
 from __future__ import annotations
 
@@ -108,37 +108,12 @@ def test_later_parents_win_and_one_parent_may_be_met_twice(tmp_path: Path) -> No
     assert read_document(tmp_path / "leaf.yaml").data == {"a": 1, "b": 3, "c": 4}
 
 
-DEBUG = {"enabled": True, "output_dir": "outputs/debug", "train_sample_limit": 4, "val_sample_limit": 2}
-
-
-def test_debug_stands_for_the_keys_it_names(tmp_path: Path) -> None:
-    write_yaml(tmp_path, stage1() | {"debug": DEBUG}, "base.yaml")
-    small = load_config(write_yaml(tmp_path, {"extends": "base.yaml"}, "leaf.yaml"))
-    assert (str(small.training.output_dir), small.custom.train_sample_limit, small.custom.val_sample_limit) == (
-        "outputs/debug",
-        4,
-        2,
-    )
-    off = load_config(write_yaml(tmp_path, {"extends": "base.yaml", "debug": {"enabled": False}}, "off.yaml"))
-    assert (str(off.training.output_dir), off.custom.train_sample_limit) == ("outputs/run", None)
-
-
-def test_debug_leaves_what_it_does_not_name(tmp_path: Path) -> None:
-    config = load_config(write_yaml(tmp_path, stage1() | {"debug": {"enabled": True, "val_sample_limit": 2}}))
-    assert (str(config.training.output_dir), config.custom.val_sample_limit) == ("outputs/run", 2)
-
-
-def test_mistake_in_debug_is_one_of_debug(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"debug\.train_sample_limit .*greater than or equal to 1"):
-        load_config(write_yaml(tmp_path, stage1() | {"debug": DEBUG | {"train_sample_limit": 0}}))
-
-
 def test_resolved_configuration_is_the_run_whatever_made_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """extends, environment, debug and overrides are settled in what is written with a run."""
+    """extends, environment and overrides are settled in what is written with a run."""
     monkeypatch.setenv("COORDEXP_TEST_DATA", "data/from_env")
     raw = set_key(stage2(), "custom.train_jsonl", "${env:COORDEXP_TEST_DATA}/train.jsonl")
     write_yaml(tmp_path, set_key(raw, "template.prompt", "write $${env:X}, line 1\nline 2"), "base.yaml")
-    leaf = write_yaml(tmp_path, {"extends": "base.yaml", "debug": DEBUG}, "leaf.yaml")
+    leaf = write_yaml(tmp_path, {"extends": "base.yaml"}, "leaf.yaml")
     config = load_config(leaf, {"training.seed": 11})
     assert str(config.custom.train_jsonl) == "data/from_env/train.jsonl"
     assert config.template.prompt == "write ${env:X}, line 1\nline 2"

@@ -13,18 +13,14 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 
-from coordexp.config import RunConfig, TrainingConfig
-from coordexp.config.sections import DEBUG_STANDS_FOR
-from coordexp.config.training import OWN_KEYS
+from coordexp.config import RunConfig
+from coordexp.config.training import OWN_KEYS, TrainingConfig
 
 SOURCE = Path(__file__).parents[3] / "src"
 
 # Keys whose whole effect is on the configuration itself.
 SETTLED_WHILE_LOADING = {
-    ("DebugConfig", "enabled"): "decides whether the section's other keys stand for those of other sections",
-    **{("DebugConfig", key): f"stands for {'.'.join(target)}" for key, target in DEBUG_STANDS_FOR.items()},
     ("TrainingConfig", "effective_batch_size"): "decides gradient_accumulation_steps",
-    ("TrainingConfig", "packing_drop_last"): "must be true with packing, and says nothing without",
 }
 
 

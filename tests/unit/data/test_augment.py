@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
-from coordexp.config.data import AugmentConfig
+from coordexp.config.schema import AugmentConfig
 from coordexp.data import read_jsonl
 from coordexp.data.augment import LEFT_OUT, View, clip_ring, draw_view
 from coordexp.data.dataset import RecordDataset, Sample

@@ -16,7 +16,7 @@ import pytest
 from filelock import FileLock
 from PIL import Image
 
-from coordexp.config.data import AugmentConfig
+from coordexp.config.schema import AugmentConfig
 from coordexp.data import dataset_cache
 from coordexp.data.cache_folder import VARIABLE, cache_folder
 from coordexp.data.dataset import RecordDataset

@@ -16,7 +16,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from coordexp.cli import app
-from coordexp.config.data import AugmentConfig
+from coordexp.config.schema import AugmentConfig
 from coordexp.data import dataset_cache
 from coordexp.data.cache_folder import VARIABLE, cache_folder
 from coordexp.data.dataset import RecordDataset

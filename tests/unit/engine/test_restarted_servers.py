@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from coordexp.config.vllm import SyncConfig
+from coordexp.config.rollout import SyncConfig
 from coordexp.engine.protocol import infer_payload
 from coordexp.engine.sync import WeightSync
 from coordexp.errors import RolloutError

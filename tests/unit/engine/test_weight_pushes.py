@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from coordexp.config.vllm import SyncConfig
+from coordexp.config.rollout import SyncConfig
 from coordexp.engine.sync import WeightSync
 from coordexp.errors import CoordExpError, RolloutError
 from coordexp.rollouts.backend import AdapterWeights

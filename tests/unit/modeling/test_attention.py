@@ -9,8 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate.utils import send_to_device
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.distributed.utils import _recursive_to
 from transformers import AttentionInterface
 
@@ -54,10 +52,9 @@ def reference(
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("causal", [True, False], ids=["tokens", "patches"])
-@pytest.mark.parametrize("name", ["packed", "flex"])
-def test_forward_is_the_formula(name: str, lengths: tuple[int, ...], causal: bool) -> None:
+def test_forward_is_the_formula(lengths: tuple[int, ...], causal: bool) -> None:
     query, key, value = rows(sum(lengths))
-    output = KERNELS[name](query, key, value, Segments(lengths, causal), DIM**-0.5, 0.0)
+    output = KERNELS["packed"](query, key, value, Segments(lengths, causal), DIM**-0.5, 0.0)
     torch.testing.assert_close(output, reference(query, key, value, lengths, causal), atol=1e-12, rtol=1e-12)
 
 
@@ -69,24 +66,6 @@ def test_gradients_are_the_formulas(lengths: tuple[int, ...]) -> None:
     theirs = torch.autograd.grad(reference(q, k, v, lengths).square().sum(), leaves)
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, atol=1e-11, rtol=1e-11)
-
-
-@given(st.lists(st.integers(1, 400), min_size=1, max_size=8), st.booleans())
-@settings(max_examples=40, deadline=None)
-def test_flex_block_mask_covers_exactly_what_segments_need(lengths: list[int], causal: bool) -> None:
-    """No block with a pair of one segment is missing, none without one is computed, and 'full' blocks need no mask."""
-    mask = Segments(lengths, causal).block_mask(torch.device("cpu"))
-    total, allowed_LL = sum(lengths), allowed_pairs(lengths, causal)
-    padded = -(-total // 128) * 128
-    square = torch.zeros(padded, padded, dtype=torch.bool)
-    square[:total, :total] = allowed_LL
-    blocks = square.view(padded // 128, 128, padded // 128, 128)
-    assert torch.equal(mask.to_dense()[0, 0].bool(), blocks.any(dim=3).any(dim=1))
-    for query_block in range(padded // 128):
-        count = int(mask.full_kv_num_blocks[0, 0, query_block])
-        for key_block in mask.full_kv_indices[0, 0, query_block, :count].tolist():
-            inside = allowed_LL[query_block * 128 : query_block * 128 + 128, key_block * 128 : key_block * 128 + 128]
-            assert inside.all()
 
 
 def test_segments_pass_through_ddp_and_accelerate_as_they_are() -> None:
@@ -103,7 +82,6 @@ def test_what_kernels_need_is_made_once_a_forward() -> None:
     starts = segments.cumulative(torch.device("cpu"))
     assert starts.tolist() == [0, 3, 7, 12] and starts.dtype == torch.int32
     assert segments.cumulative(torch.device("cpu")) is starts
-    assert segments.block_mask(torch.device("cpu")) is segments.block_mask(torch.device("cpu"))
     assert (segments.total, segments.longest) == (12, 5)
 
 
@@ -119,12 +97,11 @@ def test_lost_segments_are_noticed() -> None:
 
 def test_dropout_is_refused_by_kernels_without_it() -> None:
     q, k, v = rows(8)
-    with pytest.raises(ConfigError, match=r"model\.attn_implementation: flex knows no dropout"):
-        KERNELS["flex"](q, k, v, Segments([8]), DIM**-0.5, 0.1)
+    with pytest.raises(ConfigError, match=r"model\.attn_implementation: varlen .*0\.1"):
+        KERNELS["varlen"](q, k, v, Segments([8]), DIM**-0.5, 0.1)
 
 
 REFUSED = [
-    ("flex", "cpu", False, ConfigError, "no backward pass on the CPU; write packed"),
     ("varlen", "cpu", True, ConfigError, "no backward pass on the CPU; write packed"),
     ("flash", "cpu", True, ConfigError, "no backward pass on the CPU; write packed"),
     ("varlen", "cuda", False, ConfigError, "bfloat16 or float16 only"),
@@ -152,7 +129,7 @@ def test_the_default_and_sdpa_run_everywhere(name: str, device: str) -> None:
 def test_under_autocast_every_kernel_gets_half_precision() -> None:
     """Norms leave queries in float32; only SDPA would be cast by autocast itself."""
     query, key, value = rows(8, torch.float32)
-    attend = AttentionInterface()[transformers_name("flex")]
+    attend = AttentionInterface()[transformers_name("packed")]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         output, _ = attend(None, query, key, value, None, scaling=DIM**-0.5, segments=Segments([3, 5]))
     assert output.dtype == torch.bfloat16

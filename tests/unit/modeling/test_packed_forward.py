@@ -18,13 +18,12 @@ from coordexp.records import Segment
 from support.tiny_run import gt_segments, load_tiny, row_of
 
 ATTENTIONS = ("packed", "sdpa")
-FORWARD_ONLY = ("flex",)  # on a CPU
 
 
 @pytest.fixture(scope="module")
 def models() -> dict[str, LoadedModel]:
     """One model per attention, same weights. Sharpened: with flat random attention a leak would hardly show."""
-    return {attention: load_tiny(attention=attention, sharpen=4.0) for attention in (*ATTENTIONS, *FORWARD_ONLY)}
+    return {attention: load_tiny(attention=attention, sharpen=4.0) for attention in ATTENTIONS}
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +56,7 @@ def separate_logits(loaded: LoadedModel, segment: Segment) -> torch.Tensor:
     ).logits[0]
 
 
-@pytest.mark.parametrize("attention", [*ATTENTIONS, *FORWARD_ONLY])
+@pytest.mark.parametrize("attention", ATTENTIONS)
 def test_a_packed_row_equals_separate_forwards(
     models: dict[str, LoadedModel], segments: list[Segment], attention: str
 ) -> None:
@@ -70,7 +69,7 @@ def test_a_packed_row_equals_separate_forwards(
         torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("attention", [*ATTENTIONS, *FORWARD_ONLY])
+@pytest.mark.parametrize("attention", ATTENTIONS)
 def test_a_segment_does_not_see_its_neighbours(
     models: dict[str, LoadedModel], segments: list[Segment], attention: str
 ) -> None:
@@ -200,7 +199,6 @@ def test_every_tensor_of_a_row_moves_and_its_lengths_need_not(
     ("attention", "names"),
     [
         ("packed", ("coordexp_packed", "coordexp_vision_packed")),
-        ("flex", ("coordexp_flex", "coordexp_vision_flex")),
         ("sdpa", ("sdpa", "sdpa")),
     ],
 )
@@ -220,7 +218,7 @@ def image_features(loaded: LoadedModel, inputs: dict[str, Any]) -> list[torch.Te
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("attention", [*ATTENTIONS, *FORWARD_ONLY])
+@pytest.mark.parametrize("attention", ATTENTIONS)
 def test_images_of_a_row_go_through_the_tower_together_as_one_by_one(
     models: dict[str, LoadedModel], segments: list[Segment], attention: str
 ) -> None:

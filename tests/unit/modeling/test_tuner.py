@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from coordexp.checkpoints.folder import part_of
-from coordexp.config.model import TunerConfig
+from coordexp.config.schema import TunerConfig
 from coordexp.errors import ConfigError
 from coordexp.modeling.adapter import tune
 from coordexp.modeling.coord_offset import add_offset, is_offset, output_head

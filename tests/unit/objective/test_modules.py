@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from coordexp.config.data import CoordSoftCEW1Config
 from coordexp.config.objective import PipelineConfig
+from coordexp.config.schema import CoordSoftCEW1Config
 from coordexp.objective import (
     MODULES,
     ObjectiveContext,

@@ -10,7 +10,7 @@ import torch
 from transformers import Trainer
 
 from coordexp.checkpoints.folder import part_of
-from coordexp.config.model import TunerConfig
+from coordexp.config.schema import TunerConfig
 from coordexp.errors import ConfigError
 from coordexp.modeling.adapter import tune
 from coordexp.training.optimizer import LearningRates, grouped, parameter_groups

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from coordexp.errors import CheckpointError, ConfigError
-from coordexp.inference.model_evaluation import evaluate_model
+from coordexp.inference.evaluate import evaluate_model
 from coordexp.modeling.load import load_model
 from coordexp.modeling.weights import LearnerWeights
 from coordexp.training.build import check_run, run_training
@@ -113,7 +113,7 @@ def test_frozen_parts_stay_as_they_are(tmp_path: Path) -> None:
     assert changed and all(".merger." in name or ".deepstack_merger_list." in name for name in changed)
 
 
-@pytest.mark.parametrize("name", ["varlen", "flex", "flash"])
+@pytest.mark.parametrize("name", ["varlen", "flash"])
 def test_an_attention_that_cannot_train_here_is_refused_before_anything_is_read(name: str, tmp_path: Path) -> None:
     config = run_config(tmp_path, 1, model__attn_implementation=name, model__model=str(tmp_path / "no-such-model"))
     with pytest.raises(ConfigError, match=rf"model\.attn_implementation: {name} has no backward pass on the CPU"):

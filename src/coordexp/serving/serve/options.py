@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from coordexp.config import RunConfig, resolved_rollout
-from coordexp.config.vllm import ServerEntry, VLLMConfig
+from coordexp.config.rollout import ServerEntry, VLLMConfig
 from coordexp.engine.arguments import section_arguments
 from coordexp.engine.client import api_key_from_environment
 from coordexp.errors import ConfigError
