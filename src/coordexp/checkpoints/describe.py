@@ -1,7 +1,4 @@
-"""What a checkpoint folder holds, read without its weights: sizes, parts, coordinate tokens, adapters.
-
-Names and shapes stand in the headers of its safetensors files, so no model is built.
-"""
+"""Sizes, parts, coordinate tokens and adapters of a checkpoint, from the headers of its safetensors files."""
 
 from __future__ import annotations
 
@@ -14,24 +11,12 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from coordexp.checkpoints.folder import (
-    CONFIG,
-    COORD_IDS,
-    OFFSETS,
-    WEIGHTS,
-    base_checkpoint,
-    base_of,
-    is_adapter_folder,
-    part_of,
-    read_config_file,
-    read_object,
-)
-from coordexp.checkpoints.tokenizer import has_tokenizer_file, read_vocab
+from coordexp.checkpoints.folder import CONFIG, COORD_IDS, OFFSETS, WEIGHTS, Checkpoint, part_of, read_object
 from coordexp.errors import CheckpointError, VocabError
 
 _MODEL, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _HEAD = "lm_head.weight"
-_TABLES = ("lm_head", "embed_tokens", "pos_embed")  # matrices that are no linear layers of the blocks
+_TABLES = ("lm_head", "embed_tokens", "pos_embed")  # matrices that are not linear layers of the blocks
 _LAYER = re.compile(r"(?:^|\.)language_model\.layers\.(\d+)\.")
 
 
@@ -74,12 +59,12 @@ def describe(path: Path) -> ModelInfo:
         CheckpointError: no Qwen3-VL checkpoint, weights that are missing or no safetensors, or adapters that are
             unreadable or without their base.
     """
-    config = read_config_file(path)
-    folder = base_checkpoint(path)
-    shapes = _shapes(folder)
+    checkpoint = Checkpoint.open(path)
+    config, folder = checkpoint.config, checkpoint.base
+    shapes = _shapes(checkpoint)
     tables = [shape for name, shape in shapes.items() if name.endswith("embed_tokens.weight")]
     if len(tables) != 1 or len(tables[0]) != 2:
-        raise CheckpointError(f"{folder}: its weights hold no embedding of tokens; restore the checkpoint's files")
+        raise CheckpointError(f"{folder}: its weights have no token embedding; restore the checkpoint's files")
     rows, hidden = tables[0]
     tied = _HEAD not in shapes or bool(config.get("tie_word_embeddings"))
     parameters: Counter[str] = Counter()
@@ -101,33 +86,36 @@ def describe(path: Path) -> ModelInfo:
         hidden=hidden,
         vocab_rows=rows,
         tied_head=tied,
-        coord_tokens=_coord_tokens(path, rows),
+        coord_tokens=_coord_tokens(checkpoint, rows),
         parameters=dict(parameters),
         linear_modules={part: tuple(sorted(names)) for part, names in linear.items()},
-        adapter=_describe_adapter(path) if is_adapter_folder(path) else None,
+        adapter=None if checkpoint.parent is None else _describe_adapter(checkpoint.path, checkpoint.parent.path),
     )
 
 
-def _coord_tokens(path: Path, rows: int) -> str:
-    if not has_tokenizer_file(path):
-        return f"unknown: {path} holds no tokenizer.json; save its tokenizer with transformers' save_pretrained"
+def _coord_tokens(checkpoint: Checkpoint, rows: int) -> str:
+    if not checkpoint.has_tokenizer_file:
+        return (
+            f"unknown: {checkpoint.path} has no tokenizer.json; save its tokenizer with transformers' save_pretrained"
+        )
     try:
-        highest = max(read_vocab(path).coord_token_ids)
+        highest = max(checkpoint.read_vocab().coord_token_ids)
     except VocabError as error:
         return str(error)
-    return "yes" if highest < rows else too_few_rows(path, highest, rows)
+    return "yes" if highest < rows else too_few_rows(checkpoint.path, highest, rows)
 
 
 def too_few_rows(path: str | Path, highest: int, rows: int) -> str:
-    """What to say of a model with fewer ``rows`` than its tokenizer's ``highest`` coordinate id needs."""
+    """The message for a model with fewer ``rows`` than its tokenizer's ``highest`` coordinate id needs."""
     return (
         f"{path}: coordinate token ids reach {highest} but the model has {rows} embedding rows; "
         "resize it with: coordexp model expand-vocab CHECKPOINT OUTPUT"
     )
 
 
-def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Every tensor's name and shape, of one file or of all that the index names."""
+def _shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
+    """Every tensor's name and shape, from one file or from all that the index names."""
+    folder = checkpoint.base
     index = read_object(folder, _INDEX, "index of weights")
     files = sorted(set(index.get("weight_map", {}).values())) if index else [_MODEL]
     shapes: dict[str, tuple[int, ...]] = {}
@@ -146,10 +134,10 @@ def _header(file: Path) -> Mapping[str, tuple[int, ...]]:
         raise CheckpointError(f"{file}: cannot be read ({error}); restore the checkpoint's files") from error
 
 
-def _describe_adapter(path: Path) -> AdapterInfo:
+def _describe_adapter(path: Path, base: Path) -> AdapterInfo:
     config = read_object(path, CONFIG, "adapter's configuration")
     return AdapterInfo(
-        base=str(base_of(path)),
+        base=str(base),
         rank=config.get("r"),
         alpha=config.get("lora_alpha"),
         dora=bool(config.get("use_dora")),

@@ -1,38 +1,118 @@
-"""What a folder is: a plain Qwen3-VL checkpoint, or adapters that belong to one; which weights it holds, whatever its
-name; the run that it comes from, as far as the folder tells; and to which part of the model a name belongs."""
+"""A checkpoint's folder, read without its weights and without torch.
+
+:class:`Checkpoint` is either a plain Qwen3-VL model, or a LoRA run's folder, whose adapters belong to another model.
+transformers takes seconds to import, so what commands that only read need is read here directly; tests hold both ways
+to the same result.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from safetensors import SafetensorError, safe_open
 
-from coordexp.errors import CheckpointError
+from coordexp.coords import CoordVocab
+from coordexp.errors import CheckpointError, VocabError
 
 MODEL_TYPE = "qwen3_vl"
 CONFIG, WEIGHTS, OFFSETS = "adapter_config.json", "adapter_model.safetensors", "coord_offset.safetensors"
 TOKENIZER = "tokenizer.json"
+RESOLVED_CONFIG = "resolved_config.yaml"
 BASE_KEY = "base_model_name_or_path"
-COORD_IDS = "coord_token_ids"
-"""The tensor of :data:`OFFSETS` that says to which tokens its rows belong."""
+COORD_IDS = "coord_token_ids"  # the tensor of OFFSETS with the token ids of its rows
+OFFSET = "coord_offset"  # last part of the name of a coordinate offset
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Checkpoint:
+    """A checkpoint whose folder was read once. ``parent``: the model on which its adapters are put, which may have
+    adapters itself; None for a plain model. ``config``: ``config.json`` of :attr:`base`."""
+
+    path: Path
+    parent: Checkpoint | None
+    config: Mapping[str, Any]
+
+    @classmethod
+    def open(cls, path: str | Path | Checkpoint) -> Checkpoint:
+        """Read a folder's small files; a :class:`Checkpoint` is returned as it is.
+
+        Raises:
+            CheckpointError: no such folder, adapters without their base, no readable configuration, another model
+                family, no tokenizer.
+        """
+        if isinstance(path, Checkpoint):
+            return path
+        folder = Path(path)
+        if not folder.is_dir():
+            raise CheckpointError(
+                f"{folder}: no such folder; a Qwen3-VL checkpoint on disk is needed, nothing is downloaded"
+            )
+        if is_adapter_folder(folder):
+            parent = cls.open(base_of(folder))
+            return cls(folder, parent, parent.config)
+        if not (folder / "config.json").is_file():
+            raise CheckpointError(f"{folder}: no config.json; model.model must be a Qwen3-VL checkpoint folder")
+        config = read_object(folder, "config.json", "configuration")
+        model_type = config.get("model_type")
+        if model_type != MODEL_TYPE:
+            raise CheckpointError(f"{folder}: model type {model_type!r}; CoordExp trains {MODEL_TYPE!r} checkpoints")
+        # transformers makes an empty tokenizer where there is none.
+        if not any((folder / name).is_file() for name in (TOKENIZER, "vocab.json")):
+            raise CheckpointError(f"{folder}: no {TOKENIZER}; copy the tokenizer's files into the checkpoint's folder")
+        return cls(folder, None, config)
+
+    @property
+    def base(self) -> Path:
+        """The folder of the plain model. It has the tokenizer, processor and sizes, which adapters do not change."""
+        return self.path if self.parent is None else self.parent.base
+
+    @property
+    def has_tokenizer_file(self) -> bool:
+        """Whether :meth:`read_vocab` works; a checkpoint with ``vocab.json`` alone needs transformers."""
+        return (self.base / TOKENIZER).is_file()
+
+    @property
+    def num_positions(self) -> int | None:
+        """Longest text, in tokens, counting stretched rotary embeddings as vLLM does: no engine starts with more. None
+        if the configuration does not say."""
+        text = self.config.get("text_config") or self.config
+        try:
+            positions = int(text["max_position_embeddings"])
+            rope: Mapping[str, Any] = text.get("rope_parameters") or text.get("rope_scaling") or {}
+            if rope.get("rope_type") == "yarn":  # its factor applies to the length before stretching
+                positions = int(rope.get("original_max_position_embeddings") or positions)
+            return int(positions * float(rope.get("factor") or 1.0))
+        except (ValueError, KeyError, AttributeError, TypeError):
+            return None
+
+    def read_vocab(self) -> CoordVocab:
+        """The coordinate vocabulary, from ``tokenizer.json`` alone.
+
+        Raises:
+            CheckpointError: no readable ``tokenizer.json``. VocabError: no coordinate tokens.
+        """
+        try:
+            return CoordVocab.from_tokenizer(_FileTokenizer(self.base))
+        except VocabError as error:
+            raise VocabError(f"{self.path}: {error}") from error
 
 
 def is_adapter_folder(path: str | Path) -> bool:
-    """Whether a folder holds an adapter or coordinate offsets, to be put on another checkpoint, rather than a model."""
+    """Whether a folder has adapters or coordinate offsets, to be put on another checkpoint, instead of a model."""
     return any((Path(path) / name).is_file() for name in (CONFIG, OFFSETS))
 
 
-def base_of(path: str | Path) -> Path:
-    """The folder of the model to which the adapters of ``path`` belong.
+def base_of(folder: Path) -> Path:
+    """The folder of the model to which the adapters in ``folder`` belong.
 
     Raises:
-        CheckpointError: unreadable files, or a base that is not there.
+        CheckpointError: unreadable files, or no model there.
     """
-    folder = Path(path)
     try:
         if (folder / CONFIG).is_file():
             named = json.loads((folder / CONFIG).read_text(encoding="utf-8")).get(BASE_KEY)
@@ -43,77 +123,38 @@ def base_of(path: str | Path) -> Path:
         raise CheckpointError(f"{folder}: its adapter files cannot be read ({error}); restore them") from error
     if not named or not Path(named).is_dir() or Path(named).resolve() == folder.resolve():
         raise CheckpointError(
-            f"{folder}: holds adapters of the model {named}, which is no folder here; put that model back, or name its "
+            f"{folder}: has adapters of the model {named}, which is no folder here; put that model back, or name its "
             "new place: coordexp model merge FOLDER OUTPUT --base MODEL"
         )
     return Path(named)
 
 
-def base_checkpoint(path: str | Path) -> Path:
-    """The plain checkpoint at the bottom of ``path``: itself, or the model to which its adapters belong.
-
-    A LoRA run changes neither tokenizer nor processor nor sizes, so those are read there, by engines too.
+def read_object(folder: Path, name: str, what: str) -> dict[str, Any]:
+    """A JSON object from a checkpoint's folder; empty if there is no such file.
 
     Raises:
-        CheckpointError: adapters whose base is not there.
+        CheckpointError: it cannot be read; ``what`` names it.
     """
-    return base_checkpoint(base_of(path)) if is_adapter_folder(path) else Path(path)
-
-
-def read_config_file(path: str | Path) -> Mapping[str, Any]:
-    """``config.json`` of a Qwen3-VL checkpoint, or of the one to which adapters belong, whose folder holds a tokenizer
-    too.
-
-    Raises:
-        CheckpointError: no such folder, no readable configuration, another model family, no tokenizer.
-    """
-    if not Path(path).is_dir():
-        raise CheckpointError(f"{path}: no such folder; a Qwen3-VL checkpoint on disk is needed, nothing is downloaded")
-    folder = base_checkpoint(path)
-    if not (folder / "config.json").is_file():
-        raise CheckpointError(f"{folder}: no config.json; model.model must be a Qwen3-VL checkpoint folder")
-    config = _json(folder / "config.json", folder, "configuration")
-    model_type = config.get("model_type")
-    if model_type != MODEL_TYPE:
-        raise CheckpointError(f"{folder}: model type {model_type!r}; CoordExp trains {MODEL_TYPE!r} checkpoints")
-    # transformers makes an empty tokenizer where there is none.
-    if not any((folder / name).is_file() for name in (TOKENIZER, "vocab.json")):
-        raise CheckpointError(f"{folder}: no {TOKENIZER}; copy the tokenizer's files into the checkpoint's folder")
-    return config
-
-
-def _json(file: Path, folder: Path, what: str) -> dict[str, Any]:
+    if not (folder / name).is_file():
+        return {}
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads((folder / name).read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("no JSON object")
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{folder}: its {what} cannot be read ({error}); restore the checkpoint's files"
         ) from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{folder}: its {what} cannot be read (no JSON object); restore the checkpoint's files")
     return content
 
 
-def read_object(folder: Path, name: str, what: str) -> dict[str, Any]:
-    """A file of a checkpoint that holds one JSON object; empty where there is no such file.
-
-    Raises:
-        CheckpointError: it is there and cannot be read; ``what`` names it.
-    """
-    return _json(folder / name, folder, what) if (folder / name).is_file() else {}
-
-
-RESOLVED_CONFIG = "resolved_config.yaml"
-
-
 def settings_of_run(checkpoint: Path) -> Mapping[str, Any]:
-    """The configuration of the run that wrote ``checkpoint``: beside it, or in the folder above; empty where there is
-    none.
+    """The configuration of the run that wrote ``checkpoint``, from its folder or the one above; empty if there is none.
 
     Raises:
         ConfigError: the file is no YAML.
     """
-    from coordexp.config.source import read_document  # what only reads a folder needs no configuration
+    from coordexp.config.source import read_document  # only this function needs the configuration package
 
     for place in (checkpoint, checkpoint.absolute().parent):
         if (place / RESOLVED_CONFIG).is_file():
@@ -122,11 +163,10 @@ def settings_of_run(checkpoint: Path) -> Mapping[str, Any]:
 
 
 Part = Literal["vit", "aligner", "llm", "coord"]
-OFFSET = "coord_offset"
 
 
 def part_of(name: str) -> Part:
-    """The part of a Qwen3-VL model to which a parameter or module belongs; coordinate offsets are their own."""
+    """The part of a Qwen3-VL model to which a parameter or module belongs; coordinate offsets are one of their own."""
     if name.rpartition(".")[2] == OFFSET:
         return "coord"
     path = f".{name}."
@@ -139,18 +179,63 @@ _ANSWERS_DEPEND_ON = ("*.safetensors", "*config.json", "tokenizer.json", "chat_t
 
 
 def checkpoint_fingerprint(folder: Path) -> str:
-    """The first 16 hex digits of a SHA-256 over the names and contents of weights, tokenizer and configurations.
-
-    An adapter's folder stands for itself: its base is named in its configuration.
+    """The first 16 hex digits of a SHA-256 over the names and contents of weights, tokenizer and configurations. An
+    adapter's base is not read: the adapter's configuration names it.
 
     Raises:
         CheckpointError: no weights there.
     """
     files = sorted({path for pattern in _ANSWERS_DEPEND_ON for path in folder.glob(pattern) if path.is_file()})
     if not any(path.suffix == ".safetensors" for path in files):
-        raise CheckpointError(f"{folder}: holds no *.safetensors; name the folder of a checkpoint")
+        raise CheckpointError(f"{folder}: has no *.safetensors; name the folder of a checkpoint")
     digest = hashlib.sha256()
     for path in files:
         with path.open("rb") as file:
             digest.update(path.name.encode("utf-8") + b"\0" + hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()[:16]
+
+
+class _FileTokenizer:
+    """The part of transformers' fast tokenizer that :class:`CoordVocab` uses, on the library below it."""
+
+    def __init__(self, folder: Path) -> None:
+        from tokenizers import Tokenizer
+
+        try:
+            self._tokenizer = Tokenizer.from_file(str(folder / TOKENIZER))
+        except Exception as error:  # the library raises no type of its own
+            raise CheckpointError(
+                f"{folder}: its tokenizer cannot be read ({error}); restore the checkpoint's files"
+            ) from error
+        self._tokenizer.no_truncation()  # the file may set either
+        self._tokenizer.no_padding()
+        settings = read_object(folder, "special_tokens_map.json", "tokenizer's settings")
+        settings |= read_object(folder, "tokenizer_config.json", "tokenizer's settings")
+        self.eos_token_id = self._id(settings.get("eos_token"))
+        self.pad_token_id = self._id(settings.get("pad_token"))
+        named: list[Any] = [value for name, value in settings.items() if name.endswith("_token")]
+        for name in ("extra_special_tokens", "additional_special_tokens"):  # a list, or an object by name
+            extra = settings.get(name) or []
+            named += extra.values() if isinstance(extra, dict) else extra
+        ids = {self._id(token) for token in named if isinstance(token, str | dict)}
+        self.all_special_ids = sorted(token_id for token_id in ids if token_id is not None)
+
+    def __len__(self) -> int:
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    def __call__(self, text: str | list[str], add_special_tokens: bool) -> dict[str, Any]:
+        if isinstance(text, str):
+            return {"input_ids": self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids}
+        encoded = self._tokenizer.encode_batch(text, add_special_tokens=add_special_tokens)
+        return {"input_ids": [one.ids for one in encoded]}
+
+    def get_added_vocab(self) -> dict[str, int]:
+        return {token.content: token_id for token_id, token in self._tokenizer.get_added_tokens_decoder().items()}
+
+    def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str | None]:
+        return [self._tokenizer.id_to_token(token_id) for token_id in ids]
+
+    def _id(self, token: Any) -> int | None:
+        """``token`` as ``tokenizer_config.json`` has it: its text, or an object with it."""
+        content = token.get("content") if isinstance(token, dict) else token
+        return self._tokenizer.token_to_id(content) if isinstance(content, str) else None

@@ -85,12 +85,11 @@ def vocabulary_of(checkpoint: Path) -> CoordVocab:
     Raises:
         CheckpointError: no Qwen3-VL checkpoint, or no readable tokenizer. VocabError: no coordinate tokens.
     """
-    from coordexp.checkpoints.folder import read_config_file
-    from coordexp.checkpoints.tokenizer import has_tokenizer_file, read_vocab
+    from coordexp.checkpoints.folder import Checkpoint
 
-    read_config_file(checkpoint)
-    if has_tokenizer_file(checkpoint):
-        return read_vocab(checkpoint)
-    from coordexp.modeling.load import load_vocab  # with vocab.json alone, transformers knows the rest
+    opened = Checkpoint.open(checkpoint)
+    if opened.has_tokenizer_file:
+        return opened.read_vocab()
+    from coordexp.modeling.load import load_vocab  # vocab.json alone needs transformers
 
-    return load_vocab(checkpoint)
+    return load_vocab(opened)

@@ -11,8 +11,7 @@ from typing import Any, Literal
 
 import yaml
 
-from coordexp.checkpoints.folder import base_checkpoint, read_config_file, read_object, settings_of_run
-from coordexp.checkpoints.tokenizer import read_vocab
+from coordexp.checkpoints.folder import Checkpoint, read_object, settings_of_run
 from coordexp.config.schema import DEFAULT_PROMPT
 from coordexp.coords import CoordVocab, serialize_objects
 from coordexp.data.files import asset
@@ -53,20 +52,20 @@ def look_at(data: Path, model: Path, val: Path | None = None) -> DataAtHand:
         val: what evaluation answers [``val.jsonl`` beside it].
 
     Raises:
-        DataError: no dataset there, or a line that is none. CheckpointError, VocabError: as
-            :func:`~coordexp.checkpoints.tokenizer.read_vocab`. ConfigError: a sample that the model cannot hold.
+        DataError: no dataset there, or a line that is none. CheckpointError: no such checkpoint. VocabError: it has
+            no coordinate tokens. ConfigError: a sample that is too long for the model.
     """
     train = _train_file(data)
     beside = train.with_name("val.jsonl")
     val = val or (beside if beside.is_file() and beside != train else None)
-    config = read_config_file(model)
-    vocab = read_vocab(model)
+    checkpoint = Checkpoint.open(model)
+    vocab = checkpoint.read_vocab()
     records = read_jsonl(train)
     check_dataset(records)
     if val is not None:
         read_jsonl(val, limit=1)
-    sample, answer = _longest(records, vocab, base_checkpoint(model))
-    positions = int((config.get("text_config") or {}).get("max_position_embeddings") or _ROW)
+    sample, answer = _longest(records, vocab, checkpoint)
+    positions = checkpoint.num_positions or _ROW
     if sample > positions:
         raise ConfigError(
             f"{train}: its longest sample takes about {sample} tokens and {model} holds {positions}; convert the data "
@@ -193,9 +192,9 @@ def _train_file(data: Path) -> Path:
     return files[0]
 
 
-def _longest(records: Sequence[ImageRecord], vocab: CoordVocab, model: Path) -> tuple[int, int]:
+def _longest(records: Sequence[ImageRecord], vocab: CoordVocab, checkpoint: Checkpoint) -> tuple[int, int]:
     """Tokens of the longest sample, and of the longest answer."""
-    factor, low, high = _vision(model)
+    factor, low, high = _vision(checkpoint)
     prompt = len(vocab.encode(DEFAULT_PROMPT)) + _CHAT_TOKENS
     sample = answer = 0
     texts = sorted((serialize_objects(record.objects) for record in records), key=len, reverse=True)
@@ -207,15 +206,15 @@ def _longest(records: Sequence[ImageRecord], vocab: CoordVocab, model: Path) -> 
     return prompt + sample + answer, answer
 
 
-def _vision(model: Path) -> tuple[int, int, int]:
+def _vision(checkpoint: Checkpoint) -> tuple[int, int, int]:
     """Pixels of a token's side, least and most pixels of an image, as the checkpoint's image processor has them."""
-    settings = read_object(model, "processor_config.json", "processor").get("image_processor")
-    settings = settings or read_object(model, "preprocessor_config.json", "image processor")
+    settings = read_object(checkpoint.base, "processor_config.json", "processor").get("image_processor")
+    settings = settings or read_object(checkpoint.base, "preprocessor_config.json", "image processor")
     size = settings.get("size") or {}
     low = size.get("shortest_edge") or settings.get("min_pixels")
     high = size.get("longest_edge") or settings.get("max_pixels")
     if not (low and high and settings.get("patch_size") and settings.get("merge_size")):
-        raise CheckpointError(f"{model}: no image processor's sizes; restore processor_config.json")
+        raise CheckpointError(f"{checkpoint.base}: no image processor's sizes; restore processor_config.json")
     return settings["patch_size"] * settings["merge_size"], int(low), int(high)
 
 

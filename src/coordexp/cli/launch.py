@@ -126,7 +126,7 @@ def serve(
     # Before vLLM is imported: a mistake shows at once, and transformers would ask the hub for a missing folder.
     run = load_config(config, arguments=arguments or ())
     check_model_path(run, None)
-    from coordexp.checkpoints.positions import check_lengths
+    from coordexp.checkpoints.lengths import check_lengths
 
     check_lengths(run)
     logging.basicConfig(format="%(asctime)s %(name)s %(message)s")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from coordexp.checkpoints.folder import settings_of_run
-from coordexp.checkpoints.positions import num_positions
+from coordexp.checkpoints.lengths import num_positions
 from coordexp.config import RunConfig, parse_config
 from coordexp.config.base import default_of
 from coordexp.config.training import TrainingConfig

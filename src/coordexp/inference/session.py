@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from coordexp.checkpoints.folder import base_checkpoint
-from coordexp.checkpoints.positions import check_lengths
+from coordexp.checkpoints.folder import Checkpoint
+from coordexp.checkpoints.lengths import check_lengths
 from coordexp.config import RunConfig
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.data.images import open_rgb
@@ -38,10 +38,10 @@ def checked_model(config: RunConfig, model: str | Path | None) -> Path:
     Raises:
         CheckpointError, VocabError, ConfigError: no tokenizer of ours in it, or lengths that it cannot have.
     """
-    path = Path(model or config.model.model)
-    load_vocab(path)
-    check_lengths(config, path)
-    return path
+    checkpoint = Checkpoint.open(model or config.model.model)
+    load_vocab(checkpoint)
+    check_lengths(config, checkpoint)
+    return checkpoint.path
 
 
 @contextmanager
@@ -64,7 +64,7 @@ def open_session(
         vocab=loaded.vocab,
         image_token_id=loaded.image_token_id,
         weights=LearnerWeights(loaded.model),
-        checkpoint=base_checkpoint(model),
+        checkpoint=loaded.checkpoint.base,
         open_image=lambda path: loaded.preparation(open_rgb(path)),
         preparation=loaded.preparation,
     )

@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
 
-from coordexp.checkpoints.folder import base_checkpoint
+from coordexp.checkpoints.folder import Checkpoint
 from coordexp.config.schema import DEFAULT_PROMPT
 from coordexp.coords import serialize_objects
 from coordexp.data.images import open_rgb, shape_problem, smart_resize
@@ -231,9 +231,8 @@ def token_counter(checkpoint: Path, sample: ImageRecord) -> Callable[[ImageRecor
     Raises:
         CheckpointError, VocabError: the checkpoint cannot be read. DataError: the sample's image cannot be.
     """
-    vocab = load_vocab(checkpoint)
-    processor: Any = load_processor(base_checkpoint(checkpoint))
-    image_token = read_config(checkpoint).image_token_id
+    opened = Checkpoint.open(checkpoint)
+    vocab, processor, image_token = load_vocab(opened), load_processor(opened), read_config(opened).image_token_id
     vision = processor.image_processor
     factor = vision.patch_size * vision.merge_size
     low, high = vision.size["shortest_edge"], vision.size["longest_edge"]

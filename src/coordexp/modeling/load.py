@@ -1,5 +1,4 @@
-"""A checkpoint folder → model, processor and coordinate vocabulary, checked before weights are read; and a run's
-model → a plain folder that every tool loads: in another number type, or its adapters merged."""
+"""Load a checkpoint's model, processor and coordinate vocabulary; write a run's model as a plain checkpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
 from coordexp.checkpoints.describe import too_few_rows
-from coordexp.checkpoints.folder import base_checkpoint, base_of, is_adapter_folder, read_config_file
+from coordexp.checkpoints.folder import RESOLVED_CONFIG, Checkpoint, base_of, is_adapter_folder
 from coordexp.config.base import default_of
 from coordexp.config.schema import ModelConfig
 from coordexp.coords import CoordVocab
@@ -28,9 +27,10 @@ ATTENTION: str = default_of(ModelConfig, "attn_implementation")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    """A model with what belongs to it. ``attention`` is ``model.attn_implementation``'s value; ``preparation``: how the
-    images that it was trained on were brought to their size."""
+    """A model with its processor and vocabulary. ``attention``: the value of ``model.attn_implementation``;
+    ``preparation``: how the images that it was trained on were resized."""
 
+    checkpoint: Checkpoint
     model: Qwen3VLForConditionalGeneration
     processor: Any
     vocab: CoordVocab
@@ -43,57 +43,58 @@ class LoadedModel:
         return self.model.config.image_token_id
 
 
-def load_vocab(path: str | Path) -> CoordVocab:
+def load_vocab(path: str | Path | Checkpoint) -> CoordVocab:
     """Read and check only the tokenizer: cheap, so it runs before anything expensive.
 
     Raises:
-        CheckpointError: no such folder, or not a Qwen3-VL checkpoint. VocabError: no coordinate tokens.
+        CheckpointError: see :meth:`Checkpoint.open`. VocabError: no coordinate tokens.
     """
-    config = read_config(path)
-    tokenizer = _read(AutoTokenizer, base_checkpoint(path), "tokenizer")
+    checkpoint = Checkpoint.open(path)
+    rows = read_config(checkpoint).text_config.vocab_size
     try:
-        vocab = CoordVocab.from_tokenizer(tokenizer)
+        vocab = CoordVocab.from_tokenizer(_read(AutoTokenizer, checkpoint.base, "tokenizer"))
     except VocabError as error:
-        raise VocabError(f"{path}: {error}") from error
-    rows = config.text_config.vocab_size
+        raise VocabError(f"{checkpoint.path}: {error}") from error
     if max(vocab.coord_token_ids) >= rows:
-        raise VocabError(too_few_rows(path, max(vocab.coord_token_ids), rows))
+        raise VocabError(too_few_rows(checkpoint.path, max(vocab.coord_token_ids), rows))
     return vocab
 
 
-def load_model(path: str | Path, dtype: str = DTYPE, attention: str = ATTENTION) -> LoadedModel:
-    """Load a Qwen3-VL checkpoint that knows the coordinate tokens; a LoRA run's folder with its adapters merged.
+def load_model(path: str | Path | Checkpoint, dtype: str = DTYPE, attention: str = ATTENTION) -> LoadedModel:
+    """Load a Qwen3-VL checkpoint that has the coordinate tokens; a LoRA run's folder with its adapters merged.
 
     Raises:
         CheckpointError: weights that are unreadable, missing or of another shape. VocabError: no coordinate tokens.
     """
-    vocab = load_vocab(path)
-    model = _read_weights(path, getattr(torch, dtype))
-    model.name_or_path = str(Path(path).absolute())  # what adapters that are trained on it will name as their base
+    checkpoint = Checkpoint.open(path)
+    vocab = load_vocab(checkpoint)
+    model = _read_weights(checkpoint, getattr(torch, dtype))
+    model.name_or_path = str(checkpoint.path.absolute())  # adapters trained on it will name it as their base
     model.set_attn_implementation(transformers_names(attention))
-    return LoadedModel(model, load_processor(path), vocab, attention, read_preparation(path))
+    processor, preparation = load_processor(checkpoint), read_preparation(checkpoint.path)
+    return LoadedModel(checkpoint, model, processor, vocab, attention, preparation)
 
 
-def load_processor(path: str | Path) -> Any:
+def load_processor(path: str | Path | Checkpoint) -> Any:
     """The checkpoint's processor: tokenizer, image processor, chat template. Raises CheckpointError without one."""
-    return _read(AutoProcessor, base_checkpoint(path), "processor")
+    return _read(AutoProcessor, Checkpoint.open(path).base, "processor")
 
 
-def read_config(path: str | Path) -> Any:
-    """transformers' configuration of a Qwen3-VL checkpoint, whose folder holds a tokenizer too.
+def read_config(path: str | Path | Checkpoint) -> Any:
+    """transformers' configuration of a checkpoint.
 
     Raises:
-        CheckpointError: as :func:`~coordexp.checkpoints.folder.read_config_file`, or values that transformers refuses.
+        CheckpointError: see :meth:`Checkpoint.open`, or values that transformers refuses.
     """
-    read_config_file(path)
-    return _read(AutoConfig, base_checkpoint(path), "configuration")
+    return _read(AutoConfig, Checkpoint.open(path).base, "configuration")
 
 
-def _read_weights(path: str | Path, dtype: torch.dtype) -> Qwen3VLForConditionalGeneration:
-    """transformers starts missing weights at random and goes on; here that is an error."""
-    if is_adapter_folder(path):
-        merged = _read_weights(base_of(path), dtype)
-        merge_adapter(merged, Path(path))
+def _read_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> Qwen3VLForConditionalGeneration:
+    """As transformers' ``from_pretrained``, but missing weights are an error, not initialised at random."""
+    path = checkpoint.path
+    if checkpoint.parent is not None:
+        merged = _read_weights(checkpoint.parent, dtype)
+        merge_adapter(merged, path)
         return merged
     try:
         loaded: Any = Qwen3VLForConditionalGeneration.from_pretrained(path, dtype=dtype, output_loading_info=True)
@@ -121,19 +122,18 @@ def _read(source: Any, path: str | Path, what: str) -> Any:
 def export_checkpoint(checkpoint: Path, output: Path, dtype: str = DTYPE) -> Path:
     """Write model, tokenizer, processor, chat template and image preparation of ``checkpoint``, weights as ``dtype``.
 
-    With it travels the run's ``resolved_config.yaml``, where there is one: it says what the model was asked. Nothing
-    else does: no optimizer, no trainer state. Attention is reset to transformers' default, so that the
-    folder loads everywhere.
+    The run's ``resolved_config.yaml`` is copied if there is one: it has the prompt. Optimizer and trainer state are
+    not. Attention is reset to transformers' default, so that the folder loads everywhere.
 
     Raises:
-        CheckpointError, VocabError: as :func:`coordexp.modeling.load.load_model`.
+        CheckpointError, VocabError: see :func:`load_model`.
     """
     loaded = load_model(checkpoint, dtype, attention="sdpa")
     output.mkdir(parents=True, exist_ok=True)
     loaded.model.save_pretrained(output)
     loaded.processor.save_pretrained(output)
     write_preparation(loaded.preparation, output)
-    resolved = checkpoint / "resolved_config.yaml"
+    resolved = checkpoint / RESOLVED_CONFIG
     if resolved.is_file():
         (output / resolved.name).write_bytes(resolved.read_bytes())
     return output
@@ -142,22 +142,21 @@ def export_checkpoint(checkpoint: Path, output: Path, dtype: str = DTYPE) -> Pat
 def merge_checkpoint(folder: Path, output: Path, base: Path | None = None, dtype: str | None = None) -> Path:
     """Write the base model of ``folder``, with its adapters and coordinate offsets merged in, to ``output``.
 
-    ``base`` stands in for the folder that the adapters name; ``dtype`` None keeps the base's number type. Each merged
-    matrix is computed in float32 and rounded once.
+    ``base`` replaces the folder that the adapters name; ``dtype`` None keeps the base's number type. Each merged matrix
+    is computed in float32 and rounded once.
 
     Raises:
-        CheckpointError: no adapters, or adapters of another model. VocabError: as
-            :func:`coordexp.modeling.load.load_model`.
+        CheckpointError: no adapters, or adapters of another model. VocabError: see :func:`load_model`.
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder")
     if not is_adapter_folder(folder):
         raise CheckpointError(
-            f"{folder}: holds no adapters to merge; a full model is copied by: coordexp model export FOLDER OUTPUT"
+            f"{folder}: has no adapters to merge; a full model is copied by: coordexp model export FOLDER OUTPUT"
         )
-    base = base or base_of(folder)
-    stored = read_config(base_checkpoint(base)).dtype
-    loaded = load_model(base, dtype or str(stored or "float32").removeprefix("torch."), attention="sdpa")
+    parent = Checkpoint.open(base or base_of(folder))
+    stored = read_config(parent).dtype
+    loaded = load_model(parent, dtype or str(stored or "float32").removeprefix("torch."), attention="sdpa")
     merge_adapter(loaded.model, folder)
     output.mkdir(parents=True, exist_ok=True)
     loaded.model.save_pretrained(output)

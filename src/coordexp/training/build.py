@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from coordexp import distributed
-from coordexp.checkpoints.positions import check_lengths, length_advice
+from coordexp.checkpoints.lengths import check_lengths, length_advice
 from coordexp.config import RunConfig, advice, check_world_size, resolved_rollout, rollout_contract
 from coordexp.config.environment import check_training_environment
 from coordexp.config.rollout import RolloutMatchingConfig
@@ -352,7 +352,6 @@ def _train(trainer: CoordExpTrainer, resume: Path | None, stop_within_s: float) 
 
 def _learner_parts(config: RunConfig, loaded: LoadedModel, offload: LearnerOffload | None) -> LearnerParts:
     """What rollout backends may need of the learner."""
-    from coordexp.checkpoints.folder import base_checkpoint
     from coordexp.data.images import open_rgb
     from coordexp.modeling.weights import LearnerWeights
     from coordexp.rollouts.learner import LearnerParts
@@ -362,7 +361,7 @@ def _learner_parts(config: RunConfig, loaded: LoadedModel, offload: LearnerOfflo
         vocab=loaded.vocab,
         image_token_id=loaded.image_token_id,
         weights=LearnerWeights(loaded.model) if offload is None else LearnerWeights(loaded.model, offload.current),
-        checkpoint=base_checkpoint(config.model.model),
+        checkpoint=loaded.checkpoint.base,
         open_image=open_rgb,
         offload=nullcontext if offload is None else offload.away,
     )

@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from coordexp.checkpoints.describe import describe
-from coordexp.checkpoints.folder import part_of
-from coordexp.checkpoints.tokenizer import read_vocab
+from coordexp.checkpoints.folder import Checkpoint, part_of
 from coordexp.coords import CoordVocab, serialize_objects
 from coordexp.data.files import asset
 from coordexp.errors import CheckpointError, VocabError
@@ -32,6 +31,7 @@ ANSWER = serialize_objects(
 def qwen(folder: Path) -> Path:
     """A folder with the real Qwen's tokenizer, as transformers saves it."""
     qwen_tokenizer().save_pretrained(folder)
+    (folder / "config.json").write_text('{"model_type": "qwen3_vl"}')
     return folder
 
 
@@ -39,7 +39,10 @@ def qwen(folder: Path) -> Path:
 def test_the_vocabulary_is_transformers_own(which: str, tmp_path: Path) -> None:
     make = {"tiny": tiny_checkpoint, "demo": lambda: asset("checkpoints/demo-stage1"), "qwen": lambda: qwen(tmp_path)}
     folder = make[which]()
-    found, expected = read_vocab(folder), CoordVocab.from_tokenizer(AutoTokenizer.from_pretrained(folder))
+    found, expected = (
+        Checkpoint.open(folder).read_vocab(),
+        CoordVocab.from_tokenizer(AutoTokenizer.from_pretrained(folder)),
+    )
     assert found.pieces == expected.pieces and found.coord_token_ids == expected.coord_token_ids
     assert (found.eos_id, found.control_ids, found.reserved_ids) == (
         expected.eos_id, expected.control_ids, expected.reserved_ids
@@ -93,7 +96,7 @@ def test_what_is_wrong_with_a_tokenizer_is_said(tmp_path: Path) -> None:
     content["added_tokens"] = [token for token in content["added_tokens"] if "coord_7|" not in token["content"]]
     (folder / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(VocabError, match=r"lacks 1 of the 1000 coordinate tokens.*expand-vocab"):
-        read_vocab(folder)
+        Checkpoint.open(folder).read_vocab()
     (folder / "tokenizer.json").write_text("{")
     with pytest.raises(CheckpointError, match="its tokenizer cannot be read"):
-        read_vocab(folder)
+        Checkpoint.open(folder).read_vocab()

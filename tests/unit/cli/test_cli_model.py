@@ -53,7 +53,7 @@ def test_merge_into_another_number_type_from_a_moved_base(
     assert json.loads(run_cli(capsys, "model", "info", tmp_path / "out", "--json").out)["dtype"] == "bfloat16"
 
 
-@pytest.mark.parametrize(("source", "says"), [("base", "holds no adapters to merge"), ("none", "no such folder")])
+@pytest.mark.parametrize(("source", "says"), [("base", "no adapters to merge"), ("none", "no such folder")])
 def test_what_cannot_be_merged_is_one_line(
     source: str, says: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,7 +14,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3VLForConditionalGeneration
 
-from coordexp.checkpoints.folder import CONFIG, OFFSETS, WEIGHTS, base_checkpoint, base_of, is_adapter_folder
+from coordexp.checkpoints.folder import CONFIG, OFFSETS, WEIGHTS, Checkpoint, is_adapter_folder
 from coordexp.errors import CheckpointError
 from coordexp.modeling.adapter import has_adapter, load_adapter, save_adapter
 from coordexp.modeling.load import export_checkpoint, load_model, load_vocab, merge_checkpoint
@@ -72,7 +72,7 @@ def test_an_adapter_folder_loads_as_the_merged_model(tmp_path: Path) -> None:
     """``coordexp evaluate`` and ``model.model`` take a LoRA run's folder."""
     loaded = tuned(lora())
     save_adapter(loaded.model, tmp_path)
-    assert base_checkpoint(tmp_path) == base_of(tmp_path) == tiny_checkpoint()
+    assert Checkpoint.open(tmp_path).base == tiny_checkpoint()
     assert load_vocab(tmp_path).coord_token_ids == loaded.vocab.coord_token_ids
     again = load_model(tmp_path, "float32")
     assert not has_adapter(again.model)
@@ -83,8 +83,9 @@ def test_adapters_on_a_model_of_adapters_find_the_way_down(tmp_path: Path) -> No
     save_adapter(tuned(lora()).model, tmp_path / "first")
     second = tuned(lora(use_dora=True), checkpoint=tmp_path / "first")
     save_adapter(second.model, tmp_path / "second")
-    assert base_of(tmp_path / "second") == tmp_path / "first"
-    assert base_checkpoint(tmp_path / "second") == tiny_checkpoint()
+    opened = Checkpoint.open(tmp_path / "second")
+    assert opened.parent is not None and opened.parent.path == tmp_path / "first"
+    assert opened.base == tiny_checkpoint()
     again = load_model(tmp_path / "second", "float32").model
     assert all(torch.equal(again.get_parameter(name), value) for name, value in pushed(second.model).items())
 
@@ -111,7 +112,7 @@ def test_a_base_that_moved_can_be_named(tmp_path: Path) -> None:
     loaded = tuned(lora(), checkpoint=base)
     save_adapter(loaded.model, tmp_path / "run")
     base.rename(tmp_path / "moved")
-    with pytest.raises(CheckpointError, match=r"holds adapters of the model .*base, which is no folder here.*--base"):
+    with pytest.raises(CheckpointError, match="/base,.*--base"):
         load_model(tmp_path / "run", "float32")
     merged = load_model(merge_checkpoint(tmp_path / "run", tmp_path / "out", base=tmp_path / "moved"), "float32").model
     assert all(torch.equal(merged.get_parameter(name), value) for name, value in pushed(loaded.model).items())
@@ -169,7 +170,7 @@ def test_what_cannot_be_merged_is_one_clear_error(damage: Callable[[Path], None]
 
 
 def test_a_plain_folder_has_nothing_to_merge(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="holds no adapters to merge"):
+    with pytest.raises(CheckpointError, match="no adapters to merge"):
         merge_checkpoint(tiny_checkpoint(), tmp_path)
     with pytest.raises(CheckpointError, match="no such folder"):
         merge_checkpoint(tmp_path / "none", tmp_path / "out")

@@ -62,16 +62,16 @@ def run_server(options: ServeOptions, *, gpu: bool) -> None:
 async def _serve(options: ServeOptions, gpu: bool, listener: socket.socket) -> None:
     import uvicorn
 
-    from coordexp.checkpoints.folder import base_checkpoint
+    from coordexp.checkpoints.folder import Checkpoint
     from coordexp.modeling.load import load_processor
     from coordexp.serving.serve.app import build_app
     from coordexp.serving.serve.engines import EngineGroup
     from coordexp.serving.serve.requests import PromptBuilder
     from coordexp.serving.serve.service import RolloutServer
 
-    # Of a LoRA run's folder the engine loads the base; the learner's first push brings the rest.
-    options = replace(options, model=base_checkpoint(options.model))
-    prompts = PromptBuilder(load_processor(options.model), options.max_images)
+    checkpoint = Checkpoint.open(options.model)
+    options = replace(options, model=checkpoint.base)  # adapters arrive with the learner's first push
+    prompts = PromptBuilder(load_processor(checkpoint), options.max_images)
     engines = EngineGroup.start(options, gpu)
     try:
         await engines.check_answers()

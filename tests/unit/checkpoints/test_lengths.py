@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from coordexp.checkpoints.positions import check_lengths, length_advice, num_positions
+from coordexp.checkpoints.lengths import check_lengths, length_advice, num_positions
 from coordexp.config import RunConfig, parse_config
 from coordexp.errors import ConfigError
 from coordexp.training.build import check_run
@@ -17,7 +17,8 @@ from support.tiny_run import run_config
 
 
 def checkpoint(folder: Path, **text: Any) -> Path:
-    (folder / "config.json").write_text(json.dumps({"text_config": text}), encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3_vl", "text_config": text}), encoding="utf-8")
+    (folder / "tokenizer.json").write_text("{}", encoding="utf-8")
     return folder
 
 
