@@ -112,7 +112,7 @@ def test_a_base_that_moved_can_be_named(tmp_path: Path) -> None:
     loaded = tuned(lora(), checkpoint=base)
     save_adapter(loaded.model, tmp_path / "run")
     base.rename(tmp_path / "moved")
-    with pytest.raises(CheckpointError, match="/base,.*--base"):
+    with pytest.raises(CheckpointError, match=r"/base,.*--base"):
         load_model(tmp_path / "run", "float32")
     merged = load_model(merge_checkpoint(tmp_path / "run", tmp_path / "out", base=tmp_path / "moved"), "float32").model
     assert all(torch.equal(merged.get_parameter(name), value) for name, value in pushed(loaded.model).items())
