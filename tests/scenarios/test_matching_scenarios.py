@@ -9,7 +9,7 @@ from coordexp.records import GTObject
 
 
 @pytest.mark.scenario("Pre-assignment gating prevents wrong matches and triggers FN append")
-def test_a_shape_under_the_gate_with_everything_is_false_positive_and_all_gt_is_appended():
+def test_prediction_below_the_gate_is_a_false_positive_and_all_objects_are_appended():
     config = MatchingConfig(maskiou_gate=0.5)
     predicted = [GTObject("cat", "bbox_2d", (100, 100, 200, 200))]
     ground_truth = [
@@ -31,7 +31,7 @@ def test_a_shape_under_the_gate_with_everything_is_false_positive_and_all_gt_is_
 
 
 @pytest.mark.scenario("Pre-assignment gating prevents wrong matches and triggers FN append")
-def test_a_pair_under_the_gate_never_takes_part_in_the_assignment():
+def test_pair_below_the_gate_is_not_a_candidate():
     """Without the gate the cheapest assignment crosses over: p0 with g1, p1 with g0. Were the gate asked afterwards, it
     would take p1 away and leave p0 with its second best."""
     config = MatchingConfig(maskiou_gate=0.5)

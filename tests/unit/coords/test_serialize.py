@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -39,46 +40,46 @@ def test_append_follows_the_last_character(prefix: str, objects: list[GTObject],
 
 
 @pytest.mark.parametrize("prefix", ["", "  ", '{"object_1": [', '{"object_1": []', '{"object_1": "a"', "{\u200b"])
-def test_no_place_to_append(prefix: str) -> None:
-    with pytest.raises(AppendError, match=r"cannot append after .*ends with '\{', ',' or '\}'"):
+def test_append_elsewhere_is_refused(prefix: str) -> None:
+    with pytest.raises(AppendError, match=re.escape(repr(prefix))):
         serialize_append([A], prefix, 1)
 
 
 @pytest.mark.parametrize(
-    ("prefix", "complaint"),
+    ("prefix", "named"),
     [
-        ('{"object_1": {', "2 brackets are open"),
-        ('{"object_1": {"desc": {}', "2 brackets are open"),
-        ('{"object_1": {"bbox_2d": [{}', "3 brackets are open"),
-        ("{}", "0 brackets are open"),
-        ('{"object_1": {}}', "0 brackets are open"),
-        ('{"object_1": {"desc": "a}', "inside a string"),
-        ('{"object_1": {"desc": "a\\"}', "inside a string"),
-        ('{"object_1": {"desc": "}{"},"', "inside a string"),
+        ('{"object_1": {', "2 brackets"),
+        ('{"object_1": {"desc": {}', "2 brackets"),
+        ('{"object_1": {"bbox_2d": [{}', "3 brackets"),
+        ("{}", "0 brackets"),
+        ('{"object_1": {}}', "0 brackets"),
+        ('{"object_1": {"desc": "a}', "string"),
+        ('{"object_1": {"desc": "a\\"}', "string"),
+        ('{"object_1": {"desc": "}{"},"', "string"),
     ],
 )
-def test_only_the_open_root_takes_entries(prefix: str, complaint: str) -> None:
-    with pytest.raises(AppendError, match=complaint):
+def test_append_outside_of_the_root_is_refused(prefix: str, named: str) -> None:
+    with pytest.raises(AppendError, match=named):
         serialize_append([A], prefix, 2)
 
 
-def test_brackets_in_strings_are_text() -> None:
+def test_brackets_in_strings_do_not_count() -> None:
     assert serialize_append([], '{"object_1": {"desc": "}{ \\"]["}', 2) == "}"
 
 
-def test_a_trailing_comma_needs_an_object() -> None:
-    with pytest.raises(AppendError, match="cut before the comma"):
+def test_trailing_comma_needs_an_object() -> None:
+    with pytest.raises(AppendError, match="comma"):
         serialize_append([], '{"object_1": {},', 2)
 
 
-def test_a_polygon_is_a_flat_quoted_list() -> None:
+def test_polygon_is_a_flat_quoted_list() -> None:
     assert serialize_objects([GTObject("t", "poly", (1, 2, 3, 4, 5, 6))]) == (
         '{"object_1": {"desc": "t", "poly": ["<|coord_1|>", "<|coord_2|>", "<|coord_3|>", "<|coord_4|>", '
         '"<|coord_5|>", "<|coord_6|>"]}}'
     )
 
 
-def test_no_objects_are_an_empty_object() -> None:
+def test_no_objects_give_an_empty_object() -> None:
     assert serialize_objects([]) == "{}"
 
 
@@ -102,7 +103,7 @@ BOXES = st.tuples(*[st.integers(0, 999)] * 4)
     order=st.sampled_from(["desc_first", "geometry_first"]),
     start=st.integers(0, 99),
 )
-def test_text_is_json_and_spans_are_the_descriptions(descs, box, order, start) -> None:
+def test_text_is_json_and_spans_are_its_descriptions(descs, box, order, start) -> None:
     objects = [GTObject(desc, "bbox_2d", box) for desc in descs]
     fragment = append_fragment(objects, "{", start, order)
     assert fragment.text == serialize_append(objects, "{", start, order)

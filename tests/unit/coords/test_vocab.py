@@ -29,7 +29,7 @@ TEXTS = [
 
 @both
 @pytest.mark.parametrize("text", TEXTS)
-def test_encode_and_decode_are_the_tokenizers_own(make_vocab, make_tokenizer, text: str) -> None:
+def test_encode_and_decode_agree_with_the_tokenizer(make_vocab, make_tokenizer, text: str) -> None:
     vocab, tokenizer = make_vocab(), make_tokenizer()
     ids = vocab.encode(text)
     assert ids == tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -40,7 +40,7 @@ def test_encode_and_decode_are_the_tokenizers_own(make_vocab, make_tokenizer, te
 @both
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_decode_equals_the_tokenizers_for_any_ids(make_vocab, make_tokenizer, data) -> None:
+def test_decode_agrees_with_the_tokenizer_for_any_ids(make_vocab, make_tokenizer, data) -> None:
     vocab, tokenizer = make_vocab(), make_tokenizer()
     ids = data.draw(st.lists(st.integers(0, len(vocab) - 1), max_size=12))
     exact = b"".join(vocab.piece_bytes(i) for i in ids)
@@ -64,7 +64,7 @@ def test_bins_and_ids_are_one_to_one(make_vocab, make_tokenizer) -> None:
 
 
 @both
-def test_control_tokens_are_named_and_exclude_coordinates(make_vocab, make_tokenizer) -> None:
+def test_control_tokens_exclude_coordinates(make_vocab, make_tokenizer) -> None:
     vocab, tokenizer = make_vocab(), make_tokenizer()
     assert vocab.eos_id == tokenizer.convert_tokens_to_ids(TURN_END)
     known = [token for token in ("<|im_start|>", TURN_END, "<|endoftext|>", "<|vision_start|>", "<|vision_end|>",
@@ -82,7 +82,7 @@ def test_qwen_ids_are_the_documented_ones() -> None:
     assert (vocab.eos_id, vocab.coord_token_ids[0], vocab.coord_token_ids[-1]) == (151_645, 151_670, 152_669)
 
 
-def test_a_character_over_several_tokens_decodes_whole() -> None:
+def test_character_over_several_tokens_is_decoded_whole() -> None:
     vocab = qwen_vocab()
     ids = vocab.encode("𓃠")
     assert len(ids) > 1
@@ -98,16 +98,16 @@ def byte_tokenizer(added: list[str], alphabet: str = "ab") -> PreTrainedTokenize
 
 
 @pytest.mark.parametrize(
-    ("added", "alphabet", "complaint"),
+    ("added", "alphabet", "named"),
     [
-        ([TURN_END], "ab", r"lacks 1000 of the 1000 coordinate tokens \(first: <\|coord_0\|>\).*expand-vocab"),
-        ([TURN_END, *COORD_TOKENS[:-1]], "ab", r"lacks 1 of the 1000 coordinate tokens \(first: <\|coord_999\|>\)"),
-        ([*COORD_TOKENS], "ab", r"no <\|im_end\|> token"),
-        ([TURN_END, *COORD_TOKENS], "a▁", r"token 1 \('▁'\) is not byte-level BPE"),
+        ([TURN_END], "ab", r"<\|coord_0\|>.*expand-vocab"),
+        ([TURN_END, *COORD_TOKENS[:-1]], "ab", r"<\|coord_999\|>"),
+        ([*COORD_TOKENS], "ab", r"<\|im_end\|>"),
+        ([TURN_END, *COORD_TOKENS], "a▁", "▁"),
     ],
 )
-def test_an_unusable_tokenizer_is_refused(added: list[str], alphabet: str, complaint: str) -> None:
-    with pytest.raises(VocabError, match=complaint):
+def test_unusable_tokenizer_is_refused(added: list[str], alphabet: str, named: str) -> None:
+    with pytest.raises(VocabError, match=named):
         CoordVocab.from_tokenizer(byte_tokenizer(added, alphabet))
 
 
@@ -125,29 +125,27 @@ SCENES = st.lists(st.builds(lambda desc, shape: GTObject(desc, *shape), DESCS, S
 @both
 @settings(max_examples=150, deadline=None)
 @given(scene=SCENES, order=st.sampled_from(["desc_first", "geometry_first"]), start=st.integers(1, 2000))
-def test_an_answer_encoded_part_by_part_is_what_the_tokenizer_says(make_vocab, make_tokenizer, scene, order, start):
+def test_encode_answer_agrees_with_the_tokenizer(make_vocab, make_tokenizer, scene, order, start):
     vocab, tokenizer = make_vocab(), make_tokenizer()
-    assert vocab._splits_at_coords
     for prefix in ("{", '{"object_1": {}'):
         text = serialize_append(scene, prefix, start, order)
         assert vocab.encode_answer(text) == tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_any_text_encoded_part_by_part(text: str) -> None:
+def test_encode_answer_of_any_text(text: str) -> None:
     assert qwen_vocab().encode_answer(text) == qwen_vocab().encode(text)
 
 
-def test_remembered_parts_are_bounded_and_stay_right(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_encode_answer_after_its_cache_was_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("coordexp.coords.vocab._MAX_REMEMBERED", 5)
     vocab = CoordVocab.from_tokenizer(tiny_tokenizer())
     for n in range(1, 30):
         text = serialize_append([GTObject(f"cat {n}", "bbox_2d", (1, 2, 3, n))] * 2, "{", n)
         assert vocab.encode_answer(text) == vocab.encode(text)
-        assert len(vocab._ids_of_part) <= 5
 
 
-def test_a_tokenizer_that_does_not_split_at_coordinates_is_asked_for_the_whole() -> None:
+def test_tokenizer_that_glues_coordinates_encodes_the_whole_text() -> None:
     class Gluing:
         """Writes a coordinate and the quote behind it as one token, as no added token would."""
 
@@ -167,5 +165,4 @@ def test_a_tokenizer_that_does_not_split_at_coordinates_is_asked_for_the_whole()
 
     vocab = CoordVocab.from_tokenizer(Gluing())
     text = '["<|coord_1|>"]'
-    assert not vocab._splits_at_coords
     assert vocab.encode_answer(text) == vocab.encode(text) != tiny_vocab().encode(text)

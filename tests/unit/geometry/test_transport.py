@@ -51,7 +51,7 @@ def test_far_apart_shapes_keep_their_shape(cost, shift):
 
 @pytest.mark.parametrize("cost", ["l1", "l2"])
 @pytest.mark.parametrize("direction", [(1, 0), (-1, 0), (0, 1), (1, 1), (1, 0.5)])
-def test_no_shift_collapses_a_shape_and_none_is_a_jump(cost, direction):
+def test_targets_are_continuous_while_shapes_move_apart(cost, direction):
     """From one on the other, over touching, to a gap: in steps of a bin no target leaps, and the square stays one."""
     shifts = np.arange(0, 131)[:, None] * np.array(direction)
     targets = np.stack([barycentric_targets(SQUARE, SQUARE + shift, cost=cost) - shift for shift in shifts])
@@ -65,7 +65,7 @@ def test_no_shift_collapses_a_shape_and_none_is_a_jump(cost, direction):
 
 @settings(max_examples=100, deadline=None)
 @given(POINTS, POINTS, st.integers(-999, 999), st.integers(-999, 999))
-def test_the_targets_are_continuous_in_the_predicted_shape(pred, gt, dx, dy):
+def test_targets_are_continuous_in_the_predicted_shape(pred, gt, dx, dy):
     there = np.array(pred) + np.array([dx, dy])
     found, beside = (barycentric_targets(there + step, gt) for step in (0.0, 1e-6))
     np.testing.assert_allclose(found, beside, atol=1e-3)
@@ -76,14 +76,14 @@ def test_tiny_epsilon_neither_overflows_nor_underflows():
     np.testing.assert_allclose(got, SHIFTED, atol=1e-6)
 
 
-def test_the_order_of_ground_truth_points_does_not_matter():
+def test_order_of_ground_truth_points_does_not_matter():
     turned = np.roll(SHIFTED, 1, axis=0)[::-1]
     np.testing.assert_allclose(barycentric_targets(SQUARE, turned), barycentric_targets(SQUARE, SHIFTED))
 
 
 @settings(max_examples=150, deadline=None)
 @given(POINTS, POINTS, st.sampled_from(["l1", "l2"]), st.sampled_from([7.1, 10.0, 100.0]), st.sampled_from([1, 30]))
-def test_the_multiplicative_form_is_the_logarithmic_one(pred, gt, cost, epsilon, iters):
+def test_multiplicative_and_logarithmic_form_agree(pred, gt, cost, epsilon, iters):
     arguments = {"cost": cost, "epsilon": epsilon, "iters": iters}
     with mock.patch.object(transport, "_MAX_SPREAD", 300.0):
         multiplied = barycentric_targets(pred, gt, **arguments)
@@ -94,7 +94,7 @@ def test_the_multiplicative_form_is_the_logarithmic_one(pred, gt, cost, epsilon,
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(POINTS, POINTS), max_size=5), st.sampled_from([0.5, 10.0]), st.sampled_from([13, 128]))
-def test_many_at_once_are_each_alone(pairs, epsilon, at_once):
+def test_batch_equals_single_calls(pairs, epsilon, at_once):
     """Some problems share a kernel, some are too far spread for it: none may touch another."""
     with mock.patch.object(transport, "_POINTS_AT_ONCE", at_once):
         together = barycentric_targets_of(pairs, "l2", epsilon, 30)
@@ -113,16 +113,16 @@ def test_targets_lie_within_the_ground_truth(pred, gt, cost, epsilon):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "complaint"),
+    ("arguments", "named"),
     [
-        ({"epsilon": 0.0}, "epsilon must be a positive number"),
-        ({"epsilon": float("nan")}, "epsilon must be a positive number"),
-        ({"iters": 0}, "iters must be at least 1"),
-        ({"cost": "l3"}, "cost must be 'l1' or 'l2'"),
-        ({"gt_points": np.zeros((0, 2))}, "gt_points must be a non-empty"),
-        ({"pred_points": [1, 2, 3]}, "pred_points must be a non-empty"),
+        ({"epsilon": 0.0}, "epsilon"),
+        ({"epsilon": float("nan")}, "epsilon"),
+        ({"iters": 0}, "iters"),
+        ({"cost": "l3"}, "cost"),
+        ({"gt_points": np.zeros((0, 2))}, "gt_points"),
+        ({"pred_points": [1, 2, 3]}, "pred_points"),
     ],
 )
-def test_bad_arguments_are_refused(arguments, complaint):
-    with pytest.raises(ValueError, match=complaint):
+def test_bad_arguments_are_refused(arguments, named):
+    with pytest.raises(ValueError, match=named):
         barycentric_targets(**{"pred_points": SQUARE, "gt_points": SQUARE, **arguments})

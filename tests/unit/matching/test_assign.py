@@ -117,7 +117,7 @@ def test_outcome(predicted, ground_truth, settings_, pairs, rejections):
     ("predicted", "ground_truth", "fp", "fn"),
     [([], [], (), ()), ([], [at(0), FAR_1], (), (0, 1)), ([at(0), FAR_1], [], (0, 1), ())],
 )
-def test_an_empty_side_leaves_the_other_unmatched(predicted, ground_truth, fp, fn):
+def test_empty_side_leaves_the_other_unmatched(predicted, ground_truth, fp, fn):
     result = match_objects(predicted, ground_truth)
     assert (result.pairs, result.fp_pred_idx, result.fn_gt_idx, result.num_gate_rejections) == ((), fp, fn, 0)
 
@@ -128,7 +128,7 @@ def test_any_pair_past_the_gate_can_match_at_default_costs():
 
 
 @pytest.mark.parametrize(
-    ("bad", "complaint"),
+    ("bad", "key"),
     [
         ({"candidate_top_k": 0}, "candidate_top_k"),
         ({"maskiou_gate": 1.5}, "maskiou_gate"),
@@ -137,8 +137,8 @@ def test_any_pair_past_the_gate_can_match_at_default_costs():
         ({"fn_cost": float("inf")}, "fn_cost"),
     ],
 )
-def test_config_bounds(bad, complaint):
-    with pytest.raises(ConfigError, match=complaint):
+def test_config_bounds(bad, key):
+    with pytest.raises(ConfigError, match=key):
         MatchingConfig(**bad)
 
 
@@ -149,7 +149,7 @@ SMALL_SCENES = st.lists(
 
 @settings(max_examples=150, deadline=None)
 @given(SMALL_SCENES, SMALL_SCENES, st.sampled_from([(1.0, 1.0), (0.4, 0.5), (0.0, 0.0)]))
-def test_the_total_cost_is_the_least_of_all_assignments(predicted, ground_truth, costs):
+def test_total_cost_is_minimal_over_all_assignments(predicted, ground_truth, costs):
     fp_cost, fn_cost = costs
     config = MatchingConfig(fp_cost=fp_cost, fn_cost=fn_cost)
     result = match_objects(predicted, ground_truth, config)
@@ -224,7 +224,7 @@ def test_the_assignment_is_optimal_and_prefers_lower_indices(predicted, ground_t
         assert total(changed) > least + 1e-12, f"prediction {i} could have object {j} at the same cost"
 
 
-def test_the_costs_of_being_alone_are_one_by_default():
+def test_unmatched_costs_are_one_by_default():
     """So a pair that passes the gate is always cheaper than leaving both alone."""
     assert (MatchingConfig().fp_cost, MatchingConfig().fn_cost) == (1.0, 1.0)
 
@@ -234,7 +234,7 @@ def test_the_costs_of_being_alone_are_one_by_default():
     [((0.65, 0.62, 0.62), []), ((0.75, 0.74, 0.74), [1, 2]), ((0.75, 0.6, 0.6), [0])],
     ids=["dearer than both alone", "two pairs", "one pair"],
 )
-def test_a_prediction_and_an_object_alone_have_costs_of_their_own(ious, chosen):
+def test_fp_cost_and_fn_cost_are_separate(ious, chosen):
     """Three pairs that compete, an object alone twice as dear as a prediction alone: 0.3 for both."""
     config = MatchingConfig(fp_cost=0.1, fn_cost=0.2)
     found = assign_pairs(np.array([0, 0, 1]), np.array([0, 1, 0]), np.array(ious), config)

@@ -39,7 +39,7 @@ def test_one_sample(response, counts):
     assert {name: n for name, n in got.items() if n} == {name: n for name, n in want.items() if n}
 
 
-def test_samples_add_up_and_nothing_is_nothing():
+def test_samples_add_up():
     vocab = qwen_vocab()
     one, two = (outcome_of(text, [CAT], vocab) for text in (answer(entry(1, NEAR_CAT)), answer(entry(1, FAR))))
     together = rollout_counters([one, two])
@@ -49,7 +49,7 @@ def test_samples_add_up_and_nothing_is_nothing():
     assert rollout_counters([]) == {}
 
 
-def test_an_answer_that_the_guard_ended_is_counted():
+def test_answer_ended_by_the_repeat_guard_is_counted():
     sound = outcome_of(answer(entry(1, NEAR_CAT)), [CAT], qwen_vocab())
     ended = replace(sound, rollout=replace(sound.rollout, repeat_terminated=True))
     assert rollout_counters([sound, ended])["rollout/repeat_terminate_triggered_sequences"] == 1

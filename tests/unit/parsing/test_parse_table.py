@@ -250,11 +250,11 @@ def test_desc_is_decoded_from_its_whole_span(desc: str, text: str) -> None:
 
 
 @pytest.mark.parametrize(("answer", "replaced"), [(f"NOT_JSON{END}", 1), ("", 1), ("{", 0), (f"{{{O1}", 0)])
-def test_a_prefix_that_is_not_the_models_own_says_how_much_of_it_is_new(answer: str, replaced: int) -> None:
+def test_lone_brace_counts_as_replaced(answer: str, replaced: int) -> None:
     assert read(answer).num_replaced_tail == replaced
 
 
-def test_half_a_character_in_a_desc_hurts_nothing_else() -> None:
+def test_half_a_character_in_a_desc_becomes_a_replacement_character() -> None:
     ids = qwen_vocab().encode(around(box("龘")))
     half = next(i for i, t in enumerate(ids) if "�" in qwen_vocab().piece(t))
     parsed = parse_rollout(ids[:half] + ids[half + 1 :], qwen_vocab())
@@ -274,7 +274,7 @@ def test_coordinates_point_at_their_tokens() -> None:
     assert second.startswith(' "object_2"') and second.endswith("]]}")
 
 
-def test_spelled_coordinates_are_no_coordinate_tokens() -> None:
+def test_spelled_coordinates_are_not_coordinate_tokens() -> None:
     vocab = qwen_vocab()
     head, tail = vocab.encode(f'{{{O1}, "object_2": {{"desc": "cat", "bbox_2d": ['), vocab.encode("]}}")
     parsed = parse_rollout(head + spelled(coords(1, 2, 3, 4)[1:-1]) + tail, vocab)
@@ -285,7 +285,7 @@ def test_spelled_coordinates_are_no_coordinate_tokens() -> None:
     assert [obj.index for obj in parsed.objects] == [1] and parsed.max_object_index == 2
 
 
-def test_spelled_bare_coordinate_is_no_json() -> None:
+def test_spelled_bare_coordinate_is_not_json() -> None:
     vocab = qwen_vocab()
     head, tail = vocab.encode(f'{{{O1}, "object_2": {{"desc": "cat", "bbox_2d": ['), vocab.encode("]}}")
     parsed = parse_rollout(head + spelled("<|coord_1|>") + tail, vocab)
@@ -303,7 +303,7 @@ def test_spelled_bare_coordinate_is_no_json() -> None:
         ('{"', '{"', ["{"]),
     ],
 )
-def test_cut_inside_a_fused_token_replaces_that_token_only(answer: str, fused: str, written: list[str]) -> None:
+def test_cut_inside_a_fused_token_replaces_only_that_token(answer: str, fused: str, written: list[str]) -> None:
     vocab = qwen_vocab()
     ids = vocab.encode(answer)
     assert vocab.piece(ids[-1]) == fused
@@ -339,13 +339,13 @@ def test_truncated_means_no_stop_token(stop: str, ended: bool | None, truncated:
 @pytest.mark.parametrize(
     "token", ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|im_start|>", "<|endoftext|>"]
 )
-def test_a_control_token_in_a_desc_breaks_the_structure(token: str) -> None:
+def test_control_token_in_a_desc_ends_the_readable_part(token: str) -> None:
     parsed = read(f"{{{O1}, {entry(box(f'cat {token}'))}, {O3}}}{END}")
     assert [obj.index for obj in parsed.objects] == [1]
     assert parsed.dropped == {R.MALFORMED: 1, R.AFTER_BREAK: 1}
 
 
-def test_ids_beyond_the_vocabulary_break_the_structure() -> None:
+def test_unknown_id_ends_the_readable_part() -> None:
     vocab = qwen_vocab()
     ids = vocab.encode(f"{{{O1}, {O2}")
     for unknown in (len(vocab), len(vocab) + 10**6, -1):
@@ -354,7 +354,7 @@ def test_ids_beyond_the_vocabulary_break_the_structure() -> None:
         assert parsed.dropped == {R.MALFORMED: 1}
 
 
-def test_an_id_that_writes_nothing_breaks_the_structure_too() -> None:
+def test_id_that_writes_nothing_ends_the_readable_part() -> None:
     """A hole among a tokenizer's ids: it stands for no text that anybody could have meant."""
     real = qwen_vocab()
     vocab = CoordVocab([*real.pieces, b""], real.coord_token_ids, real.eos_id, real.control_ids, qwen_tokenizer())

@@ -74,7 +74,7 @@ def test_batched_greedy_equals_one_by_one(loaded: LoadedModel, requests_: list[R
     assert len(set(ids(batched))) > 1, "answers that do not depend on the image would show nothing"
 
 
-def test_answers_stand_in_the_order_of_the_requests(loaded: LoadedModel, requests_: list[RolloutRequest]) -> None:
+def test_answers_follow_the_order_of_requests(loaded: LoadedModel, requests_: list[RolloutRequest]) -> None:
     rollouts = backend(loaded).generate(requests_[::-1], SEEDS)
     assert [rollout.sample_id for rollout in rollouts] == [request.sample_id for request in requests_[::-1]]
     assert [rollout.prompt_token_ids for rollout in rollouts] == [r.prompt_token_ids for r in requests_[::-1]]
@@ -82,9 +82,7 @@ def test_answers_stand_in_the_order_of_the_requests(loaded: LoadedModel, request
 
 
 @pytest.mark.parametrize("batch", [7, 3])
-def test_each_end_is_told_of_while_the_rest_of_its_batch_is_written(
-    loaded: LoadedModel, requests_: list[RolloutRequest], batch: int
-) -> None:
+def test_progress_is_reported_within_a_batch(loaded: LoadedModel, requests_: list[RolloutRequest], batch: int) -> None:
     free = ids(backend(loaded).generate(requests_, SEEDS))
     # A token that some answer holds and another does not, taken for the end of the turn: they end at different steps.
     eos = next(token for token in free[0] if any(token not in answer for answer in free))
@@ -109,7 +107,7 @@ def test_decode_batch_size_bounds_each_call(
 
 
 @pytest.mark.parametrize(("batch", "sizes"), [(2, [2, 2, 2, 1]), (5, [5, 2]), (64, [7])])
-def test_batches_of_a_window_are_filled_across_micro_steps(
+def test_batches_are_filled_across_micro_steps(
     loaded: LoadedModel, requests_: list[RolloutRequest], calls: list[dict[str, Any]], batch: int, sizes: list[int]
 ) -> None:
     """Every answer is the one that its micro-step alone would have had, sampled or not."""
@@ -130,7 +128,7 @@ def test_batches_of_a_window_are_filled_across_micro_steps(
             assert one.rollout.response_token_ids == alone[one.round_idx][one.index].response_token_ids
 
 
-def test_between_two_batches_the_caller_may_learn(loaded: LoadedModel, requests_: list[RolloutRequest]) -> None:
+def test_model_is_trainable_between_two_batches(loaded: LoadedModel, requests_: list[RolloutRequest]) -> None:
     loaded.model.train()
     rounds = [RolloutRound(tuple(requests_), SEEDS)]
     for _ in backend(loaded, batch=3, max_new_tokens=1).generate_window(rounds):
@@ -166,7 +164,7 @@ class FixedSeeds(NamedTuple):
         return self.seed
 
 
-def test_request_i_of_a_call_has_the_calls_seed_plus_i(loaded: LoadedModel, requests_: list[RolloutRequest]) -> None:
+def test_request_i_uses_the_seed_of_its_call_plus_i(loaded: LoadedModel, requests_: list[RolloutRequest]) -> None:
     together = backend(loaded, batch=7, temperature=1.0).generate(requests_, FixedSeeds(40))
     alone = [
         backend(loaded, temperature=1.0).generate([request], FixedSeeds(40 + index))[0]
@@ -177,7 +175,7 @@ def test_request_i_of_a_call_has_the_calls_seed_plus_i(loaded: LoadedModel, requ
 
 
 @pytest.mark.parametrize("batch", [1, 2, 7])
-def test_a_data_sets_samples_are_answered_alike_in_any_batch(
+def test_dataset_answers_do_not_depend_on_the_batch(
     loaded: LoadedModel, requests_: list[RolloutRequest], batch: int
 ) -> None:
     sampler = backend(loaded, batch=batch, temperature=1.0)
@@ -186,7 +184,7 @@ def test_a_data_sets_samples_are_answered_alike_in_any_batch(
     assert ids(sampler.generate(requests_[4:], DatasetSeeds(5, 14))) == whole[4:]
 
 
-def test_tokens_are_drawn_as_often_as_they_are_likely(loaded: LoadedModel) -> None:
+def test_sampled_frequencies_match_probabilities(loaded: LoadedModel) -> None:
     logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0])
     options = decoding(temperature=2.0, top_k=4, top_p=0.8)
     expected = torch.zeros(5)  # top_k drops the last; the first three of four have 0.85 of the mass, two have 0.66
@@ -200,7 +198,7 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(loaded: LoadedModel) -> No
     torch.testing.assert_close(drawn.bincount(minlength=5) / 4000, expected, atol=0.03, rtol=0)
 
 
-def test_sampling_is_a_function_of_the_seed_alone(loaded: LoadedModel, requests_: list[RolloutRequest]) -> None:
+def test_sampling_depends_only_on_the_seed(loaded: LoadedModel, requests_: list[RolloutRequest]) -> None:
     sampler = backend(loaded, temperature=1.0)
     torch.manual_seed(5)
     first = ids(sampler.generate(requests_, SEEDS))
@@ -210,7 +208,7 @@ def test_sampling_is_a_function_of_the_seed_alone(loaded: LoadedModel, requests_
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_global_random_state_is_untouched(
+def test_global_random_state_is_unchanged(
     loaded: LoadedModel, requests_: list[RolloutRequest], temperature: float
 ) -> None:
     torch.manual_seed(9)
@@ -235,9 +233,7 @@ def test_top_k_and_top_p_restrict_sampling(
     assert len(set(ids(rollouts))) == distinct
 
 
-def test_ids_that_the_tokenizer_does_not_know_are_never_sampled(
-    loaded: LoadedModel, requests_: list[RolloutRequest]
-) -> None:
+def test_ids_outside_of_the_tokenizer_are_never_sampled(loaded: LoadedModel, requests_: list[RolloutRequest]) -> None:
     """Qwen's checkpoints have more embedding rows than tokens; one such id would decode to nothing."""
     known = 600
     vocab = StandInVocab(loaded, eos_id=loaded.vocab.eos_id, length=known)
@@ -276,7 +272,7 @@ def test_batched_beams_equal_beams_one_by_one(loaded: LoadedModel, requests_: li
     ]
 
 
-def test_an_answer_is_trimmed_at_the_stop_token(loaded: LoadedModel, requests_: list[RolloutRequest]) -> None:
+def test_answer_is_trimmed_at_the_stop_token(loaded: LoadedModel, requests_: list[RolloutRequest]) -> None:
     free = ids(backend(loaded, batch=7).generate(requests_, SEEDS))
     stop = free[0][4]  # a token that this model really writes becomes the stop token
     vocab = StandInVocab(loaded, eos_id=stop, length=len(loaded.vocab))
@@ -288,7 +284,7 @@ def test_an_answer_is_trimmed_at_the_stop_token(loaded: LoadedModel, requests_: 
         assert rollout.text == loaded.vocab.decode(expected)
 
 
-def test_without_a_stop_token_an_answer_is_truncated(loaded: LoadedModel, requests_: list[RolloutRequest]) -> None:
+def test_answer_without_a_stop_token_is_truncated(loaded: LoadedModel, requests_: list[RolloutRequest]) -> None:
     (rollout,) = backend(loaded, max_new_tokens=3).generate(requests_[:1], SEEDS)
     assert rollout.truncated and len(rollout.response_token_ids) == 3 and not rollout.repeat_terminated
 
@@ -299,7 +295,7 @@ def test_without_a_stop_token_an_answer_is_truncated(loaded: LoadedModel, reques
      {"do_sample": True, "temperature": 50.0}, {"suppress_tokens": list(range(1000))}, {"max_length": 3}],
     ids=lambda leak: next(iter(leak)),
 )  # fmt: skip
-def test_the_checkpoints_generation_config_cannot_leak(
+def test_generation_config_of_the_checkpoint_is_ignored(
     loaded: LoadedModel, requests_: list[RolloutRequest], leak: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clean = ids(backend(loaded).generate(requests_[:2], SEEDS))
@@ -324,7 +320,7 @@ def test_generation_runs_without_gradient_in_eval_mode(
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_every_modules_mode_is_restored(
+def test_train_and_eval_modes_are_restored(
     loaded: LoadedModel, requests_: list[RolloutRequest], monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
     model = loaded.model
@@ -342,11 +338,11 @@ def test_every_modules_mode_is_restored(
     model.eval()
 
 
-def test_no_requests_no_call(loaded: LoadedModel, calls: list[dict[str, Any]]) -> None:
+def test_no_requests_make_no_call(loaded: LoadedModel, calls: list[dict[str, Any]]) -> None:
     assert backend(loaded).generate([], SEEDS) == [] and calls == []
 
 
-def test_answers_carry_the_version_that_was_synced(loaded: LoadedModel, requests_: list[RolloutRequest]) -> None:
+def test_answers_carry_the_synced_weight_version(loaded: LoadedModel, requests_: list[RolloutRequest]) -> None:
     engine = backend(loaded, max_new_tokens=1)
     versions = [engine.generate(requests_[:1], SEEDS)[0].weight_version]
     engine.sync_weights(17)

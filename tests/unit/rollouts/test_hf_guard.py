@@ -56,7 +56,7 @@ GUARDS = [
 
 @pytest.mark.parametrize("settings", GUARDS)
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "top_p": 0.9}, {"repetition_penalty": 1.05}], ids=str)
-def test_an_answer_ends_exactly_where_the_guard_says(
+def test_answer_ends_where_the_guard_triggers(
     loaded: LoadedModel, requests_: list[RolloutRequest], settings: RepeatTerminateConfig, options: dict[str, Any]
 ) -> None:
     free = answers(loaded, requests_, None, **options)
@@ -72,7 +72,7 @@ def test_an_answer_ends_exactly_where_the_guard_says(
             assert with_guard.response_token_ids == without.response_token_ids[:cut]
 
 
-def test_only_the_offending_sequences_are_touched(loaded: LoadedModel, requests_: list[RolloutRequest]) -> None:
+def test_only_repeating_sequences_are_ended(loaded: LoadedModel, requests_: list[RolloutRequest]) -> None:
     """One batch, some of whose answers repeat: those end, each at its own step, and the others go on as without."""
     free, guarded = answers(loaded, requests_, None), answers(loaded, requests_, GUARDS[3])
     offending = [one.repeat_terminated for one in guarded]
@@ -83,13 +83,13 @@ def test_only_the_offending_sequences_are_touched(loaded: LoadedModel, requests_
             assert with_guard == without
 
 
-def test_a_disabled_guard_is_no_guard(loaded: LoadedModel, requests_: list[RolloutRequest]) -> None:
+def test_disabled_guard_changes_nothing(loaded: LoadedModel, requests_: list[RolloutRequest]) -> None:
     settings = GUARDS[0].model_copy(update={"enabled": False})
     assert answers(loaded, requests_, settings) == answers(loaded, requests_, None)
 
 
 @pytest.mark.parametrize(("settings", "active"), [(None, 0), (GUARDS[0], 1)])
-def test_the_backend_says_whether_it_guards(
+def test_metric_says_whether_the_guard_is_active(
     loaded: LoadedModel, settings: RepeatTerminateConfig | None, active: int
 ) -> None:
     backend = HFBackend(loaded.model, loaded.vocab, decoding(), 4, loaded.image_token_id, settings)
@@ -108,7 +108,7 @@ def test_the_prompt_never_counts(loaded: LoadedModel, requests_: list[RolloutReq
     assert not torch.equal(stop(torch.cat([ids, torch.tensor([[3, 3]])], 1), scores), scores)
 
 
-def test_padding_after_the_end_is_no_repetition() -> None:
+def test_padding_after_the_end_is_not_a_repetition() -> None:
     stop = RepetitionStopProcessor(lambda: RepeatGuard(guard(max_consecutive_token_repeats=2)), EOS, prompt_length=1)
     scores = torch.zeros(2, 10)
     for length in range(1, 6):
@@ -136,7 +136,7 @@ def test_object_keys_end_an_answer(loaded: LoadedModel) -> None:
 
 
 @pytest.mark.parametrize("settings", [GUARDS[0], GUARDS[1]])
-def test_beams_are_guarded_each_by_its_own_history(
+def test_each_beam_is_guarded_by_its_own_history(
     loaded: LoadedModel, requests_: list[RolloutRequest], settings: RepeatTerminateConfig
 ) -> None:
     """Beams swap rows and split; a verdict must follow the tokens, not the row."""

@@ -120,7 +120,7 @@ def test_object_keys_in_text(text: str, keys_seen: int) -> None:
         ngram_repeats=st.integers(2, 4),
     ),
 )
-def test_the_counters_equal_a_rescan(ids: list[int], keys: Keys) -> None:
+def test_guard_equals_a_rescan(ids: list[int], keys: Keys) -> None:
     assert first_trigger(ids, keys) == rescanned(ids, keys)
 
 
@@ -130,7 +130,7 @@ def test_the_counters_equal_a_rescan(ids: list[int], keys: Keys) -> None:
     cuts=st.lists(st.integers(1, 5), min_size=1),
     limit=st.integers(0, 3),
 )
-def test_keys_are_counted_however_tokens_cut_them(text: list[str], cuts: list[int], limit: int) -> None:
+def test_object_keys_are_counted_however_tokens_cut_them(text: list[str], cuts: list[int], limit: int) -> None:
     """Tokens of any length: a key may be spread over several, and one token may hold several keys."""
     whole = "".join(text).encode()
     pieces, start = [], 0
@@ -172,18 +172,18 @@ def test_object_keys_need_a_reader() -> None:
         RepeatGuard(Keys(max_object_keys=3))
 
 
-def test_ids_beyond_the_tokenizer_write_nothing() -> None:
+def test_unknown_ids_write_nothing() -> None:
     assert ObjectKeyReader([b"a"]).read(3, 17) == (3, 0)
 
 
-def test_a_verdict_stays() -> None:
+def test_trigger_is_final() -> None:
     guard = RepeatGuard(Keys(max_consecutive_token_repeats=2))
     verdicts = [guard.push(token) for token in (1, 1, 2, 3)]
     assert verdicts == [None, *[Trigger(RUN, 2)] * 3]
 
 
 @given(st.lists(st.integers(0, 1), max_size=12), st.lists(st.integers(0, 1), max_size=12))
-def test_a_fork_goes_its_own_way(shared: list[int], own: list[int]) -> None:
+def test_fork_is_independent(shared: list[int], own: list[int]) -> None:
     keys = Keys(ngram_size=3, max_consecutive_token_repeats=5)
     guard = RepeatGuard(keys)
     for token in shared:
@@ -196,14 +196,14 @@ def test_a_fork_goes_its_own_way(shared: list[int], own: list[int]) -> None:
     assert fork.trigger == rescanned([*shared, *own], keys)
 
 
-def test_the_minimum_delays_a_verdict_without_forgetting() -> None:
+def test_min_new_tokens_delays_the_trigger() -> None:
     """What repeated before ``min_new_tokens`` counts once the minimum is reached, if it still goes on."""
     keys = Keys(max_consecutive_token_repeats=3, min_new_tokens=10)
     assert first_trigger([1] * 12, keys) == Trigger(RUN, 10)
     assert first_trigger([1] * 12, Keys(max_consecutive_token_repeats=3)) == Trigger(RUN, 3)
 
 
-def test_the_thresholds_have_the_contracts_defaults(tmp_path: Path) -> None:
+def test_defaults_of_the_contract(tmp_path: Path) -> None:
     """One default each, the same whoever reads it: YAML, the HF sampler, a server's environment."""
     written = {"min_new_tokens": 256, "max_consecutive_token_repeats": 64, "ngram_size": 64, "ngram_repeats": 2,
                "max_object_keys": None}  # fmt: skip
@@ -224,5 +224,5 @@ def test_the_thresholds_have_the_contracts_defaults(tmp_path: Path) -> None:
         ([*range(128), *range(300, 363), *range(300, 363), 1, 2], None),
     ],
 )
-def test_the_defaults_end_what_the_contract_ends(ids: list[int], expected: Trigger | None) -> None:
+def test_default_guard_triggers_as_the_contract_says(ids: list[int], expected: Trigger | None) -> None:
     assert first_trigger(ids, RepeatTerminateConfig(enabled=True)) == expected

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any
 
 import pytest
@@ -27,7 +27,7 @@ from coordexp.modeling.weights import LearnerWeights
 from coordexp.parsing import parse_rollout
 from coordexp.records import Rollout, RolloutRequest
 from coordexp.rollouts import DecodingOptions, RolloutBackend, SeedContext, build_backend, check_backend
-from coordexp.rollouts.backend import IndexedRollout, decoding_options, gathered, request_seed
+from coordexp.rollouts.backend import IndexedRollout, decoding_options, gathered
 from coordexp.rollouts.hf import HFBackend
 from coordexp.rollouts.learner import LearnerParts
 from support.config_samples import stage2
@@ -39,7 +39,7 @@ SEEDS = SeedContext(0, 0, 0, 0)
 
 
 @given(st.permutations(range(5)))
-def test_a_round_is_gathered_in_its_own_order_whatever_comes_first(order: list[int]) -> None:
+def test_answers_are_returned_in_the_order_of_their_requests(order: list[int]) -> None:
     rollouts = [Rollout(f"s{index}", (), (index,), "", truncated=False) for index in range(5)]
     told: list[int] = []
     assert gathered(iter([IndexedRollout(0, index, rollouts[index]) for index in order]), told.append) == rollouts
@@ -88,34 +88,18 @@ def test_answers_can_be_parsed_token_by_token(
         assert parsed.prefix_text.startswith("{")
 
 
-@backends
-def test_nothing_asked_nothing_answered(make: Callable[[LoadedModel], RolloutBackend], loaded: LoadedModel) -> None:
-    assert make(loaded).generate([], SEEDS) == []
-
-
-@backends
-def test_close_may_be_called_twice(make: Callable[[LoadedModel], RolloutBackend], loaded: LoadedModel) -> None:
-    backend = make(loaded)
-    backend.close()
-    backend.close()
-
-
 @pytest.mark.parametrize("place", [field.name for field in fields(SeedContext)])
 def test_a_seed_depends_on_every_part_of_its_place(place: str) -> None:
     base = dict.fromkeys((field.name for field in fields(SeedContext)), 0)
     assert SeedContext(**base).seed_of(0) != SeedContext(**base | {place: 1}).seed_of(0)
 
 
-def test_a_seed_is_the_request_seed_of_its_place() -> None:
-    assert SeedContext(5, 4, 3, 2).seed_of(1) == request_seed(5, 4, 3, 2, 1)
-
-
-def test_an_engine_that_would_wait_for_processes_nobody_started_is_refused() -> None:
-    with pytest.raises(RolloutError, match=r"tensor_parallel_size is 4: .* and there are 1; write 1"):
+def test_tensor_parallel_size_above_the_number_of_processes_is_refused() -> None:
+    with pytest.raises(RolloutError, match="tensor_parallel_size"):
         check_backend(section(rollout_backend="vllm", vllm={"tensor_parallel_size": 4}))
 
 
-def test_a_closed_list_of_names_goes_before_the_guard(loaded: LoadedModel) -> None:
+def test_allowed_labels_are_applied_before_the_guard(loaded: LoadedModel) -> None:
     guarded = resolved(rollout_backend="vllm", repeat_terminate={"enabled": True})
     backend = build_backend(guarded, parts(loaded), ["cat"])
     assert isinstance(backend, ColocatedBackend)
@@ -128,7 +112,7 @@ def test_a_closed_list_of_names_goes_before_the_guard(loaded: LoadedModel) -> No
     ("workers", "refused"),
     [([True, True], False), ([True, False], True), ([None], True), (None, True)],
 )
-def test_servers_that_would_ignore_a_closed_list_are_refused(
+def test_server_without_allowed_labels_is_refused(
     loaded: LoadedModel, workers: list[bool | None] | None, refused: bool
 ) -> None:
     """Before a model is loaded, and where the backend is built; ``workers``: None is a server without /status/."""
@@ -142,7 +126,7 @@ def test_servers_that_would_ignore_a_closed_list_are_refused(
             build_backend(config, parts(loaded), ["cat"])
 
 
-def test_a_detector_has_an_engine_for_each_process() -> None:
+def test_detector_starts_an_engine_per_process() -> None:
     config = resolved_rollout(asking_config(asset("checkpoints/demo-stage1"), Asking(backend="vllm")))
     check_backend(config)
     assert config.vllm.tensor_parallel_size == 1
@@ -180,16 +164,16 @@ def parts(loaded: LoadedModel) -> LearnerParts:
     )  # fmt: skip
 
 
-def test_hf_is_built_on_the_learners_model(loaded: LoadedModel) -> None:
+def test_hf_backend_is_built_from_the_section(loaded: LoadedModel) -> None:
     config = section(decode_batch_size=5, max_new_tokens=3)
     check_backend(config)
     backend = build_backend(config, parts(loaded))
     assert isinstance(backend, HFBackend)
-    assert (backend._model, backend._decode_batch_size) == (loaded.model, 5)
-    assert backend._options == decoding_options(config)
+    report = backend.last_report()
+    assert (report["decode_batch_size"], report["decoding"]) == (5, asdict(decoding_options(config)))
 
 
-def test_a_colocated_engine_has_the_contracts_defaults_and_starts_later(loaded: LoadedModel) -> None:
+def test_colocated_engine_has_the_contracts_defaults(loaded: LoadedModel) -> None:
     """Conservative on four GPUs: 0.45 of their memory, one model over the four."""
     backend = build_backend(resolved(rollout_backend="vllm", decode_batch_size=3), parts(loaded))
     assert isinstance(backend, ColocatedBackend)
@@ -232,7 +216,7 @@ def test_every_engine_key_reaches_the_engine(
     assert {name: arguments[name] for name in expected} == expected
 
 
-def test_without_vllm_the_error_names_the_way_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_vllm_names_the_alternative(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(MissingDependency, match="or write rollout_backend: hf"):
+    with pytest.raises(MissingDependency, match="rollout_backend: hf"):
         check_backend(section(rollout_backend="vllm"))
