@@ -90,8 +90,8 @@ def test_a_signal_in_the_last_step_changes_nothing(tmp_path: Path, monkeypatch: 
 def test_a_signal_during_an_evaluation_does_not_wait_for_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    predicting, batches = sys.modules["coordexp.evaluation.predict"], 0
-    predict = predicting.predict
+    predicting, batches = sys.modules["coordexp.evaluation.answering"], 0
+    predict = predicting.answer_samples
 
     def predict_and_signal(*arguments: Any, **options: Any) -> Any:
         nonlocal batches
@@ -99,7 +99,7 @@ def test_a_signal_during_an_evaluation_does_not_wait_for_its_end(
         signal.raise_signal(signal.SIGINT)
         return predict(*arguments, **options)
 
-    monkeypatch.setattr(predicting, "predict", predict_and_signal)
+    monkeypatch.setattr(predicting, "answer_samples", predict_and_signal)
     keys = {"training__eval_strategy": "steps", "training__eval_steps": 1, "rollout_matching__decode_batch_size": 1}
     with pytest.raises(RunStopped, match="stopped by SIGINT after step 1 of 2"):
         run_training(run_config(tmp_path, 1, **keys), Console(quiet=True))

@@ -43,7 +43,7 @@ LEARNER = Behind(
         "transformers.models.qwen3_vl.processing_qwen3_vl",
         "transformers.trainer",
         "coordexp.cli",
-        "coordexp.inference.predict",
+        "coordexp.inference.prediction",
         "coordexp.training.build",
         "coordexp.training.trainer",
     ),

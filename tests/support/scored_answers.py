@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from coordexp.evaluation import Detection, ImageAnswer, Prediction
+from coordexp.evaluation import Detection, ImageAnswer
 from coordexp.evaluation.detection import count_image, sum_counts
 from coordexp.records import GTObject
 
@@ -30,9 +30,8 @@ def with_soft(answers: list[ImageAnswer], seed: int) -> list[ImageAnswer]:
     ]
 
 
-def detection_counts(predictions: Iterable[Prediction | ImageAnswer]) -> Counter[str]:
+def detection_counts(answers: Iterable[ImageAnswer]) -> Counter[str]:
     """Counts of several answers together."""
-    answers = (item.answer() if isinstance(item, Prediction) else item for item in predictions)
     return sum_counts(count_image(answer).counts for answer in answers)
 
 

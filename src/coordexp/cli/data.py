@@ -153,17 +153,14 @@ def complete_command(
     if model is not None:
         check_checkpoint(model)
     from coordexp.config.environment import check_completion_paths
-    from coordexp.evaluation.completion import CompletionRules
+    from coordexp.inference.completion import CompletionRules, completion_config, run_completion
 
     rules = CompletionRules(threshold, max_overlap, min_size, weight, known_descs)
-    from coordexp.inference.completion import Sheet, completion_config, run_completion
-
     run = completion_config(model, config=config, prompt=prompt, batch_size=batch_size)
     check_completion_paths(run, jsonl)
     no_bars_in_log_files()
     console = open_console(stderr=as_json)
-    drawn = None if sheet is None else Sheet(sheet, sheet_images)
-    completed = run_completion(run, console, source=jsonl, out=out, rules=rules, sheet=drawn)
+    completed = run_completion(run, console, source=jsonl, out=out, rules=rules, sheet=sheet, sheet_images=sheet_images)
     if console.quiet:
         return
     counts = completed.counts.to_json()
@@ -177,12 +174,12 @@ def complete_command(
 
 def _completion_lines(counts: Mapping[str, Any], prompt: str | None) -> list[str]:
     lines = [f"asked: {'the built-in prompt' if prompt is None else prompt}"]
-    fates = counts["fates"]
-    width = max(map(len, fates))
-    lines += [f"  {name:<{width}}  {count}" for name, count in fates.items() if count]
+    outcomes = counts["outcomes"]
+    width = max(map(len, outcomes))
+    lines += [f"  {name:<{width}}  {count}" for name, count in outcomes.items() if count]
     lines.append(
         f"{counts['predicted']} objects predicted in {counts['images']} images with {counts['annotated']} annotations: "
-        f"{fates['added']} added"
+        f"{outcomes['added']} added"
     )
     silent = counts["images"] - counts["images_with_predictions"]
     if silent > counts["images"] / 2:

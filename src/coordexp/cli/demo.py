@@ -111,8 +111,7 @@ def _write_data(output: Path, size: DemoSize, console: Console) -> dict[str, Pat
 
 def _complete(config: RunConfig, source: Path, out: Path, console: Console) -> float:
     """Add what the start finds and the annotations lack. Returns: seconds of the first time, which answered."""
-    from coordexp.evaluation.completion import CompletionRules
-    from coordexp.inference.completion import completion_config, run_completion
+    from coordexp.inference.completion import CompletionRules, completion_config, run_completion
 
     took = out.with_name("completion_seconds.json")
     started = time.monotonic()
@@ -157,7 +156,7 @@ def _train(config: RunConfig, config_path: Path, label: str, console: Console) -
 
 
 def _evaluate(config: RunConfig, model: str, label: str, console: Console) -> tuple[dict[str, float], list[Any]]:
-    from coordexp.inference.evaluate import evaluate_model
+    from coordexp.inference.model_evaluation import evaluate_model
 
     return evaluate_model(config, console, model=model, description=f"evaluating: {label}")
 
@@ -179,13 +178,12 @@ def _settings(configs: dict[str, RunConfig], size: DemoSize, seconds: float) -> 
 
 
 def _show(results: dict[str, Any], pictures: dict[str, Any], output: Path, console: Console, size: DemoSize) -> None:
-    from coordexp.evaluation.sheets import draw_comparison
-    from coordexp.evaluation.tables import figures_table
+    from coordexp.evaluation.display import figures_table
+    from coordexp.evaluation.drawing import draw_comparison
 
     columns = {"before": results["before"], **{way.label: results[way.key] for way in WAYS}}
     console.print(figures_table(columns, f"{size.val_scenes} held-out scenes, annotated completely"))
-    answers = {name: [prediction.answer() for prediction in run] for name, run in pictures.items()}
-    draw_comparison(answers, output / "comparison.png", size.pictures)
+    draw_comparison(pictures, output / "comparison.png", size.pictures)
     path = output / "summary.json"
     path.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     for way in WAYS:

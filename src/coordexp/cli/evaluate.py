@@ -160,7 +160,7 @@ def _evaluate_model(
     wanted: _Wanted,
     classes: Sequence[str],
 ) -> None:
-    from coordexp.inference.evaluate import run_evaluation
+    from coordexp.inference.model_evaluation import run_evaluation
 
     no_bars_in_log_files()
     result = run_evaluation(
@@ -193,7 +193,7 @@ def _evaluate_saved(console: Console, source: Path, wanted: _Wanted) -> None:
 
 
 def _show(console: Console, summary: Summary, title: str, files: Sequence[Path]) -> None:
-    from coordexp.evaluation.tables import summary_tables
+    from coordexp.evaluation.display import summary_tables
 
     for table in summary_tables(summary, title):
         console.print(table)
@@ -211,7 +211,7 @@ def _show(console: Console, summary: Summary, title: str, files: Sequence[Path])
 def _compare(console: Console, runs: tuple[Path, Path], wanted: _Wanted, resamples: int | None) -> None:
     from coordexp.evaluation import read_answers
     from coordexp.evaluation.compare import RESAMPLES, compare, paired
-    from coordexp.evaluation.tables import comparison_json, comparison_tables
+    from coordexp.evaluation.display import comparison_json, comparison_tables
 
     names = str(runs[0]), str(runs[1])
     saved = [read_answers(run) for run in runs]
@@ -233,9 +233,9 @@ def _compare(console: Console, runs: tuple[Path, Path], wanted: _Wanted, resampl
 def _draw(sheet: Path | None, runs: Mapping[str, Sequence[ImageAnswer]]) -> list[Path]:
     if sheet is None:
         return []
-    from coordexp.evaluation.sheets import draw_comparison, telling_images
+    from coordexp.evaluation.drawing import draw_comparison, most_informative_images
 
-    chosen = telling_images(list(runs.values()), _DRAWN)
+    chosen = most_informative_images(list(runs.values()), _DRAWN)
     if not chosen:
         raise DataError("no mistake and no difference to draw; leave out --sheet", path=sheet)
     across = 3 if len(runs) == 1 else 2

@@ -171,7 +171,7 @@ def _draw_sheet(check: DatasetCheck, model: Path | None, sheet: Path, count: int
     from coordexp.cli.console import vocabulary_of
     from coordexp.data.check import Finding
     from coordexp.data.files import asset
-    from coordexp.evaluation.sheets import draw_contact_sheet, round_trip
+    from coordexp.evaluation.drawing import draw_contact_sheet, round_trip
 
     vocab = vocabulary_of(asset("checkpoints/demo-stage1") if model is None else model)
     for record in check.records:
@@ -191,7 +191,7 @@ def _draw_sheet(check: DatasetCheck, model: Path | None, sheet: Path, count: int
 def _draw_views(sound: Sequence[ImageRecord], vocab: CoordVocab, sheet: Path, count: int, run: RunConfig) -> None:
     """Some records as the run's first epochs see them."""
     from coordexp.data.dataset import RecordDataset
-    from coordexp.evaluation.sheets import draw_contact_sheet
+    from coordexp.evaluation.drawing import draw_contact_sheet
 
     def unasked(record: ImageRecord) -> RolloutRequest:
         raise AssertionError(f"{record.sample_id}: views are drawn without prompts")

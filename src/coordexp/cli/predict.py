@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from coordexp.config import RunConfig
     from coordexp.evaluation import ImageAnswer
-    from coordexp.inference.predict import PredictionResult
+    from coordexp.inference.prediction import PredictionResult
 
 ModelOption = Annotated[Path | None, typer.Option(help="Checkpoint to use instead of model.model.")]
 Limit = Annotated[int | None, typer.Option(min=1, help="Use only the first N images.")]
@@ -74,7 +74,7 @@ def predict(
     from coordexp.inference.asking import read_classes
 
     names = read_classes(classes)
-    from coordexp.inference.predict import PredictionOptions, run_prediction
+    from coordexp.inference.prediction import PredictionOptions, run_prediction
 
     console = open_console(stderr=as_json)
     no_bars_in_log_files()

@@ -1,14 +1,13 @@
 """Answers for a dataset → detection figures, comparisons, tables and pictures."""
 
 from coordexp.evaluation.answers import Detection, ImageAnswer, read_answers
-from coordexp.evaluation.detection import Prediction, detection_metrics, match_by_desc
+from coordexp.evaluation.detection import detection_metrics, match_by_desc
 from coordexp.evaluation.summary import EvaluationOptions, Summary, summarise
 
 __all__ = [
     "Detection",
     "EvaluationOptions",
     "ImageAnswer",
-    "Prediction",
     "Summary",
     "detection_metrics",
     "match_by_desc",

@@ -77,16 +77,15 @@ def make_answer(
     rollout: Rollout,
     parsed: ParsedRollout,
     scores: Sequence[float] | None = None,
-    annotated: bool = True,
 ) -> ImageAnswer:
-    """One answer; ``scores`` by object, ``annotated=False`` for an image of which nothing is known."""
+    """One answer; ``scores`` by object."""
     object_scores = scores if scores is not None else [None] * len(parsed.objects)
     return ImageAnswer(
         sample_id=record.sample_id,
         image=str(record.image),
         width=record.width,
         height=record.height,
-        gt=record.objects if annotated else None,
+        gt=record.objects,
         pred=tuple(Detection(o.desc, o.kind, o.bins, s) for o, s in zip(parsed.objects, object_scores, strict=True)),
         dropped={reason.value: count for reason, count in parsed.dropped.items() if count},
         truncated=rollout.truncated,

@@ -8,30 +8,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from coordexp.evaluation.answers import Detection, ImageAnswer, make_answer
+from coordexp.evaluation.answers import Detection, ImageAnswer
 from coordexp.geometry import Shape, aabbs, mask_iou_pairs, overlapping_boxes
 from coordexp.matching import MatchingConfig, assign_pairs, num_duplicates
-from coordexp.records import NUM_BINS, GTObject, ImageRecord, ParsedRollout, PredictedObject, Rollout
+from coordexp.records import NUM_BINS, GTObject
 
 IOU_THRESHOLD = 0.5
 GIANT = 0.8  # of the image's area
 DENSITY_BINS = ((0, 0), (1, 5), (6, 10), (11, 20), (21, 50), (51, None))
 OTHER_DESC = "(not annotated anywhere)"
 _CANVAS = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """A record with what the model answered and what was read from it; ``scores`` by object, where it was scored."""
-
-    record: ImageRecord
-    rollout: Rollout
-    parsed: ParsedRollout
-    scores: tuple[float, ...] | None = None
-
-    def answer(self) -> ImageAnswer:
-        """What of it is kept and compared."""
-        return make_answer(self.record, self.rollout, self.parsed, self.scores)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +44,7 @@ def density_bin(num_objects: int) -> str:
 
 
 def match_by_desc(
-    predicted: Sequence[Detection | PredictedObject], truth: Sequence[GTObject], threshold: float = IOU_THRESHOLD
+    predicted: Sequence[Detection], truth: Sequence[GTObject], threshold: float = IOU_THRESHOLD
 ) -> list[tuple[int, int, float]]:
     """Assign within equal descriptions, mask IoU at least ``threshold``: ``(pred_idx, gt_idx, iou)`` triples."""
     pairs = _overlapping(predicted, truth, threshold)
@@ -104,7 +90,7 @@ class _Pairs:
     pairs_K2: np.ndarray
     iou_K: np.ndarray
 
-    def of_equal_desc(self, predicted: Sequence[Detection | PredictedObject], truth: Sequence[GTObject]) -> _Pairs:
+    def of_equal_desc(self, predicted: Sequence[Detection], truth: Sequence[GTObject]) -> _Pairs:
         same = [k for k, (i, j) in enumerate(self.pairs_K2.tolist()) if predicted[i].desc == truth[j].desc]
         return _Pairs(self.pairs_K2[same], self.iou_K[same])
 

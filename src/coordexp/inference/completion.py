@@ -1,12 +1,16 @@
-"""``coordexp data complete``: a model answers a dataset, and what its annotations lack is added as soft objects."""
+"""``coordexp data complete``: add what a model finds and the annotations lack, as soft objects."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 
 from coordexp import distributed
@@ -15,32 +19,116 @@ from coordexp.config.base import default_of
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.data.files import write_atomically
 from coordexp.data.jsonl import read_jsonl
-from coordexp.data.record_line import write_jsonl
-from coordexp.errors import ConfigError
-from coordexp.evaluation import read_answers
-from coordexp.evaluation.completion import (
-    CompletionCounts,
-    CompletionRules,
-    ModelOrigin,
-    complete_records,
-    most_likely_missed,
-)
-from coordexp.evaluation.sheets import draw_contact_sheet
+from coordexp.data.record_line import clean_desc, write_jsonl
+from coordexp.errors import ConfigError, DataError
+from coordexp.evaluation.answers import Detection, ImageAnswer, read_answers
+from coordexp.evaluation.drawing import draw_contact_sheet
+from coordexp.geometry import aabb, mask_iou
 from coordexp.inference.asking import BATCH_SIZE, Asking, asking_config
+from coordexp.matching import MAX_OVERLAP_OF_OTHERS, MatchingConfig, match_objects
+from coordexp.records import NUM_BINS, GTObject, ImageRecord
+
+PROVENANCE = "completion"  # the field of a record's metadata: a list, one entry per completion
+
+
+class PredictionOutcome(StrEnum):
+    """What becomes of a prediction: the first of these that holds."""
+
+    MATCHED = "matched"  # one to one with an object of the dataset, by mask IoU
+    BELOW_THRESHOLD = "below_threshold"
+    TOO_SMALL = "too_small"
+    REFUSED_DESC = "refused_desc"  # a description that no dataset may contain
+    UNKNOWN_DESC = "unknown_desc"  # annotated nowhere in the dataset; only with ``known_descs``
+    OVERLAPS_ANNOTATED = "overlaps_annotated"  # an annotated object that is matched with another prediction
+    OVERLAPS_SOFT = "overlaps_soft"  # an object of an earlier completion
+    OVERLAPS_ADDED = "overlaps_added"  # a prediction of higher confidence that was added
+    ADDED = "added"
 
 
 @dataclass(frozen=True, slots=True)
-class Sheet:
-    """A picture of the most likely missed objects: of how many images, and where."""
+class CompletionRules:
+    """When an object is added, and with which weight.
 
-    path: Path
-    images: int = 12
+    Args:
+        threshold: least confidence, 0.001 to 1.
+        max_overlap: highest mask IoU with any other object, 0 to 1.
+        min_size: percent: square root of the bounding box's share of the image.
+        weight: of every added object, 0.001 to 1; None means its confidence.
+        known_descs: add only descriptions that are annotated somewhere in the dataset.
+
+    Raises:
+        DataError: a number outside of its range.
+    """
+
+    threshold: float = 0.5
+    max_overlap: float = MAX_OVERLAP_OF_OTHERS
+    min_size: float = 1.0
+    weight: float | None = None
+    known_descs: bool = False
+
+    def __post_init__(self) -> None:
+        ranges = {"threshold": (0.001, 1), "max_overlap": (0, 1), "min_size": (0, 100), "weight": (0.001, 1)}
+        for name, (low, high) in ranges.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise DataError(f"{name} is {value:g}; expected {low} to {high}")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOrigin:
+    """The checkpoint that found the added objects, and the fingerprint of its files."""
+
+    model: str
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """A record with its soft objects; ``outcomes`` by prediction; ``scores`` of the added objects, which are the last
+    ones of the record, in this order."""
+
+    record: ImageRecord
+    outcomes: tuple[PredictionOutcome, ...]
+    scores: tuple[float, ...]
+
+    @property
+    def added(self) -> tuple[GTObject, ...]:
+        return self.record.objects[len(self.record.objects) - len(self.scores) :]
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionCounts:
+    """``annotated``, ``soft``: objects before; ``outcomes`` of ``predicted`` objects; ``classes`` of the added ones;
+    ``dropped``: entries that the parser refused, by reason; ``answered``: images with a prediction."""
+
+    images: int = 0
+    answered: int = 0
+    truncated: int = 0
+    annotated: int = 0
+    soft: int = 0
+    predicted: int = 0
+    outcomes: Counter[PredictionOutcome] = field(default_factory=Counter)
+    classes: Counter[str] = field(default_factory=Counter)
+    dropped: Counter[str] = field(default_factory=Counter)
+
+    def to_json(self) -> dict[str, Any]:
+        """The counts for machines; every outcome is named."""
+        return {
+            "images": self.images,
+            "images_with_predictions": self.answered,
+            "truncated_answers": self.truncated,
+            "annotated": self.annotated,
+            "soft_before": self.soft,
+            "predicted": self.predicted,
+            "outcomes": {outcome.value: self.outcomes[outcome] for outcome in PredictionOutcome},
+            "added_by_class": dict(self.classes.most_common()),
+            "dropped_entries": dict(self.dropped),
+        }
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionResult:
-    """The prompt that was asked (None: the built-in one); on the first rank what was counted, and the files written
-    (nothing elsewhere)."""
+    """The prompt that was used (None: the built-in one); on the first rank the counts and the files written."""
 
     counts: CompletionCounts
     prompt: str | None
@@ -83,50 +171,175 @@ def run_completion(
     source: Path,
     out: Path,
     rules: CompletionRules,
-    sheet: Sheet | None = None,
+    sheet: Path | None = None,
+    sheet_images: int = 12,
 ) -> CompletionResult:
     """Answer every image of ``source`` with ``run.model``, and write the completed dataset to ``out``.
 
-    Answers lie in ``STEM.answers`` beside it as they come: the same command again goes on where it stopped, and other
-    rules need no answers anew. ``STEM.completion.json`` holds what was counted.
+    Answers are written to ``STEM.answers`` next to it as they come: the same command again continues where it stopped,
+    and other rules reuse the answers. ``STEM.completion.json`` has the counts. ``sheet``: a picture of the
+    ``sheet_images`` images with the most likely missed objects.
 
     Raises:
-        DataError, ConfigError, CheckpointError: as :func:`~coordexp.inference.predict.run_prediction` and
-            :func:`~coordexp.evaluation.completion.complete_records`.
+        DataError, ConfigError, CheckpointError: as :func:`~coordexp.inference.prediction.run_prediction` and
+            :func:`complete_records`.
     """
-    # Torch comes with it, and settings are checked without.
-    from coordexp.inference.predict import PredictionOptions, run_prediction
+    from coordexp.inference.prediction import PredictionOptions, run_prediction  # imports torch
 
-    asked = PredictionOptions(score="confidence")
-    run_prediction(run, console, source=source, output=_answers_folder(out), options=asked)
+    folder = out.with_name(f"{out.stem}.answers")
+    run_prediction(run, console, source=source, output=folder, options=PredictionOptions(score="confidence"))
     result = CompletionResult(CompletionCounts(), run.template.prompt, ())
     with distributed.raise_on_all_ranks("coordexp data complete"):
         if distributed.is_main():
-            result = _complete_from_answers(run, source, out, rules, sheet)
+            from coordexp.checkpoints.folder import checkpoint_fingerprint
+            from coordexp.modeling.load import load_vocab
+
+            model = Path(run.model.model)
+            origin = ModelOrigin(str(model), checkpoint_fingerprint(model))
+            answers = {answer.sample_id: answer for answer in read_answers(folder)}
+            done, counts = complete_records(read_jsonl(source), answers, rules, origin)
+            write_jsonl([item.record for item in done], out)
+            about = {"source": str(source), **asdict(origin), "prompt": run.template.prompt, "rules": asdict(rules)}
+            summary = out.with_name(f"{out.stem}.completion.json")
+            text = json.dumps({**about, **counts.to_json()}, indent=2, ensure_ascii=False)
+            write_atomically(summary, text + "\n")
+            files = [out, summary]
+            if sheet is not None and (shown := most_likely_missed(done, sheet_images)):
+                files.append(draw_contact_sheet(shown, load_vocab(model), sheet))
+            result = CompletionResult(counts, run.template.prompt, tuple(files))
     return result
 
 
-def _answers_folder(out: Path) -> Path:
-    return out.with_name(f"{out.stem}.answers")
+def complete_records(
+    records: Sequence[ImageRecord], answers: Mapping[str, ImageAnswer], rules: CompletionRules, origin: ModelOrigin
+) -> tuple[list[Completed], CompletionCounts]:
+    """Add the predictions of ``answers`` (by sample id, with confidences as scores) that ``records`` lack.
+
+    Raises:
+        DataError: an image without an answer, an answer for another image, or metadata that is in the way.
+    """
+    known = {obj.desc for record in records for obj in record.objects if obj.soft is None}
+    of = [_answer_of(record, answers) for record in records]
+    done = [_complete(record, answer, rules, origin, known) for record, answer in zip(records, of, strict=True)]
+    objects = [obj for record in records for obj in record.objects]
+    soft = sum(obj.soft is not None for obj in objects)
+    counts = CompletionCounts(
+        images=len(records),
+        answered=sum(bool(answer.pred) for answer in of),
+        truncated=sum(answer.truncated for answer in of),
+        annotated=len(objects) - soft,
+        soft=soft,
+        predicted=sum(len(answer.pred) for answer in of),
+        outcomes=Counter(outcome for item in done for outcome in item.outcomes),
+        classes=Counter(obj.desc for item in done for obj in item.added),
+        dropped=sum((Counter(dict(answer.dropped)) for answer in of), Counter()),
+    )
+    assert counts.outcomes.total() == counts.predicted, "a prediction went uncounted"
+    return done, counts
 
 
-def _complete_from_answers(
-    run: RunConfig, source: Path, out: Path, rules: CompletionRules, sheet: Sheet | None
-) -> CompletionResult:
-    from coordexp.checkpoints.folder import checkpoint_fingerprint
-    from coordexp.modeling.load import load_vocab
+def _answer_of(record: ImageRecord, answers: Mapping[str, ImageAnswer]) -> ImageAnswer:
+    answer = answers.get(record.sample_id)
+    if answer is None:
+        raise DataError(f"{record.sample_id}: has no answer; answer every image of the dataset first")
+    if answer.image != str(record.image):
+        raise DataError(
+            f"{record.sample_id}: is {record.image} now, but the answer is for {answer.image}; remove the saved "
+            "answers, so that the dataset as it is now is answered"
+        )
+    return answer
 
-    model = Path(run.model.model)
-    origin = ModelOrigin(str(model), checkpoint_fingerprint(model))
-    answers = {answer.sample_id: answer for answer in read_answers(_answers_folder(out))}
-    done, counts = complete_records(read_jsonl(source), answers, rules, origin)
-    write_jsonl([item.record for item in done], out)
-    about = {"source": str(source), **asdict(origin), "prompt": run.template.prompt, "rules": asdict(rules)}
-    summary = out.with_name(f"{out.stem}.completion.json")
-    text = json.dumps({**about, **counts.to_json()}, indent=2, ensure_ascii=False)
-    write_atomically(summary, text + "\n")
-    files = [out, summary]
-    shown = [] if sheet is None else most_likely_missed(done, sheet.images)
-    if sheet is not None and shown:
-        files.append(draw_contact_sheet(shown, load_vocab(model), sheet.path))
-    return CompletionResult(counts, run.template.prompt, tuple(files))
+
+def _complete(
+    record: ImageRecord, answer: ImageAnswer, rules: CompletionRules, origin: ModelOrigin, known: set[str]
+) -> Completed:
+    scores = [_score(answer, obj) for obj in answer.pred]
+    outcomes: dict[int, PredictionOutcome] = {}
+    # A pair above the allowed overlap is one object. A pair exactly at a gate passes it, hence the next larger number.
+    gate = min(1.0, float(np.nextafter(rules.max_overlap, 2.0)))
+    for pair in match_objects(answer.pred, record.objects, MatchingConfig(maskiou_gate=gate)).pairs:
+        outcomes[pair.pred_idx] = PredictionOutcome.MATCHED
+    annotated = [obj for obj in record.objects if obj.soft is None]
+    soft = [obj for obj in record.objects if obj.soft is not None]
+    added: list[int] = []
+    for i in sorted(range(len(answer.pred)), key=lambda i: -scores[i]):  # stable: equal ones in the answer's order
+        if i in outcomes:
+            continue
+        obj = answer.pred[i]
+        others = {
+            PredictionOutcome.OVERLAPS_ANNOTATED: annotated,
+            PredictionOutcome.OVERLAPS_SOFT: soft,
+            PredictionOutcome.OVERLAPS_ADDED: [answer.pred[j] for j in added],
+        }
+        overlaps = (
+            outcome
+            for outcome, objects in others.items()
+            if any(mask_iou(obj, other) > rules.max_overlap for other in objects)
+        )
+        outcomes[i] = _refusal(obj, scores[i], rules, known) or next(overlaps, PredictionOutcome.ADDED)
+        if outcomes[i] is PredictionOutcome.ADDED:
+            added.append(i)
+    added.sort()
+    weights = [min(1.0, round(scores[i], 4)) if rules.weight is None else rules.weight for i in added]
+    new = [
+        GTObject(clean_desc(answer.pred[i].desc), answer.pred[i].kind, answer.pred[i].bins, weight)
+        for i, weight in zip(added, weights, strict=True)
+    ]
+    judged = tuple(outcomes[i] for i in range(len(answer.pred)))
+    kept = tuple(round(scores[i], 4) for i in added)
+    metadata = _with_provenance(record, kept, judged, rules, origin)
+    return Completed(replace(record, objects=(*record.objects, *new), metadata=metadata), judged, kept)
+
+
+def _score(answer: ImageAnswer, obj: Detection) -> float:
+    if obj.score is None:
+        raise DataError(f"{answer.sample_id}: {obj.desc!r} has no score, so its confidence is unknown")
+    return obj.score
+
+
+def _refusal(obj: Detection, score: float, rules: CompletionRules, known: set[str]) -> PredictionOutcome | None:
+    """Why an unmatched prediction is not added, whatever it overlaps."""
+    if score < rules.threshold:
+        return PredictionOutcome.BELOW_THRESHOLD
+    x1, y1, x2, y2 = aabb(obj)
+    if x1 == x2 or y1 == y2 or 100 * ((x2 - x1) * (y2 - y1)) ** 0.5 / (NUM_BINS - 1) < rules.min_size:
+        return PredictionOutcome.TOO_SMALL
+    try:
+        desc = clean_desc(obj.desc)
+    except ValueError:
+        return PredictionOutcome.REFUSED_DESC
+    return PredictionOutcome.UNKNOWN_DESC if rules.known_descs and desc not in known else None
+
+
+def _with_provenance(
+    record: ImageRecord,
+    scores: Sequence[float],
+    outcomes: Sequence[PredictionOutcome],
+    rules: CompletionRules,
+    origin: ModelOrigin,
+) -> dict[str, Any]:
+    earlier = record.metadata.get(PROVENANCE, [])
+    if not isinstance(earlier, list):
+        raise DataError(f"{record.sample_id}: metadata.{PROVENANCE} is no list of completions; rename that field")
+    not_refused = (PredictionOutcome.ADDED, PredictionOutcome.MATCHED)
+    entry = {
+        "model": origin.model,
+        "fingerprint": origin.fingerprint,
+        "threshold": rules.threshold,
+        "max_overlap": rules.max_overlap,
+        "added": [{"object": k, "score": score} for k, score in enumerate(scores, start=len(record.objects))],
+        "refused": dict(Counter(outcome.value for outcome in outcomes if outcome not in not_refused)),
+    }
+    return {**record.metadata, PROVENANCE: [*earlier, entry]}
+
+
+def most_likely_missed(done: Sequence[Completed], count: int) -> list[ImageRecord]:
+    """The records of the most confident added objects, each once; added objects show their confidence in the
+    description, for a picture."""
+    completed = sorted((item for item in done if item.scores), key=lambda item: -max(item.scores))
+    shown = []
+    for item in completed[:count]:
+        named = [replace(o, desc=f"{o.desc} {score:.2f}") for o, score in zip(item.added, item.scores, strict=True)]
+        before = item.record.objects[: len(item.record.objects) - len(named)]
+        shown.append(replace(item.record, objects=(*before, *named)))
+    return shown

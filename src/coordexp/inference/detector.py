@@ -17,7 +17,7 @@ from coordexp.config import resolved_rollout
 from coordexp.data.image_sources import find_images
 from coordexp.data.images import open_rgb
 from coordexp.errors import DataError, require
-from coordexp.evaluation.answers import Detection, ImageAnswer, make_answer
+from coordexp.evaluation.answers import Detection, ImageAnswer
 from coordexp.evaluation.coco import to_results
 from coordexp.evaluation.drawing import draw_detections
 from coordexp.geometry import pixel_box, pixel_ring
@@ -138,7 +138,7 @@ class Detector:
 
     def _answer(self, records: Sequence[ImageRecord], given: Mapping[str, Image.Image]) -> list[Detections]:
         from coordexp.data.dataset import Sample
-        from coordexp.evaluation.predict import predict
+        from coordexp.evaluation.answering import answer_samples
         from coordexp.rollouts import DatasetSeeds
 
         session = self._session
@@ -147,8 +147,7 @@ class Detector:
         for start in range(0, len(records), size):
             batch = [Sample(record, session.encoder.encode(record)) for record in records[start : start + size]]
             seeds, scorer = DatasetSeeds(self._seed, start), session.scorer if self._scores else None
-            for item in predict(batch, session.backend, session.loaded.vocab, seeds, scorer):
-                answer = make_answer(item.record, item.rollout, item.parsed, item.scores, annotated=False)
+            for answer in answer_samples(batch, session.backend, session.loaded.vocab, seeds, scorer):
                 detections.append(as_detections(answer, given.get(answer.sample_id)))
         return detections
 

@@ -17,7 +17,7 @@ from coordexp.coords import CoordVocab
 from coordexp.data.dataset import RecordDataset, Sample
 from coordexp.errors import RunStopped, TrainingDiverged
 from coordexp.evaluation import EvaluationOptions
-from coordexp.evaluation.predict import ON_COUNTS_ALONE, Scorer, evaluate_dataset
+from coordexp.evaluation.answering import COUNTS_ONLY, Scorer, evaluate_dataset
 from coordexp.metrics import MetricsPayload, SampleOutcome
 from coordexp.modeling.inputs import VisionTower, to_device
 from coordexp.modeling.load import LoadedModel
@@ -58,7 +58,7 @@ class CoordExpTrainer(SavingTrainer):
         learning_rates: LearningRates,
         master_weights: bool = False,
         recorder: RolloutRecorder | None = None,
-        measured: EvaluationOptions | None = ON_COUNTS_ALONE,
+        measured: EvaluationOptions | None = COUNTS_ONLY,
         scorer: Scorer | None = None,
         **kwargs: Any,
     ) -> None:

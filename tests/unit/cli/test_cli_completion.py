@@ -32,7 +32,7 @@ def test_what_was_left_out_comes_back_soft(half: Path, capsys: pytest.CaptureFix
     outcome = run_cli(capsys, *command)
     assert outcome.code == 0, outcome.err
     counts = json.loads(outcome.out)
-    added = counts["fates"]["added"]
+    added = counts["outcomes"]["added"]
     whole, before, after = read_jsonl(half.with_name("scenes.jsonl")), read_jsonl(half), read_jsonl(out)
     right = gone = 0
     for complete, few, found in zip(whole, before, after, strict=True):
@@ -46,7 +46,7 @@ def test_what_was_left_out_comes_back_soft(half: Path, capsys: pytest.CaptureFix
         gone += len(missing)
     assert gone >= 5 and right >= 0.6 * gone and right >= 0.6 * added
     written = json.loads(half.with_name("full.completion.json").read_text(encoding="utf-8"))
-    assert written["fates"] == counts["fates"] and sum(written["fates"].values()) == written["predicted"]
+    assert written["outcomes"] == counts["outcomes"] and sum(written["outcomes"].values()) == written["predicted"]
     assert written["prompt"] == "Detect every object."  # as the run that made the checkpoint asked
     with Image.open(sheet) as image:
         assert image.width == 4 * 320
@@ -59,7 +59,7 @@ def test_what_was_left_out_comes_back_soft(half: Path, capsys: pytest.CaptureFix
     lines = made_at[1].splitlines(keepends=True)
     answers.write_bytes(b"".join(lines[:3]) + lines[3][:40])  # killed while writing
     again = run_cli(capsys, *command, "--overwrite", "--threshold", "0.999", "--weight", "0.5")
-    assert again.code == 0 and json.loads(again.out)["fates"]["added"] < added and answers.read_bytes() == made_at[1]
+    assert again.code == 0 and json.loads(again.out)["outcomes"]["added"] < added and answers.read_bytes() == made_at[1]
     other = run_cli(capsys, *command, "--overwrite", "--prompt", "Where is it?")
     assert other.code == 2 and "another prompt" in other.err
 

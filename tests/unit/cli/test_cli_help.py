@@ -1,4 +1,4 @@
-"""Help and mistakes show at once: nothing heavy is imported for them."""
+"""Help, usage errors, version and completion; help and configuration errors import nothing heavy."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import coordexp
 from support.cli_runs import run_cli
 from support.config_samples import stage1, write_yaml
 
@@ -41,24 +42,24 @@ def test_a_mistake_in_the_yaml_shows_before_torch_is_imported(tmp_path: Path, co
     assert not modules_after(*command.split(), str(path)) & HEAVY
 
 
-@pytest.mark.parametrize(
-    ("argv", "expected"),
-    [
-        ("", "evaluate"),
-        ("--help", "coordexp"),
-        ("data", "scenes"),
-        ("data convert", "coco"),
-        ("model", "expand-vocab"),
-        ("config", "check"),
-    ],
-)
-def test_groups_list_their_commands(capsys: pytest.CaptureFixture[str], argv: str, expected: str) -> None:
-    outcome = run_cli(capsys, *argv.split())
-    assert expected in outcome.out + outcome.err
-
-
 @pytest.mark.parametrize("argv", ["unknown", "train", "train a.yaml --steps=3", "data scenes --out x", "--verbosity"])
 def test_wrong_usage_exits_with_2(capsys: pytest.CaptureFixture[str], argv: str) -> None:
     outcome = run_cli(capsys, *argv.split())
     assert outcome.code == 2
     assert "Usage" in outcome.err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli(capsys, "--version").out == run_cli(capsys, "-V").out == f"coordexp {coordexp.__version__}\n"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shell_completes_commands(
+    shell: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("_COORDEXP_COMPLETE", f"complete_{shell}")
+    monkeypatch.setenv("COMP_WORDS", "coordexp data con")
+    monkeypatch.setenv("COMP_CWORD", "2")
+    monkeypatch.setenv("_TYPER_COMPLETE_ARGS", "coordexp data con")
+    monkeypatch.setenv("_TYPER_COMPLETE_FISH_ACTION", "get-args")
+    assert "convert" in run_cli(capsys).out

@@ -17,8 +17,8 @@ from coordexp.data.files import asset
 from coordexp.data.scenes import SPARSE, write_scenes
 from coordexp.evaluation import Summary, detection_metrics, read_answers
 from coordexp.evaluation.answers import write_answers
+from coordexp.evaluation.display import summary_tables
 from coordexp.evaluation.summary import GroupRow
-from coordexp.evaluation.tables import summary_tables
 from support.cli_runs import run_cli, small_checkpoint, write_run
 from support.scored_answers import CLASSES, random_answers, with_soft
 

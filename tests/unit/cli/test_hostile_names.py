@@ -1,29 +1,22 @@
-"""Names are data: what a class or a file is called is printed as it is, through every command that prints any."""
+"""Commands print class and file names as they are, although they look like rich markup or emoji."""
 
 from __future__ import annotations
 
-import csv
-import inspect
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from xml.sax.saxutils import escape
 
 import pytest
-import typer
 
-from coordexp.cli import app
 from coordexp.evaluation.answers import write_answers
 from coordexp.records import GTObject
-from support.annotation_folders import paint, voc_object
+from support.annotation_folders import paint
 from support.cli_runs import Outcome, run_cli, small_checkpoint, write_run
 from support.scored_answers import random_answers
 from support.view_runs import hostile_answers
 
 CLASSES = ("sign [/stop]", "[bold]x[/]", "[a0]", ":car:", "[link=file:///etc]y")
-CONVERTED = ("coco", "csv", "labelme", "lvis", "panoptic", "voc", "yolo")
 FOLDER = "p [a0] [x] :smile:"
 IMAGE = "p [a0] [x].jpg"
 
@@ -74,50 +67,14 @@ def squeezed(text: str) -> str:
     return "".join(text.split())
 
 
-def test_a_conversion_prints_names_as_they_are(hostile: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_convert(hostile: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = run_cli(
         capsys, "data", "convert", "labelme", labelme_file(hostile), "--out", hostile / "o [1]", "--no-resize"
     )
     expect(found, *CLASSES, "[c1] left out", "p [a0] [x].json", hostile / "o [1]")
 
 
-def annotated_as(form: str, folder: Path) -> list[Path]:
-    """The classes, each in a box of its own, in a format's file: what its converter is given."""
-    boxes = [(name, 10 * k, 1, 10 * k + 9, 30) for k, name in enumerate(CLASSES)]
-    if form == "csv":
-        with (folder / "t [c].csv").open("w", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows([("image", "name", "x1", "y1", "x2", "y2"), *((IMAGE, *box) for box in boxes)])
-        return [folder / "t [c].csv", Path("--images"), folder / "images"]
-    if form == "yolo":
-        lines = [f"{k} {(x1 + x2) / 128} 0.3 {(x2 - x1) / 64} 0.5" for k, (_, x1, _, x2, _) in enumerate(boxes)]
-        (folder / "images" / IMAGE).with_suffix(".txt").write_text("\n".join(lines), encoding="utf-8")
-        (folder / "classes.txt").write_text("\n".join(CLASSES), encoding="utf-8")
-        return [folder]
-    if form == "voc":
-        sides = "".join(voc_object(escape(name), *box) for name, *box in boxes)
-        xml = f"<annotation><filename>{IMAGE}</filename>{sides}</annotation>"
-        (folder / "images" / IMAGE).with_suffix(".xml").write_text(xml, encoding="utf-8")
-        return [folder / "images"]
-    if form == "labelme":
-        return [labelme_file(folder)]
-    segments = [{"image_id": 1, "category_id": k, "bbox": [x, y, 9, 29]} for k, (_, x, y, *_) in enumerate(boxes)]
-    content = {
-        "images": [{"id": 1, "file_name": IMAGE, "width": 64, "height": 48}],
-        "annotations": segments if form in ("coco", "lvis") else [{"image_id": 1, "segments_info": segments}],
-        "categories": [{"id": k, "name": name} for k, name in enumerate(CLASSES)],
-    }
-    (folder / "a [j].json").write_text(json.dumps(content), encoding="utf-8")
-    return [folder / "a [j].json", folder / "images"]
-
-
-@pytest.mark.parametrize("form", CONVERTED)
-def test_every_converter_prints_names_as_they_are(form: str, hostile: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ("data", "convert", form, *annotated_as(form, hostile), "--out", hostile / "o [1]", "--no-resize")
-    expect(run_cli(capsys, *command), *CLASSES, hostile / "o [1]")
-    expect(run_cli(capsys, *command), hostile / "o [1]", "exists already", code=2)
-
-
-def test_looking_at_a_dataset_prints_names_as_they_are(hostile: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_stats_sample_and_split(hostile: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = write_dataset(hostile)
     expect(
         run_cli(capsys, "data", "check", data, "--sheet", hostile / "s [b].png"), *CLASSES, data, hostile / "s [b].png"
@@ -135,7 +92,7 @@ def test_looking_at_a_dataset_prints_names_as_they_are(hostile: Path, capsys: py
     expect(run_cli(capsys, "data", "check", data), IMAGE, data, code=2)
 
 
-def test_evaluation_prints_names_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / FOLDER
     name: dict[str, str] = dict(zip(("person", "car", "手提包", "red cell"), CLASSES, strict=False))
     answers = [
@@ -152,7 +109,7 @@ def test_evaluation_prints_names_as_they_are(tmp_path: Path, capsys: pytest.Capt
     expect(run_cli(capsys, "evaluate", run / "[none]"), run / "[none]", code=2)
 
 
-def test_training_and_predicting_print_names_as_they_are(
+def test_train_predict_and_models(
     tmp_path: Path, hostile: Path, capsys: pytest.CaptureFixture[str], model: Path
 ) -> None:
     data, out = write_dataset(hostile), tmp_path / "out [o1]"
@@ -175,15 +132,13 @@ def test_training_and_predicting_print_names_as_they_are(
     expect(run_cli(capsys, "model", "export", model, tmp_path / "e [2]"), tmp_path / "e [2]")
 
 
-def test_the_viewer_prints_names_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_view(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_answers(hostile_answers(tmp_path), tmp_path / FOLDER / "predictions.jsonl")
     out = tmp_path / "v [w].html"
     expect(run_cli(capsys, "view", tmp_path / FOLDER, "--out", out), f"wrote {out}")
 
 
-def test_changing_a_dataset_prints_names_as_they_are(
-    hostile: Path, capsys: pytest.CaptureFixture[str], model: Path
-) -> None:
+def test_drop_pack_complete_and_scenes(hostile: Path, capsys: pytest.CaptureFixture[str], model: Path) -> None:
     data, out = write_dataset(hostile), hostile / "o [1].jsonl"
     drop = ("data", "drop", data, "--per-class", f"{CLASSES[0]}=0", "--out", out)
     expect(run_cli(capsys, *drop), *CLASSES, out)
@@ -195,7 +150,7 @@ def test_changing_a_dataset_prints_names_as_they_are(
     expect(run_cli(capsys, "data", "scenes", "--out", hostile / "s [4]", "--count", 1), hostile / "s [4]")
 
 
-def test_exports_print_names_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_answers(hostile_answers(tmp_path), tmp_path / FOLDER / "predictions.jsonl")
     for form in ("coco", "csv", "labelme", "voc", "yolo"):
         out = tmp_path / f"{form} [e]"
@@ -203,22 +158,20 @@ def test_exports_print_names_as_they_are(tmp_path: Path, capsys: pytest.CaptureF
     expect(run_cli(capsys, "export", "csv", tmp_path / "[none]", "--out", tmp_path), tmp_path / "[none]", code=2)
 
 
-def test_models_are_printed_as_they_are_called(tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path) -> None:
+def test_tiny_expand_and_merge(tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path) -> None:
     expect(run_cli(capsys, "model", "tiny", tmp_path / "t [1]"), tmp_path / "t [1]")
     expect(run_cli(capsys, "model", "expand-vocab", tmp_path / "t [1]", tmp_path / "x [2]"), tmp_path / "t [1]", code=2)
     expect(run_cli(capsys, "model", "merge", model, tmp_path / "m [3]"), model, code=2)
 
 
-def test_a_first_configuration_prints_names_as_they_are(
-    hostile: Path, capsys: pytest.CaptureFixture[str], model: Path
-) -> None:
+def test_init(hostile: Path, capsys: pytest.CaptureFixture[str], model: Path) -> None:
     out = hostile / "r [y].yaml"
     expect(run_cli(capsys, "init", write_dataset(hostile), "--model", model, "--out", out, "--cpu"), f"wrote {out}")
     missing = run_cli(capsys, "init", hostile / "[none]", "--model", model, "--out", hostile / "other.yaml")
     expect(missing, hostile / "[none]", code=2)
 
 
-def test_stage_2_its_launch_and_its_replay_print_names_as_they_are(
+def test_launch_serve_and_replay(
     tmp_path: Path, hostile: Path, capsys: pytest.CaptureFixture[str], model: Path
 ) -> None:
     data, out = write_dataset(hostile), tmp_path / "out [o2]"
@@ -232,71 +185,3 @@ def test_stage_2_its_launch_and_its_replay_print_names_as_they_are(
     expect(run_cli(capsys, "train", run), f"saved to {out}")
     expect(run_cli(capsys, "replay", out / "rollout_records", "--model", model), data.name, "1 records replayed")
     expect(run_cli(capsys, "replay", tmp_path / "[none]"), tmp_path / "[none]", code=2)
-
-
-def subcommands(command: Any) -> dict[str, Any]:
-    return getattr(command, "commands", {})
-
-
-def commands(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    yield words, command
-    for name, below in subcommands(command).items():
-        yield from commands(below, (*words, name))
-
-
-SILENT = {"config schema", "demo"}  # print no name that a person has given, but the demo's folder
-SHOWN_BY = {
-    test_changing_a_dataset_prints_names_as_they_are: ("data drop", "data pack", "data complete", "data scenes"),
-    test_looking_at_a_dataset_prints_names_as_they_are: ("data check", "data stats", "data sample", "data split"),
-    test_evaluation_prints_names_as_they_are: ("evaluate",),
-    test_training_and_predicting_print_names_as_they_are: (
-        "config check", "config diff", "train", "predict", "model info", "model export",
-    ),
-    test_exports_print_names_as_they_are: ("export",),
-    test_models_are_printed_as_they_are_called: ("model tiny", "model expand-vocab", "model merge"),
-    test_a_first_configuration_prints_names_as_they_are: ("init",),
-    test_stage_2_its_launch_and_its_replay_print_names_as_they_are: ("launch", "serve", "replay"),
-    test_the_viewer_prints_names_as_they_are: ("view",),
-    test_every_converter_prints_names_as_they_are: tuple(f"data convert {form}" for form in CONVERTED),
-}  # fmt: skip
-
-
-def test_every_command_has_its_case() -> None:
-    """A new command without one fails here, and so does a case that its test does not run."""
-    leaves = {" ".join(words) for words, command in commands(typer.main.get_command(app)) if words}
-    leaves -= {" ".join(words) for words, command in commands(typer.main.get_command(app)) if subcommands(command)}
-    assert {command for shown in SHOWN_BY.values() for command in shown} == leaves - SILENT
-    for case, shown in SHOWN_BY.items():
-        source = inspect.getsource(case)
-        for command in shown:
-            words = [word for word in command.split() if word not in CONVERTED]
-            assert ", ".join(f'"{word}"' for word in words) in source, command
-
-
-@pytest.mark.parametrize("flag", ["--help", "-h"])
-def test_help_shows_every_text_whole(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = list(commands(typer.main.get_command(app)))
-    assert len(rows) >= 30
-    for words, command in rows:
-        shown = squeezed(run_cli(capsys, *words, flag).out)
-        texts = [param.help for param in command.params if getattr(param, "help", None)]
-        assert [text for text in texts if squeezed(text) not in shown] == [], " ".join(words)
-
-
-@pytest.mark.parametrize("flag", ["--version", "-V"])
-def test_version(capsys: pytest.CaptureFixture[str], flag: str) -> None:
-    import coordexp
-
-    assert run_cli(capsys, flag).out == f"coordexp {coordexp.__version__}\n"
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_shells_complete_commands(
-    shell: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("_COORDEXP_COMPLETE", f"complete_{shell}")
-    monkeypatch.setenv("COMP_WORDS", "coordexp data con")
-    monkeypatch.setenv("COMP_CWORD", "2")
-    monkeypatch.setenv("_TYPER_COMPLETE_ARGS", "coordexp data con")
-    monkeypatch.setenv("_TYPER_COMPLETE_FISH_ACTION", "get-args")
-    assert "convert" in run_cli(capsys).out

@@ -147,35 +147,3 @@ def test_what_only_reads_and_what_is_refused_needs_no_torch(tmp_path: Path) -> N
         assert code == (2 if argv in REFUSED else 0), f"{command}: {err}"
         assert argv in READS or "nothing" in err or "model.model: checkpoints/tiny: no such folder" in err, command
     assert '"target":{"pieces":[' in (tmp_path / "tokens.html").read_text(encoding="utf-8")
-
-
-CONTRACT = {"coordexp.config", "yaml"}
-COUNTING = {"numpy", "scipy", "pandas", "matplotlib"}
-PARTS = {"coordexp.data.convert", "coordexp.recording", "coordexp.rollouts", "coordexp.parsing", "coordexp.targets"}
-# In an order in which no command may need what a later one needs; (command, what it has no use for).
-WITHOUT_CONFIGURATION = [
-    (("data", "check", "scenes.jsonl"), {*CONTRACT, *COUNTING, *PARTS, "tokenizers"}),
-    (("predict", "nothing.jpg", "--model", "MODEL"), {*CONTRACT, *COUNTING, *PARTS, "tokenizers"}),
-    (("export", "csv", "run", "--out", "out"), {*COUNTING - {"numpy"}, *PARTS, "tokenizers"}),
-    (("evaluate", "run"), {*COUNTING - {"numpy"}, *PARTS, "tokenizers", "PIL.ImageDraw"}),
-    (("view", "run", "--out", "view.html"), {*COUNTING - {"numpy"}, *PARTS, "tokenizers"}),
-    (("model", "info", "MODEL"), {*COUNTING - {"numpy"}, *PARTS}),
-    (("data", "check", "scenes.jsonl", "--sheet", "sheet.png"),
-     {"scipy", "pandas", "matplotlib", *PARTS - {"coordexp.parsing"}}),
-]  # fmt: skip
-WITHOUT_ARRAYS = [
-    (("config", "check", "views.yaml"), {*COUNTING, *PARTS, "rich.progress", "PIL"}),
-    (("init", "scenes.jsonl", "--model", "MODEL", "--out", "new.yaml"), {*COUNTING, *PARTS}),
-]
-
-
-@pytest.mark.parametrize("commands", [WITHOUT_CONFIGURATION, WITHOUT_ARRAYS], ids=["configuration", "arrays"])
-def test_each_command_imports_only_what_it_uses(
-    commands: Sequence[tuple[tuple[str, ...], set[str]]], tmp_path: Path
-) -> None:
-    """The goal is an answer within a second, and imports are what takes it: a clock would tell less."""
-    useless = set().union(*(names for _, names in commands))
-    outcomes = in_turn(tmp_path, useless, [argv for argv, _ in commands])
-    for (argv, names), (code, err, imported) in zip(commands, outcomes, strict=True):
-        assert code == (2 if "nothing.jpg" in argv else 0), f"{argv}: {err}"
-        assert not names & set(imported), f"coordexp {' '.join(argv)} imports {names & set(imported)}"

@@ -14,8 +14,8 @@ from coordexp.config.rollout import DecodingConfig, RolloutMatchingConfig
 from coordexp.config.schema import CustomConfig
 from coordexp.coords import serialize_append, serialize_objects
 from coordexp.data import convert as converters
-from coordexp.evaluation.completion import CompletionRules
 from coordexp.geometry import barycentric_targets, mask_iou
+from coordexp.inference.completion import CompletionRules
 from coordexp.matching import MatchingConfig
 from coordexp.modeling.load import export_checkpoint
 from coordexp.modeling.tiny import build_tiny_checkpoint

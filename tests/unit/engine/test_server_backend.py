@@ -21,7 +21,7 @@ from coordexp.engine.fleet import check_servers, make_clients
 from coordexp.engine.server_backend import ServerBackend
 from coordexp.engine.sync import SyncReport
 from coordexp.errors import ConfigError, RolloutError, ServerRefused, ServerTimeout, ServerUnreachable
-from coordexp.evaluation.predict import evaluate_dataset
+from coordexp.evaluation.answering import evaluate_dataset
 from coordexp.modeling.inputs import build_messages
 from coordexp.records import GTObject, ImageRecord, RolloutRequest
 from coordexp.rollouts import DatasetSeeds, RolloutRound, SeedContext

@@ -37,7 +37,7 @@ NAMES = ("AP", "AP50", "AP75", "AP_small", "AP_medium", "AP_large")
 SQUARE = (100, 100, 400, 400)
 
 
-def evaluated(truth: Any, found: Any, iou_type: str, iou_thrs: Sequence[float]) -> Any:
+def evaluated(truth: Any, found: Any, iou_type: Any, iou_thrs: Sequence[float]) -> Any:
     """pycocotools' evaluation, from scratch."""
     with contextlib.redirect_stdout(io.StringIO()):
         evaluation = COCOeval(truth, found, iou_type)

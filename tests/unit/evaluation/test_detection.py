@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from coordexp.coords import CoordVocab, serialize_objects
-from coordexp.evaluation import Prediction, detection_metrics, match_by_desc
+from coordexp.evaluation import ImageAnswer, detection_metrics, match_by_desc
+from coordexp.evaluation.answers import make_answer
 from coordexp.evaluation.detection import count_image, ignored_predictions, match_answer
 from coordexp.matching import MatchingConfig, match_objects
 from coordexp.parsing import parse_rollout
@@ -20,11 +21,11 @@ ELSEWHERE = GTObject("black cat", "bbox_2d", (600, 20, 800, 220))
 LOOSE = GTObject("black cat", "bbox_2d", (10, 20, 200, 370))  # IoU with CAT is 200/350
 
 
-def predicted(text: str, truth: list[GTObject], truncated: bool = False) -> Prediction:
+def predicted(text: str, truth: list[GTObject], truncated: bool = False) -> ImageAnswer:
     vocab: CoordVocab = qwen_vocab()
     ids = tuple(vocab.encode(text))
     parsed = parse_rollout(ids, vocab, ended=not truncated)
-    return Prediction(record(truth), Rollout("s", (), ids, text, truncated), parsed)
+    return make_answer(record(truth), Rollout("s", (), ids, text, truncated), parsed)
 
 
 def figures(text: str, truth: list[GTObject], **options: bool) -> dict[str, float]:
@@ -88,19 +89,19 @@ def test_a_soft_object_is_no_ground_truth_and_finding_it_neither_right_nor_wrong
             **alone, "tokens_per_image": found["tokens_per_image"]
         }  # fmt: skip
     assert figures(serialize_objects([CAT, DOG, DOG]), [CAT, soft_dog])["precision"] == 0.5  # it is there once at most
-    both = predicted(serialize_objects([CAT]), [replace(CAT, soft=0.9), CAT]).answer()
+    both = predicted(serialize_objects([CAT]), [replace(CAT, soft=0.9), CAT])
     assert match_answer(both) == [(0, 1, 1.0)] and ignored_predictions(both) == set()  # annotated ones first
 
 
 def test_assignment_is_best_overall_within_a_description():
-    parsed = predicted(serialize_objects([LOOSE, CAT, DOG]), []).parsed
-    triples = match_by_desc(parsed.objects, [CAT, GTObject("dog", "bbox_2d", (10, 20, 200, 370))])
+    found = predicted(serialize_objects([LOOSE, CAT, DOG]), [])
+    triples = match_by_desc(found.pred, [CAT, GTObject("dog", "bbox_2d", (10, 20, 200, 370))])
     assert [(pred, gt) for pred, gt, _ in triples] == [(1, 0)]
 
 
 @pytest.mark.parametrize(("threshold", "found"), [(0.5, 1), (0.6, 0)])
 def test_the_threshold_is_the_callers(threshold, found):
-    assert len(match_by_desc(predicted(serialize_objects([LOOSE]), []).parsed.objects, [CAT], threshold)) == found
+    assert len(match_by_desc(predicted(serialize_objects([LOOSE]), []).pred, [CAT], threshold)) == found
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.3, 0.5, 0.75])

@@ -9,8 +9,8 @@ import pytest
 from coordexp import distributed
 from coordexp.coords import serialize_objects
 from coordexp.data.dataset import RecordDataset
+from coordexp.evaluation.answering import answer_dataset, evaluate_dataset, share_out
 from coordexp.evaluation.answers import to_line
-from coordexp.evaluation.predict import evaluate_dataset, gather_answers, share_out
 from coordexp.records import GTObject, Rollout, RolloutRequest
 from coordexp.rollouts import DatasetSeeds, Seeds
 from support.answers import CAT, DOG, record, request
@@ -53,11 +53,11 @@ def test_every_sample_is_answered_once_in_batches():
     assert [ids for ids, _ in backend.batches] == [["s0", "s1"], ["s2", "s3"], ["s4"]]
     assert [seeds for _, seeds in backend.batches] == [DatasetSeeds(7, first) for first in (0, 2, 4)]
     assert seen == [(0, 5), (2, 5), (4, 5), (5, 5)]  # the first, so that a bar shows before a batch is done
-    assert [p.record.sample_id for p in predictions] == ["s0", "s1", "s2", "s3", "s4"]
+    assert [answer.sample_id for answer in predictions] == ["s0", "s1", "s2", "s3", "s4"]
     assert figures["f1"] == figures["precision"] == figures["recall"] == 1
     assert (figures["images"], figures["gt_objects"]) == (5, 5)
     # A reported stop counts, though its token is trimmed.
-    assert figures["truncated_rate"] == 0 and not any(p.parsed.truncated for p in predictions)
+    assert figures["truncated_rate"] == 0 and not any(answer.dropped for answer in predictions)
 
 
 def test_answers_of_a_batch_are_told_of_before_it_is_done():
@@ -79,21 +79,6 @@ def test_answers_of_a_batch_are_told_of_before_it_is_done():
     ]  # fmt: skip
 
 
-def test_figures_are_global_and_predictions_are_this_ranks(monkeypatch):
-    scenes = [[CAT], [DOG], [CAT], [DOG], [CAT]]
-    texts = {f"s{i}": serialize_objects(objects) if i % 2 else "{}" for i, objects in enumerate(scenes)}
-    parts, figures = [], {}
-    for rank in range(2):
-        monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
-        monkeypatch.setattr(distributed, "world_size", lambda: 2)
-        monkeypatch.setattr(distributed, "raise_on_all_ranks", lambda where: nullcontext())
-        monkeypatch.setattr(distributed, "gather_json", lambda mine: parts.append(mine) or [*parts])
-        figures, predictions = evaluate_dataset(dataset(scenes), Scripted(texts), qwen_vocab(), batch_size=8, seed=0)
-        assert [p.record.sample_id for p in predictions] == [["s0", "s1", "s2"], ["s3", "s4"]][rank]
-    assert (figures["images"], figures["gt_objects"], figures["matched_objects"]) == (5, 5, 2)
-    assert figures["recall"] == pytest.approx(0.4)
-
-
 @pytest.mark.parametrize(
     ("positions", "world_size", "batch_size", "shares"),
     [
@@ -113,13 +98,17 @@ def test_batches_are_neighbours_and_ranks_ask_equally_often(
 
 
 @pytest.mark.parametrize(("world_size", "batch_size"), [(1, 4), (2, 3), (3, 2), (4, 8)])
-def test_answers_come_back_in_the_order_of_the_data_set(world_size: int, batch_size: int, monkeypatch):
-    scenes = [[CAT]] * 11
-    backend = Scripted({f"s{i}": "{}" for i in range(11)})
-    _, alone = evaluate_dataset(dataset(scenes), backend, qwen_vocab(), batch_size=4, seed=0)
-    in_order = [item.answer() for item in alone]
+def test_each_rank_answers_its_share_and_has_all_answers_in_order(world_size: int, batch_size: int, monkeypatch):
+    data, backend = dataset([[CAT]] * 11), Scripted({f"s{i}": "{}" for i in range(11)})
+    alone = answer_dataset(data, backend, qwen_vocab(), batch_size=4, seed=0)
+    assert [answer.sample_id for answer in alone] == [f"s{i}" for i in range(11)]
     shares = share_out(range(11), world_size, batch_size)
-    parts = [[to_line(in_order[i]) for batch in share for i in batch] for share in shares]
-    monkeypatch.setattr(distributed, "gather_json", lambda mine: parts)
-    gathered = gather_answers([], batch_size)
-    assert [answer.sample_id for answer in gathered] == [f"s{i}" for i in range(11)]
+    parts = [[to_line(alone[i]) for batch in share for i in batch] for share in shares]
+    monkeypatch.setattr(distributed, "world_size", lambda: world_size)
+    monkeypatch.setattr(distributed, "raise_on_all_ranks", lambda where: nullcontext())
+    for rank in range(world_size):
+        sent = []
+        monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
+        monkeypatch.setattr(distributed, "gather_json", lambda mine, sent=sent: sent.append(mine) or parts)
+        assert answer_dataset(data, backend, qwen_vocab(), batch_size=batch_size, seed=0) == alone
+        assert sent == [parts[rank]]

@@ -10,7 +10,7 @@ import pytest
 from coordexp.coords import serialize_objects
 from coordexp.data.dataset import RecordDataset
 from coordexp.errors import AlignmentError
-from coordexp.evaluation.predict import evaluate_dataset
+from coordexp.evaluation.answering import evaluate_dataset
 from coordexp.records import Rollout, RolloutRequest
 from coordexp.rollouts import RolloutBackend
 from support.answers import CAT, record, request

@@ -10,8 +10,8 @@ from PIL import Image
 from rich.console import Console
 
 from coordexp.evaluation import Detection, ImageAnswer, detection_metrics
-from coordexp.evaluation.sheets import draw_comparison, telling_images
-from coordexp.evaluation.tables import FIGURES, figures_table
+from coordexp.evaluation.display import FIGURES, figures_table
+from coordexp.evaluation.drawing import draw_comparison, most_informative_images
 from coordexp.records import GTObject
 from support.answers import CAT, DOG, LEAF
 from support.scored_answers import detection_counts
@@ -115,13 +115,13 @@ def test_a_name_at_the_edge_is_moved_into_the_picture(tmp_path):
         assert label.getpixel((60, 8)) != (10, 10, 10)  # a label 120 pixels wide begins far left of the object
 
 
-def test_the_telling_images_have_mistakes_or_differ(tmp_path):
+def test_the_most_informative_images_have_mistakes_or_differ(tmp_path):
     right, empty = prediction(tmp_path, [CAT, DOG], [CAT, DOG], (8, 8)), prediction(tmp_path, [], [CAT, DOG], (8, 8))
     half = prediction(tmp_path, [CAT], [CAT, DOG], (8, 8))
-    assert telling_images([[right, half, empty, half]], 9) == [2, 1, 3]
-    assert telling_images([[right, half, empty, half]], 1) == [2]
-    assert telling_images([[right, empty, empty], [half, empty, right]], 9) == [2, 0]
-    assert telling_images([[right], [right]], 9) == []
+    assert most_informative_images([[right, half, empty, half]], 9) == [2, 1, 3]
+    assert most_informative_images([[right, half, empty, half]], 1) == [2]
+    assert most_informative_images([[right, empty, empty], [half, empty, right]], 9) == [2, 0]
+    assert most_informative_images([[right], [right]], 9) == []
 
 
 @pytest.mark.parametrize("columns", [{}, {"run": []}])

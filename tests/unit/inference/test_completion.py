@@ -1,4 +1,4 @@
-"""What a model finds and the annotations lack: each prediction's fate, and what the completed record says."""
+"""What a model finds and the annotations lack: each prediction's outcome, and what the completed record says."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 from coordexp.data import read_jsonl, write_jsonl
 from coordexp.errors import DataError
 from coordexp.evaluation.answers import Detection, ImageAnswer
-from coordexp.evaluation.completion import (
+from coordexp.inference.completion import (
     Completed,
     CompletionCounts,
     CompletionRules,
-    Fate,
     ModelOrigin,
+    PredictionOutcome,
     complete_records,
     most_likely_missed,
 )
@@ -48,37 +48,37 @@ def box(x: int, y: int, side: int = 100, score: float | None = 0.9, desc: str = 
     return Detection(desc, "bbox_2d", (x, y, x + side, y + side), score)
 
 
-def test_each_prediction_has_one_fate_and_is_counted_by_it() -> None:
+def test_each_prediction_has_one_outcome_and_is_counted_by_it() -> None:
     cases = [
-        (box(10, 10, 180), Fate.MATCHED),
-        (box(20, 20, 170), Fate.OVERLAPS_ANNOTATED),
-        (box(300, 0, score=0.4999), Fate.BELOW_THRESHOLD),
-        (box(300, 0, 9), Fate.TOO_SMALL),
-        (box(300, 0, desc="a<|im_end|>b"), Fate.REFUSED_DESC),
-        (box(300, 0, desc="mug"), Fate.UNKNOWN_DESC),
-        (box(710, 710, 180, desc="cup"), Fate.MATCHED),
-        (box(720, 720, 160, desc="cup"), Fate.OVERLAPS_SOFT),
-        (box(300, 400, score=0.7), Fate.OVERLAPS_ADDED),  # the surer one goes first, wherever it stands
-        (box(310, 410, score=0.8), Fate.ADDED),
-        (box(500, 400, score=0.5), Fate.ADDED),
+        (box(10, 10, 180), PredictionOutcome.MATCHED),
+        (box(20, 20, 170), PredictionOutcome.OVERLAPS_ANNOTATED),
+        (box(300, 0, score=0.4999), PredictionOutcome.BELOW_THRESHOLD),
+        (box(300, 0, 9), PredictionOutcome.TOO_SMALL),
+        (box(300, 0, desc="a<|im_end|>b"), PredictionOutcome.REFUSED_DESC),
+        (box(300, 0, desc="mug"), PredictionOutcome.UNKNOWN_DESC),
+        (box(710, 710, 180, desc="cup"), PredictionOutcome.MATCHED),
+        (box(720, 720, 160, desc="cup"), PredictionOutcome.OVERLAPS_SOFT),
+        (box(300, 400, score=0.7), PredictionOutcome.OVERLAPS_ADDED),  # the surer one goes first, wherever it stands
+        (box(310, 410, score=0.8), PredictionOutcome.ADDED),
+        (box(500, 400, score=0.5), PredictionOutcome.ADDED),
     ]
     before = record(CUP, SOFT_JUG)
     done, counts = completed(before, *(pred for pred, _ in cases), rules=CompletionRules(known_descs=True))
-    assert list(done.fates) == [fate for _, fate in cases]
+    assert list(done.outcomes) == [outcome for _, outcome in cases]
     assert done.record.objects == (
         CUP, SOFT_JUG,
         GTObject("cup", "bbox_2d", (310, 410, 410, 510), 0.8), GTObject("cup", "bbox_2d", (500, 400, 600, 500), 0.5),
     )  # fmt: skip
     found = counts.to_json()
-    assert sum(found["fates"].values()) == found["predicted"] == len(cases)
+    assert sum(found["outcomes"].values()) == found["predicted"] == len(cases)
     assert (found["annotated"], found["soft_before"], found["added_by_class"]) == (1, 1, {"cup": 2})
 
 
 def test_overlap_is_allowed_up_to_its_limit() -> None:
     shifted = box(100, 0, 200)  # half of CUP: a third of the union
-    for limit, fate in [(0.3, Fate.MATCHED), (0.34, Fate.ADDED)]:
+    for limit, outcome in [(0.3, PredictionOutcome.MATCHED), (0.34, PredictionOutcome.ADDED)]:
         done, _ = completed(record(CUP), shifted, rules=CompletionRules(max_overlap=limit))
-        assert done.fates == (fate,)
+        assert done.outcomes == (outcome,)
 
 
 def test_a_fixed_weight_and_the_thresholds_are_kept_with_the_record(tmp_path: Path) -> None:
@@ -95,7 +95,10 @@ def test_a_fixed_weight_and_the_thresholds_are_kept_with_the_record(tmp_path: Pa
     (read,) = read_jsonl(tmp_path / "s.jsonl")
     assert read.objects == done.record.objects and read.metadata == done.record.metadata
     again, _ = completed(done.record, box(500, 500), box(300, 0))
-    assert again.fates == (Fate.MATCHED, Fate.ADDED) and len(again.record.metadata["completion"]) == 2
+    assert (
+        again.outcomes == (PredictionOutcome.MATCHED, PredictionOutcome.ADDED)
+        and len(again.record.metadata["completion"]) == 2
+    )
     assert again.record.metadata["completion"][1]["added"] == [{"object": 2, "score": 0.9}]
 
 

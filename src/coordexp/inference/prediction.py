@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,13 +20,12 @@ from coordexp.data.image_sources import FoundImages, find_images
 from coordexp.data.preparation import ImagePreparation, read_preparation
 from coordexp.data.progress_bar import reporting
 from coordexp.errors import DataError
-from coordexp.evaluation import Prediction, read_answers
-from coordexp.evaluation.answers import PREDICTIONS, ImageAnswer, from_line, make_answer, to_line
+from coordexp.evaluation.answering import Scorer, answer_samples, counted_from, share_out
+from coordexp.evaluation.answers import PREDICTIONS, ImageAnswer, from_line, read_answers, to_line
 from coordexp.evaluation.coco import write_coco
 from coordexp.evaluation.drawing import save_drawings
-from coordexp.evaluation.predict import Scorer, counted_from, predict, share_out
 from coordexp.evaluation.scores import ConfidenceScorer
-from coordexp.inference.session import InferenceSession, checked_model, open_session
+from coordexp.inference.session import checked_model, open_session
 from coordexp.records import ImageRecord
 from coordexp.rollouts import DatasetSeeds, check_backend
 
@@ -74,10 +73,10 @@ def run_prediction(
     options: PredictionOptions,
 ) -> PredictionResult:
     """Answer every image of ``source`` (:func:`~coordexp.data.image_sources.find_images`) and write
-    ``predictions.jsonl`` and COCO results to ``output``. ``model``: ``model.model`` for None.
+    ``predictions.jsonl`` and COCO results to ``output``. ``model`` None means ``model.model``.
 
-    Each batch is on the disk before the next one starts; run again with the same settings, it goes on where it stopped.
-    Under torchrun each rank answers its share into a file of its own, and the first joins them at the end.
+    Each batch is on the disk before the next one starts; run again with the same settings, it continues where it
+    stopped. Under torchrun each rank writes its share into a file of its own, and the first rank joins them at the end.
 
     Raises:
         DataError: ``output`` holds the answers of other settings, or an image cannot be read.
@@ -88,87 +87,61 @@ def run_prediction(
     check_backend(rollout, bool(options.classes))
     sources = [source] if isinstance(source, Path) else list(source)
     images = find_images(sources, limit=options.limit, skip_broken=options.skip_broken)
+    records, seed = images.records, config.training.seed
     path = checked_model(config, model)
     preparation = read_preparation(path)
-    settings = _settings(config, rollout, path, sources, options.score)
-    settings |= _resizing(preparation) | _closed_to(options.classes)
-    _tell_of(console, images, preparation)
-    mine = _part(output, distributed.rank())
+    settings = _settings(config, rollout, path, sources, options)
+    if preparation.resize is not None:
+        settings["resize"] = preparation.resize.to_metadata()
+    _note(console, images, preparation)
     PartialState(cpu=config.training.use_cpu)  # joins the process group under torchrun: the next line needs it
-    records = images.records
     todo = _unanswered(records, output, settings)
+    part = _part(output, distributed.rank())
     with (
         open_session(config, rollout, path, options.classes) as session,
         reporting(console, f"predicting with {path}", stays=True) as on_progress,
     ):
         batch_size = session.backend.batch_size(rollout.decode_batch_size)
         batches = share_out(todo, distributed.world_size(), batch_size)[distributed.rank()]
+        dataset = RecordDataset(records, session.encoder.encode, "file", seed)
+        scorer: Scorer | None = None
+        if isinstance(options.score, str):
+            scorer = session.scorer if options.score == "token_probability" else ConfidenceScorer(session.scorer)
+        done, total = 0, sum(len(batch) for batch in batches)
         with distributed.raise_on_all_ranks("coordexp predict"):
-            predicted = _answers_of(
-                session, records, batches, config.training.seed, _scorer(session, options.score), on_progress
-            )
-            answers = ([_answer(item, images.annotated, options.score) for item in batch] for batch in predicted)
-            _append_batches(mine, answers, sum(len(batch) for batch in batches), on_progress)
+            if total:
+                on_progress(0, total)
+            for batch in batches:
+                samples = [dataset[i] for i in batch]
+                # Seeded by the images' positions in the source: an interrupted run answers as a whole one does.
+                seeds, within = DatasetSeeds(seed, batch.start), counted_from(done, total, on_progress)
+                answers = answer_samples(samples, session.backend, session.loaded.vocab, seeds, scorer, within)
+                if answers:
+                    lines = [to_line(_finished(answer, images.annotated, options.score)) for answer in answers]
+                    append_line(part, "".join(f"{line}\n" for line in lines).encode("utf-8"))
+                done += len(batch)
+                on_progress(done, total)
     distributed.barrier()
-    answers, files = _finish(output, records, options.save_images) if distributed.is_main() else ([], [])
+    answers, files = _join_parts(output, records, options.save_images) if distributed.is_main() else ([], [])
     return PredictionResult(
         output, len(records), len(records) - len(todo), tuple(files), images.skipped, tuple(answers)
     )
 
 
-def _append_batches(
-    part: Path, batches: Iterable[Sequence[ImageAnswer]], total: int, on_progress: Callable[[int, int], None]
-) -> None:
-    """Append ``total`` answers to this rank's file, each batch as it comes."""
-    done = 0
-    if total:
-        on_progress(0, total)
-    for answers in batches:
-        if answers:
-            append_line(part, "".join(to_line(answer) + "\n" for answer in answers).encode("utf-8"))
-        done += len(answers)
-        on_progress(done, total)
-
-
-def _scorer(session: InferenceSession, score: Score) -> Scorer | None:
-    """What scores objects; nothing where all get the same number."""
-    if score == "token_probability":
-        return session.scorer
-    return ConfidenceScorer(session.scorer) if score == "confidence" else None
-
-
-def _answers_of(
-    session: InferenceSession,
-    records: Sequence[ImageRecord],
-    batches: Sequence[range],
-    seed: int,
-    scorer: Scorer | None,
-    on_progress: Callable[[int, int], None],
-) -> Iterator[list[Prediction]]:
-    """This rank's answers, batch by batch, with the records' own order of objects. ``on_progress`` is told of those
-    within a batch."""
-    done, total = 0, sum(len(batch) for batch in batches)
-    dataset = RecordDataset(records, session.encoder.encode, "file", seed)
-    for batch in batches:
-        # Seeded by the images' places in the source, so that an interrupted run answers as a whole one.
-        seeds = DatasetSeeds(seed, batch.start)
-        samples = [dataset[i] for i in batch]
-        tell = counted_from(done, total, on_progress)
-        yield predict(samples, session.backend, session.loaded.vocab, seeds, scorer, tell)
-        done += len(batch)
-
-
-def _answer(item: Prediction, annotated: frozenset[str], score: Score) -> ImageAnswer:
-    scores = item.scores
-    if not isinstance(score, str):
-        scores = (score,) * len(item.parsed.objects)
-    return make_answer(item.record, item.rollout, item.parsed, scores, item.record.sample_id in annotated)
+def _finished(answer: ImageAnswer, annotated: frozenset[str], score: Score) -> ImageAnswer:
+    """Without ground truth if the image came without annotations, and with the same score for all if one was given."""
+    pred = answer.pred if isinstance(score, str) else tuple(replace(obj, score=score) for obj in answer.pred)
+    return replace(answer, pred=pred, gt=answer.gt if answer.sample_id in annotated else None)
 
 
 def _settings(
-    config: RunConfig, rollout: RolloutMatchingConfig, model: Path, sources: Sequence[Path], score: Score
+    config: RunConfig,
+    rollout: RolloutMatchingConfig,
+    model: Path,
+    sources: Sequence[Path],
+    options: PredictionOptions,
 ) -> dict[str, Any]:
-    """What an answer depends on."""
+    """Everything that an answer depends on."""
     return {
         "model": str(model.resolve()),
         "fingerprint": checkpoint_fingerprint(model),
@@ -183,20 +156,13 @@ def _settings(
         "num_beams": rollout.num_beams,
         "repetition_penalty": rollout.repetition_penalty,
         "repeat_terminate": rollout.repeat_terminate.model_dump(mode="json"),
-        "score": score,
+        "score": options.score,
+        **({"classes": list(options.classes)} if options.classes else {}),
     }
 
 
-def _resizing(preparation: ImagePreparation) -> dict[str, Any]:
-    return {} if preparation.resize is None else {"resize": preparation.resize.to_metadata()}
-
-
-def _closed_to(classes: Sequence[str]) -> dict[str, Any]:
-    return {"classes": list(classes)} if classes else {}
-
-
-def _tell_of(console: Console, images: FoundImages, preparation: ImagePreparation) -> None:
-    """What the user should know of the images before they are answered."""
+def _note(console: Console, images: FoundImages, preparation: ImagePreparation) -> None:
+    """Print what is unusual about the images before they are answered."""
     records = images.records
     unlike = [record for record in records if preparation.is_unlike_training(record.width, record.height)]
     if unlike and preparation.seen_pixels is not None:
@@ -256,7 +222,9 @@ def _read_part(path: Path) -> list[ImageAnswer]:
     return [from_line(line, path=path, line=number) for number, line in enumerate(lines, start=1)]
 
 
-def _finish(output: Path, records: Sequence[ImageRecord], save_images: bool) -> tuple[list[ImageAnswer], list[Path]]:
+def _join_parts(
+    output: Path, records: Sequence[ImageRecord], save_images: bool
+) -> tuple[list[ImageAnswer], list[Path]]:
     """One file in the order of the source, COCO's results from it, and with ``save_images`` the drawings."""
     by_id = {answer.sample_id: answer for part in _parts(output) for answer in _read_part(part)}
     answers = [by_id[record.sample_id] for record in records]
