@@ -78,16 +78,13 @@ class DatasetCheck:
     max_tokens: int | None = None
 
     def add(self, finding: Finding, where: str, detail: str) -> None:
-        """Note one finding; ``where`` is its place and ``detail`` what a person needs to find it."""
         self.problems.append(Problem(finding, where, detail))
 
     @property
     def errors(self) -> int:
-        """How many findings refuse the dataset."""
         return sum(problem.finding in ERRORS for problem in self.problems)
 
     def counts(self) -> Counter[Finding]:
-        """How often each kind of finding was made."""
         return Counter(problem.finding for problem in self.problems)
 
     def classes(self) -> Counter[str]:
@@ -99,7 +96,6 @@ class DatasetCheck:
         return Counter(obj.kind for record in self.records for obj in record.objects)
 
     def soft_objects(self) -> int:
-        """How many objects nobody annotated."""
         return sum(obj.soft is not None for record in self.records for obj in record.objects)
 
     def densities(self) -> dict[str, int]:
@@ -107,7 +103,6 @@ class DatasetCheck:
         return histogram([len(record.objects) for record in self.records], DENSITY_EDGES)
 
     def to_json(self) -> dict[str, Any]:
-        """The check for machines."""
         lengths = sorted(self.token_lengths)
         return {
             "path": str(self.path),

@@ -277,17 +277,19 @@ def _cached_image_problems(records: CachedRecords, wait_s: float) -> list[DataEr
             return []  # another process checked them while this one waited for the lock
         tasks = [(start, known_N2[start : start + _PIECE_ROWS]) for start in range(0, rows, _PIECE_ROWS)]
         check = partial(_check_piece, records.file)
-        states: list[np.ndarray] = []
+        results = map(check, tasks) if len(tasks) == 1 else _in_processes(check, tasks)
         problems: list[DataError] = []
+        changed = False
         with _progress(f"checking the images of {records.path.name}") as progress:
-            for states_P2, found in map(check, tasks) if len(tasks) == 1 else _in_processes(check, tasks):
-                states.append(states_P2)
+            for (start, known_P2), (states_P2, found) in zip(tasks, results, strict=True):
+                if not np.array_equal(states_P2, known_P2):
+                    known_P2[:] = states_P2  # a view of known_N2
+                    changed = True
                 problems += [DataError(f"{records.path.name}:{line}: {text}") for line, text in found]
-                progress(len(states), len(tasks))
-        states_N2 = np.concatenate(states)
-        if (states_N2 != known_N2).any():
+                progress(start + len(known_P2), rows)
+        if changed:
             with whole_binary_file(file) as out:
-                np.save(out, states_N2, allow_pickle=False)
+                np.save(out, known_N2, allow_pickle=False)
         elif not problems:
             os.utime(file)
     return problems

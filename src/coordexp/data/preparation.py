@@ -83,7 +83,7 @@ class ImagePreparation:
         return not least / _TELLING <= shown_width * shown_height <= most * _TELLING
 
 
-AS_THEY_ARE = ImagePreparation()
+NO_RESIZE = ImagePreparation()
 
 
 def preparation_of(records: Sequence[ImageRecord]) -> ImagePreparation:
@@ -116,7 +116,7 @@ def _rule_of(record: ImageRecord) -> ResizeRule | None:
 
 
 def read_preparation(folder: str | Path) -> ImagePreparation:
-    """What the checkpoint in ``folder`` says; :data:`AS_THEY_ARE` where it says nothing.
+    """What the checkpoint in ``folder`` says; :data:`NO_RESIZE` where it says nothing.
 
     Raises:
         CheckpointError: the file is there, and cannot be read.
@@ -125,7 +125,7 @@ def read_preparation(folder: str | Path) -> ImagePreparation:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        return AS_THEY_ARE
+        return NO_RESIZE
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
     try:
@@ -140,7 +140,7 @@ def read_preparation(folder: str | Path) -> ImagePreparation:
 def write_preparation(preparation: ImagePreparation, folder: str | Path) -> None:
     """Write :data:`PREPARATION` into ``folder``, or take away what an earlier run left there if nothing is known."""
     path = Path(folder) / PREPARATION
-    if preparation == AS_THEY_ARE:
+    if preparation == NO_RESIZE:
         path.unlink(missing_ok=True)
         return
     rule, seen = preparation.resize, preparation.seen_pixels

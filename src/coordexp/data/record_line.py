@@ -31,9 +31,6 @@ _REQUIRED_FIELDS = ("images", "width", "height", "objects")
 _RECORD_FIELDS = (*_REQUIRED_FIELDS, "metadata")
 _OBJECT_FIELDS = ("desc", *GEOMETRY_KINDS, "soft")
 _BIN_OF_TOKEN = {token: k for k, token in enumerate(COORD_TOKENS)}
-_ALL_RECORD_FIELDS = frozenset(_RECORD_FIELDS)
-_ALL_OBJECT_FIELDS = frozenset(_OBJECT_FIELDS)
-_WHOLE_NUMBERS = {int}
 _CONTROL_LIKE = re.compile(r"<\|.*?\|>", re.DOTALL)
 # Cc control, Cs lone surrogate (cannot be encoded), Zl/Zp line and paragraph separators: an answer is one line of text.
 _REFUSED_CATEGORIES = frozenset({"Cc", "Cs", "Zl", "Zp"})
@@ -57,7 +54,7 @@ class RefusedLine(DataError):
         self.fault = fault
 
 
-class BadText(ValueError):
+class _BadText(ValueError):
     """A sentence about a line, before it knows its file and line number."""
 
     def __init__(self, reason: str, fault: LineFault = LineFault.OTHER) -> None:
@@ -72,8 +69,8 @@ def parse_line(text: str | bytes, *, path: Path, line: int) -> ImageRecord:
         RefusedLine: what is wrong, with ``path:line`` and the object's 0-based index.
     """
     try:
-        return _record(load_json(text), path, line)
-    except BadText as problem:
+        return _record(_load_json(text), path, line)
+    except _BadText as problem:
         raise RefusedLine(str(problem), problem.fault, path=path, line=line) from None
 
 
@@ -84,7 +81,7 @@ def clean_desc(desc: Any) -> str:
         ValueError: not a string, empty, with control characters, or with text that looks like a control token.
     """
     if not isinstance(desc, str):
-        raise BadText(f"desc must be a string, got {_show(desc)}")
+        raise _BadText(f"desc must be a string, got {_show(desc)}")
     return _clean_text(desc)
 
 
@@ -92,41 +89,41 @@ def clean_desc(desc: Any) -> str:
 def _clean_text(desc: str) -> str:
     text = unicodedata.normalize("NFC", desc).strip()
     if not text:
-        raise BadText("desc is empty; every object needs a description, e.g. its class name")
+        raise _BadText("desc is empty; every object needs a description, e.g. its class name")
     bad = [char for char in text if unicodedata.category(char) in _REFUSED_CATEGORIES]
     if bad:
-        raise BadText(f"desc {desc!r} contains the control character U+{ord(bad[0]):04X}; remove it")
+        raise _BadText(f"desc {desc!r} contains the control character U+{ord(bad[0]):04X}; remove it")
     token = _CONTROL_LIKE.search(text)
     if token:
-        raise BadText(
+        raise _BadText(
             f"desc contains {token.group()!r}, which the tokenizer would read as a control token; "
             "remove it (coordinates belong in bbox_2d or poly)"
         )
     return text
 
 
-def load_json(text: str | bytes) -> Any:
+def _load_json(text: str | bytes) -> Any:
     """What a line's text, or a part of it, holds.
 
     Raises:
-        BadText: not UTF-8, no strict JSON (NaN is none), or a key that stands twice.
+        _BadText: not UTF-8, no strict JSON (NaN is none), or a key that stands twice.
     """
     try:
         decoded = text.decode("utf-8") if isinstance(text, bytes) else text
     except UnicodeDecodeError as error:
-        raise BadText(f"not UTF-8 at byte {error.start + 1} of the line; save the file as UTF-8") from None
+        raise _BadText(f"not UTF-8 at byte {error.start + 1} of the line; save the file as UTF-8") from None
     if decoded.startswith("\ufeff"):
-        raise BadText("the file starts with a byte order mark; save it as UTF-8 without BOM")
+        raise _BadText("the file starts with a byte order mark; save it as UTF-8 without BOM")
     try:
         return _DECODER.decode(decoded)
     except json.JSONDecodeError as error:
-        raise BadText(
+        raise _BadText(
             f"broken JSON: {error.msg} at column {error.pos + 1}; each line must be one complete JSON object"
         ) from None
-    except BadText:
+    except _BadText:
         raise
     except (RecursionError, ValueError) as error:  # nested too deeply, or an integer of thousands of digits
-        raise BadText(f"unreadable JSON: {error}") from None
+        raise _BadText(f"unreadable JSON: {error}") from None
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -134,12 +131,12 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(mapping) != len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise BadText(f"the key {twice!r} stands twice in one JSON object; keep one of them")
+        raise _BadText(f"the key {twice!r} stands twice in one JSON object; keep one of them")
     return mapping
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise BadText(f"broken JSON: {name} is not a JSON value; use a finite number or null")
+    raise _BadText(f"broken JSON: {name} is not a JSON value; use a finite number or null")
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=_no_constant)
@@ -147,20 +144,19 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=_no_c
 
 def _record(line: Any, path: Path, number: int) -> ImageRecord:
     if not isinstance(line, dict):
-        raise BadText(f"expected a JSON object with {', '.join(_REQUIRED_FIELDS)}; got {_show(line)}")
-    if not line.keys() <= _ALL_RECORD_FIELDS:
-        _refuse_fields(line, _RECORD_FIELDS)
+        raise _BadText(f"expected a JSON object with {', '.join(_REQUIRED_FIELDS)}; got {_show(line)}")
+    _check_fields(line, _RECORD_FIELDS)
     missing = [name for name in _REQUIRED_FIELDS if name not in line]
     if missing:
-        raise BadText(f"missing {', '.join(missing)}; required are {', '.join(_REQUIRED_FIELDS)} (objects may be [])")
+        raise _BadText(f"missing {', '.join(missing)}; required are {', '.join(_REQUIRED_FIELDS)} (objects may be [])")
     for name in ("width", "height"):
         if type(line[name]) is not int or line[name] < 1:
-            raise BadText(f"{name} must be a positive integer, the image's size in pixels; got {_show(line[name])}")
+            raise _BadText(f"{name} must be a positive integer, the image's size in pixels; got {_show(line[name])}")
     metadata = line.get("metadata", {})
     if not isinstance(metadata, dict):
-        raise BadText(f"metadata must be a JSON object; got {_show(metadata)}")
+        raise _BadText(f"metadata must be a JSON object; got {_show(metadata)}")
     if not isinstance(line["objects"], list):
-        raise BadText(f"objects must be a list, [] for an empty image; got {_show(line['objects'])}")
+        raise _BadText(f"objects must be a list, [] for an empty image; got {_show(line['objects'])}")
     return ImageRecord(
         sample_id=f"{path.name}:{number}",
         image=_image_path(line["images"], path),
@@ -173,75 +169,52 @@ def _record(line: Any, path: Path, number: int) -> ImageRecord:
 
 def _image_path(images: Any, path: Path) -> Path:
     if not isinstance(images, list) or len(images) != 1 or not isinstance(images[0], str) or not images[0].strip():
-        raise BadText(
+        raise _BadText(
             'images must be a list of exactly one path, relative to the JSONL\'s folder, e.g. ["images/a.jpg"]; '
             f"got {_show(images)}"
         )
     if "\0" in images[0]:
-        raise BadText(f"images holds a path with a NUL character: {_show(images[0])}")
+        raise _BadText(f"images holds a path with a NUL character: {_show(images[0])}")
     if not images[0].isascii() and any("\ud800" <= char <= "\udfff" for char in images[0]):
-        raise BadText(f"images holds a path with half a character (a lone surrogate): {_show(images[0])}; rename it")
-    folder = _folder(path) if path.is_absolute() else os.path.abspath(path.parent)
-    return Path(absolute_image(images[0], folder))
-
-
-def absolute_image(image: str, folder: str) -> str:
-    """``normpath(folder / image)`` of a path that holds something; of each image's folder it is asked once, since it
-    costs as much as all the rest of a line."""
-    name = image.rpartition("/")[2]
-    if name in ("", ".", ".."):
-        return os.path.normpath(os.path.join(folder, image))
-    return _normal_folder(folder, image[: -len(name)]) + name
-
-
-@lru_cache(maxsize=1 << 12)
-def _normal_folder(folder: str, below: str) -> str:
-    """The path of ``below`` with a slash at its end; it keeps its slashes, of which two at the beginning count."""
-    path = os.path.normpath(os.path.join(folder, below))
-    return path if path.endswith("/") else f"{path}/"
-
-
-@lru_cache(maxsize=64)
-def _folder(path: Path) -> str:
-    return os.path.abspath(path.parent)
+        raise _BadText(f"images holds a path with half a character (a lone surrogate): {_show(images[0])}; rename it")
+    return Path(os.path.abspath(os.path.join(os.path.dirname(path), images[0])))
 
 
 def _object(index: int, value: Any) -> GTObject:
     try:
         if not isinstance(value, dict):
-            raise BadText(
+            raise _BadText(
                 f"expected a JSON object with desc and one of {' or '.join(GEOMETRY_KINDS)}; got {_show(value)}"
             )
-        if not value.keys() <= _ALL_OBJECT_FIELDS:
-            _refuse_fields(value, _OBJECT_FIELDS)
+        _check_fields(value, _OBJECT_FIELDS)
         if "desc" not in value:
-            raise BadText("missing desc; every object needs a description, e.g. its class name")
+            raise _BadText("missing desc; every object needs a description, e.g. its class name")
         desc = clean_desc(value["desc"])
         kinds: list[GeometryKind] = [kind for kind in GEOMETRY_KINDS if kind in value]
         if len(kinds) != 1:
             given = "both" if kinds else "neither"
-            raise BadText(f"needs exactly one of {' or '.join(GEOMETRY_KINDS)}; found {given}")
+            raise _BadText(f"needs exactly one of {' or '.join(GEOMETRY_KINDS)}; found {given}")
         return GTObject(desc, kinds[0], _bins(kinds[0], value[kinds[0]]), _soft(value) if "soft" in value else None)
-    except BadText as problem:
-        raise BadText(f"objects[{index}]: {problem}", problem.fault) from None
+    except _BadText as problem:
+        raise _BadText(f"objects[{index}]: {problem}", problem.fault) from None
 
 
 def _bins(kind: GeometryKind, values: Any) -> tuple[int, ...]:
     if not isinstance(values, list):
-        raise BadText(f"{kind} must be a flat list of coordinates; got {_show(values)}")
-    if set(map(type, values)) == _WHOLE_NUMBERS and min(values) >= 0 and max(values) < NUM_BINS:
+        raise _BadText(f"{kind} must be a flat list of coordinates; got {_show(values)}")
+    if set(map(type, values)) == {int} and min(values) >= 0 and max(values) < NUM_BINS:
         bins = tuple(values)
     else:
         bins = tuple([_bin(kind, index, value) for index, value in enumerate(values)])
     if kind == "poly":
         if len(bins) < 6 or len(bins) % 2:
-            raise BadText(f"poly has {len(bins)} values; expected x, y pairs of at least 3 points: an even number >= 6")
+            raise _BadText(f"poly has {len(bins)} values; expected x, y of at least 3 points: an even number >= 6")
         return bins
     if len(bins) != 4:
-        raise BadText(f"bbox_2d has {len(bins)} values; expected 4: [x1, y1, x2, y2]")
+        raise _BadText(f"bbox_2d has {len(bins)} values; expected 4: [x1, y1, x2, y2]")
     x1, y1, x2, y2 = bins
     if x2 < x1 or y2 < y1:
-        raise BadText(
+        raise _BadText(
             f"bbox_2d {list(bins)} is inverted; expected [x1, y1, x2, y2] with x1 <= x2 and y1 <= y2 "
             "(is it [x, y, width, height]? then write x + width, y + height)",
             LineFault.INVERTED_BOX,
@@ -252,7 +225,7 @@ def _bins(kind: GeometryKind, values: Any) -> tuple[int, ...]:
 def _soft(fields: Mapping[str, Any]) -> float:
     weight = fields["soft"]
     if type(weight) not in (int, float) or not 0 < weight <= 1:
-        raise BadText(
+        raise _BadText(
             "soft must be a number above 0 and at most 1, the weight of an object that a model found; "
             f"leave it out for an annotated object; got {_show(weight)}"
         )
@@ -265,21 +238,20 @@ def _bin(kind: str, index: int, value: Any) -> int:
     if isinstance(value, str):
         if value in _BIN_OF_TOKEN:
             return _BIN_OF_TOKEN[value]
-        raise BadText(
+        raise _BadText(
             f"{kind}[{index}] is {_show(value)}; expected an integer 0..999 or {COORD_TOKENS[0]} .. {COORD_TOKENS[-1]}"
         )
     if isinstance(value, list):
-        raise BadText(f"{kind}[{index}] is a list; expected a flat list x, y, x, y, … without inner brackets")
-    raise BadText(f"{kind}[{index}] is {_show(value)}; {_NORM1000_HINT}", LineFault.BEYOND_BINS)
+        raise _BadText(f"{kind}[{index}] is a list; expected a flat list x, y, x, y, … without inner brackets")
+    raise _BadText(f"{kind}[{index}] is {_show(value)}; {_NORM1000_HINT}", LineFault.BEYOND_BINS)
 
 
-def _refuse_fields(mapping: Mapping[str, Any], valid: Sequence[str]) -> NoReturn:
+def _check_fields(mapping: Mapping[str, Any], valid: Sequence[str]) -> None:
     for name in mapping:
         if name not in valid:
             near = difflib.get_close_matches(name, valid, n=1, cutoff=0.4)
             hint = f"did you mean {near[0]!r}? " if near else ""
-            raise BadText(f"unknown field {name!r}; {hint}valid fields: {', '.join(valid)}")
-    raise AssertionError("asked of a mapping with fields of ours alone")
+            raise _BadText(f"unknown field {name!r}; {hint}valid fields: {', '.join(valid)}")
 
 
 def _show(value: Any) -> str:

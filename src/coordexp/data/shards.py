@@ -10,8 +10,7 @@ import hashlib
 import io
 import os
 import tarfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -102,15 +101,12 @@ class MemberFile(io.RawIOBase):
         self._at = 0
 
     def readable(self) -> bool:
-        """It is there to be read."""
         return True
 
     def seekable(self) -> bool:
-        """At any place."""
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        """Go to a place counted from the member's start, the present place, or the member's end."""
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._member.size}[whence]
         if base + offset < 0:
             raise ValueError(f"no place {base + offset} in a file")
@@ -118,7 +114,6 @@ class MemberFile(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: memoryview, /) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Fill ``buffer`` as far as the member goes; returns how many bytes."""
         wanted = max(0, min(len(buffer), self._member.size - self._at))
         data = os.pread(self._file.fileno(), wanted, self._member.offset + self._at)
         buffer[: len(data)] = data
@@ -126,7 +121,6 @@ class MemberFile(io.RawIOBase):
         return len(data)
 
     def close(self) -> None:
-        """Close the shard."""
         if not self.closed:
             self._file.close()
         super().close()
@@ -195,7 +189,7 @@ def pack(
     out.parent.mkdir(parents=True, exist_ok=True)
     written: list[Path] = []
     try:
-        count = write_jsonl(_packed(_told_of(records, progress), out, shard_bytes, written), out)
+        count = write_jsonl(_packed(records, out, shard_bytes, written, progress), out)
     except BaseException:  # Ctrl-C too: shards without their JSONL are of no use
         for shard in written:
             shard.unlink(missing_ok=True)
@@ -203,37 +197,34 @@ def pack(
     return count, len(written)
 
 
-def _told_of(records: Sequence[ImageRecord], progress: Callable[[int, int], None] | None) -> Iterator[ImageRecord]:
-    for done, record in enumerate(records):
-        if progress is not None:
-            progress(done, len(records))
-        yield record
-
-
-def _packed(records: Iterable[ImageRecord], out: Path, shard_bytes: int, written: list[Path]) -> Iterator[ImageRecord]:
+def _packed(
+    records: Sequence[ImageRecord],
+    out: Path,
+    shard_bytes: int,
+    written: list[Path],
+    progress: Callable[[int, int], None] | None,
+) -> Iterator[ImageRecord]:
     """The records with their images in shards, which are written on the way and noted in ``written``."""
-    waiting = enumerate(records)
-    upcoming = next(waiting, None)
-    while upcoming is not None:
+    number = 0
+    while number < len(records):
         shard = out.with_name(f"{out.stem}-{len(written):05d}{SUFFIX}")
         packed: list[ImageRecord] = []
-        with _new_shard(shard) as tar:
-            while upcoming is not None and (not packed or tar.offset < shard_bytes):
-                number, record = upcoming
+        with (
+            whole_binary_file(shard) as file,
+            tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar,
+        ):
+            while number < len(records) and (not packed or tar.offset < shard_bytes):
+                record = records[number]
+                if progress is not None:
+                    progress(number, len(records))
                 name = f"{number:08d}{record.image.suffix.lower()}"
                 _add(tar, name, image_bytes(record.image))
                 alone = replace(record, image=Path(os.path.abspath(out.parent), name))
                 _add(tar, f"{number:08d}.json", line_of(alone, out, number + 1).encode())
                 packed.append(replace(record, image=Path(os.path.abspath(shard), name)))
-                upcoming = next(waiting, None)
+                number += 1
         written.append(shard)
         yield from packed
-
-
-@contextmanager
-def _new_shard(path: Path) -> Iterator[tarfile.TarFile]:
-    with whole_binary_file(path) as file, tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar:
-        yield tar
 
 
 def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from coordexp import distributed
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.coords import CoordVocab
-from coordexp.data.preparation import AS_THEY_ARE, ImagePreparation
+from coordexp.data.preparation import NO_RESIZE, ImagePreparation
 from coordexp.engine.client import ENGINE_STILL, ServerClient
 from coordexp.engine.fleet import check_names, make_clients, world_sizes
 from coordexp.engine.protocol import image_source, infer_payload, read_answer
@@ -107,7 +107,7 @@ class ServerBackend:
         config: RolloutMatchingConfig,
         vocab: CoordVocab,
         options: DecodingOptions,
-        preparation: ImagePreparation = AS_THEY_ARE,
+        preparation: ImagePreparation = NO_RESIZE,
         names: Sequence[str] = (),
     ) -> None:
         """``preparation``: what the learner does to an image before its model sees it. ``names``: the closed list of

@@ -15,7 +15,7 @@ from coordexp.checkpoints.folder import RESOLVED_CONFIG, Checkpoint, base_of, is
 from coordexp.config.base import default_of
 from coordexp.config.schema import ModelConfig
 from coordexp.coords import CoordVocab
-from coordexp.data.preparation import AS_THEY_ARE, ImagePreparation, read_preparation, write_preparation
+from coordexp.data.preparation import NO_RESIZE, ImagePreparation, read_preparation, write_preparation
 from coordexp.errors import CheckpointError, VocabError
 from coordexp.modeling.adapter import merge_adapter
 from coordexp.modeling.attention import transformers_names
@@ -35,7 +35,7 @@ class LoadedModel:
     processor: Any
     vocab: CoordVocab
     attention: str
-    preparation: ImagePreparation = AS_THEY_ARE
+    preparation: ImagePreparation = NO_RESIZE
 
     @property
     def image_token_id(self) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from coordexp.coords import CoordVocab
-from coordexp.data.preparation import AS_THEY_ARE, ImagePreparation
+from coordexp.data.preparation import NO_RESIZE, ImagePreparation
 from coordexp.rollouts.backend import WeightSource
 
 
@@ -29,4 +29,4 @@ class LearnerParts:
     checkpoint: Path
     open_image: Callable[[Path], Any]
     offload: Callable[[], AbstractContextManager[None]] = nullcontext
-    preparation: ImagePreparation = AS_THEY_ARE
+    preparation: ImagePreparation = NO_RESIZE

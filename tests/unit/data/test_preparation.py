@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from coordexp.data.preparation import (
-    AS_THEY_ARE,
+    NO_RESIZE,
     PREPARATION,
     ImagePreparation,
     ResizeRule,
@@ -60,8 +60,8 @@ def test_a_rule_that_is_none_is_refused_with_its_record(written: Any) -> None:
 def test_a_checkpoint_keeps_it(kept: ImagePreparation, tmp_path: Path) -> None:
     write_preparation(kept, tmp_path)
     assert read_preparation(tmp_path) == kept
-    write_preparation(AS_THEY_ARE, tmp_path)
-    assert read_preparation(tmp_path) == AS_THEY_ARE and not (tmp_path / PREPARATION).exists()
+    write_preparation(NO_RESIZE, tmp_path)
+    assert read_preparation(tmp_path) == NO_RESIZE and not (tmp_path / PREPARATION).exists()
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"resize": {"factor": 0}, "seen_pixels": null}',
@@ -77,7 +77,7 @@ def test_images_far_from_training_are_known() -> None:
     assert unruled.is_unlike_training(378, 504) and unruled.is_unlike_training(32, 32)
     assert not unruled.is_unlike_training(160, 208) and not unruled.is_unlike_training(200, 200)
     assert not ImagePreparation(RULE, (160 * 160, 160 * 208)).is_unlike_training(3780, 5040)
-    assert not AS_THEY_ARE.is_unlike_training(1, 1)
+    assert not NO_RESIZE.is_unlike_training(1, 1)
 
 
 def test_the_file_is_small_and_plain(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from coordexp.data.images import open_rgb
-from coordexp.data.preparation import AS_THEY_ARE, ImagePreparation, ResizeRule
+from coordexp.data.preparation import NO_RESIZE, ImagePreparation, ResizeRule
 from coordexp.engine.protocol import image_source
 from coordexp.errors import DataError
 from coordexp.serving.serve.requests import open_image
@@ -45,7 +45,7 @@ def as_swift_opens(source: str) -> Image.Image:
 
 @pytest.mark.parametrize("images", ["path", "base64"])
 @pytest.mark.parametrize("ours", [True, False])
-@pytest.mark.parametrize("preparation", [AS_THEY_ARE, RESIZED], ids=["as they are", "resized"])
+@pytest.mark.parametrize("preparation", [NO_RESIZE, RESIZED], ids=["as they are", "resized"])
 @pytest.mark.parametrize(
     ("name", "mode", "orientation"),
     [
@@ -87,7 +87,7 @@ def test_a_files_own_bytes_travel_where_they_mean_the_same(
     tmp_path: Path, name: str, orientation: int, ours: bool, as_it_is: bool
 ) -> None:
     path = picture(tmp_path / name, orientation=orientation)
-    source = image_source(path, "base64", AS_THEY_ARE, ours)
+    source = image_source(path, "base64", NO_RESIZE, ours)
     assert (sent(source) == path.read_bytes()) is as_it_is
 
 
@@ -103,10 +103,10 @@ def test_an_image_in_a_tar_file_reaches_servers_that_read_none(tmp_path: Path) -
     with tarfile.open(tmp_path / "set.tar", "w") as shard:
         shard.add(file, "a.jpg")
     member = tmp_path / "set.tar" / "a.jpg"
-    assert sent(image_source(member, "path", AS_THEY_ARE, False)) == file.read_bytes()
-    assert image_source(member, "path", AS_THEY_ARE, True) == str(member)
+    assert sent(image_source(member, "path", NO_RESIZE, False)) == file.read_bytes()
+    assert image_source(member, "path", NO_RESIZE, True) == str(member)
 
 
 def test_a_missing_image_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"gone\.jpg.*image not found"):
-        image_source(tmp_path / "gone.jpg", "base64", AS_THEY_ARE, True)
+        image_source(tmp_path / "gone.jpg", "base64", NO_RESIZE, True)

@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 
 from coordexp.data.convert.quantise import quantise
 from coordexp.data.convert.report import ConversionReport, LeftOut, Note, SkipReason
-from coordexp.data.convert.sources import SourceImage
+from coordexp.data.convert.source_image import SourceImage
 from coordexp.data.images import (
     DEFAULT_FACTOR,
     DEFAULT_MAX_PIXELS,

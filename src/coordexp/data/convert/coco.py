@@ -10,8 +10,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from coordexp.data.convert.assemble import ImageOptions, Progress, assemble
-from coordexp.data.convert.report import ConversionReport, Note, SkipReason
-from coordexp.data.convert.sources import (
+from coordexp.data.convert.report import ConversionReport, LeftOut, Note, SkipReason
+from coordexp.data.convert.source_image import (
     Crowds,
     InstanceGeometry,
     SourceImage,
@@ -105,15 +105,12 @@ def convert_instances(
     usable = _images(coco["images"], annotations_json, report)
     objects: dict[Any, list[SourceObject]] = defaultdict(list)
     for index, annotation in enumerate(coco["annotations"]):
-        report.objects_seen += 1
         image = annotation.get("image_id") if isinstance(annotation, dict) else None
-        if not isinstance(image, int | str) or image not in usable:
-            reason = SkipReason.UNKNOWN_IMAGE
-            report.skip_object(reason, annotations_json.name, index, f"no usable image has the id {image!r}")
-            continue
-        obj = _object(index, annotation, descs, geometry, crowds, usable[image], report)
-        if obj is not None:
-            objects[image].append(obj)
+        known = isinstance(image, int | str) and image in usable
+        with report.reading_object(usable[image][0] if known else annotations_json.name, index):
+            if not known:
+                raise LeftOut(SkipReason.UNKNOWN_IMAGE, f"no usable image has the id {image!r}")
+            objects[image].append(_object(index, annotation, descs, geometry, crowds, usable[image], report))
     sources = [
         SourceImage(file, file, images_dir / file, size, tuple(objects[image_id]))
         for image_id, (file, size) in usable.items()
@@ -175,84 +172,60 @@ def _object(
     crowds: Crowds,
     image: tuple[str, tuple[int, int] | None],
     report: ConversionReport,
-) -> SourceObject | None:
+) -> SourceObject:
     file, size = image
     category = annotation.get("category_id")
     if not isinstance(category, int | str) or category not in descs:
-        report.skip_object(SkipReason.UNKNOWN_CATEGORY, file, index, f"category_id {category!r} is not in categories")
-        return None
+        raise LeftOut(SkipReason.UNKNOWN_CATEGORY, f"category_id {category!r} is not in categories")
     desc = descs[category]
     is_crowd = bool(annotation.get("iscrowd"))
     if is_crowd and crowds == "leave_out":
-        report.skip_object(SkipReason.CROWD, file, index, f"{desc}: iscrowd marks a group, not an object")
-        return None
-    obj = _shape(index, annotation, desc, geometry, file, size, report)
-    if is_crowd and obj is not None:
+        raise LeftOut(SkipReason.CROWD, f"{desc}: iscrowd marks a group, not an object")
+    if geometry == "bbox":
+        obj = SourceObject(index, desc, "bbox_2d", _box(annotation.get("bbox"), desc))
+    else:
+        segmentation = annotation.get("segmentation")
+        if isinstance(segmentation, dict):
+            ring, parts = _traced(segmentation, desc, size)
+            report.note(Note.MASK_TRACED, file, index, f"{desc}: {len(ring) // 2} vertices along its mask")
+        else:
+            ring, parts = _largest_part(segmentation, desc)
+        if parts > 1:
+            report.note(Note.MULTIPART_POLYGON, file, index, f"{desc}: kept the largest of {parts} parts")
+        obj = SourceObject(index, desc, "poly", ring)
+    if is_crowd:
         report.note(Note.CROWD_KEPT, file, index, f"{desc}: a group, kept as one object")
     return obj
 
 
-def _shape(
-    index: int,
-    annotation: dict[str, Any],
-    desc: str,
-    geometry: InstanceGeometry,
-    file: str,
-    size: tuple[int, int] | None,
-    report: ConversionReport,
-) -> SourceObject | None:
-    if geometry == "poly":
-        segmentation = annotation.get("segmentation")
-        if isinstance(segmentation, dict):
-            ring = _traced(index, segmentation, desc, file, size, report)
-        else:
-            ring = _largest_part(index, segmentation, desc, file, report)
-        return None if ring is None else SourceObject(index, desc, "poly", ring)
-    box = finite_numbers(annotation.get("bbox"))
+def _box(bbox: Any, desc: str) -> tuple[float, ...]:
+    box = finite_numbers(bbox)
     if box is None or len(box) != 4:
-        detail = f"{desc}: bbox is {annotation.get('bbox')!r}, not [x, y, width, height]"
-        report.skip_object(SkipReason.MALFORMED_GEOMETRY, file, index, detail)
-        return None
+        raise LeftOut(SkipReason.MALFORMED_GEOMETRY, f"{desc}: bbox is {bbox!r}, not [x, y, width, height]")
     x, y, width, height = box
-    return SourceObject(index, desc, "bbox_2d", (x, y, x + width, y + height))
+    return x, y, x + width, y + height
 
 
-def _traced(
-    index: int,
-    segmentation: dict[str, Any],
-    desc: str,
-    file: str,
-    size: tuple[int, int] | None,
-    report: ConversionReport,
-) -> tuple[float, ...] | None:
+def _traced(segmentation: dict[str, Any], desc: str, size: tuple[int, int] | None) -> tuple[tuple[float, ...], int]:
+    """The outline of a run-length mask, and how many parts the mask has."""
     from coordexp.data.convert.masks import decode_runs, outline
 
     try:
-        ring, parts = outline(decode_runs(segmentation, size))
+        return outline(decode_runs(segmentation, size))
     except ValueError as error:
-        report.skip_object(SkipReason.MALFORMED_GEOMETRY, file, index, f"{desc}: run-length mask: {error}")
-        return None
-    report.note(Note.MASK_TRACED, file, index, f"{desc}: {len(ring) // 2} vertices along its mask")
-    if parts > 1:
-        report.note(Note.MULTIPART_POLYGON, file, index, f"{desc}: kept the largest of {parts} parts")
-    return ring
+        raise LeftOut(SkipReason.MALFORMED_GEOMETRY, f"{desc}: run-length mask: {error}") from error
 
 
-def _largest_part(
-    index: int, segmentation: Any, desc: str, file: str, report: ConversionReport
-) -> tuple[float, ...] | None:
+def _largest_part(segmentation: Any, desc: str) -> tuple[tuple[float, ...], int]:
+    """The largest of an object's polygons, and how many it has."""
     if not isinstance(segmentation, list) or not segmentation:
-        report.skip_object(SkipReason.NO_SEGMENTATION, file, index, f"{desc}: no segmentation; use geometry='bbox'")
-        return None
+        raise LeftOut(SkipReason.NO_SEGMENTATION, f"{desc}: no segmentation; use geometry='bbox'")
     rings = [finite_numbers(part) for part in segmentation]
     sound = [ring for ring in rings if ring is not None and len(ring) >= 6 and len(ring) % 2 == 0]
     if len(sound) != len(rings):
         detail = f"{desc}: expected polygons [x, y, …] of at least 3 points, got {str(segmentation)[:80]}"
-        report.skip_object(SkipReason.MALFORMED_GEOMETRY, file, index, detail)
-        return None
-    if len(sound) > 1:
-        report.note(Note.MULTIPART_POLYGON, file, index, f"{desc}: kept the largest of {len(sound)} parts")
-    return max(sound, key=lambda ring: shape_area("poly", ring))
+        raise LeftOut(SkipReason.MALFORMED_GEOMETRY, detail)
+    return max(sound, key=lambda ring: shape_area("poly", ring)), len(sound)
 
 
 def convert_lvis(

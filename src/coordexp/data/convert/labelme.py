@@ -10,17 +10,18 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from coordexp.data.convert.assemble import ImageOptions, Progress, assemble
-from coordexp.data.convert.report import REPORT_SUFFIX, ConversionReport, SkipReason
-from coordexp.data.convert.sources import (
+from coordexp.data.convert.report import REPORT_SUFFIX, ConversionReport, LeftOut, SkipReason
+from coordexp.data.convert.source_image import (
     ShapeGeometry,
     SourceImage,
     SourceObject,
     bounds,
+    box_object,
     check_choice,
     check_folder,
-    corners,
     declared_size,
     finite_numbers,
+    polygon_object,
     with_slashes,
 )
 from coordexp.data.files import read_json
@@ -88,10 +89,8 @@ def _read_file(
     named = _name_below(image, root if images_dir is None else images_dir)
     objects = []
     for index, shape in enumerate(content["shapes"]):
-        report.objects_seen += 1
-        obj = _read_shape(index, shape, geometry, shown, report)
-        if obj is not None:
-            objects.append(obj)
+        with report.reading_object(shown, index):
+            objects.append(_read_shape(index, shape, geometry))
     size = declared_size(content.get("imageWidth"), content.get("imageHeight"))
     data = content.get("imageData")
     is_embedded = isinstance(data, str) and bool(data) and not image.is_file()
@@ -120,9 +119,7 @@ def _name_below(image: Path, folder: Path) -> str:
     return "/".join(part for part in parts if part != "..")
 
 
-def _read_shape(
-    index: int, shape: Any, geometry: ShapeGeometry, file: str, report: ConversionReport
-) -> SourceObject | None:
+def _read_shape(index: int, shape: Any, geometry: ShapeGeometry) -> SourceObject:
     fields = shape if isinstance(shape, dict) else {}
     kind, label = fields.get("shape_type") or "polygon", fields.get("label")
     desc = label if isinstance(label, str) else ""
@@ -130,28 +127,19 @@ def _read_shape(
     needed = {"polygon": 3, "rectangle": 2, "circle": 2}.get(kind) if isinstance(kind, str) else None
     if needed is None:
         detail = f"{desc}: shape_type {kind!r} has no area, or is a mask; polygon, rectangle and circle are read"
-        report.skip_object(SkipReason.UNSUPPORTED_SHAPE, file, index, detail)
-        return None
+        raise LeftOut(SkipReason.UNSUPPORTED_SHAPE, detail)
     if points is None or len(points) < 2 * needed or (kind != "polygon" and len(points) not in (4, 8)):
         detail = f"{desc}: {kind} with points {str(fields.get('points'))[:80]}; expected [[x, y], …]"
-        report.skip_object(SkipReason.MALFORMED_GEOMETRY, file, index, detail)
-        return None
+        raise LeftOut(SkipReason.MALFORMED_GEOMETRY, detail)
     if kind == "rectangle":  # two corners in any order; newer versions write all four
-        box = bounds(points)
-        return (
-            SourceObject(index, desc, "poly", corners(box))
-            if geometry == "poly"
-            else SourceObject(index, desc, "bbox_2d", box)
-        )
+        return box_object(index, desc, bounds(points), geometry)
     if kind == "circle":  # its centre, and a point on it
         x, y, edge_x, edge_y = points[:4]
         radius = math.hypot(edge_x - x, edge_y - y)
         if geometry == "poly":
             return SourceObject(index, desc, "poly", _circle(x, y, radius))
         return SourceObject(index, desc, "bbox_2d", (x - radius, y - radius, x + radius, y + radius))
-    if geometry == "bbox":
-        return SourceObject(index, desc, "bbox_2d", bounds(points))
-    return SourceObject(index, desc, "poly", points)
+    return polygon_object(index, desc, points, geometry)
 
 
 def _circle(x: float, y: float, radius: float) -> tuple[float, ...]:

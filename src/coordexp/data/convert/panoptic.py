@@ -12,7 +12,7 @@ from coordexp.data.convert.assemble import ImageOptions, Progress
 from coordexp.data.convert.coco import convert_instances, open_instances
 from coordexp.data.convert.masks import encode_runs
 from coordexp.data.convert.report import ConversionReport, SkipReason
-from coordexp.data.convert.sources import Crowds, InstanceGeometry, check_choice, check_folder, unsafe_file_name
+from coordexp.data.convert.source_image import Crowds, InstanceGeometry, check_choice, check_folder, unsafe_file_name
 from coordexp.data.images import open_rgb
 from coordexp.errors import DataError
 

@@ -7,7 +7,7 @@ import heapq
 from dataclasses import replace
 
 from coordexp.data.convert.report import ConversionReport, LeftOut, Note, SkipReason
-from coordexp.data.convert.sources import SourceObject
+from coordexp.data.convert.source_image import SourceObject
 from coordexp.data.polygons import canonical_ring, shape_area
 from coordexp.data.record_line import clean_desc
 from coordexp.geometry import mask_iou, to_bin

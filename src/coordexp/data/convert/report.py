@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -109,6 +111,15 @@ class ConversionReport:
     def path(self) -> Path:
         """Where the report lies as JSON, beside its JSONL."""
         return self.jsonl.with_name(self.jsonl.stem + REPORT_SUFFIX)
+
+    @contextmanager
+    def reading_object(self, file: str, index: int) -> Iterator[None]:
+        """Count an object that is read in this block; LeftOut, raised in it, skips the object."""
+        self.objects_seen += 1
+        try:
+            yield
+        except LeftOut as left_out:
+            self.skip_object(left_out.reason, file, index, str(left_out))
 
     def skip_object(self, reason: SkipReason, file: str, index: int, detail: str) -> None:
         """Count an object that is left out, and list where it stood: annotation ``index`` of ``file``."""

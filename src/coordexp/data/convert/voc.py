@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from coordexp.data.convert.assemble import ImageOptions, Progress, assemble
-from coordexp.data.convert.report import ConversionReport, Note, SkipReason
-from coordexp.data.convert.sources import (
+from coordexp.data.convert.report import ConversionReport, LeftOut, Note, SkipReason
+from coordexp.data.convert.source_image import (
     SourceImage,
     SourceObject,
     declared_size,
@@ -247,11 +247,10 @@ def _read_xml(
     image = _find_image(named, xml.stem, candidates, image_dir)
     if named and xml.stem not in (PurePosixPath(named).name, PurePosixPath(named).stem):
         report.note(Note.FILENAME_MISMATCH, shown, None, f"<filename> is {named!r}; used {image.name!r}")
-    objects = [
-        obj
-        for index, node in enumerate(tree.findall("object"))
-        if (obj := _object(index, node, shown, one_based, skip_difficult, report)) is not None
-    ]
+    objects: list[SourceObject] = []
+    for index, node in enumerate(tree.findall("object")):
+        with report.reading_object(shown, index):
+            objects.append(_object(index, node, one_based, skip_difficult))
     return SourceImage(image.relative_to(image_dir).as_posix(), shown, image, _size(tree), tuple(objects))
 
 
@@ -264,24 +263,17 @@ def _find_image(named: str, stem: str, candidates: Sequence[Path], image_dir: Pa
     return image_dir / (f"{stem}.jpg" if not named else name if unsafe_file_name(named) else named)
 
 
-def _object(
-    index: int, node: ET.Element, file: str, one_based: bool, skip_difficult: bool, report: ConversionReport
-) -> SourceObject | None:
-    report.objects_seen += 1
+def _object(index: int, node: ET.Element, one_based: bool, skip_difficult: bool) -> SourceObject:
     desc = _text(node, "name")
     if skip_difficult and _text(node, "difficult") == "1":
-        report.skip_object(SkipReason.DIFFICULT, file, index, f"{desc} is marked difficult")
-        return None
+        raise LeftOut(SkipReason.DIFFICULT, f"{desc} is marked difficult")
     texts = [_text(node, f"bndbox/{side}") for side in ("xmin", "ymin", "xmax", "ymax")]
     try:
         corners = [float(text) - one_based for text in texts]
     except ValueError:
         corners = [math.nan]
     if not all(math.isfinite(value) for value in corners):
-        report.skip_object(
-            SkipReason.MALFORMED_GEOMETRY, file, index, f"{desc}: bndbox holds {texts}, not four numbers"
-        )
-        return None
+        raise LeftOut(SkipReason.MALFORMED_GEOMETRY, f"{desc}: bndbox holds {texts}, not four numbers")
     return SourceObject(index, desc, "bbox_2d", tuple(corners))
 
 

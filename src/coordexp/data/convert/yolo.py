@@ -16,15 +16,15 @@ from typing import Any
 import yaml
 
 from coordexp.data.convert.assemble import ImageOptions, Progress, assemble
-from coordexp.data.convert.report import ConversionReport, Note, SkipReason
-from coordexp.data.convert.sources import (
+from coordexp.data.convert.report import ConversionReport, LeftOut, Note, SkipReason
+from coordexp.data.convert.source_image import (
     ShapeGeometry,
     SourceImage,
     SourceObject,
-    bounds,
+    box_object,
     check_choice,
-    corners,
     files_below,
+    polygon_object,
     with_slashes,
 )
 from coordexp.data.files import read_text
@@ -220,10 +220,8 @@ def _read_image(
     if label.is_file():
         text = label.read_text(encoding="utf-8-sig", errors="replace")  # what is no number is counted line by line
         for index, line in enumerate(line for line in text.splitlines() if line.strip()):
-            report.objects_seen += 1
-            obj = _read_line(index, line, names, size or (1, 1), geometry, file, report)
-            if obj is not None:
-                objects.append(obj)
+            with report.reading_object(file, index):
+                objects.append(_read_line(index, line, names, size or (1, 1), geometry))
     else:
         report.note(Note.NO_LABEL_FILE, file, None, f"no file {label}; an image without objects")
     return SourceImage(file, file, image, size, tuple(objects))
@@ -235,9 +233,7 @@ def _read_line(
     names: dict[int, str],
     size: tuple[int, int],
     geometry: ShapeGeometry,
-    file: str,
-    report: ConversionReport,
-) -> SourceObject | None:
+) -> SourceObject:
     try:
         number, *values = (float(text) for text in line.split())
     except ValueError:
@@ -245,22 +241,15 @@ def _read_line(
     is_box, is_polygon = len(values) == 4, len(values) >= 6 and len(values) % 2 == 0
     if not all(math.isfinite(value) for value in (number, *values)) or not (is_box or is_polygon):
         detail = f"{line[:80]!r}: expected 'class cx cy w h' or 'class x y x y x y …'"
-        report.skip_object(SkipReason.MALFORMED_GEOMETRY, file, index, detail)
-        return None
+        raise LeftOut(SkipReason.MALFORMED_GEOMETRY, detail)
     if number not in names:
-        report.skip_object(SkipReason.UNKNOWN_CATEGORY, file, index, f"class {number:g} has no name")
-        return None
+        raise LeftOut(SkipReason.UNKNOWN_CATEGORY, f"class {number:g} has no name")
     desc = names[int(number)]
     if max(map(abs, values)) > 2:  # a little beyond 1 is an object at the edge
         detail = f"{desc}: {line[:80]!r} looks like pixels; YOLO's values are shares of the image, 0..1"
-        report.skip_object(SkipReason.MALFORMED_GEOMETRY, file, index, detail)
-        return None
+        raise LeftOut(SkipReason.MALFORMED_GEOMETRY, detail)
     pixels = tuple(value * size[at % 2] for at, value in enumerate(values))
     if is_box:
         x, y, width, height = pixels
-        box = (x - width / 2, y - height / 2, x + width / 2, y + height / 2)
-        is_ring = geometry == "poly" and width > 0 and height > 0  # turned inside out, corners would hide it
-        return SourceObject(index, desc, "poly", corners(box)) if is_ring else SourceObject(index, desc, "bbox_2d", box)
-    if geometry == "bbox":
-        return SourceObject(index, desc, "bbox_2d", bounds(pixels))
-    return SourceObject(index, desc, "poly", pixels)
+        return box_object(index, desc, (x - width / 2, y - height / 2, x + width / 2, y + height / 2), geometry)
+    return polygon_object(index, desc, pixels, geometry)

@@ -8,17 +8,17 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
 from coordexp.data.convert.assemble import ImageOptions, Progress, assemble
-from coordexp.data.convert.report import ConversionReport, SkipReason
-from coordexp.data.convert.sources import (
+from coordexp.data.convert.report import ConversionReport, LeftOut, SkipReason
+from coordexp.data.convert.source_image import (
     ShapeGeometry,
     SourceImage,
     SourceObject,
-    bounds,
+    box_object,
     check_choice,
     check_folder,
-    corners,
     declared_size,
     finite_numbers,
+    polygon_object,
     unsafe_file_name,
     with_slashes,
 )
@@ -82,10 +82,8 @@ def convert_csv(
             objects[file] = []
             sizes[file] = declared_size(*(_number(row.get(side, "")) for side in ("width", "height")))
         if any(row.get(part) for part in ("name", "x1", "y1", "x2", "y2", "polygon")):
-            report.objects_seen += 1
-            obj = _object(index, row, geometry, file, report)
-            if obj is not None:
-                objects[file].append(obj)
+            with report.reading_object(file, index):
+                objects[file].append(_object(index, row, geometry))
     sources = []
     for named, boxes in objects.items():
         file, image = _find_image(named, folder)
@@ -125,25 +123,19 @@ def _read(path: Path) -> tuple[list[list[str]], dict[str, int]]:
     return [row for row in rows if any(cell.strip() for cell in row)], column_of
 
 
-def _object(
-    index: int, row: Mapping[str, str], geometry: ShapeGeometry, file: str, report: ConversionReport
-) -> SourceObject | None:
+def _object(index: int, row: Mapping[str, str], geometry: ShapeGeometry) -> SourceObject:
     desc = row["name"]
     if row.get("polygon"):
         ring = finite_numbers([_number(text) for text in row["polygon"].replace(",", " ").split()])
         if ring is None or len(ring) < 6 or len(ring) % 2:
             detail = f"{desc}: polygon {row['polygon'][:80]!r}; expected 'x y x y x y …'"
-            report.skip_object(SkipReason.MALFORMED_GEOMETRY, file, index, detail)
-            return None
-        return SourceObject(index, desc, *(("bbox_2d", bounds(ring)) if geometry == "bbox" else ("poly", ring)))
+            raise LeftOut(SkipReason.MALFORMED_GEOMETRY, detail)
+        return polygon_object(index, desc, ring, geometry)
     box = finite_numbers([_number(row[side]) for side in ("x1", "y1", "x2", "y2")])
     if box is None:
         detail = f"{desc}: corners {[row[side] for side in ('x1', 'y1', 'x2', 'y2')]} are not four numbers"
-        report.skip_object(SkipReason.MALFORMED_GEOMETRY, file, index, detail)
-        return None
-    if geometry == "poly" and box[0] < box[2] and box[1] < box[3]:
-        return SourceObject(index, desc, "poly", corners(box))
-    return SourceObject(index, desc, "bbox_2d", box)
+        raise LeftOut(SkipReason.MALFORMED_GEOMETRY, detail)
+    return box_object(index, desc, box, geometry)
 
 
 def _number(text: str) -> float | None:

@@ -91,10 +91,19 @@ def finite_numbers(values: Any) -> tuple[float, ...] | None:
     return numbers if all(math.isfinite(value) for value in numbers) else None
 
 
-def corners(box: Sequence[float]) -> tuple[float, ...]:
-    """The ring of a box ``(x1, y1, x2, y2)``, clockwise from its top left corner."""
+def box_object(index: int, desc: str, box: Sequence[float], geometry: ShapeGeometry) -> SourceObject:
+    """An annotated box ``(x1, y1, x2, y2)`` in the shape that ``geometry`` asks for."""
     x1, y1, x2, y2 = box
-    return (x1, y1, x2, y1, x2, y2, x1, y2)
+    if geometry == "poly" and x1 < x2 and y1 < y2:  # corners would hide that a box is inverted
+        return SourceObject(index, desc, "poly", (x1, y1, x2, y1, x2, y2, x1, y2))
+    return SourceObject(index, desc, "bbox_2d", (x1, y1, x2, y2))
+
+
+def polygon_object(index: int, desc: str, points: tuple[float, ...], geometry: ShapeGeometry) -> SourceObject:
+    """An annotated polygon (flat) in the shape that ``geometry`` asks for."""
+    if geometry == "bbox":
+        return SourceObject(index, desc, "bbox_2d", bounds(points))
+    return SourceObject(index, desc, "poly", points)
 
 
 def bounds(points: Sequence[float]) -> tuple[float, float, float, float]:
