@@ -1,7 +1,7 @@
-"""``make faults``: every fault of this folder, and the table fault → promised → seen → seconds.
+"""``make faults``: inject every fault of this folder and write the table fault → promised → seen → seconds.
 
-A fault that was injected is a line of ``--log`` and is not injected again, so that a campaign can be stopped and gone
-on with; delete the file to begin anew.
+Each fault adds a line to ``--log``. A later campaign injects only faults that are not in the log or were not as promised,
+so a campaign can be stopped and continued; delete the file to start again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ AS_PROMISED = "as promised"
 
 @dataclass
 class Row:
-    """One fault. ``promised``: the test's name, which is a sentence. ``held``: whether the promise was kept."""
+    """One fault. ``promised``: the test's name as a sentence. ``held``: whether the promise was kept."""
 
     id: str
     group: str
@@ -42,7 +42,7 @@ class Row:
 
 
 class Log:
-    """pytest's plugin: notes each fault as it ends, and leaves out those that were noted before."""
+    """pytest plugin that logs each fault when it ends, and skips those that an earlier campaign logged as promised."""
 
     def __init__(self, path: Path, deadline: float) -> None:
         self.path = path
@@ -52,14 +52,18 @@ class Log:
         self._commit = subprocess.run(
             ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
         ).stdout.strip()
-        if path.exists():
-            for line in path.read_text(encoding="utf-8").splitlines():
-                row = Row(**json.loads(line))
-                self.rows[row.id] = row
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        whole = text[: text.rfind("\n") + 1]  # a killed campaign may leave half a line
+        if whole != text:
+            path.write_text(whole, encoding="utf-8")
+        for line in whole.splitlines():
+            row = Row(**json.loads(line))
+            self.rows[row.id] = row
 
     def pytest_collection_modifyitems(self, config: Any, items: list[Any]) -> None:
-        known = [item for item in items if item.nodeid in self.rows]
-        items[:] = [item for item in items if item.nodeid not in self.rows]
+        done = {row.id for row in self.rows.values() if row.held}
+        known = [item for item in items if item.nodeid in done]
+        items[:] = [item for item in items if item.nodeid not in done]
         config.hook.pytest_deselected(items=known)
         for item in items:
             group = (sys.modules[item.function.__module__].__doc__ or "").partition("\n")[0]
@@ -91,7 +95,7 @@ def _last_line(report: Any) -> str:
 
 
 def markdown(rows: Mapping[str, Row], not_injected: int, heading: str) -> str:
-    """The table, a section for each file of faults."""
+    """The table, with a section for each file of faults."""
     failed = sum(not row.held for row in rows.values())
     kills = [row for row in rows.values() if row.fault.startswith("SIGKILL")]
     seconds = sum(row.seconds for row in rows.values())
@@ -118,16 +122,16 @@ def markdown(rows: Mapping[str, Row], not_injected: int, heading: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=50, help="how many runs are killed and started again")
-    parser.add_argument("--log", type=Path, default=Path("outputs/faults.jsonl"), help="what was injected, a line each")
+    parser.add_argument("--kills", type=int, default=50, help="number of runs that are killed and started again")
+    parser.add_argument("--log", type=Path, default=Path("outputs/faults.jsonl"), help="one line per injected fault")
     parser.add_argument("--out", type=Path, required=True, help="folder of faults.md and faults.json")
-    parser.add_argument("--minutes", type=float, default=1e6, help="stop behind the fault at which they are over")
-    parser.add_argument("--table-only", action="store_true", help="write the table of what was injected so far")
+    parser.add_argument("--minutes", type=float, default=1e6, help="stop after this many minutes")
+    parser.add_argument("--table-only", action="store_true", help="only write the table of the log")
     arguments, further = parser.parse_known_args()
     os.environ |= {"COORDEXP_KILLS": str(arguments.kills), "COORDEXP_CAMPAIGN": "1"}
     arguments.log.parent.mkdir(parents=True, exist_ok=True)
     log = Log(arguments.log, time.monotonic() + 60 * arguments.minutes)
-    options = ["-q", "-p", "no:cacheprovider", *(further or [str(HERE)])]
+    options = ["-q", "-p", "no:cacheprovider", "--continue-on-collection-errors", *(further or [str(HERE)])]
     code = pytest.main([*options, *(["--collect-only"] if arguments.table_only else [])], plugins=[log])
     now = datetime.now(UTC).strftime("%Y-%m-%d")
     heading = f"# Faults, {now}\n\n{platform.platform()}, {os.cpu_count()} cores. Command: `make faults`."
@@ -135,6 +139,8 @@ def main() -> None:
     (arguments.out / "faults.md").write_text(markdown(log.rows, len(log.waiting), heading), encoding="utf-8")
     rows = [asdict(row) for row in sorted(log.rows.values(), key=lambda row: row.id)]
     (arguments.out / "faults.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    if code == pytest.ExitCode.NO_TESTS_COLLECTED:  # all of them are in the log
+        code = pytest.ExitCode.OK
     sys.exit(int(code) or int(any(not row.held for row in log.rows.values())))
 
 
