@@ -10,7 +10,7 @@ import numpy as np
 
 from coordexp.evaluation.answers import Detection, ImageAnswer
 from coordexp.geometry import Shape, aabbs, mask_iou_pairs, overlapping_boxes
-from coordexp.matching import MatchingConfig, assign_pairs, num_duplicates
+from coordexp.matching import MatchingConfig, assign_pairs, duplicate_indices
 from coordexp.records import NUM_BINS, GTObject
 
 IOU_THRESHOLD = 0.5
@@ -135,7 +135,7 @@ def count_image(answer: ImageAnswer, threshold: float = IOU_THRESHOLD) -> ImageC
         matched=len(matched),
         matched_any_desc=len(pairs.assigned(threshold)),
         dropped=answer.num_dropped,
-        duplicates=num_duplicates(objects),
+        duplicates=len(duplicate_indices(objects)),
         giants=sum(1 for i in np.flatnonzero(giants).tolist() if i not in matched_pred),
         truncated=int(answer.truncated),
         repeat_terminated=int(answer.repeat_terminated),

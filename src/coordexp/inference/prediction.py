@@ -24,8 +24,8 @@ from coordexp.evaluation.answering import Scorer, answer_samples, counted_from, 
 from coordexp.evaluation.answers import PREDICTIONS, ImageAnswer, from_line, read_answers, to_line
 from coordexp.evaluation.coco import write_coco
 from coordexp.evaluation.drawing import save_drawings
-from coordexp.evaluation.scores import ConfidenceScorer
 from coordexp.inference.session import checked_model, open_session
+from coordexp.modeling.scores import ConfidenceScorer
 from coordexp.records import ImageRecord
 from coordexp.rollouts import DatasetSeeds, check_backend
 

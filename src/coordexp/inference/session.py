@@ -14,9 +14,9 @@ from coordexp.checkpoints.lengths import check_lengths
 from coordexp.config import RunConfig
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.data.images import open_rgb
-from coordexp.evaluation.scores import TokenScorer
 from coordexp.modeling.inputs import PromptEncoder
 from coordexp.modeling.load import LoadedModel, load_model, load_vocab
+from coordexp.modeling.scores import TokenScorer
 from coordexp.modeling.weights import LearnerWeights
 from coordexp.rollouts import RolloutBackend, build_backend, synced
 from coordexp.rollouts.learner import LearnerParts

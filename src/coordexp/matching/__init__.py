@@ -1,14 +1,8 @@
 """Predictions against ground truth: candidates, gate, Hungarian assignment. Torch-free."""
 
 from coordexp.config.rollout import MatchingConfig
-from coordexp.matching.assign import (
-    MAX_OVERLAP_OF_OTHERS,
-    assign_pairs,
-    duplicate_indices,
-    match_objects,
-    num_duplicates,
-    top_k_candidates,
-)
+from coordexp.matching.assign import assign_pairs, match_objects, top_k_candidates
+from coordexp.matching.duplicates import MAX_OVERLAP_OF_OTHERS, duplicate_indices
 
 __all__ = [
     "MAX_OVERLAP_OF_OTHERS",
@@ -16,6 +10,5 @@ __all__ = [
     "assign_pairs",
     "duplicate_indices",
     "match_objects",
-    "num_duplicates",
     "top_k_candidates",
 ]

@@ -1,10 +1,9 @@
-"""Hungarian assignment of predictions to ground truth, with a mask IoU gate and dummies for misses on either side;
-which pairs are worth an expensive mask IoU; and objects that an answer names twice."""
+"""Hungarian assignment of predictions to ground truth, with a mask IoU gate and dummies for misses on either side; and
+which pairs are worth an expensive mask IoU."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 
@@ -160,37 +159,3 @@ def _candidates(pred_P4: np.ndarray, gt_G4: np.ndarray, config: MatchingConfig) 
     chosen_PK, _ = top_k_candidates(pred_P4, gt_G4, config.candidate_top_k)
     pred_of_N = np.repeat(np.arange(len(pred_P4)), chosen_PK.shape[1])
     return pred_of_N, chosen_PK.ravel()
-
-
-DUPLICATE_IOU = 0.5
-MAX_OVERLAP_OF_OTHERS = 0.2  # most mask IoU of two objects of which nothing else says that they are two
-_CANVAS = 256  # pixels; whatever a run matches by, so that figures of runs compare
-
-
-class DescribedShape(Shape, Protocol):
-    """Anything with ``.desc``, ``.kind`` and ``.bins``."""
-
-    @property
-    def desc(self) -> str:
-        """What the object is, in the words of the answer."""
-        ...
-
-
-def num_duplicates(objects: Sequence[DescribedShape]) -> int:
-    """How many repeat an earlier one: see :func:`duplicate_indices`."""
-    return len(duplicate_indices(objects))
-
-
-def duplicate_indices(objects: Sequence[DescribedShape]) -> list[int]:
-    """Which repeat an earlier one, ascending: equal description, and mask IoU of at least 0.5."""
-    if len(objects) < 2:
-        return []
-    box_N4 = aabbs(objects)
-    pairs_K2 = np.stack(overlapping_boxes(box_N4, box_N4), axis=1)
-    pairs_K2 = pairs_K2[pairs_K2[:, 0] < pairs_K2[:, 1]]
-    same_K = np.array([objects[i].desc == objects[j].desc for i, j in pairs_K2.tolist()], dtype=bool)
-    pairs_K2 = pairs_K2[same_K]
-    if not len(pairs_K2):
-        return []
-    iou_K = mask_iou_pairs(objects, objects, pairs_K2, _CANVAS, aabbs_of=(box_N4, box_N4))
-    return np.unique(pairs_K2[iou_K >= DUPLICATE_IOU, 1]).tolist()

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from coordexp.config.rollout import TargetPolicy
-from coordexp.matching import num_duplicates
+from coordexp.matching import duplicate_indices
 from coordexp.records import DropReason, MatchResult, ParsedRollout, Rollout, TokenRole, TrainingTarget
 
 
@@ -33,7 +33,7 @@ def rollout_counters(outcomes: Iterable[SampleOutcome]) -> Counter[str]:
         parsed, match = outcome.parsed, outcome.match
         sums["rollout/samples_total"] += 1
         sums["rollout/valid_pred_objects_total"] += len(parsed.objects)
-        sums["rollout/duplicates_total"] += num_duplicates(parsed.objects)
+        sums["rollout/duplicates_total"] += len(duplicate_indices(parsed.objects))
         sums["rollout/parse_dropped_invalid"] += parsed.num_dropped
         sums["rollout/excluded_ambiguous_total"] += parsed.dropped.get(DropReason.AMBIGUOUS_COORDS, 0)
         for reason, count in parsed.dropped.items():

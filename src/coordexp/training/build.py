@@ -29,8 +29,8 @@ from coordexp.training.parallel import check_parallel, parallel_arguments
 
 if TYPE_CHECKING:
     from coordexp.evaluation import EvaluationOptions
-    from coordexp.evaluation.scores import TokenScorer
     from coordexp.modeling.load import LoadedModel
+    from coordexp.modeling.scores import TokenScorer
     from coordexp.recording.writer import RolloutRecorder
     from coordexp.rollouts import RolloutBackend
     from coordexp.rollouts.learner import LearnerParts
@@ -239,7 +239,7 @@ def _show_progress(trainer: Any, console: Console, description: str) -> None:
 
 def _scorer(config: RolloutMatchingConfig, loaded: LoadedModel) -> TokenScorer | None:
     """What says how sure the learner is of an object: to score predictions, to teach them softly. None for neither."""
-    from coordexp.evaluation.scores import TokenScorer
+    from coordexp.modeling.scores import TokenScorer
 
     if config.eval_detection.score_mode == "constant" and config.target.unmatched != "soft":
         return None

@@ -12,8 +12,8 @@ from coordexp.config.objective import Channel
 from coordexp.config.rollout import RolloutMatchingConfig, Stage2ABConfig
 from coordexp.coords import CoordVocab
 from coordexp.errors import ConfigError
-from coordexp.evaluation.scores import TokenScorer
 from coordexp.matching import MatchingConfig
+from coordexp.modeling.scores import TokenScorer
 from coordexp.modeling.self_context import SelfContext
 from coordexp.objective import ObjectivePipeline, build_pipeline, sft_pipeline
 from coordexp.packing import CarryBuffer

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from coordexp.coords import serialize_objects
-from coordexp.evaluation.scores import COORD_WEIGHT, NEIGHBOURS, WIDE_NEIGHBOURS, ConfidenceScorer, TokenScorer
+from coordexp.modeling.scores import COORD_WEIGHT, NEIGHBOURS, WIDE_NEIGHBOURS, ConfidenceScorer, TokenScorer
 from coordexp.parsing import parse_rollout
 from coordexp.records import ImageRecord, ParsedRollout, Rollout, RolloutRequest
 from support.answers import CAT, DOG, request
