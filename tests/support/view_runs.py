@@ -10,8 +10,9 @@ from PIL import Image
 
 from coordexp.evaluation import ImageAnswer
 from coordexp.matching import MatchingConfig
-from coordexp.recording.rollout_record import LossRecord, Settings, WhereInTraining, loss_to_line, make_record, to_line
+from coordexp.recording.rollout_record import LossRecord, Settings, WhereInTraining, make_record
 from coordexp.records import Segment
+from coordexp.records_json import to_json
 from coordexp.targets import TransportConfig
 from support.answers import CAT, DOG, answer, entry, outcome_of, record, tiny_vocab
 from support.scored_answers import random_answers
@@ -31,12 +32,11 @@ def write_run(folder: Path, steps: int = 2) -> Path:
         image = replace(record([CAT, DOG], f"sample {step}"), image=folder / "a.png", width=64, height=48)
         outcome = outcome_of(answer(entry(1), '"object_2": {"desc": "x"}'), [CAT, DOG], vocab)
         where = WhereInTraining(step, 0, 0, 0, 1)
-        lines += to_line(make_record(image, outcome, where, settings))
+        lines += to_json(make_record(image, outcome, where, settings)) + b"\n"
         segment = Segment(image.sample_id, (1,), outcome.target)
         supervised = [p for p, role in enumerate(outcome.target.roles_T) if role in (1, 2, 4)]
-        losses += loss_to_line(
-            LossRecord.from_segment(segment, where, step, supervised, [0.5 + step] * len(supervised))
-        )
+        loss = LossRecord.from_segment(segment, where, step, supervised, [0.5 + step] * len(supervised))
+        losses += to_json(loss) + b"\n"
     records.write_bytes(lines)
     (records.parent / "losses_rank0.jsonl").write_bytes(losses)
     history = [{"step": k, "loss": 2.0 - k, "epoch": k} for k in (1, 2)]

@@ -17,7 +17,7 @@ LAYERS: dict[str, int] = {
     name: number
     for number, names in {
         0: "records errors",  # of layer 1, and what the rest of it may use
-        1: "background distributed cpu_wheels",
+        1: "records_json background distributed cpu_wheels",
         2: "config geometry coords",
         3: "data parsing matching packing rollouts checkpoints",
         4: "targets weight_sync rollouts.learner",
@@ -41,7 +41,7 @@ PLUGIN_MAY_IMPORT = (
 
 HEAVY = ("torch", "transformers", "vllm", "torchvision", "accelerate", "peft", "swift")
 TORCH_FREE = [
-    *("records", "errors", "background", "distributed", "cpu_wheels", "data.files"),
+    *("records", "records_json", "errors", "background", "distributed", "cpu_wheels", "data.files"),
     *("config", "geometry", "coords", "checkpoints.describe", "cli.init", "parsing", "matching", "packing", "metrics"),
     *(
         "rollouts",

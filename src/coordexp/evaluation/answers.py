@@ -1,19 +1,21 @@
 """What a model answered for an image: the record that evaluation, files, comparison and the viewer share.
 
-A line of ``predictions.jsonl`` holds one :class:`ImageAnswer`; coordinates are norm1000 bins. Torch-free.
+A line of ``predictions.jsonl`` is one :class:`ImageAnswer`; coordinates are norm1000 bins. Torch-free.
 """
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
 
 from coordexp.errors import DataError
 from coordexp.records import GEOMETRY_KINDS, NUM_BINS, GeometryKind, GTObject, ImageRecord, ParsedRollout, Rollout
+from coordexp.records_json import from_json, read_lines, to_json
 
 PREDICTIONS = "predictions.jsonl"
 
@@ -33,8 +35,8 @@ class OriginalImage:
     """The image that a converter prepared this one from: its file, as the source names it, and its size in pixels."""
 
     file: str
-    width: int
-    height: int
+    width: Annotated[int, msgspec.Meta(ge=1)]
+    height: Annotated[int, msgspec.Meta(ge=1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,85 +98,124 @@ def make_answer(
     )
 
 
+def _original(source: Any) -> OriginalImage | None:
+    """What a converter noted; None for metadata in another form."""
+    try:
+        return msgspec.convert(source, OriginalImage)
+    except msgspec.ValidationError:
+        return None
+
+
+Bins = tuple[Annotated[int, msgspec.Meta(ge=0, lt=NUM_BINS)], ...]
+
+
+class _Shape(msgspec.Struct):
+    """An object in the file: its kind is a key, as in datasets."""
+
+    desc: str
+    bbox_2d: Annotated[Bins, msgspec.Meta(min_length=4, max_length=4)] | UnsetType = UNSET
+    poly: Annotated[Bins, msgspec.Meta(min_length=6)] | UnsetType = UNSET
+
+    def shape(self) -> tuple[GeometryKind, Bins]:
+        if (self.bbox_2d is UNSET) == (self.poly is UNSET):
+            raise ValueError(f"{self.desc!r} needs one of {', '.join(GEOMETRY_KINDS)}")
+        if isinstance(self.bbox_2d, tuple):
+            return "bbox_2d", self.bbox_2d
+        assert isinstance(self.poly, tuple)
+        if len(self.poly) % 2:
+            raise ValueError(f"{self.desc!r}: poly has an odd number of coordinates")
+        return "poly", self.poly
+
+
+class _Annotated(_Shape):
+    soft: float | UnsetType | None = UNSET
+
+
+class _Predicted(_Shape):
+    score: float | None = None
+
+
+class _Line(msgspec.Struct):
+    """A line of the file: an :class:`ImageAnswer`, but for the form of its objects."""
+
+    sample_id: str
+    image: str
+    width: int
+    height: int
+    gt: tuple[_Annotated, ...] | None
+    pred: tuple[_Predicted, ...]
+    dropped: dict[str, int] = {}
+    truncated: bool = False
+    repeat_terminated: bool = False
+    num_tokens: int = 0
+    text: str = ""
+    original: OriginalImage | UnsetType | None = UNSET
+
+
 def to_line(answer: ImageAnswer) -> str:
     """The answer as one line of JSON, without its line break."""
-    fields: dict[str, Any] = {
-        "sample_id": answer.sample_id,
-        "image": answer.image,
-        "width": answer.width,
-        "height": answer.height,
-        "gt": None if answer.gt is None else [_annotation(obj) for obj in answer.gt],
-        "pred": [{**_shape(obj), "score": obj.score} for obj in answer.pred],
-        "dropped": dict(answer.dropped),
-        "truncated": answer.truncated,
-        "repeat_terminated": answer.repeat_terminated,
-        "num_tokens": answer.num_tokens,
-        "text": answer.text,
-    }
-    if answer.original is not None:
-        fields["original"] = asdict(answer.original)
-    return json.dumps(fields, ensure_ascii=False, allow_nan=False)
+    gt = answer.gt
+    line = _Line(
+        answer.sample_id,
+        answer.image,
+        answer.width,
+        answer.height,
+        None if gt is None else tuple(_Annotated(o.desc, **_bins(o), soft=o.soft or UNSET) for o in gt),
+        tuple(_Predicted(o.desc, **_bins(o), score=o.score) for o in answer.pred),
+        dict(answer.dropped),
+        answer.truncated,
+        answer.repeat_terminated,
+        answer.num_tokens,
+        answer.text,
+        answer.original or UNSET,
+    )
+    return to_json(line).decode()
+
+
+def _bins(obj: GTObject | Detection) -> dict[str, Any]:
+    return {obj.kind: obj.bins}
 
 
 def from_line(text: str | bytes, *, path: Path | None = None, line: int | None = None) -> ImageAnswer:
     """The inverse of :func:`to_line`.
 
     Raises:
-        DataError: the line is no prediction; says what is wrong with it.
+        DataError: the line is not a prediction; says what is wrong with it.
     """
+    read = from_json(_Line, text, "a line of predictions", path=path, line=line)
     try:
-        fields = json.loads(text)
-        return ImageAnswer(
-            sample_id=_typed(fields, "sample_id", str),
-            image=_typed(fields, "image", str),
-            width=_typed(fields, "width", int),
-            height=_typed(fields, "height", int),
-            gt=None if fields["gt"] is None else tuple(map(_read_annotation, fields["gt"])),
-            pred=tuple(Detection(*_read_shape(obj), _score(obj.get("score"))) for obj in fields["pred"]),
-            dropped={str(reason): int(count) for reason, count in fields.get("dropped", {}).items()},
-            truncated=bool(fields.get("truncated", False)),
-            repeat_terminated=bool(fields.get("repeat_terminated", False)),
-            num_tokens=int(fields.get("num_tokens", 0)),
-            text=str(fields.get("text", "")),
-            original=_original(fields.get("original")),
-        )
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise DataError(f"no line of predictions: {type(error).__name__}: {error}", path=path, line=line) from error
+        gt = None if read.gt is None else tuple(GTObject(o.desc, *o.shape(), o.soft or None) for o in read.gt)
+        pred = tuple(Detection(o.desc, *o.shape(), o.score) for o in read.pred)
+    except ValueError as error:
+        raise DataError(f"not a line of predictions: {error}", path=path, line=line) from error
+    return ImageAnswer(
+        read.sample_id, read.image, read.width, read.height, gt, pred, read.dropped, read.truncated,
+        read.repeat_terminated, read.num_tokens, read.text, read.original or None,
+    )  # fmt: skip
 
 
 def read_answers(path: str | Path) -> list[ImageAnswer]:
     """All answers of a file, or of the ``predictions.jsonl`` in a folder.
 
     Raises:
-        DataError: no such file, no answers in it, or a line that is none; with its number.
+        DataError: no such file, an empty one, or a line that is not an answer; with its number.
     """
-    file = _find(Path(path))
-    answers = list(_lines(file))
+    path = Path(path)
+    if path.is_dir():
+        candidates = (path / PREDICTIONS, path / "evaluation" / PREDICTIONS)
+        file = next((file for file in candidates if file.is_file()), None)
+        if file is None:
+            raise DataError(
+                f"holds no {PREDICTIONS}; write one with: coordexp predict, or coordexp evaluate", path=path
+            )
+        path = file
+    answers = [from_line(text, path=path, line=number) for number, text in read_lines(path)]
     if not answers:
-        raise DataError("holds no predictions", path=file)
+        raise DataError("holds no predictions", path=path)
     names = {answer.sample_id for answer in answers}
     if len(names) != len(answers):
-        raise DataError(f"{len(answers) - len(names)} images are answered twice; keep one line of each", path=file)
+        raise DataError(f"{len(answers) - len(names)} images are answered twice; keep one line of each", path=path)
     return answers
-
-
-def _find(path: Path) -> Path:
-    if not path.is_dir():
-        return path
-    for candidate in (path / PREDICTIONS, path / "evaluation" / PREDICTIONS):
-        if candidate.is_file():
-            return candidate
-    raise DataError(f"holds no {PREDICTIONS}; write one with: coordexp predict, or coordexp evaluate", path=path)
-
-
-def _lines(path: Path) -> Iterator[ImageAnswer]:
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"cannot be read: {error}", path=path) from error
-    for number, text in enumerate(data.split(b"\n"), start=1):
-        if text.strip():
-            yield from_line(text, path=path, line=number)
 
 
 def write_answers(answers: Iterable[ImageAnswer], path: Path) -> None:
@@ -182,50 +223,3 @@ def write_answers(answers: Iterable[ImageAnswer], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8", newline="\n") as file:
         file.writelines(to_line(answer) + "\n" for answer in answers)
-
-
-def _annotation(obj: GTObject) -> dict[str, Any]:
-    return _shape(obj) if obj.soft is None else {**_shape(obj), "soft": obj.soft}
-
-
-def _read_annotation(fields: Mapping[str, Any]) -> GTObject:
-    return GTObject(*_read_shape(fields), _score(fields.get("soft")))
-
-
-def _shape(obj: GTObject | Detection) -> dict[str, Any]:
-    return {"desc": obj.desc, obj.kind: list(obj.bins)}
-
-
-def _read_shape(fields: Mapping[str, Any]) -> tuple[str, GeometryKind, tuple[int, ...]]:
-    kinds: list[GeometryKind] = [kind for kind in GEOMETRY_KINDS if kind in fields]
-    if len(kinds) != 1 or not isinstance(fields["desc"], str):
-        raise ValueError(f"an object needs a desc and one of {', '.join(GEOMETRY_KINDS)}, got {fields!r}")
-    bins = tuple(fields[kinds[0]])
-    enough = len(bins) == 4 if kinds[0] == "bbox_2d" else len(bins) >= 6 and len(bins) % 2 == 0
-    if not enough or any(type(k) is not int or not 0 <= k < NUM_BINS for k in bins):
-        raise ValueError(f"{kinds[0]} of {fields['desc']!r} is {list(bins)}; expected norm1000 bins 0..999")
-    return fields["desc"], kinds[0], bins
-
-
-def _score(value: Any) -> float | None:
-    if value is None:
-        return None
-    if type(value) not in (int, float) or not math.isfinite(value):
-        raise ValueError(f"score is {value!r}; expected a finite number or null")
-    return float(value)
-
-
-def _original(fields: Any) -> OriginalImage | None:
-    """Of what converters write; metadata of another form says nothing about it."""
-    if not isinstance(fields, Mapping):
-        return None
-    file, width, height = (fields.get(name) for name in ("file", "width", "height"))
-    if not isinstance(file, str) or type(width) is not int or type(height) is not int or min(width, height) < 1:
-        return None
-    return OriginalImage(file, width, height)
-
-
-def _typed(fields: Mapping[str, Any], name: str, kind: type) -> Any:
-    if type(fields[name]) is not kind:
-        raise TypeError(f"{name} is {fields[name]!r}; expected {kind.__name__}")
-    return fields[name]

@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import TypeAdapter, ValidationError
 
 from coordexp.coords import CoordVocab, FieldOrder
-from coordexp.errors import AppendError, CoordExpError, DataError
+from coordexp.errors import AppendError, DataError
 from coordexp.matching import MatchingConfig, match_objects
 from coordexp.metrics.counters import SampleOutcome
 from coordexp.parsing import parse_rollout
@@ -35,6 +34,7 @@ from coordexp.records import (
     TokenRole,
     TrainingTarget,
 )
+from coordexp.records_json import from_json, read_lines
 from coordexp.targets import TargetPolicy, TransportConfig, build_target, empty_target
 
 SCHEMA_VERSION = 1
@@ -175,8 +175,7 @@ class LossRecord:
         return cls(1, segment.sample_id, where.global_step, where.sample_idx, trained_at, means, pairs)
 
 
-_LINE: TypeAdapter[RolloutRecord] = TypeAdapter(RolloutRecord)
-_LOSS_LINE: TypeAdapter[LossRecord] = TypeAdapter(LossRecord)
+_RECORD = f"a rollout record of schema version {SCHEMA_VERSION}"
 
 
 def prompt_sha256(prompt_token_ids: Sequence[int]) -> str:
@@ -247,43 +246,20 @@ def _rows_of_4(array_M4: np.ndarray) -> tuple[Any, ...]:
     return tuple([tuple(row) for row in array_M4.tolist()])
 
 
-def to_line(record: RolloutRecord) -> bytes:
-    """The record as one line of JSON with its line break; numbers survive exactly.
-
-    Raises:
-        PydanticSerializationError: a text that UTF-8 cannot write (a lone surrogate in a file name, say).
-    """
-    return _LINE.dump_json(record) + b"\n"
-
-
-def loss_to_line(record: LossRecord) -> bytes:
-    """The record as one line of JSON with its line break."""
-    return _LOSS_LINE.dump_json(record) + b"\n"
-
-
 def loss_path(records: Path) -> Path:
-    """The file of losses beside a file of records."""
+    """The file of losses next to a file of records."""
     return records.with_name(records.name.replace("rollouts_", "losses_", 1))
-
-
-def from_line(line: bytes) -> RolloutRecord:
-    """The inverse of :func:`to_line`; nothing is coerced, and unknown fields are refused.
-
-    Raises:
-        ValidationError, CoordExpError: the line is no record of this version.
-    """
-    return _LINE.validate_json(line, strict=True, extra="forbid")
 
 
 def read_records(path: str | Path) -> list[RolloutRecord]:
     """All records of a file, or of every ``rollouts_rank*.jsonl`` of a folder, by rank and then in order of writing,
     with the losses that are known.
 
-    Lines that a resumed run replaced are left out (see the module). What stands behind the last line break is a line
-    that is still being written, and no record yet.
+    Lines that a resumed run replaced are left out (see the module), and so is text after the last line break, which is
+    still being written.
 
     Raises:
-        DataError: no such file, or a line that is no record; with its number.
+        DataError: no such file, or a line that is not a record; with its number.
     """
     path = Path(path)
     if path.is_dir():
@@ -291,18 +267,9 @@ def read_records(path: str | Path) -> list[RolloutRecord]:
         if not files:
             raise DataError("holds no rollouts_rank*.jsonl; is it a run's rollout_records folder?", path=path)
         return [record for file in files for record in read_records(file)]
-    try:
-        lines = path.read_bytes().split(b"\n")[:-1]
-    except OSError as error:
-        raise DataError(f"cannot be read: {error}", path=path) from error
     kept: list[RolloutRecord] = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = from_line(line)
-        except (ValidationError, CoordExpError) as error:
-            reason = str(error).replace("\n", " ")
-            raise DataError(f"no rollout record of schema version {SCHEMA_VERSION}: {reason}", path=path,
-                            line=number) from error  # fmt: skip
+    for number, line in read_lines(path, whole=True):
+        record = from_json(RolloutRecord, line, _RECORD, path=path, line=number)
         while kept and kept[-1].where.global_step > record.where.global_step:
             kept.pop()
         if kept and (record.where.global_step, record.where.sample_idx) <= _place_of(kept[-1]):
@@ -317,12 +284,8 @@ def _read_losses(path: Path) -> dict[tuple[int, int, str], LossRecord]:
     if not path.is_file():
         return {}
     losses: dict[tuple[int, int, str], LossRecord] = {}
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
-        try:
-            loss = _LOSS_LINE.validate_json(line, strict=True, extra="forbid")
-        except ValidationError as error:
-            reason = str(error).replace("\n", " ")
-            raise DataError(f"no line of losses: {reason}", path=path, line=number) from error
+    for number, line in read_lines(path, whole=True):
+        loss = from_json(LossRecord, line, "a line of losses", path=path, line=number)
         losses[loss.answered_at, loss.sample_idx, loss.sample_id] = loss
     return losses
 

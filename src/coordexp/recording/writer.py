@@ -23,8 +23,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pydantic_core import PydanticSerializationError
-
 from coordexp import distributed
 from coordexp.config.rollout import MonitorDumpConfig
 from coordexp.data.dataset import Sample
@@ -35,12 +33,11 @@ from coordexp.recording.rollout_record import (
     Settings,
     WhereInTraining,
     loss_path,
-    loss_to_line,
     make_record,
-    to_line,
 )
 from coordexp.recording.token_losses import TokenLosses
 from coordexp.records import ImageRecord, Segment
+from coordexp.records_json import to_json
 
 logger = logging.getLogger("coordexp")
 
@@ -114,7 +111,7 @@ class RolloutRecorder:
             where = self._untrained.pop(segment.sample_id, None)
             if where is not None and segment.target.context == "rollout":
                 line = LossRecord.from_segment(segment, where, global_step, loss.position_P, loss.loss_P)
-                self._put(loss_path(self.path), partial(loss_to_line, line))
+                self._put(loss_path(self.path), partial(to_json, line))
 
     def _put(self, path: Path, make_line: Callable[[], bytes]) -> None:
         if self._thread is None:
@@ -179,8 +176,8 @@ class RolloutRecorder:
                     "no rollout records until there is more",
                 )
                 return
-            append_line(path, line)
-        except (OSError, PydanticSerializationError) as error:
+            append_line(path, line + b"\n")
+        except (OSError, UnicodeEncodeError) as error:
             self._lose(FAILED, "write", f"{path}: a rollout record was not written: {error}")
             return
         if path == self.path:
@@ -197,7 +194,7 @@ class RolloutRecorder:
 
 
 def _record_line(image: ImageRecord, outcome: SampleOutcome, where: WhereInTraining, settings: Settings) -> bytes:
-    return to_line(make_record(image, outcome, where, settings))
+    return to_json(make_record(image, outcome, where, settings))
 
 
 def build_recorder(config: MonitorDumpConfig, settings: Settings | None, output_dir: Path) -> RolloutRecorder | None:

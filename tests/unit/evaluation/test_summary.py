@@ -120,10 +120,10 @@ def test_an_answer_survives_its_line() -> None:
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        ("{", "no line of predictions"),
-        ('{"sample_id": 1}', "sample_id is 1; expected str"),
-        (to_line(answered([CAT], [])).replace("[10, 20, 200, 220]", "[10, 20, 200]"), "expected norm1000 bins"),
-        (to_line(answered([], [CAT])).replace("0.5", '"high"'), "score is 'high'"),
+        ("{", "not a line of predictions"),
+        ('{"sample_id": 1}', "sample_id"),
+        (to_line(answered([CAT], [])).replace("[10,20,200,220]", "[10,20,200]"), "bbox_2d"),
+        (to_line(answered([], [CAT])).replace("0.5", '"high"'), "score"),
     ],
 )
 def test_other_lines_are_refused_with_their_place(tmp_path: Path, line: str, complaint: str) -> None:
