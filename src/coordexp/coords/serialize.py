@@ -18,10 +18,10 @@ FieldOrder = Literal["desc_first", "geometry_first"]
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """Text plus where its objects stand in it, as half-open character ranges.
+    """Text and the half-open character ranges of its objects.
 
-    ``desc_spans``: *inside* the quotes of each desc. ``entry_spans``: from the separator before an entry, or from its
-    key where there is none, to behind its closing brace.
+    ``desc_spans``: *inside* the quotes of each desc. ``entry_spans``: from the separator before an entry (or its key,
+    if there is none) to after its closing brace.
     """
 
     text: str
@@ -49,7 +49,7 @@ def serialize_append(
     """Continue an open root object: entries ``object_{start_index}`` … and the closing brace.
 
     The leading comma follows the last non-whitespace character of ``prefix_text``: none after ``{`` or ``,``, one
-    after ``}``; anything else is no place to append.
+    after ``}``; other characters are an error.
 
     Raises:
         AppendError: ``prefix_text`` is not append-ready (it ends elsewhere, inside a string, or not at the root's
@@ -62,8 +62,8 @@ def serialize_append(
 def append_fragment(
     objects: Sequence[GTObject], prefix_text: str, start_index: int, field_order: FieldOrder
 ) -> Fragment:
-    """:func:`serialize_append`, with the positions of the desc values, and trusting ``prefix_text`` but for its end: a
-    parsed rollout's prefix is an open root object."""
+    """:func:`serialize_append` with positions, for the prefix of a parsed rollout: only its last character is
+    checked."""
     last = prefix_text.rstrip()[-1:]
     if last not in ("{", ",", "}"):
         raise AppendError(
@@ -101,7 +101,7 @@ def append_fragment(
 
 
 def _check_depth(prefix_text: str) -> None:
-    """Whether ``prefix_text`` stands inside the root object and nothing deeper; its end is checked elsewhere."""
+    """Check that ``prefix_text`` ends inside the root object and nothing deeper; append_fragment checks its end."""
     depth = 0
     for mark in _MARK.findall(prefix_text):
         if mark == '"':  # a string that does not end

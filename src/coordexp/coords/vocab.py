@@ -1,7 +1,7 @@
-"""The coordinate vocabulary: 1000 tokens ``<|coord_0|>`` … ``<|coord_999|>``, and what every token id writes.
+"""The coordinate vocabulary: 1000 tokens ``<|coord_0|>`` … ``<|coord_999|>``, and the bytes of every token.
 
-Torch-free. Works on bytes because byte-level BPE splits characters over tokens: JSON structure is ASCII, so a byte
-scan is exact where a scan over decoded pieces would meet replacement characters.
+Torch-free. Works on bytes because byte-level BPE splits characters over tokens: JSON structure is ASCII, so scanning
+bytes is exact, while decoded pieces contain replacement characters.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ class CoordVocab:
     Attributes:
         coord_token_ids: the 1000 ids, in bin order.
         eos_id: id of ``<|im_end|>``, which ends the assistant's turn.
-        control_ids: tokens that no answer may contain, because they would mean something to the model's input beside
-            their text: image and video placeholders, marks of a turn, and what ends or pads a text.
-        reserved_ids: these and every other ``<|…|>`` token: an answer may hold them, written ground truth may not.
+        control_ids: tokens that no answer may contain because they mean more to the model than their text: image and
+            video placeholders, turn marks, end and padding tokens.
+        reserved_ids: these and every other ``<|…|>`` token: an answer may contain them, written ground truth may not.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class CoordVocab:
 
     @property
     def bins(self) -> Mapping[int, int]:
-        """Coordinate token id → bin, for loops that cannot afford a call per token."""
+        """Coordinate token id → bin, for loops."""
         return self._bins
 
     def piece_bytes(self, token_id: int) -> bytes:
@@ -155,12 +155,12 @@ class CoordVocab:
 
     @property
     def pieces(self) -> tuple[bytes, ...]:
-        """All pieces by id, for loops that cannot afford a call per token."""
+        """All pieces by id, for loops."""
         return self._pieces
 
     @cached_property
     def layout(self) -> TokenLayout:
-        """What every id is, as arrays, for a whole answer at once."""
+        """Properties of every id, as arrays."""
         import numpy as np  # commands that look at a vocabulary need no arrays
 
         length_V = np.array([len(piece) for piece in self._pieces], dtype=np.int32)
@@ -186,9 +186,9 @@ class CoordVocab:
     def encode_answer(self, text: str) -> list[int]:
         """:meth:`encode` of text that :mod:`coordexp.coords.serialize` wrote: the same ids, several times faster.
 
-        Tokenizers cut their text at added tokens before anything else, so what stands between two coordinates is
-        encoded on its own, and in answers it recurs: each part is encoded once and remembered. A tokenizer for which
-        this does not hold on a sample answer is asked for the whole text.
+        Tokenizers split text at added tokens first, so the text between two coordinates is encoded on its own, and the
+        same parts occur in every answer: each part is encoded once and cached. If this does not hold for a tokenizer
+        (checked on a sample answer), it encodes the whole text.
         """
         if not self._splits_at_coords:
             return self.encode(text)
@@ -211,7 +211,7 @@ class CoordVocab:
         return self._encode(texts, add_special_tokens=False)["input_ids"]
 
     def _check_split(self) -> bool:
-        """Whether coordinates separate their surroundings, on a sample with words, spaces and quotes beside them."""
+        """Whether coordinates split their surroundings, on a sample with words, spaces and quotes next to them."""
         if not self._batches:
             return False
         sample = '{"object_1": {"desc": "black cat", "bbox_2d": ["<|coord_0|>", "<|coord_7|>", "<|coord_42|>"]}, x'

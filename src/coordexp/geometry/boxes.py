@@ -26,7 +26,7 @@ class Shape(Protocol):
 
 
 def ring(shape: Shape) -> np.ndarray:
-    """The outline's vertices, (V, 2) int64, clamped to 0..999; a box gives its 4 corners, whatever their order was.
+    """The outline's vertices, (V, 2) int64, clamped to 0..999; a box gives its 4 corners, in either order.
 
     Raises:
         ValueError: an unknown kind, a box without 4 bins, a polygon with odd or fewer than 6 bins.
@@ -51,10 +51,10 @@ def aabb(shape: Shape) -> tuple[int, int, int, int]:
     is_box, is_poly = shape.kind == "bbox_2d", shape.kind == "poly"
     if is_box and len(bins) == 4:
         x1, y1, x2, y2 = bins
-        if 0 <= x1 <= x2 < NUM_BINS and 0 <= y1 <= y2 < NUM_BINS:  # as a rule; the corners as they are
+        if 0 <= x1 <= x2 < NUM_BINS and 0 <= y1 <= y2 < NUM_BINS:  # the usual case: nothing to clamp or reorder
             return x1, y1, x2, y2
     if (is_box and len(bins) == 4) or (is_poly and len(bins) >= 6 and len(bins) % 2 == 0):
-        # Of a dozen numbers Python's own minimum is several times faster than an array's.
+        # For a dozen numbers Python's min is several times faster than NumPy's.
         x, y = bins[::2], bins[1::2]
         x1, y1, x2, y2 = (min(max(value, 0), NUM_BINS - 1) for value in (min(x), min(y), max(x), max(y)))
         return x1, y1, x2, y2
@@ -67,7 +67,7 @@ def aabbs(shapes: Sequence[Shape]) -> np.ndarray:
     """:func:`aabb` of each shape: (N, 4) int64, also for N = 0."""
     corners = [shape.bins if shape.kind == "bbox_2d" and len(shape.bins) == 4 else aabb(shape) for shape in shapes]
     corners_N4 = np.array(corners, dtype=np.int64).reshape(-1, 4)
-    corners_N4 = np.minimum(np.maximum(corners_N4, 0), NUM_BINS - 1)  # np.clip looks its bounds' types up at each call
+    corners_N4 = np.minimum(np.maximum(corners_N4, 0), NUM_BINS - 1)  # np.clip is slower: it looks up its bounds' types
     low_N2, high_N2 = corners_N4[:, :2], corners_N4[:, 2:]
     return np.concatenate([np.minimum(low_N2, high_N2), np.maximum(low_N2, high_N2)], axis=1)
 
@@ -94,13 +94,13 @@ def overlapping_boxes(a_N4: np.ndarray, b_M4: np.ndarray) -> tuple[np.ndarray, n
     a_N14, b_1M4 = a_N4[:, None, :], b_M4[None, :, :]
     near_NM = (a_N14[..., 0] <= b_1M4[..., 2]) & (b_1M4[..., 0] <= a_N14[..., 2])
     near_NM &= (a_N14[..., 1] <= b_1M4[..., 3]) & (b_1M4[..., 1] <= a_N14[..., 3])
-    first_K, second_K = np.nonzero(near_NM)  # touching is enough to stand here: coincident boxes may have no area
+    first_K, second_K = np.nonzero(near_NM)  # touching boxes stay: coincident boxes may have no area
     overlap_K = box_iou_pairs(a_N4[first_K], b_M4[second_K]) > 0
     return first_K[overlap_K], second_K[overlap_K]
 
 
 def _iou(a_4N: np.ndarray, b_4N: np.ndarray) -> np.ndarray:
-    """IoU of boxes whose four coordinates stand on the first axis; the other axes broadcast."""
+    """IoU of boxes with their four coordinates on the first axis; the other axes broadcast."""
     (ax1, ay1, ax2, ay2), (bx1, by1, bx2, by2) = a_4N, b_4N
     width = np.maximum(np.minimum(ax2, bx2) - np.maximum(ax1, bx1), 0.0)
     height = np.maximum(np.minimum(ay2, by2) - np.maximum(ay1, by1), 0.0)

@@ -24,7 +24,7 @@ _AREAS = 255  # masks whose areas pycocotools counts in one call: it writes thei
 def mask_iou(a: Shape, b: Shape, resolution: int = 256) -> float:
     """IoU, 0..1, of two shapes (``.kind`` and ``.bins``) on a ``resolution`` x ``resolution`` canvas.
 
-    The default is for calls outside of a run, which hands over ``rollout_matching.maskiou_resolution``; it is the same.
+    A run passes ``rollout_matching.maskiou_resolution``, whose default is the same.
 
     Raises:
         ValueError: a malformed shape, or a resolution under 2.
@@ -42,9 +42,9 @@ def mask_iou_pairs(
     """:func:`mask_iou` of chosen pairs only: (K,) float64 for (K, 2) indices into ``first`` and ``second``.
 
     Each polygon (and each box that meets one) is rasterised once; boxes against boxes are computed in closed form.
-    Shapes whose bounding boxes share no area, and are not the same box, have mask IoU 0: a raster lies between the
-    pixel edges of its bounding box, and so do the edges of disjoint boxes. ``aabbs_of``: :func:`aabbs` of ``first`` and
-    of ``second``, where the caller has them.
+    Shapes whose bounding boxes share no area, and are not equal, have mask IoU 0: a raster stays within the pixels of
+    its bounding box, and disjoint boxes share no pixel. ``aabbs_of``: :func:`aabbs` of ``first`` and ``second``, if the
+    caller has them.
     """
     if resolution < 2:
         raise ValueError(f"the canvas needs at least 2 pixels a side, got {resolution}")
@@ -67,7 +67,7 @@ def mask_iou_pairs(
 def _drawn_pairs(first: Sequence[Shape], second: Sequence[Shape], pairs_D2: np.ndarray, resolution: int) -> np.ndarray:
     """Mask IoU of pairs that need rasters, (D,): all shapes are drawn in one call, then overlaid a few rows a call.
 
-    A call costs more than the pairs it computes beyond those wanted: pycocotools skips pairs of disjoint boxes itself.
+    Extra pairs cost less than extra calls: pycocotools skips pairs of disjoint boxes itself.
     """
     from pycocotools import mask as coco_mask
 
@@ -87,13 +87,13 @@ def _drawn_pairs(first: Sequence[Shape], second: Sequence[Shape], pairs_D2: np.n
         others = [rles[column] for column in columns.tolist()]
         iou_RC = np.asarray(coco_mask.iou([rles[row] for row in rows.tolist()], others, [0] * len(others)))
         iou_D[of_rows] = iou_RC[row_R, column_R]
-    for d in np.flatnonzero(is_empty[rows_D] | is_empty[columns_D]).tolist():  # the raster says nothing
+    for d in np.flatnonzero(is_empty[rows_D] | is_empty[columns_D]).tolist():  # too small for the raster
         iou_D[d] = exact_iou(ring(first[int(pairs_D2[d, 0])]), ring(second[int(pairs_D2[d, 1])]))
     return iou_D
 
 
 def _outline(shape: Shape, resolution: int) -> list[float]:
-    """A shape's ring on the canvas, (x, y, x, y, …) as pycocotools takes it. Of a dozen numbers: no array."""
+    """A shape's ring on the canvas, (x, y, x, y, …) as pycocotools takes it. Lists: faster for a dozen numbers."""
     bins = shape.bins
     if min(bins) < 0 or max(bins) >= NUM_BINS:
         bins = [min(max(k, 0), NUM_BINS - 1) for k in bins]
@@ -106,16 +106,16 @@ def _outline(shape: Shape, resolution: int) -> list[float]:
 
 @lru_cache(maxsize=8)
 def _projected(resolution: int) -> list[float]:
-    """Where each bin lies on the canvas."""
+    """Canvas coordinate of each bin."""
     return [k * (resolution - 1) / (NUM_BINS - 1) for k in range(NUM_BINS)]
 
 
 @lru_cache(maxsize=8)
 def _cell_edge(resolution: int) -> np.ndarray:
-    """Where a box side at each bin falls on the pixel grid: (1000,) int64; a box fills pixels [edge(x1), edge(x2)).
+    """Pixel edge of a box side at each bin: (1000,) int64; a box fills pixels [edge(x1), edge(x2)).
 
-    This is pycocotools' own rule for polygons: vertices are rounded to a grid five times finer than the pixels, and a
-    pixel is inside when its middle fine cell (2 of 0..4) lies right of the edge.
+    This is pycocotools' rule for polygons: vertices are rounded to a grid five times finer than the pixels, and a
+    pixel is inside if its middle fine cell (2 of 0..4) is right of the edge.
     """
     bins_B = np.arange(NUM_BINS, dtype=np.float64)
     fine_B = (5.0 * (bins_B * (resolution - 1) / (NUM_BINS - 1)) + 0.5).astype(np.int64)
@@ -123,7 +123,7 @@ def _cell_edge(resolution: int) -> np.ndarray:
 
 
 def _box_pairs(a_K4: np.ndarray, b_K4: np.ndarray, resolution: int) -> np.ndarray:
-    """Mask IoU of box k with box k, (K,), from pixel counts; equal to what rasterising both would give."""
+    """Mask IoU of box k with box k, (K,), from pixel counts; equal to rasterising both."""
     edge_B = _cell_edge(resolution)
     cells_a_K4, cells_b_K4 = edge_B[a_K4], edge_B[b_K4]
     area_a_K = (cells_a_K4[:, 2:] - cells_a_K4[:, :2]).prod(axis=1)
@@ -190,7 +190,7 @@ def _overlay_areas(a_V2: np.ndarray, b_W2: np.ndarray) -> tuple[float, float]:
 
 
 def _outline_covers(outline_V2: np.ndarray, other_W2: np.ndarray) -> bool:
-    """Whether every point of ``other``'s outline lies on ``outline``. Integer arithmetic, so exact."""
+    """Whether ``outline`` contains every point of ``other``'s outline. Exact: integer arithmetic."""
     edges = _edges(outline_V2)
     for (px, py), (qx, qy) in _edges(other_W2):
         dx, dy = qx - px, qy - py

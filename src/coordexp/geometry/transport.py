@@ -36,8 +36,8 @@ def barycentric_targets(
     Args:
         pred_points: (N, 2) points in norm1000. gt_points: (M, 2).
         cost: distance between points, "l2" or "l1", in norm1000 units.
-        epsilon: regularisation in norm1000 units, > 0. iters: number of Sinkhorn sweeps, >= 1. These three defaults are
-            for calls outside of a run, and the same as those of ``rollout_matching.ot_*``, which a run hands over.
+        epsilon: regularisation in norm1000 units, > 0. iters: number of Sinkhorn sweeps, >= 1. A run passes
+            ``rollout_matching.ot_*``, whose defaults are the same.
 
     Returns: (N, 2) float64 in norm1000.
 
@@ -65,7 +65,7 @@ def barycentric_targets_of(
 
 
 def _plan_cost(pred_N2: np.ndarray, gt_M2: np.ndarray, cost: TransportCost) -> np.ndarray:
-    """(N, M): what moving each point to each costs, with shapes that are far apart brought together first."""
+    """Cost of moving each point to each, (N, M); shapes that are far apart are brought together first."""
     share = min(max((_apartness(pred_N2, gt_M2) - _WELL_OVERLAPPING) / (1 - _WELL_OVERLAPPING), 0.0), 1.0)
     if share > 0:
         pred_N2 = pred_N2 + share * (gt_M2.mean(axis=0) - pred_N2.mean(axis=0))
@@ -77,7 +77,7 @@ def _apartness(pred_N2: np.ndarray, gt_M2: np.ndarray) -> float:
     p_low, p_high, g_low, g_high = pred_N2.min(axis=0), pred_N2.max(axis=0), gt_M2.min(axis=0), gt_M2.max(axis=0)
     touching = ((p_high - p_low) + (g_high - g_low)) / 2  # distance of the centres at which the boxes touch
     distance = np.abs((p_low + p_high) - (g_low + g_high)) / 2
-    # Of two shapes without extent along an axis, a bin is taken as the extent: any less would be a jump.
+    # Use an extent of at least one bin: less would make the targets jump for shapes without extent along an axis.
     return float((distance / np.maximum(touching, 1.0)).max())
 
 

@@ -15,8 +15,8 @@ from coordexp.records import Match, MatchResult
 def top_k_candidates(pred_P4: np.ndarray, gt_G4: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
     """The ``min(k, G)`` best GT boxes of each predicted box.
 
-    Overlapping boxes come first, by IoU and then by index. Where fewer than k overlap (or none), those with the nearest
-    centres fill up, by squared distance and then by index.
+    Overlapping boxes come first, by IoU and then by index. If fewer than k overlap, those with the nearest centres
+    follow, by squared distance and then by index.
 
     Args:
         pred_P4, gt_G4: boxes as (x1, y1, x2, y2). k: at least 1.
@@ -42,7 +42,7 @@ def overlapping_candidates(pred_P4: np.ndarray, gt_G4: np.ndarray, k: int) -> tu
     if pred_N.size == 0 or np.bincount(pred_N).max() <= k:
         return pred_N, gt_N
     order = np.lexsort((gt_N, -box_iou_pairs(pred_P4[pred_N], gt_G4[gt_N]), pred_N))
-    starts_P = np.searchsorted(pred_N, np.arange(len(pred_P4)))  # the order within a prediction is all that changed
+    starts_P = np.searchsorted(pred_N, np.arange(len(pred_P4)))  # only the order within a prediction changed
     rank_N = np.arange(len(pred_N)) - starts_P[pred_N]
     chosen = np.sort(order[rank_N < k])
     return pred_N[chosen], gt_N[chosen]
@@ -64,7 +64,7 @@ def match_objects(
     Args:
         predicted, ground_truth: anything with ``.kind`` and ``.bins``.
 
-    Returns: pairs in order of prediction; every index of either side stands in exactly one of the result's fields.
+    Returns: pairs in order of prediction; every index of either side is in exactly one of the result's fields.
     """
     num_pred, num_gt = len(predicted), len(ground_truth)
     if num_pred == 0 or num_gt == 0:
@@ -152,7 +152,7 @@ def _settle_ties(partner_of: dict[int, int], price: dict[tuple[int, int], float]
 def _candidates(pred_P4: np.ndarray, gt_G4: np.ndarray, config: MatchingConfig) -> tuple[np.ndarray, np.ndarray]:
     """Pairs worth a mask IoU: (N,) prediction and (N,) GT indices.
 
-    Only a gate of 0 admits shapes that do not touch; elsewhere those are no candidates, and no near misses either.
+    Only a gate of 0 admits shapes that do not touch; otherwise those are not candidates, and not gate rejections.
     """
     if config.maskiou_gate > 0:
         return overlapping_candidates(pred_P4, gt_G4, config.candidate_top_k)

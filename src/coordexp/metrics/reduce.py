@@ -1,5 +1,5 @@
-"""What a rank adds up between two log lines, and how it becomes global metrics, whose payload is neutral: the same for
-every logger. A metric's line in the table says how:
+"""Sums of a rank between two log entries, their reduction to global metrics, and the payload for loggers. The rule is
+in the metric's line of the table:
 
 * counters and shares of a mean: global sum
 * seconds, percentiles and 0/1 flags: global maximum
@@ -20,7 +20,7 @@ RATES: dict[str, tuple[str, str]] = {metric.name: metric.ratio for metric in all
 
 
 class MetricSums:
-    """What this rank has to say about the steps of one log line."""
+    """Values of this rank for the steps of one log entry."""
 
     def __init__(self) -> None:
         self._values: dict[str, float] = {}
@@ -28,12 +28,12 @@ class MetricSums:
         self.steps = 0
 
     def count_step(self, channel: str | None = None) -> None:
-        """One more optimizer step stands in the line; ``channel``: of two-channel training."""
+        """Count one optimizer step into the current log entry; ``channel``: of two-channel training."""
         self.steps += 1
         self._channel_steps[channel or ""] += 1
 
     def add(self, values: Mapping[str, float]) -> None:
-        """Take in the figures of a micro-step, or of any part of a step. Raises ValueError for an unknown name."""
+        """Add the values of a micro-step, or of any part of a step. Raises ValueError for an unknown name."""
         for name, value in values.items():
             rule = rule_of(name)
             if name not in self._values or rule.over_micro_steps == "last":
@@ -44,11 +44,11 @@ class MetricSums:
                 self._values[name] += float(value)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of a line that is not full yet; JSON can hold it, exact to the bit."""
+        """State of an unfinished log entry for a checkpoint; bit-exact as JSON."""
         return {"values": dict(self._values), "channel_steps": dict(self._channel_steps), "steps": self.steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with a saved line. Raises ValueError for a metric that is no longer known."""
+        """Continue a saved log entry. Raises ValueError for a metric that is no longer in the table."""
         for name in state["values"]:
             rule_of(name)
         self._values = dict(state["values"])
@@ -105,7 +105,7 @@ class MetricsPayload:
     schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:
-        # Types too: True == 1 == 1.0, and a logger behind JSON would see the difference.
+        # Check types too: True == 1 == 1.0, but JSON tells them apart.
         if type(self.schema_version) is not int or self.schema_version != SCHEMA_VERSION:
             raise ValueError(f"metrics payload of schema {self.schema_version!r}; this version speaks {SCHEMA_VERSION}")
         if self.mode not in ("train", "eval"):

@@ -21,7 +21,7 @@ def select_segments(lengths: Sequence[int], capacity: int) -> list[int]:
     The fullest selection wins; of equally full ones the one with fewer segments, then the one with the
     lexicographically smallest indices. This order is searched exactly while the table of segments x capacity is small
     enough. Beyond that the best of two heuristics by the same order is taken: oldest-first greedy, and the fullest bin
-    of ``binpacking.to_constant_volume`` beside the oldest. So no result is ever emptier than oldest-first greedy.
+    of ``binpacking.to_constant_volume`` next to the oldest. So a selection is never emptier than oldest-first greedy.
 
     Args:
         lengths: tokens per segment in insertion order, each in 1..capacity. capacity: tokens per row.
@@ -44,14 +44,14 @@ def select_segments(lengths: Sequence[int], capacity: int) -> list[int]:
     if sum(lengths) <= capacity:
         return list(range(len(lengths)))
     if len(lengths) * capacity <= _EXACT_LIMIT:
-        # The best selection there is, by the whole order: the two heuristics cannot beat it, so they need not run.
+        # The best selection by the whole order: the two heuristics cannot beat it.
         return best_selection(lengths, capacity)
     candidates = [oldest_first(lengths, capacity), binpacking_candidate(binpacking, lengths, capacity)]
     return min(candidates, key=lambda chosen: (-sum(lengths[i] for i in chosen), len(chosen), chosen))
 
 
 def oldest_first(lengths: Sequence[int], capacity: int) -> list[int]:
-    """The baseline: scan in insertion order and take whatever still fits."""
+    """The baseline: scan in insertion order and take each segment that still fits."""
     chosen, room = [], capacity
     for index, length in enumerate(lengths):
         if length <= room:
@@ -61,7 +61,7 @@ def oldest_first(lengths: Sequence[int], capacity: int) -> list[int]:
 
 
 def binpacking_candidate(binpacking: ModuleType, lengths: Sequence[int], capacity: int) -> list[int]:
-    """The oldest, and beside it the fullest of the constant-volume bins made of the others that fit."""
+    """The oldest, and the fullest of the constant-volume bins made of the others that fit next to it."""
     room = capacity - lengths[0]
     fitting = {index: length for index, length in enumerate(lengths) if index > 0 and length <= room}
     if not fitting:
@@ -101,7 +101,7 @@ def best_selection(lengths: Sequence[int], capacity: int) -> list[int]:
 
 
 class CarryBuffer:
-    """First in, first guaranteed: :meth:`pop` always takes the oldest segment, and what fits best beside it."""
+    """Waiting segments. :meth:`pop` always takes the oldest, and the selection that fills the row best with it."""
 
     def __init__(self, capacity: int, max_segments: int) -> None:
         """``capacity``: tokens a row (``global_max_length``); ``max_segments``: ``training.packing_buffer``."""
@@ -120,7 +120,7 @@ class CarryBuffer:
         return tuple(self._segments)
 
     def insert(self, *segments: Segment) -> None:
-        """Queue segments behind those that wait: all of them, or on an error none.
+        """Append segments: all of them, or on an error none.
 
         Raises:
             SegmentTooLong: one segment alone exceeds a row. CarryBufferOverflow: too many would wait.
@@ -141,7 +141,7 @@ class CarryBuffer:
         return taken
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must keep: ``{"segments": [Segment, …]}``, oldest first. Serialising is the caller's."""
+        """State for a checkpoint: ``{"segments": [Segment, …]}``, oldest first; the caller serialises it."""
         return {"segments": list(self._segments)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""A model's answer, as token ids, → what it says, where it says it, and the prefix to continue from. Torch-free."""
+"""Token ids of an answer → its objects, their tokens, and the prefix to continue from. Torch-free."""
 
 from coordexp.parsing.parse import parse_rollout
 

@@ -1,5 +1,5 @@
-"""Token ids of an answer → :class:`~coordexp.records.ParsedRollout`, and where to stop keeping its tokens, so that
-further entries can be appended behind them. Strict: nothing is repaired or re-encoded."""
+"""Token ids of an answer → :class:`~coordexp.records.ParsedRollout`: its objects, and a prefix of its tokens to which
+further entries can be appended. Strict: nothing is repaired or re-encoded."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _GEOMETRY_OF_KEY: dict[bytes, GeometryKind] = {kind.encode(): kind for kind in G
 
 @dataclass(frozen=True, slots=True)
 class _TokenLayout:
-    """The answer's bytes and how they lie on its tokens. ``end``: where the readable part ends, which is the first
-    token that no answer may contain, or the end. ``coord_at``: byte offset → (token position, bin); ``coord_starts``
+    """The answer's bytes and their tokens. ``end``: where the readable part ends: before the first token that no answer
+    may contain. ``coord_at``: byte offset → (token position, bin); ``coord_starts``
     its keys, ascending."""
 
     token_ids: tuple[int, ...]
@@ -46,7 +46,7 @@ class _TokenLayout:
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """What a usable entry says. ``value``: half-open byte range of its desc, without quotes; ``coords``: (token
+    """Content of a usable entry. ``value``: half-open byte range of its desc, without quotes; ``coords``: (token
     position, bin) of each coordinate."""
 
     desc: str
@@ -58,13 +58,13 @@ class _Content:
 def parse_rollout(token_ids: Sequence[int], vocab: CoordVocab, *, ended: bool | None = None) -> ParsedRollout:
     """Read an answer strictly and cut it to an append-ready prefix. Any token sequence is legal input.
 
-    The prefix decodes to an open root object, cut right behind its last complete entry (or its ``{``), so that
-    ``prefix + serialize_append(…)`` is one valid JSON object. Its tokens are the rollout's own, except where the cut
-    falls inside the last one. Entries that are sound JSON but no usable object stay in the prefix; every entry that is
-    not among ``objects`` is counted in ``dropped``.
+    The prefix decodes to an open root object, cut after its last complete entry (or its ``{``), so that ``prefix +
+    serialize_append(…)`` is one valid JSON object. Its tokens are the rollout's own, except where the cut falls inside
+    the last one. Entries that are sound JSON but not usable objects stay in the prefix; every entry that is not among
+    ``objects`` is counted in ``dropped``.
 
     Args:
-        token_ids: response token ids. ``vocab.eos_id`` ends the answer; it and all behind it are ignored.
+        token_ids: response token ids. ``vocab.eos_id`` ends the answer; it and everything after it are ignored.
         vocab: the tokenizer's vocabulary.
         ended: True when the generator saw a stop token that is not in ``token_ids`` any more.
 
@@ -99,7 +99,7 @@ def parse_rollout(token_ids: Sequence[int], vocab: CoordVocab, *, ended: bool | 
         objects=objects,
         dropped=dict(dropped),
         prefix_token_ids=prefix.token_ids,
-        # What tokens realise a cut is what stands before it.
+        # The tokens of a prefix write exactly the bytes before the cut.
         prefix_text="{" if prefix.cut is None else answer.data[: prefix.cut].decode("utf-8", errors="replace"),
         max_object_index=max_index,
         truncated=not stopped and not ended,
@@ -215,12 +215,12 @@ def _read_entries(
         elif not kept:
             dropped[DropReason.UNCUTTABLE] += 1
         else:
-            objects.append(_place(index, entry, content, ends))
+            objects.append(_located(index, entry, content, ends))
     return tuple(objects), max_index
 
 
 def _ends_of(prefix: Prefix, answer: _TokenLayout, vocab: CoordVocab) -> list[int]:
-    """Byte offset behind each token of the prefix: the rollout's own, but for a replaced tail."""
+    """Byte offset after each token of the prefix; a replaced tail has other tokens than the rollout."""
     own = len(prefix.token_ids) - prefix.num_replaced
     if not prefix.num_replaced:
         return answer.ends[:own]
@@ -230,8 +230,8 @@ def _ends_of(prefix: Prefix, answer: _TokenLayout, vocab: CoordVocab) -> list[in
     return ends
 
 
-def _place(index: int, entry: Member, content: _Content, ends: list[int]) -> PredictedObject:
-    """Where an entry's bytes lie on the prefix's tokens."""
+def _located(index: int, entry: Member, content: _Content, ends: list[int]) -> PredictedObject:
+    """An object with the token ranges of its entry."""
     first = bisect_right(ends, entry.start)
     own = first + ((ends[first - 1] if first else 0) < entry.start)
     value_start, value_end = content.value
@@ -248,7 +248,7 @@ def _place(index: int, entry: Member, content: _Content, ends: list[int]) -> Pre
 
 
 def _read_object(entry: Member, answer: _TokenLayout) -> _Content | DropReason:
-    """What ``entry`` describes, or the first reason why it describes no object."""
+    """The content of ``entry``, or the first reason why it is not a usable object."""
     if entry.value.kind is not Kind.OBJECT:
         return DropReason.NOT_AN_OBJECT
     descs: list[Node] = []
@@ -312,7 +312,7 @@ def _read_coords(kind: GeometryKind, array: Node, answer: _TokenLayout) -> list[
             return DropReason.NON_COORD_TOKEN
     if num_spelled:
         # Read as text there is a geometry; but with some values spelled by ordinary tokens, the coordinate tokens
-        # no longer stand for the values one to one.
+        # and the values no longer match one to one.
         return DropReason.AMBIGUOUS_COORDS if coords else DropReason.NON_COORD_TOKEN
     return coords if _is_enough(kind, len(coords)) else DropReason.WRONG_ARITY
 
@@ -335,8 +335,8 @@ def _is_enough(kind: GeometryKind, num_coords: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """``token_ids``: the rollout's own tokens, but for the last ``num_replaced``. ``cut``: the byte of the rollout at
-    which they end; None when nothing of the rollout was kept."""
+    """``token_ids``: the rollout's tokens, except for the last ``num_replaced``. ``cut``: the byte of the rollout at
+    which they end; None if nothing of the rollout was kept."""
 
     token_ids: tuple[int, ...]
     num_replaced: int
@@ -347,7 +347,7 @@ def choose_prefix(token_ids: Sequence[int], ends: Sequence[int], cuts: Sequence[
     """The prefix for the last of ``cuts`` that tokens can realise; a lone ``{`` when none can.
 
     Args:
-        token_ids: the rollout. ends: byte offset behind each token. cuts: ascending byte offsets, each right behind
+        token_ids: the rollout. ends: byte offset after each token. cuts: ascending byte offsets, each right after
             the root's ``{`` or the ``}`` of an entry.
     """
     for cut in reversed(cuts):

@@ -1,7 +1,7 @@
 """A strict JSON scanner over bytes that stops at the first break and keeps the byte span of every value.
 
 JSON's structure is ASCII and no byte of a multi-byte UTF-8 character is, so scanning bytes is exact where scanning
-decoded tokens would meet half characters. One extension to JSON: a coordinate token may stand unquoted as a value.
+decoded tokens would meet half characters. One extension to JSON: a coordinate token is allowed as an unquoted value.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _OBJECT_END = re.compile(_WS + rb"\}")
 _ARRAY_END = re.compile(_WS + rb"\]")
 _SPACE = re.compile(_WS)
 
-# What a longer answer could still have finished: used only to tell a truncated entry from a malformed one.
+# Beginnings that a longer answer could still complete; they tell a truncated entry from a malformed one.
 _CUT_STRING = rb'"' + _BODY + rb"(?:\\(?:u[0-9a-fA-F]{0,3})?)?"
 _CUT_KEY = re.compile(_WS + rb"(?:" + _CUT_STRING + rb'(?:"' + _WS + rb")?)?\Z")
 _CUT_VALUE = re.compile(
@@ -43,7 +43,7 @@ _CUT_VALUE = re.compile(
 )
 _CUT_SPACE = re.compile(_WS + rb"\Z")
 
-# What nearly every array of an answer is: its elements need no Nodes of their own until somebody asks for them.
+# Nearly every array of an answer. Its elements get Nodes only on demand; see elements().
 _COORD_STRING = rb'"<\|coord_[0-9]{1,3}\|>"' + _WS
 _COORD_ARRAY = rb"\[(?:" + _WS + _COORD_STRING + rb",)*+" + _WS + _COORD_STRING + rb"\]"
 _COORDS = re.compile(_COORD_ARRAY)
@@ -59,7 +59,7 @@ _OBJECT_KEY = re.compile(rb"object_([0-9]{1,18})")
 
 
 class Kind(IntEnum):
-    """What a scanned value is."""
+    """Kind of a scanned value."""
 
     STRING = 0
     COORD = 1  # an unquoted coordinate token
@@ -111,7 +111,7 @@ class _Break(Exception):
 
 
 def read_string(body: bytes) -> str:
-    """The text of a string's bytes between its quotes. Bytes and escapes that are no character become U+FFFD."""
+    """The text of a string's bytes between its quotes. Invalid bytes and escapes become U+FFFD."""
     text = body.decode("utf-8", errors="replace")
     if "\\" not in text:
         return text
@@ -193,7 +193,7 @@ class Scanner:
                 return Node(Kind.COORDS, coords.start(), coords.end())
             return self._array(match.start(2), depth)
         if group == 3:
-            # The same letters spelled by ordinary tokens are no coordinate, and so no JSON.
+            # The same letters spelled by ordinary tokens are not a coordinate, so this is not JSON.
             if match.start(3) not in self.coord_starts:
                 raise _Break(ran_out=False)
             return Node(Kind.COORD, match.start(3), match.end())
@@ -208,7 +208,7 @@ class Scanner:
             return Node(Kind.OBJECT, start, close.end())
         members: list[Member] = []
         while True:
-            # Nested too deep, not even an array of coordinates may stand here.
+            # If nested too deep, not even an array of coordinates is allowed.
             match = (_FIELD.match(data, pos, end) if depth < MAX_DEPTH else None) or _KEY.match(data, pos, end)
             if match is None:
                 self._stop(pos, _CUT_KEY)

@@ -1,5 +1,5 @@
-"""What a rollout is and how it is asked for: the backend's contract, seeds, plans, the repeat guard, and the backend
-that generates with transformers.
+"""Rollouts: the interface of backends, seeds, request plans, the repeat guard, and the backend that generates with
+transformers.
 
 The backends over vLLM are in :mod:`coordexp.engine`, above this layer. This package imports without torch, transformers
 and vLLM.

@@ -1,5 +1,5 @@
-"""What every rollout backend promises, and the seeds of its requests: the same for the same place in a run, on any
-machine and in any process; and which tokens of what an engine returned are the answer. Torch-free."""
+"""The interface of rollout backends, seeds that depend only on the place in the run, and trimming of an engine's tokens
+to the answer. Torch-free."""
 
 from __future__ import annotations
 
@@ -45,12 +45,10 @@ def _stable_hash(text: str) -> int:
 
 
 class Seeds(Protocol):
-    """Where the seeds of a round of requests come from. ``micro_step_idx`` names the round in reports."""
+    """Seeds of a round of requests. ``micro_step_idx`` names the round in reports."""
 
     @property
-    def micro_step_idx(self) -> int:
-        """The round of the step, for reports."""
-        ...
+    def micro_step_idx(self) -> int: ...
 
     def seed_of(self, req_idx: int) -> int:
         """Seed of the call whose first request is ``req_idx`` of its round; request i of the call has it plus i."""
@@ -59,7 +57,7 @@ class Seeds(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SeedContext:
-    """Where in the run a round of rollouts stands; with a request's index it determines that call's seed."""
+    """Place of a round of rollouts in the run; with a request's index it determines that call's seed."""
 
     training_seed: int
     global_step: int
@@ -67,21 +65,19 @@ class SeedContext:
     rank: int
 
     def seed_of(self, req_idx: int) -> int:
-        """Seed of the call whose first request is ``req_idx`` of its micro-step."""
         return request_seed(self.training_seed, self.global_step, self.micro_step_idx, self.rank, req_idx)
 
 
 @dataclass(frozen=True, slots=True)
 class DatasetSeeds:
-    """Seeds of answers outside training steps: request i is sample ``first`` + i of its data set, and its seed follows
-    from the run's and that place alone, however samples are batched, shared out to ranks or resumed."""
+    """Seeds of answers outside of training steps: request i is sample ``first`` + i of its data set, and its seed
+    depends only on the run's seed and that index, not on batches, ranks or resuming."""
 
     training_seed: int
     first: int
     micro_step_idx: int = 0
 
     def seed_of(self, req_idx: int) -> int:
-        """Seed of sample ``first + req_idx``."""
         return dataset_seed(self.training_seed, self.first + req_idx)
 
 
@@ -128,17 +124,17 @@ class IndexedRollout:
 
 
 class RolloutBackend(Protocol):
-    """Answers prompts without gradient. What it answers depends on requests, seeds and weights alone, never on timing.
+    """Answers prompts without gradient. Answers depend only on requests, seeds and weights, not on timing.
 
-    Under torchrun every rank has a backend of its own for its own requests. ``sync_weights`` and ``generate_window``
-    are collective: every rank calls them, also with nothing to ask.
+    Under torchrun every rank has its own backend for its own requests. ``sync_weights`` and ``generate_window`` are
+    collective: every rank calls them, even without requests.
     """
 
     def generate(
         self, requests: Sequence[RolloutRequest], seeds: Seeds, on_answer: Callable[[int], None] | None = None
     ) -> list[Rollout]:
-        """One answer per request, in their order; an empty list for none. ``on_answer`` is told meanwhile how many
-        answers are there, as soon as the backend knows; it must not raise.
+        """One answer per request, in their order. ``on_answer`` is called with the number of finished answers as it
+        grows; it must not raise.
 
         Raises:
             RolloutError: the engine failed or returned something that cannot be trained on.
@@ -146,31 +142,31 @@ class RolloutBackend(Protocol):
         ...
 
     def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[IndexedRollout]:
-        """Each answer of an optimizer step exactly once, as soon as it is there, in any order.
+        """Each answer of an optimizer step exactly once, in any order, as soon as it is finished.
 
-        As much of the window is in flight at once as ``decode_batch_size`` allows. Raises as :meth:`generate`.
+        ``decode_batch_size`` bounds the requests in flight. Raises as :meth:`generate`.
         """
         ...
 
     def batch_size(self, decode_batch_size: int) -> int:
-        """How many requests this rank must ask for together, so that every rollout device that it may use decodes
-        ``decode_batch_size`` of them at once. The same on every rank."""
+        """Number of requests this rank must send together so that each of its rollout devices decodes
+        ``decode_batch_size`` at once. The same on every rank."""
         ...
 
     def sync_weights(self, version: int) -> None:
-        """Make the learner's current weights, from now on called ``version``, those of the next answers.
+        """Use the current training weights, as version ``version``, for the next answers.
 
         Raises:
-            RolloutError: the weights did not arrive; on every rank alike.
+            RolloutError: the weights did not arrive; raised on every rank.
         """
         ...
 
     def release(self) -> None:
-        """No more answers until the next :meth:`sync_weights`: give back what was borrowed for them."""
+        """Free resources until the next :meth:`sync_weights`; no answers until then."""
         ...
 
     def last_report(self) -> Mapping[str, Any]:
-        """What the last round of rollouts did: seeds, caps, weights, decoding. JSON can hold it."""
+        """Seeds, caps, weights and decoding of the last round, as JSON values."""
         ...
 
     def take_metrics(self) -> Mapping[str, float]:
@@ -184,8 +180,8 @@ class RolloutBackend(Protocol):
 
 @contextmanager
 def synced(backend: RolloutBackend, version: int) -> Iterator[None]:
-    """Within it, ``backend`` answers with the learner's current weights. Meanwhile they must not change, and the
-    learner may not run. A collective call, at both ends."""
+    """Inside the context ``backend`` answers with the current training weights, which must not change meanwhile.
+    Entering and leaving are collective."""
     backend.sync_weights(version)
     try:
         yield
@@ -196,15 +192,14 @@ def synced(backend: RolloutBackend, version: int) -> Iterator[None]:
 def in_turn(
     generate: Callable[[Sequence[RolloutRequest], Seeds], list[Rollout]], rounds: Sequence[RolloutRound]
 ) -> Iterator[IndexedRollout]:
-    """A window, round after round: ``generate_window`` of backends that decode one batch at a time."""
+    """``generate_window`` for backends that decode one batch at a time."""
     for round_idx, one in enumerate(rounds):
         for index, rollout in enumerate(generate(one.requests, one.seeds)):
             yield IndexedRollout(round_idx, index, rollout)
 
 
 def gathered(answers: Iterator[IndexedRollout], on_answer: Callable[[int], None] | None = None) -> list[Rollout]:
-    """The rollouts of a window of one round, in the order of its requests: ``generate`` of backends that answer in any
-    order."""
+    """Rollouts of one round in the order of its requests: ``generate`` for backends that answer in any order."""
     rollout_of: dict[int, Rollout] = {}
     for answer in answers:
         rollout_of[answer.index] = answer.rollout
@@ -229,15 +224,15 @@ class AdapterWeights:
 
 
 class WeightSource(Protocol):
-    """The learner's weights, in the form in which an engine takes them."""
+    """The training weights in the form that engines take."""
 
     @property
     def collective(self) -> bool:
-        """Whether every rank must iterate :meth:`full` to its end together, because each holds only a part."""
+        """Whether all ranks must iterate :meth:`full` to the end together, because each has only a part."""
         ...
 
     def names(self) -> Sequence[str]:
-        """What :meth:`full` will give, without touching a tensor."""
+        """Names of the tensors of :meth:`full`."""
         ...
 
     def full(self) -> AbstractContextManager[Iterator[tuple[str, Tensor]]]:
@@ -251,7 +246,7 @@ class WeightSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ResponseTokens:
-    """``token_ids``: what stands before the end of the turn. ``ended``: the end token was among the tokens returned.
+    """``token_ids``: the tokens before the end of the turn. ``ended``: the end token was among the tokens returned.
     ``truncated``: the answer ran out of tokens."""
 
     token_ids: tuple[int, ...]
@@ -264,8 +259,8 @@ def response_tokens(
 ) -> ResponseTokens:
     """Cut ``generated`` at its first end of turn.
 
-    Without an end token, the engine's finish reason decides: ``length`` means truncated, and ``stop`` that the engine
-    keeps the end token to itself.
+    Without an end token, the engine's finish reason decides: ``length`` means truncated, and ``stop`` means that the
+    engine does not return the end token.
 
     Args:
         generated: token ids as the engine returned them. where: names the request in errors.
@@ -275,9 +270,9 @@ def response_tokens(
     """
     if unknown := [token for token in generated if not 0 <= token < len(vocab)]:
         raise RolloutError(
-            f"{where}: the answer holds token id {unknown[0]}, but the tokenizer knows only 0 to {len(vocab) - 1}: the "
-            "model's language head has rows for no token, and this server may draw them; use coordexp serve or the "
-            "CoordExp plugin, which cannot"
+            f"{where}: token id {unknown[0]} is unknown: the tokenizer has 0 to {len(vocab) - 1}; the "
+            "model's head has rows without a token, and this server samples them; use coordexp serve or the CoordExp "
+            "plugin, which do not"
         )
     if finish_reason not in ("stop", "length"):
         raise RolloutError(f"{where}: the answer ended with {finish_reason!r} instead of 'stop' or 'length'")

@@ -40,10 +40,11 @@ def chunk_ranges(n: int, size: int) -> list[range]:
 def chunk_size(decode_batch_size: int, server_world_sizes: Sequence[int], learner_world_size: int) -> int:
     """Requests that one learner rank may have in flight: ``floor(decode_batch_size * S / W)``.
 
-    S is the number of rollout devices over all servers and W the number of learner ranks, all of which ask at once.
+    S is the number of rollout devices over all servers and W the number of training ranks, all of which send requests
+    at once.
 
     Raises:
-        ConfigError: ``decode_batch_size * S < W``: some rank could not ask for a single rollout.
+        ConfigError: ``decode_batch_size * S < W``: some rank could not send a single request.
     """
     if decode_batch_size < 1:
         raise ConfigError(f"rollout_matching.decode_batch_size must be at least 1, got {decode_batch_size}")
@@ -66,9 +67,8 @@ def server_slots(
 ) -> tuple[int, ...]:
     """How many requests this rank may have in flight at each server; together its :func:`chunk_size`.
 
-    All ranks ask at once, so what is dealt out is the list of everybody's slots: ``learner_world_size`` times
-    :func:`chunk_size` of them, rank after rank, given to servers by :func:`split_requests`. No device then gets more
-    than ``decode_batch_size`` sequences, whatever the sizes; ranks that went by themselves would all send their first
+    All ranks send requests at once, so :func:`split_requests` distributes the slots of all ranks, in rank order. Then
+    no device gets more than ``decode_batch_size`` sequences; if each rank planned alone, all would send their first
     request to the first server.
     """
     chunk = chunk_size(decode_batch_size, server_world_sizes, learner_world_size)
@@ -90,7 +90,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Post:
-    """What one HTTP request to one server carries: one call, or several of a batch."""
+    """Content of one HTTP request to one server: one call, or several of a batch."""
 
     server: int
     calls: tuple[Call, ...]
@@ -127,12 +127,12 @@ def plan_calls(round_sizes: Sequence[int], slots: Sequence[int]) -> list[list[Ca
 
 
 def plan_posts(batches: Sequence[Sequence[Call]], joined: Collection[int]) -> list[Post]:
-    """:func:`plan_calls`' calls as they travel, in their order: one by one, but to servers in ``joined`` all calls of a
-    batch together. Such a post has one seed, its first call's, so join only where seeds decide nothing."""
+    """HTTP requests for the calls of :func:`plan_calls`, in order: one per call, but servers in ``joined`` get all
+    calls of a batch together. Such a request has one seed, its first call's, so join only if seeds do not matter."""
     posts: list[Post] = []
     for batch in batches:
         for server, calls in groupby(batch, key=lambda call: call.server):
-            together = tuple(calls)  # a batch is dealt to servers in turn
+            together = tuple(calls)  # a batch is distributed to servers in order
             posts += [Post(server, together)] if server in joined else [Post(server, (call,)) for call in together]
     return posts
 

@@ -1,4 +1,4 @@
-"""What a rollout backend may need of the learner beside which it answers."""
+"""Parts of the training process that rollout backends use."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from coordexp.rollouts.backend import WeightSource
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LearnerParts:
-    """What a backend may need of the learner.
-
-    ``model``: the bare model, no DDP wrapper. ``checkpoint``: a plain folder whose configuration, tokenizer and
+    """``model``: the bare model, no DDP wrapper. ``checkpoint``: a plain folder whose configuration, tokenizer and
     processor an engine starts from. ``open_image``: an image as the model shall see it, which ``preparation`` is a
     part of, for engines that open images themselves. ``offload``: moves the learner out of a colocated engine's way.
     """

@@ -1,7 +1,7 @@
-"""Decides when an answer repeats itself and must end: the same verdict in every engine, token by token.
+"""Decides when an answer repeats itself and must end, token by token and in the same way in every engine.
 
-Pure and torch-free. Each token costs the same however long the answer is: a run is a counter, and "the last n-gram
-stood there r times" is a counter too: the answer has then equalled itself, shifted by n, for n * (r - 1) tokens.
+Pure and torch-free. The cost per token does not grow with the answer: a run is a counter, and "the last n-gram occurred
+r times" is a counter too: then the answer equals itself, shifted by n, for n * (r - 1) tokens.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ class GuardRule(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Trigger:
-    """A verdict: after ``num_new_tokens`` tokens of the answer ``rule`` held, so token ``num_new_tokens`` (0-based) is
-    the end of the turn."""
+    """``rule`` held after ``num_new_tokens`` tokens of the answer, so token ``num_new_tokens`` (0-based) is the end of
+    the turn."""
 
     rule: GuardRule
     num_new_tokens: int
 
 
 class RepeatGuard:
-    """Watches one answer. The prompt is never shown to it, so it never counts."""
+    """Guard of one answer. It never sees the prompt."""
 
     __slots__ = (
         "_key_state",
@@ -63,7 +63,7 @@ class RepeatGuard:
         self.trigger: Trigger | None = None
 
     def push(self, token_id: int) -> Trigger | None:
-        """Take the answer's next token. Returns the verdict once there is one: it stays, whatever follows."""
+        """Add the answer's next token. Returns the trigger once there is one; it is final."""
         settings, window = self._settings, self._window
         self.num_tokens += 1
         self._run = self._run + 1 if token_id == self._last else 1
@@ -105,7 +105,7 @@ _NEEDLE = b'"object_'
 _DIGITS = len(_NEEDLE) + 1  # at least one digit of the index
 _CLOSED = _DIGITS + 1  # the quote after the digits, itself a possible start of the next key
 _SPACED = _CLOSED + 1  # white space between that quote and the colon
-_ESCAPED = _SPACED + 1  # behind a backslash: whatever comes is part of a string's text
+_ESCAPED = _SPACED + 1  # after a backslash: the next byte is text
 _SPACES = frozenset(b" \t\n\r")
 
 
@@ -113,17 +113,17 @@ class ObjectKeyReader:
     """Counts ``"object_N":`` in a text that arrives token by token. Tokens may hold any part of a key, or several keys.
 
     An escaped quote inside a description begins no key. In valid JSON that makes the count exact; in an answer whose
-    quotes no longer pair up, which is what degenerate tails look like, keys are still seen.
+    quotes no longer pair up, as in degenerate tails, keys are still counted.
     """
 
     def __init__(self, pieces: Sequence[bytes]) -> None:
         """``pieces[token_id]``: the bytes that a token writes (:attr:`coordexp.coords.CoordVocab.pieces`)."""
         self._pieces = pieces
-        # A handful of states times the tokens that answers really use: each pair is walked through once.
+        # A handful of states times the tokens in use: each pair is walked once.
         self._known: dict[tuple[int, int], tuple[int, int]] = {}
 
     def read(self, state: int, token_id: int) -> tuple[int, int]:
-        """The state behind ``token_id``, and how many keys it completed."""
+        """The state after ``token_id``, and how many keys it completed."""
         known = self._known.get((state, token_id))
         if known is None:
             known = self._known[state, token_id] = self._walk(state, token_id)
