@@ -103,15 +103,16 @@ def objective(positions: int, hidden: int, vocabulary: int, device: torch.device
     coord_ids = range(vocabulary - 1000, vocabulary)
     label = bins + coord_ids[0]
     every = torch.arange(positions, device=device)
-    query = HeadQuery(every, every, every[:0], every, positions, positions, (1.0,))
+    query = HeadQuery(every, every, every[:0], every, positions, (1.0,))
 
     def chunked() -> float:
         scores = score_head(rows, weight, query, label, coord_ids)
+        assert scores.coord_logit_KB is not None
         coord_lse = torch.logsumexp(scores.coord_logit_KB, dim=-1)
         log_p = scores.coord_logit_KB - coord_lse[:, None]
         q = coord_math.gaussian_targets(bins.to(log_p.dtype), 1000, 2.0, None)
         loss = coord_math.soft_cross_entropy(log_p, q) + coord_math.wasserstein1(log_p.exp(), q)
-        loss = (loss + coord_math.coord_gate(scores.vocab_lse_TU[0], coord_lse)).mean()
+        loss = (loss + coord_math.coord_gate(scores.vocab_lse_N[1.0], coord_lse)).mean()
         loss.backward()
         return loss.item()
 
@@ -168,7 +169,7 @@ def training(sizes: Any, device: torch.device, options: Any) -> dict[str, Any]:
     """One optimizer step's forward and backward over all samples, in each form: tokens/s, peak memory, MFU."""
     from learner_forms import FORMS, build_model, draw_segments, flops_per_step, pack
 
-    from coordexp.objective import SupervisionCounts
+    from coordexp.targets import count_terms
 
     model = build_model(sizes, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     rng = np.random.default_rng(1)
@@ -176,11 +177,11 @@ def training(sizes: Any, device: torch.device, options: Any) -> dict[str, Any]:
     lengths = rng.integers(low, high + 1, options.samples).tolist()
     segments = draw_segments(lengths, sizes)
     capacity = max(options.capacity, *(segment.length for segment in segments))
-    counts = SupervisionCounts.from_targets(segment.target for segment in segments)
+    totals = count_terms(segment.target for segment in segments)
     rows = pack(segments, capacity)
     batches = [segments[start : start + options.batch] for start in range(0, len(segments), options.batch)]
     tokens = sum(segment.length for segment in segments)
-    scored = counts.struct + counts.closure + counts.desc_gt + counts.coords
+    scored = totals["struct_ce"] + totals["desc_ce"] + totals["coord"]
     needed = flops_per_step(model, sizes, segments, scored)
     peak = _peak_flops(device)
     found: dict[str, Any] = {}
@@ -190,7 +191,7 @@ def training(sizes: Any, device: torch.device, options: Any) -> dict[str, Any]:
         def step(form: Any = form, parts: Any = parts) -> float:
             total = 0.0
             for part in parts:
-                loss = form(model, part, counts)
+                loss = form(model, part, totals)
                 loss.backward()
                 total += loss.item()
             return total

@@ -6,7 +6,7 @@ them as it is usually written: a fence, a temperature and a logsumexp, each a bu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,12 @@ import torch.nn.functional as F
 
 from coordexp.config.objective import PipelineConfig
 from coordexp.modeling.inputs import VisionTower, row_inputs, to_device
-from coordexp.objective import ObjectiveContext, SupervisionCounts, SupervisionTensors, build_pipeline, coord_math
+from coordexp.objective import SupervisionTensors, build_pipeline, coord_math
+from coordexp.objective.supervision import tensors_to_device
 from coordexp.packing import build_row, select_segments
 from coordexp.records import NUM_BINS, Segment, TokenRole, TrainingTarget
+from coordexp.targets import SupervisionWeights
+from coordexp.targets.weights import weigh_tokens
 from coordexp.training.objective_step import ScoreRow
 
 SOFT_CE, W1, GATE, SIGMA = 1.0, 1.0, 1.0, 2.0
@@ -155,9 +158,10 @@ def _target(sample_id: str, boxes: int, vocabulary: int, rng: np.random.Generato
     box_bin = rng.integers(0, NUM_BINS, (boxes, 4))
     ids = rng.integers(FIRST_WORD, FIRST_WORD + 500, len(roles))
     ids[box_pos] = vocabulary - NUM_BINS + box_bin
+    roles_T = np.array(roles, dtype=np.uint8)
     return TrainingTarget(
-        sample_id, tuple(ids.tolist()), np.array(roles, dtype=np.uint8), box_pos.ravel(), box_bin.ravel().astype(float),
-        box_pos, box_bin.astype(float), "gt", 0, (), (), (), (),
+        sample_id, tuple(ids.tolist()), roles_T, box_pos.ravel(), box_bin.ravel().astype(float), box_pos,
+        box_bin.astype(float), weigh_tokens(roles_T, box_pos, "gt", SupervisionWeights()), "gt", 0, (), (), (), (),
     )  # fmt: skip
 
 
@@ -175,17 +179,16 @@ def naive_gate_losses(logits_KV: torch.Tensor, bins_K: torch.Tensor, coord_ids: 
 
 
 def all_logits_loss(
-    logits_LV: torch.Tensor, supervision: SupervisionTensors, first_L: torch.Tensor, counts: SupervisionCounts
+    logits_LV: torch.Tensor, supervision: SupervisionTensors, first_L: torch.Tensor, totals: Mapping[str, int]
 ) -> torch.Tensor:
     """The same loss from float32 logits of every position. ``first_L``: where each supervised token's logits are."""
     labels = torch.full((len(logits_LV),), -100, device=logits_LV.device)
-    is_coord_N = torch.zeros_like(supervision.from_gt_N)
-    is_coord_N[supervision.coord_in_N_K] = True
+    is_coord_N = supervision.weight_N("coord") > 0
     labels[first_L[~is_coord_N]] = supervision.label_N[~is_coord_N]
-    text = F.cross_entropy(logits_LV, labels, reduction="sum") / (counts.struct + counts.closure + counts.desc_gt)
+    text = F.cross_entropy(logits_LV, labels, reduction="sum") / (totals["struct_ce"] + totals["desc_ce"])
     slots = slice(logits_LV.shape[1] - NUM_BINS, None)
     coords = naive_gate_losses(logits_LV[first_L[is_coord_N]], supervision.coord_bin_K, slots)
-    return text + coords / counts.coords
+    return text + coords / totals["coord"]
 
 
 def pack(segments: Sequence[Segment], capacity: int) -> list[list[Segment]]:
@@ -198,28 +201,28 @@ def pack(segments: Sequence[Segment], capacity: int) -> list[list[Segment]]:
     return rows
 
 
-def ours(model: Any, batch: Sequence[Segment], counts: SupervisionCounts) -> torch.Tensor:
+def ours(model: Any, batch: Sequence[Segment], totals: Mapping[str, int]) -> torch.Tensor:
     """A packed row; the head in chunks at supervised positions."""
     inputs, supervision = _row(model, batch)
     pipeline = build_pipeline(PipelineConfig.model_validate(PIPELINE))
     query = pipeline.query(supervision)
     device = model.device
     vocabulary = model.config.text_config.vocab_size
-    moved = supervision.to(device), query.to(device)
+    moved = tensors_to_device((supervision, query), device)
     coord_ids = range(vocabulary - NUM_BINS, vocabulary)
     scores = model(forward_fn=ScoreRow(to_device(inputs, device), *moved, coord_ids))
-    return pipeline(ObjectiveContext(*moved, scores, counts)).loss
+    return pipeline(moved[0], scores, totals).loss
 
 
-def full(model: Any, batch: Sequence[Segment], counts: SupervisionCounts) -> torch.Tensor:
+def full(model: Any, batch: Sequence[Segment], totals: Mapping[str, int]) -> torch.Tensor:
     """A packed row; all its logits in float32."""
     inputs, supervision = _row(model, batch)
     logits_LV = model(**to_device(inputs, model.device), use_cache=False).logits[0].float()
-    supervision = supervision.to(model.device)
-    return all_logits_loss(logits_LV, supervision, supervision.position_N - 1, counts)
+    supervision = tensors_to_device(supervision, model.device)
+    return all_logits_loss(logits_LV, supervision, supervision.position_N - 1, totals)
 
 
-def padded(model: Any, batch: Sequence[Segment], counts: SupervisionCounts) -> torch.Tensor:
+def padded(model: Any, batch: Sequence[Segment], totals: Mapping[str, int]) -> torch.Tensor:
     """One row per sample, padded to the longest; all their logits in float32."""
     longest = max(segment.length for segment in batch)
     ids = torch.zeros(len(batch), longest, dtype=torch.long)
@@ -240,10 +243,12 @@ def padded(model: Any, batch: Sequence[Segment], counts: SupervisionCounts) -> t
     starts = np.asarray(row.offsets[:-1])
     of_N = np.searchsorted(starts, supervision.position_N.numpy(), side="right") - 1
     first = torch.from_numpy(supervision.position_N.numpy() - 1 - starts[of_N] + of_N * longest)
-    return all_logits_loss(logits.flatten(0, 1), supervision.to(model.device), first.to(model.device), counts)
+    return all_logits_loss(
+        logits.flatten(0, 1), tensors_to_device(supervision, model.device), first.to(model.device), totals
+    )
 
 
-FORMS: dict[str, Callable[[Any, Sequence[Segment], SupervisionCounts], torch.Tensor]] = {
+FORMS: dict[str, Callable[[Any, Sequence[Segment], Mapping[str, int]], torch.Tensor]] = {
     "ours": ours,
     "padded": padded,
     "full": full,

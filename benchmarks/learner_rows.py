@@ -20,9 +20,11 @@ from rich.table import Table
 
 from coordexp.config.objective import PipelineConfig
 from coordexp.modeling.inputs import VisionTower, to_device
-from coordexp.objective import SupervisionCounts, build_pipeline
+from coordexp.objective import build_pipeline
+from coordexp.objective.supervision import tensors_to_device
 from coordexp.packing import build_row
 from coordexp.records import NUM_BINS, PackedRow
+from coordexp.targets import count_terms
 from coordexp.training.objective_step import TeacherForcing
 from coordexp.training.row_prefetch import RowBuilder, RowPrefetch
 
@@ -45,16 +47,15 @@ def rows(sizes: Any, device: torch.device, options: Any) -> dict[str, Any]:
     model = build_model(sizes, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     lengths = np.random.default_rng(2).integers(options.lengths[0], options.lengths[-1] + 1, options.samples).tolist()
     segments = draw_segments(lengths, sizes)
-    counts = SupervisionCounts.from_targets(segment.target for segment in segments)
+    totals = count_terms(segment.target for segment in segments)
     packed = [build_row(row) for row in pack(segments, max(options.capacity, *(one.length for one in segments)))]
     build = _builder(model, model.dtype, device)
 
     def learn(built: dict[str, Any]) -> float:
-        supervision = built["supervision"].to(device)
-        queries = [query.to(device) for query in built["queries"]]
+        supervision, queries = tensors_to_device((built["supervision"], built["queries"]), device)
         inputs = to_device(built["model"], device)
         scores = model(forward_fn=build.objective.forward_fn(inputs, supervision, queries))
-        loss = build.objective.result(supervision, queries, scores, counts).loss
+        loss = build.objective.result(supervision, scores, totals).loss
         loss.backward()
         return loss.item()
 

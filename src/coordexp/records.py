@@ -161,12 +161,10 @@ class MatchResult:
 
 
 class TokenRole(IntEnum):
-    """What a token of the assistant's target is for. The prompt's tokens have no role: they stand before the target,
-    whose positions count from the first assistant token. TAIL_STRUCT, TAIL_DESC, CLOSE and EOS may carry cross-entropy;
-    PREFIX_COORD and TAIL_COORD carry coordinate losses. The rest of the prefix carries none in the rollout-aligned
-    objective; of it, only PREFIX_STRUCT is text that a matched object vouches for. A rewritten answer has no prefix:
-    its matched objects' text is REWRITTEN_STRUCT and REWRITTEN_DESC, which carry cross-entropy, their coordinates,
-    which are the model's own, PREFIX_COORD, and whatever no annotation matches PREFIX_MASKED.
+    """Where a token of the assistant's target comes from: the label that :mod:`coordexp.targets.weights` turns into
+    weights of loss terms, and that records and the viewer show. Prompt tokens have none. A rewritten answer has no
+    prefix: its matched objects' text is REWRITTEN_STRUCT and REWRITTEN_DESC, their coordinates, which are the model's
+    own, are PREFIX_COORD, and entries that no annotation matches are PREFIX_MASKED.
 
     Which tokens belong to a matched object is decided strictly. PREFIX_STRUCT lies wholly inside its entry: a fused
     ``},`` or `` "`` between two entries also decides that another entry follows, which the match says nothing about,
@@ -199,12 +197,12 @@ class TrainingTarget:
     target bins (fractional where a transport plan put them); ``box_pos_M4`` / ``box_bin_M4`` the same for whole boxes
     as (x1, y1, x2, y2). ``context`` is ``"gt"`` when the whole answer was written from ground truth.
 
-    ``text_weight_T`` float64 in (0, 1]: the factor on each token's cross-entropy, below 1 on the text of soft objects;
-    None: 1 everywhere.
+    ``weights``: one (T,) float32 array per loss term (:data:`coordexp.targets.weights.TERMS`). A term is trained where
+    its weight is not zero; a term that is not in the mapping is trained nowhere.
 
     Provenance: predicted object ``matched_pred_idx[i]`` was taught ground-truth object ``matched_gt_idx[i]``, and
     ground-truth object ``appended_gt_idx[i]`` was appended as ``object_{appended_object_index[i]}``. A rewritten answer
-    leaves the unmatched predicted objects ``left_out_pred_idx`` out, and teaches ``soft_pred_idx`` of them softly.
+    leaves the unmatched predicted objects ``left_out_pred_idx`` out.
     """
 
     sample_id: str
@@ -214,15 +212,14 @@ class TrainingTarget:
     coord_bin_K: np.ndarray
     box_pos_M4: np.ndarray
     box_bin_M4: np.ndarray
+    weights: Mapping[str, np.ndarray]
     context: SupervisionContext
     prefix_len: int
     matched_pred_idx: tuple[int, ...]
     matched_gt_idx: tuple[int, ...]
     appended_gt_idx: tuple[int, ...]
     appended_object_index: tuple[int, ...]
-    text_weight_T: np.ndarray | None = None
     left_out_pred_idx: tuple[int, ...] = ()
-    soft_pred_idx: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -6,21 +6,14 @@ write the rollouts; every one is deterministic, as the run it changes is.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
-
-import numpy as np
 
 FIRST_WRONG_WEIGHT = 5.0
 EMA_DECAY = 0.9  # a horizon of ten steps, of 120
 SAMPLES = 4
-LESS_SURE_THAN = "less_sure_than_"  # and a confidence
-LESS_SURE_THAN_MATCHED = "less_sure_than_matched_"  # and a share of the matched objects
-MATCHED_SEEN = 256  # the last ones, of several windows
 
 
 @contextmanager
@@ -34,14 +27,14 @@ def changed(owner: Any, name: str, new: Callable[..., Any]) -> Iterator[None]:
         setattr(owner, name, old)
 
 
-def takeover(targeted: Callable[..., Any], source: Any, sample: Any, rollout: Any, parsed: Any, match: Any, sure: Any):
+def takeover(targeted: Callable[..., Any], source: Any, sample: Any, rollout: Any, parsed: Any, match: Any):
     """From the first object on that nothing matches, annotations are written in place of the model's answer."""
     kept = min(match.fp_pred_idx, default=len(parsed.objects))
     pairs = tuple(pair for pair in match.pairs if pair.pred_idx < kept)
     matched = {pair.gt_idx for pair in pairs}
     missed = tuple(j for j in range(len(sample.record.objects)) if j not in matched)
     begun = replace(parsed, objects=parsed.objects[:kept])
-    return targeted(source, sample, rollout, begun, replace(match, pairs=pairs, fp_pred_idx=(), fn_gt_idx=missed), sure)
+    return targeted(source, sample, rollout, begun, replace(match, pairs=pairs, fp_pred_idx=(), fn_gt_idx=missed))
 
 
 def annotated_coordinates(entries_of: Callable[..., Any], parsed: Any, match: Any, ground_truth: Any, *rest: Any):
@@ -59,60 +52,7 @@ def stop_where_complete(targeted: Callable[..., Any], *arguments: Any):
     outcome = targeted(*arguments)
     if not outcome.match.fp_pred_idx:
         return outcome
-    return with_weights(outcome, {-2: 0.0, -1: 0.0})
-
-
-def leave_out_unsure(
-    targeted: Callable[..., Any],
-    source: Any,
-    sample: Any,
-    rollout: Any,
-    parsed: Any,
-    match: Any,
-    sure: Any,
-    *,
-    threshold: float,
-):
-    """What no annotation matches and the learner is less sure of than ``threshold`` is left out of the target.
-
-    Confidences are there for ``target.unmatched: soft``; with ``soft_threshold: 1`` nothing else comes of them.
-    """
-    if sure is None:
-        return targeted(source, sample, rollout, parsed, match, sure)
-    left_out = {i for i in match.fp_pred_idx if sure[i] < threshold}
-    kept = [i for i in range(len(parsed.objects)) if i not in left_out]
-    place_of = {i: place for place, i in enumerate(kept)}
-    reduced = replace(
-        match,
-        pairs=tuple(replace(pair, pred_idx=place_of[pair.pred_idx]) for pair in match.pairs),
-        fp_pred_idx=tuple(place_of[i] for i in match.fp_pred_idx if i in place_of),
-    )
-    rest = replace(parsed, objects=tuple(parsed.objects[i] for i in kept))
-    outcome = targeted(source, sample, rollout, rest, reduced, tuple(sure[i] for i in kept))
-    target = replace(
-        outcome.target,
-        matched_pred_idx=tuple(pair.pred_idx for pair in match.pairs),
-        left_out_pred_idx=tuple(sorted({*left_out, *(kept[i] for i in outcome.target.left_out_pred_idx)})),
-        soft_pred_idx=tuple(kept[i] for i in outcome.target.soft_pred_idx),
-    )
-    return replace(outcome, parsed=parsed, match=match, target=target, confidences=sure)
-
-
-class LeaveOutLessSureThanMatched:
-    """:func:`leave_out_unsure` below a quantile of the confidences of the matched objects that were seen last, in
-    answers with an unmatched object: the others are not scored."""
-
-    def __init__(self, share: float) -> None:
-        self.share = share
-        self.seen: deque[float] = deque(maxlen=MATCHED_SEEN)
-
-    def __call__(
-        self, targeted: Callable[..., Any], source: Any, sample: Any, rollout: Any, parsed: Any, match: Any, sure: Any
-    ):
-        threshold = float(np.quantile(self.seen, self.share)) if len(self.seen) >= MATCHED_SEEN // 8 else 0.0
-        if sure is not None:
-            self.seen.extend(sure[pair.pred_idx] for pair in match.pairs)
-        return leave_out_unsure(targeted, source, sample, rollout, parsed, match, sure, threshold=threshold)
+    return with_struct_weights(outcome, {-2: 0.0, -1: 0.0})
 
 
 def first_wrong(targeted: Callable[..., Any], *arguments: Any):
@@ -120,7 +60,7 @@ def first_wrong(targeted: Callable[..., Any], *arguments: Any):
     outcome = targeted(*arguments)
     theirs, ours = outcome.rollout.response_token_ids, outcome.target.token_ids
     place = next((t for t, (a, b) in enumerate(zip(theirs, ours, strict=False)) if a != b), None)
-    return outcome if place is None else with_weights(outcome, {place: FIRST_WRONG_WEIGHT})
+    return outcome if place is None else with_struct_weights(outcome, {place: FIRST_WRONG_WEIGHT})
 
 
 def unlikely_repeats(targeted: Callable[..., Any], source: Any, *arguments: Any):
@@ -138,35 +78,34 @@ def unlikely_repeats(targeted: Callable[..., Any], source: Any, *arguments: Any)
     repeats = {*duplicate_indices(parsed.objects)} & {*outcome.match.fp_pred_idx} - {*target.left_out_pred_idx}
     if not repeats:
         return outcome
-    roles_T = target.roles_T.copy()
+    pushed: dict[int, float] = {}
     wanted = [parsed.objects[i].bins for i in sorted(repeats)]
     for written in parse_rollout(target.token_ids, source.vocab, ended=True).objects:
         place = written.coord_token_idx[0]
-        if wanted and written.bins == wanted[0] and roles_T[place] == TokenRole.PREFIX_MASKED:
+        if wanted and written.bins == wanted[0] and target.roles_T[place] == TokenRole.PREFIX_MASKED:
             wanted.pop(0)
-            roles_T[place] = TokenRole.REWRITTEN_STRUCT
+            pushed[place] = -1.0
     assert not wanted, f"{target.sample_id}: repeats {wanted} do not stand in the target"
-    changed_places = {int(t): -1.0 for t in np.flatnonzero(roles_T != target.roles_T)}
-    return with_weights(replace(outcome, target=replace(target, roles_T=roles_T)), changed_places)
+    return with_struct_weights(outcome, pushed)
 
 
-def pushed_down(label_ce_U: Callable[..., Any], ctx: Any):
+def pushed_down(sums_of: Callable[..., Any], module: Any, supervision: Any, scores: Any) -> Any:
     """Cross-entropy −log p; where the weight is negative +log(1 − p), which that weight turns into unlikelihood."""
     import torch
 
-    ce_U = label_ce_U(ctx)
-    weight_U = ctx.supervision.text_weight_N[ctx.query.vocab_in_N_U]
-    others_U = -torch.expm1(-ce_U.clamp(min=1e-4))  # 1 − p, and a finite slope where p is 1
-    return torch.where(weight_U < 0, others_U.log(), ce_U)
+    ce_N, weight_N = scores.cross_entropy_N(), supervision.weight_N("struct_ce")
+    others_N = -torch.expm1(-ce_N.clamp(min=1e-4))  # 1 − p, and a finite slope where p is 1
+    struct_ce = (weight_N * torch.where(weight_N < 0, others_N.log(), ce_N)).sum()
+    return sums_of(module, supervision, scores) | {"struct_ce": struct_ce}
 
 
-def with_weights(outcome: Any, weights: dict[int, float]) -> Any:
-    """``outcome`` with other weights of the cross-entropy at some target positions."""
+def with_struct_weights(outcome: Any, weights: dict[int, float]) -> Any:
+    """``outcome`` with other weights of the structure's cross-entropy at some target positions."""
     target = outcome.target
-    weight_T = np.ones(len(target.token_ids)) if target.text_weight_T is None else target.text_weight_T.copy()
+    weight_T = target.weights["struct_ce"].copy()
     for place, weight in weights.items():
         weight_T[place] = weight
-    return replace(outcome, target=replace(target, text_weight_T=weight_T))
+    return replace(outcome, target=replace(target, weights={**target.weights, "struct_ce": weight_T}))
 
 
 def best_of(answer: Callable[..., Any], source: Any, micro_batches: Any, global_step: int) -> Any:
@@ -220,7 +159,7 @@ class AveragedWeights:
 @contextmanager
 def variant(name: str | None) -> Iterator[None]:
     """Within it, training is changed as ``name`` says; None changes nothing."""
-    from coordexp.objective.context import ObjectiveContext
+    from coordexp.objective.modules import TokenCE
     from coordexp.rollouts.hf import HFBackend
     from coordexp.targets import rewrite
     from coordexp.training.sources import RolloutSource
@@ -230,7 +169,7 @@ def variant(name: str | None) -> Iterator[None]:
     elif name == "unlikely_repeats":
         with (
             changed(RolloutSource, "_targeted", unlikely_repeats),
-            changed(ObjectiveContext, "label_ce_U", pushed_down),
+            changed(TokenCE, "sums", pushed_down),
         ):
             yield
     elif name == "annotated_coordinates":
@@ -242,14 +181,6 @@ def variant(name: str | None) -> Iterator[None]:
             yield
     elif name == "best_of":
         with changed(RolloutSource, "answer", best_of):
-            yield
-    elif name.startswith(LESS_SURE_THAN_MATCHED):
-        share = float(name.removeprefix(LESS_SURE_THAN_MATCHED))
-        with changed(RolloutSource, "_targeted", LeaveOutLessSureThanMatched(share)):
-            yield
-    elif name.startswith(LESS_SURE_THAN):
-        threshold = float(name.removeprefix(LESS_SURE_THAN))
-        with changed(RolloutSource, "_targeted", partial(leave_out_unsure, threshold=threshold)):
             yield
     else:
         change = {"takeover": takeover, "stop_where_complete": stop_where_complete, "first_wrong": first_wrong}[name]

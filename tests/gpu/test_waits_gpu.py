@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from coordexp.modeling.inputs import ON_HOST, VisionTower, image_arguments, to_device
-from coordexp.objective import SupervisionCounts
 from coordexp.objective import head as head_module
+from coordexp.objective.supervision import tensors_to_device
+from coordexp.targets import count_terms
 from coordexp.training.row_prefetch import FiguresOnDevice, RowBuilder, RowPrefetch
 from support.tiny_run import gt_segments, load_tiny, row_of
 
@@ -70,7 +71,7 @@ def test_an_objective_looks_at_the_device_once_a_row(scattered: bool, monkeypatc
     built = build(row_of(segments))
     objective, device = build.objective, build.device
     ids = tuple(reversed(objective.coord_ids)) if scattered else objective.coord_ids
-    counts = SupervisionCounts.from_targets(segment.target for segment in segments)
+    totals = count_terms(segment.target for segment in segments)
     vocabulary = loaded.model.get_output_embeddings().weight.shape[0]
     weight_VH = torch.randn(vocabulary, 64, device=device, requires_grad=True)
     hidden_NH = torch.randn(len(built["supervision"].position_N), 64, device=device, requires_grad=True)
@@ -86,9 +87,9 @@ def test_an_objective_looks_at_the_device_once_a_row(scattered: bool, monkeypatc
     figures = FiguresOnDevice()
 
     def row() -> None:
-        supervision, queries = built["supervision"].to(device), [query.to(device) for query in built["queries"]]
+        supervision, queries = tensors_to_device((built["supervision"], built["queries"]), device)
         scores = [head_module.score_head(hidden_NH, weight_VH, queries[0], supervision.label_N, ids)]
-        result = objective.result(supervision, queries, scores, counts)
+        result = objective.result(supervision, scores, totals)
         figures.note(result.terms, scores, queries)
         result.loss.backward()
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from coordexp import distributed
-from coordexp.objective import SupervisionCounts
+from coordexp.targets import count_terms
 from support.step_gradients import gradients, load_double, mixed_segments, row_loss
 
 
@@ -27,8 +27,9 @@ def main(cases: str, folder: str) -> None:
     losses = {}
     for name, (wrapper, split) in json.loads(cases).items():
         mine = [[segments[index] for index in row] for row in split[me]]
-        local = SupervisionCounts.from_targets(segment.target for row in mine for segment in row)
-        counts = SupervisionCounts(*(int(n) for n in distributed.all_reduce(local.as_tuple(), "sum")))
+        local = count_terms(segment.target for row in mine for segment in row)
+        summed = distributed.all_reduce(tuple(local.values()), "sum")
+        totals = {term: int(total) for term, total in zip(local, summed, strict=True)}
         bare = copy.deepcopy(loaded.model)
         model: Any = DistributedDataParallel(bare) if wrapper == "ddp" else sharded(bare)
         total = 0.0
@@ -36,7 +37,7 @@ def main(cases: str, folder: str) -> None:
             # Gradients are exchanged once, behind the last row, as the trainer does.
             waits = wrapper == "ddp" and number < len(mine)
             with model.no_sync() if waits else nullcontext():
-                loss = row_loss(model, loaded, row, counts)
+                loss = row_loss(model, loaded, row, totals)
                 (loss * world).backward()
             total += loss.item()
         losses[name] = distributed.all_reduce([total], "sum")[0]

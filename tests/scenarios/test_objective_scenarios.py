@@ -12,9 +12,8 @@ import torch
 from coordexp.config.schema import CoordSoftCEW1Config
 from coordexp.errors import AlignmentError
 from coordexp.objective import (
-    ObjectiveContext,
     ObjectivePipeline,
-    SupervisionCounts,
+    ObjectiveResult,
     SupervisionTensors,
     build_pipeline,
     coord_gate,
@@ -22,12 +21,11 @@ from coordexp.objective import (
     sft_pipeline,
 )
 from coordexp.objective.coord_math import limit_logits
-from coordexp.objective.pipeline import ObjectiveResult
 from coordexp.packing import build_row
 from coordexp.records import GTObject, Segment, TokenRole
-from coordexp.targets import build_gt_target
+from coordexp.targets import TERMS, SupervisionWeights, build_gt_target, count_terms
 from support.answers import CAT, DOG, LEAF, answer, entry, outcome_of, tiny_vocab
-from support.naive_head import context_of_logits
+from support.naive_head import result_from_logits
 from support.objective_rows import COORD_IDS, COORDS, EVERYTHING, config
 
 PROMPT = (3, 4, 5, 6)
@@ -35,9 +33,10 @@ NEAR_CAT = GTObject("cat", "bbox_2d", (12, 25, 195, 230))
 FALSE_POSITIVE = GTObject("red circle", "bbox_2d", (700, 10, 800, 90))
 
 
-def rollout_segment() -> Segment:
-    """A matched object, a false positive, and a missed object in the tail."""
-    got = outcome_of(answer(entry(1, NEAR_CAT), entry(2, FALSE_POSITIVE)), [CAT, DOG], tiny_vocab())
+def rollout_segment(**changes: float | None) -> Segment:
+    """A matched object, a false positive, and a missed object in the tail; weights as the changed pipeline has them."""
+    weights = SupervisionWeights.from_pipeline(config(**changes))
+    got = outcome_of(answer(entry(1, NEAR_CAT), entry(2, FALSE_POSITIVE)), [CAT, DOG], tiny_vocab(), weights=weights)
     assert len(got.match.pairs) == 1 and len(got.match.fp_pred_idx) == 1
     return Segment("s", PROMPT, got.target)
 
@@ -60,9 +59,7 @@ def score(segment: Segment, logits_LV: torch.Tensor, pipeline: ObjectivePipeline
     """The pipeline on a row for which the model says ``logits_LV``."""
     supervision = SupervisionTensors.from_row(build_row([segment]))
     logits_NV = logits_LV[supervision.position_N - 1]
-    return pipeline(
-        context_of_logits(pipeline, supervision, logits_NV, COORDS, SupervisionCounts.from_targets([segment.target]))
-    )
+    return result_from_logits(pipeline, supervision, logits_NV, COORDS, count_terms([segment.target]))
 
 
 def positions(segment: Segment, *roles: TokenRole) -> list[int]:
@@ -93,7 +90,7 @@ def test_matched_prefix_coordinates_and_the_tail_get_gradient_and_nothing_else()
 @pytest.mark.scenario("Prefix coord tokens can be supervised without supervising prefix text tokens")
 @pytest.mark.parametrize(("weight", "touched"), [(0.0, False), (0.5, True)])
 def test_appended_descriptions_are_masked_unless_weighted(weight: float, touched: bool) -> None:
-    segment = rollout_segment()
+    segment = rollout_segment(rollout_fn_desc_weight=weight)
     rows = positions(segment, TokenRole.TAIL_DESC)
     assert rows
     gradient = gradient_of(segment, rollout_fn_desc_weight=weight)
@@ -190,7 +187,7 @@ def test_text_gate_ignores_what_it_does_not_supervise(role: TokenRole) -> None:
 
 @pytest.mark.parametrize(("weight", "positive"), [(0.0, False), (0.3, True)])
 def test_text_gate_covers_descriptions_where_they_are_taught(weight: float, positive: bool) -> None:
-    segment = rollout_segment()
+    segment = rollout_segment(rollout_fn_desc_weight=weight)
     spikes = positions(segment, TokenRole.TAIL_DESC)
     assert (text_gate_of(segment, spikes, text_gate_weight=1.0, rollout_fn_desc_weight=weight) > 0) is positive
 
@@ -229,8 +226,8 @@ def test_stage_1_stage_2_and_metrics_agree_on_the_gate(text: float, coord: float
         query = pipeline.query(supervision)
         hidden_N1 = torch.ones(len(supervision.position_N), 1, dtype=dtype)
         scores = score_head(hidden_N1, logits_V[:, None], query, supervision.label_N, COORDS)
-        counts = SupervisionCounts(struct=1, closure=1, desc_gt=1, coords=len(supervision.coord_in_N_K))
-        return pipeline(ObjectiveContext(supervision, query, scores, counts)).terms
+        totals = dict.fromkeys(TERMS, 1) | {"coord": len(supervision.coord_in_N_K)}
+        return pipeline(supervision, scores, totals).terms
 
     only_gate = {"soft_ce_weight": 0.0, "w1_weight": 0.0, "coord_gate_weight": 1.0}
     stage2 = terms(build_pipeline(config(["bbox_geo"], **only_gate)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -55,18 +55,16 @@ def outcome_of(
     truth: Sequence[GTObject],
     vocab: CoordVocab,
     matching: MatchingConfig = MATCHING,
-    confidence: Callable[[int], float] | None = None,
     **options: Any,
 ) -> SampleOutcome:
-    """Parse, match and build, as a training step does. ``confidence``: of an object, by its place in the answer."""
+    """Parse, match and build, as a training step does."""
     ids = tuple(vocab.encode(response) if isinstance(response, str) else response)
     parsed = parse_rollout(ids, vocab)
     match = match_objects(parsed.objects, truth, matching)
-    sure = None if confidence is None else tuple([confidence(i) for i in range(len(parsed.objects))])
-    target = build_target(parsed, match, truth, vocab, sample_id="sample", confidences=sure, **options)
+    target = build_target(parsed, match, truth, vocab, sample_id="sample", **options)
     text = vocab.decode(i for i in ids if 0 <= i < len(vocab))  # other ids write nothing
     policy = options.get("policy", TargetPolicy())
-    return SampleOutcome(Rollout("sample", (), ids, text, parsed.truncated), parsed, match, target, policy, sure)
+    return SampleOutcome(Rollout("sample", (), ids, text, parsed.truncated), parsed, match, target, policy)
 
 
 class Pairs(list[tuple[str, Any]]):

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 
 from coordexp.config.objective import PipelineConfig
-from coordexp.objective import ObjectiveContext, ObjectivePipeline, SupervisionCounts, SupervisionTensors, score_head
-from coordexp.objective.pipeline import ObjectiveResult
+from coordexp.objective import HeadScores, ObjectivePipeline, ObjectiveResult, SupervisionTensors, score_head
 from coordexp.packing import build_row
 from coordexp.records import GTObject, Segment, TrainingTarget
-from coordexp.targets import TargetPolicy, build_gt_target
+from coordexp.targets import SupervisionWeights, TargetPolicy, build_gt_target, count_terms
 from support.answers import CAT, DOG, LEAF, answer, entry, outcome_of, tiny_vocab
 from support.config_samples import pipeline
 
@@ -22,33 +21,37 @@ NEAR_CAT = GTObject("cat", "bbox_2d", (12, 25, 195, 230))
 NEAR_LEAF = GTObject("leaf", "poly", (305, 22, 480, 25, 488, 200))
 COORD_IDS = torch.tensor(tiny_vocab().coord_token_ids)
 COORDS = tiny_vocab().coord_token_ids
+DEFAULT = SupervisionWeights()
 
 
-@lru_cache(maxsize=1)
-def segments() -> tuple[Segment, ...]:
+@lru_cache
+def segments(weights: SupervisionWeights = DEFAULT) -> tuple[Segment, ...]:
     """Rollout context with boxes and polygons found, missed and invented; ground-truth context; an empty image."""
     vocab = tiny_vocab()
+    found = partial(outcome_of, vocab=vocab, weights=weights)
+    written = partial(build_gt_target, vocab=vocab, field_order="desc_first", weights=weights)
     targets: list[TrainingTarget] = [
-        outcome_of(answer(entry(1, NEAR_CAT), entry(2, DOG)), [CAT, LEAF], vocab).target,
-        build_gt_target([DOG, LEAF], vocab, sample_id="gt", field_order="desc_first"),
-        outcome_of(answer(entry(4, NEAR_LEAF)), [LEAF], vocab).target,
-        outcome_of("", [CAT, DOG], vocab, field_order="geometry_first").target,
-        build_gt_target([], vocab, sample_id="empty", field_order="desc_first"),
+        found(answer(entry(1, NEAR_CAT), entry(2, DOG)), [CAT, LEAF]).target,
+        written([DOG, LEAF], sample_id="gt"),
+        found(answer(entry(4, NEAR_LEAF)), [LEAF]).target,
+        found("", [CAT, DOG], field_order="geometry_first").target,
+        written([], sample_id="empty"),
     ]
     return tuple(Segment(f"s{i}", tuple(range(3, 6 + i)), target, {}) for i, target in enumerate(targets))
 
 
-@lru_cache(maxsize=1)
-def rewritten_and_soft_segments() -> tuple[Segment, ...]:
+@lru_cache
+def rewritten_and_soft_segments(weights: SupervisionWeights = DEFAULT) -> tuple[Segment, ...]:
     """Rewritten answers, and soft objects found, missed and in ground truth."""
     vocab, policy = tiny_vocab(), TargetPolicy("rewritten")
+    found = partial(outcome_of, vocab=vocab, weights=weights)
     soft_cat, soft_leaf = replace(CAT, soft=0.3), replace(LEAF, soft=0.6)
     written = answer(entry(1, NEAR_CAT), entry(2, DOG), entry(3, NEAR_LEAF))
     targets = [
-        outcome_of(written, [CAT, LEAF], vocab, policy=policy).target,
-        outcome_of(written, [soft_cat, DOG], vocab, policy=policy).target,
-        outcome_of(answer(entry(1, NEAR_CAT)), [soft_cat, soft_leaf, DOG], vocab).target,
-        build_gt_target([soft_leaf, DOG], vocab, sample_id="gt", field_order="desc_first"),
+        found(written, [CAT, LEAF], policy=policy).target,
+        found(written, [soft_cat, DOG], policy=policy).target,
+        found(answer(entry(1, NEAR_CAT)), [soft_cat, soft_leaf, DOG]).target,
+        build_gt_target([soft_leaf, DOG], vocab, sample_id="gt", field_order="desc_first", weights=weights),
     ]
     return tuple(Segment(f"r{i}", (3, 4, 5), target, {}) for i, target in enumerate(targets))
 
@@ -70,30 +73,26 @@ class Trigram:
         return self.embed.grad, self.head.grad
 
 
-def context(
-    row_segments: Sequence[Segment],
-    model: Trigram,
-    pipeline: ObjectivePipeline,
-    counts: SupervisionCounts | None = None,
-) -> ObjectiveContext:
-    """The context of one packed row for ``pipeline``; ``counts`` of the whole step, the row's own by default."""
+def scores_of(
+    row_segments: Sequence[Segment], model: Trigram, pipeline: ObjectivePipeline
+) -> tuple[SupervisionTensors, HeadScores]:
+    """Supervision and scores of one packed row for ``pipeline``."""
     row = build_row(row_segments)
     supervision = SupervisionTensors.from_row(row)
     hidden = model(torch.from_numpy(row.token_ids_L), supervision.position_N)
     query = pipeline.query(supervision)
-    scores = score_head(hidden, model.head.T, query, supervision.label_N, COORDS)
-    counts = counts or SupervisionCounts.from_targets(segment.target for segment in row_segments)
-    return ObjectiveContext(supervision, query, scores, counts)
+    return supervision, score_head(hidden, model.head.T, query, supervision.label_N, COORDS)
 
 
 def scored(
     pipeline: ObjectivePipeline,
     row_segments: Sequence[Segment],
     model: Trigram,
-    counts: SupervisionCounts | None = None,
+    totals: Mapping[str, int] | None = None,
 ) -> ObjectiveResult:
-    """The pipeline on one packed row."""
-    return pipeline(context(row_segments, model, pipeline, counts))
+    """The pipeline on one packed row; ``totals`` of the whole step, the row's own by default."""
+    totals = totals or count_terms(segment.target for segment in row_segments)
+    return pipeline(*scores_of(row_segments, model, pipeline), totals)
 
 
 def config(drop: Sequence[str] = (), /, **changes: float | None) -> PipelineConfig:
@@ -122,3 +121,4 @@ EVERYTHING = {
     "smoothl1_weight": 2.0,
     "ciou_weight": 0.5,
 }
+EVERYTHING_WEIGHTS = SupervisionWeights(struct_ce=1.3, desc_ce=0.7, rollout_fn_desc_ce=0.2)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from coordexp.records import Segment, TokenRole, TrainingTarget
+from coordexp.targets import SupervisionWeights
+from coordexp.targets.weights import weigh_tokens
 
 
 def make_segment(sample_id: str, length: int, prompt_len: int = 1) -> Segment:
@@ -22,14 +24,17 @@ def make_target(
 ) -> TrainingTarget:
     """A target with one role per token, ``{target position: bin}`` coordinates, ``(positions, bins)`` boxes."""
     coords, boxes = coords or {}, boxes or []
+    roles_T = np.array(roles, dtype=np.uint8)
+    box_pos_M4 = np.array([positions for positions, _ in boxes], dtype=np.int64).reshape(-1, 4)
     return TrainingTarget(
         sample_id=sample_id,
         token_ids=tuple(range(first_token, first_token + len(roles))),
-        roles_T=np.array(roles, dtype=np.uint8),
+        roles_T=roles_T,
         coord_pos_K=np.array(sorted(coords), dtype=np.int64),
         coord_bin_K=np.array([coords[position] for position in sorted(coords)], dtype=np.float64),
-        box_pos_M4=np.array([positions for positions, _ in boxes], dtype=np.int64).reshape(-1, 4),
+        box_pos_M4=box_pos_M4,
         box_bin_M4=np.array([bins for _, bins in boxes], dtype=np.float64).reshape(-1, 4),
+        weights=weigh_tokens(roles_T, box_pos_M4, "rollout", SupervisionWeights()),
         context="rollout",
         prefix_len=0,
         matched_pred_idx=(),

@@ -97,24 +97,16 @@ def check_rewritten(got: SampleOutcome, truth: Sequence[GTObject], vocab: CoordV
     # Without anything masked, every token is taught something.
     if not any(role == TokenRole.PREFIX_MASKED for role in roles.tolist()):
         assert set(roles.tolist()) <= {*range(len(TokenRole))} - {TokenRole.PREFIX_STRUCT, TokenRole.PREFIX_DESC}
-    if not in_place and not target.soft_pred_idx:
+    if not in_place:
         assert not set(roles.tolist()) & {int(role) for role in MODELS_OWN}
 
     # Softness weighs text and nothing else.
-    sure = got.confidences if policy.unmatched == "soft" else None
-    assert {*target.soft_pred_idx} <= {*match.fp_pred_idx} - {*target.left_out_pred_idx}
-    assert not target.soft_pred_idx or sure is not None
-    weights = {gt.soft for gt in truth if gt.soft is not None} | {(sure or ())[i] for i in target.soft_pred_idx}
-    assert all(weight >= policy.soft_threshold for weight in weights - {gt.soft for gt in truth})
-    for i in target.soft_pred_idx:
-        others = [*truth, *(predicted[p.pred_idx] for p in match.pairs), *(predicted[k] for k in target.soft_pred_idx)]
-        assert all(mask_iou(predicted[i], other) <= 0.2 for other in others if other is not predicted[i])
-    if not weights:
-        assert target.text_weight_T is None
-    else:
-        assert target.text_weight_T is not None and len(target.text_weight_T) == len(roles)
-        assert target.text_weight_T[-2:].tolist() == [1.0, 1.0]
-        assert set(target.text_weight_T.tolist()) <= {1.0, *weights}
+    allowed = {np.float32(1.0), *(np.float32(gt.soft) for gt in truth if gt.soft is not None)}
+    text_T = target.weights["struct_ce"] + target.weights.get("desc_ce", np.float32(0))
+    assert set(text_T[text_T > 0].tolist()) <= {float(weight) for weight in allowed}
+    assert text_T[-2:].tolist() == [1.0, 1.0]
+    assert np.flatnonzero(target.weights.get("coord", [])).tolist() == target.coord_pos_K.tolist()
+    assert np.flatnonzero(target.weights.get("box", [])).tolist() == sorted(target.box_pos_M4[:, 0].tolist())
 
     counters = rollout_counters([got])
     assert counters["rollout/matched_total"] + counters["rollout/fn_appended_total"] == len(truth)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,10 +11,10 @@ from coordexp.config.objective import PipelineConfig
 from coordexp.matching import match_objects
 from coordexp.modeling.inputs import VisionTower, row_inputs
 from coordexp.modeling.load import LoadedModel
-from coordexp.objective import ObjectiveContext, SupervisionCounts, SupervisionTensors, build_pipeline
+from coordexp.objective import SupervisionTensors, build_pipeline
 from coordexp.parsing import parse_rollout
 from coordexp.records import Segment
-from coordexp.targets import build_target
+from coordexp.targets import build_target, count_terms
 from coordexp.training.objective_step import ScoreRow
 from support.config_samples import pipeline
 from support.tiny_run import gt_segments, load_tiny, nearly_right, row_of, tiny_samples
@@ -43,7 +43,7 @@ def mixed_segments(loaded: LoadedModel) -> list[Segment]:
 
 
 def row_loss(
-    model: Any, loaded: LoadedModel, row_segments: Sequence[Segment], counts: SupervisionCounts
+    model: Any, loaded: LoadedModel, row_segments: Sequence[Segment], totals: Mapping[str, int]
 ) -> torch.Tensor:
     """One row's share of the loss. ``model``: the bare model, or what DDP or FSDP made of it."""
     row = row_of(row_segments)
@@ -52,7 +52,7 @@ def row_loss(
     supervision = SupervisionTensors.from_row(row)
     query = PIPELINE.query(supervision)
     scores = model(forward_fn=ScoreRow(inputs, supervision, query, loaded.vocab.coord_token_ids))
-    return PIPELINE(ObjectiveContext(supervision, query, scores, counts)).loss
+    return PIPELINE(supervision, scores, totals).loss
 
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -68,10 +68,10 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def step(loaded: LoadedModel, micro_steps: Sequence[Sequence[Segment]]) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradient of an optimizer step with these rows, in this process alone."""
     loaded.model.zero_grad()
-    counts = SupervisionCounts.from_targets(segment.target for row in micro_steps for segment in row)
+    totals = count_terms(segment.target for row in micro_steps for segment in row)
     total = 0.0
     for row in micro_steps:
-        loss = row_loss(loaded.model, loaded, row, counts)
+        loss = row_loss(loaded.model, loaded, row, totals)
         loss.backward()
         total += loss.item()
     return total, gradients(loaded.model)

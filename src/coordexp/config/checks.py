@@ -378,17 +378,6 @@ RULES: tuple[Rule | RolloutRule | Callable[[RunConfig], Findings], ...] = (
     ),
     _answers_as_written_are_left_alone,
     RolloutRule(
-        f"{_RM}.target.soft_threshold",
-        lambda c, r: r.target.soft_threshold != 0.5 and r.target.unmatched != "soft",
-        "has no effect without target.unmatched: soft",
-    ),
-    RolloutRule(
-        f"{_RM}.target.unmatched",
-        lambda c, r: r.target.unmatched == "soft" and (c.fsdp.enabled or c.deepspeed.enabled),
-        "soft asks the learner, on each rank for its own answers, how sure it is, which sharded weights do not "
-        "allow; write mask, or train without fsdp and deepspeed",
-    ),
-    RolloutRule(
         f"{_RM}.target.complete_above",
         lambda c, r: (
             r.target.answer == "rewritten" and r.target.unmatched == "drop" and r.target.complete_above is not None

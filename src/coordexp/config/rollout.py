@@ -60,17 +60,15 @@ class TransportConfig:
 @dataclass(frozen=True, slots=True)
 class TargetPolicy:
     """What becomes of the model's answer (keys ``rollout_matching.target.*``). All but ``answer`` concern a rewritten
-    one alone. ``duplicates``: unmatched objects that repeat an earlier one. ``soft_threshold``: least confidence, in
-    (0, 1], of an unmatched object that becomes soft, with ``unmatched: soft``. ``complete_above``: least share, in
-    (0, 1], of the objects in a step's answers that annotations match, from which on the step's policy is
-    :meth:`for_complete`; None: never.
+    one alone. ``duplicates``: unmatched objects that repeat an earlier one. ``complete_above``: least share, in (0, 1],
+    of the objects in a step's answers that annotations match, from which on the step's policy is :meth:`for_complete`;
+    None: never.
     """
 
     answer: Literal["as_written", "rewritten"] = "as_written"
-    unmatched: Literal["mask", "drop", "soft"] = "mask"
+    unmatched: Literal["mask", "drop"] = "mask"
     duplicates: Literal["keep", "drop", "replace"] = "keep"
     missed: Literal["append", "in_order"] = "append"
-    soft_threshold: float = 0.5
     complete_above: float | None = None
 
     def for_complete(self) -> TargetPolicy:
@@ -151,11 +149,8 @@ class TargetConfig(StrictModel):
     answer: Literal["as_written", "rewritten"] = _TARGET.answer
     """keep the model's text, untaught, and append what it missed; or rewrite it in place: its order and coordinates,
     the annotations' descriptions, and the text of matched objects taught too"""
-    unmatched: Literal["mask", "drop", "soft"] = _TARGET.unmatched
-    """objects that no annotation matches: left in the answer untaught; left out; or, where the learner is sure of one
-    that overlaps nothing else, its text taught by that confidence (others are left untaught)"""
-    soft_threshold: Share = _TARGET.soft_threshold
-    """least confidence of an object that becomes soft, with unmatched: soft"""
+    unmatched: Literal["mask", "drop"] = _TARGET.unmatched
+    """objects that no annotation matches: left in the answer untaught, or left out"""
     complete_above: Share | None = _TARGET.complete_above
     """least share of the objects in one step's answers, of all ranks, that annotations match, from which on the step
     takes them as complete: unmatched and duplicates: drop, missed: in_order; null = never"""

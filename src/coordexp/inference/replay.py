@@ -49,8 +49,9 @@ def _loss_function(config: RunConfig, model: Path):
 
     from coordexp.modeling.inputs import PromptEncoder, VisionTower, row_inputs
     from coordexp.modeling.load import load_model
-    from coordexp.objective import SupervisionCounts, SupervisionTensors
+    from coordexp.objective import SupervisionTensors
     from coordexp.packing import build_row
+    from coordexp.targets import count_terms
     from coordexp.training.objective_step import TeacherForcing
     from coordexp.training.recipe import rollout_pipeline
 
@@ -75,7 +76,7 @@ def _loss_function(config: RunConfig, model: Path):
         inputs = row_inputs(row, rope_index, loaded.image_token_id, loaded.attention, dtype, tower)
         with torch.no_grad():
             scores = loaded.model(forward_fn=objective.forward_fn(inputs, supervision, queries))
-            result = objective.result(supervision, queries, scores, SupervisionCounts.from_targets([target]))
+            result = objective.result(supervision, scores, count_terms([target]))
         return {"loss": result.loss.item(), **{name: share.item() for name, share in result.terms.items()}}
 
     return losses_of

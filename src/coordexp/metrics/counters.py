@@ -13,16 +13,14 @@ from coordexp.records import DropReason, MatchResult, ParsedRollout, Rollout, To
 
 @dataclass(frozen=True, slots=True)
 class SampleOutcome:
-    """Everything that happened to one sample between its prompt and its target. ``confidences``: of the parsed objects,
-    where the target depends on them. ``policy``: what the target was built by. ``taken_as_complete``: it is the one for
-    annotations that lack nothing (``TargetPolicy.complete_above``)."""
+    """Everything that happened to one sample between its prompt and its target. ``policy``: what the target was built
+    by. ``taken_as_complete``: it is the one for annotations that lack nothing (``TargetPolicy.complete_above``)."""
 
     rollout: Rollout
     parsed: ParsedRollout
     match: MatchResult
     target: TrainingTarget
     policy: TargetPolicy
-    confidences: tuple[float, ...] | None = None
     taken_as_complete: bool = False
 
 
@@ -44,7 +42,6 @@ def rollout_counters(outcomes: Iterable[SampleOutcome]) -> Counter[str]:
         sums["rollout/matched_total"] += len(match.pairs)
         sums["rollout/fp_total"] += len(match.fp_pred_idx)
         sums["rollout/left_out_total"] += len(outcome.target.left_out_pred_idx)
-        sums["rollout/soft_total"] += len(outcome.target.soft_pred_idx)
         sums["rollout/taken_as_complete_total"] += int(outcome.taken_as_complete)
         sums["rollout/fn_appended_total"] += len(match.fn_gt_idx)
         sums["rollout/gating_rejections_total"] += match.num_gate_rejections

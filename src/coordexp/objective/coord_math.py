@@ -15,14 +15,14 @@ LOGIT_LIMIT = 1e4
 MAX_COORD_MASS = 1.0 - 1e-6  # caps the text gate at −log(1e-6)
 
 
-def limit_logits(logits: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+def limit_logits(logits: torch.Tensor) -> torch.Tensor:
     """Widen to float32, replace NaN by 0 and clamp to ±1e4, so that one broken logit cannot erase a step's gradient.
 
-    The one limit of training and metrics. ``out`` may be ``logits`` itself, where that is wide and needs no gradient.
+    Training and metrics share this limit.
     """
     wide = logits if logits.dtype == torch.float64 else logits.float()
-    finite = torch.nan_to_num(wide, nan=0.0, posinf=LOGIT_LIMIT, neginf=-LOGIT_LIMIT, out=out)
-    return torch.clamp(finite, -LOGIT_LIMIT, LOGIT_LIMIT, out=out)
+    finite = torch.nan_to_num(wide, nan=0.0, posinf=LOGIT_LIMIT, neginf=-LOGIT_LIMIT)
+    return torch.clamp(finite, -LOGIT_LIMIT, LOGIT_LIMIT)
 
 
 def coord_gate(vocab_lse: torch.Tensor, coord_lse: torch.Tensor) -> torch.Tensor:

@@ -1,37 +1,121 @@
-"""The language head at supervised positions, in chunks of the vocabulary: what a loss needs, never all the logits.
-
-Forward keeps per position the logsumexp over the vocabulary and the label's logit, and the 1000 coordinate logits where
-a coordinate is supervised. Backward computes each chunk's logits again. So the largest buffer is one chunk, whatever
-the vocabulary, and chunks of the *vocabulary* mean that each row of the head's gradient is finished in one product,
-summed in float32 and rounded once.
+"""The language head at supervised positions, one chunk of the vocabulary at a time: the numbers that losses need, never
+all logits.
 
 N supervised positions of a row, U of them scored against the whole vocabulary, K coordinate slots, G text positions of
-the text gate; V vocabulary, B = 1000 bins, H hidden, T temperatures.
+the text gate; V vocabulary, C columns of a chunk, B = 1000 bins, H hidden, T temperatures.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 
-from coordexp.objective.context import HeadQuery, HeadScores, coord_ids_on
 from coordexp.objective.coord_math import LOGIT_LIMIT, limit_logits
-from coordexp.objective.vocab_chunks import (
-    HeadProducts,
-    Plan,
-    VocabGrads,
-    product,
-    softmax_gradient,
-    vocab_backward,
-    vocab_scores,
-    within_logit_limit,
-)
+from coordexp.objective.supervision import SupervisionTensors
 
-# Logits alive at a time: on a CPU they should stay in its cache, on a GPU the matrix products should be large.
-CHUNK_LOGITS_CPU = 2**21
-CHUNK_LOGITS_GPU = 2**26
+# Logits in memory at a time: a CPU should keep them in its cache, a GPU needs large matrix products.
+CHUNK_LOGITS_CPU = 2**20
+CHUNK_LOGITS_GPU = 2**25
+
+
+@dataclass(frozen=True, slots=True)
+class LogitRequest:
+    """What a module needs of the head. Nothing else is computed.
+
+    ``vocab``: terms at whose positions it needs logsumexp over the vocabulary and the label's logit; ``coord_mass``:
+    terms at whose positions it needs logsumexp over the coordinate columns; ``coord_logits``: whether it needs the 1000
+    logits at every coordinate slot; ``temperatures`` of the logsumexps.
+    """
+
+    vocab: frozenset[str] = frozenset()
+    coord_mass: frozenset[str] = frozenset()
+    coord_logits: bool = False
+    temperatures: frozenset[float] = frozenset()
+
+    @classmethod
+    def union(cls, requests: Iterable[LogitRequest]) -> LogitRequest:
+        total = cls()
+        for one in requests:
+            total = cls(
+                total.vocab | one.vocab,
+                total.coord_mass | one.coord_mass,
+                total.coord_logits or one.coord_logits,
+                total.temperatures | one.temperatures,
+            )
+        return total
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadQuery:
+    """The requests of all modules for one row, as indices into its N supervised positions.
+
+    ``vocab_in_N_U``: scored against the vocabulary; ``trained_in_N``: those of them with a gradient;
+    ``coord_mass_in_N_G``: scored against the coordinate columns; ``slot_in_N_K``: slots whose coordinate logits are
+    needed, None if no module needs them; ``num_scored``: positions where anything is computed.
+    """
+
+    vocab_in_N_U: torch.Tensor
+    trained_in_N: torch.Tensor
+    coord_mass_in_N_G: torch.Tensor
+    slot_in_N_K: torch.Tensor | None
+    num_scored: int
+    temperatures: tuple[float, ...]
+
+    @classmethod
+    def for_row(
+        cls, supervision: SupervisionTensors, trained: LogitRequest, measured: LogitRequest = LogitRequest()
+    ) -> HeadQuery:
+        """``trained``: requests of modules with a loss; ``measured``: of diagnostics. Call it on the CPU, before the
+        row moves to a GPU: reading masks there blocks."""
+        all_of_them = LogitRequest.union([trained, measured])
+        trained_N = _positions_of(trained.vocab, supervision)
+        vocab_N = _positions_of(all_of_them.vocab, supervision)
+        mass_N = _positions_of(all_of_them.coord_mass, supervision)
+        scored_N = vocab_N | mass_N
+        if all_of_them.coord_logits:
+            scored_N[supervision.coord_in_N_K] = True
+        return cls(
+            vocab_in_N_U=vocab_N.nonzero()[:, 0],
+            trained_in_N=trained_N.nonzero()[:, 0],
+            coord_mass_in_N_G=mass_N.nonzero()[:, 0],
+            slot_in_N_K=supervision.coord_in_N_K if all_of_them.coord_logits else None,
+            num_scored=int(scored_N.sum()),
+            temperatures=tuple(sorted(all_of_them.temperatures)),
+        )
+
+
+def _positions_of(terms: Iterable[str], supervision: SupervisionTensors) -> torch.Tensor:
+    mask_N = torch.zeros_like(supervision.position_N, dtype=torch.bool)
+    for term in terms:
+        mask_N |= supervision.weight_N(term) != 0
+    return mask_N
+
+
+class HeadScores(NamedTuple):
+    """The head's answers, finite, float32 or wider. A tuple of tensors, because DDP and FSDP look into what a forward
+    returns.
+
+    ``vocab_lse_N``: by temperature, logsumexp(z/τ) over the vocabulary; ``label_logit_N``; ``coord_lse_N``: by
+    temperature, logsumexp(z/τ) over the coordinate columns; ``coord_logit_KB``: None if not requested. Positions that
+    no module requested hold 0, in ``coord_lse_N`` -inf (no mass). ``nonfinite_N``: positions with a NaN or infinite
+    logit; ``clamped_N``: positions with a finite logit beyond the limit.
+    """
+
+    vocab_lse_N: dict[float, torch.Tensor]
+    label_logit_N: torch.Tensor
+    coord_lse_N: dict[float, torch.Tensor]
+    coord_logit_KB: torch.Tensor | None
+    nonfinite_N: torch.Tensor
+    clamped_N: torch.Tensor
+
+    def cross_entropy_N(self) -> torch.Tensor:
+        """Cross-entropy of the label over the vocabulary: (N,)."""
+        return self.vocab_lse_N[1.0] - self.label_logit_N
 
 
 def score_head(
@@ -43,129 +127,332 @@ def score_head(
     offset_BH: torch.Tensor | None = None,
     chunk_logits: int | None = None,
 ) -> HeadScores:
-    """Apply the head to the hidden states that predict N tokens, where ``query`` asks for it.
+    """Apply the head to the hidden states that predict N tokens, where ``query`` needs it.
 
-    ``z = h · W``, plus ``h · offset`` on the coordinate columns, limited as everywhere. Differentiable in
-    ``hidden_NH``, ``weight_VH`` and ``offset_BH``; a frozen weight costs no gradient. Call it inside the wrapped
-    model's forward: DDP and FSDP only prepare for gradients of parameters that are used there.
+    ``z = h · W``, plus ``h · offset`` on the coordinate columns, limited by :func:`coord_math.limit_logits`.
+    Differentiable in ``hidden_NH``, ``weight_VH`` and ``offset_BH``; a frozen weight costs no gradient. Call it inside
+    the wrapped model's forward, where DDP prepares for gradients and FSDP gathers weights.
 
-    Args: hidden_NH (N, H); weight_VH (V, H); label_N the N tokens; coord_ids the 1000 tokens; offset_BH (B, H) or None;
-        chunk_logits: logits alive at a time.
+    Args: hidden_NH (N, H); weight_VH (V, H); label_N the N tokens; coord_ids the 1000 tokens by bin; offset_BH (B, H)
+        or None; chunk_logits: logits in memory at a time.
     """
     device = hidden_NH.device
-    ids = coord_ids_on(tuple(coord_ids), device)
-    first = coord_ids[0]
-    contiguous = tuple(coord_ids) == tuple(range(first, first + len(coord_ids)))
     dtype = torch.promote_types(hidden_NH.dtype, weight_VH.dtype)
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
-    plan = Plan(
-        query=query,
-        label_U=label_N[query.vocab_in_N_U],
-        coord_ids_B=ids,
-        host_ids_B=coord_ids_on(tuple(coord_ids), torch.device("cpu")),
-        coord_rows=slice(first, first + len(coord_ids)) if contiguous else ids,
-        dtype=dtype,
-        chunk_logits=chunk_logits or (CHUNK_LOGITS_CPU if device.type == "cpu" else CHUNK_LOGITS_GPU),
-    )
+    chunk_logits = chunk_logits or (CHUNK_LOGITS_CPU if device.type == "cpu" else CHUNK_LOGITS_GPU)
+    coords = _CoordColumns.on(tuple(coord_ids), device)
     with torch.autocast(device.type, enabled=False):
-        return HeadScores(*_ScoreHead.apply(hidden_NH, weight_VH, offset_BH, plan))  # pyright: ignore[reportGeneralTypeIssues]
+        lse_TN, label_logit_N, coord_lse_TN, coord_logit_KB, nonfinite_N, clamped_N = ChunkedHead.apply(
+            hidden_NH, weight_VH, offset_BH, label_N, query, coords, dtype, chunk_logits
+        )  # pyright: ignore[reportGeneralTypeIssues]
+    return HeadScores(
+        dict(zip(query.temperatures, lse_TN, strict=True)),
+        label_logit_N,
+        dict(zip(query.temperatures, coord_lse_TN, strict=True)),
+        coord_logit_KB,
+        nonfinite_N,
+        clamped_N,
+    )
 
 
-class _ScoreHead(torch.autograd.Function):
+class ChunkedHead(torch.autograd.Function):
+    """Scores of hidden states without all their logits. The largest buffers hold one chunk, whatever the vocabulary.
+
+    Forward
+      1. Per chunk of the vocabulary: logits at the U positions; add their part to the logsumexps, pick the label's
+         logit, note the largest and smallest logit.
+      2. The 1000 coordinate logits at the K slots, and their logsumexp at the G text positions.
+      3. If any logit is NaN, infinite or beyond the limit: 1 again, with limited logits. Rows without one, nearly all,
+         skip the limit's passes over all logits.
+    Backward
+      4. Gradients through the coordinate logits of 2: to hidden states and to the 1000 coordinate rows.
+      5. Per chunk: the logits again; their gradient ``Σ_τ g_τ/τ · softmax(z/τ) + g_label · onehot(label)``; to hidden
+         states and to the chunk's rows of the weight. Chunks of the *vocabulary* finish each of these rows in one
+         product, summed in float32 and rounded once.
+      6. The coordinate rows of the weight, and the offset, get the sum of 4 and 5, also rounded once.
+    """
+
     @staticmethod
-    def forward(ctx: Any, hidden_NH: torch.Tensor, weight_VH: torch.Tensor, offset_BH: Any, plan: Plan) -> Any:
-        head = HeadProducts(weight_VH, offset_BH, plan)
-        query = plan.query
-        rows_UH = hidden_NH[query.vocab_in_N_U].to(plan.dtype)
-        scores = vocab_scores(head, rows_UH, plan, limited=False)
-        raw_KB = head.coord_logits(hidden_NH[query.slot_in_N_K].to(plan.dtype))
-        raw_GB = head.coord_logits(rows_UH[query.text_gate_in_U_G])
-        high_N, low_N = raw_KB.new_zeros(2, len(hidden_NH))
-        high_N[query.vocab_in_N_U], low_N[query.vocab_in_N_U] = scores.high_U, scores.low_U
-        if raw_KB.numel():
-            slots_K = query.slot_in_N_K  # often scored against the whole vocabulary too: keep the larger extremes
-            high_N[slots_K] = torch.maximum(high_N[slots_K], raw_KB.amax(dim=1))
-            low_N[slots_K] = torch.minimum(low_N[slots_K], raw_KB.amin(dim=1))
+    def forward(
+        ctx: Any,
+        hidden_NH: torch.Tensor,
+        weight_VH: torch.Tensor,
+        offset_BH: torch.Tensor | None,
+        label_N: torch.Tensor,
+        query: HeadQuery,
+        coords: _CoordColumns,
+        dtype: torch.dtype,
+        chunk_logits: int,
+    ) -> Any:
+        head = _HeadProducts(weight_VH, offset_BH, coords, dtype, chunk_logits)
+        num, in_N = len(hidden_NH), query.vocab_in_N_U
+        rows_UH, label_U = hidden_NH[in_N].to(dtype), label_N[in_N]
+        lse_TU, label_logit_U, high_U, low_U = _score_vocabulary(head, rows_UH, label_U, query.temperatures)
+        mass_GB = head.coord_logits(hidden_NH[query.coord_mass_in_N_G].to(dtype))
+        slot_KB = None if query.slot_in_N_K is None else head.coord_logits(hidden_NH[query.slot_in_N_K].to(dtype))
+
+        high_N, low_N = high_U.new_zeros(2, num)
+        high_N[in_N], low_N[in_N] = high_U, low_U
+        for at, z_B in ((query.coord_mass_in_N_G, mass_GB), (query.slot_in_N_K, slot_KB)):
+            if at is not None and z_B is not None and z_B.numel():
+                high_N[at] = torch.maximum(high_N[at], z_B.amax(dim=1))
+                low_N[at] = torch.minimum(low_N[at], z_B.amin(dim=1))
         nonfinite_N = ~(torch.isfinite(high_N) & torch.isfinite(low_N))
         clamped_N = ~nonfinite_N & ((high_N > LOGIT_LIMIT) | (low_N < -LOGIT_LIMIT))
-        limited = _look(nonfinite_N | clamped_N)
-        if limited:
-            scores = vocab_scores(head, rows_UH, plan, limited=True)
-        coord_lse_TG = torch.stack(
-            [torch.logsumexp(limit_logits(raw_GB) / tau, dim=1) for tau in query.temperatures or (1.0,)]
-        )
-        ctx.save_for_backward(hidden_NH, weight_VH, offset_BH, scores.lse_TU, coord_lse_TG)
-        ctx.plan, ctx.limited, ctx.device_type = plan, limited, hidden_NH.device.type
+        head.limited = _look(nonfinite_N | clamped_N)
+        if head.limited:
+            lse_TU, label_logit_U, _, _ = _score_vocabulary(head, rows_UH, label_U, query.temperatures)
+
+        lse_TN = lse_TU.new_zeros(len(query.temperatures), num)
+        lse_TN[:, in_N] = lse_TU
+        label_logit_N = label_logit_U.new_zeros(num)
+        label_logit_N[in_N] = label_logit_U
+        coord_lse_TN = torch.full_like(lse_TN, -torch.inf)
+        for t, tau in enumerate(query.temperatures):
+            coord_lse_TN[t, query.coord_mass_in_N_G] = torch.logsumexp(head.limit(mass_GB) / tau, dim=1)
+        coord_logit_KB = None if slot_KB is None else head.limit(slot_KB)
+        ctx.save_for_backward(hidden_NH, weight_VH, offset_BH, label_N, lse_TN, coord_lse_TN)
+        ctx.query, ctx.coords, ctx.dtype, ctx.chunk_logits = query, coords, dtype, chunk_logits
+        ctx.limited = head.limited
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(nonfinite_N, clamped_N)
-        coord_logit_KB = limit_logits(raw_KB) if limited else raw_KB
-        return scores.lse_TU, scores.label_logit_U, coord_lse_TG, coord_logit_KB, nonfinite_N, clamped_N
+        return lse_TN, label_logit_N, coord_lse_TN, coord_logit_KB, nonfinite_N, clamped_N
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Any) -> Any:
-        with torch.autocast(ctx.device_type, enabled=False):
-            return _gradients(ctx, *grads[:4])
+    def backward(ctx: Any, g_lse_TN: Any, g_label_N: Any, g_mass_TN: Any, g_slot_KB: Any, *_: Any) -> Any:
+        with torch.autocast(ctx.saved_tensors[0].device.type, enabled=False):
+            return ChunkedHead._gradients(ctx, g_lse_TN, g_label_N, g_mass_TN, g_slot_KB)
+
+    @staticmethod
+    def _gradients(ctx: Any, g_lse_TN: Any, g_label_N: Any, g_mass_TN: Any, g_slot_KB: Any) -> Any:
+        hidden_NH, weight_VH, offset_BH, label_N, lse_TN, coord_lse_TN = ctx.saved_tensors
+        query: HeadQuery = ctx.query
+        needs_hidden, needs_weight, needs_offset = ctx.needs_input_grad[:3]
+        head = _HeadProducts(weight_VH, offset_BH, ctx.coords, ctx.dtype, ctx.chunk_logits, limited=ctx.limited)
+        d_hidden_NH = torch.zeros_like(hidden_NH, dtype=lse_TN.dtype)
+        d_coord_BH = d_hidden_NH.new_zeros(len(head.coord_BH), hidden_NH.shape[1])
+        d_weight_VH = torch.zeros_like(weight_VH) if needs_weight else None
+
+        # 4. Through the coordinate logits.
+        def through_coord_columns(in_N: torch.Tensor, rows_H: torch.Tensor, dz_B: torch.Tensor) -> None:
+            d_hidden_NH[in_N] += head.through_coord_columns(dz_B)
+            if needs_weight or needs_offset:
+                d_coord_BH.add_(product(dz_B.t(), head.finite(rows_H), head.dtype))
+
+        if g_slot_KB is not None and query.slot_in_N_K is not None and g_slot_KB.numel():
+            rows_KH = hidden_NH[query.slot_in_N_K].to(head.dtype)
+            if head.limited:
+                g_slot_KB = g_slot_KB * within_logit_limit(head.coord_logits(rows_KH))
+            through_coord_columns(query.slot_in_N_K, rows_KH, g_slot_KB)
+        at_G = query.coord_mass_in_N_G
+        if g_mass_TN is not None and len(at_G):
+            rows_GH = hidden_NH[at_G].to(head.dtype)
+            z_GB = head.coord_logits(rows_GH)
+            dz_GB = softmax_gradient(head.limit(z_GB), query.temperatures, coord_lse_TN[:, at_G], g_mass_TN[:, at_G])
+            through_coord_columns(at_G, rows_GH, dz_GB * within_logit_limit(z_GB) if head.limited else dz_GB)
+
+        # 5. Through the vocabulary.
+        in_N = query.trained_in_N
+        if len(in_N) and (g_lse_TN is not None or g_label_N is not None):
+            rows_UH, label_U, lse_TU = hidden_NH[in_N].to(head.dtype), label_N[in_N], lse_TN[:, in_N]
+            g_lse_TU = torch.zeros_like(lse_TU) if g_lse_TN is None else g_lse_TN[:, in_N]
+            finite_UH, d_rows_UH = head.finite(rows_UH), torch.zeros_like(rows_UH, dtype=lse_TN.dtype)
+            for chunk in head.chunks(len(in_N)):
+                z_UC = head.logits(chunk, rows_UH)
+                dz_UC = softmax_gradient(head.limit(z_UC), query.temperatures, lse_TU, g_lse_TU)
+                if g_label_N is not None:
+                    mine_U, column_U1 = _labels_in(chunk, label_U)
+                    share_U1 = torch.where(mine_U, g_label_N[in_N], 0.0)[:, None]
+                    # One label per position, so this write has one possible result, also on a GPU.
+                    dz_UC.scatter_(1, column_U1, dz_UC.gather(1, column_U1) + share_U1)
+                if head.limited:
+                    dz_UC *= within_logit_limit(z_UC)
+                d_rows_UH += head.through_chunk(chunk, dz_UC)
+                if d_weight_VH is not None:
+                    d_weight_VH[chunk.start : chunk.stop] = product(dz_UC.t(), finite_UH, head.dtype)
+                if (needs_weight or needs_offset) and len(chunk.bins):
+                    d_coord_BH[chunk.bins] += product(dz_UC[:, chunk.columns].t(), finite_UH, head.dtype)
+            d_hidden_NH[in_N] += d_rows_UH
+
+        # 6. The coordinate rows.
+        if d_weight_VH is not None:
+            d_weight_VH[ctx.coords.ids_B] = d_coord_BH.to(d_weight_VH.dtype)
+        return (
+            d_hidden_NH.to(hidden_NH.dtype) if needs_hidden else None,
+            d_weight_VH,
+            d_coord_BH.to(offset_BH.dtype) if needs_offset else None,
+            *[None] * 5,
+        )
+
+
+def _score_vocabulary(
+    head: _HeadProducts, rows_UH: torch.Tensor, label_U: torch.Tensor, temperatures: Sequence[float]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logsumexp per temperature (T, U), label logit (U,), and the largest and smallest logit before any limit (U,)."""
+    wide = torch.promote_types(head.dtype, torch.float32)
+    lse_TU = rows_UH.new_full((len(temperatures), len(rows_UH)), -torch.inf, dtype=wide)
+    label_logit_U = rows_UH.new_zeros(len(rows_UH), dtype=wide)
+    high_U, low_U = torch.full_like(label_logit_U, -torch.inf), torch.full_like(label_logit_U, torch.inf)
+    if not len(rows_UH):
+        return lse_TU, label_logit_U, high_U, low_U
+    for chunk in head.chunks(len(rows_UH)):
+        z_UC = head.logits(chunk, rows_UH)
+        high_U, low_U = torch.maximum(high_U, z_UC.amax(dim=1)), torch.minimum(low_U, z_UC.amin(dim=1))
+        z_UC = head.limit(z_UC)
+        mine_U, column_U1 = _labels_in(chunk, label_U)
+        label_logit_U = torch.where(mine_U, z_UC.gather(1, column_U1)[:, 0], label_logit_U)
+        for t, tau in enumerate(temperatures):
+            lse_U = torch.logsumexp(z_UC if tau == 1.0 else z_UC / tau, dim=1)
+            lse_TU[t] = torch.logaddexp(lse_TU[t], lse_U)
+    return lse_TU, label_logit_U, high_U, low_U
+
+
+def softmax_gradient(
+    z: torch.Tensor, temperatures: Sequence[float], lse_T: torch.Tensor, g_T: torch.Tensor
+) -> torch.Tensor:
+    """``Σ_τ g_τ/τ · softmax(z/τ)`` over the columns of ``z``, given logsumexps ``lse_T``."""
+    total: torch.Tensor | None = None
+    for tau, lse, g in zip(temperatures, lse_T, g_T, strict=True):
+        part = torch.sub(z if tau == 1.0 else z / tau, lse[:, None]).exp_().mul_((g / tau)[:, None])
+        total = part if total is None else total.add_(part)
+    return torch.zeros_like(z) if total is None else total
 
 
 def _look(broken_N: torch.Tensor) -> bool:
-    """The objective's one look from the host, once a row. Nearly all rows have no broken logit, and skip the limit's
-    passes over all the logits of a row: far more work for the device than what it idles through a look."""
+    """The objective's only read from the host, once per row."""
     return bool(broken_N.any())
 
 
-def _gradients(ctx: Any, g_lse_TU: Any, g_label_U: Any, g_text_gate_TG: Any, g_coord_KB: Any) -> tuple[Any, ...]:
-    """Of hidden states, weight and offset, from those of the scores; None where none is needed."""
-    hidden_NH, weight_VH, offset_BH, lse_TU, text_gate_TG = ctx.saved_tensors
-    plan: Plan = ctx.plan
-    query = plan.query
-    needs_hidden, needs_weight, needs_offset, _ = ctx.needs_input_grad
-    head = HeadProducts(weight_VH, offset_BH, plan, limited=ctx.limited)
-    wide = lse_TU.dtype
-    d_hidden_NH = hidden_NH.new_zeros(hidden_NH.shape, dtype=wide)
-    d_coord_BH = hidden_NH.new_zeros(len(plan.coord_ids_B), hidden_NH.shape[1], dtype=wide)
+class _Chunk(NamedTuple):
+    """Rows ``start`` to ``stop`` of the head; ``columns`` of them are the coordinate ``bins``."""
 
-    def through_coord_columns(in_N: torch.Tensor, rows_H: torch.Tensor, dz_B: torch.Tensor) -> None:
-        d_hidden_NH[in_N] += head.coord_backward(dz_B)
-        if needs_weight or needs_offset:
-            d_coord_BH.add_(product(dz_B.t(), head.finite(rows_H), plan.dtype))
+    start: int
+    stop: int
+    rows_CH: torch.Tensor
+    columns: torch.Tensor
+    bins: torch.Tensor
 
-    if g_coord_KB is not None and g_coord_KB.numel():
-        rows_KH = hidden_NH[query.slot_in_N_K].to(plan.dtype)
-        if ctx.limited:
-            g_coord_KB = g_coord_KB * within_logit_limit(head.coord_logits(rows_KH))
-        through_coord_columns(query.slot_in_N_K, rows_KH, g_coord_KB)
-    if g_text_gate_TG is not None and g_text_gate_TG.numel():
-        in_N_G = query.vocab_in_N_U[query.text_gate_in_U_G]
-        rows_GH = hidden_NH[in_N_G].to(plan.dtype)
-        dz_GB = softmax_gradient(
-            head.coord_logits(rows_GH), query.temperatures, text_gate_TG, g_text_gate_TG, ctx.limited
-        )
-        through_coord_columns(in_N_G, rows_GH, dz_GB)
 
-    d_weight_VH = torch.empty_like(weight_VH) if needs_weight else None
-    trained = slice(query.num_trained)
-    if query.num_trained and (g_lse_TU is not None or g_label_U is not None):
-        in_N = query.vocab_in_N_U[trained]
-        grads = VocabGrads(
-            None if g_lse_TU is None else g_lse_TU[:, trained],
-            None if g_label_U is None else g_label_U[trained],
-            lse_TU[:, trained],
-            plan.label_U[trained],
-        )
-        rows_H = hidden_NH[in_N].to(plan.dtype)
-        d_hidden_NH[in_N] += vocab_backward(
-            head, rows_H, plan, grads, d_coord_BH if needs_weight or needs_offset else None, d_weight_VH
-        )
-    elif d_weight_VH is not None:
-        d_weight_VH.zero_()
-    if d_weight_VH is not None:
-        # Whole sums, rounded once: the chunks above left their part of these rows in d_coord_BH.
-        d_weight_VH[plan.coord_rows] = d_coord_BH.to(d_weight_VH.dtype)
-    return (
-        d_hidden_NH.to(hidden_NH.dtype) if needs_hidden else None,
-        d_weight_VH,
-        d_coord_BH.to(offset_BH.dtype) if needs_offset else None,
-        None,
-    )
+def _labels_in(chunk: _Chunk, label_U: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which positions have their label in the chunk, and its column (any column elsewhere). Without a host read."""
+    column_U = label_U - chunk.start
+    mine_U = (column_U >= 0) & (column_U < chunk.stop - chunk.start)
+    return mine_U, column_U.clamp(0, chunk.stop - chunk.start - 1)[:, None]
+
+
+class _HeadProducts:
+    """Products with the head's rows: factors in ``dtype``, sums and results in float32 or wider.
+
+    ``limited``: some logit of the row is broken or beyond the limit.
+    """
+
+    def __init__(
+        self,
+        weight_VH: torch.Tensor,
+        offset_BH: torch.Tensor | None,
+        coords: _CoordColumns,
+        dtype: torch.dtype,
+        chunk_logits: int,
+        *,
+        limited: bool = False,
+    ) -> None:
+        self.weight_VH, self.offset_BH, self.coords = weight_VH, offset_BH, coords
+        self.dtype, self.limited = dtype, limited
+        self.coord_BH = weight_VH[coords.ids_B].to(dtype)
+        self._chunk_logits = chunk_logits
+
+    def chunks(self, positions: int) -> Iterator[_Chunk]:
+        """The vocabulary in equal parts, small enough that a part's logits fit the budget."""
+        size = max(256, self._chunk_logits // max(1, positions))
+        for start in range(0, len(self.weight_VH), size):
+            stop = min(start + size, len(self.weight_VH))
+            rows_CH = self.weight_VH[start:stop].to(self.dtype)
+            yield _Chunk(start, stop, rows_CH, *self.coords.within(start, stop))
+
+    def logits(self, chunk: _Chunk, rows_UH: torch.Tensor) -> torch.Tensor:
+        """Unlimited logits of a chunk: (U, C)."""
+        z_UC = product(rows_UH, chunk.rows_CH.t(), self.dtype)
+        if self.offset_BH is not None and len(chunk.bins):
+            z_UC[:, chunk.columns] += self._offset_logits(rows_UH, chunk.bins)
+        return z_UC
+
+    def coord_logits(self, rows_H: torch.Tensor) -> torch.Tensor:
+        """Unlimited logits of the coordinate columns: (…, B)."""
+        z_B = product(rows_H, self.coord_BH.t(), self.dtype)
+        return z_B if self.offset_BH is None else z_B + self._offset_logits(rows_H, slice(None))
+
+    def through_chunk(self, chunk: _Chunk, dz_UC: torch.Tensor) -> torch.Tensor:
+        """Gradient of a chunk's logits → of the hidden states."""
+        d_UH = product(dz_UC, self.finite(chunk.rows_CH), self.dtype)
+        if self.offset_BH is not None and len(chunk.bins):
+            d_UH += self._through_offset(dz_UC[:, chunk.columns], chunk.bins)
+        return d_UH
+
+    def through_coord_columns(self, dz_B: torch.Tensor) -> torch.Tensor:
+        """Gradient of the coordinate logits → of the hidden states."""
+        d_H = product(dz_B, self.finite(self.coord_BH), self.dtype)
+        return d_H if self.offset_BH is None else d_H + self._through_offset(dz_B, slice(None))
+
+    def limit(self, z: torch.Tensor) -> torch.Tensor:
+        return limit_logits(z) if self.limited else z
+
+    def finite(self, factor: torch.Tensor) -> torch.Tensor:
+        """Zero non-finite entries before they enter a gradient's product: 0 · NaN is NaN."""
+        return torch.where(torch.isfinite(factor), factor, 0.0) if self.limited else factor
+
+    def _offset_logits(self, rows_H: torch.Tensor, bins: Any) -> torch.Tensor:
+        assert self.offset_BH is not None
+        return rows_H.to(self.offset_BH.dtype) @ self.offset_BH[bins].t()
+
+    def _through_offset(self, dz_B: torch.Tensor, bins: Any) -> torch.Tensor:
+        assert self.offset_BH is not None
+        return dz_B.to(self.offset_BH.dtype) @ self.finite(self.offset_BH[bins])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _CoordColumns:
+    """The coordinate tokens, by bin, and sorted: a chunk's are then a slice, found without a read from a GPU."""
+
+    ids_B: torch.Tensor
+    sorted_ids: tuple[int, ...]
+    sorted_ids_B: torch.Tensor
+    bin_of_sorted_B: torch.Tensor
+
+    @staticmethod
+    @lru_cache(maxsize=8)
+    def on(coord_ids: tuple[int, ...], device: torch.device) -> _CoordColumns:
+        """Cached, because a copy from the host to a GPU blocks."""
+        with torch.inference_mode(False):  # the first caller may need no gradient, and later ones do
+            order = sorted(range(len(coord_ids)), key=coord_ids.__getitem__)
+            in_order = tuple(coord_ids[k] for k in order)
+            ids_B, sorted_ids_B, order_B = (
+                torch.tensor(values, device=device) for values in (coord_ids, in_order, order)
+            )
+            return _CoordColumns(ids_B, in_order, sorted_ids_B, order_B)
+
+    def within(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Coordinate columns of a chunk, counted from its start, and their bins."""
+        low, high = bisect_left(self.sorted_ids, start), bisect_left(self.sorted_ids, stop)
+        return self.sorted_ids_B[low:high] - start, self.bin_of_sorted_B[low:high]
+
+
+def coord_ids_on(coord_ids: Sequence[int], device: torch.device) -> torch.Tensor:
+    """The coordinate tokens by bin: int64 (B,) on ``device``, cached."""
+    return _CoordColumns.on(tuple(coord_ids), device).ids_B
+
+
+def within_logit_limit(z: torch.Tensor) -> torch.Tensor:
+    """Where the limit lets a logit through, and so its gradient: (…) bool. NaN compares false."""
+    return (z >= -LOGIT_LIMIT) & (z <= LOGIT_LIMIT)
+
+
+def product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``a @ b`` with factors in ``dtype``, sums and result in float32 or wider."""
+    a, b = a.to(dtype), b.to(dtype)
+    if dtype not in (torch.bfloat16, torch.float16):
+        return torch.mm(a, b)
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return torch.mm(a.float(), b.float())  # a CPU's half-precision product would round the sums

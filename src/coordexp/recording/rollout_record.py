@@ -35,9 +35,9 @@ from coordexp.records import (
     TrainingTarget,
 )
 from coordexp.records_json import from_json, read_lines
-from coordexp.targets import TargetPolicy, TransportConfig, build_target, empty_target
+from coordexp.targets import SupervisionWeights, TargetPolicy, TransportConfig, build_target, empty_target
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,7 @@ class Settings:
     transport: TransportConfig
     field_order: FieldOrder
     target: TargetPolicy = field(default_factory=TargetPolicy)
+    weights: SupervisionWeights = field(default_factory=SupervisionWeights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,8 @@ class ParseRecord:
 
 @dataclass(frozen=True, slots=True)
 class TargetRecord:
-    """:class:`TrainingTarget`, with roles as runs of (name of the role, number of tokens)."""
+    """:class:`TrainingTarget`, with roles as runs of (name of the role, number of tokens), and the weights of each loss
+    term as runs of (weight, number of tokens)."""
 
     token_ids: tuple[int, ...]
     roles: tuple[tuple[str, int], ...]
@@ -102,9 +104,8 @@ class TargetRecord:
     matched_gt_idx: tuple[int, ...]
     appended_gt_idx: tuple[int, ...]
     appended_object_index: tuple[int, ...]
-    text_weight: tuple[float, ...] | None = None
+    weights: dict[str, tuple[tuple[float, int], ...]] = field(default_factory=dict)
     left_out_pred_idx: tuple[int, ...] = ()
-    soft_pred_idx: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +115,9 @@ class RolloutRecord:
     ``loss_by_role`` (mean by name of the role) and ``token_loss`` (position in the target, loss in nats) are null in
     the file: a line is written when its target is built, before the forward pass, and a segment may wait in the carry
     buffer for steps. :func:`read_records` fills them from the :class:`LossRecord` beside it, where there is one.
-    ``confidences`` of the answer's objects are null where the target asked for none.
     """
 
-    schema_version: Literal[1]
+    schema_version: Literal[2]
     sample_id: str
     image: str
     width: int
@@ -136,7 +136,6 @@ class RolloutRecord:
     settings: Settings
     loss_by_role: dict[str, float] | None = None
     token_loss: tuple[tuple[int, float], ...] | None = None
-    confidences: tuple[float, ...] | None = None
     taken_as_complete: bool = False
 
 
@@ -206,7 +205,6 @@ def make_record(
         match=outcome.match,
         target=_target_record(outcome.target),
         settings=replace(settings, target=outcome.policy),
-        confidences=outcome.confidences,
         taken_as_complete=outcome.taken_as_complete,
     )
 
@@ -225,7 +223,7 @@ def _parse_record(parsed: ParsedRollout) -> ParseRecord:
 def _target_record(target: TrainingTarget) -> TargetRecord:
     return TargetRecord(
         token_ids=target.token_ids,
-        roles=tuple((TokenRole(role).name, sum(1 for _ in run)) for role, run in groupby(target.roles_T.tolist())),
+        roles=tuple((TokenRole(role).name, count) for role, count in _runs(target.roles_T)),
         coord_pos=tuple(target.coord_pos_K.tolist()),
         coord_bin=tuple(target.coord_bin_K.tolist()),
         box_pos=_rows_of_4(target.box_pos_M4),
@@ -236,10 +234,13 @@ def _target_record(target: TrainingTarget) -> TargetRecord:
         matched_gt_idx=target.matched_gt_idx,
         appended_gt_idx=target.appended_gt_idx,
         appended_object_index=target.appended_object_index,
-        text_weight=None if target.text_weight_T is None else tuple(target.text_weight_T.tolist()),
+        weights={term: _runs(weight_T) for term, weight_T in target.weights.items()},
         left_out_pred_idx=target.left_out_pred_idx,
-        soft_pred_idx=target.soft_pred_idx,
     )
+
+
+def _runs(values_T: np.ndarray) -> tuple[tuple[Any, int], ...]:
+    return tuple((value, sum(1 for _ in run)) for value, run in groupby(values_T.tolist()))
 
 
 def _rows_of_4(array_M4: np.ndarray) -> tuple[Any, ...]:
@@ -318,7 +319,7 @@ def rebuild(record: RolloutRecord, vocab: CoordVocab) -> tuple[ParsedRollout, Ma
             field_order=record.settings.field_order,
             transport=record.settings.transport,
             policy=record.settings.target,
-            confidences=record.confidences,
+            weights=record.settings.weights,
         )
     except AppendError:
         if record.target.token_ids:

@@ -25,35 +25,23 @@ class TokenLosses:
 def token_losses(
     row: PackedRow, supervision: SupervisionTensors, query: HeadQuery, scores: HeadScores
 ) -> list[TokenLosses]:
-    """Per segment of ``row``. Positions that nobody scored are not there."""
+    """Per segment of ``row``. Positions that no module scored are left out."""
+    in_N, losses = [], []
     with torch.no_grad():
-        parts = [_text_losses(supervision, query, scores), _coord_losses(supervision, query, scores)]
-        position_P = torch.cat([position for position, _ in parts]).tolist()
-        loss_P = torch.cat([loss.double() for _, loss in parts]).tolist()
-    # Of a coordinate that both score (stage 1 without a coordinate loss), the distance among bins stands last and wins.
+        if 1.0 in scores.vocab_lse_N:
+            in_N.append(query.vocab_in_N_U)
+            losses.append(scores.cross_entropy_N()[query.vocab_in_N_U])
+        # Coordinates that both score (stage 1 without a coordinate loss) keep the later value, that among the bins.
+        if scores.coord_logit_KB is not None:
+            bin_K1 = supervision.coord_bin_K.round().long().clamp(0, NUM_BINS - 1)[:, None]
+            in_N.append(supervision.coord_in_N_K)
+            losses.append(-scores.coord_logit_KB.log_softmax(dim=-1).gather(1, bin_K1)[:, 0])
+        position_P = supervision.position_N[torch.cat(in_N)].tolist() if in_N else []
+        loss_P = torch.cat([loss.double() for loss in losses]).tolist() if losses else []
     at = dict(zip(position_P, loss_P, strict=True))
-    losses = []
+    found = []
     for segment, start, end in zip(row.segments, row.offsets[:-1], row.offsets[1:], strict=True):
         first = start + len(segment.prompt_token_ids)
         inside = sorted(position for position in at if first <= position < end)
-        losses.append(TokenLosses(tuple(p - first for p in inside), tuple(round(at[p], 4) for p in inside)))
-    return losses
-
-
-def _text_losses(
-    supervision: SupervisionTensors, query: HeadQuery, scores: HeadScores
-) -> tuple[torch.Tensor, torch.Tensor]:
-    if 1.0 not in query.temperatures:
-        return supervision.position_N[:0], scores.label_logit_U[:0]
-    lse_U = scores.vocab_lse_TU[query.temperatures.index(1.0)]
-    return supervision.position_N[query.vocab_in_N_U], lse_U - scores.label_logit_U
-
-
-def _coord_losses(
-    supervision: SupervisionTensors, query: HeadQuery, scores: HeadScores
-) -> tuple[torch.Tensor, torch.Tensor]:
-    if not len(query.slot_in_N_K):
-        return supervision.position_N[:0], scores.label_logit_U[:0]
-    bin_K1 = supervision.coord_bin_K.round().long().clamp(0, NUM_BINS - 1)[:, None]
-    log_p_KB = scores.coord_logit_KB.log_softmax(dim=-1)
-    return supervision.position_N[query.slot_in_N_K], -log_p_KB.gather(1, bin_K1)[:, 0]
+        found.append(TokenLosses(tuple(p - first for p in inside), tuple(round(at[p], 4) for p in inside)))
+    return found

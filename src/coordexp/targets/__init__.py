@@ -1,14 +1,19 @@
-"""Parse + match + ground truth → the one teacher-forced sequence and its per-token supervision. Torch-free."""
+"""Parse + match + ground truth → the one teacher-forced sequence, with weights of every loss term per token.
+Torch-free."""
 
 from coordexp.config.rollout import TargetPolicy, TransportConfig
 from coordexp.targets.build import build_gt_target, build_target, empty_target, is_closed, mark_matched
 from coordexp.targets.supervision import encode_tail
+from coordexp.targets.weights import TERMS, SupervisionWeights, count_terms
 
 __all__ = [
+    "TERMS",
+    "SupervisionWeights",
     "TargetPolicy",
     "TransportConfig",
     "build_gt_target",
     "build_target",
+    "count_terms",
     "empty_target",
     "encode_tail",
     "is_closed",

@@ -30,17 +30,23 @@ from coordexp.records import (
 )
 from coordexp.targets.rewrite import build_rewritten
 from coordexp.targets.supervision import Tail, coordinate_targets, encode_tail
+from coordexp.targets.weights import SupervisionWeights, weigh_tokens
 
 # Of a call outside of a run: what the keys have by default.
-_TRANSPORT, _POLICY = TransportConfig(), TargetPolicy()
+_TRANSPORT, _POLICY, _WEIGHTS = TransportConfig(), TargetPolicy(), SupervisionWeights()
 
 
 def build_gt_target(
-    ground_truth: Sequence[GTObject], vocab: CoordVocab, *, sample_id: str, field_order: FieldOrder
+    ground_truth: Sequence[GTObject],
+    vocab: CoordVocab,
+    *,
+    sample_id: str,
+    field_order: FieldOrder,
+    weights: SupervisionWeights = _WEIGHTS,
 ) -> TrainingTarget:
-    """The whole answer from ground truth: stage 1, and the control of every comparison."""
+    """The whole answer from ground truth: stage 1, Channel-A, and the baseline of every comparison."""
     tail = encode_tail(append_fragment(ground_truth, "{", 1, field_order).after("{"), ground_truth, vocab)
-    return _join(sample_id, (), [], [], tail, vocab, "gt", (), tuple(range(len(ground_truth))), 1)
+    return _join(sample_id, (), [], [], tail, vocab, "gt", (), tuple(range(len(ground_truth))), 1, weights)
 
 
 def build_target(
@@ -53,7 +59,7 @@ def build_target(
     field_order: FieldOrder = FIELD_ORDER,
     transport: TransportConfig = _TRANSPORT,
     policy: TargetPolicy = _POLICY,
-    confidences: Sequence[float] | None = None,
+    weights: SupervisionWeights = _WEIGHTS,
 ) -> TrainingTarget:
     """Correct what the rollout found, append what it missed.
 
@@ -62,8 +68,8 @@ def build_target(
             are appended).
         policy: what becomes of the model's own text. It, ``field_order`` and ``transport`` are what their keys have by
             default unless they are given.
-        confidences: of each predicted object, in (0, 1], for ``policy.unmatched: soft``; without them nothing
-            unmatched becomes soft.
+        weights: of the tokens in each loss term. The default trains text that the target writes, except descriptions
+            appended to a rollout.
 
     Raises:
         AlignmentError: a position that should hold a coordinate token of the stated object does not.
@@ -78,7 +84,7 @@ def build_target(
             field_order=field_order,
             transport=transport,
             policy=policy,
-            confidences=confidences,
+            weights=weights,
         )
     missed = [ground_truth[j] for j in match.fn_gt_idx]
     first_index = (parsed.max_object_index or 0) + 1
@@ -88,7 +94,9 @@ def build_target(
     _check_coord_tokens([predicted for predicted, _ in matched], parsed, vocab, sample_id)
     moved = coordinate_targets(matched, transport)
     prefix = parsed.prefix_token_ids
-    return _join(sample_id, prefix, matched, moved, tail, vocab, "rollout", match.pairs, match.fn_gt_idx, first_index)
+    return _join(
+        sample_id, prefix, matched, moved, tail, vocab, "rollout", match.pairs, match.fn_gt_idx, first_index, weights
+    )
 
 
 def empty_target(sample_id: str) -> TrainingTarget:
@@ -102,6 +110,7 @@ def empty_target(sample_id: str) -> TrainingTarget:
         coord_bin_K=none.astype(np.float64),
         box_pos_M4=none.reshape(0, 4),
         box_bin_M4=none.reshape(0, 4).astype(np.float64),
+        weights={},
         context="rollout",
         prefix_len=0,
         matched_pred_idx=(),
@@ -166,6 +175,7 @@ def _join(
     pairs: Sequence[Match],
     appended_gt_idx: tuple[int, ...],
     first_index: int,
+    weights: SupervisionWeights,
 ) -> TrainingTarget:
     """``matched``: matched objects, and ``moved`` their target bins."""
     prefix_len = len(prefix_ids)
@@ -178,35 +188,36 @@ def _join(
     coord_pos_K = np.concatenate([np.array(positions, dtype=np.int64), tail.coord_pos_K + prefix_len])
     coord_bin_K = np.concatenate([np.array(bins, dtype=np.float64), tail.coord_bin_K])
     order = np.argsort(coord_pos_K, kind="stable")
+    roles_T = np.concatenate([prefix_roles, tail.roles_T, [np.uint8(TokenRole.EOS)]])
+    box_pos = np.array([positions for positions, _ in boxes], dtype=np.int64).reshape(-1, 4)
+    box_bin = np.array([target for _, target in boxes], dtype=np.float64).reshape(-1, 4)
+    box_pos_M4 = np.concatenate([box_pos, tail.box_pos_M4 + prefix_len])
     return TrainingTarget(
         sample_id=sample_id,
         token_ids=(*prefix_ids, *tail.token_ids, vocab.eos_id),
-        roles_T=np.concatenate([prefix_roles, tail.roles_T, [np.uint8(TokenRole.EOS)]]),
+        roles_T=roles_T,
         coord_pos_K=coord_pos_K[order],
         coord_bin_K=coord_bin_K[order],
-        box_pos_M4=np.concatenate([np.array([p for p, _ in boxes], dtype=np.int64).reshape(-1, 4),
-                                   tail.box_pos_M4 + prefix_len]),
-        box_bin_M4=np.concatenate([np.array([b for _, b in boxes], dtype=np.float64).reshape(-1, 4), tail.box_bin_M4]),
+        box_pos_M4=box_pos_M4,
+        box_bin_M4=np.concatenate([box_bin, tail.box_bin_M4]),
+        weights=weigh_tokens(roles_T, box_pos_M4, context, weights, _softness(prefix_len, matched, tail)),
         context=context,
         prefix_len=prefix_len,
         matched_pred_idx=tuple(pair.pred_idx for pair in pairs),
         matched_gt_idx=tuple(pair.gt_idx for pair in pairs),
         appended_gt_idx=tuple(appended_gt_idx),
         appended_object_index=tuple(range(first_index, first_index + len(appended_gt_idx))),
-        text_weight_T=_text_weights(prefix_len, matched, tail),
-    )  # fmt: skip
+    )
 
 
-def _text_weights(
-    prefix_len: int, matched: Sequence[tuple[PredictedObject, GTObject]], tail: Tail
-) -> np.ndarray | None:
-    """Of prefix, tail and EOS; None where nothing is soft."""
-    if tail.text_weight_T is None and all(truth.soft is None for _, truth in matched):
+def _softness(prefix_len: int, matched: Sequence[tuple[PredictedObject, GTObject]], tail: Tail) -> np.ndarray | None:
+    """Of prefix, tail and EOS; None if no object is soft."""
+    if tail.softness_T is None and all(truth.soft is None for _, truth in matched):
         return None
-    weight_T = np.ones(prefix_len + len(tail.token_ids) + 1)
+    softness_T = np.ones(prefix_len + len(tail.token_ids) + 1)
     for predicted, truth in matched:
         if truth.soft is not None:
-            weight_T[slice(*predicted.own_token_span)] = truth.soft
-    if tail.text_weight_T is not None:
-        weight_T[prefix_len:-1] = tail.text_weight_T
-    return weight_T
+            softness_T[slice(*predicted.own_token_span)] = truth.soft
+    if tail.softness_T is not None:
+        softness_T[prefix_len:-1] = tail.softness_T
+    return softness_T

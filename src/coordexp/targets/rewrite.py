@@ -7,8 +7,6 @@ Entries stand in the model's own order, numbered anew from 1, and the whole text
 * a matched object of the *other kind*: the annotation's entry, taught whole;
 * an *unmatched* object: as the model wrote it, masked with the separator before it (or left out, as is one whose
   description cannot be written again: it holds a control token, a coordinate, or text that the tokenizer changes);
-  with ``unmatched: soft`` one that the model is sure of, and that overlaps nothing else, is a soft object: its text
-  is taught by its confidence, its coordinates are not;
 * an object that was *missed*: the annotation's entry, taught whole;
 * then the closing brace and the end of the turn.
 
@@ -18,17 +16,17 @@ A token that touches a masked entry is masked, also where it is fused with a nei
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from coordexp.config.rollout import TargetPolicy, TransportConfig
 from coordexp.coords import CoordVocab, FieldOrder, append_fragment
-from coordexp.geometry import mask_iou
-from coordexp.matching import MAX_OVERLAP_OF_OTHERS, duplicate_indices
-from coordexp.records import GTObject, MatchResult, ParsedRollout, PredictedObject, TokenRole, TrainingTarget
+from coordexp.matching import duplicate_indices
+from coordexp.records import GTObject, MatchResult, ParsedRollout, TokenRole, TrainingTarget
 from coordexp.targets.supervision import Tail, coordinate_targets, encode_tail
+from coordexp.targets.weights import SupervisionWeights, weigh_tokens
 
 _AS_MATCHED = {
     TokenRole.TAIL_STRUCT: TokenRole.REWRITTEN_STRUCT,
@@ -57,22 +55,18 @@ def build_rewritten(
     field_order: FieldOrder,
     transport: TransportConfig,
     policy: TargetPolicy,
-    confidences: Sequence[float] | None,
+    weights: SupervisionWeights,
 ) -> TrainingTarget:
     """``Y_train`` as the module says. No token of it is the rollout's own (``prefix_len`` 0), and nothing that can be
-    parsed is refused: an answer that breaks off is rewritten with the objects that were read. ``confidences``: of each
-    object of ``parsed``, in (0, 1]; where they are not known nothing becomes soft.
+    parsed is refused: an answer that breaks off is rewritten with the objects that were read.
 
     Raises:
         AlignmentError: a description cannot be written, as in :func:`coordexp.targets.encode_tail`.
     """
-    soft_of = {}
-    if policy.unmatched == "soft" and confidences is not None:
-        soft_of = _soft_weights(parsed.objects, match, ground_truth, confidences, policy.soft_threshold)
-    entries = _entries(parsed, match, ground_truth, transport, policy, vocab, soft_of)
+    entries = _entries(parsed, match, ground_truth, transport, policy, vocab)
     written = [entry.obj for entry in entries]
     tail = encode_tail(append_fragment(written, "{", 1, field_order).after("{"), written, vocab)
-    roles_T = _roles(entries, tail)
+    roles_T = np.append(_roles(entries, tail), np.uint8(TokenRole.EOS))
     taught = [
         (entry.obj, positions, entry.bins)
         for entry, positions in zip(entries, tail.coords_of, strict=True)
@@ -81,24 +75,24 @@ def build_rewritten(
     boxes = [(positions, bins) for obj, positions, bins in taught if obj.kind == "bbox_2d"]
     own = {entry.pred_idx for entry in entries}
     number_of = {entry.gt_idx: number for number, entry in enumerate(entries, start=1)}
-    weight_T = tail.text_weight_T
+    softness_T = None if tail.softness_T is None else np.append(tail.softness_T, 1.0)
+    box_pos_M4 = np.array([positions for positions, _ in boxes], dtype=np.int64).reshape(-1, 4)
     return TrainingTarget(
         sample_id=sample_id,
         token_ids=(*tail.token_ids, vocab.eos_id),
-        roles_T=np.concatenate([roles_T, [np.uint8(TokenRole.EOS)]]),
+        roles_T=roles_T,
         coord_pos_K=np.array([position for _, positions, _ in taught for position in positions], dtype=np.int64),
         coord_bin_K=np.array([target for _, _, bins in taught for target in bins], dtype=np.float64),
-        box_pos_M4=np.array([positions for positions, _ in boxes], dtype=np.int64).reshape(-1, 4),
+        box_pos_M4=box_pos_M4,
         box_bin_M4=np.array([bins for _, bins in boxes], dtype=np.float64).reshape(-1, 4),
+        weights=weigh_tokens(roles_T, box_pos_M4, "rollout", weights, softness_T),
         context="rollout",
         prefix_len=0,
         matched_pred_idx=tuple(pair.pred_idx for pair in match.pairs),
         matched_gt_idx=tuple(pair.gt_idx for pair in match.pairs),
         appended_gt_idx=tuple(match.fn_gt_idx),
         appended_object_index=tuple(number_of[j] for j in match.fn_gt_idx),
-        text_weight_T=None if weight_T is None else np.append(weight_T, 1.0),
         left_out_pred_idx=tuple(i for i in match.fp_pred_idx if i not in own),
-        soft_pred_idx=tuple(e.pred_idx for e in entries if e.pred_idx in soft_of and e.obj.soft is not None),
     )
 
 
@@ -117,26 +111,6 @@ def _roles(entries: Sequence[_Entry], tail: Tail) -> np.ndarray:
     return roles_T
 
 
-def _soft_weights(
-    objects: Sequence[PredictedObject],
-    match: MatchResult,
-    ground_truth: Sequence[GTObject],
-    confidences: Sequence[float],
-    threshold: float,
-) -> dict[int, float]:
-    """Which unmatched objects become soft, and by which weight: the surer first, none that overlaps an annotation, a
-    matched object or a surer one."""
-    others: list[GTObject | PredictedObject] = [*ground_truth, *(objects[pair.pred_idx] for pair in match.pairs)]
-    chosen: dict[int, float] = {}
-    for i in sorted(match.fp_pred_idx, key=lambda i: -confidences[i]):  # stable: equal ones as written
-        if confidences[i] < threshold:
-            break
-        if all(mask_iou(objects[i], other) <= MAX_OVERLAP_OF_OTHERS for other in others):
-            chosen[i] = confidences[i]
-            others.append(objects[i])
-    return chosen
-
-
 def _entries(
     parsed: ParsedRollout,
     match: MatchResult,
@@ -144,9 +118,8 @@ def _entries(
     transport: TransportConfig,
     policy: TargetPolicy,
     vocab: CoordVocab,
-    soft_of: Mapping[int, float],
 ) -> list[_Entry]:
-    """What is written, in order. ``soft_of``: weights of the unmatched objects that become soft."""
+    """What is written, in order."""
     gt_of = {pair.pred_idx: pair.gt_idx for pair in match.pairs}
     in_place = [i for i, j in gt_of.items() if parsed.objects[i].kind == ground_truth[j].kind]
     targets = coordinate_targets([(parsed.objects[i], ground_truth[gt_of[i]]) for i in in_place], transport)
@@ -164,8 +137,7 @@ def _entries(
             if policy.duplicates == "replace" and missed:
                 entries.append(missed.pop(0))
         elif policy.unmatched != "drop" and _is_writable(predicted.desc, vocab):
-            obj = GTObject(predicted.desc, predicted.kind, predicted.bins, soft_of.get(i))
-            entries.append(_Entry(obj, None if obj.soft is None else obj.bins, None, i))
+            entries.append(_Entry(GTObject(predicted.desc, predicted.kind, predicted.bins), None, None, i))
     for entry in missed:
         entries.insert(_place(entry, entries) if policy.missed == "in_order" else len(entries), entry)
     return entries

@@ -21,9 +21,9 @@ from coordexp.records import NUM_BINS, GTObject, PredictedObject, TokenRole
 class Tail:
     """Tokens of a fragment written from objects: T ids, their roles, K taught coordinates and their bins, M boxes.
 
-    ``text_weight_T``: factor on each token's cross-entropy, None where no object is soft. Of each object written, in
-    order: ``entry_tokens``, the half-open range of the tokens that touch its entry or the separator before it, and
-    ``coords_of``, the positions of its coordinates, taught or not.
+    ``softness_T``: factor on the cross-entropy of soft objects' text, None if no object is soft. Per object, in the
+    order written: ``entry_tokens``, the half-open range of the tokens that touch its entry or the separator before it,
+    and ``coords_of``, the positions of its coordinates, supervised or not.
     """
 
     token_ids: tuple[int, ...]
@@ -32,7 +32,7 @@ class Tail:
     coord_bin_K: np.ndarray
     box_pos_M4: np.ndarray
     box_bin_M4: np.ndarray
-    text_weight_T: np.ndarray | None
+    softness_T: np.ndarray | None
     entry_tokens: tuple[tuple[int, int], ...]
     coords_of: tuple[tuple[int, ...], ...]
 
@@ -92,23 +92,21 @@ def encode_tail(fragment: Fragment, objects: Sequence[GTObject], vocab: CoordVoc
         coord_bin_K=np.array([k for obj, _ in taught for k in obj.bins], dtype=np.float64),
         box_pos_M4=np.array([positions for positions, _ in boxes], dtype=np.int64).reshape(-1, 4),
         box_bin_M4=np.array([bins for _, bins in boxes], dtype=np.float64).reshape(-1, 4),
-        text_weight_T=_text_weights(objects, entry_tokens, len(token_ids)),
+        softness_T=_softness(objects, entry_tokens, len(token_ids)),
         entry_tokens=entry_tokens,
         coords_of=tuple(coords_of),
     )
 
 
-def _text_weights(
-    objects: Sequence[GTObject], entry_tokens: Sequence[tuple[int, int]], length: int
-) -> np.ndarray | None:
+def _softness(objects: Sequence[GTObject], entry_tokens: Sequence[tuple[int, int]], length: int) -> np.ndarray | None:
     if all(obj.soft is None for obj in objects):
         return None
-    weight_T = np.ones(length)
+    softness_T = np.ones(length)
     for obj, (start, end) in zip(objects, entry_tokens, strict=True):
         if obj.soft is not None:
-            weight_T[start:end] = np.minimum(weight_T[start:end], obj.soft)
-    weight_T[-1] = 1.0  # the end of the answer is no part of any object
-    return weight_T
+            softness_T[start:end] = np.minimum(softness_T[start:end], obj.soft)
+    softness_T[-1] = 1.0  # the end of the answer belongs to no object
+    return softness_T
 
 
 def _byte_spans(text: str, spans: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:

@@ -135,8 +135,7 @@ def build_trainer(
     offload = build_offload(loaded.model, rollout)
     if backend is None:
         backend = build_backend(rollout, _learner_parts(config, loaded, offload))
-    scorer = _scorer(rollout, loaded)
-    recipe = build_recipe(config, rollout, loaded.vocab, backend, build_buffer(config, train, resume), scorer)
+    recipe = build_recipe(config, rollout, loaded.vocab, backend, build_buffer(config, train, resume))
     restore_answers(recipe.ahead, resume)
     trainer = CoordExpTrainer(
         loaded=loaded,
@@ -149,7 +148,7 @@ def build_trainer(
         learning_rates=learning_rates(training),
         recorder=_recorder(run, recipe.rollouts),
         measured=_measured(rollout),
-        scorer=scorer if rollout.eval_detection.score_mode == "confidence" else None,
+        scorer=_scorer(rollout, loaded),
         keep_checkpoints=training.save_total_limit,
         args=arguments,
         train_dataset=train,
@@ -220,9 +219,9 @@ def _recorder(run: CheckedRun, source: RolloutSource | None) -> RolloutRecorder 
     from coordexp.recording.rollout_record import Settings
     from coordexp.recording.writer import build_recorder
 
-    settings = (
-        None if source is None else Settings(source.matching, source.transport, source.field_order, source.policy)
-    )
+    settings = None
+    if source is not None:
+        settings = Settings(source.matching, source.transport, source.field_order, source.policy, source.weights)
     return build_recorder(run.rollout.monitor_dump, settings, Path(run.config.training.output_dir))
 
 
@@ -238,10 +237,10 @@ def _show_progress(trainer: Any, console: Console, description: str) -> None:
 
 
 def _scorer(config: RolloutMatchingConfig, loaded: LoadedModel) -> TokenScorer | None:
-    """What says how sure the learner is of an object: to score predictions, to teach them softly. None for neither."""
+    """Scores predictions by their tokens' probabilities; None if every prediction has the constant score."""
     from coordexp.modeling.scores import TokenScorer
 
-    if config.eval_detection.score_mode == "constant" and config.target.unmatched != "soft":
+    if config.eval_detection.score_mode == "constant":
         return None
     return TokenScorer(loaded.model, loaded.vocab, loaded.image_token_id)
 

@@ -21,14 +21,12 @@ from coordexp.modeling.self_context import SelfContext, self_context_states
 from coordexp.objective import (
     HeadQuery,
     HeadScores,
-    ObjectiveContext,
     ObjectivePipeline,
-    SupervisionCounts,
+    ObjectiveResult,
     SupervisionTensors,
     score_head,
 )
-from coordexp.objective.context import coord_ids_on
-from coordexp.objective.pipeline import ObjectiveResult
+from coordexp.objective.head import coord_ids_on
 
 FIRST_FORWARD = ("token_ce",)
 
@@ -72,14 +70,12 @@ class TrainingObjective(ABC):
     def result(
         self,
         supervision: SupervisionTensors,
-        queries: Sequence[HeadQuery],
         scores: Sequence[HeadScores],
-        counts: SupervisionCounts,
+        totals: Mapping[str, int],
     ) -> ObjectiveResult:
-        """The row's share of the step's loss, and of its terms. ``counts``: those of the whole step."""
+        """The row's share of the step's loss and terms. ``totals``: positions of each term in the whole step."""
         results = [
-            part(ObjectiveContext(supervision, query, head_scores, counts))
-            for part, query, head_scores in zip(self.forwards(), queries, scores, strict=True)
+            part(supervision, head_scores, totals) for part, head_scores in zip(self.forwards(), scores, strict=True)
         ]
         loss = results[0].loss
         for further in results[1:]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from coordexp import distributed
 from coordexp.config import RunConfig
@@ -13,13 +14,12 @@ from coordexp.config.rollout import RolloutMatchingConfig, Stage2ABConfig
 from coordexp.coords import CoordVocab
 from coordexp.errors import ConfigError
 from coordexp.matching import MatchingConfig
-from coordexp.modeling.scores import TokenScorer
 from coordexp.modeling.self_context import SelfContext
 from coordexp.objective import ObjectivePipeline, build_pipeline, sft_pipeline
 from coordexp.packing import CarryBuffer
 from coordexp.recording.writer import RolloutLog
 from coordexp.rollouts import RolloutBackend
-from coordexp.targets import TargetPolicy, TransportConfig
+from coordexp.targets import SupervisionWeights, TargetPolicy, TransportConfig
 from coordexp.training.ahead import RolloutsAhead
 from coordexp.training.objective_step import SelfContextObjective, TeacherForcing, TrainingObjective
 from coordexp.training.sources import GroundTruthSource, RolloutSource, SegmentSource
@@ -44,18 +44,20 @@ def build_recipe(
     vocab: CoordVocab,
     backend: RolloutBackend,
     buffer: CarryBuffer | None,
-    scorer: TokenScorer | None,
 ) -> Recipe:
-    """The training that ``custom.trainer_variant`` names. ``buffer``: segments that wait, None without packing;
-    ``scorer``: the learner, where the target depends on how sure it is."""
+    """The training that ``custom.trainer_variant`` names. ``buffer``: segments that wait, None without packing."""
     variant = config.custom.trainer_variant
-    truth = GroundTruthSource(vocab, config.custom.object_field_order)
+    field_order = config.custom.object_field_order
     if variant is None:
-        pipeline = sft_pipeline(config.custom.coord_soft_ce_w1)
+        coord_loss = config.custom.coord_soft_ce_w1
+        pipeline = sft_pipeline(coord_loss)
+        truth = GroundTruthSource(vocab, field_order, SupervisionWeights.for_sft(coord_loss))
         return Recipe(_carrying(config, truth, buffer), {None: TeacherForcing(pipeline, vocab.coord_token_ids)})
-    rollouts = _rollout_source(config, rollout, vocab, backend, scorer)
+    rollouts = _rollout_source(config, rollout, vocab, backend)
     if variant == "stage2_two_channel":
         assert config.stage2_ab is not None, "the schema requires stage2_ab for this variant"
+        weights_a = SupervisionWeights.from_pipeline(config.stage2_ab.pipeline, "A")
+        truth = GroundTruthSource(vocab, field_order, weights_a)
         schedule = ChannelSchedule.from_ratio(config.stage2_ab.schedule.b_ratio)
         ahead = RolloutsAhead(rollouts, lambda step: schedule.channel(step) == "B") if rollout.rollouts_ahead else None
         builder = TwoChannelBuilder(
@@ -74,18 +76,31 @@ def build_recipe(
 
 
 def rollout_pipeline(config: RunConfig, rollout: RolloutMatchingConfig) -> ObjectivePipeline:
-    """The objective of rollouts: of rollout matching, or of Channel-B where training has two channels.
+    """The objective of rollouts: of rollout matching, or of Channel-B if training has two channels.
 
     Raises:
         ConfigError: ``config`` declares none; stage 1 has no rollouts.
     """
+    section = _rollout_section(config, rollout)
+    return build_pipeline(section.pipeline, "B", decode=section.coord_decode_mode)
+
+
+def rollout_weights(config: RunConfig, rollout: RolloutMatchingConfig) -> SupervisionWeights:
+    """Token weights of the targets that :func:`rollout_pipeline` trains on."""
+    two_channels = config.custom.trainer_variant == "stage2_two_channel"
+    return SupervisionWeights.from_pipeline(
+        _rollout_section(config, rollout).pipeline, "B", with_matched_prefix=two_channels
+    )
+
+
+def _rollout_section(config: RunConfig, rollout: RolloutMatchingConfig) -> Any:
     two_channels = config.custom.trainer_variant == "stage2_two_channel"
     section = config.stage2_ab if two_channels else rollout
     if section is None or section.pipeline is None:
         raise ConfigError(
             "rollout_matching.pipeline: missing, so rollouts have no objective; give the configuration of a stage-2 run"
         )
-    return build_pipeline(section.pipeline, "B", decode=section.coord_decode_mode, with_matched_prefix=two_channels)
+    return section
 
 
 def _by_channel(
@@ -116,7 +131,6 @@ def _rollout_source(
     rollout: RolloutMatchingConfig,
     vocab: CoordVocab,
     backend: RolloutBackend,
-    scorer: TokenScorer | None,
 ) -> RolloutSource:
     return RolloutSource(
         backend=backend,
@@ -130,7 +144,7 @@ def _rollout_source(
         ),
         transport=TransportConfig(rollout.ot_cost, rollout.ot_epsilon, rollout.ot_iters),
         policy=TargetPolicy(**rollout.target.model_dump()),
-        confidences_of=scorer.confidence if scorer is not None and rollout.target.unmatched == "soft" else None,
+        weights=rollout_weights(config, rollout),
         field_order=config.custom.object_field_order,
         training_seed=config.training.seed,
         decode_flag=_decode_flag(rollout),

@@ -23,7 +23,7 @@ from coordexp.background import PreparedAhead
 from coordexp.errors import RowLate
 from coordexp.modeling.inputs import RopeIndex, VisionTower, pinned, row_inputs
 from coordexp.objective import HeadQuery, HeadScores, SupervisionTensors
-from coordexp.objective.context import map_tensors
+from coordexp.objective.supervision import tree_map
 from coordexp.records import PackedRow
 from coordexp.training.objective_step import TrainingObjective
 
@@ -95,8 +95,8 @@ class RowBuilder:
         queries = self.objective.queries(supervision)
         if self.device.type == "cuda":
             with torch.cuda.device(self.device):  # a thread begins on the first GPU, whatever its process uses
-                inputs, supervision = pinned(inputs), map_tensors(supervision, torch.Tensor.pin_memory)
-                queries = tuple(map_tensors(query, torch.Tensor.pin_memory) for query in queries)
+                inputs = pinned(inputs)
+                supervision, queries = tree_map(torch.Tensor.pin_memory, (supervision, queries))
         return {"model": inputs, "supervision": supervision, "queries": queries, "row": row}
 
 

@@ -21,9 +21,17 @@ from coordexp.metrics import SampleOutcome, rollout_counters
 from coordexp.modeling.inputs import check_prompt
 from coordexp.parsing import parse_rollout
 from coordexp.recording.writer import RolloutLog
-from coordexp.records import MatchResult, ParsedRollout, Rollout, RolloutRequest, Segment
+from coordexp.records import MatchResult, ParsedRollout, Rollout, Segment
 from coordexp.rollouts import RolloutBackend, RolloutRound, SeedContext, synced
-from coordexp.targets import TargetPolicy, TransportConfig, build_gt_target, build_target, empty_target, is_closed
+from coordexp.targets import (
+    SupervisionWeights,
+    TargetPolicy,
+    TransportConfig,
+    build_gt_target,
+    build_target,
+    empty_target,
+    is_closed,
+)
 
 
 class SegmentSource(Protocol):
@@ -43,6 +51,7 @@ class GroundTruthSource:
 
     vocab: CoordVocab
     field_order: FieldOrder
+    weights: SupervisionWeights = field(default_factory=SupervisionWeights)
 
     def segments(
         self, micro_batches: Sequence[Sequence[Sample]], global_step: int, metrics: MutableMapping[str, float]
@@ -55,7 +64,13 @@ class GroundTruthSource:
 
     def _segment(self, sample: Sample) -> Segment:
         record = sample.record
-        target = build_gt_target(record.objects, self.vocab, sample_id=record.sample_id, field_order=self.field_order)
+        target = build_gt_target(
+            record.objects,
+            self.vocab,
+            sample_id=record.sample_id,
+            field_order=self.field_order,
+            weights=self.weights,
+        )
         return Segment(record.sample_id, sample.request.prompt_token_ids, target, sample.request.model_inputs)
 
 
@@ -92,8 +107,7 @@ class RolloutSource:
     drop_unclosed: bool = False  # Channel-B: count an answer behind which nothing can be written, and train without it
     log: RolloutLog | None = None
     policy: TargetPolicy = field(default_factory=TargetPolicy)
-    # How sure the learner is of each object; None where no target depends on it.
-    confidences_of: Callable[[RolloutRequest, Rollout, ParsedRollout], tuple[float, ...]] | None = None
+    weights: SupervisionWeights = field(default_factory=SupervisionWeights)
 
     def segments(
         self, micro_batches: Sequence[Sequence[Sample]], global_step: int, metrics: MutableMapping[str, float]
@@ -132,10 +146,6 @@ class RolloutSource:
             complete = replace(self, policy=self.policy.for_complete())
             by_round = _each(complete._as_complete, micro_batches, by_round)
             build_s += time.perf_counter() - started
-        elif self.confidences_of is not None:
-            # After all answers, since the learner may be the one who writes them.
-            by_round = _each(self._with_confidence, micro_batches, by_round)
-            metrics["time/confidence_s"] = time.perf_counter() - started
         if self.log is not None:
             self.log.write(global_step, answered.report)
         outcomes = [outcome for one in by_round for outcome in one]
@@ -216,7 +226,7 @@ class RolloutSource:
         )
         parsed = parse_rollout(rollout.response_token_ids, self.vocab, ended=not rollout.truncated)
         match = match_objects(parsed.objects, sample.record.objects, self.matching)
-        return self._targeted(sample, rollout, parsed, match, None)
+        return self._targeted(sample, rollout, parsed, match)
 
     def _is_complete(
         self, micro_batches: Sequence[Sequence[Sample]], by_round: Sequence[Sequence[SampleOutcome]]
@@ -236,25 +246,10 @@ class RolloutSource:
 
     def _as_complete(self, sample: Sample, outcome: SampleOutcome) -> SampleOutcome:
         """Its target again, by this source's policy: the one for annotations that lack nothing."""
-        again = self._targeted(sample, outcome.rollout, outcome.parsed, outcome.match, None)
+        again = self._targeted(sample, outcome.rollout, outcome.parsed, outcome.match)
         return replace(again, taken_as_complete=True)
 
-    def _with_confidence(self, sample: Sample, outcome: SampleOutcome) -> SampleOutcome:
-        """Its target again, now that the learner says how sure it is of what no annotation matches."""
-        assert self.confidences_of is not None
-        if not outcome.match.fp_pred_idx:
-            return outcome
-        sure = self.confidences_of(sample.request, outcome.rollout, outcome.parsed)
-        return self._targeted(sample, outcome.rollout, outcome.parsed, outcome.match, sure)
-
-    def _targeted(
-        self,
-        sample: Sample,
-        rollout: Rollout,
-        parsed: ParsedRollout,
-        match: MatchResult,
-        confidences: tuple[float, ...] | None,
-    ) -> SampleOutcome:
+    def _targeted(self, sample: Sample, rollout: Rollout, parsed: ParsedRollout, match: MatchResult) -> SampleOutcome:
         try:
             target = build_target(
                 parsed,
@@ -265,13 +260,13 @@ class RolloutSource:
                 field_order=self.field_order,
                 transport=self.transport,
                 policy=self.policy,
-                confidences=confidences,
+                weights=self.weights,
             )
         except AppendError:
             if not self.drop_unclosed:
                 raise
             target = empty_target(sample.record.sample_id)
-        return SampleOutcome(rollout, parsed, match, target, self.policy, confidences)
+        return SampleOutcome(rollout, parsed, match, target, self.policy)
 
 
 def _each(

@@ -22,6 +22,7 @@ from coordexp.metrics import MetricsPayload, SampleOutcome
 from coordexp.modeling.inputs import VisionTower, to_device
 from coordexp.modeling.load import LoadedModel
 from coordexp.objective import HeadQuery, HeadScores, SupervisionTensors
+from coordexp.objective.supervision import tensors_to_device
 from coordexp.recording.token_losses import token_losses
 from coordexp.recording.writer import RolloutRecorder
 from coordexp.records import ImageRecord, PackedRow
@@ -196,8 +197,8 @@ class CoordExpTrainer(SavingTrainer):
         device = self.args.device
         return {
             "model": to_device(inputs["model"], device),
-            "supervision": inputs["supervision"].to(device),
-            "queries": tuple(query.to(device) for query in inputs["queries"]),
+            "supervision": tensors_to_device(inputs["supervision"], device),
+            "queries": tensors_to_device(inputs["queries"], device),
             "row": inputs["row"],
         }
 
@@ -267,7 +268,7 @@ class CoordExpTrainer(SavingTrainer):
         objective, supervision, queries = self._objective_of_step(), inputs["supervision"], inputs["queries"]
         scores = model(forward_fn=objective.forward_fn(inputs["model"], supervision, queries))
         self._record_losses(inputs["row"], supervision, queries, scores)
-        result = objective.result(supervision, queries, scores, self.window.counts)
+        result = objective.result(supervision, scores, self.window.totals)
         terms = {name_channel(name, self.window.channel): share for name, share in result.terms.items()}
         self._figures.note(terms, scores, queries)
         self.sums.add({"time/forward_s": time.perf_counter() - started, "train/micro_steps": 1})

@@ -51,8 +51,7 @@ def segment_to_json(segment: Segment) -> dict[str, Any]:
             "prefix_len": target.prefix_len,
             **{name: list(getattr(target, name)) for name in _PROVENANCE},
             "left_out_pred_idx": list(target.left_out_pred_idx),
-            "soft_pred_idx": list(target.soft_pred_idx),
-            "text_weight_T": None if target.text_weight_T is None else target.text_weight_T.tolist(),
+            "weights": {term: weight_T.tolist() for term, weight_T in target.weights.items()},
         },
     }
 
@@ -61,9 +60,15 @@ def segment_from_json(data: Mapping[str, Any], encode: Callable[[str], RolloutRe
     """Rebuild a segment; ``encode`` gives the sample's prompt and image tensors by its id.
 
     Raises:
-        CheckpointError: the sample's prompt is no longer the one that was saved.
+        CheckpointError: the sample's prompt is no longer the one that was saved, or an earlier version of CoordExp
+            saved it.
     """
     target = data["target"]
+    if "weights" not in target:
+        raise CheckpointError(
+            f"{data['sample_id']}: a segment without weights, so an earlier version of CoordExp wrote this checkpoint; "
+            "resume with that version, or start a new run from the checkpoint's model"
+        )
     request = encode(data["sample_id"])
     if list(request.prompt_token_ids) != data["prompt_token_ids"]:
         raise CheckpointError(
@@ -72,7 +77,6 @@ def segment_from_json(data: Mapping[str, Any], encode: Callable[[str], RolloutRe
         )
     arrays: dict[str, Any] = {name: np.array(target[name], dtype=dtype) for name, dtype in _ARRAYS.items()}
     provenance: dict[str, Any] = {name: tuple(target[name]) for name in _PROVENANCE}
-    weights = target.get("text_weight_T")  # a checkpoint of an earlier version has none
     for name in ("box_pos_M4", "box_bin_M4"):
         arrays[name] = arrays[name].reshape(-1, 4)
     return Segment(
@@ -86,8 +90,7 @@ def segment_from_json(data: Mapping[str, Any], encode: Callable[[str], RolloutRe
             **arrays,
             **provenance,
             left_out_pred_idx=tuple(target.get("left_out_pred_idx", ())),
-            soft_pred_idx=tuple(target.get("soft_pred_idx", ())),
-            text_weight_T=None if weights is None else np.array(weights, dtype=np.float64),
+            weights={term: np.array(values, dtype=np.float32) for term, values in target["weights"].items()},
         ),
         request.model_inputs,
     )

@@ -17,9 +17,9 @@ from coordexp import distributed
 from coordexp.config.objective import Channel
 from coordexp.data.dataset import Sample
 from coordexp.metrics import SampleOutcome
-from coordexp.objective import SupervisionCounts
 from coordexp.packing import CarryBuffer, build_row
 from coordexp.records import PackedRow, Segment
+from coordexp.targets import count_terms
 from coordexp.training.sources import SegmentSource
 
 logger = logging.getLogger("coordexp")
@@ -28,11 +28,11 @@ Rows = list[list[Sequence[Segment]]]  # by micro-step: the segments of each row
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The rows of one optimizer step on this rank, by micro-step; the step's global counts, and this rank's metric
-    sums. ``channel`` is the two-channel schedule's, None in every other training."""
+    """The rows of one optimizer step on this rank, by micro-step; the positions of each loss term in the
+    whole step, and this rank's metric sums. ``channel`` is the two-channel schedule's, None in every other training."""
 
     micro_steps: tuple[tuple[PackedRow, ...], ...]
-    counts: SupervisionCounts
+    totals: Mapping[str, int]
     metrics: Mapping[str, float]
     outcomes: tuple[SampleOutcome, ...] = ()
     channel: Channel | None = None
@@ -83,13 +83,14 @@ class WindowBuilder:
         ):  # before the next collective call: see raise_on_all_ranks
             micro_steps = tuple(tuple(build_row(chosen) for chosen in rows) for rows in padded)
             rows = [row for one in micro_steps for row in one]
-            local = SupervisionCounts.from_targets(segment.target for row in rows for segment in row.segments)
-        counts = SupervisionCounts(*(int(n) for n in distributed.all_reduce(local.as_tuple(), "sum")))
+            local = count_terms(segment.target for row in rows for segment in row.segments)
+        summed = distributed.all_reduce(tuple(local.values()), "sum")
+        totals = {term: int(total) for term, total in zip(local, summed, strict=True)}
         metrics["time/pack_s"] = time.perf_counter() - started
         metrics["train/samples_total"] = sum(len(batch) for batch in micro_batches)
         metrics["train/tokens_total"] = sum(row.length for row in rows)
         metrics["packing/segments_total"] = sum(len(row.segments) for row in rows)
-        return Window(micro_steps, counts, metrics, tuple(outcomes))
+        return Window(micro_steps, totals, metrics, tuple(outcomes))
 
     def _foresee_overflow(self, global_step: int) -> None:
         """Warn once when the buffer is half full and filling, long before :class:`CarryBufferOverflow` ends the run."""

@@ -12,7 +12,6 @@ from support.config_samples import drop_key, module, set_key, stage1, stage2, tw
 RM = "rollout_matching"
 MASTER = "training.master_weights"
 MASTERS = {MASTER: "float32", "model.dtype": "bfloat16"}
-SOFT = {"answer": "rewritten", "unmatched": "soft"}
 STRICT = {"answer": "rewritten", "unmatched": "drop", "complete_above": 0.8}
 VLLM = f"{RM}.vllm"
 REPEAT = f"{RM}.repeat_terminate"
@@ -164,8 +163,6 @@ RULES = [
     (stage2(), {f"{RM}.target.unmatched": "drop"}, f"{RM}.target.unmatched", "write target.answer: rewritten"),
     (stage2(), {f"{RM}.target.complete_above": 0.8}, f"{RM}.target.complete_above", "leave it at null"),
     (stage2(), {f"{RM}.target": STRICT}, f"{RM}.target.complete_above", "which unmatched: drop does at every step"),
-    (stage2(), {f"{RM}.target.soft_threshold": 0.3}, f"{RM}.target.soft_threshold", "without target.unmatched: soft"),
-    (stage2(), {f"{RM}.target": SOFT, "fsdp.enabled": True}, f"{RM}.target.unmatched", "sharded weights"),
     (stage2(), {f"{RM}.target.duplicates": "drop"}, f"{RM}.target.duplicates", "write target.answer: rewritten"),
     (two_channel(), {f"{RM}.target.missed": "in_order"}, f"{RM}.target.missed", "write target.answer: rewritten"),
     (stage2(), {f"{RM}.decoding.top_k": 0}, f"{RM}.decoding.top_k", "write -1"),

@@ -8,9 +8,11 @@ import subprocess
 import sys
 import types
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import typer.main
 import yaml
@@ -105,23 +107,29 @@ def test_python_blocks_compile() -> None:
 
 
 def test_the_example_module_runs() -> None:
-    """Its focal loss without focusing is the hard cross-entropy of coord_reg."""
-    from coordexp.objective.modules import CoordReg
+    """Without focusing it is the cross-entropy of the closing brace and the end of the turn."""
     from coordexp.objective.pipeline import ObjectivePipeline, WeightedModule
-    from support.objective_rows import Trigram, context, segments
+    from coordexp.records import TokenRole
+    from support.objective_rows import Trigram, scores_of, segments
 
-    (source,) = [text for page, text in blocks("python") if "class CoordFocal:" in text]
-    namespace: dict[str, Any] = {"__name__": "coord_focal_example"}
-    sys.modules["coord_focal_example"] = types.ModuleType("coord_focal_example")  # dataclasses look their module up
+    (source,) = [text for page, text in blocks("python") if "class StopFocal:" in text]
+    namespace: dict[str, Any] = {"__name__": "stop_focal_example"}
+    sys.modules["stop_focal_example"] = types.ModuleType("stop_focal_example")  # dataclasses look their module up
     try:
-        exec(compile(source, "add-a-module.md", "exec"), namespace)
+        exec(compile(source, "add-a-module.md", "exec", dont_inherit=True), namespace)
     finally:
-        del sys.modules["coord_focal_example"]
-    focal = namespace["CoordFocal"](focal_weight=0.5, gamma=0.0)
-    hard = CoordReg(0.5, 0.0, 0.0, 0.0, 0.0, 1.0, 2.0, None)
-    ctx = context(segments(), Trigram(), ObjectivePipeline((WeightedModule("coord_focal", 1.0, focal),)))
-    assert focal.sums(ctx)["focal"].item() == pytest.approx(hard.sums(ctx)["coord_ce"].item())
-    assert focal.denominators(ctx.counts)["focal"] == hard.denominators(ctx.counts)["coord_ce"] == ctx.counts.coords
+        del sys.modules["stop_focal_example"]
+    row = []
+    for segment in segments():
+        ends_T = np.isin(segment.target.roles_T, (TokenRole.CLOSE, TokenRole.EOS)).astype(np.float32)
+        target = replace(segment.target, weights={**segment.target.weights, "stop": ends_T})
+        row.append(replace(segment, target=target))
+    focal = namespace["StopFocal"](focal_weight=0.5, gamma=0.0)
+    supervision, scores = scores_of(row, Trigram(), ObjectivePipeline((WeightedModule("stop_focal", 1.0, focal),)))
+    ends_N = supervision.weight_N("stop") > 0
+    assert ends_N.sum() == 2 * len(row)
+    want = 0.5 * scores.cross_entropy_N()[ends_N].sum().item()
+    assert focal.sums(supervision, scores)["focal"].item() == pytest.approx(want)
 
 
 def test_make_targets_exist() -> None:

@@ -13,7 +13,7 @@ from coordexp.config import load_config, parse_config
 from coordexp.evaluation import EvaluationOptions, summarise
 from coordexp.metrics.reduce import RATES
 from coordexp.metrics.table import all_metrics, find_metric
-from coordexp.objective import MODULES, SupervisionCounts, build_pipeline
+from coordexp.objective import MODULES, build_pipeline
 from coordexp.recording import writer
 from coordexp.records import DropReason
 from support.cli_runs import small_checkpoint, write_run
@@ -41,16 +41,15 @@ def put_together_by_the_code() -> set[str]:
     assert config is not None and config.pipeline is not None
     pipeline = build_pipeline(config.pipeline)
     assert {entry.name for entry in (*pipeline.objective, *pipeline.diagnostics)} == MODULES.keys()
-    counts = SupervisionCounts()
     modules = (*pipeline.objective, *pipeline.diagnostics)
     everything = EvaluationOptions(iou_thrs=(0.5, 0.75), segm=True)
-    terms = [(entry.name, term) for entry in modules for term in entry.module.denominators(counts)]
+    terms = [(entry.name, term) for entry in modules for term in entry.module.means_over]
     return {
         *RATES,
         *(f"loss/{channel}/{name}/{term}" for channel in "AB" for name, term in terms if name != "coord_diag"),
         *(f"coord_diag/{channel}/{term}" for channel in "AB" for name, term in terms if name == "coord_diag"),
-        *(f"loss/{entry.name}/{term}" for entry in pipeline.objective for term in entry.module.denominators(counts)),
-        *(f"{entry.name}/{term}" for entry in pipeline.diagnostics for term in entry.module.denominators(counts)),
+        *(f"loss/{entry.name}/{term}" for entry in pipeline.objective for term in entry.module.means_over),
+        *(f"{entry.name}/{term}" for entry in pipeline.diagnostics for term in entry.module.means_over),
         *(f"rollout/dropped/{reason.value}" for reason in DropReason),
         *writer.COUNTERS,
         *(f"eval_rollout/{name}" for name in summarise(random_answers(30, 1), everything).figures),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Callable
@@ -15,30 +14,29 @@ from coordexp.config.objective import PipelineConfig
 from coordexp.config.schema import CoordSoftCEW1Config
 from coordexp.objective import (
     MODULES,
-    ObjectiveContext,
+    HeadScores,
     ObjectivePipeline,
-    SupervisionCounts,
     SupervisionTensors,
     build_pipeline,
     sft_pipeline,
 )
+from coordexp.objective.supervision import tensors_to_device, tree_map
 from coordexp.packing import build_row
 from coordexp.records import Segment
-from coordexp.records import TokenRole as R
+from coordexp.targets import TERMS, SupervisionWeights, count_terms
 from support.answers import tiny_vocab
-from support.naive_head import context_of_logits
+from support.naive_head import scores_from_logits
 from support.objective_rows import (
     COORD_IDS,
     COORDS,
     EVERYTHING,
+    EVERYTHING_WEIGHTS,
     Trigram,
     config,
     rewritten_and_soft_segments,
     scored,
     segments,
 )
-
-TEXT = (R.TAIL_STRUCT, R.CLOSE, R.EOS, R.REWRITTEN_STRUCT)
 
 
 def log_softmax(x: np.ndarray) -> np.ndarray:
@@ -61,7 +59,8 @@ def naive(model: Trigram, c: dict[str, float], step: tuple[Segment, ...]) -> dic
         target = segment.target
         decoded: dict[int, float] = {}
         bin_at = dict(zip(target.coord_pos_K.tolist(), target.coord_bin_K.tolist(), strict=True))
-        for t, role in enumerate(target.roles_T):
+        weight = {term: target.weights.get(term, [0.0] * len(tokens)) for term in TERMS}
+        for t in range(len(target.token_ids)):
             z = (embed[tokens[first + t - 1]] + 0.7 * embed[tokens[first + t - 2]]) @ head
             log_p = log_softmax(z)
             mass = math.exp(np.logaddexp.reduce(log_softmax(z / c["temperature"])[ids]))
@@ -78,14 +77,10 @@ def naive(model: Trigram, c: dict[str, float], step: tuple[Segment, ...]) -> dic
                 add("coord_reg/w1", c["w1_weight"] * w1)
                 add("coord_reg/coord_gate", -c["coord_gate_weight"] * math.log(mass))
                 decoded[t] = (np.exp(log_softmax(z[ids])) * k).sum() / 999
-            soft = 1.0 if target.text_weight_T is None else float(np.float32(target.text_weight_T[t]))
-            if t not in bin_at and role in TEXT:
-                add("token_ce/struct_ce", -c["struct_ce_weight"] * soft * log_p[target.token_ids[t]], "text")
-            elif role in (R.TAIL_DESC, R.REWRITTEN_DESC):
-                annotated = target.context == "gt" or role == R.REWRITTEN_DESC
-                weight = c["desc_ce_weight"] if annotated else c["rollout_fn_desc_weight"]
-                add("token_ce/desc_ce", -weight * soft * log_p[target.token_ids[t]], "text")
-            if role in (*TEXT, R.TAIL_DESC, R.REWRITTEN_DESC):
+            for term in ("struct_ce", "desc_ce"):
+                if weight[term][t]:
+                    add(f"token_ce/{term}", -float(weight[term][t]) * log_p[target.token_ids[t]], "text")
+            if weight["text_gate"][t]:
                 add("coord_reg/text_gate", -c["text_gate_weight"] * math.log1p(-min(mass, 1 - 1e-6)))
         for positions, bins in zip(target.box_pos_M4.tolist(), target.box_bin_M4.tolist(), strict=True):
             x1, y1, x2, y2 = (decoded[p] for p in positions)
@@ -111,35 +106,12 @@ def naive_ciou(p: list[float], t: list[float]) -> float:
 
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("make_step", [segments, rewritten_and_soft_segments], ids=lambda make: make.__name__)
-def test_every_term_equals_the_loop(make_step: Callable[[], tuple[Segment, ...]], seed: int) -> None:
-    model, step = Trigram(seed), make_step()
+def test_every_term_equals_the_loop(make_step: Callable[..., tuple[Segment, ...]], seed: int) -> None:
+    model, step = Trigram(seed), make_step(EVERYTHING_WEIGHTS)
     result = scored(build_pipeline(config(**EVERYTHING)), step, model)
     got = {name: value.item() for name, value in result.terms.items() if name.startswith("loss/")}
     assert got == pytest.approx(naive(model, EVERYTHING, step), rel=1e-9)
     assert result.loss.item() == pytest.approx(sum(got.values()), rel=1e-12)
-
-
-def test_the_text_gate_reaches_the_closing_brace_and_the_end_of_the_turn() -> None:
-    """With every object matched they are all the text that is left, and mass on coordinates there is a loss."""
-    matched = next(s for s in segments() if s.target.context == "rollout")
-    roles = np.where(np.isin(matched.target.roles_T, (*TEXT, R.TAIL_DESC)), R.PREFIX_MASKED, matched.target.roles_T)
-    roles[-2:] = (R.CLOSE, R.EOS)
-    closed = dataclasses.replace(matched, target=dataclasses.replace(matched.target, roles_T=roles.astype(np.uint8)))
-    terms = scored(build_pipeline(config(**EVERYTHING)), [closed], Trigram()).terms
-    assert terms["loss/coord_reg/text_gate"].item() > 0
-
-
-@pytest.mark.parametrize(("annotated", "answered"), [(1.0, 0.0), (0.0, 1.0), (0.0, 0.0), (1.0, 1.0)])
-def test_the_text_gate_counts_a_description_where_its_cross_entropy_does(annotated: float, answered: float) -> None:
-    weights = {**EVERYTHING, "desc_ce_weight": annotated, "rollout_fn_desc_weight": answered}
-    pipeline = build_pipeline(config(**weights))
-    coord_reg = next(entry.module for entry in pipeline.objective if entry.name == "coord_reg")
-    found = SupervisionTensors.from_row(build_row(segments()))
-    gated_N = coord_reg.wants(found).text_gate_N
-    assert gated_N is not None
-    desc_N = found.role_N == R.TAIL_DESC
-    assert set(gated_N[desc_N & found.from_gt_N].tolist()) == {annotated > 0}
-    assert set(gated_N[desc_N & ~found.from_gt_N].tolist()) == {answered > 0}
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
@@ -164,8 +136,8 @@ def test_coordinate_terms_do_not_depend_on_other_modules(drop: list[str]) -> Non
 
 def test_coordinate_terms_need_no_box() -> None:
     polygons_only = [segments()[2]]
-    counts = SupervisionCounts.from_targets([segments()[2].target])
-    assert counts.boxes == 0 and counts.coords == 6
+    totals = count_terms([segments()[2].target])
+    assert totals["box"] == 0 and totals["coord"] == 6
     terms = scored(build_pipeline(config()), polygons_only, Trigram()).terms
     assert terms["loss/coord_reg/soft_ce"].item() > 0
     assert not any(name.startswith("loss/bbox_geo") for name in terms)
@@ -230,13 +202,15 @@ def supervision() -> SupervisionTensors:
     return SupervisionTensors.from_row(build_row([segments()[1]]))
 
 
-def peaked(pipeline: ObjectivePipeline, bins: list[tuple[int, ...]], height: float = 1e4) -> ObjectiveContext:
+def peaked(
+    pipeline: ObjectivePipeline, bins: list[tuple[int, ...]], height: float = 1e4
+) -> tuple[SupervisionTensors, HeadScores]:
     """A row of ground-truth boxes whose coordinate logits all stand on ``bins``."""
     found = supervision()
     logits = torch.zeros(len(found.position_N), len(tiny_vocab()), dtype=torch.float64)
     flat = [k for box in bins for k in box]
     logits[found.coord_in_N_K[: len(flat)], COORD_IDS[flat]] = height
-    return context_of_logits(pipeline, found, logits, COORDS, SupervisionCounts.from_targets([segments()[1].target]))
+    return found, scores_from_logits(logits, pipeline.query(found), found.label_N, COORDS)
 
 
 @pytest.mark.parametrize(
@@ -249,7 +223,7 @@ def peaked(pipeline: ObjectivePipeline, bins: list[tuple[int, ...]], height: flo
     ],
 )
 def test_bbox_geo_reads_the_expectation_of_each_side(predicted, smoothl1, ciou) -> None:
-    terms = MODULES["bbox_geo"](1.0, 1.0).sums(peaked(build_pipeline(config()), [predicted]))
+    terms = MODULES["bbox_geo"](1.0, 1.0).sums(*peaked(build_pipeline(config()), [predicted]))
     assert terms["smoothl1"].item() == pytest.approx(smoothl1, rel=1e-3, abs=1e-9)
     if ciou is not None:
         assert terms["ciou"].item() == pytest.approx(ciou, abs=2e-6)
@@ -258,13 +232,13 @@ def test_bbox_geo_reads_the_expectation_of_each_side(predicted, smoothl1, ciou) 
 def test_bbox_geo_decodes_as_the_run_says() -> None:
     """Two thirds of each side's mass on the true bin, the rest at the far end: only the expectation is off."""
     pipe = {decode: build_pipeline(config(), decode=decode) for decode in ("exp", "st")}
-    ctx = peaked(pipe["exp"], [(500, 500, 700, 800)], height=math.log(2 * 999))
-    loss = {decode: pipeline.objective[2].module.sums(ctx)["smoothl1"].item() for decode, pipeline in pipe.items()}
+    row = peaked(pipe["exp"], [(500, 500, 700, 800)], height=math.log(2 * 999))
+    loss = {decode: pipeline.objective[2].module.sums(*row)["smoothl1"].item() for decode, pipeline in pipe.items()}
     assert loss["st"] == pytest.approx(0.0, abs=1e-12) and loss["exp"] > 1e-3
 
 
 def test_diagnostics_measure_what_they_say() -> None:
-    sums = MODULES["coord_diag"]().sums(peaked(build_pipeline(config()), [(500, 500, 700, 801)]))
+    sums = MODULES["coord_diag"]().sums(*peaked(build_pipeline(config()), [(500, 500, 700, 801)]))
     num = 10  # four sides of the box, six of the polygon whose logits are flat
     assert sums["p_target"].item() == pytest.approx(3 + 6 / 1000, abs=1e-9)
     assert sums["acc_top5"].item() >= 3
@@ -272,7 +246,6 @@ def test_diagnostics_measure_what_they_say() -> None:
     assert sums["expected_bin_mae"].item() == pytest.approx(1 + flat, rel=1e-9)
     vocabulary = len(COORD_IDS) / len(tiny_vocab())
     assert sums["coord_mass"].item() == pytest.approx(4 + (num - 4) * vocabulary, rel=1e-9)
-    assert MODULES["coord_diag"]().denominators(SupervisionCounts(coords=num))["p_target"] == num
 
 
 def test_diagnostics_carry_no_gradient() -> None:
@@ -310,7 +283,8 @@ def test_half_precision_gives_a_float32_loss() -> None:
 @pytest.mark.parametrize("coord_loss", [None, CoordSoftCEW1Config(enabled=False)])
 def test_plain_sft_is_full_vocabulary_cross_entropy(coord_loss: CoordSoftCEW1Config | None) -> None:
     """One mean over every token of the answers, as any language model is fine-tuned."""
-    row, model = [segments()[1], segments()[4]], Trigram()
+    weighted = segments(SupervisionWeights.for_sft(coord_loss))
+    row, model = [weighted[1], weighted[4]], Trigram()
     found = SupervisionTensors.from_row(build_row(row))
     assert 0 < len(found.coord_in_N_K) < len(found.label_N)
     logits = model(torch.from_numpy(build_row(row).token_ids_L), found.position_N) @ model.head
@@ -335,20 +309,13 @@ def test_sft_with_a_coordinate_loss_uses_its_keys() -> None:
 # -- a row and its supervision -------------------------------------------------------------------------------------
 
 
-def test_counts_are_those_of_the_tensors() -> None:
-    counts = SupervisionCounts.from_targets(segment.target for segment in segments())
+def test_a_row_keeps_the_positions_that_have_a_weight_and_no_others() -> None:
     found = SupervisionTensors.from_row(build_row(segments()))
-    roles, from_gt = found.role_N, found.from_gt_N
-    assert counts.struct == (roles == R.TAIL_STRUCT).sum()
-    assert counts.closure == ((roles == R.CLOSE) | (roles == R.EOS)).sum() == 2 * len(segments())
-    assert counts.desc_gt == ((roles == R.TAIL_DESC) & from_gt).sum() > 0
-    assert counts.desc_rollout == ((roles == R.TAIL_DESC) & ~from_gt).sum() > 0
-    assert counts.coords == len(found.coord_in_N_K) == len(found.coord_bin_K)
-    assert counts.boxes == len(found.box_in_K_M4) == len(found.box_bin_M4)
-    # Hidden states are kept at these positions and no others: not at prompts, not at text that no match vouches for.
-    supervised = counts.struct + counts.closure + counts.desc_gt + counts.desc_rollout + counts.coords
-    supervised += counts.prefix_struct
-    assert len(found.position_N) == len(roles) == supervised
+    totals = count_terms(segment.target for segment in segments())
+    assert totals == {term: int((found.weight_N(term) != 0).sum()) for term in TERMS}
+    assert totals["coord"] == len(found.coord_in_N_K) == len(found.coord_bin_K)
+    assert totals["box"] == len(found.box_in_K_M4) == len(found.box_bin_M4)
+    assert torch.stack([weight_N != 0 for weight_N in found.weights.values()]).any(dim=0).all()
 
 
 def test_labels_and_boxes_point_at_their_tokens() -> None:
@@ -357,5 +324,7 @@ def test_labels_and_boxes_point_at_their_tokens() -> None:
     assert found.label_N.tolist() == row.token_ids_L[found.position_N].tolist()
     assert torch.isin(found.label_N[found.coord_in_N_K], COORD_IDS).all()
     assert torch.equal(found.coord_bin_K[found.box_in_K_M4], found.box_bin_M4)
-    moved = found.to(torch.device("meta"))
-    assert {getattr(moved, name).device.type for name in found.__slots__} == {"meta"}
+    moved = tensors_to_device(found, torch.device("meta"))
+    devices: set[str] = set()
+    tree_map(lambda tensor: devices.add(tensor.device.type) or tensor, moved)
+    assert devices == {"meta"} and moved.weights.keys() == found.weights.keys()

@@ -7,11 +7,15 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from coordexp.objective import ObjectivePipeline, SupervisionCounts, build_pipeline, sft_pipeline
+from coordexp.objective import ObjectivePipeline, build_pipeline, sft_pipeline
 from coordexp.records import Segment
-from support.objective_rows import EVERYTHING, Trigram, config, scored, segments
+from coordexp.targets import TERMS, SupervisionWeights, count_terms
+from support.objective_rows import EVERYTHING, EVERYTHING_WEIGHTS, Trigram, config, scored, segments
 
-PIPELINES = {"stage2": build_pipeline(config(**EVERYTHING)), "sft": sft_pipeline(None)}
+PIPELINES = {
+    "stage2": (build_pipeline(config(**EVERYTHING)), EVERYTHING_WEIGHTS),
+    "sft": (sft_pipeline(None), SupervisionWeights.for_sft(None)),
+}
 ROWS = {
     "one each": [[0], [1], [2], [3], [4]],
     "two rows": [[0, 1, 2], [3, 4]],
@@ -21,11 +25,11 @@ ROWS = {
 
 
 def step(rows: Sequence[Sequence[Segment]], pipeline: ObjectivePipeline) -> tuple[float, dict[str, float], list]:
-    """Backward over each row in turn, with the whole step's counts: what micro-steps and ranks add up to."""
-    counts = SupervisionCounts.from_targets(segment.target for row in rows for segment in row)
+    """Backward over each row in turn, with the whole step's totals: what micro-steps and ranks add up to."""
+    totals = count_terms(segment.target for row in rows for segment in row)
     model, loss, terms = Trigram(), 0.0, {}
     for row in rows:
-        result = scored(pipeline, row, model, counts)
+        result = scored(pipeline, row, model, totals)
         result.loss.backward()
         loss += result.loss.item()
         for name, share in result.terms.items():
@@ -33,11 +37,14 @@ def step(rows: Sequence[Sequence[Segment]], pipeline: ObjectivePipeline) -> tupl
     return loss, terms, list(model.gradients())
 
 
-@pytest.mark.parametrize("pipeline", PIPELINES.values(), ids=PIPELINES)
+@pytest.mark.parametrize(("pipeline", "weights"), PIPELINES.values(), ids=PIPELINES)
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
-def test_packing_changes_nothing(rows: list[list[int]], pipeline: ObjectivePipeline) -> None:
-    loss, terms, gradients = step([segments()], pipeline)
-    other_loss, other_terms, other_gradients = step([[segments()[i] for i in row] for row in rows], pipeline)
+def test_packing_changes_nothing(
+    rows: list[list[int]], pipeline: ObjectivePipeline, weights: SupervisionWeights
+) -> None:
+    of_step = segments(weights)
+    loss, terms, gradients = step([of_step], pipeline)
+    other_loss, other_terms, other_gradients = step([[of_step[i] for i in row] for row in rows], pipeline)
     assert other_loss == pytest.approx(loss, rel=1e-12)
     assert {name: other_terms.get(name, 0.0) for name in terms} == pytest.approx(terms, rel=1e-9)
     for got, want in zip(other_gradients, gradients, strict=True):
@@ -46,8 +53,9 @@ def test_packing_changes_nothing(rows: list[list[int]], pipeline: ObjectivePipel
 
 
 def test_twice_the_same_segments_are_the_same_mean() -> None:
-    loss, _, gradients = step([segments()], PIPELINES["stage2"])
-    doubled, _, twice = step([segments(), segments()], PIPELINES["stage2"])
+    pipeline, weights = PIPELINES["stage2"]
+    loss, _, gradients = step([segments(weights)], pipeline)
+    doubled, _, twice = step([segments(weights), segments(weights)], pipeline)
     assert doubled == pytest.approx(loss, rel=1e-12)
     torch.testing.assert_close(twice, gradients, rtol=1e-9, atol=1e-12)
 
@@ -61,10 +69,7 @@ def test_a_row_with_nothing_to_score_still_has_a_graph() -> None:
     assert all(torch.count_nonzero(gradient) == 0 for gradient in model.gradients())
 
 
-def test_counts_add_up() -> None:
-    parts = [SupervisionCounts.from_targets([segment.target]) for segment in segments()]
-    total = SupervisionCounts()
-    for part in parts:
-        total += part
-    assert total == SupervisionCounts.from_targets(segment.target for segment in segments())
-    assert SupervisionCounts(*total.as_tuple()) == total
+def test_totals_add_up() -> None:
+    parts = [count_terms([segment.target]) for segment in segments()]
+    assert all(tuple(part) == TERMS for part in parts), "the same order on every rank"
+    assert {term: sum(part[term] for part in parts) for term in TERMS} == count_terms(s.target for s in segments())

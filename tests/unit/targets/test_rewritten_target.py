@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from coordexp.coords import TURN_END, CoordVocab
 from coordexp.metrics import SampleOutcome
 from coordexp.records import GTObject, TokenRole
-from coordexp.targets import TargetPolicy, build_gt_target, build_target
+from coordexp.targets import SupervisionWeights, TargetPolicy, build_gt_target, build_target
 from support.answers import CAT, DOG, LEAF, answer, entry, outcome_of, taught_text, tiny_vocab, vocabs
 from support.qwen_tokenizer import qwen_vocab
 
@@ -110,28 +109,6 @@ def test_what_becomes_of_unmatched_repeated_and_missed_objects(make_vocab, polic
     assert [desc for _, desc in names(got, vocab)] == expected
 
 
-ROOF = GTObject("roof", "bbox_2d", (20, 600, 300, 900))
-
-
-@vocabs
-def test_unmatched_objects_that_the_model_is_sure_of_become_soft(make_vocab) -> None:
-    vocab = make_vocab()
-    policy = TargetPolicy("rewritten", unmatched="soft", soft_threshold=0.6)
-    sure = (0.9, 0.9, 0.59, 0.6, 0.95)
-    answered = [NEAR_CAT, replace(CAT, desc="dog"), OWL, ROOF, replace(ROOF, bins=(20, 600, 290, 900))]
-    got = rewritten(answered, [CAT], vocab, policy, confidence=sure.__getitem__)
-    target = got.target
-    # Not the dog, which overlaps an annotation; not the owl, of which it is not sure; the surer of the two roofs.
-    assert target.soft_pred_idx == (4,)
-    assert text_of(got, vocab, TokenRole.REWRITTEN_DESC) == "black catroof"
-    soft = np.flatnonzero(target.roles_T == TokenRole.SOFT_COORD)
-    assert [vocab.bin_of(target.token_ids[p]) for p in soft] == [20, 600, 290, 900]
-    assert target.text_weight_T is not None
-    taught = (target.roles_T == TokenRole.REWRITTEN_DESC) | (target.roles_T == TokenRole.REWRITTEN_STRUCT)
-    assert sorted({*target.text_weight_T[taught].tolist()}) == [0.95, 1.0]
-    assert target.coord_bin_K.tolist() == list(CAT.bins) and len(target.box_pos_M4) == 1
-
-
 @vocabs
 def test_a_duplicate_gives_its_place_to_the_next_missed_object(make_vocab) -> None:
     vocab = make_vocab()
@@ -173,18 +150,24 @@ def test_a_soft_object_is_taught_its_text_by_weight_and_no_coordinates(make_voca
     vocab = make_vocab()
     soft_cat, soft_leaf = replace(CAT, soft=0.5), replace(LEAF, soft=0.25)
     for policy in (TargetPolicy(), REWRITTEN):
-        target = rewritten([NEAR_CAT, NEAR_DOG], [soft_cat, DOG, soft_leaf], vocab, policy).target
+        weights = SupervisionWeights(rollout_fn_desc_ce=1.0)
+        truth = [soft_cat, DOG, soft_leaf]
+        target = rewritten([NEAR_CAT, NEAR_DOG], truth, vocab, policy, weights=weights).target
         assert target.coord_bin_K.tolist() == list(DOG.bins)
         assert target.box_bin_M4.tolist() == [list(DOG.bins)]
         assert (target.roles_T == TokenRole.SOFT_COORD).sum() == len(CAT.bins) + len(LEAF.bins)
-        assert target.text_weight_T is not None
-        assert {*target.text_weight_T.tolist()} == {0.25, 0.5, 1.0}
-        desc = TokenRole.REWRITTEN_DESC if policy is REWRITTEN else TokenRole.PREFIX_DESC
-        assert set(target.text_weight_T[target.roles_T == desc].tolist()) == {0.5, 1.0}
+        text_T = target.weights["struct_ce"] + target.weights["desc_ce"]
+        desc = TokenRole.REWRITTEN_DESC if policy is REWRITTEN else TokenRole.TAIL_DESC
+        assert set(text_T[target.roles_T == desc].tolist()) == ({0.5, 1.0} if policy is REWRITTEN else {0.25})
+        assert set(text_T.tolist()) == ({0.0, 0.25, 0.5, 1.0} if policy is REWRITTEN else {0.0, 0.25, 1.0})
     gt = build_gt_target([soft_cat, DOG], vocab, sample_id="gt", field_order="desc_first")
     assert gt.coord_bin_K.tolist() == list(DOG.bins)
     hard = build_gt_target([CAT, DOG], vocab, sample_id="gt", field_order="desc_first")
-    assert gt.token_ids == hard.token_ids and hard.text_weight_T is None
+    assert gt.token_ids == hard.token_ids
+    assert set(gt.weights["desc_ce"].tolist()) == {0.0, 0.5, 1.0} and set(hard.weights["desc_ce"].tolist()) == {
+        0.0,
+        1.0,
+    }
 
 
 def test_the_contracts_target_is_the_default() -> None:

@@ -84,42 +84,16 @@ def of_one_object(folder: Path) -> Path:
     return path
 
 
-def test_what_the_learner_is_sure_of_is_taught_softly_and_replays(tmp_path: Path) -> None:
-    """On-line completion: annotations lack what the answers hold, and the learner's confidence passes the threshold."""
-    data = of_one_object(tmp_path)
-    found: dict[float, float] = {}
-    for threshold in (1e-12, 1.0):  # an untrained learner is sure of nothing
-        config = run_config(
-            tmp_path, 2, f"sure-{threshold}", custom__train_jsonl=str(data), training__max_steps=2,
-            rollout_matching__target={"answer": "rewritten", "unmatched": "soft", "soft_threshold": threshold},
-            rollout_matching__monitor_dump=RECORDED,
-        )  # fmt: skip
-        trainer = train(config, finder())
-        trainer.close()
-        found[threshold] = sum(line["rollout/soft_total"] for line in step_lines(trainer))
-        folder = Path(config.training.output_dir) / "rollout_records"
-        records = read_records(folder)
-        assert sum(len(record.target.soft_pred_idx) for record in records) == found[threshold]
-        assert all(record.confidences for record in records if record.match.fp_pred_idx)
-        assert all(one.differences == () for one in replay_records(folder, config))
-    assert found[1e-12] > 0 == found[1.0]
-
-
 @pytest.mark.parametrize(
-    ("share", "unmatched", "complete"),
-    [
-        (0.3, "mask", True),  # a half of each answer's objects or more, where an image holds any
-        (0.9, "mask", False),
-        (0.3, "soft", True),  # and then nobody asks how sure the learner is
-        (0.9, "soft", False),
-    ],
+    ("share", "complete"),
+    [(0.3, True), (0.9, False)],  # a half of each answer's objects or more, where an image holds any
 )
 def test_what_is_unmatched_is_left_out_where_annotations_are_taken_as_complete(
-    share: float, unmatched: str, complete: bool, tmp_path: Path
+    share: float, complete: bool, tmp_path: Path
 ) -> None:
     config = run_config(
         tmp_path, 2, training__max_steps=2,
-        rollout_matching__target={"answer": "rewritten", "unmatched": unmatched, "complete_above": share},
+        rollout_matching__target={"answer": "rewritten", "complete_above": share},
         rollout_matching__monitor_dump=RECORDED,
     )  # fmt: skip
     trainer = train(config, inventor())
@@ -130,8 +104,7 @@ def test_what_is_unmatched_is_left_out_where_annotations_are_taken_as_complete(
     assert [line["rollout/taken_as_complete_rate"] for line in lines] == [float(complete)] * 2
     folder = Path(config.training.output_dir) / "rollout_records"
     records = read_records(folder)
-    assert {record.settings.target.unmatched for record in records} == {"drop" if complete else unmatched}
-    assert any(record.confidences for record in records) == (unmatched == "soft" and not complete)
+    assert {record.settings.target.unmatched for record in records} == {"drop" if complete else "mask"}
     assert all(one.differences == () for one in replay_records(folder, config)), "each by its own step's policy"
 
 
@@ -161,7 +134,7 @@ def test_a_resumed_run_with_soft_objects_ends_as_an_unbroken_one(stage: int, tmp
     first = run_config(tmp_path, stage, "broken", **saving, **target)
     train(first, backend)
     buffers = json.loads((tmp_path / "broken" / "checkpoint-2" / "carry_buffer_rank0.json").read_text())
-    assert any(segment["target"]["text_weight_T"] for segment in buffers), (
+    assert any(0.5 in segment["target"]["weights"]["struct_ce"] for segment in buffers), (
         "no soft segment waits: the test shows nothing"
     )
     (tmp_path / "broken" / "checkpoint-4").rename(tmp_path / "checkpoint-4")

@@ -12,9 +12,8 @@ from coordexp.data.dataset import Sample
 from coordexp.errors import CarryBufferOverflow, SegmentTooLong
 from coordexp.matching import MatchingConfig
 from coordexp.modeling.load import LoadedModel
-from coordexp.objective import SupervisionCounts
 from coordexp.packing import CarryBuffer
-from coordexp.targets import TransportConfig
+from coordexp.targets import TransportConfig, count_terms
 from coordexp.training.sources import GroundTruthSource, RolloutSource, SegmentSource
 from coordexp.training.window import WindowBuilder
 from support.tiny_run import InMemoryBackend, load_tiny, nearly_right, tiny_samples
@@ -58,25 +57,23 @@ def test_one_row_per_micro_step(gt: GroundTruthSource, samples: list[Sample]) ->
     assert window.metrics["train/tokens_total"] == sum(row.length for row in window.rows)
 
 
-def test_counts_are_those_of_the_rows_not_of_the_samples(gt: GroundTruthSource, samples: list[Sample]) -> None:
+def test_totals_are_those_of_the_rows_not_of_the_samples(gt: GroundTruthSource, samples: list[Sample]) -> None:
     """A segment that waits is counted in the step that trains on it."""
     build = builder(gt, capacity=120)
     first = build.prepare([samples[:4]], 0)
     assert first.metrics["packing/buffer_segments"] == len(build.buffer or ()) > 0
-    assert first.counts == SupervisionCounts.from_targets(s.target for row in first.rows for s in row.segments)
-    assert first.counts != SupervisionCounts.from_targets(
-        s.target for batch in gt.segments([samples[:4]], 0, {})[0] for s in batch
-    )
+    assert first.totals == count_terms(s.target for row in first.rows for s in row.segments)
+    assert first.totals != count_terms(s.target for batch in gt.segments([samples[:4]], 0, {})[0] for s in batch)
 
 
-def test_counts_are_the_sum_over_all_ranks(
+def test_totals_are_the_sum_over_all_ranks(
     gt: GroundTruthSource, samples: list[Sample], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    alone = builder(gt).prepare([samples[:2]], 0).counts
+    alone = builder(gt).prepare([samples[:2]], 0).totals
     monkeypatch.setattr(
         "coordexp.training.window.distributed.all_reduce", lambda values, how: tuple(2 * n for n in values)
     )
-    assert builder(gt).prepare([samples[:2]], 0).counts.as_tuple() == tuple(2 * n for n in alone.as_tuple())
+    assert builder(gt).prepare([samples[:2]], 0).totals == {term: 2 * n for term, n in alone.items()}
 
 
 def test_every_sample_is_trained_on_exactly_once_or_waits(gt: GroundTruthSource, samples: list[Sample]) -> None:
