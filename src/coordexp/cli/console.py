@@ -3,11 +3,14 @@ checkpoint's tokenizer: without torch where its files allow."""
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import fields, is_dataclass
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from coordexp.errors import CheckpointError, DataError
 
@@ -28,6 +31,37 @@ def open_console(stderr: bool = False) -> Console:
 
     # A class may be called "[red] car", a file "p [a0] :smile:.jpg".
     return Console(stderr=stderr, quiet=not distributed.is_main(), markup=False, emoji=False, highlight=False)
+
+
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Let a command take options as dataclasses, whose fields have defaults and are annotated as typer's options.
+
+    typer reads a command's signature: there the fields replace the parameter, after all others.
+    """
+    hints = get_type_hints(command, include_extras=True)
+    groups = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    parameters = [
+        parameter.replace(annotation=hints[parameter.name], kind=keyword)
+        for parameter in inspect.signature(command).parameters.values()
+        if parameter.name not in groups
+    ]
+    for group in groups.values():
+        types = get_type_hints(group, include_extras=True)
+        parameters += [
+            inspect.Parameter(field.name, keyword, default=field.default, annotation=types[field.name])
+            for field in fields(group)
+        ]
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        for name, group in groups.items():
+            given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
+        command(**given)
+
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    run.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportAttributeAccessIssue]
+    return run
 
 
 def no_bars_in_log_files() -> None:
