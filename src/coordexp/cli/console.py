@@ -39,7 +39,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     typer reads a command's signature: there the fields replace the parameter, after all others.
     """
     hints = get_type_hints(command, include_extras=True)
-    groups = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
     keyword = inspect.Parameter.KEYWORD_ONLY
     parameters = [
         parameter.replace(annotation=hints[parameter.name], kind=keyword)

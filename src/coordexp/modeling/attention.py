@@ -1,15 +1,18 @@
 """Attention for packed rows whose cost grows with Σ length², not with (Σ length)².
 
-A packed forward hands over two ordinary arguments of the model (:func:`row_arguments`):
+Each kernel is registered with transformers under two names, one for the language model and one for the vision tower. A
+packed forward passes two arguments to the model (:func:`row_arguments`):
 
-* ``segments``, a :class:`Segments`. transformers passes what it does not know on to the attention function of every
-  layer, also when gradient checkpointing recomputes. It is no tensor, so DDP, FSDP and accelerate leave it where it is:
-  lengths stay Python numbers, and reading them never waits for a device. What kernels want on the device is made once a
-  forward and kept in it.
-* ``attention_mask``, four-dimensional and empty: transformers returns such a mask as it is, instead of building the
-  square one of a row's length.
+* ``segments``, a :class:`Segments`: transformers passes unknown arguments on to every layer's attention function, also
+  when gradient checkpointing recomputes. It is not a tensor, so DDP, FSDP and accelerate do not move it: lengths stay
+  Python numbers, and reading them never waits for a device.
+* ``attention_mask``, four-dimensional and empty: transformers returns a 4-D mask unchanged, and so does not build the
+  (L, L) mask of the row, which nothing would read.
 
-Without ``segments`` (generation, padded batches) each of these is transformers' own SDPA.
+The vision tower gets ``frames`` in the same way (:class:`coordexp.modeling.inputs.VisionTower`). Calls without them
+(generation, padded batches) use transformers' own SDPA.
+
+L tokens of a row, S segments, H and H_kv heads, D dimensions of a head.
 """
 
 from __future__ import annotations
@@ -33,8 +36,7 @@ _KEY = "model.attn_implementation"
 
 
 class Segments:
-    """Lengths of a packed row's segments, and what attention kernels make of them, made once per device. ``causal``:
-    whether a token sees only what stands before it; the vision tower's patches see their whole image."""
+    """Lengths of a packed row's segments. ``causal``: a token sees only earlier ones; patches see their whole image."""
 
     __slots__ = ("_cumulative", "causal", "lengths", "longest", "total")
 
@@ -46,7 +48,7 @@ class Segments:
         self._cumulative: Tensor | None = None
 
     def cumulative(self, device: torch.device) -> Tensor:
-        """Where each segment starts, and the total: (S + 1,) int32."""
+        """Start of each segment, and the total: (S + 1,) int32. Copied to a device once, not per layer."""
         if self._cumulative is None or self._cumulative.device != device:
             starts = torch.tensor([0, *self.lengths]).cumsum(0, dtype=torch.int32)
             self._cumulative = starts.to(device, non_blocking=True)
@@ -54,25 +56,25 @@ class Segments:
 
 
 def row_arguments(lengths: Sequence[int]) -> dict[str, Any]:
-    """Arguments of the model that keep the segments of a packed row apart; of no use to ``sdpa``."""
+    """Arguments of the model that keep the segments of a packed row apart. ``sdpa`` does not use them."""
     return {"segments": Segments(lengths), "attention_mask": torch.empty(1, 1, 1, 0)}
 
 
 def transformers_names(attention: str) -> dict[str, str]:
-    """The names under which ``model.attn_implementation``'s value is registered with transformers, for the language
-    model and for the vision tower."""
+    """The argument of ``set_attn_implementation`` for a value of ``model.attn_implementation``."""
     if attention == "sdpa":
         return {"text_config": "sdpa", "vision_config": "sdpa"}
     return {"text_config": transformers_name(attention), "vision_config": _vision_name(attention)}
 
 
 def transformers_name(attention: str) -> str:
-    """The language model's attention under ``model.attn_implementation``'s value."""
+    """The registered name of the language model's attention."""
     return "sdpa" if attention == "sdpa" else f"coordexp_{attention}"
 
 
 def _vision_name(attention: str) -> str:
-    """Without the word "flash", at which transformers' tower would no longer split what no ``frames`` keep apart."""
+    # Given a name with "flash" in it, transformers' tower no longer splits images itself, which calls without `frames`
+    # depend on.
     return f"coordexp_vision_{attention.replace('flash', 'fa')}"
 
 
@@ -106,14 +108,14 @@ def varlen_runs_on(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-# Each of the following: query (1, H, L, D), key and value (1, H_kv, L, D) → (1, L, H, D).
+# query (1, H, L, D), key and value (1, H_kv, L, D), segments, scaling, dropout → (1, L, H, D)
 Kernel = Callable[[Tensor, Tensor, Tensor, Segments, float | None, float], Tensor]
 
 
 def attend_each_segment(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None, dropout: float = 0.0
 ) -> Tensor:
-    """SDPA, one segment after the other: any device, any number type."""
+    """SDPA, one segment after the other: runs on any device in any number type."""
     grouped = key.shape[1] != query.shape[1]
     lengths = list(segments.lengths)
     parts = [
@@ -128,11 +130,11 @@ def attend_each_segment(
 def attend_varlen(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None, dropout: float = 0.0
 ) -> Tensor:
-    """torch's own variable-length flash attention: one kernel for the row."""
+    """torch's variable-length flash attention: one kernel for the row."""
     from torch.nn.attention.varlen import varlen_attn
 
     if dropout:
-        raise ConfigError(f"{_KEY}: varlen knows no dropout, and the checkpoint's attention_dropout is {dropout}")
+        raise ConfigError(f"{_KEY}: varlen has no dropout, and the checkpoint's attention_dropout is {dropout}")
     q_LHD, k_LHD, v_LHD = (part[0].transpose(0, 1) for part in (query, key, value))
     options = _varlen_options(segments.causal)
     if "enable_gqa" not in options:
@@ -147,7 +149,7 @@ def attend_varlen(
 def attend_flash(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None, dropout: float = 0.0
 ) -> Tensor:
-    """The package flash-attn: one kernel for the row."""
+    """The flash-attn package: one kernel for the row."""
     flash: Any = require("flash_attn", f"{_KEY}: flash")
     q_LHD, k_LHD, v_LHD = (part[0].transpose(0, 1) for part in (query, key, value))
     starts, longest = segments.cumulative(query.device), segments.longest
@@ -168,7 +170,7 @@ def attend_flash(
 def attend_packed(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None, dropout: float = 0.0
 ) -> Tensor:
-    """varlen where it runs, SDPA segment by segment elsewhere: exact everywhere, and nothing to install."""
+    """varlen where it runs, else SDPA segment by segment."""
     half = query.dtype in (torch.bfloat16, torch.float16)
     kernel = attend_varlen if half and not dropout and varlen_runs_on(query.device) else attend_each_segment
     return kernel(query, key, value, segments, scaling, dropout)
@@ -182,7 +184,6 @@ KERNELS: dict[str, Kernel] = {
 
 
 def _attention_function(kernel: Kernel) -> Callable[..., tuple[Tensor, Any]]:
-    """``kernel`` as transformers calls an attention function."""
 
     def attend(
         module: torch.nn.Module,
@@ -196,7 +197,7 @@ def _attention_function(kernel: Kernel) -> Callable[..., tuple[Tensor, Any]]:
         **kwargs: Any,
     ) -> tuple[Tensor, Any]:
         if segments is None:
-            assert attention_mask is None or attention_mask.numel(), "a packed row's segments were lost on the way"
+            assert attention_mask is None or attention_mask.numel(), "a packed row's segments were lost"
             return sdpa_attention_forward(
                 module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
             )
@@ -212,9 +213,7 @@ def _attention_function(kernel: Kernel) -> Callable[..., tuple[Tensor, Any]]:
 
 
 def _vision_function(attend: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Tensor, Any]]:
-    """``attend`` as the vision tower calls it: what keeps its images apart has a name of its own, since it is handed
-    the language model's ``segments`` too."""
-
+    # The tower receives the language model's `segments` too, so its own have another name.
     def attend_images(
         *args: Any, frames: Segments | None = None, segments: Segments | None = None, **kwargs: Any
     ) -> tuple[Tensor, Any]:
@@ -231,14 +230,14 @@ for _name, _kernel in KERNELS.items():
 
 
 def _as_autocast(tensor: Tensor) -> Tensor:
-    """Autocast knows SDPA but not the other kernels, and leaves queries that a norm made float32 as they are."""
+    # Autocast casts the arguments of SDPA but not of the other kernels, and norms leave queries in float32.
     device_type = tensor.device.type
     return tensor.to(torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else tensor
 
 
 @lru_cache(maxsize=2)
 def _varlen_options(is_causal: bool) -> dict[str, Any]:
-    """Causal and grouped, in the words of the torch that is installed."""
+    """Arguments for causal and grouped attention, whose names differ between torch 2.11 and 2.13."""
     from torch.nn.attention.varlen import varlen_attn
 
     known = inspect.signature(varlen_attn).parameters

@@ -38,11 +38,11 @@ class OutputHead:
 
 def output_head(model: Any) -> OutputHead:
     """The head of a bare Qwen3-VL model. Call it inside the model's forward, where FSDP has gathered the weights."""
-    head = model.get_output_embeddings()
+    head = unit = model.get_output_embeddings()
     # FSDP2 shards an untied head as a unit of its own, gathered by the head's forward, which is never called when the
     # loss multiplies by the weight itself. The backward pass shards it again.
-    if isinstance(head, FSDPModule):
-        head.unshard()
+    if isinstance(unit, FSDPModule):
+        unit.unshard()
     return OutputHead(head.weight, getattr(head, OFFSET, None))
 
 

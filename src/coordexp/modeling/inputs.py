@@ -1,8 +1,6 @@
-"""The one encoder: a record → prompt tokens and image tensors; a packed row → the forward pass's tensors.
+"""Inputs of the model: a record → prompt tokens and image tensors; a packed row → the arguments of its forward.
 
-Learner, HF rollouts and every check use these token ids; a server that reports others is refused.
-
-How many tokens a sample takes in training is told without opening its image.
+Trainer, HF rollouts and every check use these token ids; an engine that reports others is refused.
 """
 
 from __future__ import annotations
@@ -26,14 +24,14 @@ from coordexp.modeling.attention import Segments, row_arguments
 from coordexp.modeling.load import load_processor, load_vocab, read_config
 from coordexp.records import ImageRecord, PackedRow, RolloutRequest
 
-# Read by the host in every layer, and by nothing else: they stay where the host is.
+# Only the host reads these, in every layer: they stay in main memory.
 ON_HOST = ("image_grid_thw", "image_cu_seqlens")
 
 
 @dataclass(frozen=True, slots=True)
 class VisionTower:
-    """What the arguments depend on beside the images: ``side`` of the square of learned positions, how it is resampled
-    to an image's own grid, and ``merge``, patches along the side of one placeholder."""
+    """Settings of the model's vision tower: ``side`` of the square of learned positions, how it is resampled to an
+    image's grid, and ``merge``, patches along the side of one placeholder."""
 
     side: int
     mode: str
@@ -42,7 +40,6 @@ class VisionTower:
 
     @classmethod
     def from_model(cls, model: Any) -> VisionTower:
-        """That of a bare Qwen3-VL model."""
         tower = model.model.visual
         return cls(
             tower.num_grid_per_side,
@@ -53,11 +50,8 @@ class VisionTower:
 
     def arguments(self, grid_I3: torch.Tensor, attention: str) -> dict[str, Any]:
         """Arguments of the model's forward for I images of ``grid_I3`` (frames, height, width in patches), P patches in
-        all, under ``model.attn_implementation``'s value.
-
-        ``image_position_ids`` (P, 2), ``image_interp_indices`` and ``image_interp_weights`` (P, taps);
-        ``image_frames``, a :class:`Segments` that keeps the images apart, with ``image_cu_seqlens``, which says that
-        all of them are one: so that transformers hands them over together. ``sdpa`` takes them one by one.
+        all: ``image_position_ids`` (P, 2), ``image_interp_indices`` and ``image_interp_weights`` (P, taps), and which
+        patches belong together. The tower would derive them from the device's copy of the grid, and wait for it.
         """
         indices, weights = get_vision_interpolation_indices_and_weights(
             grid_I3,
@@ -74,12 +68,14 @@ class VisionTower:
         }
         if attention == "sdpa":
             return given | {"image_cu_seqlens": torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)}
+        # With several sequences in image_cu_seqlens transformers calls the attention function once per image. One
+        # sequence of all patches makes it call once; image_frames then keeps the images apart.
         together = torch.tensor([0, sum(lengths)], dtype=torch.int32)
         return given | {"image_cu_seqlens": together, "image_frames": Segments(lengths, causal=False)}
 
 
 def image_arguments(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a row's arguments that its images' features alone are made from, pixels and sizes aside."""
+    """The arguments of a row that only the vision tower reads, without pixels and grid sizes."""
     return {name: value for name, value in inputs.items() if name.startswith("image_") and name != "image_grid_thw"}
 
 
