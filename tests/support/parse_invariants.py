@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -34,6 +35,11 @@ FUSED = [
     "object_",
     "bbox_2d",
 ]
+
+
+def examples(count: int) -> int:
+    """``count`` random cases, times the environment's FUZZ; see ``make fuzz``."""
+    return count * int(os.environ.get("FUZZ", "1"))
 
 
 @lru_cache(maxsize=1)

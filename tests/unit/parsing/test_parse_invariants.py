@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from coordexp.coords import TURN_END, CoordVocab, serialize_objects
 from coordexp.parsing import parse_rollout
 from coordexp.records import NUM_BINS, DropReason, GTObject
-from support.parse_invariants import all_vocabs, as_gt, check_parse
+from support.parse_invariants import all_vocabs, as_gt, check_parse, examples
 
 # -- strategies ----------------------------------------------------------------------------------------------------
 
@@ -89,7 +89,7 @@ def edited(data: st.DataObject, ids: list[int], vocab: CoordVocab) -> list[int]:
 
 
 @all_vocabs
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(scene=scenes, order=field_orders)
 def test_parsing_inverts_serialising(make_vocab: Callable[[], CoordVocab], scene: list[GTObject], order: Any) -> None:
     vocab = make_vocab()
@@ -100,7 +100,7 @@ def test_parsing_inverts_serialising(make_vocab: Callable[[], CoordVocab], scene
 
 
 @all_vocabs
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(data=st.data(), scene=scenes, order=field_orders, appended=st.lists(objects, max_size=2))
 def test_edited_answer(
     make_vocab: Callable[[], CoordVocab],
@@ -114,7 +114,7 @@ def test_edited_answer(
 
 
 @all_vocabs
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(data=st.data(), opened=st.booleans(), appended=st.lists(objects, max_size=1))
 def test_random_tokens(
     make_vocab: Callable[[], CoordVocab], data: st.DataObject, opened: bool, appended: list[GTObject]
@@ -125,7 +125,7 @@ def test_random_tokens(
 
 
 @all_vocabs
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     data=st.data(),
     entries=st.lists(

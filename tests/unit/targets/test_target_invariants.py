@@ -14,6 +14,7 @@ from coordexp.coords import CoordVocab, serialize_objects
 from coordexp.records import GTObject
 from coordexp.targets import TargetPolicy
 from support.answers import outcome_of, taught_text, tiny_vocab, vocabs
+from support.parse_invariants import examples
 from support.rewritten_invariants import check_rewritten
 from support.target_invariants import check_target
 
@@ -67,7 +68,7 @@ def edited(ids: list[int], edits: list[tuple[int, int, int]], cut: int | None, v
 
 
 @vocabs
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(case=cases())
 def test_any_answer_becomes_a_sound_target(make_vocab, case) -> None:
     vocab = make_vocab()
@@ -91,7 +92,7 @@ POLICIES = st.builds(
 
 
 @vocabs
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(case=cases(), policy=POLICIES, soft=st.lists(st.sampled_from([None, None, 0.25, 1.0]), min_size=4, max_size=4))
 def test_any_answer_is_rewritten_to_a_sound_target(make_vocab, case, policy, soft) -> None:
     vocab = make_vocab()
@@ -102,7 +103,7 @@ def test_any_answer_is_rewritten_to_a_sound_target(make_vocab, case, policy, sof
     check_rewritten(got, truth, vocab, policy)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(truth=SCENES, ids=st.lists(st.integers(0, 1440), max_size=60))
 def test_random_tokens_become_a_sound_target(truth, ids) -> None:
     vocab = tiny_vocab()
@@ -110,7 +111,7 @@ def test_random_tokens_become_a_sound_target(truth, ids) -> None:
 
 
 @vocabs
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(truth=SCENES)
 def test_a_perfect_answer_is_taught_as_it_is(make_vocab, truth) -> None:
     vocab = make_vocab()
