@@ -57,9 +57,9 @@ REMOVED_KEYS: dict[str, str] = {
     **_gone(_RM, "rollout_buffer", "rollout_buffer has no replacement, every step generates its own rollouts"),
     **_gone(_RM, "num_return_sequences", "exactly one answer per image is used"),
     **_gone(_RM, "desc_monitor", "descriptions are compared in evaluation, not in training"),
+    **_gone(f"{_RM}.monitor_dump", "async_write max_pending_writes", "records are written at once"),
     **_gone(f"{_RM}.monitor_dump", "max_events", "records are written until the end; set every_steps"),
-    **_gone(f"{_RM}.monitor_dump", "max_text_chars async_write write_markdown", "records are whole JSON lines"),
-    **_moved(f"{_RM}.monitor_dump", max_pending_writes=f"{_RM}.monitor_dump.max_pending"),
+    **_gone(f"{_RM}.monitor_dump", "max_text_chars write_markdown", "records are whole JSON lines"),
     **_gone(f"{_RM}.eval_detection", "strict_parse", "answers are always parsed strictly"),
     **_gone(f"{_RM}.eval_detection", "f1ish_pred_scope pred_score_version", "every prediction counts"),
     **_gone(

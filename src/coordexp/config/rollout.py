@@ -174,8 +174,6 @@ class MonitorDumpConfig(StrictModel):
     """record on the first process only, not on each"""
     max_samples: Count = 16
     """most samples recorded of a step, on each process"""
-    max_pending: Count = 64
-    """most records waiting to be written; further ones are dropped and counted"""
     min_free_gb: NonNegative = 2.0
     """write nothing while the disk has less room, in 10^9 bytes"""
     out_dir: FilePath | None = None

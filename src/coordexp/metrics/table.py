@@ -135,7 +135,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("rollout/sync_fallbacks_total", "pushes", COUNT, "adapter pushes that failed, after which merged weights are pushed; absent while 0"),
         Metric("rollout/sync_bytes_total", "bytes", COUNT, "weights sent to each rollout server"),
         Metric("rollout/records_written_total", "records", COUNT, "[records of samples](#rollout-records) written; these three only with `monitor_dump.enabled`"),
-        Metric("rollout/records_dropped_total", "records", COUNT, "records not written, because too many were waiting, the disk was nearly full, or training ended"),
+        Metric("rollout/records_dropped_total", "records", COUNT, "records not written, because the disk was nearly full"),
         Metric("rollout/records_failed_total", "records", COUNT, "records whose write failed"),
     ),
     "stage2": (

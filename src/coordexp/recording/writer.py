@@ -1,12 +1,12 @@
-"""Writes rollout records while training goes on, and never makes it wait.
+"""Writes rollout records and the rollout log while training runs.
 
-A record is written when its target is built; what its tokens cost is known only after its forward pass, maybe steps
-later, and goes into a file of its own, which readers join to the first. A worker thread takes lines to be made from a
-bounded queue and appends them. Where it cannot keep up, the disk is nearly full, or a write fails, the line is lost,
-counted and (once) warned of.
+A record is written when its target is built. What its tokens cost is known only after its forward pass, maybe steps
+later, and goes into a file of its own, which readers join to the first. Records are for people: where the disk is
+nearly full or a write fails, the line is lost, counted and (once) warned of, and training continues. A record of 100
+objects takes 2 ms, so no thread writes it.
 
-The rollout log is written beside them: a line of JSON per step and rank on what each round of rollouts did, enough to
-ask for the same answers again.
+The rollout log is next to them: a line of JSON per step and rank on what each round of rollouts did, enough to ask for
+the same answers again.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-import queue
 import shutil
-import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -28,24 +26,17 @@ from coordexp.config.rollout import MonitorDumpConfig
 from coordexp.data.dataset import Sample
 from coordexp.data.files import append_line
 from coordexp.metrics import SampleOutcome
-from coordexp.recording.rollout_record import (
-    LossRecord,
-    Settings,
-    WhereInTraining,
-    loss_path,
-    make_record,
-)
+from coordexp.recording.rollout_record import LossRecord, Settings, WhereInTraining, loss_path, make_record
 from coordexp.recording.token_losses import TokenLosses
-from coordexp.records import ImageRecord, Segment
+from coordexp.records import Segment
 from coordexp.records_json import to_json
 
 logger = logging.getLogger("coordexp")
 
 WRITTEN = "rollout/records_written_total"
-DROPPED = "rollout/records_dropped_total"  # the queue was full, the disk was nearly full, or time ran out at the end
+DROPPED = "rollout/records_dropped_total"  # the disk was nearly full
 FAILED = "rollout/records_failed_total"  # the write itself failed
 COUNTERS = (WRITTEN, DROPPED, FAILED)
-_POLL_S = 0.2
 
 
 def is_due(config: MonitorDumpConfig, global_step: int, logging_steps: int) -> bool:
@@ -61,22 +52,14 @@ def is_due(config: MonitorDumpConfig, global_step: int, logging_steps: int) -> b
 
 class RolloutRecorder:
     """The files ``rollouts_rank{rank}.jsonl`` and ``losses_rank{rank}.jsonl`` of one rank. Counters are additive;
-    :meth:`take_counters` hands them over.
-
-    The thread is no daemon, so that a normal exit loses nothing: it ends by itself when the main thread has.
-    """
+    :meth:`take_counters` hands them over."""
 
     def __init__(self, folder: Path, rank: int, settings: Settings, config: MonitorDumpConfig) -> None:
         self.path = folder / f"rollouts_rank{rank}.jsonl"
         self._rank = rank
         self._settings = settings
         self._config = config
-        self._queue: queue.Queue[tuple[Path, Callable[[], bytes]]] = queue.Queue(config.max_pending)
         self._untrained: dict[str, WhereInTraining] = {}  # recorded, but its loss is not known yet
-        self._thread: threading.Thread | None = None
-        self._closing = threading.Event()
-        self._abandoned = threading.Event()
-        self._lock = threading.Lock()  # guards the two below
         self._counters = Counter({name: 0 for name in COUNTERS})
         self._warned: set[str] = set()
 
@@ -87,7 +70,7 @@ class RolloutRecorder:
         micro_batches: Sequence[Sequence[Sample]],
         outcomes: Sequence[SampleOutcome],
     ) -> None:
-        """Queue the step's first samples if the step is due. ``outcomes`` stand in the order of ``micro_batches``."""
+        """Record the step's first samples if the step is due. ``outcomes`` are in the order of ``micro_batches``."""
         if not is_due(self._config, global_step, logging_steps):
             return
         samples = [(micro_step, sample) for micro_step, batch in enumerate(micro_batches) for sample in batch]
@@ -97,104 +80,50 @@ class RolloutRecorder:
             where = WhereInTraining(global_step, micro_step, self._rank, idx, len(samples))
             if outcome.target.token_ids:  # an answer that cannot be closed is dropped, and never trained on
                 self._untrained[sample.record.sample_id] = where
-            self._put(self.path, partial(_record_line, sample.record, outcome, where, self._settings))
+            self._write(self.path, partial(make_record, sample.record, outcome, where, self._settings))
 
     def wants_losses(self, segments: Sequence[Segment]) -> bool:
-        """Whether one of ``segments`` is of a recorded sample, so that its tokens' losses are worth a look."""
-        return bool(self._untrained) and any(segment.sample_id in self._untrained for segment in segments)
+        """Whether one of ``segments`` is of a recorded sample, so that its tokens' losses are needed."""
+        return any(segment.sample_id in self._untrained for segment in segments)
 
     def offer_losses(self, global_step: int, segments: Sequence[Segment], losses: Sequence[TokenLosses]) -> None:
-        """Queue what the recorded ones among ``segments``, which the step after ``global_step`` trained on, cost."""
+        """Record what the recorded ones among ``segments``, which the step after ``global_step`` trained on, cost."""
         for segment, loss in zip(segments, losses, strict=True):
             if not segment.target.token_ids:
                 continue  # a blank row, which borrows its prompt from a sample that may be recorded
             where = self._untrained.pop(segment.sample_id, None)
             if where is not None and segment.target.context == "rollout":
-                line = LossRecord.from_segment(segment, where, global_step, loss.position_P, loss.loss_P)
-                self._put(loss_path(self.path), partial(to_json, line))
-
-    def _put(self, path: Path, make_line: Callable[[], bytes]) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="rollout-records", daemon=False)
-            self._thread.start()
-        try:
-            self._queue.put_nowait((path, make_line))
-        except queue.Full:
-            self._lose(
-                DROPPED,
-                "queue",
-                "rollout records are made faster than they are written; raise "
-                "rollout_matching.monitor_dump.max_pending or record fewer samples",
-            )
+                line = partial(LossRecord.from_segment, segment, where, global_step, loss.position_P, loss.loss_P)
+                self._write(loss_path(self.path), line)
 
     def take_counters(self) -> Counter[str]:
-        """What happened since the last call."""
-        with self._lock:
-            taken = self._counters
-            self._counters = Counter({name: 0 for name in COUNTERS})
+        """The counts since the last call."""
+        taken, self._counters = self._counters, Counter({name: 0 for name in COUNTERS})
         return taken
 
-    def close(self, timeout_s: float = 10.0) -> None:
-        """Write what waits and end the thread; what is not written within ``timeout_s`` is dropped, and said."""
-        self._closing.set()
-        if self._thread is None:
-            return
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            self._abandoned.set()
-            logger.warning(
-                "%d rollout records were not written within %.0f s and are lost: %s answers slowly",
-                self._queue.qsize(),
-                timeout_s,
-                self.path.parent,
-            )
-
-    def _work(self) -> None:
-        while True:
-            try:
-                path, make_line = self._queue.get(timeout=_POLL_S)
-            except queue.Empty:
-                # Without close(), the interpreter waits for this thread after the main thread has ended.
-                if self._closing.is_set() or not threading.main_thread().is_alive():
-                    return
-                continue
-            if self._abandoned.is_set():
-                self._lose(DROPPED, "end", "rollout records were dropped at the end of training")
-                continue
-            self._write(path, make_line)
-
-    def _write(self, path: Path, make_line: Callable[[], bytes]) -> None:
+    def _write(self, path: Path, make: Callable[[], object]) -> None:
         try:
-            line = make_line()
             self.path.parent.mkdir(parents=True, exist_ok=True)
             free_gb = shutil.disk_usage(self.path.parent).free / 1e9
             if free_gb < self._config.min_free_gb:
                 self._lose(
                     DROPPED,
-                    "disk",
                     f"{self.path.parent}: {free_gb:.1f} GB free, less than rollout_matching.monitor_dump.min_free_gb; "
                     "no rollout records until there is more",
                 )
                 return
-            append_line(path, line + b"\n")
+            append_line(path, to_json(make()) + b"\n")
         except (OSError, UnicodeEncodeError) as error:
-            self._lose(FAILED, "write", f"{path}: a rollout record was not written: {error}")
+            self._lose(FAILED, f"{path}: a rollout record was not written: {error}")
             return
         if path == self.path:
-            with self._lock:
-                self._counters[WRITTEN] += 1
+            self._counters[WRITTEN] += 1
 
-    def _lose(self, counter: str, cause: str, message: str) -> None:
-        with self._lock:
-            self._counters[counter] += 1
-            if cause in self._warned:
-                return
-            self._warned.add(cause)
-        logger.warning("%s (counted in %s from here on)", message, counter)
-
-
-def _record_line(image: ImageRecord, outcome: SampleOutcome, where: WhereInTraining, settings: Settings) -> bytes:
-    return to_json(make_record(image, outcome, where, settings))
+    def _lose(self, counter: str, message: str) -> None:
+        self._counters[counter] += 1
+        if counter not in self._warned:
+            logger.warning("%s (counted in %s from here on)", message, counter)
+        self._warned.add(counter)
 
 
 def build_recorder(config: MonitorDumpConfig, settings: Settings | None, output_dir: Path) -> RolloutRecorder | None:

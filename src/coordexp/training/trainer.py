@@ -307,8 +307,6 @@ class CoordExpTrainer(SavingTrainer):
         """Release the rollout engine, write the records that wait, and leave no row behind."""
         if self._rows is not None:
             self._rows.stop()
-        if self._recorder is not None:
-            self._recorder.close()
         self._eval_backend.close()
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
