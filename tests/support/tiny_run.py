@@ -169,8 +169,9 @@ class InMemoryBackend:
     def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[IndexedRollout]:
         return in_turn(self.generate, rounds)
 
-    def batch_size(self, decode_batch_size: int) -> int:
-        return decode_batch_size
+    @property
+    def batch_size(self) -> int:
+        return 3
 
     def last_report(self) -> Mapping[str, Any]:
         return {"backend": "in memory", "weight_version": self.versions[-1] if self.versions else 0}

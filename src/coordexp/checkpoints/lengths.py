@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from coordexp.checkpoints.folder import Checkpoint
-from coordexp.config import RunConfig
+from coordexp.config.schema import AnswerConfig, RunConfig
 from coordexp.errors import CheckpointError, ConfigError
 
 _RM = "rollout_matching"
@@ -20,7 +20,7 @@ def num_positions(checkpoint: str | Path | Checkpoint) -> int | None:
         return None
 
 
-def check_lengths(config: RunConfig, checkpoint: str | Path | Checkpoint | None = None) -> None:
+def check_lengths(config: RunConfig | AnswerConfig, checkpoint: str | Path | Checkpoint | None = None) -> None:
     """Refuse lengths that ``checkpoint`` (None for ``model.model``) does not support, before an engine starts.
 
     Raises:
@@ -45,7 +45,7 @@ def length_advice(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _beyond(config: RunConfig, limit: int) -> Iterator[str]:
+def _beyond(config: RunConfig | AnswerConfig, limit: int) -> Iterator[str]:
     rollout = config.rollout_matching
     if rollout is None:
         return

@@ -272,12 +272,12 @@ def complete_command(
     _refuse_existing(out, overwrite)
     if model is not None:
         check_checkpoint(model)
-    from coordexp.config.environment import check_completion_paths
+    from coordexp.config.environment import check_paths
     from coordexp.inference.completion import CompletionRules, completion_config, run_completion
 
     rules = CompletionRules(threshold, max_overlap, min_size, weight, known_descs)
     run = completion_config(model, config=config, prompt=prompt, batch_size=batch_size)
-    check_completion_paths(run, jsonl)
+    check_paths({"model.model": run.model.model}, {"DATA.jsonl": jsonl})
     no_bars_in_log_files()
     console = open_console(stderr=as_json)
     completed = run_completion(run, console, source=jsonl, out=out, rules=rules, sheet=sheet, sheet_images=sheet_images)

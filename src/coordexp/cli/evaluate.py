@@ -94,13 +94,16 @@ def evaluate(
     run = None
     if source is not None and source.suffix in (".yaml", ".yml"):
         from coordexp.config import load_config
-        from coordexp.config.environment import check_evaluation_paths
+        from coordexp.config.environment import check_paths
 
         if print_only:
             print_config(source, arguments or ())
             return
         run = load_config(source, arguments=arguments or ())  # before heavy imports: mistakes show at once
-        check_evaluation_paths(run, model, data)
+        check_paths(
+            {"--model": model} if model is not None else {"model.model": run.model.model},
+            {"--data": data} if data is not None else {"custom.val_jsonl": run.custom.val_jsonl},
+        )
     kind = _RUNS if runs is not None else _SAVED if run is None else _CONFIG
     _refuse_unused(
         kind,

@@ -121,11 +121,11 @@ def serve(
     import logging
 
     from coordexp.config import load_config
-    from coordexp.config.environment import check_model_path
+    from coordexp.config.environment import check_paths
 
     # Before vLLM is imported: a mistake shows at once, and transformers would ask the hub for a missing folder.
     run = load_config(config, arguments=arguments or ())
-    check_model_path(run, None)
+    check_paths({"model.model": run.model.model})
     from coordexp.checkpoints.lengths import check_lengths
 
     check_lengths(run)

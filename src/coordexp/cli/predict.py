@@ -15,7 +15,7 @@ from coordexp.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from coordexp.config import RunConfig
+    from coordexp.config.schema import AnswerConfig
     from coordexp.evaluation import ImageAnswer
     from coordexp.inference.prediction import PredictionResult
 
@@ -67,10 +67,10 @@ def predict(
     if config is None and model is None:
         raise ConfigError("name the checkpoint that answers with --model, or a run's YAML before the images")
     _check_paths(images, model)
-    from coordexp.config.environment import check_model_path
+    from coordexp.config.environment import check_paths
 
     run = _configuration(config, model)
-    check_model_path(run, model)
+    check_paths({"--model": model} if model is not None else {"model.model": run.model.model})
     from coordexp.inference.asking import read_classes
 
     names = read_classes(classes)
@@ -132,11 +132,12 @@ def _check_paths(images: list[Path], model: Path | None) -> None:
         raise DataError("\n".join(problems))
 
 
-def _configuration(config: Path | None, model: Path | None) -> RunConfig:
+def _configuration(config: Path | None, model: Path | None) -> AnswerConfig:
     if config is not None:
         from coordexp.config import load_config
+        from coordexp.config.schema import AnswerConfig
 
-        return load_config(config)
+        return AnswerConfig.of_run(load_config(config))
     assert model is not None  # or the words would have been refused
     from coordexp.inference.asking import Asking, asking_config
 

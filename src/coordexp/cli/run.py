@@ -41,14 +41,21 @@ def train(config: ConfigFile, arguments: Arguments = None, print_only: Print = F
     To go on after an interruption, set training.resume_from_checkpoint: true in the YAML and run the same command.
     """
     from coordexp.config import load_config
-    from coordexp.config.environment import check_training_paths
+    from coordexp.config.environment import check_paths
 
     given = tuple(arguments or ())
     if print_only:
         print_config(config, given)
         return
     run = load_config(config, arguments=given)  # before the import of torch: a mistake in the YAML shows at once
-    check_training_paths(run)
+    resume = run.training.resume_from_checkpoint
+    check_paths(
+        {
+            "model.model": run.model.model,
+            **({"training.resume_from_checkpoint": resume} if isinstance(resume, str) else {}),
+        },
+        {"custom.train_jsonl": run.custom.train_jsonl, "custom.val_jsonl": run.custom.val_jsonl},
+    )
     from coordexp.training.build import run_training
 
     console = open_console()

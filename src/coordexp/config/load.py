@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -15,6 +15,8 @@ from coordexp.config.removed_keys import take_removed
 from coordexp.config.schema import RunConfig
 from coordexp.config.source import Document, apply_arguments, dump_yaml, read_document
 from coordexp.errors import ConfigError
+
+Section = TypeVar("Section", bound=StrictModel)
 
 
 def load_config(
@@ -39,6 +41,14 @@ def load_config(
 def parse_config(data: Mapping[str, Any], source: str = "configuration") -> RunConfig:
     """Validate a configuration that is a mapping already; raises :class:`ConfigError` as :func:`load_config` does."""
     return validate(Document(copy.deepcopy(dict(data))), source)
+
+
+def parse_section(section: type[Section], data: Mapping[str, Any], source: str) -> Section:
+    """Validate a mapping as ``section`` alone, without rules between keys; raises :class:`ConfigError`."""
+    try:
+        return section.model_validate(data)
+    except ValidationError as error:
+        raise _error(source, Document(), list(problems_from(error, section))) from None
 
 
 def resolved_yaml(config: RunConfig) -> str:
@@ -82,7 +92,7 @@ def _without(broken: set[KeyPath], section: type[StrictModel], data: dict[str, A
             values[key] = _without(broken, inner, value, here) if is_broken else inner.model_validate(value)
         elif key in data:
             values[key] = value
-    part = section.model_construct(**values)
+    part: Any = section.model_construct(**values)
     for key in absent:
         part.__dict__.pop(key, None)  # model_construct has filled in the default
     return part

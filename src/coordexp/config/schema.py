@@ -173,6 +173,29 @@ class RunConfig(StrictModel):
     """the processes that coordexp launch starts"""
 
 
+class AnswerConfig(StrictModel):
+    """All that inference reads of a configuration; ``rollout_matching`` is resolved."""
+
+    model: ModelConfig
+    template: TemplateConfig
+    rollout_matching: RolloutMatchingConfig
+    global_max_length: Count
+    use_cpu: bool
+    seed: int
+
+    @classmethod
+    def of_run(cls, run: RunConfig) -> AnswerConfig:
+        """How a checkpoint answers in the run's evaluation."""
+        return cls(
+            model=run.model,
+            template=run.template,
+            rollout_matching=resolved_rollout(run),
+            global_max_length=run.global_max_length,
+            use_cpu=run.training.use_cpu,
+            seed=run.training.seed,
+        )
+
+
 def resolved_rollout(config: RunConfig) -> RolloutMatchingConfig:
     """The section with each null that stands for another key replaced by that key's value, and ``auto`` by its meaning.
 

@@ -174,9 +174,9 @@ class ColocatedBackend:
                 f"the colocated vLLM engine gave {answered} answers to {len(wanted)} requests; {ENGINE_AT_FAULT}"
             )
 
-    def batch_size(self, decode_batch_size: int) -> int:
-        """What this rank's share of its engine decodes at once."""
-        return decode_batch_size
+    @property
+    def batch_size(self) -> int:
+        return self._decode_batch_size
 
     def sync_weights(self, version: int) -> None:
         """Move the learner away, start or wake the engine, and put the weights in."""

@@ -218,9 +218,10 @@ class ServerBackend:
                 )
                 yield IndexedRollout(round_idx, index, rollout)
 
-    def batch_size(self, decode_batch_size: int) -> int:
+    @property
+    def batch_size(self) -> int:
         """This rank's share of all servers' devices."""
-        return chunk_size(decode_batch_size, self._world_sizes, distributed.world_size())
+        return chunk_size(self._decode_batch_size, self._world_sizes, distributed.world_size())
 
     def sync_weights(self, version: int) -> None:
         """Barrier, push by rank 0, barrier; where weights are sharded, all ranks gather while rank 0 sends."""

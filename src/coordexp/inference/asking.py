@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 from coordexp.checkpoints.folder import settings_of_run
 from coordexp.checkpoints.lengths import num_positions
-from coordexp.config import RunConfig, parse_config
 from coordexp.config.base import default_of
+from coordexp.config.load import parse_section
+from coordexp.config.schema import AnswerConfig
 from coordexp.config.training import TrainingConfig
 from coordexp.errors import CheckpointError, ConfigError, DataError
 
@@ -36,9 +37,9 @@ class Asking:
     seed: int = SEED
 
 
-def asking_config(model: str | Path, asking: Asking) -> RunConfig:
-    """A configuration that lets ``model`` answer greedily: with the prompt, number type and limits of the run that it
-    comes from, where that run's ``resolved_config.yaml`` lies beside it or in the folder above.
+def asking_config(model: str | Path, asking: Asking) -> AnswerConfig:
+    """Let ``model`` answer greedily, with the prompt, number type and limits of its own run, if that run's
+    ``resolved_config.yaml`` is in the model's folder or the one above.
 
     Raises:
         CheckpointError: no such folder. ConfigError: a value that the schema refuses.
@@ -53,26 +54,27 @@ def asking_config(model: str | Path, asking: Asking) -> RunConfig:
         template["prompt"] = asking.prompt
     longest = min(run.get("global_max_length") or _LONGEST, num_positions(folder) or _LONGEST)
     answer = asking.max_new_tokens or asked.get("max_new_tokens") or _ANSWER
+    if asking.max_new_tokens is not None and answer >= longest:
+        raise ConfigError(f"max_new_tokens: {answer} leaves no room for the prompt in {longest} tokens; lower it")
+    dtype = asking.dtype or (run.get("model") or {}).get("dtype", _DTYPE)
     rollout: dict[str, Any] = {
         "rollout_backend": asking.backend,
         "decode_batch_size": asking.batch_size,
         "max_new_tokens": min(answer, max(1, longest // 2)) if asking.max_new_tokens is None else answer,
     }
     if asking.backend == "vllm":
-        rollout["vllm"] = _engine()
+        rollout["vllm"] = {**_engine(), "max_model_len": longest, "dtype": dtype}
     if "repeat_terminate" in asked:
         rollout["repeat_terminate"] = asked["repeat_terminate"]
-    return parse_config(
-        {
-            "model": {"model": str(folder), "dtype": asking.dtype or (run.get("model") or {}).get("dtype", _DTYPE)},
-            "template": template,
-            "custom": {"train_jsonl": "none.jsonl"},  # required of every configuration, and not read here
-            "training": {"output_dir": str(folder), "use_cpu": asking.use_cpu, "seed": asking.seed},
-            "global_max_length": longest,
-            "rollout_matching": rollout,
-        },
-        str(folder),
-    )
+    data = {
+        "model": {"model": str(folder), "dtype": dtype},
+        "template": template,
+        "rollout_matching": rollout,
+        "global_max_length": longest,
+        "use_cpu": asking.use_cpu,
+        "seed": asking.seed,
+    }
+    return parse_section(AnswerConfig, data, str(folder))
 
 
 def _engine() -> dict[str, Any]:

@@ -14,9 +14,10 @@ import numpy as np
 from rich.console import Console
 
 from coordexp import distributed
-from coordexp.config import RunConfig, load_config
+from coordexp.config import load_config
 from coordexp.config.base import default_of
 from coordexp.config.rollout import RolloutMatchingConfig
+from coordexp.config.schema import AnswerConfig
 from coordexp.data.files import write_atomically
 from coordexp.data.jsonl import read_jsonl
 from coordexp.data.record_line import clean_desc, write_jsonl
@@ -137,7 +138,7 @@ class CompletionResult:
 
 def completion_config(
     model: Path | None, *, config: Path | None, prompt: str | None, batch_size: int | None
-) -> RunConfig:
+) -> AnswerConfig:
     """What to ask, and how: ``config`` if given; else as the run asked that ``model`` comes from (see
     :func:`~coordexp.inference.asking.asking_config`), by transformers. Always greedy.
 
@@ -153,7 +154,7 @@ def completion_config(
             values["rollout_matching.decoding.temperature"] = 0.0
             values |= {} if batch_size is None else {"rollout_matching.decode_batch_size": batch_size}
             run = load_config(config, values)
-        return run
+        return AnswerConfig.of_run(run)
     if model is None:
         raise ConfigError("name the checkpoint that answers with --model, or a run's YAML with --config")
     asking = Asking(
@@ -165,7 +166,7 @@ def completion_config(
 
 
 def run_completion(
-    run: RunConfig,
+    run: AnswerConfig,
     console: Console,
     *,
     source: Path,

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 from PIL import Image, ImageDraw, ImageOps
 
-from coordexp.config import resolved_rollout
 from coordexp.data.image_sources import find_images
 from coordexp.data.images import open_rgb
 from coordexp.errors import DataError, require
@@ -72,14 +71,12 @@ class Detector:
 
         asking = Asking(backend, batch_size, max_new_tokens, prompt, dtype, device == "cpu", seed)
         config = asking_config(model, asking)
-        rollout = resolved_rollout(config)
-        check_backend(rollout, bool(classes))
+        check_backend(config.rollout_matching, bool(classes))
         self._seed = seed
         self._scores = scores
-        self._batch_size = batch_size
         self._open = ExitStack()
         self._session: InferenceSession = self._open.enter_context(
-            open_session(config, rollout, Path(model), check_classes(classes))
+            open_session(config, Path(model), check_classes(classes))
         )
 
     @overload
@@ -142,7 +139,7 @@ class Detector:
         from coordexp.rollouts import DatasetSeeds
 
         session = self._session
-        size = session.backend.batch_size(self._batch_size)
+        size = session.backend.batch_size
         detections: list[Detections] = []
         for start in range(0, len(records), size):
             batch = [Sample(record, session.encoder.encode(record)) for record in records[start : start + size]]

@@ -9,7 +9,8 @@ from pathlib import Path
 from rich.console import Console
 
 from coordexp import distributed
-from coordexp.config import RunConfig, resolved_rollout
+from coordexp.config import RunConfig
+from coordexp.config.schema import AnswerConfig
 from coordexp.data.dataset import RecordDataset
 from coordexp.data.dataset_cache import check_images, open_records
 from coordexp.data.progress_bar import reporting
@@ -62,7 +63,7 @@ def run_evaluation(
     path = Path(model or config.model.model)
     jsonl, written = _answer(config, console, f"evaluating {path}", path, data, limit, constant_score is None, classes)
     answers = rename(written)
-    options = EvaluationOptions.from_config(resolved_rollout(config).eval_detection)
+    options = EvaluationOptions.from_config(AnswerConfig.of_run(config).rollout_matching.eval_detection)
     options = replace(options, coco=True, constant_score=constant_score, segm=segm or options.segm)
     summary = summarise(answers, options, rename.note(written, answers))
     folder = output or Path(config.training.output_dir) / "evaluation"
@@ -99,17 +100,17 @@ def _answer(
     classes: Sequence[str] = (),
 ) -> tuple[Path, list[ImageAnswer]]:
     """The dataset, and all ranks' answers for it. Everything cheap is checked before weights are loaded."""
-    rollout = resolved_rollout(config)
-    check_backend(rollout, bool(classes))
+    answering = AnswerConfig.of_run(config)
+    check_backend(answering.rollout_matching, bool(classes))
     jsonl = data or config.custom.val_jsonl
     if jsonl is None:
         raise ConfigError("custom.val_jsonl: null, so there is nothing to evaluate on; give a file there or by --data")
     limit = config.custom.val_sample_limit if limit is None else limit
     records = open_records(jsonl, limit=limit, wait_s=config.training.ddp_timeout)
     check_images(records, wait_s=config.training.ddp_timeout)
-    checked_model(config, model)
+    checked_model(answering, model)
     with (
-        open_session(config, rollout, model, classes) as session,
+        open_session(answering, model, classes) as session,
         reporting(console, description, stays=True) as on_progress,
     ):
         seed = config.training.seed
@@ -117,7 +118,7 @@ def _answer(
             RecordDataset(records, session.encoder.encode, config.custom.object_ordering, seed),
             session.backend,
             session.loaded.vocab,
-            batch_size=session.backend.batch_size(rollout.decode_batch_size),
+            batch_size=session.backend.batch_size,
             seed=seed,
             on_progress=on_progress,
             on_answer=on_progress,

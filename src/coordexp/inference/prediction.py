@@ -12,8 +12,7 @@ from rich.console import Console
 
 from coordexp import distributed
 from coordexp.checkpoints.folder import checkpoint_fingerprint
-from coordexp.config import RunConfig, resolved_rollout
-from coordexp.config.rollout import RolloutMatchingConfig
+from coordexp.config.schema import AnswerConfig
 from coordexp.data.dataset import RecordDataset
 from coordexp.data.files import append_line, whole_file, write_atomically
 from coordexp.data.image_sources import FoundImages, find_images
@@ -64,7 +63,7 @@ class PredictionResult:
 
 
 def run_prediction(
-    config: RunConfig,
+    config: AnswerConfig,
     console: Console,
     *,
     source: Path | Sequence[Path],
@@ -83,25 +82,24 @@ def run_prediction(
     """
     from accelerate import PartialState
 
-    rollout = resolved_rollout(config)
-    check_backend(rollout, bool(options.classes))
+    check_backend(config.rollout_matching, bool(options.classes))
     sources = [source] if isinstance(source, Path) else list(source)
     images = find_images(sources, limit=options.limit, skip_broken=options.skip_broken)
-    records, seed = images.records, config.training.seed
+    records, seed = images.records, config.seed
     path = checked_model(config, model)
     preparation = read_preparation(path)
-    settings = _settings(config, rollout, path, sources, options)
+    settings = _settings(config, path, sources, options)
     if preparation.resize is not None:
         settings["resize"] = preparation.resize.to_metadata()
     _note(console, images, preparation)
-    PartialState(cpu=config.training.use_cpu)  # joins the process group under torchrun: the next line needs it
+    PartialState(cpu=config.use_cpu)  # joins the process group under torchrun: the next line needs it
     todo = _unanswered(records, output, settings)
     part = _part(output, distributed.rank())
     with (
-        open_session(config, rollout, path, options.classes) as session,
+        open_session(config, path, options.classes) as session,
         reporting(console, f"predicting with {path}", stays=True) as on_progress,
     ):
-        batch_size = session.backend.batch_size(rollout.decode_batch_size)
+        batch_size = session.backend.batch_size
         batches = share_out(todo, distributed.world_size(), batch_size)[distributed.rank()]
         dataset = RecordDataset(records, session.encoder.encode, "file", seed)
         scorer: Scorer | None = None
@@ -135,13 +133,13 @@ def _finished(answer: ImageAnswer, annotated: frozenset[str], score: Score) -> I
 
 
 def _settings(
-    config: RunConfig,
-    rollout: RolloutMatchingConfig,
+    config: AnswerConfig,
     model: Path,
     sources: Sequence[Path],
     options: PredictionOptions,
 ) -> dict[str, Any]:
     """Everything that an answer depends on."""
+    rollout = config.rollout_matching
     return {
         "model": str(model.resolve()),
         "fingerprint": checkpoint_fingerprint(model),
@@ -149,7 +147,7 @@ def _settings(
         "dtype": config.model.dtype,
         "prompt": config.template.prompt,
         "system": config.template.system,
-        "seed": config.training.seed,
+        "seed": config.seed,
         "backend": rollout.rollout_backend,
         "max_new_tokens": rollout.max_new_tokens,
         "decoding": rollout.decoding.model_dump(mode="json"),

@@ -11,8 +11,7 @@ import torch
 
 from coordexp.checkpoints.folder import Checkpoint
 from coordexp.checkpoints.lengths import check_lengths
-from coordexp.config import RunConfig
-from coordexp.config.rollout import RolloutMatchingConfig
+from coordexp.config.schema import AnswerConfig
 from coordexp.data.images import open_rgb
 from coordexp.modeling.inputs import PromptEncoder
 from coordexp.modeling.load import LoadedModel, load_model, load_vocab
@@ -32,7 +31,7 @@ class InferenceSession:
     scorer: TokenScorer
 
 
-def checked_model(config: RunConfig, model: str | Path | None) -> Path:
+def checked_model(config: AnswerConfig, model: str | Path | None) -> Path:
     """The checkpoint that is asked, ``model.model`` for None, before its weights are loaded.
 
     Raises:
@@ -45,18 +44,17 @@ def checked_model(config: RunConfig, model: str | Path | None) -> Path:
 
 
 @contextmanager
-def open_session(
-    config: RunConfig, rollout: RolloutMatchingConfig, model: Path, classes: Sequence[str] = ()
-) -> Iterator[InferenceSession]:
-    """Load ``model`` on this rank's device, start the backend that ``rollout`` names, and close it at the end.
-    ``classes``: the only descriptions that answers may hold; empty for any.
+def open_session(config: AnswerConfig, model: Path, classes: Sequence[str] = ()) -> Iterator[InferenceSession]:
+    """Load ``model`` on this rank's device, start its backend, and close it at the end.
+
+    ``classes``: the only descriptions that answers may contain; empty for any.
 
     Raises:
         CheckpointError, VocabError, RolloutError.
     """
     from accelerate import PartialState
 
-    state = PartialState(cpu=config.training.use_cpu)  # joins the process group under torchrun
+    state = PartialState(cpu=config.use_cpu)  # joins the process group under torchrun
     loaded = load_model(model, config.model.dtype, config.model.attn_implementation)
     torch.nn.Module.to(loaded.model, state.device)
     parts = LearnerParts(
@@ -68,7 +66,7 @@ def open_session(
         open_image=lambda path: loaded.preparation(open_rgb(path)),
         preparation=loaded.preparation,
     )
-    backend = build_backend(rollout, parts, classes)
+    backend = build_backend(config.rollout_matching, parts, classes)
     try:
         with synced(backend, 0):
             template = config.template

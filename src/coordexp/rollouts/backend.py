@@ -148,9 +148,10 @@ class RolloutBackend(Protocol):
         """
         ...
 
-    def batch_size(self, decode_batch_size: int) -> int:
-        """Number of requests this rank must send together so that each of its rollout devices decodes
-        ``decode_batch_size`` at once. The same on every rank."""
+    @property
+    def batch_size(self) -> int:
+        """Number of requests that keeps every rollout device of this rank at ``decode_batch_size`` sequences; the same
+        on every rank."""
         ...
 
     def sync_weights(self, version: int) -> None:

@@ -102,8 +102,9 @@ class HFBackend:
         with _evaluating(self._model), torch.no_grad():  # not around the loop: callers run between two batches
             return self._generate_chunk([one.request for one in batch], [one.seed for one in batch], on_ended)
 
-    def batch_size(self, decode_batch_size: int) -> int:
-        return decode_batch_size
+    @property
+    def batch_size(self) -> int:
+        return self._decode_batch_size
 
     def sync_weights(self, version: int) -> None:
         self._version = version

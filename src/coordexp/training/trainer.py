@@ -348,7 +348,7 @@ class CoordExpTrainer(SavingTrainer):
                     dataset,
                     self._eval_backend,
                     self._vocab,
-                    batch_size=self._eval_backend.batch_size(self.rollout_matching_cfg["decode_batch_size"]),
+                    batch_size=self._eval_backend.batch_size,
                     seed=self.args.seed,
                     options=self._measured,
                     scorer=self._scorer,

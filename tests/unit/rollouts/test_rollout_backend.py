@@ -127,7 +127,7 @@ def test_server_without_allowed_labels_is_refused(
 
 
 def test_detector_starts_an_engine_per_process() -> None:
-    config = resolved_rollout(asking_config(asset("checkpoints/demo-stage1"), Asking(backend="vllm")))
+    config = asking_config(asset("checkpoints/demo-stage1"), Asking(backend="vllm")).rollout_matching
     check_backend(config)
     assert config.vllm.tensor_parallel_size == 1
 

@@ -43,8 +43,9 @@ class Staged(InMemoryBackend):
         self.waited_for_target = False
         self.rested = 0
 
-    def batch_size(self, decode_batch_size: int) -> int:
-        return decode_batch_size
+    @property
+    def batch_size(self) -> int:
+        return 3
 
     def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[IndexedRollout]:
         places = [(r, i) for r, one in enumerate(rounds) for i in range(len(one.requests))]

@@ -221,7 +221,8 @@ def test_an_evaluation_waits_for_the_answers_and_changes_nothing(ahead: Any) -> 
 
 def test_an_evaluation_that_fails_leaves_the_step_before_it_as_it_was(ahead: Any) -> None:
     class FailsToEvaluate(Aging):
-        def batch_size(self, decode_batch_size: int) -> int:
+        @property
+        def batch_size(self) -> int:
             raise RolloutError("no evaluation today")
 
     whole = ahead("whole")
