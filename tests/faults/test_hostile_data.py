@@ -53,7 +53,7 @@ def test_an_image_that_the_processor_refuses_is_named_wherever_it_comes_from(tmp
     from coordexp.records import ImageRecord
 
     Image.new("RGB", (1000, 2)).save(tmp_path / "thin.png")
-    with pytest.raises(DataError, match=r"thin\.png: image size 1000x2 has an aspect ratio above 200"):
+    with pytest.raises(DataError, match=r"thin\.png: .*1000x2"):
         encoder_of(load_tiny()).encode(ImageRecord("thin", tmp_path / "thin.png", 1000, 2, ()))
 
 
@@ -90,6 +90,6 @@ def test_aliases_that_stand_for_millions_of_values_are_refused_at_once(tmp_path:
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{k}: &a{k} [{', '.join([f'*a{k - 1}'] * 9)}]" for k in range(1, 9)]
     (tmp_path / "bomb.yaml").write_text("\n".join(lines))
-    with pytest.raises(ConfigError, match=r"bomb\.yaml: more than 100,000 keys and values") as refused:
+    with pytest.raises(ConfigError, match=r"bomb\.yaml: .*100,000") as refused:
         load_config(tmp_path / "bomb.yaml")
     assert len(str(refused.value)) < 1000

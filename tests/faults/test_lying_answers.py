@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from unit.servers.test_server_window import backend_of, requests_
+from unit.engine.test_server_window import backend_of, requests_
 
 from coordexp.engine.server_backend import ServerBackend
 from coordexp.errors import CoordExpError

@@ -1,7 +1,7 @@
 """Random views of an image with its objects: windows, mirror images, other colours. Torch-free.
 
-A view shows a window of the image at the image's own size, so a sample keeps its number of tokens. What a view is
-follows from (seed, epoch, index) alone: workers, ranks and a resumed run see the same.
+A view shows a window of the image at the image's own size, so a sample keeps its number of tokens. A view depends on
+(seed, epoch, index) only, so workers, ranks and a resumed run see the same.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _Point = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """One way to look at an image. ``window``: left, top, right, bottom in shares of its sides; beyond 0 and 1 lies
-    grey. ``brightness``, ``contrast``, ``saturation``: factors, 1 changes nothing."""
+    """One way to look at an image. ``window``: left, top, right, bottom in shares of its sides; grey
+    outside 0..1. ``brightness``, ``contrast``, ``saturation``: factors, 1 changes nothing."""
 
     window: tuple[float, float, float, float] = (0.0, 0.0, 1.0, 1.0)
     mirrored: bool = False
@@ -66,7 +66,7 @@ class View:
         return visible, len(objects) - len(visible)
 
     def _object(self, obj: GTObject, min_visible: float) -> GTObject | None:
-        points = [self._place(x, y) for x, y in zip(obj.bins[0::2], obj.bins[1::2], strict=True)]
+        points = [self._view_point(x, y) for x, y in zip(obj.bins[0::2], obj.bins[1::2], strict=True)]
         if obj.kind == "bbox_2d":
             (xa, ya), (xb, yb) = points
             x1, y1, x2, y2 = min(xa, xb), min(ya, yb), max(xa, xb), max(ya, yb)
@@ -85,7 +85,7 @@ class View:
         bins = canonical_ring([round(v * _LAST) for v in _flat(inside)])
         return None if len(bins) < 6 else replace(obj, bins=bins)
 
-    def _place(self, x: int, y: int) -> _Point:
+    def _view_point(self, x: int, y: int) -> _Point:
         left, top, right, bottom = self.window
         u, v = (x / _LAST - left) / (right - left), (y / _LAST - top) / (bottom - top)
         return (1 - u if self.mirrored else u), (1 - v if self.upside_down else v)
@@ -106,7 +106,7 @@ def draw_view(config: AugmentConfig, seed: int, epoch: int, index: int) -> View:
 
 def clip_ring(ring: Sequence[_Point]) -> list[_Point]:
     """The part of a ring inside the unit square, side by side (Sutherland and Hodgman); empty where nothing is. Parts
-    of a ring that leaves and comes back are joined along the edge."""
+    of a ring that crosses the edge several times are joined along it."""
     kept = list(ring)
     for axis, bound, sign in ((0, 0.0, 1), (0, 1.0, -1), (1, 0.0, 1), (1, 1.0, -1)):
         points, kept = kept, []

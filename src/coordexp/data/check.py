@@ -1,4 +1,4 @@
-"""What is in a dataset, and what is wrong with it: every line is looked at, whatever the others hold."""
+"""Contents and problems of a dataset. Every line is checked, even if others are broken."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ DENSITY_EDGES = (0, 1, 2, 3, 5, 10, 20, 50, 100)
 
 
 class Finding(StrEnum):
-    """What a check can find. Errors refuse the dataset in training; the others are worth a look."""
+    """Kinds of findings. Training refuses a dataset with errors; the others are warnings."""
 
     # errors
-    SCHEMA = "schema"  # a line that is no record; says why
+    SCHEMA = "schema"  # an invalid line
     XYWH_LOOKING = "xywh_looking"  # right of its left edge, unless its last two values are width and height
     OUT_OF_RANGE = "out_of_range"  # values beyond 0..999: pixels, most often
     MISSING_IMAGE = "missing_image"
@@ -48,7 +48,7 @@ class Finding(StrEnum):
     DUPLICATE_OBJECT = "duplicate_object"  # same description and shape twice in an image
     DUPLICATE_IMAGE = "duplicate_image"  # one image file in several records, or the same bytes in several files
     EMPTY_IMAGE = "empty_image"
-    LEFT_OUT = "left_out"  # by the conversion, whose report lies beside the dataset
+    LEFT_OUT = "left_out"  # by the conversion, according to its report
 
 
 ERRORS = frozenset({
@@ -135,8 +135,8 @@ def check_jsonl(
 
     Args:
         limit: look at the first ``limit`` lines only.
-        deep: decode every image too, instead of reading its header alone. What was found sound is not read again in
-            later checks, as long as its file is the same (:class:`ImageCheckCache`).
+        deep: decode every image too, instead of reading its header alone. Later checks skip sound images
+            whose files have not changed (:class:`ImageCheckCache`).
         count_tokens: tokens of a record's prompt and answer; with it, those above ``max_tokens`` are found.
 
     Raises:
@@ -178,7 +178,7 @@ def check_jsonl(
 
 
 def _add_refused(check: DatasetCheck, where: str, text: bytes, error: RefusedLine) -> None:
-    """A line that is no record, by the likeliest cause."""
+    """Add the finding for an invalid line, by its likeliest cause."""
     boxes = [box for box in _raw_boxes(text) if len(box) == 4]
     inverted = [box for box in boxes if box[2] < box[0] or box[3] < box[1]]
     fit_as_xywh = all(box[0] + box[2] <= NUM_BINS and box[1] + box[3] <= NUM_BINS for box in inverted)
@@ -249,7 +249,7 @@ def _check_length(check: DatasetCheck, record: ImageRecord, count_tokens: CountT
 
 
 def _add_left_out(check: DatasetCheck) -> None:
-    """What the conversion that made the dataset could not use: it is no longer in the lines, so nothing else tells."""
+    """Add what the conversion left out; only its report lists that."""
     report = check.path.with_name(f"{check.path.stem}.conversion_report.json")
     if not report.is_file():
         return
@@ -302,7 +302,7 @@ class ImageCheckCache:
         self._pillow = version("pillow")
 
     def key(self, image: Path) -> Key | None:
-        """What must be unchanged for an entry to be valid; None if there is no such file."""
+        """The key of an image's entry; None if there is no such file."""
         try:
             seen = image_stat(os.fsencode(image))
         except (OSError, ValueError):  # the check that opens the image says why

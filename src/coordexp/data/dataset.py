@@ -69,16 +69,16 @@ class RecordDataset:
         return replace(record, objects=order_objects(record.objects, self._ordering, self._shuffle(0, index)))
 
     def request_of(self, sample_id: str) -> RolloutRequest:
-        """The prompt of a sample that this dataset gave, in whatever epoch.
+        """The prompt of a sample of any epoch.
 
         Raises:
-            DataError: it holds no such record.
+            DataError: the dataset does not contain its record.
         """
         name, _, epoch = sample_id.rpartition(_EPOCH) if self._augment is not None else (sample_id, "", "0")
         index = self._place_of(name)
         if index is None or not epoch.isdecimal():
             raise DataError(
-                f"the checkpoint's carry buffer holds sample {sample_id}, which custom.train_jsonl does not; go on "
+                f"the checkpoint's carry buffer holds sample {sample_id}, which custom.train_jsonl does not; resume "
                 "with the same data and the same data.augment"
             )
         return self._sample(index, int(epoch)).request
@@ -104,8 +104,8 @@ class RecordDataset:
         return self._places.get(sample_id)
 
     def view(self, index: int, epoch: int) -> tuple[ImageRecord, Image.Image]:
-        """What ``augment`` makes of a record in an epoch: the record with the objects as seen, and the image."""
-        assert self._augment is not None, "asked of a dataset that is augmented"
+        """The augmented view of a record in an epoch: the record with the visible objects, and the image."""
+        assert self._augment is not None, "only for augmented datasets"
         record = self.record(index)
         view = draw_view(self._augment, self._seed, epoch, index)
         objects, left_out = view.objects(record.objects, self._augment.min_visible)

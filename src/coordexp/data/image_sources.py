@@ -1,4 +1,4 @@
-"""What a user points at (images, folders, patterns, datasets) → records to answer, and what cannot be read."""
+"""Images, folders, patterns and datasets → records to predict on, and the images that cannot be read."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def find_images(sources: Sequence[Path], *, limit: int | None = None, skip_broke
     """The records of datasets (``*.jsonl``), and a record without objects for every image file, every image below a
     folder, and every file that a pattern (``frames/*.png``, ``frame_%05d.png``) names.
 
-    An image that stands twice is answered once. ``skip_broken``: an image that cannot be decoded is left out and told
-    of; otherwise the first one ends it.
+    Duplicates are predicted once. ``skip_broken``: skip and list images that cannot be decoded; otherwise the first one
+    raises.
 
     Raises:
         DataError: nothing there, or nothing that can be read.
@@ -102,7 +102,7 @@ def _by_numbers(path: Path) -> tuple[object, ...]:
 
 
 def _decodable(records: Sequence[ImageRecord]) -> tuple[list[ImageRecord], list[tuple[str, str]]]:
-    """Decoding all of them first costs little beside answering, and all ranks must leave out the same images."""
+    """Decode all of them first: that is cheap compared to prediction, and all ranks must skip the same images."""
 
     def problem(record: ImageRecord) -> str | None:
         try:

@@ -36,7 +36,7 @@ def check_resize_limits(factor: int, min_pixels: int, max_pixels: int) -> None:
 
 
 def shape_problem(width: int, height: int) -> str | None:
-    """The sentence for an image that the vision processors refuse for its shape; None for any other."""
+    """Why the vision processors refuse an image of this shape; None if they don't."""
     if max(height, width) / min(height, width) <= MAX_ASPECT_RATIO:
         return None
     return (
@@ -78,9 +78,9 @@ def smart_resize(
 
 
 JPEG_SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif")
-"""Of JPEG's files; in lower case."""
+"""Lower-case suffixes of JPEG files."""
 IMAGE_SUFFIXES = (*JPEG_SUFFIXES, ".png", ".bmp", ".webp", ".tif", ".tiff")
-"""What is taken for an image where a folder is searched; in lower case."""
+"""Lower-case suffixes of the images that a search of a folder finds."""
 _SHOWN_OF_PATH = 200
 _EXIF_ORIENTATION = 0x0112
 _UPRIGHT_BY_ORIENTATION = {
@@ -92,13 +92,13 @@ _UPRIGHT_BY_ORIENTATION = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-# What Pillow raises on files that are not, or not wholly, images; nothing broader is caught.
+# Pillow raises these on files that are not complete images.
 _PILLOW_ERRORS = (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError)
 
 
 @dataclass(frozen=True, slots=True)
 class ImageHeader:
-    """What an image file says of itself. Sizes are ``(width, height)`` in pixels: ``size`` as seen upright,
+    """The header of an image file. Sizes are ``(width, height)`` in pixels: ``size`` as seen upright,
     ``stored_size`` before the EXIF orientation (1..8, 1 = upright as stored) is applied; ``opaque``: no pixel can be
     transparent."""
 
@@ -114,7 +114,7 @@ def read_header(path: Path) -> ImageHeader:
     """Read size, format and orientation without decoding pixels.
 
     Raises:
-        DataError: the file is missing, is no image, or has a pixel type other than 8-bit.
+        DataError: the file is missing, is not an image, or has a pixel type other than 8-bit.
     """
     with _open(path) as image:
         return _header(image, path)
@@ -165,7 +165,7 @@ def _decode(
     if expected_size is not None and size != expected_size:
         raise DataError(size_problem(expected_size, size), path=path)
     try:
-        # The file's own EXIF is left behind by convert(): nobody may turn these pixels a second time.
+        # convert() drops the file's EXIF, so these pixels are not rotated a second time.
         rgb = _flatten(image)
     except _PILLOW_ERRORS as error:
         raise DataError(f"cannot decode the image ({error}); replace the file", path=path) from error
@@ -174,7 +174,7 @@ def _decode(
 
 
 def size_problem(declared: tuple[int, int], real: tuple[int, int]) -> str:
-    """The sentence for an image that is not of the declared ``(width, height)``."""
+    """The message for an image that does not have the declared ``(width, height)``."""
     return (
         f"the record says width={declared[0]}, height={declared[1]}, but the image is {real[0]}x{real[1]} "
         "(width x height, upright); correct the record, or restore the image that was annotated"
@@ -185,7 +185,7 @@ def image_exists(path: Path) -> bool:
     """Whether ``path`` is a file.
 
     Raises:
-        DataError: it cannot even be looked for: a name longer than the file system takes, a folder nobody may enter.
+        DataError: the path cannot be looked up: its name is too long, or a folder is not readable.
     """
     try:
         return path.is_file() or find_member(path) is not None
@@ -229,7 +229,7 @@ def _orientation(image: Image.Image, path: Path) -> int:
     try:
         value = image.getexif().get(_EXIF_ORIENTATION, 1)
     except _PILLOW_ERRORS as error:
-        raise DataError(f"unreadable EXIF data ({error}); save the image anew without it", path=path) from error
+        raise DataError(f"unreadable EXIF data ({error}); save the image again without it", path=path) from error
     return value if value in _UPRIGHT_BY_ORIENTATION else 1
 
 

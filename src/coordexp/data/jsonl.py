@@ -88,11 +88,7 @@ def numbered_lines(path: Path, limit: int | None) -> Iterator[tuple[int, bytes]]
 
 
 def check_source(path: Path, limit: int | None) -> None:
-    """What can be said before a line is read.
-
-    Raises:
-        DataError: no such file, or a limit below 1.
-    """
+    """Raise DataError if there is no such file or the limit is below 1."""
     if limit is not None and limit < 1:
         raise DataError(f"limit is {limit}; expected at least 1 record, or no limit", path=path)
     if not path.is_file():

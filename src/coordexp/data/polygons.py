@@ -1,5 +1,5 @@
-"""Rings, flat as x, y of each point in turn: their area, and one way of writing each. In plain numbers: commands that
-only read do without arrays."""
+"""Area and canonical form of polygons, which are flat rings ``x, y, x, y, …``. Without NumPy, which light commands
+don't import."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def shape_area(kind: str, points: Sequence[float]) -> float:
 
 
 def canonical_ring(bins: Sequence[int]) -> tuple[int, ...]:
-    """One writing for each ring: no repeated neighbours, clockwise, from its top-most (then left-most) point. The
-    shape stays as it is; a model learns one order instead of every annotator's own. Empty where all points are one."""
+    """The ring without repeated neighbours, clockwise, from its top-most (then left-most) point, so that a model learns
+    one order of vertices instead of each annotator's own. The shape is unchanged. Empty if all points are equal."""
     points = list(zip(bins[0::2], bins[1::2], strict=True))
     ring = [point for at, point in enumerate(points) if point != points[at - 1]]
     if signed_ring_area([value for point in ring for value in point]) < 0:

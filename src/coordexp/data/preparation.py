@@ -1,8 +1,8 @@
-"""How a model's training images were brought to their size, so that any other image can be brought there too.
+"""How a model's training images were resized, so that inference resizes other images the same way.
 
 The converters write their rule into each line of a dataset (``metadata.prepared``), training writes it into the
-checkpoint (:data:`PREPARATION`, beside the processor's files), and whoever asks the checkpoint about an image applies
-it. Coordinates are thousandths of a side, so an answer holds for the original as it does for the resized copy.
+checkpoint (:data:`PREPARATION`), and inference applies it. Coordinates are thousandths of a side, so a prediction is
+valid for the original and for the resized copy.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from coordexp.records import ImageRecord
 PREPARATION = "image_preparation.json"
 IN_METADATA = PREPARED
 """The key of a record's metadata that holds its :class:`ResizeRule`."""
-_TELLING = 2.0  # images of twice or half the area are still what a model has seen
+_TELLING = 2.0  # twice or half the area is still close to training
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,28 +54,28 @@ class ResizeRule:
         return image if size == image.size else image.resize(size, Image.Resampling.BICUBIC)
 
     def to_metadata(self) -> dict[str, int]:
-        """What a dataset's line holds under :data:`IN_METADATA`."""
+        """The value for :data:`IN_METADATA`."""
         return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
 class ImagePreparation:
-    """What a checkpoint knows of its training images: their rule (None: taken as they were), and the smallest and
-    largest area in pixels (None: nothing is known)."""
+    """A checkpoint's record of its training images: their resize rule (None: not resized), and the smallest and largest
+    area in pixels (None: unknown)."""
 
     resize: ResizeRule | None = None
     seen_pixels: tuple[int, int] | None = None
 
     def __call__(self, image: Image.Image) -> Image.Image:
-        """An image as the model shall see it."""
+        """The image as the model should see it."""
         return image if self.resize is None else self.resize.resize(image)
 
     def changes(self, width: int, height: int) -> bool:
-        """Whether an image of this size is shown in another one."""
+        """Whether an image of this size is resized."""
         return self.resize is not None and self.resize.size(width, height) != (width, height)
 
     def is_unlike_training(self, width: int, height: int) -> bool:
-        """Whether an image of this size will be shown at an area that the model has seen nothing like."""
+        """Whether the area of an image of this size, after resizing, is far from all training images'."""
         if self.seen_pixels is None:
             return False
         shown_width, shown_height = (width, height) if self.resize is None else self.resize.size(width, height)
@@ -87,10 +87,10 @@ NO_RESIZE = ImagePreparation()
 
 
 def preparation_of(records: Sequence[ImageRecord]) -> ImagePreparation:
-    """What training on ``records`` teaches a checkpoint about images. A rule counts where all of them share it.
+    """The preparation to store with a model trained on ``records``. Its rule is the one that all share, or None.
 
     Raises:
-        DataError: a record whose ``metadata.prepared`` is no rule.
+        DataError: ``metadata.prepared`` of a record is not a rule.
     """
     if isinstance(records, CachedRecords):
         rules = {_rule_of(record) for record in records.distinct_preparations()}
@@ -116,7 +116,7 @@ def _rule_of(record: ImageRecord) -> ResizeRule | None:
 
 
 def read_preparation(folder: str | Path) -> ImagePreparation:
-    """What the checkpoint in ``folder`` says; :data:`NO_RESIZE` where it says nothing.
+    """The preparation of the checkpoint in ``folder``; :data:`NO_RESIZE` if it has none.
 
     Raises:
         CheckpointError: the file is there, and cannot be read.

@@ -5,8 +5,8 @@
                  {"desc": "leaf", "poly": [10, 10, 90, 12, "<|coord_50|>", "<|coord_80|>"], "soft": 0.8}],
      "metadata": {"any": "thing"}}
 
-Coordinates are norm1000 bins (0..999), as integers or coordinate tokens. ``soft`` marks an object that nobody
-annotated; see :class:`~coordexp.records.GTObject`. Nothing is repaired: a line is right or refused.
+Coordinates are norm1000 bins (0..999), as integers or coordinate tokens. ``soft`` marks an object without an
+annotation; see :class:`~coordexp.records.GTObject`. Lines are not repaired: a line is valid or refused.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ _NORM1000_HINT = "values are norm1000 integers 0..999, not pixels: round(999 * x
 
 
 class LineFault(Enum):
-    """What kind of mistake refuses a line, where a check tells kinds apart."""
+    """The kind of mistake in a refused line, for ``data check``."""
 
     OTHER = "other"
     INVERTED_BOX = "inverted_box"
-    BEYOND_BINS = "beyond_bins"  # a number that is no bin: pixels, most often
+    BEYOND_BINS = "beyond_bins"  # a number outside 0..999: usually pixels
 
 
 class RefusedLine(DataError):
-    """A line that is no record. ``reason`` is the message without the place, ``fault`` what kind of mistake it is."""
+    """An invalid line. ``reason`` is the message without its place, ``fault`` the kind of mistake."""
 
     def __init__(self, reason: str, fault: LineFault, *, path: Path, line: int) -> None:
         super().__init__(reason, path=path, line=line)
@@ -55,7 +55,7 @@ class RefusedLine(DataError):
 
 
 class _BadText(ValueError):
-    """A sentence about a line, before it knows its file and line number."""
+    """Like RefusedLine, before file and line number are known."""
 
     def __init__(self, reason: str, fault: LineFault = LineFault.OTHER) -> None:
         super().__init__(reason)
@@ -66,7 +66,7 @@ def parse_line(text: str | bytes, *, path: Path, line: int) -> ImageRecord:
     """One line of the dataset at ``path`` (its folder resolves relative images; ``line`` counts from 1).
 
     Raises:
-        RefusedLine: what is wrong, with ``path:line`` and the object's 0-based index.
+        RefusedLine: the line is invalid; the message has ``path:line`` and the object's 0-based index.
     """
     try:
         return _record(_load_json(text), path, line)
@@ -75,7 +75,7 @@ def parse_line(text: str | bytes, *, path: Path, line: int) -> ImageRecord:
 
 
 def clean_desc(desc: Any) -> str:
-    """A description as the model shall write it: stripped, NFC.
+    """A description as the model should write it: stripped, NFC.
 
     Raises:
         ValueError: not a string, empty, with control characters, or with text that looks like a control token.
@@ -85,7 +85,7 @@ def clean_desc(desc: Any) -> str:
     return _clean_text(desc)
 
 
-@lru_cache(maxsize=1 << 14)  # a class name stands in thousands of lines
+@lru_cache(maxsize=1 << 14)  # a class name occurs in thousands of lines
 def _clean_text(desc: str) -> str:
     text = unicodedata.normalize("NFC", desc).strip()
     if not text:
@@ -103,10 +103,10 @@ def _clean_text(desc: str) -> str:
 
 
 def _load_json(text: str | bytes) -> Any:
-    """What a line's text, or a part of it, holds.
+    """Decode strict JSON.
 
     Raises:
-        _BadText: not UTF-8, no strict JSON (NaN is none), or a key that stands twice.
+        _BadText: not UTF-8, not strict JSON (NaN is not), or a duplicate key.
     """
     try:
         decoded = text.decode("utf-8") if isinstance(text, bytes) else text
@@ -131,7 +131,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(mapping) != len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise _BadText(f"the key {twice!r} stands twice in one JSON object; keep one of them")
+        raise _BadText(f"duplicate key {twice!r} in one JSON object; keep one of them")
     return mapping
 
 

@@ -32,7 +32,7 @@ _OVERSAMPLE = 2  # drawn at twice the size and halved, so that edges are smooth
 
 @dataclass(frozen=True, slots=True)
 class SceneSpec:
-    """What scenes of one family look like. Sizes are pixels of the finished image."""
+    """The look of one family of scenes. Sizes are pixels of the finished image."""
 
     size: int = 128
     min_objects: int = 1

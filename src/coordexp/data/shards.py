@@ -1,7 +1,7 @@
 """Images inside tar files (WebDataset's shards), named by a path through the file: ``set-00003.tar/00030017.jpg``.
 
-A shard is read at any place without being unpacked: where its members lie is found out once, and kept beside the
-validated datasets (:mod:`coordexp.data.cache_folder`). Compressed tar files have no such places and are refused.
+A shard is read at random without unpacking it. The offsets of its members are found once and cached
+(:mod:`coordexp.data.cache_folder`). Compressed tar files have no offsets and are refused.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _IN_SHARD = f"{SUFFIX}{os.sep}"
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """Where an image's bytes lie: ``size`` of them from byte ``offset`` of ``shard`` on."""
+    """The place of an image's bytes: ``size`` bytes from byte ``offset`` of ``shard``."""
 
     shard: Path
     offset: int
@@ -47,16 +47,16 @@ class _Index:
 
 
 def shard_of(path: str) -> str | None:
-    """The tar file that a path leads through; None for a path of any other kind. Looks at no file."""
+    """The tar file in a path; None if there is none. Reads no file."""
     at = path.find(_IN_SHARD)
     return None if at < 0 else path[: at + len(SUFFIX)]
 
 
 def find_member(path: Path) -> Member | None:
-    """The member that ``path`` names; None where it leads through no tar file, or there is no such member.
+    """The member that ``path`` names; None if the path has no tar file or the tar file no such member.
 
     Raises:
-        DataError: the tar file is none, is compressed, or cannot be read.
+        DataError: the tar file is invalid, compressed, or not readable.
     """
     text = str(path)
     shard = shard_of(text)
@@ -93,7 +93,7 @@ def image_stat(image: bytes, shards: dict[str, os.stat_result] | None = None) ->
 
 
 class MemberFile(io.RawIOBase):
-    """A member as a file of its own: reads no more of the shard than is asked for."""
+    """A member as a file: reads only the requested bytes of the shard."""
 
     def __init__(self, member: Member) -> None:
         self._member = member
@@ -128,7 +128,7 @@ class MemberFile(io.RawIOBase):
 
 @lru_cache(maxsize=512)
 def _index(shard: str, size: int, mtime_ns: int) -> _Index:
-    """By size and time of change, so that a shard written anew is read anew."""
+    """Keyed by size and modification time, so that a changed shard is indexed again."""
     import numpy as np
 
     place = hashlib.sha256(os.fsencode(os.path.abspath(shard))).hexdigest()[:16]
@@ -172,11 +172,11 @@ def _scan(shard: str) -> np.ndarray:
 def pack(
     records: Sequence[ImageRecord], out: Path, shard_bytes: int, progress: Callable[[int, int], None] | None = None
 ) -> tuple[int, int]:
-    """Write ``records`` to the JSONL ``out`` and their images, byte for byte, into tar files beside it.
+    """Write ``records`` to the JSONL ``out`` and their images, byte for byte, into tar files next to it.
 
     ``out``'s stem names the shards, of about ``shard_bytes`` each: ``set-00000.tar`` holds ``00000000.jpg`` and
-    ``00000000.json``, the record's own line, for each of its records: what WebDataset reads without the JSONL.
-    The JSONL appears last, when all shards are there. ``progress``: told how many records of how many are packed.
+    ``00000000.json``, the record's own line, for each of its records, so WebDataset reads it without the JSONL.
+    The JSONL appears last, after all shards. ``progress(done, total)`` counts packed records.
 
     Returns: the number of records and of shards.
 
@@ -228,7 +228,7 @@ def _packed(
 
 
 def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
-    """With no time and no owner: equal sets make equal shards."""
+    """Without time and owner, so that equal sets make equal shards."""
     info = tarfile.TarInfo(name)
     info.size = len(data)
     tar.addfile(info, io.BytesIO(data))

@@ -1,5 +1,5 @@
 """Smaller datasets, of one seed the same: a split that keeps each image on one side, a random sample, and annotations
-taken away at random, as an annotator leaves them out: what the experiments on incomplete sets need."""
+taken away at random, as an annotator leaves them out, for experiments on incomplete sets."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class DropRates:
         rates = {"keep": self.keep, **self.per_class, **self.per_size}
         for name, rate in rates.items():
             if not 0.0 <= rate <= 1.0:
-                raise DataError(f"{name}={rate:g} is no probability; give a number from 0 to 1")
+                raise DataError(f"{name}={rate:g} is not a probability; give a number from 0 to 1")
         if min(rates.values()) == 1.0:
             raise DataError("every annotation would be kept; give --keep, --per-class or --per-size below 1")
 
     def probability(self, obj: GTObject, record: ImageRecord) -> float:
-        """Of keeping one annotation."""
+        """The probability of keeping one annotation."""
         if obj.desc in self.per_class:
             return self.per_class[obj.desc]
         return self.per_size.get(object_size(obj, record), self.keep)
@@ -54,8 +54,8 @@ class DropRates:
 
 @dataclass(frozen=True, slots=True)
 class DropCounts:
-    """What was there and what is left, by class and by size; ``spared``: images whose last annotation was kept against
-    the draw; ``emptied``: images that lost all."""
+    """Annotations before and after, by class and by size; ``spared``: number of images that kept their last annotation
+    against the draw; ``emptied``: number of images that lost all."""
 
     images: int
     before: Counter[str]
@@ -90,11 +90,11 @@ def drop_annotations(
 ) -> tuple[list[ImageRecord], DropCounts]:
     """The records with fewer annotations, in the same order.
 
-    Each draw depends on ``seed``, the record's sample id and the object's place in it, and on nothing else. What a
-    lower probability keeps, a higher one keeps too.
+    Each draw depends on ``seed``, the record's sample id and the object's place in it, and on nothing else. A higher
+    probability keeps every annotation that a lower one keeps.
 
     Raises:
-        DataError: a class that no record has, or an object that is soft: nobody annotated it.
+        DataError: a class that no record has, or a soft object, which is not an annotation.
     """
     known = {obj.desc for record in records for obj in record.objects}
     unknown = sorted(rates.per_class.keys() - known)
@@ -144,7 +144,7 @@ def split_records(records: Sequence[ImageRecord], shares: Sequence[float], seed:
     Records of one image stay together, copies of its file too: no part is tested on what another was trained on.
 
     Raises:
-        DataError: shares that are no shares, or too few images for every part to get one.
+        DataError: invalid shares, or fewer images than parts.
     """
     if len(shares) < 2 or min(shares) <= 0 or abs(sum(shares) - 1) > 1e-6:
         raise DataError(f"shares are {list(shares)}; expected at least two positive numbers that sum to 1")
@@ -158,7 +158,7 @@ def split_records(records: Sequence[ImageRecord], shares: Sequence[float], seed:
     ends = [round(sum(shares[: k + 1]) * len(images)) for k in range(len(shares))]
     parts, start = [], 0
     for k, end in enumerate(ends):
-        end = min(max(end, start + 1), len(images) - (len(shares) - 1 - k))  # nobody goes empty-handed
+        end = min(max(end, start + 1), len(images) - (len(shares) - 1 - k))  # each part gets an image
         parts.append([records[i] for i in sorted(i for image in images[start:end] for i in groups[image])])
         start = end
     return parts
@@ -176,7 +176,7 @@ def sample_records(records: Sequence[ImageRecord], count: int, seed: int) -> lis
     """``count`` records drawn without replacement, in the order of the dataset.
 
     Raises:
-        DataError: there are not so many.
+        DataError: ``count`` is larger than the dataset, or below 1.
     """
     if not 1 <= count <= len(records):
         raise DataError(f"cannot draw {count} of {len(records)} records")

@@ -117,7 +117,7 @@ def test_no_part_is_empty() -> None:
 
 @pytest.mark.parametrize("shares", [[1.0], [0.5, 0.6], [1.2, -0.2]])
 def test_shares_that_are_none(shares: list[float]) -> None:
-    with pytest.raises(DataError, match="expected at least two positive numbers that sum to 1"):
+    with pytest.raises(DataError, match="shares"):
         split_records(records(9, 9), shares, 0)
 
 
@@ -126,7 +126,7 @@ def test_a_sample_is_drawn_without_replacement_in_order() -> None:
     drawn = sample_records(everything, 8, seed=2)
     assert len(set(r.sample_id for r in drawn)) == 8
     assert [everything.index(r) for r in drawn] == sorted(everything.index(r) for r in drawn)
-    with pytest.raises(DataError, match="cannot draw 21 of 20"):
+    with pytest.raises(DataError, match="21 of 20"):
         sample_records(everything, 21, 0)
 
 

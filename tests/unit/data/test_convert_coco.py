@@ -115,18 +115,18 @@ def test_a_coco_file_that_cannot_be_understood_is_refused(tmp_path: Path, change
 def test_broken_coco_json_and_missing_folders_are_refused(tmp_path: Path) -> None:
     path = coco(tmp_path, [])
     path.write_text("{broken")
-    with pytest.raises(DataError, match=r"instances\.json: not readable as JSON"):
+    with pytest.raises(DataError, match=r"instances\.json: "):
         convert_coco(path, tmp_path / "images", tmp_path / "out")
-    with pytest.raises(DataError, match="images folder not found"):
+    with pytest.raises(DataError, match="images"):
         convert_coco(path, tmp_path / "gone", tmp_path / "out")
-    with pytest.raises(DataError, match="annotation file not found"):
+    with pytest.raises(DataError, match=r"gone\.json"):
         convert_coco(tmp_path / "gone.json", tmp_path / "images", tmp_path / "out")
     with pytest.raises(DataError, match=r"no folder .*Annotations"):
         convert_voc(tmp_path, tmp_path / "out")
 
 
 def test_a_conversion_that_keeps_no_image_fails_and_leaves_its_report(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no usable image \(missing_image: 1\)"):
+    with pytest.raises(DataError, match="missing_image: 1"):
         from_coco(tmp_path, [], images=[{"id": 1, "file_name": "gone.jpg"}])
     report = json.loads((tmp_path / "out" / "instances.conversion_report.json").read_text())
     assert report["skipped_images"] == {"missing_image": 1}
@@ -240,5 +240,5 @@ def test_panoptic_things_as_boxes_and_as_outlines(tmp_path: Path) -> None:
     rings = convert_panoptic(path, tmp_path / "images", tmp_path / "rings", geometry="poly", stuff=True, options=SMALL)
     assert [(obj.desc, obj.kind) for obj in objects_of(rings)] == [("cat", "poly"), ("sky", "poly")]
     assert rings.skipped == {"crowd": 1, "no_segmentation": 1}
-    with pytest.raises(DataError, match="folder of the segments"):
+    with pytest.raises(DataError, match="--segments"):
         convert_panoptic(path, tmp_path / "images", tmp_path / "x", geometry="poly", segments_dir=tmp_path / "gone")

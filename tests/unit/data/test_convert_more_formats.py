@@ -236,7 +236,7 @@ def test_csv_tables(tmp_path: Path, lines: list[str], objects: list[list[GTObjec
 
 def test_a_csv_without_the_columns_is_refused(tmp_path: Path) -> None:
     path = table(tmp_path / "in", "a.jpg,10,6,30,18,cat\n")
-    with pytest.raises(DataError, match=r"t\.csv:1: no column 'image' \(or filename"):
+    with pytest.raises(DataError, match=r"t\.csv:1: .*'image' \(or filename"):
         convert_csv(path, tmp_path / "out")
 
 
@@ -317,5 +317,5 @@ def test_the_report_says_what_fewer_vertices_cost(tmp_path: Path) -> None:
 def test_without_a_cap_nothing_is_simplified(tmp_path: Path) -> None:
     report = convert_yolo(yolo(tmp_path / "in", "0 0.25 0.25 0.75 0.25 0.75 0.75"), tmp_path / "out", options=KEEP)
     assert report.simplification() is None
-    with pytest.raises(DataError, match="max_vertices is 2"):
+    with pytest.raises(DataError, match="max_vertices"):
         ImageOptions(max_vertices=2)

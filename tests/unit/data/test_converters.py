@@ -161,7 +161,7 @@ def test_an_output_folder_that_would_overwrite_the_source_is_refused(tmp_path: P
     paint(tmp_path / "images" / "instances" / "a.jpg", (41, 25))
     path = coco(tmp_path, [], [{"id": 1, "file_name": "a.jpg", "width": 41, "height": 25}])
     before = (tmp_path / "images" / "instances" / "a.jpg").read_bytes()
-    with pytest.raises(DataError, match="would overwrite its source"):
+    with pytest.raises(DataError, match="out_dir"):
         convert_coco(path, tmp_path / "images" / "instances", tmp_path)
     assert (tmp_path / "images" / "instances" / "a.jpg").read_bytes() == before
 
@@ -256,7 +256,7 @@ def test_splits_keep_their_order_and_count_their_flaws(tmp_path: Path) -> None:
     assert report.jsonl.name == "train.jsonl"
     assert [record.image.stem for record in read_jsonl(report.jsonl)] == ["my photo", "b", "a"]
     assert report.skipped_images == {"duplicate_image": 1, "missing_annotation": 1, "unsafe_file_name": 1}
-    with pytest.raises(DataError, match=r"no split 'val'.*found: train"):
+    with pytest.raises(DataError, match=r"'val'.*train"):
         convert_voc(root, tmp_path / "out", split="val")
 
 
@@ -295,7 +295,7 @@ def test_converting_twice_gives_the_same_bytes(tmp_path: Path) -> None:
     first = convert_voc(root, tmp_path / "out", options=ImageOptions(workers=1))
     before = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
     assert first.images == 1 and len(before) == 3
-    with pytest.raises(DataError, match=r"data\.jsonl: exists already; --overwrite"):
+    with pytest.raises(DataError, match=r"data\.jsonl: .*--overwrite"):
         convert_voc(root, tmp_path / "out")
     convert_voc(root, tmp_path / "out", options=ImageOptions(workers=8, overwrite=True))
     assert before == {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}

@@ -70,13 +70,13 @@ def test_a_class_goes_before_a_size_and_a_size_before_keep() -> None:
 
 
 def test_what_cannot_be_meant_is_refused() -> None:
-    with pytest.raises(DataError, match="'cpu'; the dataset holds: cup, tree"):
+    with pytest.raises(DataError, match=r"'cpu'.*cup, tree"):
         drop_annotations(records(1, CUP, TREE), DropRates(0.5, {"cpu": 0.1}), 0)
-    with pytest.raises(DataError, match=r"s\.jsonl:1: holds soft objects"):
+    with pytest.raises(DataError, match=r"s\.jsonl:1: .*soft"):
         drop_annotations(records(1, CUP, replace(TREE, soft=0.5)), DropRates(0.5), 0)
-    with pytest.raises(DataError, match="every annotation would be kept"):
+    with pytest.raises(DataError, match="--keep"):
         DropRates(1.0, {"cup": 1.0})
-    with pytest.raises(DataError, match="no probability"):
+    with pytest.raises(DataError, match=r"keep=1\.5"):
         DropRates(1.5)
 
 

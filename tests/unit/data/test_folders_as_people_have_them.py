@@ -345,14 +345,14 @@ def test_voc_folders_in_any_case_and_depth(tmp_path: Path, home: str, annotation
         report = convert_voc(tmp_path / "in", tmp_path / "out", split=split, options=SMALL)
         assert told(report) == {"a.jpg": [CAT]} and not report.skipped
         assert report.notes == {"folders_found": 1} and annotations in report.problems[0].detail
-    with pytest.raises(DataError, match="no split 'val'"):
+    with pytest.raises(DataError, match="'val'"):
         convert_voc(tmp_path / "in", tmp_path / "out", split="val")
 
 
 def test_of_several_voc_folders_none_is_guessed(tmp_path: Path) -> None:
     for year in ("VOC2007", "VOC2012"):
         voc(tmp_path / "VOCdevkit" / year, voc_object("cat", *PIXELS))
-    with pytest.raises(DataError, match=r"several folders hold .*VOC2007, .*VOC2012; give one"):
+    with pytest.raises(DataError, match=r"VOC2007, .*VOC2012"):
         convert_voc(tmp_path, tmp_path / "out")
 
 

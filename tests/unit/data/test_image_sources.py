@@ -76,5 +76,5 @@ def test_nothing_there_is_named(folder: Path, source: str) -> None:
 def test_nothing_readable_is_an_error(folder: Path) -> None:
     (folder / "b").mkdir()
     (folder / "b" / "x.png").write_text("hello")
-    with pytest.raises(DataError, match=r"no image that can be read \(1 skipped; the first: "):
+    with pytest.raises(DataError, match="1 skipped"):
         find_images([folder / "b"], skip_broken=True)

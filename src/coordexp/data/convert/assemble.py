@@ -34,7 +34,7 @@ _SUFFIXES_BY_FORMAT = {"JPEG": JPEG_SUFFIXES, "PNG": (".png",)}
 
 @dataclass(frozen=True, slots=True)
 class ImageOptions:
-    """What happens to images and polygons.
+    """Options for images and polygons.
 
     ``factor`` is the model's patch_size * merge_size; ``min_pixels`` / ``max_pixels`` bound the area after resizing.
     ``resize=False`` leaves images where they are and only refers to them. ``max_vertices``: polygons with more are
@@ -83,47 +83,50 @@ class _Frame:
 
 
 def prepare_image(source: SourceImage, target: Path, options: ImageOptions) -> PreparedImage | LeftOut:
-    """Decode an image, and write it to ``target`` as the model shall see it; or the reason why it cannot be used."""
+    """Decode an image, and write it to ``target`` as the model should see it; or return why it cannot be used."""
     try:
         if source.embedded is not None:
-            return _place_embedded(source, source.embedded, target, options)
+            return _write_embedded(source, source.embedded, target, options)
         if not source.path.is_file():
             raise LeftOut(SkipReason.MISSING_IMAGE, f"no file {source.path}")
         try:
             header = read_header(source.path)
-            return _place(source.path, header, _frame(source.declared_size, header), target, options)
+            return _write_image(source.path, header, _frame(source.declared_size, header), target, options)
         except DataError as error:
             raise LeftOut(SkipReason.UNREADABLE_IMAGE, str(error)) from error
     except LeftOut as reason:
         return reason
 
 
-def _place_embedded(
+def _write_embedded(
     source: SourceImage, read: Callable[[], bytes], target: Path, options: ImageOptions
 ) -> PreparedImage:
-    """As if the bytes lay in a file; they become one where images are only referred to."""
+    """Like a file with these bytes; without resizing they become that file."""
     target.parent.mkdir(parents=True, exist_ok=True)
     written = target.with_name(f".{target.name}.embedded")
     try:
         written.write_bytes(read())
         header = read_header(written)
-        placed = _place(written, header, _frame(source.declared_size, header), target, options)
-        if placed.path == written:
+        prepared = _write_image(written, header, _frame(source.declared_size, header), target, options)
+        if prepared.path == written:
             os.replace(written, target)
-            placed = replace(placed, path=target)
+            prepared = replace(prepared, path=target)
     except DataError as error:
         raise LeftOut(SkipReason.UNREADABLE_IMAGE, f"its imageData: {error}") from error
     finally:
         written.unlink(missing_ok=True)
     note = (Note.EMBEDDED_IMAGE, f"no file {source.path}; took the annotation's own copy")
-    return replace(placed, notes=(*placed.notes, note))
+    return replace(prepared, notes=(*prepared.notes, note))
 
 
 def _frame(declared: tuple[int, int] | None, header: ImageHeader) -> _Frame:
     """Raises LeftOut when the annotation is for an image of another shape."""
     real, shown = header.size, f"{header.size[0]}x{header.size[1]}"
-    # A half turn, a mirror image or a square photo: its size is the same either way, so nothing tells how it was seen.
-    turned = (Note.EXIF_APPLIED, f"EXIF orientation {header.orientation}; taken as annotated upright, size cannot tell")
+    # A half turn, a mirror image or a square photo: its size is the same either way.
+    turned = (
+        Note.EXIF_APPLIED,
+        f"EXIF orientation {header.orientation}; assumed annotated upright, size is ambiguous",
+    )
     if declared is None:
         missing = (Note.SIZE_MISSING, f"annotation gives no size; took the image's {shown}")
         return _Frame(real, True, (missing,) if header.orientation == 1 else (missing, turned))
@@ -141,7 +144,7 @@ def _frame(declared: tuple[int, int] | None, header: ImageHeader) -> _Frame:
     raise LeftOut(SkipReason.SIZE_MISMATCH, f"{stated}: another shape")
 
 
-def _place(path: Path, header: ImageHeader, frame: _Frame, target: Path, options: ImageOptions) -> PreparedImage:
+def _write_image(path: Path, header: ImageHeader, frame: _Frame, target: Path, options: ImageOptions) -> PreparedImage:
     width, height = header.size if frame.upright else header.stored_size
     size = (width, height)
     if options.rule is not None:
@@ -179,7 +182,7 @@ def assemble(
     options: ImageOptions,
     progress: Progress | None = None,
 ) -> ConversionReport:
-    """Prepare images, quantise objects, write the JSONL and the report beside it; records stand in ``sources`` order.
+    """Prepare images, quantise objects, write the JSONL (in the order of ``sources``) and the report next to it.
 
     ``progress(done, total)`` is called after each image, from the calling thread.
 

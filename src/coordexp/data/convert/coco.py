@@ -47,12 +47,12 @@ def convert_coco(
         annotations_json: the file, or a folder with Roboflow's ``_annotations.coco.json``.
         images_dir: the folder that ``file_name`` starts in; None: the annotation file's own.
         geometry: ``bbox`` writes boxes; ``poly`` writes segmentation polygons (of several parts, the largest) and the
-            outlines of run-length masks. What has no segmentation is left out then, and counted.
+            outlines of run-length masks. Objects without a segmentation are left out and counted.
         crowds: groups (``iscrowd``) are left out, or kept as one object each; counted either way.
         name: of the JSONL; the annotation file's own when None, the folder's for ``_annotations.coco.json``.
 
     Raises:
-        DataError: the file is no COCO instances file, or nothing usable is found.
+        DataError: the file is not a COCO instances file, or nothing usable is found.
     """
     file = annotation_file(Path(annotations_json))
     images = file.parent if images_dir is None else Path(images_dir)
@@ -63,21 +63,21 @@ def convert_coco(
 
 
 def annotation_file(path: Path) -> Path:
-    """The file that is meant: Roboflow's own where a folder that holds one is given."""
+    """The annotation file: ``path``, or Roboflow's file in the folder ``path``."""
     inside = path / ROBOFLOW
     return inside if inside.is_file() else path
 
 
 def name_of(annotations_json: Path) -> str:
-    """What the dataset is called where nobody says so."""
+    """The default name of the dataset."""
     return annotations_json.absolute().parent.name if annotations_json.name == ROBOFLOW else annotations_json.stem
 
 
 def open_instances(annotations_json: Path, images_dir: Path, geometry: str) -> dict[str, Any]:
-    """A COCO instances file's content, once the arguments beside it are known to be sound.
+    """Check the arguments and read a COCO instances file.
 
     Raises:
-        DataError: an unknown geometry, no images folder, or no COCO instances file.
+        DataError: an unknown geometry, no images folder, or not a COCO instances file.
     """
     check_choice("geometry", geometry, InstanceGeometry)
     check_folder(images_dir, "images folder")
@@ -125,7 +125,8 @@ def _categories(categories: list[Any], path: Path) -> dict[Any, str]:
             raise DataError(f"categories[{index}] has no id; expected {{'id': 1, 'name': 'cat'}}", path=path)
         if category["id"] in descs:
             raise DataError(
-                f"categories[{index}]: the id {category['id']!r} is used twice; objects cannot be told apart", path=path
+                f"categories[{index}]: the id {category['id']!r} is used twice, so objects are ambiguous",
+                path=path,
             )
         name = category.get("name")
         descs[category["id"]] = name if isinstance(name, str) else ""
@@ -245,7 +246,7 @@ def convert_lvis(
         images_dir: the folder with the images, or with COCO's ``train2017`` and ``val2017``; None: the file's own.
 
     Raises:
-        DataError: the file is no LVIS file, or nothing usable is found.
+        DataError: the file is not an LVIS file, or nothing usable is found.
     """
     annotations_json = Path(annotations_json)
     images_dir = annotations_json.parent if images_dir is None else Path(images_dir)

@@ -26,7 +26,7 @@ from coordexp.data.files import read_text
 from coordexp.errors import DataError
 
 ROBOFLOW = "_annotations.csv"
-# What a column means, by the names that it goes by.
+# The accepted names of each column.
 COLUMNS: Mapping[str, tuple[str, ...]] = {
     "image": ("image", "filename", "file_name", "file", "path", "image_path", "image_name"),
     "name": ("name", "class", "label", "category", "class_name", "label_name"),
@@ -92,8 +92,8 @@ def convert_csv(
 
 
 def _find_image(named: str, folder: Path) -> tuple[str, Path]:
-    """Its name below the output, and where it lies. A path of a whole machine, or one that leaves the folder, is taken
-    where it leads, or by its last part."""
+    """Its name below the output, and its path. An absolute path, or one that leaves the folder, is used if that file
+    exists, otherwise its last part."""
     if not unsafe_file_name(named):
         return named, folder / named
     last = PurePosixPath(named).name or "unnamed"
@@ -102,7 +102,7 @@ def _find_image(named: str, folder: Path) -> tuple[str, Path]:
 
 
 def _read(path: Path) -> tuple[list[list[str]], dict[str, int]]:
-    """The lines under the header, and where the columns stand."""
+    """The lines after the header, and the index of each column."""
     text = read_text(path)
     first = text.split("\n", 1)[0]
     separator = max(",;\t", key=first.count)

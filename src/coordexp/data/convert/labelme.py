@@ -57,7 +57,7 @@ def convert_labelme(
     check_folder(folder, "folder")
     files = sorted(file for file in folder.rglob("*.json") if not file.name.endswith(REPORT_SUFFIX))
     if not files:
-        raise DataError("no *.json below this folder; LabelMe writes one beside each image", path=folder)
+        raise DataError("no *.json below this folder; LabelMe writes one next to each image", path=folder)
     report = ConversionReport(Path(out_dir) / f"{name or folder.resolve().name}.jsonl")
     sources = []
     for file in files:
@@ -107,8 +107,7 @@ def _embedded_image(file: Path) -> bytes:
 
 
 def _find_image(image_path: str, base: Path) -> Path:
-    """Where ``imagePath`` leads from ``base``; by its last part where that is not there, which is how the path of an
-    annotator's own machine is to be read."""
+    """``imagePath`` below ``base``; only its last part if that file is missing, e.g. a path of another machine."""
     led_to = Path(os.path.normpath(base / image_path.replace("\0", "")))
     return led_to if led_to.is_file() else base / PurePosixPath(image_path).name
 

@@ -15,8 +15,7 @@ _LARGEST = 1 << 28  # pixels
 def decode_runs(segmentation: Any, size: tuple[int, int] | None) -> np.ndarray:
     """A COCO run-length mask, compressed or as a list of counts → (height, width) of bool.
 
-    Every pixel must be accounted for: what lacks runs, or has too many, would be read from foreign memory by decoders
-    that trust it.
+    The runs must add up to the size: decoders that trust them read foreign memory otherwise.
 
     Args:
         size: the (width, height) that the annotation gives its image; None where it gives none.

@@ -1,4 +1,4 @@
-"""COCO panoptic (one JSON, and a PNG an image whose colours are segments) → JSONL."""
+"""COCO panoptic (one JSON, and per image a PNG with segments as colours) → JSONL."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def convert_panoptic(
     """Convert a COCO panoptic file as :func:`coordexp.data.convert.convert_coco` does a COCO file.
 
     Args:
-        segments_dir: the folder of the PNGs, read for ``geometry="poly"``; None: beside the file, by its name without
-            the suffix, as COCO has it.
+        segments_dir: the folder of the PNGs, read for ``geometry="poly"``; None: next to the file, with its name
+            without the suffix, as COCO has it.
         stuff: keep regions without instances (``isthing: 0``); they are left out, and counted, otherwise.
 
     Raises:
-        DataError: the file is no panoptic file, the PNGs are not there, or nothing usable is found.
+        DataError: the file is not a panoptic file, the PNGs are missing, or nothing usable is found.
     """
     path = Path(annotations_json)
     check_choice("crowds", crowds, Crowds)

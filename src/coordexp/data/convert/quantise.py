@@ -20,7 +20,7 @@ def quantise(
     obj: SourceObject, frame: tuple[int, int], file: str, report: ConversionReport, max_vertices: int | None
 ) -> GTObject:
     """A shape in pixels → an object. ``frame`` is the ``(width, height)`` that its coordinates are measured in;
-    polygons of more than ``max_vertices`` are simplified. What is odd but kept is noted in ``report`` under ``file``.
+    polygons of more than ``max_vertices`` are simplified. Odd but kept shapes are noted in ``report`` under ``file``.
 
     Raises:
         LeftOut: nothing of it can be trained on.
@@ -66,8 +66,8 @@ def _desc(text: str) -> str:
 def simplify_ring(bins: tuple[int, ...], max_vertices: int) -> tuple[int, ...]:
     """At most ``max_vertices`` (>= 3) of a flat ring's vertices, in their order.
 
-    Visvalingam and Whyatt's rule: again and again the vertex goes whose triangle with its two neighbours is smallest;
-    of equals the one that comes first.
+    Visvalingam and Whyatt's algorithm: repeatedly remove the vertex that forms the smallest triangle with its two
+    neighbours; ties go to the first.
     """
     assert max_vertices >= 3, "a polygon needs three vertices"
     points = list(zip(bins[0::2], bins[1::2], strict=True))

@@ -1,4 +1,4 @@
-"""What a conversion kept, what it left out and why. Nothing leaves the dataset uncounted."""
+"""Counts of a conversion: kept, changed and left out, with reasons. Nothing is left out uncounted."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ class SkipReason(StrEnum):
 
 
 class Note(StrEnum):
-    """What was kept, but is worth knowing."""
+    """Why something that was kept may need a look."""
 
     SIZE_MISSING = "size_missing"  # the annotation gives no usable size; the image's own was taken
     SIZE_SCALED = "size_scaled"  # annotated on another resolution of the same shape; coordinates still hold
     EXIF_IGNORED = "exif_ignored"  # annotated on the pixels as stored; the image is kept unturned
-    EXIF_APPLIED = "exif_applied"  # turned upright by EXIF, though the annotation's size tells nothing about it
+    EXIF_APPLIED = "exif_applied"  # rotated upright by EXIF; the annotation's size is ambiguous
     NO_LABEL_FILE = "no_label_file"  # YOLO's way to say: no objects
     FILENAME_MISMATCH = "filename_mismatch"  # the annotation names another image than its own file name does
     CLIPPED = "clipped"  # reached over the image's edge
@@ -60,8 +60,8 @@ class Note(StrEnum):
     MULTIPART_POLYGON = "multipart_polygon"  # the largest part was kept
     DUPLICATE_OBJECT = "duplicate_object"  # same description and shape as an earlier object of the image
     CROWD_KEPT = "crowd_kept"  # on request: a group as one object
-    MASK_TRACED = "mask_traced"  # a mask's outline was taken for its polygon
-    EMBEDDED_IMAGE = "embedded_image"  # the annotation's own copy of the image was taken, for there is no file
+    MASK_TRACED = "mask_traced"  # the polygon is a mask's outline
+    EMBEDDED_IMAGE = "embedded_image"  # the image is the annotation's embedded copy, because there is no file
     FOLDERS_FOUND = "folders_found"  # not where they were looked for first; the detail says where
     SIMPLIFIED = "simplified"  # a polygon lost vertices; the detail says what that cost
     EMPTIED_IMAGE = "emptied_image"  # had objects, all of them left out: now an empty image
@@ -109,7 +109,7 @@ class ConversionReport:
 
     @property
     def path(self) -> Path:
-        """Where the report lies as JSON, beside its JSONL."""
+        """The report's JSON file, next to the JSONL."""
         return self.jsonl.with_name(self.jsonl.stem + REPORT_SUFFIX)
 
     @contextmanager
@@ -122,7 +122,7 @@ class ConversionReport:
             self.skip_object(left_out.reason, file, index, str(left_out))
 
     def skip_object(self, reason: SkipReason, file: str, index: int, detail: str) -> None:
-        """Count an object that is left out, and list where it stood: annotation ``index`` of ``file``."""
+        """Count and list an object that is left out: annotation ``index`` of ``file``."""
         self.skipped_objects[reason.value] += 1
         self.problems.append(Problem(reason.value, file, index, detail))
 
@@ -167,7 +167,7 @@ class ConversionReport:
 
 
 def render_report(report: ConversionReport, max_problems: int = 20) -> Table:
-    """A table for the terminal: counts, what was left out and why, the first ``max_problems`` findings.
+    """A table for the terminal: counts, reasons, and the first ``max_problems`` findings.
 
     Names are data, never markup.
     """

@@ -1,4 +1,4 @@
-"""What a format's reader hands to assembling, and what all readers need to read files as people have them."""
+"""The records that each format's reader returns, and helpers that all readers share."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from coordexp.errors import DataError
 from coordexp.records import GeometryKind
 
 InstanceGeometry = Literal["bbox", "poly"]
-"""What of an annotation that has a box and a segmentation becomes the object's shape."""
+"""Which shape of an annotation with a box and a segmentation to use."""
 ShapeGeometry = Literal["as_annotated", "bbox", "poly"]
-"""Boxes and polygons as they are; the bounds of polygons; or polygons, boxes by their four corners."""
+"""Keep boxes and polygons; turn polygons into their bounds; or boxes into polygons of four corners."""
 Crowds = Literal["leave_out", "keep"]
-"""Of annotations that mark a group: leave them out, or keep each as one object."""
+"""Leave annotations of groups out, or keep each as one object."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ def check_folder(folder: Path, what: str) -> None:
 
 
 def files_below(folder: Path, suffixes: Sequence[str]) -> list[Path]:
-    """Files at any depth whose suffix, in lower case, is one of ``suffixes``; sorted by path."""
+    """Files at any depth with one of the (lower-case) ``suffixes``, sorted by path."""
     return sorted(path for path in folder.rglob("*") if path.suffix.lower() in suffixes)
 
 
@@ -92,7 +92,7 @@ def finite_numbers(values: Any) -> tuple[float, ...] | None:
 
 
 def box_object(index: int, desc: str, box: Sequence[float], geometry: ShapeGeometry) -> SourceObject:
-    """An annotated box ``(x1, y1, x2, y2)`` in the shape that ``geometry`` asks for."""
+    """An annotated box ``(x1, y1, x2, y2)`` in the shape of ``geometry``."""
     x1, y1, x2, y2 = box
     if geometry == "poly" and x1 < x2 and y1 < y2:  # corners would hide that a box is inverted
         return SourceObject(index, desc, "poly", (x1, y1, x2, y1, x2, y2, x1, y2))
@@ -100,7 +100,7 @@ def box_object(index: int, desc: str, box: Sequence[float], geometry: ShapeGeome
 
 
 def polygon_object(index: int, desc: str, points: tuple[float, ...], geometry: ShapeGeometry) -> SourceObject:
-    """An annotated polygon (flat) in the shape that ``geometry`` asks for."""
+    """An annotated polygon (flat) in the shape of ``geometry``."""
     if geometry == "bbox":
         return SourceObject(index, desc, "bbox_2d", bounds(points))
     return SourceObject(index, desc, "poly", points)

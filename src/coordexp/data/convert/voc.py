@@ -3,7 +3,7 @@
 VOC's own coordinates count from 1, but most tools that write VOC count from 0, so coordinates are taken as given;
 ``one_based=True`` subtracts 1 from all four.
 
-A folder keeps its parts where people have them: whatever their case and depth, or with each XML file beside its image.
+Folders are found in any case and at any depth; XML files may also be next to their images.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from coordexp.data.images import IMAGE_SUFFIXES
 from coordexp.errors import DataError
 
 ANNOTATIONS, IMAGES = "Annotations", "JPEGImages"
-_ALSO_IMAGES = ("JPEGImages", "images")  # what other tools call it
+_ALSO_IMAGES = ("JPEGImages", "images")  # other tools' names
 _ALSO_SPLITS = {"val": ("val", "valid", "validation"), "valid": ("valid", "val", "validation")}
 
 
 @dataclass(frozen=True, slots=True)
 class VocLayout:
-    """``xml_dir``, ``image_dir``: may be one folder. ``split_file``: None takes every annotation. ``note``: what to
-    say where it was not what was asked for first; empty where it was."""
+    """``xml_dir``, ``image_dir``: may be one folder. ``split_file``: None takes every annotation. ``note``: which
+    folders were found instead of the named ones; empty if those exist."""
 
     xml_dir: Path
     image_dir: Path
@@ -47,7 +47,7 @@ class VocLayout:
 
 def find_layout(root: Path, split: str | None, annotations_dir: str | Path, images_dir: str | Path) -> VocLayout:
     """The folders as named, else the same names in another case or deeper below ``root`` (``images`` for
-    ``JPEGImages`` too), else a folder in which XML files lie beside their images: ``root``, or its part ``split``.
+    ``JPEGImages`` too), else a folder with XML files next to their images: ``root``, or its part ``split``.
 
     Raises:
         DataError: none of these, or several; or no such split.
@@ -71,15 +71,15 @@ def find_layout(root: Path, split: str | None, annotations_dir: str | Path, imag
     beside = _beside(root, split)
     if beside is None:
         raise DataError(
-            f"no folder {root / annotations_dir} with {images_dir} beside it, here or deeper, and no XML files beside "
-            "images; name the folders with --annotations-dir and --images-dir",
+            f"no folder {root / annotations_dir} with {images_dir} next to it, here or deeper, and no XML files next "
+            "to images; name the folders with --annotations-dir and --images-dir",
             path=root,
         )
-    return VocLayout(beside, beside, None, f"XML files beside their images in {beside}")
+    return VocLayout(beside, beside, None, f"XML files next to their images in {beside}")
 
 
 def _homes(root: Path, annotations: str, images: list[str]) -> list[tuple[Path, Path, Path]]:
-    """Of the folders that hold both, those that lie highest: each with the two."""
+    """The highest folders that contain both, each with the two."""
     homes: list[tuple[Path, Path, Path]] = []
     for folders in _levels(root):
         for home in folders:
@@ -128,7 +128,7 @@ def _split_file(root: Path, home: Path, split: str) -> Path:
 
 
 def _beside(root: Path, split: str | None) -> Path | None:
-    """The folder whose XML files lie beside images: Roboflow's ``train``, labelImg's only one."""
+    """The folder with XML files next to images: Roboflow's ``train``, labelImg's only one."""
     if split is None:
         folder: Path | None = root
     else:
@@ -160,8 +160,8 @@ def convert_voc(
 
     Args:
         root: the folder with ``Annotations``, ``JPEGImages`` and ``ImageSets/Main``, in any case and at any depth; or
-            one whose XML files lie beside their images, Roboflow's exports among them.
-        split: a name in ``ImageSets/Main`` (``train`` …), whose order is kept, or of a folder of XML files beside
+            one with XML files next to their images, such as Roboflow's exports.
+        split: a name in ``ImageSets/Main`` (``train`` …), in its order, or of a folder of XML files next to
             images. None takes every XML, by file name.
         annotations_dir, images_dir: other folder names, relative to ``root``, or absolute.
         name: of the JSONL; the split's name, or ``data``, when None.
@@ -183,7 +183,7 @@ def convert_voc(
         report.images_seen += 1
         xml, shown = xml_dir / f"{stem}.xml", f"{stem}.xml"
         if stem in seen:
-            report.skip_image(SkipReason.DUPLICATE_IMAGE, shown, f"{stem!r} stands twice in the split; used once")
+            report.skip_image(SkipReason.DUPLICATE_IMAGE, shown, f"{stem!r} is listed twice in the split; used once")
         elif unsafe_file_name(stem):
             report.skip_image(SkipReason.UNSAFE_FILE_NAME, shown, f"{stem!r} leaves the annotations folder")
         elif not xml.is_file():
@@ -240,7 +240,7 @@ def _read_xml(
     """One annotation; ``shown`` names it in the report, ``candidates`` are the images that share its name."""
     try:
         tree = ET.parse(xml).getroot()
-    except (ET.ParseError, OSError, ValueError, LookupError) as error:  # LookupError: an encoding nobody knows
+    except (ET.ParseError, OSError, ValueError, LookupError) as error:  # LookupError: an unknown encoding
         report.skip_image(SkipReason.UNREADABLE_ANNOTATION, shown, f"broken XML: {error}")
         return None
     named = with_slashes(_text(tree, "filename"))

@@ -39,7 +39,7 @@ _REFUSED = {
     "masks_dir": "labels are masks; only boxes and polygons are read",
     "channels": "images of 3 channels are read",
 }
-# Where a set comes from and under what terms; and what a trainer of another kind is told.
+# Origin and terms of the set, and settings for other trainers.
 _TELLING = ("roboflow", "download", "author", "authors", "date", "description", "docs", "links", "license", "licence",
             "version", "url", "urls", "homepage", "contact", "info", "task", "stride", "batch", "imgsz",
             "args")  # fmt: skip
@@ -70,7 +70,7 @@ def convert_yolo(
     Args:
         source: a ``data.yaml`` (``path``, ``names``, and a folder, a list file or several per split), or a folder with
             ``images``, ``labels`` and the class names in ``data.yaml`` or ``classes.txt``. Other keys of a
-            ``data.yaml`` are refused by name, but for those that only tell where it comes from.
+            ``data.yaml`` are refused by name, except for those about its origin.
         split: ``train``, ``val``, …; needed where a ``data.yaml`` has several. Without a ``data.yaml`` a folder below
             ``images``.
         geometry: ``bbox`` writes the bounds of polygons, ``poly`` boxes by their corners.
@@ -86,7 +86,7 @@ def convert_yolo(
     known = {_label_of(path) for path, _ in layout.images}
     for label in sorted({file for folder in layout.folders for file in _labels_for(folder)} - known):
         report.images_seen += 1
-        report.skip_image(SkipReason.MISSING_IMAGE, label.name, f"no image beside the label {label}")
+        report.skip_image(SkipReason.MISSING_IMAGE, label.name, f"no image for the label {label}")
     return assemble(sources, report, options, progress)
 
 
@@ -143,7 +143,7 @@ def _read_plain_folder(folder: Path, split: str | None) -> _Layout:
     classes = [path for path in (folder / "classes.txt", folder / "labels" / "classes.txt") if path.is_file()]
     if not images.is_dir() or not classes:
         raise DataError(
-            "no data.yaml, and no folder images with a classes.txt (one name a line) beside it", path=folder
+            "no data.yaml, and no folder images with a classes.txt (one name a line) next to it", path=folder
         )
     lines = [line.strip() for line in read_text(classes[0]).splitlines()]
     return _Layout(dict(enumerate(lines)), _images_in(images), [images])
@@ -163,7 +163,7 @@ def _names(names: Any, path: Path) -> dict[int, str]:
 def _find(entry: str, base: Path, source: Path) -> Path:
     """The folder or list file that an entry of ``data.yaml`` means."""
     entry = with_slashes(entry)
-    # Roboflow writes ../train/images, meant from a folder beside it.
+    # Roboflow writes ../train/images, relative to a sibling folder.
     candidates = [base / entry, source.parent / entry, base / entry.removeprefix("../")]
     existing = next((path for path in candidates if path.exists()), None)
     if existing is None:
@@ -187,8 +187,8 @@ def _images_listed(file: Path) -> list[tuple[Path, Path]]:
 
 
 def _label_of(image: Path) -> Path:
-    """YOLO's rule: the last folder called ``images`` on the way is ``labels``. The label may lie beside the image, too:
-    where no folder has that name, or nothing lies where the rule leads."""
+    """YOLO's rule: the last folder called ``images`` on the way is ``labels``. The label may also be next to the
+    image, if no folder has that name or the rule finds no file."""
     parts = list(image.parts)
     at = max((i for i, part in enumerate(parts[:-1]) if part == "images"), default=None)
     if at is not None:
@@ -218,7 +218,7 @@ def _read_image(
     label = _label_of(image)
     objects = []
     if label.is_file():
-        text = label.read_text(encoding="utf-8-sig", errors="replace")  # what is no number is counted line by line
+        text = label.read_text(encoding="utf-8-sig", errors="replace")  # invalid numbers are counted line by line
         for index, line in enumerate(line for line in text.splitlines() if line.strip()):
             with report.reading_object(file, index):
                 objects.append(_read_line(index, line, names, size or (1, 1), geometry))
