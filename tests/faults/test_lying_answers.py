@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from unit.engine.test_server_window import backend_of, requests_
 
 from coordexp.engine.server_backend import ServerBackend
 from coordexp.errors import CoordExpError
 from coordexp.rollouts import RolloutRound, SeedContext
 from support.fake_rollout_server import FakeRolloutServer
+from unit.engine.test_server_window import backend_of, requests_
 
 OURS = {"server": "coordexp serve", "engine_silent_s": 0.0, "workers": []}
 

@@ -93,10 +93,9 @@ def test_probes_are_answered_between_requests_that_come_one_at_a_time() -> None:
 
 def test_a_learner_gives_up_on_a_hung_worker_of_a_server_that_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     """And goes on waiting for one that does not, as ms-swift without our plugin."""
-    from unit.engine.test_server_window import backend_of, requests_
-
     from coordexp.rollouts import RolloutRound, SeedContext
     from support.fake_rollout_server import FakeRolloutServer
+    from unit.engine.test_server_window import backend_of, requests_
 
     monkeypatch.setattr("coordexp.engine.server_backend.WATCH_S", 0.1)
     waits: list[float] = []
