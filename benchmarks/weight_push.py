@@ -32,7 +32,7 @@ from rollout_server import TIMEOUT_S, server_entry, serving
 
 from coordexp.config.rollout import SyncConfig
 from coordexp.engine.client import ServerClient
-from coordexp.engine.sync import WeightSync
+from coordexp.engine.push import ServerPusher
 from coordexp.errors import require
 from coordexp.modeling.load import load_model
 from coordexp.modeling.tiny import TinySpec, build_tiny_checkpoint
@@ -83,7 +83,7 @@ def measure(
     client: ServerClient, model: Any, group: Communicator, size: int, bucket_mb: int, repeats: int
 ) -> dict[str, Any]:
     """Broadcasts and pushes in turn. The first of each is not counted: it opens groups and touches memory."""
-    sync = WeightSync([client], LearnerWeights(model), SyncConfig(bucket_mb=bucket_mb, timeout_s=TIMEOUT_S))
+    sync = ServerPusher([client], LearnerWeights(model), SyncConfig(bucket_mb=bucket_mb, timeout_s=TIMEOUT_S))
     first = sync.push(1)
     raw_s, push_s, receive_s, load_s = [], [], [], []
     broadcast(group, size, bucket_mb << 20)

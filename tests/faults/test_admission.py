@@ -120,13 +120,13 @@ def test_a_bucket_without_a_group_is_refused_and_changes_nothing(url: str) -> No
 
 def test_a_hung_engine_behind_a_living_process_shows(url: str, engine: Engine) -> None:
     client = client_to(url, 1, timeout_s=5.0)
-    assert client.engine_still_s() < 1.0
+    assert client.engine_stall_seconds() < 1.0
     engine.hangs = True
     time.sleep(1.2)
-    assert client.engine_still_s() > 1.0
+    assert client.engine_stall_seconds() > 1.0
     engine.hangs = False
     time.sleep(0.3)
-    assert client.engine_still_s() < 1.0
+    assert client.engine_stall_seconds() < 1.0
 
 
 def test_an_engine_that_stirs_and_draws_no_token_shows(url: str, engine: Engine) -> None:
@@ -135,15 +135,15 @@ def test_an_engine_that_stirs_and_draws_no_token_shows(url: str, engine: Engine)
     before = httpx.get(f"{url}/health/", trust_env=False).json()["num_tokens"]
     engine.answers = True
     time.sleep(1.2)
-    assert client.engine_still_s() < 1.0
+    assert client.engine_stall_seconds() < 1.0
     assert httpx.get(f"{url}/health/", trust_env=False).json()["num_tokens"] > before
     engine.stalls = True
     time.sleep(1.2)
     said = httpx.get(f"{url}/health/", trust_env=False).json()
-    assert client.engine_still_s() > 1.0 > said["engine_silent_s"] and said["engine_tokenless_s"] > 1.0
+    assert client.engine_stall_seconds() > 1.0 > said["engine_silent_s"] and said["engine_tokenless_s"] > 1.0
     engine.answers = False
     time.sleep(0.3)
-    assert client.engine_still_s() < 1.0
+    assert client.engine_stall_seconds() < 1.0
 
 
 def test_an_image_of_too_many_pixels_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:

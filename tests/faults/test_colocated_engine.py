@@ -99,7 +99,7 @@ LIES: dict[str, tuple[Callable[[list[Any]], list[Any]], str]] = {
 def test_an_engine_that_fails_or_lies_ends_the_step_with_words(
     lie: str, engine: Colocated, monkeypatch: pytest.MonkeyPatch, seen: Callable[[object], None]
 ) -> None:
-    below = engine.backend._engine._engine
+    below = engine.backend.engine.vllm
     step, (distort, says) = below.step, LIES[lie]
     monkeypatch.setattr(below, "step", lambda: distort(step()))
     with pytest.raises(RolloutError, match=says) as refused:
@@ -119,7 +119,7 @@ PUSHES = {
 def test_a_push_that_fails_ends_the_step_with_words_and_gives_the_learner_its_memory_back(
     fault: str, engine: Colocated, monkeypatch: pytest.MonkeyPatch, seen: Callable[[object], None]
 ) -> None:
-    inside = engine.backend._engine
+    inside = engine.backend.engine
     receiver = inside.ask_worker(lambda worker: worker.receiver)
     take = receiver.take
 
@@ -131,7 +131,7 @@ def test_a_push_that_fails_ends_the_step_with_words_and_gives_the_learner_its_me
         raise torch.OutOfMemoryError("no memory is left")
 
     if fault == "a cache that stays":
-        monkeypatch.setattr(inside._engine, "reset_prefix_cache", lambda: False)
+        monkeypatch.setattr(inside.vllm, "reset_prefix_cache", lambda: False)
     else:
         monkeypatch.setattr(receiver, "take", lose if fault == "a weight that does not arrive" else fail)
     engine.backend.release()

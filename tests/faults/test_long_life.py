@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from coordexp.config.rollout import SyncConfig
-from coordexp.engine.sync import WeightSync
+from coordexp.engine.push import ServerPusher
 from coordexp.errors import RolloutError
 from coordexp.modeling.weights import LearnerWeights
 from support.rollout_servers import RunningServer, load_served, payload, requests_of, server_config, serving
@@ -59,7 +59,7 @@ def test_calls_and_pushes_without_end_leave_nothing_behind(
     """Answers, pushes, and requests that are refused; the first third is for caches and allocators to settle."""
     learner, client = load_served(), server.client()
     requests = requests_of(learner, 6)
-    sync = WeightSync([client], LearnerWeights(learner.model), SyncConfig(bucket_mb=1, timeout_s=60.0))
+    sync = ServerPusher([client], LearnerWeights(learner.model), SyncConfig(bucket_mb=1, timeout_s=60.0))
     begun, calls, marks = time.monotonic(), 0, []
     while (passed := time.monotonic() - begun) < 60 * MINUTES or len(marks) < 3:
         if calls % CALLS_A_PUSH == 0:

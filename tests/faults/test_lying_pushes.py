@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from coordexp.config.rollout import SyncConfig
-from coordexp.engine.sync import WeightSync
+from coordexp.engine.push import ServerPusher
 from coordexp.errors import CoordExpError, RolloutError
 from support.fake_push_server import FakePushServer
 from support.fused_model import FakeWeights
@@ -19,10 +19,10 @@ COMMIT = "/process_weights_after_loading/"
 
 
 @contextmanager
-def pushing(source: Any, interfere: dict[str, Callable[[Any], Any]]) -> Iterator[tuple[WeightSync, FakePushServer]]:
+def pushing(source: Any, interfere: dict[str, Callable[[Any], Any]]) -> Iterator[tuple[ServerPusher, FakePushServer]]:
     server = FakePushServer()
     server.interfere = interfere
-    sync = WeightSync([server.client()], source, SyncConfig(bucket_mb=1, timeout_s=10.0))
+    sync = ServerPusher([server.client()], source, SyncConfig(bucket_mb=1, timeout_s=10.0))
     try:
         yield sync, server
     finally:
@@ -82,7 +82,7 @@ def test_weights_of_another_model_are_refused_with_words(
         sync.push(1)
     said = str(refused.value)
     assert "127.0.0.1" in said and name in said, said
-    assert "has it another model" in said or "must be the same architecture" in said, said
+    assert "differ in kind or size" in said or "must be the same architecture" in said, said
     assert server.receiver.report()["weight_version"] != 1
     seen(said)
 
@@ -90,7 +90,7 @@ def test_weights_of_another_model_are_refused_with_words(
 def test_a_server_that_was_restarted_between_steps_gets_the_weights_again(seen: Callable[[object], None]) -> None:
     """The new one has the weights on disk, and no group: the next push builds one and brings all."""
     source, first = FakeWeights(), FakePushServer()
-    sync = WeightSync([first.client()], source, SyncConfig(bucket_mb=1, timeout_s=10.0))
+    sync = ServerPusher([first.client()], source, SyncConfig(bucket_mb=1, timeout_s=10.0))
     sync.push(1)
     first.receiver.close()
     from coordexp.weight_sync.receiver import WeightReceiver
@@ -99,7 +99,7 @@ def test_a_server_that_was_restarted_between_steps_gets_the_weights_again(seen: 
     assert first.receiver.report()["weight_version"] != 1
     source.step(2)
     report = sync.push(2)
-    assert report.stamp.version == first.receiver.report()["weight_version"] == 2
+    assert report.weights.version == first.receiver.report()["weight_version"] == 2
     sync.close()
     first.close()
     seen("pushed in full again")

@@ -12,7 +12,7 @@ import pytest
 from coordexp.engine.client import ServerClient
 from coordexp.engine.protocol import infer_payload, read_answer
 from coordexp.errors import RolloutError, ServerRefused, ServerTimeout, ServerUnreachable
-from coordexp.weight_sync.stamp import WeightStamp
+from coordexp.weight_sync.version import WeightVersion
 from faults import lying_server
 from faults.lying_server import lying
 from support.answers import tiny_vocab
@@ -24,7 +24,7 @@ CALLS: dict[str, Callable[[ServerClient], Any]] = {
     "infer": lambda client: client.infer({"infer_requests": [{}], "request_config": {"max_tokens": 4}}),
     "status": lambda client: client.status(),
     "health": lambda client: client.health(),
-    "commit": lambda client: client.commit_weights(WeightStamp(1, "a"), True, DEADLINE_S),
+    "commit": lambda client: client.commit_weights(WeightVersion(1, "a"), True, DEADLINE_S),
     "bucket": lambda client: client.update_flattened_params([{"name": "a"}], DEADLINE_S),
     "group": lambda client: client.close_communicator(),
 }
@@ -61,7 +61,7 @@ def test_an_answer_without_end_is_cut_off_before_it_fills_the_memory(call: str) 
     with lying(lying_server.never_ends) as url:
         client = client_to(url, 1, timeout_s=120.0, infer_timeout_s=120.0)
         with pytest.raises(ServerRefused, match=r"the answer is longer than [\d,]+ bytes"):
-            client.commit_weights(WeightStamp(1, "a"), True, 120.0) if call == "commit" else CALLS[call](client)
+            client.commit_weights(WeightVersion(1, "a"), True, 120.0) if call == "commit" else CALLS[call](client)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000, "kilobytes"
 
 
@@ -70,7 +70,7 @@ def test_an_answer_nested_200000_deep_is_no_answer() -> None:
         CALLS["status"](client_of(url))
 
 
-STAMP = WeightStamp(3, "learner")
+STAMP = WeightVersion(3, "learner")
 SAID = {**STAMP.payload(), "uuid": "0"}
 
 

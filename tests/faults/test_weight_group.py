@@ -15,7 +15,7 @@ import torch
 
 from coordexp.errors import RolloutError
 from coordexp.weight_sync.group import GroupAddress, join
-from coordexp.weight_sync.meeting import MeetingStore
+from coordexp.weight_sync.rendezvous import RendezvousStore
 from support.ports import free_ports
 
 TOKEN = "0123456789abcdef"
@@ -48,7 +48,7 @@ def hangs_up(guest: socket.socket) -> None:
 
 
 def sets_a_key_without_the_token(guest: socket.socket) -> None:
-    guest.sendall(frame({"proof": ""}) + frame({"do": "set", "key": "here/1", "value": "31"}))
+    guest.sendall(frame({"proof": ""}) + frame({"op": "set", "key": "here/1", "value": "31"}))
 
 
 def guesses_a_token(guest: socket.socket) -> None:
@@ -116,7 +116,7 @@ def test_a_learner_with_another_token_is_told_so() -> None:
 
     thread = threading.Thread(target=worker)
     thread.start()
-    with pytest.raises(RolloutError, match="the token of this weight group is another"):
+    with pytest.raises(RolloutError, match="wrong token"):
         join(GroupAddress("127.0.0.1", port, 1, 2, 10.0, "another"), torch.device("cpu"))
     thread.join(20)
     assert "not every member came" in str(held[0])
@@ -128,14 +128,14 @@ def test_a_learner_with_another_token_is_told_so() -> None:
     ids=["a value of 2 MiB", "a key of 2 MiB"],
 )
 def test_a_member_stores_nothing_large_either(sent: dict[str, Any]) -> None:
-    from coordexp.weight_sync.meeting import MeetingTable
+    from coordexp.weight_sync.rendezvous import RendezvousServer
 
-    table = MeetingTable(socket.create_server(("127.0.0.1", 0)), TOKEN)
+    table = RendezvousServer(socket.create_server(("127.0.0.1", 0)), TOKEN)
     port = table._listener.getsockname()[1]
-    store = MeetingStore("127.0.0.1", port, TOKEN, 5.0)
+    store = RendezvousStore("127.0.0.1", port, TOKEN, 5.0)
     with pytest.raises((OSError, RuntimeError)):
         store.set(**sent)
-    another = MeetingStore("127.0.0.1", port, TOKEN, 5.0)
+    another = RendezvousStore("127.0.0.1", port, TOKEN, 5.0)
     another.set("k", b"1")
     assert another.get("k") == b"1" and another.check(["k"]) and not another.check(["l"]) and another.add("n", 2) == 2
     table.close()

@@ -9,7 +9,7 @@ import torch
 
 from coordexp.config.rollout import SyncConfig
 from coordexp.engine.client import ServerClient
-from coordexp.engine.sync import WeightSync
+from coordexp.engine.push import ServerPusher
 from coordexp.errors import RolloutError
 from coordexp.modeling.load import LoadedModel
 from coordexp.modeling.weights import LearnerWeights
@@ -36,9 +36,9 @@ def learner_of(**tuner: bool) -> LoadedModel:
     return tuned_models.tuned(tuned_models.lora(**tuner), checkpoint=served_checkpoint())
 
 
-def adapter_sync(client: ServerClient, learner: LoadedModel, fallback_to_full: bool = True) -> WeightSync:
+def adapter_sync(client: ServerClient, learner: LoadedModel, fallback_to_full: bool = True) -> ServerPusher:
     config = SyncConfig(mode="adapter", fallback_to_full=fallback_to_full, bucket_mb=1, timeout_s=30.0)
-    return WeightSync([client], LearnerWeights(learner.model), config)
+    return ServerPusher([client], LearnerWeights(learner.model), config)
 
 
 # The order matters here: on a server that has once received full weights, adapters no longer fit.
@@ -102,7 +102,7 @@ def test_a_failed_adapter_push_becomes_full_for_good(
 
 def test_an_adapter_is_not_put_on_weights_that_hold_one_already(client: ServerClient) -> None:
     learner = learner_of(train_coord_rows=False, **LLM_ONLY)
-    full = WeightSync([client], LearnerWeights(learner.model), SyncConfig(timeout_s=30.0))
+    full = ServerPusher([client], LearnerWeights(learner.model), SyncConfig(timeout_s=30.0))
     full.push(6)
     full.close()
     sync = adapter_sync(client, learner, fallback_to_full=False)

@@ -150,21 +150,21 @@ def test_a_long_prompt_is_not_answered_from_what_old_weights_cached(
 def test_weights_that_land_changed_are_noticed(
     backend: ColocatedBackend, learner: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    receiver = backend._engine.ask_worker(lambda worker: worker.receiver)
-    model, load = receiver._model, receiver._model.load_weights
+    receiver = backend.engine.ask_worker(lambda worker: worker.receiver)
+    model, load = receiver.model, receiver.model.load_weights
     monkeypatch.setattr(
         model,
         "load_weights",
         lambda named: load([(n, t + 1e-3 if n.endswith("visual.pos_embed.weight") else t) for n, t in named]),
     )
     # As before the first push: everything goes through the loader, and the parameters are read back.
-    monkeypatch.setattr(receiver._places, "_proven", {})
-    backend._push.policy._compared = False
+    receiver.in_place.forget()
+    backend.pusher.compared = False
     with pytest.raises(RolloutError, match=r"checksum .* its answers would not be the learner's"), synced(backend, 3):
         pass
     monkeypatch.undo()
     with synced(backend, 3):
-        assert backend._push.policy._compared
+        assert backend.pusher.compared
 
 
 def test_a_window_is_answered_whole_and_by_request(backend: ColocatedBackend, requests_: list[RolloutRequest]) -> None:
@@ -185,7 +185,7 @@ def test_a_window_is_answered_whole_and_by_request(backend: ColocatedBackend, re
 def test_at_most_decode_batch_size_sequences_decode_at_once(
     backend: ColocatedBackend, requests_: list[RolloutRequest]
 ) -> None:
-    engine = backend._engine._engine
+    engine = backend.engine.vllm
     with synced(backend, 1):
         stream = backend.generate_window([RolloutRound(tuple(requests_), SEEDS)])
         first = next(stream)
@@ -200,7 +200,7 @@ def test_leaving_a_window_early_leaves_nothing_behind(
         stream: Any = backend.generate_window([RolloutRound(tuple(requests_), SEEDS)])
         next(stream)
         stream.close()
-        assert not backend._engine._engine.has_unfinished_requests()
+        assert not backend.engine.vllm.has_unfinished_requests()
         assert len(backend.generate(requests_[:2], SEEDS)) == 2
 
 
@@ -209,7 +209,7 @@ def test_what_is_prepared_ahead_is_admitted_and_answered_as_what_is_prepared_in_
 ) -> None:
     """More requests than are decoded at once, at a temperature, some images twice: the same order, seeds, answers."""
     seen: dict[str, tuple[list[tuple[str, int]], list[tuple[int, int, tuple[int, ...]]]]] = {}
-    engine = backend._engine._engine
+    engine = backend.engine.vllm
     add = engine.add_request
     monkeypatch.setattr(backend, "_options", replace(backend._options, temperature=1.5))
     for way in ("ahead", "in turn"):
@@ -244,7 +244,7 @@ def test_an_image_that_cannot_be_opened_is_named_with_its_sample_and_leaves_noth
         expected = [rollout.response_token_ids for rollout in backend.generate(requests_, SEEDS)]
         with pytest.raises(DataError, match=r"none\.png.* of sample the broken one"):
             backend.generate([*requests_[:4], broken, requests_[5]], SEEDS)
-        assert not backend._engine._engine.has_unfinished_requests()
+        assert not backend.engine.vllm.has_unfinished_requests()
         assert not [thread for thread in threading.enumerate() if thread.name == "prompts"]
         stream: Any = backend.generate_window([RolloutRound(tuple(requests_), SEEDS)])
         next(stream)

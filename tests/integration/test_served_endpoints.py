@@ -17,12 +17,12 @@ from coordexp.config.rollout import SyncConfig
 from coordexp.engine.arguments import executor_on_cpu
 from coordexp.engine.client import ServerClient
 from coordexp.engine.engine_process import has_gpu
-from coordexp.engine.sync import WeightSync
+from coordexp.engine.push import ServerPusher
 from coordexp.errors import RolloutError, ServerUnreachable
 from coordexp.modeling.load import LoadedModel
 from coordexp.modeling.weights import LearnerWeights
 from coordexp.weight_sync.group import GroupAddress, join
-from coordexp.weight_sync.stamp import WeightStamp
+from coordexp.weight_sync.version import WeightVersion
 from support.plain_server import PlainServer
 from support.rollout_servers import (
     RunningServer,
@@ -87,7 +87,7 @@ def test_single_tensors_can_be_pushed_as_ms_swifts_clients_do(
             told = in_thread(lambda body=body: client._call("POST", "/update_named_param/", body))
             group.broadcast([tensor.detach().contiguous().view(torch.uint8).flatten()], 1)
             told.join(30)
-    (report,) = client.commit_weights(WeightStamp(17), True, 30.0) or [None]
+    (report,) = client.commit_weights(WeightVersion(17), True, 30.0) or [None]
     group.close()
     assert report is not None and report["weight_version"] == 17 and report["failure"] is None
     after = served_tokens(client, requests)
@@ -154,11 +154,11 @@ def test_a_server_that_dies_in_the_middle_of_a_push_ends_it(
 ) -> None:
     """Last of the file: it kills the server, and its engines with it. The push's own deadline is far away."""
     requests = requests_of(learner, 1)
-    good = WeightSync([client], LearnerWeights(learner.model), SyncConfig(bucket_mb=1, timeout_s=60.0))
+    good = ServerPusher([client], LearnerWeights(learner.model), SyncConfig(bucket_mb=1, timeout_s=60.0))
     good.push(21)
     good.close()
     family = server.children()
-    deadly = WeightSync(
+    deadly = ServerPusher(
         [client], DeadlyWeights(learner.model, server.process.pid), SyncConfig(bucket_mb=1, timeout_s=300.0)
     )
     started = time.monotonic()

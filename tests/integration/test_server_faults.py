@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from coordexp.config.rollout import SyncConfig
-from coordexp.engine.sync import WeightSync
+from coordexp.engine.push import ServerPusher
 from coordexp.errors import RolloutError, ServerRefused, ServerTimeout, ServerUnreachable
 from coordexp.modeling.weights import LearnerWeights
 from support.rollout_servers import (
@@ -72,7 +72,7 @@ def test_a_server_from_health_to_death(server: RunningServer) -> None:
     learner = load_served()
     requests = requests_of(learner, 3)
     client = server.client(api_key=TOKEN, timeout_s=3.0, infer_timeout_s=3.0)
-    sync = WeightSync([client], LearnerWeights(learner.model), SyncConfig(bucket_mb=1, timeout_s=3.0))
+    sync = ServerPusher([client], LearnerWeights(learner.model), SyncConfig(bucket_mb=1, timeout_s=3.0))
     family = server.children()
 
     assert client.world_size() == 2
@@ -93,15 +93,15 @@ def test_a_server_from_health_to_death(server: RunningServer) -> None:
     server.process.send_signal(signal.SIGCONT)
     patient = server.client(api_key=TOKEN)
     patient.wait_until_healthy(30)
-    recovered = WeightSync([patient], LearnerWeights(learner.model), SyncConfig(bucket_mb=1, timeout_s=60.0))
+    recovered = ServerPusher([patient], LearnerWeights(learner.model), SyncConfig(bucket_mb=1, timeout_s=60.0))
     recovered.push(3)
     assert len(patient.infer(payload(requests, 4))) == 3
 
     # One of its engines hangs, behind a process that answers as ever.
     os.kill(status["workers"][0]["pid"], signal.SIGSTOP)
-    assert until(lambda: patient.engine_still_s() > 4.0), "the hung engine was not noticed"
+    assert until(lambda: patient.engine_stall_seconds() > 4.0), "the hung engine was not noticed"
     os.kill(status["workers"][0]["pid"], signal.SIGCONT)
-    assert until(lambda: patient.engine_still_s() < 3.0), "the engine stirs again"
+    assert until(lambda: patient.engine_stall_seconds() < 3.0), "the engine stirs again"
 
     # One of its engines dies.
     os.kill(status["workers"][1]["pid"], signal.SIGKILL)

@@ -18,7 +18,7 @@ from coordexp.config.rollout import SyncConfig
 from coordexp.engine.arguments import executor_on_cpu
 from coordexp.engine.client import ServerClient
 from coordexp.engine.engine_process import has_gpu
-from coordexp.engine.sync import WeightSync
+from coordexp.engine.push import ServerPusher
 from coordexp.errors import RolloutError, ServerRefused
 from coordexp.modeling.load import LoadedModel
 from coordexp.modeling.weights import LearnerWeights
@@ -80,8 +80,8 @@ def requests_of(loaded: LoadedModel) -> list[RolloutRequest]:
 
 
 @contextmanager
-def syncing(client: ServerClient, learner: LoadedModel, **keys: Any) -> Iterator[WeightSync]:
-    sync = WeightSync(
+def syncing(client: ServerClient, learner: LoadedModel, **keys: Any) -> Iterator[ServerPusher]:
+    sync = ServerPusher(
         [client], LearnerWeights(learner.model), SyncConfig(**{"bucket_mb": 1, "timeout_s": 60.0, **keys})
     )
     try:
@@ -151,7 +151,7 @@ def test_a_missing_weight_is_named_although_ms_swift_swallows_errors(client: Ser
                 yield (one for one in named if "layers.0.self_attn.k_proj" not in one[0])
 
     learner = load_served()
-    sync = WeightSync([client], Partial(learner.model), SyncConfig(timeout_s=60.0))
+    sync = ServerPusher([client], Partial(learner.model), SyncConfig(timeout_s=60.0))
     with pytest.raises(RolloutError, match=r"not sent: \S+qkv_proj\.weight \(k_proj\)"):
         sync.push(7)
     sync.close()
@@ -163,12 +163,12 @@ def test_a_missing_weight_is_named_although_ms_swift_swallows_errors(client: Ser
 def test_a_learner_that_starts_anew_takes_the_server_over(client: ServerClient) -> None:
     """The first one is gone without a word: its group still stands in every worker."""
     learner = load_served()
-    gone = WeightSync([client], LearnerWeights(learner.model), SyncConfig(timeout_s=60.0))
+    gone = ServerPusher([client], LearnerWeights(learner.model), SyncConfig(timeout_s=60.0))
     gone.push(9)
     disturb(learner, 10)
     started = time.monotonic()
     with syncing(client, learner) as anew:
-        stamp = anew.push(10).stamp
+        stamp = anew.push(10).weights
         assert time.monotonic() - started < 40
         assert_answers_as(client, learner, 10)
         assert client.infer(payload(requests_of(learner)))[0]["coordexp"].items() >= stamp.payload().items()
@@ -202,14 +202,14 @@ def test_a_worker_that_hangs_while_it_decodes_shows_and_goes_on(server: RunningS
     try:
         asked.start()
         deadline = time.monotonic() + 60
-        while client.engine_still_s(timeout_s=5.0) < 3.0:
+        while client.engine_stall_seconds(timeout_s=5.0) < 3.0:
             assert time.monotonic() < deadline and asked.is_alive(), "the hung workers were not noticed"
             time.sleep(0.2)
     finally:
         for pid in pids:
             os.kill(pid, signal.SIGCONT)
     asked.join(120)
-    assert len(answers) == 2 * WORKERS and client.engine_still_s() == 0.0
+    assert len(answers) == 2 * WORKERS and client.engine_stall_seconds() == 0.0
     assert client.status()["num_steps"] > before  # pyright: ignore[reportOptionalSubscript]
 
 

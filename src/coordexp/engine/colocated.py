@@ -9,7 +9,6 @@ Weights are pushed into it whole, or the adapter alone while that works.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -18,67 +17,53 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from coordexp import distributed
-from coordexp.config.rollout import RolloutMatchingConfig, SyncConfig
+from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.engine.arguments import NAMES_KEY, EngineSpec
 from coordexp.engine.guard_activation import REQUEST_KEY
 from coordexp.engine.in_process import ENGINE_AT_FAULT, Prompt
-from coordexp.errors import ConfigError, RolloutError
+from coordexp.engine.push import Mode, Named, WeightPusher, check_checksum
+from coordexp.errors import RolloutError
 from coordexp.records import Rollout, RolloutRequest
 from coordexp.rollouts.backend import (
+    AdapterWeights,
     DecodingOptions,
     IndexedRollout,
     RolloutRound,
     Seeds,
-    WeightSource,
     gathered,
     response_tokens,
 )
 from coordexp.rollouts.learner import LearnerParts
-from coordexp.weight_sync.policy import DrainedWeights, PushPolicy
+from coordexp.weight_sync.version import WeightVersion
 
 
-class ColocatedPush:
-    """Pushes are collective: every rank pushes into its own engine, all in the same mode, ``policy.mode``."""
+class ColocatedPusher(WeightPusher):
+    """Pushes into the engine of this process. Every rank pushes into its own engine."""
 
-    def __init__(self, config: SyncConfig, weights: WeightSource) -> None:
-        self.policy = PushPolicy(config)
-        self._bucket_bytes = config.bucket_mb << 20
-        self._weights = DrainedWeights(weights)
-        self._metrics: Counter[str] = Counter()
+    converts = False  # the engine converts while it copies
+    engine: Any = None
 
-    def into(self, engine: Any, version: int) -> None:
-        """Make the learner's current weights, as ``version``, those of ``engine``, and make room for its cache.
+    def close(self) -> None: ...
 
-        Raises:
-            RolloutError: any rank's engine has not got them; on every rank alike.
-        """
-        if self.policy.mode == "adapter":
-            self._adapter_into(engine, version)
-        compares = self.policy.mode == "full" and self.policy.compares_checksum()
-        with distributed.raise_on_all_ranks("the push into the colocated engine"):
-            if self.policy.mode == "full":
-                with self._weights.full() as named:
-                    engine.load(named, version, self._bucket_bytes, compares_checksum=compares)
-            engine.wake_up(["kv_cache"])
-        self.policy.done(compared=compares)
+    def _begin(self, mode: Mode) -> torch.dtype | None:
+        return self.engine.dtype
 
-    def take_metrics(self) -> Mapping[str, float]:
-        """Counters since the last call, by metric name."""
-        taken, self._metrics = self._metrics, Counter()
-        return taken
+    def _send(self, bucket: Named) -> None:
+        self.engine.take(bucket)
 
-    def _adapter_into(self, engine: Any, version: int) -> None:
-        """One rank's failure is everybody's: ranks may share one engine's model, or gather merged weights together."""
-        try:
-            with distributed.raise_on_all_ranks("the adapter push into the colocated engine"):
-                adapter = self._weights.adapter()
-                if adapter is None:
-                    raise ConfigError("the learner trains no adapter (tuner.train_type is full)")
-                engine.load_adapter(adapter, version)
-        except (RolloutError, ConfigError) as error:
-            self.policy.fall_back(version, error)
-            self._metrics["rollout/sync_fallbacks_total"] += 1
+    def _send_adapter(self, adapter: AdapterWeights) -> None:
+        self.engine.take_adapter(adapter)
+
+    def _commit(self, weights: WeightVersion, expected: str | None) -> bool:
+        report = self.engine.commit(weights.version, wants_checksum=expected is not None)
+        check_checksum("the colocated vLLM engine", report["checksum"], expected)
+        return True
+
+    def _abort(self) -> None:
+        self.engine.abandon_push()
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +112,9 @@ class ColocatedBackend:
             cap=cap if vllm.max_num_seqs is None else min(cap, vllm.max_num_seqs),
             holds_names=bool(names),
         )
-        self._push = ColocatedPush(vllm.sync, learner.weights)
-        self._engine: Any = None
+        self.pusher = ColocatedPusher(learner.weights, vllm.sync)
+        self.engine: Any = None
+        self._num_fallbacks = 0  # since the metrics were last taken
         self._borrowed = ExitStack()
         self._version = 0
         self._seeds: dict[str, list[int]] = {}
@@ -144,7 +130,7 @@ class ColocatedBackend:
 
         Images are opened in another thread, while earlier requests are answered.
         """
-        if self._engine is None:
+        if self.engine is None:
             raise RolloutError("the colocated engine has no weights yet; call sync_weights before asking it")
         wanted = [
             _Wanted(
@@ -163,7 +149,7 @@ class ColocatedBackend:
                        for one in rounds}  # fmt: skip
         by_id = {one.request_id: one for one in wanted}
         answered = 0
-        for output in self._engine.run([self._prompt(one) for one in self._of_group(wanted)], self._lora_request()):
+        for output in self.engine.run([self._prompt(one) for one in self._of_group(wanted)], self._lora_request()):
             one = by_id.get(output.request_id)
             if one is not None:
                 answered += 1
@@ -184,7 +170,10 @@ class ColocatedBackend:
             self._borrowed.enter_context(self._offload())
             with distributed.raise_on_all_ranks("starting the colocated engine"):
                 self._wake()
-            self._push.into(self._engine, version)
+            report = self.pusher.push(version)
+            self._num_fallbacks += report.fallback is not None
+            with distributed.raise_on_all_ranks("waking the colocated engine"):
+                self.engine.wake_up(["kv_cache"])
         except BaseException:
             self.release()
             raise
@@ -193,8 +182,8 @@ class ColocatedBackend:
     def release(self) -> None:
         """Put the engine to sleep, and the learner back."""
         try:
-            if self._engine is not None:
-                self._engine.sleep(self._config.sleep_level)
+            if self.engine is not None:
+                self.engine.sleep(self._config.sleep_level)
         finally:
             self._borrowed.close()
 
@@ -204,8 +193,8 @@ class ColocatedBackend:
             "backend": "vllm",
             "mode": "colocate",
             "weight_version": self._version,
-            "sync_mode": self._push.policy.mode,
-            "fallbacks": list(self._push.policy.fallbacks),
+            "sync_mode": self.pusher.mode,
+            "fallbacks": list(self.pusher.fallbacks),
             "tensor_parallel_size": self._config.tensor_parallel_size,
             "decode_batch_size": self._decode_batch_size,
             "cap": self.engine_spec.cap,
@@ -215,20 +204,22 @@ class ColocatedBackend:
 
     def take_metrics(self) -> Mapping[str, float]:
         """What pushes counted since the last call, and whether the repeat guard is on."""
-        return {"rollout/repeat_terminate_active": float(self._is_guarded), **self._push.take_metrics()}
+        taken, self._num_fallbacks = self._num_fallbacks, 0
+        fallbacks = {"rollout/sync_fallbacks_total": float(taken)} if taken else {}
+        return {"rollout/repeat_terminate_active": float(self._is_guarded), **fallbacks}
 
     def close(self) -> None:
         """End the engine and its processes."""
         self._borrowed.close()
-        engine, self._engine = self._engine, None
+        engine, self.engine = self.engine, None
         if engine is not None:
             engine.close()
 
     def _wake(self) -> None:
-        if self._engine is None:
-            self._engine = self.engine_spec.start()
+        if self.engine is None:
+            self.engine = self.pusher.engine = self.engine_spec.start()
         else:
-            self._engine.wake_up(["weights"])
+            self.engine.wake_up(["weights"])
 
     def _of_group(self, own: Sequence[_Wanted]) -> list[_Wanted]:
         """The requests of all ranks that share this rank's engine, in one order on all of them."""
@@ -294,10 +285,10 @@ class ColocatedBackend:
     def _was_guarded(self, request_id: str) -> bool:
         if not self._is_guarded:
             return False
-        return bool(self._engine.ask_worker(lambda worker: worker.coordexp_pop_triggers([request_id])))
+        return bool(self.engine.ask_worker(lambda worker: worker.coordexp_pop_triggers([request_id])))
 
     def _lora_request(self) -> Any:
-        if self._push.policy.mode != "adapter":
+        if self.pusher.mode != "adapter":
             return None
         from vllm.lora.request import LoRARequest
 

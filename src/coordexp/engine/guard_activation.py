@@ -26,7 +26,7 @@ ACTIVATION_PATH = (
 )
 
 # What vLLM's engine is given: the processor's class, and where it finds a request's id among the sampling parameters.
-GUARD_PROCESSOR = "coordexp.engine.guard_processor:RepeatTerminateProcessor"
+GUARD_PROCESSOR = "coordexp.engine.logits_processors:RepeatTerminateProcessor"
 REQUEST_KEY = "coordexp_request_id"
 
 _OPTIONAL = {"max_object_keys"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +22,6 @@ from coordexp.engine.engine_process import (
 )
 from coordexp.errors import DataError, RolloutError
 from coordexp.rollouts.backend import AdapterWeights
-from coordexp.weight_sync import checksum
-from coordexp.weight_sync.buckets import in_buckets
 
 ADVICE = (
     "lower rollout_matching.vllm.gpu_memory_utilization or max_num_seqs, set rollout_matching.offload, or write "
@@ -62,71 +60,50 @@ class InProcessEngine:
         """
         self._max_in_flight = max_in_flight
         self._found_group = dist.is_initialized()
-        self._engine: Any = None
+        self.vllm: Any = None
         with settings_kept(), environment_kept(_environment()):
             from coordexp.engine.cpu_patches import unnamed_shared_memory
 
             with unnamed_shared_memory():
-                self._engine = _named("the engine could not be started", lambda: _start(arguments))
+                self.vllm = _named("the engine could not be started", lambda: _start(arguments))
         self._can_sleep = has_gpu() and bool(arguments.get("enable_sleep_mode"))
 
-    def load(
-        self,
-        weights: Iterable[tuple[str, torch.Tensor]],
-        version: int,
-        bucket_bytes: int,
-        *,
-        compares_checksum: bool = False,
-    ) -> dict[str, Any]:
-        """Replace all of the engine's weights, and everything that was computed with the old ones.
+    @property
+    def dtype(self) -> torch.dtype:
+        """The number type of the engine's weights."""
+        return self.ask_worker(lambda worker: worker.model_runner.model_config.dtype)
 
-        Returns: the worker's report. With ``compares_checksum`` the engine's parameters were read back and are, bit
-        for bit, the learner's in the engine's number type.
+    def take(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Load some of the trainer's weights, in the background. They must not change before :meth:`commit`.
 
         Raises:
-            RolloutError: a tensor has no place in the engine, one of the engine's weights did not come, or what the
-                engine holds is not what the learner sent.
+            RolloutError: a tensor has no place in the engine, or loading an earlier one failed.
         """
+        _named("the push of weights failed", lambda: self.ask_worker(lambda worker: worker.receiver.take(bucket)))
 
-        def push(worker: Any) -> dict[str, Any]:
-            hashes: dict[str, int] = {}
-            dtype = worker.model_runner.model_config.dtype
+    def take_adapter(self, adapter: AdapterWeights) -> None:
+        """Replace the engine's adapter. Raises whatever vLLM raises about one that it cannot take."""
+        self.ask_worker(lambda worker: worker.take_adapter(dict(adapter.config), list(adapter.tensors)))
 
-            def summed() -> Iterator[tuple[str, torch.Tensor]]:
-                for name, tensor in weights:
-                    tensor = tensor.detach().to(dtype) if tensor.is_floating_point() else tensor.detach()
-                    hashes[name] = checksum.tensor_hash(tensor)
-                    yield name, tensor
-
-            for bucket in in_buckets(summed() if compares_checksum else weights, bucket_bytes):
-                worker.receiver.take(bucket)
-            report = worker.process_weights_after_loading(version, compares_checksum)
-            if compares_checksum and report["checksum"] != checksum.combined(hashes):
-                raise RolloutError(
-                    f"the colocated engine's weights have the checksum {report['checksum']}, the learner's "
-                    f"{checksum.combined(hashes)}; its answers would not be the learner's"
-                )
-            return report
-
-        return _named("the push of weights failed", lambda: self._commit(push))
-
-    def load_adapter(self, adapter: AdapterWeights, version: int) -> dict[str, Any]:
-        """Replace the engine's adapter, and the plain weights that train beside it.
+    def commit(self, version: int, *, wants_checksum: bool) -> dict[str, Any]:
+        """End a push, and drop everything that was computed with the old weights; returns the worker's report.
 
         Raises:
-            RolloutError: the engine cannot take it, in its own words. It waits for full weights then.
+            RolloutError: one of the engine's weights did not come, or loading failed.
         """
+        report = _named(
+            "the push of weights failed",
+            lambda: self.ask_worker(lambda worker: worker.process_weights_after_loading(version, wants_checksum)),
+        )
+        if not self.vllm.reset_prefix_cache():
+            raise RolloutError("the colocated vLLM engine: its prefix cache could not be emptied; a request still runs")
+        self.vllm.reset_encoder_cache()
+        self.vllm.reset_mm_cache()
+        return report
 
-        def push(worker: Any) -> dict[str, Any]:
-            if adapter.changed:
-                worker.receiver.take(adapter.changed)
-            worker.take_adapter(dict(adapter.config), list(adapter.tensors))
-            return worker.process_weights_after_loading(version, False)
-
-        try:
-            return self._commit(push)
-        except (RuntimeError, ValueError, TypeError, KeyError, OSError) as error:  # what vLLM and peft's reader raise
-            raise RolloutError(f"the colocated vLLM engine: {type(error).__name__}: {error}") from error
+    def abandon_push(self) -> None:
+        """The next push is no continuation of the one under way."""
+        self.ask_worker(lambda worker: worker.receiver.close())
 
     def run(self, prompts: Sequence[Prompt], lora_request: Any = None) -> Iterator[Any]:
         """vLLM's ``RequestOutput`` of each prompt as it finishes; at most ``max_in_flight`` are decoded at once.
@@ -140,7 +117,7 @@ class InProcessEngine:
                 yield from self._decoded(waiting, lora_request)
         finally:
             if waiting.left_over:  # what processes images remembers some that the engine never saw
-                self._engine.reset_mm_cache()
+                self.vllm.reset_mm_cache()
 
     def _decoded(self, waiting: PreparedAhead[Prompt, Any], lora_request: Any) -> Iterator[Any]:
         decoding: set[str] = set()
@@ -150,7 +127,7 @@ class InProcessEngine:
                     prompt, rendered = waiting.take()
                     _named(_name_of(prompt), lambda one=prompt, what=rendered: self._add(one, what, lora_request))
                     decoding.add(prompt.request_id)
-                for output in _named("decoding failed", self._engine.step):
+                for output in _named("decoding failed", self.vllm.step):
                     if output.finished:
                         if output.request_id not in decoding:
                             raise RolloutError(
@@ -159,18 +136,18 @@ class InProcessEngine:
                             )
                         decoding.remove(output.request_id)
                         yield output
-                if decoding and not self._engine.has_unfinished_requests():
+                if decoding and not self.vllm.has_unfinished_requests():
                     raise RolloutError(
                         f"the colocated vLLM engine: {len(decoding)} requests were never answered, "
                         f"{min(decoding)} among them; {ENGINE_AT_FAULT}"
                     )
         finally:
             if decoding:
-                self._engine.abort_request(list(decoding))
+                self.vllm.abort_request(list(decoding))
 
     def ask_worker(self, question: Callable[[Any], Any]) -> Any:
         """``question(worker)`` of this process's worker."""
-        return self._engine.collective_rpc(question)[0]
+        return self.vllm.collective_rpc(question)[0]
 
     def sleep(self, level: int) -> None:
         """Give device memory back until :meth:`wake_up`; 1 keeps the weights on the host.
@@ -180,16 +157,16 @@ class InProcessEngine:
         plain tensors that must be zero wherever no image stands, to the hidden states of every step.
         """
         if level and self._can_sleep:
-            _named("the engine could not go to sleep", lambda: self._engine.sleep(level))
+            _named("the engine could not go to sleep", lambda: self.vllm.sleep(level))
 
     def wake_up(self, parts: Sequence[str]) -> None:
         """Take memory again for ``parts`` of ``weights`` and ``kv_cache``; nothing where nothing sleeps."""
-        if self._can_sleep and self._engine.is_sleeping():
-            _named("the engine could not wake up", lambda: self._engine.wake_up(list(parts)))
+        if self._can_sleep and self.vllm.is_sleeping():
+            _named("the engine could not wake up", lambda: self.vllm.wake_up(list(parts)))
 
     def close(self) -> None:
         """End the engine and free what it holds; the learner's process group stays. Safe to call twice."""
-        engine, self._engine = self._engine, None
+        engine, self.vllm = self.vllm, None
         if engine is None:
             return
         with settings_kept(), environment_kept(), default_group_kept(self._found_group):
@@ -207,26 +184,13 @@ class InProcessEngine:
         content = {"prompt_token_ids": list(prompt.token_ids), "multi_modal_data": {"image": image}}
 
         def render() -> Any:
-            (rendered,) = self._engine.renderer.render_cmpl([parse_model_prompt(self._engine.model_config, content)])
+            (rendered,) = self.vllm.renderer.render_cmpl([parse_model_prompt(self.vllm.model_config, content)])
             return rendered
 
         return _named(_name_of(prompt), render)
 
     def _add(self, prompt: Prompt, rendered: Any, lora_request: Any) -> None:
-        self._engine.add_request(prompt.request_id, rendered, prompt.sampling, lora_request=lora_request)
-
-    def _commit(self, push: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-        try:
-            report = self.ask_worker(push)
-        except BaseException:
-            self.ask_worker(lambda worker: worker.receiver.close())  # the next push is no continuation of this one
-            raise
-        # What stands in these caches was computed with the old weights.
-        if not self._engine.reset_prefix_cache():
-            raise RolloutError("the colocated vLLM engine: its prefix cache could not be emptied; a request still runs")
-        self._engine.reset_encoder_cache()
-        self._engine.reset_mm_cache()
-        return report
+        self.vllm.add_request(prompt.request_id, rendered, prompt.sampling, lora_request=lora_request)
 
 
 def _name_of(prompt: Prompt) -> str:

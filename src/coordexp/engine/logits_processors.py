@@ -1,12 +1,12 @@
-"""What every answer of an engine is held to, as logits processors of vLLM's engine (V1 interface): the tokenizer's
-vocabulary, and a closed list of class names, which a request brings.
+"""Logits processors of vLLM's engine (V1 interface), loaded by vLLM in each engine process.
 
-A checkpoint may have more rows in its language head than its tokenizer has tokens: Qwen pads them to a round number,
-and nothing ever trained them. An id of such a row writes nothing and no learner can read it: no request may draw it.
+``KnownTokensProcessor`` keeps every answer within the tokenizer's vocabulary, ``AllowedLabelsProcessor`` holds
+descriptions to a closed list that a request brings, ``RepeatTerminateProcessor`` ends answers that repeat themselves.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,9 +16,11 @@ from vllm.v1.sample.logits_processor import LogitsProcessor, process_dict_update
 
 from coordexp.coords import CoordVocab
 from coordexp.engine.arguments import KNOWN_TOKENS_PROCESSOR, NAMES_KEY, NAMES_PROCESSOR
+from coordexp.engine.guard_activation import ACTIVATION_PATH, REQUEST_KEY, activated_config
 from coordexp.errors import RolloutError
 from coordexp.rollouts.allowed_labels import START, AllowedLabels, ScanState
 from coordexp.rollouts.hf_processors import mask
+from coordexp.rollouts.repeat_guard import ObjectKeyReader, RepeatGuard, Trigger
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -26,11 +28,21 @@ if TYPE_CHECKING:
     from vllm.v1.sample.logits_processor import BatchUpdate
 
 Processor = TypeVar("Processor", bound=LogitsProcessor)
+_KEPT_RULES = 8  # of as many lists of names; each holds the vocabulary's bytes in order
+_MAX_UNASKED = 65_536  # triggers of requests whose client went away are never asked for
+_NOT_SAMPLED_YET = -1  # vLLM's placeholder for a token that is still on its way from the device
+
+
+def processor_of(worker: Any, kind: type[Processor]) -> Processor | None:
+    """The processor of that class that a vLLM worker really applies; None if vLLM dropped it."""
+    batch = getattr(worker.model_runner, "input_batch", None)
+    processors = getattr(getattr(batch, "logitsprocs", None), "all", ())
+    return next((one for one in processors if isinstance(one, kind)), None)
 
 
 class KnownTokensProcessor(LogitsProcessor):
-    """Makes every id at or beyond the tokenizer's length impossible, for all requests at once. Every token that the
-    engine draws comes by here: ``num_sampled`` counts them."""
+    """Makes every id at or beyond the tokenizer's length impossible. Checkpoints pad their language head to a round
+    number of rows; an id of such a row has no text. ``num_sampled`` counts every token that the engine draws."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         from transformers import AutoTokenizer
@@ -39,14 +51,11 @@ class KnownTokensProcessor(LogitsProcessor):
         self.num_sampled = 0
 
     def is_argmax_invariant(self) -> bool:
-        """False: it may change which token is the most likely."""
         return False  # so that vLLM applies it in greedy decoding too
 
-    def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """All rows are alike."""
+    def update_state(self, batch_update: BatchUpdate | None) -> None: ...
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:  # (rows, V)
-        """Forbid ids that the tokenizer does not know, which pad the head; (rows, V), in place."""
         self.num_sampled += len(logits)
         logits[:, self.num_known :] = -torch.inf
         return logits
@@ -81,19 +90,8 @@ def check_known_tokens(workers: Sequence[Mapping[str, Any]]) -> None:
         )
 
 
-def processor_of(worker: Any, kind: type[Processor]) -> Processor | None:
-    """The processor of that class that a vLLM worker really applies: what was asked for and then dropped is not
-    there."""
-    batch = getattr(worker.model_runner, "input_batch", None)
-    processors = getattr(getattr(batch, "logitsprocs", None), "all", ())
-    return next((one for one in processors if isinstance(one, kind)), None)
-
-
-_KEPT = 8  # rules of as many lists; each holds the vocabulary's bytes in order
-
-
 @dataclass(slots=True)
-class _Row:
+class _NamesRow:
     """One request: its answer so far (a list that vLLM extends), how much of it was read, and where that led."""
 
     rule: AllowedLabels
@@ -110,35 +108,32 @@ class AllowedLabelsProcessor(LogitsProcessor):
 
         self._vocab = CoordVocab.from_tokenizer(AutoTokenizer.from_pretrained(vllm_config.model_config.tokenizer))
         self._rules: dict[tuple[str, ...], AllowedLabels] = {}
-        self._rows: dict[int, _Row] = {}
+        self._rows: dict[int, _NamesRow] = {}
 
     def is_argmax_invariant(self) -> bool:
-        """False: so that vLLM applies it in greedy decoding too."""
-        return False
+        return False  # so that vLLM applies it in greedy decoding too
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Rows came, went and moved."""
         process_dict_updates(self._rows, batch_update, self._new_row)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:  # (rows, V)
-        """Minus infinity for what may not come next, in rows that have a list."""
         for index, row in self._rows.items():
             state = self._read(row)
             if state is not None:
                 logits[index] = mask(logits[index : index + 1], row.rule.next_tokens(state))[0]
         return logits
 
-    def _new_row(self, params: SamplingParams, prompt_ids: list[int] | None, answer: list[int]) -> _Row | None:
+    def _new_row(self, params: SamplingParams, prompt_ids: list[int] | None, answer: list[int]) -> _NamesRow | None:
         names = tuple((params.extra_args or {}).get(NAMES_KEY) or ())
         if not names:
             return None
         if names not in self._rules:
-            if len(self._rules) >= _KEPT:
+            if len(self._rules) >= _KEPT_RULES:
                 self._rules.pop(next(iter(self._rules)))  # rows that still follow it hold it themselves
             self._rules[names] = AllowedLabels(names, self._vocab.pieces, self._vocab.eos_id)
-        return _Row(self._rules[names], answer)
+        return _NamesRow(self._rules[names], answer)
 
-    def _read(self, row: _Row) -> ScanState | None:
+    def _read(self, row: _NamesRow) -> ScanState | None:
         if row.num_read > len(row.answer):  # vLLM took tokens back
             row.num_read, row.state = 0, START
         for token in row.answer[row.num_read :]:
@@ -163,3 +158,113 @@ def check_names(workers: Sequence[Mapping[str, Any]] | Sequence[bool]) -> None:
             f"an engine dropped the logits processor {NAMES_PROCESSOR}, so its descriptions would not be held to "
             "the list of class names; install a tested version of vLLM, and set no other model runner"
         )
+
+
+@dataclass(slots=True)
+class _GuardRow:
+    """One request: its answer so far (a list that vLLM extends) and how much of it the guard has seen."""
+
+    request_id: str | None
+    answer: list[int]
+    guard: RepeatGuard
+
+
+class RepeatTerminateProcessor(LogitsProcessor):
+    """Ends answers that repeat themselves: a row whose guard has a verdict may only end. Configured by the process's
+    environment. Which requests it ended is asked for afterwards, by the ids in their ``SamplingParams.extra_args``."""
+
+    @classmethod
+    def validate_params(cls, sampling_params: SamplingParams) -> None:
+        """Refuse a request that could not be ended: the guard's only means is the end token."""
+        if sampling_params.ignore_eos:
+            raise ValueError("ignore_eos and the repeat guard exclude each other; leave ignore_eos out of the request")
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
+        config = activated_config(os.environ)
+        if config is None:
+            raise RolloutError(
+                f"the repeat guard was loaded without its configuration; it is given by {ACTIVATION_PATH}"
+            )
+        self.config = config
+        vocab = _vocab_of(vllm_config)
+        self._eos_id = vocab.eos_id
+        self._reader = None if config.max_object_keys is None else ObjectKeyReader(vocab.pieces)
+        self._rows: dict[int, _GuardRow] = {}
+        self._triggers: dict[str, Trigger] = {}
+
+    def is_argmax_invariant(self) -> bool:
+        return False  # so that vLLM applies it in greedy decoding too
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        process_dict_updates(self._rows, batch_update, self._new_row)
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:  # (rows, V)
+        repeating = [index for index, row in self._rows.items() if self._has_verdict(row)]
+        if repeating:
+            logits[repeating] = -torch.inf
+            logits[repeating, self._eos_id] = 0.0
+        return logits
+
+    def pop_triggers(self, request_ids: Sequence[str]) -> dict[str, Trigger]:
+        """Those of ``request_ids`` that this engine ended, each reported once."""
+        return {name: self._triggers.pop(name) for name in request_ids if name in self._triggers}
+
+    def _new_row(self, params: SamplingParams, prompt_ids: list[int] | None, answer: list[int]) -> _GuardRow:
+        request_id = (params.extra_args or {}).get(REQUEST_KEY)
+        return _GuardRow(request_id, answer, RepeatGuard(self.config, self._reader))
+
+    def _has_verdict(self, row: _GuardRow) -> bool:
+        guard, answer = row.guard, row.answer
+        if guard.num_tokens > len(answer):  # vLLM took tokens back
+            guard = row.guard = RepeatGuard(self.config, self._reader)
+        for token in answer[guard.num_tokens :] if guard.num_tokens < len(answer) else ():
+            if token == _NOT_SAMPLED_YET:
+                raise RolloutError(
+                    "vLLM asked for a verdict before it knew the newest token; start the server without asynchronous "
+                    "scheduling"
+                )
+            if token == self._eos_id:
+                return False  # over: with async scheduling vLLM computes one more step, and drops it
+            guard.push(token)
+        if guard.trigger is None:
+            return False
+        if row.request_id is not None:
+            if len(self._triggers) >= _MAX_UNASKED:
+                self._triggers.pop(next(iter(self._triggers)))
+            self._triggers[row.request_id] = guard.trigger
+        return True
+
+
+def guard_of_worker(worker: Any) -> RepeatTerminateProcessor | None:
+    """The guard that a vLLM worker really applies, or None.
+
+    Raises:
+        RolloutError: the worker runs vLLM's second model runner, which takes no processor of this interface.
+    """
+    if getattr(getattr(worker.model_runner, "input_batch", None), "logitsprocs", None) is None:
+        runner = type(worker.model_runner)
+        raise RolloutError(
+            f"the worker's model runner is {runner.__module__}.{runner.__name__}, which takes no V1 logits processor; "
+            "start the server with VLLM_USE_V2_MODEL_RUNNER=0"
+        )
+    return processor_of(worker, RepeatTerminateProcessor)
+
+
+def guard_report(worker: Any) -> dict[str, Any]:
+    """What a worker guards against, for a learner to compare with its own configuration; JSON can hold it."""
+    guard = guard_of_worker(worker) if activated_config(os.environ) is not None else None
+    return {"active": guard is not None, "config": None if guard is None else guard.config.model_dump()}
+
+
+def _vocab_of(vllm_config: VllmConfig) -> CoordVocab:
+    from transformers import AutoTokenizer
+
+    name = vllm_config.model_config.tokenizer
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    vocab = CoordVocab.from_tokenizer(tokenizer)
+    if tokenizer.eos_token_id != vocab.eos_id:
+        raise RolloutError(
+            f"{name}: the repeat guard ends answers with <|im_end|> ({vocab.eos_id}), but the engine stops at "
+            f"{tokenizer.eos_token!r} ({tokenizer.eos_token_id}); set eos_token of the tokenizer to <|im_end|>"
+        )
+    return vocab

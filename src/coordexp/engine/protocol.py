@@ -1,4 +1,4 @@
-"""What goes to a rollout server and what must come back: ms-swift's ``RolloutInferRequest`` form, strictly read."""
+"""Requests to rollout servers and their answers, in ms-swift's ``RolloutInferRequest`` format, strictly read."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from coordexp.engine.arguments import NAMES_KEY
 from coordexp.errors import RolloutError
 from coordexp.records import Rollout, RolloutRequest
 from coordexp.rollouts.backend import DecodingOptions, response_tokens
-from coordexp.weight_sync.stamp import WeightStamp
+from coordexp.weight_sync.version import WeightVersion
 
 IMAGE_MARK = "<image>"
-ENVELOPE = "coordexp"  # what a server says beside the answer
-TRIGGERED = "repeat_terminate_triggered"  # 0 or 1, due from every server whose guard is on
-# What our own server and plugin add; others need not.
+ENVELOPE = "coordexp"  # the key next to the answer, for what our own server and plugin add
+TRIGGERED = "repeat_terminate_triggered"  # 0 or 1, required from every server whose guard is on
 ACTIVE = "repeat_terminate_active"
 _EXCERPT = 300
-# What every reader opens alike, and what is small as it is: bitmaps and TIFF would be longer than a PNG of them.
+# Formats that every reader opens alike and that are compressed: bitmaps and TIFF would be longer than a PNG of them.
 _COMPRESSED = {"JPEG": "jpeg", "MPO": "jpeg", "PNG": "png", "WEBP": "webp"}
 
 
@@ -36,11 +35,12 @@ def infer_payload(
     tagged: bool = False,
     names: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """The body of one ``/infer/`` call; JSON can hold it.
+    """The JSON body of one ``/infer/`` call.
 
-    ``source_of``: what stands for an image; see :func:`image_source`.
-    ``tagged``: each request carries its place, which ``coordexp serve`` says again beside the answer.
-    ``names``: the only descriptions that answers may hold; empty for any.
+    Args:
+        source_of: the form in which an image is sent; see :func:`image_source`.
+        tagged: each request carries its place, which servers that stamp their answers repeat.
+        names: the only descriptions that answers may hold; empty for any.
     """
     listed = {"data_dict": {NAMES_KEY: list(names)}} if names else {}
     return {
@@ -67,7 +67,7 @@ def _infer_request(request: RolloutRequest, source_of: Callable[[Path], str]) ->
 
 
 def _content(parts: str | Sequence[Mapping[str, Any]]) -> str:
-    """One text with a mark for each image, which every server of this protocol reads."""
+    """One text with a mark for each image, as every server of this protocol reads it."""
     if isinstance(parts, str):
         parts = [{"type": "text", "text": parts}]
     text = ""
@@ -85,7 +85,7 @@ def read_answer(
     item: Mapping[str, Any],
     request: RolloutRequest,
     vocab: CoordVocab,
-    stamp: WeightStamp,
+    weights: WeightVersion,
     guarded: bool,
     where: str,
     *,
@@ -96,9 +96,9 @@ def read_answer(
     """One item of a server's reply → a rollout that can be trained on.
 
     Args:
-        stamp: weights that the answer must come from. guarded: the configuration switches the repeat guard on.
-        stamped: the server is one that says which weights answered. max_new_tokens: as many tokens were asked for.
-        place: of the request in its call, where it was sent along.
+        weights: the answer must come from these. guarded: the configuration switches the repeat guard on.
+        stamped: answers of this server must say which weights they come from. max_new_tokens: of the request.
+        place: of the request in its call, if it was sent along.
 
     Raises:
         RolloutError: token ids or the finish reason are missing, an id is none of the tokenizer's, or answer, weights
@@ -112,7 +112,7 @@ def read_answer(
             f"{max_new_tokens}: the server does not do what it is asked; look into its log"
         )
     answer = response_tokens(answer_ids, finish_reason, vocab, where)
-    envelope = _check_envelope(item.get(ENVELOPE), stamp, guarded, where)
+    envelope = _check_envelope(item.get(ENVELOPE), weights, guarded, where)
     if place is not None and envelope.get("uuid") != str(place):
         raise RolloutError(
             f"{where}: request {place} of the call is answered with what the server says is the answer to request "
@@ -130,7 +130,7 @@ def read_answer(
         text=vocab.decode(answer.token_ids),
         truncated=answer.truncated,
         repeat_terminated=_flag(envelope, TRIGGERED, where) == 1,
-        weight_version=stamp.version,
+        weight_version=weights.version,
     )
 
 
@@ -151,19 +151,19 @@ def _read_details(response: Any, where: str) -> tuple[tuple[int, ...], tuple[int
     return prompt_ids, answer_ids, finish_reason
 
 
-def _check_envelope(envelope: Any, stamp: WeightStamp, guarded: bool, where: str) -> Mapping[str, Any]:
-    """Whether what a server says of weights and guard fits. A plain ms-swift server says nothing: then nobody can tell
-    which weights answered, and no guard may be wanted."""
+def _check_envelope(envelope: Any, weights: WeightVersion, guarded: bool, where: str) -> Mapping[str, Any]:
+    """Check what a server says about weights and guard. A plain ms-swift server says nothing: its weights cannot be
+    checked, and it cannot be used with the guard."""
     if envelope is None:
         envelope = {}
     elif not isinstance(envelope, Mapping):
         raise RolloutError(f"{where}: {ENVELOPE!r} holds {str(envelope)[:_EXCERPT]}, not an object")
-    answered_by = WeightStamp(
-        envelope.get("weight_version", stamp.version), envelope.get("learner_id", stamp.learner_id)
+    answered_by = WeightVersion(
+        envelope.get("weight_version", weights.version), envelope.get("learner_id", weights.learner_id)
     )
-    if answered_by != stamp:
+    if answered_by != weights:
         raise RolloutError(
-            f"{where}: the answer comes from weights of {answered_by}, not {stamp}: the server restarted, or another "
+            f"{where}: the answer comes from weights of {answered_by}, not {weights}: the server restarted, or another "
             "learner pushes to it. Give each learner its own servers, and resume from the last checkpoint"
         )
     active = _flag(envelope, ACTIVE, where)
@@ -185,10 +185,10 @@ def _flag(envelope: Mapping[str, Any], name: str, where: str) -> int | None:
     return value
 
 
-def _wrong_guard(guarded: bool, told: str, where: str) -> RolloutError:
+def _wrong_guard(guarded: bool, finding: str, where: str) -> RolloutError:
     return RolloutError(
-        f"{where}: rollout_matching.repeat_terminate.enabled is {str(guarded).lower()}, but {told}; start the server "
-        "with the learner's YAML (coordexp serve --config, or coordexp launch)"
+        f"{where}: rollout_matching.repeat_terminate.enabled is {str(guarded).lower()}, but {finding}; start the "
+        "server with the learner's YAML (coordexp serve --config, or coordexp launch)"
     )
 
 
@@ -199,17 +199,17 @@ def _token_ids(value: Any) -> tuple[int, ...]:
 
 
 def image_source(path: Path, images: Literal["path", "base64"], preparation: ImagePreparation, ours: bool) -> str:
-    """What stands for an image in a request: an absolute path, or a data URL of its file's own bytes; encoded anew only
-    where the server would otherwise show its model other pixels than the learner's. (Base64 alone would not do: that of
-    every JPEG begins as a path does, ``/9j/``.)
+    """The form in which an image is sent: an absolute path, or a data URL of its file's own bytes. It is encoded again
+    only if the server would otherwise show its model other pixels than the trainer's. (Base64 without ``data:`` would
+    not do: that of every JPEG begins like a path, ``/9j/``.)
 
     Args:
-        images: whether the server sees the learner's files. preparation: what the learner does to an image.
-        ours: the server opens images as the learner does (``coordexp serve``): turned as EXIF says, transparency on
+        images: whether the server sees the trainer's files. preparation: what the trainer does to an image.
+        ours: the server opens images as the trainer does (``coordexp serve``): turned as EXIF says, transparency on
             white, out of tar files. Others do none of it.
 
     Raises:
-        DataError: the file is missing, or no image.
+        DataError: the file is missing, or is not an image.
     """
     if ours and images == "path" and preparation.resize is None:
         return str(path)
@@ -225,7 +225,7 @@ def image_source(path: Path, images: Literal["path", "base64"], preparation: Ima
 
 
 def _as_png(path: Path, preparation: ImagePreparation) -> str:
-    """The pixels that the learner's own encoder sees, without loss. zlib's fastest level: the way is short."""
+    """The pixels that the trainer's own encoder sees, lossless. zlib's fastest level: networks are fast enough."""
     encoded = io.BytesIO()
     preparation(open_rgb(path)).save(encoded, format="PNG", compress_level=1)
     return _data_url(encoded.getvalue(), "png")

@@ -14,6 +14,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -21,7 +22,7 @@ from coordexp import distributed
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.coords import CoordVocab
 from coordexp.data.preparation import NO_RESIZE, ImagePreparation
-from coordexp.engine.client import ENGINE_STILL, ServerClient
+from coordexp.engine.client import STALL_KEYS, ServerClient
 from coordexp.engine.fleet import check_names, make_clients, world_sizes
 from coordexp.engine.protocol import image_source, infer_payload, read_answer
 from coordexp.errors import RolloutError, ServerRefused, ServerTimeout, ServerUnreachable
@@ -29,11 +30,10 @@ from coordexp.records import Rollout, RolloutRequest
 from coordexp.rollouts.backend import DecodingOptions, IndexedRollout, RolloutRound, Seeds, gathered
 from coordexp.rollouts.chunking import Call, Post, chunk_size, plan_calls, plan_posts, server_slots
 from coordexp.rollouts.learner import LearnerParts
-from coordexp.weight_sync.policy import DrainedWeights
-from coordexp.weight_sync.stamp import WeightStamp
+from coordexp.weight_sync.version import WeightVersion
 
 if TYPE_CHECKING:
-    from coordexp.engine.sync import WeightSync
+    from coordexp.engine.push import WeightPusher
 
 
 Reply = TypeVar("Reply")
@@ -96,27 +96,58 @@ SIGN_OF_LIFE_S = 5.0
 RETRY_WAIT_S = 1.0
 
 
+class ServerKind(Enum):
+    """What answers at a ``base_url``, by its ``/status/``."""
+
+    COORDEXP = "coordexp serve"
+    PLUGIN = "swift rollout with CoordExp's plugin"
+    PLAIN = "swift rollout, or another server of its protocol"
+
+    @classmethod
+    def of(cls, status: Mapping[str, Any] | None) -> ServerKind:
+        if status is not None and status.get("server") == "coordexp serve":
+            return cls.COORDEXP
+        return cls.PLUGIN if status is not None and STALL_KEYS[0] in status else cls.PLAIN
+
+    @property
+    def opens_images_as_we_do(self) -> bool:
+        return self is ServerKind.COORDEXP
+
+    @property
+    def reports_health(self) -> bool:
+        """Whether it answers ``/health/`` while it decodes. A plain ms-swift does not, so its silence means nothing."""
+        return self is not ServerKind.PLAIN
+
+    @property
+    def stamps_answers(self) -> bool:
+        """Whether each answer says which weights it comes from, and which request it belongs to."""
+        return self is not ServerKind.PLAIN
+
+    @property
+    def serializes_calls(self) -> bool:
+        """Whether it decodes one call after the other, so that the small calls of many micro-steps decode alone."""
+        return self is not ServerKind.COORDEXP
+
+
 class ServerBackend:
     """vLLM servers as a rollout backend."""
 
     def __init__(
         self,
         clients: Sequence[ServerClient],
-        weight_sync: WeightSync,
-        weights: DrainedWeights,
+        pusher: WeightPusher,
         config: RolloutMatchingConfig,
         vocab: CoordVocab,
         options: DecodingOptions,
         preparation: ImagePreparation = NO_RESIZE,
         names: Sequence[str] = (),
     ) -> None:
-        """``preparation``: what the learner does to an image before its model sees it. ``names``: the closed list of
+        """``preparation``: what the trainer does to an image before its model sees it. ``names``: the closed list of
         descriptions; empty for any."""
         server = config.vllm.server
         assert server is not None, "the schema requires servers for mode: server"
         self._clients = tuple(clients)
-        self._sync = weight_sync
-        self._weights = weights
+        self._pusher = pusher
         self._vocab = vocab
         self._options = options
         self._preparation = preparation
@@ -130,30 +161,18 @@ class ServerBackend:
         self._slots = server_slots(
             config.decode_batch_size, self._world_sizes, distributed.world_size(), distributed.rank()
         )
-        self._stamp: WeightStamp | None = None
-        self._last_sync: Mapping[str, Any] = {}
-        self._fallbacks: list[str] = []
+        statuses = [client.status() for client in self._clients]
+        if self._names:
+            for client, status in zip(self._clients, statuses, strict=True):
+                check_names(client, status)
+        self._kinds = [ServerKind.of(status) for status in statuses]
+        # Greedy answers depend on no seed, so calls of several micro-steps may share a post where that helps.
+        joinable = [index for index, kind in enumerate(self._kinds) if kind.serializes_calls]
+        self._joined = frozenset(joinable if options.temperature == 0 else ())
+        self._weights: WeightVersion | None = None
+        self._last_push: Mapping[str, Any] = {}
         self._calls: list[dict[str, Any]] = []
         self._heard_at: dict[int, float] = {}
-        told = [client.status() for client in clients]
-        if self._names:
-            for client, status in zip(self._clients, told, strict=True):
-                check_names(client, status)
-        said = [status or {} for status in told]
-        self._ours = ours = frozenset(
-            index for index, status in enumerate(said) if status.get("server") == "coordexp serve"
-        )
-        # ms-swift without our plugin says nothing while it decodes, not even that it is healthy: its silence has no
-        # meaning.
-        tell = frozenset(index for index, status in enumerate(said) if ENGINE_STILL[0] in status)
-        self._heard_while_decoding = ours | tell
-        # Of these, ours and ms-swift's with our plugin, each answer must say which weights it comes from, and to which
-        # request.
-        self._strict = tell
-        # ms-swift also answers one post after the other: the small calls of many micro-steps would each be decoded
-        # alone. Greedy answers depend on no seed, so there they may share a post.
-        others = frozenset(range(len(self._clients))) - ours
-        self._joined = others if options.temperature == 0 else frozenset()
         self._metrics: Counter[str] = Counter()
         self._lock = threading.Lock()  # guards the metrics, which call threads count in
 
@@ -165,12 +184,12 @@ class ServerBackend:
         options: DecodingOptions,
         names: Sequence[str] = (),
     ) -> ServerBackend:
-        """Find the servers; groups for weights are opened by the first push."""
-        from coordexp.engine.sync import WeightSync
+        """Find the servers; groups for weights are opened by the first push, by rank 0."""
+        from coordexp.engine.push import ServerPusher
 
-        clients, drained = make_clients(config), DrainedWeights(learner.weights)
-        weight_sync = WeightSync(clients, drained, config.vllm.sync)
-        return cls(clients, weight_sync, drained, config, learner.vocab, options, learner.preparation, names)
+        clients = make_clients(config)
+        pusher = ServerPusher(clients if distributed.is_main() else (), learner.weights, config.vllm.sync)
+        return cls(clients, pusher, config, learner.vocab, options, learner.preparation, names)
 
     def generate(
         self, requests: Sequence[RolloutRequest], seeds: Seeds, on_answer: Callable[[int], None] | None = None
@@ -191,30 +210,31 @@ class ServerBackend:
         ]
         if not posts:
             return iter(())
-        if self._stamp is None:
+        if self._weights is None:
             raise RolloutError("the servers have no weights of this run yet; call sync_weights before asking them")
-        return self._answers(posts, rounds, self._stamp)
+        return self._answers(posts, rounds, self._weights)
 
     def _answers(
-        self, posts: Sequence[Post], rounds: Sequence[RolloutRound], stamp: WeightStamp
+        self, posts: Sequence[Post], rounds: Sequence[RolloutRound], weights: WeightVersion
     ) -> Iterator[IndexedRollout]:
         self._heard_at = dict.fromkeys(range(len(self._clients)), time.monotonic())
         watch_s = min(WATCH_S, self._timeout_s / 5)
         for post, items in in_flight(posts, self._slots, lambda post: self._ask(post, rounds), self._watch, watch_s):
             self._heard_at[post.server] = time.monotonic()  # an answer is a sign of life
             where = f"{self._clients[post.server].base_url}/infer/"
+            stamped = self._kinds[post.server].stamps_answers
             for place, ((round_idx, index), item) in enumerate(zip(_places(post), items, strict=True)):
                 request = rounds[round_idx].requests[index]
                 rollout = read_answer(
                     item,
                     request,
                     self._vocab,
-                    stamp,
+                    weights,
                     self._guarded,
                     where,
-                    stamped=post.server in self._strict,
+                    stamped=stamped,
                     max_new_tokens=self._options.max_new_tokens,
-                    place=place if post.server in self._strict else None,
+                    place=place if stamped else None,
                 )
                 yield IndexedRollout(round_idx, index, rollout)
 
@@ -224,37 +244,38 @@ class ServerBackend:
         return chunk_size(self._decode_batch_size, self._world_sizes, distributed.world_size())
 
     def sync_weights(self, version: int) -> None:
-        """Barrier, push by rank 0, barrier; where weights are sharded, all ranks gather while rank 0 sends."""
-        with distributed.raise_on_all_ranks("before the weight push"):
-            self._stamp = None  # no answers between old and new weights
-        failure: Exception | None = None
-        report: Mapping[str, Any] = {}
-        try:
-            if distributed.is_main():
-                report = self._push(version)
-        except Exception as error:  # not handled here: raised again below, on every rank
-            failure = error
-        finally:
-            self._weights.finish()
-        distributed.raise_first_failure(failure, "weight push")
-        self._last_sync = distributed.gather_json(dict(report))[0]
-        self._stamp = WeightStamp(version, self._last_sync["learner_id"])
+        """Push by rank 0; where weights are sharded, all ranks gather while rank 0 sends."""
+        distributed.barrier()  # every rank has its answers of the old weights
+        self._weights = None  # no answers between old and new weights
+        report = self._pusher.push(version)
+        if distributed.is_main():
+            self._metrics["rollout/sync_fallbacks_total"] += report.fallback is not None
+            self._metrics["rollout/sync_bytes_total"] += report.bytes
+        self._last_push = distributed.gather_json(  # rank 0's, which has pushed
+            {
+                "mode": report.mode,
+                "seconds": report.seconds,
+                "bytes": report.bytes,
+                "fallback": report.fallback,
+                "learner_id": report.weights.learner_id,
+            }
+        )[0]
+        self._weights = WeightVersion(version, self._last_push["learner_id"])
 
-    def release(self) -> None:
-        """Servers go on by themselves."""
+    def release(self) -> None: ...
 
     def last_report(self) -> Mapping[str, Any]:
         """Servers, calls, seeds, caps and weights of the last round."""
         return {
             "backend": "vllm",
             "mode": "server",
-            "weight_version": None if self._stamp is None else self._stamp.version,
+            "weight_version": None if self._weights is None else self._weights.version,
             "servers": [
                 {"base_url": client.base_url, "group_port": client.group_port, "world_size": size}
                 for client, size in zip(self._clients, self._world_sizes, strict=True)
             ],
-            "sync": dict(self._last_sync),
-            "fallbacks": list(self._fallbacks),
+            "sync": dict(self._last_push),
+            "fallbacks": list(self._pusher.fallbacks),
             "decode_batch_size": self._decode_batch_size,
             "learner_world_size": distributed.world_size(),
             "chunk": sum(self._slots),
@@ -272,23 +293,9 @@ class ServerBackend:
 
     def close(self) -> None:
         """Leave the weight groups and drop the connections."""
-        self._sync.close()
+        self._pusher.close()
         for client in self._clients:
             client.close()
-
-    def _push(self, version: int) -> Mapping[str, Any]:
-        done = self._sync.push(version)
-        if done.fallback is not None:
-            self._fallbacks.append(f"version {version}: {done.fallback}")
-            self._metrics["rollout/sync_fallbacks_total"] += 1
-        self._metrics["rollout/sync_bytes_total"] += done.bytes
-        return {
-            "mode": done.mode,
-            "seconds": done.seconds,
-            "bytes": done.bytes,
-            "fallback": done.fallback,
-            "learner_id": done.stamp.learner_id,
-        }
 
     def _describe(self, number: int, post: Post, call: Call, rounds: Sequence[RolloutRound]) -> dict[str, Any]:
         """A call as it travels: in the window's post ``number``, with that post's one seed."""
@@ -309,8 +316,13 @@ class ServerBackend:
             requests,
             _seed_of(post, rounds),
             self._options,
-            partial(image_source, images=self._images, preparation=self._preparation, ours=post.server in self._ours),
-            tagged=post.server in self._strict,
+            partial(
+                image_source,
+                images=self._images,
+                preparation=self._preparation,
+                ours=self._kinds[post.server].opens_images_as_we_do,
+            ),
+            tagged=self._kinds[post.server].stamps_answers,
             names=self._names,
         )
         attempt = 0
@@ -340,11 +352,11 @@ class ServerBackend:
         """Servers may take their time over answers, but not over a sign of life, where they can give one: of the
         process that answers HTTP, and of the engine behind it. (Of others a dead process or machine shows by its
         connection, which TCP probes.)"""
-        for server in sorted(servers & self._heard_while_decoding):
+        for server in sorted(server for server in servers if self._kinds[server].reports_health):
             client, heard_at = self._clients[server], self._heard_at.setdefault(server, time.monotonic())
             left_s = self._timeout_s - (time.monotonic() - heard_at)
             try:
-                engine_still_s = client.engine_still_s(timeout_s=max(0.5, min(SIGN_OF_LIFE_S, left_s)))
+                stall_seconds = client.engine_stall_seconds(timeout_s=max(0.5, min(SIGN_OF_LIFE_S, left_s)))
             except ServerTimeout as error:
                 silent_s = time.monotonic() - heard_at
                 if silent_s >= self._timeout_s:
@@ -353,9 +365,9 @@ class ServerBackend:
                     ) from error
             else:
                 self._heard_at[server] = time.monotonic()
-                if engine_still_s >= self._timeout_s:
+                if stall_seconds >= self._timeout_s:
                     raise ServerTimeout(
-                        f"{client.base_url}: owes answers and its engine has not got on for {engine_still_s:.0f} s (no "
+                        f"{client.base_url}: owes answers and its engine has not got on for {stall_seconds:.0f} s (no "
                         "sign of life, or no token), while the process before it lives; restart the server, and see "
                         "its log"
                     )

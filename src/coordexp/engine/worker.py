@@ -16,8 +16,13 @@ import torch
 import coordexp.engine.cpu_patches  # noqa: F401  # applies them, before the engine loads its model
 from coordexp.engine.arguments import NAMES_STATUS
 from coordexp.engine.engine_process import DIE_WITH_PARENT, die_with_owner, die_with_parent
-from coordexp.engine.guard_processor import guard_of_worker, guard_report
-from coordexp.engine.logits_processors import holds_names, num_known_tokens, num_sampled_tokens
+from coordexp.engine.logits_processors import (
+    guard_of_worker,
+    guard_report,
+    holds_names,
+    num_known_tokens,
+    num_sampled_tokens,
+)
 from coordexp.errors import RolloutError
 from coordexp.weight_sync.group import GroupAddress
 from coordexp.weight_sync.receiver import WeightReceiver, recorded
@@ -32,9 +37,9 @@ RESULT, FAILURE = "result", "failure"
 
 
 class WeightSyncExtension:
-    """Methods that ``collective_rpc`` finds on every worker; arguments and results are plain JSON values."""
+    """Methods for ``collective_rpc``; arguments and results are plain JSON values."""
 
-    # Of vLLM's worker, which this class is mixed into.
+    # Attributes of vLLM's worker, into which this class is mixed.
     model_runner: Any
     device: torch.device
     vllm_config: Any
@@ -48,7 +53,7 @@ class WeightSyncExtension:
 
     @property
     def receiver(self) -> WeightReceiver:
-        """This worker's receiving end, made with its first use, when the model is loaded."""
+        """This worker's receiving end; created at its first use, when the model is loaded."""
         if self._weight_receiver is None:
             sharded = self.vllm_config.parallel_config.world_size > 1
             self._weight_receiver = WeightReceiver(self.model_runner.model, torch.device(self.device), sharded=sharded)
@@ -64,13 +69,13 @@ class WeightSyncExtension:
         token: str = "",
         listen_host: str = "",
     ) -> None:
-        """Join the weight group at ``host:port`` of ``world_size`` members, the learner being the last.
+        """Join the weight group at ``host:port`` with ``world_size`` members, the last of which is the trainer.
 
         Args:
-            first_rank: rank of this engine's first worker; without it, ms-swift's variables tell.
+            first_rank: rank of this engine's first worker; without it, taken from ms-swift's variables.
             timeout_s: deadline of every wait in the group; without it, ``COORDEXP_COMMUNICATOR_TIMEOUT_S`` or 120.
-            token: what whoever comes to the group must know; without one everybody is let in.
-            listen_host: this machine's address, where ``host`` is what others call it; 0.0.0.0 for all of them.
+            token: every member must know it; empty admits everyone.
+            listen_host: the address on which rank 0 listens, if it is not ``host``; 0.0.0.0 for all of them.
         """
         from vllm.distributed.parallel_state import get_world_group
 
@@ -96,13 +101,12 @@ class WeightSyncExtension:
         self.receiver.receive([bucket])
 
     def update_adapter_flattened_param(self, peft_config: dict[str, Any], metadatas: list[dict[str, Any]]) -> None:
-        """Receive a LoRA adapter under PEFT's names; it takes the place of the one before."""
+        """Receive a LoRA adapter under PEFT's names; it replaces the one before."""
         self._take_adapter(peft_config, self.receiver.receive_adapter(metadatas))
 
     def take_adapter(self, peft_config: Mapping[str, Any], tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Put a LoRA adapter that is in this process already in the place of the one before; ``tensors`` stay as they
-        are."""
-        # vLLM multiplies an adapter's scale into the tensors that it is given: here they are the learner's own.
+        """Replace the LoRA adapter by one whose ``tensors`` are in this process already; they are not changed."""
+        # vLLM multiplies an adapter's scale into the tensors that it is given, and these are the trainer's own.
         self._take_adapter(peft_config, [(name, tensor.clone()) for name, tensor in tensors])
 
     def _take_adapter(self, peft_config: Mapping[str, Any], tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -122,21 +126,17 @@ class WeightSyncExtension:
         return list(self.receiver.layout.parameters)
 
     def coordexp_call(self, method: str, args: Sequence[Any]) -> dict[str, Any]:
-        """``method`` of this class: its result under ``RESULT``, or what it raised under ``FAILURE``.
-
-        vLLM would pass an error on as prose of its own around its text; so the text comes as what it is.
-        """
+        """Call ``method``: its result under ``RESULT``, or the text of its error under ``FAILURE``. vLLM would wrap an
+        exception in a message of its own."""
         try:
             return {RESULT: getattr(self, method)(*args)}
-        except Exception as error:  # the edge of this process: whatever it is, the server says it to who asked
+        except Exception as error:  # the edge of this process: the server reports it
             logger.exception("%s failed", method)
-            said = str(error).strip() or (
-                "a worker failed without saying why, as vLLM does where sizes do not fit: is this the learner's model?"
-            )
-            return {FAILURE: said}
+            # vLLM raises assertions without a message where sizes do not fit.
+            return {FAILURE: str(error).strip() or f"{type(error).__name__}; is this the learner's model?"}
 
     def coordexp_beat(self) -> int:
-        """Asked whether this worker still stirs; how many tokens it has drawn since its start."""
+        """Heartbeat: number of tokens that this worker has sampled since its start."""
         return num_sampled_tokens(self)
 
     def coordexp_status(self) -> dict[str, Any]:
@@ -157,7 +157,7 @@ class WeightSyncExtension:
         }
 
     def coordexp_pop_triggers(self, request_ids: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Those of ``request_ids`` that the repeat guard ended, with its rule and step; each is reported once."""
+        """Those of ``request_ids`` that the repeat guard ended, with rule and step; each is reported once."""
         guard = guard_of_worker(self)
         triggers = {} if guard is None else guard.pop_triggers(request_ids)
         return {name: {"rule": one.rule.value, "num_new_tokens": one.num_new_tokens} for name, one in triggers.items()}
@@ -168,7 +168,7 @@ class WeightSyncExtension:
         if self.receiver.state.shapes:
             process_weights_after_loading(self.model_runner.model, self.model_runner.model_config, self.device)
         if not self.receiver.state.adapter_names and self._has_adapter():
-            self.model_runner.remove_lora(ADAPTER_ID)  # merged weights are whole without it
+            self.model_runner.remove_lora(ADAPTER_ID)  # merged weights already contain it
 
     def _has_adapter(self) -> bool:
         return self.vllm_config.lora_config is not None and ADAPTER_ID in self.model_runner.list_loras()
@@ -203,8 +203,8 @@ class WeightSyncExtension:
             del manager._load_adapter
 
     def _refuse_ignored_modules(self, sent: Mapping[str, Any], adaptable: Mapping[str, Any]) -> None:
-        """vLLM ignores adapters of modules that it did not wrap, the vision tower's above all."""
-        fused = self.receiver.layout._fused
+        """vLLM silently ignores adapters of modules that it did not wrap, such as the vision tower's."""
+        fused = self.receiver.layout.fused
         for module in sent:
             parent, _, last = module.rpartition(".")
             whole = f"{parent}.{fused[last][0]}" if last in fused else module
@@ -221,6 +221,6 @@ class WeightSyncExtension:
 
 
 def device_uuid(device: Any) -> str | None:
-    """What tells one GPU from every other, whatever number a process knows it by; None for a CPU."""
+    """The GPU's identity, whatever index a process knows it by; None for a CPU."""
     device = torch.device(device)
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None

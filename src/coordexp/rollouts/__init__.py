@@ -56,10 +56,10 @@ __all__ = [
 
 
 def check_backend(config: RolloutMatchingConfig, closed_names: bool = False) -> None:
-    """:func:`coordexp.engine.backends.check_backend`, which is above this layer."""
-    import_module("coordexp.engine.backends").check_backend(config, closed_names)
+    """:func:`coordexp.engine.check_backend`, which is above this layer."""
+    import_module("coordexp.engine").check_backend(config, closed_names)
 
 
 def build_backend(config: RolloutMatchingConfig, learner: LearnerParts, names: Sequence[str] = ()) -> RolloutBackend:
-    """:func:`coordexp.engine.backends.build_backend`, which is above this layer."""
-    return import_module("coordexp.engine.backends").build_backend(config, learner, names)
+    """:func:`coordexp.engine.build_backend`, which is above this layer."""
+    return import_module("coordexp.engine").build_backend(config, learner, names)

@@ -1,7 +1,8 @@
-"""The group over which weights travel from the learner to the engines' workers: bytes, by NCCL or Gloo.
+"""Weight groups: process groups through which the trainer sends weights to engine workers, by NCCL or Gloo.
 
-Ranks 0 … W-2 are workers of rollout servers, rank W-1 is the learner, which sends. They meet at ``host:port``, where
-rank 0 listens. Every wait has a deadline, and nothing that arrives is unpickled.
+Ranks 0 … W-2 are workers of one rollout server, rank W-1 is the trainer, which sends. They meet at ``host:port``, where
+rank 0 listens. Every wait has a deadline, and nothing that arrives is unpickled. vLLM's own weight transfer has
+no CPU backend, sets no deadlines and unpickles what it receives.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import gc
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -22,21 +23,21 @@ import torch.distributed as dist
 
 from coordexp.background import in_background
 from coordexp.errors import RolloutError
-from coordexp.weight_sync.meeting import MeetingStore, MeetingTable
+from coordexp.weight_sync.rendezvous import RendezvousServer, RendezvousStore
 
 Result = TypeVar("Result")
 POLL_S = 0.0005
 PARTS_AT_ONCE = 8  # Gloo's own two leave the wire idle between parts: 10% on loopback
 PART_POLL_S = 0.002  # while further parts follow: waking costs more than it gains
 PORT_FREE_S = 5.0
-_LOOPBACK_OF = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # where a listener on every address can be met at home
+_LOOPBACK_OF = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # how to reach, on its own machine, a listener on every address
 
 
 @dataclass(frozen=True, slots=True)
 class GroupAddress:
-    """Where a group meets, who this process is in it, and how long each of its waits may take. ``token``: what rank 0
-    asks of everybody who comes; without one it lets everybody in. ``listen_host``: on rank 0's machine, the address on
-    which it listens where ``host`` is what others call it; empty where they are the same."""
+    """Where a group meets, and this process's rank in it. ``timeout_s``: deadline of each wait. ``token``: what rank 0
+    demands of every member; empty admits everyone. ``listen_host``: the address on which rank 0 listens, if it is not
+    ``host``, by which others reach it."""
 
     host: str
     port: int
@@ -47,8 +48,8 @@ class GroupAddress:
     listen_host: str = ""
 
     @property
-    def meeting_host(self) -> str:
-        """Where this process goes to meet. From rank 0's own machine the way by ``host`` may not lead back to it."""
+    def rendezvous_host(self) -> str:
+        """Where this process connects to. On rank 0's own machine ``host`` may not lead back to it."""
         return _LOOPBACK_OF.get(self.listen_host, self.listen_host) or self.host
 
     def __str__(self) -> str:
@@ -56,11 +57,11 @@ class GroupAddress:
 
 
 class Communicator(ABC):
-    """One member's end of a weight group; ``device``: where what is sent and received must lie."""
+    """One member's end of a weight group. What is sent and received must be on ``device``."""
 
     device: torch.device
     _address: GroupAddress
-    _meeting: _Meeting
+    _rendezvous: _Rendezvous
     _group: Any  # None once it is closed
     _unfinished = False
 
@@ -69,16 +70,22 @@ class Communicator(ABC):
         parts: Sequence[torch.Tensor],
         source: int,
         *,
-        arrived: Callable[[int], None] | None = None,
         give_up: Callable[[], None] | None = None,
     ) -> None:
+        """Send or receive all ``parts``; see :meth:`broadcast_each`."""
+        for _ in self.broadcast_each(parts, source, give_up=give_up):
+            pass
+
+    def broadcast_each(
+        self, parts: Sequence[torch.Tensor], source: int, *, give_up: Callable[[], None] | None = None
+    ) -> Iterator[int]:
         """Send ``parts`` (each uint8, 1-D, contiguous) from rank ``source``; the others receive into theirs, in place.
 
-        All are under way at once, so that no part waits for the one before to be noticed.
+        All are started at once, so that no part waits until the end of the one before it is noticed. Yields the index
+        of each part, in order, when it has arrived.
 
         Args:
-            arrived: told the index of each part, in order, once it is there.
-            give_up: asked again and again while waiting; what it raises ends the wait.
+            give_up: called repeatedly while waiting; raises to end the wait.
 
         Raises:
             RolloutError: the deadline of a part passed, or the other side is gone.
@@ -89,8 +96,7 @@ class Communicator(ABC):
         under_way = self._start(parts, source)
         for index, work in enumerate(under_way):
             self._finish(work, parts[index].numel(), give_up, POLL_S if work is under_way[-1] else PART_POLL_S)
-            if arrived is not None:
-                arrived(index)
+            yield index
         self._unfinished = False
 
     @abstractmethod
@@ -99,11 +105,11 @@ class Communicator(ABC):
 
     @abstractmethod
     def _start(self, parts: Sequence[torch.Tensor], source: int) -> list[Any]:
-        """Send or receive all parts: what :meth:`_finish` waits for, one for each."""
+        """Start to send or receive all parts; one handle for each, for :meth:`_finish`."""
 
     @abstractmethod
     def _finish(self, work: Any, num_bytes: int, give_up: Callable[[], None] | None, poll_s: float) -> None:
-        """Wait until one part is there; raises as :meth:`broadcast`."""
+        """Wait for one part; raises as :meth:`broadcast`."""
 
 
 def join(address: GroupAddress, device: torch.device) -> Communicator:
@@ -112,28 +118,28 @@ def join(address: GroupAddress, device: torch.device) -> Communicator:
     Raises:
         RolloutError: not every member came before the deadline, or the port is taken.
     """
-    meeting = _meet(address)
+    rendezvous = _meet(address)
     try:
-        return (
-            NcclCommunicator(address, meeting, device) if device.type == "cuda" else GlooCommunicator(address, meeting)
-        )
+        if device.type == "cuda":
+            return NcclCommunicator(address, rendezvous, device)
+        return GlooCommunicator(address, rendezvous)
     except BaseException:
-        meeting.close()
+        rendezvous.close()
         raise
 
 
 def wait_until_free(address: GroupAddress, timeout_s: float) -> None:
-    """Wait until nobody listens where a group is to meet: until the group before it is gone.
+    """Wait until the group's port is free, i.e. until the group before it is gone.
 
     Raises:
-        RolloutError: somebody still listens at the deadline.
+        RolloutError: a process still listens there at the deadline.
     """
     deadline = time.monotonic() + timeout_s
     while True:
         try:
             with socket.create_connection((address.host, address.port), timeout=1.0):
                 pass
-        except OSError:  # refused, or nothing answers: free as far as anybody can tell
+        except OSError:  # refused, or no answer: free as far as this process can tell
             return
         if time.monotonic() > deadline:
             raise RolloutError(
@@ -144,42 +150,41 @@ def wait_until_free(address: GroupAddress, timeout_s: float) -> None:
 
 
 @dataclass(slots=True)
-class _Meeting:
-    """A member's store of the group, and on rank 0 the table behind it."""
+class _Rendezvous:
+    """A member's store of the group; on rank 0 also the server behind it."""
 
-    store: MeetingStore
-    table: MeetingTable | None
+    store: RendezvousStore
+    server: RendezvousServer | None
 
     def close(self) -> None:
         self.store.close()
-        if self.table is not None:
-            self.table.close()
+        if self.server is not None:
+            self.server.close()
 
 
-def _meet(address: GroupAddress) -> _Meeting:
-    """Come to where the group meets, and wait for every other member. Rank 0 listens on the server's one
-    address alone."""
-    table: MeetingTable | None = None
-    store: MeetingStore | None = None
+def _meet(address: GroupAddress) -> _Rendezvous:
+    """Connect to the group's store, and wait for every other member."""
+    server: RendezvousServer | None = None
+    store: RendezvousStore | None = None
     try:
         if address.rank == 0:
-            table = MeetingTable(_listen(address), address.token)
-        store = MeetingStore(address.meeting_host, address.port, address.token, address.timeout_s)
+            server = RendezvousServer(_listen(address), address.token)
+        store = RendezvousStore(address.rendezvous_host, address.port, address.token, address.timeout_s)
         store.set(f"here/{address.rank}", b"1")
         store.wait([f"here/{rank}" for rank in range(address.world_size)], timedelta(seconds=address.timeout_s))
-    except (OSError, RuntimeError, ValueError, KeyError) as error:  # the last two: something else speaks there
-        for one in (store, table):
+    except (OSError, RuntimeError, ValueError, KeyError) as error:  # the last two: another protocol is spoken there
+        for one in (store, server):
             if one is not None:
                 one.close()
         raise RolloutError(
             f"{address}: not every member came within {address.timeout_s:g} s, or the port is taken ({_brief(error)}). "
             "Check that the learner reaches the server's group_port, and that no other program listens there"
         ) from error
-    return _Meeting(store, table)
+    return _Rendezvous(store, server)
 
 
 def _listen(address: GroupAddress) -> socket.socket:
-    """Take the group's port. A group that was just torn down may hold it a moment longer."""
+    """Bind the group's port. A group that was just torn down may hold it a moment longer."""
     host = address.listen_host or address.host
     family, _, _, _, where = socket.getaddrinfo(host, address.port, type=socket.SOCK_STREAM)[0]
     deadline = time.monotonic() + min(PORT_FREE_S, address.timeout_s)
@@ -202,18 +207,18 @@ def _listen(address: GroupAddress) -> socket.socket:
 class GlooCommunicator(Communicator):
     """CPU tensors over TCP."""
 
-    def __init__(self, address: GroupAddress, meeting: _Meeting) -> None:
+    def __init__(self, address: GroupAddress, rendezvous: _Rendezvous) -> None:
         self.device = torch.device("cpu")
         self._address = address
-        self._meeting = meeting
+        self._rendezvous = rendezvous
         options: Any = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
-        # Gloo's own choice is the host name's address, which may be one that the whole network reaches.
+        # Gloo would choose the host name's address, which the whole network may reach.
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address(address))]
         options._threads = PARTS_AT_ONCE
         options._timeout = timedelta(seconds=address.timeout_s)
         try:
             self._group = dist.ProcessGroupGloo(
-                dist.PrefixStore("weights", meeting.store), address.rank, address.world_size, options
+                dist.PrefixStore("weights", rendezvous.store), address.rank, address.world_size, options
             )
         except RuntimeError as error:
             raise RolloutError(f"{address}: Gloo could not connect its members ({_brief(error)})") from error
@@ -237,29 +242,28 @@ class GlooCommunicator(Communicator):
             ) from error
 
     def close(self) -> None:
-        """Abort what is under way and leave the meeting."""
         left, self._group = [self._group], None
         if left[0] is None:
             return
-        self._meeting.close()
+        self._rendezvous.close()
         if self._unfinished:
-            # Gloo's destructor waits for a transfer that nobody ends, up to its deadline.
+            # Gloo's destructor waits for an unfinished transfer, up to its deadline.
             in_background(lambda: _drop(left), "drop-weight-group")
         else:
             _drop(left)
 
 
 class NcclCommunicator(Communicator):
-    """CUDA tensors by NCCL, through vLLM's own binding: it can be aborted, and is apart from the learner's groups."""
+    """CUDA tensors by NCCL, through vLLM's own binding: it can be aborted, and is apart from the trainer's groups."""
 
-    def __init__(self, address: GroupAddress, meeting: _Meeting, device: torch.device) -> None:
+    def __init__(self, address: GroupAddress, rendezvous: _Rendezvous, device: torch.device) -> None:
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
         from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
 
         self.device = device
         self._address = address
-        self._meeting = meeting
-        store = meeting.store
+        self._rendezvous = rendezvous
+        store = rendezvous.store
         if address.rank == 0:
             store.set("nccl_id", bytes(NCCLLibrary().ncclGetUniqueId().internal).hex())
         unique_id = bytes.fromhex(store.get("nccl_id").decode())
@@ -288,18 +292,17 @@ class NcclCommunicator(Communicator):
                 raise RolloutError(
                     f"{self._address}: {num_bytes} bytes did not arrive within {self._address.timeout_s:g} s"
                 )
-            time.sleep(POLL_S)  # the device reports at no cost: unlike Gloo's threads, nobody wakes for it
+            time.sleep(POLL_S)  # whatever poll_s: unlike with Gloo, polling disturbs no thread that does the transfer
 
     def close(self) -> None:
-        """Destroy the communicator and leave the meeting."""
         if self._group is not None:
             self._group.destroy()
-            self._meeting.close()
+            self._rendezvous.close()
         self._group = None
 
 
 def within(seconds: float, what: str, act: Callable[[], Result]) -> Result:
-    """``act()`` with a deadline, for calls that have none of their own; its thread is left behind if it passes.
+    """``act()`` with a deadline, for calls that have none of their own. If it passes, the call's thread goes on.
 
     Raises:
         RolloutError: the deadline passed.

@@ -1,6 +1,6 @@
-"""The receiving end of weight pushes in one worker: what arrives, whether it is complete, and that it landed.
+"""The receiving end of weight pushes in one worker: receives tensors, loads them, checks that all of them arrived.
 
-Knows the model and the weight group, not vLLM: the worker extension calls it, and colocated engines hand it tensors.
+Depends on the model and the weight group, not on vLLM: the worker extension and the colocated engine call it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from coordexp.errors import RolloutError
 from coordexp.weight_sync import checksum
 from coordexp.weight_sync.buckets import TensorInfo, pieces, read_infos, unpack
 from coordexp.weight_sync.group import Communicator, GroupAddress, join
-from coordexp.weight_sync.layout import ProvenPlaces, WeightLayout
-from coordexp.weight_sync.stamp import WeightStamp
+from coordexp.weight_sync.layout import InPlaceTargets, WeightLayout
+from coordexp.weight_sync.version import WeightVersion
 
 Named = list[tuple[str, torch.Tensor]]
 LOAD_BYTES = 32 << 20  # what is loaded at once while more arrives
@@ -27,15 +27,15 @@ LOAD_BYTES = 32 << 20  # what is loaded at once while more arrives
 
 @dataclass(slots=True)
 class PushState:
-    """The push under way, and what the last ones did."""
+    """The push under way, and figures of the last one."""
 
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     received_hashes: dict[str, int] = field(default_factory=dict)
     adapter_names: list[str] = field(default_factory=list)
     open: bool = False
-    stamp: WeightStamp = field(default_factory=WeightStamp)
+    weights: WeightVersion = field(default_factory=WeightVersion)
     pushes: int = 0
-    base_overwritten: bool = False  # full weights came at least once: an adapter for the checkpoint no longer fits
+    base_overwritten: bool = False  # by full weights: an adapter for the checkpoint no longer fits
     checksum: str | None = None
     failure: str | None = None
     received_bytes: int = 0
@@ -44,20 +44,31 @@ class PushState:
     num_in_place: int = 0
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Transfer:
+    """One piece of a bucket, and the memory (uint8) into which it is received: the engine's own, or a part of the
+    staging buffer."""
+
+    tensors: list[TensorInfo]
+    memory: torch.Tensor
+    is_staged: bool
+
+
 class WeightReceiver:
     """One worker's end of weight pushes; knows the model, not vLLM.
 
     Weights are loaded in the background while further ones arrive, so an error of loading shows at a later call. Once
-    the engine's loader has shown where a large tensor lies, its bytes are received straight into that memory.
+    the engine's loader has shown where a large tensor lies (:class:`InPlaceTargets`), its bytes are received straight
+    into that memory.
     """
 
     def __init__(self, model: torch.nn.Module, device: torch.device, *, sharded: bool) -> None:
         self.layout = WeightLayout.from_model(model)
         self.state = PushState()
-        self._model = model
+        self.model = model
         self._device = device
         self._sharded = sharded  # tensor parallel: no worker holds a whole tensor to read back
-        self._places = ProvenPlaces(self.layout, none=sharded)
+        self.in_place = InPlaceTargets(self.layout, enabled=not sharded)
         self._group: Communicator | None = None
         self._source = -1
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="load-weights")
@@ -66,14 +77,14 @@ class WeightReceiver:
         self._buffers: list[torch.Tensor] = []  # two, taken in turn
 
     def open(self, address: GroupAddress) -> None:
-        """Join a weight group whose last rank sends. A group that is still open belongs to a learner of the past: it is
-        torn down, not waited for."""
+        """Join a weight group whose last rank sends. A group that is still open belongs to an earlier trainer, and is
+        torn down."""
         self.close()
         self._group = join(address, self._device)
         self._source = address.world_size - 1
 
     def close(self) -> None:
-        """Leave the group; a push that was under way is lost, and its weights stay half-loaded."""
+        """Leave the group. A push that was under way is lost, and its weights stay half-loaded."""
         if self._group is not None:
             self._group.close()
         self._group = None
@@ -88,68 +99,72 @@ class WeightReceiver:
             infos = read_infos(payload)
             self._expect([(info.name, info.shape) for info in infos])
             self._next_bucket()
-            self._arriving(
-                infos, self._buffer, lambda some: self._loading.append(self._loader.submit(self._load, some))
-            )
+            for some in self._arriving(infos, self._buffer):
+                self._loading.append(self._loader.submit(self._load, some))
 
     def take(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Load full weights that are in this process already. They must not change before :meth:`commit` returns."""
         with recorded(self.record_failure):
             self._expect([(name, tuple(tensor.shape)) for name, tensor in named])
             self._next_bucket()
-            self._start_loading(named)
+            # The loading thread has a stream of its own: it must wait for what this one's still computes.
+            ready = torch.cuda.Event() if self._device.type == "cuda" else None
+            if ready is not None:
+                ready.record(torch.cuda.current_stream(self._device))
+            self._loading.append(self._loader.submit(self._load, named, ready))
 
-    def receive_adapter(self, payload: Sequence[Mapping[str, Any]]) -> list[tuple[str, torch.Tensor]]:
-        """Receive the tensors of an adapter."""
+    def receive_adapter(self, payload: Sequence[Mapping[str, Any]]) -> Named:
+        """Receive the tensors of an adapter, in memory of their own: an engine may keep them as they are."""
         with recorded(self.record_failure):
             infos = read_infos(payload)
             self.begin()
-            here: Named = []
+            arrived = self._arriving(infos, lambda size: torch.empty(size, dtype=torch.uint8, device=self._device))
+            return [named for some in arrived for named in some]
 
-            def own_memory(size: int) -> torch.Tensor:  # an engine may keep an adapter's tensors as they are
-                return torch.empty(size, dtype=torch.uint8, device=self._device)
+    def _arriving(self, infos: Sequence[TensorInfo], allocate: Callable[[int], torch.Tensor]) -> Iterator[Named]:
+        """Receive one bucket; yields the tensors that must be loaded, in portions of at least ``LOAD_BYTES``.
 
-            self._arriving(infos, own_memory, here.extend)
-            return here
-
-    def _arriving(
-        self, infos: Sequence[TensorInfo], memory: Callable[[int], torch.Tensor], take: Callable[[Named], None]
-    ) -> None:
-        """Receive one bucket: each piece into its place where that is proven, the others into ``memory``, from which
-        ``take`` gets them as soon as enough are there to be loaded."""
+        Each piece (see ``buckets.pieces``) is one transfer. A lone tensor with a proven destination is received into
+        the engine's own memory, and not yielded. All others share a staging buffer: ``allocate(number of bytes)``.
+        """
         if self._group is None:
             raise RolloutError("no weight group is open; call /init_communicator/ first")
         started = time.perf_counter()
-        parts = [[infos[index] for index in piece] for piece in pieces(infos)]
-        sizes = [sum(info.numel for info in part) for part in parts]
-        places = [self._places.bytes_of(part[0]) if len(part) == 1 else None for part in parts]
-        staged = memory(sum(size for size, place in zip(sizes, places, strict=True) if place is None))
-        targets: list[torch.Tensor] = []
+        groups = [[infos[index] for index in piece] for piece in pieces(infos)]
+        destinations = [self.in_place.destination(group[0]) if len(group) == 1 else None for group in groups]
+        num_staged = sum(
+            info.numel for group, memory in zip(groups, destinations, strict=True) if memory is None for info in group
+        )
+        staging = allocate(num_staged)
+        transfers: list[_Transfer] = []
         start = 0
-        for size, place in zip(sizes, places, strict=True):
-            targets.append(staged[start : start + size] if place is None else place)
-            start += size if place is None else 0
-        last_staged = max((index for index, place in enumerate(places) if place is None), default=-1)
-        here: Named = []
-        num_bytes = 0
+        for group, memory in zip(groups, destinations, strict=True):
+            if memory is not None:
+                transfers.append(_Transfer(group, memory, is_staged=False))
+                continue
+            size = sum(info.numel for info in group)
+            transfers.append(_Transfer(group, staging[start : start + size], is_staged=True))
+            start += size
 
-        def arrived(index: int) -> None:
-            nonlocal here, num_bytes
-            self.state.received_bytes += sizes[index]
-            if places[index] is None:
-                here += unpack(targets[index], parts[index])
-                num_bytes += sizes[index]
-            if here and (num_bytes >= LOAD_BYTES or index == last_staged):
-                take(here)
-                here, num_bytes = [], 0
-
-        self._group.broadcast(targets, self._source, arrived=arrived)
-        self.state.num_in_place += sum(place is not None for place in places)
+        waiting: Named = []  # arrived, not yet yielded
+        num_waiting = num_arrived = 0  # bytes
+        for index in self._group.broadcast_each([one.memory for one in transfers], self._source):
+            transfer = transfers[index]
+            self.state.received_bytes += transfer.memory.numel()
+            if not transfer.is_staged:
+                self.state.num_in_place += 1
+                continue
+            waiting += unpack(transfer.memory, transfer.tensors)
+            num_waiting += transfer.memory.numel()
+            num_arrived += transfer.memory.numel()
+            if num_waiting >= LOAD_BYTES or num_arrived == num_staged:
+                yield waiting
+                waiting, num_waiting = [], 0
         self.state.receive_s += time.perf_counter() - started
 
     def _buffer(self, size: int) -> torch.Tensor:
-        """Memory for one bucket. On a CPU it is used again, as fresh pages cost as much as the transfer itself: every
-        other bucket gets the same, whose weights :meth:`_next_bucket` has waited for."""
+        """Staging memory for one bucket. On a CPU two buffers take turns, because fresh pages cost as much as the
+        transfer itself; :meth:`_next_bucket` has waited for the weights in the one that is used again."""
         if self._device.type != "cpu":
             return torch.empty(size, dtype=torch.uint8, device=self._device)
         buffer = self._buffers.pop(0) if len(self._buffers) == 2 else torch.empty(0, dtype=torch.uint8)
@@ -165,12 +180,12 @@ class WeightReceiver:
         finish: Callable[[], None],
         learner_id: str | None = None,
     ) -> dict[str, Any]:
-        """End a push: everything loaded, everything covered; ``finish`` lets vLLM lay the weights out anew.
+        """End a push: check that all weights have come and are loaded, then ``finish`` (vLLM's post-processing).
 
         Args:
-            version: what these weights are called from now on; None counts on.
-            wants_checksum: read the parameters back and sum them.
-            learner_id: whose weights they are.
+            version: of these weights; None for one more than the last.
+            wants_checksum: read the parameters back and hash them.
+            learner_id: of the trainer whose weights they are.
 
         Raises:
             RolloutError: nothing was pushed, loading failed, or weights are missing. The old version is gone too.
@@ -184,7 +199,7 @@ class WeightReceiver:
                 self.layout.check_complete(state.shapes)
             finish()
             state.checksum = self._checksum() if wants_checksum else None
-            state.stamp = WeightStamp(state.stamp.version + 1 if version is None else version, learner_id)
+            state.weights = WeightVersion(state.weights.version + 1 if version is None else version, learner_id)
             state.pushes += 1
             state.base_overwritten |= not state.adapter_names
             state.open = False
@@ -192,10 +207,10 @@ class WeightReceiver:
             return self.report()
 
     def report(self) -> dict[str, Any]:
-        """What a learner checks; JSON-able."""
+        """What a trainer checks; JSON can hold it."""
         state = self.state
         return {
-            **state.stamp.payload(),
+            **state.weights.payload(),
             "pushes": state.pushes,
             "base_overwritten": state.base_overwritten,
             "push_open": state.open,
@@ -211,7 +226,7 @@ class WeightReceiver:
         }
 
     def _expect(self, named_shapes: Sequence[tuple[str, tuple[int, ...]]]) -> None:
-        """Note what a bucket holds, and refuse it before a byte of it is loaded."""
+        """Record the names of a bucket, and refuse wrong ones before a byte is loaded."""
         self.begin()
         for name, shape in named_shapes:
             self.layout.place(name)
@@ -228,32 +243,31 @@ class WeightReceiver:
         """Open a push, if none is open."""
         if self.state.open:
             return
-        if not self.layout.describes(self._model):
-            self.layout = WeightLayout.from_model(self._model)
-            self._places = ProvenPlaces(self.layout, none=self._sharded)
+        if not self.layout.describes(self.model):
+            self.layout = WeightLayout.from_model(self.model)
+            self.in_place = InPlaceTargets(self.layout, enabled=not self._sharded)
         last = self.state
         self.state = PushState(
             open=True,
-            stamp=last.stamp,
+            weights=last.weights,
             pushes=last.pushes,
             base_overwritten=last.base_overwritten,
             failure=last.failure,
         )
 
-    def _start_loading(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-        self._loading.append(self._loader.submit(self._load, tensors))
-
-    def _load(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    def _load(self, tensors: Sequence[tuple[str, torch.Tensor]], ready: torch.cuda.Event | None = None) -> None:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
+            if ready is not None:
+                torch.cuda.current_stream(self._device).wait_event(ready)
         started = time.perf_counter()
         if self._sharded:
             self.state.received_hashes |= {name: checksum.tensor_hash(tensor) for name, tensor in tensors}
         with torch.no_grad():
-            unproven = [(name, tensor) for name, tensor in tensors if not self._places.put(name, tensor)]
+            unproven = [(name, tensor) for name, tensor in tensors if not self.in_place.put(name, tensor)]
             if unproven:
-                with self._places.proving(unproven), _naming(unproven):
-                    self._model.load_weights(unproven)  # pyright: ignore[reportCallIssue]
+                with self.in_place.probe(unproven), _naming(unproven):
+                    self.model.load_weights(unproven)  # pyright: ignore[reportCallIssue]
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         for name, tensor in tensors:
@@ -275,7 +289,7 @@ class WeightReceiver:
         return checksum.combined({name: checksum.tensor_hash(tensor) for name, tensor in read})
 
     def record_failure(self, why: str) -> None:
-        """Note why this push failed, for who asks later: ``swift rollout`` answers 200 whatever happens here."""
+        """Keep the reason for later reports: ``swift rollout`` answers 200 whatever happens here."""
         self.state.failure = why
 
 
@@ -286,7 +300,7 @@ def _finish(loading: list[Future[None]]) -> None:
 
 @contextmanager
 def _naming(tensors: Sequence[tuple[str, torch.Tensor]]) -> Iterator[None]:
-    """Engines say of a weight that does not fit its sizes at most, and not always those."""
+    """Name the tensors in an error of the engine's loader, which says at most that sizes do not fit."""
     try:
         yield
     except (RuntimeError, ValueError, AssertionError, LookupError, TypeError, AttributeError) as error:
@@ -294,8 +308,7 @@ def _naming(tensors: Sequence[tuple[str, torch.Tensor]]) -> Iterator[None]:
         more = f" or {len(tensors) - len(named)} more" if len(tensors) > len(named) else ""
         raise RolloutError(
             f"the engine does not take {' or '.join(named)}{more} ({type(error).__name__}: "
-            f"{str(error).strip()[:300] or 'no reason given'}): has it another model, or another size of it, than the "
-            "learner?"
+            f"{str(error).strip()[:300] or 'no reason given'}); do its model and the learner's differ in kind or size?"
         ) from error
 
 

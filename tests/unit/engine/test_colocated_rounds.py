@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from coordexp import distributed
 from coordexp.engine.arguments import EngineSpec
 from coordexp.engine.colocated import ColocatedBackend
 from coordexp.errors import RolloutError
 from coordexp.rollouts import SeedContext, synced
 from coordexp.rollouts.backend import AdapterWeights
+from coordexp.weight_sync.checksum import combined, tensor_hash
 from support.settings import colocated_of
 
 SEEDS = SeedContext(1, 2, 3, 0)
@@ -59,16 +61,22 @@ class FakeEngine:
         self._learner = learner
         self._takes_adapters = takes_adapters
         self.compared: list[bool] = []
+        self.dtype = torch.float32
 
-    def load(self, named: Any, version: int, bucket_bytes: int, *, compares_checksum: bool) -> None:
-        assert [name for name, _ in named] == ["a"]
+    def take(self, bucket: Any) -> None:
+        assert [name for name, _ in bucket] == ["a"]
         self._learner.note("push")
-        self.compared.append(compares_checksum)
 
-    def load_adapter(self, adapter: AdapterWeights, version: int) -> None:
+    def take_adapter(self, adapter: AdapterWeights) -> None:
         self._learner.note("adapter")
         if not self._takes_adapters:
             raise RolloutError("cannot adapt it")
+
+    def commit(self, version: int, *, wants_checksum: bool) -> dict[str, Any]:
+        self.compared.append(wants_checksum)
+        return {"checksum": combined({"a": tensor_hash(torch.zeros(2))})}
+
+    def abandon_push(self) -> None: ...
 
     def run(self, prompts: Any, lora_request: Any) -> Iterator[Any]:
         self._learner.note("answer")
@@ -153,3 +161,19 @@ def test_a_failed_adapter_push_is_one_event_and_full_from_then_on(monkeypatch: p
     assert [what for what, _ in learner.seen if what in ("adapter", "push")] == ["adapter", "push", "push"]
     assert engine.compared == [True, False], "the first full push is read back, also behind a fallback"
     assert backend.take_metrics()["rollout/sync_fallbacks_total"] == 1
+
+
+def test_a_push_that_fails_on_one_rank_fails_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others would go on to ask their engines, and wait there for this rank's requests."""
+
+    class Full(FakeEngine):
+        def take(self, bucket: Any) -> None:
+            raise RolloutError("no room on this rank's device")
+
+    told: list[Exception | None] = []
+    tell = distributed.raise_first_failure
+    monkeypatch.setattr(distributed, "raise_first_failure", lambda what, where: (told.append(what), tell(what, where)))
+    learner = Learner()
+    with pytest.raises(RolloutError, match="no room"):
+        backend_of(monkeypatch, learner, Full(learner)).sync_weights(1)
+    assert [str(what) for what in told] == ["None", "no room on this rank's device"]

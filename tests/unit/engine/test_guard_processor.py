@@ -20,7 +20,7 @@ pytest.importorskip("vllm", reason="the processor is a class of vLLM's interface
 from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
 
-from coordexp.engine.guard_processor import (
+from coordexp.engine.logits_processors import (
     RepeatTerminateProcessor,
     guard_of_worker,
     guard_report,

@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from coordexp.config.rollout import SyncConfig
 from coordexp.engine import in_process
+from coordexp.engine.colocated import ColocatedPusher
 from coordexp.engine.in_process import InProcessEngine
 from coordexp.errors import RolloutError
 from coordexp.rollouts.backend import AdapterWeights
+from support.fused_model import FakeWeights
 
 pytest.importorskip("vllm", reason="its exceptions are what the engine's failures are told by")
 CACHES = ["prefix", "encoder", "mm"]
@@ -47,7 +50,9 @@ def worker(failure: Exception | None = None) -> Any:
         receiver=SimpleNamespace(take=lambda bucket: None, close=lambda: None),
         model_runner=SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float32)),
         take_adapter=take_adapter,
-        process_weights_after_loading=lambda version, wants_checksum: {"version": version},
+        process_weights_after_loading=lambda version, wants_checksum: (
+            {"version": version} | ({"checksum": None} if wants_checksum else {})
+        ),
     )
 
 
@@ -63,26 +68,22 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Any:
 ADAPTER = AdapterWeights({"r": 4}, (("a", torch.zeros(2)),))
 
 
-def push(engine: InProcessEngine, kind: str) -> dict[str, Any]:
-    return engine.load([("a", torch.zeros(2))], 3, 1 << 20) if kind == "full" else engine.load_adapter(ADAPTER, 3)
-
-
-@pytest.mark.parametrize("kind", ["full", "adapter"])
-def test_a_push_empties_every_cache_of_the_old_weights(started: Any, kind: str) -> None:
+def test_a_push_empties_every_cache_of_the_old_weights(started: Any) -> None:
     below = Engine(worker())
-    assert push(started(below), kind) == {"version": 3}
+    assert started(below).commit(3, wants_checksum=False) == {"version": 3}
     assert below.emptied == CACHES
 
 
-@pytest.mark.parametrize("kind", ["full", "adapter"])
-def test_a_cache_that_stays_fails_the_push(started: Any, kind: str) -> None:
+def test_a_cache_that_stays_fails_the_push(started: Any) -> None:
     """vLLM keeps the prefixes of requests that still run, and says so by its return value alone."""
     with pytest.raises(RolloutError, match="prefix cache"):
-        push(started(Engine(worker(), free=False)), kind)
+        started(Engine(worker(), free=False)).commit(3, wants_checksum=False)
 
 
 @pytest.mark.parametrize("failure", [RuntimeError, ValueError, TypeError, KeyError, OSError])
-def test_whatever_the_engine_says_of_an_adapter_is_a_rollout_error(started: Any, failure: type[Exception]) -> None:
-    """Only then can a push fall back to full weights."""
-    with pytest.raises(RolloutError, match=f"{failure.__name__}: .*rank 7"):
-        started(Engine(worker(failure("rank 7")))).load_adapter(ADAPTER, 3)
+def test_whatever_the_engine_says_of_an_adapter_full_weights_take_over(started: Any, failure: type[Exception]) -> None:
+    pusher = ColocatedPusher(FakeWeights(ADAPTER), SyncConfig(mode="adapter", checksum_every=0))
+    pusher.engine = started(Engine(worker(failure("rank 7"))))
+    with pytest.raises(RolloutError, match="checksum"):  # this engine reports none
+        pusher.push(3)
+    assert pusher.mode == "full" and "rank 7" in pusher.fallbacks[0]

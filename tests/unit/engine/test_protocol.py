@@ -15,7 +15,7 @@ from coordexp.engine.protocol import infer_payload, read_answer
 from coordexp.errors import RolloutError
 from coordexp.modeling.inputs import build_messages
 from coordexp.records import RolloutRequest
-from coordexp.weight_sync.stamp import WeightStamp
+from coordexp.weight_sync.version import WeightVersion
 from support.qwen_tokenizer import qwen_vocab
 from support.settings import decoding
 
@@ -58,7 +58,7 @@ def item(ids: list[int], finish: str = "stop", **envelope: Any) -> dict[str, Any
 
 def read(body: Any, version: int = 4, guarded: bool = False) -> Any:
     request = RolloutRequest("s1", Path("x.png"), (), (5, 6, 7))
-    return read_answer(body, request, qwen_vocab(), WeightStamp(version, "this"), guarded, "http://h:1/infer/")
+    return read_answer(body, request, qwen_vocab(), WeightVersion(version, "this"), guarded, "http://h:1/infer/")
 
 
 def test_an_answer_is_trimmed_at_its_end() -> None:

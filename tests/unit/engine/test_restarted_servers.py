@@ -14,7 +14,7 @@ import torch
 
 from coordexp.config.rollout import SyncConfig
 from coordexp.engine.protocol import infer_payload
-from coordexp.engine.sync import WeightSync
+from coordexp.engine.push import ServerPusher
 from coordexp.errors import RolloutError
 from coordexp.modeling.inputs import build_messages
 from coordexp.records import RolloutRequest
@@ -40,7 +40,7 @@ def start_anew(server: FakePushServer) -> None:
 
 def test_a_server_that_was_started_anew_gets_the_next_push_as_if_nothing_had_been(server: FakePushServer) -> None:
     source = FakeWeights()
-    sync = WeightSync([server.client()], source, SyncConfig(bucket_mb=1, timeout_s=15.0))
+    sync = ServerPusher([server.client()], source, SyncConfig(bucket_mb=1, timeout_s=15.0))
     sync.push(1)
     start_anew(server)
     source.step(2)
@@ -55,7 +55,7 @@ def test_a_group_port_that_another_program_has_is_named_within_the_deadline(serv
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         other.bind(("127.0.0.1", server.group_port))
         other.listen()
-        sync = WeightSync([server.client(timeout_s=2.0)], FakeWeights(), SyncConfig(timeout_s=60.0))
+        sync = ServerPusher([server.client(timeout_s=2.0)], FakeWeights(), SyncConfig(timeout_s=60.0))
         began = time.monotonic()
         with pytest.raises(RolloutError, match=f"{server.group_port}.*choose another group_port"):
             sync.push(1)
@@ -69,7 +69,7 @@ def test_a_group_port_that_only_the_server_reaches_is_named_within_the_deadline(
     client = client_to(server.client().base_url, port, timeout_s=2.0)
     usual = server._act
     server._act = lambda path, body: usual(path, {**body, "port": server.group_port} if "port" in body else body)  # type: ignore[method-assign]
-    sync = WeightSync([client], FakeWeights(), SyncConfig(timeout_s=60.0))
+    sync = ServerPusher([client], FakeWeights(), SyncConfig(timeout_s=60.0))
     began = time.monotonic()
     with pytest.raises(RolloutError, match="not every member came within"):
         sync.push(1)

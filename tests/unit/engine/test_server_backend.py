@@ -18,8 +18,8 @@ from coordexp.data.dataset import RecordDataset
 from coordexp.engine import server_backend as vllm_server
 from coordexp.engine.client import ServerClient
 from coordexp.engine.fleet import check_servers, make_clients
-from coordexp.engine.server_backend import ServerBackend
-from coordexp.engine.sync import SyncReport
+from coordexp.engine.push import PushReport
+from coordexp.engine.server_backend import ServerBackend, ServerKind
 from coordexp.errors import ConfigError, RolloutError, ServerRefused, ServerTimeout, ServerUnreachable
 from coordexp.evaluation.answering import evaluate_dataset
 from coordexp.modeling.inputs import build_messages
@@ -27,8 +27,7 @@ from coordexp.records import GTObject, ImageRecord, RolloutRequest
 from coordexp.rollouts import DatasetSeeds, RolloutRound, SeedContext
 from coordexp.rollouts.backend import decoding_options
 from coordexp.rollouts.chunking import Post
-from coordexp.weight_sync.policy import DrainedWeights
-from coordexp.weight_sync.stamp import WeightStamp
+from coordexp.weight_sync.version import WeightVersion
 from support.config_samples import set_key, stage2
 from support.fake_rollout_server import FakeRolloutServer
 from support.numbered_images import numbered_image
@@ -44,20 +43,17 @@ class PretendSync:
     def __init__(self, failure: Exception | None = None) -> None:
         self.failure = failure
         self.versions: list[int] = []
+        self.fallbacks: list[str] = []
         self.closed = False
 
-    def push(self, version: int) -> SyncReport:
+    def push(self, version: int) -> PushReport:
         if self.failure is not None:
             raise self.failure
         self.versions.append(version)
-        return SyncReport(WeightStamp(version, "this"), "full", 100, 0.5, 3)
+        return PushReport(WeightVersion(version, "this"), "full", 100, 0.5, 3)
 
     def close(self) -> None:
         self.closed = True
-
-
-class NoWeights:
-    collective = False
 
 
 def section(urls: Sequence[str], **keys: Any) -> RolloutMatchingConfig:
@@ -77,9 +73,8 @@ def backend_of(
     fakes: Sequence[FakeRolloutServer], sync: PretendSync | None = None, **keys: Any
 ) -> Iterator[ServerBackend]:
     config = section([fake.url for fake in fakes], **keys)
-    drained: Any = DrainedWeights(NoWeights())  # pyright: ignore[reportArgumentType]
     pretend: Any = sync or PretendSync()
-    backend = ServerBackend(make_clients(config), pretend, drained, config, qwen_vocab(), decoding_options(config))
+    backend = ServerBackend(make_clients(config), pretend, config, qwen_vocab(), decoding_options(config))
     try:
         yield backend
     finally:
@@ -92,7 +87,10 @@ def answers(body: dict[str, Any]) -> tuple[int, Any]:
     for request in body["infer_requests"]:
         number = int(Path(request["images"][0]).stem)
         choice = {"message": {"content": ""}, "finish_reason": "length", "token_ids": [number]}
-        items.append({"response": {"choices": [choice], "prompt_token_ids": [1, 2]}})
+        item: dict[str, Any] = {"response": {"choices": [choice], "prompt_token_ids": [1, 2]}}
+        if "uuid" in request:  # it is asked of servers that stamp their answers
+            item["coordexp"] = {"uuid": request["uuid"], "weight_version": 0, "learner_id": "this"}
+        items.append(item)
     return 200, items
 
 
@@ -164,18 +162,29 @@ def test_answers_stand_in_the_order_of_the_requests_whichever_server_is_late(
     assert [rollout.sample_id for rollout in rollouts] == [f"s{i}" for i in range(12)]
 
 
-@pytest.mark.parametrize(("main", "pushed"), [(True, [4]), (False, [])])
-def test_the_first_rank_alone_pushes(
-    fakes: list[FakeRolloutServer], monkeypatch: pytest.MonkeyPatch, main: bool, pushed: list[int]
+def test_every_rank_expects_the_weights_that_the_first_rank_pushed(
+    fakes: list[FakeRolloutServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every rank's answers then are of the weights that it pushed."""
-    sync = PretendSync()
-    monkeypatch.setattr(distributed, "is_main", lambda: main)
-    monkeypatch.setattr(distributed, "gather_json", lambda own: [{"learner_id": "this"}])
-    with backend_of(fakes, sync) as backend:
+    monkeypatch.setattr(distributed, "gather_json", lambda own: [{"learner_id": "of rank 0"}, own])
+    with backend_of(fakes) as backend:
         backend.sync_weights(4)
-        assert backend.last_report()["weight_version"] == 4
-    assert sync.versions == pushed
+        report = backend.last_report()
+    assert (report["weight_version"], report["sync"]["learner_id"]) == (4, "of rank 0")
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (None, ServerKind.PLAIN),
+        ({"server": "swift rollout"}, ServerKind.PLAIN),
+        ({"server": "swift rollout", "engine_silent_s": 0.0}, ServerKind.PLUGIN),
+        ({"server": "coordexp serve"}, ServerKind.COORDEXP),
+    ],
+)
+def test_the_status_says_what_a_server_can_do(status: dict[str, Any] | None, kind: ServerKind) -> None:
+    """infer_timeout_s: null means no timeout, and silence of a plain ms-swift, which decodes, says nothing."""
+    assert ServerKind.of(status) is kind
+    assert kind.reports_health is kind.stamps_answers is (kind is not ServerKind.PLAIN)
 
 
 OURS = {"server": "coordexp serve", "workers": []}
@@ -366,23 +375,6 @@ def test_without_a_timeout_a_server_without_any_sign_of_life_is_given_up(
         assert time.monotonic() - started < 30
 
 
-def test_a_server_that_is_mute_while_it_decodes_is_waited_for(
-    fakes: list[FakeRolloutServer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """infer_timeout_s: null means no timeout, and of ms-swift's silence nothing follows."""
-    asked: list[str] = []
-    monkeypatch.setattr(ServerClient, "engine_still_s", lambda self, timeout_s=None: asked.append(self.base_url) or 0.0)
-    with backend_of(fakes) as backend:
-        asked.clear()
-        backend._watch({0, 1})
-        assert asked == []
-    fakes[1].status = {"server": "coordexp serve", "workers": []}
-    with backend_of(fakes) as backend:
-        asked.clear()
-        backend._watch({0, 1})
-        assert asked == [fakes[1].url]
-
-
 def test_a_server_that_answers_call_after_call_is_alive_however_long_the_window_takes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -403,26 +395,11 @@ def test_a_server_that_answers_call_after_call_is_alive_however_long_the_window_
         fake.infer = answers
         with backend_of([fake]) as backend:
             backend.sync_weights(0)
-            monkeypatch.setattr(ServerClient, "engine_still_s", silent)
+            monkeypatch.setattr(ServerClient, "engine_stall_seconds", silent)
             monkeypatch.setattr(vllm_server, "in_flight", slow_posts)
             monkeypatch.setattr(vllm_server, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep))
             assert len(backend.generate(requests_(8), SEEDS)) == 8
     assert len(fake.calls) == 4
-
-
-@pytest.mark.parametrize("failure", [RolloutError("the cable"), RuntimeError("CUDA out of memory")])
-def test_whatever_stops_a_push_stops_every_rank(
-    failure: Exception, fakes: list[FakeRolloutServer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rank 0 pushes while the others wait for its outcome."""
-    told: list[tuple[str, Exception | None]] = []
-    tell = distributed.raise_first_failure
-    monkeypatch.setattr(
-        distributed, "raise_first_failure", lambda what, where: (told.append((where, what)), tell(what, where))
-    )
-    with backend_of(fakes, PretendSync(failure)) as backend, pytest.raises(type(failure), match=str(failure)):
-        backend.sync_weights(1)
-    assert told == [("before the weight push", None), ("weight push", failure)]
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:{}", "http://127.0.0.1:{}/prefix"])

@@ -19,8 +19,8 @@ from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.engine import fleet
 from coordexp.engine import server_backend as vllm_server
 from coordexp.engine.fleet import make_clients
+from coordexp.engine.push import PushReport
 from coordexp.engine.server_backend import ServerBackend
-from coordexp.engine.sync import SyncReport
 from coordexp.errors import AlignmentError, ConfigError, MissingDependency, RolloutError
 from coordexp.matching import MatchingConfig
 from coordexp.modeling.inputs import build_messages
@@ -31,8 +31,7 @@ from coordexp.rollouts.backend import decoding_options
 from coordexp.targets import TransportConfig
 from coordexp.training.build import check_run
 from coordexp.training.sources import RolloutSource
-from coordexp.weight_sync.policy import DrainedWeights
-from coordexp.weight_sync.stamp import WeightStamp
+from coordexp.weight_sync.version import WeightVersion
 from support.config_samples import set_key, stage2
 from support.fake_rollout_server import FakeRolloutServer
 from support.numbered_images import numbered_image
@@ -49,15 +48,14 @@ class PretendSync:
 
     def __init__(self, *reasons: str | None) -> None:
         self._reasons = iter(reasons)
+        self.fallbacks: list[str] = []
 
-    def push(self, version: int) -> SyncReport:
-        return SyncReport(WeightStamp(version, "this"), "full", 100, 0.5, 3, fallback=next(self._reasons, None))
+    def push(self, version: int) -> PushReport:
+        reason = next(self._reasons, None)
+        self.fallbacks += [] if reason is None else [f"version {version}: {reason}"]
+        return PushReport(WeightVersion(version, "this"), "full", 100, 0.5, 3, fallback=reason)
 
     def close(self) -> None: ...
-
-
-class NoWeights:
-    collective = False
 
 
 def section(urls: Sequence[str], **keys: Any) -> RolloutMatchingConfig:
@@ -74,11 +72,8 @@ def section(urls: Sequence[str], **keys: Any) -> RolloutMatchingConfig:
 
 def backend_of(fakes: Sequence[Any], sync: Any = None, vocab: Any = None, **keys: Any) -> ServerBackend:
     config = section([fake.url for fake in fakes], **keys)
-    drained: Any = DrainedWeights(NoWeights())  # pyright: ignore[reportArgumentType]
     pretend: Any = sync or PretendSync()
-    return ServerBackend(
-        make_clients(config), pretend, drained, config, vocab or qwen_vocab(), decoding_options(config)
-    )
+    return ServerBackend(make_clients(config), pretend, config, vocab or qwen_vocab(), decoding_options(config))
 
 
 def requests_(count: int) -> tuple[RolloutRequest, ...]:
@@ -88,7 +83,12 @@ def requests_(count: int) -> tuple[RolloutRequest, ...]:
 
 def answers(body: dict[str, Any]) -> tuple[int, Any]:
     choice = {"message": {"content": ""}, "finish_reason": "length", "token_ids": [9]}
-    return 200, [{"response": {"choices": [choice], "prompt_token_ids": [1, 2]}} for _ in body["infer_requests"]]
+    response = {"choices": [choice], "prompt_token_ids": [1, 2]}
+    stamp = {"weight_version": 0, "learner_id": "this"}  # servers that tag requests are asked to stamp answers
+    return 200, [
+        {"response": response, **({"coordexp": {**stamp, "uuid": one["uuid"]}} if "uuid" in one else {})}
+        for one in body["infer_requests"]
+    ]
 
 
 class Busy:

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from coordexp import distributed
 from coordexp.config.rollout import SyncConfig
-from coordexp.engine.sync import WeightSync
+from coordexp.engine.push import ServerPusher
 from coordexp.errors import CoordExpError, RolloutError
 from coordexp.rollouts.backend import AdapterWeights
 from coordexp.weight_sync import buckets
@@ -36,8 +37,8 @@ def start() -> Iterator[Start]:
 
 
 @contextmanager
-def syncing(servers: list[FakePushServer], source: Any, **keys: Any) -> Iterator[WeightSync]:
-    sync = WeightSync(
+def syncing(servers: list[FakePushServer], source: Any, **keys: Any) -> Iterator[ServerPusher]:
+    sync = ServerPusher(
         [server.client() for server in servers], source, SyncConfig(**{"bucket_mb": 1, "timeout_s": 15.0, **keys})
     )
     try:
@@ -54,7 +55,7 @@ def test_every_kind_of_server_gets_the_weights(start: Start, kind: dict[str, boo
             source.step(version)
             report = sync.push(version)
             assert server.holds(source)
-            assert (report.stamp.version, report.num_tensors) == (version, len(SHAPES))
+            assert (report.weights.version, report.num_tensors) == (version, len(SHAPES))
             assert (report.checksum is not None) is (version == 3 and "plain" not in kind)
     assert ("/reset_prefix_cache/" in server.asked) is ("plain" in kind)  # the others do it with the commit
 
@@ -162,11 +163,11 @@ def test_two_learners_on_one_server_are_noticed(start: Start, kind: dict[str, bo
         first.push(40)
         second.push(40)  # a learner that starts takes over what it finds
         assert server.holds(other)
-        with pytest.raises(RolloutError, match=f"learner {second._learner_id} has pushed .* since this one"):
+        with pytest.raises(RolloutError, match=f"learner {second.learner_id} has pushed .* since this one"):
             first.push(41)
         assert server.holds(other), "and nothing was sent"
         second.push(41)
-        assert server.receiver.report()["learner_id"] == second._learner_id
+        assert server.receiver.report()["learner_id"] == second.learner_id
 
 
 def test_a_push_has_a_deadline(start: Start) -> None:
@@ -183,10 +184,37 @@ def test_a_push_has_a_deadline(start: Start) -> None:
     assert time.monotonic() - begun < 20
 
 
-def test_a_rank_without_servers_reads_to_the_end(start: Start) -> None:
+@pytest.mark.parametrize("collective", [True, False])
+def test_a_rank_without_servers_reads_what_all_ranks_must_read_together(collective: bool) -> None:
     source = FakeWeights()
-    report = WeightSync([], source, SyncConfig()).push(1)
-    assert source.given == len(SHAPES) and report.checksum is None
+    source.collective = collective
+    report = ServerPusher([], source, SyncConfig()).push(1)
+    assert source.given == (len(SHAPES) if collective else 0) and report.checksum is None
+
+
+def test_a_push_that_fails_reads_what_all_ranks_must_read_together(start: Start) -> None:
+    server, source = start(), FakeWeights()
+    source.collective = True
+    server._reply = _with_error(server, "/init_communicator/", "no room")  # type: ignore[method-assign]
+    with syncing([server], source) as sync, pytest.raises(CoordExpError):
+        sync.push(1)
+    assert source.given == len(SHAPES)
+
+
+@pytest.mark.parametrize("failure", [RolloutError("the cable"), RuntimeError("CUDA out of memory")])
+def test_whatever_stops_a_push_stops_every_rank(failure: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing(FakeWeights):
+        collective = True
+
+        def full(self) -> Any:
+            raise failure
+
+    told: list[Exception | None] = []
+    tell = distributed.raise_first_failure
+    monkeypatch.setattr(distributed, "raise_first_failure", lambda what, where: (told.append(what), tell(what, where)))
+    with pytest.raises(type(failure), match=str(failure)):
+        ServerPusher([], Failing(), SyncConfig()).push(1)
+    assert told == [failure]
 
 
 @pytest.mark.parametrize(
@@ -212,7 +240,7 @@ def test_any_failure_of_the_adapter_path_means_full_pushes_for_good(
         second = sync.push(2)
         assert (second.mode, second.fallback, sync.mode) == ("full", None, "full")
         assert server.holds(source)
-    strict = WeightSync([server.client()], source, SyncConfig(mode="adapter", fallback_to_full=False, timeout_s=15.0))
+    strict = ServerPusher([server.client()], source, SyncConfig(mode="adapter", fallback_to_full=False, timeout_s=15.0))
     with pytest.raises(RolloutError, match=r"sync\.fallback_to_full: true"):
         strict.push(3)
     strict.close()
@@ -236,7 +264,7 @@ def test_whatever_an_adapter_push_raises_full_weights_take_over(start: Start, fa
         done = sync.push(1)
         assert done.mode == "full" and done.fallback is not None and "no adapter file" in done.fallback
         assert server.holds(source)
-    strict = WeightSync([server.client()], source, SyncConfig(mode="adapter", fallback_to_full=False, timeout_s=15.0))
+    strict = ServerPusher([server.client()], source, SyncConfig(mode="adapter", fallback_to_full=False, timeout_s=15.0))
     with pytest.raises(RolloutError, match=f"{failure.__name__}.*fallback_to_full: true"):
         strict.push(2)
     strict.close()

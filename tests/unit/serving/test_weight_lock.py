@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from coordexp.serving.serve.weight_lock import RequestRefused, WeightLock
-from coordexp.weight_sync.stamp import WeightStamp
+from coordexp.weight_sync.version import WeightVersion
 
 
 def run(scenario: Callable[[WeightLock], Awaitable[Any]], wait_s: float = 5.0) -> Any:
@@ -24,7 +24,7 @@ def test_answers_know_their_version() -> None:
         seen = []
         for version in (0, 7):
             await lock.begin()
-            lock.commit(WeightStamp(version))
+            lock.commit(WeightVersion(version))
             async with lock.answering() as current:
                 seen.append(current.version)
         return seen
@@ -79,9 +79,9 @@ def test_after_a_failed_push_only_a_whole_one_helps() -> None:
                 async with lock.answering():
                     pass
         await lock.begin()
-        lock.commit(WeightStamp(3, "a"))
+        lock.commit(WeightVersion(3, "a"))
         async with lock.answering() as stamp:
-            assert stamp == WeightStamp(3, "a")
+            assert stamp == WeightVersion(3, "a")
 
     run(scenario)
 

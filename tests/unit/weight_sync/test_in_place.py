@@ -10,7 +10,7 @@ import torch
 
 from coordexp.errors import RolloutError
 from coordexp.weight_sync.buckets import describe
-from coordexp.weight_sync.layout import ProvenPlaces, WeightLayout
+from coordexp.weight_sync.layout import InPlaceTargets, WeightLayout
 from support.fused_model import SHAPES, FusedModel
 
 Q, K = "model.language.layer.q_proj.weight", "model.language.layer.k_proj.weight"
@@ -42,13 +42,13 @@ def k_under_q(model: FusedModel, tensors: list[tuple[str, torch.Tensor]]) -> Non
     fused.copy_(torch.cat([fused[4:6], fused[:4], fused[6:]]))
 
 
-def proven(load: Load, sent: dict[str, torch.Tensor], **keys: Any) -> tuple[FusedModel, ProvenPlaces, set[str]]:
+def proven(load: Load, sent: dict[str, torch.Tensor], **keys: Any) -> tuple[FusedModel, InPlaceTargets, set[str]]:
     model = FusedModel()
-    places = ProvenPlaces(WeightLayout.from_model(model), **{"none": False, **keys})
+    places = InPlaceTargets(WeightLayout.from_model(model), **{"enabled": True, **keys})
     tensors = list(sent.items())
-    with torch.no_grad(), places.proving(tensors):
+    with torch.no_grad(), places.probe(tensors):
         load(model, tensors)
-    found = {info.name for info in describe(tensors) if places.bytes_of(info) is not None}
+    found = {info.name for info in describe(tensors) if places.destination(info) is not None}
     return model, places, found
 
 
@@ -65,7 +65,7 @@ def proven(load: Load, sent: dict[str, torch.Tensor], **keys: Any) -> tuple[Fuse
             {},
             {Q, K, "model.language.layer.v_proj.weight"},
         ),
-        (usual, learners(), {"none": True}, set(SHAPES)),
+        (usual, learners(), {"enabled": False}, set(SHAPES)),
     ],
     ids=[
         "plain copies",
@@ -92,7 +92,7 @@ def test_bytes_written_to_a_place_are_the_weights() -> None:
     fresh = {name: tensor + 1 for name, tensor in learners().items()}
     infos = describe(list(fresh.items()))
     for info in infos[:4]:
-        memory = places.bytes_of(info)
+        memory = places.destination(info)
         assert memory is not None
         memory.copy_(fresh[info.name].view(-1).view(torch.uint8))
     for name in list(fresh)[4:]:
@@ -111,7 +111,7 @@ def test_a_tensor_that_came_otherwise_before_is_loaded(change: Callable[[torch.T
     _, places, _ = proven(usual, learners())
     tensor = change(learners()[EMBED])
     assert not places.put(EMBED, tensor)
-    assert places.bytes_of(describe([(EMBED, tensor)])[0]) is None
+    assert places.destination(describe([(EMBED, tensor)])[0]) is None
 
 
 def test_the_layout_notices_new_parameters() -> None:

@@ -48,7 +48,7 @@ from coordexp.engine.logits_processors import check_known_tokens, check_names
 from coordexp.engine.plugin.swift_progress import OneAtATime, ProgressPage, noted, seeded_by_place
 from coordexp.errors import RolloutError
 from coordexp.rollouts.allowed_labels import are_labels
-from coordexp.weight_sync.stamp import WeightStamp
+from coordexp.weight_sync.version import WeightVersion
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class CoordExpVllmEngine(GRPOVllmEngine):
                 "reports for its first engine only, so triggers and failures of the rest would be lost"
             )
         self._guard = activated_config(os.environ)
-        self._stamp = WeightStamp()
+        self._weights = WeightVersion()
         self._takes_names = os.environ.get(NAMES_ENABLE) == "1"
         self._names: list[str] = []  # of the call under way
         engine_kwargs = dict(engine_kwargs or {})
@@ -133,7 +133,7 @@ class CoordExpVllmEngine(GRPOVllmEngine):
             for cache in ("prefix", "encoder", "mm"):
                 getattr(self.engine, f"reset_{cache}_cache")()
             report = outcome["result"][0]
-            self._stamp = WeightStamp(report["weight_version"], report["learner_id"])
+            self._weights = WeightVersion(report["weight_version"], report["learner_id"])
         return outcome
 
     def _add_request(self, inputs: Any, generation_config: Any, request_id: str, adapter_request: Any = None) -> Any:
@@ -167,7 +167,7 @@ class CoordExpVllmEngine(GRPOVllmEngine):
     def _enveloped(self, output: RolloutOutput, ended: bool, uuid: str | None) -> CoordExpRolloutOutput:
         fields = {name: getattr(output, name) for name in type(output).model_fields}
         envelope = {
-            **self._stamp.payload(),
+            **self._weights.payload(),
             "repeat_terminate_active": int(self._guard is not None),
             "repeat_terminate_triggered": int(ended),
             **({} if uuid is None else {"uuid": uuid}),
@@ -235,7 +235,7 @@ class CoordExpEndpoints:
             "model": str(self.args.model),
             "world_size": len(workers),
             "data_parallel_size": len(self.connections),
-            **{key: workers[0][key] for key in WeightStamp().payload()},
+            **{key: workers[0][key] for key in WeightVersion().payload()},
             "weight_checksum": workers[0]["checksum"],
             "push_open": any(one["push_open"] for one in workers),
             "broken": next((one["failure"] for one in workers if one["failure"] is not None), None),

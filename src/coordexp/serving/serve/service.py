@@ -22,7 +22,7 @@ from coordexp.serving.serve.engines import Completion, EngineGroup
 from coordexp.serving.serve.options import ServeOptions
 from coordexp.serving.serve.requests import MAX_REQUESTS, InferRequest, PromptBuilder, RequestConfig
 from coordexp.serving.serve.weight_lock import RequestRefused, WeightLock
-from coordexp.weight_sync.stamp import WeightStamp
+from coordexp.weight_sync.version import WeightVersion
 
 logger = logging.getLogger(__name__)
 EVERY_S = 2.0
@@ -227,7 +227,7 @@ class RolloutServer:
             if not self.lock.updating:
                 raise RequestRefused(409, f"no push is under way{self._broken_clause()}")
             version = self.lock.stamp.version + 1 if request.weight_version is None else request.weight_version
-            stamp = WeightStamp(version, request.learner_id)
+            stamp = WeightVersion(version, request.learner_id)
             reports = await self._or_broken(
                 self.engines.workers(
                     "process_weights_after_loading",

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from coordexp.errors import RolloutError
-from coordexp.weight_sync.stamp import WeightStamp
+from coordexp.weight_sync.version import WeightVersion
 
 
 class RequestRefused(RolloutError):
@@ -28,7 +28,7 @@ class WeightLock:
     """
 
     wait_s: float
-    stamp: WeightStamp = field(default_factory=WeightStamp)
+    stamp: WeightVersion = field(default_factory=WeightVersion)
     broken: str | None = None
     updating: bool = False
     num_answering: int = 0
@@ -38,7 +38,7 @@ class WeightLock:
         self._idle.set()
 
     @asynccontextmanager
-    async def answering(self) -> AsyncIterator[WeightStamp]:
+    async def answering(self) -> AsyncIterator[WeightVersion]:
         """Within it the weights do not change; says which they are.
 
         Raises:
@@ -76,7 +76,7 @@ class WeightLock:
                 409, f"{self.num_answering} requests were still being answered after {self.wait_s:g} s; push later"
             ) from error
 
-    def commit(self, stamp: WeightStamp) -> None:
+    def commit(self, stamp: WeightVersion) -> None:
         """The push is complete."""
         self.updating, self.broken, self.stamp = False, None, stamp
 

@@ -1,4 +1,4 @@
-"""Which weights answered: stamped on every push, carried by every answer, compared by the learner that asked."""
+"""Which weights: sent with every push, carried by every answer, compared by the trainer that asked."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class WeightStamp:
-    """``version`` counts one learner's optimizer steps, so it alone does not tell two learners apart: both have a step
-    40. ``learner_id`` does; None for weights from disk, or of a client that gives none."""
+class WeightVersion:
+    """``version`` counts one trainer's optimizer steps, so two trainers may both have a step 40; ``learner_id`` tells
+    them apart. It is None for weights from disk, or from a client that gives none."""
 
     version: int = 0
     learner_id: str | None = None
 
     def payload(self) -> dict[str, Any]:
-        """As it travels in answers and reports."""
+        """As JSON in answers and reports."""
         return {"weight_version": self.version, "learner_id": self.learner_id}
 
     def __str__(self) -> str:

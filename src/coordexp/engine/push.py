@@ -1,0 +1,441 @@
+"""The trainer's side of a weight push: which weights go, in which form, and whether engines then hold the same ones.
+
+:class:`WeightPusher` is the one algorithm. Its subclasses carry the bytes: :class:`ServerPusher` to rollout servers,
+``ColocatedPusher`` (``colocated.py``) into the engine of this process. A ``WeightReceiver`` is the other end of both.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from coordexp import distributed
+from coordexp.background import in_background, wait_for_all
+from coordexp.config.rollout import SyncConfig
+from coordexp.engine.client import ServerClient
+from coordexp.errors import CoordExpError, RolloutError
+from coordexp.rollouts.backend import AdapterWeights, WeightSource
+from coordexp.weight_sync import checksum
+from coordexp.weight_sync.buckets import describe, in_buckets, piece_bytes, pieces
+from coordexp.weight_sync.group import Communicator, GroupAddress, join, wait_until_free
+from coordexp.weight_sync.version import WeightVersion
+
+logger = logging.getLogger("coordexp")
+Named = list[tuple[str, torch.Tensor]]
+Mode = Literal["full", "adapter"]
+THREAD = "weight-push"
+CAUSE_S = 5.0  # how long a failed broadcast waits for the server's own account of it
+# What engines, peft's reader and vLLM raise about an adapter that they cannot take.
+_ADAPTER_ERRORS = (CoordExpError, RuntimeError, ValueError, TypeError, KeyError, OSError)
+
+
+@dataclass(frozen=True, slots=True)
+class PushReport:
+    """One push. ``fallback``: why it was full although an adapter was asked for, in the push that fell back.
+    ``checksum``: of the trainer's weights, if it was compared with what every engine holds."""
+
+    weights: WeightVersion
+    mode: Mode
+    bytes: int
+    seconds: float
+    num_tensors: int
+    checksum: str | None = None
+    fallback: str | None = None
+
+
+class WeightPusher(ABC):
+    """Pushes the trainer's weights to its engines. :meth:`push` is collective: every rank calls it, and an error on one
+    rank is raised on all. Not for several threads at once."""
+
+    converts = True  # to the engines' number type before sending; otherwise only where a checksum needs it
+
+    def __init__(self, source: WeightSource, config: SyncConfig) -> None:
+        """``config``: the resolved section ``rollout_matching.vllm.sync``."""
+        self.mode: Mode = config.settled_mode
+        self.fallbacks: list[str] = []  # why adapters are pushed no more: empty, or one text
+        self.learner_id: str | None = None
+        self.has_engines = True  # False on ranks that only take part in gathering weights
+        self._source = source
+        self._config = config
+        self._num_pushes = 0
+        self.compared = False  # whether a full push has been compared yet
+
+    def push(self, version: int) -> PushReport:
+        """Make the trainer's current weights, as ``version``, those of every engine.
+
+        Raises:
+            RolloutError: an engine has not got them; its answers are refused until a push succeeds.
+        """
+        fallback = None
+        if self.mode == "adapter":
+            try:
+                with distributed.raise_on_all_ranks("the adapter push"):
+                    return self._push_adapter(version)
+            except _ADAPTER_ERRORS as error:
+                fallback = self._fall_back(version, error)
+        with distributed.raise_on_all_ranks("the weight push"):
+            return self._push_full(version, fallback)
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the engines; safe to call twice."""
+
+    @abstractmethod
+    def _begin(self, mode: Mode) -> torch.dtype | None:
+        """Reach every engine; the number type of their weights, None if it is not known."""
+
+    @abstractmethod
+    def _send(self, bucket: Named) -> None:
+        """Send a bucket to every engine; may return before it has arrived."""
+
+    @abstractmethod
+    def _send_adapter(self, adapter: AdapterWeights) -> None: ...
+
+    @abstractmethod
+    def _commit(self, weights: WeightVersion, expected: str | None) -> bool:
+        """Let every engine take the weights over, and compare ``expected`` with the checksum of what it holds. Returns
+        whether engines could be checked."""
+
+    @abstractmethod
+    def _abort(self) -> None:
+        """Give the push up; the next one starts afresh."""
+
+    def _push_full(self, version: int, fallback: str | None) -> PushReport:
+        started = time.monotonic()
+        weights = WeightVersion(version, self.learner_id)
+        # The first full push is compared, and then every checksum_every-th push.
+        every = self._config.checksum_every
+        compares = self.has_engines and (not self.compared or (every > 0 and self._num_pushes % every == 0))
+        hashes: dict[str, int] = {}
+        num_bytes = num_tensors = 0
+        with self._whole_source() as named, self._aborting():
+            dtype = self._begin("full")
+            for bucket in in_buckets(named, self._config.bucket_mb << 20):
+                if not self.has_engines:
+                    continue  # gathered for the rank that has them
+                if self.converts or compares:
+                    bucket = [(name, _converted(tensor, dtype)) for name, tensor in bucket]
+                if compares:
+                    hashes |= {name: checksum.tensor_hash(tensor) for name, tensor in bucket}
+                num_bytes += _num_bytes(bucket)
+                num_tensors += len(bucket)
+                self._send(bucket)
+            expected = checksum.combined(hashes) if compares else None
+            verified = self._commit(weights, expected)
+        self._num_pushes += 1
+        self.compared |= compares
+        seconds = time.monotonic() - started
+        return PushReport(weights, "full", num_bytes, seconds, num_tensors, expected if verified else None, fallback)
+
+    def _push_adapter(self, version: int) -> PushReport:
+        started = time.monotonic()
+        weights = WeightVersion(version, self.learner_id)
+        adapter = self._source.adapter()
+        if adapter is None:
+            raise RolloutError("the learner trains no adapter (tuner.train_type is full)")
+        if adapter.outside_llm:
+            raise RolloutError(
+                "the adapter reaches the vision tower or the aligner, where vLLM would ignore it; freeze them "
+                "(tuner.freeze_vit, tuner.freeze_aligner)"
+            )
+        with self._aborting():
+            dtype = self._begin("adapter")
+            for bucket in in_buckets(adapter.changed, self._config.bucket_mb << 20):
+                self._send([(name, _converted(tensor, dtype)) for name, tensor in bucket])
+            self._send_adapter(adapter)
+            self._commit(weights, None)
+        self._num_pushes += 1
+        sent = [*adapter.changed, *adapter.tensors]
+        return PushReport(weights, "adapter", _num_bytes(sent), time.monotonic() - started, len(sent))
+
+    def _fall_back(self, version: int, error: Exception) -> str:
+        """Push full weights from here on; returns why.
+
+        Raises:
+            RolloutError: ``sync.fallback_to_full`` does not allow it.
+        """
+        reason = f"{type(error).__name__}: {error}"
+        if not self._config.fallback_to_full:
+            raise RolloutError(
+                f"version {version}: the adapter could not be pushed ({reason}). Write "
+                "rollout_matching.vllm.sync.mode: full, or sync.fallback_to_full: true"
+            ) from error
+        logger.warning(
+            "version %d: the adapter could not be pushed (%s); pushes are full from here on", version, reason
+        )
+        self.fallbacks.append(f"version {version}: {reason}")
+        self.mode = "full"
+        return reason
+
+    @contextmanager
+    def _whole_source(self) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
+        """The trainer's weights. If ranks gather them together, what a failed push leaves unread is read all the same:
+        the other ranks wait for it."""
+        if not self.has_engines and not self._source.collective:
+            yield iter(())
+            return
+        with self._source.full() as named:
+            try:
+                yield named
+            finally:
+                if self._source.collective:
+                    for _ in named:
+                        pass
+
+    @contextmanager
+    def _aborting(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._abort()
+            raise
+
+
+def _converted(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """In the engine's number type: what it would make of the tensor anyway, at fewer bytes, and comparable."""
+    tensor = tensor.detach()
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+
+def _num_bytes(named: Sequence[tuple[str, torch.Tensor]]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for _, tensor in named)
+
+
+class ServerPusher(WeightPusher):
+    """Pushes to ``coordexp serve`` and ``swift rollout``. A bucket is announced over HTTP, and its bytes go through a
+    weight group, to all servers at the same time, while the next bucket is prepared."""
+
+    def __init__(self, clients: Sequence[ServerClient], source: WeightSource, config: SyncConfig) -> None:
+        """``clients``: the servers; none on ranks that only take part in gathering ``source``. Each one's own
+        ``timeout_s`` is the deadline for reaching it."""
+        super().__init__(source, config)
+        self.learner_id = secrets.token_hex(8)  # of this process alone; nothing that is computed depends on it
+        self.has_engines = bool(clients)
+        self.links = [ServerLink(client) for client in clients]
+        self._deadline = float("inf")
+        self._sending: list[Future[None]] = []
+
+    def close(self) -> None:
+        for link in self.links:
+            link.close(notify=True)
+
+    def _begin(self, mode: Mode) -> torch.dtype | None:
+        wait_for_all(self._on_each(lambda link: link.open()))
+        self._deadline = time.monotonic() + self._config.timeout_s  # reaching servers has a deadline of its own
+        for link in self.links:
+            if mode == "adapter" and link.base_overwritten:  # an adapter belongs on the checkpoint's own weights
+                raise RolloutError(
+                    f"{link}: it holds full weights of an earlier push, where an adapter would count twice; restart it"
+                )
+        dtypes = {link.dtype for link in self.links if link.dtype is not None}
+        if len(dtypes) > 1:
+            raise RolloutError(
+                f"the servers hold weights of different types ({dtypes}); use one rollout_matching.vllm.dtype"
+            )
+        return dtypes.pop() if dtypes else None
+
+    def _send(self, bucket: Named) -> None:
+        self._finish_sending()
+        self._sending = self._on_each(lambda link: link.send(bucket, self._seconds_left))
+
+    def _send_adapter(self, adapter: AdapterWeights) -> None:
+        self._finish_sending()
+        self._sending = self._on_each(
+            lambda link: link.send_adapter(adapter.config, list(adapter.tensors), self._seconds_left)
+        )
+
+    def _commit(self, weights: WeightVersion, expected: str | None) -> bool:
+        self._finish_sending()
+        wait_for_all(self._on_each(lambda link: link.commit(weights, expected, self._seconds_left())))
+        return any(link.verifiable for link in self.links)
+
+    def _abort(self) -> None:
+        self._sending = []
+        for link in self.links:
+            link.close(notify=False)
+
+    def _finish_sending(self) -> None:
+        sending, self._sending = self._sending, []
+        wait_for_all(sending)
+
+    def _on_each(self, act: Callable[[ServerLink], None]) -> list[Future[None]]:
+        return [in_background(partial(act, link), THREAD) for link in self.links]
+
+    def _seconds_left(self) -> float:
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise RolloutError(
+                f"the push took longer than rollout_matching.vllm.sync.timeout_s ({self._config.timeout_s:g} s); raise "
+                "it, or look into the servers' logs"
+            )
+        return left
+
+
+class ServerLink:
+    """One server as a pusher sees it: its client, this side of its weight group, and what its workers reported."""
+
+    def __init__(self, client: ServerClient) -> None:
+        self._client = client
+        self._group: Communicator | None = None
+        self._rank = -1
+        self._pushed: WeightVersion | None = None
+        self.dtype: torch.dtype | None = None
+        self.base_overwritten = False
+        self.verifiable = False  # whether its workers report what they hold
+
+    def __str__(self) -> str:
+        return str(self._client)
+
+    def open(self) -> None:
+        """Meet the server's workers in a weight group, unless that happened before. The group of an earlier trainer is
+        torn down there.
+
+        Raises:
+            RolloutError: also if another trainer has pushed since this one did.
+        """
+        status = self._client.status()
+        workers = [] if status is None else status["workers"]
+        self.verifiable = bool(workers)
+        if not workers and self._group is None:
+            logger.warning(
+                "%s has no /status/: names, versions and checksums of pushes cannot be checked there; start swift "
+                "rollout with CoordExp's plugin",
+                self,
+            )
+        for worker in workers:
+            # None: a server that was restarted. A trainer that starts takes over whatever it finds.
+            if self._pushed is not None and worker["learner_id"] not in (None, self._pushed.learner_id):
+                raise RolloutError(
+                    f"{self}: learner {worker['learner_id']} has pushed its weights since this one ({self._pushed}) "
+                    "did; give each learner its own servers, and resume one of them from its last checkpoint"
+                )
+            self.dtype = getattr(torch, worker["dtype"])
+        self.base_overwritten = any(worker["base_overwritten"] for worker in workers)
+        if self._group is None or not all(worker["communicator_open"] for worker in workers):
+            self.close(notify=False)
+            self._group = self._join(_device_for(workers), self._client.timeout_s)
+
+    def _join(self, device: torch.device, timeout_s: float) -> Communicator:
+        world_size = self._client.world_size() + 1
+        self._rank = world_size - 1
+        token = secrets.token_hex(16)
+        address = GroupAddress(self._client.host, self._client.group_port, self._rank, world_size, timeout_s, token)
+        self._client.close_communicator(timeout_s=timeout_s)
+        # Otherwise this side could meet the members of the old group, whose store still holds their keys.
+        wait_until_free(address, timeout_s)
+        announced = in_background(lambda: self._client.init_communicator(world_size, 0, timeout_s, token), THREAD)
+        joined = in_background(lambda: join(address, device), THREAD)
+        wait_for_all([announced, joined])
+        return joined.result()
+
+    def send(self, bucket: Named, seconds_left: Callable[[], float]) -> None:
+        payload = [info.payload() for info in describe(bucket)]
+        announce = lambda: self._client.update_flattened_params(payload, seconds_left())  # noqa: E731
+        self._announce_and_send(announce, bucket, seconds_left)
+
+    def send_adapter(self, config: Mapping[str, Any], tensors: Named, seconds_left: Callable[[], float]) -> None:
+        payload = [info.payload() for info in describe(tensors)]
+        announce = lambda: self._client.update_adapter(config, payload, seconds_left())  # noqa: E731
+        self._announce_and_send(announce, tensors, seconds_left)
+
+    def _announce_and_send(
+        self, announce: Callable[[], None], tensors: Named, seconds_left: Callable[[], float]
+    ) -> None:
+        """Announce over HTTP in a thread, for the server answers when all bytes have come, and broadcast meanwhile.
+        Whichever side fails first ends the other one's wait."""
+        group = self._group
+        if group is None:
+            raise RolloutError(f"{self}: the weight group is closed")
+        announced = in_background(announce, THREAD)
+
+        def check() -> None:  # called again and again by the broadcast; raises what ends it
+            seconds_left()
+            if announced.done():
+                announced.result()
+
+        try:
+            sent = [
+                piece_bytes([tensors[index][1].to(group.device) for index in piece])
+                for piece in pieces(describe(tensors))
+            ]
+            group.broadcast(sent, self._rank, give_up=check)
+        except RolloutError as error:
+            # A server that refused the bucket breaks the broadcast too; its own words say more.
+            wait([announced], timeout=CAUSE_S)
+            if announced.done() and (cause := announced.exception()) is not None:
+                raise cause from error
+            raise
+        announced.result()
+
+    def commit(self, weights: WeightVersion, expected: str | None, timeout_s: float) -> None:
+        """End the push: every worker of the server must report ``weights``, and the ``expected`` checksum if given.
+
+        Raises:
+            RolloutError: a worker reports something else, or nothing where reports are due.
+        """
+        reports = self._client.commit_weights(weights, expected is not None, timeout_s)
+        if self.verifiable and (not isinstance(reports, list) or len(reports) != self._client.world_size()):
+            raise RolloutError(
+                f"{self}: the push was to end with a report of each of its {self._client.world_size()} workers, and "
+                f"ended with {str(reports)[:200]}: nobody can tell which weights it has. Restart the server"
+            )
+        if reports is None:
+            self._client.reset_caches(timeout_s=timeout_s)
+            return
+        for number, report in enumerate(reports):
+            where = f"{self}, worker {number}"
+            if report is None:
+                raise RolloutError(f"{where}: the push failed there ({self._failure(number)})")
+            held = WeightVersion(report["weight_version"], report["learner_id"])
+            if held != weights or report["failure"] is not None:
+                raise RolloutError(
+                    f"{where}: it holds {held} after {weights} was pushed "
+                    f"({report['failure'] or 'no error was reported'})"
+                )
+            check_checksum(where, report["checksum"], expected)
+        self._pushed = weights
+
+    def _failure(self, number: int) -> str:
+        status = self._client.status(timeout_s=CAUSE_S)
+        workers = [] if status is None else status["workers"]
+        return str(workers[number]["failure"]) if number < len(workers) else "look into the server's log"
+
+    def close(self, *, notify: bool) -> None:
+        """Leave the group; ``notify`` the server too, whose workers would otherwise notice at the next push."""
+        group, self._group = self._group, None
+        if group is None:
+            return
+        group.close()
+        if notify:
+            try:
+                self._client.close_communicator(timeout_s=CAUSE_S)
+            except RolloutError as error:
+                logger.info("%s: not told that the learner leaves (%s)", self, error)
+
+
+def check_checksum(where: str, held: str | None, expected: str | None) -> None:
+    """Raises RolloutError if an engine holds other weights than were pushed; nothing is ``expected`` if None."""
+    if expected is not None and held != expected:
+        raise RolloutError(
+            f"{where}: the checksum of its weights is {held}, the learner's {expected}; its answers would not be the "
+            "learner's"
+        )
+
+
+def _device_for(workers: Sequence[dict[str, Any]]) -> torch.device:
+    on_gpu = any(worker["device"].startswith("cuda") for worker in workers) if workers else torch.cuda.is_available()
+    if not on_gpu:
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise RolloutError("the server's weights are on GPUs and this learner has none, so no group can hold both")
+    return torch.device("cuda", torch.cuda.current_device())
