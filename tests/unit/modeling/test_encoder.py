@@ -19,7 +19,7 @@ def loaded() -> LoadedModel:
     return load_tiny()
 
 
-def test_a_request_holds_what_every_backend_needs(loaded: LoadedModel) -> None:
+def test_request_has_image_tokens_and_messages(loaded: LoadedModel) -> None:
     record = read_jsonl(tiny_scenes())[0]
     request = encoder_of(loaded).encode(record)
     assert (request.sample_id, request.image) == (record.sample_id, record.image)
@@ -38,7 +38,7 @@ def test_encoding_is_repeatable(loaded: LoadedModel) -> None:
     assert torch.equal(first.model_inputs["pixel_values"], second.model_inputs["pixel_values"])
 
 
-def test_the_prompt_and_the_system_message_reach_the_tokens(loaded: LoadedModel) -> None:
+def test_prompt_and_system_message_are_encoded(loaded: LoadedModel) -> None:
     record = read_jsonl(tiny_scenes())[0]
     texts = {
         loaded.vocab.decode(PromptEncoder(loaded.processor, prompt, system).encode(record).prompt_token_ids)
@@ -48,14 +48,14 @@ def test_the_prompt_and_the_system_message_reach_the_tokens(loaded: LoadedModel)
     assert sum("Find cats." in text for text in texts) == 2 and sum("Be brief." in text for text in texts) == 1
 
 
-def test_an_image_of_another_size_than_annotated_is_refused(loaded: LoadedModel) -> None:
+def test_image_of_another_size_than_annotated_is_refused(loaded: LoadedModel) -> None:
     record = replace(read_jsonl(tiny_scenes())[0], width=65)
     with pytest.raises(DataError, match="65"):
         encoder_of(loaded).encode(record)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_rows_tensors_have_the_documented_shapes(loaded: LoadedModel, dtype: torch.dtype) -> None:
+def test_row_tensors_have_the_documented_shapes(loaded: LoadedModel, dtype: torch.dtype) -> None:
     segments = gt_segments(loaded, 3)
     row = row_of(segments)
     rope_index = loaded.model.model.get_rope_index
@@ -69,10 +69,6 @@ def test_a_rows_tensors_have_the_documented_shapes(loaded: LoadedModel, dtype: t
     assert sdpa.keys() == packed.keys() - {"attention_mask", "segments"}
 
 
-def test_equal_prompts_pass() -> None:
-    check_prompt("a", (1, 2, 3), (1, 2, 3), str)
-
-
 @pytest.mark.parametrize(
     ("reported", "at"),
     [((1, 9, 3), "token 1: learner '(2, 3)', rollout '(9, 3)'"),
@@ -80,15 +76,16 @@ def test_equal_prompts_pass() -> None:
      ((1, 2, 3, 4), "token 3: learner '()', rollout '(4,)'"),
      ((), "token 0: learner '(1, 2, 3)', rollout '()'")],
 )  # fmt: skip
-def test_other_prompts_fail_with_the_first_difference(reported: tuple[int, ...], at: str) -> None:
+def test_first_difference_of_prompts_is_named(reported: tuple[int, ...], at: str) -> None:
     with pytest.raises(AlignmentError) as caught:
         check_prompt("scene 7", (1, 2, 3), reported, str)
     assert at in str(caught.value) and str(caught.value).startswith("scene 7: ")
 
 
-def test_the_difference_is_decoded(loaded: LoadedModel) -> None:
+def test_difference_of_prompts_is_decoded(loaded: LoadedModel) -> None:
     ours = loaded.vocab.encode("Detect every object.")
     theirs = loaded.vocab.encode("Detect some object.")
+    check_prompt("a", tuple(ours), tuple(ours), loaded.vocab.decode)
     with pytest.raises(AlignmentError) as caught:
         check_prompt("a", tuple(ours), tuple(theirs), loaded.vocab.decode)
     assert "every object" in str(caught.value) and "some object" in str(caught.value)
