@@ -143,7 +143,7 @@ def test_aliases_rename_predictions(tmp_path: Path) -> None:
     assert rename.note(answers, rename(answers)) == ("1 predictions were renamed: 'kitten' → 'black cat' (1)",)
     assert Renaming().note(answers, answers) == ()
     path.write_text("a: [x]\nb: [X]\n")
-    with pytest.raises(DataError, match="'X' is an alias of both 'a' and 'b'"):
+    with pytest.raises(DataError, match=r"'X'.*'a'.*'b'"):
         read_aliases(path)
 
 
@@ -208,9 +208,9 @@ def test_a_class_that_stands_in_one_image_alone_is_no_clear_difference() -> None
 
 def test_runs_of_other_images_cannot_be_compared() -> None:
     answers = random_answers(3, 0)
-    with pytest.raises(DataError, match="1 images were answered by one run only"):
+    with pytest.raises(DataError, match="1 images"):
         compare(answers, answers[1:])
-    with pytest.raises(DataError, match="1 images were answered by one run only"):
+    with pytest.raises(DataError, match="1 images"):
         compare(answers[1:], answers)
     with pytest.raises(DataError, match="other annotations"):
         compare(answers, [replace(answers[0], gt=(CAT,)), *answers[1:]])

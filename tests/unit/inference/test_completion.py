@@ -103,13 +103,13 @@ def test_a_fixed_weight_and_the_thresholds_are_kept_with_the_record(tmp_path: Pa
 
 
 def test_an_answer_for_another_image_is_refused() -> None:
-    with pytest.raises(DataError, match=r"s\.jsonl:1: is /data/1\.png now, but the answer is for /data/other\.png"):
+    with pytest.raises(DataError, match=r"s\.jsonl:1: .*/data/1\.png.*/data/other\.png"):
         completed(record(CUP), image="/data/other.png")
     with pytest.raises(DataError, match="has no answer"):
         complete_records([record(CUP)], {}, CompletionRules(), ORIGIN)
     with pytest.raises(DataError, match="has no score"):
         completed(record(CUP), box(500, 500, score=None))
-    with pytest.raises(DataError, match=r"metadata\.completion is no list"):
+    with pytest.raises(DataError, match=r"metadata\.completion"):
         completed(record(CUP, completion="mine"))
 
 

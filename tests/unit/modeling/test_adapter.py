@@ -170,7 +170,7 @@ def test_what_cannot_be_merged_is_one_clear_error(damage: Callable[[Path], None]
 
 
 def test_a_plain_folder_has_nothing_to_merge(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no adapters to merge"):
+    with pytest.raises(CheckpointError, match="adapters"):
         merge_checkpoint(tiny_checkpoint(), tmp_path)
     with pytest.raises(CheckpointError, match="no such folder"):
         merge_checkpoint(tmp_path / "none", tmp_path / "out")
@@ -183,7 +183,7 @@ def test_resuming_with_another_tuner_is_refused(other: dict, tmp_path: Path) -> 
     save_adapter(tuned(lora()).model, tmp_path)
     model = tuned(lora(**other)).model
     before = trainable(model)
-    with pytest.raises(CheckpointError, match="resume with the tuner section that wrote them"):
+    with pytest.raises(CheckpointError, match="tuner"):
         load_adapter(model, tmp_path)
     assert all(torch.equal(before[name], value) for name, value in trainable(model).items()), "nothing was half loaded"
 

@@ -91,13 +91,13 @@ def test_lost_segments_are_noticed() -> None:
     layer = SimpleNamespace(num_key_value_groups=2, is_causal=True, training=False, layer_idx=0)
     attend = AttentionInterface()[transformers_name("packed")]
     mask = row_arguments([3, 4])["attention_mask"]
-    with pytest.raises(AssertionError, match="segments were lost"):
+    with pytest.raises(AssertionError, match="segments"):
         attend(layer, query, key, value, mask, scaling=DIM**-0.5)
 
 
 def test_dropout_is_refused_by_kernels_without_it() -> None:
     q, k, v = rows(8)
-    with pytest.raises(ConfigError, match=r"model\.attn_implementation: varlen .*0\.1"):
+    with pytest.raises(ConfigError, match=r"model\.attn_implementation.*0\.1"):
         KERNELS["varlen"](q, k, v, Segments([8]), DIM**-0.5, 0.1)
 
 

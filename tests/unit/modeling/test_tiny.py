@@ -79,7 +79,7 @@ def test_a_128_pixel_image_is_64_tokens(loaded: LoadedModel, tmp_path: Path) -> 
 
 def test_without_coordinate_tokens_it_is_refused(tmp_path: Path) -> None:
     build_tiny_checkpoint(tmp_path, coord_tokens=False)
-    with pytest.raises(VocabError, match="coordexp model expand-vocab"):
+    with pytest.raises(VocabError, match="expand-vocab"):
         load_vocab(tmp_path)
 
 

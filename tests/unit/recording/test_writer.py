@@ -190,5 +190,5 @@ def test_nothing_is_written_unless_asked_for(tmp_path: Path) -> None:
 
 def test_stage_1_has_no_rollouts_to_record() -> None:
     config = stage1() | {"rollout_matching": {"rollout_backend": "hf", "monitor_dump": {"enabled": True}}}
-    with pytest.raises(ConfigError, match=r"rollout_matching\.monitor_dump\.enabled: only stage 2"):
+    with pytest.raises(ConfigError, match=r"rollout_matching\.monitor_dump\.enabled"):
         parse_config(config)

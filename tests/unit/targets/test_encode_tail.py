@@ -130,12 +130,12 @@ def test_descriptions_cannot_smuggle_tokens_in(make_vocab, desc: str, complaint:
 
 
 def test_text_that_the_tokenizer_would_change_is_refused() -> None:
-    with pytest.raises(AlignmentError, match="normalise descriptions to NFC"):
+    with pytest.raises(AlignmentError, match="NFC"):
         build_gt_target(
             [GTObject("e\u0301", "bbox_2d", CAT.bins)], qwen_vocab(), sample_id="s", field_order="desc_first"
         )
 
 
 def test_a_fragment_of_other_objects_is_refused() -> None:
-    with pytest.raises(AlignmentError, match="hold 4 coordinates, the objects have 6"):
+    with pytest.raises(AlignmentError, match=r"4 .* 6"):
         encode_tail(append_fragment([CAT], "{", 1, "desc_first"), [LEAF], tiny_vocab())
