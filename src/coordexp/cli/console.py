@@ -1,5 +1,4 @@
-"""What commands share: where they print, how they show progress, what they refuse, and how those that only read know a
-checkpoint's tokenizer: without torch where its files allow."""
+"""Shared by commands: consoles, progress, options from dataclasses, and a checkpoint's tokenizer without torch."""
 
 from __future__ import annotations
 
@@ -21,10 +20,8 @@ if TYPE_CHECKING:
 
 
 def open_console(stderr: bool = False) -> Console:
-    """Where progress and tables go; silent on all ranks but the first.
-
-    Text is printed as it is; style is given by ``rich.text.Text``.
-    """
+    """A console for progress and tables, silent on all ranks but the first. Prints text literally: use
+    ``rich.text.Text`` for style."""
     from rich.console import Console
 
     from coordexp import distributed
@@ -65,7 +62,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def no_bars_in_log_files() -> None:
-    """Silence transformers' own bars (loading and saving shards) where nobody watches them move."""
+    """Disable transformers' progress bars unless stderr is a terminal."""
     if not sys.stderr.isatty():
         from transformers.utils import logging
 
@@ -73,40 +70,31 @@ def no_bars_in_log_files() -> None:
 
 
 def counting(description: str) -> AbstractContextManager[Callable[[int, int], None]]:
-    """How far work on images is, on stderr; gives the callback that moves it."""
+    """A progress bar on stderr for work on images; yields its callback."""
     from coordexp.data.progress_bar import reporting
 
     return reporting(open_console(stderr=True), description)
 
 
 def refuse_filled(folder: Path) -> None:
-    """Refuse a folder that holds something already: nothing of the user's is overwritten.
-
-    Raises:
-        DataError: it is not empty.
-    """
+    """Raise DataError if the folder is not empty."""
     if folder.is_dir() and any(folder.iterdir()):
         raise DataError("the folder is not empty; name a new one", path=folder)
 
 
 def check_checkpoint(path: Path) -> None:
-    """Refuse what is no folder, before torch is imported to say so.
-
-    Raises:
-        CheckpointError: nothing there, or a file.
-    """
+    """Raise CheckpointError unless ``path`` is a folder, before torch is imported."""
     if not path.is_dir():
         what = "is a file, not a folder" if path.exists() else "no such folder"
         raise CheckpointError(f"{path}: {what}; name a checkpoint, such as a run's output_dir; nothing is downloaded")
 
 
 def say(console: Console, text: str) -> None:
-    """One line, however long."""
     console.print(text, soft_wrap=True)
 
 
 def say_written(console: Console, files: Sequence[Path], most: int = 8) -> None:
-    """Name the files that were written: all of a few, the first and the number of many."""
+    """Print the files that were written; of many only the first ones."""
     if len(files) > most:
         say(console, f"wrote {', '.join(str(path) for path in files[: most - 1])} and {len(files) - most + 1} more")
     elif files:
@@ -114,10 +102,10 @@ def say_written(console: Console, files: Sequence[Path], most: int = 8) -> None:
 
 
 def vocabulary_of(checkpoint: Path) -> CoordVocab:
-    """The coordinate vocabulary of a checkpoint folder, or of the one to which its adapters belong.
+    """The coordinate vocabulary of a checkpoint, without torch if its files allow.
 
     Raises:
-        CheckpointError: no Qwen3-VL checkpoint, or no readable tokenizer. VocabError: no coordinate tokens.
+        CheckpointError: see :meth:`coordexp.checkpoints.folder.Checkpoint.open`. VocabError: no coordinate tokens.
     """
     from coordexp.checkpoints.folder import Checkpoint
 

@@ -1,4 +1,4 @@
-"""``coordexp data``: make, convert and check datasets; take parts of them, and add what a model finds."""
+"""``coordexp data``: make, convert and check datasets; take parts of them, and add objects that a model finds."""
 
 from __future__ import annotations
 
@@ -54,16 +54,16 @@ def check_command(
         Path | None,
         typer.Option(
             metavar="RUN.yaml",
-            help="Views as this run's data.augment makes them: a row an image, a tile an epoch.",
+            help="Draw views of this run's data.augment: one row per image, one tile per epoch.",
         ),
     ] = None,
     sheet_images: Annotated[int, typer.Option(min=1, max=100, help="Images on the sheet.")] = 12,
     deep: Annotated[bool, typer.Option("--deep", help="Decode every image: its body may be cut off.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Look at every line, image and object of a dataset; exit 2 if training would refuse it."""
+    """Check every line, image and object of a dataset; exit 2 if training would refuse it."""
     if max_tokens is not None and model is None:
-        raise ConfigError("--max-tokens counts with a checkpoint's tokenizer and processor; name one with --model")
+        raise ConfigError("--max-tokens needs a checkpoint's tokenizer and processor; name one with --model")
     if augment is not None and sheet is None:
         raise ConfigError("--augment is drawn on a sheet; name its file with --sheet")
     if model is not None:
@@ -101,7 +101,7 @@ def check_command(
 
 @data_app.command("stats")
 def stats_command(jsonl: Dataset, as_json: AsJson = False) -> None:
-    """Classes, geometries, densities and box sizes of a sound dataset."""
+    """Show classes, geometries, densities and box sizes of a valid dataset."""
     from coordexp.data.check import DatasetCheck, histogram
     from coordexp.data.jsonl import read_jsonl
     from coordexp.geometry import aabb
@@ -128,7 +128,7 @@ def split_command(
     shares: Annotated[str, typer.Option(help="Names and shares, which sum to 1.")] = "train=0.8,val=0.1,test=0.1",
     seed: Seed = 0,
 ) -> None:
-    """Split a dataset into NAME.train.jsonl, NAME.val.jsonl, … beside it; records of one image stay together."""
+    """Split a dataset into NAME.train.jsonl, NAME.val.jsonl, … next to it; records of one image stay together."""
     from coordexp.data.jsonl import read_jsonl
     from coordexp.data.subset import split_records, write_part
 
@@ -137,7 +137,7 @@ def split_command(
     paths = [jsonl.with_name(f"{jsonl.stem}.{name}.jsonl") for name in wanted]
     for path in paths:
         if path.exists():
-            raise DataError("exists already; remove it, or move it away", path=path)
+            raise DataError("exists already; remove or rename it", path=path)
     for path, part in zip(paths, parts, strict=True):
         typer.echo(f"wrote {write_part(part, path)}: {len(part)} records")
 
@@ -159,7 +159,7 @@ def sample_command(
 @data_app.command("pack")
 def pack_command(
     jsonl: Dataset,
-    out: Annotated[Path, typer.Option(help="The new JSONL; its shards NAME-00000.tar, … lie beside it.")],
+    out: Annotated[Path, typer.Option(help="The new JSONL; its shards NAME-00000.tar, … are next to it.")],
     shard_mb: Annotated[int, typer.Option(min=1, help="Size of a shard in MiB, about.")] = 1024,
 ) -> None:
     """Pack a dataset's images into tar files (WebDataset's shards), which every command reads in place."""
@@ -205,21 +205,19 @@ def drop_command(
     allow_empty: Annotated[
         bool, typer.Option("--allow-empty", help="Images may lose all annotations, instead of keeping one at least.")
     ] = False,
-    soft: Annotated[
-        bool, typer.Option("--soft", help="Take the soft objects away, and leave all annotations.")
-    ] = False,
+    soft: Annotated[bool, typer.Option("--soft", help="Remove the soft objects and keep all annotations.")] = False,
     seed: Seed = 0,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
-    """Leave annotations out at random, as annotators do; or take the soft objects out."""
+    """Leave annotations out at random, as annotators do; or remove the soft objects."""
     from coordexp.data.jsonl import read_jsonl
     from coordexp.data.record_line import write_jsonl
 
     _refuse_existing(out, overwrite)
     if soft:
         if keep is not None or per_class or per_size or allow_empty:
-            raise ConfigError("--soft takes away soft objects and nothing else; leave out the other options")
+            raise ConfigError("--soft removes only soft objects; leave out the other options")
         from coordexp.data.subset import without_soft
 
         left, gone = without_soft(read_jsonl(jsonl))
@@ -245,7 +243,7 @@ def complete_command(
         Path | None,
         typer.Option(help="A run's YAML: prompt, decoding and backend [the run that --model comes from, and hf]."),
     ] = None,
-    prompt: Annotated[str | None, typer.Option(help="What the model is asked, if neither of them says.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="The prompt, if neither of them has one.")] = None,
     threshold: Annotated[float, typer.Option(min=0.001, max=1, help="Least confidence of an added object.")] = 0.5,
     max_overlap: Annotated[
         float, typer.Option(min=0, max=1, help="Most mask IoU of an added object with any other one.")
@@ -265,9 +263,9 @@ def complete_command(
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
-    """Add what a model finds and the annotations lack, as soft objects: text taught, coordinates not.
+    """Add objects that a model finds and the annotations lack, as soft objects: their text is trained, coordinates not.
 
-    Answers are written as they come. The same command again goes on where it stopped.
+    Answers are written as they arrive. The same command again continues where it stopped.
     """
     _refuse_existing(out, overwrite)
     if model is not None:
@@ -316,7 +314,7 @@ def _augmented_run(path: Path) -> RunConfig:
 
 
 def _draw_sheet(check: DatasetCheck, model: Path | None, sheet: Path, count: int, run: RunConfig | None) -> None:
-    """Also compares every record with what comes back, which is what the picture is for."""
+    """Draw objects after a round trip through tokens, and report records that it changes."""
     from coordexp.cli.console import vocabulary_of
     from coordexp.data.check import ERRORS, Finding
     from coordexp.data.files import asset
@@ -325,11 +323,11 @@ def _draw_sheet(check: DatasetCheck, model: Path | None, sheet: Path, count: int
     vocab = vocabulary_of(asset("checkpoints/demo-stage1") if model is None else model)
     for record in check.records:
         if round_trip(record.objects, vocab) != list(record.objects):
-            check.add(Finding.ROUND_TRIP, record.sample_id, "the objects read back from its tokens are others")
+            check.add(Finding.ROUND_TRIP, record.sample_id, "the objects read back from its tokens differ")
     broken = {problem.where for problem in check.problems if problem.finding in ERRORS}
     sound = [record for record in check.records if record.sample_id not in broken]
     if not sound:
-        raise DataError("no sound record to draw", path=check.path)
+        raise DataError("no valid record to draw", path=check.path)
     if run is not None:
         _draw_views(sound, vocab, sheet, count, run)
         return
@@ -338,12 +336,12 @@ def _draw_sheet(check: DatasetCheck, model: Path | None, sheet: Path, count: int
 
 
 def _draw_views(sound: Sequence[ImageRecord], vocab: CoordVocab, sheet: Path, count: int, run: RunConfig) -> None:
-    """Some records as the run's first epochs see them."""
+    """Draw some records as the first epochs of the run see them."""
     from coordexp.data.dataset import RecordDataset
     from coordexp.evaluation.drawing import draw_contact_sheet
 
     def unasked(record: ImageRecord) -> RolloutRequest:
-        raise AssertionError(f"{record.sample_id}: views are drawn without prompts")
+        raise AssertionError(f"{record.sample_id}: views have no prompts")
 
     seen = RecordDataset(sound, unasked, run.custom.object_ordering, run.training.seed, run.data.augment)
     rows = max(1, count // _EPOCHS)
@@ -360,7 +358,7 @@ def _findings(check: DatasetCheck) -> Table:
 
     table = Table("finding", "count", "where", title=Text(str(check.path)), title_justify="left")
     table.columns[1].justify = "right"
-    table.add_row("lines", str(check.lines), f"{len(check.records)} of them sound records")
+    table.add_row("lines", str(check.lines), f"{len(check.records)} of them valid records")
     for finding, count in sorted(check.counts().items(), key=lambda item: (item[0] not in ERRORS, item[0])):
         table.add_section()
         style = "red" if finding in ERRORS else ""
@@ -419,8 +417,8 @@ def _completion_lines(counts: Mapping[str, Any], prompt: str | None) -> list[str
     silent = counts["images"] - counts["images_with_predictions"]
     if silent > counts["images"] / 2:
         lines.append(
-            f"note: nothing was predicted in {silent} images. Was the model trained with this prompt? Another one is "
-            "named by --prompt, or by the YAML of its run with --config"
+            f"note: nothing was predicted in {silent} images. Was the model trained with this prompt? Give another "
+            "with --prompt, or the run's YAML with --config"
         )
     return lines
 

@@ -1,10 +1,10 @@
-"""The demo: a tiny detector learns to name what its annotators left out, on a CPU, before your eyes.
+"""The demo: a tiny detector learns, on a CPU, to find objects that its annotators left out.
 
-Half of the objects in its training scenes are not annotated, as in many real sets, and the checkpoint that it starts
-from was trained on such scenes: it leaves out what it sees. From there three ways go on, for about the same time and on
-the same incomplete annotations: plain SFT; SFT on annotations that the start's own confident predictions completed; and
-rollout matching on rewritten answers. All are measured on held-out scenes whose annotations are complete.
-Interrupted, it goes on where it was when started again.
+Half of the objects in its training scenes are not annotated, as in many real datasets, and its starting checkpoint was
+trained on such scenes. Three runs continue from there, for about the same time and on the same incomplete annotations:
+plain SFT; SFT on annotations completed with the checkpoint's own confident predictions; and rollout matching with
+rewritten answers. All are evaluated on held-out scenes with complete annotations. After an interruption, the same
+command continues.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ KEPT = 0.5  # share of the training annotations that are there
 _SCENES = {
     "train": 31,
     "val": 23,
-}  # split → seed of its stream; the start knows the first one
+}  # split → seed; the starting checkpoint was trained on the first one
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One training from the start. ``key``: its column of the summary; ``run``: its configuration and folder."""
+    """One run. ``key``: its name in the summary; ``run``: its configuration and folder."""
 
     key: str
     run: str
@@ -48,7 +48,7 @@ WAYS = (
 
 @dataclass(frozen=True, slots=True)
 class DemoSize:
-    """How much of everything. The defaults are what ``make demo`` runs; tests run less."""
+    """Sizes; the defaults are those of ``make demo``."""
 
     train_scenes: int = 1024
     val_scenes: int = 256
@@ -57,7 +57,7 @@ class DemoSize:
 
 
 def run_demo(output: Path, console: Console, size: DemoSize | None = None) -> dict[str, Any]:
-    """Run everything; returns what ``summary.json`` holds."""
+    """Run everything. Returns the content of ``summary.json``."""
     size = size or DemoSize()
     started = time.monotonic()
     data = _write_data(output, size, console)
@@ -80,7 +80,7 @@ def run_demo(output: Path, console: Console, size: DemoSize | None = None) -> di
 
 
 def _write_page(run: Path, path: Path) -> None:
-    """The answers that rollout matching learned from, its curves and its tokens, on one page."""
+    """Write the viewer's page of the rollout-matching run."""
     from coordexp.modeling.load import load_vocab
     from coordexp.viewer import collect, render
 
@@ -88,7 +88,7 @@ def _write_page(run: Path, path: Path) -> None:
 
 
 def _write_data(output: Path, size: DemoSize, console: Console) -> dict[str, Path]:
-    """Scenes with complete annotations, ``train`` with half of them, and where ``completed`` will lie."""
+    """Write the scenes: ``val`` complete, ``train`` with half of its annotations. ``completed`` is only a path."""
     from coordexp.data.jsonl import read_jsonl
     from coordexp.data.record_line import write_jsonl
     from coordexp.data.scenes import MODERATE, write_scenes
@@ -110,7 +110,7 @@ def _write_data(output: Path, size: DemoSize, console: Console) -> dict[str, Pat
 
 
 def _complete(config: RunConfig, source: Path, out: Path, console: Console) -> float:
-    """Add what the start finds and the annotations lack. Returns: seconds of the first time, which answered."""
+    """Add confident predictions to the annotations. Returns the seconds that answering took the first time."""
     from coordexp.inference.completion import CompletionRules, completion_config, run_completion
 
     took = out.with_name("completion_seconds.json")
@@ -124,7 +124,7 @@ def _complete(config: RunConfig, source: Path, out: Path, console: Console) -> f
 
 
 def _config(output: Path, name: str, data: dict[str, Path], size: DemoSize) -> RunConfig:
-    """``configs/demo/<name>.yaml`` with this run's paths, written beside the results so that it can be run by hand."""
+    """``configs/demo/<name>.yaml`` with this run's paths, written next to the results so that it can be run by hand."""
     values: dict[str, Any] = {
         "extends": str(asset(f"configs/demo/{name}.yaml").resolve()),
         "model": {"model": str(asset(START).resolve())},
@@ -136,7 +136,7 @@ def _config(output: Path, name: str, data: dict[str, Path], size: DemoSize) -> R
     }
     if size.max_steps is not None:
         values["training"]["max_steps"] = size.max_steps
-    if name == "stage2":  # what the page shows
+    if name == "stage2":  # for the viewer's page
         values["rollout_matching"] = {"monitor_dump": {"enabled": True, "every_steps": 20, "max_samples": 4}}
     path = output / f"{name}.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)

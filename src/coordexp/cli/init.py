@@ -1,5 +1,4 @@
-"""``coordexp init``: the shipped configuration of a stage, with the values that the data, the model and the machine ask
-for in place of the examples. Torch-free."""
+"""``coordexp init``: the shipped configuration of a stage with values for this data, model and machine. Torch-free."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ _ROW = 12_000  # tokens of a packed row, where neither data nor model say otherw
 
 @dataclass(frozen=True, slots=True)
 class DataAtHand:
-    """What a run will read: where, and how much of it. ``longest_sample``, ``longest_answer``: tokens, nearly."""
+    """The dataset of a run. ``longest_sample``, ``longest_answer``: approximate numbers of tokens."""
 
     train: Path
     val: Path | None
@@ -49,10 +48,10 @@ def look_at(data: Path, model: Path, val: Path | None = None) -> DataAtHand:
 
     Args:
         data: a JSONL, or a folder with ``train.jsonl`` (and ``val.jsonl``) as converters write it.
-        val: what evaluation answers [``val.jsonl`` beside it].
+        val: JSONL to evaluate on [``val.jsonl`` next to it].
 
     Raises:
-        DataError: no dataset there, or a line that is none. CheckpointError: no such checkpoint. VocabError: it has
+        DataError: no dataset there, or an invalid line. CheckpointError: no such checkpoint. VocabError: it has
             no coordinate tokens. ConfigError: a sample that is too long for the model.
     """
     train = _train_file(data)
@@ -68,18 +67,18 @@ def look_at(data: Path, model: Path, val: Path | None = None) -> DataAtHand:
     positions = checkpoint.num_positions or _ROW
     if sample > positions:
         raise ConfigError(
-            f"{train}: its longest sample takes about {sample} tokens and {model} holds {positions}; convert the data "
-            "with a smaller --max-pixels, or take another model"
+            f"{train}: its longest sample takes about {sample} tokens and {model} supports {positions}; convert the "
+            "data with a smaller --max-pixels, or take another model"
         )
     names = {obj.desc for record in records for obj in record.objects}
     return DataAtHand(train, val, len(records), len(names), sample, answer, positions)
 
 
 def first_configuration(at_hand: DataAtHand, model: Path, stage: Stage, output: Path, cpu: bool) -> str:
-    """A commented YAML for one device that ``coordexp config check`` accepts as it is."""
+    """A commented, valid YAML for one device."""
     text = asset(_TEMPLATES[stage]).read_text(encoding="utf-8")
     text = text[text.index("model:\n") :]
-    for path, value in {**_values(at_hand, model, stage, output, cpu), **_as_the_model_was_asked(model)}.items():
+    for path, value in {**_values(at_hand, model, stage, output, cpu), **_prompt_of_run(model)}.items():
         text = set_value(text, path, value)
     if cpu:
         text = _insert_after(
@@ -95,14 +94,14 @@ def first_configuration(at_hand: DataAtHand, model: Path, stage: Stage, output: 
 def _heading(at_hand: DataAtHand, stage: Stage) -> str:
     return (
         f"# yaml-language-server: $schema={asset(_SCHEMA)}\n"
-        f"# Stage {stage}, made by coordexp init for {at_hand.images} images with {at_hand.classes} classes; the "
-        f"longest sample takes about\n# {at_hand.longest_sample} tokens. What every key may be: "
-        "docs/config-reference.md; coordexp config check prints all of them.\n"
+        f"# Stage {stage}, written by coordexp init for {at_hand.images} images with {at_hand.classes} classes; the "
+        f"longest sample takes about\n# {at_hand.longest_sample} tokens. All keys: "
+        "docs/config-reference.md, and coordexp config check.\n"
     )
 
 
 def _values(at_hand: DataAtHand, model: Path, stage: Stage, output: Path, cpu: bool) -> dict[str, Any]:
-    """Dotted key → value, for what data and machine decide."""
+    """Dotted key → value, for the keys that depend on data and machine."""
     device = min(2 if cpu else 8, at_hand.images)
     batch = device * max(1, min(8 if cpu else 32, at_hand.images) // device)
     steps = max(1, at_hand.images // batch)
@@ -130,8 +129,8 @@ def _values(at_hand: DataAtHand, model: Path, stage: Stage, output: Path, cpu: b
     }
 
 
-def _as_the_model_was_asked(model: Path) -> dict[str, Any]:
-    """What a checkpoint of an earlier run knows its task by; nothing for one that comes from no run."""
+def _prompt_of_run(model: Path) -> dict[str, Any]:
+    """Prompt and object order of the run that wrote the checkpoint; empty if there is none."""
     run = settings_of_run(model)
     wanted = ("template.system", "template.prompt", "custom.object_field_order", "custom.object_ordering")
     parts = ((path, *path.split(".")) for path in wanted)
@@ -153,7 +152,7 @@ def set_value(text: str, path: str, value: object) -> str:
 
 
 def _insert_after(text: str, path: str, line: str) -> str:
-    """A further line behind that of a key: beside it, or below it where it opens a mapping."""
+    """Insert a line after that of a key, indented below it if the key opens a mapping."""
     lines = text.split("\n")
     at = _line_of(lines, path)
     deeper = bool(re.fullmatch(r"\s*[^:]+:(\s+#.*)?", lines[at]))
@@ -182,13 +181,13 @@ def _train_file(data: Path) -> Path:
     if data.is_file():
         return data
     if not data.is_dir():
-        raise DataError("no such file or folder; name a JSONL, or what coordexp data convert wrote", path=data)
+        raise DataError("no such file or folder; name a JSONL, or the folder of coordexp data convert", path=data)
     if (data / "train.jsonl").is_file():
         return data / "train.jsonl"
     files = sorted(data.glob("*.jsonl"))
     if len(files) != 1:
         names = ", ".join(path.name for path in files[:5]) or "none"
-        raise DataError(f"holds no train.jsonl, and of other datasets: {names}; name one file", path=data)
+        raise DataError(f"has no train.jsonl; other datasets: {names}; name one file", path=data)
     return files[0]
 
 
@@ -207,7 +206,7 @@ def _longest(records: Sequence[ImageRecord], vocab: CoordVocab, checkpoint: Chec
 
 
 def _vision(checkpoint: Checkpoint) -> tuple[int, int, int]:
-    """Pixels of a token's side, least and most pixels of an image, as the checkpoint's image processor has them."""
+    """Side of a token in pixels, least and most pixels of an image, from the checkpoint's image processor."""
     settings = read_object(checkpoint.base, "processor_config.json", "processor").get("image_processor")
     settings = settings or read_object(checkpoint.base, "preprocessor_config.json", "image processor")
     size = settings.get("size") or {}

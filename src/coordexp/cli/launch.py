@@ -25,12 +25,12 @@ def launch(
     config: Annotated[Path, typer.Option("--config", metavar="CONFIG.yaml", help="The run's configuration.")],
     arguments: Arguments = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check everything and print what would be started; start nothing.")
+        bool, typer.Option("--dry-run", help="Check everything and print the plan; start nothing.")
     ] = False,
     print_only: Print = False,
     host: Annotated[
         str | None,
-        typer.Option("--host", help="Start all servers here, listening on this address, whatever base_url calls them."),
+        typer.Option("--host", help="Start all servers here, listening on this address instead of that of base_url."),
     ] = None,
     job: Annotated[
         Literal["slurm", "kubernetes", "skypilot"] | None,
@@ -44,8 +44,8 @@ def launch(
 ) -> None:
     """Start the rollout servers, wait until they answer, train under torchrun, and end everything.
 
-    The section launch of CONFIG.yaml says on which devices. The exit code is the learner's. Ctrl-C ends it all.
-    With --for, a job for SLURM, Kubernetes or SkyPilot is written, in which each server has a machine of its own.
+    Section launch of CONFIG.yaml names the devices. The exit code is the learner's. Ctrl-C ends everything.
+    With --for, write a job for SLURM, Kubernetes or SkyPilot instead, in which each server has a machine of its own.
     """
     from coordexp.config import load_config
 
@@ -111,13 +111,13 @@ def serve(
     arguments: Arguments = None,
     index: Annotated[int, typer.Option(min=0, help="Which of rollout_matching.vllm.server.servers to be.")] = 0,
     data_parallel_size: Annotated[
-        int | None, typer.Option(min=1, help="Engines side by side [one per tensor_parallel_size visible GPUs].")
+        int | None, typer.Option(min=1, help="Number of engines [one per tensor_parallel_size visible GPUs].")
     ] = None,
     host: Annotated[
         str | None, typer.Option("--host", help="Address to listen on [listen_host, or the host of base_url].")
     ] = None,
 ) -> None:
-    """Answer rollout requests of learners, with the weights that they push. Ends on Ctrl-C or SIGTERM."""
+    """Answer rollout requests of a trainer, with the weights that it pushes. Ends on Ctrl-C or SIGTERM."""
     import logging
 
     from coordexp.config import load_config

@@ -1,4 +1,4 @@
-"""``coordexp model``: make, merge and inspect checkpoints that know the coordinate tokens."""
+"""``coordexp model``: make, merge and inspect checkpoints with the coordinate tokens."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ import typer
 from coordexp.cli.console import check_checkpoint, refuse_filled
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-model_app = typer.Typer(
-    help="Make, merge and inspect checkpoints that know the coordinate tokens.", no_args_is_help=True
-)
+model_app = typer.Typer(help="Make, merge and inspect checkpoints with the coordinate tokens.", no_args_is_help=True)
 
 
 @model_app.command("tiny")
@@ -48,7 +46,7 @@ def export_command(
     out: Annotated[Path, typer.Argument(help="Folder of the new checkpoint.")],
     dtype: Annotated[Dtype, typer.Option(help="Number type of the weights.")] = "bfloat16",
 ) -> None:
-    """Write a run's model as a plain checkpoint: weights, tokenizer and processor, nothing else."""
+    """Write a run's model as a plain checkpoint: only weights, tokenizer and processor."""
     check_checkpoint(checkpoint)
     refuse_filled(out)
     from coordexp.modeling.load import export_checkpoint
@@ -78,7 +76,7 @@ def info_command(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint folder, or a LoRA run's.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show what a checkpoint holds, without reading its weights."""
+    """Show sizes, parts, tokens and adapters of a checkpoint, without reading its weights."""
     check_checkpoint(checkpoint)
     from coordexp.checkpoints.describe import describe
 

@@ -1,5 +1,4 @@
-"""``coordexp train``, ``demo``, ``init``: what trains a model, and a configuration to begin with. And
-``coordexp config``: what a configuration says, before anything runs."""
+"""``coordexp train``, ``demo``, ``init`` and ``config``."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ Print = Annotated[
 
 
 def print_config(config: Path, arguments: Sequence[str], plain: bool = False, only_set: bool = False) -> None:
-    """The resolved configuration as YAML, with sources; advice on stderr."""
+    """Print the resolved configuration as YAML, with sources; advice on stderr."""
     from coordexp.config import advice
     from coordexp.config.explain import annotated_yaml, explain_config, with_sources
 
@@ -36,9 +35,9 @@ def print_config(config: Path, arguments: Sequence[str], plain: bool = False, on
 
 
 def train(config: ConfigFile, arguments: Arguments = None, print_only: Print = False) -> None:
-    """Train as CONFIG.yaml says: stage 1, or stage 2 where custom.trainer_variant names one.
+    """Train as CONFIG.yaml says: stage 1, or stage 2 if custom.trainer_variant is set.
 
-    To go on after an interruption, set training.resume_from_checkpoint: true in the YAML and run the same command.
+    To continue after an interruption, set training.resume_from_checkpoint: true in the YAML and run the same command.
     """
     from coordexp.config import load_config
     from coordexp.config.environment import check_paths
@@ -69,7 +68,7 @@ def demo(
         "outputs/demo"
     ),
 ) -> None:
-    """Teach a small detector by rollout matching on this machine's CPU, and show what it learned."""
+    """Train a small detector by rollout matching on this machine's CPU, and show the result."""
     from coordexp.cli.demo import run_demo
 
     run_demo(output, open_console())
@@ -79,9 +78,9 @@ def init(
     data: Annotated[
         Path, typer.Argument(metavar="DATA", help="A JSONL, or the folder that coordexp data convert wrote.")
     ],
-    model: Annotated[Path, typer.Option(help="The checkpoint to start from; it knows the coordinate tokens.")],
+    model: Annotated[Path, typer.Option(help="The checkpoint to start from; it has the coordinate tokens.")],
     stage: Annotated[int, typer.Option(min=1, max=2, help="1: supervised; 2: rollout matching.")] = 1,
-    val: Annotated[Path | None, typer.Option(help="JSONL that evaluation answers [val.jsonl beside DATA].")] = None,
+    val: Annotated[Path | None, typer.Option(help="JSONL to evaluate on [val.jsonl next to DATA].")] = None,
     out: Annotated[Path | None, typer.Option(help="The YAML [stage1.yaml or stage2.yaml].")] = None,
     output_dir: Annotated[Path | None, typer.Option(help="Folder of the run [outputs/stage1 or stage2].")] = None,
     cpu: Annotated[
@@ -89,10 +88,10 @@ def init(
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the YAML if it is there.")] = False,
 ) -> None:
-    """Write a commented YAML for this data, this model and this machine; change in it what you like."""
+    """Write a commented YAML for this data, this model and this machine, to be edited as you like."""
     path = out or Path(f"stage{stage}.yaml")
     if path.exists() and not overwrite:
-        raise ConfigError(f"{path}: exists already; name another file with --out, or say --overwrite")
+        raise ConfigError(f"{path}: exists already; name another file with --out, or add --overwrite")
     check_checkpoint(model)
     import shutil
 
@@ -106,7 +105,7 @@ def init(
     text = first_configuration(at_hand, model, 2 if stage == 2 else 1, run, on_cpu)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, text)
-    load_config(path)  # what is written is what `coordexp config check` accepts
+    load_config(path)
     console = open_console()
     say(
         console,
@@ -125,18 +124,18 @@ def config_check_command(
     config: ConfigFile,
     arguments: Arguments = None,
     plain: Annotated[bool, typer.Option("--plain", help="Print the resolved YAML alone, without sources.")] = False,
-    only_set: Annotated[bool, typer.Option("--only-set", help="Leave out what is at its default.")] = False,
+    only_set: Annotated[bool, typer.Option("--only-set", help="Leave out defaults.")] = False,
 ) -> None:
     """Validate a configuration and print it in full, with the file and line of each value, or "default".
 
-    What is printed is YAML that loads back to the same run, with or without --plain.
+    The output is YAML that loads back to the same run, with or without --plain.
     """
     print_config(config, arguments or (), plain, only_set)
 
 
 @config_app.command("schema")
 def config_schema_command() -> None:
-    """Print the JSON Schema by which editors complete and check configurations."""
+    """Print the JSON Schema with which editors complete and check configurations."""
     from coordexp.config.explain import json_schema_text
 
     typer.echo(json_schema_text(), nl=False)
@@ -147,7 +146,7 @@ def config_diff_command(
     left: Annotated[Path, typer.Argument(metavar="A.yaml", help="One configuration.")],
     right: Annotated[Path, typer.Argument(metavar="B.yaml", help="The other.")],
 ) -> None:
-    """Compare two configurations key by key, as they resolve. Exits with 1 if they differ, with 0 if they do not."""
+    """Compare two resolved configurations key by key. Exits with 1 if they differ, else with 0."""
     from coordexp.config.explain import differences, explain_config
 
     changes = differences(explain_config(left), explain_config(right))

@@ -1,4 +1,4 @@
-"""``coordexp view``, ``replay``: look at what a run answered, and at what recorded answers would be taught today."""
+"""``coordexp view`` and ``replay``: show a run's answers, and rebuild targets from recorded answers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def view(
     model: Annotated[
         Path | None, typer.Option(help="Checkpoint whose tokenizer wrote the answers [the run's own].")
     ] = None,
-    max_records: Annotated[int, typer.Option(min=1, help="Show at most so many, evenly over the run.")] = 1000,
+    max_records: Annotated[int, typer.Option(min=1, help="Show at most N records, evenly over the run.")] = 1000,
     image_side: Annotated[int, typer.Option(min=32, help="Longest side of the embedded images, in pixels.")] = 384,
     serve: Annotated[bool, typer.Option(help="Serve the page on 127.0.0.1 instead of writing a file.")] = False,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of --serve; 0 takes a free one.")] = 0,
@@ -70,14 +70,14 @@ DIFFERENT = 1
 
 def replay(
     records: Annotated[
-        Path, typer.Argument(metavar="RECORDS", help="A rollouts_rank*.jsonl, or the folder that holds them.")
+        Path, typer.Argument(metavar="RECORDS", help="A rollouts_rank*.jsonl, or the folder of several.")
     ],
-    config: Annotated[Path | None, typer.Option(help="The run's YAML [resolved_config.yaml beside RECORDS].")] = None,
+    config: Annotated[Path | None, typer.Option(help="The run's YAML [resolved_config.yaml next to RECORDS].")] = None,
     model: Annotated[Path | None, typer.Option(help="Checkpoint under which to compute each sample's losses.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first N records.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON line per record.")] = False,
 ) -> None:
-    """Parse, match and build recorded answers again, without any engine; exit 1 where a target differs."""
+    """Parse, match and build targets of recorded answers again, without an engine; exit 1 if a target differs."""
     from coordexp.config import load_config
     from coordexp.inference.replay import config_beside, replay_records
 

@@ -1,10 +1,8 @@
-"""The folder of a LoRA run: adapters in peft's own files, coordinate offsets in one beside them.
+"""LoRA and DoRA adapters and coordinate offsets: attach them, save, load, and merge them into a plain model.
 
 * ``adapter_config.json``, peft's: rank, scale, adapted modules, the folder of the base model
-* ``adapter_model.safetensors``, peft's: adapters, and modules that are saved whole
+* ``adapter_model.safetensors``, peft's: adapters, and modules that are trained whole
 * ``coord_offset.safetensors``: float32 offsets by parameter name, token ids of their rows, the base model's folder
-
-Saved while training, these files restore the trained weights bit for bit. Merged into the base they are a plain model.
 """
 
 from __future__ import annotations
@@ -25,21 +23,21 @@ from coordexp.modeling.coord_offset import add_coord_offset, add_offset, is_offs
 from coordexp.modeling.weights import ADAPTER, adapter_config, adapter_name, is_adapter_part, is_saved_whole, merge_lora
 
 _PREFIX, _LORA_A = "base_model.model.", ".lora_A.weight"
-# Settings of peft that change what an adapter computes and that nothing here writes.
-_UNKNOWN_TO_US = ("use_rslora", "fan_in_fan_out", "lora_bias", "rank_pattern", "alpha_pattern", "layer_replication",
+# Settings of peft that change an adapter's result and that merge_lora does not implement.
+_NOT_SUPPORTED = ("use_rslora", "fan_in_fan_out", "lora_bias", "rank_pattern", "alpha_pattern", "layer_replication",
                   "use_qalora", "alora_invocation_tokens", "trainable_token_indices", "target_parameters")  # fmt: skip
 
 
 def has_adapter(model: Any) -> bool:
-    """Whether the model is trained by adapters or coordinate offsets, and so saved as such a folder."""
+    """Whether the model is trained by adapters or coordinate offsets, and so is saved as a LoRA run's folder."""
     return any(_is_ours(name) for name, _ in model.named_parameters())
 
 
 def save_adapter(model: Any, folder: Path, state_dict: Mapping[str, torch.Tensor] | None = None) -> None:
-    """Write what is trained to ``folder``. ``state_dict``: the model's, where it had to be gathered first."""
+    """Write the trained weights to ``folder``, from ``state_dict`` if they had to be gathered first."""
     folder.mkdir(parents=True, exist_ok=True)
     state = model.state_dict() if state_dict is None else state_dict
-    # A tied offset stands under both names in the state; parameters are listed once.
+    # A tied offset has two names in the state dict, and one among the parameters.
     names = [name for name, _ in model.named_parameters() if _is_ours(name)]
     trained = {name: state[name].detach().cpu().contiguous() for name in names}
     adapters = {adapter_name(name): tensor for name, tensor in trained.items() if not is_offset(name)}
@@ -58,10 +56,10 @@ def save_adapter(model: Any, folder: Path, state_dict: Mapping[str, torch.Tensor
 
 @torch.no_grad()
 def load_adapter(model: Any, folder: Path) -> None:
-    """Restore what :func:`save_adapter` wrote into a model that is tuned in the same way.
+    """Load the weights that :func:`save_adapter` wrote, bit for bit, into a model with the same ``tuner`` section.
 
     Raises:
-        CheckpointError: files that are missing, unreadable, or of a model tuned otherwise.
+        CheckpointError: files that are missing, unreadable, or from another ``tuner`` section.
     """
     saved = _read(folder / WEIGHTS) | _read(folder / OFFSETS)
     saved.pop(COORD_IDS, None)
@@ -74,8 +72,8 @@ def load_adapter(model: Any, folder: Path) -> None:
     odd += [name for name, p in wanted.items() if name in saved and p.shape != saved[name].shape]
     if odd:
         raise CheckpointError(
-            f"{folder}: its adapters are not those that this configuration trains ({len(odd)} differ, {odd[0]} first); "
-            "resume with the tuner section that wrote them"
+            f"{folder}: its adapters are not those of this configuration ({len(odd)} differ, {odd[0]} first); resume "
+            "with the tuner section that wrote them"
         )
     for name, parameter in wanted.items():
         parameter.copy_(saved[name])
@@ -86,7 +84,7 @@ def merge_adapter(model: Any, folder: Path) -> None:
     """Merge the adapters and offsets of ``folder`` into a plain model, in place.
 
     Raises:
-        CheckpointError: files that are unreadable, that belong to another model, or that hold what is not LoRA.
+        CheckpointError: files that are unreadable, of another model, or with settings that cannot be merged.
     """
     weights = dict(model.named_parameters())
     saved, offsets = _read(folder / WEIGHTS), _read(folder / OFFSETS)
@@ -106,7 +104,7 @@ def merge_adapter(model: Any, folder: Path) -> None:
         magnitude_O = saved.pop(f"{module}.lora_magnitude_vector", None)
         weight_OI = target(f"{module}.weight", (b_OR.shape[0], a_RI.shape[1]))
         weight_OI.copy_(merge_lora(weight_OI, a_RI, b_OR, _scaling(folder), magnitude_O))
-    for name, tensor in saved.items():  # modules that were trained whole
+    for name, tensor in saved.items():  # modules trained whole
         target(name, tensor.shape).copy_(tensor)
     if offsets:
         ids_B, rows = offsets.pop(COORD_IDS), model.config.text_config.vocab_size
@@ -120,7 +118,7 @@ def _is_ours(name: str) -> bool:
 
 
 def _read(file: Path) -> dict[str, torch.Tensor]:
-    """A file's tensors; none where there is no file."""
+    """A file's tensors; empty if there is no file."""
     if not file.is_file():
         return {}
     try:
@@ -130,17 +128,13 @@ def _read(file: Path) -> dict[str, torch.Tensor]:
 
 
 def _scaling(folder: Path) -> float:
-    """``lora_alpha / r`` of the adapters in ``folder``.
-
-    Raises:
-        CheckpointError: peft's configuration says more than this project's merging knows.
-    """
+    """``lora_alpha / r`` of the adapters in ``folder``. Raises CheckpointError for settings that cannot be merged."""
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         scaling = float(config["lora_alpha"]) / float(config["r"])
     except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
-        raise CheckpointError(f"{folder / CONFIG}: no configuration of LoRA ({error!r}); restore it") from error
-    unknown = [key for key in _UNKNOWN_TO_US if config.get(key)]
+        raise CheckpointError(f"{folder / CONFIG}: not a LoRA configuration ({error!r}); restore it") from error
+    unknown = [key for key in _NOT_SUPPORTED if config.get(key)]
     if unknown or config.get("bias", "none") != "none":
         raise CheckpointError(
             f"{folder / CONFIG}: sets {', '.join(unknown) or 'bias'}, which CoordExp cannot merge; merge it with peft "
@@ -154,10 +148,10 @@ _TABLES = ("lm_head", "embed_tokens")
 
 
 def tune(model: Any, config: TunerConfig, coord_ids: Sequence[int]) -> None:
-    """Freeze what ``config`` freezes and attach what it trains.
+    """Freeze parts of the model, and attach adapters and coordinate offsets, as ``config`` says.
 
     Raises:
-        ConfigError: nothing is left to train, or names that match no module that can be adapted.
+        ConfigError: nothing is left to train, or a name matches no module that can be adapted.
     """
     freeze = {"vit": config.freeze_vit, "aligner": config.freeze_aligner, "llm": config.freeze_llm}
     frozen = {part for part, frozen in freeze.items() if frozen}
@@ -183,7 +177,7 @@ def _add_adapters(model: Any, config: TunerConfig, frozen: set[str]) -> None:
     _refuse_tables(saved, "tuner.modules_to_save")
     if not targets and not saved:
         if config.train_coord_rows:
-            return  # every part is frozen: the coordinate rows alone are trained
+            return  # every part is frozen: only the coordinate rows are trained
         raise ConfigError("tuner.target_modules: every part is frozen, so no module can get adapters; unfreeze one")
     lora = LoraConfig(
         r=config.lora_rank,
@@ -195,14 +189,14 @@ def _add_adapters(model: Any, config: TunerConfig, frozen: set[str]) -> None:
     )
     model.add_adapter(lora, ADAPTER)
     for parameter in model.parameters():
-        if parameter.requires_grad:
+        if parameter.requires_grad:  # adapters of a bfloat16 model are trained in float32
             parameter.data = parameter.data.float()
 
 
 def _targets(model: Any, names: Sequence[str], frozen: set[str]) -> list[str]:
     if ALL_LINEAR in names:
         if len(names) > 1:
-            raise ConfigError(f"tuner.target_modules: {ALL_LINEAR} stands alone; drop the other names, or drop it")
+            raise ConfigError(f"tuner.target_modules: {ALL_LINEAR} excludes other names; remove them, or it")
         linear = (name for name, module in model.named_modules() if type(module) is torch.nn.Linear)
         return [name for name in linear if part_of(name) not in frozen and name.split(".")[-1] not in _TABLES]
     targets = _matching(model, names, "tuner.target_modules", frozen)
@@ -218,7 +212,7 @@ def _targets(model: Any, names: Sequence[str], frozen: set[str]) -> list[str]:
 
 
 def _matching(model: Any, ends: Sequence[str], key: str, frozen: set[str]) -> list[str]:
-    """Modules whose dotted names end like one of ``ends``, outside frozen parts."""
+    """Modules outside frozen parts whose dotted names end like one of ``ends``."""
     names = [name for name, _ in model.named_modules() if name]
     targets: list[str] = []
     for end in ends:

@@ -1,13 +1,12 @@
 """A trainable offset on the 1000 coordinate rows of a frozen embedding and language head.
 
-LoRA leaves both tables frozen, yet coordinates are what is learned. Saving whole tables with the adapter would train
-150 times as many rows, and peft's trainable token indices rebuild the full table in every forward and need its dense
-gradient in every backward. Here the frozen table stays and a float32 ``(1000, H)`` parameter, zero at first, is
-added where it acts: to the embeddings of coordinate tokens, and to the 1000 columns of the logits. Only those rows ever
-have a gradient.
+LoRA leaves both tables frozen, although coordinates are the main thing to learn. Training whole tables would train 150
+times as many rows, and peft's trainable token indices rebuild the full table in every forward and its dense gradient in
+every backward. Here a float32 ``(1000, H)`` parameter, zero at first, is added to the embeddings of coordinate tokens
+and to the 1000 coordinate columns of the logits. Only those rows ever have a gradient.
 
-The parameter lives on ``embed_tokens`` and on ``lm_head``: with a tied head it is one parameter under two names, as the
-table itself is. The hooks that apply it are plain functions of this module, so that copies of a model apply their own.
+The parameter is registered on ``embed_tokens`` and on ``lm_head``; with a tied head it is one parameter with two names,
+like the table. The hooks that apply it are plain functions, so that a copied model applies its own offset.
 """
 
 from __future__ import annotations
@@ -27,10 +26,7 @@ _IDS, _ROW_OF_ID = "coord_offset_ids", "coord_offset_row_of_id"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OutputHead:
-    """What turns hidden states into logits: ``h @ weight_VH.T``, and on the coordinate columns ``+ h @ offset_BH.T``.
-
-    ``offset_BH`` is None where no offset is trained. ``weight_VH`` may be frozen.
-    """
+    """Logits are ``h @ weight_VH.T``, plus ``h @ offset_BH.T`` on the coordinate columns if there is an offset."""
 
     weight_VH: torch.Tensor
     offset_BH: torch.Tensor | None
@@ -67,8 +63,8 @@ def offset_of(module: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor] | No
 
 
 def add_offset(weight_VH: torch.Tensor, coord_ids_B: torch.Tensor, offset_BH: torch.Tensor) -> torch.Tensor:
-    """A copy of the table with the offset added to its coordinate rows, in the wider of the two types."""
-    coord_ids_B = coord_ids_B.to(weight_VH.device)  # weights may be away in main memory, where buffers never go
+    """A copy of the table with the offset added to its coordinate rows in the wider of the two dtypes."""
+    coord_ids_B = coord_ids_B.to(weight_VH.device)  # offload moves weights to main memory, but not buffers
     wide = torch.promote_types(weight_VH.dtype, offset_BH.dtype)
     rows_BH = weight_VH[coord_ids_B].to(wide) + offset_BH.to(wide)
     return weight_VH.index_copy(0, coord_ids_B, rows_BH.to(weight_VH.dtype))
@@ -91,7 +87,7 @@ def _register(layer: Any, coord_ids: Sequence[int], shared: torch.nn.Parameter |
 
 
 def _offset_embeddings(layer: Any, args: tuple[Any, ...], output_H: torch.Tensor) -> torch.Tensor:
-    # Every other token looks up one more row, of zeros. A sum, not an edit in place: autograd may hold the output.
+    # All other tokens look up an extra row of zeros. Not in place: autograd may need the embedding's output.
     offset_BH = getattr(layer, OFFSET)
     padded = torch.cat([offset_BH, offset_BH.new_zeros(1, offset_BH.shape[1])])
     added_H = F.embedding(getattr(layer, _ROW_OF_ID)[args[0]], padded)

@@ -1,4 +1,4 @@
-"""The 1000 coordinate tokens into an existing Qwen3-VL checkpoint: tokenizer, embedding rows, language head."""
+"""Add the 1000 coordinate tokens to a Qwen3-VL checkpoint: tokenizer, embedding rows, language head."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _ROWS_AT_ONCE = 8192  # statistics in float32 over slices: a second copy of a la
 
 
 def expand_vocab(checkpoint: Path, output: Path) -> None:
-    """Write ``checkpoint``, with the coordinate tokens added behind its own, to the new folder ``output``.
+    """Write ``checkpoint``, with the coordinate tokens added after its own, to the new folder ``output``.
 
     The tokens are special tokens, in the order ``<|coord_*|>``, ``<|coord_0|>`` … ``<|coord_999|>``. Their rows start
-    at the mean of the rows in use; coordinates add a smooth code of their bin, as wide as those rows spread, so that
-    they begin distinct and ordered. Rows of existing tokens keep their values, and tied heads stay tied.
+    at the mean of the rows in use, plus a smooth code of the bin with the same standard deviation, so that they begin
+    distinct and ordered. Rows of existing tokens keep their values, and tied heads stay tied.
 
     Raises:
-        CheckpointError: ``output`` is not empty, ``checkpoint`` is no complete Qwen3-VL checkpoint, it has the tokens
-            already, or its head did not stay as it was.
+        CheckpointError: ``output`` is not empty, ``checkpoint`` is not a complete Qwen3-VL checkpoint, it has the
+            tokens already, or resizing changed whether its head is tied.
     """
     from transformers import Qwen3VLForConditionalGeneration
 
@@ -40,12 +40,12 @@ def expand_vocab(checkpoint: Path, output: Path) -> None:
     tokenizer = processor.tokenizer
     added = _add_tokens(tokenizer)
     ids = dict(zip(NEW_TOKENS, tokenizer.convert_tokens_to_ids(list(NEW_TOKENS)), strict=True))
-    # A model without a row for a coordinate that its tokenizer has always known was trained with none of them.
+    # If the tokenizer has coordinate tokens but the model lacks rows for some, none of them was trained.
     rowless = any(row >= rows for token, row in ids.items() if token not in added)
     fresh = ids if rowless else {token: ids[token] for token in added}
     if not fresh:
         raise CheckpointError(f"{checkpoint}: has all 1000 coordinate tokens already; nothing to do")
-    CoordVocab.from_tokenizer(tokenizer)  # refuses tokenizers that could not be trained with
+    CoordVocab.from_tokenizer(tokenizer)  # raises for tokenizers that training would refuse
     model = Qwen3VLForConditionalGeneration.from_pretrained(checkpoint, dtype="auto")
     tied = _is_tied(model)
     if len(tokenizer) > rows:
@@ -65,10 +65,10 @@ def expand_vocab(checkpoint: Path, output: Path) -> None:
 
 
 def smooth_coord_rows(hidden: int, std: float, generator: torch.Generator) -> torch.Tensor:
-    """Rows in which neighbouring bins are neighbours: random cosines of the bin, half a cycle to 60 cycles long.
+    """Rows in which neighbouring bins are similar: random cosines of the bin, with half a cycle to 60 cycles.
 
-    An untrained softmax over such rows is already unimodal-friendly: raising one bin raises those beside it.
-    Independent random rows make a model learn the number line token by token.
+    Raising the logit of one bin then raises those next to it. With independent random rows a model has to learn the
+    number line token by token.
 
     Returns: (1000, hidden) float32 with standard deviation close to ``std``.
     """
@@ -80,7 +80,7 @@ def smooth_coord_rows(hidden: int, std: float, generator: torch.Generator) -> to
 
 
 def _add_tokens(tokenizer: Any) -> list[str]:
-    """Add those of :data:`NEW_TOKENS` that are missing; returns them, in order."""
+    """Add the missing tokens of :data:`NEW_TOKENS`. Returns them in order."""
     from tokenizers import AddedToken
 
     known = tokenizer.get_vocab()
@@ -95,8 +95,8 @@ def _is_tied(model: Any) -> bool:
 
 @torch.no_grad()
 def _initialise(matrix_VH: torch.Tensor, fresh: Mapping[str, int], generator: torch.Generator) -> None:
-    """Fill the rows of ``fresh`` (token → row). The statistics are those of all rows below the first of them: what lies
-    behind a tokenizer's last token is padding that nothing ever trained."""
+    """Fill the rows of ``fresh`` (token → row). Rows after the tokenizer's last token are untrained padding, so the
+    statistics use only the rows before the first new one."""
     mean_H, std = _statistics(matrix_VH[: min(fresh.values())])
     code_BH = smooth_coord_rows(matrix_VH.shape[1], std, generator)
     bins = {token: k for k, token in enumerate(COORD_TOKENS)}

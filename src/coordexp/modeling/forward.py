@@ -1,4 +1,4 @@
-"""The one forward of the learner: hidden states where something is supervised, inside one call of the wrapped model."""
+"""The forward pass of training: hidden states at supervised positions, inside one call of the wrapped model."""
 
 from __future__ import annotations
 
@@ -15,17 +15,14 @@ ForwardFunction = Callable[[Any], Any]
 class Qwen3VLForConditionalGeneration(transformers.Qwen3VLForConditionalGeneration):
     """Qwen3-VL that can run any function as its forward: ``model(forward_fn=f)`` returns ``f(model)``.
 
-    A loss that never forms all the logits must apply the language head itself. Outside the model's forward that would
-    be wrong under every wrapper: DDP prepares its gradient reducer, FSDP gathers parameters, autocast and DeepSpeed
-    switch on in the *wrapper's* call. So whatever uses parameters, forwards and the head alike, is handed in and runs
-    within.
+    The chunked loss applies the language head itself. That must happen inside the wrapper's call, in which DDP prepares
+    its gradient reducer, FSDP gathers parameters, and autocast and DeepSpeed are active; so it is passed in.
 
-    Its name is that of the class it extends: ``save_pretrained`` writes it as the checkpoint's architecture.
+    The class keeps the name of its base, because ``save_pretrained`` writes it as the checkpoint's architecture.
     """
 
     @wraps(transformers.Qwen3VLForConditionalGeneration.forward)  # generate() reads the signature
     def forward(self, *args: Any, forward_fn: ForwardFunction | None = None, **kwargs: Any) -> Any:
-        """``forward_fn(self)`` where one is given; else transformers' own. DDP and FSDP wrap this call alone."""
         if forward_fn is not None:
             return forward_fn(self)
         return super().forward(*args, **kwargs)

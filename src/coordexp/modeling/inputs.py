@@ -103,17 +103,17 @@ class PromptEncoder:
         system: str | None,
         prepare: Callable[[Image.Image], Image.Image] | None = None,
     ) -> None:
-        """``prepare``: what is done to an image before the processor sees it; None takes images as they are."""
+        """``prepare``: applied to each image before the processor."""
         self._processor = processor
         self._prompt = prompt
         self._system = system
         self._prepare = prepare
 
     def encode(self, record: ImageRecord, image: Image.Image | None = None) -> RolloutRequest:
-        """Tokenise the prompt, with image placeholders expanded, and preprocess the image: the record's file, or
-        ``image``, of the same size, in its place.
+        """Tokenise the prompt, with image placeholders expanded, and preprocess the record's image (or ``image``, of
+        the same size, instead).
 
-        ``model_inputs`` holds ``pixel_values`` (patches, features) and ``image_grid_thw`` (1, 3).
+        ``model_inputs`` has ``pixel_values`` (patches, features) and ``image_grid_thw`` (1, 3).
         """
         if problem := shape_problem(record.width, record.height):
             raise DataError(problem, path=record.image)
@@ -144,8 +144,7 @@ def row_inputs(
 
     ``position_ids`` (4, 1, L): text positions restarting at 0 for each segment, then the model's three M-RoPE rows,
     computed per segment. Segments are kept apart by :mod:`coordexp.modeling.attention` or, for ``attention="sdpa"``,
-    by transformers' own reading of the restarting positions. With ``tower``, what the vision tower derives from the
-    images' sizes is there too; without it the tower derives it itself, and waits for the device.
+    by transformers, which recognises the restarting positions. ``tower`` adds the arguments of the vision tower.
     """
     ids_1L = torch.from_numpy(row.token_ids_L.astype(np.int64))[None]
     is_image_1L = (ids_1L == image_token_id).to(torch.int32)
@@ -174,24 +173,24 @@ def row_inputs(
 
 
 def _joined(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """``torch.cat(parts).to(dtype)`` in one pass over memory: pixels are nearly all that a row holds."""
+    """``torch.cat(parts).to(dtype)`` in one pass over memory: a row consists almost entirely of pixels."""
     joined = torch.empty(sum(len(part) for part in parts), *parts[0].shape[1:], dtype=dtype)
     return torch.cat(list(parts), out=joined)
 
 
 def pinned(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Every tensor that is to travel in page-locked memory: from there it goes to a GPU while the host goes on."""
-    travelling = _travelling(inputs)
-    return {name: value.pin_memory() if name in travelling else value for name, value in inputs.items()}
+    """The inputs with all tensors that go to the device in page-locked memory, from which copies are asynchronous."""
+    moved = _moved(inputs)
+    return {name: value.pin_memory() if name in moved else value for name, value in inputs.items()}
 
 
 def check_prompt(
     sample_id: str, ours: tuple[int, ...], reported: tuple[int, ...], decode: Callable[[Any], str]
 ) -> None:
-    """Refuse a rollout whose prompt tokens are not the learner's.
+    """Refuse a rollout whose prompt tokens differ from the learner's.
 
     Raises:
-        AlignmentError: with the first difference of the two sequences, decoded.
+        AlignmentError: with the first difference, decoded.
     """
     if ours == reported:
         return
@@ -205,27 +204,28 @@ def check_prompt(
 
 
 def to_device(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Move every tensor but those that the host reads; what is none (a packed row's segments) stays as it is."""
-    travelling, at_once = _travelling(inputs), device.type == "cuda"
+    """Move every tensor except those that only the host reads. Other values (a packed row's segments) stay."""
+    moved, asynchronous = _moved(inputs), device.type == "cuda"
     return {
-        name: value.to(device, non_blocking=at_once) if name in travelling else value for name, value in inputs.items()
+        name: value.to(device, non_blocking=asynchronous) if name in moved else value for name, value in inputs.items()
     }
 
 
-def _travelling(inputs: Mapping[str, Any]) -> set[str]:
-    """The tensors that the forward wants on its device. Of images' sizes it reads only what is not given."""
+def _moved(inputs: Mapping[str, Any]) -> set[str]:
+    """Names of the tensors that the forward reads on its device. It reads the images' grid there only to derive the
+    vision tower's arguments, if they are not given."""
     stays = ON_HOST if "image_cu_seqlens" in inputs else ()
     return {name for name, value in inputs.items() if isinstance(value, torch.Tensor) and name not in stays}
 
 
 def token_counter(checkpoint: Path, sample: ImageRecord) -> Callable[[ImageRecord], int]:
-    """A function from a record to the length of its prompt and answer, as training would make them.
+    """A function from a record to the number of tokens of its prompt and answer in training, without opening its image.
 
-    The prompt's text is the same for all; it is measured on ``sample``, whose image must be readable. Image tokens
-    follow from an image's size.
+    The prompt's text is the same for all records and is measured on ``sample``; the number of image tokens follows from
+    an image's size.
 
     Raises:
-        CheckpointError, VocabError: the checkpoint cannot be read. DataError: the sample's image cannot be.
+        CheckpointError, VocabError: the checkpoint cannot be read. DataError: the image of ``sample`` cannot be read.
     """
     opened = Checkpoint.open(checkpoint)
     vocab, processor, image_token = load_vocab(opened), load_processor(opened), read_config(opened).image_token_id

@@ -129,10 +129,7 @@ def export_checkpoint(checkpoint: Path, output: Path, dtype: str = DTYPE) -> Pat
         CheckpointError, VocabError: see :func:`load_model`.
     """
     loaded = load_model(checkpoint, dtype, attention="sdpa")
-    output.mkdir(parents=True, exist_ok=True)
-    loaded.model.save_pretrained(output)
-    loaded.processor.save_pretrained(output)
-    write_preparation(loaded.preparation, output)
+    _save(loaded, loaded.preparation, output)
     resolved = checkpoint / RESOLVED_CONFIG
     if resolved.is_file():
         (output / resolved.name).write_bytes(resolved.read_bytes())
@@ -158,8 +155,12 @@ def merge_checkpoint(folder: Path, output: Path, base: Path | None = None, dtype
     stored = read_config(parent).dtype
     loaded = load_model(parent, dtype or str(stored or "float32").removeprefix("torch."), attention="sdpa")
     merge_adapter(loaded.model, folder)
+    _save(loaded, read_preparation(folder), output)
+    return output
+
+
+def _save(loaded: LoadedModel, preparation: ImagePreparation, output: Path) -> None:
     output.mkdir(parents=True, exist_ok=True)
     loaded.model.save_pretrained(output)
     loaded.processor.save_pretrained(output)
-    write_preparation(read_preparation(folder), output)
-    return output
+    write_preparation(preparation, output)

@@ -42,7 +42,7 @@ class TokenScorer:
 
     @torch.no_grad()
     def score(self, request: RolloutRequest, rollout: Rollout, parsed: ParsedRollout) -> tuple[float, ...]:
-        """One score in 0..1 per object of ``parsed``. The model is left in the mode in which it was found."""
+        """One score in 0..1 per object of ``parsed``. The model keeps its train or eval mode."""
         return tuple(_fuse(coords, desc) for coords, desc in self._parts(request, rollout, parsed, NEIGHBOURS))
 
     @torch.no_grad()
@@ -54,7 +54,7 @@ class TokenScorer:
     def _parts(
         self, request: RolloutRequest, rollout: Rollout, parsed: ParsedRollout, neighbours: int
     ) -> list[tuple[list[float], list[float]]]:
-        """Of each object the log probabilities of its coordinates, and of its description's tokens."""
+        """Log probabilities of each object's coordinates, and of its description's tokens."""
         if not parsed.objects:
             return []
         positions = sorted({at for obj in parsed.objects for at in _positions(obj)})
@@ -67,7 +67,7 @@ class TokenScorer:
     def _log_probabilities(
         self, request: RolloutRequest, response_ids: Sequence[int], positions: Sequence[int], neighbours: int
     ) -> dict[int, float]:
-        """Log probability of what stands at each position of the answer; of a coordinate with its neighbours."""
+        """Log probability of the token at each position of the answer; for a coordinate, of its neighbourhood."""
         device = next(self._model.parameters()).device
         prompt_len = len(request.prompt_token_ids)
         ids_1L = torch.tensor([[*request.prompt_token_ids, *response_ids]], device=device)

@@ -5,8 +5,8 @@ p the input embedding is made from what the previous forward predicted there, at
 
     z_KB = previous forward's coordinate logits,  P_KB = softmax(z_KB / τ),  e_KH = P_KB · E_BH
 
-So the model learns to write coordinates behind coordinates such as it writes itself, without a rollout. Everything else
-stays: text, positions, and the image placeholders' embeddings, bit for bit.
+So the model learns to write coordinates after its own earlier coordinates, without a rollout. Everything else stays bit
+for bit: text, positions, and the image placeholders' embeddings.
 
 K coordinate slots, B = 1000 bins, H hidden size, L tokens.
 """
@@ -33,7 +33,7 @@ class SelfContext:
 
     ``embed_mode``: ``soft`` feeds the mean embedding e; ``hard`` that of the most likely token; ``st`` (straight
     through) has hard's value and soft's gradient. ``grad_mode``: ``unroll`` differentiates through every forward,
-    ``em_detach`` takes what is fed as a constant, so forwards between the first and the last carry no gradient.
+    ``em_detach`` treats the fed embeddings as constants, so forwards between the first and the last have no gradient.
     """
 
     iterations: int
@@ -47,7 +47,7 @@ class SelfContext:
 
 
 def coord_embeddings(z_KB: torch.Tensor, table_BH: torch.Tensor, mode: EmbedMode, temperature: float) -> torch.Tensor:
-    """What is fed at each coordinate slot: (K, H), in the table's dtype; the mean is taken in float32 or wider."""
+    """Input embeddings of the coordinate slots: (K, H), in the table's dtype; the mean is taken in float32 or wider."""
     wide = table_BH.dtype if table_BH.dtype == torch.float64 else torch.float32
     hard_KH = None if mode == "soft" else table_BH[z_KB.detach().argmax(dim=-1)]
     if hard_KH is not None and mode == "hard":
@@ -107,7 +107,7 @@ def self_context_states(
 
     def forward(fed_KH: torch.Tensor | None) -> torch.Tensor:
         with _coordinates_replaced(embed, coord_pos_K, fed_KH):
-            # Image features go in behind the embedding, at the placeholders' token ids: they are never touched here.
+            # Image features replace the placeholders' embeddings after this hook, so it never changes them.
             states = base.model(**text_inputs, mm_encoder_outputs={"image": images}, use_cache=False)
         return states.last_hidden_state[0]
 
@@ -121,7 +121,7 @@ def self_context_states(
 def _coordinates_replaced(
     embed: torch.nn.Module, coord_pos_K: torch.Tensor, fed_KH: torch.Tensor | None
 ) -> Iterator[None]:
-    """Within it, the row's token embeddings hold ``fed_KH`` at ``coord_pos_K``."""
+    """Inside the context, the row's token embeddings are ``fed_KH`` at ``coord_pos_K``."""
     if fed_KH is None:
         yield
         return

@@ -1,7 +1,6 @@
 """A tiny Qwen3-VL checkpoint with random weights: the real architecture at about 4 M parameters.
 
-Everything about it is real but its size: transformers, vLLM and ms-swift load the folder like any Qwen3-VL checkpoint.
-The demo and the tests run on it.
+transformers, vLLM and ms-swift load the folder like any Qwen3-VL checkpoint. The demo and the tests run on it.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ CHAT_TEMPLATE = (
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
 
-# One token per structural step, and never one that spans two entries: a rollout's entries then end where tokens end,
-# so what stage 2 appends behind them is tokenised as the model itself would have written it.
+# One token per structural step, and none that spans two entries: a rollout's entries then end where tokens end, so the
+# text that stage 2 appends is tokenised as the model itself would have written it.
 _SPLIT = (
     r', "object_|"object_|": \{"desc": "|": \{"bbox_2d": \["|": \{"poly": \["'
     r'|", "bbox_2d": \["|", "poly": \["|"\], "desc": "|"\]\}|"\}|", "|\d| ?[A-Za-z]+|[^\sA-Za-z\d]|\s+'
@@ -52,7 +51,7 @@ _SPLIT = (
 
 @dataclass(frozen=True, slots=True)
 class TinySpec:
-    """Sizes of the tiny model. ``head_dim`` 64 is one that every attention kernel knows."""
+    """Sizes of the tiny model. Every attention kernel supports ``head_dim`` 64."""
 
     hidden: int = 192
     layers: int = 5

@@ -1,8 +1,7 @@
-"""The learner's weights as other programs take them: merged, gathered, under the plain checkpoint's names.
+"""The trained weights for rollout engines: merged, gathered, under the plain checkpoint's names.
 
-Rollout engines load them by those names, and a merged checkpoint is written from them. Training weights are only read:
-adapters and coordinate offsets are merged into copies, one tensor at a time, so that no second model is ever held and
-there is nothing to undo.
+Adapters and coordinate offsets are merged into copies, one tensor at a time: the training weights are never modified,
+and no second model is kept in memory.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _PEFT_PREFIX = "base_model.model."
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Source:
-    """One tensor of the plain checkpoint: a parameter, and what is merged into it."""
+    """One tensor of the plain checkpoint: a parameter, and the modules whose weights are merged into it."""
 
     name: str
     parameter: torch.Tensor
@@ -43,25 +42,25 @@ class LearnerWeights:
     """
 
     def __init__(self, model: Any, current: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor) -> None:
-        """``current``: where a parameter's values are now, if something moves them away between steps."""
+        """``current``: a parameter → a tensor with its values, if offload moves them to main memory between steps."""
         self._model = model
         self._current = current
 
     @property
     def collective(self) -> bool:
-        """Whether a rank holds only a part of each weight, so that all ranks must read together."""
+        """Whether weights are sharded over ranks, so that all ranks must read together."""
         return any(_is_sharded(parameter) for parameter in self._model.parameters())
 
     def names(self) -> list[str]:
-        """The names that :meth:`full` gives, in its order."""
+        """The names of :meth:`full`, in its order."""
         return [source.name for source in self._sources()]
 
     @contextmanager
     def full(self) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
-        """``(name, tensor)`` of every weight, merged, each made when it is asked for.
+        """``(name, tensor)`` of every weight, merged lazily.
 
-        Tensors into which nothing is merged are the training weights themselves, without gradient: read them, and only
-        inside the context. Under FSDP each is gathered by a collective, so every rank must iterate to the end.
+        Weights without an adapter are the training weights themselves: only read them, inside the context. Under FSDP
+        each is gathered by a collective, so every rank must iterate to the end.
         """
         tensors = self._full()
         try:
@@ -70,7 +69,7 @@ class LearnerWeights:
             tensors.close()
 
     def adapter(self) -> AdapterWeights | None:
-        """The adapter alone; None where the model has none. Collective under FSDP."""
+        """Only the adapter; None if the model has none. Collective under FSDP."""
         config = getattr(self._model, "peft_config", {}).get(ADAPTER)
         if config is None:
             return None
@@ -84,7 +83,7 @@ class LearnerWeights:
 
     def _full(self) -> Generator[tuple[str, torch.Tensor]]:
         for source in self._sources():
-            with torch.no_grad():  # around each tensor: a generator that is left waiting must not hold the mode
+            with torch.no_grad():  # per tensor: a suspended generator must not leave gradients disabled
                 tensor = self._merged(source)
             yield source.name, tensor
 
@@ -98,7 +97,7 @@ class LearnerWeights:
                 if id(parameter) in seen or is_adapter_part(full_name) or is_offset(full_name):
                     continue
                 if ".original_module." in f"{full_name}.":
-                    continue  # the copy that is trained follows under modules_to_save
+                    continue  # its trained copy follows under modules_to_save
                 seen.add(id(parameter))
                 lora = modules[path.removesuffix(_BASE)] if path.endswith(_BASE) and own_name == "weight" else None
                 sources.append(_Source(full_name.replace(_BASE, "").replace(_SAVED, ""), parameter, owner, lora))
@@ -124,7 +123,7 @@ class LearnerWeights:
 
 
 def adapter_name(name: str) -> str:
-    """A parameter's name in the model → its name in peft's file. DoRA's vector loses its ``weight``."""
+    """A parameter's name in the model → its name in peft's file, where DoRA's vector has no ``.weight``."""
     stem = name.replace(_SAVED, "").replace(f".{ADAPTER}.", ".")
     if ".lora_magnitude_vector." in stem:
         stem = stem.removesuffix(".weight")
@@ -132,13 +131,13 @@ def adapter_name(name: str) -> str:
 
 
 def adapter_config(config: Any) -> dict[str, Any]:
-    """peft's configuration as its file holds it: plain values that JSON can take, in one order."""
+    """peft's configuration as JSON values, in a fixed order."""
     values = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
     return {key: getattr(value, "value", value) for key, value in sorted(values.items())}
 
 
 def is_saved_whole(name: str) -> bool:
-    """Whether a parameter of this name belongs to a module that is trained whole beside adapters."""
+    """Whether a parameter of this name belongs to a module in ``tuner.modules_to_save``."""
     return f"{_SAVED}." in name
 
 

@@ -142,7 +142,7 @@ def test_scenes_and_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert made.code == 0 and "5 images" in made.out
     records = read_jsonl(tmp_path / "scenes.jsonl")
     checked = unwrapped(run_cli(capsys, "data", "check", tmp_path / "scenes.jsonl").out)
-    assert "5 of them sound records" in checked
+    assert "5 of them valid records" in checked
     assert f"{sum(len(record.objects) for record in records)} objects in 5 images" in checked
     desc = records[0].objects[0].desc
     count = sum(obj.desc == desc for record in records for obj in record.objects)

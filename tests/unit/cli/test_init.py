@@ -74,7 +74,7 @@ def test_denser_scenes_get_longer_answers(tmp_path: Path, capsys: pytest.Capture
         (("nothing", "--model", DEMO), "no such file or folder"),
         (("mine", "--model", "nothing"), "no such folder"),
         (("mine", "--model", "plain"), "expand-vocab"),
-        ((".", "--model", DEMO), "holds no train.jsonl"),
+        ((".", "--model", DEMO), "train.jsonl"),
         (("mine", "--model", DEMO, "--val", "nothing.jsonl"), "dataset file not found"),
         (("mine", "--model", DEMO, "--out", "mine/train.jsonl"), "exists already"),
     ],
