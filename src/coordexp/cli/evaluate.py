@@ -130,7 +130,7 @@ def evaluate(
 def _class_list(given: str | None) -> tuple[str, ...]:
     if given is None:  # saved answers are measured without a configuration, which comes with what reads a list
         return ()
-    from coordexp.inference.asking import read_classes
+    from coordexp.inference.options import read_classes
 
     return read_classes(given)
 

@@ -71,10 +71,10 @@ def predict(
 
     run = _configuration(config, model)
     check_paths({"--model": model} if model is not None else {"model.model": run.model.model})
-    from coordexp.inference.asking import read_classes
+    from coordexp.inference.options import read_classes
 
     names = read_classes(classes)
-    from coordexp.inference.prediction import PredictionOptions, run_prediction
+    from coordexp.inference.prediction import run_prediction
 
     console = open_console(stderr=as_json)
     no_bars_in_log_files()
@@ -84,13 +84,11 @@ def predict(
         source=images if len(images) > 1 else images[0],
         output=output or _new_folder(Path("outputs/predict")),
         model=model,
-        options=PredictionOptions(
-            limit=limit,
-            score="token_probability" if constant_score is None else constant_score,
-            skip_broken=True,
-            save_images=save_images,
-            classes=names,
-        ),
+        limit=limit,
+        score="token_probability" if constant_score is None else constant_score,
+        skip_broken=True,
+        save_images=save_images,
+        classes=names,
     )
     if not as_json:
         _show(console, result)
@@ -139,9 +137,9 @@ def _configuration(config: Path | None, model: Path | None) -> AnswerConfig:
 
         return AnswerConfig.of_run(load_config(config))
     assert model is not None  # or the words would have been refused
-    from coordexp.inference.asking import Asking, asking_config
+    from coordexp.inference.options import PredictOptions, inference_config
 
-    return asking_config(model, Asking())
+    return inference_config(model, PredictOptions())
 
 
 def _new_folder(path: Path) -> Path:

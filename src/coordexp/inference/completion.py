@@ -25,7 +25,7 @@ from coordexp.errors import ConfigError, DataError
 from coordexp.evaluation.answers import Detection, ImageAnswer, read_answers
 from coordexp.evaluation.drawing import draw_contact_sheet
 from coordexp.geometry import aabb, mask_iou
-from coordexp.inference.asking import BATCH_SIZE, Asking, asking_config
+from coordexp.inference.options import BATCH_SIZE, PredictOptions, inference_config
 from coordexp.matching import MAX_OVERLAP_OF_OTHERS, MatchingConfig, match_objects
 from coordexp.records import NUM_BINS, GTObject, ImageRecord
 
@@ -140,7 +140,7 @@ def completion_config(
     model: Path | None, *, config: Path | None, prompt: str | None, batch_size: int | None
 ) -> AnswerConfig:
     """What to ask, and how: ``config`` if given; else as the run asked that ``model`` comes from (see
-    :func:`~coordexp.inference.asking.asking_config`), by transformers. Always greedy.
+    :func:`~coordexp.inference.options.inference_config`), by transformers. Always greedy.
 
     Raises:
         ConfigError: neither a model nor a configuration is named, or one of the files describes no run.
@@ -157,12 +157,12 @@ def completion_config(
         return AnswerConfig.of_run(run)
     if model is None:
         raise ConfigError("name the checkpoint that answers with --model, or a run's YAML with --config")
-    asking = Asking(
+    options = PredictOptions(
         batch_size=BATCH_SIZE if batch_size is None else batch_size,
         max_new_tokens=default_of(RolloutMatchingConfig, "max_new_tokens"),
         prompt=prompt,
     )
-    return asking_config(model, asking)
+    return inference_config(model, options)
 
 
 def run_completion(
@@ -185,10 +185,10 @@ def run_completion(
         DataError, ConfigError, CheckpointError: as :func:`~coordexp.inference.prediction.run_prediction` and
             :func:`complete_records`.
     """
-    from coordexp.inference.prediction import PredictionOptions, run_prediction  # imports torch
+    from coordexp.inference.prediction import run_prediction  # imports torch
 
     folder = out.with_name(f"{out.stem}.answers")
-    run_prediction(run, console, source=source, output=folder, options=PredictionOptions(score="confidence"))
+    run_prediction(run, console, source=source, output=folder, score="confidence")
     result = CompletionResult(CompletionCounts(), run.template.prompt, ())
     with distributed.raise_on_all_ranks("coordexp data complete"):
         if distributed.is_main():

@@ -20,7 +20,7 @@ from coordexp.evaluation.answers import Detection, ImageAnswer
 from coordexp.evaluation.coco import to_results
 from coordexp.evaluation.drawing import draw_detections
 from coordexp.geometry import pixel_box, pixel_ring
-from coordexp.inference.asking import BATCH_SIZE, SEED, Asking, Backend, asking_config, check_classes
+from coordexp.inference.options import BATCH_SIZE, SEED, Backend, PredictOptions, check_classes, inference_config
 from coordexp.records import ImageRecord
 
 if TYPE_CHECKING:
@@ -69,8 +69,8 @@ class Detector:
         from coordexp.inference.session import open_session
         from coordexp.rollouts import check_backend
 
-        asking = Asking(backend, batch_size, max_new_tokens, prompt, dtype, device == "cpu", seed)
-        config = asking_config(model, asking)
+        options = PredictOptions(backend, batch_size, max_new_tokens, prompt, dtype, device == "cpu", seed)
+        config = inference_config(model, options)
         check_backend(config.rollout_matching, bool(classes))
         self._seed = seed
         self._scores = scores

@@ -33,26 +33,9 @@ Score = Literal["token_probability", "confidence"] | float
 
 
 @dataclass(frozen=True, slots=True)
-class PredictionOptions:
-    """What a caller chooses beside the configuration.
-
-    ``limit``: at most so many images. ``score``: of an object, the probability of its tokens (which ranks), its
-    confidence (which calls for action), or one number for all. ``skip_broken``: leave out images that cannot be read.
-    ``save_images``: draw each image with its answer too. ``classes``: the only descriptions that answers may hold;
-    empty for any.
-    """
-
-    limit: int | None = None
-    score: Score = "token_probability"
-    skip_broken: bool = False
-    save_images: bool = False
-    classes: Sequence[str] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class PredictionResult:
-    """Where the answers lie, how many there are, and how many of them an earlier run had made; (image, reason) of each
-    that could not be read; the answers themselves, on the first rank (none elsewhere)."""
+    """The folder of the answers, their number, and how many of them an earlier run made; (image, reason) of each that
+    could not be read; the answers themselves, on the first rank (none elsewhere)."""
 
     folder: Path
     images: int
@@ -69,26 +52,38 @@ def run_prediction(
     source: Path | Sequence[Path],
     output: Path,
     model: Path | None = None,
-    options: PredictionOptions,
+    limit: int | None = None,
+    score: Score = "token_probability",
+    skip_broken: bool = False,
+    save_images: bool = False,
+    classes: Sequence[str] = (),
 ) -> PredictionResult:
     """Answer every image of ``source`` (:func:`~coordexp.data.image_sources.find_images`) and write
-    ``predictions.jsonl`` and COCO results to ``output``. ``model`` None means ``model.model``.
+    ``predictions.jsonl`` and COCO results to ``output``.
 
     Each batch is on the disk before the next one starts; run again with the same settings, it continues where it
     stopped. Under torchrun each rank writes its share into a file of its own, and the first rank joins them at the end.
 
+    Args:
+        model: None means ``model.model``.
+        limit: at most so many images.
+        score: of an object: the probability of its tokens (to rank), its confidence (to act on), or one number for all.
+        skip_broken: leave out images that cannot be read.
+        save_images: draw each image with its answer too.
+        classes: the only descriptions that answers may contain; empty for any.
+
     Raises:
-        DataError: ``output`` holds the answers of other settings, or an image cannot be read.
+        DataError: ``output`` has the answers of other settings, or an image cannot be read.
     """
     from accelerate import PartialState
 
-    check_backend(config.rollout_matching, bool(options.classes))
+    check_backend(config.rollout_matching, bool(classes))
     sources = [source] if isinstance(source, Path) else list(source)
-    images = find_images(sources, limit=options.limit, skip_broken=options.skip_broken)
+    images = find_images(sources, limit=limit, skip_broken=skip_broken)
     records, seed = images.records, config.seed
     path = checked_model(config, model)
     preparation = read_preparation(path)
-    settings = _settings(config, path, sources, options)
+    settings = _settings(config, path, sources, score, classes)
     if preparation.resize is not None:
         settings["resize"] = preparation.resize.to_metadata()
     _note(console, images, preparation)
@@ -96,15 +91,15 @@ def run_prediction(
     todo = _unanswered(records, output, settings)
     part = _part(output, distributed.rank())
     with (
-        open_session(config, path, options.classes) as session,
+        open_session(config, path, classes) as session,
         reporting(console, f"predicting with {path}", stays=True) as on_progress,
     ):
         batch_size = session.backend.batch_size
         batches = share_out(todo, distributed.world_size(), batch_size)[distributed.rank()]
         dataset = RecordDataset(records, session.encoder.encode, "file", seed)
         scorer: Scorer | None = None
-        if isinstance(options.score, str):
-            scorer = session.scorer if options.score == "token_probability" else ConfidenceScorer(session.scorer)
+        if isinstance(score, str):
+            scorer = session.scorer if score == "token_probability" else ConfidenceScorer(session.scorer)
         done, total = 0, sum(len(batch) for batch in batches)
         with distributed.raise_on_all_ranks("coordexp predict"):
             if total:
@@ -115,12 +110,12 @@ def run_prediction(
                 seeds, within = DatasetSeeds(seed, batch.start), counted_from(done, total, on_progress)
                 answers = answer_samples(samples, session.backend, session.loaded.vocab, seeds, scorer, within)
                 if answers:
-                    lines = [to_line(_finished(answer, images.annotated, options.score)) for answer in answers]
+                    lines = [to_line(_finished(answer, images.annotated, score)) for answer in answers]
                     append_line(part, "".join(f"{line}\n" for line in lines).encode("utf-8"))
                 done += len(batch)
                 on_progress(done, total)
     distributed.barrier()
-    answers, files = _join_parts(output, records, options.save_images) if distributed.is_main() else ([], [])
+    answers, files = _join_parts(output, records, save_images) if distributed.is_main() else ([], [])
     return PredictionResult(
         output, len(records), len(records) - len(todo), tuple(files), images.skipped, tuple(answers)
     )
@@ -133,10 +128,7 @@ def _finished(answer: ImageAnswer, annotated: frozenset[str], score: Score) -> I
 
 
 def _settings(
-    config: AnswerConfig,
-    model: Path,
-    sources: Sequence[Path],
-    options: PredictionOptions,
+    config: AnswerConfig, model: Path, sources: Sequence[Path], score: Score, classes: Sequence[str]
 ) -> dict[str, Any]:
     """Everything that an answer depends on."""
     rollout = config.rollout_matching
@@ -154,8 +146,8 @@ def _settings(
         "num_beams": rollout.num_beams,
         "repetition_penalty": rollout.repetition_penalty,
         "repeat_terminate": rollout.repeat_terminate.model_dump(mode="json"),
-        "score": options.score,
-        **({"classes": list(options.classes)} if options.classes else {}),
+        "score": score,
+        **({"classes": list(classes)} if classes else {}),
     }
 
 

@@ -21,7 +21,7 @@ from coordexp.engine.colocated import ColocatedBackend
 from coordexp.engine.fleet import check_servers
 from coordexp.engine.guard_activation import GUARD_PROCESSOR
 from coordexp.errors import MissingDependency, RolloutError
-from coordexp.inference.asking import Asking, asking_config
+from coordexp.inference.options import PredictOptions, inference_config
 from coordexp.modeling.load import LoadedModel
 from coordexp.modeling.weights import LearnerWeights
 from coordexp.parsing import parse_rollout
@@ -127,7 +127,7 @@ def test_server_without_allowed_labels_is_refused(
 
 
 def test_detector_starts_an_engine_per_process() -> None:
-    config = asking_config(asset("checkpoints/demo-stage1"), Asking(backend="vllm")).rollout_matching
+    config = inference_config(asset("checkpoints/demo-stage1"), PredictOptions(backend="vllm")).rollout_matching
     check_backend(config)
     assert config.vllm.tensor_parallel_size == 1
 

@@ -1,5 +1,5 @@
-"""What to ask a checkpoint, and how, where no configuration says so: as the run asked that it comes from. And the
-closed list of class names that a caller gives: checked, and read from wherever it stands."""
+"""How a checkpoint answers where no configuration says so: as the run did that it comes from. And the allowed labels of
+``--classes``."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ from coordexp.config.schema import AnswerConfig
 from coordexp.config.training import TrainingConfig
 from coordexp.errors import CheckpointError, ConfigError, DataError
 
-_LONGEST = 16384  # tokens of a prompt and its answer, where the run's configuration is not at hand
-_ANSWER = 2048  # tokens of an answer, likewise
-_DTYPE = "float32"  # likewise: no device refuses it, and no answer hangs on rounding
+# For checkpoints without their run's configuration:
+_LONGEST = 16384  # tokens of a prompt and its answer
+_ANSWER = 2048  # tokens of an answer
+_DTYPE = "float32"  # every device supports it, and answers do not depend on rounding
+
 BATCH_SIZE = 8  # images answered at once
 SEED: int = default_of(TrainingConfig, "seed")
 Backend = Literal["hf", "vllm"]
 
 
 @dataclass(frozen=True, slots=True)
-class Asking:
+class PredictOptions:
     """What a caller decides; None leaves it to the run that the checkpoint comes from."""
 
     backend: Backend = "hf"
@@ -37,7 +39,7 @@ class Asking:
     seed: int = SEED
 
 
-def asking_config(model: str | Path, asking: Asking) -> AnswerConfig:
+def inference_config(model: str | Path, options: PredictOptions) -> AnswerConfig:
     """Let ``model`` answer greedily, with the prompt, number type and limits of its own run, if that run's
     ``resolved_config.yaml`` is in the model's folder or the one above.
 
@@ -48,49 +50,45 @@ def asking_config(model: str | Path, asking: Asking) -> AnswerConfig:
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder; name a checkpoint, such as a run's output_dir")
     run = settings_of_run(folder)
-    asked = run.get("rollout_matching") or {}
+    decoding = run.get("rollout_matching") or {}
     template = dict(run.get("template") or {})
-    if asking.prompt is not None:
-        template["prompt"] = asking.prompt
+    if options.prompt is not None:
+        template["prompt"] = options.prompt
     longest = min(run.get("global_max_length") or _LONGEST, num_positions(folder) or _LONGEST)
-    answer = asking.max_new_tokens or asked.get("max_new_tokens") or _ANSWER
-    if asking.max_new_tokens is not None and answer >= longest:
+    answer = options.max_new_tokens or decoding.get("max_new_tokens") or _ANSWER
+    if options.max_new_tokens is not None and answer >= longest:
         raise ConfigError(f"max_new_tokens: {answer} leaves no room for the prompt in {longest} tokens; lower it")
-    dtype = asking.dtype or (run.get("model") or {}).get("dtype", _DTYPE)
+    dtype = options.dtype or (run.get("model") or {}).get("dtype", _DTYPE)
     rollout: dict[str, Any] = {
-        "rollout_backend": asking.backend,
-        "decode_batch_size": asking.batch_size,
-        "max_new_tokens": min(answer, max(1, longest // 2)) if asking.max_new_tokens is None else answer,
+        "rollout_backend": options.backend,
+        "decode_batch_size": options.batch_size,
+        "max_new_tokens": min(answer, max(1, longest // 2)) if options.max_new_tokens is None else answer,
     }
-    if asking.backend == "vllm":
-        rollout["vllm"] = {**_engine(), "max_model_len": longest, "dtype": dtype}
-    if "repeat_terminate" in asked:
-        rollout["repeat_terminate"] = asked["repeat_terminate"]
+    if options.backend == "vllm":
+        from coordexp.engine.engine_process import has_gpu
+
+        # One engine per process. Compiling its kernels takes minutes on a CPU, and saves little there.
+        engine = {"tensor_parallel_size": 1, "enforce_eager": not has_gpu()}
+        rollout["vllm"] = engine | {"max_model_len": longest, "dtype": dtype}
+    if "repeat_terminate" in decoding:
+        rollout["repeat_terminate"] = decoding["repeat_terminate"]
     data = {
         "model": {"model": str(folder), "dtype": dtype},
         "template": template,
         "rollout_matching": rollout,
         "global_max_length": longest,
-        "use_cpu": asking.use_cpu,
-        "seed": asking.seed,
+        "use_cpu": options.use_cpu,
+        "seed": options.seed,
     }
     return parse_section(AnswerConfig, data, str(folder))
 
 
-def _engine() -> dict[str, Any]:
-    """One engine for each process, whose learner beside it is whole too. Compiling its kernels takes minutes on a CPU,
-    and saves little there."""
-    from coordexp.engine.engine_process import has_gpu
-
-    return {"tensor_parallel_size": 1, "enforce_eager": not has_gpu()}
-
-
 def read_classes(given: str | None) -> tuple[str, ...]:
-    """Of ``--classes``: names between commas, a text file with a name a line, or a JSONL, whose own names are meant;
-    empty for None.
+    """The labels of ``--classes``: names between commas, a text file with one name a line, or a JSONL, whose labels are
+    taken; empty for None.
 
     Raises:
-        ConfigError: no name, or one that no dataset may hold. DataError: a file that cannot be read.
+        ConfigError: no name, or one that no dataset may contain. DataError: a file that cannot be read.
     """
     if given is None:
         return ()
@@ -102,25 +100,23 @@ def read_classes(given: str | None) -> tuple[str, ...]:
     if path.suffix == ".jsonl":
         from coordexp.data.jsonl import read_jsonl
 
-        return _some(check_classes(sorted({obj.desc for record in read_jsonl(path) for obj in record.objects})), path)
-    try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot be read: {error}", path=path) from error
-    return _some(check_classes([line for line in lines if line.strip()]), path)
-
-
-def _some(names: tuple[str, ...], path: Path) -> tuple[str, ...]:
+        lines = sorted({obj.desc for record in read_jsonl(path) for obj in record.objects})
+    else:
+        try:
+            lines = path.read_text(encoding="utf-8-sig").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"cannot be read: {error}", path=path) from error
+    names = check_classes([line for line in lines if line.strip()])
     if not names:
         raise DataError("holds no name; without --classes any is allowed", path=path)
     return names
 
 
 def check_classes(names: Sequence[str]) -> tuple[str, ...]:
-    """The names as a dataset would hold them, each once.
+    """The names as a dataset would contain them, each once.
 
     Raises:
-        ConfigError: one that no dataset may hold, or a single text in place of a list.
+        ConfigError: one that no dataset may contain, or a single text instead of a list.
     """
     from coordexp.data.record_line import clean_desc
 
