@@ -73,7 +73,7 @@ SWIFT = Behind(
         "vllm.v1.engine.llm_engine",
         "vllm.v1.worker.cpu_worker",
         "vllm.model_executor.models.qwen3_vl",
-        "coordexp.engine.plugin.swift_rollout",
+        "coordexp.engine.swift_rollout",
         "coordexp.engine.cpu_patches",
     ),
     forkserver.ForkServer(),

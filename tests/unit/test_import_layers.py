@@ -33,7 +33,8 @@ LAYERS: dict[str, int] = {
     for name in names.split()
 }
 
-# engine/plugin runs inside ms-swift's processes and must not pull in the trainer's side.
+# The plugin runs inside ms-swift's processes and must not pull in the trainer's side.
+PLUGIN = ("engine.plugin", "engine.swift_rollout", "engine.swift_heartbeat")
 PLUGIN_MAY_IMPORT = (
     *("coordexp.engine", "coordexp.weight_sync"),
     *("coordexp.rollouts.repeat_guard", "coordexp.rollouts.allowed_labels", "coordexp.errors"),
@@ -76,7 +77,7 @@ def imports(path: Path) -> Iterator[str]:
 
 def violations(name: str, imported: list[str]) -> list[str]:
     """What module ``name`` (below coordexp) imports although its layer forbids it."""
-    if name.startswith("engine.plugin"):
+    if name.startswith(PLUGIN):
         return [target for target in imported if not target.startswith(PLUGIN_MAY_IMPORT)]
     forbidden = []
     for target in imported:

@@ -45,7 +45,7 @@ from coordexp.engine.engine_process import (
 )
 from coordexp.engine.guard_activation import REQUEST_KEY, activated_config, check_guard
 from coordexp.engine.logits_processors import check_known_tokens, check_names
-from coordexp.engine.plugin.swift_progress import OneAtATime, ProgressPage, noted, seeded_by_place
+from coordexp.engine.swift_heartbeat import SerializeRequests, SharedHeartbeat, seeded_by_place, with_heartbeat
 from coordexp.errors import RolloutError
 from coordexp.rollouts.allowed_labels import are_labels
 from coordexp.weight_sync.version import WeightVersion
@@ -85,7 +85,7 @@ class CoordExpVllmEngine(GRPOVllmEngine):
             kwargs["distributed_executor_backend"] = executor_on_cpu(kwargs.get("tensor_parallel_size", 1))
         super().__init__(*args, engine_kwargs=engine_kwargs, **kwargs)
         engine: Any = self.engine
-        engine.step = noted(engine.step, int(os.environ.get("SWIFT_ROLLOUT_DP_RANK", "0")))
+        engine.step = with_heartbeat(engine.step, int(os.environ.get("SWIFT_ROLLOUT_DP_RANK", "0")))
         try:
             self._check_processors()
         except BaseException:
@@ -215,7 +215,7 @@ class CoordExpEndpoints:
     app: Any
     connections: list[Any]
     processes: list[Any]
-    coordexp_progress: ProgressPage
+    coordexp_heartbeat: SharedHeartbeat
     coordexp_busy: dict[int, float]  # workers that have something to answer, and since when
     _require_api_key: Any
 
@@ -224,7 +224,7 @@ class CoordExpEndpoints:
         dead = [index for index, process in enumerate(self.processes) if not process.is_alive()]
         if dead:
             raise HTTPException(503, f"rollout workers {dead} have died; see the server's log")
-        return {"status": "ok", **_progress(self)}
+        return {"status": "ok", **_heartbeat(self)}
 
     async def status(self) -> dict[str, Any]:
         """What the server is, and each worker's state."""
@@ -239,7 +239,7 @@ class CoordExpEndpoints:
             "weight_checksum": workers[0]["checksum"],
             "push_open": any(one["push_open"] for one in workers),
             "broken": next((one["failure"] for one in workers if one["failure"] is not None), None),
-            **_progress(self),
+            **_heartbeat(self),
             "repeat_terminate": workers[0]["repeat_terminate"],
             "versions": versions(),
             "workers": workers,
@@ -332,16 +332,16 @@ def _install_endpoints(server: Any) -> None:
         if asked is not None and asked != self.args.port:
             raise RolloutError(f"port {asked} is taken; ms-swift would listen on {self.args.port}, where nobody looks")
         self.args.api_key = self.args.api_key or os.environ.get(SERVER_API_KEY)
-        self.coordexp_progress = ProgressPage.create(self.num_connections)
+        self.coordexp_heartbeat = SharedHeartbeat.create(self.num_connections)
         self.coordexp_busy = {}
         register(self)
-        self.app.add_middleware(OneAtATime)
+        self.app.add_middleware(SerializeRequests)
         self.app.get("/status/", dependencies=[Depends(self._require_api_key())])(self.status)
 
     @asynccontextmanager
     async def lifespan_ours(self: Any, app: Any) -> AsyncIterator[None]:
         async with lifespan(self, app):
-            self.coordexp_progress.forget_name()
+            self.coordexp_heartbeat.forget_name()
             yield
             for connection, process in zip(self.connections, self.processes, strict=True):
                 if process.is_alive():
@@ -373,13 +373,13 @@ def _asked_port(argv: Sequence[str]) -> int | None:
     return None
 
 
-def _progress(server: Any) -> dict[str, Any]:
-    page: ProgressPage = server.coordexp_progress
+def _heartbeat(server: Any) -> dict[str, Any]:
+    page: SharedHeartbeat = server.coordexp_heartbeat
     return {"engine_silent_s": round(page.silent_s(server.coordexp_busy), 1), "num_steps": page.num_steps()}
 
 
 async def _ask(connections: Sequence[Any], method: str, arguments: Sequence[dict[str, Any]]) -> list[Any]:
-    """Call ``method`` of these workers' engines; :class:`OneAtATime` keeps answers to other requests apart."""
+    """Call ``method`` of these workers' engines; :class:`SerializeRequests` keeps answers to other requests apart."""
     return await asyncio.to_thread(_ask_and_wait, connections, method, arguments)
 
 

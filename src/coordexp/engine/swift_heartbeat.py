@@ -1,6 +1,8 @@
-"""Whether the workers of ``swift rollout`` get on while they decode: a page of memory that each of them writes after
-every step of its engine and the HTTP process reads, whose pipe to a worker is silent until an answer is whole. And the
-seeds of a call, by place. Imports nothing of ms-swift, whose trainers patch transformers' own.
+"""Parts of the plugin that need nothing of ms-swift, whose import patches transformers' trainers: a heartbeat of its
+workers in shared memory, requests one at a time, and seeds by place.
+
+ms-swift's pipe to a worker is silent until an answer is complete. So each worker writes a page of memory after every
+step of its engine, and the HTTP process reads it.
 """
 
 from __future__ import annotations
@@ -21,17 +23,17 @@ if TYPE_CHECKING:
 
 
 def seeded_by_place(config: RequestConfig | None, sizes: Sequence[int]) -> list[RequestConfig | None]:
-    """``config`` for each worker, which counts its own requests from 0; ``sizes``: how many each of them gets."""
+    """``config`` for each worker, which counts its own requests from 0; ``sizes``: number of requests of each."""
     if config is None or config.seed is None:
         return [config] * len(sizes)
     return [replace(config, seed=config.seed + sum(sizes[:index])) for index in range(len(sizes))]
 
 
-VARIABLE = "COORDEXP_SWIFT_PROGRESS"  # the page's file, for the workers
-_ENTRY = struct.Struct("<dQ")  # when the last step ended, by the clock that all processes share; how many there were
+VARIABLE = "COORDEXP_SWIFT_HEARTBEAT"  # the page's file, for the workers
+_ENTRY = struct.Struct("<dQ")  # end of the last step, by the clock that all processes share; number of steps
 
 
-class ProgressPage:
+class SharedHeartbeat:
     """One entry for each worker."""
 
     def __init__(self, path: str) -> None:
@@ -39,57 +41,53 @@ class ProgressPage:
             self._page = mmap.mmap(file.fileno(), 0)
 
     @classmethod
-    def create(cls, num_workers: int) -> ProgressPage:
-        """A page for the workers that this process starts from now on."""
-        descriptor, path = tempfile.mkstemp(prefix="coordexp-progress-")
+    def create(cls, num_workers: int) -> SharedHeartbeat:
+        """A page for the workers that this process starts afterwards."""
+        descriptor, path = tempfile.mkstemp(prefix="coordexp-heartbeat-")
         os.ftruncate(descriptor, _ENTRY.size * num_workers)
         os.close(descriptor)
         os.environ[VARIABLE] = path
         return cls(path)
 
     def forget_name(self) -> None:
-        """Once all workers have it: the page is gone with the last process."""
+        """Call it when all workers have the page: it then disappears with the last process."""
         Path(os.environ[VARIABLE]).unlink(missing_ok=True)
 
-    def note(self, worker: int) -> None:
-        """A step of ``worker``'s engine has ended."""
+    def record_step(self, worker: int) -> None:
         _, steps = _ENTRY.unpack_from(self._page, _ENTRY.size * worker)
         _ENTRY.pack_into(self._page, _ENTRY.size * worker, time.monotonic(), steps + 1)
 
     def last_step(self, worker: int) -> tuple[float, int]:
-        """When that of ``worker``'s engine ended, and how many it has done."""
+        """End of the last step of ``worker``'s engine, and number of its steps."""
         return _ENTRY.unpack_from(self._page, _ENTRY.size * worker)
 
     def silent_s(self, busy_since: dict[int, float]) -> float:
-        """For how long the slowest of the workers that have something to answer has done no step."""
+        """Seconds since the last step of the slowest worker that has requests; ``busy_since``: start of their call."""
         now = time.monotonic()
         return max((now - max(since, self.last_step(worker)[0]) for worker, since in busy_since.items()), default=0.0)
 
     def num_steps(self) -> int:
-        """Of all workers together."""
         return sum(self.last_step(worker)[1] for worker in range(len(self._page) // _ENTRY.size))
 
 
-def noted(step: Callable[..., Any], worker: int) -> Callable[..., Any]:
-    """``step`` of this worker's engine, noted on the page that the HTTP process gave it; itself where there is none."""
+def with_heartbeat(step: Callable[..., Any], worker: int) -> Callable[..., Any]:
+    """``step`` of this worker's engine, recorded on the HTTP process's page; ``step`` itself if there is no page."""
     path = os.environ.get(VARIABLE)
     if path is None:
         return step
-    page = ProgressPage(path)
+    page = SharedHeartbeat(path)
 
-    def step_and_note(*arguments: Any, **options: Any) -> Any:
+    def step_and_record(*arguments: Any, **options: Any) -> Any:
         outputs = step(*arguments, **options)
-        page.note(worker)
+        page.record_step(worker)
         return outputs
 
-    return step_and_note
+    return step_and_record
 
 
-class OneAtATime:
-    """ASGI middleware: requests after one another, as ms-swift's pipes to its workers want it; ``/health/`` between.
-
-    ms-swift itself holds its event loop while it waits for a worker, which comes to the same but for the probe.
-    """
+class SerializeRequests:
+    """ASGI middleware: one request at a time, as ms-swift's pipes to its workers require, except ``/health/``.
+    (ms-swift itself blocks its event loop while it waits for a worker, and the probe with it.)"""
 
     def __init__(self, app: Any) -> None:
         self._app = app

@@ -14,13 +14,13 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from coordexp.engine.plugin.swift_progress import VARIABLE, OneAtATime, ProgressPage, noted
+from coordexp.engine.swift_heartbeat import VARIABLE, SerializeRequests, SharedHeartbeat, with_heartbeat
 from coordexp.errors import ServerTimeout
 
 WORKER = """
 import sys, time
-from coordexp.engine.plugin.swift_progress import noted
-step = noted(lambda: time.sleep(0.05), 1)
+from coordexp.engine.swift_heartbeat import with_heartbeat
+step = with_heartbeat(lambda: time.sleep(0.05), 1)
 for _ in range(10):
     step()
 print("stepped", flush=True)
@@ -29,12 +29,12 @@ sys.stdin.read()
 
 
 @pytest.fixture
-def page(monkeypatch: pytest.MonkeyPatch) -> ProgressPage:
+def page(monkeypatch: pytest.MonkeyPatch) -> SharedHeartbeat:
     monkeypatch.setenv(VARIABLE, "")
-    return ProgressPage.create(2)
+    return SharedHeartbeat.create(2)
 
 
-def test_the_silence_of_a_worker_that_has_something_to_answer_grows(page: ProgressPage) -> None:
+def test_the_silence_of_a_worker_that_has_something_to_answer_grows(page: SharedHeartbeat) -> None:
     """The worker is another process, which waits behind its tenth step."""
     path = Path(os.environ[VARIABLE])
     worker = subprocess.Popen([sys.executable, "-c", WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -51,7 +51,7 @@ def test_the_silence_of_a_worker_that_has_something_to_answer_grows(page: Progre
     worker.communicate()
 
 
-def test_a_call_that_has_just_begun_is_no_silence(page: ProgressPage) -> None:
+def test_a_call_that_has_just_begun_is_no_silence(page: SharedHeartbeat) -> None:
     assert page.silent_s({0: time.monotonic()}) < 1.0
     page.forget_name()
 
@@ -59,7 +59,7 @@ def test_a_call_that_has_just_begun_is_no_silence(page: ProgressPage) -> None:
 def test_without_a_page_an_engine_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     step = object()
-    assert noted(step, 0) is step  # type: ignore[arg-type]
+    assert with_heartbeat(step, 0) is step  # type: ignore[arg-type]
 
 
 def test_probes_are_answered_between_requests_that_come_one_at_a_time() -> None:
@@ -78,7 +78,7 @@ def test_probes_are_answered_between_requests_that_come_one_at_a_time() -> None:
     async def health() -> int:
         return len(under_way)
 
-    app.add_middleware(OneAtATime)
+    app.add_middleware(SerializeRequests)
 
     async def ask() -> tuple[list[int], int]:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:

@@ -1,1 +1,0 @@
-"""The plugin for ``swift rollout``: it runs inside ms-swift's processes."""
