@@ -22,11 +22,10 @@ PATHS: dict[str, list[tuple[str, str, str]]] = {
     "key": [
         ("config/source.py", "read_document", "reads the YAML and what it `extends`, and remembers each key's line"),
         ("config/rollout.py", "RolloutMatchingConfig.decode_batch_size", "declares the key: type, bounds, default"),
-        ("config/checks.py", "cross_checks", "checks it against keys of other sections"),
-        ("config/load.py", "validate", "gathers every problem, or gives the `RunConfig`"),
-        ("config/schema.py", "resolved_rollout", "settles nulls that stand for other keys"),
-        ("engine/__init__.py", "build_backend", "hands its value to the backend"),
-        ("rollouts/hf.py", "HFBackend.generate", "reads it: requests of one `generate`"),
+        ("config/load.py", "validate", "returns the `RunConfig`, or raises with every problem of the file"),
+        ("training/build.py", "check_run", "takes its section, with nulls that stand for other keys filled in"),
+        ("engine/__init__.py", "build_backend", "passes the section to the backend that it names"),
+        ("engine/server_backend.py", "ServerBackend.batch_size", "uses it: this rank's share of all servers"),
     ],
     "image": [
         ("data/dataset_cache.py", "open_records", "reads or maps the record; the image's header is checked"),

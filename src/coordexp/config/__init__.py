@@ -3,7 +3,8 @@
 from coordexp.config.checks import advice
 from coordexp.config.environment import check_world_size
 from coordexp.config.load import load_config, parse_config, resolved_yaml
-from coordexp.config.schema import RunConfig, resolved_rollout, rollout_contract
+from coordexp.config.rollout import resolved_rollout
+from coordexp.config.schema import RunConfig, rollout_contract
 from coordexp.errors import ConfigError
 
 __all__ = [

@@ -37,8 +37,10 @@ class StrictModel(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        for field in cls.model_fields.values():
-            field.description = " ".join((field.description or "").split())  # source lines are no lines of a message
+        for name, field in cls.model_fields.items():
+            inherited = getattr(cls.__base__, "model_fields", {}).get(name)
+            text = field.description or (inherited.description if inherited else None) or ""
+            field.description = " ".join(text.split())  # line breaks of the source are none of a message
 
 
 Count = Annotated[int, Field(ge=1)]

@@ -1,5 +1,4 @@
-"""The contract explained: a resolved configuration, key by key, with where each value comes from; what differs between
-two of them; and a JSON Schema, by which editors complete keys, explain them and underline mistakes."""
+"""A resolved configuration with the source of each value, the differences of two, and a JSON Schema for editors."""
 
 from __future__ import annotations
 
@@ -110,7 +109,6 @@ def _leaves(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
 
 
 def _is_entries(value: Any) -> TypeGuard[list[dict[str, Any]]]:
-    """Is this a list of sections, such as servers or modules?"""
     return isinstance(value, list) and bool(value) and all(isinstance(item, dict) and item for item in value)
 
 
@@ -119,7 +117,6 @@ def _key(key: str) -> str:
 
 
 def _flow(value: Any) -> str:
-    """A value as YAML on one line."""
     return dump_yaml([value], flow=True)[1:-2]
 
 
@@ -127,8 +124,8 @@ _ENVIRONMENT = r"\$\{env:"
 
 
 def json_schema() -> dict[str, Any]:
-    """Draft 2020-12. It says less than :func:`coordexp.config.load_config` checks: no rules between keys. Sections may
-    be partial, because a file may extend another; entries of lists may not."""
+    """Draft 2020-12, without the rules between keys. Sections may be partial, because a file may extend another;
+    entries of lists may not."""
     schema = RunConfig.model_json_schema(mode="validation")
     definitions = schema["$defs"]
     whole = _inside_lists(schema, definitions)
@@ -155,7 +152,7 @@ def json_schema_text() -> str:
 
 
 def _inside_lists(schema: dict[str, Any], definitions: dict[str, Any]) -> set[str]:
-    """Definitions that only stand inside lists. Lists are replaced as a whole, so their entries are complete."""
+    """Definitions used in lists only. Lists are replaced as a whole, so their entries are complete."""
     names: set[str] = set()
 
     def walk(node: Any, inside: bool) -> None:
@@ -178,7 +175,7 @@ def _inside_lists(schema: dict[str, Any], definitions: dict[str, Any]) -> set[st
 
 
 def _adapt(node: Any) -> None:
-    """Lets ``${env:NAME}`` stand where a number or a truth value is expected; drops what editors show twice."""
+    """Allow ``${env:NAME}`` where a number or a truth value is expected; drop what editors would show twice."""
     if isinstance(node, list):
         for item in node:
             _adapt(item)

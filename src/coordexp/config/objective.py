@@ -57,7 +57,7 @@ class CoordDiagConfig(StrictModel):
 
 
 class _Spec(StrictModel):
-    name: str  # each kind of entry has its own
+    name: str
     """module"""
     enabled: bool
     """run this module"""
@@ -65,6 +65,8 @@ class _Spec(StrictModel):
     """factor on the module's whole loss"""
     channels: Annotated[ListOf[Channel], Field(min_length=1)]
     """training channels the module acts in: a list of 'A' and 'B'"""
+    config: StrictModel
+    """the module's own keys"""
 
     @field_validator("channels")
     @classmethod
@@ -78,36 +80,28 @@ class TokenCESpec(_Spec):
     """One entry of the pipeline: ``token_ce``."""
 
     name: Literal["token_ce"]
-    """module"""
     config: TokenCEConfig
-    """the module's own keys"""
 
 
 class CoordRegSpec(_Spec):
     """One entry of the pipeline: ``coord_reg``."""
 
     name: Literal["coord_reg"]
-    """module"""
     config: CoordRegConfig
-    """the module's own keys"""
 
 
 class BBoxGeoSpec(_Spec):
     """One entry of the pipeline: ``bbox_geo``."""
 
     name: Literal["bbox_geo"]
-    """module"""
     config: BBoxGeoConfig
-    """the module's own keys"""
 
 
 class CoordDiagSpec(_Spec):
     """One entry of the diagnostics: ``coord_diag``."""
 
     name: Literal["coord_diag"]
-    """module"""
     config: CoordDiagConfig
-    """the module's own keys"""
 
 
 ObjectiveSpec = Annotated[Union[TokenCESpec, CoordRegSpec, BBoxGeoSpec], Field(discriminator="name")]  # noqa: UP007

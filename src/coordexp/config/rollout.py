@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
 from coordexp.config.base import Count, FilePath, ListOf, NonNegative, Positive, Probability, Share, StrictModel
 from coordexp.config.objective import PipelineConfig
 from coordexp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from coordexp.config.schema import RunConfig
 
 FIELD_ORDER: Literal["desc_first", "geometry_first"] = "desc_first"
 """Default of ``custom.object_field_order``."""
@@ -391,3 +394,19 @@ class Stage2ABConfig(StrictModel):
     coord_decode_mode: CoordDecodeMode = "exp"
     pipeline: PipelineConfig
     """the objective of both channels; each module names its own"""
+
+
+def resolved_rollout(config: RunConfig) -> RolloutMatchingConfig:
+    """The section with each null that stands for another key replaced by that key's value, and ``auto`` by its meaning.
+
+    A configuration without the section decodes with transformers by the section's defaults: stage 1 evaluates so.
+    """
+    rollout = config.rollout_matching or RolloutMatchingConfig(rollout_backend="hf")
+    vllm = rollout.vllm
+    engine = {
+        "max_model_len": vllm.max_model_len or config.global_max_length,
+        "dtype": vllm.dtype or config.model.dtype,
+        "max_lora_rank": vllm.adapter_rank(config.tuner.lora_rank),
+        "sync": vllm.sync.model_copy(update={"mode": vllm.sync.resolved(vllm.enable_lora)}),
+    }
+    return rollout.model_copy(update={"vllm": vllm.model_copy(update=engine)})

@@ -3,14 +3,12 @@ keys, which :func:`coordexp.config.load_config` applies."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from coordexp.config.base import Count, FilePath, ListOf, NonNegative, Positive, Probability, Share, StrictModel
-from coordexp.config.rollout import FIELD_ORDER, RolloutMatchingConfig, Stage2ABConfig
+from coordexp.config.rollout import FIELD_ORDER, RolloutMatchingConfig, Stage2ABConfig, resolved_rollout
 from coordexp.config.training import DeepSpeedConfig, FSDPConfig, LaunchConfig, TrainingConfig
 
 
@@ -196,41 +194,17 @@ class AnswerConfig(StrictModel):
         )
 
 
-def resolved_rollout(config: RunConfig) -> RolloutMatchingConfig:
-    """The section with each null that stands for another key replaced by that key's value, and ``auto`` by its meaning.
-
-    A configuration without the section decodes with transformers by the section's defaults: stage 1 evaluates so.
-    """
-    rollout = config.rollout_matching or RolloutMatchingConfig(rollout_backend="hf")
-    vllm = rollout.vllm
-    engine = {
-        "max_model_len": vllm.max_model_len or config.global_max_length,
-        "dtype": vllm.dtype or config.model.dtype,
-        "max_lora_rank": vllm.adapter_rank(config.tuner.lora_rank),
-        "sync": vllm.sync.model_copy(update={"mode": vllm.sync.resolved(vllm.enable_lora)}),
-    }
-    return rollout.model_copy(update={"vllm": vllm.model_copy(update=engine)})
-
-
-def rollout_contract(config: RunConfig) -> Mapping[str, Any]:
-    """``rollout_matching_cfg`` of the contract: :func:`resolved_rollout` as a read-only mapping of plain values, with
-    the keys of packing and of the order of objects and fields."""
+def rollout_contract(config: RunConfig) -> dict[str, Any]:
+    """``rollout_matching_cfg`` of the contract: :func:`resolved_rollout` as plain values, with the keys of packing and
+    of the order of objects and fields."""
     training, custom = config.training, config.custom
-    return _frozen(
-        {
-            **resolved_rollout(config).model_dump(mode="json"),
-            "packing_enabled": training.packing,
-            "packing_length": config.global_max_length,
-            "packing_buffer": training.packing_buffer,
-            "packing_min_fill_ratio": training.packing_min_fill_ratio,
-            "packing_drop_last": training.packing_drop_last,
-            "object_ordering": custom.object_ordering,
-            "object_field_order": custom.object_field_order,
-        }
-    )
-
-
-def _frozen(value: Any) -> Any:
-    if isinstance(value, dict):
-        return MappingProxyType({key: _frozen(item) for key, item in value.items()})
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+    return {
+        **resolved_rollout(config).model_dump(mode="json"),
+        "packing_enabled": training.packing,
+        "packing_length": config.global_max_length,
+        "packing_buffer": training.packing_buffer,
+        "packing_min_fill_ratio": training.packing_min_fill_ratio,
+        "packing_drop_last": training.packing_drop_last,
+        "object_ordering": custom.object_ordering,
+        "object_field_order": custom.object_field_order,
+    }

@@ -1,13 +1,9 @@
-"""YAML files and words of a command line (``training.max_steps=3``) → plain data that knows where each key was written:
+"""YAML files and command-line words (``training.max_steps=3``) as plain data that knows where each key was written:
 ``extends``, environment variables, overrides.
 
-Positions come from PyYAML's own nodes. By hand, although ruamel.yaml keeps positions: it reads a resolved run of 241
-lines in 56 ms where this takes 4 (0.19.1, best of 7, a 2-core Xeon), as only its parser in Python keeps them. It has
-no line for a key that ``<<`` brings, stops at the first key that stands twice, and has no part in what takes the
-lines here: ``extends``, variables, keys on the command line.
-
-The YAML is that of version 1.2 where 1.1 surprises: ``no`` and ``on`` are words, ``1e-3`` is a number, ``1:30`` and
-``2026-01-31`` are text.
+The YAML is version 1.2: ``no`` and ``on`` are words, ``1e-3`` is a number, ``1:30`` and ``2026-01-31`` are text.
+Positions come from PyYAML's nodes: ruamel.yaml keeps positions too, but is 14 times slower, has no line for a key that
+``<<`` brings, and stops at the first key that is given twice.
 """
 
 from __future__ import annotations
@@ -97,12 +93,12 @@ def read_document(path: str | Path, overrides: Mapping[str, Any] | None = None) 
     """
     document = _read(Path(path), ())
     for key, value in (overrides or {}).items():
-        put(document, parse_dotted(key), value, "override")
+        _put(document, parse_dotted(key), value, "override")
     return document
 
 
-def put(document: Document, path: KeyPath, value: Any, origin: str) -> None:
-    """Set one key; mappings on the way are created. Raises ConfigError for an entry of a list that is not there."""
+def _put(document: Document, path: KeyPath, value: Any, origin: str) -> None:
+    """Set one key; missing mappings are created. Raises ConfigError for an index outside of a list."""
     here: Any = document.data
     for end, part in enumerate(path, start=1):
         if isinstance(here, list) != isinstance(part, int) or (isinstance(part, int) and part >= len(here)):
@@ -121,28 +117,6 @@ def put(document: Document, path: KeyPath, value: Any, origin: str) -> None:
         here = below
     _forget(document, path)
     document.origin[path] = origin
-
-
-def put_text(document: Document, path: KeyPath, text: str, origin: str) -> None:
-    """Set one key to a value that is written as YAML on one line, outside of a file: ``origin`` says where.
-
-    Raises ConfigError as :func:`put` does; what is wrong with the value is one of the document's problems.
-    """
-    value, loader = None, None
-    try:
-        loader = _Loader(text)
-        node = loader.get_single_node()
-        reader = _NodeReader(loader, origin, with_lines=False)
-        value = None if node is None else reader.read(node, path, ())
-        put(document, path, value, origin)
-        document.origin |= reader.document.origin
-        document.problems += reader.document.problems
-    except yaml.YAMLError as error:
-        put(document, path, None, origin)
-        document.problems.append(Problem(path, f"not valid YAML: {getattr(error, 'problem', None) or error}"))
-    finally:
-        if loader is not None:
-            loader.dispose()
 
 
 def dump_yaml(data: Any, flow: bool = False) -> str:
@@ -223,7 +197,6 @@ def _parse(path: Path) -> Document:
         raise ConfigError(f"{path}: no such file (working directory: {Path.cwd()})") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read as UTF-8 text: {error}") from error
-    loader = None
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
@@ -240,9 +213,6 @@ def _parse(path: Path) -> Document:
         raise ConfigError(f"{where}: not valid YAML: {getattr(error, 'problem', None) or error}") from error
     except RecursionError:
         raise ConfigError(f"{path}: nested too deeply") from None
-    finally:
-        if loader is not None:
-            loader.dispose()
 
 
 _MOST_NODES = 100_000  # a few lines of aliases can stand for any number
@@ -347,16 +317,16 @@ class _NodeReader:
         self.document.problems.append(Problem(here, message))
 
 
-COMMAND_LINE = "command line"
+_COMMAND_LINE = "command line"
 _KEY = re.compile(r"[^.\[\]=\s]+(\[\d+\])*(\.[^.\[\]=\s]+(\[\d+\])*)*")
 
 
 def apply_arguments(document: Document, arguments: Sequence[str]) -> None:
-    """Put ``arguments`` on top of ``document``, with "command line" as their place.
+    """Put ``arguments`` (``key.path=value``) on top of ``document``; their place is "command line".
 
     Raises:
-        ConfigError: a word that is no ``key.path=value``, a key given twice, an entry of a list that is not there. What
-            is wrong with a value is one of the document's problems.
+        ConfigError: a word that is not ``key.path=value``, a key given twice, an index outside of a list. An invalid
+            value is one of the document's problems.
     """
     complaints: list[str] = []
     given: dict[KeyPath, str] = {}
@@ -369,6 +339,18 @@ def apply_arguments(document: Document, arguments: Sequence[str]) -> None:
         else:
             given[path] = text
     if complaints:
-        raise ConfigError("\n".join(f"{COMMAND_LINE}: {complaint}" for complaint in complaints))
+        raise ConfigError("\n".join(f"{_COMMAND_LINE}: {complaint}" for complaint in complaints))
     for path, text in given.items():
-        put_text(document, path, text, COMMAND_LINE)
+        value = None
+        try:
+            loader = _Loader(text)
+            node = loader.get_single_node()
+            reader = _NodeReader(loader, _COMMAND_LINE, with_lines=False)
+            value = None if node is None else reader.read(node, path, ())
+        except yaml.YAMLError as error:
+            document.problems.append(Problem(path, f"not valid YAML: {getattr(error, 'problem', None) or error}"))
+            reader = None
+        _put(document, path, value, _COMMAND_LINE)
+        if reader is not None:
+            document.origin |= reader.document.origin
+            document.problems += reader.document.problems

@@ -68,3 +68,10 @@ def test_what_was_removed_below_the_old_section_is_not_sent_to_the_new_one() -> 
     old = {"rollout_buffer": {"enabled": True}, "num_return_sequences": 4}
     lines = problems(set_key(stage2(), "custom.extra.rollout_matching", old))
     assert ["has no replacement" in lines[0], "exactly one answer" in lines[1], len(lines)] == [True, True, 2]
+
+
+def test_keys_that_guidance_names_exist() -> None:
+    words = {word.strip(",;.:()") for text in REMOVED_KEYS.values() for word in text.split()}
+    named = {word for word in words if word.split(".")[0] in RunConfig.model_fields and "." in word and "[" not in word}
+    assert len(named) > 20
+    assert {word for word in named if not _declared(word) and not word.startswith("section")} == set()

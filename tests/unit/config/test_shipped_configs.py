@@ -8,7 +8,7 @@ import pytest
 from coordexp.config import load_config, resolved_yaml
 
 ROOT = Path(__file__).parents[3]
-SHIPPED = sorted((ROOT / "configs").rglob("*.yaml"))
+SHIPPED = sorted([*(ROOT / "configs").rglob("*.yaml"), *(ROOT / "checkpoints").glob("*/resolved_config.yaml")])
 
 
 def test_there_are_some():
