@@ -158,15 +158,11 @@ def test_an_image_of_too_many_pixels_is_refused_before_it_is_decoded(monkeypatch
 
 @pytest.mark.parametrize("sign", ["engine_silent_s", "engine_tokenless_s"])
 def test_a_learner_gives_up_on_a_server_whose_engine_does_not_get_on(sign: str) -> None:
-    from coordexp.engine.server_backend import ServerBackend
+    from coordexp.engine.server_backend import LivenessWatch
     from support.fake_rollout_server import FakeRolloutServer
 
     with FakeRolloutServer(1) as fake:
         fake.reply = lambda path, body: (200, {"status": "ok", "engine_silent_s": 0.1, sign: 7.5})  # type: ignore[method-assign]
-        watcher: Any = SimpleNamespace(
-            _heard_while_decoding={0}, _clients=[client_to(fake.url, 1)], _heard_at={}, _timeout_s=8.0
-        )
-        ServerBackend._watch(watcher, {0})
-        watcher._timeout_s = 7.0
+        LivenessWatch({0: client_to(fake.url, 1)}, 8.0).check({0})
         with pytest.raises(ServerTimeout, match="its engine has not got on for 8 s"):
-            ServerBackend._watch(watcher, {0})
+            LivenessWatch({0: client_to(fake.url, 1)}, 7.0).check({0, 1})

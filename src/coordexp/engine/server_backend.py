@@ -1,8 +1,7 @@
-"""Rollouts by servers: ``coordexp serve`` or ``swift rollout``, one or many, pushed to and asked over the network.
+"""Rollouts by servers, ``coordexp serve`` or ``swift rollout``, one or many.
 
-Requests of a whole optimizer step are dealt to servers, micro-step after micro-step, and sent as soon as the receiving
-devices have room: at most ``decode_batch_size`` sequences on each, over all learner ranks. Under torchrun rank 0 alone
-pushes weights, between barriers, and its outcome is everybody's.
+Requests of a whole optimizer step are distributed over the servers, micro-step after micro-step, and sent as soon as the
+receiving devices have room: at most ``decode_batch_size`` sequences on each, over all ranks. Rank 0 alone pushes weights.
 """
 
 from __future__ import annotations
@@ -36,7 +35,11 @@ if TYPE_CHECKING:
     from coordexp.engine.push import WeightPusher
 
 
+logger = logging.getLogger("coordexp")
 Reply = TypeVar("Reply")
+WATCH_S = 30.0  # after so long without any answer, the servers that owe one are checked for signs of life
+SIGN_OF_LIFE_S = 5.0
+RETRY_WAIT_S = 1.0
 
 
 def in_flight(
@@ -89,13 +92,6 @@ def in_flight(
     assert not any(waiting), "a post larger than its server's slots"
 
 
-logger = logging.getLogger("coordexp")
-
-WATCH_S = 30.0  # without any answer for so long, the servers that owe one are asked whether they live
-SIGN_OF_LIFE_S = 5.0
-RETRY_WAIT_S = 1.0
-
-
 class ServerKind(Enum):
     """What answers at a ``base_url``, by its ``/status/``."""
 
@@ -127,6 +123,46 @@ class ServerKind(Enum):
     def serializes_calls(self) -> bool:
         """Whether it decodes one call after the other, so that the small calls of many micro-steps decode alone."""
         return self is not ServerKind.COORDEXP
+
+
+class LivenessWatch:
+    """Gives up on a server that owes answers and shows no sign of life for ``timeout_s``: of the process that answers
+    HTTP, or of the engine behind it. (TCP keep-alive notices a dead process or machine.)"""
+
+    def __init__(self, clients: Mapping[int, ServerClient], timeout_s: float) -> None:
+        """``clients``: by server index, of those that answer ``/health/`` while they decode."""
+        self._clients = clients
+        self._timeout_s = timeout_s
+        self._heard_at = dict.fromkeys(clients, time.monotonic())
+
+    def heard(self, server: int) -> None:
+        """An answer is a sign of life."""
+        self._heard_at[server] = time.monotonic()
+
+    def check(self, servers: set[int]) -> None:
+        """
+        Raises:
+            ServerTimeout: one of ``servers``, which owe answers, shows no sign of life.
+        """
+        for server in sorted(servers & self._clients.keys()):
+            client, heard_at = self._clients[server], self._heard_at[server]
+            left_s = self._timeout_s - (time.monotonic() - heard_at)
+            try:
+                stall_seconds = client.engine_stall_seconds(timeout_s=max(0.5, min(SIGN_OF_LIFE_S, left_s)))
+            except ServerTimeout as error:
+                silent_s = time.monotonic() - heard_at
+                if silent_s >= self._timeout_s:
+                    raise ServerTimeout(
+                        f"{client.base_url}: owes answers and gave no sign of life for {silent_s:.0f} s; see its log"
+                    ) from error
+            else:
+                self.heard(server)
+                if stall_seconds >= self._timeout_s:
+                    raise ServerTimeout(
+                        f"{client.base_url}: owes answers and its engine has not got on for {stall_seconds:.0f} s (no "
+                        "sign of life, or no token), while the process before it lives; restart the server, and see "
+                        "its log"
+                    )
 
 
 class ServerBackend:
@@ -172,7 +208,6 @@ class ServerBackend:
         self._weights: WeightVersion | None = None
         self._last_push: Mapping[str, Any] = {}
         self._calls: list[dict[str, Any]] = []
-        self._heard_at: dict[int, float] = {}
         self._metrics: Counter[str] = Counter()
         self._lock = threading.Lock()  # guards the metrics, which call threads count in
 
@@ -198,10 +233,10 @@ class ServerBackend:
         return gathered(self.generate_window([RolloutRound(tuple(requests), seeds)]), on_answer)
 
     def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[IndexedRollout]:
-        """As :meth:`RolloutBackend.generate_window`; may be gone through in another thread, while the learner learns.
+        """As :meth:`RolloutBackend.generate_window`; may be iterated in another thread, while the trainer trains.
 
-        Each answer must come from the weights that the servers have *now*, when they are asked; the next
-        :meth:`sync_weights` must wait until the last answer is there.
+        Every answer must come from the weights that the servers have now; the next :meth:`sync_weights` must wait for
+        the last answer.
         """
         batches = plan_calls([len(one.requests) for one in rounds], self._slots)
         posts = plan_posts(batches, self._joined)
@@ -217,10 +252,11 @@ class ServerBackend:
     def _answers(
         self, posts: Sequence[Post], rounds: Sequence[RolloutRound], weights: WeightVersion
     ) -> Iterator[IndexedRollout]:
-        self._heard_at = dict.fromkeys(range(len(self._clients)), time.monotonic())
+        watched = {index: self._clients[index] for index, kind in enumerate(self._kinds) if kind.reports_health}
+        watch = LivenessWatch(watched, self._timeout_s)
         watch_s = min(WATCH_S, self._timeout_s / 5)
-        for post, items in in_flight(posts, self._slots, lambda post: self._ask(post, rounds), self._watch, watch_s):
-            self._heard_at[post.server] = time.monotonic()  # an answer is a sign of life
+        for post, items in in_flight(posts, self._slots, lambda post: self._ask(post, rounds), watch.check, watch_s):
+            watch.heard(post.server)
             where = f"{self._clients[post.server].base_url}/infer/"
             stamped = self._kinds[post.server].stamps_answers
             for place, ((round_idx, index), item) in enumerate(zip(_places(post), items, strict=True)):
@@ -240,7 +276,6 @@ class ServerBackend:
 
     @property
     def batch_size(self) -> int:
-        """This rank's share of all servers' devices."""
         return chunk_size(self._decode_batch_size, self._world_sizes, distributed.world_size())
 
     def sync_weights(self, version: int) -> None:
@@ -265,7 +300,6 @@ class ServerBackend:
     def release(self) -> None: ...
 
     def last_report(self) -> Mapping[str, Any]:
-        """Servers, calls, seeds, caps and weights of the last round."""
         return {
             "backend": "vllm",
             "mode": "server",
@@ -292,13 +326,12 @@ class ServerBackend:
         return {"rollout/repeat_terminate_active": float(self._guarded), "rollout/server_retries_total": 0.0, **taken}
 
     def close(self) -> None:
-        """Leave the weight groups and drop the connections."""
         self._pusher.close()
         for client in self._clients:
             client.close()
 
     def _describe(self, number: int, post: Post, call: Call, rounds: Sequence[RolloutRound]) -> dict[str, Any]:
-        """A call as it travels: in the window's post ``number``, with that post's one seed."""
+        """A call as it is sent: in the window's post ``number``, with that post's one seed."""
         return {
             "server": call.server,
             "post": number,
@@ -340,37 +373,13 @@ class ServerBackend:
             self._still_ours(client)
 
     def _still_ours(self, client: ServerClient) -> None:
-        """A server that broke a connection may have been started anew, with the weights it found on disk: its answers
-        must then say which weights they come from, which ms-swift's own do not."""
+        """A server that broke a connection may have been restarted, with the weights on disk. Its answers must then say
+        which weights they come from, which ms-swift's own do not."""
         if client.status() is None:
             raise ServerRefused(
                 f"{client.base_url}: the connection broke, and this server cannot tell which weights it has; restart "
                 "it and resume from the last checkpoint, or use coordexp serve, which can"
             )
-
-    def _watch(self, servers: set[int]) -> None:
-        """Servers may take their time over answers, but not over a sign of life, where they can give one: of the
-        process that answers HTTP, and of the engine behind it. (Of others a dead process or machine shows by its
-        connection, which TCP probes.)"""
-        for server in sorted(server for server in servers if self._kinds[server].reports_health):
-            client, heard_at = self._clients[server], self._heard_at.setdefault(server, time.monotonic())
-            left_s = self._timeout_s - (time.monotonic() - heard_at)
-            try:
-                stall_seconds = client.engine_stall_seconds(timeout_s=max(0.5, min(SIGN_OF_LIFE_S, left_s)))
-            except ServerTimeout as error:
-                silent_s = time.monotonic() - heard_at
-                if silent_s >= self._timeout_s:
-                    raise ServerTimeout(
-                        f"{client.base_url}: owes answers and gave no sign of life for {silent_s:.0f} s; see its log"
-                    ) from error
-            else:
-                self._heard_at[server] = time.monotonic()
-                if stall_seconds >= self._timeout_s:
-                    raise ServerTimeout(
-                        f"{client.base_url}: owes answers and its engine has not got on for {stall_seconds:.0f} s (no "
-                        "sign of life, or no token), while the process before it lives; restart the server, and see "
-                        "its log"
-                    )
 
 
 def _places(post: Post) -> list[tuple[int, int]]:
