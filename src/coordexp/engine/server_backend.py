@@ -1,7 +1,8 @@
 """Rollouts by servers, ``coordexp serve`` or ``swift rollout``, one or many.
 
-Requests of a whole optimizer step are distributed over the servers, micro-step after micro-step, and sent as soon as the
-receiving devices have room: at most ``decode_batch_size`` sequences on each, over all ranks. Rank 0 alone pushes weights.
+Requests of a whole optimizer step are distributed over the servers, micro-step after micro-step, and sent as soon as
+the receiving devices have room: at most ``decode_batch_size`` sequences on each, over all ranks. Rank 0 alone pushes
+weights.
 """
 
 from __future__ import annotations
