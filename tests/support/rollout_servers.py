@@ -18,7 +18,7 @@ import psutil
 import torch
 
 from coordexp.engine.client import ServerClient
-from coordexp.launch.processes import descendants
+from coordexp.launch.supervisor import descendants
 from coordexp.modeling.load import LoadedModel, load_model
 from coordexp.modeling.tiny import TinySpec, build_tiny_checkpoint
 from coordexp.records import RolloutRequest

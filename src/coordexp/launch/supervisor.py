@@ -2,11 +2,15 @@
 
 ``coordexp launch`` (:func:`run_plan`) starts a supervisor process and holds the other end of its standard input. The
 plan arrives there in one line; when the pipe closes, the launcher is gone, even by SIGKILL, and the supervisor ends
-everything. If the supervisor is killed instead, the launcher adopts what it started and ends it.
+everything. If the supervisor is killed instead, the launcher adopts its processes and ends them.
+
+Launched programs start others, some in new sessions, some renamed, some orphaned when their parent is killed. Launcher
+and supervisor are *subreapers*: orphans below them become their children, so nothing leaves the tree that psutil reads.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
 import shutil
@@ -15,17 +19,21 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
+import psutil
+
 from coordexp.config.rollout import RepeatTerminateConfig
 from coordexp.distributed import RENDEZVOUS
 from coordexp.engine.client import ServerClient, api_key_from_environment
+from coordexp.engine.engine_process import die_with_parent
 from coordexp.engine.guard_activation import ACTIVATION_PATH, check_guard
 from coordexp.errors import CoordExpError, LaunchFailed, RolloutError
 from coordexp.launch.plan import SERVER_ONLY, LaunchPlan, ProcessPlan, ServerPlan, plan_from_json
-from coordexp.launch.processes import adopt_orphans, die_with_parent, end_descendants, exit_code
 
 POLL_S = 0.2
 PROBE_S = 5.0
@@ -37,6 +45,8 @@ LOG_TAIL_LINES = 25
 LAST_BYTES = 4096
 FAILED = 1
 _CLEAR_LINE = "\r\x1b[2K"
+REAP_POLL_S = 0.05
+_PR_SET_CHILD_SUBREAPER = 36  # a request to the kernel for which psutil has no function
 
 
 def run_plan(plan: LaunchPlan) -> int:
@@ -270,6 +280,70 @@ def _last_line(log: Path) -> str:
         file.seek(max(0, log.stat().st_size - LAST_BYTES))
         lines = file.read().decode("utf-8", errors="replace").splitlines()
     return next((line for line in reversed(lines) if line.strip()), "")
+
+
+# -- process trees (on Linux; elsewhere a launcher that is killed leaves its processes behind)
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of every descendant that loses its own."""
+    if sys.platform.startswith("linux"):
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), "prctl failed")
+
+
+def descendants(pid: int) -> list[int]:
+    """Every living process below ``pid``, each after its parent."""
+    return _living_below(pid, recursive=True)
+
+
+def end_descendants(grace_s: float) -> None:
+    """End everything below this process: SIGTERM once to each child, and to each orphan as it is adopted; SIGKILL to
+    the rest after ``grace_s``."""
+    own = os.getpid()
+    asked: set[int] = set()
+    deadline = time.monotonic() + grace_s
+    while descendants(own) and time.monotonic() < deadline:
+        children = set(_living_below(own, recursive=False))
+        _signal(children - asked, signal.SIGTERM)
+        asked |= children
+        _reap()
+        time.sleep(REAP_POLL_S)
+    while left := descendants(own):  # repeatedly: a process may have started another meanwhile
+        _signal(left, signal.SIGKILL)
+        _reap()
+        time.sleep(REAP_POLL_S)
+    _reap()
+
+
+def exit_code(returncode: int) -> int:
+    """``subprocess``'s return code as shells report it: 128 + number for a signal."""
+    return 128 - returncode if returncode < 0 else returncode
+
+
+def _reap() -> None:
+    """Collect adopted orphans, which would stay as zombies. Takes the exit codes of ``subprocess``'s children too, so
+    call it only when those are done with."""
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _living_below(pid: int, *, recursive: bool) -> list[int]:
+    living = []
+    with suppress(psutil.NoSuchProcess):  # it has just ended, and its children have another parent
+        for process in psutil.Process(pid).children(recursive):
+            with suppress(psutil.NoSuchProcess):
+                if process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+                    living.append(process.pid)
+    return living
+
+
+def _signal(pids: Iterable[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def main() -> None:
