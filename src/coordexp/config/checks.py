@@ -217,225 +217,125 @@ def _engine_takes_the_adapter(config: RunConfig) -> Findings:
 
 RULES: tuple[Rule | RolloutRule | Callable[[RunConfig], Findings], ...] = (
     # variants and their objectives
-    Rule(
-        "stage2_ab",
-        lambda c: c.stage2_ab is not None and c.custom.trainer_variant != "stage2_two_channel",
-        "only two-channel training reads it; set custom.trainer_variant: stage2_two_channel, or remove it",
-    ),
-    Rule(
-        "stage2_ab",
-        lambda c: c.stage2_ab is None and c.custom.trainer_variant == "stage2_two_channel",
-        "missing; custom.trainer_variant: stage2_two_channel needs schedule.b_ratio and pipeline in it",
-    ),
-    Rule(
-        _RM,
-        lambda c: (
-            c.custom.trainer_variant == "stage2_two_channel"
-            and c.rollout_matching is None
-            and c.stage2_ab is not None
-            and c.stage2_ab.schedule.b_ratio > 0
-        ),
-        "missing; Channel-B makes rollouts (stage2_ab.schedule.b_ratio is {c.stage2_ab.schedule.b_ratio:g}). Add "
-        "the section, or set b_ratio: 0",
-    ),
+    Rule("stage2_ab", lambda c: c.stage2_ab is not None and c.custom.trainer_variant != "stage2_two_channel",
+         "only two-channel training reads it; set custom.trainer_variant: stage2_two_channel, or remove it"),
+    Rule("stage2_ab", lambda c: c.stage2_ab is None and c.custom.trainer_variant == "stage2_two_channel",
+         "missing; custom.trainer_variant: stage2_two_channel needs schedule.b_ratio and pipeline in it"),
+    Rule(_RM,
+         lambda c: (c.custom.trainer_variant == "stage2_two_channel" and c.rollout_matching is None
+             and c.stage2_ab is not None and c.stage2_ab.schedule.b_ratio > 0),
+         "missing; Channel-B makes rollouts (stage2_ab.schedule.b_ratio is {c.stage2_ab.schedule.b_ratio:g}). Add the"
+         " section, or set b_ratio: 0"),
     _variant_has_its_pipeline,
     _both_channels_train,
-    RolloutRule(
-        f"{_RM}.monitor_dump.enabled",
-        lambda c, r: c.custom.trainer_variant is None and r.monitor_dump.enabled,
-        "only stage 2 makes rollouts to record; set custom.trainer_variant: stage2_rollout_aligned, or false",
-    ),
-    RolloutRule(
-        f"{_RM}.target.answer",
-        lambda c, r: c.custom.trainer_variant is None and r.target.answer != "as_written",
-        "only stage 2 trains on answers; set custom.trainer_variant: stage2_rollout_aligned, or as_written",
-    ),
-    Rule(
-        "custom.coord_soft_ce_w1",
-        lambda c: c.custom.coord_soft_ce_w1 is not None and c.custom.trainer_variant is not None,
-        "belongs to stage 1; stage 2 declares its coordinate losses in rollout_matching.pipeline or "
-        "stage2_ab.pipeline (coord_reg). Remove this section",
-    ),
-    Rule(
-        "data.augment",
-        lambda c: c.data.augment is not None and c.custom.trainer_variant is not None,
-        "belongs to stage 1: rollouts of stage 2 read image files as they are. Remove it",
-    ),
-    Rule(
-        "data.augment.scale",
-        lambda c: c.data.augment is not None and c.data.augment.scale[0] > c.data.augment.scale[1],
-        "the least factor comes first, {c.data.augment.scale[0]} is more than {c.data.augment.scale[1]}; swap them",
-    ),
+    RolloutRule(f"{_RM}.monitor_dump.enabled",
+                lambda c, r: c.custom.trainer_variant is None and r.monitor_dump.enabled,
+                "only stage 2 makes rollouts to record; set custom.trainer_variant: stage2_rollout_aligned, or false"),
+    RolloutRule(f"{_RM}.target.answer",
+                lambda c, r: c.custom.trainer_variant is None and r.target.answer != "as_written",
+                "only stage 2 trains on answers; set custom.trainer_variant: stage2_rollout_aligned, or as_written"),
+    Rule("custom.coord_soft_ce_w1",
+         lambda c: c.custom.coord_soft_ce_w1 is not None and c.custom.trainer_variant is not None,
+         "belongs to stage 1; stage 2 declares its coordinate losses in rollout_matching.pipeline or "
+         "stage2_ab.pipeline (coord_reg). Remove this section"),
+    Rule("data.augment", lambda c: c.data.augment is not None and c.custom.trainer_variant is not None,
+         "belongs to stage 1: rollouts of stage 2 read image files as they are. Remove it"),
+    Rule("data.augment.scale",
+         lambda c: c.data.augment is not None and c.data.augment.scale[0] > c.data.augment.scale[1],
+         "the least factor comes first, {c.data.augment.scale[0]} is more than {c.data.augment.scale[1]}; swap them"),
     # training
-    Rule(
-        "training.eval_strategy",
-        lambda c: c.training.eval_strategy != "no" and c.custom.val_jsonl is None,
-        "'{c.training.eval_strategy}' evaluates, but custom.val_jsonl is null; give a file there, or write 'no'",
-    ),
-    Rule(
-        "training.fp16",
-        lambda c: c.training.fp16 and c.training.use_cpu,
-        "float16 needs a GPU; write bf16: true, or use_cpu: false",
-    ),
-    Rule(
-        "training.fp16",
-        lambda c: c.training.fp16 and c.training.bf16,
-        "bf16 and fp16 exclude each other; set one of them to false",
-    ),
-    Rule(
-        "model.dtype",
-        lambda c: c.model.dtype == "float16" and c.training.fp16 and c.tuner.train_type == "full",
-        "float16 weights cannot be trained with training.fp16, whose loss scaling needs float32 weights; write "
-        "model.dtype: float32",
-    ),
-    Rule(
-        "training.gradient_accumulation_steps",
-        lambda c: c.training.effective_batch_size is not None and c.training.gradient_accumulation_steps is not None,
-        "follows from effective_batch_size; give one of the two",
-    ),
-    Rule(
-        "training.effective_batch_size",
-        lambda c: (c.training.effective_batch_size or 0) % c.training.per_device_train_batch_size,
-        "must be a multiple of per_device_train_batch_size ({c.training.per_device_train_batch_size})",
-    ),
+    Rule("training.eval_strategy", lambda c: c.training.eval_strategy != "no" and c.custom.val_jsonl is None,
+         "'{c.training.eval_strategy}' evaluates, but custom.val_jsonl is null; give a file there, or write 'no'"),
+    Rule("training.fp16", lambda c: c.training.fp16 and c.training.use_cpu,
+         "float16 needs a GPU; write bf16: true, or use_cpu: false"),
+    Rule("training.fp16", lambda c: c.training.fp16 and c.training.bf16,
+         "bf16 and fp16 exclude each other; set one of them to false"),
+    Rule("model.dtype", lambda c: c.model.dtype == "float16" and c.training.fp16 and c.tuner.train_type == "full",
+         "float16 weights cannot be trained with training.fp16, whose loss scaling needs float32 weights; write "
+         "model.dtype: float32"),
+    Rule("training.gradient_accumulation_steps",
+         lambda c: c.training.effective_batch_size is not None and c.training.gradient_accumulation_steps is not None,
+         "follows from effective_batch_size; give one of the two"),
+    Rule("training.effective_batch_size",
+         lambda c: (c.training.effective_batch_size or 0) % c.training.per_device_train_batch_size,
+         "must be a multiple of per_device_train_batch_size ({c.training.per_device_train_batch_size})"),
     _checkpoints_are_evaluated,
-    Rule(
-        "training.metric_for_best_model",
-        lambda c: c.training.load_best_model_at_end and c.training.metric_for_best_model is None,
-        "missing; load_best_model_at_end needs the figure that decides",
-    ),
-    Rule(
-        "tuner.freeze_llm",
-        lambda c: c.tuner.freeze_vit and c.tuner.freeze_aligner and c.tuner.freeze_llm and c.tuner.train_type == "full",
-        "the whole model is frozen; leave one of freeze_vit, freeze_aligner, freeze_llm false",
-    ),
+    Rule("training.metric_for_best_model",
+         lambda c: c.training.load_best_model_at_end and c.training.metric_for_best_model is None,
+         "missing; load_best_model_at_end needs the figure that decides"),
+    Rule("tuner.freeze_llm",
+         lambda c: (c.tuner.freeze_vit and c.tuner.freeze_aligner and c.tuner.freeze_llm
+             and c.tuner.train_type == "full"),
+         "the whole model is frozen; leave one of freeze_vit, freeze_aligner, freeze_llm false"),
     _master_weights_are_of_use,
-    Rule(
-        "deepspeed.config",
-        lambda c: c.deepspeed.enabled and c.deepspeed.config is None,
-        "missing; deepspeed.enabled: true needs a JSON file or a mapping",
-    ),
-    Rule(
-        "fsdp.enabled",
-        lambda c: c.deepspeed.enabled and c.fsdp.enabled,
-        "deepspeed and fsdp exclude each other; enable one of them",
-    ),
-    Rule(
-        "fsdp.activation_checkpointing",
-        lambda c: c.fsdp.enabled and c.fsdp.activation_checkpointing and c.training.gradient_checkpointing,
-        "does what training.gradient_checkpointing does; enable one of them",
-    ),
+    Rule("deepspeed.config", lambda c: c.deepspeed.enabled and c.deepspeed.config is None,
+         "missing; deepspeed.enabled: true needs a JSON file or a mapping"),
+    Rule("fsdp.enabled", lambda c: c.deepspeed.enabled and c.fsdp.enabled,
+         "deepspeed and fsdp exclude each other; enable one of them"),
+    Rule("fsdp.activation_checkpointing",
+         lambda c: c.fsdp.enabled and c.fsdp.activation_checkpointing and c.training.gradient_checkpointing,
+         "does what training.gradient_checkpointing does; enable one of them"),
     # decoding, the repeat guard, targets
-    RolloutRule(
-        f"{_RM}.max_new_tokens",
-        lambda c, r: r.max_new_tokens >= c.global_max_length,
-        "{r.max_new_tokens} leaves no room for the prompt in global_max_length ({c.global_max_length}); lower it,"
-        " or raise global_max_length",
-    ),
-    RolloutRule(
-        f"{_RM}.decoding.top_k",
-        lambda c, r: r.decoding.top_k == 0,
-        "0 keeps no token; write -1 to keep all, or a number from 1 on",
-    ),
-    RolloutRule(
-        f"{_RM}.num_beams",
-        lambda c, r: r.decode_mode == "greedy" and r.num_beams > 1,
-        "needs decode_mode: beam; greedy decoding has one beam",
-    ),
-    RolloutRule(
-        f"{_RM}.num_beams",
-        lambda c, r: r.decode_mode == "beam" and r.num_beams < 2,
-        "decode_mode: beam needs at least 2",
-    ),
-    RolloutRule(
-        f"{_RM}.decoding.temperature",
-        lambda c, r: r.decode_mode == "beam" and r.decoding.temperature > 0,
-        "decode_mode: beam does not sample; set the temperature to 0",
-    ),
-    RolloutRule(
-        f"{_RM}.decode_mode",
-        lambda c, r: r.decode_mode == "beam" and r.rollout_backend == "vllm",
-        "beam search needs rollout_backend: hf; with vllm write decode_mode: greedy",
-    ),
-    RolloutRule(
-        f"{_GUARD}.max_consecutive_token_repeats",
-        lambda c, r: r.repeat_terminate.max_consecutive_token_repeats == 1,
-        "1 would end every answer; write 0 (not checked) or at least 2",
-    ),
-    RolloutRule(
-        f"{_GUARD}.ngram_repeats",
-        lambda c, r: r.repeat_terminate.ngram_repeats == 1,
-        "1 would end every answer; write 0 (not checked) or at least 2",
-    ),
+    RolloutRule(f"{_RM}.max_new_tokens", lambda c, r: r.max_new_tokens >= c.global_max_length,
+                "{r.max_new_tokens} leaves no room for the prompt in global_max_length ({c.global_max_length}); lower"
+                " it, or raise global_max_length"),
+    RolloutRule(f"{_RM}.decoding.top_k", lambda c, r: r.decoding.top_k == 0,
+                "0 keeps no token; write -1 to keep all, or a number from 1 on"),
+    RolloutRule(f"{_RM}.num_beams", lambda c, r: r.decode_mode == "greedy" and r.num_beams > 1,
+                "needs decode_mode: beam; greedy decoding has one beam"),
+    RolloutRule(f"{_RM}.num_beams", lambda c, r: r.decode_mode == "beam" and r.num_beams < 2,
+                "decode_mode: beam needs at least 2"),
+    RolloutRule(f"{_RM}.decoding.temperature", lambda c, r: r.decode_mode == "beam" and r.decoding.temperature > 0,
+                "decode_mode: beam does not sample; set the temperature to 0"),
+    RolloutRule(f"{_RM}.decode_mode", lambda c, r: r.decode_mode == "beam" and r.rollout_backend == "vllm",
+                "beam search needs rollout_backend: hf; with vllm write decode_mode: greedy"),
+    RolloutRule(f"{_GUARD}.max_consecutive_token_repeats",
+                lambda c, r: r.repeat_terminate.max_consecutive_token_repeats == 1,
+                "1 would end every answer; write 0 (not checked) or at least 2"),
+    RolloutRule(f"{_GUARD}.ngram_repeats", lambda c, r: r.repeat_terminate.ngram_repeats == 1,
+                "1 would end every answer; write 0 (not checked) or at least 2"),
     _patterns_have_length_and_count,
-    RolloutRule(
-        f"{_GUARD}.enabled",
-        lambda c, r: (
-            (g := r.repeat_terminate).enabled
-            and not (g.max_consecutive_token_repeats or g.ngram_size * g.ngram_repeats or g.max_object_keys)
-        ),
-        "no threshold is set, so nothing would ever be ended; set one, or enabled: false",
-    ),
+    RolloutRule(f"{_GUARD}.enabled",
+                lambda c, r: ((g := r.repeat_terminate).enabled
+                    and not (g.max_consecutive_token_repeats or g.ngram_size * g.ngram_repeats or g.max_object_keys)),
+                "no threshold is set, so nothing would ever be ended; set one, or enabled: false"),
     _answers_as_written_are_left_alone,
-    RolloutRule(
-        f"{_RM}.target.complete_above",
-        lambda c, r: (
-            r.target.answer == "rewritten" and r.target.unmatched == "drop" and r.target.complete_above is not None
-        ),
-        "decides when to leave out unmatched objects, which unmatched: drop does at every step; remove one of them",
-    ),
+    RolloutRule(f"{_RM}.target.complete_above",
+                lambda c, r: (r.target.answer == "rewritten" and r.target.unmatched == "drop"
+                    and r.target.complete_above is not None),
+                "decides when to leave out unmatched objects, which unmatched: drop does at every step; remove one of"
+                " them"),
     # the engine, its servers, its weights
-    RolloutRule(
-        f"{_RM}.offload.enabled",
-        lambda c, r: (
-            r.offload.enabled and r.is_colocated and not (r.offload.offload_model or r.offload.offload_optimizer)
-        ),
-        "moves nothing: set offload_model or offload_optimizer to true, or this to false",
-    ),
-    RolloutRule(
-        f"{_RM}.offload.enabled",
-        lambda c, r: r.offload.enabled and r.is_colocated and c.deepspeed.enabled,
-        "DeepSpeed owns the model's weights and optimizer, so they cannot be moved; set offload.enabled: false, "
-        "deepspeed.enabled: false, or rollout_backend: hf",
-    ),
-    RolloutRule(
-        f"{_RM}.eval_detection.score_mode",
-        lambda c, r: r.offload.enabled and r.is_colocated and r.eval_detection.score_mode == "confidence",
-        "confidence needs the model during rollouts, and offload moves it away; write score_mode: constant, or "
-        "offload.enabled: false",
-    ),
-    RolloutRule(
-        f"{_RM}.rollouts_ahead",
-        lambda c, r: r.rollouts_ahead and not r.is_served,
-        "1 needs engines that keep their weights while training changes the model's: vLLM servers "
-        "(rollout_backend: vllm with vllm.mode: server); without them write 0",
-    ),
-    RolloutRule(
-        f"{_VLLM}.server",
-        lambda c, r: r.is_served and r.vllm.server is None,
-        "missing; mode: server needs server.servers[] with base_url and group_port of each. Without servers write"
-        " vllm.mode: colocate or rollout_backend: hf",
-    ),
+    RolloutRule(f"{_RM}.offload.enabled",
+                lambda c, r: (r.offload.enabled and r.is_colocated
+                    and not (r.offload.offload_model or r.offload.offload_optimizer)),
+                "moves nothing: set offload_model or offload_optimizer to true, or this to false"),
+    RolloutRule(f"{_RM}.offload.enabled", lambda c, r: r.offload.enabled and r.is_colocated and c.deepspeed.enabled,
+                "DeepSpeed owns the model's weights and optimizer, so they cannot be moved; set offload.enabled: "
+                "false, deepspeed.enabled: false, or rollout_backend: hf"),
+    RolloutRule(f"{_RM}.eval_detection.score_mode",
+                lambda c, r: r.offload.enabled and r.is_colocated and r.eval_detection.score_mode == "confidence",
+                "confidence needs the model during rollouts, and offload moves it away; write score_mode: constant, "
+                "or offload.enabled: false"),
+    RolloutRule(f"{_RM}.rollouts_ahead", lambda c, r: r.rollouts_ahead and not r.is_served,
+                "1 needs engines that keep their weights while training changes the model's: vLLM servers "
+                "(rollout_backend: vllm with vllm.mode: server); without them write 0"),
+    RolloutRule(f"{_VLLM}.server", lambda c, r: r.is_served and r.vllm.server is None,
+                "missing; mode: server needs server.servers[] with base_url and group_port of each. Without servers "
+                "write vllm.mode: colocate or rollout_backend: hf"),
     _servers_differ,
-    RolloutRule(
-        f"{_RM}.max_new_tokens",
-        lambda c, r: r.rollout_backend == "vllm" and r.max_new_tokens >= (r.vllm.max_model_len or float("inf")),
-        "{r.max_new_tokens} leaves no room for the prompt in vllm.max_model_len ({r.vllm.max_model_len}); lower "
-        "it, or raise max_model_len",
-    ),
-    RolloutRule(
-        f"{_VLLM}.max_model_len",
-        lambda c, r: (
-            r.rollout_backend == "vllm"
-            and r.vllm.max_model_len is not None
-            and r.vllm.max_model_len < c.global_max_length
-        ),
-        "{r.vllm.max_model_len} is less than global_max_length ({c.global_max_length}), which samples may reach; "
-        "raise it, or remove it: null takes global_max_length",
-    ),
+    RolloutRule(f"{_RM}.max_new_tokens",
+                lambda c, r: r.rollout_backend == "vllm" and r.max_new_tokens >= (r.vllm.max_model_len or float("inf")),
+                "{r.max_new_tokens} leaves no room for the prompt in vllm.max_model_len ({r.vllm.max_model_len}); "
+                "lower it, or raise max_model_len"),
+    RolloutRule(f"{_VLLM}.max_model_len",
+                lambda c, r: (r.rollout_backend == "vllm" and r.vllm.max_model_len is not None
+                    and r.vllm.max_model_len < c.global_max_length),
+                "{r.vllm.max_model_len} is less than global_max_length ({c.global_max_length}), which samples may "
+                "reach; raise it, or remove it: null takes global_max_length"),
     _adapter_pushes_carry_everything,
     _engine_takes_the_adapter,
-)
+)  # fmt: skip
 
 
 def advice(config: RunConfig) -> Iterator[str]:
