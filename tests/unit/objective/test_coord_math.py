@@ -126,10 +126,10 @@ def test_both_gates(text: float, coord: float, temperature: float, gate: float |
     full = torch.zeros(1, V, dtype=F64)
     full[0, 5], full[0, -1000] = text, coord
     args = (full, full[:, -1000:], temperature)
-    fenced = [min(LOGIT_LIMIT, max(-LOGIT_LIMIT, 0.0 if math.isnan(x) else x)) / temperature for x in (text, coord)]
-    peak = max(0.0, *fenced)
-    weight_text = math.exp(fenced[0] - peak) + (V - 1001) * math.exp(-peak)
-    weight_coord = math.exp(fenced[1] - peak) + 999 * math.exp(-peak)
+    limited = [min(LOGIT_LIMIT, max(-LOGIT_LIMIT, 0.0 if math.isnan(x) else x)) / temperature for x in (text, coord)]
+    peak = max(0.0, *limited)
+    weight_text = math.exp(limited[0] - peak) + (V - 1001) * math.exp(-peak)
+    weight_coord = math.exp(limited[1] - peak) + 999 * math.exp(-peak)
     mass = weight_coord / (weight_coord + weight_text)
     if mass > 0:
         assert coord_gate(*args).item() == pytest.approx(-math.log(mass), abs=1e-7)
