@@ -35,6 +35,7 @@ from support.objective_rows import (
     config,
     rewritten_and_soft_segments,
     scored,
+    scores_of,
     segments,
 )
 
@@ -269,6 +270,14 @@ def test_one_broken_logit_cannot_erase_the_step(broken: float) -> None:
     assert torch.isfinite(embed).all() and torch.isfinite(head).all()
     assert embed.abs().sum() > 0 and head.abs().sum() > 0
     assert torch.count_nonzero(head[:, 3]) == 0, "what the limit replaced has no gradient"
+
+
+def test_scores_that_a_wrapper_rounded_are_refused() -> None:
+    pipeline = build_pipeline(config())
+    supervision, scores = scores_of(segments(), Trigram(), pipeline)
+    rounded = scores._replace(label_logit_N=scores.label_logit_N.bfloat16())
+    with pytest.raises(AssertionError, match="output_dtype"):
+        pipeline(supervision, rounded, count_terms(segment.target for segment in segments()))
 
 
 def test_half_precision_gives_a_float32_loss() -> None:
