@@ -31,7 +31,7 @@ TESTED_VERSIONS: dict[str, tuple[str, ...]] = {
 }
 
 
-@cache  # it takes milliseconds, and every push asks for a server's status
+@cache  # it takes milliseconds, and every push reads a server's status
 def versions() -> Mapping[str, str]:
     """Installed versions of coordexp and of the packages that rollouts depend on, for logs and ``/status/``."""
     version_of = {}

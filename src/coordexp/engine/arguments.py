@@ -22,10 +22,9 @@ KNOWN_TOKENS_PROCESSOR = "coordexp.engine.logits_processors:KnownTokensProcessor
 
 
 def section_arguments(vllm: VLLMConfig) -> dict[str, Any]:
-    """What the resolved section ``rollout_matching.vllm`` says of any engine, by the names of vLLM's ``EngineArgs``.
+    """The resolved section ``rollout_matching.vllm`` as vLLM's ``EngineArgs``.
 
-    What the section leaves to vLLM is left out. Colocated engines, ``coordexp serve`` and ``swift rollout`` all start
-    with these values.
+    Without the keys that the section leaves to vLLM. All kinds of engines start with these values.
     """
     assert vllm.dtype is not None and vllm.max_model_len is not None, "resolved_rollout() settles every null"
     arguments: dict[str, Any] = {
@@ -49,8 +48,8 @@ def section_arguments(vllm: VLLMConfig) -> dict[str, Any]:
 
 
 def own_arguments(model: Path, guarded: bool, holds_names: bool = False) -> dict[str, Any]:
-    """What this project adds to every engine that it starts itself: its worker extension and logits processors, and
-    nothing of the checkpoint's or vLLM's own choosing."""
+    """Arguments of every engine that this project starts itself: its worker extension and logits processors, and no
+    sampling defaults of the checkpoint's."""
     arguments: dict[str, Any] = {
         "model": str(model),
         "worker_extension_cls": EXTENSION,
@@ -71,13 +70,13 @@ def executor_on_cpu(tensor_parallel_size: int) -> str:
 
 
 def with_guard(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """An engine's arguments with the repeat guard, behind every other processor: its end of the turn is final."""
+    """An engine's arguments with the repeat guard, after every other processor: its end of the turn is final."""
     return with_processor(arguments, GUARD_PROCESSOR)
 
 
 def with_processor(arguments: Mapping[str, Any], processor: str) -> dict[str, Any]:
-    """An engine's arguments with a logits processor that must know the newest token when the next one is asked for:
-    vLLM's asynchronous scheduling, on by default on GPUs, would ask too early."""
+    """An engine's arguments with a logits processor that needs the newest token before the next one is sampled. vLLM's
+    asynchronous scheduling, on by default on GPUs, would call it too early."""
     processors = [*(arguments.get("logits_processors") or []), processor]
     return {**arguments, "logits_processors": processors, "async_scheduling": False}
 

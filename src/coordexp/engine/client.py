@@ -1,5 +1,5 @@
-"""HTTP client of one rollout server, ``coordexp serve`` or ``swift rollout``: every call has a deadline and its errors
-say which URL, what came back, and what to do. Torch-free."""
+"""HTTP client of one rollout server, ``coordexp serve`` or ``swift rollout``: every call has a deadline, and an error
+names the URL, the answer and a remedy. Torch-free."""
 
 from __future__ import annotations
 
@@ -25,9 +25,8 @@ CONNECT_S = 10.0
 POLL_S = 0.5
 EXCERPT = 600
 MAX_ANSWER_BYTES = 16 << 20
-STALL_KEYS = ("engine_silent_s", "engine_tokenless_s")  # of /health/ and /status/, where a server tells
-# Of one answer to /infer/: a prompt of 32,768 tokens and its text, and for each token that was asked for its id, its
-# text and JSON around them.
+STALL_KEYS = ("engine_silent_s", "engine_tokenless_s")  # of /health/ and /status/; not every server has them
+# Size of an answer to /infer/: a prompt of 32,768 tokens and its text; for each new token its id, text and JSON.
 _BYTES_OF_PROMPT, _BYTES_OF_TOKEN = 1 << 19, 64
 _INSTEAD = "without a server, write rollout_matching.vllm.mode: colocate or rollout_matching.rollout_backend: hf"
 _START = f"start it (coordexp serve --config X.yaml, or swift rollout) and check base_url; {_INSTEAD}"
@@ -55,7 +54,7 @@ def api_key_from_environment(variable: str | None) -> str | None:
     if not token:
         raise ConfigError(
             f"rollout_matching.vllm.server.api_key_env: the environment variable {variable} is not set; export it for "
-            "the learner and the servers alike, or remove the key"
+            "the learner and the servers, or remove the key"
         )
     if not (token.isascii() and token.isprintable()):
         raise ConfigError(
@@ -115,22 +114,22 @@ class ServerClient:
         self.engine_stall_seconds(timeout_s)
 
     def engine_stall_seconds(self, timeout_s: float | None = None) -> float:
-        """As :meth:`health`; for how long the slowest engine behind the server has not stirred, or has drawn no token
-        although it owes answers. 0 where the server does not say: a process that answers HTTP may stand before an
-        engine that hangs."""
+        """Like :meth:`health`; returns for how many seconds the server's slowest engine has not responded, or has
+        sampled no token although it has requests (its HTTP process may answer while the engine hangs). 0 if the server
+        does not report it."""
         reply = self._call("GET", "/health/", timeout_s=timeout_s, wants_json=False)
         try:
-            said = json.loads(reply.body)
+            health = json.loads(reply.body)
         except (ValueError, RecursionError):
-            said = None
-        told = [said.get(name) for name in STALL_KEYS] if isinstance(said, Mapping) else []
-        return max((float(s) for s in told if isinstance(s, (int, float)) and not isinstance(s, bool)), default=0.0)
+            health = None
+        stalls = [health.get(name) for name in STALL_KEYS] if isinstance(health, Mapping) else []
+        return max((float(s) for s in stalls if isinstance(s, (int, float)) and not isinstance(s, bool)), default=0.0)
 
     def wait_until_healthy(self, timeout_s: float | None = None) -> None:
         """Wait for a server that is still starting, at most ``timeout_s`` (the client's own without it).
 
         Raises:
-            RolloutError: what the last attempt said. A server that refuses the token is not waited for.
+            RolloutError: the last attempt's. A server that refuses the token is not waited for.
         """
         deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
         while True:
@@ -145,7 +144,7 @@ class ServerClient:
             time.sleep(POLL_S)
 
     def world_size(self) -> int:
-        """Number of devices behind this server; asked once.
+        """Number of devices of this server; requested once.
 
         Raises:
             RolloutError: also where the answer is not a positive number.
@@ -163,7 +162,7 @@ class ServerClient:
         return self._world_size
 
     def status(self, timeout_s: float | None = None) -> dict[str, Any] | None:
-        """What the server says of itself; None where it has no ``/status/``, as ms-swift without our plugin."""
+        """The server's ``/status/``; None if it has none, as ms-swift without our plugin."""
         try:
             reply = self._call("GET", "/status/", timeout_s=timeout_s)
         except ServerRefused as error:
@@ -203,10 +202,10 @@ class ServerClient:
         return reply
 
     def init_communicator(self, world_size: int, first_rank: int, timeout_s: float, token: str = "") -> None:
-        """Let the server's workers join the weight group at this server's host and group_port, and have them ask
-        ``token`` of whoever comes there.
+        """Let the server's workers join the weight group at this server's host and group_port, which admits processes
+        that know ``token``.
 
-        Returns once they have joined (ours) or at once (ms-swift): join from the learner's side meanwhile.
+        Returns when they have joined (ours) or at once (ms-swift): join from the trainer's side meanwhile.
         """
         self._call(
             "POST",
@@ -269,8 +268,8 @@ class ServerClient:
         wants_json: bool = True,
         max_bytes: int = MAX_ANSWER_BYTES,
     ) -> Any:
-        """One request. Without ``timeout_s`` the client's own deadline holds, or none with ``no_deadline``. It is that
-        of the whole call: of connecting, sending and every byte of the answer."""
+        """One request. Without ``timeout_s`` the client's own deadline holds, or none with ``no_deadline``. A deadline
+        covers the whole call: connecting, sending and every byte of the answer."""
         url = f"{self.base_url}{endpoint}"
         where = f"{method} {url}"
         read_s = timeout_s if timeout_s is not None else None if no_deadline else self.timeout_s
@@ -343,7 +342,7 @@ def _refusal(where: str, reply: _Reply) -> ServerRefused:
 
 
 def _account(reply: _Reply) -> str:
-    """What the server says went wrong: its own words, or the beginning of whatever it sent."""
+    """The server's own error message, or the beginning of its answer."""
     try:
         content = json.loads(reply.body)
     except (ValueError, RecursionError):

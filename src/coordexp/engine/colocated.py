@@ -68,7 +68,7 @@ class ColocatedPusher(WeightPusher):
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """One request of any rank of the tensor-parallel group: what an engine needs of it, as JSON can carry it."""
+    """One request of any rank of the tensor-parallel group, as an engine needs it; JSON can hold it."""
 
     rank: int
     round_idx: int
@@ -203,7 +203,7 @@ class ColocatedBackend:
         }
 
     def take_metrics(self) -> Mapping[str, float]:
-        """What pushes counted since the last call, and whether the repeat guard is on."""
+        """Counters since the last call, and whether the repeat guard is on."""
         taken, self._num_fallbacks = self._num_fallbacks, 0
         fallbacks = {"rollout/sync_fallbacks_total": float(taken)} if taken else {}
         return {"rollout/repeat_terminate_active": float(self._is_guarded), **fallbacks}
@@ -231,7 +231,7 @@ class ColocatedBackend:
         return [_Wanted(**one) for part in parts for one in part]
 
     def _prompt(self, wanted: _Wanted) -> Any:
-        # vLLM puts one placeholder per image in and expands it itself; what it made of it is compared afterwards.
+        # vLLM takes one placeholder per image and expands it itself; the result is compared afterwards.
         ids = [
             token
             for token, run in groupby(wanted.prompt_token_ids)

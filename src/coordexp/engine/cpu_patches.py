@@ -1,4 +1,4 @@
-"""Patches of vLLM on CPUs. Importing this module applies them to the process; beside a GPU it changes nothing.
+"""Patches of vLLM on CPUs. Importing this module applies them to the process; with a GPU it changes nothing.
 
 Two kinds of process import it: workers, through the worker extension, and engine cores, through the executor classes
 below, whose names are the engine's ``distributed_executor_backend``. vLLM must be importable.
@@ -34,7 +34,7 @@ def _plain_linear(layer: torch.nn.Module, remove_weight: bool) -> None:
     layer.cpu_linear = torch.nn.functional.linear  # pyright: ignore[reportArgumentType]
 
 
-# vLLM's processes spin on their shared-memory queues for a second after each message. Beside a GPU that is cheap; on a
+# vLLM's processes spin on their shared-memory queues for a second after each message. With a GPU that is cheap; on a
 # CPU it takes a core from the trainer that pushes weights to them. So a reader spins for the length of a decoding step,
 # then sleeps for ever longer, and after a second waits for the writer's notification. Notifications alone would not do
 # while messages are frequent: ZeroMQ may drop them.
@@ -74,7 +74,7 @@ class _SleepingCondition(shm_broadcast.SpinCondition):
 
 # On CPUs vLLM starts a process for the worker even of an engine with one worker, to bind its threads to cores. We do
 # not bind them. The process would cost another import of vLLM per start and two passes through a queue per decoding
-# step, so the worker runs in the engine's core process, as it does beside a GPU.
+# step, so the worker runs in the engine's core process, as it does with a GPU.
 
 
 class CoreExecutor(UniProcExecutor): ...
@@ -105,7 +105,7 @@ def unnamed_shared_memory() -> Iterator[None]:
 def remove_leftovers(folder: Path = SHARED_MEMORY) -> list[str]:
     """Remove this user's memory of engines that no living process holds; returns its names.
 
-    Safe beside engines that start meanwhile: they keep the file open until they have mapped it, and files are listed
+    Safe while other engines start: they keep the file open until they have mapped it, and files are listed
     before processes are searched. Processes of other containers that share ``/dev/shm`` are not seen; a running engine
     of theirs does not need the name.
     """

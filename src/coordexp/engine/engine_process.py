@@ -29,7 +29,7 @@ _EVERYWHERE = {
 _ON_CPU = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # Spinning OpenMP threads of an engine beside a trainer on few cores made generation 25 times slower.
+    # Spinning OpenMP threads of an engine next to a trainer on few cores made generation 25 times slower.
     "OMP_WAIT_POLICY": "passive",
 }
 _PLUGIN_GROUPS = tuple(f"vllm.{kind}_plugins" for kind in ("general", "platform", "io_processor", "stat_logger"))

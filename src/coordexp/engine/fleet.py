@@ -1,4 +1,4 @@
-"""The servers that a configuration names, and whether they can serve this run: found out before a model is loaded."""
+"""The servers of a configuration, and checks, before a model is loaded, whether they can serve this run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from coordexp.rollouts.chunking import chunk_size
 
 
 def make_clients(config: RolloutMatchingConfig) -> tuple[ServerClient, ...]:
-    """One client per entry of ``servers[]``; nothing is asked yet."""
+    """One client per entry of ``servers[]``; no request is sent yet."""
     server = config.vllm.server
     assert server is not None, "the schema requires servers for mode: server"
     key = api_key_from_environment(server.api_key_env)
@@ -59,7 +59,7 @@ def check_servers(config: RolloutMatchingConfig, learner_world_size: int, closed
 
 
 def world_sizes(clients: Sequence[ServerClient]) -> tuple[int, ...]:
-    """Devices behind each server, once it is up.
+    """Devices of each server, once it is up.
 
     Raises:
         RolloutError: a server does not answer within ``server.timeout_s``.
@@ -112,9 +112,10 @@ def _check_guard(client: ServerClient, status: Mapping[str, Any] | None, wanted:
 
 
 def check_names(client: ServerClient, status: Mapping[str, Any] | None) -> None:
-    """Raises RolloutError where a server takes no closed list of class names: it would ignore one silently.
+    """Raises RolloutError if a server takes no closed list of class names: it would ignore one silently.
 
-    ``status``: what it says of itself; None for a server that says nothing.
+    Args:
+        status: the server's ``/status/``; None if it has none.
     """
     workers = [] if status is None else status["workers"]
     if not workers or not all(one.get(NAMES_STATUS) for one in workers):

@@ -25,7 +25,7 @@ ACTIVATION_PATH = (
     f"{CONFIG_JSON} (or {CONFIG_JSON_PATH}); 'coordexp launch' does all of this"
 )
 
-# What vLLM's engine is given: the processor's class, and where it finds a request's id among the sampling parameters.
+# For vLLM's engine: the processor's class, and the key of a request's id in SamplingParams.extra_args.
 GUARD_PROCESSOR = "coordexp.engine.logits_processors:RepeatTerminateProcessor"
 REQUEST_KEY = "coordexp_request_id"
 
@@ -40,11 +40,11 @@ def activation_environment(config: RepeatTerminateConfig) -> dict[str, str]:
 
 
 def activated_config(environment: Mapping[str, str]) -> RepeatTerminateConfig | None:
-    """What a server was told to guard against; None when it was not told to guard.
+    """The guard's configuration in a server's environment; None if the guard is off.
 
     Raises:
-        RolloutError: it was told to, but not what, or not all of it. Nothing is filled in: a server with other
-            thresholds than the learner's configuration would train on other answers.
+        RolloutError: the configuration is missing or incomplete. No defaults are filled in: thresholds other than the
+            trainer's would give other answers.
     """
     switch = environment.get(ENABLE, "0")
     if switch not in ("0", "1"):
@@ -72,7 +72,7 @@ def activated_config(environment: Mapping[str, str]) -> RepeatTerminateConfig | 
 
 
 def check_guard(workers: Sequence[Mapping[str, Any]], wanted: RepeatTerminateConfig | None) -> None:
-    """Compare what a server's workers really guard against with what was asked for (None or disabled: nothing).
+    """Compare the guard that a server's workers really apply with the configuration's (None or disabled: none).
 
     Args:
         workers: the ``workers`` of a server's ``/status/``.
@@ -82,7 +82,7 @@ def check_guard(workers: Sequence[Mapping[str, Any]], wanted: RepeatTerminateCon
     """
     expected = wanted.model_dump() if wanted is not None and wanted.enabled else None
     if not workers:
-        raise RolloutError("the server's status names no worker, so nobody knows whether repeat_terminate is active")
+        raise RolloutError("the server's status names no worker, so it is unknown whether repeat_terminate is active")
     for number, status in enumerate(workers):
         guard = status.get("repeat_terminate") or {"active": False, "config": None}
         if guard["active"] != (expected is not None) or guard["config"] != expected:
@@ -93,7 +93,7 @@ def check_guard(workers: Sequence[Mapping[str, Any]], wanted: RepeatTerminateCon
 
 
 def _configuration_text(environment: Mapping[str, str]) -> tuple[str, str]:
-    """Where the configuration stands, and its text."""
+    """The source of the configuration, and its text."""
     text, path = environment.get(CONFIG_JSON), environment.get(CONFIG_JSON_PATH)
     if text is not None and path is not None:
         raise RolloutError(f"{CONFIG_JSON} and {CONFIG_JSON_PATH} are both set; set one of them")

@@ -39,7 +39,7 @@ PREPARE_S = 600.0  # far beyond what any image needs: a file system that hangs
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One request to the engine: prompt ids with one placeholder per image, vLLM's sampling parameters. ``open_image``
-    is called in another thread; ``sample_id``: what errors call it."""
+    is called in another thread; ``sample_id`` names it in errors."""
 
     request_id: str
     sample_id: str
@@ -82,7 +82,7 @@ class InProcessEngine:
         _named("the push of weights failed", lambda: self.ask_worker(lambda worker: worker.receiver.take(bucket)))
 
     def take_adapter(self, adapter: AdapterWeights) -> None:
-        """Replace the engine's adapter. Raises whatever vLLM raises about one that it cannot take."""
+        """Replace the engine's adapter. Raises vLLM's own errors if it cannot take it."""
         self.ask_worker(lambda worker: worker.take_adapter(dict(adapter.config), list(adapter.tensors)))
 
     def commit(self, version: int, *, wants_checksum: bool) -> dict[str, Any]:
@@ -102,21 +102,21 @@ class InProcessEngine:
         return report
 
     def abandon_push(self) -> None:
-        """The next push is no continuation of the one under way."""
+        """Let the next push start afresh."""
         self.ask_worker(lambda worker: worker.receiver.close())
 
     def run(self, prompts: Sequence[Prompt], lora_request: Any = None) -> Iterator[Any]:
         """vLLM's ``RequestOutput`` of each prompt as it finishes; at most ``max_in_flight`` are decoded at once.
 
         Images are opened and processed while others decode, and admitted in the order of ``prompts`` as soon as one has
-        ended: the schedule depends on the prompts alone, so engines that share one model over several ranks run alike.
+        ended: the schedule depends on the prompts alone, so all ranks of one model run the same.
         """
         waiting = PreparedAhead(prompts, self._render, ahead=AHEAD, deadline_s=PREPARE_S, late=_late, name="prompts")
         try:
             with waiting:
                 yield from self._decoded(waiting, lora_request)
         finally:
-            if waiting.left_over:  # what processes images remembers some that the engine never saw
+            if waiting.left_over:  # vLLM's image cache remembers some that the engine never saw
                 self.vllm.reset_mm_cache()
 
     def _decoded(self, waiting: PreparedAhead[Prompt, Any], lora_request: Any) -> Iterator[Any]:
@@ -152,9 +152,9 @@ class InProcessEngine:
     def sleep(self, level: int) -> None:
         """Give device memory back until :meth:`wake_up`; 1 keeps the weights on the host.
 
-        They are overwritten before the next answer, but level 2, which forgets them, forgets more. Of what stands
-        beside the weights vLLM restores registered buffers alone, and its Qwen3-VL adds ``deepstack_input_embeds``,
-        plain tensors that must be zero wherever no image stands, to the hidden states of every step.
+        Weights are overwritten before the next answer, but level 2, which drops them, drops more: vLLM restores only
+        registered buffers, and its Qwen3-VL adds ``deepstack_input_embeds``, plain tensors that must be zero at text
+        positions, to the hidden states of every step.
         """
         if level and self._can_sleep:
             _named("the engine could not go to sleep", lambda: self.vllm.sleep(level))
@@ -173,8 +173,8 @@ class InProcessEngine:
             engine.engine_core.shutdown()
 
     def _render(self, prompt: Prompt) -> Any:
-        """What vLLM makes of a prompt before its scheduler sees it: the image opened, resized and cut, placeholders
-        expanded. Beside the decoding thread, as vLLM's own servers do; one at a time, for its cache of images."""
+        """vLLM's preprocessing of a prompt: the image opened, resized and split, placeholders expanded. In a thread
+        next to decoding, as in vLLM's own servers; one at a time, because of its cache of images."""
         from vllm.renderers.inputs.preprocess import parse_model_prompt
 
         try:
@@ -205,7 +205,7 @@ def _late(prompt: Prompt) -> RolloutError:
 
 
 def _environment() -> dict[str, str]:
-    """What the engine's start needs; the learner's own choices stand."""
+    """Variables for the engine's start; those that are set already are kept."""
     quiet = {
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # stdout is for what --json prints
@@ -223,7 +223,7 @@ def _start(arguments: Mapping[str, Any]) -> Any:
 
 
 def _named(what: str, act: Callable[[], Any]) -> Any:
-    """``act()``; what vLLM raises on bad input, too little memory or a broken engine becomes a RolloutError."""
+    """``act()``; vLLM's errors (bad input, too little memory, a broken engine) become RolloutErrors."""
     from vllm.exceptions import VLLMError
 
     try:

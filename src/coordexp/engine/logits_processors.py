@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 Processor = TypeVar("Processor", bound=LogitsProcessor)
 _KEPT_RULES = 8  # of as many lists of names; each holds the vocabulary's bytes in order
-_MAX_UNASKED = 65_536  # triggers of requests whose client went away are never asked for
+_MAX_UNASKED = 65_536  # triggers of requests whose client has left are never fetched
 _NOT_SAMPLED_YET = -1  # vLLM's placeholder for a token that is still on its way from the device
 
 
@@ -171,7 +171,7 @@ class _GuardRow:
 
 class RepeatTerminateProcessor(LogitsProcessor):
     """Ends answers that repeat themselves: a row whose guard has a verdict may only end. Configured by the process's
-    environment. Which requests it ended is asked for afterwards, by the ids in their ``SamplingParams.extra_args``."""
+    environment. :meth:`pop_triggers` tells afterwards which requests it ended, by the ids in their ``extra_args``."""
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
@@ -251,7 +251,7 @@ def guard_of_worker(worker: Any) -> RepeatTerminateProcessor | None:
 
 
 def guard_report(worker: Any) -> dict[str, Any]:
-    """What a worker guards against, for a learner to compare with its own configuration; JSON can hold it."""
+    """The guard that a worker applies, for the trainer to compare with its configuration; JSON can hold it."""
     guard = guard_of_worker(worker) if activated_config(os.environ) is not None else None
     return {"active": guard is not None, "config": None if guard is None else guard.config.model_dump()}
 

@@ -102,7 +102,7 @@ def read_answer(
 
     Raises:
         RolloutError: token ids or the finish reason are missing, an id is none of the tokenizer's, or answer, weights
-            or guard are not those asked for.
+            or guard are not the expected ones.
     """
     where = f"{where}, {request.sample_id}"
     prompt_ids, answer_ids, finish_reason = _read_details(item.get("response", item), where)
@@ -194,7 +194,7 @@ def _wrong_guard(guarded: bool, finding: str, where: str) -> RolloutError:
 
 def _token_ids(value: Any) -> tuple[int, ...]:
     if not isinstance(value, list) or not all(type(token) is int and token >= 0 for token in value):
-        raise TypeError(f"{str(value)[:60]} is no list of token ids")
+        raise TypeError(f"{str(value)[:60]} is not a list of token ids")
     return tuple(value)
 
 

@@ -35,13 +35,13 @@ Named = list[tuple[str, torch.Tensor]]
 Mode = Literal["full", "adapter"]
 THREAD = "weight-push"
 CAUSE_S = 5.0  # how long a failed broadcast waits for the server's own account of it
-# What engines, peft's reader and vLLM raise about an adapter that they cannot take.
+# Raised by engines, peft's reader and vLLM for an adapter that they cannot take.
 _ADAPTER_ERRORS = (CoordExpError, RuntimeError, ValueError, TypeError, KeyError, OSError)
 
 
 @dataclass(frozen=True, slots=True)
 class PushReport:
-    """One push. ``fallback``: why it was full although an adapter was asked for, in the push that fell back.
+    """One push. ``fallback``: why it was full instead of an adapter, in the push that fell back.
     ``checksum``: of the trainer's weights, if it was compared with what every engine holds."""
 
     weights: WeightVersion
@@ -179,8 +179,8 @@ class WeightPusher(ABC):
 
     @contextmanager
     def _whole_source(self) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
-        """The trainer's weights. If ranks gather them together, what a failed push leaves unread is read all the same:
-        the other ranks wait for it."""
+        """The trainer's weights. If ranks gather them together, a failed push reads the rest too, because the other
+        ranks wait for it."""
         if not self.has_engines and not self._source.collective:
             yield iter(())
             return
@@ -202,7 +202,7 @@ class WeightPusher(ABC):
 
 
 def _converted(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """In the engine's number type: what it would make of the tensor anyway, at fewer bytes, and comparable."""
+    """In the engine's number type: fewer bytes, and comparable with what the engine holds."""
     tensor = tensor.detach()
     return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
@@ -313,7 +313,7 @@ class ServerLink:
                 self,
             )
         for worker in workers:
-            # None: a server that was restarted. A trainer that starts takes over whatever it finds.
+            # None: a server that was restarted. A trainer that starts takes over any server.
             if self._pushed is not None and worker["learner_id"] not in (None, self._pushed.learner_id):
                 raise RolloutError(
                     f"{self}: learner {worker['learner_id']} has pushed its weights since this one ({self._pushed}) "
@@ -387,7 +387,7 @@ class ServerLink:
         if self.verifiable and (not isinstance(reports, list) or len(reports) != self._client.world_size()):
             raise RolloutError(
                 f"{self}: the push was to end with a report of each of its {self._client.world_size()} workers, and "
-                f"ended with {str(reports)[:200]}: nobody can tell which weights it has. Restart the server"
+                f"ended with {str(reports)[:200]}: it is unknown which weights it has. Restart the server"
             )
         if reports is None:
             self._client.reset_caches(timeout_s=timeout_s)

@@ -94,7 +94,7 @@ def in_flight(
 
 
 class ServerKind(Enum):
-    """What answers at a ``base_url``, by its ``/status/``."""
+    """The kind of server at a ``base_url``, by its ``/status/``."""
 
     COORDEXP = "coordexp serve"
     PLUGIN = "swift rollout with CoordExp's plugin"

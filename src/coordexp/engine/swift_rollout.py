@@ -1,7 +1,7 @@
-"""CoordExp inside ``swift rollout``: what the plugin installs in ms-swift's HTTP process and in each of its workers.
+"""CoordExp inside ``swift rollout``: the plugin's changes to ms-swift's HTTP process and to each of its workers.
 
 Nothing of ms-swift is edited. Its engine class is replaced by a subclass (repeat guard, trigger flags, our worker
-extension), and of its HTTP endpoints those that would answer 200 whatever happened.
+extension), and of its HTTP endpoints those that would answer 200 after an error.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ class CoordExpEndpoints:
         return {"status": "ok", **_heartbeat(self)}
 
     async def status(self) -> dict[str, Any]:
-        """What the server is, and each worker's state."""
+        """The server's settings, and each worker's state."""
         asked = await _ask(self.connections, "coordexp_status", [{}] * len(self.connections))
         workers = [one for statuses in asked for one in statuses]
         return {
@@ -330,7 +330,7 @@ def _install_endpoints(server: Any) -> None:
     def register_ours(self: Any) -> None:
         asked = _asked_port(sys.argv)
         if asked is not None and asked != self.args.port:
-            raise RolloutError(f"port {asked} is taken; ms-swift would listen on {self.args.port}, where nobody looks")
+            raise RolloutError(f"port {asked} is taken; ms-swift would listen on {self.args.port} instead, unnoticed")
         self.args.api_key = self.args.api_key or os.environ.get(SERVER_API_KEY)
         self.coordexp_heartbeat = SharedHeartbeat.create(self.num_connections)
         self.coordexp_busy = {}

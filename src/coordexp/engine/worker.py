@@ -1,4 +1,4 @@
-"""The worker extension: what CoordExp adds to each vLLM worker, for ``coordexp serve`` and ``swift rollout`` alike.
+"""The worker extension: methods that CoordExp adds to each vLLM worker, in every kind of engine.
 
 vLLM mixes :class:`WeightSyncExtension` into its worker class (``worker_extension_cls``); its methods are what
 ``collective_rpc`` calls by name.

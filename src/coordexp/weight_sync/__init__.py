@@ -1,2 +1,2 @@
-"""What both ends of a weight push share: versions, buckets, checksums, the weight group and its rendezvous, the layout
+"""Shared by both ends of a weight push: versions, buckets, checksums, the weight group and its rendezvous, the layout
 of a vLLM model; and the receiving end."""

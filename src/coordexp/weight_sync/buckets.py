@@ -1,7 +1,7 @@
-"""How weights travel: several tensors in one bucket of bytes, described by metadata in ms-swift's format.
+"""Buckets: several tensors as one range of bytes, described by metadata in ms-swift's format.
 
-A bucket is sent in *pieces*: a large tensor by itself, straight from its memory and into its place, small ones
-gathered. Both sides compute the same pieces from the metadata alone.
+A bucket is sent in *pieces*: a large tensor by itself, straight from its memory and into its destination; small ones
+together. Both sides compute the same pieces from the metadata alone.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def read_infos(payload: Sequence[Mapping[str, Any]]) -> tuple[TensorInfo, ...]:
             raise RolloutError(f"bucket metadata {dict(item)!r} is not a tensor's description ({error})") from error
         dtype = getattr(torch, info.dtype.removeprefix("torch."), None)
         if not isinstance(dtype, torch.dtype):
-            raise RolloutError(f"{info.name}: {info.dtype!r} is no number type that torch knows")
+            raise RolloutError(f"{info.name}: {info.dtype!r} is not a number type that torch knows")
         size = math.prod(info.shape) * dtype.itemsize
         if (info.start_idx, info.numel) != (expected_start, size) or min(info.shape, default=0) < 0:
             raise RolloutError(
@@ -85,8 +85,8 @@ def read_infos(payload: Sequence[Mapping[str, Any]]) -> tuple[TensorInfo, ...]:
 
 
 def pieces(infos: Sequence[TensorInfo]) -> list[list[int]]:
-    """Indices of the tensors that are sent together: all small ones, whose single transfers would leave the wire idle
-    between large ones and which are loaded while those arrive, then each large one by itself, in order."""
+    """Indices of the tensors that are sent together: first all small ones, which are loaded while large ones arrive
+    (one by one they would leave the network idle in between), then each large one by itself, in order."""
     large = [[index] for index, info in enumerate(infos) if info.numel >= LONE_PIECE_BYTES]
     small = [index for index, info in enumerate(infos) if info.numel < LONE_PIECE_BYTES]
     return [small, *large] if any(infos[index].numel for index in small) else large

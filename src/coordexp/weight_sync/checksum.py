@@ -1,4 +1,4 @@
-"""A checksum of named weights that learner and engine compute alike, on CPU or GPU, from each one's own memory."""
+"""A checksum of named weights, the same on CPU and GPU, which trainer and engine compute from their own memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def tensor_hash(tensor: torch.Tensor) -> int:
 
 
 def _sum(words: torch.Tensor, places: torch.Tensor, start: int) -> torch.Tensor:
-    """Of mixed ``words``, the first of which is word ``start``. ``places``: i·STEP."""
+    """Sum of SplitMix64(words); ``start``: index of words[0] in the tensor. ``places``: i·STEP."""
     mixed = words + (places[: words.numel()] + _signed((start + 1) * _STEP))
     for shift, factor in _MIXES:
         _fold(mixed, shift)
@@ -64,6 +64,6 @@ def _signed(number: int) -> int:
 
 
 def combined(hashes: Mapping[str, int]) -> str:
-    """One hexadecimal checksum of all tensors by name, whatever their order."""
+    """One hexadecimal checksum of all tensors by name, in any order."""
     text = "\n".join(f"{name}={hashes[name]:016x}" for name in sorted(hashes))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

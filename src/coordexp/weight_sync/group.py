@@ -35,9 +35,9 @@ _LOOPBACK_OF = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # how to reach, on its own
 
 @dataclass(frozen=True, slots=True)
 class GroupAddress:
-    """Where a group meets, and this process's rank in it. ``timeout_s``: deadline of each wait. ``token``: what rank 0
-    demands of every member; empty admits everyone. ``listen_host``: the address on which rank 0 listens, if it is not
-    ``host``, by which others reach it."""
+    """Where a group meets, and this process's rank in it. ``timeout_s``: deadline of each wait. ``token``: rank 0
+    demands it of every member; empty admits everyone. ``listen_host``: the address on which rank 0 listens, if it is
+    not ``host``, by which others reach it."""
 
     host: str
     port: int
@@ -139,7 +139,7 @@ def wait_until_free(address: GroupAddress, timeout_s: float) -> None:
         try:
             with socket.create_connection((address.host, address.port), timeout=1.0):
                 pass
-        except OSError:  # refused, or no answer: free as far as this process can tell
+        except OSError:  # refused, or no answer: so it is free, seen from here
             return
         if time.monotonic() > deadline:
             raise RolloutError(
@@ -302,7 +302,7 @@ class NcclCommunicator(Communicator):
 
 
 def within(seconds: float, what: str, act: Callable[[], Result]) -> Result:
-    """``act()`` with a deadline, for calls that have none of their own. If it passes, the call's thread goes on.
+    """``act()`` with a deadline, for calls that have none of their own. Its thread goes on if it passes.
 
     Raises:
         RolloutError: the deadline passed.

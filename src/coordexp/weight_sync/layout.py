@@ -86,7 +86,7 @@ class WeightLayout:
             if place.parameter in self.parameters:
                 return place
         raise RolloutError(
-            f"the learner sent {name!r}, which is no weight of the engine's model"
+            f"the learner sent {name!r}, which is not a weight of the engine's model"
             + (f" (it would be {renamed!r} there)" if renamed not in (None, name) else "")
             + "; both must be the same architecture with the same names"
         )

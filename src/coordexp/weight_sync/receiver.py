@@ -22,7 +22,7 @@ from coordexp.weight_sync.layout import InPlaceTargets, WeightLayout
 from coordexp.weight_sync.version import WeightVersion
 
 Named = list[tuple[str, torch.Tensor]]
-LOAD_BYTES = 32 << 20  # what is loaded at once while more arrives
+LOAD_BYTES = 32 << 20  # loaded at once while more arrives
 
 
 @dataclass(slots=True)
@@ -58,7 +58,7 @@ class WeightReceiver:
     """One worker's end of weight pushes; knows the model, not vLLM.
 
     Weights are loaded in the background while further ones arrive, so an error of loading shows at a later call. Once
-    the engine's loader has shown where a large tensor lies (:class:`InPlaceTargets`), its bytes are received straight
+    the engine's loader has shown where a large tensor is (:class:`InPlaceTargets`), its bytes are received straight
     into that memory.
     """
 
@@ -207,7 +207,7 @@ class WeightReceiver:
             return self.report()
 
     def report(self) -> dict[str, Any]:
-        """What a trainer checks; JSON can hold it."""
+        """State of this worker's weights, for the trainer to check; JSON can hold it."""
         state = self.state
         return {
             **state.weights.payload(),

@@ -85,8 +85,8 @@ def _info(**change: Any) -> dict[str, Any]:
     [
         ([], "a bucket without tensors"),
         ([{"name": "w"}], "not a tensor's description"),
-        ([_info(dtype="torch.load")], "no number type"),
-        ([_info(dtype="torch.__name__")], "no number type"),
+        ([_info(dtype="torch.load")], "not a number type"),
+        ([_info(dtype="torch.__name__")], "not a number type"),
         ([_info(shape=[2, 4])], "do not hold"),
         ([_info(shape=[-2, -3])], "do not hold"),
         ([_info(start_idx=4, end_idx=28)], "do not hold"),

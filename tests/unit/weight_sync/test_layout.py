@@ -36,7 +36,7 @@ def test_a_tensors_place(layout: WeightLayout, name: str, place: Place) -> None:
 
 @pytest.mark.parametrize("name", ["model.language.layer.o_proj.weight", "layer.norm.weight", "", "lm_head.bias"])
 def test_a_name_without_a_place_is_refused(layout: WeightLayout, name: str) -> None:
-    with pytest.raises(RolloutError, match="no weight of the engine's model"):
+    with pytest.raises(RolloutError, match="not a weight of the engine's model"):
         layout.place(name)
 
 
