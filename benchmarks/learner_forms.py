@@ -208,10 +208,10 @@ def ours(model: Any, batch: Sequence[Segment], totals: Mapping[str, int]) -> tor
     query = pipeline.query(supervision)
     device = model.device
     vocabulary = model.config.text_config.vocab_size
-    moved = tensors_to_device((supervision, query), device)
+    on_device, asked = tensors_to_device((supervision, query), device)
     coord_ids = range(vocabulary - NUM_BINS, vocabulary)
-    scores = model(forward_fn=ScoreRow(to_device(inputs, device), *moved, coord_ids))
-    return pipeline(moved[0], scores, totals).loss
+    scores = model(forward_fn=ScoreRow(to_device(inputs, device), on_device, asked, coord_ids))
+    return pipeline(on_device, scores, totals).loss
 
 
 def full(model: Any, batch: Sequence[Segment], totals: Mapping[str, int]) -> torch.Tensor:

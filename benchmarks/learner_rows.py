@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,14 +20,13 @@ from learner_forms import IMAGE, PIPELINE, build_model, draw_segments, pack
 from rich.table import Table
 
 from coordexp.config.objective import PipelineConfig
-from coordexp.modeling.inputs import VisionTower, to_device
+from coordexp.modeling.inputs import VisionTower
 from coordexp.objective import build_pipeline
-from coordexp.objective.supervision import tensors_to_device
 from coordexp.packing import build_row
 from coordexp.records import NUM_BINS, PackedRow
 from coordexp.targets import count_terms
 from coordexp.training.objective_step import TeacherForcing
-from coordexp.training.row_prefetch import RowBuilder, RowPrefetch
+from coordexp.training.row_tensors import PrefetchedRows, RowBuilder, RowTensors
 
 COMPUTE_S = 0.3  # about what a 2B model needs for such a row
 FULL_ROWS = 8
@@ -49,38 +49,39 @@ def rows(sizes: Any, device: torch.device, options: Any) -> dict[str, Any]:
     segments = draw_segments(lengths, sizes)
     totals = count_terms(segment.target for segment in segments)
     packed = [build_row(row) for row in pack(segments, max(options.capacity, *(one.length for one in segments)))]
-    build = _builder(model, model.dtype, device)
-
-    def learn(built: dict[str, Any]) -> float:
-        supervision, queries = tensors_to_device((built["supervision"], built["queries"]), device)
-        inputs = to_device(built["model"], device)
-        scores = model(forward_fn=build.objective.forward_fn(inputs, supervision, queries))
-        loss = build.objective.result(supervision, scores, totals).loss
-        loss.backward()
-        return loss.item()
-
-    def sleep(built: dict[str, Any]) -> float:
-        to_device(built["model"], device)
-        time.sleep(COMPUTE_S)
-        return 0.0
-
-    full = build_row(draw_segments([options.full_row // 10] * 10, sizes, answer=1 / 6))
-    return {
-        "trained": _both_ways(build, packed, learn, options.repeats),
-        "played": _both_ways(_builder(model, torch.bfloat16, device), [full] * FULL_ROWS, sleep, options.repeats),
-    }
-
-
-def _builder(model: Any, dtype: torch.dtype, device: torch.device) -> RowBuilder:
     vocabulary = model.config.text_config.vocab_size
     pipeline = build_pipeline(PipelineConfig.model_validate(PIPELINE))
     objective = TeacherForcing(pipeline, tuple(range(vocabulary - NUM_BINS, vocabulary)))
-    rope_index, tower = model.model.get_rope_index, VisionTower.from_model(model)
-    return RowBuilder(rope_index, tower, IMAGE, "packed", dtype, objective, device)
+
+    def learn(built: RowTensors) -> float:
+        row = built.to(device)
+        scores = model(forward_fn=objective.forward_fn(row.inputs, row.supervision, row.queries))
+        loss = objective.result(row.supervision, scores, totals).loss
+        loss.backward()
+        return loss.item()
+
+    def sleep(built: RowTensors) -> float:
+        built.to(device)
+        time.sleep(COMPUTE_S)
+        return 0.0
+
+    def builder(dtype: torch.dtype) -> Callable[[PackedRow], RowTensors]:
+        rope_index, tower = model.model.get_rope_index, VisionTower.from_model(model)
+        build = RowBuilder(rope_index, tower, IMAGE, "packed", dtype, device)
+        return lambda row: build(row, objective)
+
+    full = build_row(draw_segments([options.full_row // 10] * 10, sizes, answer=1 / 6))
+    return {
+        "trained": _both_ways(builder(model.dtype), packed, learn, options.repeats),
+        "played": _both_ways(builder(torch.bfloat16), [full] * FULL_ROWS, sleep, options.repeats),
+    }
+
+
+Build = Callable[[PackedRow], RowTensors]
 
 
 def _both_ways(
-    build: RowBuilder, packed: Sequence[PackedRow], compute: Callable[[dict[str, Any]], float], repeats: int
+    build: Build, packed: Sequence[PackedRow], compute: Callable[[RowTensors], float], repeats: int
 ) -> dict[str, Any]:
     passes: dict[bool, list[RowSeconds]] = {False: [], True: []}
     for _ in range(repeats):
@@ -103,18 +104,19 @@ def _both_ways(
 
 
 def go_through(
-    build: RowBuilder, packed: Sequence[PackedRow], compute: Callable[[dict[str, Any]], float], ahead: bool
+    build: Build, packed: Sequence[PackedRow], compute: Callable[[RowTensors], float], ahead: bool
 ) -> RowSeconds:
     """Every row in its order, built when its turn comes or (``ahead``) in a second thread while the one before it
     computes, as the trainer does."""
     started = time.perf_counter()
-    prefetch = RowPrefetch(build, [packed]) if ahead else None
     waited = total = 0.0
-    for row in packed:
-        asked = time.perf_counter()
-        built = build(row) if prefetch is None else prefetch.take()
-        waited += time.perf_counter() - asked
-        total += compute(built)
+    with PrefetchedRows(build, packed) if ahead else nullcontext(map(build, packed)) as rows:
+        rows = iter(rows)
+        for _ in packed:
+            asked = time.perf_counter()
+            built = next(rows)
+            waited += time.perf_counter() - asked
+            total += compute(built)
     return RowSeconds(time.perf_counter() - started, waited, total)
 
 

@@ -136,8 +136,8 @@ def dense_run(
 
 
 def timed_steps(config: RunConfig) -> list[tuple[dict[str, float], dict[str, float]]]:
-    """Train; per step what was logged, and the seconds of ``fetch``, ``optimizer`` and the whole ``step``."""
-    from coordexp.training.build import build_trainer, check_run
+    """Train; per step what was logged, and the seconds of ``data``, ``optimizer`` and the whole ``step``."""
+    from coordexp.training.run import build_trainer, check_run
 
     trainer, _ = build_trainer(check_run(config), Console(stderr=True), "benchmark")
     clock = _Clock(trainer)
@@ -151,7 +151,7 @@ def timed_steps(config: RunConfig) -> list[tuple[dict[str, float], dict[str, flo
 
 def _split(line: dict[str, float], marks: dict[str, float]) -> dict[str, float]:
     split = {
-        "data": marks["fetch"] - line["time/window_prepare_s"],
+        "data": marks["data"],
         "rollout": line["time/weight_sync_s"] + line["time/rollout_wait_s"],
         "targets": line["time/window_prepare_s"]
         - sum(line[f"time/{part}_s"] for part in ("weight_sync", "rollout_wait", "pack")),
@@ -170,7 +170,7 @@ def _split(line: dict[str, float], marks: dict[str, float]) -> dict[str, float]:
 
 
 class _Clock:
-    """Times what the trainer itself does not: fetching a window, the optimizer, the whole step."""
+    """Times what the trainer itself does not: reading samples, the optimizer, the whole step."""
 
     def __init__(self, trainer: Any) -> None:
         from transformers import TrainerCallback
@@ -179,22 +179,20 @@ class _Clock:
         self._now: dict[str, float] = defaultdict(float)
         self._started: float | None = None
         self._backward_ended = 0.0
-        fetch, train = trainer.get_batch_samples, trainer.training_step
+        take, accumulate = trainer.batches.take, trainer.step.accumulate
 
-        def timed_fetch(*args: Any) -> Any:
+        def timed_take() -> Any:
             started = time.perf_counter()
-            if self._started is None:
-                self._started = started
-            fetched = fetch(*args)
-            self._now["fetch"] += time.perf_counter() - started
-            return fetched
+            taken = take()
+            self._now["data"] += time.perf_counter() - started
+            return taken
 
-        def timed_train(*args: Any) -> Any:
-            loss = train(*args)
+        def timed_accumulate(*args: Any) -> None:
+            self._started = time.perf_counter()
+            accumulate(*args)
             self._backward_ended = time.perf_counter()
-            return loss
 
-        trainer.get_batch_samples, trainer.training_step = timed_fetch, timed_train
+        trainer.batches.take, trainer.step.accumulate = timed_take, timed_accumulate
         clock = self
 
         class Marks(TrainerCallback):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -76,18 +76,29 @@ _SHARED = "is_every_ranks"  # set on errors that all ranks have raised alike
 
 
 @contextmanager
-def raise_on_all_ranks(where: str) -> Iterator[None]:
-    """All ranks leave this block, or all raise the same error. A collective call, at the block's end.
+def raise_on_all_ranks(where: str) -> Iterator[Callable[[], None]]:
+    """All ranks leave this block, or all raise the same error: that of the lowest rank that has one.
 
-    Without it a rank that fails leaves the others waiting in the next collective. Inside the block every rank must
-    come to the same collectives, so whatever may fail on one rank alone comes after the last of them.
+    Without it a rank that fails leaves the others waiting in the next collective. The ranks agree at the block's end,
+    in a collective call, or where the block calls what it is given as its context: what one rank alone raises after
+    that stays its own error. Inside the block every rank must make the same collective calls, so whatever may fail on
+    one rank alone comes after the last of them.
     """
-    failure: Exception | None = None
+    agreed = False
+
+    def agree(failure: Exception | None = None) -> None:
+        nonlocal agreed
+        agreed = True
+        raise_any_failure(failure, where)
+
     try:
-        yield
-    except Exception as error:  # not handled here: raised again below, on every rank
-        failure = error
-    raise_first_failure(failure, where)
+        yield agree
+    except Exception as error:
+        if not agreed:
+            agree(error)
+        raise
+    if not agreed:
+        agree()
 
 
 def raise_first_failure(failure: Exception | None, where: str) -> None:

@@ -26,6 +26,7 @@ from typing import Any
 
 import yaml
 
+VARIANTS_AT = "51e383b"  # the last commit with the variants of rollout matching that did not pay
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 IOUS = (0.5, 0.7, 0.9)
@@ -83,7 +84,7 @@ def dotted(keys: dict[str, Any]) -> list[str]:
 def train(config: str, data: Path, model: Path, output: Path, seed: int, arm: dict[str, Any]) -> float:
     """Train unless it is done. Returns: CPU seconds it took."""
     from coordexp.config import load_config
-    from coordexp.training.build import run_training
+    from coordexp.training.run import run_training
 
     done = output / "cpu_seconds.json"
     if done.is_file():
@@ -106,10 +107,10 @@ def train(config: str, data: Path, model: Path, output: Path, seed: int, arm: di
     if arm.get("served"):
         values["rollout_matching"] = answered_by_a_server(arm)
         path.write_text(yaml.safe_dump(values))
+    if "variant" in arm:
+        sys.exit(f"{output.name}: the code of variant {arm['variant']} is in commit {VARIANTS_AT}; run this arm there")
     started = cpu_seconds()
-    from variants import variant
-
-    with server(path) if arm.get("served") else nullcontext(), variant(arm.get("variant")):
+    with server(path) if arm.get("served") else nullcontext():
         run_training(load_config(path, arguments=dotted(arm.get("set", {}))), progress(), output.name, path)
     seconds = cpu_seconds() - started
     done.write_text(json.dumps(seconds))

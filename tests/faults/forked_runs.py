@@ -77,15 +77,18 @@ def die(aim: str, times: int, when: str, error: str) -> None:
         return
     from accelerate import Accelerator
 
-    from coordexp.training import saving, seal
-    from coordexp.training.trainer import CoordExpTrainer
+    from coordexp.training import loop, saving, seal
+    from coordexp.training.loop import CoordExpTrainer
+    from coordexp.training.row_tensors import RowTensors
+    from coordexp.training.step import TrainStep
 
     def end() -> None:
         if error:
             raise RuntimeError(error)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    owner: Any = next(one for one in (CoordExpTrainer, saving, seal, Accelerator) if hasattr(one, aim))
+    owners = (TrainStep, RowTensors, CoordExpTrainer, saving, loop, seal, Accelerator)
+    owner: Any = next(one for one in owners if hasattr(one, aim))
     act, left = getattr(owner, aim), times
 
     def act_or_die(*arguments: Any, **options: Any) -> Any:
@@ -104,14 +107,25 @@ def die(aim: str, times: int, when: str, error: str) -> None:
 def train_slowly(yaml: str, pause_s: float) -> None:
     """``coordexp train`` that says each forward's step, and pauses before it."""
     from coordexp.cli import main
-    from coordexp.training.trainer import CoordExpTrainer
 
-    forward = CoordExpTrainer.compute_loss
-
-    def slow(self: CoordExpTrainer, *arguments: Any, **options: Any) -> Any:
-        print("forward of step", self.state.global_step + 1, flush=True)
-        time.sleep(pause_s)
-        return forward(self, *arguments, **options)
-
-    CoordExpTrainer.compute_loss = slow
+    slow_forwards(pause_s)
     main(["train", yaml])
+
+
+def slow_forwards(pause_s: float) -> None:
+    """Have this process print each forward's step, and pause before it."""
+    from coordexp.training.row_tensors import RowTensors
+    from coordexp.training.step import TrainStep
+
+    accumulate, to, under_way = TrainStep.accumulate, RowTensors.to, [0]
+
+    def accumulate_noted(self: TrainStep, batches: Any, step: int) -> None:
+        under_way[0] = step + 1
+        accumulate(self, batches, step)
+
+    def to_slowly(self: RowTensors, device: Any) -> RowTensors:
+        print("forward of step", under_way[0], flush=True)
+        time.sleep(pause_s)
+        return to(self, device)
+
+    TrainStep.accumulate, RowTensors.to = accumulate_noted, to_slowly

@@ -54,15 +54,15 @@ def limited_from_step_2(limit: Callable[[], AbstractContextManager[None]]) -> Ca
     """What makes a trainer save checkpoint-2 under ``limit`` first, and all as ever."""
 
     def prepare(trainer: Any) -> None:
-        save = trainer._save_checkpoint
+        save = trainer.save_checkpoint
 
-        def saved(*arguments: Any) -> None:
+        def saved() -> None:
             if trainer.state.global_step == 2:
                 with limit():
-                    save(*arguments)
-            save(*arguments)
+                    save()
+            save()
 
-        trainer._save_checkpoint = saved
+        trainer.save_checkpoint = saved
 
     return prepare
 

@@ -46,7 +46,7 @@ def behind(
 ) -> Iterator[Behind]:
     from rich.console import Console
 
-    from coordexp.training.build import build_trainer, check_run
+    from coordexp.training.run import build_trainer, check_run
 
     folder = tmp_path_factory.mktemp("server")
     with ExitStack() as stack:
@@ -69,7 +69,7 @@ def behind(
         dataset: Any = trainer.train_dataset
         samples = [dataset[index] for index in range(12)]
         requests = [sample.request for sample in samples if sample.record.width >= 64][:3]
-        backend = trainer._eval_backend
+        backend = trainer.backend
         assert isinstance(backend, ServerBackend)
         yield Behind(backend, proxy, requests, [0])
         backend.close()

@@ -16,17 +16,18 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
+from transformers import TrainerCallback
 
 from coordexp.errors import ConfigError, RunStopped, TrainingDiverged
-from coordexp.training.build import run_training
 from coordexp.training.checkpoint import is_complete
 from coordexp.training.process_group import LOCK, only_run_in
+from coordexp.training.row_tensors import RowTensors
+from coordexp.training.run import run_training
 from coordexp.training.stopping import StopSignals
-from coordexp.training.trainer import CoordExpTrainer
 from faults.forked_runs import DEADLINE_S, train_slowly
 from support.cli_runs import run_cli
 from support.forked import Handle, forked
-from support.tiny_run import run_config, same_weights, step_lines, train, weights
+from support.tiny_run import figures, run_config, same_weights, train, weights
 
 # Segments wait from the first step on; two micro-steps a step, three steps to a log line.
 KEYS: dict[str, Any] = {
@@ -38,23 +39,18 @@ KEYS: dict[str, Any] = {
 }
 
 
-def figures(trainer: CoordExpTrainer) -> list[dict[str, float]]:
-    return [{name: v for name, v in line.items() if not name.startswith("time/")} for line in step_lines(trainer)]
-
-
 def in_forward(monkeypatch: pytest.MonkeyPatch, number: int, act: Callable[[], None]) -> None:
-    """Do ``act`` in the ``number``-th forward of the run: the even ones are a step's second."""
-    forward, seen = CoordExpTrainer.compute_loss, 0
+    """Do ``act`` before the ``number``-th forward of the run: the even ones are a step's second."""
+    to, seen = RowTensors.to, 0
 
-    def forward_and_act(self: CoordExpTrainer, *arguments: Any, **options: Any) -> torch.Tensor:
+    def act_and_forward(self: RowTensors, device: Any) -> RowTensors:
         nonlocal seen
         seen += 1
-        loss = forward(self, *arguments, **options)
         if seen == number:
             act()
-        return loss
+        return to(self, device)
 
-    monkeypatch.setattr(CoordExpTrainer, "compute_loss", forward_and_act)
+    monkeypatch.setattr(RowTensors, "to", act_and_forward)
 
 
 @pytest.fixture(scope="module")
@@ -145,19 +141,14 @@ def test_weights_that_are_nan_are_called_so_and_not_saved(
 ) -> None:
     """Sampling from NaN is an error of a library, which says nothing of training."""
 
-    def spoil(trainer: CoordExpTrainer) -> None:
-        step = trainer.callback_handler.on_optimizer_step
-
-        def spoiled(*arguments: Any, **options: Any) -> Any:
+    class Spoil(TrainerCallback):
+        def on_optimizer_step(self, *_: Any, **kwargs: Any) -> None:
             with torch.no_grad():
-                next(trainer.model.parameters()).fill_(float("nan"))
-            return step(*arguments, **options)
-
-        trainer.callback_handler.on_optimizer_step = spoiled
+                next(kwargs["model"].parameters()).fill_(float("nan"))
 
     config = run_config(tmp_path, stage, rollout_matching__decoding={"temperature": 1.0}, training__max_steps=3)
     with pytest.raises(TrainingDiverged, match=r"NaN or infinite"):
-        train(config, on_built=spoil)
+        train(config, on_built=lambda trainer: trainer.add_callback(Spoil()))
     assert not list((tmp_path / "run").glob("checkpoint-*"))
 
 

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 from coordexp.distributed import RENDEZVOUS
 from support.forked import forked
@@ -60,13 +59,7 @@ def ended(ranks: Sequence[BaseProcess], seconds: float) -> list[int | None]:
 def _train(yaml: str) -> None:
     """Each rank says where it is, so that the test knows when to strike."""
     from coordexp.cli import main
-    from coordexp.training.trainer import CoordExpTrainer
+    from faults.forked_runs import slow_forwards
 
-    forward = CoordExpTrainer.compute_loss
-
-    def told(self: CoordExpTrainer, *arguments: Any, **options: Any) -> Any:
-        print("forward of step", self.state.global_step + 1, flush=True)
-        return forward(self, *arguments, **options)
-
-    CoordExpTrainer.compute_loss = told
+    slow_forwards(0.0)
     main(["train", yaml])

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
+from coordexp.config.objective import PipelineConfig
 from coordexp.modeling.inputs import ON_HOST, VisionTower, image_arguments, to_device
+from coordexp.objective import build_pipeline
 from coordexp.objective import head as head_module
-from coordexp.objective.supervision import tensors_to_device
+from coordexp.records import PackedRow
 from coordexp.targets import count_terms
-from coordexp.training.row_prefetch import FiguresOnDevice, RowBuilder, RowPrefetch
+from coordexp.training.objective_step import TeacherForcing
+from coordexp.training.row_tensors import DeviceMetrics, PrefetchedRows, RowBuilder, RowTensors
 from support.tiny_run import gt_segments, load_tiny, row_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -42,24 +45,16 @@ def no_waits(mode: str = "error") -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(before)
 
 
-def builder(loaded: Any) -> RowBuilder:
-    from coordexp.config.objective import PipelineConfig
-    from coordexp.objective import build_pipeline
-    from coordexp.training.objective_step import TeacherForcing
+def objective_of(loaded: Any) -> TeacherForcing:
+    return TeacherForcing(build_pipeline(PipelineConfig.model_validate(PIPELINE)), tuple(loaded.vocab.coord_token_ids))
 
-    pipeline = build_pipeline(PipelineConfig.model_validate(PIPELINE))
-    objective = TeacherForcing(pipeline, tuple(loaded.vocab.coord_token_ids))
-    device = torch.device("cuda", torch.cuda.current_device())
-    rope_index = loaded.model.model.get_rope_index
-    return RowBuilder(
-        rope_index,
-        VisionTower.from_model(loaded.model),
-        loaded.image_token_id,
-        loaded.attention,
-        torch.bfloat16,
-        objective,
-        device,
-    )
+
+def builder(loaded: Any) -> Callable[[PackedRow], RowTensors]:
+    build = RowBuilder(
+        loaded.model.model.get_rope_index, VisionTower.from_model(loaded.model), loaded.image_token_id,
+        loaded.attention, torch.bfloat16, torch.device("cuda", torch.cuda.current_device()),
+    )  # fmt: skip
+    return lambda row: build(row, objective_of(loaded))
 
 
 @pytest.mark.parametrize("scattered", [False, True], ids=["coordinate ids in a row", "coordinate ids anywhere"])
@@ -67,14 +62,13 @@ def test_an_objective_looks_at_the_device_once_a_row(scattered: bool, monkeypatc
     """Forward, every module's loss and diagnostics, and backward, from hidden states on."""
     loaded = load_tiny()
     segments = gt_segments(loaded, 4)
-    build = builder(loaded)
-    built = build(row_of(segments))
-    objective, device = build.objective, build.device
+    built = builder(loaded)(row_of(segments))
+    objective, device = objective_of(loaded), torch.device("cuda", torch.cuda.current_device())
     ids = tuple(reversed(objective.coord_ids)) if scattered else objective.coord_ids
     totals = count_terms(segment.target for segment in segments)
     vocabulary = loaded.model.get_output_embeddings().weight.shape[0]
     weight_VH = torch.randn(vocabulary, 64, device=device, requires_grad=True)
-    hidden_NH = torch.randn(len(built["supervision"].position_N), 64, device=device, requires_grad=True)
+    hidden_NH = torch.randn(len(built.supervision.position_N), 64, device=device, requires_grad=True)
     looks: list[int] = []
     look = head_module._look
 
@@ -84,13 +78,13 @@ def test_an_objective_looks_at_the_device_once_a_row(scattered: bool, monkeypatc
             return look(broken_N)
 
     monkeypatch.setattr(head_module, "_look", counted)
-    figures = FiguresOnDevice()
+    metrics = DeviceMetrics()
 
     def row() -> None:
-        supervision, queries = tensors_to_device((built["supervision"], built["queries"]), device)
-        scores = [head_module.score_head(hidden_NH, weight_VH, queries[0], supervision.label_N, ids)]
-        result = objective.result(supervision, scores, totals)
-        figures.note(result.terms, scores, queries)
+        row = built.to(device)
+        scores = [head_module.score_head(hidden_NH, weight_VH, row.queries[0], row.supervision.label_N, ids)]
+        result = objective.result(row.supervision, scores, totals)
+        metrics.add(result.terms, scores, row.queries)
         result.loss.backward()
 
     row()  # what is made once is made here
@@ -99,7 +93,7 @@ def test_an_objective_looks_at_the_device_once_a_row(scattered: bool, monkeypatc
         row()
         row()
     assert len(looks) == 2
-    assert len(list(figures.look())) == 3
+    assert len(metrics.sync()) == 3
 
 
 def test_the_vision_tower_never_waits() -> None:
@@ -107,11 +101,10 @@ def test_the_vision_tower_never_waits() -> None:
     loaded = load_tiny("bfloat16")
     model: Any = loaded.model
     model.cuda()
-    build = builder(loaded)
-    row = build(row_of(gt_segments(loaded, 4)))["model"]
+    row = builder(loaded)(row_of(gt_segments(loaded, 4))).inputs
 
     def features() -> None:
-        inputs = to_device(row, build.device)
+        inputs = to_device(row, torch.device("cuda", torch.cuda.current_device()))
         given = model.model.get_image_features(
             inputs["pixel_values"], inputs["image_grid_thw"], **image_arguments(inputs)
         )
@@ -128,12 +121,12 @@ def test_the_vision_tower_never_waits() -> None:
 def test_rows_are_page_locked_and_the_same() -> None:
     loaded = load_tiny()
     build, rows = builder(loaded), [row_of([segment]) for segment in gt_segments(loaded, 3)]
-    (ahead,) = RowPrefetch(build, [rows]).micro_steps
-    for row, built in zip(rows, ahead, strict=True):
-        alone = build(row)
-        for name, value in built["model"].items():
-            if isinstance(value, torch.Tensor):
-                assert value.is_pinned() == (name not in ON_HOST), name
-                assert torch.equal(value, alone["model"][name]), name
-        assert built["supervision"].position_N.is_pinned() and built["queries"][0].vocab_in_N_U.is_pinned()
-        assert torch.equal(built["supervision"].position_N.to(build.device).cpu(), alone["supervision"].position_N)
+    with PrefetchedRows(build, rows) as prefetched:
+        for row, built in zip(rows, prefetched, strict=True):
+            alone = build(row)
+            for name, value in built.inputs.items():
+                if isinstance(value, torch.Tensor):
+                    assert value.is_pinned() == (name not in ON_HOST), name
+                    assert torch.equal(value, alone.inputs[name]), name
+            assert built.supervision.position_N.is_pinned() and built.queries[0].vocab_in_N_U.is_pinned()
+            assert torch.equal(built.supervision.position_N.cuda().cpu(), alone.supervision.position_N)

@@ -14,8 +14,8 @@ from coordexp.config import load_config
 from coordexp.data.dataset import RecordDataset
 from coordexp.distributed import rank
 from coordexp.errors import DataError, RolloutError
-from coordexp.training.build import run_training
-from coordexp.training.sources import RolloutSource
+from coordexp.training.rollout_queue import AnswerReader
+from coordexp.training.run import run_training
 
 
 def fail(method: Any, error: Exception, from_call: int) -> Any:
@@ -33,14 +33,14 @@ def fail(method: Any, error: Exception, from_call: int) -> Any:
 
 
 def main(yaml: str, what: str) -> None:
-    if rank() == 1:  # two samples a step; accelerate reads one batch ahead
+    if rank() == 1:  # two samples a step
         if what == "answer":
-            RolloutSource.outcome = fail(RolloutSource.outcome, RolloutError("an answer nobody can read"), 3)  # type: ignore[method-assign]
+            AnswerReader.__call__ = fail(AnswerReader.__call__, RolloutError("an answer nobody can read"), 3)  # type: ignore[method-assign]
         elif what == "bug":
-            RolloutSource.outcome = fail(RolloutSource.outcome, ZeroDivisionError("division by zero"), 3)  # type: ignore[method-assign]
+            AnswerReader.__call__ = fail(AnswerReader.__call__, ZeroDivisionError("division by zero"), 3)  # type: ignore[method-assign]
         elif what == "sample":
             error = DataError("not a readable image", path="gone.png")
-            RecordDataset.__getitem__ = fail(RecordDataset.__getitem__, error, 5)  # type: ignore[method-assign]
+            RecordDataset.__getitem__ = fail(RecordDataset.__getitem__, error, 3)  # type: ignore[method-assign]
     config = load_config(yaml)
     seen: list[Any] = [None, None, time.time()]
     try:

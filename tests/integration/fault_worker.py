@@ -13,23 +13,23 @@ import train_worker
 
 from coordexp.distributed import rank
 from coordexp.packing import CarryBuffer
-from coordexp.training.trainer import CoordExpTrainer
+from coordexp.training import saving
 
 
 def kill_rank_1_behind_rank_0s_last_file(step: int) -> None:
-    """All that transformers' first process writes is there, and the second has not saved its random state."""
-    save = CoordExpTrainer._save_rng_state
+    """All files are written, and the checkpoint is not sealed yet."""
+    seal = saving.seal_checkpoint
 
-    def save_or_die(self: CoordExpTrainer, output_dir: str) -> None:
-        if rank() == 1 and self.state.global_step == step:
+    def seal_or_die(folder: Path, *arguments: Any, **options: Any) -> None:
+        if rank() == 1 and folder.name == f"checkpoint-{step}":
             deadline = time.monotonic() + 60
-            while not (Path(output_dir) / "trainer_state.json").is_file():
+            while not (folder / "trainer_state.json").is_file():
                 assert time.monotonic() < deadline, "rank 0 wrote no trainer_state.json"
                 time.sleep(0.05)
             os.kill(os.getpid(), signal.SIGKILL)
-        save(self, output_dir)
+        seal(folder, *arguments, **options)
 
-    CoordExpTrainer._save_rng_state = save_or_die  # type: ignore[method-assign]
+    saving.seal_checkpoint = seal_or_die
 
 
 def overflow_on_rank_1(insertion: int) -> None:

@@ -27,8 +27,7 @@ from coordexp.modeling.inputs import PromptEncoder
 from coordexp.modeling.load import LoadedModel
 from coordexp.records import RolloutRequest
 from coordexp.rollouts import RolloutRound, SeedContext, synced
-from coordexp.targets import TransportConfig
-from coordexp.training.sources import RolloutSource
+from coordexp.training.rollout_queue import AnswerReader, RolloutQueue
 from support.answers import CAT, record
 from support.forked import ENGINES
 from support.prepared import PreparedInTurn
@@ -257,16 +256,14 @@ def test_a_prompt_that_the_engine_reads_otherwise_is_refused(
     backend: ColocatedBackend, learner: LoadedModel, requests_: list[RolloutRequest]
 ) -> None:
     """By the step that would train on its answer."""
-    source = RolloutSource(
-        backend, learner.vocab, MatchingConfig(), TransportConfig(), "desc_first", 1, "rollout/decode_greedy"
-    )
+    queue = RolloutQueue(backend, AnswerReader(learner.vocab, MatchingConfig()), 1)
     samples = [Sample(record([CAT], request.sample_id), request) for request in requests_[:2]]
-    (segments,), _ = source.segments([samples], 1, {})
-    assert [segment.prompt_token_ids for segment in segments] == [s.request.prompt_token_ids for s in samples]
+    answers = queue.take([samples], 1, {})
+    assert [answer.rollout.prompt_token_ids for answer in answers.all] == [s.request.prompt_token_ids for s in samples]
     DOOR.enlarge = 2
     try:
         with pytest.raises(AlignmentError, match="they part at token"):
-            source.segments([samples], 2, {})
+            queue.take([samples], 2, {})
     finally:
         DOOR.enlarge = 1
 

@@ -56,7 +56,7 @@ def test_annotations_are_taken_as_complete_by_the_answers_of_all_ranks(seen: lis
 def test_a_rank_without_answers_leaves_none_waiting_for_its_share(
     case: str, step: int, seen: list[dict[str, Any]]
 ) -> None:
-    message = f"rank 1, answers of step {step}: server 0 is gone"
+    message = f"rank 1, rollouts of step {step}: server 0 is gone"
     assert [rank[case] for rank in seen] == [
         ["RolloutError", message, "NoneType"], ["RolloutError", message, "RolloutError"],
     ]  # fmt: skip

@@ -9,12 +9,8 @@ from typing import Any
 import pytest
 
 from support.plain_server import PlainServer
-from support.tiny_run import same_weights, step_lines, train, weights
+from support.tiny_run import Killed, kill_at, same_weights, step_lines, train, weights
 from support.vllm_runs import server_keys, vllm_config
-
-
-class Killed(BaseException):
-    """Stands for SIGKILL: nothing may catch it."""
 
 
 def test_answers_are_one_step_old_and_a_killed_run_goes_on_bit_for_bit(
@@ -22,18 +18,18 @@ def test_answers_are_one_step_old_and_a_killed_run_goes_on_bit_for_bit(
 ) -> None:
     versions: dict[str, list[set[int]]] = {}
 
-    def noting(name: str, kill_at: int | None = None) -> Any:
+    def noting(name: str, dies_at: int | None = None) -> Any:
         def on_built(trainer: Any) -> None:
-            prepare = trainer.window_builder.prepare
+            if dies_at is not None:
+                kill_at(dies_at)(trainer)
+            accumulate = trainer.step.accumulate
 
-            def prepare_and_note(batches: Any, step: int) -> Any:
-                if step == kill_at:
-                    raise Killed
-                window = prepare(batches, step)
-                versions.setdefault(name, []).append({o.rollout.weight_version for o in window.outcomes})
-                return window
+            def accumulate_and_note(batches: Any, step: int) -> None:
+                accumulate(batches, step)
+                outcomes = trainer.step.prepared.outcomes
+                versions.setdefault(name, []).append({one.rollout.weight_version for one in outcomes})
 
-            trainer.window_builder.prepare = prepare_and_note
+            trainer.step.accumulate = accumulate_and_note
 
         return on_built
 
@@ -49,7 +45,7 @@ def test_answers_are_one_step_old_and_a_killed_run_goes_on_bit_for_bit(
     whole.close()
     killed = vllm_config(tmp_path, "killed", **keys | {"training__resume_from_checkpoint": True})
     with pytest.raises(Killed):
-        train(killed, on_built=noting("killed", kill_at=4))
+        train(killed, on_built=noting("killed", dies_at=4))
     resumed = train(killed, on_built=noting("resumed"))
     resumed.close()
     assert versions["whole"] == [{0}, {0}, {1}, {2}, {3}]

@@ -16,7 +16,7 @@ from rich.console import Console
 from coordexp.engine.client import STALL_KEYS
 from coordexp.errors import RolloutError
 from coordexp.serving.serve.service import EVERY_S
-from coordexp.training.build import build_trainer, check_run, run_training
+from coordexp.training.run import build_trainer, check_run, run_training
 from support.guarded_server import GuardedServerContract, assert_killing_leaves_nothing
 from support.rollout_servers import RunningServer, served_checkpoint, serving
 from support.swift_servers import GUARD, GUARDED_TOKENS, guarded_config

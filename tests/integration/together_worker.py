@@ -13,9 +13,9 @@ from coordexp import distributed
 from coordexp.data.dataset import Sample
 from coordexp.errors import DataError, RolloutError
 from coordexp.matching import MatchingConfig
-from coordexp.targets import TargetPolicy, TransportConfig
-from coordexp.training.ahead import RolloutsAhead
-from coordexp.training.sources import RolloutSource
+from coordexp.targets import TargetPolicy
+from coordexp.training.rollout_queue import AnswerReader, RolloutQueue
+from coordexp.training.step_targets import decide_policy
 from support.answers import CAT, DOG, LEAF, answer, entry, record, request, tiny_vocab
 from support.tiny_run import InMemoryBackend
 
@@ -38,17 +38,15 @@ def taken_as_complete(rank: int, complete_above: float, fails: bool = False, ahe
             raise RolloutError("server 0 is gone")
         return ANSWERS[rank]
 
-    source = RolloutSource(
-        InMemoryBackend(tiny_vocab(), text), tiny_vocab(), MatchingConfig(), TransportConfig(), "desc_first", 3,
-        "rollout/decode_greedy", policy=TargetPolicy(answer="rewritten", complete_above=complete_above),
-    )  # fmt: skip
+    queue = RolloutQueue(
+        InMemoryBackend(tiny_vocab(), text), AnswerReader(tiny_vocab(), MatchingConfig()), 3, ahead=ahead
+    )
     one = record((CAT, LEAF))
     batches = [[Sample(one, request(one))]]
-    if not ahead:
-        return source.segments(batches, 0, {})[1][0].taken_as_complete
-    rollouts_ahead = RolloutsAhead(source, lambda step: True)
-    rollouts_ahead.ask(batches, 0)
-    return rollouts_ahead.segments(batches, 1, {})[1][0].taken_as_complete
+    if ahead:
+        queue.submit(batches, 0, {})
+    answers = queue.take(batches, int(ahead), {})
+    return decide_policy(TargetPolicy(answer="rewritten", complete_above=complete_above), answers.all)[1]
 
 
 def main(folder: str) -> None:

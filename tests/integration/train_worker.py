@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from coordexp.config import load_config
 from coordexp.distributed import rank
-from coordexp.training.build import run_training
+from coordexp.training.run import run_training
 
 
 def main(yaml: str) -> None:
@@ -21,7 +21,7 @@ def main(yaml: str) -> None:
         "steps": [line for line in trainer.state.log_history if "loss" in line],
         "evaluations": [line for line in trainer.state.log_history if "eval_rollout/f1" in line],
         "sharded": sum(isinstance(weight, DTensor) for weight in trainer.model.parameters()),
-        "trained": len(trainer.window.rows) if trainer.window is not None else 0,
+        "trained": len(trainer.step.prepared.rows) if trainer.step.prepared is not None else 0,
     }
     path = Path(config.training.output_dir) / f"rank{rank()}.json"
     path.write_text(json.dumps(result), encoding="utf-8")

@@ -14,7 +14,7 @@ from coordexp.cli import app
 from coordexp.config import ConfigError, check_world_size, load_config, parse_config, resolved_rollout, rollout_contract
 from coordexp.errors import CoordExpError, MissingDependency
 from coordexp.rollouts import check_backend
-from coordexp.training.build import build_trainer, check_run
+from coordexp.training.run import build_trainer, check_run
 from support.config_samples import drop_key, set_key, stage2, write_yaml
 from support.tiny_run import run_config, train
 
@@ -81,6 +81,9 @@ def test_trainer_is_given_the_normalised_contract(tmp_path: Path) -> None:
     assert (contract["vllm"]["max_model_len"], contract["vllm"]["dtype"]) == (512, "float32")
     assert (contract["vllm"]["sync"]["mode"], contract["vllm"]["max_lora_rank"]) == ("full", 8)
     assert contract["maskiou_gate"] == 0.25
+    (queue,) = [task.rollouts for task in trainer.step.tasks.values()]
+    assert queue.backend is trainer.backend and queue.read.matching.maskiou_gate == 0.25
+    assert (trainer.run.buffer.capacity, trainer.run.buffer.max_segments) == (512, 99)
 
 
 @pytest.mark.scenario("Runtime rollout injection path stays stable")

@@ -13,16 +13,20 @@ from coordexp.coords import COORD_TOKENS, TURN_END
 from coordexp.data.dataset import Sample
 from coordexp.geometry import barycentric_targets
 from coordexp.matching import MatchingConfig
-from coordexp.objective import build_pipeline
+from coordexp.objective import build_pipeline, sft_pipeline
 from coordexp.packing import CarryBuffer
 from coordexp.records import DropReason, GTObject, Rollout, RolloutRequest, Segment, TokenRole
-from coordexp.targets import TransportConfig
-from coordexp.training.sources import RolloutSource
-from coordexp.training.window import WindowBuilder
+from coordexp.targets import TargetPolicy, TransportConfig
+from coordexp.training.objective_step import TeacherForcing
+from coordexp.training.rollout_queue import AnswerReader, RolloutQueue
+from coordexp.training.row_layout import RowLayout
+from coordexp.training.step import Task
+from coordexp.training.step_targets import TargetOptions
 from support.answers import CAT, DOG, LEAF, answer, entry, outcome_of, record, request, taught_text, tiny_vocab
 from support.objective_rows import Trigram, config, scored
 from support.quiet_backend import QuietBackend
 from support.qwen_tokenizer import qwen_vocab
+from support.tiny_run import prepare
 
 NEAR_CAT = GTObject("cat", "bbox_2d", (12, 25, 195, 230))
 NEAR_LEAF = GTObject("leaf", "poly", (310, 25, 470, 22, 485, 195))
@@ -184,14 +188,13 @@ MALFORMED = [
 @pytest.mark.scenario("Parse failures are visible without crashing")
 def test_a_window_of_malformed_answers_trains_and_counts() -> None:
     vocab = qwen_vocab()
-    source = RolloutSource(
-        Scripted(MALFORMED), vocab, MatchingConfig(), TransportConfig(), "desc_first", 0, "rollout/decode_greedy"
-    )
+    queue = RolloutQueue(Scripted(MALFORMED), AnswerReader(vocab, MatchingConfig()), 0)
+    options = TargetOptions(vocab, "desc_first", TransportConfig(), TargetPolicy())
+    objective = TeacherForcing(sft_pipeline(None), vocab.coord_token_ids)
+    task = Task(objective, RowLayout(CarryBuffer(5000, 32), capacity=5000), options, queue)
     records = [record(SCENE, f"s{i}") for i in range(len(MALFORMED))]
     samples = [Sample(r, request(r)) for r in records]
-    builder = WindowBuilder(source, CarryBuffer(5000, 32), min_fill_ratio=0.0)
-    window = builder.prepare([samples[:3], samples[3:]], global_step=1)
-    m = window.metrics
+    prepared, m = prepare(task, [samples[:3], samples[3:]], 1)
     assert m["rollout/samples_total"] == 6
     assert m["rollout/valid_pred_objects_total"] == 4
     assert m["rollout/dropped/missing_desc"] == 0 and m["rollout/dropped/missing_geometry"] == 1
@@ -202,11 +205,11 @@ def test_a_window_of_malformed_answers_trains_and_counts() -> None:
     assert m["rollout/matched_total"] + m["rollout/fn_appended_total"] == m["rollout/gt_objects_total"] == 18
     assert m["rollout/decode_greedy"] == 1
     assert not [name for name in m if "iou" in name.lower()]
-    trained = [segment for row in window.rows for segment in row.segments]
+    trained = [segment for row in prepared.rows for segment in row.segments]
     assert len(trained) == 6
     assert all(segment.target.roles_T[-1] == TokenRole.EOS for segment in trained)
-    assert window.totals["struct_ce"] >= 12
-    assert window.totals["coord"] == 6 * sum(len(obj.bins) for obj in SCENE)
+    assert prepared.totals["struct_ce"] >= 12
+    assert prepared.totals["coord"] == 6 * sum(len(obj.bins) for obj in SCENE)
 
 
 def test_the_step_behind_such_answers_has_a_finite_loss() -> None:

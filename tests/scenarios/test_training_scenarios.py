@@ -16,8 +16,8 @@ from coordexp.parsing import parse_rollout
 from coordexp.records import Rollout, RolloutRequest, TokenRole
 from coordexp.rollouts import SeedContext
 from coordexp.rollouts.hf import HFBackend
-from coordexp.training.trainer import CoordExpTrainer
-from coordexp.training.window import Window
+from coordexp.training.loop import CoordExpTrainer
+from coordexp.training.step import PreparedStep
 from support.quiet_backend import QuietBackend
 from support.settings import decoding
 from support.tiny_run import (
@@ -29,6 +29,7 @@ from support.tiny_run import (
     step_lines,
     tiny_samples,
     train,
+    watch_steps,
     weights,
 )
 
@@ -36,34 +37,29 @@ FOUR = {"training__per_device_train_batch_size": 4, "training__max_steps": 1}
 
 
 class Watch:
-    """What a run asked of the model: calls of ``generate``, learner forwards, prepared windows, backward losses."""
+    """What a run asked of the model: calls of ``generate``, trained forwards, prepared steps, backward losses."""
 
     def __init__(self) -> None:
         self.generated: list[dict[str, Any]] = []
         self.forwards: list[dict[str, Any]] = []
-        self.windows: list[Window] = []
+        self.steps: list[PreparedStep] = []
         self.losses: list[torch.Tensor] = []
 
     def __call__(self, trainer: CoordExpTrainer) -> None:
         model: Any = trainer.model
-        builder: Any = trainer.window_builder
-        generate, prepare = model.generate, builder.prepare
+        generate = model.generate
         backward = trainer.accelerator.backward
 
         def watched_generate(**arguments: Any) -> torch.Tensor:
             self.generated.append(arguments)
             return generate(**arguments)
 
-        def watched_prepare(micro_batches: Any, global_step: int) -> Window:
-            self.windows.append(prepare(micro_batches, global_step))
-            return self.windows[-1]
-
         def watched_backward(loss: torch.Tensor, **arguments: Any) -> None:
             self.losses.append(loss.detach())
             backward(loss, **arguments)
 
         model.generate = watched_generate
-        builder.prepare = watched_prepare
+        self.steps = watch_steps(trainer)
         trainer.accelerator.backward = watched_backward
         model.model.register_forward_pre_hook(self._forward, with_kwargs=True)
 
@@ -85,8 +81,8 @@ def test_a_packed_step_is_the_unpacked_step(tmp_path: Path) -> None:
     one_by_one = {"training__packing": False, "training__per_device_train_batch_size": 1,
                   "training__gradient_accumulation_steps": 4}  # fmt: skip
     without = train(run_config(tmp_path, 2, "plain", **FOUR | one_by_one), on_built=plain)
-    (row,) = packed.windows[0].rows
-    assert [len(row.segments) for row in plain.windows[0].rows] == [1, 1, 1, 1]
+    (row,) = packed.steps[0].rows
+    assert [len(row.segments) for row in plain.steps[0].rows] == [1, 1, 1, 1]
     assert len(row.segments) == 4
     # Rollouts un-packed: one row per sample. The forward packed: one row for all.
     assert [len(call["input_ids"]) for call in packed.generated] == [3, 1]
@@ -103,7 +99,7 @@ def test_a_packed_step_is_the_unpacked_step(tmp_path: Path) -> None:
 def test_each_rollout_is_generated_from_its_own_padded_prompt(packing: bool, tmp_path: Path) -> None:
     watch = Watch()
     train(run_config(tmp_path, 2, **FOUR, training__packing=packing), on_built=watch)
-    outcomes = watch.windows[0].outcomes
+    outcomes = watch.steps[0].outcomes
     rows = [
         (row[mask.bool()].tolist(), mask)
         for call in watch.generated
@@ -120,7 +116,7 @@ def test_one_forward_and_one_loss_per_micro_step(tmp_path: Path) -> None:
     watch = Watch()
     config = run_config(tmp_path, 2, **FOUR, training__gradient_accumulation_steps=2)
     trainer = train(config, finder(), watch)
-    (window,) = watch.windows
+    (window,) = watch.steps
     assert len(watch.forwards) == len(window.rows) == len(watch.losses) == 2
     trained = [segment for row in window.rows for segment in row.segments]
     assert [s.target for s in trained] == [outcome.target for outcome in window.outcomes]  # each Y_train exactly once
@@ -138,7 +134,7 @@ def test_training_continues_from_the_best_beam(tmp_path: Path) -> None:
     trainer = train(run_config(tmp_path, 2, **FOUR, **beam), on_built=watch)
     loaded = load_tiny()  # the weights of the first step
     samples = {sample.record.sample_id: sample.request for sample in tiny_samples(loaded)}
-    outcomes = watch.windows[0].outcomes
+    outcomes = watch.steps[0].outcomes
     assert len(outcomes) == 4 and step_lines(trainer)[0]["rollout/decode_beam"] == 1
     for outcome in outcomes:
         best = best_beam(loaded, samples[outcome.rollout.sample_id], beams=3)
@@ -166,7 +162,7 @@ def test_larger_decode_batches_give_the_same_answers(tmp_path: Path) -> None:
         watch = Watch()
         train(run_config(tmp_path, 2, f"by{size}", **FOUR, rollout_matching__decode_batch_size=size), on_built=watch)
         assert [len(call["input_ids"]) for call in watch.generated] == calls
-        rollouts = [outcome.rollout for outcome in watch.windows[0].outcomes]
+        rollouts = [outcome.rollout for outcome in watch.steps[0].outcomes]
         assert all(type(token) is int for rollout in rollouts for token in rollout.response_token_ids)
         answers[size] = [rollout.response_token_ids for rollout in rollouts]
     assert answers[1] == answers[3] == answers[4]
@@ -198,7 +194,7 @@ class Replay(QuietBackend):
 def test_another_backend_with_the_same_answers_trains_the_same(tmp_path: Path) -> None:
     watch = Watch()
     by_hf = train(run_config(tmp_path, 2, "hf", **FOUR), on_built=watch)
-    said = [outcome.rollout for outcome in watch.windows[0].outcomes]
+    said = [outcome.rollout for outcome in watch.steps[0].outcomes]
     by_replay = train(run_config(tmp_path, 2, "replay", **FOUR), Replay(said))
     assert same_weights(weights(by_hf.model), weights(by_replay.model))
     assert step_lines(by_hf)[0]["loss"] == step_lines(by_replay)[0]["loss"]
@@ -244,7 +240,7 @@ def test_malformed_answers_are_counted_and_the_step_completes(kind: str, tmp_pat
                     InMemoryBackend(loaded.vocab, answers), watch)  # fmt: skip
     lines = step_lines(trainer)
     assert len(lines) == 2 and all(math.isfinite(line["loss"]) and line["grad_norm"] > 0 for line in lines)
-    outcomes = [outcome for window in watch.windows for outcome in window.outcomes]
+    outcomes = [outcome for window in watch.steps for outcome in window.outcomes]
     spoiled = [outcome for outcome in outcomes if outcome.rollout.sample_id in bad]
     assert spoiled and len(spoiled) < len(outcomes)
     name = f"rollout/dropped/{reason}"

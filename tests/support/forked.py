@@ -44,8 +44,8 @@ LEARNER = Behind(
         "transformers.trainer",
         "coordexp.cli",
         "coordexp.inference.prediction",
-        "coordexp.training.build",
-        "coordexp.training.trainer",
+        "coordexp.training.run",
+        "coordexp.training.loop",
     ),
     forkserver.ForkServer(),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -18,12 +19,21 @@ from coordexp.data.dataset import RecordDataset, Sample
 from coordexp.data.jsonl import read_jsonl
 from coordexp.data.record_line import write_jsonl
 from coordexp.data.scenes import SceneSpec, make_scene
+from coordexp.matching import MatchingConfig
 from coordexp.modeling.inputs import PromptEncoder
 from coordexp.modeling.load import LoadedModel, load_model
 from coordexp.modeling.tiny import TinySpec, build_tiny_checkpoint
+from coordexp.objective import sft_pipeline
+from coordexp.packing import CarryBuffer
+from coordexp.recording.writer import RolloutLog
 from coordexp.records import GTObject, ImageRecord, PackedRow, Rollout, RolloutRequest, Segment
 from coordexp.rollouts import IndexedRollout, RolloutRound, in_turn
-from coordexp.targets import build_gt_target
+from coordexp.targets import TargetPolicy, TransportConfig, build_gt_target
+from coordexp.training.objective_step import TeacherForcing
+from coordexp.training.rollout_queue import AnswerReader, RolloutQueue
+from coordexp.training.row_layout import RowLayout
+from coordexp.training.step import PreparedStep, Task, prepare_step
+from coordexp.training.step_targets import TargetOptions
 from support.config_samples import set_key, stage1, stage2, two_channel, write_yaml
 
 SPEC = TinySpec(
@@ -128,18 +138,91 @@ def run_config(folder: Path, stage: int | Literal["two_channel"], name: str = "r
 
 def train(config: RunConfig, backend: Any = None, on_built: Callable[[Any], None] | None = None) -> Any:
     """Train as ``coordexp train`` does; ``backend`` answers in place of the configuration's. Returns the trainer."""
-    from coordexp.training.build import build_trainer, check_run
+    from coordexp.training.run import build_trainer, check_run
 
     trainer, resume = build_trainer(check_run(config), Console(quiet=True), backend=backend)
     if on_built is not None:
         on_built(trainer)
-    trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+    trainer.train(None if resume is None else str(resume))
     return trainer
 
 
 def step_lines(trainer: Any) -> list[dict[str, float]]:
     """What was logged for each optimizer step."""
     return [line for line in trainer.state.log_history if "loss" in line]
+
+
+def figures(trainer: Any) -> list[dict[str, float]]:
+    """The same without seconds, for comparisons of two runs."""
+    return [
+        {name: value for name, value in line.items() if not name.startswith("time/")} for line in step_lines(trainer)
+    ]
+
+
+def watch_steps(trainer: Any) -> list[PreparedStep]:
+    """What each step trains on, in a list that grows as the trainer runs."""
+    prepared: list[PreparedStep] = []
+    accumulate = trainer.step.accumulate
+
+    def watched(*arguments: Any) -> None:
+        try:
+            accumulate(*arguments)
+        finally:
+            prepared.append(trainer.step.prepared)
+
+    trainer.step.accumulate = watched
+    return prepared
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing may catch it."""
+
+
+def kill_at(step: int) -> Callable[[Any], None]:
+    """``on_built`` of a run that dies before it reads the samples of the step after ``step`` finished ones."""
+
+    def arm(trainer: Any) -> None:
+        accumulate = trainer.step.accumulate
+
+        def accumulate_or_die(batches: Any, finished: int) -> None:
+            if finished == step:
+                raise Killed
+            accumulate(batches, finished)
+
+        trainer.step.accumulate = accumulate_or_die
+
+    return arm
+
+
+def task_of(
+    loaded: LoadedModel,
+    backend: Any = None,
+    *,
+    capacity: int | None = 400,
+    most: int = 64,
+    fill: float = 0.0,
+    decode_metric: str = "rollout/decode_greedy",
+    **targets: Any,
+) -> Task:
+    """A step on ground truth or, with ``backend``, on rollouts. ``capacity``, ``most``, ``fill``: of its rows;
+    ``targets``: of its TargetOptions."""
+    buffer = None if capacity is None else CarryBuffer(capacity, most)
+    layout = RowLayout(buffer, capacity=capacity, min_fill_ratio=fill)
+    options = TargetOptions(**{"vocab": loaded.vocab, "field_order": "desc_first", "transport": TransportConfig(),
+                               "policy": TargetPolicy()} | targets)  # fmt: skip
+    queue = None
+    if backend is not None:
+        queue = RolloutQueue(backend, AnswerReader(loaded.vocab, MatchingConfig()), 3, decode_metric=decode_metric)
+    return Task(TeacherForcing(sft_pipeline(None), loaded.vocab.coord_token_ids), layout, options, queue)
+
+
+def prepare(
+    task: Task, batches: Sequence[Sequence[Sample]], step: int = 0, log: RolloutLog | None = None
+) -> tuple[PreparedStep, dict[str, float]]:
+    """What a step of ``task`` trains on, and its metrics."""
+    metrics: defaultdict[str, float] = defaultdict(float)
+    log = RolloutLog(_session_folder(), 0) if log is None else log
+    return prepare_step(task, [list(batch) for batch in batches], step, metrics, log), metrics
 
 
 def weights(model: Any) -> dict[str, torch.Tensor]:

@@ -114,7 +114,7 @@ def test_the_package_itself_imports_none_of_its_parts() -> None:
         ("matching.assign", ["coordexp.records", "coordexp.geometry"], []),
         ("matching.assign", ["coordexp.parsing"], ["coordexp.parsing"]),
         ("config.schema", ["coordexp.coords"], ["coordexp.coords"]),
-        ("data.jsonl", ["coordexp.data.images", "coordexp.training.window"], ["coordexp.training.window"]),
+        ("data.jsonl", ["coordexp.data.images", "coordexp.training.step"], ["coordexp.training.step"]),
         ("engine.plugin.x", ["coordexp.rollouts.repeat_guard", "coordexp.config"], ["coordexp.config"]),
         ("engine.plugin.x", ["coordexp.engine.worker", "coordexp.training"], ["coordexp.training"]),
         ("rollouts.hf", ["coordexp.engine.server_backend", "coordexp.records"], ["coordexp.engine.server_backend"]),

@@ -146,7 +146,7 @@ def _config(output: Path, name: str, data: dict[str, Path], size: DemoSize) -> R
 
 def _train(config: RunConfig, config_path: Path, label: str, console: Console) -> dict[str, float]:
     """Train. Returns: seconds of all steps, and of one."""
-    from coordexp.training.build import run_training
+    from coordexp.training.run import run_training
 
     trainer = run_training(config, console, label, config_path)
     (Path(config.training.output_dir) / "log_history.json").write_text(json.dumps(trainer.state.log_history, indent=1))

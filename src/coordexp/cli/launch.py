@@ -72,7 +72,7 @@ def launch(
     from coordexp.engine.engine_process import num_gpus
     from coordexp.launch.preflight import look_over
     from coordexp.launch.supervisor import run_plan
-    from coordexp.training.build import check_run
+    from coordexp.training.run import check_run
 
     def as_the_learner(learners: int) -> object:  # data, tokenizer and objective, which it looks at first
         return check_run(run, learners=learners, servers_are_up=False)

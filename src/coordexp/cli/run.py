@@ -55,7 +55,7 @@ def train(config: ConfigFile, arguments: Arguments = None, print_only: Print = F
         },
         {"custom.train_jsonl": run.custom.train_jsonl, "custom.val_jsonl": run.custom.val_jsonl},
     )
-    from coordexp.training.build import run_training
+    from coordexp.training.run import run_training
 
     console = open_console()
     no_bars_in_log_files()

@@ -53,7 +53,7 @@ def _loss_function(config: RunConfig, model: Path):
     from coordexp.packing import build_row
     from coordexp.targets import count_terms
     from coordexp.training.objective_step import TeacherForcing
-    from coordexp.training.recipe import rollout_pipeline
+    from coordexp.training.tasks import rollout_pipeline
 
     loaded = load_model(model, config.model.dtype, config.model.attn_implementation)
     loaded.model.eval()

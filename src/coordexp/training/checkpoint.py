@@ -18,8 +18,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from coordexp import distributed
 from coordexp.errors import CheckpointError
+from coordexp.training.pending_state import holds_carry_buffers
 from coordexp.training.seal import SEAL, check_contents, read_seal
-from coordexp.training.waiting_files import holds_carry_buffers
 
 logger = logging.getLogger("coordexp")
 

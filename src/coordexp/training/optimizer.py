@@ -7,9 +7,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import Trainer, TrainingArguments, get_scheduler
+from transformers.optimization import GreedyLR
+from transformers.trainer_optimizer import is_optimizer_factory
+from transformers.trainer_pt_utils import get_parameter_names
 
+from coordexp import distributed
 from coordexp.checkpoints.folder import Part, part_of
 from coordexp.errors import ConfigError
+from coordexp.training.master_weights import MasterWeights, refuse_master_weights, with_master_weights
 
 if TYPE_CHECKING:
     from coordexp.config.training import TrainingConfig
@@ -88,3 +94,51 @@ def grouped(
             )
         return optimizer
     return optimizer_class, {**arguments, "params": groups}
+
+
+def build_optimizer(
+    model: torch.nn.Module, args: TrainingArguments, rates: LearningRates, *, master_weights: bool
+) -> torch.optim.Optimizer:
+    """The optimizer that ``args.optim`` names, over groups of ours: each part of the model has its own learning rate.
+
+    ``master_weights``: it steps float32 copies of the weights.
+
+    Raises:
+        ConfigError: it takes one learning rate only, and several are given.
+    """
+    # Weight decay as in transformers: all but biases and norms.
+    never = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
+    groups = parameter_groups(model, rates, args.weight_decay, get_parameter_names(model, [torch.nn.LayerNorm], never))
+    found = Trainer.get_optimizer_cls_and_kwargs(args, model)  # pyright: ignore[reportArgumentType]
+    optimizer_class, arguments = grouped(found, groups, rates)
+    arguments = dict(arguments)
+    if is_optimizer_factory(optimizer_class):  # makes its own groups of the model's parameters
+        optimizer = optimizer_class()(model, **arguments)
+    else:
+        if master_weights:
+            optimizer_class = with_master_weights(optimizer_class)
+        # Layer-wise optimizers bring their own groups, under one of three names.
+        own = [arguments.pop(name, None) for name in ("params", "model", "optimizer_dict")]
+        optimizer = optimizer_class(next((one for one in own if one is not None), groups), **arguments)
+    if isinstance(optimizer, MasterWeights):
+        if distributed.world_size() == 1:
+            optimizer.sum_in_float32()
+    else:
+        refuse_master_weights(optimizer)
+    return optimizer
+
+
+def build_scheduler(optimizer: Any, args: TrainingArguments, max_steps: int) -> Any:
+    """The learning-rate schedule that ``args.lr_scheduler_type`` names, over ``max_steps`` steps."""
+    return get_scheduler(
+        args.lr_scheduler_type,
+        optimizer=optimizer,
+        num_warmup_steps=args.get_warmup_steps(max_steps),
+        num_training_steps=max_steps,
+        scheduler_specific_kwargs=args.lr_scheduler_kwargs,  # pyright: ignore[reportArgumentType]
+    )
+
+
+def needs_metric(scheduler: Any) -> bool:
+    """Whether the schedule steps after evaluations, by their metric, and not after optimizer steps."""
+    return isinstance(scheduler, (torch.optim.lr_scheduler.ReduceLROnPlateau, GreedyLR))

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from transformers import TrainingArguments
 
 from coordexp.config import RunConfig
 from coordexp.config.training import DeepSpeedConfig, FSDPConfig
@@ -61,7 +66,8 @@ def parallel_arguments(config: RunConfig) -> dict[str, Any]:
     if config.fsdp.enabled:
         return {"fsdp": True, "fsdp_config": _fsdp_options(config.fsdp)}
     if config.deepspeed.enabled:
-        return {"deepspeed": _deepspeed_options(config.deepspeed)}
+        assert config.deepspeed.config is not None, "the schema requires deepspeed.config"
+        return {"deepspeed": config.deepspeed.config}
     return {}
 
 
@@ -79,25 +85,77 @@ def _fsdp_options(fsdp: FSDPConfig) -> dict[str, Any]:
     return options
 
 
-def _deepspeed_options(deepspeed: DeepSpeedConfig) -> str | dict[str, Any]:
-    assert deepspeed.config is not None, "the schema requires deepspeed.config"
-    return deepspeed.config
+def build_accelerator(args: TrainingArguments) -> Accelerator:
+    """What wraps the model for several processes and mixed precision, as ``args`` ask.
 
-
-def shard_on_cpus(trainer: Any) -> None:
-    """Turn FSDP on where accelerate would pass over it: on CPUs.
-
-    torch's FSDP2 works there with gloo, and accelerate's own code for it too; only its choice of a distributed type
-    knows GPUs alone, and falls back to plain DDP without a word. Call it once the trainer has made its accelerator.
+    The step scales its losses itself, so accelerate must not divide by accumulation steps.
     """
+    import torch
+    from accelerate import Accelerator
     from accelerate.state import PartialState
-    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+    from accelerate.utils import DistributedDataParallelKwargs, DistributedType, FullyShardedDataParallelPlugin
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    state = trainer.accelerator.state
-    if trainer.args.fsdp_plugin_args is None or state.distributed_type != DistributedType.MULTI_CPU:
-        return
-    state.distributed_type = DistributedType.FSDP
-    # Where accelerate itself notes its choice, and reads it again for every state that is made later.
-    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-    state.fsdp_plugin = FullyShardedDataParallelPlugin(**trainer.args.fsdp_plugin_args)
-    trainer.is_fsdp_enabled = True
+    fsdp: Any = args.fsdp_plugin_args
+    plugin = None if fsdp is None else FullyShardedDataParallelPlugin(**fsdp)
+    ddp: dict[str, Any] = {
+        "find_unused_parameters": False,  # every row reaches every weight: each segment has an image and a target
+        "broadcast_buffers": False,  # they are constants; and no rank shall wait for another before its forward
+    }
+    if args.ddp_bucket_cap_mb is not None:
+        ddp["bucket_cap_mb"] = args.ddp_bucket_cap_mb
+    accelerator = Accelerator(
+        mixed_precision=args.mixed_precision,
+        deepspeed_plugin=args.deepspeed_plugin,
+        fsdp_plugin=plugin,
+        gradient_accumulation_steps=1,
+        kwargs_handlers=[DistributedDataParallelKwargs(**ddp)],
+    )
+    if plugin is None:
+        return accelerator
+    if accelerator.state.distributed_type == DistributedType.MULTI_CPU:
+        # torch's FSDP2 works on CPUs with gloo, and accelerate's code for it too; only its choice of a distributed type
+        # considers GPUs alone. The second assignment is where accelerate stores its choice for states made later.
+        accelerator.state.distributed_type = DistributedType.FSDP
+        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = plugin
+    if args.mixed_precision == "bf16":
+        # One policy on every device. accelerate's own, on GPUs, also reduces gradients in bfloat16 and casts what a
+        # forward returns to it: the objective would get scores in bfloat16, in which bins above 256 are not distinct.
+        plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return accelerator
+
+
+def prepare(
+    accelerator: Accelerator,
+    model: Any,
+    optimizer: Callable[[], Any],
+    scheduler: Callable[[Any], Any],
+    args: TrainingArguments,
+    max_steps: int,
+) -> tuple[Any, Any, Any]:
+    """Model, optimizer and schedule, wrapped for training. ``optimizer()`` and ``scheduler(optimizer)`` build ours,
+    which a DeepSpeed configuration may replace by its own."""
+    plugin = getattr(accelerator.state, "deepspeed_plugin", None)
+    if plugin is None:
+        model, prepared = accelerator.prepare(model, optimizer())
+        if getattr(accelerator.state, "fsdp_plugin", None) is not None:
+            from torch.distributed.fsdp import register_fsdp_forward_method
+
+            register_fsdp_forward_method(model, "generate")  # it gathers weights as a forward does
+        return model, prepared, scheduler(prepared)
+    from accelerate.utils import DummyOptim, DummyScheduler
+
+    plugin.hf_ds_config.trainer_config_finalize(args, model, max_steps)
+    theirs = plugin.hf_ds_config.config
+    if "optimizer" in theirs:
+        ours: Any = DummyOptim(params=[one for one in model.parameters() if one.requires_grad])
+    else:
+        theirs["zero_allow_untested_optimizer"] = True
+        ours = optimizer()
+    if "scheduler" in theirs:
+        return accelerator.prepare(model, ours, DummyScheduler(ours))
+    if isinstance(ours, DummyOptim):
+        return accelerator.prepare(model, ours, DummyScheduler(ours, lr_scheduler_callable=scheduler))
+    model, prepared = accelerator.prepare(model, ours)
+    return model, prepared, scheduler(prepared)

@@ -6,11 +6,11 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import Progress
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations import TensorBoardCallback, get_reporting_integration_callbacks
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import logging
@@ -18,10 +18,15 @@ from transformers.utils import logging
 from coordexp import distributed
 from coordexp.data.progress_bar import Lines, make_progress
 
+if TYPE_CHECKING:
+    from coordexp.training.loop import CoordExpTrainer
+
 _TRAIN = "train/"  # transformers puts it before every name that is no evaluation's, before ours too
 
 
-def set_up_loggers(trainer: Trainer, logging_dir: Path | None, resume: Path | None) -> list[TensorBoardCallback]:
+def set_up_loggers(
+    trainer: CoordExpTrainer, logging_dir: Path | None, resume: Path | None
+) -> list[TensorBoardCallback]:
     """Prepare the loggers that the trainer has; call before it trains.
 
     TensorBoard's files of one run stand in one folder, ``logging_dir`` or ``runs`` in the output folder, also after a

@@ -13,8 +13,6 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-
 from coordexp import distributed
 
 _ENDING = (signal.SIGINT, signal.SIGTERM)
@@ -106,30 +104,6 @@ class StopSignals:
         self._timer = threading.Timer(seconds, end)
         self._timer.daemon = True
         self._timer.start()
-
-
-class StopAfterStep(TrainerCallback):
-    """Ends the training behind the step in which a signal came, on all ranks behind the same one."""
-
-    def __init__(self, signals: StopSignals) -> None:
-        self._signals = signals
-        self.stopped_by: int | None = None
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """End training here, with a checkpoint, if any rank was asked to stop. A collective call."""
-        asked = int(distributed.all_reduce([float(self._signals.asked or 0)], "max")[0])
-        if not asked or state.global_step >= state.max_steps:
-            return
-        self.stopped_by = asked
-        control.should_save = control.should_training_stop = True
-        control.should_evaluate = False
-
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """No second checkpoint of what was just saved."""
-        if self.stopped_by is not None:  # the epoch is not over, and all of it is saved
-            control.should_save = control.should_evaluate = False
 
 
 _open: StopSignals | None = None

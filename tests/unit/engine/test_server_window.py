@@ -28,9 +28,8 @@ from coordexp.recording.writer import RolloutLog
 from coordexp.records import RolloutRequest
 from coordexp.rollouts import RolloutRound, SeedContext
 from coordexp.rollouts.backend import decoding_options
-from coordexp.targets import TransportConfig
-from coordexp.training.build import check_run
-from coordexp.training.sources import RolloutSource
+from coordexp.training.rollout_queue import AnswerReader, RolloutQueue
+from coordexp.training.run import check_run
 from coordexp.weight_sync.version import WeightVersion
 from support.config_samples import set_key, stage2
 from support.fake_rollout_server import FakeRolloutServer
@@ -243,15 +242,15 @@ def test_what_a_server_says_that_it_read_is_compared_with_the_learners_own(diffe
     with FakeRolloutServer(1) as fake:
         fake.infer = infer
         backend = backend_of([fake], vocab=loaded.vocab)
-        source = RolloutSource(
-            backend, loaded.vocab, MatchingConfig(), TransportConfig(), "desc_first", 3, "rollout/decode_greedy"
-        )
+        queue = RolloutQueue(backend, AnswerReader(loaded.vocab, MatchingConfig()), 3)
         if differs:
             with pytest.raises(AlignmentError, match=f"{samples[-1].record.sample_id}.*they part at token 3"):
-                source.segments([samples], 0, {})
+                queue.take([samples], 0, {})
         else:
-            (segments,), _ = source.segments([samples], 0, {})
-            assert [segment.prompt_token_ids for segment in segments] == [s.request.prompt_token_ids for s in samples]
+            answers = queue.take([samples], 0, {})
+            assert [answer.rollout.prompt_token_ids for answer in answers.all] == [
+                s.request.prompt_token_ids for s in samples
+            ]
         backend.close()
 
 

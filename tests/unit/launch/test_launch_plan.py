@@ -15,7 +15,7 @@ from coordexp.engine.guard_activation import CONFIG_JSON, ENABLE, activated_conf
 from coordexp.errors import ConfigError
 from coordexp.launch.plan import LaunchPlan, plan_from_json, plan_launch
 from coordexp.launch.preflight import run_checks
-from coordexp.training.build import resolved_rollout
+from coordexp.training.run import resolved_rollout
 from support.cli_runs import run_cli
 from support.config_samples import set_key, write_yaml
 from support.rollout_servers import server_config

@@ -66,14 +66,14 @@ def test_a_picture_shows_the_objects_in_the_order_that_was_matched(
     )  # fmt: skip
 
     def on_built(trainer) -> None:
-        dataset, record = trainer.train_dataset, trainer._record
+        dataset, notify = trainer.train_dataset, trainer.step.notify
         by_id.update({r.sample_id: r.objects for r in map(dataset.record, range(len(dataset)))})
 
-        def record_and_look_ahead(*arguments):
+        def look_ahead_and_notify(event):
             dataset.set_epoch(trainer.state.global_step + 5)
-            return record(*arguments)
+            notify(event)
 
-        monkeypatch.setattr(trainer, "_record", record_and_look_ahead)
+        trainer.step.notify = look_ahead_and_notify
 
     monkeypatch.setattr(pictures, "draw_rollout", lambda *both: drawn.append(both) or draw_rollout(*both))
     backend = InMemoryBackend(loaded.vocab, lambda request: nearly_right(by_id[request.sample_id]))
@@ -109,7 +109,7 @@ def test_what_was_found_and_what_was_missed_have_their_colours(tmp_path: Path) -
 def test_nothing_is_drawn_unasked(tmp_path: Path, keys: dict, has_board: bool) -> None:
     from rich.console import Console
 
-    from coordexp.training.build import build_trainer, check_run
+    from coordexp.training.run import build_trainer, check_run
 
     trainer, _ = build_trainer(check_run(run_config(tmp_path, 2, **keys)), Console(quiet=True))
     boards = [one for one in trainer.callback_handler.callbacks if isinstance(one, RolloutPictures)]

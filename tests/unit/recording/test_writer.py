@@ -19,8 +19,8 @@ from coordexp.recording.token_losses import TokenLosses
 from coordexp.recording.writer import DROPPED, FAILED, WRITTEN, RolloutRecorder, is_due
 from coordexp.records import Segment
 from coordexp.targets import TransportConfig, empty_target
-from coordexp.training.trainer import CoordExpTrainer
-from coordexp.training.two_channel import blank_segment
+from coordexp.training.loop import CoordExpTrainer
+from coordexp.training.row_layout import blank_row
 from support.answers import CAT, DOG, answer, entry, outcome_of, record, request, tiny_vocab
 from support.config_samples import stage1
 from support.tiny_run import InMemoryBackend, load_tiny, nearly_right, run_config, step_lines, train
@@ -79,7 +79,7 @@ def test_a_blank_row_is_not_the_sample_whose_prompt_it_borrows(tmp_path: Path) -
     offer(recorder, 0, [sample])
     target = outcome_of(answer(entry(1)), [CAT, DOG], tiny_vocab()).target
     eos = len(target.token_ids) - 1
-    recorder.offer_losses(0, [blank_segment(sample)], [TokenLosses((), ())])
+    recorder.offer_losses(0, blank_row([[sample]]).segments, [TokenLosses((), ())])
     trained = Segment(sample.record.sample_id, sample.request.prompt_token_ids, target, {})
     recorder.offer_losses(0, [trained], [TokenLosses((eos,), (0.5,))])
     assert [found.token_loss for found in read_records(tmp_path)] == [((eos, 0.5),)]

@@ -7,11 +7,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from support.tiny_run import run_config, train
-
-
-class Killed(BaseException):
-    """Stands for SIGKILL: nothing may catch it."""
+from support.tiny_run import Killed, kill_at, run_config, train
 
 
 def test_a_killed_and_resumed_run_is_one_curve(tmp_path: Path) -> None:
@@ -20,18 +16,8 @@ def test_a_killed_and_resumed_run_is_one_curve(tmp_path: Path) -> None:
             "training__resume_from_checkpoint": True}  # fmt: skip
     config = run_config(tmp_path, 1, **keys)
 
-    def kill_behind_step_3(trainer) -> None:
-        read = trainer.get_batch_samples
-
-        def read_or_die(*arguments):
-            if trainer.state.global_step == 3:
-                raise Killed
-            return read(*arguments)
-
-        trainer.get_batch_samples = read_or_die
-
     with pytest.raises(Killed):
-        train(config, on_built=kill_behind_step_3)
+        train(config, on_built=kill_at(3))
     whole = train(config)
     (folder,) = {path.parent for path in tmp_path.rglob("events.out.tfevents.*")}
     assert folder == tmp_path / "run" / "runs"

@@ -172,20 +172,13 @@ def test_a_steps_gradient_is_the_float32_sum_of_its_rows(tmp_path: Path) -> None
     sums: dict[str, torch.Tensor] = {}
 
     def watch(trainer: Any) -> None:
-        plain = trainer.create_optimizer
-
-        def create(model: Any = None) -> Any:
-            optimizer = plain(model)
-            named = dict(trainer.model.named_parameters())
-            for name, weight in named.items():
-                rows[name] = []
-                weight.register_hook(lambda gradient, name=name: rows[name].append(gradient.clone()))
-            optimizer.register_step_pre_hook(
-                lambda *_: sums.update({name: weight.grad.clone() for name, weight in named.items()})
-            )
-            return optimizer
-
-        trainer.create_optimizer = create
+        named = dict(trainer.model.named_parameters())
+        for name, weight in named.items():
+            rows[name] = []
+            weight.register_hook(lambda gradient, name=name: rows[name].append(gradient.clone()))
+        trainer.optimizer.optimizer.register_step_pre_hook(
+            lambda *_: sums.update({name: weight.grad.clone() for name, weight in named.items()})
+        )
 
     keys = MASTERS | {"training__max_steps": 1, "training__max_grad_norm": 0.0}
     train(run_config(tmp_path, 1, "run", training__gradient_accumulation_steps=3, **keys), on_built=watch)

@@ -20,12 +20,24 @@ from coordexp.data.cache_folder import VARIABLE
 from coordexp.errors import CheckpointError, DataError
 from coordexp.packing import CarryBuffer
 from coordexp.records import RolloutRequest, Segment
+from coordexp.training import saving
 from coordexp.training.checkpoint import check_resume, delete_old, resolve_resume, warn_of_checkpoints_ahead
+from coordexp.training.loop import CoordExpTrainer
 from coordexp.training.manifest import MANIFEST, RESOLVED_CONFIG
+from coordexp.training.pending_state import load_carry_buffer, save_carry_buffer, segment_from_json, segment_to_json
 from coordexp.training.seal import SEAL, seal_checkpoint
-from coordexp.training.trainer import CoordExpTrainer
-from coordexp.training.waiting_files import load_carry_buffer, save_carry_buffer, segment_from_json, segment_to_json
-from support.tiny_run import gt_segments, load_tiny, run_config, same_weights, step_lines, train, weights
+from support.tiny_run import (
+    Killed,
+    figures,
+    gt_segments,
+    kill_at,
+    load_tiny,
+    run_config,
+    same_weights,
+    step_lines,
+    train,
+    weights,
+)
 
 # Rows of 150 tokens for four samples of 24 to 110 each: segments wait in the buffer from the first step on.
 WAITING: dict[str, Any] = {
@@ -39,30 +51,8 @@ WAITING: dict[str, Any] = {
 }
 
 
-class Killed(BaseException):
-    """Stands for SIGKILL: nothing may catch it."""
-
-
-def kill_at(step: int) -> Any:
-    def arm(trainer: CoordExpTrainer) -> None:
-        read = trainer.get_batch_samples
-
-        def read_or_die(*arguments: Any) -> Any:
-            if trainer.state.global_step == step:
-                raise Killed
-            return read(*arguments)
-
-        setattr(trainer, "get_batch_samples", read_or_die)  # noqa: B010 - assigned to one object, not to its class
-
-    return arm
-
-
-def figures(trainer: CoordExpTrainer) -> list[dict[str, float]]:
-    return [{name: v for name, v in line.items() if not name.startswith("time/")} for line in step_lines(trainer)]
-
-
 def waiting(trainer: CoordExpTrainer) -> list[dict[str, Any]]:
-    return [segment_to_json(segment) for segment in trainer.window_builder.buffer.segments]
+    return [segment_to_json(segment) for segment in trainer.run.buffer.segments]
 
 
 @pytest.mark.parametrize("stage", [1, 2, "two_channel"])
@@ -151,26 +141,24 @@ def test_a_tied_language_head_is_no_cause_for_alarm(tmp_path: Path, caplog: pyte
     assert resumed.model.lm_head.weight is resumed.model.get_input_embeddings().weight
 
 
-@pytest.mark.parametrize("method", ["save_model", "_save_optimizer_and_scheduler", "_save_rng_state"])
+@pytest.mark.parametrize("name", ["save_model", "random_states", "seal_checkpoint"])
 def test_killed_while_saving_the_older_checkpoint_serves(
-    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where only one is kept: the older goes when the newer is whole, not before."""
-    saves: list[Path] = []
-    save = getattr(CoordExpTrainer, method)
+    act, calls = getattr(saving, name), iter(range(10))
 
-    def save_or_die(self: CoordExpTrainer, output_dir: str, *args: Any, **kwargs: Any) -> None:
-        saves.append(Path(output_dir))
-        if len(saves) == 2:
+    def act_or_die(*arguments: Any, **options: Any) -> Any:
+        if next(calls) == 1:
             raise Killed
-        save(self, output_dir, *args, **kwargs)
+        return act(*arguments, **options)
 
-    monkeypatch.setattr(CoordExpTrainer, method, save_or_die)
+    monkeypatch.setattr(saving, name, act_or_die)
     keys = WAITING | {"training__save_steps": 1, "training__max_steps": 3, "training__save_total_limit": 1}
     with pytest.raises(Killed):
         train(run_config(tmp_path, 1, **keys))
-    assert [folder.name for folder in saves] == ["checkpoint-1", "checkpoint-2"]
-    assert (saves[1] / "carry_buffer_rank0.json").is_file() and not (saves[1] / SEAL).exists()
+    second = tmp_path / "run" / "checkpoint-2"
+    assert (second / "carry_buffer_rank0.json").is_file() and not (second / SEAL).exists()
     assert resolve_resume(tmp_path / "run", True) == tmp_path / "run" / "checkpoint-1"
     monkeypatch.undo()
     train(run_config(tmp_path, 1, **keys, training__resume_from_checkpoint=True))

@@ -18,10 +18,18 @@ from coordexp.modeling.load import LoadedModel
 from coordexp.recording.writer import RolloutLog
 from coordexp.records import Rollout, RolloutRequest
 from coordexp.rollouts import IndexedRollout, RolloutRound, SeedContext
-from coordexp.targets import TransportConfig
 from coordexp.training.checkpoint import is_complete
-from coordexp.training.sources import RolloutSource
-from support.tiny_run import InMemoryBackend, load_tiny, run_config, step_lines, tiny_samples, train
+from coordexp.training.rollout_queue import AnswerReader, RolloutQueue
+from support.tiny_run import (
+    InMemoryBackend,
+    load_tiny,
+    prepare,
+    run_config,
+    step_lines,
+    task_of,
+    tiny_samples,
+    train,
+)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +43,7 @@ def samples(loaded: LoadedModel) -> list[Sample]:
 
 
 class Staged(InMemoryBackend):
-    """Answers the last request first, and goes on only when the target of that answer has been built."""
+    """Answers the last request first, and continues only when that answer has been parsed."""
 
     def __init__(self, vocab: Any, built: threading.Event) -> None:
         super().__init__(vocab, lambda request: "{}" + TURN_END)
@@ -59,33 +67,30 @@ class Staged(InMemoryBackend):
         self.rested += 1
 
 
-def source_of(backend: InMemoryBackend, loaded: LoadedModel, log: RolloutLog | None = None) -> RolloutSource:
-    return RolloutSource(
-        backend, loaded.vocab, MatchingConfig(), TransportConfig(), "desc_first", 3, "rollout/decode_greedy", log=log
-    )
+def queue_of(backend: InMemoryBackend, loaded: LoadedModel) -> RolloutQueue:
+    return RolloutQueue(backend, AnswerReader(loaded.vocab, MatchingConfig()), 3)
 
 
-def test_a_target_is_built_while_others_decode_and_order_is_the_loaders(
+def test_answers_are_parsed_while_others_decode_and_keep_the_loaders_order(
     loaded: LoadedModel, samples: list[Sample], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    built = threading.Event()
-    backend = Staged(loaded.vocab, built)
-    outcome = RolloutSource.outcome
+    read_one = threading.Event()
+    backend = Staged(loaded.vocab, read_one)
+    read = AnswerReader.__call__
 
-    def outcome_and_tell(self: RolloutSource, sample: Sample, rollout: Rollout) -> Any:
-        result = outcome(self, sample, rollout)
-        built.set()
+    def read_and_tell(self: AnswerReader, sample: Sample, rollout: Rollout) -> Any:
+        result = read(self, sample, rollout)
+        read_one.set()
         return result
 
-    monkeypatch.setattr(RolloutSource, "outcome", outcome_and_tell)
+    monkeypatch.setattr(AnswerReader, "__call__", read_and_tell)
     metrics: dict[str, float] = {}
-    segments, outcomes = source_of(backend, loaded).segments([samples[:3], [], samples[3:]], 0, metrics)
+    answers = queue_of(backend, loaded).take([samples[:3], [], samples[3:]], 0, metrics)
     assert backend.waited_for_target and backend.rested == 1
-    assert [[s.sample_id for s in batch] for batch in segments] == [
+    assert [[answer.rollout.sample_id for answer in batch] for batch in answers.by_micro_step] == [
         [s.record.sample_id for s in samples[:3]], [], [samples[3].record.sample_id],
     ]  # fmt: skip
-    assert [o.rollout.sample_id for o in outcomes] == [s.record.sample_id for s in samples]
-    assert {"time/weight_sync_s", "time/rollout_wait_s", "time/target_build_s"} <= metrics.keys()
+    assert {"time/weight_sync_s", "time/rollout_wait_s"} <= metrics.keys()
 
 
 class Reversed(InMemoryBackend):
@@ -104,8 +109,9 @@ class Reversed(InMemoryBackend):
 def test_answers_in_any_order_become_the_segments_of_their_own_samples(
     loaded: LoadedModel, samples: list[Sample]
 ) -> None:
-    source = source_of(Reversed(loaded.vocab, lambda request: ""), loaded)
-    segments, outcomes = source.segments([samples[:3], samples[3:]], 0, {})
+    task = task_of(loaded, Reversed(loaded.vocab, lambda request: ""), capacity=None)
+    prepared, _ = prepare(task, [samples[:3], samples[3:]])
+    outcomes, segments = prepared.outcomes, [row.segments for row in prepared.rows]
     assert [len(outcome.rollout.response_token_ids) for outcome in outcomes] == [1, 2, 4, 8]
     for sample, outcome in zip(samples, outcomes, strict=True):
         assert outcome.rollout.sample_id == sample.record.sample_id
@@ -115,8 +121,7 @@ def test_answers_in_any_order_become_the_segments_of_their_own_samples(
 
 def test_the_longest_answers_are_told_by_their_99th_percentile(loaded: LoadedModel, samples: list[Sample]) -> None:
     """Of lengths 1, 2, 4, 8 it lies 2.97 steps up: between the third and the fourth."""
-    metrics: dict[str, float] = {}
-    source_of(Reversed(loaded.vocab, lambda request: ""), loaded).segments([samples], 0, metrics)
+    _, metrics = prepare(task_of(loaded, Reversed(loaded.vocab, lambda request: ""), capacity=None), [samples])
     assert metrics["rollout/gen_new_tokens_p99"] == pytest.approx(4 + 0.97 * 4)
 
 
@@ -131,9 +136,9 @@ class OtherPrompt(InMemoryBackend):
 
 
 def test_an_answer_to_another_prompt_ends_the_step(loaded: LoadedModel, samples: list[Sample]) -> None:
-    source = source_of(OtherPrompt(loaded.vocab, lambda request: "{}" + TURN_END), loaded)
-    with pytest.raises(AlignmentError, match="they part at token"):
-        source.segments([samples], 0, {})
+    queue = queue_of(OtherPrompt(loaded.vocab, lambda request: "{}" + TURN_END), loaded)
+    with pytest.raises(AlignmentError, match=samples[0].record.sample_id):
+        queue.take([samples], 0, {})
 
 
 class Failing(InMemoryBackend):
@@ -171,9 +176,9 @@ def test_nothing_is_saved_where_nothing_was_learned(loaded: LoadedModel, tmp_pat
 
 def test_each_round_leaves_a_line(loaded: LoadedModel, samples: list[Sample], tmp_path: Path) -> None:
     backend = InMemoryBackend(loaded.vocab, lambda request: "{}" + TURN_END)
-    source = source_of(backend, loaded, RolloutLog(tmp_path, 3))
+    task, log = task_of(loaded, backend), RolloutLog(tmp_path, 3)
     for step in (4, 5):
-        source.segments([samples[:1]], step, {})
+        prepare(task, [samples[:1]], step, log)
     lines = [json.loads(line) for line in (tmp_path / "rollout_log_rank3.jsonl").read_text().splitlines()]
     assert [(line["global_step"], line["rank"], line["weight_version"]) for line in lines] == [(4, 3, 4), (5, 3, 5)]
 
@@ -209,5 +214,5 @@ def test_whether_an_answer_was_cut_off_is_what_its_backend_says(
     """Answers come without their stop token: the tokens alone do not tell."""
     request = samples[0].request
     rollout = Rollout(request.sample_id, request.prompt_token_ids, tuple(loaded.vocab.encode("{}")), "{}", truncated)
-    outcome = source_of(InMemoryBackend(loaded.vocab, lambda _: ""), loaded).outcome(samples[0], rollout)
-    assert outcome.parsed.truncated is truncated
+    answer = AnswerReader(loaded.vocab, MatchingConfig())(samples[0], rollout)
+    assert answer.parsed.truncated is truncated

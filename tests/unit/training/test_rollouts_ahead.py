@@ -15,11 +15,16 @@ from coordexp.data.jsonl import read_jsonl
 from coordexp.errors import CheckpointError, ConfigError, DataError, RolloutError
 from coordexp.records import Rollout
 from coordexp.rollouts import IndexedRollout, RolloutRound
-from coordexp.training.waiting_files import WaitingRollouts, load_answers, save_answers
+from coordexp.training.pending_state import load_answers, save_answers
+from coordexp.training.rollout_queue import SavedAnswers
+from coordexp.training.row_tensors import RowTensors
 from support.config_samples import stage2, write_yaml
 from support.fake_rollout_server import FakeRolloutServer
 from support.tiny_run import (
     InMemoryBackend,
+    Killed,
+    figures,
+    kill_at,
     load_tiny,
     nearly_right,
     run_config,
@@ -85,10 +90,6 @@ def ahead(tmp_path: Path) -> Iterator[Any]:
         yield run
 
 
-def figures(trainer: Any) -> list[dict[str, float]]:
-    return [{name: v for name, v in line.items() if not name.startswith("time/")} for line in step_lines(trainer)]
-
-
 def test_a_window_is_taken_pushed_behind_and_the_next_one_asked(ahead: Any) -> None:
     """Also over the ends of epochs; each step reads the samples that it reads without looking ahead."""
     backend, slow, together = Aging(), Aging(slow=0.2), Aging()
@@ -106,10 +107,6 @@ def test_a_window_is_taken_pushed_behind_and_the_next_one_asked(ahead: Any) -> N
     assert not same_weights(weights(in_step.model), weights(first.model))
 
 
-class Killed(BaseException):
-    """Stands for SIGKILL: nothing may catch it."""
-
-
 # As answers age, fewer of their objects match: its first steps take annotations as complete, its last ones do not.
 COMPLETE = {
     "rollout_matching__target": {"answer": "rewritten", "complete_above": 0.8},
@@ -125,22 +122,12 @@ COMPLETE = {
 def test_killed_and_resumed_equals_never_killed(
     stage: Any, save_steps: int, saved: int, target: dict[str, Any], ahead: Any, tmp_path: Path
 ) -> None:
-    def kill(trainer: Any) -> None:
-        read = trainer.get_batch_samples
-
-        def read_or_die(*arguments: Any) -> Any:
-            if trainer.state.global_step == 5:
-                raise Killed
-            return read(*arguments)
-
-        trainer.get_batch_samples = read_or_die
-
     keys = {"training__save_strategy": "steps", "training__save_steps": save_steps, **target}
     whole = ahead("whole", stage, **keys)
     taken = {line["rollout/taken_as_complete_rate"] for line in step_lines(whole) if "rollout/precision" in line}
     assert taken == ({0, 1} if target else {0})
     with pytest.raises(Killed):
-        ahead("killed", stage, on_built=kill, **keys)
+        ahead("killed", stage, on_built=kill_at(5), **keys)
     asked_again = Aging()
     resumed = ahead("killed", stage, backend=asked_again, training__resume_from_checkpoint=True, **keys)
     waited = json.loads((tmp_path / "killed" / f"checkpoint-{saved}" / "waiting_answers_rank0.json").read_text())
@@ -178,19 +165,20 @@ def test_a_failure_is_that_of_its_own_step_and_saved_first(ahead: Any, tmp_path:
 def test_a_step_that_fails_keeps_the_answers_that_it_took(
     ahead: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail_in_step_2(trainer: Any) -> None:
-        compute = trainer.compute_loss
+    to = RowTensors.to
 
-        def compute_or_fail(*arguments: Any, **keys: Any) -> Any:
+    def fail_in_step_2(trainer: Any) -> None:
+        def to_or_fail(row: RowTensors, device: Any) -> RowTensors:
             if trainer.state.global_step == 2:
                 raise RolloutError("out of memory, say")
-            return compute(*arguments, **keys)
+            return to(row, device)
 
-        trainer.compute_loss = compute_or_fail
+        monkeypatch.setattr(RowTensors, "to", to_or_fail)
 
     whole = ahead("whole")
     with pytest.raises(RolloutError, match="out of memory"):
         ahead(on_built=fail_in_step_2)
+    monkeypatch.undo()
     resumed = ahead(training__resume_from_checkpoint=True)
     assert figures(resumed) == figures(whole) and same_weights(weights(resumed.model), weights(whole.model))
 
@@ -202,7 +190,7 @@ def test_samples_that_cannot_be_read_are_the_failure_of_the_step_that_needs_them
 
         def encode(record: Any) -> Any:
             seen.append(record.sample_id)
-            if len(seen) > 10:  # the loader itself reads one batch of four ahead
+            if len(seen) > 6:
                 raise DataError("gone", path=record.image)
             return read(record)
 
@@ -242,9 +230,9 @@ def test_answers_that_wait_are_of_no_use_to_a_run_that_does_not_look_ahead(
     assert [line["rollout/staleness_steps"] for line in step_lines(resumed)] == [0, 1, 0, 0]
 
 
-def waiting(version: int = 3, **keys: Any) -> WaitingRollouts:
+def waiting(version: int = 3, **keys: Any) -> SavedAnswers:
     rollout = Rollout("x:1", (1, 2), (3,), "a", truncated=True, weight_version=3)
-    return WaitingRollouts(
+    return SavedAnswers(
         **{"step": 4, "version": version, "rounds": ((rollout,), ()), "rollout_s": 0.1, "report": {}, "counted": {}}
         | keys
     )
@@ -257,7 +245,7 @@ def test_answers_survive_their_file(tmp_path: Path) -> None:
 
 
 def test_answers_of_other_weights_are_no_window() -> None:
-    with pytest.raises(ValueError, match="answers of the weights"):
+    with pytest.raises(ValueError, match="answers of weights"):
         waiting(version=2)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,11 +15,23 @@ import torch
 from coordexp import background
 from coordexp.errors import AlignmentError, RowLate
 from coordexp.modeling.inputs import VisionTower
+from coordexp.objective import sft_pipeline
 from coordexp.records import PackedRow
-from coordexp.training import row_prefetch
-from coordexp.training.row_prefetch import RowBuilder, RowPrefetch
+from coordexp.training import row_tensors
+from coordexp.training.objective_step import TeacherForcing
+from coordexp.training.row_tensors import PrefetchedRows, RowBuilder, RowTensors
 from support.prepared import PreparedInTurn
-from support.tiny_run import gt_segments, load_tiny, row_of, run_config, same_weights, step_lines, train, weights
+from support.tiny_run import (
+    figures,
+    gt_segments,
+    load_tiny,
+    row_of,
+    run_config,
+    same_weights,
+    step_lines,
+    train,
+    weights,
+)
 
 
 @pytest.fixture(scope="module")
@@ -52,60 +64,47 @@ class Begun:
         with self.changed:
             assert self.changed.wait_for(lambda: len(self.rows) >= count, 60)
 
-    def __call__(self, row: PackedRow) -> dict[str, Any]:
+    def __call__(self, row: PackedRow) -> Any:
         with self.changed:
             self.rows.append(row)
             self.changed.notify_all()
         self.threads.add(threading.get_ident())
         assert self.go_on.wait(60)
-        return {"row": row}
+        return SimpleNamespace(row=row)
 
 
-@pytest.mark.parametrize("counts", [(1, 1, 1, 1, 1), (0, 0, 5), (2, 0, 1, 2), (5,)])
-def test_rows_come_in_order_and_at_most_one_is_built_ahead(counts: Sequence[int], rows: list[PackedRow]) -> None:
-    build, left = Begun(), iter(rows)
-    ahead = RowPrefetch(build, [[next(left) for _ in range(count)] for count in counts])
-    assert [len(one) for one in ahead.micro_steps] == list(counts)
-    taken = []
-    for one in ahead.micro_steps:
-        for built in one:
-            taken.append(built["row"])
+def test_rows_come_in_order_and_at_most_one_is_built_ahead(rows: list[PackedRow]) -> None:
+    build, taken = Begun(), []
+    with PrefetchedRows(build, rows) as prefetched:
+        for built in prefetched:
+            taken.append(built.row)
             build.has_begun(min(len(taken) + 1, len(rows)))
             assert build.rows == rows[: len(taken) + 1]
     assert taken == rows and none_is_built()
     assert len(build.threads) == 1 and threading.get_ident() not in build.threads
+    assert min(prefetched.wait_s, prefetched.build_s) > 0
 
 
 def test_an_error_belongs_to_the_row_that_has_it(rows: list[PackedRow]) -> None:
     begun = Begun()
 
-    def build(row: PackedRow) -> dict[str, Any]:
+    def build(row: PackedRow) -> Any:
         if row is rows[2]:
             raise AlignmentError(f"sample {row.segments[0].sample_id}: of no use")
         return begun(row)
 
-    ahead = RowPrefetch(build, [[row] for row in rows])
-    assert [built["row"] for one in ahead.micro_steps[:2] for built in one] == rows[:2]
-    with pytest.raises(AlignmentError, match=f"^sample {rows[2].segments[0].sample_id}: of no use$"):
-        list(ahead.micro_steps[2])
+    with PrefetchedRows(build, rows) as prefetched:
+        taken = iter(prefetched)
+        assert [next(taken).row, next(taken).row] == rows[:2]
+        with pytest.raises(AlignmentError, match=rows[2].segments[0].sample_id):
+            next(taken)
     assert none_is_built() and begun.rows == rows[:2]
 
 
-def test_once_stopped_nothing_more_is_built(rows: list[PackedRow]) -> None:
+def test_an_error_between_two_rows_ends_the_thread(rows: list[PackedRow]) -> None:
     build = Begun()
-    ahead = RowPrefetch(build, [rows])
-    ahead.take()
-    build.has_begun(2)
-    ahead.stop()
-    assert none_is_built() and len(build.rows) == 2
-    ahead.stop()
-
-
-def test_what_fails_meanwhile_stops_it(rows: list[PackedRow]) -> None:
-    build = Begun()
-    ahead = RowPrefetch(build, [rows])
-    with pytest.raises(ZeroDivisionError), ahead:
-        ahead.take()
+    with pytest.raises(ZeroDivisionError), PrefetchedRows(build, rows) as prefetched:
+        next(iter(prefetched))
         build.has_begun(2)
         raise ZeroDivisionError
     assert none_is_built() and len(build.rows) == 2
@@ -114,24 +113,16 @@ def test_what_fails_meanwhile_stops_it(rows: list[PackedRow]) -> None:
 def test_a_row_that_never_comes_is_an_error_that_names_its_samples(
     rows: list[PackedRow], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(row_prefetch, "ROW_DEADLINE_S", 0.01)
+    monkeypatch.setattr(row_tensors, "ROW_DEADLINE_S", 0.01)
     monkeypatch.setattr(background, "STOP_S", 0.01)
     build = Begun(may_go_on=False)
-    ahead = RowPrefetch(build, [rows])
-    with pytest.raises(RowLate, match=f"the row of samples {rows[0].segments[0].sample_id} is not built"):
-        ahead.take()
-    ahead.stop()  # which waits no longer than its own deadline
+    with (
+        pytest.raises(RowLate, match=rows[0].segments[0].sample_id),
+        PrefetchedRows(build, rows) as prefetched,
+    ):
+        next(iter(prefetched))
     build.go_on.set()
     assert none_is_built() and build.rows == rows[:1]
-
-
-def test_waiting_and_building_are_counted_once(rows: list[PackedRow]) -> None:
-    ahead = RowPrefetch(Begun(), [rows[:2]])
-    list(ahead.micro_steps[0])
-    assert none_is_built()
-    seconds = ahead.take_seconds()
-    assert seconds.keys() == {"time/row_wait_s", "time/row_build_s"} and min(seconds.values()) > 0
-    assert ahead.take_seconds() == {"time/row_wait_s": 0.0, "time/row_build_s": 0.0}
 
 
 @pytest.mark.parametrize("stage", [1, 2, "two_channel"])
@@ -140,12 +131,8 @@ def test_a_run_is_the_same_to_the_bit_without_the_second_thread(
 ) -> None:
     keys: dict[str, Any] = {"training__max_steps": 3, "training__gradient_accumulation_steps": 2}
     ahead = train(run_config(tmp_path, stage, "ahead", **keys))
-    monkeypatch.setattr(row_prefetch, "PreparedAhead", PreparedInTurn)
+    monkeypatch.setattr(row_tensors, "PreparedAhead", PreparedInTurn)
     in_turn = train(run_config(tmp_path, stage, "in_turn", **keys))
-
-    def figures(trainer: Any) -> list[dict[str, float]]:
-        return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in step_lines(trainer)]
-
     assert figures(ahead) == figures(in_turn)
     assert same_weights(weights(ahead.model), weights(in_turn.model))
     for line in step_lines(ahead):
@@ -156,10 +143,10 @@ def test_a_row_that_cannot_be_built_ends_its_own_step(tmp_path: Path, monkeypatc
     """The fourth row is the second micro-step of the second step: what was learned in the first is saved."""
     build, calls = RowBuilder.__call__, iter(range(100))
 
-    def failing(self: RowBuilder, row: PackedRow) -> dict[str, Any]:
+    def failing(self: RowBuilder, row: PackedRow, *arguments: Any) -> RowTensors:
         if next(calls) == 3:
             raise AlignmentError(f"sample {row.segments[0].sample_id}: of no use")
-        return build(self, row)
+        return build(self, row, *arguments)
 
     keys: dict[str, Any] = {"training__gradient_accumulation_steps": 2}
     first_alone = train(run_config(tmp_path, 1, "first_alone", training__max_steps=1, **keys))
@@ -174,30 +161,18 @@ def test_a_row_that_cannot_be_built_ends_its_own_step(tmp_path: Path, monkeypatc
 
 def test_a_second_thread_draws_no_random_number(rows: list[PackedRow]) -> None:
     """Nor does the order of threads decide what a row holds."""
-    build = row_builder()
+    loaded = load_tiny()
+    objective = TeacherForcing(sft_pipeline(None), loaded.vocab.coord_token_ids)
+    builder = RowBuilder(
+        loaded.model.model.get_rope_index, VisionTower.from_model(loaded.model), loaded.image_token_id,
+        loaded.attention, torch.bfloat16, torch.device("cpu"),
+    )  # fmt: skip
     before = random.getstate(), str(np.random.get_state()), torch.get_rng_state()
-    built = [build(row) for row in rows]
-    again = [one for step in RowPrefetch(build, [rows]).micro_steps for one in step]
+    built = [builder(row, objective) for row in rows]
+    with PrefetchedRows(lambda row: builder(row, objective), rows) as prefetched:
+        again = list(prefetched)
     assert (random.getstate(), str(np.random.get_state())) == before[:2]
     assert torch.equal(torch.get_rng_state(), before[2])
     for one, other in zip(built, again, strict=True):
-        for name, value in one["model"].items():
-            assert not isinstance(value, torch.Tensor) or torch.equal(value, other["model"][name]), name
-
-
-def row_builder() -> RowBuilder:
-    from coordexp.objective import sft_pipeline
-    from coordexp.training.objective_step import TeacherForcing
-
-    loaded = load_tiny()
-    objective = TeacherForcing(sft_pipeline(None), loaded.vocab.coord_token_ids)
-    rope_index, dtype = loaded.model.model.get_rope_index, torch.bfloat16
-    return RowBuilder(
-        rope_index,
-        VisionTower.from_model(loaded.model),
-        loaded.image_token_id,
-        loaded.attention,
-        dtype,
-        objective,
-        torch.device("cpu"),
-    )
+        for name, value in one.inputs.items():
+            assert not isinstance(value, torch.Tensor) or torch.equal(value, other.inputs[name]), name

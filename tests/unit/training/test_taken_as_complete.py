@@ -13,7 +13,8 @@ from coordexp.matching import MatchingConfig
 from coordexp.metrics import SampleOutcome
 from coordexp.records import GTObject
 from coordexp.targets import TargetPolicy, TransportConfig
-from coordexp.training.sources import RolloutSource
+from coordexp.training.rollout_queue import AnswerReader, RolloutQueue
+from coordexp.training.step_targets import TargetOptions, corrected, decide_policy
 from support.answers import CAT, DOG, LEAF, answer, entry, record, request, taught_text, tiny_vocab
 from support.tiny_run import InMemoryBackend
 
@@ -30,12 +31,14 @@ def outcomes(
     """Of a step of one micro-batch an answer; every image holds ``truth``."""
     unread = list(texts)
     policy = TargetPolicy(answer="rewritten", complete_above=complete_above, **target)
-    source = RolloutSource(
-        InMemoryBackend(tiny_vocab(), lambda _: unread.pop(0)), tiny_vocab(), MatchingConfig(), TransportConfig(),
-        "desc_first", 3, "rollout/decode_greedy", policy=policy,
-    )  # fmt: skip
+    queue = RolloutQueue(
+        InMemoryBackend(tiny_vocab(), lambda _: unread.pop(0)), AnswerReader(tiny_vocab(), MatchingConfig()), 3
+    )
+    options = TargetOptions(tiny_vocab(), "desc_first", TransportConfig(), policy)
     one = record(truth)
-    return source.segments([[Sample(one, request(one))] for _ in texts], 0, {})[1]
+    answers = queue.take([[Sample(one, request(one))] for _ in texts], 0, {})
+    decided, complete = decide_policy(policy, answers.all)
+    return [corrected(answer, options, decided, complete) for answer in answers.all]
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,12 @@ from rich.console import Console
 from coordexp.coords import TURN_END
 from coordexp.errors import AlignmentError, ConfigError, SegmentTooLong, TrainingDiverged
 from coordexp.records import Rollout
-from coordexp.training.build import _use_one_device, build_trainer, check_run, run_training
-from coordexp.training.trainer import CoordExpTrainer
+from coordexp.training.loop import CoordExpTrainer
+from coordexp.training.row_tensors import DeviceMetrics
+from coordexp.training.run import _use_one_device, build_trainer, check_run, run_training
 from support.tiny_run import (
     InMemoryBackend,
+    figures,
     load_tiny,
     nearly_right,
     run_config,
@@ -85,9 +87,6 @@ def test_the_same_yaml_twice_gives_the_same_run(stage: int, tmp_path: Path) -> N
     sampling = {"rollout_matching__decoding": {"temperature": 1.0}} if stage == 2 else {}
     first, second = (train(run_config(tmp_path, stage, name, **sampling)) for name in ("a", "b"))
 
-    def figures(trainer: CoordExpTrainer) -> list[dict[str, float]]:
-        return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in step_lines(trainer)]
-
     assert figures(first) == figures(second)
     assert same_weights(weights(first.model), weights(second.model))
     other = train(run_config(tmp_path, stage, "c", training__seed=7, **sampling))
@@ -119,7 +118,7 @@ def test_without_packing_a_micro_step_is_one_row_of_its_own_samples(tmp_path: Pa
     plain = train(run_config(tmp_path, 1, "plain", training__packing=False, global_max_length=20))  # no capacity then
     assert [line["loss"] for line in step_lines(plain)] == pytest.approx([line["loss"] for line in step_lines(packed)])
     assert "packing/post_rollout_fill" not in step_lines(plain)[0]
-    assert plain.window_builder.buffer is None
+    assert plain.run.buffer is None
 
 
 def test_a_sample_longer_than_a_row_stops_the_run_by_name(tmp_path: Path) -> None:
@@ -161,20 +160,20 @@ def test_broken_positions_are_counted_and_the_step_survives(tmp_path: Path) -> N
     assert all(math.isfinite(line["loss"]) and math.isfinite(line["grad_norm"]) for line in step_lines(trainer))
 
 
-def test_a_step_is_looked_at_once_however_many_micro_steps_it_has(
+def test_the_device_is_read_once_a_step_however_many_micro_steps_it_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each look waits for the device; shares of all rows are the line's all the same."""
-    looks: list[int] = []
-    look = CoordExpTrainer._look
+    """Each read waits for the device."""
+    reads: list[int] = []
+    sync = DeviceMetrics.sync
 
-    def counted(trainer: CoordExpTrainer) -> None:
-        looks.append(trainer.state.global_step)
-        look(trainer)
+    def counted(metrics: DeviceMetrics) -> Any:
+        reads.append(1)
+        return sync(metrics)
 
-    monkeypatch.setattr(CoordExpTrainer, "_look", counted)
+    monkeypatch.setattr(DeviceMetrics, "sync", counted)
     trainer = train(run_config(tmp_path, 1, training__gradient_accumulation_steps=3))
-    assert looks == [0, 1]
+    assert len(reads) == 2
     for line in step_lines(trainer):
         assert line["train/micro_steps"] == 3
         assert line["loss"] == pytest.approx(sum(v for k, v in line.items() if k.startswith("loss/")), rel=1e-5)
@@ -270,7 +269,7 @@ def test_loader_processes_change_nothing_and_leave_no_shared_memory(tmp_path: Pa
     alone = train(run_config(tmp_path, 1, "alone", **keys))
     helped = train(run_config(tmp_path, 1, "helped", data__num_workers=1, **keys))
     assert [line["loss"] for line in step_lines(helped)] == [line["loss"] for line in step_lines(alone)]
-    waiting = helped.window_builder.buffer.segments
+    waiting = helped.run.buffer.segments
     assert waiting
     assert not [value for segment in waiting for value in segment.model_inputs.values() if value.is_shared()]
 
@@ -321,6 +320,5 @@ def test_arguments_reach_transformers_by_their_own_names(tmp_path: Path) -> None
     config = run_config(tmp_path, 1, training__adam_beta2=0.9, training__weight_decay=0.2, training__seed=5)
     trainer, resume = build_trainer(check_run(config), Console(quiet=True))
     assert (trainer.args.adam_beta2, trainer.args.weight_decay, trainer.args.seed) == (0.9, 0.2, 5)
-    assert trainer.args.logging_nan_inf_filter is False and trainer.loss_is_scaled_for_ga is True
     assert resume is None
     assert str(tiny_checkpoint()) == config.model.model

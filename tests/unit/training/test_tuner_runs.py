@@ -13,7 +13,7 @@ from coordexp.errors import CheckpointError, ConfigError
 from coordexp.inference.model_evaluation import evaluate_model
 from coordexp.modeling.load import load_model
 from coordexp.modeling.weights import LearnerWeights
-from coordexp.training.build import check_run, run_training
+from coordexp.training.run import check_run, run_training
 from support.tiny_run import load_tiny, run_config, step_lines, tiny_checkpoint, train, weights
 
 LORA: dict[str, Any] = {"tuner__train_type": "lora", "tuner__lora_rank": 4, "training__max_steps": 2}

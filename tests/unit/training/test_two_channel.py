@@ -11,12 +11,13 @@ import torch
 from coordexp.errors import AppendError
 from coordexp.metrics.table import find_metric
 from coordexp.records import TokenRole
-from coordexp.training import sources
-from coordexp.training.trainer import CoordExpTrainer
-from coordexp.training.window import Window
+from coordexp.training import step_targets
+from coordexp.training.loop import CoordExpTrainer
+from coordexp.training.step import PreparedStep
 from support.config_samples import pipeline
 from support.tiny_run import (
     InMemoryBackend,
+    figures,
     load_tiny,
     nearly_right,
     run_config,
@@ -24,6 +25,7 @@ from support.tiny_run import (
     step_lines,
     tiny_samples,
     train,
+    watch_steps,
     weights,
 )
 
@@ -37,30 +39,12 @@ def finder() -> InMemoryBackend:
     return InMemoryBackend(loaded.vocab, lambda request: nearly_right(truth[request.sample_id]))
 
 
-def figures(trainer: CoordExpTrainer) -> list[dict[str, float]]:
-    return [{name: v for name, v in line.items() if not name.startswith("time/")} for line in step_lines(trainer)]
-
-
-def watch_windows(trainer: CoordExpTrainer) -> list[Window]:
-    windows: list[Window] = []
-    builder = trainer.window_builder
-    prepare = builder.prepare
-
-    class Watched:
-        buffer = property(lambda self: builder.buffer)
-
-        def prepare(self, *args: Any) -> Window:
-            windows.append(prepare(*args))
-            return windows[-1]
-
-    trainer.window_builder = Watched()  # pyright: ignore[reportAttributeAccessIssue]
-    return windows
-
-
-def run(config: Any, backend: Any = None) -> tuple[CoordExpTrainer, list[Window]]:
-    windows: list[Window] = []
-    trainer = train(config, backend, on_built=lambda built: windows.append(watch_windows(built)))  # pyright: ignore[reportArgumentType]
-    return trainer, windows[0]  # pyright: ignore[reportReturnType]
+def run(config: Any, backend: Any = None) -> tuple[CoordExpTrainer, list[PreparedStep]]:
+    steps: list[PreparedStep] = []
+    built: list[list[PreparedStep]] = []
+    trainer = train(config, backend, on_built=lambda trainer: built.append(watch_steps(trainer)))
+    steps += built[0]
+    return trainer, steps
 
 
 # -- Channel-A ---------------------------------------------------------------------------------------------------------
@@ -141,7 +125,7 @@ def test_channel_b_trains_on_every_sample_of_its_step_in_that_step(tmp_path: Pat
     trainer, windows = run(config, backend)
     assert trainer.state.global_step == 3
     for window, line in zip(windows, step_lines(trainer), strict=True):
-        assert [len(rows) for rows in window.micro_steps[:-1]] == [0, 0] and len(window.micro_steps[-1]) >= 3
+        assert len(window.rows) >= 3
         trained = [segment.sample_id for row in window.rows for segment in row.segments]
         assert sorted(trained) == sorted(outcome.rollout.sample_id for outcome in window.outcomes)
         assert len(trained) == line["train/samples_total"] == line["rollout/samples_total"] == 6
@@ -181,7 +165,7 @@ def test_an_answer_that_cannot_be_closed_is_counted_and_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The parser leaves no such prefix; were one to come, its sample must not stop the others."""
-    build, seen = sources.build_target, []
+    build, seen = step_targets.build_target, []
 
     def refuse_every_third(*args: Any, **kwargs: Any) -> Any:
         seen.append(kwargs["sample_id"])
@@ -189,7 +173,7 @@ def test_an_answer_that_cannot_be_closed_is_counted_and_left_out(
             raise AppendError("the prefix does not end where an entry may follow")
         return build(*args, **kwargs)
 
-    monkeypatch.setattr(sources, "build_target", refuse_every_third)
+    monkeypatch.setattr(step_targets, "build_target", refuse_every_third)
     keys = {"training__max_steps": 1, "training__per_device_train_batch_size": 6}
     trainer, (window,) = run(run_config(tmp_path, "two_channel", "b", stage2_ab__schedule__b_ratio=1, **keys), finder())
     (line,) = step_lines(trainer)
@@ -206,7 +190,7 @@ def test_a_step_without_a_usable_answer_goes_through_a_blank_row(
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise AppendError("the prefix does not end where an entry may follow")
 
-    monkeypatch.setattr(sources, "build_target", refuse)
+    monkeypatch.setattr(step_targets, "build_target", refuse)
     trainer, (window,) = run(
         run_config(tmp_path, "two_channel", stage2_ab__schedule__b_ratio=1, training__max_steps=1, **SGD), finder()
     )
@@ -223,7 +207,7 @@ def test_the_schedule_decides_what_a_step_says(tmp_path: Path) -> None:
     config = run_config(tmp_path, "two_channel", training__max_steps=6, stage2_ab__schedule__b_ratio=0.4)
     backend = finder()
     trainer, windows = run(config, backend)
-    assert [window.channel for window in windows] == ["A", "A", "B", "A", "B", "A"]
+    assert [trainer.step.task_of(step).channel for step in range(len(windows))] == ["A", "A", "B", "A", "B", "A"]
     lines = step_lines(trainer)
     assert [line["stage2/channel_b"] for line in lines] == [0, 0, 1, 0, 1, 0]
     assert [line["stage2/channel_a"] for line in lines] == [1, 1, 0, 1, 0, 1]

@@ -1,8 +1,8 @@
-"""What waits between two steps, as a checkpoint keeps it and a run starts with it: segments in the carry buffer,
-answers asked ahead. A file of JSON for each rank, exact to the bit.
+"""What is pending between two steps, as a checkpoint stores it: segments in the carry buffer, answers one step ahead.
+One JSON file per rank, exact to the bit.
 
-Images are not in it: on resume they are encoded again from the dataset, by the same processor. Nor are annotations of
-answers, whose targets are made anew.
+Images are not stored: on resume the processor encodes them again from the dataset. Nor are targets of answers, which
+are built again.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -23,10 +23,10 @@ from coordexp.data.files import write_atomically
 from coordexp.errors import CheckpointError
 from coordexp.packing import CarryBuffer
 from coordexp.records import Rollout, RolloutRequest, Segment, TrainingTarget
+from coordexp.training.rollout_queue import RolloutQueue, SavedAnswers
 from coordexp.training.seal import read_seal
 
-if TYPE_CHECKING:
-    from coordexp.training.ahead import RolloutsAhead
+logger = logging.getLogger("coordexp")
 
 _ARRAYS = {
     "roles_T": np.uint8,
@@ -130,40 +130,14 @@ def _buffer_path(folder: Path) -> Path:
     return folder / f"carry_buffer_rank{distributed.rank()}.json"
 
 
-@dataclass(frozen=True, slots=True)
-class WaitingRollouts:
-    """All answers of one window on this rank, by micro-step and in their order.
-
-    ``step``: how many steps are finished when it is learned from; ``version``: of the weights that answered.
-    ``rollout_s``, ``report``, ``counted``: as in an answered window.
-    """
-
-    step: int
-    version: int
-    rounds: tuple[tuple[Rollout, ...], ...]
-    rollout_s: float
-    report: Mapping[str, Any]
-    counted: Mapping[str, float]
-
-    def __post_init__(self) -> None:
-        versions = {rollout.weight_version for one in self.rounds for rollout in one}
-        if versions - {self.version}:
-            raise ValueError(f"answers of the weights {sorted(versions)} in a window asked of weights {self.version}")
-
-    @property
-    def sample_ids(self) -> list[list[str]]:
-        """Whose answers these are, by round and request."""
-        return [[rollout.sample_id for rollout in one] for one in self.rounds]
-
-
-def save_answers(answers: WaitingRollouts, folder: Path) -> None:
+def save_answers(answers: SavedAnswers, folder: Path) -> None:
     """Write this rank's waiting answers to a checkpoint folder."""
     write_atomically(_path(folder), json.dumps(asdict(answers)))
 
 
-def load_answers(checkpoint: Path, step: int) -> WaitingRollouts | None:
-    """This rank's answers for the step behind ``checkpoint``, which was written after ``step`` steps; None where it
-    holds none.
+def load_answers(checkpoint: Path, step: int) -> SavedAnswers | None:
+    """This rank's answers for the step after ``checkpoint``, which was written after ``step`` steps; None if it holds
+    none.
 
     Raises:
         CheckpointError: the file is unreadable, or of another step.
@@ -174,14 +148,12 @@ def load_answers(checkpoint: Path, step: int) -> WaitingRollouts | None:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         rounds = tuple(tuple(_rollout(one) for one in answers) for answers in data.pop("rounds"))
-        answers = WaitingRollouts(rounds=rounds, **data)
+        answers = SavedAnswers(rounds=rounds, **data)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(
-            f"{path}: not a window of answers ({error!r}); resume from an older checkpoint"
-        ) from error
+        raise CheckpointError(f"{path}: not a step's answers ({error!r}); resume from an older checkpoint") from error
     if (answers.step, answers.version) != (step, step - 1):
         raise CheckpointError(
-            f"{path}: answers of weights {answers.version} for the step behind {answers.step}, in a checkpoint of "
+            f"{path}: answers of weights {answers.version} for the step after {answers.step}, in a checkpoint of "
             f"{step} steps; resume from an older checkpoint"
         )
     return answers
@@ -197,11 +169,8 @@ def _path(folder: Path) -> Path:
     return folder / f"waiting_answers_rank{distributed.rank()}.json"
 
 
-logger = logging.getLogger("coordexp")
-
-
 def build_buffer(config: RunConfig, train: RecordDataset, resume: Path | None) -> CarryBuffer | None:
-    """The carry buffer, with what waited in it when the checkpoint ``resume`` was written; None without packing.
+    """The carry buffer, filled as the checkpoint ``resume`` left it; None without packing.
 
     Raises:
         CheckpointError: the checkpoint holds no buffer for this rank, or an unreadable one. DataError: a waiting sample
@@ -215,9 +184,9 @@ def build_buffer(config: RunConfig, train: RecordDataset, resume: Path | None) -
     return buffer
 
 
-def restore_answers(ahead: RolloutsAhead | None, resume: Path | None) -> None:
-    """Give ``ahead`` the answers that waited when the checkpoint ``resume`` was written. A warning where they are of no
-    use, as nothing is asked ahead now; nothing without a checkpoint.
+def restore_answers(queue: RolloutQueue | None, resume: Path | None) -> None:
+    """Give ``queue`` the answers that the checkpoint ``resume`` holds for its next step. A warning if they are unused
+    because ``rollout_matching.rollouts_ahead`` is 0 now.
 
     Raises:
         CheckpointError: the file of answers is unreadable, or of another step.
@@ -226,11 +195,10 @@ def restore_answers(ahead: RolloutsAhead | None, resume: Path | None) -> None:
         return
     seal = read_seal(resume)
     answers = load_answers(resume, seal.step) if seal.world_size == distributed.world_size() else None
-    if ahead is not None:
-        ahead.window = answers
+    if queue is not None and queue.ahead:
+        queue.content = answers
     elif answers is not None and distributed.is_main():
         logger.warning(
-            "%s holds answers for its next step, which are left unused, as rollout_matching.rollouts_ahead is 0 now: "
-            "the step asks anew",
+            "%s holds answers for its next step, which stay unused because rollout_matching.rollouts_ahead is 0 now",
             resume,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import signal
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -28,15 +29,15 @@ from coordexp.rollouts import check_backend
 from coordexp.training.parallel import check_parallel, parallel_arguments
 
 if TYPE_CHECKING:
+    from coordexp.coords import CoordVocab
     from coordexp.evaluation import EvaluationOptions
     from coordexp.modeling.load import LoadedModel
     from coordexp.modeling.scores import TokenScorer
     from coordexp.recording.writer import RolloutRecorder
     from coordexp.rollouts import RolloutBackend
     from coordexp.rollouts.learner import LearnerParts
+    from coordexp.training.loop import CoordExpTrainer
     from coordexp.training.offload import LearnerOffload
-    from coordexp.training.sources import RolloutSource
-    from coordexp.training.trainer import CoordExpTrainer
 
 logger = logging.getLogger("coordexp")
 
@@ -111,61 +112,124 @@ def build_trainer(
     config_path: Path | None = None,
     overrides: Sequence[str] = (),
     backend: RolloutBackend | None = None,
-):
-    """Load the model and join all parts into a :class:`~coordexp.training.trainer.CoordExpTrainer`. ``backend`` answers
-    in place of the one that the configuration names; None for that one.
+) -> tuple[CoordExpTrainer, Path | None]:
+    """Load the model and join all parts. ``backend`` answers in place of the one that the configuration names; None for
+    that one.
 
-    Returns: the trainer, and the checkpoint folder to resume from (None to start anew).
+    Returns: the trainer, and the checkpoint folder to resume from (None for a new run).
     """
+    from transformers import TrainerState, enable_full_determinism, set_seed
+    from transformers.integrations import get_reporting_integration_callbacks
+    from transformers.trainer_utils import align_special_tokens
+
+    from coordexp.metrics import MetricSums
+    from coordexp.modeling.inputs import VisionTower
+    from coordexp.recording.writer import RolloutLog
     from coordexp.rollouts import build_backend
+    from coordexp.training.batches import StepBatches
+    from coordexp.training.loop import CoordExpTrainer
     from coordexp.training.manifest import write_manifest
     from coordexp.training.offload import build_offload
-    from coordexp.training.optimizer import learning_rates
-    from coordexp.training.reading import EpochOfData
-    from coordexp.training.recipe import build_recipe
-    from coordexp.training.trainer import CoordExpTrainer
-    from coordexp.training.waiting_files import build_buffer, restore_answers
+    from coordexp.training.optimizer import build_optimizer, build_scheduler, learning_rates
+    from coordexp.training.parallel import build_accelerator, prepare
+    from coordexp.training.pending_state import build_buffer, restore_answers
+    from coordexp.training.progress import RichProgress, set_up_loggers
+    from coordexp.training.row_tensors import RowBuilder
+    from coordexp.training.state import RunState
+    from coordexp.training.step import TrainStep
+    from coordexp.training.tasks import build_tasks
 
     config, rollout, training = run.config, run.rollout, run.config.training
-    arguments = _training_arguments(config)
+    args = _training_arguments(config)
+    accelerator = build_accelerator(args)
     resume = _resume_point(training)
     write_manifest(config, config_path, Path(training.output_dir), overrides)
-    loaded = _load_learner(run)
+    loaded = _load_model(run)
+    align_special_tokens(loaded.model, loaded.processor)
     train, val = _datasets(run, loaded)
+    batches = StepBatches(
+        train,
+        batch_size=args.train_batch_size,
+        accumulation_steps=args.gradient_accumulation_steps,
+        seed=training.seed,
+        num_workers=config.data.num_workers,
+    )
+    max_steps = args.max_steps
+    if max_steps < 0:
+        max_steps = math.ceil(args.num_train_epochs * batches.steps_per_epoch)
+
+    # Read off the model before it is wrapped: a wrapper may show other parameters within a forward.
+    build_row = RowBuilder(
+        rope_index=loaded.model.model.get_rope_index,
+        tower=VisionTower.from_model(loaded.model),
+        image_token_id=loaded.image_token_id,
+        attention=loaded.attention,
+        dtype=next(loaded.model.parameters()).dtype,
+        device=accelerator.device,
+    )
     offload = build_offload(loaded.model, rollout)
+    if args.gradient_checkpointing:
+        loaded.model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
+    model, optimizer, scheduler = prepare(
+        accelerator,
+        loaded.model,
+        lambda: build_optimizer(
+            loaded.model, args, learning_rates(training), master_weights=training.master_weights is not None
+        ),
+        lambda optimizer: build_scheduler(optimizer, args, max_steps),
+        args,
+        max_steps,
+    )
+    progress = TrainerState(
+        is_local_process_zero=args.local_process_index == 0,
+        is_world_process_zero=args.process_index == 0,
+        train_batch_size=args.train_batch_size,
+    )
+    state = RunState(loaded, model, optimizer, scheduler, accelerator, progress, MetricSums())
+    if offload is not None:
+        offload.bind(
+            lambda: optimizer, sharded_by="DeepSpeed" if state.is_deepspeed else "FSDP" if state.is_fsdp else None
+        )
     if backend is None:
         backend = build_backend(rollout, _learner_parts(config, loaded, offload))
-    recipe = build_recipe(config, rollout, loaded.vocab, backend, build_buffer(config, train, resume))
-    restore_answers(recipe.ahead, resume)
-    trainer = CoordExpTrainer(
-        loaded=loaded,
-        window_builder=recipe.window_builder,
-        ahead=recipe.ahead,
-        objectives=recipe.objectives,
-        eval_backend=backend,
-        rollout_matching_cfg=rollout_contract(config),
-        master_weights=training.master_weights is not None,
-        learning_rates=learning_rates(training),
-        recorder=_recorder(run, recipe.rollouts),
-        measured=_measured(rollout),
-        scorer=_scorer(rollout, loaded),
-        keep_checkpoints=training.save_total_limit,
-        args=arguments,
-        train_dataset=train,
-        eval_dataset=val,
-        processing_class=loaded.processor,
+    state.buffer = build_buffer(config, train, resume)
+    tasks, schedule = build_tasks(config, rollout, loaded.vocab, backend, state.buffer)
+    state.queue = next((task.rollouts for task in tasks.values() if task.rollouts is not None), None)
+    restore_answers(state.queue, resume)
+    step = TrainStep(
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        accelerator=accelerator,
+        tasks=tasks,
+        schedule=schedule,
+        build_row=build_row,
+        sums=state.sums,
+        max_grad_norm=training.max_grad_norm,
+        shards=state.shards,
+        rollout_log=RolloutLog(Path(training.output_dir), distributed.rank()),
+        recorder=_recorder(run, loaded.vocab),
     )
-    if offload is not None:
-        offload.bind(lambda: trainer.optimizer, sharded_by=_owner(trainer))
-    trainer.add_callback(EpochOfData(train))
-    _show_progress(trainer, console, description)
-    _set_up_loggers(run, trainer, resume)
+    scores = rollout.eval_detection.score_mode == "confidence"
+    trainer = CoordExpTrainer(
+        run=state,
+        step=step,
+        batches=batches,
+        backend=backend,
+        args=args,
+        max_steps=max_steps,
+        eval_dataset=val,
+        rollout_matching_cfg=rollout_contract(config),
+        callbacks=[one() for one in get_reporting_integration_callbacks(args.report_to)],
+        measured=_measured(rollout),
+        scorer=_scorer(loaded) if scores else None,
+        keep_checkpoints=training.save_total_limit,
+    )
+    trainer.add_callback(RichProgress(console, description))
+    loggers = set_up_loggers(trainer, training.logging_dir, resume)
+    _draw_rollouts(run, trainer, loggers)
+    (enable_full_determinism if args.full_determinism else set_seed)(training.seed)
     return trainer, resume
-
-
-def _owner(trainer: CoordExpTrainer) -> str | None:
-    """Who else owns weights and optimizer; None for nobody."""
-    return "DeepSpeed" if trainer.is_deepspeed_enabled else "FSDP" if trainer.is_fsdp_enabled else None
 
 
 def _resume_point(training: TrainingConfig) -> Path | None:
@@ -181,7 +245,7 @@ def _resume_point(training: TrainingConfig) -> Path | None:
     return resume
 
 
-def _load_learner(run: CheckedRun) -> LoadedModel:
+def _load_model(run: CheckedRun) -> LoadedModel:
     """The model, ready to be trained; everything random from here on follows from the run's seed."""
     from transformers import set_seed
 
@@ -215,67 +279,48 @@ def _measured(rollout: RolloutMatchingConfig) -> EvaluationOptions | None:
     return EvaluationOptions.from_config(detection) if detection.enabled else None
 
 
-def _recorder(run: CheckedRun, source: RolloutSource | None) -> RolloutRecorder | None:
+def _recorder(run: CheckedRun, vocab: CoordVocab) -> RolloutRecorder | None:
     from coordexp.recording.rollout_record import Settings
     from coordexp.recording.writer import build_recorder
+    from coordexp.training.tasks import matching_config, rollout_weights, target_options
 
     settings = None
-    if source is not None:
-        settings = Settings(source.matching, source.transport, source.field_order, source.policy, source.weights)
+    if run.config.custom.trainer_variant is not None:
+        weights = rollout_weights(run.config, run.rollout)
+        options = target_options(run.config, run.rollout, vocab, weights)
+        settings = Settings(
+            matching_config(run.rollout), options.transport, options.field_order, options.policy, options.weights
+        )
     return build_recorder(run.rollout.monitor_dump, settings, Path(run.config.training.output_dir))
 
 
-def _show_progress(trainer: Any, console: Console, description: str) -> None:
-    """Our progress in place of transformers' own."""
-    from transformers import PrinterCallback, ProgressCallback
-
-    from coordexp.training.progress import RichProgress
-
-    for callback in (PrinterCallback, ProgressCallback):
-        trainer.remove_callback(callback)
-    trainer.add_callback(RichProgress(console, description))
-
-
-def _scorer(config: RolloutMatchingConfig, loaded: LoadedModel) -> TokenScorer | None:
-    """Scores predictions by their tokens' probabilities; None if every prediction has the constant score."""
+def _scorer(loaded: LoadedModel) -> TokenScorer:
     from coordexp.modeling.scores import TokenScorer
 
-    if config.eval_detection.score_mode == "constant":
-        return None
     return TokenScorer(loaded.model, loaded.vocab, loaded.image_token_id)
 
 
-def _set_up_loggers(run: CheckedRun, trainer: CoordExpTrainer, resume: Path | None) -> None:
-    """Names, folders, and pictures of rollouts, where ``training.report_to`` asks for TensorBoard."""
+def _draw_rollouts(run: CheckedRun, trainer: CoordExpTrainer, loggers: Sequence[Any]) -> None:
+    """Pictures of recorded rollouts, where ``training.report_to`` asks for TensorBoard."""
     from coordexp.recording.pictures import RolloutPictures
-    from coordexp.training.progress import set_up_loggers
 
-    loggers = set_up_loggers(trainer, run.config.training.logging_dir, resume)
     if run.rollout.monitor_dump.enabled and distributed.is_main():
         pictures = RolloutPictures(
             run.rollout.monitor_dump,
-            outcomes=lambda: trainer.window_outcomes,
+            outcomes=lambda: trainer.step.outcomes,
             writer=lambda: next((one.tb_writer for one in loggers), None),
         )
         trainer.add_callback(pictures)
 
 
 def _training_arguments(config: RunConfig) -> Any:
-    """transformers' arguments: the YAML's, and what this trainer needs of them."""
-    import torch
+    """transformers' arguments, by which callbacks, optimizers and schedules are configured."""
     from transformers import TrainingArguments
 
     training = config.training
     arguments = TrainingArguments(
-        **training.hf_arguments(distributed.world_size()) | {"save_total_limit": None},  # ours: see SavingTrainer
-        remove_unused_columns=False,
-        label_names=[],
-        logging_nan_inf_filter=False,  # a NaN is shown, not replaced by a running mean
-        dataloader_num_workers=config.data.num_workers,
-        dataloader_pin_memory=torch.cuda.is_available(),
+        **training.hf_arguments(distributed.world_size()),
         **parallel_arguments(config),
-        ddp_find_unused_parameters=False,  # every row reaches every weight: each segment has an image and a target
-        ddp_broadcast_buffers=False,  # they are constants; and no rank shall wait for another before its forward
     )
     _use_one_device(arguments)
     return arguments
@@ -307,8 +352,7 @@ def run_training(
             if resume is not None:
                 console.print(f"resuming from {resume}", highlight=False, markup=False, soft_wrap=True)
             _train(trainer, resume, config.training.stop_within_s)
-            trainer.save_model()
-            trainer.save_state()  # everything that was logged: the viewer's curves
+            trainer.save_model()  # with everything that was logged, for the viewer's curves
     except RuntimeError as error:
         if not lost_each_other(error):
             raise
@@ -322,17 +366,13 @@ def run_training(
 
 def _train(trainer: CoordExpTrainer, resume: Path | None, stop_within_s: float) -> None:
     from coordexp.training.progress import RichProgress
-    from coordexp.training.stopping import StopAfterStep, StopSignals
+    from coordexp.training.stopping import StopSignals
 
     signals = StopSignals(stop_within_s, trainer.last_saved)
-    stop = StopAfterStep(signals)
-    trainer.add_callback(stop)
-    trainer.asked_to_stop = lambda: signals.asked
-    stopped_by = None
     with signals:
         try:
-            trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
-            stopped_by = stop.stopped_by
+            trainer.train(None if resume is None else str(resume), signal=lambda: signals.asked)
+            stopped_by = trainer.stopped_by
         except RunStopped as stopped:
             stopped_by = stopped.signal
         finally:
@@ -343,7 +383,7 @@ def _train(trainer: CoordExpTrainer, resume: Path | None, stop_within_s: float) 
     if stopped_by is not None:
         raise RunStopped(
             f"stopped by {signal.Signals(stopped_by).name} after step {trainer.state.global_step} of "
-            f"{trainer.state.max_steps}. {trainer.last_saved()}. To go on, start again with "
+            f"{trainer.state.max_steps}. {trainer.last_saved()}. To continue, start again with "
             "training.resume_from_checkpoint: true",
             stopped_by,
         )

@@ -1,0 +1,109 @@
+"""The samples of each optimizer step on this rank, in an order that depends on seed, epoch and step alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from coordexp import distributed
+from coordexp.data.dataset import RecordDataset, Sample
+
+MicroBatches = list[list[Sample]]
+
+
+class StepBatches:
+    """Reads the micro-batches of one optimizer step after the other, and on request one step ahead.
+
+    An epoch's order is a permutation seeded by ``seed + epoch``. It is filled up with its own beginning until every
+    rank has equally many batches; rank r takes batches r, r + W, … Reading draws no global random number, so a resumed
+    run reads what an uninterrupted one would.
+    """
+
+    def __init__(
+        self, dataset: RecordDataset, *, batch_size: int, accumulation_steps: int, seed: int, num_workers: int
+    ) -> None:
+        """``batch_size``: samples of a micro-batch. ``accumulation_steps``: micro-batches of an optimizer step; the
+        last step of an epoch may have fewer."""
+        self.dataset = dataset
+        self._batch_size = batch_size
+        self._accumulation_steps = accumulation_steps
+        self._seed = seed
+        self._num_workers = num_workers
+        self.batches_per_epoch = math.ceil(math.ceil(len(dataset) / batch_size) / distributed.world_size())
+        self.steps_per_epoch = max(1, math.ceil(self.batches_per_epoch / accumulation_steps))
+        self._loader: Iterator[Any] | None = None
+        self._next_step = 0
+        self._ahead: MicroBatches | None = None
+        self._failure: Exception | None = None
+
+    def start(self, step: int) -> None:
+        """The next :meth:`take` gives the batches of the step after ``step`` finished ones."""
+        self._loader, self._next_step, self._ahead, self._failure = None, step, None, None
+
+    def take(self) -> MicroBatches:
+        """The micro-batches of the next step. A collective call.
+
+        Raises: what reading them raised, now or in :meth:`peek`, on all ranks alike.
+        """
+        if self._failure is not None:
+            raise self._failure
+        if self._ahead is None:
+            return self._read()
+        taken, self._ahead = self._ahead, None
+        return taken
+
+    def peek(self) -> MicroBatches | None:
+        """What :meth:`take` will give next; None where it will raise instead, in the step that needs the samples. A
+        collective call."""
+        if self._ahead is None and self._failure is None:
+            try:
+                self._ahead = self._read()
+            except Exception as error:  # not swallowed: the next take() raises it
+                self._failure = error
+        return self._ahead
+
+    def epoch_after(self, steps: int) -> float:
+        """Epochs that ``steps`` finished steps are."""
+        epoch, steps_in_epoch = divmod(steps, self.steps_per_epoch)
+        return epoch + min(1.0, steps_in_epoch * self._accumulation_steps / self.batches_per_epoch)
+
+    def _read(self) -> MicroBatches:
+        with distributed.raise_on_all_ranks(f"reading the samples of step {self._next_step + 1}"):
+            epoch, place = divmod(self._next_step, self.steps_per_epoch)
+            first = place * self._accumulation_steps
+            if self._loader is None or place == 0:
+                self._loader = self._open_epoch(epoch, first)
+            count = min(self._accumulation_steps, self.batches_per_epoch - first)
+            batches = [[_owning_memory(sample) for sample in next(self._loader)] for _ in range(count)]
+        self._next_step += 1
+        return batches
+
+    def _open_epoch(self, epoch: int, first_batch: int) -> Iterator[list[Sample]]:
+        self.dataset.set_epoch(epoch)  # before a loader's workers start: views and orders depend on it
+        order = torch.randperm(len(self.dataset), generator=torch.Generator().manual_seed(self._seed + epoch)).tolist()
+        ranks, size = distributed.world_size(), self._batch_size
+        if ranks > 1:
+            wanted = self.batches_per_epoch * ranks * size
+            order = (order * math.ceil(wanted / len(order)))[:wanted]
+        batches = [order[start : start + size] for start in range(0, len(order), size)]
+        loader = DataLoader(
+            self.dataset,  # pyright: ignore[reportArgumentType]
+            batch_sampler=batches[distributed.rank() :: ranks][first_batch:],
+            num_workers=self._num_workers,
+            collate_fn=list,
+            generator=torch.Generator(),  # its own: starting workers must not move torch's global state
+        )
+        return iter(loader)
+
+
+def _owning_memory(sample: Sample) -> Sample:
+    """Copy what a loader process shares: each such tensor keeps a file open, and segments may wait by the hundred."""
+    inputs = {
+        name: value.clone() if value.is_shared() else value for name, value in sample.request.model_inputs.items()
+    }
+    return replace(sample, request=replace(sample.request, model_inputs=inputs))

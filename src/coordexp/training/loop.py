@@ -1,0 +1,373 @@
+"""The loop around :mod:`coordexp.training.step`: steps and epochs, logs, evaluation, checkpoints, signals, errors."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
+
+from coordexp import distributed
+from coordexp.data.dataset import RecordDataset
+from coordexp.errors import RunStopped, TrainingDiverged
+from coordexp.evaluation import EvaluationOptions
+from coordexp.evaluation.answering import COUNTS_ONLY, Scorer, evaluate_dataset
+from coordexp.metrics import MetricsPayload
+from coordexp.rollouts import RolloutBackend, synced
+from coordexp.training.batches import StepBatches
+from coordexp.training.checkpoint import delete_old
+from coordexp.training.drift import DriftWatch
+from coordexp.training.optimizer import needs_metric
+from coordexp.training.saving import (
+    has_broken_weight,
+    load_optimizer,
+    load_progress,
+    load_rank_state,
+    load_weights,
+    save_checkpoint,
+    save_model,
+)
+from coordexp.training.seal import read_seal
+from coordexp.training.state import RunState
+from coordexp.training.step import TrainStep
+
+logger = logging.getLogger("coordexp")
+
+
+class CoordExpTrainer:
+    """Runs optimizer steps until ``max_steps``, and everything around them.
+
+    transformers' callbacks see its events by their usual names and may set its control flags; loggers are such
+    callbacks. ``rollout_matching_cfg``: the resolved ``rollout_matching`` section, for plugins that read it.
+    """
+
+    def __init__(
+        self,
+        *,
+        run: RunState,
+        step: TrainStep,
+        batches: StepBatches,
+        backend: RolloutBackend,
+        args: TrainingArguments,
+        max_steps: int,
+        eval_dataset: RecordDataset | None,
+        rollout_matching_cfg: Mapping[str, Any],
+        callbacks: list[TrainerCallback],
+        measured: EvaluationOptions | None = COUNTS_ONLY,
+        scorer: Scorer | None = None,
+        keep_checkpoints: int | None = None,
+    ) -> None:
+        """``measured``: what evaluation measures; None for nothing. ``keep_checkpoints``: as
+        ``training.save_total_limit``; None keeps all."""
+        self.run, self.step, self.batches, self.backend = run, step, batches, backend
+        self.args = args
+        self.eval_dataset = eval_dataset
+        self.rollout_matching_cfg = rollout_matching_cfg
+        self._measured, self._scorer = measured, scorer
+        self._keep_checkpoints = keep_checkpoints
+        self._drift: DriftWatch | None = None
+        self._last_update: dict[str, Any] = {}
+        self._saved: tuple[int, Path] | None = None  # the last whole checkpoint of this run: its step and folder
+        self._signal: Callable[[], int | None] = lambda: None
+        self.stopped_by: int | None = None
+        self.control = TrainerControl()
+        self.callback_handler = CallbackHandler(
+            [DefaultFlowCallback(), *callbacks], run.loaded.model, run.loaded.processor, run.optimizer, run.scheduler
+        )
+        step.notify = self._notify
+        step.last_step = max_steps
+        self.state.max_steps = max_steps
+        self.state.num_train_epochs = math.ceil(max_steps / batches.steps_per_epoch)
+        self.state.compute_steps(args, max_steps)
+        step.logging_steps = int(self.state.logging_steps or 1)
+        self._notify("on_init_end")
+
+    @property
+    def model(self) -> Any:
+        """The bare model; sharded in place under FSDP."""
+        return self.run.loaded.model
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer, as accelerate prepared it."""
+        return self.run.optimizer
+
+    @property
+    def accelerator(self) -> Any:
+        """accelerate's part of the run."""
+        return self.run.accelerator
+
+    @property
+    def state(self) -> TrainerState:
+        """Steps, epochs, log history, best metric."""
+        return self.run.progress
+
+    @property
+    def train_dataset(self) -> RecordDataset:
+        """What is trained on."""
+        return self.batches.dataset
+
+    def add_callback(self, callback: TrainerCallback) -> None:
+        """Have ``callback`` see the run's events too."""
+        self.callback_handler.add_callback(callback)
+
+    # -- the loop ------------------------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: str | None = None, signal: Callable[[], int | None] | None = None) -> None:
+        """Train up to ``max_steps``, from the start or from a whole checkpoint's folder.
+
+        ``signal``: the number of a signal that asks the run to end, None while there is none. Then the step under way
+        is finished and saved, and ``stopped_by`` says which it was.
+
+        Raises:
+            RunStopped: a signal came during an evaluation. TrainingDiverged, and whatever a step raises, after what was
+                learned before it is saved.
+        """
+        self._signal = signal or self._signal
+        first = self.state.global_step
+        if resume_from_checkpoint is not None:
+            first = self._resume(Path(resume_from_checkpoint))
+        self.batches.start(first)
+        self.run.loaded.model.zero_grad()
+        started, losses = time.perf_counter(), []
+        self._notify("on_train_begin")
+        if self.args.eval_on_start and first == 0:
+            self._evaluate_and_note_best()
+        if resume_from_checkpoint is not None:
+            load_rank_state(self.run, Path(resume_from_checkpoint))
+
+        for step in range(first, self.state.max_steps):
+            if step % self.batches.steps_per_epoch == 0 or step == first:
+                self._notify("on_epoch_begin")
+            with self._saving_on_error(f"step {step + 1}"):
+                self.step.accumulate(self.batches, step)
+            self._last_update = self.step.update()
+            self._empty_cache(step)
+            self.state.global_step = step + 1
+            self.state.epoch = self.batches.epoch_after(step + 1)
+            self._notify("on_step_end")
+            self._end_on_signal()
+            losses += self._log_evaluate_save()
+            epoch_ends = (step + 1) % self.batches.steps_per_epoch == 0 or step + 1 == self.state.max_steps
+            if epoch_ends or self.control.should_training_stop or self.control.should_epoch_stop:
+                self._notify("on_epoch_end")
+                if self.stopped_by is not None:  # all of it is saved already
+                    self.control.should_save = self.control.should_evaluate = False
+                losses += self._log_evaluate_save()
+            if self.control.should_training_stop:
+                break
+            if self.control.should_epoch_stop:
+                raise ValueError("a callback set should_epoch_stop, which would skip samples; use should_training_stop")
+
+        self._log_summary(self.state.global_step - first, time.perf_counter() - started, losses)
+        best = self.state.best_model_checkpoint
+        if self.args.load_best_model_at_end and best is not None and self.stopped_by is None:
+            load_weights(self.run, Path(best))
+        self._notify("on_train_end")
+
+    def _resume(self, checkpoint: Path) -> int:
+        """Load everything but this rank's random states. Returns: the steps that are finished."""
+        self._saved = (read_seal(checkpoint).step, checkpoint)
+        progress, state = load_progress(checkpoint), self.state
+        for name in ("global_step", "epoch", "log_history", "best_metric", "best_model_checkpoint", "best_global_step"):
+            setattr(state, name, getattr(progress, name))
+        load_weights(self.run, checkpoint)
+        load_optimizer(self.run, checkpoint)
+        return state.global_step
+
+    def _end_on_signal(self) -> None:
+        """Stop after this step, on all ranks, if any rank got a signal. A collective call."""
+        asked = int(distributed.all_reduce([float(self._signal() or 0)], "max")[0])
+        if asked and self.state.global_step < self.state.max_steps:
+            self.stopped_by = asked
+            self.control.should_save = self.control.should_training_stop = True
+            self.control.should_evaluate = False
+
+    def _log_evaluate_save(self) -> list[float]:
+        """Do what the control flags ask for. Returns: the mean loss of the steps that were logged, once for each."""
+        losses = []
+        if self.control.should_log and self.run.sums.steps:
+            steps = self.run.sums.steps
+            line = self._take_line()
+            losses = [line["loss"]] * steps
+            self._log(line)
+        if self.control.should_evaluate:
+            self._evaluate_and_note_best()
+        if self.control.should_save:
+            self.save_checkpoint()
+            self._notify("on_save")
+        return losses
+
+    def _empty_cache(self, step: int) -> None:
+        every = self.args.torch_empty_cache_steps
+        if every is not None and step % every == 0 and torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _notify(self, event: str, **details: Any) -> None:
+        handler: Any = self.callback_handler
+        self.control = getattr(handler, event)(self.args, self.state, self.control, **details)
+
+    # -- logs ----------------------------------------------------------------------------------------------------------
+
+    def _take_line(self) -> dict[str, float]:
+        """The global metrics of the steps since the last line. A collective call."""
+        metrics = self.run.sums.take()
+        if self._drift is None:
+            self._drift = DriftWatch()
+            self._drift.replay(self.state.log_history)
+        metrics |= self._drift.observe(metrics, self.state.global_step)
+        norm, rate = self._last_update["grad_norm"], self._last_update["learning_rate"]
+        payload = MetricsPayload("train", self.state.global_step, metrics).metrics
+        trainer = {} if norm is None else {"grad_norm": float(norm)}
+        return {"loss": payload.get("loss", 0.0), **trainer, "learning_rate": rate, **payload}
+
+    def _log(self, line: dict[str, float]) -> None:
+        if self.state.epoch is not None:
+            line["epoch"] = self.state.epoch
+        self.state.log_history.append({**line, "step": self.state.global_step})
+        self._notify("on_log", logs=line)
+
+    def _log_summary(self, steps: int, seconds: float, losses: list[float]) -> None:
+        samples = steps * self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
+        self._log(
+            {
+                "train_runtime": seconds,
+                "train_samples_per_second": samples / max(seconds, 1e-9),
+                "train_steps_per_second": steps / max(seconds, 1e-9),
+                "train_loss": sum(losses) / max(1, len(losses)),
+            }
+        )
+
+    # -- evaluation ----------------------------------------------------------------------------------------------------
+
+    def evaluate(self, dataset: RecordDataset | None = None) -> dict[str, float]:
+        """Rollouts on the validation set → ``eval_rollout/*``; no figures if ``rollout_matching.eval_detection`` is
+        off. A collective call."""
+        dataset = self.eval_dataset if dataset is None else dataset
+        assert dataset is not None, "evaluation without custom.val_jsonl"
+        started = time.perf_counter()
+        figures: dict[str, float] = {}
+        if self._measured is not None:
+            where = f"evaluation after step {self.state.global_step}"
+            if self.run.queue is not None:
+                self.run.queue.wait()  # its answers come from the weights before
+            with (
+                self._saving_on_error(where),
+                distributed.raise_on_all_ranks(where),
+                synced(self.backend, self.state.global_step),
+            ):
+                figures, _ = evaluate_dataset(
+                    dataset,
+                    self.backend,
+                    self.run.loaded.vocab,
+                    batch_size=self.backend.batch_size,
+                    seed=self.args.seed,
+                    options=self._measured,
+                    scorer=self._scorer,
+                    on_progress=self._end_evaluation_on_signal,
+                )
+        metrics = {f"eval_rollout/{name}": value for name, value in figures.items()}
+        metrics["eval_time/runtime_s"] = time.perf_counter() - started
+        self._log(dict(MetricsPayload("eval", self.state.global_step, metrics).metrics))
+        self._notify("on_evaluate", metrics=metrics)
+        return metrics
+
+    def _evaluate_and_note_best(self) -> None:
+        metrics, args, state = self.evaluate(), self.args, self.state
+        if args.metric_for_best_model is None:
+            return
+        name = f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
+        if name not in metrics:
+            raise KeyError(f"training.metric_for_best_model: {name} is not among the metrics {sorted(metrics)}")
+        value, sign = metrics[name], 1 if args.greater_is_better else -1
+        if state.global_step and needs_metric(self.run.scheduler):
+            self.run.scheduler.step(value)
+        if state.best_metric is None or sign * value > sign * state.best_metric:
+            state.best_metric, state.best_global_step = value, state.global_step
+
+    def _end_evaluation_on_signal(self, *_: int) -> None:
+        """Between two batches of an evaluation, which changes nothing. In one process only: ranks must leave it
+        together."""
+        if distributed.world_size() == 1 and (number := self._signal()) is not None:
+            raise RunStopped("asked to end during an evaluation", number)
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def save_model(self, folder: Path | None = None) -> None:
+        """Write the model, its processor and all that was logged to the run's folder. A collective call."""
+        folder = Path(str(self.args.output_dir)) if folder is None else folder
+        save_model(self.run, folder, writes=self.args.should_save)
+        if self.args.should_save:
+            self.state.save_to_json(str(folder / "trainer_state.json"))
+
+    def last_saved(self) -> str:
+        """A sentence about the newest checkpoint."""
+        if self._saved is None:
+            return "Nothing of this run is saved"
+        return f"Saved are the first {self._saved[0]} steps, in {self._saved[1]}"
+
+    def save_checkpoint(self) -> None:
+        """Write the checkpoint of the finished steps, and delete old ones. A collective call."""
+        folder = save_checkpoint(self.run, self.args, self.last_saved())
+        self._saved = (self.state.global_step, folder)
+        if self.args.should_save:
+            best = self.state.best_model_checkpoint
+            delete_old(folder.parent, self._keep_checkpoints, newest=folder, best=None if best is None else Path(best))
+
+    @contextmanager
+    def _saving_on_error(self, what: str) -> Iterator[None]:
+        """An error within it ends the run, after what was learned before ``what`` is saved.
+
+        Nothing within it may change the weights. What else it changed is undone, so that a resumed run repeats it. A
+        save is a collective call, so it needs an error that all ranks raise alike.
+
+        Raises:
+            TrainingDiverged: instead of an error that weights which are NaN or infinite caused; they are not saved.
+        """
+        start = self.run.snapshot()
+        try:
+            yield
+        except TrainingDiverged:
+            raise
+        except RunStopped:
+            if self.state.global_step and (self._saved is None or self._saved[0] != self.state.global_step):
+                self.save_checkpoint()
+            raise
+        except Exception as error:
+            self.run.restore(start)
+            self._save_after(what, error)
+            raise
+
+    def _save_after(self, what: str, error: Exception) -> None:
+        step = self.state.global_step
+        together = distributed.is_every_ranks(error)
+        if together and distributed.all_reduce([float(has_broken_weight(self.model))], "max")[0]:
+            raise TrainingDiverged(
+                f"{what}: the weights are NaN or infinite after {step} steps; {TrainingDiverged.ADVICE}. "
+                f"{self.last_saved()}"
+            ) from error
+        if not step:
+            return
+        if not together:
+            logger.error("rank %d: the processes lost each other, so nothing more is saved", distributed.rank())
+        elif self._saved is None or self._saved[0] != step:
+            self.save_checkpoint()
+        if self._saved is not None and distributed.is_main():
+            logger.error(
+                "%s failed after %d steps; the first %d are saved. To continue, fix the cause and start again with "
+                "training.resume_from_checkpoint: %s",
+                what,
+                step,
+                *self._saved,
+            )
+
+    def close(self) -> None:
+        """Release the rollout engine."""
+        self.backend.close()

@@ -1,0 +1,240 @@
+"""The model's own answers to a step's samples, read and matched: asked for in the step itself, or one step before.
+
+With ``rollout_matching.rollouts_ahead: 1`` the queue holds the answers of one step. Step s (counted from 0) takes what
+step s - 1 asked for, pushes the weights it begins with, and asks for step s + 1; rollout servers answer while the step
+trains. Every answer is then one step old, however fast either side is. Only the first step of a run, and one whose
+answers its checkpoint lacks, asks for itself.
+
+A thread asks and listens; what ranks do together (pushes, errors, saves) is done by the main thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, MutableMapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from coordexp import distributed
+from coordexp.background import in_background
+from coordexp.coords import CoordVocab
+from coordexp.data.dataset import Sample
+from coordexp.errors import CheckpointError
+from coordexp.matching import MatchingConfig, match_objects
+from coordexp.modeling.inputs import check_prompt
+from coordexp.parsing import parse_rollout
+from coordexp.records import MatchResult, ParsedRollout, Rollout
+from coordexp.rollouts import RolloutBackend, RolloutRound, SeedContext, synced
+from coordexp.training.batches import MicroBatches
+
+
+@dataclass(frozen=True, slots=True)
+class MatchedAnswer:
+    """A sample's answer, parsed and matched. Its target is built once the step's policy is known."""
+
+    sample: Sample
+    rollout: Rollout
+    parsed: ParsedRollout
+    match: MatchResult
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerReader:
+    """Rollout → :class:`MatchedAnswer`. Pure, so any thread may call it."""
+
+    vocab: CoordVocab
+    matching: MatchingConfig
+
+    def __call__(self, sample: Sample, rollout: Rollout) -> MatchedAnswer:
+        """Check the prompt, parse, match.
+
+        Raises:
+            AlignmentError: the answer is to other prompt tokens than the trainer's.
+        """
+        request = sample.request
+        check_prompt(sample.record.sample_id, request.prompt_token_ids, rollout.prompt_token_ids, self.vocab.decode)
+        parsed = parse_rollout(rollout.response_token_ids, self.vocab, ended=not rollout.truncated)
+        return MatchedAnswer(
+            sample, rollout, parsed, match_objects(parsed.objects, sample.record.objects, self.matching)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StepAnswers:
+    """All answers of one step on this rank.
+
+    ``by_micro_step``: in the order of the samples. ``rollout_s``: from the first request to the last answer.
+    ``read_s``: parsing and matching. ``report``, ``counted``: the backend's account of them.
+    """
+
+    by_micro_step: Sequence[Sequence[MatchedAnswer]]
+    rollout_s: float
+    read_s: float
+    report: Mapping[str, Any] = field(default_factory=dict)
+    counted: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def all(self) -> list[MatchedAnswer]:
+        """Those of all micro-steps, in order."""
+        return [answer for answers in self.by_micro_step for answer in answers]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PendingAnswers:
+    """Answers that were asked for: under way, there, or failed."""
+
+    step: int
+    version: int
+    future: Future[StepAnswers]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedAnswers:
+    """The queue's content as a checkpoint keeps it, on this rank: rollouts by micro-step, in order.
+
+    ``step``: finished steps when they are trained on. ``version``: of the weights that wrote them.
+    """
+
+    step: int
+    version: int
+    rounds: tuple[tuple[Rollout, ...], ...]
+    rollout_s: float
+    report: Mapping[str, Any]
+    counted: Mapping[str, float]
+
+    def __post_init__(self) -> None:
+        versions = {rollout.weight_version for one in self.rounds for rollout in one}
+        if versions - {self.version}:
+            raise ValueError(f"answers of weights {sorted(versions)} among those asked of weights {self.version}")
+
+
+class RolloutQueue:
+    """``content``: the answers for the next step, with ``ahead``; set it to restore a step's start or a checkpoint."""
+
+    def __init__(
+        self,
+        backend: RolloutBackend,
+        read: AnswerReader,
+        training_seed: int,
+        *,
+        ahead: bool = False,
+        decode_metric: str = "rollout/decode_greedy",
+    ) -> None:
+        """``decode_metric``: the 0/1 metric that names the decoding mode."""
+        self.backend = backend
+        self.ahead = ahead
+        self._decode_metric = decode_metric
+        self.content: PendingAnswers | SavedAnswers | None = None
+        self.read = read
+        self._training_seed = training_seed
+        self._pushed_at: int | None = None  # the step that pushed its weights for its own answers
+
+    def take(self, batches: MicroBatches, step: int, metrics: MutableMapping[str, float]) -> StepAnswers:
+        """The answers for the step after ``step`` finished ones. A collective call; adds to ``metrics``.
+
+        Raises: on all ranks, the first error of one: RolloutError of the backend, AlignmentError, CheckpointError for
+            saved answers to other samples.
+        """
+        content, self.content = self.content, None
+        with distributed.raise_on_all_ranks(f"rollouts of step {step + 1}"):
+            started = time.perf_counter()
+            if content is None:
+                self._pushed_at = step
+                with synced(self.backend, step):
+                    metrics["time/weight_sync_s"] = time.perf_counter() - started
+                    answers = self._ask(batches, step)
+                answers = self._with_report(answers)
+                metrics["time/rollout_wait_s"] = answers.rollout_s
+            else:
+                assert (content.step, content.version) == (step, step - 1), "answers of another step"
+                answers = (
+                    content.future.result()
+                    if isinstance(content, PendingAnswers)
+                    else self._from_saved(content, batches)
+                )
+                metrics["time/rollout_wait_s"] = time.perf_counter() - started
+        metrics[self._decode_metric] = 1
+        return answers
+
+    def submit(self, batches: MicroBatches, step: int, metrics: MutableMapping[str, float]) -> None:
+        """Push the weights that the step after ``step`` finished ones begins with, and ask for the answers of the step
+        after it, to ``batches``. A collective call; adds to ``metrics``.
+
+        Raises:
+            RolloutError: the weights did not arrive.
+        """
+        assert self.content is None, "answers that no step took"
+        if self._pushed_at != step:
+            started = time.perf_counter()
+            self.backend.sync_weights(step)
+            metrics["time/weight_sync_s"] = time.perf_counter() - started
+        future = in_background(lambda: self._with_report(self._ask(batches, step + 1)), name="rollouts one step ahead")
+        self.content = PendingAnswers(step + 1, step, future)
+
+    def wait(self) -> None:
+        """Return once no request is under way: before weights are pushed or a checkpoint is written. Each request has
+        its own deadline; an error is raised by :meth:`take`, in its own step."""
+        if isinstance(self.content, PendingAnswers):
+            wait([self.content.future])
+
+    def saved(self) -> SavedAnswers | None:
+        """What a checkpoint keeps, after :meth:`wait`; None if the queue is empty or its answers failed."""
+        content = self.content
+        if not isinstance(content, PendingAnswers):
+            return content
+        if content.future.exception() is not None:
+            return None
+        answers = content.future.result()
+        rounds = tuple(tuple(answer.rollout for answer in one) for one in answers.by_micro_step)
+        return SavedAnswers(content.step, content.version, rounds, answers.rollout_s, answers.report, answers.counted)
+
+    def _ask(self, batches: MicroBatches, step: int) -> StepAnswers:
+        """Ask for everything at once, with the seeds of ``step``. Answers are parsed and matched in a thread while
+        others still decode. No collective call, so any thread may make it."""
+        started = time.perf_counter()
+        rounds = [
+            RolloutRound(
+                tuple(sample.request for sample in batch),
+                SeedContext(self._training_seed, step, micro_step, distributed.rank()),
+            )
+            for micro_step, batch in enumerate(batches)
+        ]
+        reading: dict[tuple[int, int], Future[tuple[MatchedAnswer, float]]] = {}
+        with ThreadPoolExecutor(1, thread_name_prefix="parse and match") as reader:
+            try:
+                for answer in self.backend.generate_window(rounds):
+                    place = (answer.round_idx, answer.index)
+                    assert place not in reading, f"two answers to request {place}"
+                    sample = batches[answer.round_idx][answer.index]
+                    reading[place] = reader.submit(self._timed_read, sample, answer.rollout)
+                rollout_s = time.perf_counter() - started
+                done = {place: future.result() for place, future in reading.items()}
+            except BaseException:
+                reader.shutdown(cancel_futures=True)  # the first failure ends the step: the rest is of no use
+                raise
+        by_micro_step = [[done[i, k][0] for k in range(len(batch))] for i, batch in enumerate(batches)]
+        return StepAnswers(by_micro_step, rollout_s, sum(seconds for _, seconds in done.values()))
+
+    def _timed_read(self, sample: Sample, rollout: Rollout) -> tuple[MatchedAnswer, float]:
+        started = time.perf_counter()
+        return self.read(sample, rollout), time.perf_counter() - started
+
+    def _with_report(self, answers: StepAnswers) -> StepAnswers:
+        return replace(answers, report=self.backend.last_report(), counted=self.backend.take_metrics())
+
+    def _from_saved(self, saved: SavedAnswers, batches: MicroBatches) -> StepAnswers:
+        answered = [[rollout.sample_id for rollout in one] for one in saved.rounds]
+        wanted = [[sample.record.sample_id for sample in batch] for batch in batches]
+        if answered != wanted:
+            raise CheckpointError(
+                f"the checkpoint holds answers to samples {str(answered)[:200]}, and its next step reads "
+                f"{str(wanted)[:200]}; resume with the same data, batch size and seed, or start a new run"
+            )
+        started = time.perf_counter()
+        by_micro_step = [
+            [self.read(sample, rollout) for sample, rollout in zip(batch, one, strict=True)]
+            for batch, one in zip(batches, saved.rounds, strict=True)
+        ]
+        read_s = time.perf_counter() - started
+        return StepAnswers(by_micro_step, saved.rollout_s, read_s, saved.report, saved.counted)

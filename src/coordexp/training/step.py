@@ -1,0 +1,267 @@
+"""One optimizer step, from samples to new weights, in reading order.
+
+    samples  -> answers           the model writes its own, no gradient; in stage 1 and Channel-A the ground truth
+    answers  -> parsed, matched   pure functions, in a thread while other answers still decode
+             -> policy            what the whole step decides over all ranks (target.complete_above)
+    matched  -> targets           Y_train with its supervision, built once
+    targets  -> rows              packed; segments that do not fit wait in the carry buffer
+    rows     -> totals            supervised positions of the whole step on all ranks, before the first backward
+    row      -> loss, gradient    one forward and one backward a row; gradients are exchanged with the last row
+             -> new weights       clipping, optimizer, learning-rate schedule
+
+Stage 1, rollout matching, Channel-A, Channel-B and rollouts one step ahead differ in their :class:`Task` alone.
+
+Errors: whatever may fail on one rank alone runs inside :func:`coordexp.distributed.raise_on_all_ranks`, so that all
+ranks raise the same error and none waits for another. The weights change in :meth:`TrainStep.update` alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, MutableMapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from coordexp import distributed
+from coordexp.config.objective import Channel
+from coordexp.errors import TrainingDiverged
+from coordexp.metrics import MetricSums, SampleOutcome
+from coordexp.recording.token_losses import token_losses
+from coordexp.recording.writer import RolloutLog, RolloutRecorder
+from coordexp.records import ImageRecord, PackedRow
+from coordexp.targets import count_terms
+from coordexp.training.batches import MicroBatches, StepBatches
+from coordexp.training.objective_step import TrainingObjective, name_channel
+from coordexp.training.optimizer import needs_metric
+from coordexp.training.rollout_queue import RolloutQueue
+from coordexp.training.row_layout import RowLayout, blank_row
+from coordexp.training.row_tensors import DeviceMetrics, PrefetchedRows, RowBuilder, RowTensors
+from coordexp.training.schedule import ChannelSchedule
+from coordexp.training.step_targets import (
+    TargetOptions,
+    corrected,
+    decide_policy,
+    ground_truth_segments,
+    rollout_metrics,
+    rollout_segments,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What one kind of step learns. ``rollouts``: where the model's own answers come from; None where answers are
+    written from ground truth. ``channel``: None outside of two-channel training."""
+
+    objective: TrainingObjective
+    layout: RowLayout
+    targets: TargetOptions
+    rollouts: RolloutQueue | None = None
+    channel: Channel | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedStep:
+    """What a step trains on, on this rank. ``totals``: positions of each loss term in the whole step, on all ranks."""
+
+    rows: list[PackedRow]
+    totals: Mapping[str, int]
+    outcomes: list[SampleOutcome]
+
+
+def prepare_step(
+    task: Task, samples: MicroBatches, step: int, metrics: MutableMapping[str, float], rollout_log: RolloutLog
+) -> PreparedStep:
+    """Samples → rows of the step after ``step`` finished ones, and its totals. A collective call; adds to ``metrics``.
+
+    Raises:
+        AlignmentError, AppendError, SegmentTooLong, CarryBufferOverflow, RolloutError: on all ranks.
+    """
+    where = f"step {step + 1}"
+
+    # Answers, parsed and matched; then what the whole step decides about them.
+    answers, policy, complete = None, task.targets.policy, False
+    if task.rollouts is not None:
+        answers = task.rollouts.take(samples, step, metrics)
+        policy, complete = decide_policy(policy, answers.all)
+
+    # Targets, each built once, and the rows that they fill.
+    with distributed.raise_on_all_ranks(f"targets of {where}"):
+        started = time.perf_counter()
+        if answers is None:
+            outcomes: list[SampleOutcome] = []
+            segments = ground_truth_segments(samples, task.targets, metrics)
+        else:
+            rollout_log.write(step, answers.report)
+            outcomes = [corrected(answer, task.targets, policy, complete) for answer in answers.all]
+            segments = rollout_segments(samples, outcomes, task.targets, metrics)
+            metrics.update(rollout_metrics(outcomes, answers.counted, step))
+            metrics["time/rollout_s"] = answers.rollout_s
+            metrics["time/target_build_s"] = answers.read_s + time.perf_counter() - started
+        packing = time.perf_counter()
+        rows = task.layout(segments, step, metrics)
+        counts = count_terms(segment.target for row in rows for segment in row.segments)
+
+    # Totals over all ranks: each term's denominator, so that packing and spreading change no gradient.
+    summed = distributed.all_reduce(list(counts.values()), "sum")
+    totals = {term: int(total) for term, total in zip(counts, summed, strict=True)}
+    if task.layout.drain:  # equally many rows on every rank; blank ones first, so that the last is a real one
+        (most,) = distributed.all_reduce([len(rows)], "max")
+        if missing := max(1, int(most)) - len(rows):
+            metrics["packing/blank_rows_total"] = missing
+            rows = [*[blank_row(samples)] * missing, *rows]
+    metrics["time/pack_s"] = time.perf_counter() - packing
+    metrics["train/samples_total"] = sum(len(batch) for batch in samples)
+    metrics["train/tokens_total"] = sum(row.length for row in rows)
+    metrics["packing/segments_total"] = sum(len(row.segments) for row in rows)
+    return PreparedStep(rows, totals, outcomes)
+
+
+class TrainStep:
+    """Trains on one step's samples: :meth:`accumulate` the gradient, then :meth:`update` the weights.
+
+    Public while a step is under way: ``prepared``, and ``outcomes``, its answers with their records.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: Any,
+        optimizer: Any,
+        scheduler: Any,
+        accelerator: Any,
+        tasks: Mapping[Channel | None, Task],
+        schedule: ChannelSchedule | None,
+        build_row: RowBuilder,
+        sums: MetricSums,
+        max_grad_norm: float,
+        shards: bool,
+        rollout_log: RolloutLog,
+        recorder: RolloutRecorder | None = None,
+    ) -> None:
+        """``model``, ``optimizer``: as accelerate prepared them. ``shards``: FSDP or DeepSpeed, under which ranks
+        exchange in every row. ``sums`` takes the step's metrics."""
+        self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
+        self.accelerator = accelerator
+        self.tasks, self.schedule = tasks, schedule
+        self.build_row = build_row
+        self.sums = sums
+        self.max_grad_norm = max_grad_norm
+        self.shards = shards
+        self.rollout_log, self.recorder = rollout_log, recorder
+        self.notify: Callable[[str], None] = lambda event: None  # runs callbacks' event of that name
+        self.logging_steps = 1
+        self.last_step: int | None = None  # after which nothing is asked for ahead
+        self.prepared: PreparedStep | None = None
+        self.outcomes: list[tuple[ImageRecord, SampleOutcome]] = []
+
+    def task_of(self, step: int) -> Task:
+        """The task of the step after ``step`` finished ones."""
+        return self.tasks[None if self.schedule is None else self.schedule.channel(step)]
+
+    def accumulate(self, batches: StepBatches, step: int) -> None:
+        """Everything of the step after ``step`` finished ones up to its gradient. A collective call."""
+        where, task = f"step {step + 1}", self.task_of(step)
+        metrics: defaultdict[str, float] = defaultdict(float)
+        samples = batches.take()
+        started = time.perf_counter()
+        prepared = self.prepared = prepare_step(task, samples, step, metrics, self.rollout_log)
+        self.outcomes = list(
+            zip((sample.record for batch in samples for sample in batch), prepared.outcomes, strict=False)
+        )
+        with PrefetchedRows(lambda row: self.build_row(row, task.objective), prepared.rows) as rows:
+            self._ask_ahead(batches, step, metrics)
+            if self.recorder is not None and prepared.outcomes:
+                self.recorder.offer(step, self.logging_steps, samples, prepared.outcomes)
+                metrics |= self.recorder.take_counters()
+            metrics["time/window_prepare_s"] = time.perf_counter() - started
+            self.sums.add({**metrics, **self._channel_metrics(task, step)})
+            self.sums.count_step(task.channel)
+            self.notify("on_step_begin")
+
+            # Forward and backward, row by row.
+            started, forward_s, on_device = time.perf_counter(), 0.0, DeviceMetrics()
+            self.model.train()
+            # Sharded ranks exchange within every forward: one that fails alone has lost the others already.
+            with nullcontext(lambda: None) if self.shards else distributed.raise_on_all_ranks(where) as agree:
+                for number, row in enumerate(rows, start=1):
+                    is_last = number == len(prepared.rows)
+                    row = row.to(self.accelerator.device)
+                    self.accelerator.sync_gradients = is_last
+                    with nullcontext() if is_last or self.shards else self.accelerator.no_sync(self.model):
+                        begun = time.perf_counter()
+                        forward = task.objective.forward_fn(row.inputs, row.supervision, row.queries)
+                        scores = self.model(forward_fn=forward)
+                        result = task.objective.result(row.supervision, scores, prepared.totals)
+                        shares = {name_channel(name, task.channel): share for name, share in result.terms.items()}
+                        on_device.add({"loss": result.loss, **shares}, scores, row.queries)
+                        self._record_losses(row, scores, step)
+                        forward_s += time.perf_counter() - begun
+                        if is_last:
+                            agree()  # before gradients are exchanged: afterwards an error of one rank comes too late
+                        # DDP and FSDP average over ranks, and the sum is wanted.
+                        self.accelerator.backward(result.loss * distributed.world_size())
+            with distributed.raise_on_all_ranks(where):
+                self._take_metrics(on_device, step)
+        self.sums.add(
+            {
+                "train/micro_steps": len(prepared.rows),
+                "time/forward_s": forward_s,
+                "time/learner_s": time.perf_counter() - started,
+                "time/row_wait_s": rows.wait_s,
+                "time/row_build_s": rows.build_s,
+            }
+        )
+
+    def update(self) -> dict[str, Any]:
+        """Clip, step the optimizer and the schedule, clear gradients. Returns: the gradient's norm before clipping, and
+        the learning rate that was used."""
+        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.max_grad_norm or float("inf"))
+        self.notify("on_pre_optimizer_step")
+        self.optimizer.step()
+        self.notify("on_optimizer_step")
+        rate = self.optimizer.param_groups[0]["lr"]
+        if not (self.accelerator.optimizer_step_was_skipped or needs_metric(self.scheduler)):
+            self.scheduler.step()
+        self.optimizer.zero_grad()
+        return {"grad_norm": norm, "learning_rate": rate}  # a tensor stays on its device until it is logged
+
+    def _ask_ahead(self, batches: StepBatches, step: int, metrics: MutableMapping[str, float]) -> None:
+        """With ``rollouts_ahead``: have the next step's answers written, by these weights, while this step trains."""
+        if self.last_step is not None and step + 1 >= self.last_step:
+            return
+        queue = self.task_of(step + 1).rollouts
+        if queue is not None and queue.ahead and (samples := batches.peek()) is not None:
+            queue.submit(samples, step, metrics)
+
+    def _channel_metrics(self, task: Task, step: int) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        buffers = [one.layout.buffer for one in self.tasks.values() if one.layout.buffer is not None]
+        if buffers:
+            metrics["packing/buffer_segments"] = len(buffers[0])
+        if self.schedule is not None:
+            metrics["stage2/channel_a"] = int(task.channel == "A")
+            metrics["stage2/channel_b"] = int(task.channel == "B")
+            metrics["stage2/b_ratio_realised"] = self.schedule.realised(step)
+        return metrics
+
+    def _record_losses(self, row: RowTensors, scores: Any, step: int) -> None:
+        # Only of recorded samples: reading the losses waits for the device.
+        segments = row.row.segments
+        if self.recorder is not None and len(scores) == 1 and self.recorder.wants_losses(segments):
+            losses = token_losses(row.row, row.supervision, row.queries[0], scores[0])
+            self.recorder.offer_losses(step, segments, losses)
+
+    def _take_metrics(self, on_device: DeviceMetrics, step: int) -> None:
+        for row in on_device.sync():
+            self.sums.add(
+                {"train/nonfinite_positions_total": row.nonfinite, "train/clamped_positions_total": row.clamped}
+            )
+            # The objective replaces NaN and infinity, so that one broken logit cannot erase a step. That must not hide
+            # a model that is broken altogether: its loss would look finite for ever.
+            if row.all_broken:
+                raise TrainingDiverged(
+                    f"step {step + 1}: every supervised position has NaN or infinite logits; {TrainingDiverged.ADVICE}"
+                )
+            self.sums.add(row.shares)

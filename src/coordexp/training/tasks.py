@@ -1,0 +1,125 @@
+"""Configuration → the tasks of a run: what its optimizer steps learn, by channel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from coordexp.config import RunConfig
+from coordexp.config.objective import Channel
+from coordexp.config.rollout import RolloutMatchingConfig, Stage2ABConfig
+from coordexp.coords import CoordVocab
+from coordexp.errors import ConfigError
+from coordexp.matching import MatchingConfig
+from coordexp.modeling.self_context import SelfContext
+from coordexp.objective import ObjectivePipeline, build_pipeline, sft_pipeline
+from coordexp.packing import CarryBuffer
+from coordexp.rollouts import RolloutBackend
+from coordexp.targets import SupervisionWeights, TargetPolicy, TransportConfig
+from coordexp.training.objective_step import SelfContextObjective, TeacherForcing, TrainingObjective
+from coordexp.training.rollout_queue import AnswerReader, RolloutQueue
+from coordexp.training.row_layout import RowLayout
+from coordexp.training.schedule import ChannelSchedule
+from coordexp.training.step import Task
+from coordexp.training.step_targets import TargetOptions
+
+
+def build_tasks(
+    config: RunConfig,
+    rollout: RolloutMatchingConfig,
+    vocab: CoordVocab,
+    backend: RolloutBackend,
+    buffer: CarryBuffer | None,
+) -> tuple[Mapping[Channel | None, Task], ChannelSchedule | None]:
+    """The tasks of ``custom.trainer_variant``, and the schedule that chooses between two of them. ``buffer``: segments
+    that wait; None without packing."""
+    variant, min_fill_ratio = config.custom.trainer_variant, config.training.packing_min_fill_ratio
+    capacity = None if buffer is None else buffer.capacity
+    carrying = RowLayout(buffer, capacity=capacity, min_fill_ratio=min_fill_ratio)
+    if variant is None:
+        coord_loss = config.custom.coord_soft_ce_w1
+        targets = target_options(config, rollout, vocab, SupervisionWeights.for_sft(coord_loss))
+        objective = TeacherForcing(sft_pipeline(coord_loss), vocab.coord_token_ids)
+        return {None: Task(objective, carrying, targets)}, None
+    targets = target_options(config, rollout, vocab, rollout_weights(config, rollout))
+    queue = RolloutQueue(
+        backend,
+        AnswerReader(vocab, matching_config(rollout)),
+        config.training.seed,
+        ahead=rollout.rollouts_ahead > 0,
+        decode_metric=_decode_metric(rollout),
+    )
+    objective = TeacherForcing(rollout_pipeline(config, rollout), vocab.coord_token_ids)
+    if variant == "stage2_rollout_aligned":
+        return {None: Task(objective, carrying, targets, queue)}, None
+    assert config.stage2_ab is not None, "the schema requires stage2_ab for this variant"
+    draining = RowLayout(None, capacity=capacity, drain=True, min_fill_ratio=min_fill_ratio)
+    from_truth = replace(targets, weights=SupervisionWeights.from_pipeline(config.stage2_ab.pipeline, "A"))
+    tasks: dict[Channel | None, Task] = {
+        "A": Task(_channel_a(config.stage2_ab, vocab), carrying, from_truth, channel="A"),
+        "B": Task(objective, draining, replace(targets, drop_unclosed=True), queue, channel="B"),
+    }
+    return tasks, ChannelSchedule.from_ratio(config.stage2_ab.schedule.b_ratio)
+
+
+def target_options(
+    config: RunConfig, rollout: RolloutMatchingConfig, vocab: CoordVocab, weights: SupervisionWeights
+) -> TargetOptions:
+    """How this run's targets are written; ``weights``: of their tokens."""
+    transport = TransportConfig(rollout.ot_cost, rollout.ot_epsilon, rollout.ot_iters)
+    policy = TargetPolicy(**rollout.target.model_dump())
+    return TargetOptions(vocab, config.custom.object_field_order, transport, policy, weights)
+
+
+def matching_config(rollout: RolloutMatchingConfig) -> MatchingConfig:
+    """How this run's answers are matched."""
+    return MatchingConfig(
+        rollout.candidate_top_k, rollout.maskiou_gate, rollout.maskiou_resolution, rollout.fp_cost, rollout.fn_cost
+    )
+
+
+def rollout_pipeline(config: RunConfig, rollout: RolloutMatchingConfig) -> ObjectivePipeline:
+    """The objective of rollouts: of rollout matching, or of Channel-B in two-channel training.
+
+    Raises:
+        ConfigError: ``config`` declares none; stage 1 has no rollouts.
+    """
+    section = _rollout_section(config, rollout)
+    return build_pipeline(section.pipeline, "B", decode=section.coord_decode_mode)
+
+
+def rollout_weights(config: RunConfig, rollout: RolloutMatchingConfig) -> SupervisionWeights:
+    """Token weights of the targets that :func:`rollout_pipeline` trains on."""
+    two_channels = config.custom.trainer_variant == "stage2_two_channel"
+    pipeline = _rollout_section(config, rollout).pipeline
+    return SupervisionWeights.from_pipeline(pipeline, "B", with_matched_prefix=two_channels)
+
+
+def _rollout_section(config: RunConfig, rollout: RolloutMatchingConfig) -> Any:
+    two_channels = config.custom.trainer_variant == "stage2_two_channel"
+    section = config.stage2_ab if two_channels else rollout
+    if section is None or section.pipeline is None:
+        raise ConfigError(
+            "rollout_matching.pipeline: missing, so rollouts have no objective; give the configuration of a stage-2 run"
+        )
+    return section
+
+
+def _channel_a(stage2_ab: Stage2ABConfig, vocab: CoordVocab) -> TrainingObjective:
+    pipeline = build_pipeline(stage2_ab.pipeline, "A", decode=stage2_ab.coord_decode_mode)
+    self_context = SelfContext(
+        stage2_ab.n_softctx_iter,
+        stage2_ab.coord_ctx_embed_mode,
+        stage2_ab.softctx_grad_mode,
+        stage2_ab.softctx_temperature,
+    )
+    if self_context.iterations == 1:  # nothing to feed back: plain SFT, by the very code that does plain SFT
+        return TeacherForcing(pipeline, vocab.coord_token_ids)
+    return SelfContextObjective(pipeline, vocab.coord_token_ids, self_context)
+
+
+def _decode_metric(rollout: RolloutMatchingConfig) -> str:
+    if rollout.decode_mode == "beam":
+        return "rollout/decode_beam"
+    return "rollout/decode_sample" if rollout.decoding.temperature > 0 else "rollout/decode_greedy"

@@ -1,0 +1,171 @@
+"""What a step trains on: rollouts for all of its samples first, un-packed, then a row per micro-step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from coordexp.coords import TURN_END
+from coordexp.data.dataset import Sample
+from coordexp.errors import CarryBufferOverflow, SegmentTooLong
+from coordexp.modeling.load import LoadedModel
+from coordexp.targets import count_terms
+from support.tiny_run import InMemoryBackend, load_tiny, nearly_right, prepare, task_of, tiny_samples
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return load_tiny()
+
+
+@pytest.fixture(scope="module")
+def samples(loaded: LoadedModel) -> list[Sample]:
+    return tiny_samples(loaded)
+
+
+def ids(segments: Sequence[Any]) -> list[str]:
+    return [segment.sample_id for segment in segments]
+
+
+def test_one_row_per_micro_step(loaded: LoadedModel, samples: list[Sample]) -> None:
+    prepared, metrics = prepare(task_of(loaded), [samples[:2], samples[2:4], samples[4:5]])
+    assert [ids(row.segments) for row in prepared.rows] == [
+        [s.record.sample_id for s in batch] for batch in (samples[:2], samples[2:4], samples[4:5])
+    ]
+    assert metrics["train/samples_total"] == 5
+    assert metrics["packing/segments_total"] == 5
+    assert metrics["train/tokens_total"] == sum(row.length for row in prepared.rows)
+
+
+def test_totals_are_those_of_the_rows_not_of_the_samples(loaded: LoadedModel, samples: list[Sample]) -> None:
+    """A segment that waits is counted in the step that trains on it."""
+    task = task_of(loaded, capacity=120)
+    prepared, _ = prepare(task, [samples[:4]])
+    assert len(task.layout.buffer or ()) > 0
+    assert prepared.totals == count_terms(s.target for row in prepared.rows for s in row.segments)
+    everything, _ = prepare(task_of(loaded, capacity=None), [samples[:4]])
+    assert prepared.totals != everything.totals
+
+
+def test_totals_are_summed_over_all_ranks(
+    loaded: LoadedModel, samples: list[Sample], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone, _ = prepare(task_of(loaded), [samples[:2]])
+    monkeypatch.setattr("coordexp.distributed.all_reduce", lambda values, how: [2 * float(n) for n in values])
+    both, _ = prepare(task_of(loaded), [samples[:2]])
+    assert both.totals == {term: 2 * count for term, count in alone.totals.items()}
+
+
+def test_every_sample_is_trained_on_exactly_once_or_waits(loaded: LoadedModel, samples: list[Sample]) -> None:
+    task = task_of(loaded, capacity=150)
+    trained: list[str] = []
+    for step in range(4):
+        prepared, _ = prepare(task, [samples[3 * step : 3 * step + 3]], step)
+        trained += [name for row in prepared.rows for name in ids(row.segments)]
+        assert all(row.length <= 150 for row in prepared.rows)
+    assert task.layout.buffer is not None and len(task.layout.buffer) > 0
+    assert sorted(trained + ids(task.layout.buffer.segments)) == sorted(s.record.sample_id for s in samples)
+
+
+def test_the_next_step_begins_with_the_oldest(loaded: LoadedModel, samples: list[Sample]) -> None:
+    task = task_of(loaded, capacity=120)
+    prepare(task, [samples[:4]])
+    assert task.layout.buffer is not None
+    oldest = task.layout.buffer.segments[0].sample_id
+    assert prepare(task, [samples[4:5]], 1)[0].rows[0].segments[0].sample_id == oldest
+
+
+def test_all_rollouts_come_before_the_first_row(loaded: LoadedModel, samples: list[Sample]) -> None:
+    backend = InMemoryBackend(loaded.vocab, lambda _: "{}" + TURN_END)
+    prepare(task_of(loaded, backend), [samples[:2], samples[2:5]], 7)
+    assert backend.versions == [7]
+    assert backend.calls == [tuple(s.record.sample_id for s in batch) for batch in (samples[:2], samples[2:5])]
+    assert [seeds.micro_step_idx for seeds in backend.seeds] == [0, 1]
+    assert {(seeds.training_seed, seeds.global_step, seeds.rank) for seeds in backend.seeds} == {(3, 7, 0)}
+
+
+def test_targets_are_built_on_the_models_own_answer(loaded: LoadedModel, samples: list[Sample]) -> None:
+    truth = {sample.record.sample_id: sample.record.objects for sample in samples}
+    backend = InMemoryBackend(loaded.vocab, lambda request: nearly_right(truth[request.sample_id]))
+    prepared, metrics = prepare(task_of(loaded, backend), [samples[:3]])
+    for sample, outcome, segment in zip(samples, prepared.outcomes, prepared.rows[0].segments, strict=False):
+        assert segment.target is outcome.target
+        assert segment.prompt_token_ids == sample.request.prompt_token_ids
+        answer = outcome.rollout.response_token_ids
+        assert outcome.target.token_ids[: outcome.target.prefix_len] == answer[: outcome.target.prefix_len]
+        assert len(outcome.match.pairs) + len(outcome.match.fn_gt_idx) == len(sample.record.objects)
+    assert metrics["rollout/matched_total"] > 0
+
+
+def test_a_metric_names_the_decoding(loaded: LoadedModel, samples: list[Sample]) -> None:
+    backend = InMemoryBackend(loaded.vocab, lambda _: TURN_END)
+    _, metrics = prepare(task_of(loaded, backend, decode_metric="rollout/decode_beam"), [samples[:1]])
+    assert {name for name in metrics if name.startswith("rollout/decode_")} == {"rollout/decode_beam"}
+
+
+def test_without_packing_rows_have_no_limit(loaded: LoadedModel, samples: list[Sample]) -> None:
+    prepared, metrics = prepare(task_of(loaded, capacity=None), [samples, samples[:1]])
+    assert [len(row.segments) for row in prepared.rows] == [len(samples), 1]
+    assert not [name for name in metrics if name.startswith("packing/") and name != "packing/segments_total"]
+
+
+def test_underfilled_rows_are_counted_and_warned_of_once(
+    loaded: LoadedModel, samples: list[Sample], caplog: pytest.LogCaptureFixture
+) -> None:
+    _, metrics = prepare(task_of(loaded, capacity=4000, fill=0.65), [samples[:1], samples[1:2]])
+    assert metrics["packing/underfilled_rows_total"] == 2
+    assert len([line for line in caplog.messages if "training.packing_min_fill_ratio 0.65" in line]) == 1
+
+
+def test_a_buffer_that_will_overflow_is_warned_of_once_and_in_time(
+    loaded: LoadedModel, samples: list[Sample], caplog: pytest.LogCaptureFixture
+) -> None:
+    length = prepare(task_of(loaded), [samples[:1]])[0].rows[0].length
+    task = task_of(loaded, capacity=length, most=8)  # a row takes one of the two that a step brings
+    waiting, warned_at = [], []
+    with pytest.raises(CarryBufferOverflow):
+        for step in range(20):
+            prepare(task, [[samples[0], samples[0]]], step)
+            waiting.append(len(task.layout.buffer or ()))
+            if any("training.packing_buffer allows" in line for line in caplog.messages):
+                warned_at.append(step)
+    (warning,) = [line for line in caplog.messages if "training.packing_buffer allows" in line]
+    assert waiting == [1, 2, 3, 4, 5, 6, 7] and warned_at[0] == 4, "half of eight and filling"
+    assert "5 segments" in warning and "about 3 steps" in warning
+
+
+def test_a_buffer_that_does_not_fill_is_not_warned_of(
+    loaded: LoadedModel, samples: list[Sample], caplog: pytest.LogCaptureFixture
+) -> None:
+    task = task_of(loaded, capacity=40_000, most=2)
+    for step in range(4):
+        prepare(task, [[samples[0], samples[1]]], step)
+    assert not [line for line in caplog.messages if "packing_buffer allows" in line]
+
+
+@pytest.mark.parametrize(
+    ("capacity", "most", "error"), [(30, 64, SegmentTooLong), (400, 2, CarryBufferOverflow)], ids=["too long", "full"]
+)
+def test_segments_that_do_not_fit_are_an_error(
+    capacity: int, most: int, error: type[Exception], loaded: LoadedModel, samples: list[Sample]
+) -> None:
+    with pytest.raises(error):
+        prepare(task_of(loaded, capacity=capacity, most=most), [samples[:4]])
+
+
+def test_control_tokens_in_an_answer_never_reach_a_row(loaded: LoadedModel, samples: list[Sample]) -> None:
+    """An image placeholder in the middle of an answer would ask the forward pass for an image that is not there."""
+    answers = iter(
+        [
+            '{"object_1": {"desc": "a<|image_pad|>b", "bbox_2d": ["<|coord_1|>", "<|coord_2|>", "<|coord_3|>", ',
+            "<|image_pad|>" + TURN_END,
+            "{<|vision_start|>}" + TURN_END,
+        ]
+    )
+    backend = InMemoryBackend(loaded.vocab, lambda _: next(answers))
+    prepared, _ = prepare(task_of(loaded, backend), [samples[:3]])
+    for segment in prepared.rows[0].segments:
+        assert loaded.image_token_id not in segment.target.token_ids
+        assert not loaded.vocab.control_ids.intersection(segment.target.token_ids[:-1])
