@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class StrictModel(BaseModel):
-    """A section: every key declared, immutable, no coercion of types (an integer may stand for a float).
+    """A section: every key declared, immutable, no coercion of types (except an integer given for a float).
 
     The text under a field is its description.
     """

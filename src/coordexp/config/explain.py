@@ -25,7 +25,7 @@ class Explained:
     document: Document
 
     def source(self, path: KeyPath) -> str:
-        """``file:line`` of the value at ``path``, or "default". A list's items stand where the list stands."""
+        """``file:line`` of the value at ``path``, or "default". An item of a list has the place of its list."""
         if path in self.document.origin:
             return self.document.origin[path]
         inside_list = any(isinstance(part, int) for part in path)
@@ -59,7 +59,7 @@ def annotated_yaml(explained: Explained, with_defaults: bool = True) -> Iterator
 
 
 def with_sources(lines: Iterator[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """(line, trailing comment) so that comments stand in one column; still valid YAML when joined."""
+    """(line, trailing comment), with the comments in one column; still valid YAML when joined."""
     for line, source in lines:
         yield line, f"{' ' * max(2, _SOURCE_COLUMN - len(line))}# {source}" if source else ""
 
@@ -147,7 +147,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def json_schema_text() -> str:
-    """The schema as the file that ships beside the configurations."""
+    """The schema as text, as in configs/coordexp.schema.json."""
     return json.dumps(json_schema(), indent=1, ensure_ascii=False) + "\n"
 
 

@@ -20,11 +20,11 @@ def _gone(section: str, keys: str, why: str) -> dict[str, str]:
     return {f"{section}.{key}": f"removed: {why}; {_DELETE}" for key in keys.split()}
 
 
-# Dotted key (``*`` stands for one key or list index) -> what the error says.
+# Dotted key (``*`` matches one key or list index) -> message.
 REMOVED_KEYS: dict[str, str] = {
     "inherit": "removed; write extends instead",
     "extra": "removed: keys are read from their own sections only, never from a free mapping; delete it",
-    "quantization": "removed: weights are trained as model.dtype says; delete the section",
+    "quantization": "removed: model.dtype is the number type of the weights; delete the section",
     "rlhf": "removed: there is no reward and no preference loss here; delete the section",
     "debug": "removed; write training.output_dir, custom.train_sample_limit and custom.val_sample_limit instead, in a "
     "small file with extends or as key=value on the command line",

@@ -62,11 +62,7 @@ class TransportConfig:
 
 @dataclass(frozen=True, slots=True)
 class TargetPolicy:
-    """What becomes of the model's answer (keys ``rollout_matching.target.*``). All but ``answer`` concern a rewritten
-    one alone. ``duplicates``: unmatched objects that repeat an earlier one. ``complete_above``: least share, in (0, 1],
-    of the objects in a step's answers that annotations match, from which on the step's policy is :meth:`for_complete`;
-    None: never.
-    """
+    """How an answer becomes a target: the keys ``rollout_matching.target.*``, described in :class:`TargetConfig`."""
 
     answer: Literal["as_written", "rewritten"] = "as_written"
     unmatched: Literal["mask", "drop"] = "mask"
@@ -75,9 +71,8 @@ class TargetPolicy:
     complete_above: float | None = None
 
     def for_complete(self) -> TargetPolicy:
-        """The policy of a step whose annotations are taken as complete: nothing else is there, and what was missed is
-        written where annotations have it. Appended, it would teach to pass over what is hard and to come back to it.
-        """
+        """The policy of a step whose annotations count as complete. Missed objects go where annotations have them:
+        appended, they would teach the model to skip hard objects first."""
         return replace(self, unmatched="drop", duplicates="drop", missed="in_order", complete_above=None)
 
 
@@ -147,21 +142,21 @@ class EvalDetectionConfig(StrictModel):
 
 
 class TargetConfig(StrictModel):
-    """What the model is taught on its own answer. The keys below ``answer`` concern a rewritten one alone."""
+    """How the model's own answer becomes its target. The keys after ``answer`` apply to rewritten answers only."""
 
     answer: Literal["as_written", "rewritten"] = _TARGET.answer
-    """keep the model's text, untaught, and append what it missed; or rewrite it in place: its order and coordinates,
-    the annotations' descriptions, and the text of matched objects taught too"""
+    """as_written keeps the model's text unsupervised and appends missed objects; rewritten keeps its order and
+    coordinates, takes descriptions from the annotations, and also supervises the text of matched objects"""
     unmatched: Literal["mask", "drop"] = _TARGET.unmatched
-    """objects that no annotation matches: left in the answer untaught, or left out"""
+    """predictions that match no annotation: kept unsupervised, or dropped"""
     complete_above: Share | None = _TARGET.complete_above
-    """least share of the objects in one step's answers, of all ranks, that annotations match, from which on the step
-    takes them as complete: unmatched and duplicates: drop, missed: in_order; null = never"""
+    """in a step with at least this share of matched predictions, over all ranks, annotations count as complete:
+    unmatched: drop, duplicates: drop, missed: in_order; null = never"""
     duplicates: Literal["keep", "drop", "replace"] = _TARGET.duplicates
-    """unmatched objects that repeat an earlier one: treated as any other, left out, or replaced by the next missed
-    object"""
+    """unmatched predictions that repeat an earlier one: treated as other unmatched ones, dropped, or replaced by the
+    next missed object"""
     missed: Literal["append", "in_order"] = _TARGET.missed
-    """annotated objects that were missed: appended to the answer, or in annotation order"""
+    """missed annotated objects: appended to the answer, or in annotation order"""
 
 
 class MonitorDumpConfig(StrictModel):
@@ -229,7 +224,7 @@ class SyncConfig(StrictModel):
     """seconds that one push may take"""
 
     def resolved(self, enable_lora: bool) -> Literal["full", "adapter"]:
-        """The mode that ``auto`` stands for."""
+        """The mode that ``auto`` means."""
         if self.mode == "auto":
             return "adapter" if enable_lora else "full"
         return self.mode
@@ -260,7 +255,7 @@ def _not_level_2(value: object) -> object:
 
 
 class VLLMConfig(StrictModel):
-    """The vLLM engine, in the trainer's own processes or behind servers."""
+    """The vLLM engine, in the trainer's own processes or on servers."""
 
     mode: Literal["colocate", "server"] = "colocate"
     """an engine on the trainer's own devices, or servers started elsewhere"""
@@ -397,7 +392,7 @@ class Stage2ABConfig(StrictModel):
 
 
 def resolved_rollout(config: RunConfig) -> RolloutMatchingConfig:
-    """The section with each null that stands for another key replaced by that key's value, and ``auto`` by its meaning.
+    """The section without nulls that mean another key's value, and without ``auto``.
 
     A configuration without the section decodes with transformers by the section's defaults: stage 1 evaluates so.
     """

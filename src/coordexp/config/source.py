@@ -65,7 +65,7 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 
 YAMLDumper.add_representer(str, _represent_text)
 
-# $${ stands for ${ itself; the rest is ${env:NAME}, ${env:NAME:-default}, or a mistake.
+# $${ is ${ itself; the rest is ${env:NAME}, ${env:NAME:-default}, or a mistake.
 _REFERENCE = re.compile(r"\$\$\{|\$\{env:(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^}]*))?\}|\$\{[^}]*\}?")
 
 
@@ -102,7 +102,7 @@ def _put(document: Document, path: KeyPath, value: Any, origin: str) -> None:
     here: Any = document.data
     for end, part in enumerate(path, start=1):
         if isinstance(here, list) != isinstance(part, int) or (isinstance(part, int) and part >= len(here)):
-            held = f"has {len(here)} entries" if isinstance(here, list) else "is no list"
+            held = f"has {len(here)} entries" if isinstance(here, list) else "is not a list"
             raise ConfigError(f"{origin} {dotted(path)}: there is no {part} in {dotted(path[: end - 1])}, which {held}")
         if end == len(path):
             here[part] = value  # pyright: ignore[reportArgumentType, reportCallIssue]
@@ -215,11 +215,11 @@ def _parse(path: Path) -> Document:
         raise ConfigError(f"{path}: nested too deeply") from None
 
 
-_MOST_NODES = 100_000  # a few lines of aliases can stand for any number
+_MOST_NODES = 100_000  # a few lines of aliases can expand to any number
 
 
 class _NodeReader:
-    """YAML nodes of one file as plain data; notes where each key stands, and what is wrong with single ones."""
+    """YAML nodes of one file as plain data, with the place of each key and the problems of single ones."""
 
     def __init__(self, loader: Any, name: str, with_lines: bool = True) -> None:
         self.loader = loader
@@ -236,10 +236,7 @@ class _NodeReader:
         self.document.origin.setdefault(here, where)
         self._num_read += 1
         if self._num_read > _MOST_NODES:
-            raise ConfigError(
-                f"{self.name}: more than {_MOST_NODES:,} keys and values with all its aliases written out; no run "
-                "needs as many"
-            )
+            raise ConfigError(f"{self.name}: more than {_MOST_NODES:,} keys and values after aliases are expanded")
         if id(node) in above:
             raise ConfigError(f"{where}: {dotted(here)}: this alias contains itself")
         above = (*above, id(node))

@@ -70,7 +70,7 @@ MISTAKES = [
     (["=3", "a..b=1", "a[x]=1"], ["'=3': expected", "'a..b=1': expected", "'a[x]=1': expected"]),
     (["training.seed=1", "training.seed=2"], ["command line: training.seed: given twice, as '1' and '2'; keep one"]),
     (["training.report_to[4]=x"], ["command line training.report_to[4]: there is no 4 in training.report_to"]),
-    (["training[0]=x"], ["command line training[0]: there is no 0 in training, which is no list"]),
+    (["training[0]=x"], ["command line training[0]: there is no 0 in training"]),
 ]
 
 
