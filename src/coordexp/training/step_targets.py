@@ -28,8 +28,9 @@ from coordexp.training.rollout_queue import MatchedAnswer
 
 @dataclass(frozen=True, slots=True)
 class TargetOptions:
-    """How targets are written. ``weights``: which of their tokens each loss term trains on. ``drop_unclosed``: an answer
-    after which nothing can be appended is counted and left out of training (Channel-B), instead of ending the run."""
+    """How targets are written. ``weights``: which of their tokens each loss term trains on. ``drop_unclosed``: an
+    answer after which nothing can be appended is counted and left out of training (Channel-B), instead of ending the
+    run."""
 
     vocab: CoordVocab
     field_order: FieldOrder
