@@ -23,7 +23,7 @@ PATHS: dict[str, list[tuple[str, str, str]]] = {
         ("config/source.py", "read_document", "reads the YAML and what it `extends`, and remembers each key's line"),
         ("config/rollout.py", "RolloutMatchingConfig.decode_batch_size", "declares the key: type, bounds, default"),
         ("config/load.py", "validate", "returns the `RunConfig`, or raises with every problem of the file"),
-        ("training/build.py", "check_run", "takes its section, with nulls that stand for other keys filled in"),
+        ("training/run.py", "check_run", "takes its section, with nulls that stand for other keys filled in"),
         ("engine/__init__.py", "build_backend", "passes the section to the backend that it names"),
         ("engine/server_backend.py", "ServerBackend.batch_size", "uses it: this rank's share of all servers"),
     ],
