@@ -222,6 +222,17 @@ def test_processes_that_start_together_validate_once(tmp_path: Path) -> None:
     assert sorted(map(tuple, said)) == [("2000",), ("2000",), ("validated", "2000")]
 
 
+def end_process(*_: object) -> None:
+    os._exit(1)
+
+
+def test_a_killed_worker_is_an_error_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path, line())
+    monkeypatch.setattr(dataset_cache, "_validate_piece", end_process)
+    assert "killed" in message(lambda: cached(path))
+    assert files("*.arrow") == files(".*.partial") == []
+
+
 def test_waiting_for_another_process_times_out(tmp_path: Path) -> None:
     path = write(tmp_path, line())
     cached(path)
