@@ -1,7 +1,7 @@
-"""Predictions in the terms of other tools: COCO, YOLO, VOC, LabelMe, CSV; in pixels of the user's original images.
+"""Predictions as COCO, YOLO, VOC, LabelMe or CSV, in pixels of the user's original images.
 
-What a converter resized is written at the size, and under the file name, that the source had. Names keep the numbers
-that the user's own classes give them; further names are numbered behind those, with a note.
+Images that a converter resized are written with the size and file name of their source. Names keep the numbers of the
+user's own classes; other names get the next numbers, with a note.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from xml.etree import ElementTree
 
-from coordexp.data.polygons import shape_area
 from coordexp.errors import DataError
 from coordexp.evaluation.answers import Detection, ImageAnswer, OriginalImage
+from coordexp.evaluation.coco import coco_shape
 from coordexp.geometry import pixel_box, pixel_ring
+from coordexp.records import GTObject
 
 
 @dataclass(frozen=True, slots=True)
 class UsersTerms:
-    """The numbers that the user's own files give: of names, and of images by file name. ``names`` None has none."""
+    """Numbers from the user's own files: of names (None: no such file), and of images by file name."""
 
     names: Mapping[str, int] | None = None
     images: Mapping[str, int] = field(default_factory=dict)
@@ -31,10 +32,10 @@ class UsersTerms:
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """The files written, and what is worth knowing."""
+    """The files written, and notes for the user."""
 
-    files: tuple[Path, ...]
-    notes: tuple[str, ...]
+    files: Sequence[Path]
+    notes: Sequence[str] = ()
 
 
 def frame_of(answer: ImageAnswer) -> OriginalImage:
@@ -42,21 +43,25 @@ def frame_of(answer: ImageAnswer) -> OriginalImage:
     return answer.original or OriginalImage(answer.image, answer.width, answer.height)
 
 
-def number_names(names: Iterable[str], given: Mapping[str, int] | None, first: int) -> tuple[dict[str, int], list[str]]:
-    """Numbers by name: those given, then further names in alphabetical order behind them; and which these are."""
-    number = dict(given or {})
+def _number(names: Iterable[str], terms: UsersTerms, first: int) -> tuple[dict[str, int], list[str]]:
+    """Numbers by name: the user's, then other names in alphabetical order; and a note that lists the latter."""
+    number = dict(terms.names or {})
     further = sorted(set(names) - set(number))
     for name in further:
         number[name] = max([first - 1, *number.values()]) + 1
-    return number, further
+    if not further or terms.names is None:
+        return number, []
+    listed = ", ".join(f"{name!r} = {number[name]}" for name in further[:8]) + (", …" if len(further) > 8 else "")
+    return number, [
+        f"{len(further)} predicted names are not among the given ones; they keep ids of their own: {listed}"
+    ]
 
 
 def export_coco(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms) -> Exported:
     """``results.json`` (COCO's list of results) and ``dataset.json`` (its images and categories, and annotations where
     they are known)."""
     known = [obj.desc for answer in answers for obj in (*(answer.gt or ()), *answer.pred)]
-    number, further = number_names(known, terms.names, 1)
-    notes = _about_names(further, number, terms)
+    number, notes = _number(known, terms, 1)
     next_id = max(terms.images.values(), default=0) + 1
     images: list[dict[str, Any]] = []
     annotations: list[dict[str, Any]] = []
@@ -69,11 +74,10 @@ def export_coco(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms) ->
             image_id, next_id, strangers = next_id, next_id + 1, strangers + 1
         images.append({"id": image_id, "file_name": frame.file, "width": frame.width, "height": frame.height})
         for obj in answer.gt or ():
-            shape = _coco_shape(obj, frame)
             entry = {"id": len(annotations) + 1, "image_id": image_id, "category_id": number[obj.desc]}
-            annotations.append({**entry, "iscrowd": int(obj.soft is not None), **shape})
+            annotations.append({**entry, "iscrowd": int(obj.soft is not None), **_rounded(obj, frame)})
         for detection in answer.pred:
-            shape = _coco_shape(detection, frame)
+            shape = _rounded(detection, frame)
             if detection.kind == "bbox_2d":
                 del shape["segmentation"]
             score = 1.0 if detection.score is None else detection.score
@@ -82,15 +86,13 @@ def export_coco(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms) ->
         notes.append(f"{strangers} images are not among the given annotations; they are numbered behind them")
     categories = [{"id": k, "name": name} for name, k in sorted(number.items(), key=lambda item: item[1])]
     dataset = {"images": images, "annotations": annotations, "categories": categories}
-    return Exported(
-        (_write_json(out / "results.json", results), _write_json(out / "dataset.json", dataset)), tuple(notes)
-    )
+    return Exported([_write_json(out / "results.json", results), _write_json(out / "dataset.json", dataset)], notes)
 
 
 def export_yolo(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms, scores: bool = False) -> Exported:
     """``labels/NAME.txt`` (``class cx cy w h`` or ``class x y x y …``; shares of a side), and ``data.yaml`` with the
     names. ``scores`` appends each object's score, as trackers expect and trainers do not."""
-    number, further = number_names((obj.desc for answer in answers for obj in answer.pred), terms.names, 0)
+    number, notes = _number((obj.desc for answer in answers for obj in answer.pred), terms, 0)
     files = []
     for answer, name in _named(answers, ".txt"):
         lines = [_yolo_line(detection, frame_of(answer), number[detection.desc], scores) for detection in answer.pred]
@@ -98,7 +100,7 @@ def export_yolo(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms, sc
     named = "".join(f"  {k}: {json.dumps(name, ensure_ascii=False)}\n"
                     for name, k in sorted(number.items(), key=lambda item: item[1]))  # fmt: skip
     files.append(_write(out / "data.yaml", f"path: .\ntrain: images\nval: images\nnames:\n{named}"))
-    return Exported(tuple(files), tuple(_about_names(further, number, terms)))
+    return Exported(files, notes)
 
 
 def export_voc(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms) -> Exported:
@@ -124,12 +126,11 @@ def export_voc(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms) -> 
                 _child(entry, "score", f"{detection.score:.6f}")
         ElementTree.indent(root)
         files.append(_write(out / "Annotations" / name, ElementTree.tostring(root, encoding="unicode") + "\n"))
-    notes = (f"{polygons} polygons are written as their bounds; VOC has boxes alone",) if polygons else ()
-    return Exported(tuple(files), notes)
+    return Exported(files, [f"{polygons} polygons are written as their bounds; VOC has only boxes"] if polygons else [])
 
 
 def export_labelme(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms) -> Exported:
-    """``NAME.json``, one beside each other; ``imagePath`` leads from there to the image."""
+    """One ``NAME.json`` per image; ``imagePath`` is relative to it."""
     files = []
     for answer, name in _named(answers, ".json"):
         frame, path = frame_of(answer), out / name
@@ -149,7 +150,7 @@ def export_labelme(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms)
         content = {"version": "5.5.0", "flags": {}, "shapes": shapes, "imagePath": Path(here).as_posix(),
                    "imageData": None, "imageHeight": frame.height, "imageWidth": frame.width}  # fmt: skip
         files.append(_write_json(path, content))
-    return Exported(tuple(files), ())
+    return Exported(files)
 
 
 def export_csv(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms) -> Exported:
@@ -167,7 +168,7 @@ def export_csv(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms) -> 
                 points = " ".join(f"{x:.2f} {y:.2f}" for x, y in ring)
                 score = "" if detection.score is None else f"{detection.score:.6f}"
                 writer.writerow([frame.file, frame.width, frame.height, detection.desc, score, *box, points])
-    return Exported((path,), ())
+    return Exported([path])
 
 
 FORMATS: dict[str, Callable[..., Exported]] = {
@@ -179,12 +180,11 @@ FORMATS: dict[str, Callable[..., Exported]] = {
 }
 
 
-def _coco_shape(obj: Any, frame: OriginalImage) -> dict[str, Any]:
-    x1, y1, x2, y2 = pixel_box(obj, frame.width, frame.height)
-    ring = [value for point in pixel_ring(obj, frame.width, frame.height) for value in point]
-    outline = [round(value, 3) for value in ring]
-    box = [round(value, 3) for value in (x1, y1, x2 - x1, y2 - y1)]
-    return {"bbox": box, "segmentation": [outline], "area": round(shape_area("poly", ring), 3)}
+def _rounded(obj: GTObject | Detection, frame: OriginalImage) -> dict[str, Any]:
+    shape = coco_shape(obj, frame.width, frame.height)
+    outlines = [[round(value, 3) for value in ring] for ring in shape["segmentation"]]
+    box = [round(value, 3) for value in shape["bbox"]]
+    return {"bbox": box, "segmentation": outlines, "area": round(shape["area"], 3)}
 
 
 def _yolo_line(detection: Detection, frame: OriginalImage, number: int, scores: bool) -> str:
@@ -200,7 +200,7 @@ def _yolo_line(detection: Detection, frame: OriginalImage, number: int, scores: 
 
 
 def _image_id(file: str, ids: Mapping[str, int]) -> int | None:
-    """By its file name as it is given, or by the name alone where only one image is called so."""
+    """By the whole file name, or by its last part if only one image has that."""
     if file in ids:
         return ids[file]
     name = PurePosixPath(file).name
@@ -209,7 +209,7 @@ def _image_id(file: str, ids: Mapping[str, int]) -> int | None:
 
 
 def _named(answers: Sequence[ImageAnswer], suffix: str) -> list[tuple[ImageAnswer, Path]]:
-    """(answer, relative path of its file): the image's own, unlike any other's."""
+    """(answer, relative path of its file): from the image's own name, unique."""
     taken: set[Path] = set()
     named = []
     for number, answer in enumerate(answers):
@@ -225,13 +225,6 @@ def _named(answers: Sequence[ImageAnswer], suffix: str) -> list[tuple[ImageAnswe
         taken.add(path)
         named.append((answer, path))
     return named
-
-
-def _about_names(further: Sequence[str], number: Mapping[str, int], terms: UsersTerms) -> list[str]:
-    if not further or terms.names is None:
-        return []
-    listed = ", ".join(f"{name!r} = {number[name]}" for name in further[:8]) + (", …" if len(further) > 8 else "")
-    return [f"{len(further)} predicted names are not among the given ones; they keep ids of their own: {listed}"]
 
 
 def _child(parent: ElementTree.Element, tag: str, text: str | None = None) -> ElementTree.Element:
@@ -251,11 +244,10 @@ def _write_json(path: Path, content: object) -> Path:
 
 
 def read_terms(annotations: Path | None, classes: Path | None) -> UsersTerms:
-    """The user's numbers: of a COCO file's categories and images; or of names alone, one a line from 0, or ``names`` of
-    a ``data.yaml``.
+    """Numbers of a COCO file's categories and images; or of names, one a line from 0, or ``names`` of a ``data.yaml``.
 
     Raises:
-        DataError: a file that holds none.
+        DataError: a file without any.
     """
     if annotations is not None:
         content = _read(annotations, json.loads)
