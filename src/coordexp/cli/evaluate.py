@@ -64,7 +64,7 @@ def evaluate(
         Path | None,
         typer.Argument(
             metavar="CONFIG.yaml|PREDICTIONS",
-            help="A run's configuration: its model answers first. Or a predictions.jsonl, or a folder that holds one.",
+            help="A run's configuration: its model answers first. Or a predictions.jsonl, or a folder with one.",
         ),
     ] = None,
     arguments: Arguments = None,
@@ -105,19 +105,24 @@ def evaluate(
             {"--data": data} if data is not None else {"custom.val_jsonl": run.custom.val_jsonl},
         )
     kind = _RUNS if runs is not None else _SAVED if run is None else _CONFIG
-    _refuse_unused(
-        kind,
-        {"--model": model, "--data": data, "--classes": classes, "--limit": limit, "--output": output,
-         "--segm": segm or None,
-         "--print": print_only or None, "KEY=VALUE": arguments or None,
-         "--resamples": resamples, "--embedding-threshold": None if embedder else embedding_threshold},
-    )  # fmt: skip
+    given = {
+        "--model": model, "--data": data, "--classes": classes, "--limit": limit, "--output": output,
+        "--segm": segm or None, "--print": print_only or None, "KEY=VALUE": arguments or None,
+        "--resamples": resamples, "--embedding-threshold": None if embedder else embedding_threshold,
+    }  # fmt: skip
+    for option, value in given.items():  # an option without effect is a misunderstanding
+        if value is not None and kind not in _USED_BY[option]:
+            raise ConfigError(f"{option} has no use here; it belongs to {' or '.join(_USED_BY[option])}")
     if embedder is not None:
         no_bars_in_log_files()
     from coordexp.evaluation.renaming import Renaming
 
     rename = Renaming.from_files(aliases, embedder, _THRESHOLD if embedding_threshold is None else embedding_threshold)
-    names = _class_list(classes)
+    names: Sequence[str] = ()
+    if classes is not None:  # evaluating saved answers needs no configuration, which this import brings along
+        from coordexp.inference.options import read_classes
+
+        names = read_classes(classes)
     wanted = _Wanted(limit, output, constant_score, rename, segm, sheet, as_json)
     if runs is not None:
         _compare(console, runs, wanted, resamples)
@@ -127,17 +132,9 @@ def evaluate(
         _evaluate_saved(console, source, wanted)
 
 
-def _class_list(given: str | None) -> tuple[str, ...]:
-    if given is None:  # saved answers are measured without a configuration, which comes with what reads a list
-        return ()
-    from coordexp.inference.options import read_classes
-
-    return read_classes(given)
-
-
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """What the options of this command ask for, whatever is measured."""
+    """Options that every way of evaluating takes."""
 
     limit: int | None
     output: Path | None
@@ -146,13 +143,6 @@ class _Wanted:
     segm: bool
     sheet: Path | None
     as_json: bool
-
-
-def _refuse_unused(kind: str, given: Mapping[str, object]) -> None:
-    """An option that would do nothing is a misunderstanding."""
-    for option, value in given.items():
-        if value is not None and kind not in _USED_BY[option]:
-            raise ConfigError(f"{option} has no use here; it belongs to {' or '.join(_USED_BY[option])}")
 
 
 def _evaluate_model(

@@ -1,4 +1,4 @@
-"""``coordexp predict``: what a model finds in images. ``coordexp export``: predictions in the terms of other tools."""
+"""``coordexp predict``: what a model finds in images. ``coordexp export``: predictions in other tools' formats."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Classes = Annotated[
     str | None,
     typer.Option(
         metavar="NAME,NAME|FILE",
-        help="The only names that answers may hold: a list, a text file with a name a line, or those of a DATA.jsonl.",
+        help="The only names that answers may contain: a list, a text file with one a line, or those of a DATA.jsonl.",
     ),
 ]
 _SHOWN = 20  # images whose objects are printed
@@ -60,8 +60,8 @@ def predict(
 ) -> None:
     """Let a checkpoint answer for images, with a score for every object; boxes are in pixels of the images as given.
 
-    An image that cannot be read is told of and left out. Answers are written as they come: the same command with the
-    same --output goes on where it stopped.
+    Images that cannot be read are reported and left out. Answers are written as they come: the same command with the
+    same --output continues where it stopped.
     """
     config, images = _told_apart(sources)
     if config is None and model is None:
@@ -114,7 +114,7 @@ def _told_apart(words: list[Path]) -> tuple[Path | None, list[Path]]:
     config = words[0] if words[0].suffix.lower() in (".yaml", ".yml") else None
     images = words if config is None else words[1:]
     if not images:
-        raise ConfigError("name what to answer behind the configuration: images, folders, patterns or datasets")
+        raise ConfigError("name images after the configuration: files, folders, patterns or datasets")
     return config, images
 
 
@@ -166,7 +166,7 @@ Format = Literal["coco", "yolo", "voc", "labelme", "csv"]
 def export(
     form: Annotated[Format, typer.Argument(metavar="FORMAT", help="coco, yolo, voc, labelme or csv.")],
     predictions: Annotated[
-        Path, typer.Argument(metavar="PREDICTIONS", help="A predictions.jsonl, or a folder that holds one.")
+        Path, typer.Argument(metavar="PREDICTIONS", help="A predictions.jsonl, or a folder with one.")
     ],
     out: Annotated[Path, typer.Option(help="Folder of what is written.")],
     annotations: Annotated[

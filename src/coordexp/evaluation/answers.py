@@ -1,4 +1,4 @@
-"""What a model answered for an image: the record that evaluation, files, comparison and the viewer share.
+"""The model's answer for an image: the record that evaluation, files, comparison and the viewer share.
 
 A line of ``predictions.jsonl`` is one :class:`ImageAnswer`; coordinates are norm1000 bins. Torch-free.
 """
@@ -22,7 +22,7 @@ PREDICTIONS = "predictions.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class Detection:
-    """A predicted object. ``score`` is None where nothing was scored."""
+    """A predicted object. ``score`` is None if it was not scored."""
 
     desc: str
     kind: GeometryKind
@@ -41,8 +41,8 @@ class OriginalImage:
 
 @dataclass(frozen=True, slots=True)
 class ImageAnswer:
-    """``gt`` is None where an image came without annotations; ``dropped`` counts unusable entries by reason;
-    ``original`` is None where the image is the one that the user has."""
+    """``gt`` is None for an image without annotations; ``dropped`` counts unusable entries by reason; ``original`` is
+    None if the image is the user's own."""
 
     sample_id: str
     image: str
@@ -59,12 +59,11 @@ class ImageAnswer:
 
     @property
     def num_dropped(self) -> int:
-        """Entries of the answer that the strict parser refused, for whatever reason."""
         return sum(self.dropped.values())
 
     @property
     def truth(self) -> tuple[GTObject, ...]:
-        """The annotations: ``gt`` without soft objects, which nobody annotated.
+        """The annotations: ``gt`` without soft objects, which a model added.
 
         Raises:
             DataError: there are none to compare with.
@@ -99,7 +98,7 @@ def make_answer(
 
 
 def _original(source: Any) -> OriginalImage | None:
-    """What a converter noted; None for metadata in another form."""
+    """From a converter's note; None for metadata in another form."""
     try:
         return msgspec.convert(source, OriginalImage)
     except msgspec.ValidationError:
@@ -180,7 +179,7 @@ def from_line(text: str | bytes, *, path: Path | None = None, line: int | None =
     """The inverse of :func:`to_line`.
 
     Raises:
-        DataError: the line is not a prediction; says what is wrong with it.
+        DataError: the line is not a prediction; with the reason.
     """
     read = from_json(_Line, text, "a line of predictions", path=path, line=line)
     try:

@@ -1,4 +1,4 @@
-"""How good a set of answers is: counts per image, additive, and the figures derived from their sums. Torch-free."""
+"""Counts per image, which add up over images and ranks, and the figures derived from their sums. Torch-free."""
 
 from __future__ import annotations
 
@@ -29,12 +29,11 @@ class ImageCounts:
 
     @property
     def density(self) -> str:
-        """The range of object counts that this image's annotations fall into."""
         return density_bin(int(self.counts["gt"]))
 
 
 def density_bin(num_objects: int) -> str:
-    """The name of the bin that an image with ``num_objects`` annotated objects falls into."""
+    """The name of the density bin of an image with ``num_objects`` annotated objects."""
     for low, high in DENSITY_BINS:
         if high is None:
             return f"{low}+"
@@ -68,8 +67,7 @@ def match_answer(answer: ImageAnswer, threshold: float = IOU_THRESHOLD) -> list[
 
 
 def ignored_predictions(answer: ImageAnswer, threshold: float = IOU_THRESHOLD) -> set[int]:
-    """Predictions that are neither right nor wrong: they found a soft object, of which nobody knows whether it is
-    there."""
+    """Predictions that are neither right nor wrong, because they found a soft object."""
     gt = answer.gt or ()
     if all(obj.soft is None for obj in gt):
         return set()
@@ -79,7 +77,7 @@ def ignored_predictions(answer: ImageAnswer, threshold: float = IOU_THRESHOLD) -
 def match_any_desc(
     predicted: Sequence[Detection], truth: Sequence[GTObject], threshold: float = IOU_THRESHOLD
 ) -> list[tuple[int, int]]:
-    """``(pred_idx, gt_idx)`` of objects matched one to one by mask IoU, whatever they are called."""
+    """``(pred_idx, gt_idx)`` of objects matched one to one by mask IoU, whatever their descriptions."""
     return [(i, j) for i, j, _ in _overlapping(predicted, truth, threshold).assigned(threshold)]
 
 
@@ -115,8 +113,7 @@ def _overlapping(predicted: Sequence[Shape], truth: Sequence[Shape], threshold: 
 
 
 def count_image(answer: ImageAnswer, threshold: float = IOU_THRESHOLD) -> ImageCounts:
-    """What one answer got right and wrong, as counts that add up over images and ranks. Soft objects are no ground
-    truth, and predictions that found one are not counted.
+    """The counts of one answer. Soft objects are not ground truth, and predictions that found one are not counted.
 
     Raises:
         DataError: the image has no annotations.
@@ -168,7 +165,7 @@ def detection_metrics(counts: Mapping[str, float]) -> dict[str, float]:
     ``giant_rate``: unmatched predictions whose box covers at least 80 % of the image. ``invalid_rate``: entries the
     strict parser dropped, of all entries. A rate with nothing below the line is 0. So are precision where nothing was
     predicted although something was there, and recall where nothing was there but something was predicted; with
-    neither, precision, recall and F1 are 1. ``pred_objects`` and ``gt_objects`` tell these cases from the others.
+    neither, precision, recall and F1 are 1. ``pred_objects`` and ``gt_objects`` distinguish these cases.
     """
 
     def ratio(above: str, below: float, nothing: float = 0.0) -> float:

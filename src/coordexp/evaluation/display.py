@@ -72,7 +72,7 @@ def summary_tables(summary: Summary, title: str, max_classes: int = 20) -> Itera
 
 
 def _rows(title: str, first: str, rows: Sequence[GroupRow], of_images: bool = False) -> Table:
-    """Eight short columns fit beside a name, with numbers of six digits: of images their number, else what is right."""
+    """A name and eight columns fit a terminal. By density there is the number of images, by class that of matches."""
     table = _table(title)
     table.add_column(first)
     columns = ("images", "gt", "pred") if of_images else ("gt", "pred", "right")

@@ -55,7 +55,7 @@ def draw_detections(image: Image.Image, detections: Sequence[Detection]) -> Imag
 
 
 def colours_by_name(objects: Iterable[Drawable]) -> dict[str, str]:
-    """A colour for each description, in the order of the alphabet; they come again where there are many."""
+    """A colour for each description, in alphabetical order; colours repeat after the last one."""
     names = sorted({obj.desc for obj in objects})
     return {name: _COLOURS[k % len(_COLOURS)] for k, name in enumerate(names)}
 
@@ -64,7 +64,7 @@ def draw_objects(
     image: Image.Image, coloured: Sequence[tuple[Drawable, str]], labels: bool = True, width: int = 2
 ) -> None:
     """Outlines over ``image``, each object in its colour, soft ones dashed, and their descriptions, moved to where they
-    fit. For sheets of small images: names stand inside of their objects, on white, and hide little of the others."""
+    fit. For sheets of small images: names are inside their objects, on white, and hide little of the others."""
     draw = ImageDraw.Draw(image)
     font = ImageFont.load_default(11)
     for obj, colour in coloured:
@@ -120,7 +120,7 @@ def save_drawings(answers: Sequence[ImageAnswer], folder: Path) -> list[Path]:
 
 
 def _file_name(answer: ImageAnswer) -> Path:
-    """The sample's own relative path where it has one; of a dataset's line its image's name."""
+    """The sample's own relative path, or its image's name for a line of a dataset."""
     name = PurePosixPath(answer.sample_id)
     is_file = name.suffix.lower() in IMAGE_SUFFIXES
     if not is_file or name.is_absolute() or ".." in name.parts:
@@ -209,8 +209,8 @@ def _panel(answer: ImageAnswer, coloured: Sequence[tuple[GTObject | Detection, s
 
 
 def round_trip(objects: Sequence[GTObject], vocab: CoordVocab) -> list[GTObject]:
-    """The objects that are read from the tokens of the text that is written for ``objects``. Text does not say which
-    are soft: that is taken from the object of the same place."""
+    """``objects`` serialised, tokenised and parsed again. The text does not mark soft objects: that is taken from the
+    object at the same index."""
     parsed = parse_rollout(vocab.encode(serialize_objects(objects)), vocab, ended=True)
     softs = [obj.soft for obj in objects[: len(parsed.objects)]]
     softs += [None] * (len(parsed.objects) - len(softs))
@@ -225,7 +225,7 @@ def draw_contact_sheet(
     images: Sequence[Image.Image] | None = None,
 ) -> Path:
     """A PNG with a tile per record: its image, and its objects after the round trip, one colour per description.
-    ``images``: in place of the records' files.
+    ``images`` replace the records' files.
 
     Raises:
         DataError: an image cannot be read. ValueError: there is no record.

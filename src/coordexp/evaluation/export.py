@@ -83,7 +83,7 @@ def export_coco(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms) ->
             score = 1.0 if detection.score is None else detection.score
             results.append({"image_id": image_id, "category_id": number[detection.desc], "score": score, **shape})
     if terms.images and strangers:
-        notes.append(f"{strangers} images are not among the given annotations; they are numbered behind them")
+        notes.append(f"{strangers} images are not among the given annotations; they get the next numbers")
     categories = [{"id": k, "name": name} for name, k in sorted(number.items(), key=lambda item: item[1])]
     dataset = {"images": images, "annotations": annotations, "categories": categories}
     return Exported([_write_json(out / "results.json", results), _write_json(out / "dataset.json", dataset)], notes)

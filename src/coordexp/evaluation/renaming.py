@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Renaming:
-    """Steps that give predictions other descriptions, in order; ``about`` says where they come from."""
+    """Steps that give predictions other descriptions, in order; ``about`` names their sources."""
 
     steps: tuple[Callable[[Sequence[ImageAnswer]], list[ImageAnswer]], ...] = ()
     about: Mapping[str, object] | None = None
@@ -116,8 +116,8 @@ def load_encoder(folder: str | Path) -> SentenceTransformer:
 def nearest_categories(
     descs: Sequence[str], categories: Sequence[str], encoder: SentenceTransformer, threshold: float
 ) -> dict[str, str]:
-    """Which of ``descs`` is which category: the one of highest cosine, if that is at least ``threshold``; of equal ones
-    the first."""
+    """The category of highest cosine for each of ``descs`` for which it is at least ``threshold``; ties go to the first
+    category."""
     if not descs or not categories:
         return {}
     rows = encoder.encode([*descs, *categories], normalize_embeddings=True, show_progress_bar=False)

@@ -1,4 +1,4 @@
-"""Answers → their figures: of the set, by class and by density; and the files that hold them."""
+"""Answers → figures of the set, by class and by density, and the files with them."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ METRICS, BY_CLASS, BY_DENSITY = "metrics.json", "per_class.csv", "per_density.cs
 
 @dataclass(frozen=True, slots=True)
 class EvaluationOptions:
-    """What is measured.
+    """Which figures to compute.
 
     ``iou_thrs``: of precision, recall and F1; the first names the plain figures. ``coco``: average precision too, which
-    needs scores; ``segm``: also of masks. ``coco_iou_thrs`` None stands for 0.50, 0.55, … 0.95. ``constant_score``: of
+    needs scores; ``segm``: also of masks. ``coco_iou_thrs`` None means 0.50, 0.55, … 0.95. ``constant_score``: of
     predictions without one.
     """
 
@@ -61,7 +61,7 @@ class EvaluationOptions:
 @dataclass(frozen=True, slots=True)
 class GroupRow:
     """Figures of one description, or of the images of one density. ``images``: those with such an object, annotated or
-    predicted. ``ap`` is None where it was not measured."""
+    predicted. ``ap`` is None if it was not computed."""
 
     name: str
     images: int
@@ -88,7 +88,7 @@ class Summary:
 def summarise(
     answers: Sequence[ImageAnswer], options: EvaluationOptions = EvaluationOptions(), notes: Sequence[str] = ()
 ) -> Summary:
-    """All figures of a set of answers; ``notes``: what to say about them before what is found here.
+    """All figures of a set of answers; ``notes`` precede those found here.
 
     Raises:
         DataError: an image has no annotations, or average precision was asked for and a prediction has no score.
@@ -220,7 +220,7 @@ def write_summary(
 
 
 def write_rows(rows: Sequence[GroupRow], path: Path) -> None:
-    """A CSV with one line per row; an empty cell stands for nothing measured."""
+    """A CSV with one line per row; a figure without a value is an empty cell."""
     names = list(GroupRow.__dataclass_fields__)
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)

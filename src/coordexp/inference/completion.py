@@ -33,7 +33,7 @@ PROVENANCE = "completion"  # the field of a record's metadata: a list, one entry
 
 
 class PredictionOutcome(StrEnum):
-    """What becomes of a prediction: the first of these that holds."""
+    """The outcome of a prediction: the first of these that applies."""
 
     MATCHED = "matched"  # one to one with an object of the dataset, by mask IoU
     BELOW_THRESHOLD = "below_threshold"

@@ -34,7 +34,7 @@ ImageLike = str | Path | Image.Image | np.ndarray
 class Detector:
     """A checkpoint, loaded once, that answers for any number of images.
 
-    Images are shown at the resolution that the model was trained at, where its training data says so; answers are in
+    Images are resized to the resolution of the training data, if the checkpoint has it; answers are in
     the pixels of the images as they were given. Prompt, number type and limits are those of the checkpoint's own run.
     """
 
@@ -59,8 +59,8 @@ class Detector:
             device: "cpu" stays off the GPU; None takes one where there is one.
             batch_size: images answered at once.
             max_new_tokens, prompt, dtype: None takes the run's own.
-            classes: the only names that answers may hold; none: whatever the model writes.
-            scores: False saves the forward pass that scores an answer.
+            classes: the only names that answers may contain; empty for any.
+            scores: False skips the forward pass that scores an answer.
 
         Raises:
             CheckpointError, VocabError: no such checkpoint, or one without coordinate tokens.
@@ -105,7 +105,7 @@ class Detector:
         return self._predict_each(list(images))
 
     def close(self) -> None:
-        """Give the engine and its memory back."""
+        """Release the engine and its memory."""
         self._open.close()
 
     def __enter__(self) -> Detector:
@@ -174,7 +174,7 @@ class FoundObject:
 
 @dataclass(frozen=True, slots=True)
 class Detections:
-    """What was found in one image of ``width`` x ``height`` pixels, in the order in which the model wrote it.
+    """The objects of one image of ``width`` x ``height`` pixels, in the model's order.
 
     ``truncated``: the answer reached its longest length; ``dropped`` counts entries that could not be read, by reason;
     ``text`` is the answer as it was written.
@@ -231,8 +231,8 @@ class Detections:
     def to_coco(self, image_id: int = 1, category_ids: Mapping[str, int] | None = None) -> list[dict[str, Any]]:
         """Results in COCO's format: ``bbox`` as x, y, width, height in pixels, and ``segmentation`` of polygons.
 
-        ``category_ids``: by name; names that it lacks, or all without it, are numbered behind it in order of
-        appearance. Every result holds its ``category_name`` too.
+        ``category_ids`` by name; other names get the next numbers in order of appearance. Every result has its
+        ``category_name`` too.
         """
         return to_results(self._answer(), image_id, category_ids)
 

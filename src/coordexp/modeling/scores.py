@@ -1,4 +1,4 @@
-"""How sure the model was of each object it wrote: a score from its own token probabilities.
+"""A score for each object of an answer, from the model's own token probabilities.
 
     score = exp( 0.7 · mean_j log P(bin_j ± 2)  +  0.3 · mean_i log P(desc token_i) )
 
@@ -102,13 +102,12 @@ class TokenScorer:
 
 
 class ConfidenceScorer:
-    """Gives objects their confidence where a score is asked for."""
+    """A scorer whose score is the confidence."""
 
     def __init__(self, scorer: TokenScorer) -> None:
         self._scorer = scorer
 
     def score(self, request: RolloutRequest, rollout: Rollout, parsed: ParsedRollout) -> tuple[float, ...]:
-        """:meth:`TokenScorer.confidence`."""
         return self._scorer.confidence(request, rollout, parsed)
 
 

@@ -47,7 +47,6 @@ class RolloutPictures(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Draw, where the step is due and there is somewhere to draw to."""
         writer, outcomes = self._writer(), self._outcomes()
         if writer is None or not outcomes or not is_due(self._config, state.global_step, int(state.logging_steps or 1)):
             return
@@ -64,8 +63,8 @@ class RolloutPictures(TrainerCallback):
 
 def draw_rollout(record: ImageRecord, outcome: SampleOutcome) -> np.ndarray:
     """The image, ``SIDE`` pixels long, as (H, W, 3) uint8: found objects of its annotation in green, missed ones in
-    orange, matched predictions in blue and the others in red. Found objects carry no label: their prediction's stands
-    beside them."""
+    orange, matched predictions in blue and the others in red. Found objects have no label, as their prediction has
+    one."""
     image = open_rgb(record.image)
     scale = SIDE / max(image.size)
     size = max(1, round(image.width * scale)), max(1, round(image.height * scale))

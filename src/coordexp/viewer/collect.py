@@ -1,4 +1,4 @@
-"""What a run left behind → what the viewer shows: answers with their matches, tokens with their roles, curves."""
+"""The files of a run → what the viewer shows: answers with their matches, tokens with their roles, curves."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _RECORDS, _RESOLVED_CONFIG = "rollout_records", "resolved_config.yaml"
 
 @dataclass(frozen=True, slots=True)
 class ViewShape:
-    """An object to draw. ``partner``: index of what it is matched with on the other side, or None. ``soft``: its
-    weight, if nobody annotated it."""
+    """An object to draw. ``partner``: index of its match on the other side, or None. ``soft``: its weight, if a model
+    added it."""
 
     desc: str
     kind: str
@@ -70,7 +70,7 @@ class ViewRecord:
 
 @dataclass(frozen=True, slots=True)
 class ViewData:
-    """Everything on the page. ``curves``: metric → (step, value) points; ``notes``: what is not shown, and why."""
+    """Everything on the page. ``curves``: metric → (step, value) points; ``notes`` explain what is not shown."""
 
     title: str
     records: tuple[ViewRecord, ...]
@@ -108,10 +108,9 @@ def collect(source: Path, vocab: CoordVocab | None = None, max_records: int = 10
 
 
 def _no_records(source: Path) -> str:
-    """What to do where a run left curves and no answers."""
+    """Advice for a run with curves and no answers."""
     resolved = source / _RESOLVED_CONFIG
-    stage2 = resolved.is_file() and _section(resolved, "custom").get("trainer_variant") is not None
-    if stage2:
+    if _section(resolved, "custom").get("trainer_variant") is not None:
         return (
             "this run recorded no rollouts: set rollout_matching.monitor_dump.enabled: true and go on, or let its "
             f"model answer: coordexp evaluate {resolved} --model {source}"
@@ -123,36 +122,30 @@ def _no_records(source: Path) -> str:
 
 
 def find_checkpoint(source: Path) -> Path | None:
-    """The checkpoint whose tokenizer wrote the records: the run's own, or the model that it started from."""
+    """The checkpoint whose tokenizer wrote the records: the run's own, or the one that it started from."""
     for folder in (source, source.parent, source.parent.parent) if source.is_dir() else source.parents[:3]:
         if (folder / "tokenizer.json").is_file() and (folder / "config.json").is_file():
             return folder
-        resolved = folder / _RESOLVED_CONFIG
-        if resolved.is_file() and (model := _model_of(resolved)) is not None and (model / "tokenizer.json").is_file():
-            return model
+        model = _section(folder / _RESOLVED_CONFIG, "model").get("model")
+        if model is not None and (Path(str(model)) / "tokenizer.json").is_file():
+            return Path(str(model))
     return None
 
 
-def _model_of(resolved: Path) -> Path | None:
-    """The checkpoint that a run started from, by its resolved configuration."""
-    section = _section(resolved, "model")
-    return Path(str(section["model"])) if "model" in section else None
-
-
 def _section(resolved: Path, name: str) -> Mapping[str, object]:
-    """A section of a resolved configuration; empty where there is none."""
+    if not resolved.is_file():
+        return {}
     import yaml
 
     try:
         content = yaml.safe_load(resolved.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise DataError(f"is no YAML: {error}; name the checkpoint with --model", path=resolved) from error
+        raise DataError(f"is not YAML: {error}; name the checkpoint with --model", path=resolved) from error
     section = content.get(name) if isinstance(content, dict) else None
     return section if isinstance(section, dict) else {}
 
 
 def has_rollout_records(source: Path) -> bool:
-    """Whether there are tokens to show."""
     return source.name.startswith("rollouts_") or _records_folder(source) is not None
 
 
@@ -199,7 +192,9 @@ def _from_record(record: RolloutRecord, vocab: CoordVocab | None) -> ViewRecord:
         loss=round(sum(losses) / len(losses), 4) if losses else None,
         loss_by_role=record.loss_by_role,
         rollout=None if vocab is None else _rollout_tokens(record, vocab),
-        target=None if vocab is None else _target_tokens(record, vocab),
+        target=None
+        if vocab is None
+        else ViewTokens(_pieces(record.target.token_ids, vocab), record.target.roles, record.token_loss or ()),
     )  # fmt: skip
 
 
@@ -207,13 +202,9 @@ def _ground_truth(objects: Sequence[GTObject], pred_of_gt: Mapping[int, int]) ->
     return tuple(ViewShape(o.desc, o.kind, o.bins, pred_of_gt.get(i), soft=o.soft) for i, o in enumerate(objects))
 
 
-def _target_tokens(record: RolloutRecord, vocab: CoordVocab) -> ViewTokens:
-    return ViewTokens(_pieces(record.target.token_ids, vocab), record.target.roles, record.token_loss or ())
-
-
 def _rollout_tokens(record: RolloutRecord, vocab: CoordVocab) -> ViewTokens:
-    """The answer's own tokens, each with the role that the match gives it; those behind the cut have none. In a
-    rewritten answer the target's tokens, which are others, have the same roles for the same reasons."""
+    """The answer's own tokens with the roles that the match gives them; tokens after the cut have none. In a rewritten
+    answer the target has other tokens, with the same roles for the same reasons."""
     import numpy as np
 
     from coordexp.targets import mark_matched
@@ -267,7 +258,7 @@ def _from_answer(answer: ImageAnswer) -> ViewRecord:
 
 
 def _curves(source: Path) -> dict[str, list[tuple[float, float]]]:
-    """Every logged number of the run's latest state, by name, where there are at least two points."""
+    """Every number in the run's latest log with at least two points, by name."""
     if not source.is_dir():
         return {}
     states = [source / "trainer_state.json", source / "log_history.json"]

@@ -1,9 +1,7 @@
-"""Collected records → one HTML file that needs nothing else: no server, no network, no second file.
+"""Collected records → one self-contained HTML file, or the same page served on 127.0.0.1 (for an SSH tunnel, say).
 
-Whatever a model or an annotator wrote is data here: it travels as JSON that cannot end its element, the page's script
-puts it on the screen as text only, and the page's policy runs no script but that one.
-
-Where opening a file is not possible (over an SSH tunnel, say) the page is served on this machine's own address.
+Text of models and annotators is only data: it is embedded as JSON that cannot end its element, the page's script shows
+it as text only, and the page's policy runs no other script.
 """
 
 from __future__ import annotations
@@ -36,8 +34,8 @@ _WORKERS = 4
 
 
 def render(data: ViewData, image_side: int = 384, progress: Progress | None = None) -> str:
-    """The page. Images are embedded once each, at most ``image_side`` pixels long, as JPEG; one that cannot be read is
-    missing on the page, with the reason."""
+    """The page. Each image is embedded once as JPEG, at most ``image_side`` pixels long; the page shows why one could
+    not be read."""
     paths = list(dict.fromkeys(record.image for record in data.records))
     place = {path: number for number, path in enumerate(paths)}
     images: list[dict[str, str]] = []
@@ -72,7 +70,7 @@ def _page(title: str, content: dict[str, Any], images: list[dict[str, str]]) -> 
         "script": script,
     }
     page = (_HERE / "page.html").read_text(encoding="utf-8")
-    # One pass over the template: what is put in is never looked at again.
+    # One pass over the template, so that placeholders in the inserted text are not replaced.
     pieces = page.split("{{")
     filled = [pieces[0]]
     for piece in pieces[1:]:
@@ -82,7 +80,7 @@ def _page(title: str, content: dict[str, Any], images: list[dict[str, str]]) -> 
 
 
 def _script() -> str:
-    """The page's one script. Its files share a scope of their own, in which each may use what stands before it."""
+    """The files of the page's script in one scope; each may use the ones before it."""
     texts = [(_HERE / "script" / f"{name}.js").read_text(encoding="utf-8") for name in _SCRIPT]
     return '"use strict";\n(() => {\n' + "\n".join(texts) + "})();\n"
 
@@ -123,6 +121,6 @@ def make_server(page: str, port: int = 0) -> ThreadingHTTPServer:
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Requests are no news here."""
+            """Log nothing."""
 
     return ThreadingHTTPServer(("127.0.0.1", port), Page)

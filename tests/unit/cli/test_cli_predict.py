@@ -222,7 +222,7 @@ def test_images_are_answered_without_a_configuration(
     ("argv", "complaint"),
     [
         (["a.jpg"], "with --model"),
-        (["run.yaml"], "name what to answer"),
+        (["run.yaml"], "name images after"),
         (["a.jpg", "--model", "none"], "no such folder"),
     ],
 )
