@@ -1,16 +1,13 @@
-"""The arguments of vLLM's engines, built in one place, and how a colocated engine is started with them."""
+"""The arguments of vLLM's engines, built in one place. Does not import vLLM."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coordexp import distributed
-from coordexp.config.rollout import RepeatTerminateConfig, VLLMConfig
-from coordexp.engine.guard_activation import GUARD_PROCESSOR, activation_environment, check_guard
-from coordexp.errors import RolloutError, require
+from coordexp.config.rollout import VLLMConfig
+from coordexp.engine.guard_activation import GUARD_PROCESSOR
 
 # By name: importing them would import vLLM.
 EXTENSION = "coordexp.engine.worker.WeightSyncExtension"
@@ -79,57 +76,3 @@ def with_processor(arguments: Mapping[str, Any], processor: str) -> dict[str, An
     asynchronous scheduling, on by default on GPUs, would call it too early."""
     processors = [*(arguments.get("logits_processors") or []), processor]
     return {**arguments, "logits_processors": processors, "async_scheduling": False}
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSpec:
-    """One colocated engine. ``config``: the resolved section; ``cap``: sequences that it decodes at once;
-    ``holds_names``: requests may bring a closed list of class names."""
-
-    config: VLLMConfig
-    repeat_terminate: RepeatTerminateConfig
-    model: Path
-    cap: int
-    holds_names: bool = False
-
-    def arguments(self) -> dict[str, Any]:
-        """The arguments of vLLM's ``EngineArgs``."""
-        return {
-            **section_arguments(self.config),
-            **own_arguments(self.model, self.repeat_terminate.enabled, self.holds_names),
-            "max_num_seqs": self.cap,
-            # Ranks are started by torchrun, and each takes the device that torchrun gave it.
-            "distributed_executor_backend": "external_launcher" if distributed.world_size() > 1 else "uni",
-            "enable_sleep_mode": self.config.sleep_level > 0,
-            # Weights are replaced before the first answer, but 'dummy' would randomise buffers too, which none covers.
-            "load_format": "auto",
-            "skip_mm_profiling": False,
-        }
-
-    def start(self) -> Any:
-        """The engine, guarding its answers exactly as the configuration says.
-
-        Raises:
-            MissingDependency, RolloutError.
-        """
-        from coordexp.engine.engine_process import environment_kept
-
-        # Already vLLM's import sets variables, which the learner's children would inherit.
-        with environment_kept(activation_environment(self.repeat_terminate)):
-            require("vllm", "rollout_matching.rollout_backend: vllm")
-            from coordexp.engine.in_process import InProcessEngine
-            from coordexp.engine.logits_processors import check_known_tokens
-
-            engine = InProcessEngine(self.arguments(), self.cap)
-            try:
-                status = engine.ask_worker(lambda worker: worker.coordexp_status())
-                check_guard([status], self.repeat_terminate)
-                check_known_tokens([status])
-                if self.holds_names:
-                    from coordexp.engine.logits_processors import check_names, holds_names
-
-                    check_names([engine.ask_worker(holds_names)])
-            except RolloutError:
-                engine.close()
-                raise
-        return engine

@@ -21,9 +21,9 @@ import torch
 
 from coordexp import distributed
 from coordexp.config.rollout import RolloutMatchingConfig
-from coordexp.engine.arguments import NAMES_KEY, EngineSpec
+from coordexp.engine.arguments import NAMES_KEY
 from coordexp.engine.guard_activation import REQUEST_KEY
-from coordexp.engine.in_process import ENGINE_AT_FAULT, Prompt
+from coordexp.engine.in_process import ENGINE_AT_FAULT, EngineSpec, Prompt
 from coordexp.engine.push import Mode, Named, WeightPusher, check_checksum
 from coordexp.errors import RolloutError
 from coordexp.records import Rollout, RolloutRequest

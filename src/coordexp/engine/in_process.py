@@ -1,16 +1,20 @@
-"""vLLM's engine inside the learner's own process: started without disturbing the learner, loaded from its memory."""
+"""vLLM's engine inside the trainer's process: started without disturbing it, loaded from its memory."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from coordexp import distributed
 from coordexp.background import PreparedAhead
+from coordexp.config.rollout import RepeatTerminateConfig, VLLMConfig
+from coordexp.engine.arguments import own_arguments, section_arguments
 from coordexp.engine.engine_process import (
     PLUGINS,
     default_group_kept,
@@ -20,7 +24,8 @@ from coordexp.engine.engine_process import (
     needed_plugins,
     settings_kept,
 )
-from coordexp.errors import DataError, RolloutError
+from coordexp.engine.guard_activation import activation_environment, check_guard
+from coordexp.errors import DataError, RolloutError, require
 from coordexp.rollouts.backend import AdapterWeights
 
 ADVICE = (
@@ -230,3 +235,52 @@ def _named(what: str, act: Callable[[], Any]) -> Any:
         return act()
     except (VLLMError, ValueError, RuntimeError, AssertionError, OSError) as error:
         raise RolloutError(f"the colocated vLLM engine: {what}: {type(error).__name__}: {error}; {ADVICE}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """One colocated engine. ``config``: the resolved section; ``cap``: sequences that it decodes at once;
+    ``holds_names``: requests may bring a closed list of class names."""
+
+    config: VLLMConfig
+    repeat_terminate: RepeatTerminateConfig
+    model: Path
+    cap: int
+    holds_names: bool = False
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of vLLM's ``EngineArgs``."""
+        return {
+            **section_arguments(self.config),
+            **own_arguments(self.model, self.repeat_terminate.enabled, self.holds_names),
+            "max_num_seqs": self.cap,
+            # Ranks are started by torchrun, and each takes the device that torchrun gave it.
+            "distributed_executor_backend": "external_launcher" if distributed.world_size() > 1 else "uni",
+            "enable_sleep_mode": self.config.sleep_level > 0,
+            # Weights are replaced before the first answer, but 'dummy' would randomise buffers too, which none covers.
+            "load_format": "auto",
+            "skip_mm_profiling": False,
+        }
+
+    def start(self) -> InProcessEngine:
+        """The engine, guarding its answers exactly as the configuration says.
+
+        Raises:
+            MissingDependency, RolloutError.
+        """
+        # vLLM's import sets variables, which the trainer's children would inherit.
+        with environment_kept(activation_environment(self.repeat_terminate)):
+            require("vllm", "rollout_matching.rollout_backend: vllm")
+            from coordexp.engine.logits_processors import check_known_tokens, check_names, holds_names
+
+            engine = InProcessEngine(self.arguments(), self.cap)
+            try:
+                status = engine.ask_worker(lambda worker: worker.coordexp_status())
+                check_guard([status], self.repeat_terminate)
+                check_known_tokens([status])
+                if self.holds_names:
+                    check_names([engine.ask_worker(holds_names)])
+            except RolloutError:
+                engine.close()
+                raise
+        return engine

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from coordexp import distributed
-from coordexp.engine.arguments import EngineSpec
 from coordexp.engine.colocated import ColocatedBackend
+from coordexp.engine.in_process import EngineSpec
 from coordexp.errors import RolloutError
 from coordexp.rollouts import SeedContext, synced
 from coordexp.rollouts.backend import AdapterWeights
