@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from coordexp.cli.console import check_checkpoint, counting, no_bars_in_log_files, open_console
+from coordexp.cli.console import check_checkpoint, counting, no_bars_in_log_files, open_console, with_options
 from coordexp.cli.convert import convert_app
 from coordexp.errors import ConfigError, DataError
 
@@ -234,29 +235,37 @@ def drop_command(
     typer.echo(json.dumps(counts.to_json(), ensure_ascii=False) if as_json else _drop_text(counts, out))
 
 
+@dataclass(frozen=True)
+class OfCompletion:
+    """Fields of :class:`coordexp.inference.completion.CompletionRules`."""
+
+    threshold: Annotated[float, typer.Option(min=0.001, max=1, help="Least confidence of an added object.")] = 0.5
+    max_overlap: Annotated[
+        float, typer.Option(min=0, max=1, help="Most mask IoU of an added object with any other one.")
+    ] = 0.2
+    min_size: Annotated[
+        float, typer.Option(min=0, max=100, help="Least size: square root of its box's share of the image, %.")
+    ] = 1.0
+    weight: Annotated[
+        float | None, typer.Option(min=0.001, max=1, help="Weight of every added object [its confidence].")
+    ] = None
+    known_descs: Annotated[
+        bool, typer.Option("--known-descs", help="Add only descriptions that the dataset's annotations hold.")
+    ] = False
+
+
 @data_app.command("complete")
+@with_options
 def complete_command(
     jsonl: Dataset,
     out: Out,
+    rules: OfCompletion,
     model: Annotated[Path | None, typer.Option(help="The checkpoint that answers [--config's model.model].")] = None,
     config: Annotated[
         Path | None,
         typer.Option(help="A run's YAML: prompt, decoding and backend [the run that --model comes from, and hf]."),
     ] = None,
     prompt: Annotated[str | None, typer.Option(help="The prompt, if neither of them has one.")] = None,
-    threshold: Annotated[float, typer.Option(min=0.001, max=1, help="Least confidence of an added object.")] = 0.5,
-    max_overlap: Annotated[
-        float, typer.Option(min=0, max=1, help="Most mask IoU of an added object with any other one.")
-    ] = 0.2,
-    min_size: Annotated[
-        float, typer.Option(min=0, max=100, help="Least size: square root of its box's share of the image, %.")
-    ] = 1.0,
-    weight: Annotated[
-        float | None, typer.Option(min=0.001, max=1, help="Weight of every added object [its confidence].")
-    ] = None,
-    known_descs: Annotated[
-        bool, typer.Option("--known-descs", help="Add only descriptions that the dataset's annotations hold.")
-    ] = False,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Images answered at once [--config's, or 8].")] = None,
     sheet: Annotated[Path | None, typer.Option(help="PNG of the images with the most likely missed objects.")] = None,
     sheet_images: Annotated[int, typer.Option(min=1, max=100, help="Images on the sheet.")] = 12,
@@ -273,12 +282,19 @@ def complete_command(
     from coordexp.config.environment import check_paths
     from coordexp.inference.completion import CompletionRules, completion_config, run_completion
 
-    rules = CompletionRules(threshold, max_overlap, min_size, weight, known_descs)
     run = completion_config(model, config=config, prompt=prompt, batch_size=batch_size)
     check_paths({"model.model": run.model.model}, {"DATA.jsonl": jsonl})
     no_bars_in_log_files()
     console = open_console(stderr=as_json)
-    completed = run_completion(run, console, source=jsonl, out=out, rules=rules, sheet=sheet, sheet_images=sheet_images)
+    completed = run_completion(
+        run,
+        console,
+        source=jsonl,
+        out=out,
+        rules=CompletionRules(**asdict(rules)),
+        sheet=sheet,
+        sheet_images=sheet_images,
+    )
     if console.quiet:
         return
     counts = completed.counts.to_json()

@@ -85,7 +85,7 @@ def test_the_bar_moves_within_a_batch(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One batch holds all images; their answers end at different tokens, and each moves the bar."""
-    monkeypatch.setattr("coordexp.data.progress_bar._LINE_EVERY_S", 0.0)  # every move is a line
+    monkeypatch.setattr("coordexp.data.progress_bar.LINE_EVERY_S", 0.0)  # every move is a line
     run = write_run(tmp_path, 1, asset("checkpoints/demo-stage1"), rollout_matching__decode_batch_size=4,
                     rollout_matching__max_new_tokens=96)  # fmt: skip
     images = (tmp_path / "scenes.jsonl",) if command == "predict" else ()
