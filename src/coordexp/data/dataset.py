@@ -87,14 +87,10 @@ class RecordDataset:
         if self._augment is not None:
             record, image = self.view(index, epoch)
             return Sample(record, self._encode(record, image))
-        record = self._ordered(index, epoch)
-        return Sample(record, self._encode(record))
-
-    def _ordered(self, index: int, epoch: int) -> ImageRecord:
         record = self.record(index)
         if self._ordering == "random" and epoch:
-            return replace(record, objects=order_objects(record.objects, "random", self._shuffle(epoch, index)))
-        return record
+            record = replace(record, objects=order_objects(record.objects, "random", self._shuffle(epoch, index)))
+        return Sample(record, self._encode(record))
 
     def _place_of(self, sample_id: str) -> int | None:
         if isinstance(self._records, CachedRecords):

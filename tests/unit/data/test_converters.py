@@ -19,9 +19,9 @@ from coordexp.data.convert import (
     convert_coco,
     convert_voc,
     render_report,
-    to_bin,
 )
 from coordexp.errors import DataError
+from coordexp.geometry import to_bin
 from coordexp.records import GTObject
 from support.annotation_folders import KEEP, SMALL, coco, objects_of, paint, voc, voc_object, voc_xml
 

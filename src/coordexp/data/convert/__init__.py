@@ -8,7 +8,6 @@ from coordexp.data.convert.panoptic import convert_panoptic
 from coordexp.data.convert.report import ConversionReport, Note, Problem, SkipReason, render_report
 from coordexp.data.convert.voc import convert_voc
 from coordexp.data.convert.yolo import convert_yolo
-from coordexp.geometry import to_bin
 
 __all__ = [
     "ConversionReport",
@@ -24,5 +23,4 @@ __all__ = [
     "convert_voc",
     "convert_yolo",
     "render_report",
-    "to_bin",
 ]
