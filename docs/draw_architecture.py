@@ -1,4 +1,4 @@
-"""Writes what docs/architecture.md takes from the code: the picture of the rooms, and the five paths with their files.
+"""Writes what docs/architecture.md takes from the code: the picture of the data's way, and five paths with their files.
 
 python docs/draw_architecture.py            # write docs/architecture.md's tables and docs/images/architecture.svg
 python docs/draw_architecture.py --check    # exit 1 if a step names what the code does not define, or a file is stale
@@ -11,13 +11,15 @@ import re
 import sys
 from functools import cache
 from html import escape
+from itertools import pairwise
 from pathlib import Path
 
 DOCS = Path(__file__).parent
 SOURCE = DOCS.parent / "src" / "coordexp"
 PAGE, PICTURE = DOCS / "architecture.md", DOCS / "images" / "architecture.svg"
 
-# Path → its steps: file below src/coordexp, what is defined there, what it does.
+# Path → its steps: file below src/coordexp, what is defined there, what it does. With vLLM servers, as most runs have.
+# A file counts once; the page says how many files each path passes.
 PATHS: dict[str, list[tuple[str, str, str]]] = {
     "key": [
         ("config/source.py", "read_document", "reads the YAML and what it `extends`, and remembers each key's line"),
@@ -28,46 +30,50 @@ PATHS: dict[str, list[tuple[str, str, str]]] = {
         ("engine/server_backend.py", "ServerBackend.batch_size", "uses it: this rank's share of all servers"),
     ],
     "image": [
-        ("data/dataset_cache.py", "open_records", "reads or maps the record; the image's header is checked"),
-        ("data/dataset.py", "RecordDataset.__getitem__", "orders the objects and asks the encoder for the sample"),
+        ("data/dataset_cache.py", "open_records", "reads or maps the record; checks the image's header"),
+        ("data/dataset.py", "RecordDataset.__getitem__", "orders the objects and encodes the sample"),
         ("modeling/inputs.py", "PromptEncoder.encode", "opens, resizes and splits the image: prompt ids, pixel values"),
-        ("rollouts/hf.py", "HFBackend.generate", "shows it to the model that answers (servers get its path or bytes)"),
+        ("training/batches.py", "StepBatches.take", "gives the sample to its optimizer step"),
+        ("engine/protocol.py", "image_source", "names the file, or its bytes, for the server"),
+        ("training/step_targets.py", "rollout_segments", "puts the pixels next to the sample's target"),
         ("packing/rows.py", "build_row", "lays the prompt with its image placeholders into a row"),
-        ("modeling/inputs.py", "row_inputs", "joins the pixels of a row's images in the order of its segments"),
+        ("training/row_tensors.py", "RowBuilder", "joins the pixels of a row's images, on the device"),
         ("modeling/forward.py", "supervised_hidden", "runs the vision tower and the language model on the row"),
     ],
     "token": [
-        ("rollouts/hf.py", "HFBackend.generate", "the model draws it"),
-        ("rollouts/backend.py", "response_tokens", "keeps it if it stands before the end of the turn"),
-        ("training/sources.py", "RolloutSource.outcome", "takes the answer from parsing to its target"),
-        ("parsing/parse.py", "parse_rollout", "reads what it says, and whether the prefix keeps it"),
-        ("matching/assign.py", "match_objects", "decides which annotated object its object is"),
+        ("engine/client.py", "ServerClient.infer", "receives it from the server"),
+        ("engine/server_backend.py", "ServerBackend.generate_window", "assigns the answer to its request"),
+        ("engine/protocol.py", "read_answer", "checks the answer's shape and weight version"),
+        ("rollouts/backend.py", "response_tokens", "keeps it if it comes before the end of the turn"),
+        ("training/rollout_queue.py", "AnswerReader", "has the answer parsed and matched"),
+        ("parsing/parse.py", "parse_rollout", "reads the objects; decides which tokens the prefix keeps"),
+        ("training/step_targets.py", "corrected", "has the answer corrected by the step's policy"),
         ("targets/build.py", "build_target", "gives it a role, weights of the loss terms, and a coordinate its target"),
         ("packing/rows.py", "build_row", "gives it a place in a packed row"),
         ("objective/supervision.py", "SupervisionTensors.from_row", "collects weighted positions and labels"),
+        ("training/row_tensors.py", "RowBuilder", "has the row's tensors built"),
+        ("training/step.py", "TrainStep.accumulate", "runs the forward on the row"),
+        ("training/objective_step.py", "ScoreRow", "is that forward"),
         ("objective/head.py", "score_head", "computes the scores that some module requested there"),
     ],
-    "gradient": [
-        ("training/window.py", "WindowBuilder.prepare", "counts each term's positions of the whole step first"),
-        ("training/trainer.py", "CoordExpTrainer.compute_loss", "runs one row forward and scales its loss"),
-        ("training/objective_step.py", "TrainingObjective.result", "has each module score the row"),
-        ("objective/pipeline.py", "ObjectivePipeline", "divides each loss's sum by its term's total over the step"),
-        ("objective/head.py", "ChunkedHead.backward", "takes the loss back to hidden states and head, chunk by chunk"),
-        ("modeling/attention.py", "row_arguments", "keeps attention, and so the gradient, within each segment"),
-        ("training/optimizer.py", "parameter_groups", "gives each part of the model its learning rate"),
+    "loss": [
+        ("targets/weights.py", "weigh_tokens", "writes the weight of each token in the term"),
+        ("training/step.py", "prepare_step", "counts its positions in the whole step, on all ranks"),
+        ("objective/modules.py", "TokenCE", "computes its values at a row's positions"),
+        ("objective/pipeline.py", "ObjectivePipeline", "weighs, sums and divides by the count"),
+        ("training/objective_step.py", "TrainingObjective.result", "adds up the forwards of a row"),
+        ("metrics/table.py", "all_metrics", "names it in logs: unit, reduction, meaning"),
     ],
     "tensor": [
         ("modeling/weights.py", "LearnerWeights.full", "gathers and merges it under the plain checkpoint's name"),
         ("engine/push.py", "WeightPusher.push", "decides: all weights or the adapter, compared by checksum or not"),
         ("weight_sync/buckets.py", "in_buckets", "puts it into a bucket: name, shape, type, place"),
-        ("engine/push.py", "ServerPusher", "sends the bucket to all servers at the same time"),
         ("engine/client.py", "ServerClient.update_flattened_params", "announces it over HTTP"),
         ("weight_sync/group.py", "Communicator.broadcast", "carries the bytes, by NCCL or Gloo"),
         ("serving/serve/app.py", "build_app", "takes the announcement to every worker"),
         ("engine/worker.py", "WeightSyncExtension.update_flattened_params", "calls the receiver inside vLLM"),
-        ("weight_sync/receiver.py", "WeightReceiver.receive", "takes the bytes in, in place where that is proven"),
+        ("weight_sync/receiver.py", "WeightReceiver.receive", "takes the bytes in, checks coverage and checksum"),
         ("weight_sync/layout.py", "WeightLayout", "knows which parameter of vLLM's model it is a part of"),
-        ("weight_sync/receiver.py", "WeightReceiver.commit", "checks coverage and checksum, and stamps the version"),
     ],
 }  # fmt: skip
 
@@ -103,66 +109,57 @@ def page(text: str) -> str:
     """``text`` with every table written anew."""
     for title, steps in PATHS.items():
         rows = "".join(f"| `{file}` | `{name}` | {what} |\n" for file, name, what in steps)
-        table = f"<!-- path: {title} -->\n\n| file | name | what it does |\n|---|---|---|\n{rows}\n<!-- end of path -->"
+        files = len({file for file, _, _ in steps})
+        header = f"{files} files:\n\n| file | name | what it does |\n|---|---|---|\n"
+        table = f"<!-- path: {title} -->\n\n{header}{rows}\n<!-- end of path -->"
         text, count = re.subn(rf"<!-- path: {title} -->.*?<!-- end of path -->", lambda _, t=table: t, text, flags=re.S)
         if count != 1:
             raise ValueError(f"{PAGE.name} has {count} places for the path {title!r}")
     return text
 
 
-def rooms() -> dict[str, set[str]]:
-    """Each room with those it imports from."""
-    imports: dict[str, set[str]] = {}
-    for path in sorted(SOURCE.rglob("*.py")):
-        name = path.relative_to(SOURCE).with_suffix("").as_posix().replace("/", ".")
-        if path.parent == SOURCE and path.stem.startswith("__"):
-            continue
-        own = _room(name)
-        targets = imports.setdefault(own, set())
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("coordexp."):
-                targets.add(_room((node.module or "").removeprefix("coordexp.")))
-            elif isinstance(node, ast.ImportFrom) and node.module == "coordexp":
-                targets |= {_room(alias.name) for alias in node.names if not alias.name.startswith("__")}
-        targets.discard(own)
-    return imports
-
-
-def _room(name: str) -> str:
-    return name.split(".")[0]
-
-
-def heights() -> dict[str, int]:
-    """How high each room stands: one above the highest room that it imports from."""
-    imports = rooms()
-
-    @cache
-    def height(room: str) -> int:
-        return 1 + max((height(other) for other in imports[room]), default=-1)
-
-    return {room: height(room) for room in imports}
+# The data's way through the packages: (package, column, row, what it makes).
+FLOW = (
+    ("data", 0, 0, "JSONL + images → samples"),
+    ("modeling", 1, 0, "prompt tokens, pixels"),
+    ("rollouts, engine", 2, 0, "the model's own answers"),
+    ("parsing", 3, 0, "objects, usable prefix"),
+    ("matching", 4, 0, "found, missed, wrong"),
+    ("targets", 4, 1, "Y_train, weight per loss term"),
+    ("packing", 3, 1, "packed rows"),
+    ("modeling", 2, 1, "one forward per row"),
+    ("objective", 1, 1, "losses / totals → gradient"),
+    ("training", 0, 1, "optimizer: new weights"),
+)
+WIDTH, HEIGHT, GAP, TOP = 188, 58, 24, 34
 
 
 def picture() -> str:
-    """The rooms as an SVG: whoever stands higher may import from whoever stands lower, never the other way round."""
-    rows: dict[int, list[str]] = {}
-    for room, height in sorted(heights().items()):
-        rows.setdefault(height, []).append(room)
-    width, box, line, gap = 1040, 30, 46, 12
-    parts = []
-    for height, names in rows.items():
-        y = 20 + (max(rows) - height) * line
-        sizes = [22 + 8 * len(name) for name in names]
-        x = (width - sum(sizes) - gap * (len(sizes) - 1)) / 2
-        for name, size in zip(names, sizes, strict=True):
-            parts.append(f'<rect x="{x:g}" y="{y}" width="{size}" height="{box}" rx="6"/>')
-            parts.append(f'<text x="{x + size / 2:g}" y="{y + 20}">{escape(name)}</text>')
-            x += size + gap
-    tall = 40 + (max(rows) + 1) * line
+    """The way of the data as an SVG, from JSONL to the weights that write the next answers."""
+    parts, places = [], []
+    for name, column, row, makes in FLOW:
+        x, y = 16 + column * (WIDTH + GAP), TOP + row * 130
+        places.append((x, y))
+        parts.append(f'<rect x="{x}" y="{y}" width="{WIDTH}" height="{HEIGHT}" rx="6"/>')
+        parts.append(f'<text class="name" x="{x + WIDTH / 2:g}" y="{y + 24}">{escape(name)}</text>')
+        parts.append(f'<text x="{x + WIDTH / 2:g}" y="{y + 44}">{escape(makes)}</text>')
+    for (x1, y1), (x2, y2) in pairwise(places):
+        if y1 == y2:
+            start, end = (x1 + WIDTH, x2) if x2 > x1 else (x1, x2 + WIDTH)
+            parts.append(f'<path d="M{start} {y1 + HEIGHT // 2} H{end}"/>')
+        else:
+            parts.append(f'<path d="M{x1 + WIDTH // 2} {y1 + HEIGHT} V{y2}"/>')
+    (x, y), (to_x, to_y) = places[-1], places[2]  # new weights go to whatever writes answers
+    parts.append(f'<path d="M{x + WIDTH // 2} {y} V{y - 36} H{to_x + WIDTH // 2} V{to_y + HEIGHT}"/>')
+    parts.append(f'<text x="{x + WIDTH + GAP + 90}" y="{y - 42}">weight_sync: pushed before the next answers</text>')
+    width, tall = 32 + 5 * WIDTH + 4 * GAP, TOP + 130 + HEIGHT + 16
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {tall}" role="img">\n'
-        "<title>Rooms of coordexp, by who imports from whom</title>\n"
-        "<style>rect{fill:#eef3fb;stroke:#456}text{font:13px monospace;text-anchor:middle;fill:#123}</style>\n"
+        "<title>The way of the data through the packages of coordexp</title>\n"
+        '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
+        '<path d="M0 0 L8 4 L0 8 z" style="fill:#456;stroke:none"/></marker></defs>\n'
+        "<style>rect{fill:#eef3fb;stroke:#456}text{font:12px sans-serif;text-anchor:middle;fill:#123}"
+        ".name{font:bold 14px monospace}path{fill:none;stroke:#456;marker-end:url(#tip)}</style>\n"
         f'<rect x="0" y="0" width="{width}" height="{tall}" style="fill:#fff;stroke:none"/>\n'
         + "\n".join(parts)
         + "\n</svg>\n"

@@ -188,7 +188,6 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("train_samples_per_second", "1/s", Rule.WHOLE_RUN, "once, at the end"),
         Metric("train_steps_per_second", "1/s", Rule.WHOLE_RUN, "once, at the end"),
         Metric("train_loss", "", Rule.WHOLE_RUN, "mean of `loss`; once, at the end"),
-        Metric("total_flos", "", Rule.WHOLE_RUN, "always 0: not estimated"),
     ),
     "evaluation": (
         Metric("eval_rollout/f1", "0..1", EVALUATION, "2 · matched / (predicted + annotated); 1 where there is neither"),
