@@ -1,13 +1,13 @@
 """The model's answer, rewritten by what the match says: ``rollout_matching.target.answer: rewritten``.
 
-Entries stand in the model's own order, numbered anew from 1, and the whole text is tokenised again:
+Entries are in the model's own order, numbered from 1, and the whole text is tokenised again:
 
 * a *matched* object, same kind of geometry: the annotation's description and the model's own coordinate tokens, which
-  are pulled to the annotation in place; its key, structure, description and the separator before it are taught;
-* a matched object of the *other kind*: the annotation's entry, taught whole;
+  are pulled to the annotation in place; its key, structure, description and the separator before it are trained;
+* a matched object of the *other kind*: the annotation's entry, trained whole;
 * an *unmatched* object: as the model wrote it, masked with the separator before it (or left out, as is one whose
   description cannot be written again: it holds a control token, a coordinate, or text that the tokenizer changes);
-* an object that was *missed*: the annotation's entry, taught whole;
+* an object that was *missed*: the annotation's entry, trained whole;
 * then the closing brace and the end of the turn.
 
 A token that touches a masked entry is masked, also where it is fused with a neighbour; the closing brace never is.
@@ -25,8 +25,8 @@ from coordexp.config.rollout import TargetPolicy, TransportConfig
 from coordexp.coords import CoordVocab, FieldOrder, append_fragment
 from coordexp.matching import duplicate_indices
 from coordexp.records import GTObject, MatchResult, ParsedRollout, TokenRole, TrainingTarget
-from coordexp.targets.supervision import Tail, coordinate_targets, encode_tail
-from coordexp.targets.weights import SupervisionWeights, weigh_tokens
+from coordexp.targets.supervision import Shape, Tail, assemble, coordinate_targets, encode_tail
+from coordexp.targets.weights import SupervisionWeights
 
 _AS_MATCHED = {
     TokenRole.TAIL_STRUCT: TokenRole.REWRITTEN_STRUCT,
@@ -37,7 +37,7 @@ _AS_MATCHED = {
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """An entry to write. ``bins``: what its coordinates are taught, None where nothing of it is taught."""
+    """An entry to write. ``bins``: its coordinates' targets, None if the entry is masked."""
 
     obj: GTObject
     bins: Sequence[float] | None
@@ -66,38 +66,30 @@ def build_rewritten(
     entries = _entries(parsed, match, ground_truth, transport, policy, vocab)
     written = [entry.obj for entry in entries]
     tail = encode_tail(append_fragment(written, "{", 1, field_order).after("{"), written, vocab)
-    roles_T = np.append(_roles(entries, tail), np.uint8(TokenRole.EOS))
-    taught = [
-        (entry.obj, positions, entry.bins)
+    shapes: list[Shape] = [
+        (entry.obj.kind, positions, entry.bins)
         for entry, positions in zip(entries, tail.coords_of, strict=True)
         if entry.bins is not None and entry.obj.soft is None
     ]
-    boxes = [(positions, bins) for obj, positions, bins in taught if obj.kind == "bbox_2d"]
     own = {entry.pred_idx for entry in entries}
     number_of = {entry.gt_idx: number for number, entry in enumerate(entries, start=1)}
-    softness_T = None if tail.softness_T is None else np.append(tail.softness_T, 1.0)
-    box_pos_M4 = np.array([positions for positions, _ in boxes], dtype=np.int64).reshape(-1, 4)
-    return TrainingTarget(
-        sample_id=sample_id,
-        token_ids=(*tail.token_ids, vocab.eos_id),
-        roles_T=roles_T,
-        coord_pos_K=np.array([position for _, positions, _ in taught for position in positions], dtype=np.int64),
-        coord_bin_K=np.array([target for _, _, bins in taught for target in bins], dtype=np.float64),
-        box_pos_M4=box_pos_M4,
-        box_bin_M4=np.array([bins for _, bins in boxes], dtype=np.float64).reshape(-1, 4),
-        weights=weigh_tokens(roles_T, box_pos_M4, "rollout", weights, softness_T),
+    return assemble(
+        sample_id,
+        (*tail.token_ids, vocab.eos_id),
+        np.append(_roles(entries, tail), np.uint8(TokenRole.EOS)),
+        np.append(tail.softness_T, 1.0),
+        shapes,
+        weights,
         context="rollout",
-        prefix_len=0,
-        matched_pred_idx=tuple(pair.pred_idx for pair in match.pairs),
-        matched_gt_idx=tuple(pair.gt_idx for pair in match.pairs),
-        appended_gt_idx=tuple(match.fn_gt_idx),
-        appended_object_index=tuple(number_of[j] for j in match.fn_gt_idx),
-        left_out_pred_idx=tuple(i for i in match.fp_pred_idx if i not in own),
+        pairs=match.pairs,
+        appended_gt_idx=match.fn_gt_idx,
+        appended_object_index=[number_of[j] for j in match.fn_gt_idx],
+        left_out_pred_idx=[i for i in match.fp_pred_idx if i not in own],
     )
 
 
 def _roles(entries: Sequence[_Entry], tail: Tail) -> np.ndarray:
-    """The tail's roles, with what is the model's own told apart, and what is not taught masked."""
+    """The tail's roles, with those of the model's own entries, and masked ones."""
     roles_T = tail.roles_T.copy()
     for entry, span in zip(entries, tail.entry_tokens, strict=True):
         if entry.pred_idx is not None and entry.bins is not None:

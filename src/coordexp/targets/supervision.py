@@ -14,25 +14,31 @@ from coordexp.config.rollout import TransportConfig
 from coordexp.coords import CoordVocab, Fragment
 from coordexp.errors import AlignmentError
 from coordexp.geometry.transport import barycentric_targets_of
-from coordexp.records import NUM_BINS, GTObject, PredictedObject, TokenRole
+from coordexp.records import (
+    NUM_BINS,
+    GeometryKind,
+    GTObject,
+    Match,
+    PredictedObject,
+    SupervisionContext,
+    TokenRole,
+    TrainingTarget,
+)
+from coordexp.targets.weights import SupervisionWeights, weigh_tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tail:
-    """Tokens of a fragment written from objects: T ids, their roles, K taught coordinates and their bins, M boxes.
+    """Tokens of a fragment written from objects.
 
-    ``softness_T``: factor on the cross-entropy of soft objects' text, None if no object is soft. Per object, in the
-    order written: ``entry_tokens``, the half-open range of the tokens that touch its entry or the separator before it,
-    and ``coords_of``, the positions of its coordinates, supervised or not.
+    ``softness_T``: factor on the cross-entropy, below 1 on soft objects' text. Per object, in the order written:
+    ``entry_tokens``, the half-open range of the tokens that touch its entry or the separator before it, and
+    ``coords_of``, the positions of its coordinates.
     """
 
     token_ids: tuple[int, ...]
     roles_T: np.ndarray
-    coord_pos_K: np.ndarray
-    coord_bin_K: np.ndarray
-    box_pos_M4: np.ndarray
-    box_bin_M4: np.ndarray
-    softness_T: np.ndarray | None
+    softness_T: np.ndarray
     entry_tokens: tuple[tuple[int, int], ...]
     coords_of: tuple[tuple[int, ...], ...]
 
@@ -80,33 +86,56 @@ def encode_tail(fragment: Fragment, objects: Sequence[GTObject], vocab: CoordVoc
     for obj in objects:
         coords_of.append(tuple([position for position, _ in written[at : at + len(obj.bins)]]))
         at += len(obj.bins)
-    taught = [(obj, positions) for obj, positions in zip(objects, coords_of, strict=True) if obj.soft is None]
-    coord_pos_K = np.array([position for _, positions in taught for position in positions], dtype=np.int64)
+    taught = [k for obj, positions in zip(objects, coords_of, strict=True) if obj.soft is None for k in positions]
     roles_T[[position for position, _ in written]] = TokenRole.SOFT_COORD
-    roles_T[coord_pos_K] = TokenRole.TAIL_COORD
-    boxes = [(positions, obj.bins) for obj, positions in taught if obj.kind == "bbox_2d"]
-    return Tail(
-        token_ids=tuple(token_ids),
-        roles_T=roles_T,
-        coord_pos_K=coord_pos_K,
-        coord_bin_K=np.array([k for obj, _ in taught for k in obj.bins], dtype=np.float64),
-        box_pos_M4=np.array([positions for positions, _ in boxes], dtype=np.int64).reshape(-1, 4),
-        box_bin_M4=np.array([bins for _, bins in boxes], dtype=np.float64).reshape(-1, 4),
-        softness_T=_softness(objects, entry_tokens, len(token_ids)),
-        entry_tokens=entry_tokens,
-        coords_of=tuple(coords_of),
-    )
-
-
-def _softness(objects: Sequence[GTObject], entry_tokens: Sequence[tuple[int, int]], length: int) -> np.ndarray | None:
-    if all(obj.soft is None for obj in objects):
-        return None
-    softness_T = np.ones(length)
+    roles_T[taught] = TokenRole.TAIL_COORD
+    softness_T = np.ones(len(token_ids))
     for obj, (start, end) in zip(objects, entry_tokens, strict=True):
         if obj.soft is not None:
             softness_T[start:end] = np.minimum(softness_T[start:end], obj.soft)
     softness_T[-1] = 1.0  # the end of the answer belongs to no object
-    return softness_T
+    return Tail(tuple(token_ids), roles_T, softness_T, entry_tokens, tuple(coords_of))
+
+
+Shape = tuple[GeometryKind, Sequence[int], Sequence[float]]  # kind, target positions of its coordinates, their bins
+
+
+def assemble(
+    sample_id: str,
+    token_ids: Sequence[int],
+    roles_T: np.ndarray,
+    softness_T: np.ndarray,
+    shapes: Sequence[Shape],
+    weights: SupervisionWeights,
+    *,
+    context: SupervisionContext,
+    prefix_len: int = 0,
+    pairs: Sequence[Match] = (),
+    appended_gt_idx: Sequence[int] = (),
+    appended_object_index: Sequence[int] = (),
+    left_out_pred_idx: Sequence[int] = (),
+) -> TrainingTarget:
+    """The target with these tokens and roles, whose ``shapes`` have coordinate targets."""
+    shapes = sorted(shapes, key=lambda shape: shape[1][0])  # a matched object's are in the model's order
+    boxes = [(positions, bins) for kind, positions, bins in shapes if kind == "bbox_2d"]
+    box_pos_M4 = np.array([positions for positions, _ in boxes], dtype=np.int64).reshape(-1, 4)
+    return TrainingTarget(
+        sample_id=sample_id,
+        token_ids=tuple(token_ids),
+        roles_T=roles_T,
+        coord_pos_K=np.array([position for _, positions, _ in shapes for position in positions], dtype=np.int64),
+        coord_bin_K=np.array([k for _, _, bins in shapes for k in bins], dtype=np.float64),
+        box_pos_M4=box_pos_M4,
+        box_bin_M4=np.array([bins for _, bins in boxes], dtype=np.float64).reshape(-1, 4),
+        weights=weigh_tokens(roles_T, box_pos_M4, context, weights, softness_T),
+        context=context,
+        prefix_len=prefix_len,
+        matched_pred_idx=tuple(pair.pred_idx for pair in pairs),
+        matched_gt_idx=tuple(pair.gt_idx for pair in pairs),
+        appended_gt_idx=tuple(appended_gt_idx),
+        appended_object_index=tuple(appended_object_index),
+        left_out_pred_idx=tuple(left_out_pred_idx),
+    )
 
 
 def _byte_spans(text: str, spans: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:

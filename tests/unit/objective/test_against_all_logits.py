@@ -44,8 +44,12 @@ def steps(draw: st.DrawFn) -> tuple[ObjectivePipeline, list[list[Segment]]]:
         pipeline = build_pipeline(declared)
         weights = SupervisionWeights.from_pipeline(declared, with_matched_prefix=kind == "Channel-B")
     else:
-        gates = {"gate_weight": keys["coord_gate_weight"], "text_gate_weight": keys["text_gate_weight"]}
-        coord_loss = CoordSoftCEW1Config(enabled="with" in kind, ce_weight=keys["coord_ce_weight"], **gates)
+        coord_loss = CoordSoftCEW1Config(
+            enabled="with" in kind,
+            ce_weight=draw(FACTOR),
+            gate_weight=draw(FACTOR),
+            text_gate_weight=draw(FACTOR),
+        )
         pipeline, weights = sft_pipeline(coord_loss), SupervisionWeights.for_sft(coord_loss)
     pool = [*segments(weights), *rewritten_and_soft_segments(weights)]
     chosen = draw(st.lists(st.sampled_from(range(len(pool))), min_size=1, max_size=6, unique=True))
