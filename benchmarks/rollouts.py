@@ -104,7 +104,7 @@ class _Bench:
         from coordexp.config import load_config, resolved_rollout
         from coordexp.data.images import open_rgb
         from coordexp.modeling.weights import LearnerWeights
-        from coordexp.rollouts import SeedContext, build_backend, synced
+        from coordexp.rollouts import SeedContext, build_backend, rollout_session
         from coordexp.rollouts.learner import LearnerParts
 
         path = self._write_config(name)
@@ -118,7 +118,7 @@ class _Bench:
         with serving(path, environment={}) if name == "server" else nullcontext():
             self._backend = build_backend(resolved_rollout(config), parts)
             try:
-                with synced(self._backend, 0):
+                with rollout_session(self._backend, 0):
                     self._start_s = time.perf_counter() - began
                     self._backend.generate(self._requests[:1], SeedContext(0, 0, 0, 0))
                 yield
@@ -127,10 +127,10 @@ class _Bench:
 
     def measure(self, name: str, batch: int) -> dict[str, Any]:
         """Seconds of one batch by the started backend; start-up apart."""
-        from coordexp.rollouts import SeedContext, synced
+        from coordexp.rollouts import SeedContext, rollout_session
 
         self._version += 1
-        with synced(self._backend, self._version):
+        with rollout_session(self._backend, self._version):
             began = time.perf_counter()
             rollouts = self._backend.generate(self._requests[:batch], SeedContext(0, 0, 0, 0))
             seconds = time.perf_counter() - began

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from coordexp.config import resolved_rollout
 from coordexp.data.images import open_rgb
 from coordexp.modeling.weights import LearnerWeights
-from coordexp.rollouts import SeedContext, build_backend, synced
+from coordexp.rollouts import SeedContext, build_backend, rollout_session
 from coordexp.rollouts.learner import LearnerParts
 from support.rollout_servers import load_served, requests_of, served_checkpoint
 from support.vllm_runs import COLOCATED, vllm_config
@@ -68,11 +68,11 @@ def main(folder: Path) -> None:
     before = found()
     seen = {}
     backend = build_backend(resolved_rollout(config), parts)
-    with synced(backend, 0):
+    with rollout_session(backend, 0):
         seen["start"] = changed(before)
         seen["answers"] = len(backend.generate(requests, SeedContext(1, 0, 0, 0)))
         seen["rollouts"] = changed(before)
-    with synced(backend, 1):
+    with rollout_session(backend, 1):
         seen["second push"] = changed(before)
     backend.close()
     seen["shutdown"] = changed(before)

@@ -19,7 +19,7 @@ from coordexp.errors import RolloutError
 from coordexp.modeling.load import LoadedModel
 from coordexp.modeling.tiny import build_tiny_checkpoint
 from coordexp.modeling.weights import LearnerWeights
-from coordexp.rollouts import SeedContext, build_backend, synced
+from coordexp.rollouts import SeedContext, build_backend, rollout_session
 from coordexp.rollouts.learner import LearnerParts
 from support import tuned_models
 from support.rollout_servers import SPEC, greedy_tokens, load_served, requests_of, served_checkpoint, sharpen
@@ -55,7 +55,7 @@ def colocated(
 
 
 def answers(backend: ColocatedBackend, learner: LoadedModel, version: int) -> list[list[int]]:
-    with synced(backend, version):
+    with rollout_session(backend, version):
         rollouts = backend.generate(requests_of(learner, 3), SEEDS)
     assert {rollout.weight_version for rollout in rollouts} == {version}
     return [list(rollout.response_token_ids) for rollout in rollouts]
@@ -107,7 +107,7 @@ def test_without_fallback_such_an_adapter_is_an_error(tmp_path: Path) -> None:
     with (
         colocated(learner, tmp_path, None, **keys) as backend,
         pytest.raises(RolloutError, match=r"vision tower.*sync\.mode: full"),
-        synced(backend, 1),
+        rollout_session(backend, 1),
     ):
         pass
 

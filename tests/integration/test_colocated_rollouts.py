@@ -26,7 +26,7 @@ from coordexp.matching import MatchingConfig
 from coordexp.modeling.inputs import PromptEncoder
 from coordexp.modeling.load import LoadedModel
 from coordexp.records import RolloutRequest
-from coordexp.rollouts import RolloutRound, SeedContext, synced
+from coordexp.rollouts import RolloutRound, SeedContext, rollout_session
 from coordexp.training.rollout_queue import AnswerReader, RolloutQueue
 from support.answers import CAT, record
 from support.forked import ENGINES
@@ -100,7 +100,7 @@ def test_starting_and_asking_leave_the_learners_process_as_it_was(
     backend: ColocatedBackend, requests_: list[RolloutRequest]
 ) -> None:
     before = State()
-    with synced(backend, 0):
+    with rollout_session(backend, 0):
         backend.generate(requests_[:2], SEEDS)
     assert State().same_as(before)
 
@@ -110,7 +110,7 @@ def test_answers_are_the_learners_after_every_push(
 ) -> None:
     answers = []
     for version in (7, 8):
-        with synced(backend, version):
+        with rollout_session(backend, version):
             rollouts = backend.generate(requests_, SEEDS)
         assert [r.prompt_token_ids for r in rollouts] == [r.prompt_token_ids for r in requests_]
         assert {rollout.weight_version for rollout in rollouts} == {version}
@@ -135,7 +135,7 @@ def test_a_long_prompt_is_not_answered_from_what_old_weights_cached(
     requests_ = [encoder.encode(sample.record) for sample in tiny_samples(learner, 2)]
     assert min(len(request.prompt_token_ids) for request in requests_) > 2 * 128
     for version in (1, 2):
-        with synced(backend, version):
+        with rollout_session(backend, version):
             again = [[list(r.response_token_ids) for r in backend.generate(requests_, SEEDS)] for _ in range(2)]
         eos = learner.vocab.eos_id
         expected = [ids[: ids.index(eos)] if eos in ids else ids for ids in greedy_tokens(learner, requests_, 12)]
@@ -159,17 +159,20 @@ def test_weights_that_land_changed_are_noticed(
     # As before the first push: everything goes through the loader, and the parameters are read back.
     receiver.in_place.forget()
     backend.pusher.compared = False
-    with pytest.raises(RolloutError, match=r"checksum .* its answers would not be the learner's"), synced(backend, 3):
+    with (
+        pytest.raises(RolloutError, match=r"checksum .* its answers would not be the learner's"),
+        rollout_session(backend, 3),
+    ):
         pass
     monkeypatch.undo()
-    with synced(backend, 3):
+    with rollout_session(backend, 3):
         assert backend.pusher.compared
 
 
 def test_a_window_is_answered_whole_and_by_request(backend: ColocatedBackend, requests_: list[RolloutRequest]) -> None:
     rounds = [RolloutRound(tuple(requests_[:4]), SEEDS), RolloutRound((), SeedContext(1, 0, 1, 0)),
               RolloutRound(tuple(requests_[4:]), SeedContext(1, 0, 2, 0))]  # fmt: skip
-    with synced(backend, 1):
+    with rollout_session(backend, 1):
         answers = list(backend.generate_window(rounds))
         one_by_one = {r.sample_id: backend.generate([r], SEEDS)[0].response_token_ids for r in requests_}
     assert {(a.round_idx, a.index) for a in answers} == {(0, 0), (0, 1), (0, 2), (0, 3), (2, 0), (2, 1)}
@@ -185,7 +188,7 @@ def test_at_most_decode_batch_size_sequences_decode_at_once(
     backend: ColocatedBackend, requests_: list[RolloutRequest]
 ) -> None:
     engine = backend.engine.vllm
-    with synced(backend, 1):
+    with rollout_session(backend, 1):
         stream = backend.generate_window([RolloutRound(tuple(requests_), SEEDS)])
         first = next(stream)
         assert engine.get_num_unfinished_requests() <= 3  # the rest has not even been handed over
@@ -195,7 +198,7 @@ def test_at_most_decode_batch_size_sequences_decode_at_once(
 def test_leaving_a_window_early_leaves_nothing_behind(
     backend: ColocatedBackend, requests_: list[RolloutRequest]
 ) -> None:
-    with synced(backend, 1):
+    with rollout_session(backend, 1):
         stream: Any = backend.generate_window([RolloutRound(tuple(requests_), SEEDS)])
         next(stream)
         stream.close()
@@ -223,7 +226,7 @@ def test_what_is_prepared_ahead_is_admitted_and_answered_as_what_is_prepared_in_
         monkeypatch.setattr(engine, "add_request", noted)
         if way == "in turn":
             monkeypatch.setattr(in_process, "PreparedAhead", PreparedInTurn)
-        with synced(backend, 1):
+        with rollout_session(backend, 1):
             rounds = [
                 RolloutRound(tuple(requests_), SEEDS),
                 RolloutRound(tuple(requests_[:4]), SeedContext(1, 0, 1, 0)),
@@ -239,7 +242,7 @@ def test_an_image_that_cannot_be_opened_is_named_with_its_sample_and_leaves_noth
 ) -> None:
     """The engine goes on, also with the images that were prepared and never admitted."""
     broken = replace(requests_[4], image=tmp_path / "none.png", sample_id="the broken one")
-    with synced(backend, 1):
+    with rollout_session(backend, 1):
         expected = [rollout.response_token_ids for rollout in backend.generate(requests_, SEEDS)]
         with pytest.raises(DataError, match=r"none\.png.* of sample the broken one"):
             backend.generate([*requests_[:4], broken, requests_[5]], SEEDS)
@@ -273,11 +276,11 @@ def test_a_prompt_that_does_not_fit_is_named_and_the_engine_lives_on(
 ) -> None:
     DOOR.enlarge = 16
     try:
-        with synced(backend, 1), pytest.raises(RolloutError, match="rollout_backend: hf"):
+        with rollout_session(backend, 1), pytest.raises(RolloutError, match="rollout_backend: hf"):
             backend.generate(requests_[:1], SEEDS)
     finally:
         DOOR.enlarge = 1
-    with synced(backend, 1):
+    with rollout_session(backend, 1):
         assert len(backend.generate(requests_[:2], SEEDS)) == 2
 
 
@@ -330,7 +333,7 @@ def test_sampling_is_reproducible_and_follows_the_seed(
 ) -> None:
     backend = colocated(learner, tmp_path, rollout_matching__decoding__temperature=2.0)
     try:
-        with synced(backend, 0):
+        with rollout_session(backend, 0):
             first, again = (backend.generate(requests_[:3], SEEDS) for _ in range(2))
             other = backend.generate(requests_[:3], SeedContext(1, 1, 0, 0))
     finally:

@@ -10,7 +10,7 @@ from coordexp.config.rollout import RepeatTerminateConfig
 from coordexp.engine.colocated import ColocatedBackend
 from coordexp.modeling.load import LoadedModel
 from coordexp.records import RolloutRequest
-from coordexp.rollouts import SeedContext, synced
+from coordexp.rollouts import SeedContext, rollout_session
 from support.guards import first_trigger
 from support.rollout_servers import greedy_tokens, load_served
 from support.swift_servers import GUARD, GUARDED_TOKENS
@@ -44,7 +44,7 @@ def test_repeating_answers_end_at_their_step_in_whatever_batch(backend: Colocate
     assert None in triggers and len({one.num_new_tokens for one in triggers if one is not None}) > 1
     for version, size in enumerate((len(requests), 5)):
         rollouts = []
-        with synced(backend, version):
+        with rollout_session(backend, version):
             for start in range(0, len(requests), size):
                 rollouts += backend.generate(requests[start : start + size], SeedContext(1, 0, 0, 0))
         for rollout, without, trigger in zip(rollouts, free, triggers, strict=True):

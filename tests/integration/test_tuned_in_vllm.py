@@ -17,7 +17,7 @@ from coordexp.engine.colocated import ColocatedBackend
 from coordexp.modeling.adapter import save_adapter
 from coordexp.modeling.load import LoadedModel, merge_checkpoint
 from coordexp.modeling.weights import LearnerWeights
-from coordexp.rollouts import SeedContext, build_backend, synced
+from coordexp.rollouts import SeedContext, build_backend, rollout_session
 from coordexp.rollouts.learner import LearnerParts
 from coordexp.training.offload import LearnerOffload
 from support.rollout_servers import greedy_tokens, load_served, requests_of, served_checkpoint
@@ -82,7 +82,7 @@ def test_merged_weights_arrive_from_a_running_learner(backend: ColocatedBackend,
         for parameter in learner.model.parameters():
             if parameter.requires_grad:
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-    with synced(backend, 1):
+    with rollout_session(backend, 1):
         assert answers(backend, learner) == expected(learner) != before
 
 

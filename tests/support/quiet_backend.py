@@ -1,35 +1,35 @@
-"""What a scripted rollout backend has nothing to say to."""
+"""The base of scripted rollout backends."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from coordexp.records import Rollout, RolloutRequest
-from coordexp.rollouts import IndexedRollout, RolloutRound, in_turn
+from coordexp.rollouts import IndexedRollout, RolloutRound
 
 
 class QuietBackend:
     """A backend without weights, memory or metrics; subclasses answer in :meth:`generate`."""
 
+    batch_size = 3
+
     def generate(self, requests: Sequence[RolloutRequest], seeds: Any, on_answer: Any = None) -> list[Rollout]:
         raise NotImplementedError
 
     def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[IndexedRollout]:
-        return in_turn(self.generate, rounds)
+        for round_idx, one in enumerate(rounds):
+            for index, rollout in enumerate(self.generate(one.requests, one.seeds)):
+                yield IndexedRollout(round_idx, index, rollout)
 
     def sync_weights(self, version: int) -> None: ...
 
     def release(self) -> None: ...
 
-    @property
-    def batch_size(self) -> int:
-        return 3
-
-    def last_report(self) -> dict[str, Any]:
+    def last_report(self) -> Mapping[str, Any]:
         return {}
 
-    def take_metrics(self) -> dict[str, float]:
+    def take_metrics(self) -> Mapping[str, float]:
         return {}
 
     def close(self) -> None: ...

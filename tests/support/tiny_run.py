@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -27,7 +27,6 @@ from coordexp.objective import sft_pipeline
 from coordexp.packing import CarryBuffer
 from coordexp.recording.writer import RolloutLog
 from coordexp.records import GTObject, ImageRecord, PackedRow, Rollout, RolloutRequest, Segment
-from coordexp.rollouts import IndexedRollout, RolloutRound, in_turn
 from coordexp.targets import TargetPolicy, TransportConfig, build_gt_target
 from coordexp.training.objective_step import TeacherForcing
 from coordexp.training.rollout_queue import AnswerReader, RolloutQueue
@@ -35,6 +34,7 @@ from coordexp.training.row_layout import RowLayout
 from coordexp.training.step import PreparedStep, Task, prepare_step
 from coordexp.training.step_targets import TargetOptions
 from support.config_samples import set_key, stage1, stage2, two_channel, write_yaml
+from support.quiet_backend import QuietBackend
 
 SPEC = TinySpec(
     hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, mlp=96,
@@ -233,8 +233,8 @@ def same_weights(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-class InMemoryBackend:
-    """A rollout backend that is no engine: it answers from a table by sample, and notes what it was asked."""
+class InMemoryBackend(QuietBackend):
+    """A rollout backend that answers from a table by sample and records its requests."""
 
     def __init__(self, vocab: Any, answers: Callable[[RolloutRequest], str]) -> None:
         self._vocab = vocab
@@ -249,18 +249,8 @@ class InMemoryBackend:
         self.seeds.append(seeds)
         return [self._rollout(request) for request in requests]
 
-    def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[IndexedRollout]:
-        return in_turn(self.generate, rounds)
-
-    @property
-    def batch_size(self) -> int:
-        return 3
-
     def last_report(self) -> Mapping[str, Any]:
         return {"backend": "in memory", "weight_version": self.versions[-1] if self.versions else 0}
-
-    def take_metrics(self) -> Mapping[str, float]:
-        return {}
 
     def _rollout(self, request: RolloutRequest) -> Rollout:
         text = self._answers(request)
@@ -273,8 +263,6 @@ class InMemoryBackend:
 
     def sync_weights(self, version: int) -> None:
         self.versions.append(version)
-
-    def release(self) -> None: ...
 
     def close(self) -> None:
         self.closed += 1

@@ -33,7 +33,7 @@ from coordexp.rollouts.backend import (
     IndexedRollout,
     RolloutRound,
     Seeds,
-    gathered,
+    collect_in_order,
     response_tokens,
 )
 from coordexp.rollouts.learner import LearnerParts
@@ -123,7 +123,7 @@ class ColocatedBackend:
         self, requests: Sequence[RolloutRequest], seeds: Seeds, on_answer: Callable[[int], None] | None = None
     ) -> list[Rollout]:
         """One round, as :meth:`generate_window` answers it, in the order of the requests."""
-        return gathered(self.generate_window([RolloutRound(tuple(requests), seeds)]), on_answer)
+        return collect_in_order(self.generate_window([RolloutRound(tuple(requests), seeds)]), on_answer)
 
     def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[IndexedRollout]:
         """Every request is a call of its own to the engine, with its own seed. Collective where T > 1.

@@ -27,7 +27,7 @@ from coordexp.engine.fleet import check_names, make_clients, world_sizes
 from coordexp.engine.protocol import image_source, infer_payload, read_answer
 from coordexp.errors import RolloutError, ServerRefused, ServerTimeout, ServerUnreachable
 from coordexp.records import Rollout, RolloutRequest
-from coordexp.rollouts.backend import DecodingOptions, IndexedRollout, RolloutRound, Seeds, gathered
+from coordexp.rollouts.backend import DecodingOptions, IndexedRollout, RolloutRound, Seeds, collect_in_order
 from coordexp.rollouts.chunking import Call, Post, chunk_size, plan_calls, plan_posts, server_slots
 from coordexp.rollouts.learner import LearnerParts
 from coordexp.weight_sync.version import WeightVersion
@@ -231,7 +231,7 @@ class ServerBackend:
         self, requests: Sequence[RolloutRequest], seeds: Seeds, on_answer: Callable[[int], None] | None = None
     ) -> list[Rollout]:
         """One round, as :meth:`generate_window` answers it."""
-        return gathered(self.generate_window([RolloutRound(tuple(requests), seeds)]), on_answer)
+        return collect_in_order(self.generate_window([RolloutRound(tuple(requests), seeds)]), on_answer)
 
     def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[IndexedRollout]:
         """As :meth:`RolloutBackend.generate_window`; may be iterated in another thread, while the trainer trains.

@@ -17,7 +17,7 @@ from coordexp.modeling.inputs import PromptEncoder
 from coordexp.modeling.load import LoadedModel, load_model, load_vocab
 from coordexp.modeling.scores import TokenScorer
 from coordexp.modeling.weights import LearnerWeights
-from coordexp.rollouts import RolloutBackend, build_backend, synced
+from coordexp.rollouts import RolloutBackend, build_backend, rollout_session
 from coordexp.rollouts.learner import LearnerParts
 
 
@@ -68,7 +68,7 @@ def open_session(config: AnswerConfig, model: Path, classes: Sequence[str] = ())
     )
     backend = build_backend(config.rollout_matching, parts, classes)
     try:
-        with synced(backend, 0):
+        with rollout_session(backend, 0):
             template = config.template
             encoder = PromptEncoder(loaded.processor, template.prompt, template.system, loaded.preparation)
             yield InferenceSession(

@@ -22,9 +22,8 @@ from coordexp.rollouts.backend import (
     Seeds,
     WeightSource,
     decoding_options,
-    in_turn,
     request_seed,
-    synced,
+    rollout_session,
 )
 from coordexp.rollouts.chunking import chunk_size, split_requests
 from coordexp.rollouts.repeat_guard import RepeatGuard
@@ -48,10 +47,9 @@ __all__ = [
     "check_backend",
     "chunk_size",
     "decoding_options",
-    "in_turn",
     "request_seed",
+    "rollout_session",
     "split_requests",
-    "synced",
 ]
 
 

@@ -180,7 +180,7 @@ class RolloutBackend(Protocol):
 
 
 @contextmanager
-def synced(backend: RolloutBackend, version: int) -> Iterator[None]:
+def rollout_session(backend: RolloutBackend, version: int) -> Iterator[None]:
     """Inside the context ``backend`` answers with the current training weights, which must not change meanwhile.
     Entering and leaving are collective."""
     backend.sync_weights(version)
@@ -190,16 +190,9 @@ def synced(backend: RolloutBackend, version: int) -> Iterator[None]:
         backend.release()
 
 
-def in_turn(
-    generate: Callable[[Sequence[RolloutRequest], Seeds], list[Rollout]], rounds: Sequence[RolloutRound]
-) -> Iterator[IndexedRollout]:
-    """``generate_window`` for backends that decode one batch at a time."""
-    for round_idx, one in enumerate(rounds):
-        for index, rollout in enumerate(generate(one.requests, one.seeds)):
-            yield IndexedRollout(round_idx, index, rollout)
-
-
-def gathered(answers: Iterator[IndexedRollout], on_answer: Callable[[int], None] | None = None) -> list[Rollout]:
+def collect_in_order(
+    answers: Iterator[IndexedRollout], on_answer: Callable[[int], None] | None = None
+) -> list[Rollout]:
     """Rollouts of one round in the order of its requests: ``generate`` for backends that answer in any order."""
     rollout_of: dict[int, Rollout] = {}
     for answer in answers:

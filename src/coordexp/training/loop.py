@@ -20,7 +20,7 @@ from coordexp.errors import RunStopped, TrainingDiverged
 from coordexp.evaluation import EvaluationOptions
 from coordexp.evaluation.answering import COUNTS_ONLY, Scorer, evaluate_dataset
 from coordexp.metrics import MetricsPayload
-from coordexp.rollouts import RolloutBackend, synced
+from coordexp.rollouts import RolloutBackend, rollout_session
 from coordexp.training.batches import StepBatches
 from coordexp.training.checkpoint import delete_old
 from coordexp.training.drift import DriftWatch
@@ -261,7 +261,7 @@ class CoordExpTrainer:
             with (
                 self._saving_on_error(where),
                 distributed.raise_on_all_ranks(where),
-                synced(self.backend, self.state.global_step),
+                rollout_session(self.backend, self.state.global_step),
             ):
                 figures, _ = evaluate_dataset(
                     dataset,

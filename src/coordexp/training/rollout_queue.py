@@ -25,7 +25,7 @@ from coordexp.matching import MatchingConfig, match_objects
 from coordexp.modeling.inputs import check_prompt
 from coordexp.parsing import parse_rollout
 from coordexp.records import MatchResult, ParsedRollout, Rollout
-from coordexp.rollouts import RolloutBackend, RolloutRound, SeedContext, synced
+from coordexp.rollouts import RolloutBackend, RolloutRound, SeedContext, rollout_session
 from coordexp.training.batches import MicroBatches
 
 
@@ -141,7 +141,7 @@ class RolloutQueue:
             started = time.perf_counter()
             if content is None:
                 self._pushed_at = step
-                with synced(self.backend, step):
+                with rollout_session(self.backend, step):
                     metrics["time/weight_sync_s"] = time.perf_counter() - started
                     answers = self._ask(batches, step)
                 answers = self._with_report(answers)

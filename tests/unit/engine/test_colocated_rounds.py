@@ -14,7 +14,7 @@ from coordexp import distributed
 from coordexp.engine.colocated import ColocatedBackend
 from coordexp.engine.in_process import EngineSpec
 from coordexp.errors import RolloutError
-from coordexp.rollouts import SeedContext, synced
+from coordexp.rollouts import SeedContext, rollout_session
 from coordexp.rollouts.backend import AdapterWeights
 from coordexp.weight_sync.checksum import combined, tensor_hash
 from support.settings import colocated_of
@@ -113,7 +113,7 @@ def test_the_learner_is_away_from_the_engines_start_until_it_sleeps(mode: str, m
     engine = FakeEngine(learner)
     backend = backend_of(monkeypatch, learner, engine, enable_lora=True, sync={"mode": mode})
     for version in range(2):
-        with synced(backend, version):
+        with rollout_session(backend, version):
             assert backend.generate([], SEEDS) == []
         assert not learner.is_away, "the learner learns on its device"
     acts = [what for what, _ in learner.seen]
@@ -145,7 +145,7 @@ def test_pushes_are_read_back_at_the_cadence(every: int, compared: list[bool], m
     engine = FakeEngine(learner)
     backend = backend_of(monkeypatch, learner, engine, sync={"checksum_every": every})
     for version in range(5):
-        with synced(backend, version):
+        with rollout_session(backend, version):
             pass
     assert engine.compared == compared
 
@@ -155,7 +155,7 @@ def test_a_failed_adapter_push_is_one_event_and_full_from_then_on(monkeypatch: p
     engine = FakeEngine(learner, takes_adapters=False)
     backend = backend_of(monkeypatch, learner, engine, enable_lora=True, sync={"mode": "adapter"})
     for version in (5, 6):
-        with synced(backend, version):
+        with rollout_session(backend, version):
             report = backend.last_report()
         assert report["fallbacks"] == ["version 5: RolloutError: cannot adapt it"] and report["sync_mode"] == "full"
     assert [what for what, _ in learner.seen if what in ("adapter", "push")] == ["adapter", "push", "push"]

@@ -27,7 +27,7 @@ from coordexp.modeling.weights import LearnerWeights
 from coordexp.parsing import parse_rollout
 from coordexp.records import Rollout, RolloutRequest
 from coordexp.rollouts import DecodingOptions, RolloutBackend, SeedContext, build_backend, check_backend
-from coordexp.rollouts.backend import IndexedRollout, decoding_options, gathered
+from coordexp.rollouts.backend import IndexedRollout, collect_in_order, decoding_options
 from coordexp.rollouts.hf import HFBackend
 from coordexp.rollouts.learner import LearnerParts
 from support.config_samples import stage2
@@ -42,7 +42,9 @@ SEEDS = SeedContext(0, 0, 0, 0)
 def test_answers_are_returned_in_the_order_of_their_requests(order: list[int]) -> None:
     rollouts = [Rollout(f"s{index}", (), (index,), "", truncated=False) for index in range(5)]
     told: list[int] = []
-    assert gathered(iter([IndexedRollout(0, index, rollouts[index]) for index in order]), told.append) == rollouts
+    assert (
+        collect_in_order(iter([IndexedRollout(0, index, rollouts[index]) for index in order]), told.append) == rollouts
+    )
     assert told == [1, 2, 3, 4, 5]
 
 
