@@ -87,7 +87,7 @@ def build_model(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Any:
     from transformers import Qwen3VLConfig
 
     from coordexp.modeling.attention import transformers_names
-    from coordexp.modeling.forward import Qwen3VLForConditionalGeneration
+    from coordexp.modeling.load import Qwen3VLForConditionalGeneration
 
     third = sizes.head_dim // 2 // 3
     config = Qwen3VLConfig(

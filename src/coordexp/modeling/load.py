@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
@@ -19,10 +22,25 @@ from coordexp.data.preparation import NO_RESIZE, ImagePreparation, read_preparat
 from coordexp.errors import CheckpointError, VocabError
 from coordexp.modeling.adapter import merge_adapter
 from coordexp.modeling.attention import transformers_names
-from coordexp.modeling.forward import Qwen3VLForConditionalGeneration
 
 DTYPE: str = default_of(ModelConfig, "dtype")
 ATTENTION: str = default_of(ModelConfig, "attn_implementation")
+
+
+class Qwen3VLForConditionalGeneration(transformers.Qwen3VLForConditionalGeneration):
+    """Qwen3-VL that can run any function as its forward: ``model(forward_fn=f)`` returns ``f(model)``.
+
+    The chunked loss applies the language head itself. That must happen inside the wrapper's call, in which DDP prepares
+    its gradient reducer, FSDP gathers parameters, and autocast and DeepSpeed are active; so it is passed in.
+
+    The class keeps the name of its base, because ``save_pretrained`` writes it as the checkpoint's architecture.
+    """
+
+    @wraps(transformers.Qwen3VLForConditionalGeneration.forward)  # generate() reads the signature
+    def forward(self, *args: Any, forward_fn: Callable[[Any], Any] | None = None, **kwargs: Any) -> Any:
+        if forward_fn is not None:
+            return forward_fn(self)
+        return super().forward(*args, **kwargs)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,8 +16,7 @@ import torch
 
 from coordexp.config.objective import Channel
 from coordexp.modeling.coord_offset import OutputHead, output_head
-from coordexp.modeling.forward import supervised_hidden
-from coordexp.modeling.self_context import SelfContext, self_context_states
+from coordexp.modeling.forward import SelfContext, self_context_states, supervised_hidden
 from coordexp.objective import (
     HeadQuery,
     HeadScores,

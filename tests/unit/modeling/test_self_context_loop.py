@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from coordexp.modeling.self_context import EmbedMode, GradMode, SelfContext, coord_embeddings, unroll
+from coordexp.modeling.forward import EmbedMode, GradMode, SelfContext, coord_embeddings, unroll
 
 HIDDEN, BINS, SLOTS = 5, 7, 3
 
