@@ -14,11 +14,10 @@ from transformers import PreTrainedTokenizerFast
 
 from coordexp.coords import TURN_END, CoordVocab, serialize_append
 from coordexp.matching import MatchingConfig, match_objects
-from coordexp.metrics import SampleOutcome
 from coordexp.modeling.tiny import build_tokenizer
 from coordexp.parsing import parse_rollout
 from coordexp.records import GTObject, ImageRecord, Rollout, RolloutRequest
-from coordexp.targets import TargetPolicy, build_target
+from coordexp.targets import SampleOutcome, TargetPolicy, build_target
 from support.qwen_tokenizer import qwen_vocab
 
 MATCHING = MatchingConfig()

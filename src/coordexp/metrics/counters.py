@@ -4,24 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 
-from coordexp.config.rollout import TargetPolicy
 from coordexp.matching import duplicate_indices
-from coordexp.records import DropReason, MatchResult, ParsedRollout, Rollout, TokenRole, TrainingTarget
-
-
-@dataclass(frozen=True, slots=True)
-class SampleOutcome:
-    """Everything that happened to one sample between its prompt and its target. ``policy``: what the target was built
-    by. ``taken_as_complete``: it is the one for annotations that lack nothing (``TargetPolicy.complete_above``)."""
-
-    rollout: Rollout
-    parsed: ParsedRollout
-    match: MatchResult
-    target: TrainingTarget
-    policy: TargetPolicy
-    taken_as_complete: bool = False
+from coordexp.records import DropReason, TokenRole
+from coordexp.targets import SampleOutcome
 
 
 def rollout_counters(outcomes: Iterable[SampleOutcome]) -> Counter[str]:

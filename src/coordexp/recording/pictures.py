@@ -15,9 +15,9 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from coordexp.config.rollout import MonitorDumpConfig
 from coordexp.data.images import open_rgb
 from coordexp.evaluation.drawing import draw_objects
-from coordexp.metrics import SampleOutcome
 from coordexp.recording.writer import is_due
 from coordexp.records import ImageRecord
+from coordexp.targets import SampleOutcome
 
 MAX_PICTURES = 4
 SIDE = 384

@@ -20,7 +20,6 @@ import numpy as np
 from coordexp.coords import CoordVocab, FieldOrder
 from coordexp.errors import AppendError, DataError
 from coordexp.matching import MatchingConfig, match_objects
-from coordexp.metrics.counters import SampleOutcome
 from coordexp.parsing import parse_rollout
 from coordexp.records import (
     DropReason,
@@ -35,7 +34,14 @@ from coordexp.records import (
     TrainingTarget,
 )
 from coordexp.records_json import from_json, read_lines
-from coordexp.targets import SupervisionWeights, TargetPolicy, TransportConfig, build_target, empty_target
+from coordexp.targets import (
+    SampleOutcome,
+    SupervisionWeights,
+    TargetPolicy,
+    TransportConfig,
+    build_target,
+    empty_target,
+)
 
 SCHEMA_VERSION = 2
 

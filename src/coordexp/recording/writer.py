@@ -25,11 +25,11 @@ from coordexp import distributed
 from coordexp.config.rollout import MonitorDumpConfig
 from coordexp.data.dataset import Sample
 from coordexp.data.files import append_line
-from coordexp.metrics import SampleOutcome
 from coordexp.recording.rollout_record import LossRecord, Settings, WhereInTraining, loss_path, make_record
 from coordexp.recording.token_losses import TokenLosses
 from coordexp.records import Segment
 from coordexp.records_json import to_json
+from coordexp.targets import SampleOutcome
 
 logger = logging.getLogger("coordexp")
 

@@ -2,12 +2,13 @@
 Torch-free."""
 
 from coordexp.config.rollout import TargetPolicy, TransportConfig
-from coordexp.targets.build import build_gt_target, build_target, empty_target, is_closed, mark_matched
+from coordexp.targets.build import SampleOutcome, build_gt_target, build_target, empty_target, is_closed, mark_matched
 from coordexp.targets.supervision import encode_tail
 from coordexp.targets.weights import TERMS, SupervisionWeights, count_terms
 
 __all__ = [
     "TERMS",
+    "SampleOutcome",
     "SupervisionWeights",
     "TargetPolicy",
     "TransportConfig",

@@ -11,19 +11,33 @@ decides which of them each loss term is trained on. This is the contract's targe
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from coordexp.config.rollout import FIELD_ORDER, TargetPolicy, TransportConfig
 from coordexp.coords import CoordVocab, FieldOrder, append_fragment
 from coordexp.errors import AlignmentError
-from coordexp.records import GTObject, MatchResult, ParsedRollout, PredictedObject, TokenRole, TrainingTarget
+from coordexp.records import GTObject, MatchResult, ParsedRollout, PredictedObject, Rollout, TokenRole, TrainingTarget
 from coordexp.targets.rewrite import build_rewritten
 from coordexp.targets.supervision import Shape, Tail, assemble, coordinate_targets, encode_tail
 from coordexp.targets.weights import SupervisionWeights
 
 # Defaults of the keys, for calls outside of a run.
 _TRANSPORT, _POLICY, _WEIGHTS = TransportConfig(), TargetPolicy(), SupervisionWeights()
+
+
+@dataclass(frozen=True, slots=True)
+class SampleOutcome:
+    """One sample's way from its answer to its target. ``policy`` built the target; ``taken_as_complete``: it is the
+    policy for complete annotations (``TargetPolicy.complete_above``)."""
+
+    rollout: Rollout
+    parsed: ParsedRollout
+    match: MatchResult
+    target: TrainingTarget
+    policy: TargetPolicy
+    taken_as_complete: bool = False
 
 
 def build_gt_target(

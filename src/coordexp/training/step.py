@@ -27,11 +27,11 @@ from typing import Any
 from coordexp import distributed
 from coordexp.config.objective import Channel
 from coordexp.errors import TrainingDiverged
-from coordexp.metrics import MetricSums, SampleOutcome
+from coordexp.metrics import MetricSums
 from coordexp.recording.token_losses import token_losses
 from coordexp.recording.writer import RolloutLog, RolloutRecorder
 from coordexp.records import ImageRecord, PackedRow
-from coordexp.targets import count_terms
+from coordexp.targets import SampleOutcome, count_terms
 from coordexp.training.batches import MicroBatches, StepBatches
 from coordexp.training.objective_step import TrainingObjective, name_channel
 from coordexp.training.optimizer import needs_metric

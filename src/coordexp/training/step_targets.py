@@ -11,9 +11,10 @@ from coordexp import distributed
 from coordexp.coords import CoordVocab, FieldOrder
 from coordexp.data.augment import LEFT_OUT
 from coordexp.errors import AppendError
-from coordexp.metrics import SampleOutcome, rollout_counters
+from coordexp.metrics import rollout_counters
 from coordexp.records import Segment, TrainingTarget
 from coordexp.targets import (
+    SampleOutcome,
     SupervisionWeights,
     TargetPolicy,
     TransportConfig,

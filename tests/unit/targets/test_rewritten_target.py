@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from coordexp.coords import TURN_END, CoordVocab
-from coordexp.metrics import SampleOutcome
 from coordexp.records import GTObject, TokenRole
-from coordexp.targets import SupervisionWeights, TargetPolicy, build_gt_target, build_target
+from coordexp.targets import SampleOutcome, SupervisionWeights, TargetPolicy, build_gt_target, build_target
 from support.answers import CAT, DOG, LEAF, answer, entry, outcome_of, taught_text, tiny_vocab, vocabs
 from support.qwen_tokenizer import qwen_vocab
 

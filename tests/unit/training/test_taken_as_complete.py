@@ -10,9 +10,8 @@ import pytest
 
 from coordexp.data.dataset import Sample
 from coordexp.matching import MatchingConfig
-from coordexp.metrics import SampleOutcome
 from coordexp.records import GTObject
-from coordexp.targets import TargetPolicy, TransportConfig
+from coordexp.targets import SampleOutcome, TargetPolicy, TransportConfig
 from coordexp.training.rollout_queue import AnswerReader, RolloutQueue
 from coordexp.training.step_targets import TargetOptions, corrected, decide_policy
 from support.answers import CAT, DOG, LEAF, answer, entry, record, request, taught_text, tiny_vocab
