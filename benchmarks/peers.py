@@ -215,7 +215,6 @@ def ours(options: argparse.Namespace, output: Path, group: int) -> list[tuple[fl
         "training.save_strategy": "no",
         "training.report_to": [],
         "training.resume_from_checkpoint": None,
-        "training.disable_tqdm": True,
     }
     if stage_2:
         values["rollout_matching.max_new_tokens"] = MAX_NEW_TOKENS

@@ -140,8 +140,6 @@ class TrainingConfig(StrictModel):
         "tensorboard",
     )
     """loggers, by transformers' names; [] or none for none"""
-    disable_tqdm: bool | None = None
-    """no progress bar; null leaves it to transformers"""
 
     save_strategy: Strategy = "steps"
     """when to save: no, steps, epoch"""
