@@ -176,4 +176,4 @@ def test_a_push_that_fails_on_one_rank_fails_on_all(monkeypatch: pytest.MonkeyPa
     learner = Learner()
     with pytest.raises(RolloutError, match="no room"):
         backend_of(monkeypatch, learner, Full(learner)).sync_weights(1)
-    assert [str(what) for what in told] == ["None", "no room on this rank's device"]
+    assert [str(what) for what in told] == ["no room on this rank's device"]
