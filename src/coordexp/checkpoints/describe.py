@@ -36,8 +36,8 @@ class AdapterInfo:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """``parameters`` by part, tied weights once; ``linear_modules``: what ``tuner.target_modules`` can name, by part;
-    ``coord_tokens``: "yes", or what is wrong with them."""
+    """``parameters`` by part, tied weights once; ``linear_modules``: valid names for ``tuner.target_modules``, by part;
+    ``coord_tokens``: "yes", or the problem with them."""
 
     path: str
     model_type: str

@@ -1,8 +1,7 @@
 """A checkpoint's folder, read without its weights and without torch.
 
 :class:`Checkpoint` is either a plain Qwen3-VL model, or a LoRA run's folder, whose adapters belong to another model.
-transformers takes seconds to import, so what commands that only read need is read here directly; tests hold both ways
-to the same result.
+transformers takes seconds to import, so commands that only look at a folder read it here; tests compare both ways.
 """
 
 from __future__ import annotations
@@ -123,8 +122,8 @@ def base_of(folder: Path) -> Path:
         raise CheckpointError(f"{folder}: its adapter files cannot be read ({error}); restore them") from error
     if not named or not Path(named).is_dir() or Path(named).resolve() == folder.resolve():
         raise CheckpointError(
-            f"{folder}: has adapters of the model {named}, which is no folder here; put that model back, or name its "
-            "new place: coordexp model merge FOLDER OUTPUT --base MODEL"
+            f"{folder}: has adapters of the model {named}, which is not a folder here; put that model back, or name "
+            "its new place: coordexp model merge FOLDER OUTPUT --base MODEL"
         )
     return Path(named)
 
@@ -152,7 +151,7 @@ def settings_of_run(checkpoint: Path) -> Mapping[str, Any]:
     """The configuration of the run that wrote ``checkpoint``, from its folder or the one above; empty if there is none.
 
     Raises:
-        ConfigError: the file is no YAML.
+        ConfigError: the file is not YAML.
     """
     from coordexp.config.source import read_document  # only this function needs the configuration package
 

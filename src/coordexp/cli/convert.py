@@ -62,7 +62,7 @@ def voc_command(
     root: Annotated[
         Path,
         typer.Argument(
-            help="Folder with Annotations, JPEGImages and ImageSets/Main at any depth; or of XML beside images."
+            help="Folder with Annotations, JPEGImages and ImageSets/Main at any depth; or of XML next to images."
         ),
     ],
     out: Out,
@@ -161,7 +161,7 @@ def panoptic_command(
     out: Out,
     options: OfPolygons,
     segments: Annotated[
-        Path | None, typer.Option(help="Folder of the PNGs, for polygons [beside the file, by its name].")
+        Path | None, typer.Option(help="Folder of the PNGs, for polygons [next to the file, by its name].")
     ] = None,
     geometry: OfInstances = "bbox",
     crowds: OfCrowds = "leave_out",

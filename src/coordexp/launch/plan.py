@@ -28,7 +28,7 @@ from coordexp.serving.serve.options import ServeOptions, serve_options
 
 LOOPBACK = "127.0.0.1"
 PLUGIN = Path(__file__).parents[1] / "engine" / "plugin" / "coordexp_rollout_plugin.py"
-# The guard belongs to servers: what a shell exports must not reach the learner.
+# Settings of servers: if the launcher's shell exports them, they must not reach the learner.
 SERVER_ONLY = (ENABLE, CONFIG_JSON, CONFIG_JSON_PATH, NAMES_ENABLE, SERVER_API_KEY)
 SWIFT_MODEL_TYPE = "qwen3_vl"  # the one that learners train; called the same in transformers and ms-swift
 _SWIFT_ENGINE_KEYS = ("max_num_batched_tokens", "kv_cache_dtype", "cpu_offload_gb", "mm_encoder_tp_mode")
@@ -92,7 +92,7 @@ def plan_from_json(text: str) -> LaunchPlan:
 
 
 def server_entries(config: RunConfig) -> tuple[ServerEntry, ...]:
-    """The servers that this run asks; none where it generates by itself."""
+    """The rollout servers of this run; empty if it generates without servers."""
     rollout = config.rollout_matching
     if rollout is None or rollout.rollout_backend != "vllm" or rollout.vllm.mode != "server":
         return ()
@@ -125,7 +125,7 @@ def plan_launch(
     devices = _devices_of_servers(config, local)
     logs = launch.log_dir or Path(config.training.output_dir) / "logs"
     named = (str(config_path), *arguments)
-    grace_s = config.training.stop_within_s + 15.0  # what the learner allows itself, and a moment to end
+    grace_s = config.training.stop_within_s + 15.0  # the learner's own limit, and a moment to end
     servers = []
     for index, (entry, here) in enumerate(zip(entries, local, strict=True)):
         ports, process = (), None
@@ -253,7 +253,7 @@ def _swift_command(options: ServeOptions) -> tuple[str, ...]:
         "vllm_max_lora_rank": engine.get("max_lora_rank"),
         "vllm_engine_kwargs": json.dumps(further) if further else None,
     }
-    words = [sys.executable, "-m", "swift.cli.rollout"]  # what `swift rollout` runs, without a process between
+    words = [sys.executable, "-m", "swift.cli.rollout"]  # `swift rollout` itself would start this in a further process
     for name, value in flags.items():
         if value is not None:
             words += [f"--{name}", str(value).lower() if isinstance(value, bool) else str(value)]
@@ -263,8 +263,8 @@ def _swift_command(options: ServeOptions) -> tuple[str, ...]:
 def _learner_process(
     config: RunConfig, named: Sequence[str], logs: Path, local: Sequence[bool], grace_s: float
 ) -> ProcessPlan:
-    """torchrun on this machine alone. Its processes meet in a file: torchrun's TCP store listens on every network,
-    whatever its address."""
+    """torchrun on this machine alone. Its processes meet in a file: torchrun's TCP store listens on every
+    network, not only on its address."""
     devices = tuple(config.launch.learner_devices)
     command = (
         *(sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={max(1, len(devices))}"),

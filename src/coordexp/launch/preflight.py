@@ -47,7 +47,7 @@ def look_over(
     """Run every check, also after one failed. Nothing is started and nothing is written.
 
     Args:
-        learner_checks: the checks that the learner itself makes, given its number of processes; raises what it finds.
+        learner_checks: the checks that the learner itself makes, given its number of processes; raises a CoordExpError.
         listen_host: see :func:`~coordexp.launch.plan.plan_launch`.
     """
     problems: list[str] = []
@@ -95,7 +95,7 @@ def _model_check(config: RunConfig) -> Check:
     try:
         model_type = str(json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        problem = f"{folder} is no checkpoint ({error}); name a folder with config.json"
+        problem = f"{folder} is not a checkpoint ({error}); name a folder with config.json"
         return Check("model.model", f"{folder} (no checkpoint)", problem)
     problem = None
     if config.launch.server == "swift" and model_type != SWIFT_MODEL_TYPE:
@@ -140,7 +140,7 @@ def _port_checks(plan: LaunchPlan) -> Iterator[Check]:
             if taken_by != f"{where}.{key}":
                 problem = f"port {port} is {taken_by} too; give each its own"
             elif not can_listen(host, 0):
-                problem = f"{host} is no address of this machine; choose one that is (listen_host, --host)"
+                problem = f"{host} is not an address of this machine; choose one that is (listen_host, --host)"
             elif not can_listen(host, port):
                 problem = f"port {port} of {host} is taken; end the program that listens there, or choose another"
             yield Check(f"{where}.{key}", f"{host}:{port}", problem)

@@ -7,7 +7,7 @@ packed forward passes two arguments to the model (:func:`row_arguments`):
   when gradient checkpointing recomputes. It is not a tensor, so DDP, FSDP and accelerate do not move it: lengths stay
   Python numbers, and reading them never waits for a device.
 * ``attention_mask``, four-dimensional and empty: transformers returns a 4-D mask unchanged, and so does not build the
-  (L, L) mask of the row, which nothing would read.
+  (L, L) mask of the row, which no kernel would read.
 
 The vision tower gets ``frames`` in the same way (:class:`coordexp.modeling.inputs.VisionTower`). Calls without them
 (generation, padded batches) use transformers' own SDPA.

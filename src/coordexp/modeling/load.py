@@ -130,7 +130,7 @@ def _read_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> Qwen3VLForCondi
 
 
 def _read(source: Any, path: str | Path, what: str) -> Any:
-    """``source.from_pretrained``, whose errors say neither which folder nor what to do."""
+    """``source.from_pretrained``, with errors that name the folder and the fix."""
     try:
         return source.from_pretrained(path)
     except (OSError, ValueError) as error:

@@ -7,13 +7,12 @@ its bin and of two bins to either side: training spreads every coordinate over i
 model gives the exact bin a fifth. Probabilities are over the full vocabulary at temperature 1, from one forward pass
 over prompt and answer: however the answer was decoded, and by whichever engine, it is scored in the same way.
 
-The score ranks objects. Confidence is what it takes to act on one, the probability that the object is there and is
-called so:
+The score ranks objects. Confidence is the probability that the object is there and has this name:
 
     confidence = exp( mean_j log P(bin_j ± 32)  +  sum_i log P(desc token_i) )
 
-Its coordinates may differ by what training blurs and annotators disagree on, a thirtieth of the image's side; its
-description may not.
+Its coordinates may differ by a thirtieth of the image's side, the scale of training's blur and of annotators'
+disagreement; its description may not differ.
 """
 
 from __future__ import annotations

@@ -131,10 +131,10 @@ def test_an_address_that_is_not_this_machines_is_named(tmp_path: Path, config: d
     path = write_yaml(tmp_path, set_key(config, "launch.server", "coordexp"))
     run = load_config(path)
     plan = plan_launch(run, path, listen_host="127.0.0.2")
-    assert not any("no address" in str(check.problem) for check in run_checks(run, plan, 0))
+    assert not any("not an address" in str(check.problem) for check in run_checks(run, plan, 0))
     servers = tuple(replace(server, listen_host="203.0.113.9") for server in plan.servers)
     problems = [check.problem for check in run_checks(run, replace(plan, servers=servers), 0)]
-    assert sum("203.0.113.9 is no address of this machine" in str(problem) for problem in problems) == 4
+    assert sum("203.0.113.9 is not an address" in str(problem) for problem in problems) == 4
 
 
 def test_keys_of_the_command_line_reach_every_program_that_reads_the_file(
@@ -303,7 +303,7 @@ def test_every_problem_of_every_stage_is_printed_and_nothing_starts(
     for words in (
         "launch.server_devices[1]: device 0 is already in launch.server_devices[0]",
         "launch.learner_devices: missing, while servers have devices",
-        "is no checkpoint",
+        "is not a checkpoint",
         f"port {servers[0]['group_port']} is rollout_matching.vllm.server.servers[0].group_port too",
         "no.jsonl",
         "neither.jsonl",
