@@ -120,9 +120,8 @@ class WeightPusher(ABC):
         num_bytes = num_tensors = 0
         with self._whole_source() as named, self._aborting():
             dtype = self._begin("full")
-            for bucket in in_buckets(named, self._config.bucket_mb << 20):
-                if not self.has_engines:
-                    continue  # gathered for the rank that has them
+            # A rank without engines leaves reading to _whole_source, which keeps no bucket in memory.
+            for bucket in in_buckets(named, self._config.bucket_mb << 20) if self.has_engines else ():
                 if self.converts or compares:
                     bucket = [(name, _converted(tensor, dtype)) for name, tensor in bucket]
                 if compares:
@@ -340,13 +339,15 @@ class ServerLink:
 
     def send(self, bucket: Named, seconds_left: Callable[[], float]) -> None:
         payload = [info.payload() for info in describe(bucket)]
-        announce = lambda: self._client.update_flattened_params(payload, seconds_left())  # noqa: E731
-        self._announce_and_send(announce, bucket, seconds_left)
+        self._announce_and_send(
+            lambda: self._client.update_flattened_params(payload, seconds_left()), bucket, seconds_left
+        )
 
     def send_adapter(self, config: Mapping[str, Any], tensors: Named, seconds_left: Callable[[], float]) -> None:
         payload = [info.payload() for info in describe(tensors)]
-        announce = lambda: self._client.update_adapter(config, payload, seconds_left())  # noqa: E731
-        self._announce_and_send(announce, tensors, seconds_left)
+        self._announce_and_send(
+            lambda: self._client.update_adapter(config, payload, seconds_left()), tensors, seconds_left
+        )
 
     def _announce_and_send(
         self, announce: Callable[[], None], tensors: Named, seconds_left: Callable[[], float]
