@@ -70,7 +70,7 @@ PATHS: dict[str, list[tuple[str, str, str]]] = {
         ("weight_sync/buckets.py", "in_buckets", "puts it into a bucket: name, shape, type, place"),
         ("engine/client.py", "ServerClient.update_flattened_params", "announces it over HTTP"),
         ("weight_sync/group.py", "Communicator.broadcast", "carries the bytes, by NCCL or Gloo"),
-        ("serving/serve/app.py", "build_app", "takes the announcement to every worker"),
+        ("engine/serve_app.py", "RolloutServer.update_flattened_params", "takes the announcement to every worker"),
         ("engine/worker.py", "WeightSyncExtension.update_flattened_params", "calls the receiver inside vLLM"),
         ("weight_sync/receiver.py", "WeightReceiver.receive", "takes the bytes in, checks coverage and checksum"),
         ("weight_sync/layout.py", "WeightLayout", "knows which parameter of vLLM's model it is a part of"),

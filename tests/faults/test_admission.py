@@ -16,31 +16,39 @@ import pytest
 import uvicorn
 from PIL import Image, ImageFile
 
+from coordexp.engine.serve_app import RolloutServer
+from coordexp.engine.serve_engine import Heartbeat
+from coordexp.engine.serve_requests import RequestRefused, open_image
 from coordexp.errors import ServerTimeout
-from coordexp.serving.serve.app import WholeBodyInTime, build_app
-from coordexp.serving.serve.requests import open_image
-from coordexp.serving.serve.service import Heartbeat, RolloutServer
-from coordexp.serving.serve.weight_lock import RequestRefused
 from support.settings import client_to, serve_options_of
 
 
 class Engine:
-    """Answers its heartbeat, unless told to hang; draws a token between two beats, unless told to stall."""
+    """Answers its heartbeat, unless told to hang; samples a token between two beats, unless told to stall."""
+
+    world_size = 1
+    guarded = closed_names = adapted = False
 
     def __init__(self) -> None:
         self.hangs = self.stalls = self.answers = False
-        self.num_drawn = 0
+        self.num_tokens = self.num_running = 0
 
-    async def collective_rpc(self, *_: Any, **__: Any) -> list[int]:
+    async def num_sampled(self) -> list[int]:
         while self.hangs:
             await asyncio.sleep(0.01)
-        self.num_drawn += not self.stalls
-        return [self.num_drawn]
+        self.num_tokens += not self.stalls
+        return [self.num_tokens]
 
-    async def check_health(self) -> None: ...
+    def is_answering(self, rank: int) -> bool:
+        return self.answers
 
+    async def answer(self, *_: Any) -> None:
+        self.num_running += 1
+        try:
+            await asyncio.sleep(60)
+        finally:
+            self.num_running -= 1
 
-class Engines(SimpleNamespace):
     async def check_health(self) -> None: ...
 
     def shutdown(self) -> None: ...
@@ -54,15 +62,11 @@ def engine() -> Engine:
 @pytest.fixture(scope="module")
 def url(engine: Engine) -> Iterator[str]:
     options = serve_options_of("trainer.example", group_port=1, push_wait_s=5.0)
-    engines: Any = Engines(
-        engines=[engine], world_size=1, guarded=False, tensor_parallel_size=1, is_answering=lambda _: engine.answers
-    )
-    server = RolloutServer(options, engines, SimpleNamespace())  # type: ignore[arg-type]
-    server.heartbeat = Heartbeat([engine], engines.is_answering, every_s=0.05)
-    app = build_app(server)
-    for middleware in app.user_middleware:
-        if middleware.cls is WholeBodyInTime:
-            middleware.kwargs["body_s"] = 0.5
+    served: Any = engine
+    prompts: Any = SimpleNamespace(build=lambda request: {"prompt": "p"})
+    server = RolloutServer(options, served, prompts)
+    server.heartbeat = Heartbeat(served, every_s=0.05)
+    app = server.app(body_s=0.5)
     listener = socket.create_server(("127.0.0.1", 0))
     running = uvicorn.Server(uvicorn.Config(app, log_config=None))
     thread = threading.Thread(target=lambda: asyncio.run(running.serve(sockets=[listener])), daemon=True)
@@ -111,6 +115,16 @@ def test_a_body_that_is_announced_and_never_sent_is_not_waited_for(url: str) -> 
     with socket.create_connection((host, int(port)), timeout=30) as client:
         client.sendall(b"POST /infer/ HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{")
         assert client.recv(100).startswith(b"HTTP/1.1 408")
+
+
+def test_an_answer_that_nobody_waits_for_is_cancelled(url: str, engine: Engine) -> None:
+    call = {"infer_requests": [{"messages": [{"role": "user", "content": "a"}]}] * 2}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{url}/infer/", json=call, timeout=0.5, trust_env=False)
+    deadline = time.monotonic() + 10
+    while engine.num_running and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert engine.num_running == 0
 
 
 def test_a_bucket_without_a_group_is_refused_and_changes_nothing(url: str) -> None:

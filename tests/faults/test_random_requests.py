@@ -13,9 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from coordexp.serving.serve.app import build_app
-from coordexp.serving.serve.engines import Completion
-from coordexp.serving.serve.service import RolloutServer
+from coordexp.engine.serve_app import RolloutServer
 from support.settings import serve_options_of
 
 REQUESTS = 100
@@ -37,11 +35,12 @@ NAMES = (
 )
 
 
-class Engines(SimpleNamespace):
-    """One engine that answers at once, and whose worker takes nothing."""
+class Engine(SimpleNamespace):
+    """Answers at once; its worker takes nothing."""
 
-    async def answer(self, prompt: Any, sampling: Any, adapted: bool, names: Any) -> Completion:
-        return Completion("id", (1, 2), (3,), "a", "stop")
+    async def answer(self, prompt: Any, sampling: Any, names: Any) -> Any:
+        answer = SimpleNamespace(token_ids=[3], text="a", finish_reason="stop")
+        return SimpleNamespace(request_id="id", prompt_token_ids=[1, 2], outputs=[answer])
 
     async def pop_triggers(self, ids: Any) -> dict[str, Any]:
         return {}
@@ -60,16 +59,9 @@ class Engines(SimpleNamespace):
 
 def application() -> Any:
     options = serve_options_of("127.0.0.1", group_port=5, push_wait_s=0.2, api_key=TOKEN)
-    engines: Any = Engines(
-        engines=[],
-        world_size=1,
-        guarded=False,
-        closed_names=False,
-        tensor_parallel_size=1,
-        is_answering=lambda _: False,
-    )
+    engine: Any = Engine(world_size=1, guarded=False, closed_names=False, adapted=False)
     prompts: Any = SimpleNamespace(build=lambda request: {"prompt": "p"})
-    return build_app(RolloutServer(options, engines, prompts))
+    return RolloutServer(options, engine, prompts).app()
 
 
 def value(draw: random.Random, depth: int = 0) -> Any:

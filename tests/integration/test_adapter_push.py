@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+import httpx
 import pytest
 import torch
 
@@ -18,6 +19,7 @@ from support.plain_server import PlainServer
 from support.rollout_servers import (
     RunningServer,
     greedy_tokens,
+    openai_payload,
     requests_of,
     served_checkpoint,
     served_tokens,
@@ -43,7 +45,9 @@ def adapter_sync(client: ServerClient, learner: LoadedModel, fallback_to_full: b
 
 # The order matters here: on a server that has once received full weights, adapters no longer fit.
 @pytest.mark.parametrize("rows", [False, True], ids=["lora", "lora and coordinate rows"])
-def test_an_adapter_alone_makes_the_servers_answers_the_learners(client: ServerClient, rows: bool) -> None:
+def test_an_adapter_alone_makes_the_servers_answers_the_learners(
+    server: RunningServer, client: ServerClient, rows: bool
+) -> None:
     learner = learner_of(train_coord_rows=rows, **LLM_ONLY)
     requests = requests_of(learner, 3)
     sync = adapter_sync(client, learner, fallback_to_full=False)
@@ -56,6 +60,9 @@ def test_an_adapter_alone_makes_the_servers_answers_the_learners(client: ServerC
     new_answers = greedy_tokens(learner, requests)
     assert new_answers != old_answers
     assert served_tokens(client, requests) == new_answers
+    url = f"{server.base_url}/v1/chat/completions"
+    openai = httpx.post(url, json=openai_payload(requests[0]), trust_env=False, timeout=60.0).json()
+    assert openai["choices"][0]["token_ids"] == new_answers[0]
     assert (first.mode, second.mode, second.fallback) == ("adapter", "adapter", None)
     whole = sum(parameter.numel() * 4 for parameter in learner.model.parameters())
     assert 0 < second.bytes < whole

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
@@ -29,8 +31,10 @@ from support.rollout_servers import (
     greedy_tokens,
     is_alive,
     load_served,
+    openai_payload,
     payload,
     requests_of,
+    served_checkpoint,
     served_tokens,
 )
 
@@ -129,6 +133,62 @@ def test_each_cache_can_be_emptied_and_answers_stay(client: ServerClient, learne
         assert served_tokens(client, requests) == answers
 
 
+def test_openai_clients_get_the_same_answers(server: RunningServer, client: ServerClient, learner: LoadedModel) -> None:
+    requests = requests_of(learner, 2)
+    expected = served_tokens(client, requests)
+    with httpx.Client(base_url=server.base_url, trust_env=False, timeout=60.0) as openai:
+        (model,) = openai.get("/v1/models").json()["data"]
+        assert model["id"] == str(served_checkpoint())
+        for request, token_ids in zip(requests, expected, strict=True):
+            reply = openai.post("/v1/chat/completions", json=openai_payload(request, model=model["id"])).json()
+            (choice,) = reply["choices"]
+            assert tuple(reply["prompt_token_ids"]) == request.prompt_token_ids
+            assert choice["token_ids"] == token_ids
+            assert "<|coord_" in choice["message"]["content"], "special tokens are shown: coordinates may be some"
+        with openai.stream("POST", "/v1/chat/completions", json=openai_payload(requests[0], stream=True)) as stream:
+            lines = [line.removeprefix("data: ") for line in stream.iter_lines() if line.startswith("data: {")]
+        deltas = [json.loads(line)["choices"][0] for line in lines]
+        assert [token for delta in deltas for token in delta.get("token_ids") or ()] == expected[0]
+
+
+def test_metrics_count_what_was_answered(server: RunningServer, client: ServerClient, learner: LoadedModel) -> None:
+    def num_answers() -> float:
+        lines = httpx.get(f"{server.base_url}/metrics", trust_env=False).text.splitlines()
+        counts = [line for line in lines if line.startswith("vllm:request_success_total{")]
+        return sum(float(line.rpartition(" ")[2]) for line in counts)
+
+    before = num_answers()
+    client.infer(payload(requests_of(learner, 3), 4))
+    assert num_answers() == before + 3
+
+
+@pytest.mark.parametrize(
+    ("change", "status"),
+    [
+        ({"messages": [{"role": "user", "content": [
+            {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/a.png"}}]}]}, 400),
+        ({"messages": [{"role": "user", "content": [
+            {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}]}, 500),  # vLLM's own status
+        ({"vllm_xargs": {"coordexp_names": ["cat"]}}, 400),
+        ({"model": "another"}, 404),
+        ({"temperature": -1}, 400),
+        ({"messages": 3}, 400),
+    ],
+    ids=["address", "file", "our own arguments", "model", "temperature", "messages"],
+)  # fmt: skip
+def test_openai_requests_that_are_refused(
+    server: RunningServer, learner: LoadedModel, change: dict[str, Any], status: int
+) -> None:
+    body = openai_payload(requests_of(learner, 1)[0]) | change
+    reply = httpx.post(f"{server.base_url}/v1/chat/completions", json=body, trust_env=False)
+    assert reply.status_code == status, reply.text
+
+
+@pytest.mark.parametrize("path", ["/scale_elastic_ep", "/v1/load_lora_adapter", "/collective_rpc", "/tokenize"])
+def test_vllms_other_endpoints_are_closed(server: RunningServer, path: str) -> None:
+    assert httpx.post(f"{server.base_url}{path}", json={}, trust_env=False).status_code == 404
+
+
 class DeadlyWeights(LearnerWeights):
     """Kills a server when half of the weights have been handed out."""
 
@@ -157,6 +217,8 @@ def test_a_server_that_dies_in_the_middle_of_a_push_ends_it(
     good = ServerPusher([client], LearnerWeights(learner.model), SyncConfig(bucket_mb=1, timeout_s=60.0))
     good.push(21)
     good.close()
+    openai = f"{server.base_url}/v1/chat/completions"
+    assert httpx.post(openai, json=openai_payload(requests[0]), trust_env=False).status_code == 200
     family = server.children()
     deadly = ServerPusher(
         [client], DeadlyWeights(learner.model, server.process.pid), SyncConfig(bucket_mb=1, timeout_s=300.0)

@@ -149,6 +149,14 @@ def test_a_server_that_is_stopped_while_it_starts_leaves_nothing(
         assert ended(family)
 
 
+def test_an_engine_that_is_not_ready_in_time_is_ended(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("server")
+    with started(folder, server_config(folder, launch__wait_s=0.5)) as server:
+        assert server.process.wait(90) == 2
+        assert ended(server.children())
+    assert "launch.wait_s" in tail(server.log)
+
+
 def test_a_taken_port_is_named_before_an_engine_starts(tmp_path_factory: pytest.TempPathFactory) -> None:
     import socket
 

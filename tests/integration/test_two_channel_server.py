@@ -14,8 +14,8 @@ import pytest
 from rich.console import Console
 
 from coordexp.engine.client import STALL_KEYS
+from coordexp.engine.serve_engine import HEARTBEAT_S
 from coordexp.errors import RolloutError
-from coordexp.serving.serve.service import EVERY_S
 from coordexp.training.run import build_trainer, check_run, run_training
 from support.guarded_server import GuardedServerContract, assert_killing_leaves_nothing
 from support.rollout_servers import RunningServer, served_checkpoint, serving
@@ -170,7 +170,7 @@ def test_killing_it_leaves_no_process(server: Any) -> None:
 
 
 def asked_after_a_beat(server: Any) -> dict[str, Any]:
-    time.sleep(2 * EVERY_S)
+    time.sleep(2 * HEARTBEAT_S)
     return asked_of(server)
 
 

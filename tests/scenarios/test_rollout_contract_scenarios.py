@@ -186,8 +186,8 @@ def test_missing_vllm_is_named_with_its_alternative(tmp_path: Path, monkeypatch:
 
 @pytest.mark.scenario("Preflight/runtime consume a shared validated rollout contract")
 def test_launcher_and_trainer_see_one_contract(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from coordexp.engine.serve import serve_options
     from coordexp.launch.plan import plan_launch
-    from coordexp.serving.serve.options import serve_options
 
     monkeypatch.setenv("COORDEXP_TEST_KEY", "token")
     guard = {"enabled": True, "max_object_keys": 7}

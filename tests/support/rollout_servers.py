@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import signal
 import subprocess
@@ -224,6 +225,20 @@ def payload(requests: Sequence[RolloutRequest], max_tokens: int = NEW_TOKENS, **
             for request in requests
         ],
         "request_config": {"max_tokens": max_tokens, "temperature": 0.0, "return_details": True, "seed": 7, **config},
+    }
+
+
+def openai_payload(request: RolloutRequest, **more: Any) -> dict[str, Any]:
+    """The request as an OpenAI client sends it, greedy and with token ids."""
+    encoded = base64.b64encode(request.image.read_bytes()).decode()
+    url = f"data:image/{request.image.suffix[1:]};base64,{encoded}"
+    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": PROMPT}]
+    return {
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": NEW_TOKENS,
+        "temperature": 0.0,
+        "return_token_ids": True,
+        **more,
     }
 
 

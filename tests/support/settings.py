@@ -10,9 +10,9 @@ from typing import Any
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.engine.client import ServerClient
 from coordexp.engine.colocated import ColocatedBackend
+from coordexp.engine.serve import ServeOptions
 from coordexp.rollouts.backend import DecodingOptions, decoding_options
 from coordexp.rollouts.learner import LearnerParts
-from coordexp.serving.serve.options import ServeOptions
 
 
 def decoding(max_new_tokens: int = 512, **options: Any) -> DecodingOptions:

@@ -24,7 +24,7 @@ LAYERS: dict[str, int] = {
         5: "modeling objective metrics",
         6: "evaluation",
         7: "engine recording",
-        8: "serving viewer",
+        8: "viewer",
         9: "training launch",
         10: "inference",
         12: "cli",

@@ -142,8 +142,7 @@ def serve(
     logging.basicConfig(format="%(asctime)s %(name)s %(message)s")
     logging.getLogger("coordexp").setLevel(logging.INFO)  # not the root: vLLM sets that one
     from coordexp.engine.engine_process import num_gpus
-    from coordexp.serving.serve.options import serve_options
-    from coordexp.serving.serve.run import prepare_environment, run_server
+    from coordexp.engine.serve import prepare_environment, run_server, serve_options
 
     gpus = num_gpus()
     options = serve_options(run, index, data_parallel_size, gpus, host)

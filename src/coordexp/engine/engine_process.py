@@ -10,14 +10,15 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import psutil
 
 DIE_WITH_PARENT = "COORDEXP_DIE_WITH_PARENT"
 OWNER_PID = "COORDEXP_ENGINE_OWNER_PID"
+DP_COORDINATOR = "DPCoordinator"  # part of its process title
 SERVER_API_KEY = "COORDEXP_ROLLOUT_API_KEY"  # the token itself, for servers whose command line would show it
 PLUGINS = "VLLM_PLUGINS"
 
@@ -67,8 +68,9 @@ def needed_plugins() -> str:
     return ",".join(plugin.name for plugin in plugins if not plugin.value.startswith("swift."))
 
 
-# vLLM puts its workers below a core process of its own, which does not notice when its server is killed. Each worker
-# can ask the kernel to end it with its parent; to end the core as well, it watches the server from a thread.
+# vLLM's engine processes do not notice when their server is killed. Each worker can ask the kernel to end it with its
+# parent, and watches the server from a thread: it then ends the engine process above it and the coordinator that vLLM
+# starts for data-parallel engines too.
 
 
 def set_engine_owner() -> None:
@@ -87,37 +89,38 @@ def die_with_parent() -> None:
 
 
 def die_with_owner() -> None:
-    """In a vLLM worker: end it, and the core process above it, when the owner ends. Does nothing without an owner."""
+    """In a vLLM worker: end it and its engine's other processes when the owner ends. Does nothing without an owner."""
     owner = int(os.environ.get(OWNER_PID, "0"))
     if not owner or owner == os.getpid() or not sys.platform.startswith("linux"):
         return
-    parent = os.getppid()
-    core = parent if parent != owner and _parent_of(parent) == owner else None
     try:
         handle = os.pidfd_open(owner)
-    except ProcessLookupError:
-        _end(core)
+        children = psutil.Process(owner).children()
+    except (ProcessLookupError, psutil.NoSuchProcess):
+        _end([])
         return
-    threading.Thread(target=_watch, args=(handle, core), name="die-with-owner", daemon=True).start()
+    parent = os.getppid()
+    relatives = [child for child in children if child.pid == parent or DP_COORDINATOR in _title(child)]
+    threading.Thread(target=_watch, args=(handle, relatives), name="die-with-owner", daemon=True).start()
 
 
-def _watch(owner_handle: int, core: int | None) -> None:
+def _watch(owner_handle: int, relatives: Sequence[psutil.Process]) -> None:
     select.select([owner_handle], [], [])  # a pidfd turns readable when its process ends
-    _end(core)
+    _end(relatives)
 
 
-def _end(core: int | None) -> None:
-    # Checked again: if the core has ended meanwhile, its number may be another process's.
-    if core is not None and os.getppid() == core:
-        os.kill(core, signal.SIGKILL)
+def _end(relatives: Sequence[psutil.Process]) -> None:
+    for process in relatives:
+        with suppress(psutil.NoSuchProcess):  # psutil kills no other process that has got the number since
+            process.kill()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _parent_of(pid: int) -> int | None:
+def _title(process: psutil.Process) -> str:
     try:
-        return psutil.Process(pid).ppid()
+        return " ".join(process.cmdline())
     except psutil.NoSuchProcess:
-        return None
+        return ""
 
 
 def skip_main_reimport() -> None:

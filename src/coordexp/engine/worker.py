@@ -72,7 +72,7 @@ class WeightSyncExtension:
         """Join the weight group at ``host:port`` with ``world_size`` members, the last of which is the trainer.
 
         Args:
-            first_rank: rank of this engine's first worker; without it, taken from ms-swift's variables.
+            first_rank: rank of this engine's first worker; by default its data-parallel rank's, or ms-swift's.
             timeout_s: deadline of every wait in the group; without it, ``COORDEXP_COMMUNICATOR_TIMEOUT_S`` or 120.
             token: every member must know it; empty admits everyone.
             listen_host: the address on which rank 0 listens, if it is not ``host``; 0.0.0.0 for all of them.
@@ -80,7 +80,7 @@ class WeightSyncExtension:
         from vllm.distributed.parallel_state import get_world_group
 
         if first_rank is None:
-            first_rank = self._first_rank_of_swift()
+            first_rank = self._first_rank()
         if timeout_s is None:
             timeout_s = float(os.environ.get(TIMEOUT_VARIABLE, "120"))
         rank = first_rank + get_world_group().rank
@@ -214,7 +214,7 @@ class WeightSyncExtension:
                     "Push with sync.mode: full"
                 )
 
-    def _first_rank_of_swift(self) -> int:
+    def _first_rank(self) -> int:
         parallel = self.vllm_config.parallel_config
         replica = int(parallel.data_parallel_index) or int(os.environ.get("SWIFT_ROLLOUT_DP_RANK", "0"))
         return replica * int(parallel.tensor_parallel_size)

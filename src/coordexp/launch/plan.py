@@ -23,8 +23,8 @@ from coordexp.engine.guard_activation import (
     ENABLE,
     activation_environment,
 )
+from coordexp.engine.serve import ServeOptions, serve_options
 from coordexp.errors import ConfigError
-from coordexp.serving.serve.options import ServeOptions, serve_options
 
 LOOPBACK = "127.0.0.1"
 PLUGIN = Path(__file__).parents[1] / "engine" / "plugin" / "coordexp_rollout_plugin.py"

@@ -14,8 +14,8 @@ from PIL import Image
 from coordexp.data.images import open_rgb
 from coordexp.data.preparation import NO_RESIZE, ImagePreparation, ResizeRule
 from coordexp.engine.protocol import image_source
+from coordexp.engine.serve_requests import open_image
 from coordexp.errors import DataError
-from coordexp.serving.serve.requests import open_image
 
 ROTATED = 6
 RESIZED = ImagePreparation(ResizeRule(32, 32 * 32, 64 * 64))

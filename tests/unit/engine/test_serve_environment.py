@@ -9,8 +9,8 @@ import pytest
 from coordexp.config.rollout import RepeatTerminateConfig
 from coordexp.engine.engine_process import PLUGINS, engine_environment, needed_plugins
 from coordexp.engine.guard_activation import ENABLE, activated_config, activation_environment
+from coordexp.engine.serve import prepare_environment
 from coordexp.errors import RolloutError
-from coordexp.serving.serve.run import prepare_environment
 
 GUARD = RepeatTerminateConfig(enabled=True, min_new_tokens=7)
 

@@ -12,10 +12,9 @@ from PIL import Image
 from pydantic import ValidationError
 
 from coordexp.data.images import open_rgb
+from coordexp.engine import serve_requests
 from coordexp.engine.arguments import NAMES_KEY
-from coordexp.serving.serve import requests
-from coordexp.serving.serve.requests import InferRequest, PromptBuilder, RequestConfig, open_image
-from coordexp.serving.serve.weight_lock import RequestRefused
+from coordexp.engine.serve_requests import InferRequest, PromptBuilder, RequestConfig, RequestRefused, open_image
 
 
 class FakeProcessor:
@@ -73,14 +72,14 @@ def test_a_jpeg_in_base64_is_taken_for_no_path(tmp_path: Path, side: int) -> Non
     ids=["missing", "address", "not base64", "relative", "no image", "large", "large url"],
 )
 def test_an_image_that_is_refused(monkeypatch: pytest.MonkeyPatch, source: str, status: int, message: str) -> None:
-    monkeypatch.setattr(requests, "MAX_IMAGE_BYTES", 1000)
+    monkeypatch.setattr(serve_requests, "MAX_IMAGE_BYTES", 1000)
     with pytest.raises(RequestRefused, match=message) as refused:
         open_image(source)
     assert refused.value.status == status
 
 
 def test_a_large_file_is_refused_before_it_is_read(picture: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests, "MAX_IMAGE_BYTES", 100)
+    monkeypatch.setattr(serve_requests, "MAX_IMAGE_BYTES", 100)
     with pytest.raises(RequestRefused, match="larger than") as refused:
         open_image(str(picture))
     assert refused.value.status == 413
@@ -121,7 +120,7 @@ def test_a_prompt_without_an_image(picture: Path) -> None:
         ([user("a")], 1, "have 0 images, but 1"),
         ([user("<image><image>")], 2, "allows 1"),
         ([{"content": "a"}], 0, "without a role"),
-        ([user(3)], 0, "content is int"),
+        ([user(3)], 0, "int"),
         ([user([{"type": "video"}])], 0, "must be an image or a text"),
         ([user(["text"])], 0, "must be an image or a text"),
     ],
@@ -169,11 +168,11 @@ def test_everything_that_ms_swift_sends_by_default_is_taken() -> None:
         ({NAMES_KEY: ["cat", "red cup"]}, ("cat", "red cup")),
     ],
 )
-def test_a_request_may_bring_a_closed_list_of_names(data: dict[str, Any], names: tuple[str, ...]) -> None:
-    assert InferRequest(messages=[user("a")], data_dict=data).closed_names() == names
+def test_a_request_may_limit_the_class_names(data: dict[str, Any], names: tuple[str, ...]) -> None:
+    assert InferRequest(messages=[user("a")], data_dict=data).allowed_labels() == names
 
 
 @pytest.mark.parametrize("names", ["cat", ["cat", " "], ["cat", 1], ["\ud800"], {"cat": 1}, 3])
 def test_names_that_are_none_are_refused_before_the_engine_sees_them(names: Any) -> None:
     with pytest.raises(RequestRefused, match="must be a list of names"):
-        InferRequest(messages=[user("a")], data_dict={NAMES_KEY: names}).closed_names()
+        InferRequest(messages=[user("a")], data_dict={NAMES_KEY: names}).allowed_labels()

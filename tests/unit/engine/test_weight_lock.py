@@ -1,14 +1,17 @@
-"""Answers and pushes exclude each other; half-pushed weights answer nothing."""
+"""Answers and pushes exclude each other, and half-pushed weights answer nothing, through vLLM's endpoints too."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from coordexp.serving.serve.weight_lock import RequestRefused, WeightLock
+from coordexp.engine.serve_app import WeightLock
+from coordexp.engine.serve_http import LockedEngine
+from coordexp.engine.serve_requests import RequestRefused
 from coordexp.weight_sync.version import WeightVersion
 
 
@@ -91,5 +94,50 @@ def test_a_failure_outside_a_push_breaks_nothing() -> None:
         lock.fail("a learner left, long after its push")
         async with lock.answering():
             pass
+
+    run(scenario)
+
+
+class Engine:
+    """Decodes three tokens without delay."""
+
+    num_decoded = 0
+
+    async def generate(self, *_: Any, **__: Any) -> AsyncIterator[int]:
+        for token in range(3):
+            self.num_decoded += 1
+            yield token
+
+
+def openai_answer(lock: WeightLock, engine: Engine, **extra: Any) -> AsyncIterator[Any]:
+    server: Any = SimpleNamespace(lock=lock, engine=engine)
+    return LockedEngine(server).generate("prompt", SimpleNamespace(extra_args=extra, skip_special_tokens=True), "id")
+
+
+def test_an_openai_client_that_reads_slowly_does_not_hold_up_a_push() -> None:
+    async def scenario(lock: WeightLock) -> list[Any]:
+        engine = Engine()
+        answer = openai_answer(lock, engine)
+        first = await anext(answer)
+        await lock.begin()
+        assert engine.num_decoded == 3
+        return [first, *[token async for token in answer]]
+
+    assert run(scenario) == [0, 1, 2]
+
+
+def test_an_openai_request_during_a_push_is_refused() -> None:
+    async def scenario(lock: WeightLock) -> None:
+        await lock.begin()
+        with pytest.raises(RequestRefused, match="being pushed"):
+            await anext(openai_answer(lock, Engine()))
+
+    run(scenario)
+
+
+def test_openai_clients_cannot_set_our_own_arguments() -> None:
+    async def scenario(lock: WeightLock) -> None:
+        with pytest.raises(ValueError, match="coordexp_names"):
+            await anext(openai_answer(lock, Engine(), coordexp_names=["cat"]))
 
     run(scenario)

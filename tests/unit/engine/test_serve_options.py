@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from coordexp.config import RunConfig, load_config
+from coordexp.engine.serve import ServeOptions, is_loopback, serve_options
 from coordexp.errors import ConfigError
-from coordexp.serving.serve.options import ServeOptions, device_groups, is_loopback, serve_options
 from support.config_samples import set_key, stage2, write_yaml
 
 SERVERS = [
@@ -130,15 +130,3 @@ def test_what_counts_as_this_machine_alone(host: str, loopback: bool) -> None:
 def test_an_entry_that_cannot_be_served(tmp_path: Path, servers: Any, index: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         options_of(tmp_path, index, server__servers=servers)
-
-
-@pytest.mark.parametrize(
-    ("visible", "groups"),
-    [
-        (None, ["0,1", "2,3"]),
-        ("4,5,6,7,1", ["4,5", "6,7"]),
-        ("GPU-a, GPU-b,GPU-c,GPU-d", ["GPU-a,GPU-b", "GPU-c,GPU-d"]),
-    ],
-)
-def test_engines_get_devices_of_their_own(visible: str | None, groups: list[str]) -> None:
-    assert device_groups(2, 2, {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}) == groups

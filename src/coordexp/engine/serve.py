@@ -1,0 +1,226 @@
+"""``coordexp serve``: its options, its environment and its process. Imports no torch and no vLLM.
+
+A server is ms-swift's rollout endpoints on vLLM's engine (``serve_app``), plus vLLM's own OpenAI endpoints and metrics
+(``serve_http``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+from urllib.parse import urlsplit
+
+from coordexp.config import RunConfig, resolved_rollout
+from coordexp.config.rollout import RepeatTerminateConfig
+from coordexp.engine.arguments import section_arguments
+from coordexp.engine.client import api_key_from_environment
+from coordexp.engine.engine_process import DIE_WITH_PARENT, complete_environment, set_engine_owner
+from coordexp.engine.guard_activation import ENABLE, activated_config, activation_environment
+from coordexp.errors import ConfigError, RolloutError, require
+
+if TYPE_CHECKING:
+    from coordexp.engine.serve_app import RolloutServer
+
+logger = logging.getLogger(__name__)
+SERVERS = "rollout_matching.vllm.server.servers"
+MAX_IMAGE_PIXELS = 36_000_000  # a few kilobytes of PNG can hold any number, and each pixel needs about 30 bytes here
+DRAIN_S = 10
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """One server.
+
+    Args:
+        host: address to listen on. advertised_host: name by which learners reach the server, usually the same.
+        engine: vLLM engine arguments that the YAML sets.
+        push_wait_s: seconds that a push waits for running answers. ready_s: seconds that engines may take to start.
+    """
+
+    model: Path
+    host: str
+    advertised_host: str
+    port: int
+    group_port: int
+    data_parallel_size: int
+    tensor_parallel_size: int
+    max_images: int
+    engine: Mapping[str, Any]
+    push_wait_s: float
+    ready_s: float
+    closed_names: bool = False
+    api_key: str | None = field(default=None, repr=False)
+
+    @property
+    def world_size(self) -> int:
+        return self.data_parallel_size * self.tensor_parallel_size
+
+
+def serve_options(
+    config: RunConfig, index: int, data_parallel_size: int | None, num_gpus: int, listen_host: str | None = None
+) -> ServeOptions:
+    """Settings of server ``index`` in the learner's configuration.
+
+    Args:
+        data_parallel_size: number of engines; None uses every visible GPU, or one engine on the CPU.
+        listen_host: overrides the entry's ``listen_host``.
+
+    Raises:
+        ConfigError: no such server, too few GPUs, or an address open to other machines without a token.
+    """
+    rollout = config.rollout_matching
+    if rollout is None or rollout.vllm.server is None:
+        raise ConfigError(
+            "rollout_matching.vllm.server: missing; coordexp serve runs one of its servers[] (base_url, group_port)"
+        )
+    vllm = resolved_rollout(config).vllm
+    assert vllm.server is not None
+    servers = vllm.server.servers
+    if not 0 <= index < len(servers):
+        raise ConfigError(f"{SERVERS} has {len(servers)} entries, there is no [{index}]")
+    entry, where = servers[index], f"{SERVERS}[{index}].base_url"
+    url = urlsplit(entry.base_url)
+    advertised_host = url.hostname or ""
+    host = listen_host or entry.listen_host or advertised_host
+    try:
+        port = url.port or (443 if url.scheme == "https" else 80)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {entry.base_url} has no usable port ({error})") from error
+    if url.path.strip("/"):
+        raise ConfigError(f"{where}: {entry.base_url} has a path; coordexp serve answers at the root of its port only")
+    api_key = api_key_from_environment(vllm.server.api_key_env)
+    open_host = next((name for name in (host, advertised_host) if not is_loopback(name)), None)
+    if open_host is not None and api_key is None:
+        raise ConfigError(
+            f"{where}: {open_host} can be reached from other machines, and every client of a rollout server can "
+            "overwrite its weights; set rollout_matching.vllm.server.api_key_env, or use http://127.0.0.1"
+        )
+    return ServeOptions(
+        model=Path(config.model.model),
+        host=host,
+        advertised_host=advertised_host,
+        port=port,
+        group_port=entry.group_port,
+        data_parallel_size=_num_engines(data_parallel_size, vllm.tensor_parallel_size, num_gpus),
+        tensor_parallel_size=vllm.tensor_parallel_size,
+        max_images=vllm.limit_mm_per_prompt.image,
+        engine=section_arguments(vllm),
+        push_wait_s=vllm.sync.timeout_s,
+        ready_s=config.launch.wait_s,
+        closed_names=vllm.server.closed_names,
+        api_key=api_key,
+    )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach ``host``."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _num_engines(wanted: int | None, tensor_parallel_size: int, num_gpus: int) -> int:
+    if num_gpus == 0:
+        return wanted or 1
+    count = num_gpus // tensor_parallel_size if wanted is None else wanted
+    if count < 1 or count * tensor_parallel_size > num_gpus:
+        needed = max(1, count)
+        raise ConfigError(
+            f"rollout_matching.vllm.tensor_parallel_size {tensor_parallel_size} x {needed} engines need "
+            f"{needed * tensor_parallel_size} GPUs, {num_gpus} are visible; lower it, or choose devices with "
+            "CUDA_VISIBLE_DEVICES"
+        )
+    return count
+
+
+def prepare_environment(repeat_terminate: RepeatTerminateConfig, *, gpu: bool) -> None:
+    """Set the variables that engine processes read. Call it before vLLM is imported.
+
+    Raises:
+        RolloutError: the environment already asks for another repeat guard than the configuration.
+    """
+    complete_environment(gpu=gpu)
+    os.environ[DIE_WITH_PARENT] = "1"
+    os.environ["VLLM_MAX_IMAGE_PIXELS"] = str(MAX_IMAGE_PIXELS)  # of images in OpenAI requests
+    set_engine_owner()
+    if ENABLE not in os.environ:
+        os.environ.update(activation_environment(repeat_terminate))
+    active = activated_config(os.environ)
+    wanted = repeat_terminate if repeat_terminate.enabled else None
+    if active != wanted:
+        raise RolloutError(
+            f"{ENABLE} asks for the guard {active}, rollout_matching.repeat_terminate for {wanted}: "
+            "unset the variables, or make them agree"
+        )
+
+
+def run_server(options: ServeOptions, *, gpu: bool) -> None:
+    """Serve until SIGTERM or SIGINT. Blocks.
+
+    Raises:
+        RolloutError: the port is taken, or the engine does not start as configured.
+    """
+    listener = _listener(options.host, options.port)  # before the engine: a taken port shows at once
+    require("vllm", "coordexp serve")
+    # Nothing else handles signals while the engine starts. SystemExit runs the clean-up that ends it.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _exit)
+    from coordexp.checkpoints.folder import Checkpoint
+    from coordexp.engine.serve_app import RolloutServer
+    from coordexp.engine.serve_engine import ServedEngine
+    from coordexp.engine.serve_requests import PromptBuilder
+    from coordexp.modeling.load import load_processor
+
+    checkpoint = Checkpoint.open(options.model)
+    options = replace(options, model=checkpoint.base)  # adapters arrive with the learner's first push
+    prompts = PromptBuilder(load_processor(checkpoint), options.max_images)
+    engine = ServedEngine.start(options, gpu)
+    with listener:
+        try:
+            asyncio.run(_serve(RolloutServer(options, engine, prompts), listener))
+        finally:
+            engine.shutdown()
+
+
+async def _serve(server: RolloutServer, listener: socket.socket) -> None:
+    import uvicorn
+
+    from coordexp.engine.serve_http import openai_routes
+
+    await server.engine.check_answers()
+    app = server.app()
+    app.router.routes += await openai_routes(server)
+    options = server.options
+    logger.info("serving %s at %s:%d (%d devices)", options.model, options.host, options.port, options.world_size)
+    config: Any = uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=DRAIN_S)
+    await uvicorn.Server(config).serve(sockets=[listener])
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    """Bind the port; connections are refused until the engine is ready."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        # asyncio disables Nagle's algorithm only if the protocol is given; otherwise each reply is 40 ms late.
+        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise RolloutError(
+            f"{host}:{port}: this address cannot be taken ({error}). If another server runs there, stop it; if the "
+            "address is another machine's, set the server's listen_host, or --host"
+        ) from error
+    return listener
+
+
+def _exit(signum: int, _: object) -> NoReturn:
+    sys.exit(128 + signum)

@@ -1,0 +1,226 @@
+"""The vLLM engine behind ``coordexp serve``: start, answers, worker calls, progress."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import multiprocessing
+import os
+import threading
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from vllm import AsyncEngineArgs, SamplingParams
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+from coordexp.engine.arguments import NAMES_KEY, NAMES_STATUS, executor_on_cpu, own_arguments
+from coordexp.engine.guard_activation import REQUEST_KEY, activated_config, check_guard
+from coordexp.engine.logits_processors import check_known_tokens, check_names
+from coordexp.engine.serve import ServeOptions
+from coordexp.engine.worker import ADAPTER_ID, ADAPTER_NAME, ADAPTER_PATH, CALL, FAILURE, RESULT
+from coordexp.errors import RolloutError
+
+logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
+RPC_S = 60.0
+HEARTBEAT_S = 2.0
+
+
+@dataclass(slots=True)
+class ServedEngine:
+    """vLLM's ``AsyncLLM``, which runs one engine process per data-parallel rank and spreads requests over them."""
+
+    llm: Any
+    world_size: int  # workers of all ranks
+    guarded: bool
+    closed_names: bool = False
+    adapted: bool = False  # whether answers use the pushed LoRA adapter
+
+    @classmethod
+    def start(cls, options: ServeOptions, gpu: bool) -> ServedEngine:
+        """Load the model.
+
+        Raises:
+            RolloutError: it was not ready within ``options.ready_s``.
+        """
+        guarded = activated_config(os.environ) is not None
+        arguments = {
+            **options.engine,
+            **own_arguments(options.model, guarded, options.closed_names),
+            "data_parallel_size": options.data_parallel_size,
+            # OpenAI clients may send addresses, which vLLM would fetch. An empty list would allow all of them.
+            "allowed_media_domains": ["addresses-are-not-fetched.invalid"],
+        }
+        if not gpu:
+            arguments["distributed_executor_backend"] = executor_on_cpu(options.tensor_parallel_size)
+        elif options.tensor_parallel_size == 1:
+            arguments["distributed_executor_backend"] = "uni"  # vLLM would start a worker process per rank
+        done = threading.Event()
+
+        def end_at_deadline() -> None:  # vLLM waits for its processes without one, but notices that they have ended
+            if not done.wait(options.ready_s):
+                while not done.wait(0.1):
+                    for child in multiprocessing.active_children():
+                        child.kill()
+
+        begun = time.monotonic()
+        threading.Thread(target=end_at_deadline, name="engine-start-deadline", daemon=True).start()
+        try:
+            llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[PrometheusStatLogger])
+        except Exception as error:
+            if time.monotonic() - begun < options.ready_s:
+                raise
+            raise RolloutError(
+                f"launch.wait_s: the engine was not ready within {options.ready_s:g} s; see the log above, or allow "
+                "more seconds"
+            ) from error
+        finally:
+            done.set()
+        return cls(llm, options.world_size, guarded, options.closed_names)
+
+    def is_answering(self, rank: int) -> bool:
+        core = self.llm.engine_core
+        if len(core.core_engines) == 1:
+            return self.llm.output_processor.has_unfinished_requests()
+        return core.engine_inflight[core.core_engines[rank]] > 0
+
+    def generate(self, prompt: Any, sampling_params: Any, request_id: str, **options: Any) -> AsyncIterator[Any]:
+        """vLLM's outputs for one request, with the pushed adapter if there is one."""
+        adapter = LoRARequest(ADAPTER_NAME, ADAPTER_ID, ADAPTER_PATH) if self.adapted else None
+        return self.llm.generate(prompt, sampling_params, request_id, lora_request=adapter, **options)
+
+    async def answer(self, prompt: Mapping[str, Any], sampling: Mapping[str, Any], labels: Sequence[str] = ()) -> Any:
+        """vLLM's final output for one prompt; cancelling it aborts the request.
+
+        Args:
+            sampling: arguments of ``SamplingParams``. labels: class names the answer is limited to; empty for no limit.
+        """
+        request_id = uuid.uuid4().hex
+        extra = {REQUEST_KEY: request_id, **({NAMES_KEY: list(labels)} if labels else {})}
+        parameters = SamplingParams(**sampling, output_kind=RequestOutputKind.FINAL_ONLY, extra_args=extra)
+        final = None
+        async for output in self.generate(prompt, parameters, request_id):
+            final = output
+        if final is None or not final.finished:
+            raise RolloutError("the engine ended a request without an answer; look into the server's log")
+        return final
+
+    async def workers(self, method: str, *args: Any, timeout_s: float = RPC_S) -> list[Any]:
+        """Call ``method`` on every worker of every rank at once; results in rank order.
+
+        Raises:
+            RolloutError: no answer in time, or a worker failed; the message is the first failed worker's.
+        """
+        answers = [
+            answer for of_rank in await self._all_ranks(CALL, method, list(args), timeout_s=timeout_s)
+            for answer in of_rank
+        ]  # fmt: skip
+        for answer in answers:
+            if FAILURE in answer:
+                raise RolloutError(answer[FAILURE])
+        return [answer[RESULT] for answer in answers]
+
+    async def num_sampled(self) -> list[int]:
+        """Tokens sampled since the start, by rank."""
+        return [max(of_rank) for of_rank in await self._all_ranks("coordexp_beat", timeout_s=None)]
+
+    async def pop_triggers(self, request_ids: Sequence[str]) -> dict[str, Any]:
+        """Requests that the repeat guard ended: id → rule and step."""
+        if not self.guarded:
+            return {}
+        return {
+            request_id: trigger
+            for of_worker in await self.workers("coordexp_pop_triggers", list(request_ids))
+            for request_id, trigger in of_worker.items()
+        }
+
+    async def reset_caches(self, caches: Sequence[str] = ("prefix", "encoder", "mm")) -> None:
+        """Empty these caches of every rank.
+
+        Raises:
+            RolloutError: a rank kept its cache.
+        """
+        for cache in caches:
+            what = f"reset_{cache}_cache"
+            if await _in_time(what, getattr(self.llm, what)(), RPC_S) is False:
+                raise RolloutError(f"an engine kept its {cache} cache, as if requests were running")
+
+    async def check_answers(self) -> None:
+        """Check that every worker applies the logits processors that the configuration needs.
+
+        Raises:
+            RolloutError: a worker dropped one, or guards with other thresholds.
+        """
+        workers = await self.workers("coordexp_status")
+        check_guard(workers, activated_config(os.environ))
+        check_known_tokens(workers)
+        if self.closed_names:
+            check_names([bool(worker[NAMES_STATUS]) for worker in workers])
+
+    async def check_health(self) -> None:
+        """Raises vLLM's own error if an engine process has died."""
+        await self.llm.check_health()
+
+    def shutdown(self) -> None:
+        """End every engine process; safe to call twice."""
+        self.llm.shutdown(timeout=5.0)
+
+    async def _all_ranks(self, method: str, *args: Any, timeout_s: float | None) -> list[list[Any]]:
+        # AsyncLLM.collective_rpc returns the first rank's results only.
+        call = self.llm.engine_core.call_utility_all_async("collective_rpc", method, None, args, None)
+        return await _in_time(args[0] if args else method, call, timeout_s)
+
+
+async def _in_time(what: str, call: Awaitable[Result], timeout_s: float | None) -> Result:
+    try:
+        return await asyncio.wait_for(call, timeout_s)
+    except TimeoutError as error:
+        raise RolloutError(f"{what}: an engine did not answer within {timeout_s:g} s") from error
+
+
+@dataclass(slots=True)
+class Heartbeat:
+    """Asks the engine for its token counts, between two decoding steps.
+
+    An HTTP server may answer although an engine behind it hangs, and a long answer looks the same from outside.
+    """
+
+    engine: ServedEngine
+    every_s: float = HEARTBEAT_S
+    _num_tokens: list[int] = field(default_factory=list)  # by rank
+    _progress_at: list[float] = field(default_factory=list)  # when a rank last sampled a token or had nothing to answer
+    _heard_at: float = math.inf  # when all ranks last replied
+
+    def report(self) -> dict[str, Any]:
+        """Seconds since the slowest rank replied and made progress (0 before :meth:`run`); tokens sampled so far."""
+        now = time.monotonic()
+        return {
+            "engine_silent_s": round(max(0.0, now - self._heard_at), 1),
+            "engine_tokenless_s": round(now - min(self._progress_at, default=now), 1),
+            "num_tokens": sum(self._num_tokens),
+        }
+
+    async def run(self) -> None:
+        """Run until cancelled."""
+        self._heard_at = time.monotonic()
+        while True:
+            try:
+                num_tokens = await self.engine.num_sampled()
+            except Exception as error:  # check_health reports a dead engine; here its silence grows
+                logger.warning("an engine does not answer: %s: %s", type(error).__name__, error)
+            else:
+                self._heard_at = now = time.monotonic()
+                before, since = self._num_tokens or num_tokens, self._progress_at or [now] * len(num_tokens)
+                self._progress_at = [
+                    now if count != before[rank] or not self.engine.is_answering(rank) else since[rank]
+                    for rank, count in enumerate(num_tokens)
+                ]
+                self._num_tokens = num_tokens
+            await asyncio.sleep(self.every_s)

@@ -1,0 +1,193 @@
+"""The HTTP side of ``coordexp serve``: who may send what, the form of errors, and vLLM's OpenAI endpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import secrets
+import socket
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.routing import Route
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.exceptions import VLLMValidationError
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from coordexp.engine.arguments import NAMES_KEY
+from coordexp.engine.guard_activation import REQUEST_KEY
+from coordexp.engine.serve_requests import RequestRefused
+from coordexp.errors import CoordExpError
+
+if TYPE_CHECKING:
+    from coordexp.engine.serve import RolloutServer
+
+logger = logging.getLogger(__name__)
+MAX_BODY_BYTES = 2 << 30
+BODY_S = 30.0
+SLOWEST_BYTES_S = 1 << 20
+OPEN_PATHS = {"/health", "/health/"}  # for probes without a token
+# vLLM's other routes (scaling, development, LoRA from disk) could change weights without the weight lock.
+OPENAI_PATHS = {"/v1/models": "GET", "/v1/chat/completions": "POST", "/v1/completions": "POST", "/metrics": "GET"}
+
+
+class Admission:
+    """ASGI middleware: checks the token, and that bodies are announced, not too large and arrive in time.
+
+    Without a token it refuses what a web page can make a browser send: requests with an Origin, and requests for a host
+    name that is not this server's, which the page's own name server could resolve to here.
+    """
+
+    def __init__(self, app: Any, api_key: str | None, host: str, body_s: float) -> None:
+        self._app = app
+        self._api_key = api_key
+        self._host = host.lower()
+        self._body_s = body_s
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope, receive)
+        try:
+            if request.url.path not in OPEN_PATHS:
+                self._check_sender(request)
+            if request.method == "POST":
+                receive = await self._whole_body(request)
+        except RequestRefused as error:
+            reply = refusal(error.status, str(error))
+            reply.headers["Connection"] = "close"  # the body may still be on its way
+            await reply(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _check_sender(self, request: Request) -> None:
+        if self._api_key is not None:
+            scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+            if scheme != "Bearer" or not secrets.compare_digest(token.encode(), self._api_key.encode()):
+                raise RequestRefused(401, "a bearer token is required: Authorization: Bearer …")
+            return
+        advice = "set rollout_matching.vllm.server.api_key_env"
+        if "Origin" in request.headers:
+            raise RequestRefused(403, f"requests of web pages (Origin) are refused without a token; {advice}")
+        name = urlsplit(f"//{request.headers.get('Host', '')}").hostname or ""
+        if name in {"localhost", self._host, socket.gethostname().lower(), socket.getfqdn().lower()}:
+            return
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            raise RequestRefused(
+                403, f"this server has no token and is not called {name!r}: name it as in base_url, or {advice}"
+            ) from None
+
+    async def _whole_body(self, request: Request) -> Any:
+        """Read the body; returns a ``receive`` that replays it."""
+        length = request.headers.get("Content-Length", "")
+        if not (length.isascii() and length.isdigit()):
+            raise RequestRefused(411, "Content-Length is required")
+        num_bytes = int(length[:20])
+        if num_bytes > MAX_BODY_BYTES:
+            raise RequestRefused(413, f"more than {MAX_BODY_BYTES >> 20} MiB in one request")
+        messages: list[Any] = []
+        try:
+            async with asyncio.timeout(self._body_s + num_bytes / SLOWEST_BYTES_S):
+                while not messages or messages[-1].get("more_body"):
+                    messages.append(await request.receive())
+        except TimeoutError as error:
+            raise RequestRefused(408, f"of {num_bytes} bytes that were announced not all came in time") from error
+        messages.reverse()
+
+        async def replay() -> Any:
+            return messages.pop() if messages else await request.receive()
+
+        return replay
+
+
+def refusal(status: int, message: str) -> JSONResponse:
+    """The one form of errors. Lone surrogates, which UTF-8 cannot encode, are escaped."""
+    return JSONResponse({"error": message.encode("utf-8", "backslashreplace").decode()}, status)
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    app.add_exception_handler(Exception, _reply_to_error)
+    app.add_exception_handler(CoordExpError, _reply_to_error)
+    app.add_exception_handler(RequestValidationError, _reply_to_invalid)
+
+
+async def _reply_to_invalid(_: Request, error: Exception) -> JSONResponse:
+    """FastAPI's own reply repeats the input, which JSON may not be able to hold (NaN)."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    place = ".".join(str(part) for part in first["loc"])
+    more = f" (and {len(error.errors()) - 1} more)" if len(error.errors()) > 1 else ""
+    return refusal(422, f"{place}: {first['msg']}{more}"[:1000])
+
+
+async def _reply_to_error(request: Request, error: Exception) -> JSONResponse:
+    ours = isinstance(error, CoordExpError)
+    logger.warning("%s: %s: %s", request.url.path, type(error).__name__, error, exc_info=None if ours else error)
+    if isinstance(error, RequestRefused):
+        status = error.status
+    elif isinstance(error, VLLMValidationError):
+        status = 400  # so that a learner does not try again
+    else:
+        status = 503 if isinstance(error, EngineDeadError) else 500
+    return refusal(status, str(error) if ours else f"{type(error).__name__}: {error}")
+
+
+async def openai_routes(server: RolloutServer) -> list[Route]:
+    """vLLM's own endpoints for OpenAI clients and Prometheus."""
+    args: Any = make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", str(server.options.model)])
+    args.allowed_origins = []  # vLLM's default lets every web page read the answers
+    engine: Any = LockedEngine(server)
+    tasks = await engine.get_supported_tasks()
+    app = build_app(args, tasks, engine.model_config)
+    app.add_exception_handler(CoordExpError, _reply_to_error)
+    await init_app_state(engine, app.state, args, tasks)
+    app.state.server = SimpleNamespace(should_exit=False)  # vLLM would end the server when its engine dies
+    return [Route(path, app, methods=[method]) for path, method in OPENAI_PATHS.items()]
+
+
+class LockedEngine:
+    """The engine as vLLM's OpenAI handlers use it: a push waits for its answers, and they use the pushed adapter."""
+
+    def __init__(self, server: RolloutServer) -> None:
+        self._server = server
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._server.engine.llm, name)
+
+    async def generate(
+        self, prompt: Any, sampling_params: Any, request_id: str, *, lora_request: Any = None, **options: Any
+    ) -> AsyncIterator[Any]:
+        reserved = {REQUEST_KEY, NAMES_KEY} & (sampling_params.extra_args or {}).keys()
+        if reserved:
+            raise ValueError(f"vllm_xargs: {', '.join(sorted(reserved))} cannot be set here")
+        sampling_params.skip_special_tokens = False  # coordinate tokens may be special tokens
+        outputs: asyncio.Queue[Any] = asyncio.Queue()
+
+        # In a task of its own: a client that reads its stream slowly must not make a push wait.
+        async def decode() -> None:
+            try:
+                async with self._server.lock.answering():
+                    async for output in self._server.engine.generate(prompt, sampling_params, request_id, **options):
+                        outputs.put_nowait(output)
+            finally:
+                outputs.put_nowait(None)
+
+        decoding = asyncio.create_task(decode())
+        try:
+            while (output := await outputs.get()) is not None:
+                yield output
+            await decoding
+        finally:
+            decoding.cancel()
