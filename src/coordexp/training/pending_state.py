@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,10 @@ from coordexp import distributed
 from coordexp.config import RunConfig
 from coordexp.data.dataset import RecordDataset
 from coordexp.data.files import write_atomically
-from coordexp.errors import CheckpointError
+from coordexp.errors import CheckpointError, DataError
 from coordexp.packing import CarryBuffer
-from coordexp.records import Rollout, RolloutRequest, Segment, TrainingTarget
+from coordexp.records import RolloutRequest, Segment, TrainingTarget
+from coordexp.records_json import from_json, to_json
 from coordexp.training.rollout_queue import RolloutQueue, SavedAnswers
 from coordexp.training.seal import read_seal
 
@@ -40,20 +40,8 @@ _PROVENANCE = ("matched_pred_idx", "matched_gt_idx", "appended_gt_idx", "appende
 
 def segment_to_json(segment: Segment) -> dict[str, Any]:
     """A segment without its image tensors; floats survive JSON exactly."""
-    target = segment.target
-    return {
-        "sample_id": segment.sample_id,
-        "prompt_token_ids": list(segment.prompt_token_ids),
-        "target": {
-            "token_ids": list(target.token_ids),
-            **{name: getattr(target, name).tolist() for name in _ARRAYS},
-            "context": target.context,
-            "prefix_len": target.prefix_len,
-            **{name: list(getattr(target, name)) for name in _PROVENANCE},
-            "left_out_pred_idx": list(target.left_out_pred_idx),
-            "weights": {term: weight_T.tolist() for term, weight_T in target.weights.items()},
-        },
-    }
+    saved = {"sample_id": segment.sample_id, "prompt_token_ids": segment.prompt_token_ids, "target": segment.target}
+    return json.loads(to_json(saved))
 
 
 def segment_from_json(data: Mapping[str, Any], encode: Callable[[str], RolloutRequest]) -> Segment:
@@ -132,7 +120,7 @@ def _buffer_path(folder: Path) -> Path:
 
 def save_answers(answers: SavedAnswers, folder: Path) -> None:
     """Write this rank's waiting answers to a checkpoint folder."""
-    write_atomically(_path(folder), json.dumps(asdict(answers)))
+    write_atomically(_path(folder), to_json(answers).decode())
 
 
 def load_answers(checkpoint: Path, step: int) -> SavedAnswers | None:
@@ -146,23 +134,15 @@ def load_answers(checkpoint: Path, step: int) -> SavedAnswers | None:
     if not path.is_file():
         return None
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        rounds = tuple(tuple(_rollout(one) for one in answers) for answers in data.pop("rounds"))
-        answers = SavedAnswers(rounds=rounds, **data)
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not a step's answers ({error!r}); resume from an older checkpoint") from error
+        answers = from_json(SavedAnswers, path.read_bytes(), "a step's answers", path=path)
+    except DataError as error:
+        raise CheckpointError(f"{error}; resume from an older checkpoint") from error
     if (answers.step, answers.version) != (step, step - 1):
         raise CheckpointError(
             f"{path}: answers of weights {answers.version} for the step after {answers.step}, in a checkpoint of "
             f"{step} steps; resume from an older checkpoint"
         )
     return answers
-
-
-def _rollout(data: Mapping[str, Any]) -> Rollout:
-    known: dict[str, Any] = {field.name: data[field.name] for field in fields(Rollout)}
-    ids: dict[str, Any] = {name: tuple(known[name]) for name in ("prompt_token_ids", "response_token_ids")}
-    return Rollout(**known | ids)
 
 
 def _path(folder: Path) -> Path:
