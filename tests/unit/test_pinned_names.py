@@ -1,7 +1,7 @@
 """Names of other packages that nobody promises us are there in the pinned versions. Look here first after an upgrade.
 
 A value lists names of the module that is its key. ``Class: text`` says that the source of Class must contain the text,
-for what exists only while it runs: an instance's attribute, a message, a call of a method that is overridden here.
+for what exists only while it runs, such as an instance's attribute or a message.
 """
 
 from __future__ import annotations
@@ -105,20 +105,13 @@ PINNED: dict[str, dict[str, list[str]]] = {
             *("ProcessGroupGloo._Options", "ProcessGroupGloo._Options._devices", "ProcessGroupGloo._Options._threads"),
             *("ProcessGroupGloo._Options._timeout", "ProcessGroupGloo.create_device", "ProcessGroupGloo.abort"),
         ],
-        "accelerate.state": ["PartialState._shared_state", "GradientState._set_sync_gradients"],
+        "accelerate.state": ["PartialState._shared_state"],
         "transformers.training_args": ["TrainingArguments: _n_gpu"],
-        "transformers.trainer": [
-            *("TRAINER_STATE_NAME", "TRAINING_ARGS_NAME"),
-            *("Trainer: self._tr_loss", "Trainer: self._globalstep_last_logged"),
-            "Trainer: self.callback_handler.train_dataloader",
-            # methods that are overridden, and must be called there
-            *("Trainer: self._save(", "Trainer: self._save_checkpoint(", "Trainer: self._load_from_checkpoint("),
-            *("Trainer: self._load_optimizer_and_scheduler(", "Trainer: self._load_rng_state("),
-            *("Trainer: self._load_best_model(", "Trainer: self._issue_warnings_after_load("),
-            *("Trainer: self._prepare_inputs(", "Trainer: self.get_batch_samples(", "Trainer: self.training_step("),
-            *("Trainer: self.compute_loss(", "Trainer: self.create_optimizer(", "Trainer: self.floating_point_ops("),
-            *("Trainer: self.log(", "Trainer: self.evaluate("),
-        ],
+        "transformers.trainer": ["OPTIMIZER_NAME", "SCALER_NAME", "SCHEDULER_NAME", "TRAINER_STATE_NAME"],
+        "transformers.trainer_callback": ["CallbackHandler", "DefaultFlowCallback"],
+        "transformers.trainer_optimizer": ["is_optimizer_factory"],
+        "transformers.trainer_pt_utils": ["get_parameter_names"],
+        "transformers.trainer_utils": ["PREFIX_CHECKPOINT_DIR", "align_special_tokens"],
     },
 }
 
