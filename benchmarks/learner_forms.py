@@ -22,7 +22,7 @@ from coordexp.packing import build_row, select_segments
 from coordexp.records import NUM_BINS, Segment, TokenRole, TrainingTarget
 from coordexp.targets import SupervisionWeights
 from coordexp.targets.weights import weigh_tokens
-from coordexp.training.objective_step import ScoreRow
+from coordexp.training.row_forward import ScoreRow
 
 SOFT_CE, W1, GATE, SIGMA = 1.0, 1.0, 1.0, 2.0
 PIPELINE = {

@@ -25,8 +25,7 @@ from coordexp.objective import build_pipeline
 from coordexp.packing import build_row
 from coordexp.records import NUM_BINS, PackedRow
 from coordexp.targets import count_terms
-from coordexp.training.objective_step import TeacherForcing
-from coordexp.training.row_tensors import PrefetchedRows, RowBuilder, RowTensors
+from coordexp.training.row_forward import PrefetchedRows, RowBuilder, RowTensors, TeacherForcing
 
 COMPUTE_S = 0.3  # about what a 2B model needs for such a row
 FULL_ROWS = 8
@@ -55,7 +54,7 @@ def rows(sizes: Any, device: torch.device, options: Any) -> dict[str, Any]:
 
     def learn(built: RowTensors) -> float:
         row = built.to(device)
-        scores = model(forward_fn=objective.forward_fn(row.inputs, row.supervision, row.queries))
+        scores = model(forward_fn=objective.forward_fn(row))
         loss = objective.result(row.supervision, scores, totals).loss
         loss.backward()
         return loss.item()

@@ -10,13 +10,12 @@ import pytest
 import torch
 
 from coordexp.config.objective import PipelineConfig
-from coordexp.modeling.inputs import ON_HOST, VisionTower, image_arguments, to_device
+from coordexp.modeling.inputs import ON_HOST, image_arguments, to_device
 from coordexp.objective import build_pipeline
 from coordexp.objective import head as head_module
 from coordexp.records import PackedRow
 from coordexp.targets import count_terms
-from coordexp.training.objective_step import TeacherForcing
-from coordexp.training.row_tensors import DeviceMetrics, PrefetchedRows, RowBuilder, RowTensors
+from coordexp.training.row_forward import DeviceMetrics, PrefetchedRows, RowBuilder, RowTensors, TeacherForcing
 from support.tiny_run import gt_segments, load_tiny, row_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -50,10 +49,8 @@ def objective_of(loaded: Any) -> TeacherForcing:
 
 
 def builder(loaded: Any) -> Callable[[PackedRow], RowTensors]:
-    build = RowBuilder(
-        loaded.model.model.get_rope_index, VisionTower.from_model(loaded.model), loaded.image_token_id,
-        loaded.attention, torch.bfloat16, torch.device("cuda", torch.cuda.current_device()),
-    )  # fmt: skip
+    device = torch.device("cuda", torch.cuda.current_device())
+    build = RowBuilder.from_model(loaded, device, torch.bfloat16)
     return lambda row: build(row, objective_of(loaded))
 
 

@@ -17,8 +17,8 @@ from coordexp.objective import build_pipeline, sft_pipeline
 from coordexp.packing import CarryBuffer
 from coordexp.records import DropReason, GTObject, Rollout, RolloutRequest, Segment, TokenRole
 from coordexp.targets import TargetPolicy, TransportConfig
-from coordexp.training.objective_step import TeacherForcing
 from coordexp.training.rollout_queue import AnswerReader, RolloutQueue
+from coordexp.training.row_forward import TeacherForcing
 from coordexp.training.row_layout import RowLayout
 from coordexp.training.step import Task
 from coordexp.training.step_targets import TargetOptions

@@ -15,7 +15,7 @@ from coordexp.objective import SupervisionTensors, build_pipeline
 from coordexp.parsing import parse_rollout
 from coordexp.records import Segment
 from coordexp.targets import build_target, count_terms
-from coordexp.training.objective_step import ScoreRow
+from coordexp.training.row_forward import ScoreRow
 from support.config_samples import pipeline
 from support.tiny_run import gt_segments, load_tiny, nearly_right, row_of, tiny_samples
 

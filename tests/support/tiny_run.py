@@ -28,8 +28,8 @@ from coordexp.packing import CarryBuffer
 from coordexp.recording.writer import RolloutLog
 from coordexp.records import GTObject, ImageRecord, PackedRow, Rollout, RolloutRequest, Segment
 from coordexp.targets import TargetPolicy, TransportConfig, build_gt_target
-from coordexp.training.objective_step import TeacherForcing
 from coordexp.training.rollout_queue import AnswerReader, RolloutQueue
+from coordexp.training.row_forward import TeacherForcing
 from coordexp.training.row_layout import RowLayout
 from coordexp.training.step import PreparedStep, Task, prepare_step
 from coordexp.training.step_targets import TargetOptions

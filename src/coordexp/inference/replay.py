@@ -47,20 +47,18 @@ def _loss_function(config: RunConfig, model: Path):
     """``record -> losses`` of its rebuilt target, in a packed row of its own."""
     import torch
 
-    from coordexp.modeling.inputs import PromptEncoder, VisionTower, row_inputs
+    from coordexp.modeling.inputs import PromptEncoder
     from coordexp.modeling.load import load_model
-    from coordexp.objective import SupervisionTensors
     from coordexp.packing import build_row
     from coordexp.targets import count_terms
-    from coordexp.training.objective_step import TeacherForcing
+    from coordexp.training.row_forward import RowBuilder, TeacherForcing
     from coordexp.training.tasks import rollout_pipeline
 
     loaded = load_model(model, config.model.dtype, config.model.attn_implementation)
     loaded.model.eval()
     encoder = PromptEncoder(loaded.processor, config.template.prompt, config.template.system)
     objective = TeacherForcing(rollout_pipeline(config, resolved_rollout(config)), loaded.vocab.coord_token_ids)
-    dtype = next(loaded.model.parameters()).dtype
-    rope_index, tower = loaded.model.model.get_rope_index, VisionTower.from_model(loaded.model)
+    build_row_tensors = RowBuilder.from_model(loaded, torch.device("cpu"))
 
     def losses_of(record: RolloutRecord) -> dict[str, float]:
         request = encoder.encode(_image_of(record))
@@ -71,12 +69,10 @@ def _loss_function(config: RunConfig, model: Path):
             )
         target = rebuild(record, loaded.vocab)[2]
         row = build_row([Segment(record.sample_id, request.prompt_token_ids, target, request.model_inputs)])
-        supervision = SupervisionTensors.from_row(row)
-        queries = objective.queries(supervision)
-        inputs = row_inputs(row, rope_index, loaded.image_token_id, loaded.attention, dtype, tower)
+        tensors = build_row_tensors(row, objective)
         with torch.no_grad():
-            scores = loaded.model(forward_fn=objective.forward_fn(inputs, supervision, queries))
-            result = objective.result(supervision, scores, count_terms([target]))
+            scores = loaded.model(forward_fn=objective.forward_fn(tensors))
+            result = objective.result(tensors.supervision, scores, count_terms([target]))
         return {"loss": result.loss.item(), **{name: share.item() for name, share in result.terms.items()}}
 
     return losses_of

@@ -123,7 +123,6 @@ def build_trainer(
     from transformers.trainer_utils import align_special_tokens
 
     from coordexp.metrics import MetricSums
-    from coordexp.modeling.inputs import VisionTower
     from coordexp.recording.writer import RolloutLog
     from coordexp.rollouts import build_backend
     from coordexp.training.batches import StepBatches
@@ -134,7 +133,7 @@ def build_trainer(
     from coordexp.training.parallel import build_accelerator, prepare
     from coordexp.training.pending_state import build_buffer, restore_answers
     from coordexp.training.progress import RichProgress, set_up_loggers
-    from coordexp.training.row_tensors import RowBuilder
+    from coordexp.training.row_forward import RowBuilder
     from coordexp.training.state import RunState
     from coordexp.training.step import TrainStep
     from coordexp.training.tasks import build_tasks
@@ -159,14 +158,7 @@ def build_trainer(
         max_steps = math.ceil(args.num_train_epochs * batches.steps_per_epoch)
 
     # Read off the model before it is wrapped: a wrapper may show other parameters within a forward.
-    build_row = RowBuilder(
-        rope_index=loaded.model.model.get_rope_index,
-        tower=VisionTower.from_model(loaded.model),
-        image_token_id=loaded.image_token_id,
-        attention=loaded.attention,
-        dtype=next(loaded.model.parameters()).dtype,
-        device=accelerator.device,
-    )
+    build_row = RowBuilder.from_model(loaded, accelerator.device)
     offload = build_offload(loaded.model, rollout)
     if args.gradient_checkpointing:
         loaded.model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)

@@ -33,11 +33,17 @@ from coordexp.recording.writer import RolloutLog, RolloutRecorder
 from coordexp.records import ImageRecord, PackedRow
 from coordexp.targets import SampleOutcome, count_terms
 from coordexp.training.batches import MicroBatches, StepBatches
-from coordexp.training.objective_step import TrainingObjective, name_channel
 from coordexp.training.optimizer import needs_metric
 from coordexp.training.rollout_queue import RolloutQueue
+from coordexp.training.row_forward import (
+    DeviceMetrics,
+    PrefetchedRows,
+    RowBuilder,
+    RowTensors,
+    TrainingObjective,
+    name_channel,
+)
 from coordexp.training.row_layout import RowLayout, blank_row
-from coordexp.training.row_tensors import DeviceMetrics, PrefetchedRows, RowBuilder, RowTensors
 from coordexp.training.schedule import ChannelSchedule
 from coordexp.training.step_targets import (
     TargetOptions,
@@ -191,8 +197,7 @@ class TrainStep:
                     self.accelerator.sync_gradients = is_last
                     with nullcontext() if is_last or self.shards else self.accelerator.no_sync(self.model):
                         begun = time.perf_counter()
-                        forward = task.objective.forward_fn(row.inputs, row.supervision, row.queries)
-                        scores = self.model(forward_fn=forward)
+                        scores = self.model(forward_fn=task.objective.forward_fn(row))
                         result = task.objective.result(row.supervision, scores, prepared.totals)
                         shares = {name_channel(name, task.channel): share for name, share in result.terms.items()}
                         on_device.add({"loss": result.loss, **shares}, scores, row.queries)

@@ -17,8 +17,8 @@ from coordexp.objective import ObjectivePipeline, build_pipeline, sft_pipeline
 from coordexp.packing import CarryBuffer
 from coordexp.rollouts import RolloutBackend
 from coordexp.targets import SupervisionWeights, TargetPolicy, TransportConfig
-from coordexp.training.objective_step import SelfContextObjective, TeacherForcing, TrainingObjective
 from coordexp.training.rollout_queue import AnswerReader, RolloutQueue
+from coordexp.training.row_forward import SelfContextObjective, TeacherForcing, TrainingObjective
 from coordexp.training.row_layout import RowLayout
 from coordexp.training.schedule import ChannelSchedule
 from coordexp.training.step import Task

@@ -17,7 +17,7 @@ from coordexp.records import Rollout
 from coordexp.rollouts import IndexedRollout, RolloutRound
 from coordexp.training.pending_state import load_answers, save_answers
 from coordexp.training.rollout_queue import SavedAnswers
-from coordexp.training.row_tensors import RowTensors
+from coordexp.training.row_forward import RowTensors
 from support.config_samples import stage2, write_yaml
 from support.fake_rollout_server import FakeRolloutServer
 from support.tiny_run import (
