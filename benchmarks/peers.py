@@ -146,9 +146,19 @@ def start() -> Path:
 
 
 def watch(first_batch: Callable[[Any], None] | None = None) -> list[tuple[float, float]]:
-    """Let every trainer of transformers that is built from now on note (clock, processor seconds) after each step, and
-    show ``first_batch`` a batch before the first."""
-    from transformers import TrainerCallback, trainer
+    """Have every trainer of transformers that is built from now on mark its steps as :func:`clock` says."""
+    from transformers import trainer
+
+    marks, stopwatch = clock(first_batch)
+    callbacks: list[Any] = trainer.DEFAULT_CALLBACKS
+    callbacks.append(stopwatch)
+    return marks
+
+
+def clock(first_batch: Callable[[Any], None] | None = None) -> tuple[list[tuple[float, float]], type]:
+    """A list, and a callback that adds (clock, processor seconds) to it after each step; ``first_batch`` is called with a
+    batch before the first."""
+    from transformers import TrainerCallback
 
     marks: list[tuple[float, float]] = []
 
@@ -160,9 +170,7 @@ def watch(first_batch: Callable[[Any], None] | None = None) -> list[tuple[float,
         def on_step_end(self, *_: Any, **__: Any) -> None:
             marks.append((time.perf_counter(), time.process_time()))
 
-    callbacks: list[Any] = trainer.DEFAULT_CALLBACKS
-    callbacks.append(Stopwatch)
-    return marks
+    return marks, Stopwatch
 
 
 def trainer_settings(options: argparse.Namespace, output: Path) -> dict[str, Any]:
@@ -198,7 +206,7 @@ def ours(options: argparse.Namespace, output: Path, group: int) -> list[tuple[fl
     """Stage 1 or 2 by CoordExp, as its demo trains, without coordinate losses in stage 1, which peers do not have."""
     from coordexp.config import load_config
     from coordexp.data.files import asset
-    from coordexp.training.run import run_training
+    from coordexp.training.run import build_trainer, check_run
 
     stage_2 = output.name.endswith("stage2")
     data = options.folder / "scenes" / "scenes.jsonl"
@@ -221,8 +229,11 @@ def ours(options: argparse.Namespace, output: Path, group: int) -> list[tuple[fl
     else:
         values["custom.coord_soft_ce_w1.enabled"] = False
     config = load_config(asset(f"configs/demo/{'stage2' if stage_2 else 'sft'}.yaml"), values)
-    marks = watch()
-    run_training(config, Console(stderr=True), output.name)
+    marks, stopwatch = clock()
+    trainer, _ = build_trainer(check_run(config), Console(stderr=True), output.name)
+    trainer.add_callback(stopwatch())
+    trainer.train()
+    trainer.close()
     return marks
 
 
