@@ -156,8 +156,8 @@ def watch(first_batch: Callable[[Any], None] | None = None) -> list[tuple[float,
 
 
 def clock(first_batch: Callable[[Any], None] | None = None) -> tuple[list[tuple[float, float]], type]:
-    """A list, and a callback that adds (clock, processor seconds) to it after each step; ``first_batch`` is called with a
-    batch before the first."""
+    """A list, and a callback that adds (clock, processor seconds) to it after each step. ``first_batch`` gets a batch
+    before the first."""
     from transformers import TrainerCallback
 
     marks: list[tuple[float, float]] = []
