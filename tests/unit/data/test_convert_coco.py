@@ -11,10 +11,10 @@ import pytest
 from PIL import Image
 from pycocotools import mask as coco_mask
 
-from coordexp.data.convert import ConversionReport, convert_coco, convert_panoptic, convert_voc, to_bin
+from coordexp.data.convert import ConversionReport, convert_coco, convert_panoptic, convert_voc
 from coordexp.data.convert.masks import decode_runs, encode_runs
 from coordexp.errors import DataError
-from coordexp.geometry import mask_iou
+from coordexp.geometry import mask_iou, to_bin
 from coordexp.records import GTObject
 from support.annotation_folders import SMALL, coco, objects_of, paint
 
