@@ -1,7 +1,7 @@
 """Calls in threads of their own: one that may hang in C++ until some deadline, or one thread that works ahead.
 
-They are daemons, and a daemon that comes back from C++ while the interpreter is being taken down aborts the process
-(exit code -6 in place of the error's own). So the end of the process waits for them, a little.
+They are daemons, and a daemon that returns from C++ while the interpreter is being taken down aborts the process (exit
+code -6 instead of the error's own). So the end of the process waits for them, but not for long.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
-Asked = TypeVar("Asked")
+Item = TypeVar("Item")
 Result = TypeVar("Result")
 AT_EXIT_S = 5.0
 STOP_S = 10.0
@@ -45,28 +45,28 @@ def wait_for_all(futures: Sequence[Future[Any]]) -> None:
         future.result()
 
 
-class PreparedAhead(Generic[Asked, Result]):
-    """``prepare`` of each of ``asked``, one after the other in one thread, at most ``ahead`` more than were taken.
+class Prefetcher(Generic[Item, Result]):
+    """Calls ``prepare`` on each of ``items`` in one thread, at most ``ahead`` more than were taken.
 
-    One thread for all of them: on a busy machine a new thread waits for its first turn. It ends with the last one, with
-    the first error, which is raised where its result is taken, and with :meth:`stop`. As a context: its end stops it.
+    One thread for all of them: on a busy machine a new thread waits for its first turn. It ends with the last item,
+    with the first error, which :meth:`take` raises, and with :meth:`stop`. As a context: leaving it stops the thread.
     """
 
     def __init__(
         self,
-        asked: Sequence[Asked],
-        prepare: Callable[[Asked], Result],
+        items: Sequence[Item],
+        prepare: Callable[[Item], Result],
         *,
         ahead: int,
         deadline_s: float,
-        late: Callable[[Asked], Exception],
+        timeout_error: Callable[[Item], Exception],
         name: str,
     ) -> None:
-        """The first is begun at once. ``late``: the error for one that is not there after ``deadline_s`` seconds."""
-        self._asked = asked
+        """The first is begun at once. ``timeout_error``: of an item that is not ready after ``deadline_s`` seconds."""
+        self._items = items
         self._prepare = prepare
         self._deadline_s = deadline_s
-        self._late = late
+        self._timeout_error = timeout_error
         self._room = threading.Semaphore(ahead)
         self._stopped = threading.Event()
         self._ready: SimpleQueue[tuple[Result | None, BaseException | None]] = SimpleQueue()
@@ -74,40 +74,40 @@ class PreparedAhead(Generic[Asked, Result]):
         self._work = in_background(self._prepare_all, name)
 
     def __len__(self) -> int:
-        """How many are still to be taken."""
-        return len(self._asked) - self._taken
+        """Items that are still to be taken."""
+        return len(self._items) - self._taken
 
     @property
-    def left_over(self) -> bool:
-        """Whether something was begun that nobody took."""
+    def has_unconsumed(self) -> bool:
+        """Whether an item was begun and not taken."""
         return self._begun > self._taken
 
-    def take(self) -> tuple[Asked, Result]:
-        """The next one and what was made of it, for which this waits where it must.
+    def take(self) -> tuple[Item, Result]:
+        """The next item and its result; waits for it.
 
         Raises:
-            The error of ``late``, or whatever preparing it raised; none can be taken afterwards.
+            The timeout error, or whatever preparing the item raised; none can be taken afterwards.
         """
-        assert self and not self._stopped.is_set(), "more was taken than was asked for, or behind the end"
-        one = self._asked[self._taken]
+        assert self and not self._stopped.is_set(), "more was taken than there is, or after the end"
+        item = self._items[self._taken]
         try:
             result, error = self._ready.get(timeout=self._deadline_s)
         except Empty:
             self._begin_no_more()
-            raise self._late(one) from None
+            raise self._timeout_error(item) from None
         if error is not None:
             self._begin_no_more()
             raise error
         self._taken += 1
         self._room.release()
-        return one, result  # pyright: ignore[reportReturnType]  # there is one where there is no error
+        return item, result  # pyright: ignore[reportReturnType]  # there is one where there is no error
 
     def stop(self) -> None:
-        """Begin none any more, and wait, not for long, for the one under way. Safe to call twice."""
+        """Begin no further item, and wait up to :data:`STOP_S` for the one under way. Safe to call twice."""
         self._begin_no_more()
         wait([self._work], STOP_S)
 
-    def __enter__(self) -> PreparedAhead[Asked, Result]:
+    def __enter__(self) -> Prefetcher[Item, Result]:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -118,14 +118,14 @@ class PreparedAhead(Generic[Asked, Result]):
         self._room.release()
 
     def _prepare_all(self) -> None:
-        for one in self._asked:
-            self._room.acquire()  # ends with the context, which makes room
+        for item in self._items:
+            self._room.acquire()  # _begin_no_more makes room, so this always returns
             if self._stopped.is_set():
                 return
             self._begun += 1
             try:
-                self._ready.put((self._prepare(one), None))
-            except BaseException as error:  # whoever takes it gets it
+                self._ready.put((self._prepare(item), None))
+            except BaseException as error:  # raised by take()
                 self._ready.put((None, error))
                 return
 

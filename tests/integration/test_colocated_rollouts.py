@@ -30,7 +30,7 @@ from coordexp.rollouts import RolloutRound, SeedContext, rollout_session
 from coordexp.training.rollout_queue import AnswerReader, RolloutQueue
 from support.answers import CAT, record
 from support.forked import ENGINES
-from support.prepared import PreparedInTurn
+from support.in_turn import InTurn
 from support.rollout_servers import greedy_tokens, load_served, requests_of
 from support.tiny_run import same_weights, step_lines, tiny_samples, train, weights
 from support.torchrun import torchrun
@@ -225,7 +225,7 @@ def test_what_is_prepared_ahead_is_admitted_and_answered_as_what_is_prepared_in_
 
         monkeypatch.setattr(engine, "add_request", noted)
         if way == "in turn":
-            monkeypatch.setattr(in_process, "PreparedAhead", PreparedInTurn)
+            monkeypatch.setattr(in_process, "Prefetcher", InTurn)
         with rollout_session(backend, 1):
             rounds = [
                 RolloutRound(tuple(requests_), SEEDS),

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from coordexp import distributed
-from coordexp.background import PreparedAhead
+from coordexp.background import Prefetcher
 from coordexp.config.rollout import RepeatTerminateConfig, VLLMConfig
 from coordexp.engine.arguments import own_arguments, section_arguments
 from coordexp.engine.engine_process import (
@@ -116,15 +116,17 @@ class InProcessEngine:
         Images are opened and processed while others decode, and admitted in the order of ``prompts`` as soon as one has
         ended: the schedule depends on the prompts alone, so all ranks of one model run the same.
         """
-        waiting = PreparedAhead(prompts, self._render, ahead=AHEAD, deadline_s=PREPARE_S, late=_late, name="prompts")
+        waiting = Prefetcher(
+            prompts, self._render, ahead=AHEAD, deadline_s=PREPARE_S, timeout_error=_timeout_error, name="prompts"
+        )
         try:
             with waiting:
                 yield from self._decoded(waiting, lora_request)
         finally:
-            if waiting.left_over:  # vLLM's image cache remembers some that the engine never saw
+            if waiting.has_unconsumed:  # vLLM's image cache remembers some that the engine never saw
                 self.vllm.reset_mm_cache()
 
-    def _decoded(self, waiting: PreparedAhead[Prompt, Any], lora_request: Any) -> Iterator[Any]:
+    def _decoded(self, waiting: Prefetcher[Prompt, Any], lora_request: Any) -> Iterator[Any]:
         decoding: set[str] = set()
         try:
             while waiting or decoding:
@@ -202,7 +204,7 @@ def _name_of(prompt: Prompt) -> str:
     return f"request {prompt.request_id} of sample {prompt.sample_id}"
 
 
-def _late(prompt: Prompt) -> RolloutError:
+def _timeout_error(prompt: Prompt) -> RolloutError:
     return RolloutError(
         f"{_name_of(prompt)}: its prompt and image are not ready after {PREPARE_S:g} s; see whether the file system "
         "hangs, and start again with training.resume_from_checkpoint: true"

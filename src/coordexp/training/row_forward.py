@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from coordexp.background import PreparedAhead
+from coordexp.background import Prefetcher
 from coordexp.config.objective import Channel
 from coordexp.errors import RowLate
 from coordexp.modeling.coord_offset import OutputHead, output_head
@@ -231,7 +231,9 @@ class PrefetchedRows:
         """The first row is begun at once."""
         self.build_s = self.wait_s = 0.0
         self._build = build
-        self._rows = PreparedAhead(rows, self._timed, ahead=1, deadline_s=ROW_DEADLINE_S, late=_late, name="rows")
+        self._rows = Prefetcher(
+            rows, self._timed, ahead=1, deadline_s=ROW_DEADLINE_S, timeout_error=_timeout_error, name="rows"
+        )
 
     def __enter__(self) -> PrefetchedRows:
         return self
@@ -253,7 +255,7 @@ class PrefetchedRows:
         return self._build(row), time.perf_counter() - started
 
 
-def _late(row: PackedRow) -> RowLate:
+def _timeout_error(row: PackedRow) -> RowLate:
     samples = ", ".join(segment.sample_id for segment in row.segments)
     return RowLate(
         f"the row of samples {samples[:200]} is not built after {ROW_DEADLINE_S:.0f} s; see whether the machine swaps "

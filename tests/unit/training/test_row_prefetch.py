@@ -18,7 +18,7 @@ from coordexp.objective import sft_pipeline
 from coordexp.records import PackedRow
 from coordexp.training import row_forward
 from coordexp.training.row_forward import PrefetchedRows, RowBuilder, RowTensors, TeacherForcing
-from support.prepared import PreparedInTurn
+from support.in_turn import InTurn
 from support.tiny_run import (
     figures,
     gt_segments,
@@ -129,7 +129,7 @@ def test_a_run_is_the_same_to_the_bit_without_the_second_thread(
 ) -> None:
     keys: dict[str, Any] = {"training__max_steps": 3, "training__gradient_accumulation_steps": 2}
     ahead = train(run_config(tmp_path, stage, "ahead", **keys))
-    monkeypatch.setattr(row_forward, "PreparedAhead", PreparedInTurn)
+    monkeypatch.setattr(row_forward, "Prefetcher", InTurn)
     in_turn = train(run_config(tmp_path, stage, "in_turn", **keys))
     assert figures(ahead) == figures(in_turn)
     assert same_weights(weights(ahead.model), weights(in_turn.model))

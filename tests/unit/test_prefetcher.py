@@ -10,15 +10,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordexp.background import PreparedAhead
+from coordexp.background import Prefetcher
 from coordexp.errors import DataError, RolloutError
 
 WAIT_S = 30.0
 
 
-def ahead(count: int, prepare: Callable[[int], Any] = str, **keys: Any) -> PreparedAhead[int, Any]:
-    given = {"ahead": 16, "deadline_s": WAIT_S, "late": lambda one: RolloutError(f"sample {one} is late"), **keys}
-    return PreparedAhead(range(count), prepare, name="prompts", **given)
+def ahead(count: int, prepare: Callable[[int], Any] = str, **keys: Any) -> Prefetcher[int, Any]:
+    given = {
+        "ahead": 16,
+        "deadline_s": WAIT_S,
+        "timeout_error": lambda one: RolloutError(f"sample {one} is late"),
+        **keys,
+    }
+    return Prefetcher(range(count), prepare, name="prompts", **given)
 
 
 def threads() -> list[threading.Thread]:
@@ -29,7 +34,7 @@ def threads() -> list[threading.Thread]:
 def test_all_come_in_order(count: int, room: int) -> None:
     with ahead(count, ahead=room) as waiting:
         assert [waiting.take() for _ in range(len(waiting))] == [(one, str(one)) for one in range(count)]
-        assert not waiting and not waiting.left_over
+        assert not waiting and not waiting.has_unconsumed
     assert not threads()
 
 
@@ -49,7 +54,7 @@ def test_it_is_done_in_another_thread_and_no_more_than_there_is_room_for() -> No
         waiting.take()
         assert there.acquire(timeout=WAIT_S)
         assert began == [(one, "prompts") for one in range(4)]
-    assert waiting.left_over and not threads(), "and none is begun behind the end"
+    assert waiting.has_unconsumed and not threads(), "and none is begun behind the end"
 
 
 def test_an_error_comes_in_its_turn_and_ends_the_work() -> None:
