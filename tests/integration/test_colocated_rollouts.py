@@ -300,7 +300,7 @@ def test_training_on_colocated_answers_is_training_on_ones_own(tmp_path: Path) -
     own = train(vllm_config(tmp_path, "own", **keys))
     by_vllm = train(config)
     try:
-        assert isinstance(by_vllm._eval_backend, ColocatedBackend)
+        assert isinstance(by_vllm.backend, ColocatedBackend)
         # Exactly the same answers make exactly the same targets, gradients and weights.
         assert same_weights(weights(own.model), weights(by_vllm.model))
         for a, b in zip(step_lines(own), step_lines(by_vllm), strict=True):
