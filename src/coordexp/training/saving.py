@@ -109,6 +109,8 @@ def load_weights(run: RunState, folder: Path) -> None:
         CheckpointError: they are unreadable, or of another model.
     """
     with readable(folder, "config.json", SAFETENSORS):
+        if (folder / "config.json").is_file():  # not needed here; but no checkpoint with a broken one is resumed from
+            json.loads((folder / "config.json").read_text(encoding="utf-8"))
         if run.is_fsdp:
             from accelerate.utils import load_fsdp_model
 
