@@ -29,6 +29,9 @@ from coordexp.rollouts import check_backend
 from coordexp.training.parallel import check_parallel, parallel_arguments
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from transformers import TrainingArguments
+
     from coordexp.coords import CoordVocab
     from coordexp.evaluation import EvaluationOptions
     from coordexp.modeling.load import LoadedModel
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
     from coordexp.rollouts.learner import LearnerParts
     from coordexp.training.loop import CoordExpTrainer
     from coordexp.training.offload import LearnerOffload
+    from coordexp.training.state import RunState
 
 logger = logging.getLogger("coordexp")
 
@@ -118,23 +122,20 @@ def build_trainer(
 
     Returns: the trainer, and the checkpoint folder to resume from (None for a new run).
     """
-    from transformers import TrainerState, enable_full_determinism, set_seed
+    from transformers import enable_full_determinism, set_seed
     from transformers.integrations import get_reporting_integration_callbacks
     from transformers.trainer_utils import align_special_tokens
 
-    from coordexp.metrics import MetricSums
     from coordexp.recording.writer import RolloutLog
     from coordexp.rollouts import build_backend
     from coordexp.training.batches import StepBatches
     from coordexp.training.loop import CoordExpTrainer
     from coordexp.training.manifest import write_manifest
     from coordexp.training.offload import build_offload
-    from coordexp.training.optimizer import build_optimizer, build_scheduler, learning_rates
-    from coordexp.training.parallel import build_accelerator, prepare
+    from coordexp.training.parallel import build_accelerator
     from coordexp.training.pending_state import build_buffer, restore_answers
     from coordexp.training.progress import RichProgress, set_up_loggers
     from coordexp.training.row_forward import RowBuilder
-    from coordexp.training.state import RunState
     from coordexp.training.step import TrainStep
     from coordexp.training.tasks import build_tasks
 
@@ -160,28 +161,10 @@ def build_trainer(
     # Read off the model before it is wrapped: a wrapper may show other parameters within a forward.
     build_row = RowBuilder.from_model(loaded, accelerator.device)
     offload = build_offload(loaded.model, rollout)
-    if args.gradient_checkpointing:
-        loaded.model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
-    model, optimizer, scheduler = prepare(
-        accelerator,
-        loaded.model,
-        lambda: build_optimizer(
-            loaded.model, args, learning_rates(training), master_weights=training.master_weights is not None
-        ),
-        lambda optimizer: build_scheduler(optimizer, args, max_steps),
-        args,
-        max_steps,
-    )
-    progress = TrainerState(
-        is_local_process_zero=args.local_process_index == 0,
-        is_world_process_zero=args.process_index == 0,
-        train_batch_size=args.train_batch_size,
-    )
-    state = RunState(loaded, model, optimizer, scheduler, accelerator, progress, MetricSums())
+    state = _prepared_state(training, args, accelerator, loaded, max_steps)
     if offload is not None:
-        offload.bind(
-            lambda: optimizer, sharded_by="DeepSpeed" if state.is_deepspeed else "FSDP" if state.is_fsdp else None
-        )
+        owner = "DeepSpeed" if state.is_deepspeed else "FSDP" if state.is_fsdp else None
+        offload.bind(lambda: state.optimizer, sharded_by=owner)
     if backend is None:
         backend = build_backend(rollout, _learner_parts(config, loaded, offload))
     state.buffer = build_buffer(config, train, resume)
@@ -189,16 +172,11 @@ def build_trainer(
     state.queue = next((task.rollouts for task in tasks.values() if task.rollouts is not None), None)
     restore_answers(state.queue, resume)
     step = TrainStep(
-        model=model,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        accelerator=accelerator,
-        tasks=tasks,
-        schedule=schedule,
+        state,
+        tasks,
+        schedule,
         build_row=build_row,
-        sums=state.sums,
         max_grad_norm=training.max_grad_norm,
-        shards=state.shards,
         rollout_log=RolloutLog(Path(training.output_dir), distributed.rank()),
         recorder=_recorder(run, loaded.vocab),
     )
@@ -222,6 +200,35 @@ def build_trainer(
     _draw_rollouts(run, trainer, loggers)
     (enable_full_determinism if args.full_determinism else set_seed)(training.seed)
     return trainer, resume
+
+
+def _prepared_state(
+    training: TrainingConfig, args: TrainingArguments, accelerator: Accelerator, loaded: LoadedModel, max_steps: int
+) -> RunState:
+    """Model, optimizer and schedule, wrapped for training, before the first step."""
+    from transformers import TrainerState
+
+    from coordexp.training.optimizer import build_optimizer, build_scheduler, learning_rates
+    from coordexp.training.parallel import prepare
+    from coordexp.training.state import RunState
+
+    if args.gradient_checkpointing:
+        loaded.model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
+    rates, master_weights = learning_rates(training), training.master_weights is not None
+    model, optimizer, scheduler = prepare(
+        accelerator,
+        loaded.model,
+        lambda: build_optimizer(loaded.model, args, rates, master_weights=master_weights),
+        lambda optimizer: build_scheduler(optimizer, args, max_steps),
+        args,
+        max_steps,
+    )
+    progress = TrainerState(
+        is_local_process_zero=args.local_process_index == 0,
+        is_world_process_zero=args.process_index == 0,
+        train_batch_size=args.train_batch_size,
+    )
+    return RunState(loaded, model, optimizer, scheduler, accelerator, progress)
 
 
 def _resume_point(training: TrainingConfig) -> Path | None:

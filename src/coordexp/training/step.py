@@ -27,7 +27,6 @@ from typing import Any
 from coordexp import distributed
 from coordexp.config.objective import Channel
 from coordexp.errors import TrainingDiverged
-from coordexp.metrics import MetricSums
 from coordexp.recording.token_losses import token_losses
 from coordexp.recording.writer import RolloutLog, RolloutRecorder
 from coordexp.records import ImageRecord, PackedRow
@@ -45,6 +44,7 @@ from coordexp.training.row_forward import (
 )
 from coordexp.training.row_layout import RowLayout, blank_row
 from coordexp.training.schedule import ChannelSchedule
+from coordexp.training.state import RunState
 from coordexp.training.step_targets import (
     TargetOptions,
     corrected,
@@ -132,29 +132,23 @@ class TrainStep:
 
     def __init__(
         self,
-        *,
-        model: Any,
-        optimizer: Any,
-        scheduler: Any,
-        accelerator: Any,
+        run: RunState,
         tasks: Mapping[Channel | None, Task],
         schedule: ChannelSchedule | None,
+        *,
         build_row: RowBuilder,
-        sums: MetricSums,
         max_grad_norm: float,
-        shards: bool,
         rollout_log: RolloutLog,
         recorder: RolloutRecorder | None = None,
     ) -> None:
-        """``model``, ``optimizer``: as accelerate prepared them. ``shards``: FSDP or DeepSpeed, under which ranks
-        exchange in every row. ``sums`` takes the step's metrics."""
-        self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
-        self.accelerator = accelerator
+        """``schedule``: chooses between the tasks of two channels; None where there is one task."""
+        self.model, self.optimizer, self.scheduler = run.model, run.optimizer, run.scheduler
+        self.accelerator = run.accelerator
+        self.shards = run.shards  # FSDP or DeepSpeed, under which ranks exchange in every row
+        self.sums = run.sums
         self.tasks, self.schedule = tasks, schedule
         self.build_row = build_row
-        self.sums = sums
         self.max_grad_norm = max_grad_norm
-        self.shards = shards
         self.rollout_log, self.recorder = rollout_log, recorder
         self.notify: Callable[[str], None] = lambda event: None  # runs callbacks' event of that name
         self.logging_steps = 1
