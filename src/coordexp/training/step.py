@@ -167,9 +167,8 @@ class TrainStep:
         samples = batches.take()
         started = time.perf_counter()
         prepared = self.prepared = prepare_step(task, samples, step, metrics, self.rollout_log)
-        self.outcomes = list(
-            zip((sample.record for batch in samples for sample in batch), prepared.outcomes, strict=False)
-        )
+        records = [sample.record for batch in samples for sample in batch]
+        self.outcomes = list(zip(records, prepared.outcomes, strict=True)) if task.rollouts is not None else []
         with PrefetchedRows(lambda row: self.build_row(row, task.objective), prepared.rows) as rows:
             self._ask_ahead(batches, step, metrics)
             if self.recorder is not None and prepared.outcomes:
