@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from coordexp.modeling.attention import KERNELS, Segments, check_attention, varlen_runs_on
+from coordexp.modeling.attention import KERNELS, Segments, varlen_runs_on
 from coordexp.modeling.inputs import VisionTower, row_inputs, to_device
 from support.tiny_run import gt_segments, load_tiny, row_of
 
@@ -113,7 +113,3 @@ def test_layers_never_wait_for_the_device(name: str) -> None:
                 KERNELS[name](q, k, v, segments, DIM**-0.5, 0.0).float().sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-def test_the_start_check_knows_what_runs(kernel: str) -> None:
-    check_attention(kernel, "cuda", half=True)

@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 
 from coordexp.config import load_config, resolved_rollout
-from coordexp.config.rollout import RepeatTerminateConfig
 from coordexp.engine.colocated import ColocatedBackend
 from coordexp.engine.guard_activation import CONFIG_JSON, CONFIG_JSON_PATH, ENABLE, GUARD_PROCESSOR
-from coordexp.errors import RolloutError
 from coordexp.launch.plan import plan_launch
 from coordexp.rollouts import check_backend, decoding_options
 from coordexp.rollouts.learner import LearnerParts
@@ -53,13 +51,3 @@ def test_a_colocated_engine_needs_no_server_activation(tmp_path: Path, monkeypat
     assert GUARD_PROCESSOR not in arguments["logits_processors"] and "async_scheduling" not in arguments
     disabled = colocated(tmp_path, **{**GUARD, "enabled": False})
     assert engine_arguments(disabled) == arguments
-
-
-def test_the_same_keys_behind_a_server_are_demanded(tmp_path: Path) -> None:
-    """The contrast: mode server with the guard on, and nobody who says that it is active."""
-    config = set_key(server_config(tmp_path, checkpoint=tiny_checkpoint()), "rollout_matching.repeat_terminate", GUARD)
-    config = set_key(config, "rollout_matching.vllm.server.timeout_s", 0.5)
-    run = load_config(write_yaml(tmp_path, config))
-    assert run.rollout_matching is not None and run.rollout_matching.repeat_terminate == RepeatTerminateConfig(**GUARD)
-    with pytest.raises(RolloutError):
-        check_backend(run.rollout_matching)

@@ -140,60 +140,6 @@ def test_every_supervised_position_lies_in_the_assistants_tokens() -> None:
     assert torch.isin(found.label_N[found.coord_in_N_K], COORD_IDS).all()
 
 
-# -- text gate -----------------------------------------------------------------------------------------------------
-
-
-def text_gate_of(segment: Segment, spikes: list[int], **changes: float | None) -> float:
-    """The text-gate term where text logits hold no coordinate mass, but for spikes at some row positions."""
-    logits_LV = torch.zeros(segment.length, len(tiny_vocab()), dtype=torch.float64)
-    logits_LV[:, COORD_IDS] = -1e4
-    logits_LV[spikes, COORD_IDS[7]] = 20.0
-    result = score(segment, logits_LV, build_pipeline(config(**changes)))
-    return result.terms["loss/coord_reg/text_gate"].item()
-
-
-def test_text_gate_is_positive_exactly_with_coordinate_mass_at_supervised_text() -> None:
-    segment = rollout_segment()
-    struct = positions(segment, TokenRole.TAIL_STRUCT)
-    assert text_gate_of(segment, [], text_gate_weight=1.0) == 0.0
-    one, all_of_them = (text_gate_of(segment, spikes, text_gate_weight=1.0) for spikes in (struct[:1], struct))
-    assert 0.1 < one < all_of_them
-    assert text_gate_of(segment, struct, text_gate_weight=2.0) == pytest.approx(2 * all_of_them)
-
-
-@pytest.mark.parametrize("role", [TokenRole.CLOSE, TokenRole.EOS])
-def test_text_gate_reaches_what_closes_the_answer(role: TokenRole) -> None:
-    segment = rollout_segment()
-    (spike,) = positions(segment, role)
-    assert text_gate_of(segment, [spike], text_gate_weight=1.0) > 0.1
-
-
-@pytest.mark.parametrize(
-    "role",
-    [
-        TokenRole.PREFIX_MASKED,
-        TokenRole.PREFIX_STRUCT,
-        TokenRole.PREFIX_DESC,
-        TokenRole.TAIL_COORD,
-    ],
-)
-def test_text_gate_ignores_what_it_does_not_supervise(role: TokenRole) -> None:
-    """False positives, matched objects' text and coordinate slots are neutral."""
-    segment = rollout_segment()
-    spikes = positions(segment, role)
-    assert spikes
-    assert text_gate_of(segment, spikes, text_gate_weight=1.0) == 0.0
-
-
-@pytest.mark.parametrize(("weight", "positive"), [(0.0, False), (0.3, True)])
-def test_text_gate_covers_descriptions_where_they_are_taught(weight: float, positive: bool) -> None:
-    segment = rollout_segment(rollout_fn_desc_weight=weight)
-    spikes = positions(segment, TokenRole.TAIL_DESC)
-    assert (text_gate_of(segment, spikes, text_gate_weight=1.0, rollout_fn_desc_weight=weight) > 0) is positive
-
-
-# -- one gate ------------------------------------------------------------------------------------------------------
-
 BROKEN = {
     "plain": (0.5, -1.0),
     "text NaN": (math.nan, 1.0),

@@ -219,18 +219,23 @@ def test_every_backend_returns_what_parsing_and_matching_need(tmp_path: Path) ->
 
 BOX = '"bbox_2d": ["<|coord_1|>", "<|coord_2|>", "<|coord_30|>", "<|coord_40|>"]'
 MALFORMED = {
-    "wrong arity": ('{"object_1": {"desc": "a", "bbox_2d": ["<|coord_1|>"]}}' + TURN_END, "wrong_arity"),
-    "no desc": ('{"object_1": {' + BOX + "}}" + TURN_END, "missing_desc"),
-    "inverted": ('{"object_1": {"desc": "a", ' + BOX.replace("_30|", "_0|") + "}}" + TURN_END, "box_inverted"),
-    "cut off": ('{"object_1": {"desc": "a", "bbox_2d": ["<|coord_1|>", "<|co', "truncated"),
-    "broken": ('{"object_1": {"desc": "a", ' + BOX + "]}}" + TURN_END, "malformed"),
+    "wrong arity": ('{"object_1": {"desc": "a", "bbox_2d": ["<|coord_1|>"]}}' + TURN_END, ["wrong_arity"]),
+    "no desc": ('{"object_1": {' + BOX + "}}" + TURN_END, ["missing_desc"]),
+    "inverted": ('{"object_1": {"desc": "a", ' + BOX.replace("_30|", "_0|") + "}}" + TURN_END, ["box_inverted"]),
+    "cut off": ('{"object_1": {"desc": "a", "bbox_2d": ["<|coord_1|>", "<|co', ["truncated"]),
+    "broken": ('{"object_1": {"desc": "a", ' + BOX + "]}}" + TURN_END, ["malformed"]),
+    "broken, then another": (
+        '{"object_1": {"desc": "a", ' + BOX + ']}, "object_2": {"desc": "a", ' + BOX + "}}" + TURN_END,
+        ["malformed", "after_break"],
+    ),
+    "words before": ('Sure! "object_1": {"desc": "a", ' + BOX + "}}" + TURN_END, ["preamble"]),
 }
 
 
 @pytest.mark.scenario("Parse failures are visible without crashing")
 @pytest.mark.parametrize("kind", MALFORMED)
 def test_malformed_answers_are_counted_and_the_step_completes(kind: str, tmp_path: Path) -> None:
-    text, reason = MALFORMED[kind]
+    text, reasons = MALFORMED[kind]
     loaded = load_tiny()
     good = finder()
     bad = {sample.record.sample_id for sample in tiny_samples(loaded)[::2]}
@@ -243,9 +248,9 @@ def test_malformed_answers_are_counted_and_the_step_completes(kind: str, tmp_pat
     outcomes = [outcome for window in watch.steps for outcome in window.outcomes]
     spoiled = [outcome for outcome in outcomes if outcome.rollout.sample_id in bad]
     assert spoiled and len(spoiled) < len(outcomes)
-    name = f"rollout/dropped/{reason}"
-    assert sum(line.get(name, 0) for line in lines) == len(spoiled)
-    assert sum(line["rollout/parse_dropped_invalid"] for line in lines) == len(spoiled)
+    for reason in reasons:
+        assert sum(line.get(f"rollout/dropped/{reason}", 0) for line in lines) == len(spoiled)
+    assert sum(line["rollout/parse_dropped_invalid"] for line in lines) == len(reasons) * len(spoiled)
     for outcome in spoiled:
         assert outcome.target.appended_gt_idx == outcome.match.fn_gt_idx  # what was missed is taught in the tail
         assert TokenRole.EOS in outcome.target.roles_T

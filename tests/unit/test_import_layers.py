@@ -8,8 +8,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 SOURCE = Path(__file__).parents[2] / "src" / "coordexp"
 
 # A module's layer is that of its longest dotted name here.
@@ -106,23 +104,6 @@ def test_modules_import_only_from_lower_layers() -> None:
 
 def test_the_package_itself_imports_none_of_its_parts() -> None:
     assert list(imports(SOURCE / "__init__.py")) == []
-
-
-@pytest.mark.parametrize(
-    ("name", "imported", "forbidden"),
-    [
-        ("matching.assign", ["coordexp.records", "coordexp.geometry"], []),
-        ("matching.assign", ["coordexp.parsing"], ["coordexp.parsing"]),
-        ("config.schema", ["coordexp.coords"], ["coordexp.coords"]),
-        ("data.jsonl", ["coordexp.data.images", "coordexp.training.step"], ["coordexp.training.step"]),
-        ("engine.plugin.x", ["coordexp.rollouts.repeat_guard", "coordexp.config"], ["coordexp.config"]),
-        ("engine.plugin.x", ["coordexp.engine.worker", "coordexp.training"], ["coordexp.training"]),
-        ("rollouts.hf", ["coordexp.engine.server_backend", "coordexp.records"], ["coordexp.engine.server_backend"]),
-        ("cli", ["coordexp.training", "coordexp.__version__"], []),
-    ],
-)
-def test_the_rule_itself(name: str, imported: list[str], forbidden: list[str]) -> None:
-    assert violations(name, imported) == forbidden
 
 
 def test_imports_with_heavy_packages_blocked() -> None:

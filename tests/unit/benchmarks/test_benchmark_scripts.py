@@ -91,12 +91,3 @@ def test_benchmark_runs_and_writes_figures(name: str, run: Run) -> None:
         assert [(row["batch"], row["equal_to_first"]) for row in results] == [(1, 1), (2, 2)]
     if name == "step":
         assert sum(stage["share"] for stage in results["stages"].values()) == pytest.approx(1)
-
-
-def test_every_benchmark_has_a_tiny_run_and_a_line_in_the_readme() -> None:
-    readme = (BENCHMARKS / "README.md").read_text(encoding="utf-8")
-    scripts = {path.stem for path in BENCHMARKS.glob("*.py")}
-    assert {name for name in scripts if f"`{name}.py`" not in readme} == set()
-    parts = {"learner_forms", "learner_rows", "reporting"}
-    with_servers = {"rollout_server", "rollouts_ahead", "weight_push"}
-    assert scripts - TINY.keys() == parts | with_servers

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import typer.main
-import yaml
 from typer import _click as click  # what its commands are made of
 
 from coordexp.cli import app
@@ -44,25 +43,6 @@ def commands() -> list[tuple[str, str]]:
 def test_generated_page_is_current(script: str) -> None:
     done = subprocess.run([sys.executable, str(DOCS / script), "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-def test_config_reference_names_every_key_of_a_resolved_run() -> None:
-    from coordexp.config import parse_config
-    from support.config_samples import stage2
-
-    page = (DOCS / "config-reference.md").read_text(encoding="utf-8")
-    documented = set(re.findall(r"^\| `([^`]+)` \|", page, re.M))
-
-    def keys(value: object) -> Iterator[str]:
-        if isinstance(value, dict):
-            for key, item in value.items():
-                yield key
-                yield from keys(item)
-        elif isinstance(value, (list, tuple)):
-            for item in value:
-                yield from keys(item)
-
-    assert set(keys(parse_config(stage2()).model_dump())) <= documented
 
 
 def parse_error(line: str) -> str | None:
@@ -138,31 +118,3 @@ def test_make_targets_exist() -> None:
     assert named
     for name in named:
         assert re.search(rf"^{name}:", makefile, re.M), f"make {name}"
-
-
-def test_links_and_anchors_exist() -> None:
-    broken = []
-    for page in PAGES:
-        for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)]+))?\)", page.read_text(encoding="utf-8")):
-            file = DOCS / (target or page.name)
-            if target.startswith("http"):
-                continue
-            if not file.is_file() or (anchor and anchor not in anchors(file)):
-                broken.append((page.name, target, anchor))
-    assert broken == []
-
-
-def anchors(page: Path) -> set[str]:
-    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.M)
-    return {re.sub(r"[^\w -]", "", text).strip().lower().replace(" ", "-") for text in headings}
-
-
-def test_every_page_is_in_the_navigation() -> None:
-    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
-
-    def listed(entries: Sequence[dict[str, Any]]) -> Iterator[str]:
-        for entry in entries:
-            for place in entry.values():
-                yield from [place] if isinstance(place, str) else listed(place)
-
-    assert sorted(listed(site["nav"])) == [page.name for page in PAGES]

@@ -21,7 +21,6 @@ from support.config_samples import stage2
 from support.scored_answers import random_answers
 
 ROOT = Path(__file__).parents[3]
-PAGE = ROOT / "docs" / "metrics.md"
 A_METRIC = re.compile(r"(rollout|packing|time|train|coord_diag|stage2|safeguard)(/[a-z0-9_]+)+")
 
 
@@ -85,8 +84,3 @@ def test_every_name_in_the_code_is_in_the_table() -> None:
 def test_nothing_is_in_the_table_that_nothing_emits(emitted: set[str]) -> None:
     used = {find_metric(name) for name in emitted | written_in_the_code() | put_together_by_the_code()}
     assert sorted(metric.name for metric in all_metrics() if metric not in used) == []
-
-
-def test_the_page_explains_every_reason() -> None:
-    explained = re.findall(r"^\| `([^`/]+)` \| [^|]+ \|$", PAGE.read_text(encoding="utf-8"), re.M)
-    assert {reason.value for reason in DropReason} <= set(explained)
