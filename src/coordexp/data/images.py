@@ -165,12 +165,18 @@ def _decode(
     if expected_size is not None and size != expected_size:
         raise DataError(size_problem(expected_size, size), path=path)
     try:
-        # convert() drops the file's EXIF, so these pixels are not rotated a second time.
         rgb = _flatten(image)
     except _PILLOW_ERRORS as error:
         raise DataError(f"cannot decode the image ({error}); replace the file", path=path) from error
-    upright = _UPRIGHT_BY_ORIENTATION.get(header.orientation) if apply_orientation else None
-    return rgb if upright is None else rgb.transpose(upright)
+    # Pillow's operations keep EXIF and XMP, by which vLLM would turn these pixels again.
+    for key in ("exif", "Raw profile type exif", "XML:com.adobe.xmp", "xmp"):
+        rgb.info.pop(key, None)
+    orientation = header.orientation
+    if image.format != "TIFF":
+        turn = _UPRIGHT_BY_ORIENTATION.get(orientation) if apply_orientation else None
+    else:  # Pillow has turned a TIFF already while decoding it; 6 and 8 undo each other, the others themselves
+        turn = None if apply_orientation else _UPRIGHT_BY_ORIENTATION.get({6: 8, 8: 6}.get(orientation, orientation))
+    return rgb if turn is None else rgb.transpose(turn)
 
 
 def size_problem(declared: tuple[int, int], real: tuple[int, int]) -> str:
@@ -218,9 +224,12 @@ def _header(image: Image.Image, path: Path) -> ImageHeader:
             path=path,
         )
     orientation = _orientation(image, path)
-    width, height = image.size
-    size = (height, width) if orientation >= 5 else (width, height)
-    return ImageHeader(size, (width, height), orientation, image.format or "", image.mode, not _has_alpha(image))
+    size = stored_size = image.size
+    if orientation >= 5:
+        turned = (image.height, image.width)
+        # Pillow swaps the sides of a TIFF itself.
+        size, stored_size = (size, turned) if image.format == "TIFF" else (turned, size)
+    return ImageHeader(size, stored_size, orientation, image.format or "", image.mode, not _has_alpha(image))
 
 
 def _orientation(image: Image.Image, path: Path) -> int:

@@ -22,7 +22,7 @@ def corners(size: tuple[int, int] = (8, 6)) -> Image.Image:
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-@pytest.mark.parametrize("suffix", ["png", "jpg"])
+@pytest.mark.parametrize("suffix", ["png", "jpg", "webp", "tiff"])
 def test_exif_orientation_is_applied_as_pillow_would(tmp_path: Path, orientation: int, suffix: str) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation
@@ -33,15 +33,25 @@ def test_exif_orientation_is_applied_as_pillow_would(tmp_path: Path, orientation
     opened = open_rgb(path)
     assert np.array_equal(np.asarray(opened), np.asarray(upright))
     assert read_header(path).size == opened.size == upright.size
-    assert open_rgb(path, apply_orientation=False).size == read_header(path).stored_size == (32, 16)
+    as_stored = open_rgb(path, apply_orientation=False)
+    assert as_stored.size == read_header(path).stored_size == (32, 16)
+    assert as_stored.getpixel((31, 0))[1] > 200  # type: ignore[index]  # green in the upper right corner
 
 
-def test_an_opened_image_carries_no_orientation_to_apply_again(tmp_path: Path) -> None:
+XMP = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
+
+
+@pytest.mark.parametrize("apply_orientation", [True, False])
+@pytest.mark.parametrize("kept_in", ["exif", "xmp"])
+def test_an_opened_image_carries_no_orientation_to_apply_again(
+    tmp_path: Path, kept_in: str, apply_orientation: bool
+) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
-    corners().save(tmp_path / "a.jpg", exif=exif)
-    open_rgb(tmp_path / "a.jpg").save(tmp_path / "b.jpg")
-    assert read_header(tmp_path / "b.jpg").orientation == 1
+    corners().save(tmp_path / "a.jpg", **{kept_in: exif if kept_in == "exif" else XMP})
+    opened = open_rgb(tmp_path / "a.jpg", apply_orientation=apply_orientation)
+    assert opened.getexif().get(0x0112) is None
+    assert opened.size == ((6, 8) if apply_orientation else (8, 6))
 
 
 @pytest.mark.parametrize("mode", ["L", "P", "1", "CMYK", "YCbCr"])

@@ -107,6 +107,23 @@ def test_an_image_in_a_tar_file_reaches_servers_that_read_none(tmp_path: Path) -
     assert image_source(member, "path", NO_RESIZE, True) == str(member)
 
 
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("name", ["a.jpg", "a.png", "a.webp", "a.tiff"])
+def test_vllm_turns_no_image_again(tmp_path: Path, name: str, orientation: int) -> None:
+    """vLLM applies the EXIF orientation of every PIL image that it is given, and Pillow's operations keep it."""
+    parser = pytest.importorskip("vllm.multimodal.parse").MultiModalDataParser()
+    media = pytest.importorskip("vllm.multimodal.media.image").ImageMediaIO()
+    path = picture(tmp_path / name, orientation=orientation)
+    expected = np.asarray(open_rgb(path))
+    if not name.endswith("tiff"):  # vLLM opens none from a file
+        loaded = media.load_bytes(path.read_bytes())
+        assert np.array_equal(np.asarray(getattr(loaded, "media", loaded)), expected)
+    for image in (open_rgb(path), NO_RESIZE(open_rgb(path)), open_image(str(path)),
+                  open_image(image_source(path, "base64", NO_RESIZE, True))):  # fmt: skip
+        shown = parser.parse_mm_data({"image": image})["image"].get(0)
+        assert np.array_equal(np.asarray(shown), expected)
+
+
 def test_a_missing_image_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"gone\.jpg.*image not found"):
         image_source(tmp_path / "gone.jpg", "base64", NO_RESIZE, True)
