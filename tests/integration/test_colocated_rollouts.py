@@ -25,7 +25,7 @@ from coordexp.errors import AlignmentError, DataError, RolloutError
 from coordexp.matching import MatchingConfig
 from coordexp.modeling.inputs import PromptEncoder
 from coordexp.modeling.load import LoadedModel
-from coordexp.records import RolloutRequest
+from coordexp.records import ImageRecord, RolloutRequest
 from coordexp.rollouts import RolloutRound, SeedContext, rollout_session
 from coordexp.training.rollout_queue import AnswerReader, RolloutQueue
 from support.answers import CAT, record
@@ -69,14 +69,16 @@ def requests_(learner: LoadedModel) -> list[RolloutRequest]:
 
 
 class ImageDoor:
-    """Opens images, larger than they are when told to: then the engine's prompt is not the learner's."""
+    """Opens images, larger than they are or turned when told to: then the engine's prompt is not the learner's."""
 
     def __init__(self) -> None:
         self.enlarge = 1
+        self.turn: Image.Transpose | None = None
 
     def __call__(self, path: Path) -> Image.Image:
         image = open_rgb(path)
-        return image.resize((image.width * self.enlarge, image.height * self.enlarge))
+        image = image.resize((image.width * self.enlarge, image.height * self.enlarge))
+        return image if self.turn is None else image.transpose(self.turn)
 
 
 DOOR = ImageDoor()
@@ -269,6 +271,34 @@ def test_a_prompt_that_the_engine_reads_otherwise_is_refused(
             queue.take([samples], 2, {})
     finally:
         DOOR.enlarge = 1
+
+
+def test_a_photo_with_an_exif_orientation_is_answered_as_the_learner_sees_it(
+    backend: ColocatedBackend, learner: LoadedModel, requests_: list[RolloutRequest], tmp_path: Path
+) -> None:
+    encoder = PromptEncoder(learner.processor, "Find every object.", None)
+    turned = []
+    for orientation in (3, 6):
+        with Image.open(requests_[0].image) as image:
+            exif = Image.Exif()
+            exif[0x0112] = orientation
+            path = tmp_path / f"{orientation}.jpg"
+            image.convert("RGB").resize((96, 64)).save(path, exif=exif)
+        width, height = open_rgb(path).size
+        turned.append(encoder.encode(ImageRecord(path.name, path, width, height, ())))
+    with rollout_session(backend, 1):
+        answers = [list(rollout.response_token_ids) for rollout in backend.generate(turned, SEEDS)]
+        eos = learner.vocab.eos_id
+        assert answers == [
+            ids[: ids.index(eos)] if eos in ids else ids for ids in greedy_tokens(learner, turned, 12)
+        ]
+        backend.engine.vllm.reset_mm_cache()
+        DOOR.turn = Image.Transpose.ROTATE_90
+        try:
+            with pytest.raises(AlignmentError, match=r"6\.jpg.*image_grid_thw"):
+                backend.generate(turned[1:], SEEDS)
+        finally:
+            DOOR.turn = None
 
 
 def test_a_prompt_that_does_not_fit_is_named_and_the_engine_lives_on(

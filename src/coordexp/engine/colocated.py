@@ -76,6 +76,7 @@ class _Wanted:
     seed: int
     sample_id: str
     image: str
+    image_grid_thw: Sequence[int] | None
     prompt_token_ids: Sequence[int]
 
     @property
@@ -140,6 +141,7 @@ class ColocatedBackend:
                 one.seeds.seed_of(i),
                 request.sample_id,
                 str(request.image),
+                _grid_of(request),
                 request.prompt_token_ids,
             )
             for r, one in enumerate(rounds)
@@ -238,7 +240,9 @@ class ColocatedBackend:
             for token in ([token] if token == self._image_token_id else run)
         ]
         open_image = partial(self._open_image, Path(wanted.image))
-        return Prompt(wanted.request_id, wanted.sample_id, ids, open_image, self._sampling(wanted))
+        return Prompt(
+            wanted.request_id, wanted.sample_id, ids, open_image, wanted.image_grid_thw, self._sampling(wanted)
+        )
 
     def _sampling(self, wanted: _Wanted) -> Any:
         from vllm import SamplingParams
@@ -295,3 +299,8 @@ class ColocatedBackend:
         from coordexp.engine.worker import ADAPTER_ID, ADAPTER_NAME, ADAPTER_PATH
 
         return LoRARequest(ADAPTER_NAME, ADAPTER_ID, ADAPTER_PATH)
+
+
+def _grid_of(request: RolloutRequest) -> list[int] | None:
+    grid = request.model_inputs.get("image_grid_thw")
+    return None if grid is None else grid.flatten().tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from coordexp.engine.engine_process import (
     settings_kept,
 )
 from coordexp.engine.guard_activation import activation_environment, check_guard
-from coordexp.errors import DataError, RolloutError, require
+from coordexp.errors import AlignmentError, DataError, RolloutError, require
 from coordexp.rollouts.backend import AdapterWeights
 
 ADVICE = (
@@ -44,12 +45,14 @@ PREPARE_S = 600.0  # far beyond what any image needs: a file system that hangs
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One request to the engine: prompt ids with one placeholder per image, vLLM's sampling parameters. ``open_image``
-    is called in another thread; ``sample_id`` names it in errors."""
+    is called in another thread; ``image_grid_thw`` is the trainer's, None if unknown; ``sample_id`` names it in
+    errors."""
 
     request_id: str
     sample_id: str
     token_ids: Sequence[int]
     open_image: Callable[[], Any]
+    image_grid_thw: Sequence[int] | None
     sampling: Any
 
 
@@ -194,7 +197,17 @@ class InProcessEngine:
             (rendered,) = self.vllm.renderer.render_cmpl([parse_model_prompt(self.vllm.model_config, content)])
             return rendered
 
-        return _named(_name_of(prompt), render)
+        rendered = _named(_name_of(prompt), render)
+        (image,) = rendered["mm_kwargs"]["image"]
+        # None: in vLLM's cache, and compared when it got there. Other numbers of tokens show in the prompt's ids.
+        if image is not None and prompt.image_grid_thw is not None:
+            ours, seen = list(prompt.image_grid_thw), image["image_grid_thw"].data.flatten().tolist()
+            if ours != seen and math.prod(ours) == math.prod(seen):
+                raise AlignmentError(
+                    f"{_name_of(prompt)}: its image_grid_thw is {seen} in vLLM and {ours} in the trainer, so the image "
+                    f"was turned or resized on the way; {ENGINE_AT_FAULT}"
+                )
+        return rendered
 
     def _add(self, prompt: Prompt, rendered: Any, lora_request: Any) -> None:
         self.vllm.add_request(prompt.request_id, rendered, prompt.sampling, lora_request=lora_request)
