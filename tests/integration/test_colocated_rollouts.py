@@ -289,9 +289,7 @@ def test_a_photo_with_an_exif_orientation_is_answered_as_the_learner_sees_it(
     with rollout_session(backend, 1):
         answers = [list(rollout.response_token_ids) for rollout in backend.generate(turned, SEEDS)]
         eos = learner.vocab.eos_id
-        assert answers == [
-            ids[: ids.index(eos)] if eos in ids else ids for ids in greedy_tokens(learner, turned, 12)
-        ]
+        assert answers == [ids[: ids.index(eos)] if eos in ids else ids for ids in greedy_tokens(learner, turned, 12)]
         backend.engine.vllm.reset_mm_cache()
         DOOR.turn = Image.Transpose.ROTATE_90
         try:

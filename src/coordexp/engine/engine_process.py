@@ -152,7 +152,7 @@ def environment_kept(needed: Mapping[str, str] | None = None) -> Iterator[None]:
 
 @contextmanager
 def settings_kept() -> Iterator[None]:
-    """Restore random states, torch's settings and the current device."""
+    """Restore random states, torch's settings, and the current device and CUDA stream."""
     import numpy as np
     import torch
 
@@ -160,6 +160,7 @@ def settings_kept() -> Iterator[None]:
     precision, dtype = torch.get_float32_matmul_precision(), torch.get_default_dtype()
     python_state, numpy_state = random.getstate(), np.random.get_state()
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
+    stream = None if device is None else torch.cuda.current_stream()
     with torch.random.fork_rng(devices=[] if device is None else [device]):
         try:
             yield
@@ -170,8 +171,11 @@ def settings_kept() -> Iterator[None]:
             torch.set_default_dtype(dtype)
             random.setstate(python_state)
             np.random.set_state(numpy_state)
-            if device is not None:
+            if stream is not None:
                 torch.cuda.set_device(device)
+                # With tensor parallelism vLLM's current_stream() makes a new, non-blocking stream current for good.
+                stream.wait_stream(torch.cuda.current_stream())
+                torch.cuda.set_stream(stream)
 
 
 @contextmanager

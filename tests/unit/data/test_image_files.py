@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -48,7 +49,8 @@ def test_an_opened_image_carries_no_orientation_to_apply_again(
 ) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
-    corners().save(tmp_path / "a.jpg", **{kept_in: exif if kept_in == "exif" else XMP})
+    save = partial(corners().save, tmp_path / "a.jpg")
+    save(exif=exif) if kept_in == "exif" else save(xmp=XMP)
     opened = open_rgb(tmp_path / "a.jpg", apply_orientation=apply_orientation)
     assert opened.getexif().get(0x0112) is None
     assert opened.size == ((6, 8) if apply_orientation else (8, 6))

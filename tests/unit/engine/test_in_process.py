@@ -11,6 +11,7 @@ import torch
 from coordexp.config.rollout import SyncConfig
 from coordexp.engine import in_process
 from coordexp.engine.colocated import ColocatedPusher
+from coordexp.engine.engine_process import settings_kept
 from coordexp.engine.in_process import InProcessEngine
 from coordexp.errors import RolloutError
 from coordexp.rollouts.backend import AdapterWeights
@@ -18,6 +19,42 @@ from support.fused_model import FakeWeights
 
 pytest.importorskip("vllm", reason="its exceptions are what the engine's failures are told by")
 CACHES = ["prefix", "encoder", "mm"]
+
+
+class FakeStream:
+    """A CUDA stream that notes which other ones it waited for."""
+
+    def __init__(self) -> None:
+        self.waited_for: list[FakeStream] = []
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.waited_for.append(other)
+
+
+class FakeCudaWithoutAGPU:
+    """The part of ``torch.cuda`` that ``settings_kept`` uses: one device, and a current stream."""
+
+    def __init__(self) -> None:
+        self.stream = FakeStream()
+        self.is_available, self.current_device, self.set_device = lambda: True, lambda: 0, lambda _: None
+        self.get_rng_state, self.set_rng_state = lambda *_: None, lambda *_: None
+
+    def current_stream(self) -> FakeStream:
+        return self.stream
+
+    def set_stream(self, stream: FakeStream) -> None:
+        self.stream = stream
+
+
+def test_the_trainers_cuda_stream_is_current_again_after_an_engines_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With tensor parallelism vLLM makes a stream of its own current, for good."""
+    cuda = FakeCudaWithoutAGPU()
+    trainers, vllms = cuda.stream, FakeStream()
+    monkeypatch.setattr(torch, "cuda", cuda)
+    with settings_kept():
+        cuda.set_stream(vllms)
+    assert cuda.stream is trainers
+    assert trainers.waited_for == [vllms], "what the engine's start still computes is not ordered before the trainer's"
 
 
 class Engine:
