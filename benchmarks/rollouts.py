@@ -68,8 +68,7 @@ class _Bench:
     def __init__(self, options: Any, folder: Path) -> None:
         import torch
 
-        from coordexp.data.jsonl import read_jsonl
-        from coordexp.data.record_line import write_jsonl
+        from coordexp.data.jsonl import read_jsonl, write_jsonl
         from coordexp.data.scenes import SceneSpec, make_scene
         from coordexp.modeling.inputs import PromptEncoder
         from coordexp.modeling.load import load_model

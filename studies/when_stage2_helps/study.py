@@ -62,8 +62,7 @@ def converted(regime: dict[str, Any], split: str, folder: Path, path: Path) -> P
 
 def training_data(regime: dict[str, Any], keep: float, seed: int, work: Path, name: str) -> Path:
     """The training split with a share of its annotations; which ones are left out depends on the seed."""
-    from coordexp.data.jsonl import read_jsonl
-    from coordexp.data.record_line import write_jsonl
+    from coordexp.data.jsonl import read_jsonl, write_jsonl
     from coordexp.data.subset import DropRates, drop_annotations
 
     whole = scenes(regime, "train", work, name)

@@ -16,8 +16,7 @@ from rich.console import Console
 from coordexp.config import RunConfig, load_config
 from coordexp.coords import TURN_END, serialize_objects
 from coordexp.data.dataset import RecordDataset, Sample
-from coordexp.data.jsonl import read_jsonl
-from coordexp.data.record_line import write_jsonl
+from coordexp.data.jsonl import read_jsonl, write_jsonl
 from coordexp.data.scenes import SceneSpec, make_scene
 from coordexp.matching import MatchingConfig
 from coordexp.modeling.inputs import PromptEncoder

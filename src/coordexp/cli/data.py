@@ -165,7 +165,7 @@ def pack_command(
 ) -> None:
     """Pack a dataset's images into tar files (WebDataset's shards), which every command reads in place."""
     from coordexp.data.dataset_cache import check_images, open_records
-    from coordexp.data.shards import pack
+    from coordexp.data.subset import pack
 
     records = open_records(jsonl)
     check_images(records)
@@ -212,8 +212,7 @@ def drop_command(
     as_json: AsJson = False,
 ) -> None:
     """Leave annotations out at random, as annotators do; or remove the soft objects."""
-    from coordexp.data.jsonl import read_jsonl
-    from coordexp.data.record_line import write_jsonl
+    from coordexp.data.jsonl import read_jsonl, write_jsonl
 
     _refuse_existing(out, overwrite)
     if soft:

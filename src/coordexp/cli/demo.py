@@ -89,8 +89,7 @@ def _write_page(run: Path, path: Path) -> None:
 
 def _write_data(output: Path, size: DemoSize, console: Console) -> dict[str, Path]:
     """Write the scenes: ``val`` complete, ``train`` with half of its annotations. ``completed`` is only a path."""
-    from coordexp.data.jsonl import read_jsonl
-    from coordexp.data.record_line import write_jsonl
+    from coordexp.data.jsonl import read_jsonl, write_jsonl
     from coordexp.data.scenes import MODERATE, write_scenes
     from coordexp.data.subset import DropRates, drop_annotations
 

@@ -1,8 +1,7 @@
 """Datasets: the JSONL format, images, converters, prompts, generated scenes. Importing this loads no torch."""
 
 from coordexp.data.images import open_rgb, smart_resize
-from coordexp.data.jsonl import ObjectOrdering, check_dataset, order_objects, read_jsonl
-from coordexp.data.record_line import write_jsonl
+from coordexp.data.jsonl import ObjectOrdering, check_dataset, order_objects, read_jsonl, write_jsonl
 
 __all__ = [
     "ObjectOrdering",

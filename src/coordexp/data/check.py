@@ -15,11 +15,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from coordexp.data.cache_folder import cache_folder
+from coordexp.data.files import cache_folder
 from coordexp.data.images import image_exists, open_rgb, read_header, shape_problem, size_problem
-from coordexp.data.jsonl import NO_RECORDS, numbered_lines
+from coordexp.data.jsonl import NO_RECORDS, LineFault, RefusedLine, numbered_lines, parse_line
 from coordexp.data.polygons import shape_area
-from coordexp.data.record_line import LineFault, RefusedLine, parse_line
 from coordexp.data.shards import image_bytes, image_stat
 from coordexp.errors import DataError
 from coordexp.records import NUM_BINS, ImageRecord

@@ -1,6 +1,6 @@
 """Large datasets: validated once by all cores, then mapped into memory by every later start and every process of a run.
 
-A dataset has a folder in :func:`~coordexp.data.cache_folder.cache_folder` with three files: a lock, an Arrow file with
+A dataset has a folder in :func:`~coordexp.data.files.cache_folder` with three files: a lock, an Arrow file with
 the records, and a NumPy file (N, 2) with size and modification time of each image that passed the check. Their names
 change with the JSONL's size and modification time, and with the versions that decide what is valid.
 """
@@ -24,18 +24,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from coordexp import __version__
-from coordexp.data.cache_folder import VARIABLE, cache_folder
-from coordexp.data.files import whole_binary_file
+from coordexp.data.files import VARIABLE, cache_folder, whole_binary_file
 from coordexp.data.jsonl import (
     NO_RECORDS,
+    RefusedLine,
     check_source,
     image_problem,
     image_problems,
     numbered_lines,
+    parse_line,
     raise_together,
     read_jsonl,
 )
-from coordexp.data.record_line import RefusedLine, parse_line
 from coordexp.data.shards import image_stat
 from coordexp.errors import DataError
 from coordexp.records import ImageRecord

@@ -1,18 +1,24 @@
-"""Read and write files safely: shipped files, users' text and JSON, files that a kill may not leave half written, and
-checksums."""
+"""Files: shipped files, users' text and JSON, files that a kill may not leave half written, checksums, and the folder
+for what can be computed again."""
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import os
+import tempfile
 import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
+from coordexp import distributed
 from coordexp.errors import CheckpointError, DataError
+
+logger = logging.getLogger("coordexp")
 
 # The shipped configurations and the demo's checkpoints: inside the package in a wheel, next to src in a source tree.
 _ASSET_ROOTS = (Path(__file__).parents[1] / "_assets", Path(__file__).parents[3])
@@ -31,23 +37,33 @@ def asset(relative: str) -> Path:
 
 
 PIECE_BYTES = 64 << 20
-_READ_BYTES = 4 << 20  # stays in a core's cache between the copy out of the page cache and the checksum
+_READ_BYTES = 4 << 20  # fits in a core's cache between the copy out of the page cache and the checksum
 _THREADS = 8
 
 
 def checksums(paths: Sequence[Path], *, flush: bool) -> list[list[str]]:
     """CRC-32 of each 64 MiB of each file, in hexadecimal; an empty file has none.
 
-    Pieces are read side by side: the interpreter's lock is free while a piece is read and summed. ``flush``: return
-    once the disk holds the files too, so that what was summed is what a power loss leaves.
+    Threads read the pieces: the interpreter's lock is free while a piece is read and summed. ``flush``: return once the
+    disk holds the files too, so that what was summed is what a power loss leaves.
     """
+
+    def piece(job: tuple[Path, int]) -> str:
+        path, at = job
+        value, end = 0, at + PIECE_BYTES
+        with path.open("rb", buffering=0) as file:
+            file.seek(at)
+            while at < end and (block := file.read(min(_READ_BYTES, end - at))):
+                value = zlib.crc32(block, value)
+                at += len(block)
+        return f"{value:08x}"
+
     jobs = [(path, start) for path in paths for start in range(0, path.stat().st_size, PIECE_BYTES)]
     with ThreadPoolExecutor(min(_THREADS, 2 * (os.cpu_count() or 1))) as pool:
         flushed = [pool.submit(flush_file, path) for path in paths] if flush else []
-        sums = pool.map(lambda job: _piece(*job), jobs)
         sums_of: dict[Path, list[str]] = {path: [] for path in paths}
-        for (path, _), value in zip(jobs, sums, strict=True):
-            sums_of[path].append(f"{value:08x}")
+        for (path, _), value in zip(jobs, pool.map(piece, jobs), strict=True):
+            sums_of[path].append(value)
         for one in flushed:
             one.result()
     return [sums_of[path] for path in paths]
@@ -62,74 +78,53 @@ def flush_file(path: Path) -> None:
         os.close(descriptor)
 
 
-def _piece(path: Path, start: int) -> int:
-    value, at, end = 0, start, start + PIECE_BYTES
-    with path.open("rb", buffering=0) as file:
-        file.seek(start)
-        while at < end and (block := file.read(min(_READ_BYTES, end - at))):
-            value = zlib.crc32(block, value)
-            at += len(block)
-    return value
-
-
 _BLOCK = 1 << 16
 
 
 def append_line(path: Path, line: bytes) -> None:
-    """Append a line to a file whose last line a kill may have left unfinished: that part is no record, and goes."""
+    """Append a line to a file. If a kill left its last line unfinished, that part is cut off."""
     with path.open("ab+") as file:
-        end = _end_of_last_line(file)
-        if end < file.seek(0, os.SEEK_END):
+        end = size = file.seek(0, os.SEEK_END)
+        while end:  # from the end, block by block, to the last line break
+            start = max(0, end - _BLOCK)
+            file.seek(start)
+            line_break = file.read(end - start).rfind(b"\n")
+            if line_break >= 0:
+                end = start + line_break + 1
+                break
+            end = start
+        if end < size:
             file.truncate(end)
         file.write(line)
-
-
-def _end_of_last_line(file: BinaryIO) -> int:
-    """The byte behind the file's last line break; 0 without one. Looks from the end: one block of a whole file."""
-    end = file.seek(0, os.SEEK_END)
-    while end:
-        start = max(0, end - _BLOCK)
-        file.seek(start)
-        line_break = file.read(end - start).rfind(b"\n")
-        if line_break >= 0:
-            return start + line_break + 1
-        end = start
-    return 0
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[TextIO]:
     """A text file that appears under its name complete, or not at all: also when the run is killed meanwhile, or the
-    power fails. What stood there before stays until then, and stays after an error."""
-    with _complete(path) as temporary, temporary.open("w", encoding="utf-8", newline="\n") as file:
-        yield file
-        _to_disk(file)
+    power fails. A previous file stays until then, and after an error."""
+    with whole_binary_file(path) as binary:
+        file = io.TextIOWrapper(binary, encoding="utf-8", newline="\n")
+        try:
+            yield file
+        finally:
+            file.detach()  # writes what is buffered
 
 
 @contextmanager
 def whole_binary_file(path: Path) -> Iterator[BinaryIO]:
-    """As :func:`whole_file`, for bytes."""
-    with _complete(path) as temporary, temporary.open("wb") as file:
-        yield file
-        _to_disk(file)
-
-
-@contextmanager
-def _complete(path: Path) -> Iterator[Path]:
+    """Like :func:`whole_file`, for bytes."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        yield temporary
+        with temporary.open("wb") as file:
+            yield file
+            # Before it gets its name: otherwise a power loss may leave the name without content.
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:  # Ctrl-C too: leave no half file behind, and go on raising
+    except BaseException:  # Ctrl-C too
         temporary.unlink(missing_ok=True)
         raise
     flush_file(path.parent)
-
-
-def _to_disk(file: TextIO | BinaryIO) -> None:
-    """Before it gets its name: otherwise a power loss may leave the name with nothing behind it."""
-    file.flush()
-    os.fsync(file.fileno())
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -139,10 +134,10 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def read_text(path: Path) -> str:
-    """A UTF-8 file's text; the byte order mark that Windows editors write is no part of it.
+    """A UTF-8 file's text, without the byte order mark that Windows editors write.
 
     Raises:
-        DataError: not there, not readable, or not UTF-8.
+        DataError: missing, not readable, or not UTF-8.
     """
     try:
         return path.read_text(encoding="utf-8-sig")
@@ -153,9 +148,48 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """A JSON file's content. Raises DataError as :func:`read_text` does, and when it is no JSON."""
+    """A JSON file's content. Raises DataError like :func:`read_text`, and if it is not JSON."""
     text = read_text(path)
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise DataError(f"not readable as JSON: {error}", path=path) from error
+
+
+VARIABLE = "COORDEXP_CACHE"
+"""The environment variable that names the folder. Everything in it can be deleted at any time."""
+
+
+def cache_folder() -> Path:
+    """The folder for validated datasets, checked images and indexes of shards: the first writable one of
+    :data:`VARIABLE`, ``coordexp`` in the user's cache folder (``XDG_CACHE_HOME``, else ``~/.cache``), and a folder of
+    the user's own among temporary files. The log names those that are passed over.
+
+    Raises:
+        DataError: none is writable.
+    """
+    candidates: list[Path] = []
+    if named := os.environ.get(VARIABLE):
+        candidates.append(Path(named).expanduser().absolute())
+    users = os.environ.get("XDG_CACHE_HOME", "")
+    with suppress(RuntimeError):  # a user without a home
+        candidates.append((Path(users) if os.path.isabs(users) else Path.home() / ".cache") / "coordexp")
+    candidates.append(Path(tempfile.gettempdir()) / f"coordexp-{os.getuid()}")
+    refused: list[str] = []
+    for folder in candidates:
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if folder.parent == Path(tempfile.gettempdir()) and folder.stat().st_uid != os.getuid():
+                raise PermissionError(None, "another user's")  # who could put files there that we would train on
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            refused.append(f"{folder} ({error.strerror or error})")
+            continue
+        if refused and distributed.is_main():
+            logger.warning(
+                "the dataset cache is in %s, because %s cannot be written to; set %s to another folder",
+                *(folder, ", ".join(refused), VARIABLE),
+            )
+        return folder
+    raise DataError(f"no folder for the dataset cache can be written to: {', '.join(refused)}; set {VARIABLE}")

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw
 
-from coordexp.data.record_line import write_jsonl
+from coordexp.data.jsonl import write_jsonl
 from coordexp.geometry import to_bin
 from coordexp.records import GTObject, ImageRecord
 

@@ -1,18 +1,22 @@
-"""Smaller datasets, of one seed the same: a split that keeps each image on one side, a random sample, and annotations
-taken away at random, as an annotator leaves them out, for experiments on incomplete sets."""
+"""Datasets made from others: a split that keeps each image on one side, a random sample, annotations left out at
+random for experiments on incomplete sets, and shards. A seed gives the same dataset every time."""
 
 from __future__ import annotations
 
 import hashlib
+import io
+import os
 import random
+import tarfile
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from coordexp.data.record_line import write_jsonl
-from coordexp.data.shards import image_bytes
+from coordexp.data.files import whole_binary_file
+from coordexp.data.jsonl import line_of, write_jsonl
+from coordexp.data.shards import SUFFIX, image_bytes
 from coordexp.errors import DataError
 from coordexp.geometry import aabb, to_pixel
 from coordexp.records import GTObject, ImageRecord
@@ -46,7 +50,6 @@ class DropRates:
             raise DataError("every annotation would be kept; give --keep, --per-class or --per-size below 1")
 
     def probability(self, obj: GTObject, record: ImageRecord) -> float:
-        """The probability of keeping one annotation."""
         if obj.desc in self.per_class:
             return self.per_class[obj.desc]
         return self.per_size.get(object_size(obj, record), self.keep)
@@ -54,8 +57,8 @@ class DropRates:
 
 @dataclass(frozen=True, slots=True)
 class DropCounts:
-    """Annotations before and after, by class and by size; ``spared``: number of images that kept their last annotation
-    against the draw; ``emptied``: number of images that lost all."""
+    """Annotations before and after, by class and by size; ``spared``: images that kept their last annotation against
+    the draw; ``emptied``: images that lost all."""
 
     images: int
     before: Counter[str]
@@ -66,7 +69,7 @@ class DropCounts:
     emptied: int
 
     def to_json(self) -> dict[str, Any]:
-        """The counts for machines: ``[kept, of]`` by class and by size."""
+        """``classes`` and ``sizes`` have ``[kept, of]`` by name."""
         return {
             "images": self.images,
             "kept": self.after.total(),
@@ -104,38 +107,30 @@ def drop_annotations(
     left: list[ImageRecord] = []
     spared = emptied = 0
     for record in records:
-        kept, against_the_draw = _kept(record, rates, seed)
-        spared += against_the_draw
-        emptied += bool(record.objects) and not kept
+        if any(obj.soft is not None for obj in record.objects):
+            detail = "contains soft objects; drop annotations first, then complete what is left"
+            raise DataError(f"{record.sample_id}: {detail}")
+        rng = random.Random(f"drop:{seed}:{record.sample_id}")
+        over = [rng.random() - rates.probability(obj, record) for obj in record.objects]
+        kept = [i for i, beyond in enumerate(over) if beyond < 0]
+        if over and not kept:
+            if rates.allow_empty:
+                emptied += 1
+            else:
+                spared += 1
+                kept = [over.index(min(over))]
         left.append(replace(record, objects=tuple(record.objects[i] for i in kept)))
-    classes, sizes = (_by_class(records), _by_class(left)), (_by_size(records), _by_size(left))
-    return left, DropCounts(len(records), *classes, *sizes, spared, emptied)
+    before, after = (Counter(obj.desc for record in part for obj in record.objects) for part in (records, left))
+    sizes_before, sizes_after = (
+        Counter(object_size(obj, record) for record in part for obj in record.objects) for part in (records, left)
+    )
+    return left, DropCounts(len(records), before, after, sizes_before, sizes_after, spared, emptied)
 
 
 def without_soft(records: Sequence[ImageRecord]) -> tuple[list[ImageRecord], int]:
     """The records with their annotations alone, and how many soft objects went."""
     left = [replace(r, objects=tuple(obj for obj in r.objects if obj.soft is None)) for r in records]
     return left, sum(len(r.objects) for r in records) - sum(len(r.objects) for r in left)
-
-
-def _kept(record: ImageRecord, rates: DropRates, seed: int) -> tuple[list[int], bool]:
-    """Indices of the objects that stay, and whether the last one was spared."""
-    if any(obj.soft is not None for obj in record.objects):
-        raise DataError(f"{record.sample_id}: holds soft objects; drop annotations first, then complete what is left")
-    rng = random.Random(f"drop:{seed}:{record.sample_id}")
-    over = [rng.random() - rates.probability(obj, record) for obj in record.objects]
-    kept = [i for i, beyond in enumerate(over) if beyond < 0]
-    if kept or not over or rates.allow_empty:
-        return kept, False
-    return [over.index(min(over))], True
-
-
-def _by_class(records: Sequence[ImageRecord]) -> Counter[str]:
-    return Counter(obj.desc for record in records for obj in record.objects)
-
-
-def _by_size(records: Sequence[ImageRecord]) -> Counter[str]:
-    return Counter(object_size(obj, record) for record in records for obj in record.objects)
 
 
 def split_records(records: Sequence[ImageRecord], shares: Sequence[float], seed: int) -> list[list[ImageRecord]]:
@@ -150,7 +145,11 @@ def split_records(records: Sequence[ImageRecord], shares: Sequence[float], seed:
         raise DataError(f"shares are {list(shares)}; expected at least two positive numbers that sum to 1")
     groups: defaultdict[str, list[int]] = defaultdict(list)
     for index, record in enumerate(records):
-        groups[_content(record.image)].append(index)
+        try:
+            content = hashlib.sha256(image_bytes(record.image)).hexdigest()
+        except DataError:  # an image that does not exist is only itself
+            content = str(record.image)
+        groups[content].append(index)
     images = list(groups)
     if len(images) < len(shares):
         raise DataError(f"{len(images)} images cannot be split into {len(shares)} parts")
@@ -162,14 +161,6 @@ def split_records(records: Sequence[ImageRecord], shares: Sequence[float], seed:
         parts.append([records[i] for i in sorted(i for image in images[start:end] for i in groups[image])])
         start = end
     return parts
-
-
-def _content(image: Path) -> str:
-    """Equal for files of equal bytes; an image that is not there is only itself."""
-    try:
-        return hashlib.sha256(image_bytes(image)).hexdigest()
-    except DataError:
-        return str(image)
 
 
 def sample_records(records: Sequence[ImageRecord], count: int, seed: int) -> list[ImageRecord]:
@@ -194,3 +185,57 @@ def write_part(records: Sequence[ImageRecord], path: Path) -> Path:
         raise DataError("exists already; name another file", path=path)
     write_jsonl(records, path)
     return path
+
+
+def pack(
+    records: Sequence[ImageRecord], out: Path, shard_bytes: int, progress: Callable[[int, int], None] | None = None
+) -> tuple[int, int]:
+    """Write ``records`` to the JSONL ``out`` and their images, byte for byte, into tar files next to it.
+
+    ``out``'s stem names the shards, of about ``shard_bytes`` each: ``set-00000.tar`` holds ``00000000.jpg`` and
+    ``00000000.json``, the record's own line, for each of its records, so WebDataset reads it without the JSONL.
+    The JSONL appears last, after all shards. ``progress(done, total)`` counts packed records.
+
+    Returns: the number of records and of shards.
+
+    Raises:
+        DataError: ``out`` or a shard exists, an image cannot be read, or a record cannot be written.
+    """
+    taken = [path for path in (out, *out.parent.glob(f"{out.stem}-[0-9]*{SUFFIX}")) if path.exists()]
+    if taken:
+        raise DataError("exists already; name another file, or remove it", path=taken[0])
+    out.parent.mkdir(parents=True, exist_ok=True)
+    written: list[Path] = []
+
+    def packed_records() -> Iterator[ImageRecord]:
+        number = 0
+        while number < len(records):
+            shard = out.with_name(f"{out.stem}-{len(written):05d}{SUFFIX}")
+            packed: list[ImageRecord] = []
+            with (
+                whole_binary_file(shard) as file,
+                tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar,
+            ):
+                while number < len(records) and (not packed or tar.offset < shard_bytes):
+                    record = records[number]
+                    if progress is not None:
+                        progress(number, len(records))
+                    name = f"{number:08d}{record.image.suffix.lower()}"
+                    alone = replace(record, image=Path(os.path.abspath(out.parent), name))
+                    line = line_of(alone, out, number + 1).encode()
+                    for member, data in ((name, image_bytes(record.image)), (f"{number:08d}.json", line)):
+                        info = tarfile.TarInfo(member)  # without time and owner, so that equal sets make equal shards
+                        info.size = len(data)
+                        tar.addfile(info, io.BytesIO(data))
+                    packed.append(replace(record, image=Path(os.path.abspath(shard), name)))
+                    number += 1
+            written.append(shard)
+            yield from packed
+
+    try:
+        count = write_jsonl(packed_records(), out)
+    except BaseException:  # Ctrl-C too: shards without their JSONL are of no use
+        for shard in written:
+            shard.unlink(missing_ok=True)
+        raise
+    return count, len(written)

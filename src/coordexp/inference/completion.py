@@ -19,8 +19,7 @@ from coordexp.config.base import default_of
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.config.schema import AnswerConfig
 from coordexp.data.files import write_atomically
-from coordexp.data.jsonl import read_jsonl
-from coordexp.data.record_line import clean_desc, write_jsonl
+from coordexp.data.jsonl import clean_desc, read_jsonl, write_jsonl
 from coordexp.errors import ConfigError, DataError
 from coordexp.evaluation.answers import Detection, ImageAnswer, read_answers
 from coordexp.evaluation.drawing import draw_contact_sheet

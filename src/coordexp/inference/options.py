@@ -118,7 +118,7 @@ def check_classes(names: Sequence[str]) -> tuple[str, ...]:
     Raises:
         ConfigError: one that no dataset may contain, or a single text instead of a list.
     """
-    from coordexp.data.record_line import clean_desc
+    from coordexp.data.jsonl import clean_desc
 
     if isinstance(names, str):
         raise ConfigError(f"classes is the text {names!r}; give a list of names")

@@ -14,7 +14,7 @@ from coordexp.config.schema import AugmentConfig
 from coordexp.data import read_jsonl
 from coordexp.data.augment import LEFT_OUT, View, clip_ring, draw_view
 from coordexp.data.dataset import RecordDataset, Sample
-from coordexp.data.record_line import write_jsonl
+from coordexp.data.jsonl import write_jsonl
 from coordexp.errors import DataError
 from coordexp.geometry import aabb
 from coordexp.records import GTObject, ImageRecord, RolloutRequest

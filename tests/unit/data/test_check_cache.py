@@ -8,11 +8,10 @@ import pytest
 from PIL import Image
 
 from coordexp.data import check
-from coordexp.data.cache_folder import VARIABLE, cache_folder
 from coordexp.data.check import Finding, check_jsonl
-from coordexp.data.jsonl import read_jsonl
-from coordexp.data.record_line import write_jsonl
-from coordexp.data.shards import pack
+from coordexp.data.files import VARIABLE, cache_folder
+from coordexp.data.jsonl import read_jsonl, write_jsonl
+from coordexp.data.subset import pack
 from coordexp.errors import DataError
 from coordexp.records import GTObject, ImageRecord
 

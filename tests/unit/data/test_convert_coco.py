@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from PIL import Image
 from pycocotools import mask as coco_mask
 
 from coordexp.data.convert import ConversionReport, convert_coco, convert_panoptic, convert_voc
-from coordexp.data.convert.masks import decode_runs, encode_runs
+from coordexp.data.convert.masks import decode_runs
 from coordexp.errors import DataError
 from coordexp.geometry import mask_iou, to_bin
 from coordexp.records import GTObject
@@ -147,13 +148,18 @@ def runs_of(*rows: tuple[int, int, int, int], size: tuple[int, int] = (24, 40)) 
     return {"size": list(size), "counts": _text(found["counts"])}
 
 
+def counts_of(mask: np.ndarray) -> list[int]:
+    """The runs of a mask, column by column; the first is outside."""
+    first, *others = (len(list(run)) for _, run in itertools.groupby([False, *mask.T.ravel().tolist()]))
+    return [first - 1, *others]
+
+
 @pytest.mark.parametrize("crowd", [0, 1])
 @pytest.mark.parametrize("as_list", [False, True])
 def test_a_run_length_mask_becomes_its_outline(tmp_path: Path, crowd: int, as_list: bool) -> None:
     runs = runs_of((10, 6, 30, 18), (0, 0, 2, 2))
     if as_list:
-        runs = encode_runs(decode_runs(runs, (40, 24)))
-        assert isinstance(runs["counts"], list)
+        runs["counts"] = counts_of(decode_runs(runs, (40, 24)))
     report = from_coco(
         tmp_path, [{"segmentation": runs, "iscrowd": crowd}], geometry="poly", crowds="keep", options=SMALL
     )
@@ -181,7 +187,7 @@ def test_every_mask_that_was_encoded_is_decoded() -> None:
         runs = coco_mask.encode(np.asfortranarray(mask.astype(np.uint8)))
         text = {"size": list(mask.shape), "counts": _text(runs["counts"])}
         assert (decode_runs(text, None) == mask).all()
-        assert (decode_runs(encode_runs(mask), None) == mask).all()
+        assert (decode_runs({"size": list(mask.shape), "counts": counts_of(mask)}, None) == mask).all()
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from coordexp.data.convert import (
     convert_lvis,
     convert_yolo,
 )
-from coordexp.data.convert.quantise import simplified, simplify_ring
+from coordexp.data.convert.shapes import simplified, simplify_ring
 from coordexp.errors import DataError
 from coordexp.evaluation.answers import Detection, ImageAnswer
 from coordexp.evaluation.export import UsersTerms, export_csv

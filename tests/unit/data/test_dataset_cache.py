@@ -18,9 +18,9 @@ from PIL import Image
 
 from coordexp.config.schema import AugmentConfig
 from coordexp.data import dataset_cache
-from coordexp.data.cache_folder import VARIABLE, cache_folder
 from coordexp.data.dataset import RecordDataset
 from coordexp.data.dataset_cache import CachedRecords, check_images, open_records
+from coordexp.data.files import VARIABLE, cache_folder
 from coordexp.data.jsonl import check_dataset, read_jsonl
 from coordexp.data.preparation import preparation_of
 from coordexp.errors import DataError

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from coordexp.config import load_config
 from coordexp.data import dataset_cache
-from coordexp.data.cache_folder import VARIABLE
+from coordexp.data.files import VARIABLE
 from coordexp.errors import CheckpointError, DataError
 from coordexp.packing import CarryBuffer
 from coordexp.records import RolloutRequest, Segment

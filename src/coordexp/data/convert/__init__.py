@@ -1,10 +1,9 @@
 """Other annotation formats → the JSONL dataset. Torch-free."""
 
 from coordexp.data.convert.assemble import ImageOptions
-from coordexp.data.convert.coco import convert_coco, convert_lvis
+from coordexp.data.convert.coco import convert_coco, convert_lvis, convert_panoptic
 from coordexp.data.convert.csv_boxes import convert_csv
 from coordexp.data.convert.labelme import convert_labelme
-from coordexp.data.convert.panoptic import convert_panoptic
 from coordexp.data.convert.report import ConversionReport, Note, Problem, SkipReason, render_report
 from coordexp.data.convert.voc import convert_voc
 from coordexp.data.convert.yolo import convert_yolo

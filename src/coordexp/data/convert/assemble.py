@@ -1,4 +1,4 @@
-"""The half that all converters share: pixel shapes and source images → images for the model (decoded once, upright as
+"""The second half of every conversion: pixel shapes and source images → images for the model (decoded once, upright as
 annotated, resized), JSONL and report."""
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
-from coordexp.data.convert.quantise import quantise
 from coordexp.data.convert.report import ConversionReport, LeftOut, Note, SkipReason
-from coordexp.data.convert.source_image import SourceImage
+from coordexp.data.convert.shapes import SourceImage, quantise
 from coordexp.data.images import (
     DEFAULT_FACTOR,
     DEFAULT_MAX_PIXELS,
@@ -24,12 +23,14 @@ from coordexp.data.images import (
     open_rgb,
     read_header,
 )
+from coordexp.data.jsonl import write_jsonl
 from coordexp.data.preparation import IN_METADATA, ResizeRule
-from coordexp.data.record_line import write_jsonl
 from coordexp.errors import DataError
 from coordexp.records import GTObject, ImageRecord
 
 _SUFFIXES_BY_FORMAT = {"JPEG": JPEG_SUFFIXES, "PNG": (".png",)}
+Notes = tuple[tuple[Note, str], ...]
+Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class ImageOptions:
 
     ``factor`` is the model's patch_size * merge_size; ``min_pixels`` / ``max_pixels`` bound the area after resizing.
     ``resize=False`` leaves images where they are and only refers to them. ``max_vertices``: polygons with more are
-    simplified (:mod:`coordexp.data.convert.quantise`). ``workers``: threads that decode, resize and save.
+    simplified (:mod:`coordexp.data.convert.shapes`). ``workers``: threads that decode, resize and save.
     ``overwrite``: a dataset of the same name may be replaced.
     """
 
@@ -52,7 +53,7 @@ class ImageOptions:
 
     @property
     def rule(self) -> ResizeRule | None:
-        """How images are resized; None where they are not."""
+        """The rule for resizing; None if images are not resized."""
         return ResizeRule(self.factor, self.min_pixels, self.max_pixels) if self.resize else None
 
     def __post_init__(self) -> None:
@@ -70,57 +71,64 @@ class PreparedImage:
     path: Path
     size: tuple[int, int]
     frame: tuple[int, int]
-    notes: tuple[tuple[Note, str], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Frame:
-    """How an image is to be read: the size its coordinates are measured in, and whether it is turned upright first."""
-
-    size: tuple[int, int]
-    upright: bool
-    notes: tuple[tuple[Note, str], ...]
+    notes: Notes
 
 
 def prepare_image(source: SourceImage, target: Path, options: ImageOptions) -> PreparedImage | LeftOut:
     """Decode an image, and write it to ``target`` as the model should see it; or return why it cannot be used."""
     try:
-        if source.embedded is not None:
-            return _write_embedded(source, source.embedded, target, options)
-        if not source.path.is_file():
-            raise LeftOut(SkipReason.MISSING_IMAGE, f"no file {source.path}")
+        if source.embedded is None:
+            if not source.path.is_file():
+                raise LeftOut(SkipReason.MISSING_IMAGE, f"no file {source.path}")
+            return _write_image(source, source.path, target, options)
+        # As for a file with these bytes; without resizing they become that file.
+        target.parent.mkdir(parents=True, exist_ok=True)
+        written = target.with_name(f".{target.name}.embedded")
         try:
-            header = read_header(source.path)
-            return _write_image(source.path, header, _frame(source.declared_size, header), target, options)
-        except DataError as error:
-            raise LeftOut(SkipReason.UNREADABLE_IMAGE, str(error)) from error
+            written.write_bytes(source.embedded())
+            prepared = _write_image(source, written, target, options)
+            if prepared.path == written:
+                os.replace(written, target)
+        finally:
+            written.unlink(missing_ok=True)
+        note = (Note.EMBEDDED_IMAGE, f"no file {source.path}; took the annotation's own copy")
+        return replace(prepared, path=target, notes=(*prepared.notes, note))
+    except DataError as error:
+        detail = str(error) if source.embedded is None else f"its imageData: {error}"
+        return LeftOut(SkipReason.UNREADABLE_IMAGE, detail)
     except LeftOut as reason:
         return reason
 
 
-def _write_embedded(
-    source: SourceImage, read: Callable[[], bytes], target: Path, options: ImageOptions
-) -> PreparedImage:
-    """Like a file with these bytes; without resizing they become that file."""
+def _write_image(source: SourceImage, path: Path, target: Path, options: ImageOptions) -> PreparedImage:
+    header = read_header(path)
+    upright, notes = _orient(source.declared_size, header)
+    frame = source.declared_size or header.size
+    width, height = size = header.size if upright else header.stored_size
+    if options.rule is not None:
+        if max(size) / min(size) > MAX_ASPECT_RATIO:
+            raise LeftOut(SkipReason.EXTREME_ASPECT_RATIO, f"image is {width}x{height}")
+        width, height = options.rule.size(width, height)
+    # Decoded even if the file is kept as it is: a truncated image must not surface in the middle of a training.
+    image = open_rgb(path, apply_orientation=upright)
+    if not options.resize and upright:
+        return PreparedImage(path, size, frame, notes)
     target.parent.mkdir(parents=True, exist_ok=True)
-    written = target.with_name(f".{target.name}.embedded")
-    try:
-        written.write_bytes(read())
-        header = read_header(written)
-        prepared = _write_image(written, header, _frame(source.declared_size, header), target, options)
-        if prepared.path == written:
-            os.replace(written, target)
-            prepared = replace(prepared, path=target)
-    except DataError as error:
-        raise LeftOut(SkipReason.UNREADABLE_IMAGE, f"its imageData: {error}") from error
-    finally:
-        written.unlink(missing_ok=True)
-    note = (Note.EMBEDDED_IMAGE, f"no file {source.path}; took the annotation's own copy")
-    return replace(prepared, notes=(*prepared.notes, note))
+    suffix = target.suffix.lower()
+    is_plain = header.orientation == 1 and header.mode == "RGB" and suffix in _SUFFIXES_BY_FORMAT.get(header.format, ())
+    if is_plain and (width, height) == size:
+        shutil.copyfile(path, target)  # no pixel changes: no second JPEG generation
+    else:
+        resized = image if options.rule is None else options.rule.resize(image)
+        if suffix in JPEG_SUFFIXES:
+            resized.save(target, format="JPEG", quality=95, subsampling=0)
+        else:
+            resized.save(target, format="PNG")
+    return PreparedImage(target, (width, height), frame, notes)
 
 
-def _frame(declared: tuple[int, int] | None, header: ImageHeader) -> _Frame:
-    """Raises LeftOut when the annotation is for an image of another shape."""
+def _orient(declared: tuple[int, int] | None, header: ImageHeader) -> tuple[bool, Notes]:
+    """Whether the image is turned upright first, by the size in its annotation. LeftOut if that has another shape."""
     real, shown = header.size, f"{header.size[0]}x{header.size[1]}"
     # A half turn, a mirror image or a square photo: its size is the same either way.
     turned = (
@@ -129,51 +137,16 @@ def _frame(declared: tuple[int, int] | None, header: ImageHeader) -> _Frame:
     )
     if declared is None:
         missing = (Note.SIZE_MISSING, f"annotation gives no size; took the image's {shown}")
-        return _Frame(real, True, (missing,) if header.orientation == 1 else (missing, turned))
+        return True, (missing,) if header.orientation == 1 else (missing, turned)
     if declared == real:
-        ambiguous = header.orientation != 1 and header.stored_size == real
-        return _Frame(declared, True, (turned,) if ambiguous else ())
+        return True, (turned,) if header.orientation != 1 and header.stored_size == real else ()
     stated = f"annotation says {declared[0]}x{declared[1]}, image is {shown}"
     if declared == header.stored_size:
-        ignored = (Note.EXIF_IGNORED, f"{stated} after its EXIF orientation, which was left out")
-        return _Frame(declared, False, (ignored,))
+        return False, ((Note.EXIF_IGNORED, f"{stated} after its EXIF orientation, which was left out"),)
     # One pixel of rounding on either side is still the same shape.
     if abs(declared[0] * real[1] - declared[1] * real[0]) <= max(*declared, *real):
-        scaled = (Note.SIZE_SCALED, f"{stated}; coordinates were read on the annotation's scale")
-        return _Frame(declared, True, (scaled,))
+        return True, ((Note.SIZE_SCALED, f"{stated}; coordinates were read on the annotation's scale"),)
     raise LeftOut(SkipReason.SIZE_MISMATCH, f"{stated}: another shape")
-
-
-def _write_image(path: Path, header: ImageHeader, frame: _Frame, target: Path, options: ImageOptions) -> PreparedImage:
-    width, height = header.size if frame.upright else header.stored_size
-    size = (width, height)
-    if options.rule is not None:
-        if max(size) / min(size) > MAX_ASPECT_RATIO:
-            raise LeftOut(SkipReason.EXTREME_ASPECT_RATIO, f"image is {width}x{height}")
-        width, height = options.rule.size(width, height)
-    # Decoded even where the file is kept as it is: a truncated image must not surface in the middle of a training.
-    image = open_rgb(path, apply_orientation=frame.upright)
-    if not options.resize and frame.upright:
-        return PreparedImage(path, size, frame.size, frame.notes)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if (width, height) == size and _is_plain(header, target):
-        shutil.copyfile(path, target)  # not one pixel changes: no second JPEG generation
-    else:
-        resized = image if options.rule is None else options.rule.resize(image)
-        if target.suffix.lower() in JPEG_SUFFIXES:
-            resized.save(target, format="JPEG", quality=95, subsampling=0)
-        else:
-            resized.save(target, format="PNG")
-    return PreparedImage(target, (width, height), frame.size, frame.notes)
-
-
-def _is_plain(header: ImageHeader, target: Path) -> bool:
-    """Does the file as it is hold upright RGB in the format its name promises?"""
-    suffixes = _SUFFIXES_BY_FORMAT.get(header.format, ())
-    return header.orientation == 1 and header.mode == "RGB" and target.suffix.lower() in suffixes
-
-
-Progress = Callable[[int, int], None]
 
 
 def assemble(
@@ -187,19 +160,32 @@ def assemble(
     ``progress(done, total)`` is called after each image, from the calling thread.
 
     Raises:
-        DataError: no image at all can be used, or the dataset exists and ``options`` do not allow to replace it.
+        DataError: no image at all can be used, one would overwrite its source, or the dataset exists and ``options``
+            do not allow to replace it.
     """
     if report.jsonl.exists() and not options.overwrite:
         raise DataError(
             "exists already; --overwrite (overwrite=True) replaces it, --name and --out write another",
             path=report.jsonl,
         )
-    targets = _targets(sources, report)
+    images_dir = report.jsonl.parent / "images" / report.jsonl.stem
+    targets: dict[Path, SourceImage] = {}
+    for source in sources:
+        relative = PurePosixPath(source.file)
+        kept = relative.suffix.lower() in (*JPEG_SUFFIXES, ".png")
+        target = images_dir / (relative if kept else f"{relative}.png")
+        if os.path.realpath(target) == os.path.realpath(source.path):
+            raise DataError("the converted image would overwrite its source; choose another out_dir", path=source.path)
+        if target in targets:
+            detail = f"{source.file} is annotated by {targets[target].annotation} already"
+            report.skip_image(SkipReason.DUPLICATE_IMAGE, source.annotation, detail, len(source.objects))
+        else:
+            targets[target] = source
     records: list[ImageRecord] = []
     pool = ThreadPoolExecutor(options.workers)
     try:
-        jobs = pool.map(lambda pair: prepare_image(pair[0], pair[1], options), targets)
-        for done, ((source, _), prepared) in enumerate(zip(targets, jobs, strict=True), start=1):
+        jobs = pool.map(lambda pair: prepare_image(pair[1], pair[0], options), targets.items())
+        for done, (source, prepared) in enumerate(zip(targets.values(), jobs, strict=True), start=1):
             if isinstance(prepared, LeftOut):
                 report.skip_image(prepared.reason, source.annotation, str(prepared), len(source.objects))
             else:
@@ -222,24 +208,6 @@ def assemble(
     return report
 
 
-def _targets(sources: Sequence[SourceImage], report: ConversionReport) -> list[tuple[SourceImage, Path]]:
-    """Where each image goes. No two may share a place, and none may overwrite its source."""
-    images_dir = report.jsonl.parent / "images" / report.jsonl.stem
-    targets: dict[Path, SourceImage] = {}
-    for source in sources:
-        relative = PurePosixPath(source.file)
-        kept = relative.suffix.lower() in (*JPEG_SUFFIXES, ".png")
-        target = images_dir / (relative if kept else f"{relative}.png")
-        if os.path.realpath(target) == os.path.realpath(source.path):
-            raise DataError("the converted image would overwrite its source; choose another out_dir", path=source.path)
-        if target in targets:
-            detail = f"{source.file} is annotated by {targets[target].annotation} already"
-            report.skip_image(SkipReason.DUPLICATE_IMAGE, source.annotation, detail, len(source.objects))
-        else:
-            targets[target] = source
-    return [(source, target) for target, source in targets.items()]
-
-
 def _record(
     source: SourceImage, prepared: PreparedImage, report: ConversionReport, options: ImageOptions
 ) -> ImageRecord:
@@ -253,19 +221,12 @@ def _record(
             report.skip_object(reason.reason, source.annotation, obj.index, str(reason))
             continue
         if quantised in objects:
-            detail = f"{quantised.desc} {quantised.kind} {list(quantised.bins)} is there already; both are kept"
+            detail = f"{quantised.desc} {quantised.kind} {list(quantised.bins)} is a duplicate; both are kept"
             report.note(Note.DUPLICATE_OBJECT, source.annotation, obj.index, detail)
         objects.append(quantised)
     if source.objects and not objects:
         report.note(Note.EMPTIED_IMAGE, source.annotation, None, "every object was left out; it is an empty image now")
-    return ImageRecord(
-        sample_id=source.file,
-        image=prepared.path,
-        width=prepared.size[0],
-        height=prepared.size[1],
-        objects=tuple(objects),
-        metadata={
-            "source": {"file": source.file, "width": prepared.frame[0], "height": prepared.frame[1]},
-            **({} if options.rule is None else {IN_METADATA: options.rule.to_metadata()}),
-        },
-    )
+    metadata = {"source": {"file": source.file, "width": prepared.frame[0], "height": prepared.frame[1]}}
+    if options.rule is not None:
+        metadata[IN_METADATA] = options.rule.to_metadata()
+    return ImageRecord(source.file, prepared.path, *prepared.size, tuple(objects), metadata)

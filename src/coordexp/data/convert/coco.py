@@ -1,17 +1,23 @@
-"""COCO instances JSON → JSONL. Boxes are ``[x, y, width, height]`` in pixels from 0.
+"""COCO instances, LVIS and COCO panoptic JSON → JSONL. Boxes are ``[x, y, width, height]`` in pixels from 0.
 
-LVIS is the same format, but an image names its file by ``coco_url`` only, and a class is ``baby_buggy``.
+LVIS is the format of COCO instances, but an image names its file by ``coco_url`` only, and a class is ``baby_buggy``.
+Panoptic has, per image, a list of segments and a PNG with the segments as colours.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import numpy as np
+from pycocotools import mask as coco_mask
+
 from coordexp.data.convert.assemble import ImageOptions, Progress, assemble
+from coordexp.data.convert.masks import decode_runs, outline
 from coordexp.data.convert.report import ConversionReport, LeftOut, Note, SkipReason
-from coordexp.data.convert.source_image import (
+from coordexp.data.convert.shapes import (
     Crowds,
     InstanceGeometry,
     SourceImage,
@@ -24,6 +30,7 @@ from coordexp.data.convert.source_image import (
     with_slashes,
 )
 from coordexp.data.files import read_json
+from coordexp.data.images import open_rgb
 from coordexp.data.polygons import shape_area
 from coordexp.errors import DataError
 
@@ -45,7 +52,7 @@ def convert_coco(
 
     Args:
         annotations_json: the file, or a folder with Roboflow's ``_annotations.coco.json``.
-        images_dir: the folder that ``file_name`` starts in; None: the annotation file's own.
+        images_dir: the folder in which ``file_name`` starts; None: the annotation file's own.
         geometry: ``bbox`` writes boxes; ``poly`` writes segmentation polygons (of several parts, the largest) and the
             outlines of run-length masks. Objects without a segmentation are left out and counted.
         crowds: groups (``iscrowd``) are left out, or kept as one object each; counted either way.
@@ -54,179 +61,14 @@ def convert_coco(
     Raises:
         DataError: the file is not a COCO instances file, or nothing usable is found.
     """
-    file = annotation_file(Path(annotations_json))
+    file = Path(annotations_json)
+    if (file / ROBOFLOW).is_file():
+        file /= ROBOFLOW
     images = file.parent if images_dir is None else Path(images_dir)
-    coco = open_instances(file, images, geometry)
-    check_choice("crowds", crowds, Crowds)
-    report = ConversionReport(Path(out_dir) / f"{name or name_of(file)}.jsonl")
-    return convert_instances(coco, file, images, report, geometry, options, progress, crowds)
-
-
-def annotation_file(path: Path) -> Path:
-    """The annotation file: ``path``, or Roboflow's file in the folder ``path``."""
-    inside = path / ROBOFLOW
-    return inside if inside.is_file() else path
-
-
-def name_of(annotations_json: Path) -> str:
-    """The default name of the dataset."""
-    return annotations_json.absolute().parent.name if annotations_json.name == ROBOFLOW else annotations_json.stem
-
-
-def open_instances(annotations_json: Path, images_dir: Path, geometry: str) -> dict[str, Any]:
-    """Check the arguments and read a COCO instances file.
-
-    Raises:
-        DataError: an unknown geometry, no images folder, or not a COCO instances file.
-    """
-    check_choice("geometry", geometry, InstanceGeometry)
-    check_folder(images_dir, "images folder")
-    if not annotations_json.is_file():
-        raise DataError("annotation file not found; check the path", path=annotations_json)
-    coco = read_json(annotations_json)
-    for key in ("images", "annotations", "categories"):
-        if not isinstance(coco, dict) or not isinstance(coco.get(key), list):
-            raise DataError(f"no list {key!r} at the top level; expected a COCO instances file", path=annotations_json)
-    return coco
-
-
-def convert_instances(
-    coco: dict[str, Any],
-    annotations_json: Path,
-    images_dir: Path,
-    report: ConversionReport,
-    geometry: InstanceGeometry,
-    options: ImageOptions,
-    progress: Progress | None,
-    crowds: Crowds = "leave_out",
-) -> ConversionReport:
-    """:func:`convert_coco` of a file's content; ``annotations_json`` names it in errors."""
-    descs = _categories(coco["categories"], annotations_json)
-    usable = _images(coco["images"], annotations_json, report)
-    objects: dict[Any, list[SourceObject]] = defaultdict(list)
-    for index, annotation in enumerate(coco["annotations"]):
-        image = annotation.get("image_id") if isinstance(annotation, dict) else None
-        known = isinstance(image, int | str) and image in usable
-        with report.reading_object(usable[image][0] if known else annotations_json.name, index):
-            if not known:
-                raise LeftOut(SkipReason.UNKNOWN_IMAGE, f"no usable image has the id {image!r}")
-            objects[image].append(_object(index, annotation, descs, geometry, crowds, usable[image], report))
-    sources = [
-        SourceImage(file, file, images_dir / file, size, tuple(objects[image_id]))
-        for image_id, (file, size) in usable.items()
-    ]
-    return assemble(sorted(sources, key=lambda source: source.file), report, options, progress)
-
-
-def _categories(categories: list[Any], path: Path) -> dict[Any, str]:
-    descs: dict[Any, str] = {}
-    for index, category in enumerate(categories):
-        if not isinstance(category, dict) or not isinstance(category.get("id"), int | str):
-            raise DataError(f"categories[{index}] has no id; expected {{'id': 1, 'name': 'cat'}}", path=path)
-        if category["id"] in descs:
-            raise DataError(
-                f"categories[{index}]: the id {category['id']!r} is used twice, so objects are ambiguous",
-                path=path,
-            )
-        name = category.get("name")
-        descs[category["id"]] = name if isinstance(name, str) else ""
-    return descs
-
-
-def _images(images: list[Any], path: Path, report: ConversionReport) -> dict[Any, tuple[str, tuple[int, int] | None]]:
-    """File name and declared size of each usable image, by id. Objects find their image by id, so one that is used
-    twice is fatal."""
-    usable: dict[Any, tuple[str, tuple[int, int] | None]] = {}
-    files: set[str] = set()
-    for index, image in enumerate(images):
-        report.images_seen += 1
-        where = f"images[{index}]"
-        if not isinstance(image, dict) or not isinstance(image.get("id"), int | str):
-            report.skip_image(SkipReason.UNREADABLE_ANNOTATION, path.name, f"{where} has no id")
-            continue
-        if image["id"] in usable:
-            raise DataError(
-                f"{where}: the id {image['id']!r} is used twice; objects cannot be assigned to images", path=path
-            )
-        named = image.get("file_name")
-        if not isinstance(named, str) or not named.strip():
-            report.skip_image(SkipReason.UNREADABLE_ANNOTATION, path.name, f"{where} has no file_name")
-            continue
-        file = str(PurePosixPath(with_slashes(named)))
-        if unsafe_file_name(file):
-            report.skip_image(SkipReason.UNSAFE_FILE_NAME, path.name, f"{where}: {named!r} leaves the images folder")
-        elif file in files:
-            report.skip_image(
-                SkipReason.DUPLICATE_IMAGE, path.name, f"{where}: {named!r} is listed twice; kept the first"
-            )
-        else:
-            files.add(file)
-            usable[image["id"]] = file, declared_size(image.get("width"), image.get("height"))
-    return usable
-
-
-def _object(
-    index: int,
-    annotation: dict[str, Any],
-    descs: dict[Any, str],
-    geometry: InstanceGeometry,
-    crowds: Crowds,
-    image: tuple[str, tuple[int, int] | None],
-    report: ConversionReport,
-) -> SourceObject:
-    file, size = image
-    category = annotation.get("category_id")
-    if not isinstance(category, int | str) or category not in descs:
-        raise LeftOut(SkipReason.UNKNOWN_CATEGORY, f"category_id {category!r} is not in categories")
-    desc = descs[category]
-    is_crowd = bool(annotation.get("iscrowd"))
-    if is_crowd and crowds == "leave_out":
-        raise LeftOut(SkipReason.CROWD, f"{desc}: iscrowd marks a group, not an object")
-    if geometry == "bbox":
-        obj = SourceObject(index, desc, "bbox_2d", _box(annotation.get("bbox"), desc))
-    else:
-        segmentation = annotation.get("segmentation")
-        if isinstance(segmentation, dict):
-            ring, parts = _traced(segmentation, desc, size)
-            report.note(Note.MASK_TRACED, file, index, f"{desc}: {len(ring) // 2} vertices along its mask")
-        else:
-            ring, parts = _largest_part(segmentation, desc)
-        if parts > 1:
-            report.note(Note.MULTIPART_POLYGON, file, index, f"{desc}: kept the largest of {parts} parts")
-        obj = SourceObject(index, desc, "poly", ring)
-    if is_crowd:
-        report.note(Note.CROWD_KEPT, file, index, f"{desc}: a group, kept as one object")
-    return obj
-
-
-def _box(bbox: Any, desc: str) -> tuple[float, ...]:
-    box = finite_numbers(bbox)
-    if box is None or len(box) != 4:
-        raise LeftOut(SkipReason.MALFORMED_GEOMETRY, f"{desc}: bbox is {bbox!r}, not [x, y, width, height]")
-    x, y, width, height = box
-    return x, y, x + width, y + height
-
-
-def _traced(segmentation: dict[str, Any], desc: str, size: tuple[int, int] | None) -> tuple[tuple[float, ...], int]:
-    """The outline of a run-length mask, and how many parts the mask has."""
-    from coordexp.data.convert.masks import decode_runs, outline
-
-    try:
-        return outline(decode_runs(segmentation, size))
-    except ValueError as error:
-        raise LeftOut(SkipReason.MALFORMED_GEOMETRY, f"{desc}: run-length mask: {error}") from error
-
-
-def _largest_part(segmentation: Any, desc: str) -> tuple[tuple[float, ...], int]:
-    """The largest of an object's polygons, and how many it has."""
-    if not isinstance(segmentation, list) or not segmentation:
-        raise LeftOut(SkipReason.NO_SEGMENTATION, f"{desc}: no segmentation; use geometry='bbox'")
-    rings = [finite_numbers(part) for part in segmentation]
-    sound = [ring for ring in rings if ring is not None and len(ring) >= 6 and len(ring) % 2 == 0]
-    if len(sound) != len(rings):
-        detail = f"{desc}: expected polygons [x, y, …] of at least 3 points, got {str(segmentation)[:80]}"
-        raise LeftOut(SkipReason.MALFORMED_GEOMETRY, detail)
-    return max(sound, key=lambda ring: shape_area("poly", ring)), len(sound)
+    coco = _read(file, images, geometry, crowds)
+    stem = file.absolute().parent.name if file.name == ROBOFLOW else file.stem
+    report = ConversionReport(Path(out_dir) / f"{name or stem}.jsonl")
+    return _convert(coco, file, images, report, geometry, crowds, options, progress)
 
 
 def convert_lvis(
@@ -240,36 +82,208 @@ def convert_lvis(
     options: ImageOptions = ImageOptions(),  # noqa: B008 - frozen
     progress: Progress | None = None,
 ) -> ConversionReport:
-    """Convert an LVIS file as :func:`coordexp.data.convert.convert_coco` does a COCO file.
+    """Convert an LVIS file as :func:`convert_coco` does a COCO file.
 
     Args:
         images_dir: the folder with the images, or with COCO's ``train2017`` and ``val2017``; None: the file's own.
+    """
+    file = Path(annotations_json)
+    images = file.parent if images_dir is None else Path(images_dir)
+    lvis = _read(file, images, geometry, crowds)
+    for image in lvis["images"]:
+        url = image.get("coco_url") if isinstance(image, dict) else None
+        if isinstance(url, str) and not image.get("file_name"):
+            folder, named = PurePosixPath(url).parts[-2:]
+            image["file_name"] = f"{folder}/{named}" if (images / folder).is_dir() else named
+    for category in lvis["categories"]:
+        if isinstance(category, dict) and isinstance(category.get("name"), str):
+            category["name"] = category["name"].replace("_", " ")
+    report = ConversionReport(Path(out_dir) / f"{name or file.stem}.jsonl")
+    return _convert(lvis, file, images, report, geometry, crowds, options, progress)
+
+
+def convert_panoptic(
+    annotations_json: str | Path,
+    images_dir: str | Path,
+    out_dir: str | Path,
+    *,
+    segments_dir: str | Path | None = None,
+    geometry: InstanceGeometry = "bbox",
+    crowds: Crowds = "leave_out",
+    stuff: bool = False,
+    name: str | None = None,
+    options: ImageOptions = ImageOptions(),  # noqa: B008 - frozen
+    progress: Progress | None = None,
+) -> ConversionReport:
+    """Convert a COCO panoptic file as :func:`convert_coco` does a COCO file.
+
+    Args:
+        segments_dir: the folder of the PNGs, read for ``geometry="poly"``; None: next to the file, with its name
+            without the suffix, as in COCO.
+        stuff: keep regions without instances (``isthing: 0``); they are left out, and counted, otherwise.
 
     Raises:
-        DataError: the file is not an LVIS file, or nothing usable is found.
+        DataError: the file is not a panoptic file, the PNGs are missing, or nothing usable is found.
     """
-    annotations_json = Path(annotations_json)
-    images_dir = annotations_json.parent if images_dir is None else Path(images_dir)
-    content = open_instances(annotations_json, images_dir, geometry)
+    file, images = Path(annotations_json), Path(images_dir)
+    content = _read(file, images, geometry, crowds)
+    segments = file.with_suffix("") if segments_dir is None else Path(segments_dir)
+    if geometry == "poly":
+        check_folder(segments, "folder of the segments' PNGs (--segments)")
+    report = ConversionReport(Path(out_dir) / f"{name or file.stem}.jsonl")
+    regions = [c.get("id") for c in content["categories"] if isinstance(c, dict) and c.get("isthing") == 0]
+    annotations: list[dict[str, Any]] = []
+    for index, annotation in enumerate(content["annotations"]):
+        infos = annotation.get("segments_info") if isinstance(annotation, dict) else None
+        if not isinstance(infos, list):
+            raise DataError(f"annotations[{index}] has no segments_info; expected a COCO panoptic file", path=file)
+        kept = []
+        for at, info in enumerate(infos):
+            if not stuff and isinstance(info, dict) and info.get("category_id") in regions:
+                report.objects_seen += 1
+                report.skip_object(SkipReason.STUFF, file.name, at, f"annotations[{index}]: a region, no instance")
+            else:
+                kept.append({**info, "image_id": annotation.get("image_id")} if isinstance(info, dict) else {})
+        annotations += kept if geometry == "bbox" else _with_masks(kept, annotation.get("file_name"), segments)
+    instances = {**content, "annotations": annotations}
+    return _convert(instances, file, images, report, geometry, crowds, options, progress)
+
+
+def _with_masks(infos: Sequence[dict[str, Any]], named: Any, segments: Path) -> list[dict[str, Any]]:
+    """The segments of one image, each with its mask; a segment that is not in the PNG stays without one, and is counted
+    as an object without a segmentation."""
+    if not infos or not isinstance(named, str) or unsafe_file_name(named):
+        return list(infos)
+    try:
+        rgb_HW3 = np.asarray(open_rgb(segments / named), dtype=np.int64)
+    except DataError:
+        return list(infos)
+    ids_HW = rgb_HW3 @ np.array([1, 256, 65536])
+    masked = []
+    for info in infos:
+        mask_HW = ids_HW == info["id"] if type(info.get("id")) is int else np.zeros(ids_HW.shape, dtype=bool)
+        if mask_HW.any():
+            runs: Any = coco_mask.encode(np.asfortranarray(mask_HW, dtype=np.uint8))  # its stubs call bytes text
+            info = {**info, "segmentation": {"size": runs["size"], "counts": runs["counts"].decode()}}
+        masked.append(info)
+    return masked
+
+
+def _read(file: Path, images_dir: Path, geometry: str, crowds: str) -> dict[str, Any]:
+    """Check the arguments and read the file. Raises DataError unless it has COCO's three lists."""
+    check_choice("geometry", geometry, InstanceGeometry)
     check_choice("crowds", crowds, Crowds)
-    lvis = {
-        **content,
-        "images": [_with_file(image, images_dir) for image in content["images"]],
-        "categories": [_with_spaces(category) for category in content["categories"]],
-    }
-    report = ConversionReport(Path(out_dir) / f"{name or annotations_json.stem}.jsonl")
-    return convert_instances(lvis, annotations_json, images_dir, report, geometry, options, progress, crowds)
+    check_folder(images_dir, "images folder")
+    if not file.is_file():
+        raise DataError("annotation file not found; check the path", path=file)
+    coco = read_json(file)
+    for key in ("images", "annotations", "categories"):
+        if not isinstance(coco, dict) or not isinstance(coco.get(key), list):
+            raise DataError(f"no list {key!r} at the top level; expected a COCO instances file", path=file)
+    return coco
 
 
-def _with_file(image: Any, images_dir: Path) -> Any:
-    url = image.get("coco_url") if isinstance(image, dict) else None
-    if not isinstance(url, str) or image.get("file_name"):
-        return image
-    folder, file = PurePosixPath(url).parts[-2:]
-    return {**image, "file_name": f"{folder}/{file}" if (images_dir / folder).is_dir() else file}
+def _convert(
+    coco: dict[str, Any],
+    file: Path,
+    images_dir: Path,
+    report: ConversionReport,
+    geometry: InstanceGeometry,
+    crowds: Crowds,
+    options: ImageOptions,
+    progress: Progress | None,
+) -> ConversionReport:
+    descs: dict[Any, str] = {}
+    for index, category in enumerate(coco["categories"]):
+        if not isinstance(category, dict) or not isinstance(category.get("id"), int | str):
+            raise DataError(f"categories[{index}] has no id; expected {{'id': 1, 'name': 'cat'}}", path=file)
+        if category["id"] in descs:
+            detail = f"categories[{index}]: the id {category['id']!r} is used twice, so objects are ambiguous"
+            raise DataError(detail, path=file)
+        desc = category.get("name")
+        descs[category["id"]] = desc if isinstance(desc, str) else ""
+    usable = _usable_images(coco["images"], file, report)
+    objects: dict[Any, list[SourceObject]] = defaultdict(list)
+    for index, annotation in enumerate(coco["annotations"]):
+        image = annotation.get("image_id") if isinstance(annotation, dict) else None
+        known = isinstance(image, int | str) and image in usable
+        shown = usable[image][0] if known else file.name
+        with report.reading_object(shown, index):
+            if not known:
+                raise LeftOut(SkipReason.UNKNOWN_IMAGE, f"no usable image has the id {image!r}")
+            category = annotation.get("category_id")
+            if not isinstance(category, int | str) or category not in descs:
+                raise LeftOut(SkipReason.UNKNOWN_CATEGORY, f"category_id {category!r} is not in categories")
+            desc, is_crowd = descs[category], bool(annotation.get("iscrowd"))
+            if is_crowd and crowds == "leave_out":
+                raise LeftOut(SkipReason.CROWD, f"{desc}: iscrowd marks a group, not an object")
+            if geometry == "bbox":
+                box = finite_numbers(annotation.get("bbox"))
+                if box is None or len(box) != 4:
+                    detail = f"{desc}: bbox is {annotation.get('bbox')!r}, not [x, y, width, height]"
+                    raise LeftOut(SkipReason.MALFORMED_GEOMETRY, detail)
+                x, y, width, height = box
+                objects[image].append(SourceObject(index, desc, "bbox_2d", (x, y, x + width, y + height)))
+            else:
+                ring, parts, is_traced = _largest_part(annotation.get("segmentation"), desc, usable[image][1])
+                objects[image].append(SourceObject(index, desc, "poly", ring))
+                if is_traced:
+                    report.note(Note.MASK_TRACED, shown, index, f"{desc}: {len(ring) // 2} vertices along its mask")
+                if parts > 1:
+                    report.note(Note.MULTIPART_POLYGON, shown, index, f"{desc}: kept the largest of {parts} parts")
+            if is_crowd:
+                report.note(Note.CROWD_KEPT, shown, index, f"{desc}: a group, kept as one object")
+    sources = [
+        SourceImage(named, named, images_dir / named, size, tuple(objects[image]))
+        for image, (named, size) in usable.items()
+    ]
+    return assemble(sorted(sources, key=lambda source: source.file), report, options, progress)
 
 
-def _with_spaces(category: Any) -> Any:
-    if not isinstance(category, dict) or not isinstance(category.get("name"), str):
-        return category
-    return {**category, "name": category["name"].replace("_", " ")}
+def _usable_images(
+    images: list[Any], file: Path, report: ConversionReport
+) -> dict[Any, tuple[str, tuple[int, int] | None]]:
+    """File name and declared size of each usable image, by id. Objects find their image by id, so one that is used
+    twice is fatal."""
+    usable: dict[Any, tuple[str, tuple[int, int] | None]] = {}
+    seen: set[str] = set()
+    for index, image in enumerate(images):
+        report.images_seen += 1
+        where = f"images[{index}]"
+        if not isinstance(image, dict) or not isinstance(image.get("id"), int | str):
+            report.skip_image(SkipReason.UNREADABLE_ANNOTATION, file.name, f"{where} has no id")
+            continue
+        if image["id"] in usable:
+            detail = f"{where}: the id {image['id']!r} is used twice; objects cannot be assigned to images"
+            raise DataError(detail, path=file)
+        given = image.get("file_name")
+        if not isinstance(given, str) or not given.strip():
+            report.skip_image(SkipReason.UNREADABLE_ANNOTATION, file.name, f"{where} has no file_name")
+            continue
+        named = str(PurePosixPath(with_slashes(given)))
+        if unsafe_file_name(named):
+            report.skip_image(SkipReason.UNSAFE_FILE_NAME, file.name, f"{where}: {given!r} leaves the images folder")
+        elif named in seen:
+            detail = f"{where}: {given!r} is listed twice; kept the first"
+            report.skip_image(SkipReason.DUPLICATE_IMAGE, file.name, detail)
+        else:
+            seen.add(named)
+            usable[image["id"]] = named, declared_size(image.get("width"), image.get("height"))
+    return usable
+
+
+def _largest_part(segmentation: Any, desc: str, size: tuple[int, int] | None) -> tuple[tuple[float, ...], int, bool]:
+    """An object's largest polygon, the number of its parts, and whether it is the outline of a run-length mask."""
+    if isinstance(segmentation, dict):
+        try:
+            return *outline(decode_runs(segmentation, size)), True
+        except ValueError as error:
+            raise LeftOut(SkipReason.MALFORMED_GEOMETRY, f"{desc}: run-length mask: {error}") from error
+    if not isinstance(segmentation, list) or not segmentation:
+        raise LeftOut(SkipReason.NO_SEGMENTATION, f"{desc}: no segmentation; use geometry='bbox'")
+    rings = [finite_numbers(part) for part in segmentation]
+    sound = [ring for ring in rings if ring is not None and len(ring) >= 6 and len(ring) % 2 == 0]
+    if len(sound) != len(rings):
+        detail = f"{desc}: expected polygons [x, y, …] of at least 3 points, got {str(segmentation)[:80]}"
+        raise LeftOut(SkipReason.MALFORMED_GEOMETRY, detail)
+    return max(sound, key=lambda ring: shape_area("poly", ring)), len(sound), False

@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 
 from coordexp.data.convert.assemble import ImageOptions, Progress, assemble
 from coordexp.data.convert.report import ConversionReport, LeftOut, SkipReason
-from coordexp.data.convert.source_image import (
+from coordexp.data.convert.shapes import (
     ShapeGeometry,
     SourceImage,
     SourceObject,
@@ -27,7 +27,7 @@ from coordexp.errors import DataError
 
 ROBOFLOW = "_annotations.csv"
 # The accepted names of each column.
-COLUMNS: Mapping[str, tuple[str, ...]] = {
+COLUMNS = {
     "image": ("image", "filename", "file_name", "file", "path", "image_path", "image_name"),
     "name": ("name", "class", "label", "category", "class_name", "label_name"),
     "x1": ("x1", "xmin", "x_min", "left"),
@@ -35,7 +35,7 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     "x2": ("x2", "xmax", "x_max", "right"),
     "y2": ("y2", "ymax", "y_max", "bottom"),
 }
-_OPTIONAL: Mapping[str, tuple[str, ...]] = {
+_OPTIONAL = {
     "width": ("width", "image_width"),
     "height": ("height", "image_height"),
     "polygon": ("polygon",),
@@ -54,13 +54,13 @@ def convert_csv(
 ) -> ConversionReport:
     """Convert a CSV with a header to ``out_dir/{name}.jsonl`` with its images in ``out_dir/images/{name}/``.
 
-    A line is one object: image, name, and corners in pixels from 0 (:data:`COLUMNS`); ``width`` and ``height`` of the
-    image and a ``polygon`` of ``x y`` pairs where there are such columns. A line whose name and corners are all empty
-    says that its image has no objects. Separators are commas, semicolons or tabs.
+    A line is one object: image, name, and corners in pixels from 0 (:data:`COLUMNS`); optional columns are ``width``
+    and ``height`` of the image and a ``polygon`` of ``x y`` pairs. A line with an image only is an image without
+    objects. Separators are commas, semicolons or tabs.
 
     Args:
         table: the file, or a folder with Roboflow's ``_annotations.csv``.
-        images_dir: the folder that image names start in; None: the table's own.
+        images_dir: the folder in which image names start; None: the table's own.
 
     Raises:
         DataError: no header with these columns, or nothing usable.
@@ -76,29 +76,23 @@ def convert_csv(
     objects: dict[str, list[SourceObject]] = {}
     for index, cells in enumerate(rows):
         row = {meaning: cells[at].strip() if at < len(cells) else "" for meaning, at in column_of.items()}
-        file = str(PurePosixPath(with_slashes(row["image"])))
-        if file not in objects:
+        named = str(PurePosixPath(with_slashes(row["image"])))
+        if named not in objects:
             report.images_seen += 1
-            objects[file] = []
-            sizes[file] = declared_size(*(_number(row.get(side, "")) for side in ("width", "height")))
+            objects[named] = []
+            sizes[named] = declared_size(*(_number(row.get(side, "")) for side in ("width", "height")))
         if any(row.get(part) for part in ("name", "x1", "y1", "x2", "y2", "polygon")):
-            with report.reading_object(file, index):
-                objects[file].append(_object(index, row, geometry))
+            with report.reading_object(named, index):
+                objects[named].append(_read_row(index, row, geometry))
     sources = []
-    for named, boxes in objects.items():
-        file, image = _find_image(named, folder)
-        sources.append(SourceImage(file, path.name, image, sizes[named], tuple(boxes)))
+    for named, shapes in objects.items():
+        file, image = named, folder / named
+        if unsafe_file_name(named):  # used if that file exists, otherwise its last part
+            file = PurePosixPath(named).name or "unnamed"
+            led_to = Path(os.path.normpath(folder / named.replace("\0", "")))
+            image = led_to if led_to.is_file() else folder / file
+        sources.append(SourceImage(file, path.name, image, sizes[named], tuple(shapes)))
     return assemble(sources, report, options, progress)
-
-
-def _find_image(named: str, folder: Path) -> tuple[str, Path]:
-    """Its name below the output, and its path. An absolute path, or one that leaves the folder, is used if that file
-    exists, otherwise its last part."""
-    if not unsafe_file_name(named):
-        return named, folder / named
-    last = PurePosixPath(named).name or "unnamed"
-    led_to = Path(os.path.normpath(folder / named.replace("\0", "")))
-    return last, led_to if led_to.is_file() else folder / last
 
 
 def _read(path: Path) -> tuple[list[list[str]], dict[str, int]]:
@@ -123,7 +117,7 @@ def _read(path: Path) -> tuple[list[list[str]], dict[str, int]]:
     return [row for row in rows if any(cell.strip() for cell in row)], column_of
 
 
-def _object(index: int, row: Mapping[str, str], geometry: ShapeGeometry) -> SourceObject:
+def _read_row(index: int, row: Mapping[str, str], geometry: ShapeGeometry) -> SourceObject:
     desc = row["name"]
     if row.get("polygon"):
         ring = finite_numbers([_number(text) for text in row["polygon"].replace(",", " ").split()])

@@ -11,7 +11,7 @@ from typing import Any
 
 from coordexp.data.convert.assemble import ImageOptions, Progress, assemble
 from coordexp.data.convert.report import REPORT_SUFFIX, ConversionReport, LeftOut, SkipReason
-from coordexp.data.convert.source_image import (
+from coordexp.data.convert.shapes import (
     ShapeGeometry,
     SourceImage,
     SourceObject,
@@ -44,8 +44,8 @@ def convert_labelme(
 
     Args:
         folder: searched for ``*.json``, below it too.
-        images_dir: the folder in which ``imagePath`` starts; each file's own when None. A path that is not there, the
-            annotator's own ``C:\\photos\\a.jpg`` above all, is looked for by its last part.
+        images_dir: the folder in which ``imagePath`` starts; each file's own when None. If a path does not exist, such
+            as the annotator's own ``C:\\photos\\a.jpg``, its last part is looked for.
         geometry: ``bbox`` writes the bounds of polygons, ``poly`` rectangles by their corners and circles by points.
         name: of the JSONL; the folder's when None.
 
@@ -59,44 +59,39 @@ def convert_labelme(
     if not files:
         raise DataError("no *.json below this folder; LabelMe writes one next to each image", path=folder)
     report = ConversionReport(Path(out_dir) / f"{name or folder.resolve().name}.jsonl")
+    home = folder if images_dir is None else Path(images_dir)
     sources = []
     for file in files:
         report.images_seen += 1
-        source = _read_file(file, folder, None if images_dir is None else Path(images_dir), geometry, report)
-        if source is not None:
-            sources.append(source)
+        shown = file.relative_to(folder).as_posix()
+        try:
+            content = read_json(file)
+            if not isinstance(content, dict) or not isinstance(content.get("shapes"), list):
+                raise DataError("no list 'shapes': not a LabelMe file")
+            if not isinstance(content.get("imagePath"), str) or not content["imagePath"].strip():
+                raise DataError("no imagePath")
+        except DataError as error:
+            report.skip_image(SkipReason.UNREADABLE_ANNOTATION, shown, str(error))
+            continue
+        base = file.parent if images_dir is None else home
+        image_path = with_slashes(content["imagePath"])
+        image = Path(os.path.normpath(base / image_path.replace("\0", "")))
+        if not image.is_file():  # a path of another machine, for instance
+            image = base / PurePosixPath(image_path).name
+        # The image's path from the folder, without the steps that lead out of it.
+        parts = PurePosixPath(Path(os.path.relpath(image, home)).as_posix()).parts
+        named = "/".join(part for part in parts if part != "..")
+        objects = []
+        for index, shape in enumerate(content["shapes"]):
+            with report.reading_object(shown, index):
+                objects.append(_read_shape(index, shape, geometry))
+        size = declared_size(content.get("imageWidth"), content.get("imageHeight"))
+        data = content.get("imageData")
+        is_embedded = isinstance(data, str) and bool(data) and not image.is_file()
+        # Read again when its turn comes: all images of a folder would not fit into memory.
+        embedded = partial(_embedded_image, file) if is_embedded else None
+        sources.append(SourceImage(named, shown, image, size, tuple(objects), embedded))
     return assemble(sources, report, options, progress)
-
-
-def _read_file(
-    file: Path, root: Path, images_dir: Path | None, geometry: ShapeGeometry, report: ConversionReport
-) -> SourceImage | None:
-    shown = file.relative_to(root).as_posix()
-    try:
-        content = read_json(file)
-    except DataError as error:
-        report.skip_image(SkipReason.UNREADABLE_ANNOTATION, shown, str(error))
-        return None
-    if not isinstance(content, dict) or not isinstance(content.get("shapes"), list):
-        report.skip_image(SkipReason.UNREADABLE_ANNOTATION, shown, "no list 'shapes': not a LabelMe file")
-        return None
-    image_path = content.get("imagePath")
-    if not isinstance(image_path, str) or not image_path.strip():
-        report.skip_image(SkipReason.UNREADABLE_ANNOTATION, shown, "no imagePath")
-        return None
-    base = file.parent if images_dir is None else images_dir
-    image = _find_image(with_slashes(image_path), base)
-    named = _name_below(image, root if images_dir is None else images_dir)
-    objects = []
-    for index, shape in enumerate(content["shapes"]):
-        with report.reading_object(shown, index):
-            objects.append(_read_shape(index, shape, geometry))
-    size = declared_size(content.get("imageWidth"), content.get("imageHeight"))
-    data = content.get("imageData")
-    is_embedded = isinstance(data, str) and bool(data) and not image.is_file()
-    # Read again when its turn comes: all images of a folder would not fit into memory.
-    embedded = partial(_embedded_image, file) if is_embedded else None
-    return SourceImage(named, shown, image, size, tuple(objects), embedded)
 
 
 def _embedded_image(file: Path) -> bytes:
@@ -106,48 +101,28 @@ def _embedded_image(file: Path) -> bytes:
         raise DataError(f"no base64: {error}", path=file) from error
 
 
-def _find_image(image_path: str, base: Path) -> Path:
-    """``imagePath`` below ``base``; only its last part if that file is missing, e.g. a path of another machine."""
-    led_to = Path(os.path.normpath(base / image_path.replace("\0", "")))
-    return led_to if led_to.is_file() else base / PurePosixPath(image_path).name
-
-
-def _name_below(image: Path, folder: Path) -> str:
-    """The image's path from ``folder``, without the steps that lead out of it."""
-    parts = PurePosixPath(Path(os.path.relpath(image, folder)).as_posix()).parts
-    return "/".join(part for part in parts if part != "..")
-
-
 def _read_shape(index: int, shape: Any, geometry: ShapeGeometry) -> SourceObject:
     fields = shape if isinstance(shape, dict) else {}
     kind, label = fields.get("shape_type") or "polygon", fields.get("label")
     desc = label if isinstance(label, str) else ""
-    points = _points(fields.get("points"))
     needed = {"polygon": 3, "rectangle": 2, "circle": 2}.get(kind) if isinstance(kind, str) else None
     if needed is None:
         detail = f"{desc}: shape_type {kind!r} has no area, or is a mask; polygon, rectangle and circle are read"
         raise LeftOut(SkipReason.UNSUPPORTED_SHAPE, detail)
+    given = fields.get("points")
+    points = None
+    if isinstance(given, list) and all(isinstance(point, list) and len(point) == 2 for point in given):
+        points = finite_numbers([value for point in given for value in point])
     if points is None or len(points) < 2 * needed or (kind != "polygon" and len(points) not in (4, 8)):
-        detail = f"{desc}: {kind} with points {str(fields.get('points'))[:80]}; expected [[x, y], …]"
+        detail = f"{desc}: {kind} with points {str(given)[:80]}; expected [[x, y], …]"
         raise LeftOut(SkipReason.MALFORMED_GEOMETRY, detail)
     if kind == "rectangle":  # two corners in any order; newer versions write all four
         return box_object(index, desc, bounds(points), geometry)
     if kind == "circle":  # its centre, and a point on it
         x, y, edge_x, edge_y = points[:4]
         radius = math.hypot(edge_x - x, edge_y - y)
-        if geometry == "poly":
-            return SourceObject(index, desc, "poly", _circle(x, y, radius))
-        return SourceObject(index, desc, "bbox_2d", (x - radius, y - radius, x + radius, y + radius))
+        if geometry != "poly":
+            return SourceObject(index, desc, "bbox_2d", (x - radius, y - radius, x + radius, y + radius))
+        angles = [2 * math.pi * k / _CIRCLE for k in range(_CIRCLE)]
+        points = tuple(value for a in angles for value in (x + radius * math.cos(a), y + radius * math.sin(a)))
     return polygon_object(index, desc, points, geometry)
-
-
-def _circle(x: float, y: float, radius: float) -> tuple[float, ...]:
-    angles = [2 * math.pi * k / _CIRCLE for k in range(_CIRCLE)]
-    return tuple(value for a in angles for value in (x + radius * math.cos(a), y + radius * math.sin(a)))
-
-
-def _points(points: Any) -> tuple[float, ...] | None:
-    """[[x, y], …] as a flat tuple; None when it is anything else."""
-    if not isinstance(points, list) or any(not isinstance(point, list) or len(point) != 2 for point in points):
-        return None
-    return finite_numbers([value for point in points for value in point])

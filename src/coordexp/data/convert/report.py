@@ -34,20 +34,20 @@ class SkipReason(StrEnum):
     DIFFICULT = "difficult"  # left out on request
     UNKNOWN_CATEGORY = "unknown_category"
     UNKNOWN_IMAGE = "unknown_image"
-    IMAGE_SKIPPED = "image_skipped"  # sound itself, but its image is not in the JSONL
+    IMAGE_SKIPPED = "image_skipped"  # sound, but its image is not in the JSONL
     # images
     MISSING_IMAGE = "missing_image"
     MISSING_ANNOTATION = "missing_annotation"
     UNREADABLE_IMAGE = "unreadable_image"
     UNREADABLE_ANNOTATION = "unreadable_annotation"
-    SIZE_MISMATCH = "size_mismatch"  # annotated for another image shape: coordinates have no meaning here
+    SIZE_MISMATCH = "size_mismatch"  # annotated for another image shape, so its coordinates are meaningless
     EXTREME_ASPECT_RATIO = "extreme_aspect_ratio"
     DUPLICATE_IMAGE = "duplicate_image"  # a second annotation of one image file
     UNSAFE_FILE_NAME = "unsafe_file_name"  # absolute, or climbs out of the images folder
 
 
 class Note(StrEnum):
-    """Why something that was kept may need a look."""
+    """Why an image or object that was kept may need a look."""
 
     SIZE_MISSING = "size_missing"  # the annotation gives no usable size; the image's own was taken
     SIZE_SCALED = "size_scaled"  # annotated on another resolution of the same shape; coordinates still hold
@@ -87,8 +87,9 @@ class Problem:
 
 @dataclass
 class ConversionReport:
-    """Counts of one conversion. Always ``images_seen == images + sum(skipped_images)``, and the same for objects
-    (objects in annotations that cannot be read are not seen)."""
+    """Counts of one conversion. ``images_seen == images + sum(skipped_images)``, and the same for objects (objects in
+    annotations that cannot be read are not seen). ``simplified_ious``: mask IoU of each simplified polygon with its
+    original."""
 
     jsonl: Path
     images_seen: int = 0
@@ -127,7 +128,7 @@ class ConversionReport:
         self.problems.append(Problem(reason.value, file, index, detail))
 
     def skip_image(self, reason: SkipReason, file: str, detail: str, num_objects: int = 0) -> None:
-        """``num_objects`` are the image's objects that were sound so far; they leave with it."""
+        """Count and list an image that is left out, with its ``num_objects`` objects that were sound so far."""
         self.skipped_images[reason.value] += 1
         if num_objects:
             self.skipped_objects[SkipReason.IMAGE_SKIPPED.value] += num_objects
@@ -138,18 +139,12 @@ class ConversionReport:
         self.notes[note.value] += 1
         self.problems.append(Problem(note.value, file, index, detail))
 
-    def simplified(self, iou: float, file: str, index: int, detail: str) -> None:
-        """A polygon lost vertices; ``iou`` is its mask IoU with what it was."""
-        self.simplified_ious.append(iou)
-        self.note(Note.SIMPLIFIED, file, index, detail)
-
     def simplification(self) -> dict[str, float] | None:
-        """How many polygons were simplified, and their mean and least IoU with what they were; None for none."""
+        """Number of simplified polygons, and their mean and least IoU with the originals; None without any."""
         ious = self.simplified_ious
         return {"polygons": len(ious), "mean_iou": sum(ious) / len(ious), "min_iou": min(ious)} if ious else None
 
     def to_json(self) -> str:
-        """The whole report as indented JSON."""
         fields = {
             "jsonl": self.jsonl.name,
             "images_seen": self.images_seen,
@@ -167,10 +162,8 @@ class ConversionReport:
 
 
 def render_report(report: ConversionReport, max_problems: int = 20) -> Table:
-    """A table for the terminal: counts, reasons, and the first ``max_problems`` findings.
-
-    Names are data, never markup.
-    """
+    """A table for the terminal: counts, reasons, and the first ``max_problems`` findings."""
+    # Names are data, never markup: Text prints them literally.
     table = Table("what", "count", "detail", title=Text(str(report.jsonl)))
     table.columns[1].justify = "right"
     table.add_row("images written", str(report.images), f"of {report.images_seen}")

@@ -11,13 +11,12 @@ from __future__ import annotations
 import math
 import os
 import xml.etree.ElementTree as ET
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 from coordexp.data.convert.assemble import ImageOptions, Progress, assemble
 from coordexp.data.convert.report import ConversionReport, LeftOut, Note, SkipReason
-from coordexp.data.convert.source_image import (
+from coordexp.data.convert.shapes import (
     SourceImage,
     SourceObject,
     declared_size,
@@ -30,117 +29,7 @@ from coordexp.data.images import IMAGE_SUFFIXES
 from coordexp.errors import DataError
 
 ANNOTATIONS, IMAGES = "Annotations", "JPEGImages"
-_ALSO_IMAGES = ("JPEGImages", "images")  # other tools' names
 _ALSO_SPLITS = {"val": ("val", "valid", "validation"), "valid": ("valid", "val", "validation")}
-
-
-@dataclass(frozen=True, slots=True)
-class VocLayout:
-    """``xml_dir``, ``image_dir``: may be one folder. ``split_file``: None takes every annotation. ``note``: which
-    folders were found instead of the named ones; empty if those exist."""
-
-    xml_dir: Path
-    image_dir: Path
-    split_file: Path | None
-    note: str = ""
-
-
-def find_layout(root: Path, split: str | None, annotations_dir: str | Path, images_dir: str | Path) -> VocLayout:
-    """The folders as named, else the same names in another case or deeper below ``root`` (``images`` for
-    ``JPEGImages`` too), else a folder with XML files next to their images: ``root``, or its part ``split``.
-
-    Raises:
-        DataError: none of these, or several; or no such split.
-    """
-    if not root.is_dir():
-        raise DataError("no such folder; check the path", path=root)
-    plain = root / annotations_dir, root / images_dir
-    if all(folder.is_dir() for folder in plain):
-        return VocLayout(*plain, None if split is None else _split_file(root, root, split))
-    image_names = [str(images_dir), *(_ALSO_IMAGES if str(images_dir) == IMAGES else ())]
-    homes = _homes(root, str(annotations_dir), image_names)
-    if len(homes) > 1:
-        shown = ", ".join(str(home) for home, _, _ in homes[:6])
-        raise DataError(
-            f"several folders hold {annotations_dir} and {images_dir}: {shown}; give one of them", path=root
-        )
-    if homes:
-        home, xml_dir, image_dir = homes[0]
-        split_file = None if split is None else _split_file(root, home, split)
-        return VocLayout(xml_dir, image_dir, split_file, f"annotations in {xml_dir}, images in {image_dir}")
-    beside = _beside(root, split)
-    if beside is None:
-        raise DataError(
-            f"no folder {root / annotations_dir} with {images_dir} next to it, here or deeper, and no XML files next "
-            "to images; name the folders with --annotations-dir and --images-dir",
-            path=root,
-        )
-    return VocLayout(beside, beside, None, f"XML files next to their images in {beside}")
-
-
-def _homes(root: Path, annotations: str, images: list[str]) -> list[tuple[Path, Path, Path]]:
-    """The highest folders that contain both, each with the two."""
-    homes: list[tuple[Path, Path, Path]] = []
-    for folders in _levels(root):
-        for home in folders:
-            xml_dir = _below(home, annotations)
-            image_dir = next((path for name in images if (path := _below(home, name)) is not None), None)
-            if xml_dir is not None and image_dir is not None:
-                homes.append((home, xml_dir, image_dir))
-        if homes:
-            return homes
-    return homes
-
-
-def _levels(root: Path) -> Iterator[list[Path]]:
-    """``root``, then the folders in it, then the folders in those, …; each level by name."""
-    level = [root]
-    while level:
-        yield level
-        level = [Path(entry.path) for folder in level for entry in _folders(folder)]
-
-
-def _folders(folder: Path) -> list[os.DirEntry[str]]:
-    with os.scandir(folder) as entries:
-        return sorted((one for one in entries if one.is_dir(follow_symlinks=False)), key=lambda one: one.name)
-
-
-def _below(home: Path, name: str) -> Path | None:
-    """The folder ``name`` (which may have parts) of ``home``: as written, else in another case."""
-    if (home / name).is_dir():
-        return home / name
-    folder = home
-    for part in Path(name).parts:
-        inside = [Path(entry.path) for entry in _folders(folder) if entry.name.casefold() == part.casefold()]
-        if not inside:
-            return None
-        folder = inside[0]
-    return folder
-
-
-def _split_file(root: Path, home: Path, split: str) -> Path:
-    folder = _below(home, "ImageSets/Main") or home / "ImageSets" / "Main"
-    path = folder / f"{split}.txt"
-    if not path.is_file():
-        known = ", ".join(sorted(file.stem for file in folder.glob("*.txt"))) or "none"
-        raise DataError(f"no split {split!r} (no file {path}); found: {known}", path=root)
-    return path
-
-
-def _beside(root: Path, split: str | None) -> Path | None:
-    """The folder with XML files next to images: Roboflow's ``train``, labelImg's only one."""
-    if split is None:
-        folder: Path | None = root
-    else:
-        names = _ALSO_SPLITS.get(split, (split,))
-        folder = next((path for name in names if (path := _below(root, name)) is not None), None)
-        if folder is None:
-            return None
-    return folder if files_below(folder, (".xml",)) else None
-
-
-Images = Mapping[str, Sequence[Path]]
-"""Image files by their path below the images folder, without suffix."""
 
 
 def convert_voc(
@@ -169,16 +58,20 @@ def convert_voc(
     Raises:
         DataError: a folder or the split is missing, or nothing usable is found.
     """
-    layout = find_layout(Path(root), split, annotations_dir, images_dir)
-    xml_dir, image_dir = layout.xml_dir, layout.image_dir
+    xml_dir, image_dir, split_file, found = _find_folders(Path(root), split, Path(annotations_dir), Path(images_dir))
     report = ConversionReport(Path(out_dir) / f"{name or split or 'data'}.jsonl")
-    if layout.note:
-        report.note(Note.FOLDERS_FOUND, str(root), None, layout.note)
-    images_by_stem = _images_by_stem(image_dir)
+    if found:
+        report.note(Note.FOLDERS_FOUND, str(root), None, found)
+    images_by_stem: dict[str, list[Path]] = {}
+    for path in files_below(image_dir, IMAGE_SUFFIXES):
+        images_by_stem.setdefault(path.relative_to(image_dir).with_suffix("").as_posix(), []).append(path)
+    if split_file is None:  # every annotation, and every image without one, so that it is counted
+        annotated = {path.relative_to(xml_dir).with_suffix("").as_posix() for path in files_below(xml_dir, (".xml",))}
+        stems = sorted(annotated | images_by_stem.keys())
+    else:
+        stems = [_stem_of(line.strip(), xml_dir) for line in read_text(split_file).splitlines() if line.strip()]
     sources: list[SourceImage] = []
     seen: set[str] = set()
-    of_split = layout.split_file
-    stems = _all_stems(xml_dir, images_by_stem) if of_split is None else _split_stems(of_split, xml_dir)
     for stem in stems:
         report.images_seen += 1
         xml, shown = xml_dir / f"{stem}.xml", f"{stem}.xml"
@@ -189,36 +82,97 @@ def convert_voc(
         elif not xml.is_file():
             report.skip_image(SkipReason.MISSING_ANNOTATION, shown, f"no file {xml}")
         else:
-            candidates = images_by_stem.get(stem, ())
-            source = _read_xml(xml, shown, candidates, image_dir, one_based, skip_difficult, report)
-            if source is not None:
-                sources.append(source)
+            try:
+                tree = ET.parse(xml).getroot()
+            except (ET.ParseError, OSError, ValueError, LookupError) as error:  # LookupError: an unknown encoding
+                report.skip_image(SkipReason.UNREADABLE_ANNOTATION, shown, f"broken XML: {error}")
+            else:
+                image = _find_image(tree, xml, shown, images_by_stem.get(stem, ()), image_dir, report)
+                objects: list[SourceObject] = []
+                for index, node in enumerate(tree.findall("object")):
+                    with report.reading_object(shown, index):
+                        objects.append(_read_object(index, node, one_based, skip_difficult))
+                file = image.relative_to(image_dir).as_posix()
+                sources.append(SourceImage(file, shown, image, _size(tree), tuple(objects)))
         seen.add(stem)
     return assemble(sources, report, options, progress)
 
 
-def _images_by_stem(image_dir: Path) -> dict[str, list[Path]]:
-    images: dict[str, list[Path]] = {}
-    for path in files_below(image_dir, IMAGE_SUFFIXES):
-        images.setdefault(path.relative_to(image_dir).with_suffix("").as_posix(), []).append(path)
-    return images
+def _find_folders(
+    root: Path, split: str | None, annotations: Path, images: Path
+) -> tuple[Path, Path, Path | None, str]:
+    """The folder of the XML files, that of the images, the split's file (None: every annotation), and a note that says
+    which folders were found instead of the named ones.
+
+    The folders as named, else the same names in another case or deeper below ``root`` (``images`` for ``JPEGImages``
+    too), else a folder with XML files next to their images: ``root``, or its part ``split``.
+
+    Raises:
+        DataError: none of these, or several; or no such split.
+    """
+    if not root.is_dir():
+        raise DataError("no such folder; check the path", path=root)
+    homes = [(root, root / annotations, root / images)]
+    note = ""
+    if not (homes[0][1].is_dir() and homes[0][2].is_dir()):
+        homes, level = [], [root]
+        names = [images, *([Path("images")] if str(images) == IMAGES else [])]
+        while level and not homes:  # the highest folders that contain both
+            for home in level:
+                xml_dir = _below(home, annotations)
+                image_dir = next((path for name in names if (path := _below(home, name)) is not None), None)
+                if xml_dir is not None and image_dir is not None:
+                    homes.append((home, xml_dir, image_dir))
+            level = [child for folder in level for child in _folders(folder)]
+        if len(homes) > 1:
+            shown = ", ".join(str(home) for home, _, _ in homes[:6])
+            raise DataError(f"several folders hold {annotations} and {images}: {shown}; give one of them", path=root)
+        if homes:
+            note = f"annotations in {homes[0][1]}, images in {homes[0][2]}"
+    if homes:
+        home, xml_dir, image_dir = homes[0]
+        if split is None:
+            return xml_dir, image_dir, None, note
+        folder = _below(home, Path("ImageSets/Main")) or home / "ImageSets" / "Main"
+        split_file = folder / f"{split}.txt"
+        if not split_file.is_file():
+            known = ", ".join(sorted(file.stem for file in folder.glob("*.txt"))) or "none"
+            raise DataError(f"no split {split!r} (no file {split_file}); found: {known}", path=root)
+        return xml_dir, image_dir, split_file, note
+    # XML files next to images: Roboflow's ``train``, labelImg's only folder.
+    parts = [root] if split is None else [_below(root, Path(name)) for name in _ALSO_SPLITS.get(split, (split,))]
+    beside = next((part for part in parts if part is not None), None)
+    if beside is None or not files_below(beside, (".xml",)):
+        raise DataError(
+            f"no folder {root / annotations} with {images} next to it, here or deeper, and no XML files next "
+            "to images; name the folders with --annotations-dir and --images-dir",
+            path=root,
+        )
+    return beside, beside, None, f"XML files next to their images in {beside}"
 
 
-def _all_stems(xml_dir: Path, images_by_stem: Images) -> list[str]:
-    """Every annotation, and every image without one (so that it is counted)."""
-    annotated = {path.relative_to(xml_dir).with_suffix("").as_posix() for path in files_below(xml_dir, (".xml",))}
-    return sorted(annotated | images_by_stem.keys())
+def _below(home: Path, name: Path) -> Path | None:
+    """The folder ``name`` (which may have parts) of ``home``: as written, else in another case."""
+    if (home / name).is_dir():
+        return home / name
+    folder = home
+    for part in name.parts:
+        inside = [path for path in _folders(folder) if path.name.casefold() == part.casefold()]
+        if not inside:
+            return None
+        folder = inside[0]
+    return folder
 
 
-def _split_stems(path: Path, xml_dir: Path) -> list[str]:
-    lines = [line.strip() for line in read_text(path).splitlines()]
-    return [_stem_of(line, xml_dir) for line in lines if line]
+def _folders(folder: Path) -> list[Path]:
+    with os.scandir(folder) as entries:  # which knows the folders among many thousand images without looking at each
+        return sorted(Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False))
 
 
 def _stem_of(line: str, xml_dir: Path) -> str:
-    """The annotation that a line of a split means. Lines of per-class files end in a presence flag (an image without
-    the class is an example all the same), and some tools write the image's suffix; both only where the line is not
-    itself the name of an annotation, such as ``photo 1``."""
+    """The annotation that a line of a split names. Lines of per-class files end in a presence flag (an image without
+    the class is an example all the same), and some tools write the image's suffix; both count only if the line itself
+    is not the name of an annotation, such as ``photo 1``."""
     if unsafe_file_name(line) or (xml_dir / f"{line}.xml").is_file():
         return line
     head, _, flag = line.rpartition(" ")
@@ -228,42 +182,23 @@ def _stem_of(line: str, xml_dir: Path) -> str:
     return without if is_image else stem
 
 
-def _read_xml(
-    xml: Path,
-    shown: str,
-    candidates: Sequence[Path],
-    image_dir: Path,
-    one_based: bool,
-    skip_difficult: bool,
-    report: ConversionReport,
-) -> SourceImage | None:
-    """One annotation; ``shown`` names it in the report, ``candidates`` are the images that share its name."""
-    try:
-        tree = ET.parse(xml).getroot()
-    except (ET.ParseError, OSError, ValueError, LookupError) as error:  # LookupError: an unknown encoding
-        report.skip_image(SkipReason.UNREADABLE_ANNOTATION, shown, f"broken XML: {error}")
-        return None
+def _find_image(
+    tree: ET.Element, xml: Path, shown: str, candidates: Sequence[Path], image_dir: Path, report: ConversionReport
+) -> Path:
+    """The image of the annotation's own name (of several ``candidates`` the one in ``<filename>``), or else the one in
+    ``<filename>``, whether or not it exists."""
     named = with_slashes(_text(tree, "filename"))
-    image = _find_image(named, xml.stem, candidates, image_dir)
-    if named and xml.stem not in (PurePosixPath(named).name, PurePosixPath(named).stem):
-        report.note(Note.FILENAME_MISMATCH, shown, None, f"<filename> is {named!r}; used {image.name!r}")
-    objects: list[SourceObject] = []
-    for index, node in enumerate(tree.findall("object")):
-        with report.reading_object(shown, index):
-            objects.append(_object(index, node, one_based, skip_difficult))
-    return SourceImage(image.relative_to(image_dir).as_posix(), shown, image, _size(tree), tuple(objects))
-
-
-def _find_image(named: str, stem: str, candidates: Sequence[Path], image_dir: Path) -> Path:
-    """The image of the annotation's own name (of several the one that ``<filename>`` names), or else the one that
-    ``<filename>`` names, whether or not it is there."""
     name = PurePosixPath(named).name
     if candidates:
-        return next((path for path in candidates if path.name == name), candidates[0])
-    return image_dir / (f"{stem}.jpg" if not named else name if unsafe_file_name(named) else named)
+        image = next((path for path in candidates if path.name == name), candidates[0])
+    else:
+        image = image_dir / (f"{xml.stem}.jpg" if not named else name if unsafe_file_name(named) else named)
+    if named and xml.stem not in (name, PurePosixPath(named).stem):
+        report.note(Note.FILENAME_MISMATCH, shown, None, f"<filename> is {named!r}; used {image.name!r}")
+    return image
 
 
-def _object(index: int, node: ET.Element, one_based: bool, skip_difficult: bool) -> SourceObject:
+def _read_object(index: int, node: ET.Element, one_based: bool, skip_difficult: bool) -> SourceObject:
     desc = _text(node, "name")
     if skip_difficult and _text(node, "difficult") == "1":
         raise LeftOut(SkipReason.DIFFICULT, f"{desc} is marked difficult")
@@ -278,7 +213,7 @@ def _object(index: int, node: ET.Element, one_based: bool, skip_difficult: bool)
 
 
 def _size(tree: ET.Element) -> tuple[int, int] | None:
-    """The declared (width, height), or None when it is missing or no positive numbers (some tools write 0)."""
+    """The declared (width, height); None unless they are positive (some tools write 0)."""
     try:
         return declared_size(*(float(_text(tree, f"size/{side}")) for side in ("width", "height")))
     except ValueError:

@@ -1,7 +1,6 @@
 """YOLO labels (one text file an image) → JSONL: boxes ``class cx cy w h`` and polygons ``class x y x y …``.
 
-Values are shares of the image's width and height. An image without a label file is an image without objects, as YOLO
-itself has it.
+Values are shares of the image's width and height. As in YOLO, an image without a label file has no objects.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import difflib
 import math
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ import yaml
 
 from coordexp.data.convert.assemble import ImageOptions, Progress, assemble
 from coordexp.data.convert.report import ConversionReport, LeftOut, Note, SkipReason
-from coordexp.data.convert.source_image import (
+from coordexp.data.convert.shapes import (
     ShapeGeometry,
     SourceImage,
     SourceObject,
@@ -40,19 +38,9 @@ _REFUSED = {
     "channels": "images of 3 channels are read",
 }
 # Origin and terms of the set, and settings for other trainers.
-_TELLING = ("roboflow", "download", "author", "authors", "date", "description", "docs", "links", "license", "licence",
+_IGNORED = ("roboflow", "download", "author", "authors", "date", "description", "docs", "links", "license", "licence",
             "version", "url", "urls", "homepage", "contact", "info", "task", "stride", "batch", "imgsz",
             "args")  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """Class names by number; every image with the folder that its name starts in; folders that were listed whole, in
-    which a label without an image is worth a word."""
-
-    names: dict[int, str]
-    images: list[tuple[Path, Path]]
-    folders: list[Path]
 
 
 def convert_yolo(
@@ -71,7 +59,7 @@ def convert_yolo(
         source: a ``data.yaml`` (``path``, ``names``, and a folder, a list file or several per split), or a folder with
             ``images``, ``labels`` and the class names in ``data.yaml`` or ``classes.txt``. Other keys of a
             ``data.yaml`` are refused by name, except for those about its origin.
-        split: ``train``, ``val``, …; needed where a ``data.yaml`` has several. Without a ``data.yaml`` a folder below
+        split: ``train``, ``val``, …; needed if a ``data.yaml`` has several. Without a ``data.yaml`` a folder below
             ``images``.
         geometry: ``bbox`` writes the bounds of polygons, ``poly`` boxes by their corners.
         name: of the JSONL; the split's, or ``data``, when None.
@@ -80,21 +68,38 @@ def convert_yolo(
         DataError: names, split or images are not found, or nothing usable is.
     """
     check_choice("geometry", geometry, ShapeGeometry)
-    layout = _read_layout(Path(source), split)
+    names, places = _read_layout(Path(source), split)
     report = ConversionReport(Path(out_dir) / f"{name or split or 'data'}.jsonl")
-    sources = [_read_image(path, root, layout.names, geometry, report) for path, root in layout.images]
-    known = {_label_of(path) for path, _ in layout.images}
-    for label in sorted({file for folder in layout.folders for file in _labels_for(folder)} - known):
-        report.images_seen += 1
-        report.skip_image(SkipReason.MISSING_IMAGE, label.name, f"no image for the label {label}")
+    images: list[tuple[Path, Path]] = []  # each with the folder that its name starts in
+    labels: set[Path] = set()
+    for place in places:
+        if not place.is_dir():
+            images += _images_listed(place)
+            continue
+        images += [(path, place) for path in files_below(place, IMAGE_SUFFIXES)]
+        # A folder is taken whole, so a label without an image is worth a line in the report.
+        folder = _label_of(place / "any.jpg").parent
+        labels |= set(files_below(folder if folder.is_dir() else place, (".txt",)))
+    sources = [_read_image(path, root, names, geometry, report) for path, root in images]
+    for label in sorted(labels - {_label_of(path) for path, _ in images}):
+        if label.name != "classes.txt":
+            report.images_seen += 1
+            report.skip_image(SkipReason.MISSING_IMAGE, label.name, f"no image for the label {label}")
     return assemble(sources, report, options, progress)
 
 
-def _read_layout(source: Path, split: str | None) -> _Layout:
+def _read_layout(source: Path, split: str | None) -> tuple[dict[int, str], list[Path]]:
+    """Class names by number, and the split's folders and list files."""
     if source.is_dir():
         described = [path for path in (source / "data.yaml", source / "data.yml") if path.is_file()]
         if not described:
-            return _read_plain_folder(source, split)
+            images = source / "images" / (split or "")
+            classes = [path for path in (source / "classes.txt", source / "labels" / "classes.txt") if path.is_file()]
+            if images.is_dir() and classes:
+                return dict(enumerate(line.strip() for line in read_text(classes[0]).splitlines())), [images]
+            raise DataError(
+                "no data.yaml, and no folder images with a classes.txt (one name a line) next to it", path=source
+            )
         source = described[0]
     if not source.is_file():
         raise DataError("not found; give a data.yaml, or a folder with images and labels", path=source)
@@ -104,7 +109,14 @@ def _read_layout(source: Path, split: str | None) -> _Layout:
         raise DataError(f"not readable as YAML: {error}", path=source) from error
     if not isinstance(content, dict):
         raise DataError("expected a mapping with names, train, val", path=source)
-    _check_keys(content, source)
+    for key in content:  # a key is read, ignored by name, or refused
+        if key in _REFUSED:
+            if key != "channels" or content[key] != 3:
+                raise DataError(f"{key}: {_REFUSED[key]}", path=source)
+        elif key not in _READ and key not in _IGNORED:
+            near = difflib.get_close_matches(str(key), _READ, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"{', '.join(_READ)} are read"
+            raise DataError(f"unknown key {key!r}; {hint}", path=source)
     names = _names(content.get("names"), source)
     if "nc" in content and content["nc"] != len(names):
         raise DataError(f"nc is {content['nc']!r}, but names holds {len(names)}; correct one of them", path=source)
@@ -119,34 +131,17 @@ def _read_layout(source: Path, split: str | None) -> _Layout:
     base = source.parent / str(content.get("path") or "")
     if not base.is_dir():  # exports keep the path of the machine that wrote them
         base = source.parent
-    entries = splits[split] if isinstance(splits[split], list) else [splits[split]]
-    places = [_find(str(entry), base, source) for entry in entries]
-    folders = [path for path in places if path.is_dir()]
-    images = [pair for path in places for pair in (_images_in(path) if path.is_dir() else _images_listed(path))]
-    return _Layout(names, images, folders)
-
-
-def _check_keys(content: dict[Any, Any], path: Path) -> None:
-    """Every key means something, or is refused."""
-    for key in content:
-        if key in _REFUSED:
-            if key != "channels" or content[key] != 3:
-                raise DataError(f"{key}: {_REFUSED[key]}", path=path)
-        elif key not in _READ and key not in _TELLING:
-            near = difflib.get_close_matches(str(key), _READ, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"{', '.join(_READ)} are read"
-            raise DataError(f"unknown key {key!r}; {hint}", path=path)
-
-
-def _read_plain_folder(folder: Path, split: str | None) -> _Layout:
-    images = folder / "images" / (split or "")
-    classes = [path for path in (folder / "classes.txt", folder / "labels" / "classes.txt") if path.is_file()]
-    if not images.is_dir() or not classes:
-        raise DataError(
-            "no data.yaml, and no folder images with a classes.txt (one name a line) next to it", path=folder
-        )
-    lines = [line.strip() for line in read_text(classes[0]).splitlines()]
-    return _Layout(dict(enumerate(lines)), _images_in(images), [images])
+    places = []
+    for entry in splits[split] if isinstance(splits[split], list) else [splits[split]]:
+        entry = with_slashes(str(entry))
+        # Roboflow writes ../train/images, relative to a sibling folder.
+        candidates = [base / entry, source.parent / entry, base / entry.removeprefix("../")]
+        existing = next((path for path in candidates if path.exists()), None)
+        if existing is None:
+            detail = f"{entry!r} is neither a folder nor a list of images (looked for {candidates[0]})"
+            raise DataError(detail, path=source)
+        places.append(existing)
+    return names, places
 
 
 def _names(names: Any, path: Path) -> dict[int, str]:
@@ -158,21 +153,6 @@ def _names(names: Any, path: Path) -> dict[int, str]:
         if not isinstance(name, str):  # YAML reads no, on and 7 as something else than text
             raise DataError(f"names[{number}] is {name!r}, not text; put it in quotes", path=path)
     return {int(number): name for number, name in names.items()}
-
-
-def _find(entry: str, base: Path, source: Path) -> Path:
-    """The folder or list file that an entry of ``data.yaml`` means."""
-    entry = with_slashes(entry)
-    # Roboflow writes ../train/images, relative to a sibling folder.
-    candidates = [base / entry, source.parent / entry, base / entry.removeprefix("../")]
-    existing = next((path for path in candidates if path.exists()), None)
-    if existing is None:
-        raise DataError(f"{entry!r} is neither a folder nor a list of images (looked for {candidates[0]})", path=source)
-    return existing
-
-
-def _images_in(folder: Path) -> list[tuple[Path, Path]]:
-    return [(path, folder) for path in files_below(folder, IMAGE_SUFFIXES)]
 
 
 def _images_listed(file: Path) -> list[tuple[Path, Path]]:
@@ -197,24 +177,15 @@ def _label_of(image: Path) -> Path:
     return beside if beside.is_file() and not by_rule.is_file() else by_rule
 
 
-def _labels_for(images: Path) -> list[Path]:
-    """Label files of a folder of images, whether or not their images are there."""
-    folder = _label_of(images / "any.jpg").parent
-    texts = files_below(folder if folder.is_dir() else images, (".txt",))
-    return [path for path in texts if path.name != "classes.txt"]
-
-
 def _read_image(
     image: Path, root: Path, names: dict[int, str], geometry: ShapeGeometry, report: ConversionReport
 ) -> SourceImage:
     report.images_seen += 1
     file = image.relative_to(root).as_posix()
-    size = None
-    if image.is_file():
-        try:
-            size = read_header(image).size
-        except DataError:
-            size = None  # assembling names the reason, with all that leaves with it
+    try:
+        size = read_header(image).size
+    except DataError:
+        size = None  # assembling names the reason, with all that leaves with it
     label = _label_of(image)
     objects = []
     if label.is_file():
@@ -228,11 +199,7 @@ def _read_image(
 
 
 def _read_line(
-    index: int,
-    line: str,
-    names: dict[int, str],
-    size: tuple[int, int],
-    geometry: ShapeGeometry,
+    index: int, line: str, names: dict[int, str], size: tuple[int, int], geometry: ShapeGeometry
 ) -> SourceObject:
     try:
         number, *values = (float(text) for text in line.split())
