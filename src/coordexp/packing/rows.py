@@ -14,7 +14,7 @@ def build_row(segments: Sequence[Segment]) -> PackedRow:
     """Lay segments end to end, each as its prompt tokens and then its target tokens.
 
     Raises:
-        ValueError: there is no segment. AlignmentError: roles or weights do not have one value per target token, or the
+        ValueError: no segment. AlignmentError: roles or weights do not have one value per target token, or the
             coordinates of a target are not exactly its assistant tokens with a ``coord`` weight.
     """
     if not segments:
@@ -39,7 +39,7 @@ def _check_alignment(segment: Segment) -> None:
     outside = positions[(positions < 0) | (positions >= length)]
     if outside.size:
         raise AlignmentError(
-            f"{where}: supervised coordinate at target position {outside[0]} lies outside the {length} assistant "
+            f"{where}: supervised coordinate at target position {outside[0]} is outside the {length} assistant "
             "tokens (it would point into the prompt or the next sample); rebuild the target"
         )
     coord_T = target.weights.get("coord", np.zeros(length))

@@ -6,12 +6,10 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-import numpy as np
-
 from coordexp.errors import CarryBufferOverflow, SegmentTooLong, require
 from coordexp.records import Segment
 
-# Cells of the exact search's table, one byte or two each: 512 segments at 64k tokens.
+# Segments times capacity that the exact search accepts: 512 segments at 64k tokens.
 _EXACT_LIMIT = 2**25
 
 
@@ -19,9 +17,9 @@ def select_segments(lengths: Sequence[int], capacity: int) -> list[int]:
     """Ascending insertion indices of the segments to pack next; 0, the oldest, is always among them.
 
     The fullest selection wins; of equally full ones the one with fewer segments, then the one with the
-    lexicographically smallest indices. This order is searched exactly while the table of segments x capacity is small
-    enough. Beyond that the best of two heuristics by the same order is taken: oldest-first greedy, and the fullest bin
-    of ``binpacking.to_constant_volume`` next to the oldest. So a selection is never emptier than oldest-first greedy.
+    lexicographically smallest indices. This order is searched exactly while segments x capacity is small enough. Beyond
+    that, the best of two heuristics by the same order wins: oldest-first greedy, and the fullest bin of
+    ``binpacking.to_constant_volume`` next to the oldest. So a selection is never emptier than oldest-first greedy.
 
     Args:
         lengths: tokens per segment in insertion order, each in 1..capacity. capacity: tokens per row.
@@ -33,7 +31,7 @@ def select_segments(lengths: Sequence[int], capacity: int) -> list[int]:
     binpacking = require("binpacking", "packing (training.packing: true)")
     lengths = [int(length) for length in lengths]
     if not lengths:
-        raise ValueError("there is no segment to select from")
+        raise ValueError("no segment to select from")
     if min(lengths) < 1:
         raise ValueError(f"segment {lengths.index(min(lengths))} has {min(lengths)} tokens; a segment has at least 1")
     if max(lengths) > capacity:
@@ -74,29 +72,29 @@ def binpacking_candidate(binpacking: ModuleType, lengths: Sequence[int], capacit
 def best_selection(lengths: Sequence[int], capacity: int) -> list[int]:
     """The exact optimum that includes the oldest: fullest, then fewest, then lexicographically smallest.
 
-    Subset-sum with counts: ``fewest_IS[i, s]`` is the smallest number of segments among i, i + 1, … whose lengths sum
-    to s exactly.
+    Subset sums as integers used as bit sets: bit s of ``sums[k][i]`` is set if exactly k of segments i, i + 1, … sum
+    to s. Rows hold few segments, so few layers are built.
     """
     count, room = len(lengths), capacity - lengths[0]
-    unreachable = count  # at most count - 1 segments join the oldest
-    dtype = np.uint8 if count < 2**8 - 1 else np.uint16 if count < 2**16 - 1 else np.uint32
-    fewest_IS = np.empty((count + 1, room + 1), dtype=dtype)
-    fewest_IS[count] = unreachable
-    fewest_IS[count, 0] = 0
-    for i in range(count - 1, 0, -1):
-        later_S, here_S, length = fewest_IS[i + 1], fewest_IS[i], lengths[i]
-        here_S[:length] = later_S[:length]
-        if length <= room:
-            taken_S = here_S[length:]
-            np.add(later_S[: room + 1 - length], 1, out=taken_S)
-            np.minimum(taken_S, later_S[length:], out=taken_S)
+    mask, reachable = (1 << (room + 1)) - 1, 1
+    for length in lengths[1:]:
+        reachable |= (reachable << length) & mask
+    left = reachable.bit_length() - 1  # the fullest total
+    mask = (1 << (left + 1)) - 1
+    sums = [[1] * (count + 1)]
+    while not (sums[-1][1] >> left) & 1:  # the first layer that reaches it has the fewest segments
+        fewer, here, layer = sums[-1], 0, [0] * (count + 1)
+        for i in range(count - 1, 0, -1):
+            here |= (fewer[i + 1] << lengths[i]) & mask
+            layer[i] = here
+        sums.append(layer)
     # Walking forward and taking each segment that keeps the optimum gives the smallest indices.
-    chosen, left = [0], int(np.flatnonzero(fewest_IS[min(1, count)] < unreachable)[-1])
-    for i in range(1, count):
-        length = lengths[i]
-        if left >= length and fewest_IS[i + 1, left - length] + 1 == fewest_IS[i, left]:
+    chosen, needed = [0], len(sums) - 1
+    for i, length in enumerate(lengths[1:], start=1):
+        if left >= length and (sums[needed - 1][i + 1] >> (left - length)) & 1:
             chosen.append(i)
             left -= length
+            needed -= 1
     return chosen
 
 
