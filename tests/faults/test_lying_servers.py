@@ -12,7 +12,7 @@ import pytest
 from coordexp.engine.client import ServerClient
 from coordexp.engine.protocol import infer_payload, read_answer
 from coordexp.errors import RolloutError, ServerRefused, ServerTimeout, ServerUnreachable
-from coordexp.weight_sync.version import WeightVersion
+from coordexp.weight_sync import WeightVersion
 from faults import lying_server
 from faults.lying_server import lying
 from support.answers import tiny_vocab

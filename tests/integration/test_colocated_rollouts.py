@@ -28,6 +28,7 @@ from coordexp.modeling.load import LoadedModel
 from coordexp.records import ImageRecord, RolloutRequest
 from coordexp.rollouts import RolloutRound, SeedContext, rollout_session
 from coordexp.training.rollout_queue import AnswerReader, RolloutQueue
+from coordexp.weight_sync.layout import InPlaceTargets
 from support.answers import CAT, record
 from support.forked import ENGINES
 from support.in_turn import InTurn
@@ -159,7 +160,7 @@ def test_weights_that_land_changed_are_noticed(
         lambda named: load([(n, t + 1e-3 if n.endswith("visual.pos_embed.weight") else t) for n, t in named]),
     )
     # As before the first push: everything goes through the loader, and the parameters are read back.
-    receiver.in_place.forget()
+    receiver.in_place = InPlaceTargets(receiver.layout, enabled=True)
     backend.pusher.compared = False
     with (
         pytest.raises(RolloutError, match=r"checksum .* its answers would not be the learner's"),

@@ -23,8 +23,8 @@ from coordexp.engine.push import ServerPusher
 from coordexp.errors import RolloutError, ServerUnreachable
 from coordexp.modeling.load import LoadedModel
 from coordexp.modeling.weights import LearnerWeights
+from coordexp.weight_sync import WeightVersion
 from coordexp.weight_sync.group import GroupAddress, join
-from coordexp.weight_sync.version import WeightVersion
 from support.plain_server import PlainServer
 from support.rollout_servers import (
     RunningServer,

@@ -20,9 +20,8 @@ from coordexp.errors import RolloutError, ServerRefused
 from coordexp.modeling.load import LoadedModel
 from coordexp.modeling.weights import LearnerWeights
 from coordexp.rollouts.backend import AdapterWeights
-from coordexp.weight_sync import checksum
+from coordexp.weight_sync import WeightVersion, checksum
 from coordexp.weight_sync.buckets import LONE_PIECE_BYTES
-from coordexp.weight_sync.version import WeightVersion
 from support import tuned_models
 from support.plain_server import PlainServer
 from support.rollout_servers import (

@@ -19,7 +19,7 @@ import httpcore
 import httpx
 
 from coordexp.errors import ConfigError, RolloutError, ServerRefused, ServerTimeout, ServerUnreachable
-from coordexp.weight_sync.version import WeightVersion
+from coordexp.weight_sync import WeightVersion
 
 CONNECT_S = 10.0
 POLL_S = 0.5

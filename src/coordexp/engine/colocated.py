@@ -37,7 +37,7 @@ from coordexp.rollouts.backend import (
     response_tokens,
 )
 from coordexp.rollouts.learner import LearnerParts
-from coordexp.weight_sync.version import WeightVersion
+from coordexp.weight_sync import WeightVersion
 
 
 class ColocatedPusher(WeightPusher):

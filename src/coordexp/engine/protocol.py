@@ -16,7 +16,7 @@ from coordexp.engine.arguments import NAMES_KEY
 from coordexp.errors import RolloutError
 from coordexp.records import Rollout, RolloutRequest
 from coordexp.rollouts.backend import DecodingOptions, response_tokens
-from coordexp.weight_sync.version import WeightVersion
+from coordexp.weight_sync import WeightVersion
 
 IMAGE_MARK = "<image>"
 ENVELOPE = "coordexp"  # the key next to the answer, for what our own server and plugin add

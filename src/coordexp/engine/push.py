@@ -25,10 +25,9 @@ from coordexp.config.rollout import SyncConfig
 from coordexp.engine.client import ServerClient
 from coordexp.errors import CoordExpError, RolloutError
 from coordexp.rollouts.backend import AdapterWeights, WeightSource
-from coordexp.weight_sync import checksum
+from coordexp.weight_sync import WeightVersion, checksum
 from coordexp.weight_sync.buckets import describe, in_buckets, piece_bytes, pieces
 from coordexp.weight_sync.group import Communicator, GroupAddress, join, wait_until_free
-from coordexp.weight_sync.version import WeightVersion
 
 logger = logging.getLogger("coordexp")
 Named = list[tuple[str, torch.Tensor]]

@@ -30,7 +30,7 @@ from coordexp.engine.serve_requests import (
     RequestConfig,
     RequestRefused,
 )
-from coordexp.weight_sync.version import WeightVersion
+from coordexp.weight_sync import WeightVersion
 
 Result = TypeVar("Result")
 STALLED_S = 120.0  # after which /health/ reports a hung engine; a learner uses its own server.timeout_s

@@ -48,7 +48,7 @@ from coordexp.engine.logits_processors import check_known_tokens, check_names
 from coordexp.engine.swift_heartbeat import SerializeRequests, SharedHeartbeat, seeded_by_place, with_heartbeat
 from coordexp.errors import RolloutError
 from coordexp.rollouts.allowed_labels import are_labels
-from coordexp.weight_sync.version import WeightVersion
+from coordexp.weight_sync import WeightVersion
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from coordexp.engine.logits_processors import (
 )
 from coordexp.errors import RolloutError
 from coordexp.weight_sync.group import GroupAddress
-from coordexp.weight_sync.receiver import WeightReceiver, recorded
+from coordexp.weight_sync.receiver import WeightReceiver
 
 logger = logging.getLogger(__name__)
 TIMEOUT_VARIABLE = "COORDEXP_COMMUNICATOR_TIMEOUT_S"
@@ -110,7 +110,7 @@ class WeightSyncExtension:
         self._take_adapter(peft_config, [(name, tensor.clone()) for name, tensor in tensors])
 
     def _take_adapter(self, peft_config: Mapping[str, Any], tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-        with recorded(self.receiver.record_failure):
+        with self.receiver.recording_failures():
             self.receiver.begin()
             self.receiver.state.adapter_names += [name for name, _ in tensors]
             self._put_adapter(peft_config, tensors)

@@ -1,2 +1,23 @@
 """Shared by both ends of a weight push: versions, buckets, checksums, the weight group and its rendezvous, the layout
-of a vLLM model; and the receiving end."""
+of a vLLM model; and the receiving end. This module is torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class WeightVersion:
+    """``version`` counts one trainer's optimizer steps, so two trainers may both have a step 40; ``learner_id`` tells
+    them apart. It is None for weights from disk, or from a client that gives none."""
+
+    version: int = 0
+    learner_id: str | None = None
+
+    def payload(self) -> dict[str, Any]:
+        """As JSON in answers and reports."""
+        return {"weight_version": self.version, "learner_id": self.learner_id}
+
+    def __str__(self) -> str:
+        return f"version {self.version} of " + (f"learner {self.learner_id}" if self.learner_id else "no named learner")

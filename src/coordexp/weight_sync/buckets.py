@@ -50,7 +50,7 @@ def describe(tensors: Sequence[tuple[str, torch.Tensor]]) -> tuple[TensorInfo, .
 
 
 def read_infos(payload: Sequence[Mapping[str, Any]]) -> tuple[TensorInfo, ...]:
-    """Metadata as it came over HTTP, checked: known dtypes, sizes that fit shapes, no gap and no overlap.
+    """Metadata received over HTTP, checked: known dtypes, sizes that fit shapes, no gap and no overlap.
 
     Raises:
         RolloutError: naming the tensor.
@@ -58,24 +58,19 @@ def read_infos(payload: Sequence[Mapping[str, Any]]) -> tuple[TensorInfo, ...]:
     infos, expected_start = [], 0
     for item in payload:
         try:
-            info = TensorInfo(
-                str(item["name"]),
-                tuple(int(side) for side in item["shape"]),
-                str(item["dtype"]),
-                int(item["start_idx"]),
-                int(item["end_idx"]),
-                int(item["end_idx"]) - int(item["start_idx"]),
-            )
+            start, end = int(item["start_idx"]), int(item["end_idx"])
+            shape = tuple(int(side) for side in item["shape"])
+            info = TensorInfo(str(item["name"]), shape, str(item["dtype"]), start, end, end - start)
         except (KeyError, TypeError, ValueError) as error:
             raise RolloutError(f"bucket metadata {dict(item)!r} is not a tensor's description ({error})") from error
         dtype = getattr(torch, info.dtype.removeprefix("torch."), None)
         if not isinstance(dtype, torch.dtype):
-            raise RolloutError(f"{info.name}: {info.dtype!r} is not a number type that torch knows")
+            raise RolloutError(f"{info.name}: {info.dtype!r} is not a number type of torch")
         size = math.prod(info.shape) * dtype.itemsize
         if (info.start_idx, info.numel) != (expected_start, size) or min(info.shape, default=0) < 0:
             raise RolloutError(
-                f"{info.name}: bytes {info.start_idx}…{info.end_idx} do not hold {info.shape} of {info.dtype} right "
-                f"behind byte {expected_start}"
+                f"{info.name}: bytes {info.start_idx}…{info.end_idx} do not hold {info.shape} of {info.dtype} after "
+                f"byte {expected_start}"
             )
         infos.append(info)
         expected_start = info.end_idx
@@ -105,14 +100,11 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def unpack(bytes_N: torch.Tensor, infos: Sequence[TensorInfo]) -> list[tuple[str, torch.Tensor]]:
     """The tensors of a piece, as views of its bytes where their alignment allows."""
-    parts = bytes_N.split([info.numel for info in infos])
-    return [(info.name, _typed(part, info)) for info, part in zip(infos, parts, strict=True)]
-
-
-def _typed(bytes_n: torch.Tensor, info: TensorInfo) -> torch.Tensor:
-    if (bytes_n.storage_offset() % info.torch_dtype.itemsize) != 0:
-        bytes_n = bytes_n.clone()
-    return bytes_n.view(info.torch_dtype).view(info.shape)
+    named = []
+    for info, part in zip(infos, bytes_N.split([info.numel for info in infos]), strict=True):
+        aligned = part if part.storage_offset() % info.torch_dtype.itemsize == 0 else part.clone()
+        named.append((info.name, aligned.view(info.torch_dtype).view(info.shape)))
+    return named
 
 
 def in_buckets(

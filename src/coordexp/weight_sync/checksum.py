@@ -7,6 +7,8 @@ from collections.abc import Mapping
 
 import torch
 
+from coordexp.weight_sync.buckets import as_bytes
+
 # SplitMix64's constants (Steele, Lea & Flood, OOPSLA 2014, DOI 10.1145/2660193.2660195).
 _STEP = 0x9E3779B97F4A7C15
 _MIXES = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
@@ -22,10 +24,12 @@ def tensor_hash(tensor: torch.Tensor) -> int:
     Of the bytes as little-endian 64-bit words x₀ … (the last filled up with zeros): the number of bytes and the sum of
     SplitMix64's mix of xᵢ + (i + 1)·STEP. Integer arithmetic modulo 2^64 only, so the same on every device.
     """
-    bytes_N = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    bytes_N = as_bytes(tensor)
     total = torch.zeros((), dtype=torch.int64, device=bytes_N.device)
     num_whole = bytes_N.numel() // 8
-    words = _aligned(bytes_N[: num_whole * 8]).view(torch.int64)
+    whole = bytes_N[: num_whole * 8]
+    # 64-bit words are read from multiples of 8 only, and a row inside a parameter may begin in the middle of one.
+    words = (whole if whole.storage_offset() % 8 == 0 else whole.clone()).view(torch.int64)
     at_once = _WORDS_ON_GPU if bytes_N.device.type == "cuda" else _WORDS_ON_CPU
     places = torch.arange(min(at_once, num_whole), device=bytes_N.device, dtype=torch.int64) * _signed(_STEP)
     for start in range(0, num_whole, at_once):
@@ -41,24 +45,15 @@ def tensor_hash(tensor: torch.Tensor) -> int:
 def _sum(words: torch.Tensor, places: torch.Tensor, start: int) -> torch.Tensor:
     """Sum of SplitMix64(words); ``start``: index of words[0] in the tensor. ``places``: i·STEP."""
     mixed = words + (places[: words.numel()] + _signed((start + 1) * _STEP))
-    for shift, factor in _MIXES:
-        _fold(mixed, shift)
-        mixed *= _signed(factor)
-    _fold(mixed, _LAST_SHIFT)
+    for shift, factor in (*_MIXES, (_LAST_SHIFT, 1)):
+        mixed ^= (mixed >> shift) & (_MASK >> shift)  # torch's shift copies the sign
+        if factor != 1:
+            mixed *= _signed(factor)
     return mixed.sum()
 
 
-def _fold(words: torch.Tensor, shift: int) -> None:
-    words ^= (words >> shift) & (_MASK >> shift)  # torch's shift copies the sign
-
-
-def _aligned(bytes_N: torch.Tensor) -> torch.Tensor:
-    """The same bytes where 64-bit words can be read: a row inside a parameter may begin in the middle of one."""
-    return bytes_N if bytes_N.storage_offset() % 8 == 0 else bytes_N.clone()
-
-
 def _signed(number: int) -> int:
-    """What torch's signed 64-bit integers call this number modulo 2^64."""
+    """This number modulo 2^64 as one of torch's signed 64-bit integers."""
     number &= _MASK
     return number - (1 << 64) if number >> 63 else number
 

@@ -1,8 +1,8 @@
 """Weight groups: process groups through which the trainer sends weights to engine workers, by NCCL or Gloo.
 
 Ranks 0 … W-2 are workers of one rollout server, rank W-1 is the trainer, which sends. They meet at ``host:port``, where
-rank 0 listens. Every wait has a deadline, and nothing that arrives is unpickled. vLLM's own weight transfer has
-no CPU backend, sets no deadlines and unpickles what it receives.
+rank 0 listens. Every wait has a deadline, and nothing is unpickled. vLLM's own weight transfer has no CPU backend, sets
+no deadlines and unpickles its input.
 """
 
 from __future__ import annotations
@@ -47,30 +47,24 @@ class GroupAddress:
     token: str = field(default="", repr=False)
     listen_host: str = ""
 
-    @property
-    def rendezvous_host(self) -> str:
-        """Where this process connects to. On rank 0's own machine ``host`` may not lead back to it."""
-        return _LOOPBACK_OF.get(self.listen_host, self.listen_host) or self.host
-
     def __str__(self) -> str:
         return f"weight group {self.host}:{self.port} (rank {self.rank} of {self.world_size})"
 
 
 class Communicator(ABC):
-    """One member's end of a weight group. What is sent and received must be on ``device``."""
+    """One member's end of a weight group. Tensors must be on ``device``."""
 
-    device: torch.device
-    _address: GroupAddress
-    _rendezvous: _Rendezvous
     _group: Any  # None once it is closed
     _unfinished = False
 
+    def __init__(self, address: GroupAddress, store: RendezvousStore, device: torch.device) -> None:
+        """``store``: of the rendezvous; closed with the group."""
+        self.device = device
+        self._address = address
+        self._store = store
+
     def broadcast(
-        self,
-        parts: Sequence[torch.Tensor],
-        source: int,
-        *,
-        give_up: Callable[[], None] | None = None,
+        self, parts: Sequence[torch.Tensor], source: int, *, give_up: Callable[[], None] | None = None
     ) -> None:
         """Send or receive all ``parts``; see :meth:`broadcast_each`."""
         for _ in self.broadcast_each(parts, source, give_up=give_up):
@@ -105,7 +99,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def _start(self, parts: Sequence[torch.Tensor], source: int) -> list[Any]:
-        """Start to send or receive all parts; one handle for each, for :meth:`_finish`."""
+        """Start all transfers; returns one handle for each."""
 
     @abstractmethod
     def _finish(self, work: Any, num_bytes: int, give_up: Callable[[], None] | None, poll_s: float) -> None:
@@ -118,13 +112,28 @@ def join(address: GroupAddress, device: torch.device) -> Communicator:
     Raises:
         RolloutError: not every member came before the deadline, or the port is taken.
     """
-    rendezvous = _meet(address)
+    # On rank 0's own machine ``host`` may not lead back to it.
+    host = _LOOPBACK_OF.get(address.listen_host, address.listen_host) or address.host
+    server: RendezvousServer | None = None
+    store: RendezvousStore | None = None
     try:
-        if device.type == "cuda":
-            return NcclCommunicator(address, rendezvous, device)
-        return GlooCommunicator(address, rendezvous)
+        if address.rank == 0:
+            server = RendezvousServer(_listen(address), address.token)
+        store = RendezvousStore(host, address.port, address.token, address.timeout_s, server)
+        store.set(f"here/{address.rank}", b"1")
+        store.wait([f"here/{rank}" for rank in range(address.world_size)])
+    except (OSError, RuntimeError, ValueError, KeyError) as error:  # the last two: another protocol is spoken there
+        for one in (store, server):
+            if one is not None:
+                one.close()
+        raise RolloutError(
+            f"{address}: not every member came within {address.timeout_s:g} s, or the port is taken ({_brief(error)}). "
+            "Check that the learner reaches the server's group_port, and that no other program listens there"
+        ) from error
+    try:
+        return (NcclCommunicator if device.type == "cuda" else GlooCommunicator)(address, store, device)
     except BaseException:
-        rendezvous.close()
+        store.close()
         raise
 
 
@@ -147,40 +156,6 @@ def wait_until_free(address: GroupAddress, timeout_s: float) -> None:
                 "choose another group_port, or restart the server"
             )
         time.sleep(0.05)
-
-
-@dataclass(slots=True)
-class _Rendezvous:
-    """A member's store of the group; on rank 0 also the server behind it."""
-
-    store: RendezvousStore
-    server: RendezvousServer | None
-
-    def close(self) -> None:
-        self.store.close()
-        if self.server is not None:
-            self.server.close()
-
-
-def _meet(address: GroupAddress) -> _Rendezvous:
-    """Connect to the group's store, and wait for every other member."""
-    server: RendezvousServer | None = None
-    store: RendezvousStore | None = None
-    try:
-        if address.rank == 0:
-            server = RendezvousServer(_listen(address), address.token)
-        store = RendezvousStore(address.rendezvous_host, address.port, address.token, address.timeout_s)
-        store.set(f"here/{address.rank}", b"1")
-        store.wait([f"here/{rank}" for rank in range(address.world_size)], timedelta(seconds=address.timeout_s))
-    except (OSError, RuntimeError, ValueError, KeyError) as error:  # the last two: another protocol is spoken there
-        for one in (store, server):
-            if one is not None:
-                one.close()
-        raise RolloutError(
-            f"{address}: not every member came within {address.timeout_s:g} s, or the port is taken ({_brief(error)}). "
-            "Check that the learner reaches the server's group_port, and that no other program listens there"
-        ) from error
-    return _Rendezvous(store, server)
 
 
 def _listen(address: GroupAddress) -> socket.socket:
@@ -207,10 +182,8 @@ def _listen(address: GroupAddress) -> socket.socket:
 class GlooCommunicator(Communicator):
     """CPU tensors over TCP."""
 
-    def __init__(self, address: GroupAddress, rendezvous: _Rendezvous) -> None:
-        self.device = torch.device("cpu")
-        self._address = address
-        self._rendezvous = rendezvous
+    def __init__(self, address: GroupAddress, store: RendezvousStore, device: torch.device) -> None:
+        super().__init__(address, store, device)
         options: Any = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
         # Gloo would choose the host name's address, which the whole network may reach.
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address(address))]
@@ -218,7 +191,7 @@ class GlooCommunicator(Communicator):
         options._timeout = timedelta(seconds=address.timeout_s)
         try:
             self._group = dist.ProcessGroupGloo(
-                dist.PrefixStore("weights", rendezvous.store), address.rank, address.world_size, options
+                dist.PrefixStore("weights", store), address.rank, address.world_size, options
             )
         except RuntimeError as error:
             raise RolloutError(f"{address}: Gloo could not connect its members ({_brief(error)})") from error
@@ -245,25 +218,26 @@ class GlooCommunicator(Communicator):
         left, self._group = [self._group], None
         if left[0] is None:
             return
-        self._rendezvous.close()
-        if self._unfinished:
-            # Gloo's destructor waits for an unfinished transfer, up to its deadline.
-            in_background(lambda: _drop(left), "drop-weight-group")
+        self._store.close()
+
+        def drop() -> None:
+            left[0].abort()
+            left.clear()
+
+        if self._unfinished:  # Gloo's destructor waits for an unfinished transfer, up to its deadline
+            in_background(drop, "drop-weight-group")
         else:
-            _drop(left)
+            drop()
 
 
 class NcclCommunicator(Communicator):
     """CUDA tensors by NCCL, through vLLM's own binding: it can be aborted, and is apart from the trainer's groups."""
 
-    def __init__(self, address: GroupAddress, rendezvous: _Rendezvous, device: torch.device) -> None:
+    def __init__(self, address: GroupAddress, store: RendezvousStore, device: torch.device) -> None:
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
         from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
 
-        self.device = device
-        self._address = address
-        self._rendezvous = rendezvous
-        store = rendezvous.store
+        super().__init__(address, store, device)
         if address.rank == 0:
             store.set("nccl_id", bytes(NCCLLibrary().ncclGetUniqueId().internal).hex())
         unique_id = bytes.fromhex(store.get("nccl_id").decode())
@@ -292,17 +266,17 @@ class NcclCommunicator(Communicator):
                 raise RolloutError(
                     f"{self._address}: {num_bytes} bytes did not arrive within {self._address.timeout_s:g} s"
                 )
-            time.sleep(POLL_S)  # whatever poll_s: unlike with Gloo, polling disturbs no thread that does the transfer
+            time.sleep(POLL_S)  # not poll_s: unlike with Gloo, polling disturbs no thread that does the transfer
 
     def close(self) -> None:
         if self._group is not None:
             self._group.destroy()
-            self._rendezvous.close()
+            self._store.close()
         self._group = None
 
 
 def within(seconds: float, what: str, act: Callable[[], Result]) -> Result:
-    """``act()`` with a deadline, for calls that have none of their own. Its thread goes on if it passes.
+    """``act()`` with a deadline, for calls that have none of their own. Its thread continues after it.
 
     Raises:
         RolloutError: the deadline passed.
@@ -311,11 +285,6 @@ def within(seconds: float, what: str, act: Callable[[], Result]) -> Result:
     if not wait([outcome], timeout=seconds).done:
         raise RolloutError(f"{what} within {seconds:g} s")
     return outcome.result()
-
-
-def _drop(group: list[Any]) -> None:
-    group[0].abort()
-    group.clear()
 
 
 def _own_address(address: GroupAddress) -> str:

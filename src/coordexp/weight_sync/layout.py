@@ -1,7 +1,7 @@
 """Where the trainer's tensors belong in a vLLM model: renamed, fused, tied; and where they can be written directly.
 
-vLLM loads the names it recognises, ignores some of the others, and counts a fused parameter as loaded once any part of
-it came. So coverage is checked here, in both directions, by the model's own mapping tables.
+vLLM ignores some unknown names, and counts a fused parameter as loaded after any part of it. So coverage is checked
+here, in both directions, by the model's own mapping tables.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from coordexp.errors import RolloutError
-from coordexp.weight_sync.buckets import TensorInfo, as_bytes
+from coordexp.weight_sync.buckets import as_bytes
 
 _WRAPPED = ".base_layer"  # vLLM's LoRA layers hold the layer that they wrap so, and load its weights without it
 _SHOWN = 4
@@ -69,11 +69,8 @@ class WeightLayout:
         Raises:
             RolloutError: the engine has no such parameter.
         """
-        if name not in self._places:
-            self._places[name] = self._find(name)
-        return self._places[name]
-
-    def _find(self, name: str) -> Place:
+        if name in self._places:
+            return self._places[name]
         renamed = name if self._rename is None else self._rename.get_rename_mapper().map_name(name)
         if renamed is not None:
             *modules, last = renamed.split(".")
@@ -82,8 +79,9 @@ class WeightLayout:
                 whole, parts = self.fused[modules[-1]]
                 place = Place(".".join([*modules[:-1], whole, last]), modules[-1], parts)
             if place.parameter in self._aliases:
-                return Place(self._aliases[place.parameter])
+                place = Place(self._aliases[place.parameter])
             if place.parameter in self.parameters:
+                self._places[name] = place
                 return place
         raise RolloutError(
             f"the learner sent {name!r}, which is not a weight of the engine's model"
@@ -101,23 +99,21 @@ class WeightLayout:
         for name in names:
             place = self.place(name)
             covered.setdefault(place.parameter, set()).add(place.part)
+        parts_of = dict(self.fused.values())
         missing = []
         for parameter in self.parameters:
             have = covered.get(parameter)
             if have is None:
                 missing.append(parameter)
             elif "" not in have:
-                missing += [f"{parameter} ({part})" for part in self._parts_of(parameter) if part not in have]
+                parts = parts_of[parameter.split(".")[-2]]
+                missing += [f"{parameter} ({part})" for part in parts if part not in have]
         if missing:
             shown = ", ".join(missing[:_SHOWN]) + (", …" if len(missing) > _SHOWN else "")
             raise RolloutError(
                 f"{len(missing)} of the engine's weights were not sent: {shown}; the engine keeps old values there, so "
                 "its answers would not be the learner's"
             )
-
-    def _parts_of(self, parameter: str) -> tuple[str, ...]:
-        whole = parameter.split(".")[-2]
-        return next(parts for name, parts in self.fused.values() if name == whole)
 
     def read_back(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterable[tuple[str, torch.Tensor]]:
         """Each of the trainer's tensors as the parameters now hold it (views), for an engine on one device.
@@ -180,20 +176,9 @@ class InPlaceTargets:
         self._part_rows: dict[tuple[str, str], int] = {}
         self._proven: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
 
-    def destination(self, info: TensorInfo) -> torch.Tensor | None:
+    def destination(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
         """(number of bytes,) uint8: the memory that this tensor fills; None if that is not proven."""
-        return self._find(info.name, info.shape, info.torch_dtype)
-
-    def put(self, name: str, tensor: torch.Tensor) -> bool:
-        """Copy a tensor to its proven destination; False if there is none."""
-        memory = self._find(name, tuple(tensor.shape), tensor.dtype)
-        if memory is not None:
-            memory.copy_(as_bytes(tensor))
-        return memory is not None
-
-    def forget(self) -> None:
-        """Prove every destination again."""
-        self._proven = {}
+        return self._memory(name, shape) if self._proven.get(name) == (shape, dtype) else None
 
     @contextmanager
     def probe(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> Iterator[None]:
@@ -203,31 +188,20 @@ class InPlaceTargets:
             RolloutError: the loader ignored a tensor.
         """
         self._part_rows |= {self._layout.part_of(name): len(tensor) for name, tensor in tensors if tensor.dim()}
-        candidates = {name: self._candidate(name, tensor) for name, tensor in tensors} if self._enabled else {}
-        for memory in candidates.values():
-            if memory is not None:
-                memory.fill_(_SENTINEL)
+        presumed: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        for name, tensor in tensors if self._enabled else ():
+            memory = self._memory(name, tuple(tensor.shape))
+            parameter = self._layout.parameters[self._layout.place(name).parameter]
+            if memory is not None and parameter.dtype == tensor.dtype and 0 < memory.numel() == tensor.nbytes:
+                presumed.append((name, tensor, memory.fill_(_SENTINEL)))
         yield
-        for name, tensor in tensors:
-            memory = candidates.get(name)
-            if memory is None:
-                continue
+        for name, tensor, memory in presumed:
             if torch.equal(memory, as_bytes(tensor)):
                 self._proven[name] = tuple(tensor.shape), tensor.dtype
             elif bool((memory == _SENTINEL).all()):
                 raise RolloutError(
                     f"the engine's loader ignored {name}: {self._layout.place(name).parameter} was left as it was"
                 )
-
-    def _find(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
-        return self._memory(name, shape) if self._proven.get(name) == (shape, dtype) else None
-
-    def _candidate(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
-        memory = self._memory(name, tuple(tensor.shape))
-        parameter = self._layout.parameters[self._layout.place(name).parameter]
-        if memory is None or parameter.dtype != tensor.dtype or memory.numel() != tensor.numel() * tensor.itemsize:
-            return None
-        return memory if memory.numel() else None
 
     def _memory(self, name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
         rows = self._layout.rows(name, shape, self._part_rows)

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 
 from coordexp.errors import RolloutError
-from coordexp.weight_sync import checksum
-from coordexp.weight_sync.buckets import TensorInfo, pieces, read_infos, unpack
+from coordexp.weight_sync import WeightVersion, checksum
+from coordexp.weight_sync.buckets import TensorInfo, as_bytes, pieces, read_infos, unpack
 from coordexp.weight_sync.group import Communicator, GroupAddress, join
 from coordexp.weight_sync.layout import InPlaceTargets, WeightLayout
-from coordexp.weight_sync.version import WeightVersion
 
 Named = list[tuple[str, torch.Tensor]]
 LOAD_BYTES = 32 << 20  # loaded at once while more arrives
@@ -44,22 +43,11 @@ class PushState:
     num_in_place: int = 0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Transfer:
-    """One piece of a bucket, and the memory (uint8) into which it is received: the engine's own, or a part of the
-    staging buffer."""
-
-    tensors: list[TensorInfo]
-    memory: torch.Tensor
-    is_staged: bool
-
-
 class WeightReceiver:
     """One worker's end of weight pushes; knows the model, not vLLM.
 
-    Weights are loaded in the background while further ones arrive, so an error of loading shows at a later call. Once
-    the engine's loader has shown where a large tensor is (:class:`InPlaceTargets`), its bytes are received straight
-    into that memory.
+    Weights are loaded in the background while further ones arrive, so an error of loading shows at a later call. A
+    large tensor with a proven place (:class:`InPlaceTargets`) is received straight into the engine's memory.
     """
 
     def __init__(self, model: torch.nn.Module, device: torch.device, *, sharded: bool) -> None:
@@ -72,13 +60,12 @@ class WeightReceiver:
         self._group: Communicator | None = None
         self._source = -1
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="load-weights")
-        self._loading_before: list[Future[None]] = []  # of the bucket before the newest
-        self._loading: list[Future[None]] = []
-        self._buffers: list[torch.Tensor] = []  # two, taken in turn
+        self._loading: list[list[Future[None]]] = []  # of the newest bucket and the one before it
+        self._buffers: list[torch.Tensor] = []  # two, used in turn
 
     def open(self, address: GroupAddress) -> None:
-        """Join a weight group whose last rank sends. A group that is still open belongs to an earlier trainer, and is
-        torn down."""
+        """Join a weight group, where the last rank sends. A group that is still open belongs to an earlier trainer, and
+        is torn down."""
         self.close()
         self._group = join(address, self._device)
         self._source = address.world_size - 1
@@ -88,117 +75,116 @@ class WeightReceiver:
         if self._group is not None:
             self._group.close()
         self._group = None
-        self._loading_before, self._loading, self._buffers = [], [], []
+        self._loading, self._buffers = [], []
         if self.state.open:
-            self.record_failure("the learner left in the middle of a push")
+            self.state.failure = "the learner left in the middle of a push"
         self.state.open = False
+
+    @contextmanager
+    def recording_failures(self) -> Iterator[None]:
+        """Keep the text of an error for later reports: ``swift rollout`` answers 200 even then."""
+        try:
+            yield
+        except Exception as error:
+            self.state.failure = f"{type(error).__name__}: {error}"
+            raise
 
     def receive(self, payload: Sequence[Mapping[str, Any]]) -> None:
         """Receive one bucket of full weights and start to load it."""
-        with recorded(self.record_failure):
+        with self.recording_failures():
             infos = read_infos(payload)
-            self._expect([(info.name, info.shape) for info in infos])
-            self._next_bucket()
-            for some in self._arriving(infos, self._buffer):
-                self._loading.append(self._loader.submit(self._load, some))
+            self._begin_bucket([(info.name, info.shape) for info in infos])
+            for some in self._arriving(infos, reuse_memory=True):
+                self._loading[-1].append(self._loader.submit(self._load, some))
 
     def take(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Load full weights that are in this process already. They must not change before :meth:`commit` returns."""
-        with recorded(self.record_failure):
-            self._expect([(name, tuple(tensor.shape)) for name, tensor in named])
-            self._next_bucket()
+        with self.recording_failures():
+            self._begin_bucket([(name, tuple(tensor.shape)) for name, tensor in named])
             # The loading thread has a stream of its own: it must wait for what this one's still computes.
             ready = torch.cuda.Event() if self._device.type == "cuda" else None
             if ready is not None:
                 ready.record(torch.cuda.current_stream(self._device))
-            self._loading.append(self._loader.submit(self._load, named, ready))
+            self._loading[-1].append(self._loader.submit(self._load, named, ready))
 
     def receive_adapter(self, payload: Sequence[Mapping[str, Any]]) -> Named:
         """Receive the tensors of an adapter, in memory of their own: an engine may keep them as they are."""
-        with recorded(self.record_failure):
+        with self.recording_failures():
             infos = read_infos(payload)
             self.begin()
-            arrived = self._arriving(infos, lambda size: torch.empty(size, dtype=torch.uint8, device=self._device))
-            return [named for some in arrived for named in some]
+            return [named for some in self._arriving(infos, reuse_memory=False) for named in some]
 
-    def _arriving(self, infos: Sequence[TensorInfo], allocate: Callable[[int], torch.Tensor]) -> Iterator[Named]:
+    def _arriving(self, infos: Sequence[TensorInfo], *, reuse_memory: bool) -> Iterator[Named]:
         """Receive one bucket; yields the tensors that must be loaded, in portions of at least ``LOAD_BYTES``.
 
         Each piece (see ``buckets.pieces``) is one transfer. A lone tensor with a proven destination is received into
-        the engine's own memory, and not yielded. All others share a staging buffer: ``allocate(number of bytes)``.
+        the engine's own memory, and not yielded. All others share a staging buffer.
         """
         if self._group is None:
             raise RolloutError("no weight group is open; call /init_communicator/ first")
         started = time.perf_counter()
-        groups = [[infos[index] for index in piece] for piece in pieces(infos)]
-        destinations = [self.in_place.destination(group[0]) if len(group) == 1 else None for group in groups]
-        num_staged = sum(
-            info.numel for group, memory in zip(groups, destinations, strict=True) if memory is None for info in group
-        )
-        staging = allocate(num_staged)
-        transfers: list[_Transfer] = []
-        start = 0
-        for group, memory in zip(groups, destinations, strict=True):
-            if memory is not None:
-                transfers.append(_Transfer(group, memory, is_staged=False))
-                continue
-            size = sum(info.numel for info in group)
-            transfers.append(_Transfer(group, staging[start : start + size], is_staged=True))
-            start += size
+        transfers: list[tuple[list[TensorInfo], torch.Tensor | None]] = []
+        for piece in pieces(infos):
+            first = infos[piece[0]]
+            place = self.in_place.destination(first.name, first.shape, first.torch_dtype) if len(piece) == 1 else None
+            transfers.append(([infos[index] for index in piece], place))
+        staged_sizes = [sum(info.numel for info in tensors) for tensors, place in transfers if place is None]
+        num_left = sum(staged_sizes)
+        if reuse_memory and self._device.type == "cpu":
+            # Two buffers take turns, because fresh pages cost as much as the transfer itself. _begin_bucket has waited
+            # for the weights in the one that is used again.
+            buffer = self._buffers.pop(0) if len(self._buffers) == 2 else torch.empty(0, dtype=torch.uint8)
+            if buffer.numel() < num_left:
+                buffer = torch.empty(num_left, dtype=torch.uint8)
+            self._buffers.append(buffer)
+        else:
+            buffer = torch.empty(num_left, dtype=torch.uint8, device=self._device)
+        staging = iter(buffer[:num_left].split(staged_sizes))
+        memories = [next(staging) if place is None else place for _, place in transfers]
 
         waiting: Named = []  # arrived, not yet yielded
-        num_waiting = num_arrived = 0  # bytes
-        for index in self._group.broadcast_each([one.memory for one in transfers], self._source):
-            transfer = transfers[index]
-            self.state.received_bytes += transfer.memory.numel()
-            if not transfer.is_staged:
+        num_waiting = 0  # bytes
+        for index in self._group.broadcast_each(memories, self._source):
+            (tensors, place), memory = transfers[index], memories[index]
+            self.state.received_bytes += memory.numel()
+            if place is not None:
                 self.state.num_in_place += 1
                 continue
-            waiting += unpack(transfer.memory, transfer.tensors)
-            num_waiting += transfer.memory.numel()
-            num_arrived += transfer.memory.numel()
-            if num_waiting >= LOAD_BYTES or num_arrived == num_staged:
+            waiting += unpack(memory, tensors)
+            num_waiting += memory.numel()
+            num_left -= memory.numel()
+            if num_waiting >= LOAD_BYTES or num_left == 0:
                 yield waiting
                 waiting, num_waiting = [], 0
         self.state.receive_s += time.perf_counter() - started
 
-    def _buffer(self, size: int) -> torch.Tensor:
-        """Staging memory for one bucket. On a CPU two buffers take turns, because fresh pages cost as much as the
-        transfer itself; :meth:`_next_bucket` has waited for the weights in the one that is used again."""
-        if self._device.type != "cpu":
-            return torch.empty(size, dtype=torch.uint8, device=self._device)
-        buffer = self._buffers.pop(0) if len(self._buffers) == 2 else torch.empty(0, dtype=torch.uint8)
-        if buffer.numel() < size:
-            buffer = torch.empty(size, dtype=torch.uint8)
-        self._buffers.append(buffer)
-        return buffer
-
     def commit(
-        self,
-        version: int | None,
-        wants_checksum: bool,
-        finish: Callable[[], None],
-        learner_id: str | None = None,
+        self, version: int | None, wants_checksum: bool, finish: Callable[[], None], learner_id: str | None = None
     ) -> dict[str, Any]:
         """End a push: check that all weights have come and are loaded, then ``finish`` (vLLM's post-processing).
 
         Args:
             version: of these weights; None for one more than the last.
             wants_checksum: read the parameters back and hash them.
-            learner_id: of the trainer whose weights they are.
+            learner_id: of the trainer that sent them.
 
         Raises:
             RolloutError: nothing was pushed, loading failed, or weights are missing. The old version is gone too.
         """
         state = self.state
-        with recorded(self.record_failure):
+        with self.recording_failures():
             if not state.open:
                 raise RolloutError(state.failure or "no push is under way")
-            self._finish_loading()
+            self._finish_loading(keep=0)
             if not state.adapter_names:
                 self.layout.check_complete(state.shapes)
             finish()
-            state.checksum = self._checksum() if wants_checksum else None
+            state.checksum = None
+            if wants_checksum and self._sharded:
+                state.checksum = checksum.combined(state.received_hashes)
+            elif wants_checksum:  # of nothing after an adapter
+                read = self.layout.read_back(state.shapes)
+                state.checksum = checksum.combined({name: checksum.tensor_hash(tensor) for name, tensor in read})
             state.weights = WeightVersion(state.weights.version + 1 if version is None else version, learner_id)
             state.pushes += 1
             state.base_overwritten |= not state.adapter_names
@@ -225,19 +211,23 @@ class WeightReceiver:
             "communicator_open": self._group is not None,
         }
 
-    def _expect(self, named_shapes: Sequence[tuple[str, tuple[int, ...]]]) -> None:
-        """Record the names of a bucket, and refuse wrong ones before a byte is loaded."""
+    def _begin_bucket(self, named_shapes: Sequence[tuple[str, tuple[int, ...]]]) -> None:
+        """Record the names of a bucket, refuse wrong ones before a byte is loaded, and make room: at most one bucket is
+        still being loaded while another arrives."""
         self.begin()
         for name, shape in named_shapes:
             self.layout.place(name)
             if name in self.state.shapes:
                 raise RolloutError(f"the learner sent {name!r} twice in one push")
             self.state.shapes[name] = shape
+        self._finish_loading(keep=1)
+        self._loading.append([])
 
-    def _next_bucket(self) -> None:
-        """Make room for one more bucket: at most one is still being loaded while another arrives."""
-        _finish(self._loading_before)
-        self._loading_before, self._loading = self._loading, []
+    def _finish_loading(self, keep: int) -> None:
+        while len(self._loading) > keep:
+            while self._loading[0]:
+                self._loading[0].pop(0).result()
+            self._loading.pop(0)
 
     def begin(self) -> None:
         """Open a push, if none is open."""
@@ -264,10 +254,16 @@ class WeightReceiver:
         if self._sharded:
             self.state.received_hashes |= {name: checksum.tensor_hash(tensor) for name, tensor in tensors}
         with torch.no_grad():
-            unproven = [(name, tensor) for name, tensor in tensors if not self.in_place.put(name, tensor)]
+            unproven: Named = []
+            for name, tensor in tensors:
+                place = self.in_place.destination(name, tuple(tensor.shape), tensor.dtype)
+                if place is None:
+                    unproven.append((name, tensor))
+                else:
+                    place.copy_(as_bytes(tensor))
             if unproven:
-                with self.in_place.probe(unproven), _naming(unproven):
-                    self.model.load_weights(unproven)  # pyright: ignore[reportCallIssue]
+                with self.in_place.probe(unproven):
+                    self._call_loader(unproven)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         for name, tensor in tensors:
@@ -276,47 +272,15 @@ class WeightReceiver:
                 raise RolloutError(f"the engine made {name} a parameter without copying it; its memory is used again")
         self.state.load_s += time.perf_counter() - started
 
-    def _finish_loading(self) -> None:
-        _finish(self._loading_before)
-        _finish(self._loading)
-
-    def _checksum(self) -> str:
-        if self.state.adapter_names and not self.state.shapes:
-            return checksum.combined({})
-        if self._sharded:
-            return checksum.combined(self.state.received_hashes)
-        read = self.layout.read_back(self.state.shapes)
-        return checksum.combined({name: checksum.tensor_hash(tensor) for name, tensor in read})
-
-    def record_failure(self, why: str) -> None:
-        """Keep the reason for later reports: ``swift rollout`` answers 200 whatever happens here."""
-        self.state.failure = why
-
-
-def _finish(loading: list[Future[None]]) -> None:
-    while loading:
-        loading.pop(0).result()
-
-
-@contextmanager
-def _naming(tensors: Sequence[tuple[str, torch.Tensor]]) -> Iterator[None]:
-    """Name the tensors in an error of the engine's loader, which says at most that sizes do not fit."""
-    try:
-        yield
-    except (RuntimeError, ValueError, AssertionError, LookupError, TypeError, AttributeError) as error:
-        named = [f"{name} {tuple(tensor.shape)}" for name, tensor in tensors[:12]]
-        more = f" or {len(tensors) - len(named)} more" if len(tensors) > len(named) else ""
-        raise RolloutError(
-            f"the engine does not take {' or '.join(named)}{more} ({type(error).__name__}: "
-            f"{str(error).strip()[:300] or 'no reason given'}); do its model and the learner's differ in kind or size?"
-        ) from error
-
-
-@contextmanager
-def recorded(keep: Callable[[str], None]) -> Iterator[None]:
-    """Keep the text of an error that leaves the block: ``swift rollout`` answers 200 whatever happens here."""
-    try:
-        yield
-    except Exception as error:
-        keep(f"{type(error).__name__}: {error}")
-        raise
+    def _call_loader(self, tensors: Named) -> None:
+        """Call the engine's loader, and name the tensors in its errors, which state at most that sizes do not fit."""
+        try:
+            self.model.load_weights(tensors)  # pyright: ignore[reportCallIssue]
+        except (RuntimeError, ValueError, AssertionError, LookupError, TypeError, AttributeError) as error:
+            named = [f"{name} {tuple(tensor.shape)}" for name, tensor in tensors[:12]]
+            more = f" or {len(tensors) - len(named)} more" if len(tensors) > len(named) else ""
+            raise RolloutError(
+                f"the engine does not take {' or '.join(named)}{more} ({type(error).__name__}: "
+                f"{str(error).strip()[:300] or 'no reason given'}); do its model and the learner's differ in kind or "
+                "size?"
+            ) from error

@@ -94,11 +94,11 @@ class RendezvousServer:
         with self._changed:
             match request["op"]:
                 case "set":
-                    key, value = str(request["key"]), bytes.fromhex(request["value"])
+                    value = bytes.fromhex(request["value"])
                     stored = sum(map(len, self._values.values())) + len(value)
                     if stored > MAX_STORED_BYTES or len(self._values) >= MAX_KEYS:
                         return {"error": "the weight group's store is full"}
-                    self._values[key] = value
+                    self._values[str(request["key"])] = value
                     self._changed.notify_all()
                     return {"ok": True}
                 case "add":
@@ -125,15 +125,29 @@ class RendezvousServer:
 class RendezvousStore(dist.Store):
     """A member's view of the store, in the form that torch's process groups take."""
 
-    def __init__(self, host: str, port: int, token: str, timeout_s: float) -> None:
-        """
+    def __init__(
+        self, host: str, port: int, token: str, timeout_s: float, server: RendezvousServer | None = None
+    ) -> None:
+        """Connect, again and again, because rank 0 may start later. ``server``: on rank 0, closed with this store.
+
         Raises:
             OSError: no connection within ``timeout_s``. RuntimeError: wrong token.
         """
         super().__init__()
+        self._server = server
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._socket = _connect(host, port, timeout_s)
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                self._socket = socket.create_connection((host, port), timeout=max(0.1, left))
+                break
+            except OSError:
+                if left <= RETRY_S:
+                    raise
+                time.sleep(RETRY_S)
+        self._socket.settimeout(HELLO_S)
         nonce = _receive(self._socket)["nonce"]
         self._call({"proof": _proof(token, nonce)})
 
@@ -167,6 +181,8 @@ class RendezvousStore(dist.Store):
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+        if self._server is not None:
+            self._server.close()
 
     def _call(self, request: dict[str, Any], seconds: float = 0.0) -> dict[str, Any]:
         with self._lock:
@@ -176,21 +192,6 @@ class RendezvousStore(dist.Store):
         if "error" in answer:
             raise RuntimeError(str(answer["error"])[:300])
         return answer
-
-
-def _connect(host: str, port: int, timeout_s: float) -> socket.socket:
-    """Retries: rank 0 may start later than others."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        left = deadline - time.monotonic()
-        try:
-            connection = socket.create_connection((host, port), timeout=max(0.1, left))
-            connection.settimeout(HELLO_S)
-            return connection
-        except OSError:
-            if left <= RETRY_S:
-                raise
-            time.sleep(RETRY_S)
 
 
 def _proof(token: str, nonce: str) -> str:
@@ -203,19 +204,18 @@ def _send(connection: socket.socket, message: dict[str, Any]) -> None:
 
 
 def _receive(connection: socket.socket, max_bytes: int = MAX_FRAME_BYTES) -> dict[str, Any]:
-    (length,) = _LENGTH.unpack(_read_exactly(connection, _LENGTH.size))
+    def read(length: int) -> bytes:
+        data = bytearray()
+        while len(data) < length:
+            if not (more := connection.recv(min(length - len(data), 1 << 16))):
+                raise ConnectionError("the other side is gone")
+            data += more
+        return bytes(data)
+
+    (length,) = _LENGTH.unpack(read(_LENGTH.size))
     if length > max_bytes:
         raise ValueError(f"a frame of {length} bytes; at most {max_bytes} are accepted")
-    message = json.loads(_read_exactly(connection, length))
+    message = json.loads(read(length))
     if not isinstance(message, dict):
         raise ValueError("a frame that holds no JSON object")
     return message
-
-
-def _read_exactly(connection: socket.socket, length: int) -> bytes:
-    data = bytearray()
-    while len(data) < length:
-        if not (more := connection.recv(min(length - len(data), 1 << 16))):
-            raise ConnectionError("the other side is gone")
-        data += more
-    return bytes(data)

@@ -15,7 +15,7 @@ from coordexp.engine.protocol import infer_payload, read_answer
 from coordexp.errors import RolloutError
 from coordexp.modeling.inputs import build_messages
 from coordexp.records import RolloutRequest
-from coordexp.weight_sync.version import WeightVersion
+from coordexp.weight_sync import WeightVersion
 from support.qwen_tokenizer import qwen_vocab
 from support.settings import decoding
 

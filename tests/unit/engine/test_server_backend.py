@@ -27,7 +27,7 @@ from coordexp.records import GTObject, ImageRecord, RolloutRequest
 from coordexp.rollouts import DatasetSeeds, RolloutRound, SeedContext
 from coordexp.rollouts.backend import decoding_options
 from coordexp.rollouts.chunking import Post
-from coordexp.weight_sync.version import WeightVersion
+from coordexp.weight_sync import WeightVersion
 from support.config_samples import set_key, stage2
 from support.fake_rollout_server import FakeRolloutServer
 from support.numbered_images import numbered_image

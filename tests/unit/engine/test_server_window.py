@@ -30,7 +30,7 @@ from coordexp.rollouts import RolloutRound, SeedContext
 from coordexp.rollouts.backend import decoding_options
 from coordexp.training.rollout_queue import AnswerReader, RolloutQueue
 from coordexp.training.run import check_run
-from coordexp.weight_sync.version import WeightVersion
+from coordexp.weight_sync import WeightVersion
 from support.config_samples import set_key, stage2
 from support.fake_rollout_server import FakeRolloutServer
 from support.numbered_images import numbered_image

@@ -12,7 +12,7 @@ import pytest
 from coordexp.engine.serve_app import WeightLock
 from coordexp.engine.serve_http import LockedEngine
 from coordexp.engine.serve_requests import RequestRefused
-from coordexp.weight_sync.version import WeightVersion
+from coordexp.weight_sync import WeightVersion
 
 
 def run(scenario: Callable[[WeightLock], Awaitable[Any]], wait_s: float = 5.0) -> Any:

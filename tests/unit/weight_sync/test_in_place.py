@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from coordexp.errors import RolloutError
-from coordexp.weight_sync.buckets import describe
 from coordexp.weight_sync.layout import InPlaceTargets, WeightLayout
 from support.fused_model import SHAPES, FusedModel
 
@@ -48,7 +47,7 @@ def proven(load: Load, sent: dict[str, torch.Tensor], **keys: Any) -> tuple[Fuse
     tensors = list(sent.items())
     with torch.no_grad(), places.probe(tensors):
         load(model, tensors)
-    found = {info.name for info in describe(tensors) if places.destination(info) is not None}
+    found = {name for name, t in tensors if places.destination(name, tuple(t.shape), t.dtype) is not None}
     return model, places, found
 
 
@@ -90,13 +89,10 @@ def test_a_tensor_that_the_loader_ignores_is_named() -> None:
 def test_bytes_written_to_a_place_are_the_weights() -> None:
     model, places, _ = proven(usual, learners())
     fresh = {name: tensor + 1 for name, tensor in learners().items()}
-    infos = describe(list(fresh.items()))
-    for info in infos[:4]:
-        memory = places.destination(info)
+    for name, tensor in fresh.items():
+        memory = places.destination(name, tuple(tensor.shape), tensor.dtype)
         assert memory is not None
-        memory.copy_(fresh[info.name].view(-1).view(torch.uint8))
-    for name in list(fresh)[4:]:
-        assert places.put(name, fresh[name])
+        memory.copy_(tensor.view(-1).view(torch.uint8))
     expected = FusedModel()
     expected.load_state_dict(model.state_dict())
     with torch.no_grad():
@@ -110,8 +106,7 @@ def test_bytes_written_to_a_place_are_the_weights() -> None:
 def test_a_tensor_that_came_otherwise_before_is_loaded(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     _, places, _ = proven(usual, learners())
     tensor = change(learners()[EMBED])
-    assert not places.put(EMBED, tensor)
-    assert places.destination(describe([(EMBED, tensor)])[0]) is None
+    assert places.destination(EMBED, tuple(tensor.shape), tensor.dtype) is None
 
 
 def test_the_layout_notices_new_parameters() -> None:
