@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,13 +17,12 @@ import torch.nn.functional as F
 
 from coordexp.config.objective import PipelineConfig
 from coordexp.modeling.inputs import VisionTower, row_inputs, to_device
-from coordexp.objective import SupervisionTensors, build_pipeline, coord_math
-from coordexp.objective.supervision import tensors_to_device
+from coordexp.objective import RowObjective, RowTensors, SupervisionTensors, build_pipeline, coord_math
+from coordexp.objective.pipeline import tensors_to_device
 from coordexp.packing import build_row, select_segments
 from coordexp.records import NUM_BINS, Segment, TokenRole, TrainingTarget
 from coordexp.targets import SupervisionWeights
 from coordexp.targets.weights import weigh_tokens
-from coordexp.training.row_forward import ScoreRow
 
 SOFT_CE, W1, GATE, SIGMA = 1.0, 1.0, 1.0, 2.0
 PIPELINE = {
@@ -204,14 +204,12 @@ def pack(segments: Sequence[Segment], capacity: int) -> list[list[Segment]]:
 def ours(model: Any, batch: Sequence[Segment], totals: Mapping[str, int]) -> torch.Tensor:
     """A packed row; the head in chunks at supervised positions."""
     inputs, supervision = _row(model, batch)
-    pipeline = build_pipeline(PipelineConfig.model_validate(PIPELINE))
-    query = pipeline.query(supervision)
-    device = model.device
     vocabulary = model.config.text_config.vocab_size
-    on_device, asked = tensors_to_device((supervision, query), device)
-    coord_ids = range(vocabulary - NUM_BINS, vocabulary)
-    scores = model(forward_fn=ScoreRow(to_device(inputs, device), on_device, asked, coord_ids))
-    return pipeline(on_device, scores, totals).loss
+    pipeline = build_pipeline(PipelineConfig.model_validate(PIPELINE))
+    objective = RowObjective(pipeline, tuple(range(vocabulary - NUM_BINS, vocabulary)))
+    row = RowTensors(build_row(batch), inputs, supervision, objective.queries(supervision)).to(model.device)
+    scores = model(forward_fn=partial(objective.scores, row=row))
+    return objective.result(row.supervision, scores, totals).loss
 
 
 def full(model: Any, batch: Sequence[Segment], totals: Mapping[str, int]) -> torch.Tensor:

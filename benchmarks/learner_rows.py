@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,11 +22,11 @@ from rich.table import Table
 
 from coordexp.config.objective import PipelineConfig
 from coordexp.modeling.inputs import VisionTower
-from coordexp.objective import build_pipeline
+from coordexp.objective import RowObjective, RowTensors, build_pipeline
 from coordexp.packing import build_row
 from coordexp.records import NUM_BINS, PackedRow
 from coordexp.targets import count_terms
-from coordexp.training.row_forward import PrefetchedRows, RowBuilder, RowTensors, TeacherForcing
+from coordexp.training.rows import PrefetchedRows, RowBuilder
 
 COMPUTE_S = 0.3  # about what a 2B model needs for such a row
 FULL_ROWS = 8
@@ -50,11 +51,11 @@ def rows(sizes: Any, device: torch.device, options: Any) -> dict[str, Any]:
     packed = [build_row(row) for row in pack(segments, max(options.capacity, *(one.length for one in segments)))]
     vocabulary = model.config.text_config.vocab_size
     pipeline = build_pipeline(PipelineConfig.model_validate(PIPELINE))
-    objective = TeacherForcing(pipeline, tuple(range(vocabulary - NUM_BINS, vocabulary)))
+    objective = RowObjective(pipeline, tuple(range(vocabulary - NUM_BINS, vocabulary)))
 
     def learn(built: RowTensors) -> float:
         row = built.to(device)
-        scores = model(forward_fn=objective.forward_fn(row))
+        scores = model(forward_fn=partial(objective.scores, row=row))
         loss = objective.result(row.supervision, scores, totals).loss
         loss.backward()
         return loss.item()

@@ -77,9 +77,9 @@ def die(aim: str, times: int, when: str, error: str) -> None:
         return
     from accelerate import Accelerator
 
+    from coordexp.objective import RowTensors
     from coordexp.training import loop, saving, seal
     from coordexp.training.loop import CoordExpTrainer
-    from coordexp.training.row_forward import RowTensors
     from coordexp.training.step import TrainStep
 
     def end() -> None:
@@ -114,7 +114,7 @@ def train_slowly(yaml: str, pause_s: float) -> None:
 
 def slow_forwards(pause_s: float) -> None:
     """Have this process print each forward's step, and pause before it."""
-    from coordexp.training.row_forward import RowTensors
+    from coordexp.objective import RowTensors
     from coordexp.training.step import TrainStep
 
     accumulate, to, under_way = TrainStep.accumulate, RowTensors.to, [0]

@@ -19,9 +19,9 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from coordexp.errors import ConfigError, RunStopped, TrainingDiverged
+from coordexp.objective import RowTensors
 from coordexp.training.checkpoint import is_complete
 from coordexp.training.process_group import LOCK, only_run_in
-from coordexp.training.row_forward import RowTensors
 from coordexp.training.run import run_training
 from coordexp.training.stopping import StopSignals
 from faults.forked_runs import DEADLINE_S, train_slowly

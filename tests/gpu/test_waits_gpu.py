@@ -11,11 +11,11 @@ import torch
 
 from coordexp.config.objective import PipelineConfig
 from coordexp.modeling.inputs import ON_HOST, image_arguments, to_device
-from coordexp.objective import build_pipeline
+from coordexp.objective import RowObjective, RowTensors, build_pipeline
 from coordexp.objective import head as head_module
 from coordexp.records import PackedRow
 from coordexp.targets import count_terms
-from coordexp.training.row_forward import DeviceMetrics, PrefetchedRows, RowBuilder, RowTensors, TeacherForcing
+from coordexp.training.rows import DeviceMetrics, PrefetchedRows, RowBuilder
 from support.tiny_run import gt_segments, load_tiny, row_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -44,8 +44,8 @@ def no_waits(mode: str = "error") -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(before)
 
 
-def objective_of(loaded: Any) -> TeacherForcing:
-    return TeacherForcing(build_pipeline(PipelineConfig.model_validate(PIPELINE)), tuple(loaded.vocab.coord_token_ids))
+def objective_of(loaded: Any) -> RowObjective:
+    return RowObjective(build_pipeline(PipelineConfig.model_validate(PIPELINE)), tuple(loaded.vocab.coord_token_ids))
 
 
 def builder(loaded: Any) -> Callable[[PackedRow], RowTensors]:
@@ -67,14 +67,14 @@ def test_an_objective_looks_at_the_device_once_a_row(scattered: bool, monkeypatc
     weight_VH = torch.randn(vocabulary, 64, device=device, requires_grad=True)
     hidden_NH = torch.randn(len(built.supervision.position_N), 64, device=device, requires_grad=True)
     looks: list[int] = []
-    look = head_module._look
+    look = head_module.read_any
 
     def counted(broken_N: torch.Tensor) -> bool:
         looks.append(1)
         with no_waits("default"):
             return look(broken_N)
 
-    monkeypatch.setattr(head_module, "_look", counted)
+    monkeypatch.setattr(head_module, "read_any", counted)
     metrics = DeviceMetrics()
 
     def row() -> None:

@@ -14,7 +14,7 @@ from coordexp.config import load_config
 from coordexp.data.dataset import RecordDataset
 from coordexp.distributed import rank
 from coordexp.errors import DataError, RolloutError
-from coordexp.training.rollout_queue import AnswerReader
+from coordexp.training.answers import AnswerReader
 from coordexp.training.run import run_training
 
 

@@ -27,7 +27,7 @@ from coordexp.modeling.inputs import PromptEncoder
 from coordexp.modeling.load import LoadedModel
 from coordexp.records import ImageRecord, RolloutRequest
 from coordexp.rollouts import RolloutRound, SeedContext, rollout_session
-from coordexp.training.rollout_queue import AnswerReader, RolloutQueue
+from coordexp.training.answers import AnswerReader, RolloutQueue
 from coordexp.weight_sync.layout import InPlaceTargets
 from support.answers import CAT, record
 from support.forked import ENGINES

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from coordexp.errors import AppendError
-from coordexp.training import step_targets
+from coordexp.training import answers as training_answers
 from support.tiny_run import run_config, train
 from support.two_channel_runs import SGD, assert_same_training, trained_by_two
 
@@ -31,7 +31,7 @@ def test_ranks_with_unequal_rows_stay_in_step(tmp_path: Path, monkeypatch: pytes
     keys = SGD | {"training__max_steps": 3, "stage2_ab__schedule__b_ratio": 1, "global_max_length": 130}
 
     def alone(name: str, refused: frozenset[str] = frozenset(), **more: Any) -> Any:
-        build = step_targets.build_target
+        build = training_answers.build_target
 
         def build_or_refuse(*args: Any, **kwargs: Any) -> Any:
             if kwargs["sample_id"] in refused:
@@ -39,7 +39,7 @@ def test_ranks_with_unequal_rows_stay_in_step(tmp_path: Path, monkeypatch: pytes
             return build(*args, **kwargs)
 
         with monkeypatch.context() as patched:
-            patched.setattr(step_targets, "build_target", build_or_refuse)
+            patched.setattr(training_answers, "build_target", build_or_refuse)
             return train(
                 run_config(tmp_path, "two_channel", name, training__per_device_train_batch_size=6, **keys | more)
             )

@@ -14,8 +14,7 @@ from coordexp.data.dataset import Sample
 from coordexp.errors import DataError, RolloutError
 from coordexp.matching import MatchingConfig
 from coordexp.targets import TargetPolicy
-from coordexp.training.rollout_queue import AnswerReader, RolloutQueue
-from coordexp.training.step_targets import decide_policy
+from coordexp.training.answers import AnswerReader, RolloutQueue, decide_policy
 from support.answers import CAT, DOG, LEAF, answer, entry, record, request, tiny_vocab
 from support.tiny_run import InMemoryBackend
 

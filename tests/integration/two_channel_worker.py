@@ -8,19 +8,19 @@ from typing import Any
 import train_worker
 
 from coordexp.errors import AppendError
-from coordexp.training import step_targets
+from coordexp.training import answers as training_answers
 
 
 def refuse(sample_ids: frozenset[str]) -> None:
     """Make target building fail for these samples, as it would behind a prefix that is not append-ready."""
-    build = step_targets.build_target
+    build = training_answers.build_target
 
     def build_or_refuse(*args: Any, **kwargs: Any) -> Any:
         if kwargs["sample_id"] in sample_ids:
             raise AppendError("the prefix does not end where an entry may follow")
         return build(*args, **kwargs)
 
-    step_targets.build_target = build_or_refuse
+    training_answers.build_target = build_or_refuse
 
 
 if __name__ == "__main__":

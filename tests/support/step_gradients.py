@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from coordexp.config.objective import PipelineConfig
 from coordexp.matching import match_objects
-from coordexp.modeling.inputs import VisionTower, row_inputs
 from coordexp.modeling.load import LoadedModel
-from coordexp.objective import SupervisionTensors, build_pipeline
+from coordexp.objective import RowObjective, build_pipeline
 from coordexp.parsing import parse_rollout
 from coordexp.records import Segment
 from coordexp.targets import build_target, count_terms
-from coordexp.training.row_forward import ScoreRow
+from coordexp.training.rows import RowBuilder
 from support.config_samples import pipeline
 from support.tiny_run import gt_segments, load_tiny, nearly_right, row_of, tiny_samples
 
@@ -46,13 +46,10 @@ def row_loss(
     model: Any, loaded: LoadedModel, row_segments: Sequence[Segment], totals: Mapping[str, int]
 ) -> torch.Tensor:
     """One row's share of the loss. ``model``: the bare model, or what DDP or FSDP made of it."""
-    row = row_of(row_segments)
-    rope_index, tower = loaded.model.model.get_rope_index, VisionTower.from_model(loaded.model)
-    inputs = row_inputs(row, rope_index, loaded.image_token_id, loaded.attention, torch.float64, tower)
-    supervision = SupervisionTensors.from_row(row)
-    query = PIPELINE.query(supervision)
-    scores = model(forward_fn=ScoreRow(inputs, supervision, query, loaded.vocab.coord_token_ids))
-    return PIPELINE(supervision, scores, totals).loss
+    objective = RowObjective(PIPELINE, loaded.vocab.coord_token_ids)
+    row = RowBuilder.from_model(loaded, torch.device("cpu"), torch.float64)(row_of(row_segments), objective)
+    scores = model(forward_fn=partial(objective.scores, row=row))
+    return objective.result(row.supervision, scores, totals).loss
 
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:

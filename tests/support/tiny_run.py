@@ -22,16 +22,14 @@ from coordexp.matching import MatchingConfig
 from coordexp.modeling.inputs import PromptEncoder
 from coordexp.modeling.load import LoadedModel, load_model
 from coordexp.modeling.tiny import TinySpec, build_tiny_checkpoint
-from coordexp.objective import sft_pipeline
+from coordexp.objective import RowObjective, sft_pipeline
 from coordexp.packing import CarryBuffer
 from coordexp.recording.writer import RolloutLog
 from coordexp.records import GTObject, ImageRecord, PackedRow, Rollout, RolloutRequest, Segment
 from coordexp.targets import TargetPolicy, TransportConfig, build_gt_target
-from coordexp.training.rollout_queue import AnswerReader, RolloutQueue
-from coordexp.training.row_forward import TeacherForcing
-from coordexp.training.row_layout import RowLayout
+from coordexp.training.answers import AnswerReader, RolloutQueue, TargetOptions
+from coordexp.training.rows import RowLayout
 from coordexp.training.step import PreparedStep, Task, prepare_step
-from coordexp.training.step_targets import TargetOptions
 from support.config_samples import set_key, stage1, stage2, two_channel, write_yaml
 from support.quiet_backend import QuietBackend
 
@@ -212,7 +210,7 @@ def task_of(
     queue = None
     if backend is not None:
         queue = RolloutQueue(backend, AnswerReader(loaded.vocab, MatchingConfig()), 3, decode_metric=decode_metric)
-    return Task(TeacherForcing(sft_pipeline(None), loaded.vocab.coord_token_ids), layout, options, queue)
+    return Task(RowObjective(sft_pipeline(None), loaded.vocab.coord_token_ids), layout, options, queue)
 
 
 def prepare(

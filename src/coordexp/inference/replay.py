@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from coordexp.config import RunConfig, resolved_rollout
@@ -49,15 +50,16 @@ def _loss_function(config: RunConfig, model: Path):
 
     from coordexp.modeling.inputs import PromptEncoder
     from coordexp.modeling.load import load_model
+    from coordexp.objective import RowObjective
     from coordexp.packing import build_row
     from coordexp.targets import count_terms
-    from coordexp.training.row_forward import RowBuilder, TeacherForcing
+    from coordexp.training.rows import RowBuilder
     from coordexp.training.tasks import rollout_pipeline
 
     loaded = load_model(model, config.model.dtype, config.model.attn_implementation)
     loaded.model.eval()
     encoder = PromptEncoder(loaded.processor, config.template.prompt, config.template.system)
-    objective = TeacherForcing(rollout_pipeline(config, resolved_rollout(config)), loaded.vocab.coord_token_ids)
+    objective = RowObjective(rollout_pipeline(config, resolved_rollout(config)), loaded.vocab.coord_token_ids)
     build_row_tensors = RowBuilder.from_model(loaded, torch.device("cpu"))
 
     def losses_of(record: RolloutRecord) -> dict[str, float]:
@@ -71,7 +73,7 @@ def _loss_function(config: RunConfig, model: Path):
         row = build_row([Segment(record.sample_id, request.prompt_token_ids, target, request.model_inputs)])
         tensors = build_row_tensors(row, objective)
         with torch.no_grad():
-            scores = loaded.model(forward_fn=objective.forward_fn(tensors))
+            scores = loaded.model(forward_fn=partial(objective.scores, row=tensors))
             result = objective.result(tensors.supervision, scores, count_terms([target]))
         return {"loss": result.loss.item(), **{name: share.item() for name, share in result.terms.items()}}
 

@@ -1,9 +1,17 @@
 """The loss: declared modules over one packed row, each term normalised over the whole optimizer step."""
 
 from coordexp.objective.coord_math import coord_gate
-from coordexp.objective.head import HeadQuery, HeadScores, LogitRequest, score_head
-from coordexp.objective.pipeline import MODULES, ObjectivePipeline, ObjectiveResult, build_pipeline, sft_pipeline
-from coordexp.objective.supervision import SupervisionTensors
+from coordexp.objective.head import HeadQuery, HeadScores, SupervisionTensors, score_head
+from coordexp.objective.pipeline import (
+    MODULES,
+    LogitRequest,
+    ObjectivePipeline,
+    ObjectiveResult,
+    RowObjective,
+    RowTensors,
+    build_pipeline,
+    sft_pipeline,
+)
 
 __all__ = [
     "MODULES",
@@ -12,6 +20,8 @@ __all__ = [
     "LogitRequest",
     "ObjectivePipeline",
     "ObjectiveResult",
+    "RowObjective",
+    "RowTensors",
     "SupervisionTensors",
     "build_pipeline",
     "coord_gate",

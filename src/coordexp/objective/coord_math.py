@@ -101,7 +101,8 @@ def ciou_loss(predicted_M4: torch.Tensor, true_M4: torch.Tensor, eps: float = 1e
     t_w, t_h = (true_M4[:, 2] - true_M4[:, 0]), (true_M4[:, 3] - true_M4[:, 1])
     corner_low = torch.maximum(predicted_M4[:, :2], true_M4[:, :2])
     corner_high = torch.minimum(predicted_M4[:, 2:], true_M4[:, 2:])
-    overlap = (corner_high - corner_low).clamp_min(0.0).prod(dim=1)
+    o_w, o_h = (corner_high - corner_low).clamp_min(0.0).unbind(dim=1)
+    overlap = o_w * o_h  # the gradient of prod() would wait for the device, to look for zeros
     iou = overlap / (p_w * p_h + t_w * t_h - overlap + eps)
     hull = torch.maximum(predicted_M4[:, 2:], true_M4[:, 2:]) - torch.minimum(predicted_M4[:, :2], true_M4[:, :2])
     diagonal = (hull**2).sum(dim=1) + eps

@@ -1,58 +1,92 @@
-"""The language head at supervised positions, one chunk of the vocabulary at a time: the numbers that losses need, never
-all logits.
+"""A packed row's supervision as tensors, and the language head at its supervised positions: the numbers that losses
+need, one chunk of the vocabulary at a time, never all logits.
 
-N supervised positions of a row, U of them scored against the whole vocabulary, K coordinate slots, G text positions of
-the text gate; V vocabulary, C columns of a chunk, B = 1000 bins, H hidden, T temperatures.
+N supervised positions of a row's L tokens, U of them scored against the whole vocabulary, K coordinate slots, M boxes,
+G text positions of the text gate; V vocabulary, C columns of a chunk, B = 1000 bins, H hidden, T temperatures.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from coordexp.objective.coord_math import LOGIT_LIMIT, limit_logits
-from coordexp.objective.supervision import SupervisionTensors
+from coordexp.records import PackedRow
 
 # Logits in memory at a time: a CPU should keep them in its cache, a GPU needs large matrix products.
 CHUNK_LOGITS_CPU = 2**20
 CHUNK_LOGITS_GPU = 2**25
 
 
-@dataclass(frozen=True, slots=True)
-class LogitRequest:
-    """What a module needs of the head. Nothing else is computed.
+@dataclass(frozen=True, slots=True, eq=False)
+class SupervisionTensors:
+    """Positions of a row with a non-zero weight in some term.
 
-    ``vocab``: terms at whose positions it needs logsumexp over the vocabulary and the label's logit; ``coord_mass``:
-    terms at whose positions it needs logsumexp over the coordinate columns; ``coord_logits``: whether it needs the 1000
-    logits at every coordinate slot; ``temperatures`` of the logsumexps.
+    ``position_N``: their tokens' row positions (the hidden states that predict them are at ``position_N - 1``);
+    ``label_N``: token ids; ``weights``: (N,) float32 per term that the row has; ``coord_in_N_K``: indices into N of the
+    coordinate slots, ``coord_bin_K``: their target bins, which may be fractional; ``box_in_K_M4``: indices into K of
+    each box's slots, ``box_bin_M4``: its true bins.
     """
 
-    vocab: frozenset[str] = frozenset()
-    coord_mass: frozenset[str] = frozenset()
-    coord_logits: bool = False
-    temperatures: frozenset[float] = frozenset()
+    position_N: torch.Tensor
+    label_N: torch.Tensor
+    weights: Mapping[str, torch.Tensor]
+    coord_in_N_K: torch.Tensor
+    coord_bin_K: torch.Tensor
+    box_in_K_M4: torch.Tensor
+    box_bin_M4: torch.Tensor
 
     @classmethod
-    def union(cls, requests: Iterable[LogitRequest]) -> LogitRequest:
-        total = cls()
-        for one in requests:
-            total = cls(
-                total.vocab | one.vocab,
-                total.coord_mass | one.coord_mass,
-                total.coord_logits or one.coord_logits,
-                total.temperatures | one.temperatures,
-            )
-        return total
+    def from_row(cls, row: PackedRow) -> SupervisionTensors:
+        """Shift the targets of a row that :func:`coordexp.packing.build_row` checked to row positions."""
+        weights_L: dict[str, np.ndarray] = {}
+        coord_pos, coord_bin, box_pos, box_bin = [], [], [], []
+        for segment, start, end in zip(row.segments, row.offsets[:-1], row.offsets[1:], strict=True):
+            target, first = segment.target, start + len(segment.prompt_token_ids)
+            for term, weight_T in target.weights.items():
+                weight_L = weights_L.setdefault(term, np.zeros(row.length, dtype=np.float32))
+                weight_L[first:end] = weight_T
+            coord_pos.append(target.coord_pos_K + first)
+            coord_bin.append(target.coord_bin_K)
+            box_pos.append(target.box_pos_M4 + first)
+            box_bin.append(target.box_bin_M4)
+        supervised_L = np.zeros(row.length, dtype=bool)
+        for weight_L in weights_L.values():
+            supervised_L |= weight_L != 0
+        position_N = np.flatnonzero(supervised_L)
+        coord_pos_K = np.concatenate(coord_pos)
+        return cls(
+            position_N=torch.from_numpy(position_N),
+            label_N=torch.from_numpy(row.token_ids_L[position_N].astype(np.int64)),
+            weights={term: torch.from_numpy(weight_L[position_N]) for term, weight_L in weights_L.items()},
+            coord_in_N_K=torch.from_numpy(np.searchsorted(position_N, coord_pos_K)),
+            coord_bin_K=torch.from_numpy(np.concatenate(coord_bin).astype(np.float64)),
+            box_in_K_M4=torch.from_numpy(np.searchsorted(coord_pos_K, np.concatenate(box_pos))),
+            box_bin_M4=torch.from_numpy(np.concatenate(box_bin).astype(np.float64)),
+        )
+
+    def weight_N(self, term: str) -> torch.Tensor:
+        """Weights of ``term``, zeros if the row has none of it: (N,)."""
+        weight_N = self.weights.get(term)
+        return torch.zeros_like(self.position_N, dtype=torch.float32) if weight_N is None else weight_N
+
+    def mask_N(self, terms: Iterable[str]) -> torch.Tensor:
+        """Positions that have a weight in any of ``terms``: bool (N,)."""
+        mask_N = torch.zeros_like(self.position_N, dtype=torch.bool)
+        for term in terms:
+            mask_N |= self.weight_N(term) != 0
+        return mask_N
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadQuery:
-    """The requests of all modules for one row, as indices into its N supervised positions.
+    """What the modules need of the head for one row, as indices into its N supervised positions.
 
     ``vocab_in_N_U``: scored against the vocabulary; ``trained_in_N``: those of them with a gradient;
     ``coord_mass_in_N_G``: scored against the coordinate columns; ``slot_in_N_K``: slots whose coordinate logits are
@@ -65,35 +99,6 @@ class HeadQuery:
     slot_in_N_K: torch.Tensor | None
     num_scored: int
     temperatures: tuple[float, ...]
-
-    @classmethod
-    def for_row(
-        cls, supervision: SupervisionTensors, trained: LogitRequest, measured: LogitRequest = LogitRequest()
-    ) -> HeadQuery:
-        """``trained``: requests of modules with a loss; ``measured``: of diagnostics. Call it on the CPU, before the
-        row moves to a GPU: reading masks there blocks."""
-        all_of_them = LogitRequest.union([trained, measured])
-        trained_N = _positions_of(trained.vocab, supervision)
-        vocab_N = _positions_of(all_of_them.vocab, supervision)
-        mass_N = _positions_of(all_of_them.coord_mass, supervision)
-        scored_N = vocab_N | mass_N
-        if all_of_them.coord_logits:
-            scored_N[supervision.coord_in_N_K] = True
-        return cls(
-            vocab_in_N_U=vocab_N.nonzero()[:, 0],
-            trained_in_N=trained_N.nonzero()[:, 0],
-            coord_mass_in_N_G=mass_N.nonzero()[:, 0],
-            slot_in_N_K=supervision.coord_in_N_K if all_of_them.coord_logits else None,
-            num_scored=int(scored_N.sum()),
-            temperatures=tuple(sorted(all_of_them.temperatures)),
-        )
-
-
-def _positions_of(terms: Iterable[str], supervision: SupervisionTensors) -> torch.Tensor:
-    mask_N = torch.zeros_like(supervision.position_N, dtype=torch.bool)
-    for term in terms:
-        mask_N |= supervision.weight_N(term) != 0
-    return mask_N
 
 
 class HeadScores(NamedTuple):
@@ -200,7 +205,7 @@ class ChunkedHead(torch.autograd.Function):
                 low_N[at] = torch.minimum(low_N[at], z_B.amin(dim=1))
         nonfinite_N = ~(torch.isfinite(high_N) & torch.isfinite(low_N))
         clamped_N = ~nonfinite_N & ((high_N > LOGIT_LIMIT) | (low_N < -LOGIT_LIMIT))
-        head.limited = _look(nonfinite_N | clamped_N)
+        head.limited = read_any(nonfinite_N | clamped_N)
         if head.limited:
             lse_TU, label_logit_U, _, _ = _score_vocabulary(head, rows_UH, label_U, query.temperatures)
 
@@ -320,9 +325,9 @@ def softmax_gradient(
     return torch.zeros_like(z) if total is None else total
 
 
-def _look(broken_N: torch.Tensor) -> bool:
-    """The objective's only read from the host, once per row."""
-    return bool(broken_N.any())
+def read_any(mask_N: torch.Tensor) -> bool:
+    """Whether any is true. The objective's only wait for the device, once per row."""
+    return bool(mask_N.any())
 
 
 class _Chunk(NamedTuple):

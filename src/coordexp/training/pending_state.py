@@ -23,7 +23,7 @@ from coordexp.errors import CheckpointError, DataError
 from coordexp.packing import CarryBuffer
 from coordexp.records import RolloutRequest, Segment, TrainingTarget
 from coordexp.records_json import from_json, to_json
-from coordexp.training.rollout_queue import RolloutQueue, SavedAnswers
+from coordexp.training.answers import RolloutQueue, SavedAnswers
 from coordexp.training.seal import read_seal
 
 logger = logging.getLogger("coordexp")

@@ -135,7 +135,7 @@ def build_trainer(
     from coordexp.training.parallel import build_accelerator
     from coordexp.training.pending_state import build_buffer, restore_answers
     from coordexp.training.progress import RichProgress, set_up_loggers
-    from coordexp.training.row_forward import RowBuilder
+    from coordexp.training.rows import RowBuilder
     from coordexp.training.step import TrainStep
     from coordexp.training.tasks import build_tasks
 

@@ -20,10 +20,10 @@ from coordexp.data.files import write_atomically
 from coordexp.data.preparation import write_preparation
 from coordexp.errors import CheckpointError
 from coordexp.modeling.adapter import has_adapter, load_adapter, save_adapter
+from coordexp.training.answers import SavedAnswers
 from coordexp.training.checkpoint import checkpoint_folder, is_complete, readable, writing
 from coordexp.training.offload import held_by
 from coordexp.training.pending_state import save_answers, save_carry_buffer
-from coordexp.training.rollout_queue import SavedAnswers
 from coordexp.training.seal import read_seal, seal_checkpoint
 from coordexp.training.state import RunState, random_states, set_random_states
 

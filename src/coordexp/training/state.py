@@ -13,7 +13,7 @@ from transformers import TrainerState
 from coordexp.metrics import MetricSums
 from coordexp.modeling.load import LoadedModel
 from coordexp.packing import CarryBuffer
-from coordexp.training.rollout_queue import PendingAnswers, RolloutQueue, SavedAnswers
+from coordexp.training.answers import PendingAnswers, RolloutQueue, SavedAnswers
 
 
 @dataclass(slots=True)

@@ -19,40 +19,26 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from coordexp import distributed
 from coordexp.config.objective import Channel
+from coordexp.data.augment import LEFT_OUT
 from coordexp.errors import TrainingDiverged
+from coordexp.objective import HeadScores, RowObjective, RowTensors
 from coordexp.recording.token_losses import token_losses
 from coordexp.recording.writer import RolloutLog, RolloutRecorder
 from coordexp.records import ImageRecord, PackedRow
-from coordexp.targets import SampleOutcome, count_terms
-from coordexp.training.batches import MicroBatches, StepBatches
+from coordexp.targets import SampleOutcome, count_terms, is_closed
+from coordexp.training.answers import RolloutQueue, TargetOptions, decide_policy, rollout_metrics
+from coordexp.training.batches import ChannelSchedule, MicroBatches, StepBatches
 from coordexp.training.optimizer import needs_metric
-from coordexp.training.rollout_queue import RolloutQueue
-from coordexp.training.row_forward import (
-    DeviceMetrics,
-    PrefetchedRows,
-    RowBuilder,
-    RowTensors,
-    TrainingObjective,
-    name_channel,
-)
-from coordexp.training.row_layout import RowLayout, blank_row
-from coordexp.training.schedule import ChannelSchedule
+from coordexp.training.rows import DeviceMetrics, PrefetchedRows, RowBuilder, RowLayout, blank_row, segment_of
 from coordexp.training.state import RunState
-from coordexp.training.step_targets import (
-    TargetOptions,
-    corrected,
-    decide_policy,
-    ground_truth_segments,
-    rollout_metrics,
-    rollout_segments,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +46,7 @@ class Task:
     """What one kind of step learns. ``rollouts``: where the model's own answers come from; None where answers are
     written from ground truth. ``channel``: None outside of two-channel training."""
 
-    objective: TrainingObjective
+    objective: RowObjective
     layout: RowLayout
     targets: TargetOptions
     rollouts: RolloutQueue | None = None
@@ -92,20 +78,28 @@ def prepare_step(
         answers = task.rollouts.take(samples, step, metrics)
         policy, complete = decide_policy(policy, answers.all)
 
-    # Targets, each built once, and the rows that they fill.
+    # Targets, each built once.
     with distributed.raise_on_all_ranks(f"targets of {where}"):
         started = time.perf_counter()
+        outcomes: list[SampleOutcome] = []
         if answers is None:
-            outcomes: list[SampleOutcome] = []
-            segments = ground_truth_segments(samples, task.targets, metrics)
+            targets = [task.targets.ground_truth(sample) for batch in samples for sample in batch]
         else:
             rollout_log.write(step, answers.report)
-            outcomes = [corrected(answer, task.targets, policy, complete) for answer in answers.all]
-            segments = rollout_segments(samples, outcomes, task.targets, metrics)
+            outcomes = [task.targets.corrected(answer, policy, complete) for answer in answers.all]
+            targets = [outcome.target for outcome in outcomes]
             metrics.update(rollout_metrics(outcomes, answers.counted, step))
             metrics["time/rollout_s"] = answers.rollout_s
             metrics["time/target_build_s"] = answers.read_s + time.perf_counter() - started
+
+        # Segments: prompt, images and target of a sample; and the packed rows that they fill.
         packing = time.perf_counter()
+        remaining, segments, drops = iter(targets), [], task.targets.drop_unclosed
+        for batch in samples:
+            answered = [(sample, next(remaining)) for sample in batch]
+            segments.append([segment_of(*one) for one in answered if is_closed(one[1]) or not drops])
+        if drops:
+            metrics["stage2/closure_dropped_total"] = len(targets) - sum(map(len, segments))
         rows = task.layout(segments, step, metrics)
         counts = count_terms(segment.target for row in rows for segment in row.segments)
 
@@ -118,7 +112,10 @@ def prepare_step(
             metrics["packing/blank_rows_total"] = missing
             rows = [*[blank_row(samples)] * missing, *rows]
     metrics["time/pack_s"] = time.perf_counter() - packing
-    metrics["train/samples_total"] = sum(len(batch) for batch in samples)
+    metrics["train/samples_total"] = len(targets)
+    left_out = [sample.record.metadata.get(LEFT_OUT) for batch in samples for sample in batch]
+    if any(count is not None for count in left_out):
+        metrics["train/augment_left_out_total"] = sum(count or 0 for count in left_out)
     metrics["train/tokens_total"] = sum(row.length for row in rows)
     metrics["packing/segments_total"] = sum(len(row.segments) for row in rows)
     return PreparedStep(rows, totals, outcomes)
@@ -190,10 +187,9 @@ class TrainStep:
                     self.accelerator.sync_gradients = is_last
                     with nullcontext() if is_last or self.shards else self.accelerator.no_sync(self.model):
                         begun = time.perf_counter()
-                        scores = self.model(forward_fn=task.objective.forward_fn(row))
+                        scores = self.model(forward_fn=partial(task.objective.scores, row=row))
                         result = task.objective.result(row.supervision, scores, prepared.totals)
-                        shares = {name_channel(name, task.channel): share for name, share in result.terms.items()}
-                        on_device.add({"loss": result.loss, **shares}, scores, row.queries)
+                        on_device.add(result.named(task.channel), scores, row.queries)
                         self._record_losses(row, scores, step)
                         forward_s += time.perf_counter() - begun
                         if is_last:
@@ -244,7 +240,7 @@ class TrainStep:
             metrics["stage2/b_ratio_realised"] = self.schedule.realised(step)
         return metrics
 
-    def _record_losses(self, row: RowTensors, scores: Any, step: int) -> None:
+    def _record_losses(self, row: RowTensors, scores: Sequence[HeadScores], step: int) -> None:
         # Only of recorded samples: reading the losses waits for the device.
         segments = row.row.segments
         if self.recorder is not None and len(scores) == 1 and self.recorder.wants_losses(segments):

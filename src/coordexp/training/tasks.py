@@ -8,21 +8,19 @@ from typing import Any
 
 from coordexp.config import RunConfig
 from coordexp.config.objective import Channel
-from coordexp.config.rollout import RolloutMatchingConfig, Stage2ABConfig
+from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.coords import CoordVocab
 from coordexp.errors import ConfigError
 from coordexp.matching import MatchingConfig
 from coordexp.modeling.forward import SelfContext
-from coordexp.objective import ObjectivePipeline, build_pipeline, sft_pipeline
+from coordexp.objective import ObjectivePipeline, RowObjective, build_pipeline, sft_pipeline
 from coordexp.packing import CarryBuffer
 from coordexp.rollouts import RolloutBackend
 from coordexp.targets import SupervisionWeights, TargetPolicy, TransportConfig
-from coordexp.training.rollout_queue import AnswerReader, RolloutQueue
-from coordexp.training.row_forward import SelfContextObjective, TeacherForcing, TrainingObjective
-from coordexp.training.row_layout import RowLayout
-from coordexp.training.schedule import ChannelSchedule
+from coordexp.training.answers import AnswerReader, RolloutQueue, TargetOptions
+from coordexp.training.batches import ChannelSchedule
+from coordexp.training.rows import RowLayout
 from coordexp.training.step import Task
-from coordexp.training.step_targets import TargetOptions
 
 
 def build_tasks(
@@ -40,27 +38,38 @@ def build_tasks(
     if variant is None:
         coord_loss = config.custom.coord_soft_ce_w1
         targets = target_options(config, rollout, vocab, SupervisionWeights.for_sft(coord_loss))
-        objective = TeacherForcing(sft_pipeline(coord_loss), vocab.coord_token_ids)
-        return {None: Task(objective, carrying, targets)}, None
+        return {None: Task(RowObjective(sft_pipeline(coord_loss), vocab.coord_token_ids), carrying, targets)}, None
     targets = target_options(config, rollout, vocab, rollout_weights(config, rollout))
+    decode_metric = "rollout/decode_sample" if rollout.decoding.temperature > 0 else "rollout/decode_greedy"
+    if rollout.decode_mode == "beam":
+        decode_metric = "rollout/decode_beam"
     queue = RolloutQueue(
         backend,
         AnswerReader(vocab, matching_config(rollout)),
         config.training.seed,
         ahead=rollout.rollouts_ahead > 0,
-        decode_metric=_decode_metric(rollout),
+        decode_metric=decode_metric,
     )
-    objective = TeacherForcing(rollout_pipeline(config, rollout), vocab.coord_token_ids)
+    objective = RowObjective(rollout_pipeline(config, rollout), vocab.coord_token_ids)
     if variant == "stage2_rollout_aligned":
         return {None: Task(objective, carrying, targets, queue)}, None
-    assert config.stage2_ab is not None, "the schema requires stage2_ab for this variant"
+    two = config.stage2_ab
+    assert two is not None, "the schema requires stage2_ab for this variant"
     draining = RowLayout(None, capacity=capacity, drain=True, min_fill_ratio=min_fill_ratio)
-    from_truth = replace(targets, weights=SupervisionWeights.from_pipeline(config.stage2_ab.pipeline, "A"))
+    from_truth = replace(targets, weights=SupervisionWeights.from_pipeline(two.pipeline, "A"))
+    self_context = SelfContext(
+        two.n_softctx_iter, two.coord_ctx_embed_mode, two.softctx_grad_mode, two.softctx_temperature
+    )
+    objective_a = RowObjective(
+        build_pipeline(two.pipeline, "A", decode=two.coord_decode_mode),
+        vocab.coord_token_ids,
+        None if self_context.iterations == 1 else self_context,  # one forward has nothing to feed back
+    )
     tasks: dict[Channel | None, Task] = {
-        "A": Task(_channel_a(config.stage2_ab, vocab), carrying, from_truth, channel="A"),
+        "A": Task(objective_a, carrying, from_truth, channel="A"),
         "B": Task(objective, draining, replace(targets, drop_unclosed=True), queue, channel="B"),
     }
-    return tasks, ChannelSchedule.from_ratio(config.stage2_ab.schedule.b_ratio)
+    return tasks, ChannelSchedule.from_ratio(two.schedule.b_ratio)
 
 
 def target_options(
@@ -104,22 +113,3 @@ def _rollout_section(config: RunConfig, rollout: RolloutMatchingConfig) -> Any:
             "rollout_matching.pipeline: missing, so rollouts have no objective; give the configuration of a stage-2 run"
         )
     return section
-
-
-def _channel_a(stage2_ab: Stage2ABConfig, vocab: CoordVocab) -> TrainingObjective:
-    pipeline = build_pipeline(stage2_ab.pipeline, "A", decode=stage2_ab.coord_decode_mode)
-    self_context = SelfContext(
-        stage2_ab.n_softctx_iter,
-        stage2_ab.coord_ctx_embed_mode,
-        stage2_ab.softctx_grad_mode,
-        stage2_ab.softctx_temperature,
-    )
-    if self_context.iterations == 1:  # nothing to feed back: plain SFT, by the very code that does plain SFT
-        return TeacherForcing(pipeline, vocab.coord_token_ids)
-    return SelfContextObjective(pipeline, vocab.coord_token_ids, self_context)
-
-
-def _decode_metric(rollout: RolloutMatchingConfig) -> str:
-    if rollout.decode_mode == "beam":
-        return "rollout/decode_beam"
-    return "rollout/decode_sample" if rollout.decoding.temperature > 0 else "rollout/decode_greedy"

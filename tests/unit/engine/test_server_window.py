@@ -28,7 +28,7 @@ from coordexp.recording.writer import RolloutLog
 from coordexp.records import RolloutRequest
 from coordexp.rollouts import RolloutRound, SeedContext
 from coordexp.rollouts.backend import decoding_options
-from coordexp.training.rollout_queue import AnswerReader, RolloutQueue
+from coordexp.training.answers import AnswerReader, RolloutQueue
 from coordexp.training.run import check_run
 from coordexp.weight_sync import WeightVersion
 from support.config_samples import set_key, stage2

@@ -20,7 +20,7 @@ from coordexp.objective import (
     build_pipeline,
     sft_pipeline,
 )
-from coordexp.objective.supervision import tensors_to_device, tree_map
+from coordexp.objective.pipeline import tensors_to_device, tree_map
 from coordexp.packing import build_row
 from coordexp.records import Segment
 from coordexp.targets import TERMS, SupervisionWeights, count_terms

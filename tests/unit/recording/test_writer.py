@@ -20,7 +20,7 @@ from coordexp.recording.writer import DROPPED, FAILED, WRITTEN, RolloutRecorder,
 from coordexp.records import Segment
 from coordexp.targets import TransportConfig, empty_target
 from coordexp.training.loop import CoordExpTrainer
-from coordexp.training.row_layout import blank_row
+from coordexp.training.rows import blank_row
 from support.answers import CAT, DOG, answer, entry, outcome_of, record, request, tiny_vocab
 from support.config_samples import stage1
 from support.tiny_run import InMemoryBackend, load_tiny, nearly_right, run_config, step_lines, train

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from coordexp.training.row_forward import DeviceMetrics, RowMetrics
+from coordexp.training.rows import DeviceMetrics, RowMetrics
 
 
 def scores(nonfinite: list[bool], clamped: list[bool]) -> Any:

@@ -18,8 +18,8 @@ from coordexp.modeling.load import LoadedModel
 from coordexp.recording.writer import RolloutLog
 from coordexp.records import Rollout, RolloutRequest
 from coordexp.rollouts import IndexedRollout, RolloutRound, SeedContext
+from coordexp.training.answers import AnswerReader, RolloutQueue
 from coordexp.training.checkpoint import is_complete
-from coordexp.training.rollout_queue import AnswerReader, RolloutQueue
 from support.tiny_run import (
     InMemoryBackend,
     load_tiny,

@@ -13,11 +13,11 @@ import pytest
 from coordexp.config import load_config
 from coordexp.data.jsonl import read_jsonl
 from coordexp.errors import CheckpointError, ConfigError, DataError, RolloutError
+from coordexp.objective import RowTensors
 from coordexp.records import Rollout
 from coordexp.rollouts import IndexedRollout, RolloutRound
+from coordexp.training.answers import SavedAnswers
 from coordexp.training.pending_state import load_answers, save_answers
-from coordexp.training.rollout_queue import SavedAnswers
-from coordexp.training.row_forward import RowTensors
 from support.config_samples import stage2, write_yaml
 from support.fake_rollout_server import FakeRolloutServer
 from support.tiny_run import (

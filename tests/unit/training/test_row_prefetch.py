@@ -14,10 +14,10 @@ import torch
 
 from coordexp import background
 from coordexp.errors import AlignmentError, RowLate
-from coordexp.objective import sft_pipeline
+from coordexp.objective import RowObjective, RowTensors, sft_pipeline
 from coordexp.records import PackedRow
-from coordexp.training import row_forward
-from coordexp.training.row_forward import PrefetchedRows, RowBuilder, RowTensors, TeacherForcing
+from coordexp.training import rows as training_rows
+from coordexp.training.rows import PrefetchedRows, RowBuilder
 from support.in_turn import InTurn
 from support.tiny_run import (
     figures,
@@ -111,7 +111,7 @@ def test_an_error_between_two_rows_ends_the_thread(rows: list[PackedRow]) -> Non
 def test_a_row_that_never_comes_is_an_error_that_names_its_samples(
     rows: list[PackedRow], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(row_forward, "ROW_DEADLINE_S", 0.01)
+    monkeypatch.setattr(training_rows, "ROW_DEADLINE_S", 0.01)
     monkeypatch.setattr(background, "STOP_S", 0.01)
     build = Begun(may_go_on=False)
     with (
@@ -129,7 +129,7 @@ def test_a_run_is_the_same_to_the_bit_without_the_second_thread(
 ) -> None:
     keys: dict[str, Any] = {"training__max_steps": 3, "training__gradient_accumulation_steps": 2}
     ahead = train(run_config(tmp_path, stage, "ahead", **keys))
-    monkeypatch.setattr(row_forward, "Prefetcher", InTurn)
+    monkeypatch.setattr(training_rows, "Prefetcher", InTurn)
     in_turn = train(run_config(tmp_path, stage, "in_turn", **keys))
     assert figures(ahead) == figures(in_turn)
     assert same_weights(weights(ahead.model), weights(in_turn.model))
@@ -160,7 +160,7 @@ def test_a_row_that_cannot_be_built_ends_its_own_step(tmp_path: Path, monkeypatc
 def test_a_second_thread_draws_no_random_number(rows: list[PackedRow]) -> None:
     """Nor does the order of threads decide what a row holds."""
     loaded = load_tiny()
-    objective = TeacherForcing(sft_pipeline(None), loaded.vocab.coord_token_ids)
+    objective = RowObjective(sft_pipeline(None), loaded.vocab.coord_token_ids)
     builder = RowBuilder.from_model(loaded, torch.device("cpu"), torch.bfloat16)
     before = random.getstate(), str(np.random.get_state()), torch.get_rng_state()
     built = [builder(row, objective) for row in rows]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordexp.training.schedule import ChannelSchedule
+from coordexp.training.batches import ChannelSchedule
 
 STEPS = 10_000
 RATIOS = ["0.0", "0.05", "0.1", "0.25", "0.29", "0.3", "0.333333333333333", "0.5", "0.57", "0.7", "0.9", "0.95", "1.0"]

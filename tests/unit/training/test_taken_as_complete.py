@@ -12,8 +12,7 @@ from coordexp.data.dataset import Sample
 from coordexp.matching import MatchingConfig
 from coordexp.records import GTObject
 from coordexp.targets import SampleOutcome, TargetPolicy, TransportConfig
-from coordexp.training.rollout_queue import AnswerReader, RolloutQueue
-from coordexp.training.step_targets import TargetOptions, corrected, decide_policy
+from coordexp.training.answers import AnswerReader, RolloutQueue, TargetOptions, decide_policy
 from support.answers import CAT, DOG, LEAF, answer, entry, record, request, taught_text, tiny_vocab
 from support.tiny_run import InMemoryBackend
 
@@ -37,7 +36,7 @@ def outcomes(
     one = record(truth)
     answers = queue.take([[Sample(one, request(one))] for _ in texts], 0, {})
     decided, complete = decide_policy(policy, answers.all)
-    return [corrected(answer, options, decided, complete) for answer in answers.all]
+    return [options.corrected(answer, decided, complete) for answer in answers.all]
 
 
 @pytest.mark.parametrize(

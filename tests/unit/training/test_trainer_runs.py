@@ -16,7 +16,7 @@ from coordexp.coords import TURN_END
 from coordexp.errors import AlignmentError, ConfigError, SegmentTooLong, TrainingDiverged
 from coordexp.records import Rollout
 from coordexp.training.loop import CoordExpTrainer
-from coordexp.training.row_forward import DeviceMetrics
+from coordexp.training.rows import DeviceMetrics
 from coordexp.training.run import _use_one_device, build_trainer, check_run, run_training
 from support.tiny_run import (
     InMemoryBackend,

@@ -11,7 +11,7 @@ import torch
 from coordexp.errors import AppendError
 from coordexp.metrics.table import find_metric
 from coordexp.records import TokenRole
-from coordexp.training import step_targets
+from coordexp.training import answers as training_answers
 from coordexp.training.loop import CoordExpTrainer
 from coordexp.training.step import PreparedStep
 from support.config_samples import pipeline
@@ -165,7 +165,7 @@ def test_an_answer_that_cannot_be_closed_is_counted_and_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The parser leaves no such prefix; were one to come, its sample must not stop the others."""
-    build, seen = step_targets.build_target, []
+    build, seen = training_answers.build_target, []
 
     def refuse_every_third(*args: Any, **kwargs: Any) -> Any:
         seen.append(kwargs["sample_id"])
@@ -173,7 +173,7 @@ def test_an_answer_that_cannot_be_closed_is_counted_and_left_out(
             raise AppendError("the prefix does not end where an entry may follow")
         return build(*args, **kwargs)
 
-    monkeypatch.setattr(step_targets, "build_target", refuse_every_third)
+    monkeypatch.setattr(training_answers, "build_target", refuse_every_third)
     keys = {"training__max_steps": 1, "training__per_device_train_batch_size": 6}
     trainer, (window,) = run(run_config(tmp_path, "two_channel", "b", stage2_ab__schedule__b_ratio=1, **keys), finder())
     (line,) = step_lines(trainer)
@@ -190,7 +190,7 @@ def test_a_step_without_a_usable_answer_goes_through_a_blank_row(
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise AppendError("the prefix does not end where an entry may follow")
 
-    monkeypatch.setattr(step_targets, "build_target", refuse)
+    monkeypatch.setattr(training_answers, "build_target", refuse)
     trainer, (window,) = run(
         run_config(tmp_path, "two_channel", stage2_ab__schedule__b_ratio=1, training__max_steps=1, **SGD), finder()
     )

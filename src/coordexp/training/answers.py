@@ -1,11 +1,11 @@
-"""The model's own answers to a step's samples, read and matched: asked for in the step itself, or one step before.
+"""The model's own answers to a step's samples: requested, parsed, matched and corrected.
 
-With ``rollout_matching.rollouts_ahead: 1`` the queue holds the answers of one step. Step s (counted from 0) takes what
-step s - 1 asked for, pushes the weights it begins with, and asks for step s + 1; rollout servers answer while the step
-trains. Every answer is then one step old, however fast either side is. Only the first step of a run, and one whose
-answers its checkpoint lacks, asks for itself.
+With ``rollout_matching.rollouts_ahead: 1`` the :class:`RolloutQueue` holds the answers of one step. Step s, counted
+from 0, takes what step s - 1 requested, pushes the weights it begins with, and requests the answers of step s + 1;
+rollout servers answer while the step trains. Every answer is then one step old, however fast either side is. Only the
+first step of a run, and one whose answers its checkpoint lacks, requests its own.
 
-A thread asks and listens; what ranks do together (pushes, errors, saves) is done by the main thread.
+A thread sends requests and listens; what ranks do together (pushes, errors, saves) is done by the main thread.
 """
 
 from __future__ import annotations
@@ -16,16 +16,28 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from coordexp import distributed
 from coordexp.background import in_background
-from coordexp.coords import CoordVocab
+from coordexp.coords import CoordVocab, FieldOrder
 from coordexp.data.dataset import Sample
-from coordexp.errors import CheckpointError
+from coordexp.errors import AppendError, CheckpointError
 from coordexp.matching import MatchingConfig, match_objects
+from coordexp.metrics import rollout_counters
 from coordexp.modeling.inputs import check_prompt
 from coordexp.parsing import parse_rollout
-from coordexp.records import MatchResult, ParsedRollout, Rollout
+from coordexp.records import MatchResult, ParsedRollout, Rollout, TrainingTarget
 from coordexp.rollouts import RolloutBackend, RolloutRound, SeedContext, rollout_session
+from coordexp.targets import (
+    SampleOutcome,
+    SupervisionWeights,
+    TargetPolicy,
+    TransportConfig,
+    build_gt_target,
+    build_target,
+    empty_target,
+)
 from coordexp.training.batches import MicroBatches
 
 
@@ -61,6 +73,86 @@ class AnswerReader:
 
 
 @dataclass(frozen=True, slots=True)
+class TargetOptions:
+    """How targets are written. ``weights``: which of their tokens each loss term trains on. ``drop_unclosed``: an
+    answer to which nothing can be appended gets an empty target (Channel-B), instead of ending the run."""
+
+    vocab: CoordVocab
+    field_order: FieldOrder
+    transport: TransportConfig
+    policy: TargetPolicy
+    weights: SupervisionWeights = field(default_factory=SupervisionWeights)
+    drop_unclosed: bool = False
+
+    def ground_truth(self, sample: Sample) -> TrainingTarget:
+        """The whole answer, as annotated: stage 1 and Channel-A."""
+        record = sample.record
+        return build_gt_target(
+            record.objects,
+            self.vocab,
+            sample_id=record.sample_id,
+            field_order=self.field_order,
+            weights=self.weights,
+        )
+
+    def corrected(self, answer: MatchedAnswer, policy: TargetPolicy, complete: bool) -> SampleOutcome:
+        """The answer with its target: correct what it found, append what it missed.
+
+        Raises:
+            AppendError: nothing can be appended to the answer.
+        """
+        record = answer.sample.record
+        try:
+            target = build_target(
+                answer.parsed,
+                answer.match,
+                record.objects,
+                self.vocab,
+                sample_id=record.sample_id,
+                field_order=self.field_order,
+                transport=self.transport,
+                policy=policy,
+                weights=self.weights,
+            )
+        except AppendError:
+            if not self.drop_unclosed:
+                raise
+            target = empty_target(record.sample_id)
+        return SampleOutcome(answer.rollout, answer.parsed, answer.match, target, policy, taken_as_complete=complete)
+
+
+def decide_policy(policy: TargetPolicy, answers: Sequence[MatchedAnswer]) -> tuple[TargetPolicy, bool]:
+    """The step's target policy, and whether annotations are taken as complete.
+
+    With ``complete_above`` they are if at least that share of all predicted objects, on all ranks, matches an
+    annotation; then unmatched objects are wrong rather than unannotated. An object of soft ground truth, which nobody
+    annotated, does not count as a match. A collective call with ``complete_above``, on all ranks alike.
+    """
+    if policy.complete_above is None:
+        return policy, False
+    predicted = sum(len(answer.parsed.objects) for answer in answers)
+    annotated = sum(
+        answer.sample.record.objects[pair.gt_idx].soft is None for answer in answers for pair in answer.match.pairs
+    )
+    annotated_in_all, predicted_in_all = distributed.all_reduce([annotated, predicted], "sum")
+    is_complete = annotated_in_all > 0 and annotated_in_all / predicted_in_all >= policy.complete_above
+    return (policy.for_complete(), True) if is_complete else (policy, False)
+
+
+def rollout_metrics(outcomes: Sequence[SampleOutcome], counted: Mapping[str, float], step: int) -> dict[str, float]:
+    """Counts of the step's answers. ``counted``: by the backend."""
+    lengths = [len(outcome.rollout.response_token_ids) for outcome in outcomes]
+    oldest = min((outcome.rollout.weight_version for outcome in outcomes), default=step)
+    return {
+        **rollout_counters(outcomes),
+        "rollout/repeat_terminate_active": 0,  # unless the backend counted otherwise
+        **counted,
+        "rollout/gen_new_tokens_p99": float(np.percentile(lengths, 99)) if lengths else 0.0,
+        "rollout/staleness_steps": step - oldest,
+    }
+
+
+@dataclass(frozen=True, slots=True)
 class StepAnswers:
     """All answers of one step on this rank.
 
@@ -82,7 +174,7 @@ class StepAnswers:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PendingAnswers:
-    """Answers that were asked for: under way, there, or failed."""
+    """Requested answers: in progress, received, or failed."""
 
     step: int
     version: int
@@ -106,7 +198,7 @@ class SavedAnswers:
     def __post_init__(self) -> None:
         versions = {rollout.weight_version for one in self.rounds for rollout in one}
         if versions - {self.version}:
-            raise ValueError(f"answers of weights {sorted(versions)} among those asked of weights {self.version}")
+            raise ValueError(f"answers of weights {sorted(versions)} among those requested of weights {self.version}")
 
 
 class RolloutQueue:
@@ -143,22 +235,21 @@ class RolloutQueue:
                 self._pushed_at = step
                 with rollout_session(self.backend, step):
                     metrics["time/weight_sync_s"] = time.perf_counter() - started
-                    answers = self._ask(batches, step)
+                    answers = self._request(batches, step)
                 answers = self._with_report(answers)
                 metrics["time/rollout_wait_s"] = answers.rollout_s
             else:
                 assert (content.step, content.version) == (step, step - 1), "answers of another step"
-                answers = (
-                    content.future.result()
-                    if isinstance(content, PendingAnswers)
-                    else self._from_saved(content, batches)
-                )
+                if isinstance(content, PendingAnswers):
+                    answers = content.future.result()
+                else:
+                    answers = self._from_saved(content, batches)
                 metrics["time/rollout_wait_s"] = time.perf_counter() - started
         metrics[self._decode_metric] = 1
         return answers
 
     def submit(self, batches: MicroBatches, step: int, metrics: MutableMapping[str, float]) -> None:
-        """Push the weights that the step after ``step`` finished ones begins with, and ask for the answers of the step
+        """Push the weights that the step after ``step`` finished ones begins with, and request the answers of the step
         after it, to ``batches``. A collective call; adds to ``metrics``.
 
         Raises:
@@ -169,11 +260,13 @@ class RolloutQueue:
             started = time.perf_counter()
             self.backend.sync_weights(step)
             metrics["time/weight_sync_s"] = time.perf_counter() - started
-        future = in_background(lambda: self._with_report(self._ask(batches, step + 1)), name="rollouts one step ahead")
+        future = in_background(
+            lambda: self._with_report(self._request(batches, step + 1)), name="rollouts one step ahead"
+        )
         self.content = PendingAnswers(step + 1, step, future)
 
     def wait(self) -> None:
-        """Return once no request is under way: before weights are pushed or a checkpoint is written. Each request has
+        """Return once no request is in progress: before weights are pushed or a checkpoint is written. Each request has
         its own deadline; an error is raised by :meth:`take`, in its own step."""
         if isinstance(self.content, PendingAnswers):
             wait([self.content.future])
@@ -189,8 +282,8 @@ class RolloutQueue:
         rounds = tuple(tuple(answer.rollout for answer in one) for one in answers.by_micro_step)
         return SavedAnswers(content.step, content.version, rounds, answers.rollout_s, answers.report, answers.counted)
 
-    def _ask(self, batches: MicroBatches, step: int) -> StepAnswers:
-        """Ask for everything at once, with the seeds of ``step``. Answers are parsed and matched in a thread while
+    def _request(self, batches: MicroBatches, step: int) -> StepAnswers:
+        """Request everything at once, with the seeds of ``step``. Answers are parsed and matched in a thread while
         others still decode. No collective call, so any thread may make it."""
         started = time.perf_counter()
         rounds = [
@@ -200,6 +293,11 @@ class RolloutQueue:
             )
             for micro_step, batch in enumerate(batches)
         ]
+
+        def timed_read(sample: Sample, rollout: Rollout) -> tuple[MatchedAnswer, float]:
+            started = time.perf_counter()
+            return self.read(sample, rollout), time.perf_counter() - started
+
         reading: dict[tuple[int, int], Future[tuple[MatchedAnswer, float]]] = {}
         with ThreadPoolExecutor(1, thread_name_prefix="parse and match") as reader:
             try:
@@ -207,7 +305,7 @@ class RolloutQueue:
                     place = (answer.round_idx, answer.index)
                     assert place not in reading, f"two answers to request {place}"
                     sample = batches[answer.round_idx][answer.index]
-                    reading[place] = reader.submit(self._timed_read, sample, answer.rollout)
+                    reading[place] = reader.submit(timed_read, sample, answer.rollout)
                 rollout_s = time.perf_counter() - started
                 done = {place: future.result() for place, future in reading.items()}
             except BaseException:
@@ -215,10 +313,6 @@ class RolloutQueue:
                 raise
         by_micro_step = [[done[i, k][0] for k in range(len(batch))] for i, batch in enumerate(batches)]
         return StepAnswers(by_micro_step, rollout_s, sum(seconds for _, seconds in done.values()))
-
-    def _timed_read(self, sample: Sample, rollout: Rollout) -> tuple[MatchedAnswer, float]:
-        started = time.perf_counter()
-        return self.read(sample, rollout), time.perf_counter() - started
 
     def _with_report(self, answers: StepAnswers) -> StepAnswers:
         return replace(answers, report=self.backend.last_report(), counted=self.backend.take_metrics())
