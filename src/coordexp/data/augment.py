@@ -41,11 +41,17 @@ class View:
         shown = image
         if self.window != (0.0, 0.0, 1.0, 1.0):
             left, top, right, bottom = self.window
-            data = ((right - left), 0, left * width, 0, (bottom - top), top * height)
-            shown = _reduced(shown, max(right - left, bottom - top)).transform(
-                image.size, Image.Transform.AFFINE, _scaled(data, shown.size, self.window),
-                Image.Resampling.BICUBIC, fillcolor=_GREY,
-            )  # fmt: skip
+            # An affine map reads few pixels per output pixel, so it would skip some where the view shrinks the image.
+            share = max(right - left, bottom - top)
+            if share > 1:
+                reduced = max(1, round(width / share)), max(1, round(height / share))
+                shown = image.resize(reduced, Image.Resampling.BICUBIC)
+            x_scale, y_scale = shown.width / width, shown.height / height
+            data = (
+                *((right - left) * x_scale, 0, left * width * x_scale),
+                *(0, (bottom - top) * y_scale, top * height * y_scale),
+            )
+            shown = shown.transform(image.size, Image.Transform.AFFINE, data, Image.Resampling.BICUBIC, fillcolor=_GREY)
         if self.mirrored:
             shown = shown.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
         if self.upside_down:
@@ -66,13 +72,15 @@ class View:
         return visible, len(objects) - len(visible)
 
     def _object(self, obj: GTObject, min_visible: float) -> GTObject | None:
-        points = [self._view_point(x, y) for x, y in zip(obj.bins[0::2], obj.bins[1::2], strict=True)]
+        left, top, right, bottom = self.window
+        ring: list[_Point] = []
+        for x, y in zip(obj.bins[0::2], obj.bins[1::2], strict=True):
+            u, v = (x / _LAST - left) / (right - left), (y / _LAST - top) / (bottom - top)
+            ring.append((1 - u if self.mirrored else u, 1 - v if self.upside_down else v))
         if obj.kind == "bbox_2d":
-            (xa, ya), (xb, yb) = points
+            (xa, ya), (xb, yb) = ring
             x1, y1, x2, y2 = min(xa, xb), min(ya, yb), max(xa, xb), max(ya, yb)
             ring = [(x1, y1), (x2, y1), (x2, y2), (x1, y2)]
-        else:
-            ring = points
         inside = clip_ring(ring)
         if not inside:
             return None
@@ -85,15 +93,10 @@ class View:
         bins = canonical_ring([round(v * _LAST) for v in _flat(inside)])
         return None if len(bins) < 6 else replace(obj, bins=bins)
 
-    def _view_point(self, x: int, y: int) -> _Point:
-        left, top, right, bottom = self.window
-        u, v = (x / _LAST - left) / (right - left), (y / _LAST - top) / (bottom - top)
-        return (1 - u if self.mirrored else u), (1 - v if self.upside_down else v)
-
 
 def draw_view(config: AugmentConfig, seed: int, epoch: int, index: int) -> View:
-    """The view of sample ``index`` in an epoch. Every number is drawn whether it is used or not, so that switching one
-    part on changes none of the others."""
+    """The view of sample ``index`` in an epoch. Every number is always drawn, so that switching one part on changes
+    none of the others."""
     rng = random.Random(f"augment:{seed}:{epoch}:{index}")
     mirrored, upside_down = rng.random() < config.horizontal_flip, rng.random() < config.vertical_flip
     scale = config.scale[0] * (config.scale[1] / config.scale[0]) ** rng.random()  # as likely twice as half
@@ -105,8 +108,8 @@ def draw_view(config: AugmentConfig, seed: int, epoch: int, index: int) -> View:
 
 
 def clip_ring(ring: Sequence[_Point]) -> list[_Point]:
-    """The part of a ring inside the unit square, side by side (Sutherland and Hodgman); empty where nothing is. Parts
-    of a ring that crosses the edge several times are joined along it."""
+    """The part of a ring inside the unit square (Sutherland and Hodgman's algorithm); empty without one. Parts of a
+    ring that crosses the edge several times are joined along it."""
     kept = list(ring)
     for axis, bound, sign in ((0, 0.0, 1), (0, 1.0, -1), (1, 0.0, 1), (1, 1.0, -1)):
         points, kept = kept, []
@@ -124,23 +127,3 @@ def clip_ring(ring: Sequence[_Point]) -> list[_Point]:
 
 def _flat(ring: Sequence[_Point]) -> list[float]:
     return [value for point in ring for value in point]
-
-
-def _reduced(image: Image.Image, share: float) -> Image.Image:
-    """Smaller where the view shrinks it, for an affine map looks at few pixels and would skip some."""
-    if share <= 1:
-        return image
-    size = max(1, round(image.width / share)), max(1, round(image.height / share))
-    return image.resize(size, Image.Resampling.BICUBIC)
-
-
-def _scaled(
-    data: tuple[float, ...], size: tuple[int, int], window: tuple[float, float, float, float]
-) -> tuple[float, ...]:
-    """The map from the view's pixels to those of the image that :func:`_reduced` gives."""
-    share = max(window[2] - window[0], window[3] - window[1])
-    if share <= 1:
-        return data
-    across, down = max(1, round(size[0] / share)) / size[0], max(1, round(size[1] / share)) / size[1]
-    a, b, c, d, e, f = data
-    return (a * across, b * across, c * across, d * down, e * down, f * down)

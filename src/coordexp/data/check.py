@@ -9,11 +9,12 @@ import sqlite3
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from PIL import __version__ as pillow_version
 
 from coordexp.data.files import cache_folder
 from coordexp.data.images import image_exists, open_rgb, read_header, shape_problem, size_problem
@@ -67,7 +68,7 @@ class Problem:
 
 @dataclass
 class DatasetCheck:
-    """Everything found, and what the sound records hold."""
+    """All findings, and the valid records."""
 
     path: Path
     lines: int = 0
@@ -87,11 +88,11 @@ class DatasetCheck:
         return Counter(problem.finding for problem in self.problems)
 
     def classes(self) -> Counter[str]:
-        """Objects of the sound records by description."""
+        """Objects of the valid records by description."""
         return Counter(obj.desc for record in self.records for obj in record.objects)
 
     def kinds(self) -> Counter[str]:
-        """Objects of the sound records by geometry."""
+        """Objects of the valid records by geometry."""
         return Counter(obj.kind for record in self.records for obj in record.objects)
 
     def soft_objects(self) -> int:
@@ -133,9 +134,9 @@ def check_jsonl(
     """Check a dataset line by line.
 
     Args:
-        limit: look at the first ``limit`` lines only.
+        limit: check the first ``limit`` lines only.
         deep: decode every image too, instead of reading its header alone. Later checks skip sound images
-            whose files have not changed (:class:`ImageCheckCache`).
+            if their files have not changed.
         count_tokens: tokens of a record's prompt and answer; with it, those above ``max_tokens`` are found.
 
     Raises:
@@ -148,23 +149,27 @@ def check_jsonl(
         raise DataError(NO_RECORDS, path=path)
     digests: defaultdict[bytes, list[str]] = defaultdict(list)
     paths: defaultdict[Path, list[str]] = defaultdict(list)
-    with open_image_check_cache() as cache:
+    with _open_cache() as cache:
         for done, (number, text) in enumerate(lines, start=1):
             check.lines += 1
             try:
                 record = parse_line(text, path=path, line=number)
             except RefusedLine as error:
-                _add_refused(check, f"{path.name}:{number}", text, error)
+                check.add(*_classify(text, error, f"{path.name}:{number}"))
                 continue
             check.records.append(record)
             first = record.image not in paths
             paths[record.image].append(record.sample_id)
-            image = _check_image(check, record, cache, deep and first)
-            if image is not None and first:
-                digests[image.sha256].append(record.sample_id)
+            digest = _check_image(check, record, cache, deep and first)
+            if digest is not None and first:
+                digests[digest].append(record.sample_id)
             _check_objects(check, record)
             if count_tokens is not None:
-                _check_length(check, record, count_tokens)
+                length = count_tokens(record)
+                check.token_lengths.append(length)
+                if max_tokens is not None and length > max_tokens:
+                    detail = f"{length} tokens of prompt and answer, global_max_length is {max_tokens}"
+                    check.add(Finding.TOO_LONG, record.sample_id, detail)
             if progress is not None:
                 progress(done, len(lines))
     for kind, groups in (("in", paths), ("with the same bytes in", digests)):
@@ -176,53 +181,48 @@ def check_jsonl(
     return check
 
 
-def _add_refused(check: DatasetCheck, where: str, text: bytes, error: RefusedLine) -> None:
-    """Add the finding for an invalid line, by its likeliest cause."""
-    boxes = [box for box in _raw_boxes(text) if len(box) == 4]
-    inverted = [box for box in boxes if box[2] < box[0] or box[3] < box[1]]
-    fit_as_xywh = all(box[0] + box[2] <= NUM_BINS and box[1] + box[3] <= NUM_BINS for box in inverted)
-    if error.fault is LineFault.INVERTED_BOX and fit_as_xywh:
-        detail = (
-            f"{error.reason}; {len(inverted)} of {len(boxes)} boxes of the line are, all of which fit as x, y, w, h"
-        )
-        check.add(Finding.XYWH_LOOKING, where, detail)
-    elif error.fault is LineFault.BEYOND_BINS:
-        check.add(Finding.OUT_OF_RANGE, where, error.reason)
-    else:
-        check.add(Finding.SCHEMA, where, error.reason)
+def _classify(text: bytes, error: RefusedLine, where: str) -> tuple[Finding, str, str]:
+    """The finding for an invalid line, by its likeliest cause."""
+    if error.fault is LineFault.BEYOND_BINS:
+        return Finding.OUT_OF_RANGE, where, error.reason
+    if error.fault is LineFault.INVERTED_BOX:
+        boxes = [obj.get("bbox_2d") for obj in json.loads(text)["objects"] if isinstance(obj, dict)]
+        boxes = [b for b in boxes if isinstance(b, list) and len(b) == 4 and all(type(value) is int for value in b)]
+        inverted = [box for box in boxes if box[2] < box[0] or box[3] < box[1]]
+        if all(box[0] + box[2] <= NUM_BINS and box[1] + box[3] <= NUM_BINS for box in inverted):
+            fit = f"{len(inverted)} of {len(boxes)} boxes of the line are, all of which fit as x, y, w, h"
+            return Finding.XYWH_LOOKING, where, f"{error.reason}; {fit}"
+    return Finding.SCHEMA, where, error.reason
 
 
-def _raw_boxes(text: bytes) -> list[list[int]]:
-    """Every list of integers under ``bbox_2d`` of a line that may be no record."""
+def _check_image(check: DatasetCheck, record: ImageRecord, cache: sqlite3.Connection, deep: bool) -> bytes | None:
+    """The SHA-256 of the record's image file; None if it cannot be read."""
+    image, sample = record.image, record.sample_id
     try:
-        objects = json.loads(text)["objects"]
-        boxes = [obj.get("bbox_2d") for obj in objects]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return []
-    return [box for box in boxes if isinstance(box, list) and all(type(value) is int for value in box)]
-
-
-def _check_image(check: DatasetCheck, record: ImageRecord, cache: ImageCheckCache, deep: bool) -> CheckedImage | None:
-    """The record's image; None where it cannot be read."""
-    key = cache.key(record.image)
-    image = cache.find(key)
-    if image is None or (deep and not image.decoded):
+        seen = image_stat(os.fsencode(image))  # before the image is read: a later change gives another key
+    except (OSError, ValueError):  # reading the image fails too, and says why
+        key = found = None
+    else:
+        key = os.fsencode(os.path.abspath(image)), pillow_version, seen.st_size, seen.st_mtime_ns
+        found = cache.execute(_FIND, key).fetchone()
+    if found is None or (deep and not found[3]):
         try:
-            if not image_exists(record.image):
-                check.add(Finding.MISSING_IMAGE, record.sample_id, f"no file {record.image}")
+            if not image_exists(image):
+                check.add(Finding.MISSING_IMAGE, sample, f"no file {image}")
                 return None
-            size = open_rgb(record.image).size if deep else read_header(record.image).size
+            size = open_rgb(image).size if deep else read_header(image).size
         except DataError as error:
-            check.add(Finding.UNREADABLE_IMAGE, record.sample_id, str(error))
+            check.add(Finding.UNREADABLE_IMAGE, sample, str(error))
             return None
-        image = CheckedImage(*size, hashlib.sha256(image_bytes(record.image)).digest(), deep)
-        cache.add(key, image)
-    size = image.width, image.height
-    if problem := shape_problem(*size):
-        check.add(Finding.EXTREME_SHAPE, record.sample_id, f"{record.image}: {problem}")
-    if size != (record.width, record.height):
-        check.add(Finding.SIZE_MISMATCH, record.sample_id, size_problem((record.width, record.height), size))
-    return image
+        found = (*size, hashlib.sha256(image_bytes(image)).digest(), deep)
+        if key is not None:
+            cache.execute("INSERT OR REPLACE INTO images VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (*key, *found))
+    width, height, digest, _ = found
+    if problem := shape_problem(width, height):
+        check.add(Finding.EXTREME_SHAPE, sample, f"{image}: {problem}")
+    if (width, height) != (record.width, record.height):
+        check.add(Finding.SIZE_MISMATCH, sample, size_problem((record.width, record.height), (width, height)))
+    return digest
 
 
 def _check_objects(check: DatasetCheck, record: ImageRecord) -> None:
@@ -239,16 +239,8 @@ def _check_objects(check: DatasetCheck, record: ImageRecord) -> None:
         seen.add(identity)
 
 
-def _check_length(check: DatasetCheck, record: ImageRecord, count_tokens: CountTokens) -> None:
-    length = count_tokens(record)
-    check.token_lengths.append(length)
-    if check.max_tokens is not None and length > check.max_tokens:
-        detail = f"{length} tokens of prompt and answer, global_max_length is {check.max_tokens}"
-        check.add(Finding.TOO_LONG, record.sample_id, detail)
-
-
 def _add_left_out(check: DatasetCheck) -> None:
-    """Add what the conversion left out; only its report lists that."""
+    """Add what the conversion left out, which only its report lists."""
     report = check.path.with_name(f"{check.path.stem}.conversion_report.json")
     if not report.is_file():
         return
@@ -275,68 +267,26 @@ def histogram(values: Sequence[int], edges: Sequence[int]) -> dict[str, int]:
     return counts
 
 
+# Sound images: upright size in pixels, the file's SHA-256, and whether all pixels were decoded; by absolute path,
+# Pillow's version, and size and modification time of the file or of the shard it is in.
 _TABLE = """CREATE TABLE IF NOT EXISTS images (
     path BLOB PRIMARY KEY, pillow TEXT, size INTEGER, mtime_ns INTEGER,
     width INTEGER, height INTEGER, sha256 BLOB, decoded INTEGER
 ) WITHOUT ROWID"""
-Key = tuple[bytes, str, int, int]
-"""An image's absolute path, Pillow's version, and size and modification time of the file or of the shard it is in."""
-
-
-@dataclass(frozen=True, slots=True)
-class CheckedImage:
-    """A sound image: its upright size in pixels, its file's SHA-256, and whether all of its pixels were decoded."""
-
-    width: int
-    height: int
-    sha256: bytes
-    decoded: bool
-
-
-class ImageCheckCache:
-    """Look up and store sound images. Take an image's key before you read it."""
-
-    def __init__(self, rows: sqlite3.Connection) -> None:
-        self._rows = rows
-        self._pillow = version("pillow")
-
-    def key(self, image: Path) -> Key | None:
-        """The key of an image's entry; None if there is no such file."""
-        try:
-            seen = image_stat(os.fsencode(image))
-        except (OSError, ValueError):  # the check that opens the image says why
-            return None
-        return os.fsencode(os.path.abspath(image)), self._pillow, seen.st_size, seen.st_mtime_ns
-
-    def find(self, key: Key | None) -> CheckedImage | None:
-        """The entry of this key."""
-        if key is None:
-            return None
-        unchanged = "path = ? AND pillow = ? AND size = ? AND mtime_ns = ?"
-        found = self._rows.execute(f"SELECT width, height, sha256, decoded FROM images WHERE {unchanged}", key)
-        row = found.fetchone()
-        return None if row is None else CheckedImage(row[0], row[1], row[2], bool(row[3]))
-
-    def add(self, key: Key | None, image: CheckedImage) -> None:
-        """Store an entry; it replaces an older one of the same path."""
-        if key is not None:
-            self._rows.execute("INSERT OR REPLACE INTO images VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (*key, *astuple(image)))
+_FIND = """SELECT width, height, sha256, decoded FROM images
+    WHERE path = ? AND pillow = ? AND size = ? AND mtime_ns = ?"""
 
 
 @contextmanager
-def open_image_check_cache() -> Iterator[ImageCheckCache]:
-    """The user's own store, which several checks may use at once.
-
-    Raises:
-        DataError: it cannot be read or written.
-    """
+def _open_cache() -> Iterator[sqlite3.Connection]:
+    """The user's own store, which several checks may use at once. Raises DataError if it cannot be read or written."""
     path = cache_folder() / "checked_images.sqlite"
     try:
         # Each entry is stored at once; without waiting for the disk that takes microseconds.
-        with closing(sqlite3.connect(path, timeout=30.0, isolation_level=None)) as rows:
-            rows.execute("PRAGMA journal_mode = TRUNCATE")
-            rows.execute("PRAGMA synchronous = OFF")
-            rows.execute(_TABLE)
-            yield ImageCheckCache(rows)
+        with closing(sqlite3.connect(path, timeout=30.0, isolation_level=None)) as cache:
+            cache.execute("PRAGMA journal_mode = TRUNCATE")
+            cache.execute("PRAGMA synchronous = OFF")
+            cache.execute(_TABLE)
+            yield cache
     except sqlite3.Error as error:
         raise DataError(f"cannot be used ({error}); delete the file and start again", path=path) from error

@@ -30,7 +30,7 @@ class Sample:
 
 
 class RecordDataset:
-    """A map-style dataset over records, as torch's loaders take one; reading answers needs it, and no torch.
+    """A map-style dataset over records for torch's loaders; torch-free, because reading answers needs it too.
 
     ``ordering: random`` shuffles a record's objects by (seed, epoch, its index), the same on every rank; with
     ``augment`` a sample is a view of its record, drawn by the same three. Outside of training the epoch is 0.
@@ -60,7 +60,7 @@ class RecordDataset:
         return self._sample(index, self._epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """From now on samples are those of this epoch; before a loader's workers start."""
+        """Samples are those of this epoch from now on. Call it before a loader's workers start."""
         self._epoch = epoch
 
     def record(self, index: int) -> ImageRecord:
@@ -75,7 +75,11 @@ class RecordDataset:
             DataError: the dataset does not contain its record.
         """
         name, _, epoch = sample_id.rpartition(_EPOCH) if self._augment is not None else (sample_id, "", "0")
-        index = self._place_of(name)
+        if isinstance(self._records, CachedRecords):
+            index = self._records.index_of(name)
+        else:
+            self._places = self._places or {record.sample_id: at for at, record in enumerate(self._records)}
+            index = self._places.get(name)
         if index is None or not epoch.isdecimal():
             raise DataError(
                 f"the checkpoint's carry buffer holds sample {sample_id}, which custom.train_jsonl does not; resume "
@@ -91,13 +95,6 @@ class RecordDataset:
         if self._ordering == "random" and epoch:
             record = replace(record, objects=order_objects(record.objects, "random", self._shuffle(epoch, index)))
         return Sample(record, self._encode(record))
-
-    def _place_of(self, sample_id: str) -> int | None:
-        if isinstance(self._records, CachedRecords):
-            return self._records.index_of(sample_id)
-        if not self._places:
-            self._places = {record.sample_id: index for index, record in enumerate(self._records)}
-        return self._places.get(sample_id)
 
     def view(self, index: int, epoch: int) -> tuple[ImageRecord, Image.Image]:
         """The augmented view of a record in an epoch: the record with the visible objects, and the image."""

@@ -50,11 +50,11 @@ CACHE_MIN_BYTES = 4 << 20
 """Smaller datasets are read by every process at every start, which takes about a second."""
 WAIT_S = 1800.0
 _PIECE_BYTES = 4 << 20  # of lines that one task of a worker validates
-_PIECE_ROWS = 20_000  # whose images one task of a worker checks
+_PIECE_ROWS = 20_000  # records per task of a worker that checks images
 _NOT_CHECKED = -1  # instead of a file's size and modification time
 
 PREPARED = "prepared"
-"""The key of a record's metadata that has a column of its own: training reads it from all records at once."""
+"""The key of a record's metadata with a column of its own: training reads it from all records at once."""
 _MAX_INT64 = (1 << 63) - 1
 
 _Task = TypeVar("_Task")
@@ -100,33 +100,6 @@ def check_images(*datasets: Sequence[ImageRecord], wait_s: float = WAIT_S) -> No
         cached = isinstance(records, CachedRecords)
         problems += _cached_image_problems(records, wait_s) if cached else image_problems(records)
     raise_together(problems, None)
-
-
-def _record_batch(lines: Iterable[tuple[int, bytes, ImageRecord]]) -> pa.RecordBatch:
-    """One row per (line number, text, record parsed from it).
-
-    The text is parsed again when the record is read, which costs far less than opening its image. The other columns
-    are read from all records at once: ``image`` is an absolute path in the file system's bytes, ``prepared`` is JSON.
-    """
-    import pyarrow as pa
-
-    schema = pa.schema([
-        ("line", pa.int64()), ("text", pa.binary()), ("image", pa.binary()), ("width", pa.int64()),
-        ("height", pa.int64()), (PREPARED, pa.string()),
-    ])  # fmt: skip
-    rows = [
-        {
-            "line": number,
-            "text": text,
-            "image": os.fsencode(record.image),
-            # No image is that large, so the check of images refuses the record.
-            "width": min(record.width, _MAX_INT64),
-            "height": min(record.height, _MAX_INT64),
-            PREPARED: json.dumps(record.metadata.get(PREPARED)),
-        }
-        for number, text, record in lines
-    ]
-    return pa.RecordBatch.from_pylist(rows, schema)
 
 
 @lru_cache(maxsize=4)
@@ -219,11 +192,23 @@ def _validate(path: Path, limit: int | None, file: Path) -> None:
     """Write the records of ``path`` to ``file``, which appears if every line is valid. Raises all refused lines."""
     import pyarrow as pa
 
+    def pieces() -> Iterator[list[tuple[int, bytes]]]:
+        piece: list[tuple[int, bytes]] = []
+        size = 0
+        for number, text in numbered_lines(path, limit):
+            piece.append((number, text))
+            size += len(text)
+            if size >= _PIECE_BYTES:
+                yield piece
+                piece, size = [], 0
+        if piece:
+            yield piece
+
     done_bytes = 0
     problems: list[DataError] = []
     writer: pa.RecordBatchFileWriter | None = None
     with whole_binary_file(file) as out, _progress(f"validating {path.name}") as progress:
-        for batch, refused, piece_bytes in _in_processes(partial(_validate_piece, path), _pieces(path, limit)):
+        for batch, refused, piece_bytes in _in_processes(partial(_validate_piece, path), pieces()):
             problems += [DataError(reason, path=path, line=line) for line, reason in refused]
             if not problems:
                 writer = writer or pa.ipc.new_file(out, batch.schema)
@@ -236,29 +221,37 @@ def _validate(path: Path, limit: int | None, file: Path) -> None:
         writer.close()
 
 
-def _pieces(path: Path, limit: int | None) -> Iterator[list[tuple[int, bytes]]]:
-    piece: list[tuple[int, bytes]] = []
-    size = 0
-    for number, text in numbered_lines(path, limit):
-        piece.append((number, text))
-        size += len(text)
-        if size >= _PIECE_BYTES:
-            yield piece
-            piece, size = [], 0
-    if piece:
-        yield piece
-
-
 def _validate_piece(path: Path, lines: list[tuple[int, bytes]]) -> tuple[pa.RecordBatch, list[tuple[int, str]], int]:
-    """In a worker. Returns the valid lines as a batch, (line, reason) of the others, and the number of bytes read."""
-    valid: list[tuple[int, bytes, ImageRecord]] = []
+    """In a worker. Returns the valid lines as a batch, (line, reason) of the others, and the number of bytes read.
+
+    The batch's text is parsed again when a record is read, which costs far less than opening its image. The other
+    columns are read from all records at once: ``image`` is an absolute path in the file system's bytes, ``prepared``
+    is JSON.
+    """
+    import pyarrow as pa
+
+    schema = pa.schema([
+        ("line", pa.int64()), ("text", pa.binary()), ("image", pa.binary()), ("width", pa.int64()),
+        ("height", pa.int64()), (PREPARED, pa.string()),
+    ])  # fmt: skip
+    rows: list[dict[str, Any]] = []
     refused: list[tuple[int, str]] = []
     for number, text in lines:
         try:
-            valid.append((number, text, parse_line(text, path=path, line=number)))
+            record = parse_line(text, path=path, line=number)
         except RefusedLine as error:
             refused.append((number, error.reason))
-    return _record_batch(valid), refused, sum(len(text) for _, text in lines)
+            continue
+        rows.append({
+            "line": number,
+            "text": text,
+            "image": os.fsencode(record.image),
+            # No image is that large, so the check of images refuses the record.
+            "width": min(record.width, _MAX_INT64),
+            "height": min(record.height, _MAX_INT64),
+            PREPARED: json.dumps(record.metadata.get(PREPARED)),
+        })  # fmt: skip
+    return pa.RecordBatch.from_pylist(rows, schema), refused, sum(len(text) for _, text in lines)
 
 
 def _cached_image_problems(records: CachedRecords, wait_s: float) -> list[DataError]:
@@ -352,7 +345,7 @@ def _in_processes(work: Callable[[_Task], _Done], tasks: Iterable[_Task]) -> Ite
 def _start_worker(parent: int) -> None:
     gc.disable()  # records have no cycles, and looking for them takes a quarter of the time
 
-    def end_with_parent() -> None:  # the pool does not tell its workers when their parent is killed
+    def end_with_parent() -> None:  # the pool's workers do not notice that their parent was killed
         while os.getppid() == parent:
             time.sleep(1)
         os._exit(1)

@@ -59,8 +59,13 @@ def find_images(sources: Sequence[Path], *, limit: int | None = None, skip_broke
             records.setdefault(name, ImageRecord(name, path.resolve(), width, height, ()))
     chosen = list(records.values())[:limit]
     if skip_broken:
-        chosen, broken = _decodable(chosen)
-        skipped += broken
+        # Decode all of them first: that is cheap compared to prediction, and all ranks must skip the same images.
+        with ThreadPoolExecutor(_WORKERS) as pool:
+            problems = dict(
+                zip((record.sample_id for record in chosen), pool.map(_decode_problem, chosen), strict=True)
+            )
+        chosen = [record for record in chosen if problems[record.sample_id] is None]
+        skipped += [(name, problem) for name, problem in problems.items() if problem is not None]
     else:
         check_dataset([record for record in chosen if record.sample_id in annotated])
     if not chosen:
@@ -84,12 +89,11 @@ def _image_files(source: Path, alone: bool) -> Iterator[tuple[Path, str]]:
     elif source.exists():
         yield source, source.as_posix()
     else:
-        pattern = _PRINTF.sub("*", str(source))
         if not is_pattern(source):
             raise DataError("no such image, folder or dataset", path=source)
-        start = Path(Path(pattern).anchor)
-        paths = sorted(start.glob(str(Path(pattern).relative_to(start))), key=_by_numbers)
-        paths = [path for path in paths if path.suffix.lower() in IMAGE_SUFFIXES]
+        pattern = Path(_PRINTF.sub("*", str(source)))
+        found = Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor)))
+        paths = sorted((path for path in found if path.suffix.lower() in IMAGE_SUFFIXES), key=_by_numbers)
         if not paths:
             raise DataError("no image has a name like this pattern", path=source)
         yield from ((path, path.as_posix()) for path in paths)
@@ -101,19 +105,9 @@ def _by_numbers(path: Path) -> tuple[object, ...]:
     return tuple((int(part), "") if k % 2 else (-1, part) for k, part in enumerate(parts))
 
 
-def _decodable(records: Sequence[ImageRecord]) -> tuple[list[ImageRecord], list[tuple[str, str]]]:
-    """Decode all of them first: that is cheap compared to prediction, and all ranks must skip the same images."""
-
-    def problem(record: ImageRecord) -> str | None:
-        try:
-            open_rgb(record.image, expected_size=(record.width, record.height))
-        except DataError as error:
-            return str(error)
-        return None
-
-    with ThreadPoolExecutor(_WORKERS) as pool:
-        problems = list(pool.map(problem, records))
-    pairs = list(zip(records, problems, strict=True))
-    return [record for record, refusal in pairs if refusal is None], [
-        (record.sample_id, refusal) for record, refusal in pairs if refusal is not None
-    ]
+def _decode_problem(record: ImageRecord) -> str | None:
+    try:
+        open_rgb(record.image, expected_size=(record.width, record.height))
+    except DataError as error:
+        return str(error)
+    return None

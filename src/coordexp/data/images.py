@@ -165,7 +165,12 @@ def _decode(
     if expected_size is not None and size != expected_size:
         raise DataError(size_problem(expected_size, size), path=path)
     try:
-        rgb = _flatten(image)
+        if header.opaque:
+            rgb = image.convert("RGB")
+        else:
+            layered = image.convert("RGBA")
+            white = Image.new("RGBA", layered.size, (255, 255, 255, 255))
+            rgb = Image.alpha_composite(white, layered).convert("RGB")
     except _PILLOW_ERRORS as error:
         raise DataError(f"cannot decode the image ({error}); replace the file", path=path) from error
     # Pillow's operations keep EXIF and XMP, by which vLLM would turn these pixels again.
@@ -180,7 +185,7 @@ def _decode(
 
 
 def size_problem(declared: tuple[int, int], real: tuple[int, int]) -> str:
-    """The message for an image that does not have the declared ``(width, height)``."""
+    """The message for an image of another size than the declared ``(width, height)``."""
     return (
         f"the record says width={declared[0]}, height={declared[1]}, but the image is {real[0]}x{real[1]} "
         "(width x height, upright); correct the record, or restore the image that was annotated"
@@ -196,12 +201,9 @@ def image_exists(path: Path) -> bool:
     try:
         return path.is_file() or find_member(path) is not None
     except OSError as error:
-        raise DataError(f"cannot be looked for ({error.strerror})", path=_shortened(path)) from error
-
-
-def _shortened(path: Path) -> str:
-    text = str(path)
-    return text if len(text) <= _SHOWN_OF_PATH else f"{text[:_SHOWN_OF_PATH]}… ({len(text):,} characters)"
+        text = str(path)
+        shown = text if len(text) <= _SHOWN_OF_PATH else f"{text[:_SHOWN_OF_PATH]}… ({len(text):,} characters)"
+        raise DataError(f"cannot be looked for ({error.strerror})", path=shown) from error
 
 
 def _open(path: Path) -> Image.Image:
@@ -210,11 +212,10 @@ def _open(path: Path) -> Image.Image:
     try:
         member = find_member(path)
         return Image.open(path) if member is None else Image.open(io.BufferedReader(MemberFile(member)))
-    except UnidentifiedImageError as error:
-        reason = f"cannot identify image file {str(path)!r}"
-        raise DataError(f"not a readable image ({reason}); replace the file", path=path) from error
     except _PILLOW_ERRORS as error:
-        raise DataError(f"not a readable image ({error}); replace the file", path=path) from error
+        unknown = isinstance(error, UnidentifiedImageError)  # whose message names the member's file object
+        reason = f"cannot identify image file {str(path)!r}" if unknown else str(error)
+        raise DataError(f"not a readable image ({reason}); replace the file", path=path) from error
 
 
 def _header(image: Image.Image, path: Path) -> ImageHeader:
@@ -223,32 +224,17 @@ def _header(image: Image.Image, path: Path) -> ImageHeader:
             f"pixel type {image.mode!r} is not 8-bit; scale it to 8 bits per channel first, plain conversion clips",
             path=path,
         )
-    orientation = _orientation(image, path)
+    orientation = 1
+    if image.format != "PNG" or "exif" in image.info:  # otherwise getexif() would decode a PNG to look for a late chunk
+        try:
+            orientation = image.getexif().get(_EXIF_ORIENTATION, 1)
+        except _PILLOW_ERRORS as error:
+            raise DataError(f"unreadable EXIF data ({error}); save the image again without it", path=path) from error
+        orientation = orientation if orientation in _UPRIGHT_BY_ORIENTATION else 1
     size = stored_size = image.size
     if orientation >= 5:
         turned = (image.height, image.width)
         # Pillow swaps the sides of a TIFF itself.
         size, stored_size = (size, turned) if image.format == "TIFF" else (turned, size)
-    return ImageHeader(size, stored_size, orientation, image.format or "", image.mode, not _has_alpha(image))
-
-
-def _orientation(image: Image.Image, path: Path) -> int:
-    if image.format == "PNG" and "exif" not in image.info:
-        return 1  # getexif() would decode the whole image to look for a late chunk
-    try:
-        value = image.getexif().get(_EXIF_ORIENTATION, 1)
-    except _PILLOW_ERRORS as error:
-        raise DataError(f"unreadable EXIF data ({error}); save the image again without it", path=path) from error
-    return value if value in _UPRIGHT_BY_ORIENTATION else 1
-
-
-def _has_alpha(image: Image.Image) -> bool:
-    return image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info
-
-
-def _flatten(image: Image.Image) -> Image.Image:
-    if _has_alpha(image):
-        layered = image.convert("RGBA")
-        white = Image.new("RGBA", layered.size, (255, 255, 255, 255))
-        return Image.alpha_composite(white, layered).convert("RGB")
-    return image.convert("RGB")
+    opaque = image.mode not in ("RGBA", "LA", "PA") and "transparency" not in image.info
+    return ImageHeader(size, stored_size, orientation, image.format or "", image.mode, opaque)

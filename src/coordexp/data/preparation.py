@@ -54,7 +54,6 @@ class ResizeRule:
         return image if size == image.size else image.resize(size, Image.Resampling.BICUBIC)
 
     def to_metadata(self) -> dict[str, int]:
-        """The value for :data:`IN_METADATA`."""
         return asdict(self)
 
 
@@ -67,11 +66,9 @@ class ImagePreparation:
     seen_pixels: tuple[int, int] | None = None
 
     def __call__(self, image: Image.Image) -> Image.Image:
-        """The image as the model should see it."""
         return image if self.resize is None else self.resize.resize(image)
 
     def changes(self, width: int, height: int) -> bool:
-        """Whether an image of this size is resized."""
         return self.resize is not None and self.resize.size(width, height) != (width, height)
 
     def is_unlike_training(self, width: int, height: int) -> bool:
@@ -93,33 +90,28 @@ def preparation_of(records: Sequence[ImageRecord]) -> ImagePreparation:
         DataError: ``metadata.prepared`` of a record is not a rule.
     """
     if isinstance(records, CachedRecords):
-        rules = {_rule_of(record) for record in records.distinct_preparations()}
-        seen = records.pixel_areas()
+        distinct, seen = records.distinct_preparations(), records.pixel_areas()
     else:
-        rules = {_rule_of(record) for record in records}
         areas = [record.width * record.height for record in records]
-        seen = (min(areas), max(areas)) if areas else None
+        distinct, seen = records, (min(areas), max(areas)) if areas else None
+    rules: set[ResizeRule | None] = set()
+    for record in distinct:
+        written = record.metadata.get(IN_METADATA)
+        try:
+            rules.add(None if written is None else _read_rule(written))
+        except (TypeError, ValueError, DataError) as error:
+            raise DataError(
+                f"{record.sample_id}: metadata.{IN_METADATA} is {written!r}: {error}; write them as converters do, or "
+                "remove the key"
+            ) from error
     return ImagePreparation(rules.pop() if len(rules) == 1 else None, seen)
-
-
-def _rule_of(record: ImageRecord) -> ResizeRule | None:
-    written = record.metadata.get(IN_METADATA)
-    if written is None:
-        return None
-    try:
-        return _read_rule(written)
-    except (TypeError, ValueError, DataError) as error:
-        raise DataError(
-            f"{record.sample_id}: metadata.{IN_METADATA} is {written!r}: {error}; write them as converters do, or "
-            "remove the key"
-        ) from error
 
 
 def read_preparation(folder: str | Path) -> ImagePreparation:
     """The preparation of the checkpoint in ``folder``; :data:`NO_RESIZE` if it has none.
 
     Raises:
-        CheckpointError: the file is there, and cannot be read.
+        CheckpointError: the file exists, but cannot be read.
     """
     path = Path(folder) / PREPARATION
     try:
@@ -138,18 +130,12 @@ def read_preparation(folder: str | Path) -> ImagePreparation:
 
 
 def write_preparation(preparation: ImagePreparation, folder: str | Path) -> None:
-    """Write :data:`PREPARATION` into ``folder``, or take away what an earlier run left there if nothing is known."""
+    """Write :data:`PREPARATION` into ``folder``; without a preparation remove the file of an earlier run."""
     path = Path(folder) / PREPARATION
     if preparation == NO_RESIZE:
         path.unlink(missing_ok=True)
-        return
-    rule, seen = preparation.resize, preparation.seen_pixels
-    fields = {
-        "schema_version": 1,
-        "resize": None if rule is None else rule.to_metadata(),
-        "seen_pixels": None if seen is None else list(seen),
-    }
-    path.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    else:
+        path.write_text(json.dumps({"schema_version": 1, **asdict(preparation)}, indent=2) + "\n", encoding="utf-8")
 
 
 def _read_rule(written: Mapping[str, Any]) -> ResizeRule:

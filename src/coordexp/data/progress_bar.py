@@ -20,7 +20,7 @@ LINE_EVERY_S = 30.0
 
 
 def literal_console(*, stderr: bool, quiet: bool = False) -> Console:
-    """A console that prints text literally: a class may be called ``[red] car``, a file ``p [a0] :smile:.jpg``."""
+    """A console that prints text literally: a class may be ``[red] car``, a file ``p [a0] :smile:.jpg``."""
     return Console(stderr=stderr, quiet=quiet, markup=False, emoji=False, highlight=False)
 
 
@@ -28,7 +28,7 @@ def literal_console(*, stderr: bool, quiet: bool = False) -> Console:
 def reporting(
     console: Console, description: str, unit: str = "images", *, after_s: float = 0.0, stays: bool = False
 ) -> Iterator[Callable[[int, int], None]]:
-    """Yields the callback (done, total) that drives the display.
+    """Yield the callback (done, total) that drives the display.
 
     ``after_s``: shorter work shows nothing. ``stays``: the full bar, or a last line, remains.
     """

@@ -1,4 +1,4 @@
-"""Generated scenes: coloured shapes on a textured ground, with boxes and polygons. The demo and the tests live on them.
+"""Generated scenes for the demo and the tests: coloured shapes on a textured ground, with boxes and polygons.
 
 A scene is a pure function of (``SCENES_VERSION``, spec, seed, index): the same on every machine, in any order.
 """
@@ -50,7 +50,7 @@ SPARSE = SceneSpec()
 MODERATE = SceneSpec(max_objects=6, min_side=22, max_side=52)
 FRAMED = SceneSpec(min_objects=2, max_objects=5, max_overlap=0.15, same_class=0.35, margin=0.22)
 DENSE = SceneSpec(min_objects=3, max_objects=7, min_side=20, max_side=48, max_overlap=0.25, same_class=0.35)
-# Crowds of like objects, as cells, people or cars are: where long answers loop, repeat themselves and stop early.
+# Crowds of similar objects, like cells, people or cars, on which long answers loop, repeat themselves and stop early.
 CROWD = SceneSpec(
     size=192, min_objects=10, max_objects=40, min_side=16, max_side=30, max_overlap=0.3, same_class=0.85, max_kinds=2
 )
@@ -138,21 +138,17 @@ def _draw_object(
     shade = tuple(int(np.clip(c + rng.integers(-12, 13), 0, 255)) for c in COLOURS[colour])
     x1, y1, x2, y2 = box
     scaled = tuple(v * _OVERSAMPLE for v in box)
-    desc = f"{colour} {shape}"
+    outline: tuple[float, ...] = box
     if shape == "triangle":
         apex = x1 + (x2 - x1) * rng.uniform(0.3, 0.7)
-        ring = (apex, y1, x2, y2, x1, y2)  # top-most vertex first, clockwise
-        draw.polygon([v * _OVERSAMPLE for v in ring], fill=shade)
-        return GTObject(desc, "poly", _annotate(ring, box, spec))
-    if shape == "circle":
+        outline = (apex, y1, x2, y2, x1, y2)  # top-most vertex first, clockwise
+        draw.polygon([v * _OVERSAMPLE for v in outline], fill=shade)
+    elif shape == "circle":
         draw.ellipse(scaled, fill=shade)
     else:
         draw.rectangle(scaled, fill=shade)
-    return GTObject(desc, "bbox_2d", _annotate(box, box, spec))
-
-
-def _annotate(outline: tuple[float, ...], box: tuple[float, float, float, float], spec: SceneSpec) -> tuple[int, ...]:
-    """Bins of ``outline`` grown about the middle of ``box`` by the spec's margin, inside the image."""
-    middle = ((box[0] + box[2]) / 2, (box[1] + box[3]) / 2)
+    # The annotation is wider than the outline by the spec's margin, about the middle of the box.
+    middle = ((x1 + x2) / 2, (y1 + y2) / 2)
     grown = (middle[i % 2] + (v - middle[i % 2]) * (1 + 2 * spec.margin) for i, v in enumerate(outline))
-    return tuple(to_bin(v, spec.size) for v in grown)
+    kind = "poly" if shape == "triangle" else "bbox_2d"
+    return GTObject(f"{colour} {shape}", kind, tuple(to_bin(v, spec.size) for v in grown))
