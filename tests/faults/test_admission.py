@@ -178,5 +178,5 @@ def test_a_learner_gives_up_on_a_server_whose_engine_does_not_get_on(sign: str) 
     with FakeRolloutServer(1) as fake:
         fake.reply = lambda path, body: (200, {"status": "ok", "engine_silent_s": 0.1, sign: 7.5})  # type: ignore[method-assign]
         LivenessWatch({0: client_to(fake.url, 1)}, 8.0).check({0})
-        with pytest.raises(ServerTimeout, match="its engine has not got on for 8 s"):
+        with pytest.raises(ServerTimeout, match="its engine has made no progress for 8 s"):
             LivenessWatch({0: client_to(fake.url, 1)}, 7.0).check({0, 1})

@@ -80,7 +80,7 @@ def engine_dead(_: list[Any]) -> list[Any]:
 LIES: dict[str, tuple[Callable[[list[Any]], list[Any]], str]] = {
     "drops answers": (lambda outputs: [one for one in outputs if not one.finished], "were never answered"),
     "answers twice": (
-        lambda outputs: [*outputs, *(copy.copy(one) for one in outputs if one.finished)], "which owes none",
+        lambda outputs: [*outputs, *(copy.copy(one) for one in outputs if one.finished)], "not an open request",
     ),
     "more tokens than asked for": (changed("token_ids", lambda ids: [*ids, *[9] * 100]), "max_new_tokens is 12"),
     "tokens beyond the vocabulary": (changed("token_ids", lambda ids: [*ids[:2], 10**9]), "1000000000"),

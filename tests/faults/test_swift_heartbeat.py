@@ -117,7 +117,7 @@ def test_a_learner_gives_up_on_a_hung_worker_of_a_server_that_tells(monkeypatch:
             backend.sync_weights(1)
             one = RolloutRound(requests_(1), SeedContext(0, 0, 0, 0))
             if gives_up:
-                with pytest.raises(ServerTimeout, match="its engine has not got on for 6 s"):
+                with pytest.raises(ServerTimeout, match="its engine has made no progress for 6 s"):
                     list(backend.generate_window([one]))
             else:
                 assert len(list(backend.generate_window([one]))) == 1

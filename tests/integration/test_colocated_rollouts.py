@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from coordexp.data.dataset import Sample
 from coordexp.data.images import open_rgb
-from coordexp.engine import in_process
+from coordexp.engine import colocated as colocated_module
 from coordexp.engine.colocated import ColocatedBackend
 from coordexp.errors import AlignmentError, DataError, RolloutError
 from coordexp.matching import MatchingConfig
@@ -228,7 +228,7 @@ def test_what_is_prepared_ahead_is_admitted_and_answered_as_what_is_prepared_in_
 
         monkeypatch.setattr(engine, "add_request", noted)
         if way == "in turn":
-            monkeypatch.setattr(in_process, "Prefetcher", InTurn)
+            monkeypatch.setattr(colocated_module, "Prefetcher", InTurn)
         with rollout_session(backend, 1):
             rounds = [
                 RolloutRound(tuple(requests_), SEEDS),

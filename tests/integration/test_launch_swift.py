@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from coordexp.data.jsonl import read_jsonl, write_jsonl
-from coordexp.engine.guard_activation import CONFIG_JSON
+from coordexp.engine.arguments import CONFIG_JSON
 from coordexp.launch.plan import PLUGIN, LaunchPlan
 from support.config_samples import pipeline, set_key, write_yaml
 from support.rollout_servers import descendants, is_alive, serving_environment

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from coordexp.config import load_config, resolved_rollout
+from coordexp.engine.arguments import CONFIG_JSON, CONFIG_JSON_PATH, ENABLE, GUARD_PROCESSOR
 from coordexp.engine.colocated import ColocatedBackend
-from coordexp.engine.guard_activation import CONFIG_JSON, CONFIG_JSON_PATH, ENABLE, GUARD_PROCESSOR
 from coordexp.launch.plan import plan_launch
 from coordexp.rollouts import check_backend, decoding_options
 from coordexp.rollouts.learner import LearnerParts

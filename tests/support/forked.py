@@ -61,7 +61,7 @@ ENGINES = Behind(
         "coordexp.engine.cpu_patches",
         "coordexp.engine.serve_app",
         "coordexp.engine.serve_engine",
-        "coordexp.engine.in_process",
+        "coordexp.engine.colocated",
         "coordexp.engine.worker",
     ),
     forkserver.ForkServer(),

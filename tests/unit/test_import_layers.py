@@ -49,7 +49,7 @@ TORCH_FREE = [
         "rollouts.repeat_guard",
         "rollouts.allowed_labels",
     ),
-    *("weight_sync", "engine.guard_activation", "engine.engine_process", "engine.client"),
+    *("weight_sync", "engine.arguments", "engine.engine_process", "engine.client"),
 ]
 
 

@@ -68,7 +68,7 @@ def check_backend(config: RolloutMatchingConfig, closed_names: bool = False) -> 
                 f"and there are {processes}; write 1, or start a multiple of {size} with torchrun"
             )
         return
-    from coordexp.engine.fleet import check_servers
+    from coordexp.engine.server_backend import check_servers
 
     check_servers(config, distributed.world_size(), closed_names)
 

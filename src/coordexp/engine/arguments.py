@@ -1,28 +1,46 @@
-"""The arguments of vLLM's engines, built in one place. Does not import vLLM."""
+"""How vLLM's engines are started: their arguments, and the environment variables that switch the repeat guard on in a
+server, which its launcher sets. Imports no torch and no vLLM."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from coordexp.config.rollout import VLLMConfig
-from coordexp.engine.guard_activation import GUARD_PROCESSOR
+from pydantic import ValidationError
 
-# By name: importing them would import vLLM.
+from coordexp.config.base import dotted, problems_from
+from coordexp.config.rollout import RepeatTerminateConfig, VLLMConfig
+from coordexp.errors import RolloutError
+
+# Classes by name: importing them would import vLLM.
 EXTENSION = "coordexp.engine.worker.WeightSyncExtension"
-NAMES_PROCESSOR = "coordexp.engine.logits_processors:AllowedLabelsProcessor"
-NAMES_KEY = "coordexp_names"  # of a request's SamplingParams.extra_args: its closed list of class names
-NAMES_ENABLE = "COORDEXP_ENABLE_VLLM_CLOSED_NAMES"  # 1: engines of swift rollout take such lists
-NAMES_STATUS = "closed_names"  # of each worker in a server's /status/: whether it really does
 KNOWN_TOKENS_PROCESSOR = "coordexp.engine.logits_processors:KnownTokensProcessor"
+NAMES_PROCESSOR = "coordexp.engine.logits_processors:AllowedLabelsProcessor"
+GUARD_PROCESSOR = "coordexp.engine.logits_processors:RepeatTerminateProcessor"
+
+# Keys of a request's SamplingParams.extra_args: its closed list of class names, and its id.
+NAMES_KEY = "coordexp_names"
+REQUEST_KEY = "coordexp_request_id"
+
+NAMES_ENABLE = "COORDEXP_ENABLE_VLLM_CLOSED_NAMES"  # 1: engines of swift rollout take such lists
+NAMES_STATUS = "closed_names"  # of each worker in a server's /status/: whether it applies them
+
+# The whole section rollout_matching.repeat_terminate as JSON, in one variable or in a file that a variable names.
+ENABLE = "COORDEXP_ENABLE_VLLM_REPEAT_TERMINATE_INJECTION"
+CONFIG_JSON = "COORDEXP_VLLM_REPEAT_TERMINATE_CONFIG_JSON"
+CONFIG_JSON_PATH = "COORDEXP_VLLM_REPEAT_TERMINATE_CONFIG_JSON_PATH"
+ACTIVATION_PATH = (
+    f"'swift rollout --external_plugins coordexp_rollout_plugin.py' or 'coordexp serve', started with {ENABLE}=1 and "
+    f"{CONFIG_JSON} (or {CONFIG_JSON_PATH}); 'coordexp launch' does all of this"
+)
+_OPTIONAL = {"max_object_keys"}
 
 
 def section_arguments(vllm: VLLMConfig) -> dict[str, Any]:
-    """The resolved section ``rollout_matching.vllm`` as vLLM's ``EngineArgs``.
-
-    Without the keys that the section leaves to vLLM. All kinds of engines start with these values.
-    """
+    """The resolved section ``rollout_matching.vllm`` as vLLM's ``EngineArgs``, without the keys that it leaves to vLLM.
+    All kinds of engines start with these values."""
     assert vllm.dtype is not None and vllm.max_model_len is not None, "resolved_rollout() settles every null"
     arguments: dict[str, Any] = {
         "dtype": vllm.dtype,
@@ -45,19 +63,28 @@ def section_arguments(vllm: VLLMConfig) -> dict[str, Any]:
 
 
 def own_arguments(model: Path, guarded: bool, holds_names: bool = False) -> dict[str, Any]:
-    """Arguments of every engine that this project starts itself: its worker extension and logits processors, and no
-    sampling defaults of the checkpoint's."""
-    arguments: dict[str, Any] = {
+    """Arguments of every engine that this project starts itself."""
+    arguments = {
         "model": str(model),
-        "worker_extension_cls": EXTENSION,
-        "logits_processors": [KNOWN_TOKENS_PROCESSOR],
         "generation_config": "vllm",  # the YAML decides, not the checkpoint's generation_config.json
         "seed": 0,
         "disable_log_stats": True,
     }
-    if holds_names:
-        arguments = with_processor(arguments, NAMES_PROCESSOR)
-    return with_guard(arguments) if guarded else arguments
+    return with_processors(arguments, guarded, holds_names)
+
+
+def with_processors(arguments: Mapping[str, Any], guarded: bool, holds_names: bool = False) -> dict[str, Any]:
+    """An engine's arguments with our worker extension and logits processors."""
+    ours = [KNOWN_TOKENS_PROCESSOR]
+    ours += [NAMES_PROCESSOR] if holds_names else []
+    ours += [GUARD_PROCESSOR] if guarded else []  # the last: its end of the turn is final
+    processors = [*(arguments.get("logits_processors") or []), *ours]
+    completed = {**arguments, "worker_extension_cls": EXTENSION, "logits_processors": processors}
+    if guarded or holds_names:
+        # They need the newest token before the next one is sampled. vLLM's asynchronous scheduling, on by default on
+        # GPUs, would call them too early.
+        completed["async_scheduling"] = False
+    return completed
 
 
 def executor_on_cpu(tensor_parallel_size: int) -> str:
@@ -66,13 +93,69 @@ def executor_on_cpu(tensor_parallel_size: int) -> str:
     return f"coordexp.engine.cpu_patches.{name}"
 
 
-def with_guard(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """An engine's arguments with the repeat guard, after every other processor: its end of the turn is final."""
-    return with_processor(arguments, GUARD_PROCESSOR)
+def activation_environment(config: RepeatTerminateConfig) -> dict[str, str]:
+    """The variables that make a server guard its answers exactly as ``config`` says; none when it is disabled."""
+    return {ENABLE: "1", CONFIG_JSON: config.model_dump_json()} if config.enabled else {}
 
 
-def with_processor(arguments: Mapping[str, Any], processor: str) -> dict[str, Any]:
-    """An engine's arguments with a logits processor that needs the newest token before the next one is sampled. vLLM's
-    asynchronous scheduling, on by default on GPUs, would call it too early."""
-    processors = [*(arguments.get("logits_processors") or []), processor]
-    return {**arguments, "logits_processors": processors, "async_scheduling": False}
+def activated_config(environment: Mapping[str, str]) -> RepeatTerminateConfig | None:
+    """The guard's configuration in a server's environment; None if the guard is off.
+
+    Raises:
+        RolloutError: the configuration is missing or incomplete. No defaults are filled in: thresholds other than the
+            trainer's would give other answers.
+    """
+    switch = environment.get(ENABLE, "0")
+    if switch not in ("0", "1"):
+        raise RolloutError(f"{ENABLE}={switch!r}: write 1 to guard answers against repetition, or 0")
+    if switch == "0":
+        return None
+    text, path = environment.get(CONFIG_JSON), environment.get(CONFIG_JSON_PATH)
+    if text is not None and path is not None:
+        raise RolloutError(f"{CONFIG_JSON} and {CONFIG_JSON_PATH} are both set; set one of them")
+    source = CONFIG_JSON if path is None else f"{CONFIG_JSON_PATH} ({path})"
+    if path is not None:
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise RolloutError(f"{source} cannot be read: {error}") from error
+    if text is None:
+        raise RolloutError(f"{ENABLE}=1, but neither {CONFIG_JSON} nor {CONFIG_JSON_PATH} is set")
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise RolloutError(f"{source} is not JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise RolloutError(f"{source} must hold the mapping rollout_matching.repeat_terminate, not {text[:60]!r}")
+    missing = [key for key in RepeatTerminateConfig.model_fields if key not in data and key not in _OPTIONAL]
+    if missing:
+        raise RolloutError(
+            f"{source} lacks {', '.join(missing)}: the whole section rollout_matching.repeat_terminate must be given"
+        )
+    try:
+        config = RepeatTerminateConfig.model_validate(data)
+    except ValidationError as error:
+        problems = [f"{dotted(p.path)}: {p.message}" for p in problems_from(error, RepeatTerminateConfig)]
+        raise RolloutError(f"{source}: " + "; ".join(problems)) from error
+    return config if config.enabled else None
+
+
+def check_guard(workers: Sequence[Mapping[str, Any]], wanted: RepeatTerminateConfig | None) -> None:
+    """Compare the guard that a server's workers apply with the configuration's (None or disabled: none).
+
+    Args:
+        workers: the ``workers`` of a server's ``/status/``.
+
+    Raises:
+        RolloutError: naming the missing activation path. Nothing may be trained on such a server's answers.
+    """
+    expected = wanted.model_dump() if wanted is not None and wanted.enabled else None
+    if not workers:
+        raise RolloutError("the server's status names no worker, so it is unknown whether repeat_terminate is active")
+    for number, status in enumerate(workers):
+        guard = status.get("repeat_terminate") or {"active": False, "config": None}
+        if guard["active"] != (expected is not None) or guard["config"] != expected:
+            raise RolloutError(
+                f"rollout_matching.repeat_terminate is not active as configured: wanted {expected}, but worker "
+                f"{number} has {guard}. It is activated at the server's start, by {ACTIVATION_PATH}"
+            )

@@ -1,14 +1,15 @@
-"""Rollouts by a vLLM engine inside each learner process, on the learner's own device.
+"""Rollouts by a vLLM engine inside each trainer process, on the trainer's own device.
 
-The engine starts lazily, at the first :meth:`~ColocatedBackend.sync_weights`, inside the offload context, and is loaded
-from the learner's memory before every round. With ``tensor_parallel_size`` T > 1, T neighbouring ranks share one model:
-each of them gives the engine the requests of all T, and keeps the answers to its own.
-
-Weights are pushed into it whole, or the adapter alone while that works.
+The engine starts at the first :meth:`~ColocatedBackend.sync_weights`, inside the offload context, and is loaded from
+the trainer's memory before every round: all weights, or the adapter alone while that works. With
+``tensor_parallel_size`` T > 1, T neighbouring ranks share one model: each of them gives the engine the requests of all
+T, and keeps the answers to its own.
 """
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -18,14 +19,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from coordexp import distributed
-from coordexp.config.rollout import RolloutMatchingConfig
-from coordexp.engine.arguments import NAMES_KEY
-from coordexp.engine.guard_activation import REQUEST_KEY
-from coordexp.engine.in_process import ENGINE_AT_FAULT, EngineSpec, Prompt
-from coordexp.engine.push import Mode, Named, WeightPusher, check_checksum
-from coordexp.errors import RolloutError
+from coordexp.background import Prefetcher
+from coordexp.config.rollout import RepeatTerminateConfig, RolloutMatchingConfig, VLLMConfig
+from coordexp.engine.arguments import (
+    NAMES_KEY,
+    REQUEST_KEY,
+    activation_environment,
+    own_arguments,
+    section_arguments,
+)
+from coordexp.engine.engine_process import (
+    PLUGINS,
+    default_group_kept,
+    engine_environment,
+    environment_kept,
+    has_gpu,
+    needed_plugins,
+    settings_kept,
+)
+from coordexp.engine.push import ColocatedPusher
+from coordexp.errors import AlignmentError, DataError, RolloutError, require
 from coordexp.records import Rollout, RolloutRequest
 from coordexp.rollouts.backend import (
     AdapterWeights,
@@ -37,55 +53,267 @@ from coordexp.rollouts.backend import (
     response_tokens,
 )
 from coordexp.rollouts.learner import LearnerParts
-from coordexp.weight_sync import WeightVersion
 
-
-class ColocatedPusher(WeightPusher):
-    """Pushes into the engine of this process. Every rank pushes into its own engine."""
-
-    converts = False  # the engine converts while it copies
-    engine: Any = None
-
-    def close(self) -> None: ...
-
-    def _begin(self, mode: Mode) -> torch.dtype | None:
-        return self.engine.dtype
-
-    def _send(self, bucket: Named) -> None:
-        self.engine.take(bucket)
-
-    def _send_adapter(self, adapter: AdapterWeights) -> None:
-        self.engine.take_adapter(adapter)
-
-    def _commit(self, weights: WeightVersion, expected: str | None) -> bool:
-        report = self.engine.commit(weights.version, wants_checksum=expected is not None)
-        check_checksum("the colocated vLLM engine", report["checksum"], expected)
-        return True
-
-    def _abort(self) -> None:
-        self.engine.abandon_push()
+ADVICE = (
+    "lower rollout_matching.vllm.gpu_memory_utilization or max_num_seqs, set rollout_matching.offload, or write "
+    "rollout_matching.rollout_backend: hf"
+)
+ENGINE_AT_FAULT = (
+    "the engine does not do what it is asked: write rollout_matching.rollout_backend: hf, or install a version of vLLM "
+    "that this one was tested with"
+)
+AHEAD = 16  # requests that may wait with their processed images: megabytes each, in main memory
+PREPARE_S = 600.0  # far beyond what any image needs: a file system that hangs
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
-    """One request of any rank of the tensor-parallel group, as an engine needs it; JSON can hold it."""
+class Prompt:
+    """One request to the engine, of any rank of the tensor-parallel group. JSON can hold it. ``image_grid_thw`` is the
+    trainer's, None if unknown."""
 
-    rank: int
-    round_idx: int
-    index: int
+    request_id: str
     seed: int
     sample_id: str
     image: str
     image_grid_thw: Sequence[int] | None
-    prompt_token_ids: Sequence[int]
+    token_ids: Sequence[int]  # one placeholder per image: vLLM expands it, and the result is compared afterwards
 
     @property
-    def request_id(self) -> str:
-        return f"{self.rank}-{self.round_idx}-{self.index}"
+    def name(self) -> str:
+        return f"request {self.request_id} of sample {self.sample_id}"
+
+
+class InProcessEngine:
+    """A vLLM engine of which this process holds one worker. Every method that touches weights or memory is collective
+    over the ranks whose engines were started together."""
+
+    def __init__(self, arguments: Mapping[str, Any], max_in_flight: int) -> None:
+        """Start it: seconds to minutes. ``arguments``: those of vLLM's ``EngineArgs``.
+
+        Raises:
+            RolloutError.
+        """
+        self._max_in_flight = max_in_flight
+        self._found_group = dist.is_initialized()
+        self.vllm: Any = None
+        environment = {
+            "VLLM_LOGGING_LEVEL": "WARNING",
+            "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # stdout is for what --json prints
+            PLUGINS: needed_plugins(),
+            **os.environ,  # variables that are set already are kept
+        }
+        # A second process per engine would not share the trainer's memory.
+        environment = engine_environment(environment, gpu=has_gpu()) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        with settings_kept(), environment_kept(environment):
+            from coordexp.engine.cpu_patches import unnamed_shared_memory
+
+            with unnamed_shared_memory():
+                self.vllm = _named("the engine could not be started", lambda: _start(arguments))
+        self._can_sleep = has_gpu() and bool(arguments.get("enable_sleep_mode"))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.ask_worker(lambda worker: worker.model_runner.model_config.dtype)
+
+    def take(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Load some of the trainer's weights, in the background. They must not change before :meth:`commit`."""
+        _named("the push of weights failed", lambda: self.ask_worker(lambda worker: worker.receiver.take(bucket)))
+
+    def take_adapter(self, adapter: AdapterWeights) -> None:
+        # Raises vLLM's own errors, after which full weights are pushed.
+        self.ask_worker(lambda worker: worker.take_adapter(dict(adapter.config), list(adapter.tensors)))
+
+    def commit(self, version: int, *, wants_checksum: bool) -> dict[str, Any]:
+        """End a push, and drop everything that was computed with the old weights; returns the worker's report."""
+        report = _named(
+            "the push of weights failed",
+            lambda: self.ask_worker(lambda worker: worker.process_weights_after_loading(version, wants_checksum)),
+        )
+        if not self.vllm.reset_prefix_cache():
+            raise RolloutError("the colocated vLLM engine: its prefix cache could not be emptied; a request still runs")
+        self.vllm.reset_encoder_cache()
+        self.vllm.reset_mm_cache()
+        return report
+
+    def abandon_push(self) -> None:
+        self.ask_worker(lambda worker: worker.receiver.close())
+
+    def run(
+        self,
+        prompts: Sequence[Prompt],
+        open_image: Callable[[Path], Any],
+        sampling_of: Callable[[Prompt], Any],
+        lora_request: Any = None,
+    ) -> Iterator[Any]:
+        """vLLM's ``RequestOutput`` of each prompt as it finishes; at most ``max_in_flight`` are decoded at once.
+
+        Images are opened and processed in another thread while others decode, and admitted in the order of ``prompts``
+        as soon as one has ended: the schedule depends on the prompts alone, so all ranks of one model run the same.
+        """
+
+        def timeout_error(prompt: Prompt) -> RolloutError:
+            return RolloutError(
+                f"{prompt.name}: its prompt and image are not ready after {PREPARE_S:g} s; see whether the file system "
+                "hangs, and start again with training.resume_from_checkpoint: true"
+            )
+
+        def add(prompt: Prompt, rendered: Any) -> None:
+            self.vllm.add_request(prompt.request_id, rendered, sampling_of(prompt), lora_request=lora_request)
+
+        def render(prompt: Prompt) -> Any:
+            return self._render(prompt, open_image)
+
+        waiting = Prefetcher(
+            prompts, render, ahead=AHEAD, deadline_s=PREPARE_S, timeout_error=timeout_error, name="prompts"
+        )
+        decoding: set[str] = set()
+        try:
+            with waiting:
+                while waiting or decoding:
+                    while waiting and len(decoding) < self._max_in_flight:
+                        prompt, rendered = waiting.take()
+                        _named(prompt.name, partial(add, prompt, rendered))
+                        decoding.add(prompt.request_id)
+                    for output in _named("decoding failed", self.vllm.step):
+                        if output.finished:
+                            if output.request_id not in decoding:
+                                raise RolloutError(
+                                    f"the colocated vLLM engine: it answered {output.request_id}, which is not an open "
+                                    f"request; {ENGINE_AT_FAULT}"
+                                )
+                            decoding.remove(output.request_id)
+                            yield output
+                    if decoding and not self.vllm.has_unfinished_requests():
+                        raise RolloutError(
+                            f"the colocated vLLM engine: {len(decoding)} requests were never answered, "
+                            f"{min(decoding)} among them; {ENGINE_AT_FAULT}"
+                        )
+        finally:
+            if decoding:
+                self.vllm.abort_request(list(decoding))
+            if waiting.has_unconsumed:  # vLLM's image cache remembers some that the engine never saw
+                self.vllm.reset_mm_cache()
+
+    def ask_worker(self, question: Callable[[Any], Any]) -> Any:
+        """``question(worker)`` of this process's worker."""
+        return self.vllm.collective_rpc(question)[0]
+
+    def sleep(self, level: int) -> None:
+        """Give device memory back until :meth:`wake_up`; 1 keeps the weights on the host.
+
+        Weights are overwritten before the next answer, but level 2, which drops them, drops more: vLLM restores only
+        registered buffers, and its Qwen3-VL adds ``deepstack_input_embeds``, plain tensors that must be zero at text
+        positions, to the hidden states of every step.
+        """
+        if level and self._can_sleep:
+            _named("the engine could not go to sleep", lambda: self.vllm.sleep(level))
+
+    def wake_up(self, parts: Sequence[str]) -> None:
+        """Take memory again for ``parts`` of ``weights`` and ``kv_cache``; nothing where nothing sleeps."""
+        if self._can_sleep and self.vllm.is_sleeping():
+            _named("the engine could not wake up", lambda: self.vllm.wake_up(list(parts)))
+
+    def close(self) -> None:
+        """End the engine; the trainer's process group stays. Safe to call twice."""
+        engine, self.vllm = self.vllm, None
+        if engine is None:
+            return
+        with settings_kept(), environment_kept(), default_group_kept(self._found_group):
+            engine.engine_core.shutdown()
+
+    def _render(self, prompt: Prompt, open_image: Callable[[Path], Any]) -> Any:
+        """vLLM's preprocessing of a prompt: the image opened, resized and split, placeholders expanded. In a thread
+        next to decoding, as in vLLM's own servers; one at a time, because of its cache of images."""
+        from vllm.renderers.inputs.preprocess import parse_model_prompt
+
+        try:
+            image = open_image(Path(prompt.image))
+        except DataError as error:
+            raise DataError(f"{error} ({prompt.name})") from error
+        content = {"prompt_token_ids": list(prompt.token_ids), "multi_modal_data": {"image": image}}
+
+        def render() -> Any:
+            (rendered,) = self.vllm.renderer.render_cmpl([parse_model_prompt(self.vllm.model_config, content)])
+            return rendered
+
+        rendered = _named(prompt.name, render)
+        (image,) = rendered["mm_kwargs"]["image"]
+        # None: in vLLM's cache, and compared when it got there. Other numbers of tokens show in the prompt's ids.
+        if image is not None and prompt.image_grid_thw is not None:
+            ours, seen = list(prompt.image_grid_thw), image["image_grid_thw"].data.flatten().tolist()
+            if ours != seen and math.prod(ours) == math.prod(seen):
+                raise AlignmentError(
+                    f"{prompt.name}: its image_grid_thw is {seen} in vLLM and {ours} in the trainer, so the image was "
+                    f"turned or resized on the way; {ENGINE_AT_FAULT}"
+                )
+        return rendered
+
+
+def _start(arguments: Mapping[str, Any]) -> Any:
+    from vllm import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    return LLMEngine.from_engine_args(EngineArgs(**arguments))
+
+
+def _named(what: str, act: Callable[[], Any]) -> Any:
+    """``act()``; vLLM's errors (bad input, too little memory, a broken engine) become RolloutErrors."""
+    from vllm.exceptions import VLLMError
+
+    try:
+        return act()
+    except (VLLMError, ValueError, RuntimeError, AssertionError, OSError) as error:
+        raise RolloutError(f"the colocated vLLM engine: {what}: {type(error).__name__}: {error}; {ADVICE}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """Settings of a colocated engine. ``config``: the resolved section; ``cap``: sequences that it decodes at once;
+    ``holds_names``: requests may bring a closed list of class names."""
+
+    config: VLLMConfig
+    repeat_terminate: RepeatTerminateConfig
+    model: Path
+    cap: int
+    holds_names: bool = False
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of vLLM's ``EngineArgs``."""
+        return {
+            **section_arguments(self.config),
+            **own_arguments(self.model, self.repeat_terminate.enabled, self.holds_names),
+            "max_num_seqs": self.cap,
+            # Ranks are started by torchrun, and each takes the device that torchrun gave it.
+            "distributed_executor_backend": "external_launcher" if distributed.world_size() > 1 else "uni",
+            "enable_sleep_mode": self.config.sleep_level > 0,
+            # Weights are replaced before the first answer, but 'dummy' would randomise buffers too, which none covers.
+            "load_format": "auto",
+            "skip_mm_profiling": False,
+        }
+
+    def start(self) -> InProcessEngine:
+        """The engine, guarding its answers exactly as the configuration says.
+
+        Raises:
+            MissingDependency, RolloutError.
+        """
+        # vLLM's import sets variables, which the trainer's children would inherit.
+        with environment_kept(activation_environment(self.repeat_terminate)):
+            require("vllm", "rollout_matching.rollout_backend: vllm")
+            from coordexp.engine.logits_processors import check_processors
+
+            engine = InProcessEngine(self.arguments(), self.cap)
+            try:
+                status = engine.ask_worker(lambda worker: worker.coordexp_status())
+                check_processors([status], self.repeat_terminate, self.holds_names)
+            except RolloutError:
+                engine.close()
+                raise
+        return engine
 
 
 class ColocatedBackend:
-    """vLLM on the learner's own devices."""
+    """A :class:`RolloutBackend` of vLLM on the trainer's own devices."""
 
     def __init__(
         self,
@@ -95,17 +323,16 @@ class ColocatedBackend:
         names: Sequence[str] = (),
     ) -> None:
         """``options``: those of ``config``. ``names``: the closed list of descriptions; empty for any."""
-        vllm, decode_batch_size = config.vllm, config.decode_batch_size
-        self._config = vllm
+        self._config = vllm = config.vllm
         self._options = options
-        self._decode_batch_size = decode_batch_size
+        self._decode_batch_size = config.decode_batch_size
         self._vocab = learner.vocab
         self._image_token_id = learner.image_token_id
         self._open_image = learner.open_image
         self._offload = learner.offload
         self._is_guarded = config.repeat_terminate.enabled
         self._names = tuple(names)
-        cap = decode_batch_size * vllm.tensor_parallel_size  # decode_batch_size sequences for each of its devices
+        cap = config.decode_batch_size * vllm.tensor_parallel_size
         self.engine_spec = EngineSpec(
             vllm,
             config.repeat_terminate,
@@ -123,7 +350,6 @@ class ColocatedBackend:
     def generate(
         self, requests: Sequence[RolloutRequest], seeds: Seeds, on_answer: Callable[[int], None] | None = None
     ) -> list[Rollout]:
-        """One round, as :meth:`generate_window` answers it, in the order of the requests."""
         return collect_in_order(self.generate_window([RolloutRound(tuple(requests), seeds)]), on_answer)
 
     def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[IndexedRollout]:
@@ -133,33 +359,45 @@ class ColocatedBackend:
         """
         if self.engine is None:
             raise RolloutError("the colocated engine has no weights yet; call sync_weights before asking it")
-        wanted = [
-            _Wanted(
-                distributed.rank(),
-                r,
-                i,
-                one.seeds.seed_of(i),
-                request.sample_id,
-                str(request.image),
-                _grid_of(request),
-                request.prompt_token_ids,
-            )
+        requests = {
+            f"{distributed.rank()}-{r}-{i}": (r, i, request)
             for r, one in enumerate(rounds)
             for i, request in enumerate(one.requests)
-        ]
+        }
+        prompts = []
+        for request_id, (r, i, request) in requests.items():
+            grid = request.model_inputs.get("image_grid_thw")
+            ids = [
+                token
+                for token, run in groupby(request.prompt_token_ids)
+                for token in ([token] if token == self._image_token_id else run)
+            ]
+            prompts.append(
+                Prompt(
+                    request_id,
+                    rounds[r].seeds.seed_of(i),
+                    request.sample_id,
+                    str(request.image),
+                    None if grid is None else grid.flatten().tolist(),
+                    ids,
+                )
+            )
         self._seeds = {str(one.seeds.micro_step_idx): [one.seeds.seed_of(i) for i in range(len(one.requests))]
                        for one in rounds}  # fmt: skip
-        by_id = {one.request_id: one for one in wanted}
-        answered = 0
-        for output in self.engine.run([self._prompt(one) for one in self._of_group(wanted)], self._lora_request()):
-            one = by_id.get(output.request_id)
-            if one is not None:
-                answered += 1
-                request = rounds[one.round_idx].requests[one.index]
-                yield IndexedRollout(one.round_idx, one.index, self._rollout(request, output))
-        if answered != len(wanted):
+        size = self._config.tensor_parallel_size
+        if size > 1:  # the requests of all ranks that share this rank's engine, in one order on all of them
+            first = distributed.rank() // size * size
+            parts = distributed.gather_json([asdict(prompt) for prompt in prompts])[first : first + size]
+            prompts = [Prompt(**prompt) for part in parts for prompt in part]
+        num_answered = 0
+        for output in self.engine.run(prompts, self._open_image, self._sampling, self._lora_request()):
+            if output.request_id in requests:
+                num_answered += 1
+                r, i, request = requests[output.request_id]
+                yield IndexedRollout(r, i, self._rollout(request, output))
+        if num_answered != len(requests):
             raise RolloutError(
-                f"the colocated vLLM engine gave {answered} answers to {len(wanted)} requests; {ENGINE_AT_FAULT}"
+                f"the colocated vLLM engine gave {num_answered} answers to {len(requests)} requests; {ENGINE_AT_FAULT}"
             )
 
     @property
@@ -171,7 +409,10 @@ class ColocatedBackend:
         try:
             self._borrowed.enter_context(self._offload())
             with distributed.raise_on_all_ranks("starting the colocated engine"):
-                self._wake()
+                if self.engine is None:
+                    self.engine = self.pusher.engine = self.engine_spec.start()
+                else:
+                    self.engine.wake_up(["weights"])
             report = self.pusher.push(version)
             self._num_fallbacks += report.fallback is not None
             with distributed.raise_on_all_ranks("waking the colocated engine"):
@@ -190,7 +431,6 @@ class ColocatedBackend:
             self._borrowed.close()
 
     def last_report(self) -> Mapping[str, Any]:
-        """Seeds, caps, weights and fallbacks of the last round."""
         return {
             "backend": "vllm",
             "mode": "colocate",
@@ -205,51 +445,22 @@ class ColocatedBackend:
         }
 
     def take_metrics(self) -> Mapping[str, float]:
-        """Counters since the last call, and whether the repeat guard is on."""
         taken, self._num_fallbacks = self._num_fallbacks, 0
         fallbacks = {"rollout/sync_fallbacks_total": float(taken)} if taken else {}
         return {"rollout/repeat_terminate_active": float(self._is_guarded), **fallbacks}
 
     def close(self) -> None:
-        """End the engine and its processes."""
         self._borrowed.close()
         engine, self.engine = self.engine, None
         if engine is not None:
             engine.close()
 
-    def _wake(self) -> None:
-        if self.engine is None:
-            self.engine = self.pusher.engine = self.engine_spec.start()
-        else:
-            self.engine.wake_up(["weights"])
-
-    def _of_group(self, own: Sequence[_Wanted]) -> list[_Wanted]:
-        """The requests of all ranks that share this rank's engine, in one order on all of them."""
-        size = self._config.tensor_parallel_size
-        if size == 1:
-            return list(own)
-        first = distributed.rank() // size * size
-        parts = distributed.gather_json([asdict(one) for one in own])[first : first + size]
-        return [_Wanted(**one) for part in parts for one in part]
-
-    def _prompt(self, wanted: _Wanted) -> Any:
-        # vLLM takes one placeholder per image and expands it itself; the result is compared afterwards.
-        ids = [
-            token
-            for token, run in groupby(wanted.prompt_token_ids)
-            for token in ([token] if token == self._image_token_id else run)
-        ]
-        open_image = partial(self._open_image, Path(wanted.image))
-        return Prompt(
-            wanted.request_id, wanted.sample_id, ids, open_image, wanted.image_grid_thw, self._sampling(wanted)
-        )
-
-    def _sampling(self, wanted: _Wanted) -> Any:
+    def _sampling(self, prompt: Prompt) -> Any:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         options, guarded = self._options, self._is_guarded
-        extra: dict[str, Any] = {REQUEST_KEY: wanted.request_id} if guarded else {}
+        extra: dict[str, Any] = {REQUEST_KEY: prompt.request_id} if guarded else {}
         if self._names:
             extra[NAMES_KEY] = list(self._names)
         arguments: dict[str, Any] = {"extra_args": extra} if extra else {}
@@ -259,7 +470,7 @@ class ColocatedBackend:
             top_p=options.top_p,
             top_k=options.top_k,
             repetition_penalty=options.repetition_penalty,
-            seed=wanted.seed,
+            seed=prompt.seed,
             stop_token_ids=[self._vocab.eos_id],
             ignore_eos=not guarded,  # only <|im_end|> ends an answer, whatever else the checkpoint calls an end
             detokenize=False,
@@ -276,20 +487,18 @@ class ColocatedBackend:
                 f"{self._options.max_new_tokens}; {ENGINE_AT_FAULT}"
             )
         answer = response_tokens(completion.token_ids, completion.finish_reason, self._vocab, where)
+        triggers = {}
+        if self._is_guarded and answer.ended:
+            triggers = self.engine.ask_worker(lambda worker: worker.coordexp_pop_triggers([output.request_id]))
         return Rollout(
             sample_id=request.sample_id,
             prompt_token_ids=tuple(output.prompt_token_ids),
             response_token_ids=answer.token_ids,
             text=self._vocab.decode(answer.token_ids),
             truncated=answer.truncated,
-            repeat_terminated=answer.ended and self._was_guarded(output.request_id),
+            repeat_terminated=bool(triggers),
             weight_version=self._version,
         )
-
-    def _was_guarded(self, request_id: str) -> bool:
-        if not self._is_guarded:
-            return False
-        return bool(self.engine.ask_worker(lambda worker: worker.coordexp_pop_triggers([request_id])))
 
     def _lora_request(self) -> Any:
         if self.pusher.mode != "adapter":
@@ -299,8 +508,3 @@ class ColocatedBackend:
         from coordexp.engine.worker import ADAPTER_ID, ADAPTER_NAME, ADAPTER_PATH
 
         return LoRARequest(ADAPTER_NAME, ADAPTER_ID, ADAPTER_PATH)
-
-
-def _grid_of(request: RolloutRequest) -> list[int] | None:
-    grid = request.model_inputs.get("image_grid_thw")
-    return None if grid is None else grid.flatten().tolist()

@@ -14,9 +14,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from vllm.v1.sample.logits_processor import LogitsProcessor, process_dict_updates
 
+from coordexp.config.rollout import RepeatTerminateConfig
 from coordexp.coords import CoordVocab
-from coordexp.engine.arguments import KNOWN_TOKENS_PROCESSOR, NAMES_KEY, NAMES_PROCESSOR
-from coordexp.engine.guard_activation import ACTIVATION_PATH, REQUEST_KEY, activated_config
+from coordexp.engine.arguments import (
+    ACTIVATION_PATH,
+    KNOWN_TOKENS_PROCESSOR,
+    NAMES_KEY,
+    NAMES_PROCESSOR,
+    NAMES_STATUS,
+    REQUEST_KEY,
+    activated_config,
+    check_guard,
+)
 from coordexp.errors import RolloutError
 from coordexp.rollouts.allowed_labels import START, AllowedLabels, ScanState
 from coordexp.rollouts.hf_processors import mask
@@ -29,12 +38,13 @@ if TYPE_CHECKING:
 
 Processor = TypeVar("Processor", bound=LogitsProcessor)
 _KEPT_RULES = 8  # of as many lists of names; each holds the vocabulary's bytes in order
-_MAX_UNASKED = 65_536  # triggers of requests whose client has left are never fetched
-_NOT_SAMPLED_YET = -1  # vLLM's placeholder for a token that is still on its way from the device
+_MAX_TRIGGERS = 65_536  # those of requests whose client has left are never fetched
+# vLLM's placeholder -1 stands for a token that is still on its way from the device.
+_TOO_EARLY = "vLLM called a logits processor before it knew the newest token; start it without asynchronous scheduling"
 
 
 def processor_of(worker: Any, kind: type[Processor]) -> Processor | None:
-    """The processor of that class that a vLLM worker really applies; None if vLLM dropped it."""
+    """The processor of that class that a vLLM worker applies; None if vLLM dropped it."""
     batch = getattr(worker.model_runner, "input_batch", None)
     processors = getattr(getattr(batch, "logitsprocs", None), "all", ())
     return next((one for one in processors if isinstance(one, kind)), None)
@@ -61,38 +71,36 @@ class KnownTokensProcessor(LogitsProcessor):
         return logits
 
 
-def num_known_tokens(worker: Any) -> int | None:
-    """Ids that a vLLM worker's answers may contain are below this number; None where nothing holds it to that."""
-    processor = processor_of(worker, KnownTokensProcessor)
-    return None if processor is None else processor.num_known
-
-
-def num_sampled_tokens(worker: Any) -> int:
-    """How many tokens a vLLM worker has drawn since its start."""
-    processor = processor_of(worker, KnownTokensProcessor)
-    return 0 if processor is None else processor.num_sampled
-
-
-def check_known_tokens(workers: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse workers that may answer with ids beyond the tokenizer's vocabulary.
+def check_processors(
+    workers: Sequence[Mapping[str, Any]], guard: RepeatTerminateConfig | None, holds_names: bool
+) -> None:
+    """Check that every worker applies the logits processors that it was started with; vLLM may drop them silently.
 
     Args:
-        workers: the ``workers`` of a server's ``/status/``.
+        workers: the ``workers`` of a server's ``/status/``. guard: its configuration; None for no guard.
+        holds_names: requests may bring a closed list of class names.
 
     Raises:
         RolloutError
     """
+    check_guard(workers, guard)
     loose = [number for number, status in enumerate(workers) if status["num_known_tokens"] is None]
     if loose:
         raise RolloutError(
             f"workers {loose} dropped the logits processor {KNOWN_TOKENS_PROCESSOR}, so they could answer with ids "
-            "that no tokenizer knows; install tested versions of vLLM and ms-swift, and set no other model runner"
+            "outside the tokenizer's vocabulary; install tested versions of vLLM and ms-swift, and set no other model "
+            "runner"
+        )
+    if holds_names and not all(status[NAMES_STATUS] for status in workers):
+        raise RolloutError(
+            f"an engine dropped the logits processor {NAMES_PROCESSOR}, so its descriptions would not be held to "
+            "the list of class names; install a tested version of vLLM, and set no other model runner"
         )
 
 
 @dataclass(slots=True)
 class _NamesRow:
-    """One request: its answer so far (a list that vLLM extends), how much of it was read, and where that led."""
+    """One request: its answer so far (a list that vLLM extends), how much of it was read, and the state after that."""
 
     rule: AllowedLabels
     answer: list[int]
@@ -138,26 +146,11 @@ class AllowedLabelsProcessor(LogitsProcessor):
             row.num_read, row.state = 0, START
         for token in row.answer[row.num_read :]:
             if token < 0:
-                raise RolloutError("vLLM asked for a mask before it knew the newest token; start it without async "
-                                   "scheduling")  # fmt: skip
+                raise RolloutError(_TOO_EARLY)
             ended = row.state is None or token == self._vocab.eos_id
             row.state = None if ended or row.state is None else row.rule.after(row.state, token)
             row.num_read += 1
         return row.state
-
-
-def holds_names(worker: Any) -> bool:
-    """Whether a vLLM worker really applies the list."""
-    return processor_of(worker, AllowedLabelsProcessor) is not None
-
-
-def check_names(workers: Sequence[Mapping[str, Any]] | Sequence[bool]) -> None:
-    """Raises RolloutError where a worker dropped the processor: its descriptions would be anything."""
-    if not all(workers):
-        raise RolloutError(
-            f"an engine dropped the logits processor {NAMES_PROCESSOR}, so its descriptions would not be held to "
-            "the list of class names; install a tested version of vLLM, and set no other model runner"
-        )
 
 
 @dataclass(slots=True)
@@ -171,22 +164,31 @@ class _GuardRow:
 
 class RepeatTerminateProcessor(LogitsProcessor):
     """Ends answers that repeat themselves: a row whose guard has a verdict may only end. Configured by the process's
-    environment. :meth:`pop_triggers` tells afterwards which requests it ended, by the ids in their ``extra_args``."""
+    environment. :meth:`pop_triggers` returns which requests it ended, by the ids in their ``extra_args``."""
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """Refuse a request that could not be ended: the guard's only means is the end token."""
+        """Refuse a request that the guard could not end: its only means is the end token."""
         if sampling_params.ignore_eos:
             raise ValueError("ignore_eos and the repeat guard exclude each other; leave ignore_eos out of the request")
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
+        from transformers import AutoTokenizer
+
         config = activated_config(os.environ)
         if config is None:
             raise RolloutError(
                 f"the repeat guard was loaded without its configuration; it is given by {ACTIVATION_PATH}"
             )
         self.config = config
-        vocab = _vocab_of(vllm_config)
+        name = vllm_config.model_config.tokenizer
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        vocab = CoordVocab.from_tokenizer(tokenizer)
+        if tokenizer.eos_token_id != vocab.eos_id:
+            raise RolloutError(
+                f"{name}: the repeat guard ends answers with <|im_end|> ({vocab.eos_id}), but the engine stops at "
+                f"{tokenizer.eos_token!r} ({tokenizer.eos_token_id}); set eos_token of the tokenizer to <|im_end|>"
+            )
         self._eos_id = vocab.eos_id
         self._reader = None if config.max_object_keys is None else ObjectKeyReader(vocab.pieces)
         self._rows: dict[int, _GuardRow] = {}
@@ -218,25 +220,22 @@ class RepeatTerminateProcessor(LogitsProcessor):
         if guard.num_tokens > len(answer):  # vLLM took tokens back
             guard = row.guard = RepeatGuard(self.config, self._reader)
         for token in answer[guard.num_tokens :] if guard.num_tokens < len(answer) else ():
-            if token == _NOT_SAMPLED_YET:
-                raise RolloutError(
-                    "vLLM asked for a verdict before it knew the newest token; start the server without asynchronous "
-                    "scheduling"
-                )
+            if token < 0:
+                raise RolloutError(_TOO_EARLY)
             if token == self._eos_id:
                 return False  # over: with async scheduling vLLM computes one more step, and drops it
             guard.push(token)
         if guard.trigger is None:
             return False
         if row.request_id is not None:
-            if len(self._triggers) >= _MAX_UNASKED:
+            if len(self._triggers) >= _MAX_TRIGGERS:
                 self._triggers.pop(next(iter(self._triggers)))
             self._triggers[row.request_id] = guard.trigger
         return True
 
 
 def guard_of_worker(worker: Any) -> RepeatTerminateProcessor | None:
-    """The guard that a vLLM worker really applies, or None.
+    """The guard that a vLLM worker applies, or None.
 
     Raises:
         RolloutError: the worker runs vLLM's second model runner, which takes no processor of this interface.
@@ -254,17 +253,3 @@ def guard_report(worker: Any) -> dict[str, Any]:
     """The guard that a worker applies, for the trainer to compare with its configuration; JSON can hold it."""
     guard = guard_of_worker(worker) if activated_config(os.environ) is not None else None
     return {"active": guard is not None, "config": None if guard is None else guard.config.model_dump()}
-
-
-def _vocab_of(vllm_config: VllmConfig) -> CoordVocab:
-    from transformers import AutoTokenizer
-
-    name = vllm_config.model_config.tokenizer
-    tokenizer = AutoTokenizer.from_pretrained(name)
-    vocab = CoordVocab.from_tokenizer(tokenizer)
-    if tokenizer.eos_token_id != vocab.eos_id:
-        raise RolloutError(
-            f"{name}: the repeat guard ends answers with <|im_end|> ({vocab.eos_id}), but the engine stops at "
-            f"{tokenizer.eos_token!r} ({tokenizer.eos_token_id}); set eos_token of the tokenizer to <|im_end|>"
-        )
-    return vocab

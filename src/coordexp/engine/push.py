@@ -1,7 +1,7 @@
 """The trainer's side of a weight push: which weights go, in which form, and whether engines then hold the same ones.
 
 :class:`WeightPusher` is the one algorithm. Its subclasses carry the bytes: :class:`ServerPusher` to rollout servers,
-``ColocatedPusher`` (``colocated.py``) into the engine of this process. A ``WeightReceiver`` is the other end of both.
+:class:`ColocatedPusher` into the engine of this process. A ``WeightReceiver`` is the other end of both.
 """
 
 from __future__ import annotations
@@ -207,6 +207,32 @@ def _converted(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 def _num_bytes(named: Sequence[tuple[str, torch.Tensor]]) -> int:
     return sum(tensor.numel() * tensor.element_size() for _, tensor in named)
+
+
+class ColocatedPusher(WeightPusher):
+    """Pushes into the engine of this process. Every rank pushes into its own engine."""
+
+    converts = False  # the engine converts while it copies
+    engine: Any = None
+
+    def close(self) -> None: ...
+
+    def _begin(self, mode: Mode) -> torch.dtype | None:
+        return self.engine.dtype
+
+    def _send(self, bucket: Named) -> None:
+        self.engine.take(bucket)
+
+    def _send_adapter(self, adapter: AdapterWeights) -> None:
+        self.engine.take_adapter(adapter)
+
+    def _commit(self, weights: WeightVersion, expected: str | None) -> bool:
+        report = self.engine.commit(weights.version, wants_checksum=expected is not None)
+        check_checksum("the colocated vLLM engine", report["checksum"], expected)
+        return True
+
+    def _abort(self) -> None:
+        self.engine.abandon_push()
 
 
 class ServerPusher(WeightPusher):

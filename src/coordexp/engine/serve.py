@@ -21,10 +21,9 @@ from urllib.parse import urlsplit
 
 from coordexp.config import RunConfig, resolved_rollout
 from coordexp.config.rollout import RepeatTerminateConfig
-from coordexp.engine.arguments import section_arguments
+from coordexp.engine.arguments import ENABLE, activated_config, activation_environment, section_arguments
 from coordexp.engine.client import api_key_from_environment
 from coordexp.engine.engine_process import DIE_WITH_PARENT, complete_environment, set_engine_owner
-from coordexp.engine.guard_activation import ENABLE, activated_config, activation_environment
 from coordexp.errors import ConfigError, RolloutError, require
 
 if TYPE_CHECKING:

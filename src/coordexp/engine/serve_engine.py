@@ -20,9 +20,14 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
-from coordexp.engine.arguments import NAMES_KEY, NAMES_STATUS, executor_on_cpu, own_arguments
-from coordexp.engine.guard_activation import REQUEST_KEY, activated_config, check_guard
-from coordexp.engine.logits_processors import check_known_tokens, check_names
+from coordexp.engine.arguments import (
+    NAMES_KEY,
+    REQUEST_KEY,
+    activated_config,
+    executor_on_cpu,
+    own_arguments,
+)
+from coordexp.engine.logits_processors import check_processors
 from coordexp.engine.serve import ServeOptions
 from coordexp.engine.worker import ADAPTER_ID, ADAPTER_NAME, ADAPTER_PATH, CALL, FAILURE, RESULT
 from coordexp.errors import RolloutError
@@ -158,11 +163,7 @@ class ServedEngine:
         Raises:
             RolloutError: a worker dropped one, or guards with other thresholds.
         """
-        workers = await self.workers("coordexp_status")
-        check_guard(workers, activated_config(os.environ))
-        check_known_tokens(workers)
-        if self.closed_names:
-            check_names([bool(worker[NAMES_STATUS]) for worker in workers])
+        check_processors(await self.workers("coordexp_status"), activated_config(os.environ), self.closed_names)
 
     async def check_health(self) -> None:
         """Raises vLLM's own error if an engine process has died."""

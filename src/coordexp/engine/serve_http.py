@@ -23,8 +23,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from coordexp.engine.arguments import NAMES_KEY
-from coordexp.engine.guard_activation import REQUEST_KEY
+from coordexp.engine.arguments import NAMES_KEY, REQUEST_KEY
 from coordexp.engine.serve_requests import RequestRefused
 from coordexp.errors import CoordExpError
 

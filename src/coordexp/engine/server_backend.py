@@ -1,4 +1,4 @@
-"""Rollouts by servers, ``coordexp serve`` or ``swift rollout``, one or many.
+"""Rollouts by servers, ``coordexp serve`` or ``swift rollout``, one or many, and the checks of them before a run.
 
 Requests of a whole optimizer step are distributed over the servers, micro-step after micro-step, and sent as soon as
 the receiving devices have room: at most ``decode_batch_size`` sequences on each, over all ranks. Rank 0 alone pushes
@@ -7,7 +7,9 @@ weights.
 
 from __future__ import annotations
 
+import importlib.util
 import logging
+import os
 import queue
 import threading
 import time
@@ -22,13 +24,20 @@ from coordexp import distributed
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.coords import CoordVocab
 from coordexp.data.preparation import NO_RESIZE, ImagePreparation
-from coordexp.engine.client import STALL_KEYS, ServerClient
-from coordexp.engine.fleet import check_names, make_clients, world_sizes
+from coordexp.engine.arguments import ACTIVATION_PATH, NAMES_ENABLE, NAMES_STATUS, check_guard
+from coordexp.engine.client import STALL_KEYS, ServerClient, api_key_from_environment
 from coordexp.engine.protocol import image_source, infer_payload, read_answer
-from coordexp.errors import RolloutError, ServerRefused, ServerTimeout, ServerUnreachable
+from coordexp.errors import (
+    ConfigError,
+    MissingDependency,
+    RolloutError,
+    ServerRefused,
+    ServerTimeout,
+    ServerUnreachable,
+)
 from coordexp.records import Rollout, RolloutRequest
 from coordexp.rollouts.backend import DecodingOptions, IndexedRollout, RolloutRound, Seeds, collect_in_order
-from coordexp.rollouts.chunking import Call, Post, chunk_size, plan_calls, plan_posts, server_slots
+from coordexp.rollouts.chunking import Post, chunk_size, plan_calls, plan_posts, server_slots
 from coordexp.rollouts.learner import LearnerParts
 from coordexp.weight_sync import WeightVersion
 
@@ -41,6 +50,104 @@ Reply = TypeVar("Reply")
 WATCH_S = 30.0  # after so long without any answer, the servers that owe one are checked for signs of life
 SIGN_OF_LIFE_S = 5.0
 RETRY_WAIT_S = 1.0
+
+
+def make_clients(config: RolloutMatchingConfig) -> tuple[ServerClient, ...]:
+    """One client per entry of ``servers[]``; no request is sent yet."""
+    server = config.vllm.server
+    assert server is not None, "the schema requires servers for mode: server"
+    key = api_key_from_environment(server.api_key_env)
+    return tuple(
+        ServerClient(
+            entry.base_url,
+            entry.group_port,
+            timeout_s=server.timeout_s,
+            infer_timeout_s=server.infer_timeout_s,
+            api_key=key,
+        )
+        for entry in server.servers
+    )
+
+
+def check_servers(config: RolloutMatchingConfig, trainer_world_size: int, closed_names: bool = False) -> None:
+    """Wait until every server is up, and check that it can serve this run, before any model is loaded.
+
+    Args:
+        closed_names: answers will be held to a closed list of class names.
+
+    Raises:
+        RolloutError: a server does not answer within ``server.timeout_s``, does not guard its answers as configured, or
+            takes no such list. ConfigError: too few devices for the ranks, or one that server and trainer would share.
+            MissingDependency: weights could not be pushed to GPUs.
+    """
+    clients = make_clients(config)
+    try:
+        chunk_size(config.decode_batch_size, world_sizes(clients), trainer_world_size)
+        for client in clients:
+            status = client.status()
+            if status is not None:
+                check_guard(status["workers"], config.repeat_terminate)
+            elif config.repeat_terminate.enabled:
+                raise RolloutError(
+                    f"{client.base_url}: rollout_matching.repeat_terminate is enabled, and this server has no "
+                    f"/status/, so it is unknown whether it guards its answers; it is activated by {ACTIVATION_PATH}"
+                )
+            if closed_names:
+                check_names(client, status)
+            if status is not None and any(one.get("device", "").startswith("cuda") for one in status["workers"]):
+                check_gpus(client, [one.get("device_uuid") for one in status["workers"]])
+    finally:
+        for client in clients:
+            client.close()
+
+
+def world_sizes(clients: Sequence[ServerClient]) -> tuple[int, ...]:
+    """Devices of each server, once it is up.
+
+    Raises:
+        RolloutError: a server does not answer within ``server.timeout_s``.
+    """
+    for client in clients:
+        client.wait_until_healthy()
+    return tuple(client.world_size() for client in clients)
+
+
+def check_gpus(client: ServerClient, theirs: Sequence[str | None]) -> None:
+    """Check that NCCL can carry weights from this process to a server's GPUs, named by their UUIDs."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"{client.base_url}: its weights are on GPUs and this trainer has none, so no group can hold both; train "
+            "on a GPU, or start the server on the CPU"
+        )
+    if importlib.util.find_spec("vllm") is None:
+        raise MissingDependency(
+            f"{client.base_url}: its weights are on GPUs, and pushes to GPUs go through vLLM's NCCL binding, which the "
+            "trainer needs too; pip install 'coordexp[vllm]' where it trains"
+        )
+    own = str(torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", "0"))).uuid)
+    if own in theirs:
+        raise ConfigError(
+            f"{client.base_url}: it and this trainer are on the same GPU ({own}), where NCCL cannot connect them; give "
+            "each a device of its own (launch.server_devices, launch.learner_devices, CUDA_VISIBLE_DEVICES), or share "
+            "one with rollout_matching.vllm.mode: colocate"
+        )
+
+
+def check_names(client: ServerClient, status: Mapping[str, Any] | None) -> None:
+    """Raises RolloutError if a server takes no closed list of class names: it would ignore one silently.
+
+    Args:
+        status: the server's ``/status/``; None if it has none.
+    """
+    workers = [] if status is None else status["workers"]
+    if not workers or not all(one.get(NAMES_STATUS) for one in workers):
+        raise RolloutError(
+            f"{client.base_url}: this server would not hold descriptions to the list of class names; start it with "
+            f"rollout_matching.vllm.server.closed_names: true (swift rollout: {NAMES_ENABLE}=1 and CoordExp's plugin), "
+            "or write rollout_backend: hf, or vllm.mode: colocate"
+        )
 
 
 def in_flight(
@@ -107,23 +214,10 @@ class ServerKind(Enum):
         return cls.PLUGIN if status is not None and STALL_KEYS[0] in status else cls.PLAIN
 
     @property
-    def opens_images_as_we_do(self) -> bool:
-        return self is ServerKind.COORDEXP
-
-    @property
-    def reports_health(self) -> bool:
-        """Whether it answers ``/health/`` while it decodes. A plain ms-swift does not, so its silence means nothing."""
+    def reports(self) -> bool:
+        """Whether it answers ``/health/`` while it decodes, and says of each answer which weights it comes from and
+        which request it belongs to. A plain ms-swift does not, so its silence means nothing."""
         return self is not ServerKind.PLAIN
-
-    @property
-    def stamps_answers(self) -> bool:
-        """Whether each answer says which weights it comes from, and which request it belongs to."""
-        return self is not ServerKind.PLAIN
-
-    @property
-    def serializes_calls(self) -> bool:
-        """Whether it decodes one call after the other, so that the small calls of many micro-steps decode alone."""
-        return self is not ServerKind.COORDEXP
 
 
 class LivenessWatch:
@@ -160,8 +254,8 @@ class LivenessWatch:
                 self.heard(server)
                 if stall_seconds >= self._timeout_s:
                     raise ServerTimeout(
-                        f"{client.base_url}: owes answers and its engine has not got on for {stall_seconds:.0f} s (no "
-                        "sign of life, or no token), while the process before it lives; restart the server, and see "
+                        f"{client.base_url}: owes answers and its engine has made no progress for {stall_seconds:.0f} "
+                        "s (no sign of life, or no token), while its HTTP process lives; restart the server, and see "
                         "its log"
                     )
 
@@ -203,8 +297,9 @@ class ServerBackend:
             for client, status in zip(self._clients, statuses, strict=True):
                 check_names(client, status)
         self._kinds = [ServerKind.of(status) for status in statuses]
-        # Greedy answers depend on no seed, so calls of several micro-steps may share a post where that helps.
-        joinable = [index for index, kind in enumerate(self._kinds) if kind.serializes_calls]
+        # ms-swift decodes one call after the other, so the small calls of many micro-steps would decode alone. Greedy
+        # answers depend on no seed, so there such calls share a post.
+        joinable = [index for index, kind in enumerate(self._kinds) if kind is not ServerKind.COORDEXP]
         self._joined = frozenset(joinable if options.temperature == 0 else ())
         self._weights: WeightVersion | None = None
         self._last_push: Mapping[str, Any] = {}
@@ -220,7 +315,7 @@ class ServerBackend:
         options: DecodingOptions,
         names: Sequence[str] = (),
     ) -> ServerBackend:
-        """Find the servers; groups for weights are opened by the first push, by rank 0."""
+        """Wait for the servers; rank 0 opens groups for weights with its first push."""
         from coordexp.engine.push import ServerPusher
 
         clients = make_clients(config)
@@ -230,7 +325,6 @@ class ServerBackend:
     def generate(
         self, requests: Sequence[RolloutRequest], seeds: Seeds, on_answer: Callable[[int], None] | None = None
     ) -> list[Rollout]:
-        """One round, as :meth:`generate_window` answers it."""
         return collect_in_order(self.generate_window([RolloutRound(tuple(requests), seeds)]), on_answer)
 
     def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[IndexedRollout]:
@@ -242,7 +336,16 @@ class ServerBackend:
         batches = plan_calls([len(one.requests) for one in rounds], self._slots)
         posts = plan_posts(batches, self._joined)
         self._calls = [
-            self._describe(number, post, call, rounds) for number, post in enumerate(posts) for call in post.calls
+            {
+                "server": call.server,
+                "post": number,
+                "micro_step": rounds[call.round_idx].seeds.micro_step_idx,
+                "first": call.indices.start,
+                "requests": len(call.indices),
+                "seed": _seed_of(post, rounds),
+            }
+            for number, post in enumerate(posts)
+            for call in post.calls
         ]
         if not posts:
             return iter(())
@@ -253,13 +356,13 @@ class ServerBackend:
     def _answers(
         self, posts: Sequence[Post], rounds: Sequence[RolloutRound], weights: WeightVersion
     ) -> Iterator[IndexedRollout]:
-        watched = {index: self._clients[index] for index, kind in enumerate(self._kinds) if kind.reports_health}
+        watched = {index: self._clients[index] for index, kind in enumerate(self._kinds) if kind.reports}
         watch = LivenessWatch(watched, self._timeout_s)
         watch_s = min(WATCH_S, self._timeout_s / 5)
         for post, items in in_flight(posts, self._slots, lambda post: self._ask(post, rounds), watch.check, watch_s):
             watch.heard(post.server)
             where = f"{self._clients[post.server].base_url}/infer/"
-            stamped = self._kinds[post.server].stamps_answers
+            stamped = self._kinds[post.server].reports
             for place, ((round_idx, index), item) in enumerate(zip(_places(post), items, strict=True)):
                 request = rounds[round_idx].requests[index]
                 rollout = read_answer(
@@ -280,7 +383,7 @@ class ServerBackend:
         return chunk_size(self._decode_batch_size, self._world_sizes, distributed.world_size())
 
     def sync_weights(self, version: int) -> None:
-        """Push by rank 0; where weights are sharded, all ranks gather while rank 0 sends."""
+        """Rank 0 pushes; if weights are sharded, all ranks gather while it sends."""
         distributed.barrier()  # every rank has its answers of the old weights
         self._weights = None  # no answers between old and new weights
         report = self._pusher.push(version)
@@ -331,20 +434,9 @@ class ServerBackend:
         for client in self._clients:
             client.close()
 
-    def _describe(self, number: int, post: Post, call: Call, rounds: Sequence[RolloutRound]) -> dict[str, Any]:
-        """A call as it is sent: in the window's post ``number``, with that post's one seed."""
-        return {
-            "server": call.server,
-            "post": number,
-            "micro_step": rounds[call.round_idx].seeds.micro_step_idx,
-            "first": call.indices.start,
-            "requests": len(call.indices),
-            "seed": _seed_of(post, rounds),
-        }
-
     def _ask(self, post: Post, rounds: Sequence[RolloutRound]) -> list[dict[str, Any]]:
         """One post, with the retries that the configuration allows. Runs in a thread of its own."""
-        client = self._clients[post.server]
+        client, kind = self._clients[post.server], self._kinds[post.server]
         requests = [rounds[round_idx].requests[index] for round_idx, index in _places(post)]
         payload = infer_payload(
             requests,
@@ -354,9 +446,9 @@ class ServerBackend:
                 image_source,
                 images=self._images,
                 preparation=self._preparation,
-                ours=self._kinds[post.server].opens_images_as_we_do,
+                ours=kind is ServerKind.COORDEXP,
             ),
-            tagged=self._kinds[post.server].stamps_answers,
+            tagged=kind.reports,
             names=self._names,
         )
         attempt = 0
@@ -364,23 +456,22 @@ class ServerBackend:
             try:
                 return client.infer(payload)
             except (ServerUnreachable, ServerRefused) as error:
-                if attempt >= self._retries or not _may_pass(error):
+                # A dropped connection or an error inside the server may pass; a refused request stays refused.
+                stays = isinstance(error, ServerRefused) and (error.status or 0) < 500
+                if stays or attempt >= self._retries:
                     raise
                 attempt += 1
                 logger.warning("retry %d of %d: %s", attempt, self._retries, error)
                 with self._lock:
                     self._metrics["rollout/server_retries_total"] += 1
             time.sleep(RETRY_WAIT_S)
-            self._still_ours(client)
-
-    def _still_ours(self, client: ServerClient) -> None:
-        """A server that broke a connection may have been restarted, with the weights on disk. Its answers must then say
-        which weights they come from, which ms-swift's own do not."""
-        if client.status() is None:
-            raise ServerRefused(
-                f"{client.base_url}: the connection broke, and this server cannot tell which weights it has; restart "
-                "it and resume from the last checkpoint, or use coordexp serve, which can"
-            )
+            # The server may have been restarted, with the weights on disk. Its answers must then say which weights they
+            # come from, which ms-swift's own do not.
+            if client.status() is None:
+                raise ServerRefused(
+                    f"{client.base_url}: the connection broke, and this server cannot tell which weights it has; "
+                    "restart it and resume from the last checkpoint, or use coordexp serve, which can"
+                )
 
 
 def _places(post: Post) -> list[tuple[int, int]]:
@@ -392,8 +483,3 @@ def _seed_of(post: Post, rounds: Sequence[RolloutRound]) -> int:
     """The seed that ``post`` carries: its first call's."""
     first = post.calls[0]
     return rounds[first.round_idx].seeds.seed_of(first.indices.start)
-
-
-def _may_pass(error: RolloutError) -> bool:
-    """A dropped connection or an error inside the server may pass; a refused request stays refused."""
-    return not isinstance(error, ServerRefused) or (error.status or 0) >= 500

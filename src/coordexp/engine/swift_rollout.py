@@ -24,15 +24,12 @@ from swift.pipelines.infer import rollout as swift_rollout
 
 from coordexp.engine import versions, worker
 from coordexp.engine.arguments import (
-    EXTENSION,
-    KNOWN_TOKENS_PROCESSOR,
     NAMES_ENABLE,
     NAMES_KEY,
-    NAMES_PROCESSOR,
-    NAMES_STATUS,
+    REQUEST_KEY,
+    activated_config,
     executor_on_cpu,
-    with_guard,
-    with_processor,
+    with_processors,
 )
 from coordexp.engine.engine_process import (
     DIE_WITH_PARENT,
@@ -43,8 +40,7 @@ from coordexp.engine.engine_process import (
     set_engine_owner,
     skip_main_reimport,
 )
-from coordexp.engine.guard_activation import REQUEST_KEY, activated_config, check_guard
-from coordexp.engine.logits_processors import check_known_tokens, check_names
+from coordexp.engine.logits_processors import check_processors
 from coordexp.engine.swift_heartbeat import SerializeRequests, SharedHeartbeat, seeded_by_place, with_heartbeat
 from coordexp.errors import RolloutError
 from coordexp.rollouts.allowed_labels import are_labels
@@ -74,30 +70,17 @@ class CoordExpVllmEngine(GRPOVllmEngine):
         self._weights = WeightVersion()
         self._takes_names = os.environ.get(NAMES_ENABLE) == "1"
         self._names: list[str] = []  # of the call under way
-        engine_kwargs = dict(engine_kwargs or {})
-        engine_kwargs["worker_extension_cls"] = EXTENSION
-        engine_kwargs["logits_processors"] = [*(engine_kwargs.get("logits_processors") or []), KNOWN_TOKENS_PROCESSOR]
-        if self._takes_names:
-            engine_kwargs = with_processor(engine_kwargs, NAMES_PROCESSOR)
-        if self._guard is not None:
-            engine_kwargs = with_guard(engine_kwargs)
+        engine_kwargs = with_processors(engine_kwargs or {}, self._guard is not None, self._takes_names)
         if not has_gpu():
             kwargs["distributed_executor_backend"] = executor_on_cpu(kwargs.get("tensor_parallel_size", 1))
         super().__init__(*args, engine_kwargs=engine_kwargs, **kwargs)
         engine: Any = self.engine
         engine.step = with_heartbeat(engine.step, int(os.environ.get("SWIFT_ROLLOUT_DP_RANK", "0")))
         try:
-            self._check_processors()
+            check_processors(self.coordexp_status(), self._guard, self._takes_names)
         except BaseException:
             engine.engine_core.shutdown()  # or its process lives on, and swift's, which waits for it, with it
             raise
-
-    def _check_processors(self) -> None:
-        workers = self.coordexp_status()
-        check_guard(workers, self._guard)
-        check_known_tokens(workers)
-        if self._takes_names:
-            check_names([bool(one[NAMES_STATUS]) for one in workers])
 
     def infer(self, infer_requests: list[Any], *args: Any, **kwargs: Any) -> list[RolloutOutput]:
         """ms-swift's answers, each in an envelope that says which weights answered which request, and whether the guard

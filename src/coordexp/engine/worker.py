@@ -17,11 +17,11 @@ import coordexp.engine.cpu_patches  # noqa: F401  # applies them, before the eng
 from coordexp.engine.arguments import NAMES_STATUS
 from coordexp.engine.engine_process import DIE_WITH_PARENT, die_with_owner, die_with_parent
 from coordexp.engine.logits_processors import (
+    AllowedLabelsProcessor,
+    KnownTokensProcessor,
     guard_of_worker,
     guard_report,
-    holds_names,
-    num_known_tokens,
-    num_sampled_tokens,
+    processor_of,
 )
 from coordexp.errors import RolloutError
 from coordexp.weight_sync.group import GroupAddress
@@ -80,7 +80,9 @@ class WeightSyncExtension:
         from vllm.distributed.parallel_state import get_world_group
 
         if first_rank is None:
-            first_rank = self._first_rank()
+            parallel = self.vllm_config.parallel_config
+            replica = int(parallel.data_parallel_index) or int(os.environ.get("SWIFT_ROLLOUT_DP_RANK", "0"))
+            first_rank = replica * int(parallel.tensor_parallel_size)
         if timeout_s is None:
             timeout_s = float(os.environ.get(TIMEOUT_VARIABLE, "120"))
         rank = first_rank + get_world_group().rank
@@ -137,23 +139,26 @@ class WeightSyncExtension:
 
     def coordexp_beat(self) -> int:
         """Heartbeat: number of tokens that this worker has sampled since its start."""
-        return num_sampled_tokens(self)
+        known_tokens = processor_of(self, KnownTokensProcessor)
+        return 0 if known_tokens is None else known_tokens.num_sampled
 
     def coordexp_status(self) -> dict[str, Any]:
         """This worker's state, for ``/status/``."""
         runner = type(self.model_runner)
-        dtype = str(self.model_runner.model_config.dtype).removeprefix("torch.")
+        known_tokens = processor_of(self, KnownTokensProcessor)
+        on_gpu = torch.device(self.device).type == "cuda"
         return {
             **self.receiver.report(),
             "pid": os.getpid(),
             "device": str(self.device),
-            "device_uuid": device_uuid(self.device),
-            "dtype": dtype,
+            # The GPU's identity, whatever index a process knows it by.
+            "device_uuid": str(torch.cuda.get_device_properties(self.device).uuid) if on_gpu else None,
+            "dtype": str(self.model_runner.model_config.dtype).removeprefix("torch."),
             "executor": str(self.vllm_config.parallel_config.distributed_executor_backend),
             "model_runner": f"{runner.__module__}.{runner.__name__}",
             "repeat_terminate": guard_report(self),
-            "num_known_tokens": num_known_tokens(self),
-            NAMES_STATUS: holds_names(self),
+            "num_known_tokens": None if known_tokens is None else known_tokens.num_known,
+            NAMES_STATUS: processor_of(self, AllowedLabelsProcessor) is not None,
         }
 
     def coordexp_pop_triggers(self, request_ids: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -167,11 +172,9 @@ class WeightSyncExtension:
 
         if self.receiver.state.shapes:
             process_weights_after_loading(self.model_runner.model, self.model_runner.model_config, self.device)
-        if not self.receiver.state.adapter_names and self._has_adapter():
+        has_adapter = self.vllm_config.lora_config is not None and ADAPTER_ID in self.model_runner.list_loras()
+        if has_adapter and not self.receiver.state.adapter_names:
             self.model_runner.remove_lora(ADAPTER_ID)  # merged weights already contain it
-
-    def _has_adapter(self) -> bool:
-        return self.vllm_config.lora_config is not None and ADAPTER_ID in self.model_runner.list_loras()
 
     def _put_adapter(self, peft_config: Mapping[str, Any], tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         from vllm.lora.lora_model import LoRAModel
@@ -195,32 +198,18 @@ class WeightSyncExtension:
             weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
         )
         manager = self.model_runner.lora_manager
-        self._refuse_ignored_modules(adapter.loras, manager._adapter_manager.modules)
+        # vLLM silently ignores adapters of modules that it did not wrap, such as the vision tower's.
+        fused = self.receiver.layout.fused
+        for module in adapter.loras:
+            parent, _, last = module.rpartition(".")
+            whole = f"{parent}.{fused[last][0]}" if last in fused else module
+            if whole not in manager._adapter_manager.modules:
+                raise RolloutError(
+                    f"the adapter changes {module}, which this engine cannot adapt: it would be ignored silently. "
+                    "Push with sync.mode: full"
+                )
         manager._load_adapter = lambda _request: adapter  # vLLM itself reads adapters from disk only
         try:
             self.model_runner.add_lora(LoRARequest(ADAPTER_NAME, ADAPTER_ID, ADAPTER_PATH, load_inplace=True))
         finally:
             del manager._load_adapter
-
-    def _refuse_ignored_modules(self, sent: Mapping[str, Any], adaptable: Mapping[str, Any]) -> None:
-        """vLLM silently ignores adapters of modules that it did not wrap, such as the vision tower's."""
-        fused = self.receiver.layout.fused
-        for module in sent:
-            parent, _, last = module.rpartition(".")
-            whole = f"{parent}.{fused[last][0]}" if last in fused else module
-            if whole not in adaptable:
-                raise RolloutError(
-                    f"the adapter changes {module}, which this engine cannot adapt: it would be ignored silently. "
-                    "Push with sync.mode: full"
-                )
-
-    def _first_rank(self) -> int:
-        parallel = self.vllm_config.parallel_config
-        replica = int(parallel.data_parallel_index) or int(os.environ.get("SWIFT_ROLLOUT_DP_RANK", "0"))
-        return replica * int(parallel.tensor_parallel_size)
-
-
-def device_uuid(device: Any) -> str | None:
-    """The GPU's identity, whatever index a process knows it by; None for a CPU."""
-    device = torch.device(device)
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None

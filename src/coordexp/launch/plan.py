@@ -15,14 +15,14 @@ from pydantic import TypeAdapter
 
 from coordexp.config import RunConfig
 from coordexp.config.rollout import ServerEntry
-from coordexp.engine.arguments import NAMES_ENABLE
-from coordexp.engine.engine_process import DIE_WITH_PARENT, SERVER_API_KEY, engine_environment
-from coordexp.engine.guard_activation import (
+from coordexp.engine.arguments import (
     CONFIG_JSON,
     CONFIG_JSON_PATH,
     ENABLE,
+    NAMES_ENABLE,
     activation_environment,
 )
+from coordexp.engine.engine_process import DIE_WITH_PARENT, SERVER_API_KEY, engine_environment
 from coordexp.engine.serve import ServeOptions, serve_options
 from coordexp.errors import ConfigError
 

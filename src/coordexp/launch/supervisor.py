@@ -29,9 +29,9 @@ import psutil
 
 from coordexp.config.rollout import RepeatTerminateConfig
 from coordexp.distributed import RENDEZVOUS
+from coordexp.engine.arguments import ACTIVATION_PATH, check_guard
 from coordexp.engine.client import ServerClient, api_key_from_environment
 from coordexp.engine.engine_process import die_with_parent
-from coordexp.engine.guard_activation import ACTIVATION_PATH, check_guard
 from coordexp.errors import CoordExpError, LaunchFailed, RolloutError
 from coordexp.launch.plan import SERVER_ONLY, LaunchPlan, ProcessPlan, ServerPlan, plan_from_json
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from coordexp import distributed
-from coordexp.engine.colocated import ColocatedBackend
-from coordexp.engine.in_process import EngineSpec
+from coordexp.engine.colocated import ColocatedBackend, EngineSpec
 from coordexp.errors import RolloutError
 from coordexp.rollouts import SeedContext, rollout_session
 from coordexp.rollouts.backend import AdapterWeights
@@ -78,7 +77,7 @@ class FakeEngine:
 
     def abandon_push(self) -> None: ...
 
-    def run(self, prompts: Any, lora_request: Any) -> Iterator[Any]:
+    def run(self, *_: Any) -> Iterator[Any]:
         self._learner.note("answer")
         return iter(())
 

@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 
 from coordexp.config.rollout import RepeatTerminateConfig
-from coordexp.engine.arguments import with_guard
-from coordexp.engine.guard_activation import (
+from coordexp.engine.arguments import (
     CONFIG_JSON,
     CONFIG_JSON_PATH,
     ENABLE,
     GUARD_PROCESSOR,
+    KNOWN_TOKENS_PROCESSOR,
     activated_config,
     activation_environment,
     check_guard,
+    with_processors,
 )
 from coordexp.errors import RolloutError
 
@@ -128,6 +129,7 @@ def test_a_learner_accepts_exactly_its_own_guard(
 
 def test_a_guarded_engine_waits_for_each_token_whoever_starts_it() -> None:
     """vLLM would schedule the next token on a GPU before the guard has seen the last."""
-    arguments = with_guard({"logits_processors": ["theirs"], "seed": 3})
-    assert arguments == {"logits_processors": ["theirs", GUARD_PROCESSOR], "seed": 3, "async_scheduling": False}
-    assert with_guard({})["logits_processors"] == [GUARD_PROCESSOR]
+    arguments = with_processors({"logits_processors": ["theirs"], "seed": 3}, guarded=True)
+    assert arguments["logits_processors"] == ["theirs", KNOWN_TOKENS_PROCESSOR, GUARD_PROCESSOR]
+    assert arguments["async_scheduling"] is False and arguments["seed"] == 3
+    assert "async_scheduling" not in with_processors({}, guarded=False)

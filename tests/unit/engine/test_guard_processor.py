@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from coordexp.config.rollout import RepeatTerminateConfig
-from coordexp.engine.guard_activation import REQUEST_KEY, activation_environment
+from coordexp.engine.arguments import REQUEST_KEY, activation_environment
 from coordexp.errors import RolloutError
 from coordexp.rollouts.repeat_guard import GuardRule, Trigger
 from support.tiny_run import tiny_checkpoint

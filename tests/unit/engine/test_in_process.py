@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from coordexp.config.rollout import SyncConfig
-from coordexp.engine import in_process
-from coordexp.engine.colocated import ColocatedPusher
+from coordexp.engine import colocated
+from coordexp.engine.colocated import InProcessEngine
 from coordexp.engine.engine_process import settings_kept
-from coordexp.engine.in_process import InProcessEngine
+from coordexp.engine.push import ColocatedPusher
 from coordexp.errors import RolloutError
 from coordexp.rollouts.backend import AdapterWeights
 from support.fused_model import FakeWeights
@@ -96,7 +96,7 @@ def worker(failure: Exception | None = None) -> Any:
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Any:
     def start(engine: Engine) -> InProcessEngine:
-        monkeypatch.setattr(in_process, "_start", lambda arguments: engine)
+        monkeypatch.setattr(colocated, "_start", lambda arguments: engine)
         return InProcessEngine({}, 1)
 
     return start

@@ -16,7 +16,7 @@ pytest.importorskip("vllm", reason="the processor is a class of vLLM's interface
 
 from vllm.v1.sample.logits_processor import LogitsProcessors
 
-from coordexp.engine.logits_processors import KnownTokensProcessor, check_known_tokens, num_known_tokens
+from coordexp.engine.logits_processors import KnownTokensProcessor, check_processors, processor_of
 
 
 @pytest.fixture
@@ -43,13 +43,28 @@ def worker(processors: Any) -> Any:
     return SimpleNamespace(model_runner=SimpleNamespace(input_batch=SimpleNamespace(logitsprocs=processors)))
 
 
-def test_a_worker_tells_what_it_really_applies(processor: KnownTokensProcessor) -> None:
-    assert num_known_tokens(worker(LogitsProcessors([processor]))) == processor.num_known
-    assert num_known_tokens(worker(LogitsProcessors([]))) is None
-    assert num_known_tokens(SimpleNamespace(model_runner=object())) is None  # another model runner
+def test_a_worker_reports_what_it_applies(processor: KnownTokensProcessor) -> None:
+    assert processor_of(worker(LogitsProcessors([processor])), KnownTokensProcessor) is processor
+    assert processor_of(worker(LogitsProcessors([])), KnownTokensProcessor) is None
+    assert processor_of(SimpleNamespace(model_runner=object()), KnownTokensProcessor) is None  # another model runner
 
 
-def test_a_worker_that_dropped_it_is_refused() -> None:
-    check_known_tokens([{"num_known_tokens": len(qwen_vocab())}] * 2)
-    with pytest.raises(RolloutError, match=r"workers \[1\] dropped the logits processor"):
-        check_known_tokens([{"num_known_tokens": 9}, {"num_known_tokens": None}])
+@pytest.mark.parametrize(
+    ("known", "names", "holds_names", "message"),
+    [
+        (9, False, False, None),
+        (9, True, True, None),
+        (None, False, False, r"workers \[1\] dropped .*KnownTokensProcessor"),
+        (9, False, True, "dropped .*AllowedLabelsProcessor"),
+    ],
+)
+def test_a_worker_that_dropped_a_processor_is_refused(
+    known: int | None, names: bool, holds_names: bool, message: str | None
+) -> None:
+    sound = {"num_known_tokens": len(qwen_vocab()), "closed_names": True}
+    workers = [sound, {"num_known_tokens": known, "closed_names": names}]
+    if message is None:
+        check_processors(workers, None, holds_names)
+    else:
+        with pytest.raises(RolloutError, match=message):
+            check_processors(workers, None, holds_names)

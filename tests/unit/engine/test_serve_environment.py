@@ -7,8 +7,8 @@ from importlib.metadata import EntryPoint, EntryPoints
 import pytest
 
 from coordexp.config.rollout import RepeatTerminateConfig
+from coordexp.engine.arguments import ENABLE, activated_config, activation_environment
 from coordexp.engine.engine_process import PLUGINS, engine_environment, needed_plugins
-from coordexp.engine.guard_activation import ENABLE, activated_config, activation_environment
 from coordexp.engine.serve import prepare_environment
 from coordexp.errors import RolloutError
 

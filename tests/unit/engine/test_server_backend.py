@@ -17,9 +17,8 @@ from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.data.dataset import RecordDataset
 from coordexp.engine import server_backend as vllm_server
 from coordexp.engine.client import ServerClient
-from coordexp.engine.fleet import check_servers, make_clients
 from coordexp.engine.push import PushReport
-from coordexp.engine.server_backend import ServerBackend, ServerKind
+from coordexp.engine.server_backend import ServerBackend, ServerKind, check_servers, make_clients
 from coordexp.errors import ConfigError, RolloutError, ServerRefused, ServerTimeout, ServerUnreachable
 from coordexp.evaluation.answering import evaluate_dataset
 from coordexp.modeling.inputs import build_messages
@@ -184,7 +183,7 @@ def test_every_rank_expects_the_weights_that_the_first_rank_pushed(
 def test_the_status_says_what_a_server_can_do(status: dict[str, Any] | None, kind: ServerKind) -> None:
     """infer_timeout_s: null means no timeout, and silence of a plain ms-swift, which decodes, says nothing."""
     assert ServerKind.of(status) is kind
-    assert kind.reports_health is kind.stamps_answers is (kind is not ServerKind.PLAIN)
+    assert kind.reports is (kind is not ServerKind.PLAIN)
 
 
 OURS = {"server": "coordexp serve", "workers": []}
@@ -423,7 +422,7 @@ def test_more_ranks_than_devices_can_answer_fail_at_the_start(fakes: list[FakeRo
 
 
 def test_a_guard_that_nobody_can_vouch_for_fails_at_the_start(fakes: list[FakeRolloutServer]) -> None:
-    with pytest.raises(RolloutError, match="no /status/ to say whether it guards"):
+    with pytest.raises(RolloutError, match=r"repeat_terminate is enabled.*no /status/"):
         check_servers(section([fakes[0].url], repeat_terminate={"enabled": True}), 1)
 
 

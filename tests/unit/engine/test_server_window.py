@@ -10,17 +10,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from coordexp import distributed
 from coordexp.config.rollout import RolloutMatchingConfig
-from coordexp.engine import fleet
 from coordexp.engine import server_backend as vllm_server
-from coordexp.engine.fleet import make_clients
 from coordexp.engine.push import PushReport
-from coordexp.engine.server_backend import ServerBackend
+from coordexp.engine.server_backend import ServerBackend, check_servers, make_clients
 from coordexp.errors import AlignmentError, ConfigError, MissingDependency, RolloutError
 from coordexp.matching import MatchingConfig
 from coordexp.modeling.inputs import build_messages
@@ -324,8 +323,8 @@ def test_a_run_that_finds_no_server_ends_within_its_deadline_before_anything_loa
 @pytest.mark.parametrize(
     ("learner_gpu", "has_vllm", "error", "message"),
     [
-        (None, True, ConfigError, "weights are on GPUs and this learner has none"),
-        ("GPU-1", False, MissingDependency, "NCCL binding, which the learner needs too; pip install"),
+        (None, True, ConfigError, "weights are on GPUs and this trainer has none"),
+        ("GPU-1", False, MissingDependency, "NCCL binding, which the trainer needs too; pip install"),
         ("GPU-0", True, ConfigError, r"on the same GPU \(GPU-0\).*launch\.server_devices.*mode: colocate"),
         ("GPU-1", True, None, ""),
     ],
@@ -335,15 +334,15 @@ def test_a_learner_that_could_not_push_is_refused_before_anything_loads(
     learner_gpu: str | None, has_vllm: bool, error: Any, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: learner_gpu is not None)
-    monkeypatch.setattr(fleet.importlib.util, "find_spec", lambda name: object() if has_vllm else None)
-    monkeypatch.setattr(fleet, "own_device_uuid", lambda: learner_gpu)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if has_vllm else None)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: SimpleNamespace(uuid=learner_gpu))
     worker = {"device": "cuda:0", "device_uuid": "GPU-0", "repeat_terminate": {"active": False, "config": None}}
     with FakeRolloutServer(1, {"server": "coordexp serve", "workers": [worker]}) as fake:
         if error is None:
-            fleet.check_servers(section([fake.url]), 1)
+            check_servers(section([fake.url]), 1)
         else:
             with pytest.raises(error, match=message):
-                fleet.check_servers(section([fake.url]), 1)
+                check_servers(section([fake.url]), 1)
 
 
 @pytest.mark.scenario("vLLM server mode fails fast when cap is infeasible")

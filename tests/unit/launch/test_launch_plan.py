@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from coordexp.config import load_config
-from coordexp.engine.guard_activation import CONFIG_JSON, ENABLE, activated_config
+from coordexp.engine.arguments import CONFIG_JSON, ENABLE, activated_config
 from coordexp.errors import ConfigError
 from coordexp.launch.plan import LaunchPlan, plan_from_json, plan_launch
 from coordexp.launch.preflight import run_checks

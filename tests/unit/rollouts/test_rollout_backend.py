@@ -16,10 +16,9 @@ from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.coords import TURN_END
 from coordexp.data.files import asset
 from coordexp.data.images import open_rgb
-from coordexp.engine.arguments import KNOWN_TOKENS_PROCESSOR, NAMES_PROCESSOR, NAMES_STATUS
+from coordexp.engine.arguments import GUARD_PROCESSOR, KNOWN_TOKENS_PROCESSOR, NAMES_PROCESSOR, NAMES_STATUS
 from coordexp.engine.colocated import ColocatedBackend
-from coordexp.engine.fleet import check_servers
-from coordexp.engine.guard_activation import GUARD_PROCESSOR
+from coordexp.engine.server_backend import check_servers
 from coordexp.errors import MissingDependency, RolloutError
 from coordexp.inference.options import PredictOptions, inference_config
 from coordexp.modeling.load import LoadedModel
