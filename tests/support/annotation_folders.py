@@ -28,13 +28,19 @@ def voc_object(name: str, *box: Any, extra: str = "") -> str:
     return f"<object><name>{name}</name><bndbox>{corners}</bndbox>{extra}</object>"
 
 
-def voc_xml(root: Path, stem: str, *objects: str, size: Any = (40, 24), filename: str | None = None) -> None:
-    folder = root / "Annotations"
-    folder.mkdir(parents=True, exist_ok=True)
+def voc_xml(
+    root: Path,
+    stem: str,
+    *objects: str,
+    size: Any = (40, 24),
+    filename: str | None = None,
+    folder: str = "Annotations",
+) -> None:
+    (root / folder).mkdir(parents=True, exist_ok=True)
     sizes = "" if size is None else f"<size><width>{size[0]}</width><height>{size[1]}</height></size>"
     name = filename or f"{stem}.jpg"
     text = f"<annotation><filename>{name}</filename>{sizes}{''.join(objects)}</annotation>"
-    (folder / f"{stem}.xml").write_text(text, encoding="utf-8")
+    (root / folder / f"{stem}.xml").write_text(text, encoding="utf-8")
 
 
 def voc(root: Path, *objects: str, **options: Any) -> Path:

@@ -40,7 +40,7 @@ PLUGIN_MAY_IMPORT = (
 
 HEAVY = ("torch", "transformers", "vllm", "torchvision", "accelerate", "peft", "swift")
 TORCH_FREE = [
-    *("records", "records_json", "errors", "background", "distributed", "cpu_wheels", "data.files"),
+    *("records", "records_json", "errors", "background", "distributed", "cpu_wheels", "data", "data.convert"),
     *("config", "geometry", "coords", "checkpoints.describe", "cli.init", "parsing", "matching", "packing", "metrics"),
     *(
         "rollouts",

@@ -1,4 +1,4 @@
-"""What a check finds: one line per kind of trouble, each by name and place."""
+"""``data check``: findings with their place, and images that are read once; splits and samples."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from coordexp.data import check as check_module
 from coordexp.data.check import ERRORS, Finding, check_jsonl, histogram
 from coordexp.data.convert import convert_voc
-from coordexp.data.subset import sample_records, split_records
+from coordexp.data.files import VARIABLE, cache_folder
+from coordexp.data.jsonl import read_jsonl, write_jsonl
+from coordexp.data.subset import pack, sample_records, split_records
 from coordexp.errors import DataError
-from coordexp.records import ImageRecord
+from coordexp.records import GTObject, ImageRecord
 from support.annotation_folders import KEEP, paint, voc, voc_object
 
 BOX = {"desc": "cat", "bbox_2d": [10, 20, 300, 400]}
@@ -48,23 +51,23 @@ def check(folder: Path, *lines: str) -> list[tuple[Finding, str]]:
         (line(BOX, BOX), Finding.DUPLICATE_OBJECT, "objects[1]"),
     ],
 )
-def test_one_trouble_one_finding(tmp_path: Path, text: str, finding: Finding, detail: str) -> None:
+def test_each_problem_is_one_finding(tmp_path: Path, text: str, finding: Finding, detail: str) -> None:
     ((found, said),) = check(tmp_path, text)
     assert found is finding and detail in said
 
 
-def test_a_sound_dataset_has_none(tmp_path: Path) -> None:
+def test_a_valid_dataset_has_no_findings(tmp_path: Path) -> None:
     assert check(tmp_path, line(BOX, {"desc": "leaf", "poly": [1, 1, 9, 1, 9, 9]})) == []
 
 
-def test_soft_objects_are_counted_and_no_finding(tmp_path: Path) -> None:
+def test_soft_objects_are_counted(tmp_path: Path) -> None:
     soft = {**BOX, "soft": 0.5}
     assert check(tmp_path, line(BOX, {**soft, "desc": "dog"}), line(soft, BOX))[0][0] is Finding.DUPLICATE_OBJECT
     found = check_jsonl(tmp_path / "data.jsonl").to_json()
     assert (found["objects"], found["soft_objects"], found["errors"]) == (4, 2, 0)
 
 
-def test_every_line_is_looked_at(tmp_path: Path) -> None:
+def test_every_line_is_checked(tmp_path: Path) -> None:
     found = [finding for finding, _ in check(tmp_path, "no JSON", line(BOX, image="gone.png"), line())]
     assert found == [Finding.SCHEMA, Finding.MISSING_IMAGE, Finding.EMPTY_IMAGE]
 
@@ -85,7 +88,7 @@ def test_samples_that_are_too_long(tmp_path: Path) -> None:
     assert found.to_json()["tokens"] == {"min": 10, "median": 40, "max": 70, "limit": 40}
 
 
-def test_what_the_conversion_left_out_is_named(tmp_path: Path) -> None:
+def test_objects_that_the_conversion_left_out_are_named(tmp_path: Path) -> None:
     root = voc(tmp_path / "voc", voc_object("cat", 2, 3, 20, 20), voc_object("dog", 5, 5, 5, 5))
     report = convert_voc(root, tmp_path / "out", options=KEEP)
     ((found),) = check_jsonl(report.jsonl).problems
@@ -111,14 +114,11 @@ def test_a_split_keeps_images_together_and_loses_nothing() -> None:
     assert parts != split_records(everything, [0.5, 0.25, 0.25], seed=2)
 
 
-def test_no_part_is_empty() -> None:
+def test_no_part_is_empty_and_bad_shares_are_refused() -> None:
     assert [len(part) for part in split_records(records(3, 3), [0.98, 0.01, 0.01], 0)] == [1, 1, 1]
-
-
-@pytest.mark.parametrize("shares", [[1.0], [0.5, 0.6], [1.2, -0.2]])
-def test_shares_that_are_none(shares: list[float]) -> None:
-    with pytest.raises(DataError, match="shares"):
-        split_records(records(9, 9), shares, 0)
+    for shares in ([1.0], [0.5, 0.6], [1.2, -0.2]):
+        with pytest.raises(DataError, match="shares"):
+            split_records(records(9, 9), shares, 0)
 
 
 def test_a_sample_is_drawn_without_replacement_in_order() -> None:
@@ -137,3 +137,86 @@ def test_copies_of_one_image_stay_on_one_side(tmp_path: Path) -> None:
     for seed in range(5):
         for part in split_records(everything, [0.5, 0.5], seed):
             assert sorted(int(record.sample_id) ^ 1 for record in part) == sorted(int(r.sample_id) for r in part)
+
+
+# --- the store of checked images ---
+
+CELL = GTObject("cell", "bbox_2d", (100, 100, 500, 500))
+
+
+@pytest.fixture
+def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Which images were opened, and how, in order."""
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
+    seen: list[str] = []
+    for name, how in (("open_rgb", "decoded"), ("read_header", "header of"), ("image_bytes", "bytes of")):
+        plain = getattr(check_module, name)
+        monkeypatch.setattr(
+            check_module,
+            name,
+            lambda path, plain=plain, how=how: seen.append(f"{how} {Path(path).stem}") or plain(path),
+        )
+    return seen
+
+
+def dataset(folder: Path, names: str = "ab") -> Path:
+    for shade, name in enumerate(names):
+        Image.new("RGB", (40, 30), (shade, 0, 0)).save(folder / f"{name}.png")
+    write_jsonl([ImageRecord(name, folder / f"{name}.png", 40, 30, (CELL,)) for name in names], folder / "data.jsonl")
+    return folder / "data.jsonl"
+
+
+def again(read: list[str], path: Path, deep: bool = True) -> list[str]:
+    """What one more check reads."""
+    read.clear()
+    assert check_jsonl(path, deep=deep).errors == 0
+    return read.copy()
+
+
+def test_an_image_is_decoded_once(read: list[str], tmp_path: Path) -> None:
+    path = dataset(tmp_path)
+    assert again(read, path) == ["decoded a", "bytes of a", "decoded b", "bytes of b"]
+    assert again(read, path) == []
+    assert again(read, path, deep=False) == []
+    Image.new("RGB", (40, 30), (9, 9, 9)).save(tmp_path / "b.png")
+    assert again(read, path) == ["decoded b", "bytes of b"], "another file now"
+
+
+def test_a_deep_check_decodes_images_whose_headers_were_read(read: list[str], tmp_path: Path) -> None:
+    path = dataset(tmp_path, "a")
+    assert again(read, path, deep=False) == ["header of a", "bytes of a"]
+    assert again(read, path, deep=False) == []
+    assert again(read, path) == ["decoded a", "bytes of a"]
+
+
+def test_images_in_unchanged_shards_are_not_read_again(read: list[str], tmp_path: Path) -> None:
+    packed = tmp_path / "packed" / "data.jsonl"
+    pack(read_jsonl(dataset(tmp_path)), packed, 1 << 20)
+    assert len(again(read, packed)) == 4
+    assert again(read, packed) == []
+
+
+def test_findings_are_reported_each_time(read: list[str], tmp_path: Path) -> None:
+    path = dataset(tmp_path)
+    (tmp_path / "a.png").write_bytes((tmp_path / "a.png").read_bytes()[:-30])
+    for _ in range(2):
+        assert check_jsonl(path, deep=True).counts() == {Finding.UNREADABLE_IMAGE: 1}
+    Image.new("RGB", (40, 31)).save(tmp_path / "a.png")
+    for _ in range(2):
+        assert check_jsonl(path, deep=True).counts() == {Finding.SIZE_MISMATCH: 1}
+
+
+def test_the_same_bytes_in_two_files_are_found_without_reading_them_again(read: list[str], tmp_path: Path) -> None:
+    path = dataset(tmp_path)
+    (tmp_path / "b.png").write_bytes((tmp_path / "a.png").read_bytes())
+    for _ in range(2):
+        assert check_jsonl(path).counts() == {Finding.DUPLICATE_IMAGE: 1}
+
+
+def test_a_damaged_store_is_named(read: list[str], tmp_path: Path) -> None:
+    path = dataset(tmp_path, "a")
+    again(read, path)
+    (store,) = cache_folder().glob("*.sqlite")
+    store.write_bytes(b"no database" * 1000)
+    with pytest.raises(DataError, match=store.name):
+        check_jsonl(path)

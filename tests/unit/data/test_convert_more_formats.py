@@ -1,4 +1,4 @@
-"""YOLO, LabelMe and LVIS as people have them, and polygons with fewer vertices: one line a case."""
+"""Lines of YOLO, LabelMe, CSV and LVIS, and polygons with fewer vertices."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import base64
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -31,12 +32,12 @@ from support.annotation_folders import KEEP, SMALL, objects_of, paint
 CAT_BOX = GTObject("cat", "bbox_2d", (256, 261, 768, 782))  # the middle of a 40 x 24 image
 
 
-def yolo(folder: Path, label: str | None, names: str = "[cat, dog]") -> Path:
+def yolo(folder: Path, label: str | None) -> Path:
     paint(folder / "images" / "train" / "a.jpg")
     if label is not None:
         (folder / "labels" / "train").mkdir(parents=True)
         (folder / "labels" / "train" / "a.txt").write_text(label)
-    (folder / "data.yaml").write_text(f"train: images/train\nnames: {names}\n")
+    (folder / "data.yaml").write_text("train: images/train\nnames: [cat, dog]\n")
     return folder
 
 
@@ -65,42 +66,6 @@ def test_yolo_lines(tmp_path: Path, label: str | None, objects: list[GTObject], 
     assert objects_of(report) == tuple(objects)
     assert report.skipped == skipped
     assert [problem.reason for problem in report.problems if problem.reason in skipped] == list(skipped)
-
-
-def test_yolo_polygons_as_boxes(tmp_path: Path) -> None:
-    folder = yolo(tmp_path / "in", "0 0.25 0.25 0.75 0.25 0.75 0.75")
-    assert objects_of(convert_yolo(folder, tmp_path / "out", geometry="bbox", options=SMALL)) == (CAT_BOX,)
-
-
-def test_yolo_names_as_a_mapping_and_a_list_of_files(tmp_path: Path) -> None:
-    folder = yolo(tmp_path / "in", "0 0.5 0.5 0.5 0.5", names="{0: cat}")
-    (folder / "train.txt").write_text("./images/train/a.jpg\n")
-    (folder / "data.yaml").write_text("train: train.txt\nnames: {0: cat}\n")
-    assert objects_of(convert_yolo(folder / "data.yaml", tmp_path / "out", options=SMALL)) == (CAT_BOX,)
-
-
-def test_yolo_labels_without_image_are_counted(tmp_path: Path) -> None:
-    folder = yolo(tmp_path / "in", "0 0.5 0.5 0.5 0.5")
-    (folder / "labels" / "train" / "lost.txt").write_text("0 0.5 0.5 0.5 0.5")
-    report = convert_yolo(folder, tmp_path / "out", options=SMALL)
-    assert (report.images_seen, report.images, report.skipped_images) == (2, 1, {"missing_image": 1})
-
-
-@pytest.mark.parametrize(
-    ("content", "split", "complaint"),
-    [
-        ("train: nowhere\nnames: [cat]\n", None, "'nowhere' is neither a folder nor a list"),
-        ("train: images/train\nval: images/train\nnames: [cat]\n", None, "no split None; found: train, val"),
-        ("train: images/train\nnames: 3\n", None, "names must be a list"),
-        ("train: [\n", None, "not readable as YAML"),
-        ("just text", None, "expected a mapping"),
-    ],
-)
-def test_yolo_layouts_that_cannot_be_read(tmp_path: Path, content: str, split: str | None, complaint: str) -> None:
-    folder = yolo(tmp_path / "in", "")
-    (folder / "data.yaml").write_text(content)
-    with pytest.raises(DataError, match=complaint):
-        convert_yolo(folder, tmp_path / "out", split=split)
 
 
 def labelme(folder: Path, *shapes: object, **fields: object) -> Path:
@@ -159,15 +124,13 @@ def test_labelme_files_that_cannot_be_used(tmp_path: Path, fields: dict[str, obj
     assert read_jsonl(report.jsonl)[0].metadata["source"]["file"] == f"{good.name}/a.jpg"
 
 
-def test_labelme_finds_images_that_lay_elsewhere_when_annotated(tmp_path: Path) -> None:
-    folder = labelme(tmp_path / "in", shape("rectangle", [10, 6], [30, 18]), imagePath="..\\photos\\a.jpg")
-    assert objects_of(convert_labelme(folder, tmp_path / "out", options=SMALL)) == (CAT_BOX,)
+CORNERS = (256, 261, 768, 261, 768, 782, 256, 782)
 
 
 @pytest.mark.parametrize(
     ("given", "kept"),
     [
-        (shape("rectangle", [10, 6], [30, 18]), (256, 261, 768, 261, 768, 782, 256, 782)),
+        (shape("rectangle", [10, 6], [30, 18]), CORNERS),
         (shape("polygon", [10, 6], [30, 6], [30, 18]), (256, 261, 768, 261, 768, 782)),
     ],
 )
@@ -176,13 +139,22 @@ def test_labelme_as_polygons(tmp_path: Path, given: object, kept: tuple[int, ...
     assert objects_of(report) == (GTObject("cat", "poly", kept),)
 
 
-def test_labelme_circles_and_yolo_boxes_as_polygons(tmp_path: Path) -> None:
+def test_circles_as_polygons(tmp_path: Path) -> None:
     folder = labelme(tmp_path / "in", shape("circle", [20, 12], [20, 18]))
     (disc,) = objects_of(convert_labelme(folder, tmp_path / "out", geometry="poly", options=SMALL))
     assert disc.kind == "poly" and len(disc.bins) == 48
-    boxes = yolo(tmp_path / "yolo", "0 0.5 0.5 0.5 0.5")
-    (box,) = objects_of(convert_yolo(boxes, tmp_path / "rings", geometry="poly", options=SMALL))
-    assert (box.kind, box.bins) == ("poly", (256, 261, 768, 261, 768, 782, 256, 782))
+
+
+@pytest.mark.parametrize(
+    ("geometry", "label", "expected"),
+    [
+        ("bbox", "0 0.25 0.25 0.75 0.25 0.75 0.75", CAT_BOX),
+        ("poly", "0 0.5 0.5 0.5 0.5", GTObject("cat", "poly", CORNERS)),
+    ],
+)
+def test_yolo_shapes_in_the_other_geometry(tmp_path: Path, geometry: Any, label: str, expected: GTObject) -> None:
+    report = convert_yolo(yolo(tmp_path / "in", label), tmp_path / "out", geometry=geometry, options=SMALL)
+    assert objects_of(report) == (expected,)
 
 
 @pytest.mark.parametrize("options", [SMALL, KEEP], ids=["resized", "as they are"])
@@ -240,7 +212,7 @@ def test_a_csv_without_the_columns_is_refused(tmp_path: Path) -> None:
         convert_csv(path, tmp_path / "out")
 
 
-def test_what_was_exported_as_csv_is_read_again(tmp_path: Path) -> None:
+def test_an_exported_csv_is_read_again(tmp_path: Path) -> None:
     found = (
         Detection("cat", "bbox_2d", (256, 261, 768, 782), 0.5),
         Detection("d", "poly", (0, 0, 500, 0, 0, 500), 0.5),
@@ -266,19 +238,19 @@ def test_lvis_names_its_files_by_url(tmp_path: Path, folder: str) -> None:
     assert objects_of(report) == (GTObject("baby buggy", "bbox_2d", CAT_BOX.bins),)
 
 
-# Fewer vertices
+# --- fewer vertices ---
 
 SQUARE_WITH_NOTCH = (0, 0, 500, 0, 500, 3, 501, 0, 999, 0, 999, 999, 0, 999)
 
 
-def test_the_least_telling_vertices_go_first() -> None:
+def test_vertices_with_the_smallest_triangles_are_removed_first() -> None:
     assert simplify_ring(SQUARE_WITH_NOTCH, 4) == (0, 0, 999, 0, 999, 999, 0, 999)
     assert simplify_ring(SQUARE_WITH_NOTCH, 7) == SQUARE_WITH_NOTCH
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 999), st.integers(0, 999)), min_size=3, max_size=40), st.integers(3, 12))
-def test_what_is_left_are_some_of_the_vertices_in_order(points: list[tuple[int, int]], cap: int) -> None:
+def test_simplified_rings_keep_the_order_of_vertices(points: list[tuple[int, int]], cap: int) -> None:
     bins = tuple(value for point in points for value in point)
     kept = simplify_ring(bins, cap)
     assert len(kept) == min(len(bins), 2 * cap)
@@ -293,7 +265,7 @@ def test_a_circle_keeps_most_of_its_area() -> None:
     assert len(simpler.bins) == 32 and 0.96 < iou < 1
 
 
-def test_the_report_says_what_fewer_vertices_cost(tmp_path: Path) -> None:
+def test_the_report_has_the_cost_of_fewer_vertices(tmp_path: Path) -> None:
     paint(tmp_path / "images" / "a.jpg", (400, 400))
     ring = [value for a in range(90) for value in (200 + 150 * math.cos(a / 14), 200 + 150 * math.sin(a / 14))]
     content = {

@@ -1,4 +1,4 @@
-"""COCO and VOC → JSONL: the same scene gives the same records, and nothing leaves uncounted."""
+"""Conversion: every format gives the same records, images are resized once, and everything left out is counted."""
 
 from __future__ import annotations
 
@@ -15,21 +15,26 @@ from rich.console import Console
 
 from coordexp.data import read_jsonl
 from coordexp.data.convert import (
+    ConversionReport,
     ImageOptions,
     convert_coco,
+    convert_labelme,
     convert_voc,
+    convert_yolo,
     render_report,
 )
 from coordexp.errors import DataError
+from coordexp.evaluation import Detection, EvaluationOptions, ImageAnswer, summarise
 from coordexp.geometry import to_bin
 from coordexp.records import GTObject
 from support.annotation_folders import KEEP, SMALL, coco, objects_of, paint, voc, voc_object, voc_xml
+from support.one_scene import BOXES, RINGS, as_coco, as_labelme, as_voc, as_yolo
 
 # --- quantisation ---
 
 
 @given(extent=st.integers(2, 5000), data=st.data())
-def test_a_bin_stands_for_its_pixel_within_half_a_bin(extent: int, data: st.DataObject) -> None:
+def test_a_bin_is_within_half_a_bin_of_its_pixel(extent: int, data: st.DataObject) -> None:
     x = data.draw(st.floats(0, extent - 1))
     assert abs(to_bin(x, extent) / 999 * (extent - 1) - x) <= (extent - 1) / 999 / 2 + 1e-6
 
@@ -41,49 +46,68 @@ def test_bins_stay_in_range_and_keep_the_order_of_pixels(x: float, y: float, ext
 
 
 @given(extent=st.integers(2, 1000), data=st.data())
-def test_whole_pixels_of_small_images_survive_there_and_back(extent: int, data: st.DataObject) -> None:
+def test_whole_pixels_of_small_images_survive_the_round_trip(extent: int, data: st.DataObject) -> None:
     x = data.draw(st.integers(0, extent - 1))
     assert round(to_bin(x, extent) / 999 * (extent - 1)) == x
 
 
-# --- one scene, two formats ---
+# --- one scene, every format ---
 
 
-def test_the_same_scene_gives_the_same_records_from_coco_and_voc(tmp_path: Path) -> None:
-    boxes = [("cat", (4, 3, 20, 15)), ("dog", (10, 10, 39, 23))]
-    voc_root = voc(tmp_path / "voc", *(voc_object(name, *box) for name, box in boxes))
-    paint(voc_root / "JPEGImages" / "b.jpg", (64, 64))
-    voc_xml(voc_root, "b", size=(64, 64))
-    paint(tmp_path / "coco" / "images" / "b.jpg", (64, 64))
-    annotations = [
-        {"category_id": 1 + at, "bbox": [x1, y1, x2 - x1, y2 - y1]} for at, (_, (x1, y1, x2, y2)) in enumerate(boxes)
-    ]
-    images = [
-        {"id": 9, "file_name": "b.jpg", "width": 64, "height": 64},
-        {"id": 7, "file_name": "a.jpg", "width": 40, "height": 24},
-    ]
-    coco_json = coco(tmp_path / "coco", annotations, images)
-    convert_voc(voc_root, tmp_path / "out_voc", name="set", options=SMALL)
-    convert_coco(coco_json, tmp_path / "coco" / "images", tmp_path / "out_coco", name="set", options=SMALL)
+def convert(form: str, source: Path, out: Path, *, rings: bool) -> ConversionReport:
+    geometry = "poly" if rings else "bbox"
+    match form:
+        case "voc":
+            return convert_voc(as_voc(source), out, name="data", options=SMALL)
+        case "coco":
+            return convert_coco(*as_coco(source, rings=rings), out, name="data", geometry=geometry, options=SMALL)
+        case "labelme":
+            return convert_labelme(as_labelme(source, rings=rings), out, name="data", options=SMALL)
+    folder = as_yolo(source, rings=rings, data_yaml=form == "yolo")
+    return convert_yolo(folder, out, split="train", name="data", options=SMALL)
 
-    assert (tmp_path / "out_voc" / "set.jsonl").read_bytes() == (tmp_path / "out_coco" / "set.jsonl").read_bytes()
-    first, second = read_jsonl(tmp_path / "out_voc" / "set.jsonl", check_images=True)
-    assert first.image == tmp_path / "out_voc" / "images" / "set" / "a.jpg"
-    assert first.objects == (
-        GTObject(
-            "cat", "bbox_2d", (round(999 * 4 / 39), round(999 * 3 / 23), round(999 * 20 / 39), round(999 * 15 / 23))
-        ),
+
+@pytest.mark.parametrize("rings", [False, True], ids=["boxes", "polygons"])
+def test_every_format_gives_the_same_records_and_they_evaluate_as_perfect(tmp_path: Path, rings: bool) -> None:
+    found, records = {}, []
+    for form in ["coco", "yolo", "yolo without data.yaml", "labelme", *([] if rings else ["voc"])]:
+        report = convert(form, tmp_path / form / "in", tmp_path / form / "out", rings=rings)
+        records = read_jsonl(report.jsonl, check_images=True)
+        found[form] = [(r.image.name, r.width, r.height, r.objects, r.metadata) for r in records]
+        assert (report.images_seen, report.images, report.skipped) == (2, 2, {}), form
+        assert report.objects == report.objects_seen == len(RINGS if rings else BOXES), form
+        assert found[form] == found["coco"], form
+        assert {obj.kind for r in records for obj in r.objects} == {"poly" if rings else "bbox_2d"}
+    answers = [
+        ImageAnswer(r.sample_id, str(r.image), r.width, r.height, r.objects,
+                    tuple(Detection(o.desc, o.kind, o.bins, 0.5) for o in r.objects))
+        for r in records
+    ]  # fmt: skip
+    figures = summarise(answers, EvaluationOptions(segm=True)).figures
+    assert {figures[name] for name in ("f1", "precision", "recall", "mean_matched_iou")} == {1.0}
+    for name in ("AP", "AP50", "AP75", "segm_AP", "AR100"):
+        assert figures[name] == pytest.approx(1.0), name
+
+
+def test_records_name_their_source_and_their_resize_rule(tmp_path: Path) -> None:
+    root = voc(tmp_path / "voc", voc_object("cat", 4, 3, 20, 15), voc_object("dog", 10, 10, 39, 23))
+    (record,) = read_jsonl(convert_voc(root, tmp_path / "out", name="set", options=SMALL).jsonl, check_images=True)
+    assert record.image == tmp_path / "out" / "images" / "set" / "a.jpg"
+    corners = (round(999 * 4 / 39), round(999 * 3 / 23), round(999 * 20 / 39), round(999 * 15 / 23))
+    assert record.objects == (
+        GTObject("cat", "bbox_2d", corners),
         GTObject("dog", "bbox_2d", (round(999 * 10 / 39), round(999 * 10 / 23), 999, 999)),
     )
-    assert second.objects == ()
-    assert first.metadata["source"] == {"file": "a.jpg", "width": 40, "height": 24}
-    assert first.metadata["prepared"] == {"factor": 8, "min_pixels": 64, "max_pixels": 4096}
+    assert record.metadata == {
+        "source": {"file": "a.jpg", "width": 40, "height": 24},
+        "prepared": {"factor": 8, "min_pixels": 64, "max_pixels": 4096},
+    }
 
 
 # --- images ---
 
 
-def test_images_are_resized_once_to_the_grid_and_coordinates_do_not_move(tmp_path: Path) -> None:
+def test_images_are_resized_to_the_grid_and_coordinates_do_not_move(tmp_path: Path) -> None:
     root = voc(tmp_path / "voc", voc_object("cat", 4, 3, 20, 15))
     kept = convert_voc(root, tmp_path / "kept", options=KEEP)
     grown = convert_voc(root, tmp_path / "grown", options=ImageOptions())
@@ -99,7 +123,7 @@ def test_an_image_already_on_the_grid_is_copied_byte_for_byte(tmp_path: Path) ->
     assert record.image.read_bytes() == (tmp_path / "voc" / "JPEGImages" / "a.jpg").read_bytes()
 
 
-def test_other_formats_become_png_without_meeting_their_namesakes(tmp_path: Path) -> None:
+def test_other_formats_become_png_under_different_names(tmp_path: Path) -> None:
     images = [{"id": at, "file_name": name, "width": 40, "height": 24} for at, name in enumerate(["a.bmp", "a.png"])]
     path = coco(tmp_path, [], images)
     paint(tmp_path / "images" / "a.bmp")
@@ -110,38 +134,16 @@ def test_other_formats_become_png_without_meeting_their_namesakes(tmp_path: Path
     assert np.asarray(Image.open(png.image)).min() == 255, "transparent pixels show white"
 
 
-def test_a_turned_photo_is_stored_upright_when_its_annotation_is_upright(tmp_path: Path) -> None:
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    root = voc(tmp_path / "voc", voc_object("cat", 0, 0, 23, 39), size=(24, 40))
-    paint(root / "JPEGImages" / "a.jpg", (40, 24), exif=exif)
-    report = convert_voc(root, tmp_path / "out", options=SMALL)
-    (record,) = read_jsonl(report.jsonl, check_images=True)
-    assert (record.width, record.height) == (24, 40) and not report.notes
-
-
-@pytest.mark.parametrize("options", [SMALL, KEEP])
-def test_a_turned_photo_annotated_as_stored_keeps_its_pixels_as_stored(tmp_path: Path, options: ImageOptions) -> None:
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    root = voc(tmp_path / "voc", voc_object("cat", 0, 0, 39, 23))
-    paint(root / "JPEGImages" / "a.jpg", (40, 24), exif=exif)
-    report = convert_voc(root, tmp_path / "out", options=options)
-    (record,) = read_jsonl(report.jsonl, check_images=True)
-    assert (record.width, record.height) == (40, 24) and report.notes == {"exif_ignored": 1}
-    assert record.objects[0].bins == (0, 0, 999, 999)
-
-
-SIZE_CASES = [
-    ("missing", None, "notes", "size_missing"),
-    ("zero", (0, 0), "notes", "size_missing"),
-    ("words", ("wide", "high"), "notes", "size_missing"),
-    ("scaled", (80, 48), "notes", "size_scaled"),
-    ("other shape", (40, 40), "skipped_images", "size_mismatch"),
-]
-
-
-@pytest.mark.parametrize(("size", "where", "reason"), [c[1:] for c in SIZE_CASES], ids=[c[0] for c in SIZE_CASES])
+@pytest.mark.parametrize(
+    ("size", "where", "reason"),
+    [
+        (None, "notes", "size_missing"),
+        ((0, 0), "notes", "size_missing"),
+        (("wide", "high"), "notes", "size_missing"),
+        ((80, 48), "notes", "size_scaled"),
+        ((40, 40), "skipped_images", "size_mismatch"),  # another shape
+    ],
+)
 def test_a_size_that_is_not_the_images_is_reported(tmp_path: Path, size: Any, where: str, reason: str) -> None:
     root = voc(tmp_path / "voc", voc_object("cat", 0, 0, 10, 12), size=size)
     paint(root / "JPEGImages" / "b.jpg")
@@ -166,7 +168,7 @@ def test_an_output_folder_that_would_overwrite_the_source_is_refused(tmp_path: P
     assert (tmp_path / "images" / "instances" / "a.jpg").read_bytes() == before
 
 
-# --- what is left out ---
+# --- objects and images that are left out ---
 
 VOC_OBJECTS = [
     ("point", voc_object("RBC", 5, 5, 5, 5), "zero_area"),
@@ -192,7 +194,7 @@ def test_voc_objects_left_out_are_counted_and_located(tmp_path: Path, node: str,
     assert [(p.reason, p.file, p.object_index) for p in report.problems] == [(reason, "a.xml", 1)]
 
 
-def test_what_is_kept_but_odd_is_noted(tmp_path: Path) -> None:
+def test_odd_objects_are_kept_and_noted(tmp_path: Path) -> None:
     twice = voc_object("cat", 1, 1, 9, 9)
     root = voc(tmp_path / "voc", voc_object("cat", -5, 2, 45, 10), voc_object("cat", 39.99, 2, 40, 9), twice, twice)
     report = convert_voc(root, tmp_path / "out", options=SMALL)
@@ -200,7 +202,7 @@ def test_what_is_kept_but_odd_is_noted(tmp_path: Path) -> None:
     assert objects_of(report)[0].bins[::2] == (0, 999) and report.objects == 4
 
 
-def test_an_image_that_lost_all_its_objects_is_noted_and_one_that_had_none_is_not(tmp_path: Path) -> None:
+def test_only_images_that_lost_all_objects_are_noted(tmp_path: Path) -> None:
     root = voc(tmp_path / "voc", voc_object("RBC", 5, 5, 5, 5))
     paint(root / "JPEGImages" / "b.jpg")
     voc_xml(root, "b")
@@ -245,7 +247,7 @@ def test_a_truncated_image_is_found_even_when_images_are_only_referred_to(tmp_pa
     assert report.images == 1 and report.skipped_images == {"unreadable_image": 1}
 
 
-def test_splits_keep_their_order_and_count_their_flaws(tmp_path: Path) -> None:
+def test_splits_keep_their_order_and_count_bad_lines(tmp_path: Path) -> None:
     root = voc(tmp_path / "voc")
     for stem in ("b", "my photo"):
         paint(root / "JPEGImages" / f"{stem}.jpg")
@@ -271,7 +273,7 @@ def test_one_based_boxes_are_shifted_on_request_only(tmp_path: Path) -> None:
 # --- the report ---
 
 
-def test_the_report_lies_beside_the_jsonl_and_renders(tmp_path: Path) -> None:
+def test_the_report_is_next_to_the_jsonl_and_renders(tmp_path: Path) -> None:
     nodes = [voc_object("cat", 1, 1, 9, 9), *[voc_object("cat", 5, 5, 5, 5)] * 3]
     calls: list[tuple[int, int]] = []
     report = convert_voc(

@@ -117,19 +117,15 @@ def test_problems_of_images_are_reported_together_each_time(tmp_path: Path) -> N
     Image.new("RGB", (900, 2)).save(tmp_path / "thin.png")
     others = [line(images=[f"{name}.png"]) for name in ("none", "text", "thin", "a", "none")]
     first = write(tmp_path, line(), line(width=9), *others, line(images=["thin.png"], width=900, height=2))
+    missing = write(tmp_path, line(images=["none.png"]), name="missing.jsonl")
     second = write(tmp_path, line(), line(height=7), name="other.jsonl")
     expected = message(lambda: check_dataset([*read_jsonl(first), *read_jsonl(second)]))
     assert "7 problems" in expected
     for _ in range(2):
         assert message(lambda: check_images(cached(first), cached(second))) == expected
+        assert "none.png" in message(lambda: check_images(cached(missing)))
     assert message(lambda: check_images(read_jsonl(first), cached(second))) == expected
     check_images(cached(first, 1), cached(second, 1))
-
-
-def test_all_missing_images_are_reported(tmp_path: Path) -> None:
-    path = write(tmp_path, line(images=["none.png"]))
-    for _ in range(2):
-        assert "none.png" in message(lambda: check_images(cached(path)))
 
 
 def test_only_changed_images_are_opened_again(tmp_path: Path) -> None:
@@ -160,19 +156,18 @@ def test_changed_lines_are_validated_again(tmp_path: Path) -> None:
     assert message(lambda: cached(path)) == message(lambda: read_jsonl(path))
 
 
-def test_a_new_version_validates_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_version_validates_again_and_small_files_are_not_cached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write(tmp_path, line())
+    monkeypatch.setattr(dataset_cache, "CACHE_MIN_BYTES", 1000)
+    assert open_records(path) == read_jsonl(path) and files("*") == []
+    monkeypatch.setattr(dataset_cache, "CACHE_MIN_BYTES", 0)
     cached(path)
     before = files("*.arrow")
     monkeypatch.setattr(dataset_cache, "CACHE_VERSION", -1)
     assert list(cached(path)) == read_jsonl(path)
     assert len(files("*.arrow")) == 1 and files("*.arrow") != before
-
-
-def test_small_files_are_not_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dataset_cache, "CACHE_MIN_BYTES", 1000)
-    path = write(tmp_path, line())
-    assert open_records(path) == read_jsonl(path) and files("*") == []
 
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
@@ -187,7 +182,7 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     assert other.name in message(lambda: CachedRecords(other, path))
 
 
-def test_an_unwritable_cache_folder_is_passed_over_and_named(
+def test_unwritable_cache_folders_are_skipped_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("no folder")
@@ -248,7 +243,9 @@ def requests(record: ImageRecord, image: Any = None) -> RolloutRequest:
 
 @pytest.mark.parametrize("ordering", ["sorted", "random", "file"])
 @pytest.mark.parametrize("augment", [None, AugmentConfig(horizontal_flip=0.5)], ids=["as it is", "augmented"])
-def test_samples_are_the_same(tmp_path: Path, ordering: Any, augment: AugmentConfig | None) -> None:
+def test_cached_and_plain_records_give_the_same_samples(
+    tmp_path: Path, ordering: Any, augment: AugmentConfig | None
+) -> None:
     objects = [BOX | {"bbox_2d": [5 * k, 900 - k, 999, 999], "desc": f"d{k}"} for k in range(7)]
     path = write(tmp_path, *[line(objects=objects[n:], metadata={"n": n}) for n in range(6)])
     plain, mapped = (
@@ -275,7 +272,7 @@ def test_samples_are_the_same(tmp_path: Path, ordering: Any, augment: AugmentCon
 @pytest.mark.parametrize(
     "rules", [[RULE] * 5, [RULE, None, RULE], [None] * 3, [RULE, RULE | {"factor": 16}], [RULE, {"factor": 1}]]
 )
-def test_the_image_preparation_is_the_same(tmp_path: Path, rules: Sequence[Any]) -> None:
+def test_cached_and_plain_records_give_the_same_image_preparation(tmp_path: Path, rules: Sequence[Any]) -> None:
     path = write(
         tmp_path,
         *[line(width=8 + n, metadata={} if rule is None else {"prepared": rule}) for n, rule in enumerate(rules)],

@@ -23,7 +23,7 @@ def kept_of(records: list[ImageRecord], name: str) -> int:
     return sum(obj.desc == name for record in records for obj in record.objects)
 
 
-def test_about_the_asked_share_stays_and_everything_is_counted() -> None:
+def test_about_the_given_share_is_kept_and_counted() -> None:
     left, counts = drop_annotations(records(400, CUP, TREE, CUP), DropRates(0.6, allow_empty=True), seed=3)
     assert 0.55 < kept_of(left, "cup") / 800 < 0.65 and 0.53 < kept_of(left, "tree") / 400 < 0.67
     found = counts.to_json()
@@ -42,7 +42,7 @@ def test_the_draw_depends_on_seed_and_sample_id_alone() -> None:
 
 
 @pytest.mark.parametrize("allow_empty", [True, False])
-def test_fewer_are_a_part_of_more(allow_empty: bool) -> None:
+def test_a_lower_rate_keeps_a_subset(allow_empty: bool) -> None:
     objects = [replace(CUP, bins=(0, 0, n, n)) for n in range(6)]
     drawn = [
         drop_annotations(records(60, *objects), DropRates(keep, allow_empty=allow_empty), 0)[0]
@@ -60,7 +60,7 @@ def test_one_object_of_every_image_stays() -> None:
     assert [record.objects for record in empty] == [(), ()] and counts.emptied == 0
 
 
-def test_a_class_goes_before_a_size_and_a_size_before_keep() -> None:
+def test_class_rates_precede_size_rates_and_those_keep() -> None:
     box = GTObject("box", "bbox_2d", (0, 0, 150, 150))  # 75 x 75 pixels
     sizes = [object_size(obj, records(1)[0]) for obj in (CUP, box, TREE)]
     assert sizes == ["small", "medium", "large"]
@@ -69,7 +69,7 @@ def test_a_class_goes_before_a_size_and_a_size_before_keep() -> None:
     assert {record.objects for record in left} == {(CUP, TREE)}
 
 
-def test_what_cannot_be_meant_is_refused() -> None:
+def test_invalid_rates_and_classes_are_refused() -> None:
     with pytest.raises(DataError, match=r"'cpu'.*cup, tree"):
         drop_annotations(records(1, CUP, TREE), DropRates(0.5, {"cpu": 0.1}), 0)
     with pytest.raises(DataError, match=r"s\.jsonl:1: .*soft"):
@@ -80,5 +80,5 @@ def test_what_cannot_be_meant_is_refused() -> None:
         DropRates(1.5)
 
 
-def test_soft_objects_can_be_taken_out() -> None:
+def test_without_soft_removes_soft_objects() -> None:
     assert without_soft(records(2, CUP, replace(TREE, soft=0.5))) == (records(2, CUP), 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -56,18 +57,27 @@ def test_an_opened_image_carries_no_orientation_to_apply_again(
     assert opened.size == ((6, 8) if apply_orientation else (8, 6))
 
 
-@pytest.mark.parametrize("mode", ["L", "P", "1", "CMYK", "YCbCr"])
-def test_eight_bit_modes_become_rgb(tmp_path: Path, mode: str) -> None:
-    suffix = "jpg" if mode in ("CMYK", "YCbCr") else "png"
-    corners().convert(mode).save(tmp_path / f"a.{suffix}")
-    assert open_rgb(tmp_path / f"a.{suffix}").mode == "RGB"
-
-
-def test_transparent_pixels_show_white_and_not_what_hides_behind_them(tmp_path: Path) -> None:
-    image = Image.new("RGBA", (2, 1), (0, 0, 0, 0))
-    image.putpixel((1, 0), (10, 20, 30, 255))
-    image.save(tmp_path / "a.png")
-    assert np.asarray(open_rgb(tmp_path / "a.png")).tolist() == [[[255, 255, 255], [10, 20, 30]]]
+@pytest.mark.parametrize(
+    ("mode", "colour", "name", "seen"),
+    [
+        ("L", 90, "a.png", (90, 90, 90)),
+        ("L", 90, "a.JPG", (90, 90, 90)),
+        ("LA", (90, 0), "a.png", (255, 255, 255)),
+        ("RGBA", (10, 200, 30, 255), "a.png", (10, 200, 30)),
+        ("RGBA", (0, 0, 0, 0), "a.png", (255, 255, 255)),  # transparent pixels show white
+        ("P", 0, "a.png", (0, 0, 0)),
+        ("1", 1, "a.png", (255, 255, 255)),
+        ("CMYK", (0, 255, 255, 0), "a.jpg", (254, 0, 0)),
+        ("CMYK", (0, 255, 255, 0), "a.tif", (255, 0, 0)),
+        ("YCbCr", (90, 128, 128), "a.jpg", (90, 90, 90)),
+        ("RGB", (90, 90, 90), "a.jfif", (90, 90, 90)),
+    ],
+)
+def test_every_8_bit_image_becomes_rgb(tmp_path: Path, mode: str, colour: Any, name: str, seen: Any) -> None:
+    Image.new(mode, (40, 24), colour).save(tmp_path / name, format="JPEG" if name.endswith("jfif") else None)
+    opened = open_rgb(tmp_path / name)
+    assert opened.mode == "RGB"
+    assert np.abs(np.asarray(opened).astype(int) - np.array(seen)).max() <= 3
 
 
 def test_sixteen_bit_images_are_refused_before_they_clip(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What ``coordexp predict`` and ``Detector`` may be pointed at."""
+"""Sources of ``coordexp predict`` and ``Detector``: images, folders, patterns, datasets."""
 
 from __future__ import annotations
 
@@ -66,15 +66,13 @@ def test_a_broken_image_is_left_out_and_named(folder: Path, how: str) -> None:
             find_images([source])
 
 
-@pytest.mark.parametrize("source", ["gone.jpg", "none_*.png", "empty"])
-def test_nothing_there_is_named(folder: Path, source: str) -> None:
+@pytest.mark.parametrize(
+    ("source", "named"),
+    [("gone.jpg", "gone.jpg"), ("none_*.png", r"none_\*.png"), ("empty", "empty"), ("b", "1 skipped")],
+)
+def test_sources_without_readable_images_are_refused(folder: Path, source: str, named: str) -> None:
     (folder / "empty").mkdir()
-    with pytest.raises(DataError, match=source.replace("*", r"\*")):
-        find_images([Path(source)])
-
-
-def test_nothing_readable_is_an_error(folder: Path) -> None:
     (folder / "b").mkdir()
     (folder / "b" / "x.png").write_text("hello")
-    with pytest.raises(DataError, match="1 skipped"):
-        find_images([folder / "b"], skip_broken=True)
+    with pytest.raises(DataError, match=named):
+        find_images([Path(source)], skip_broken=True)

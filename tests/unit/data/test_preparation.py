@@ -39,7 +39,7 @@ def test_a_resized_image_stays_as_it_is() -> None:
     assert RULE.resize(copy) is copy
 
 
-def test_a_rule_counts_where_all_records_share_it() -> None:
+def test_the_rule_is_that_of_all_records_or_none() -> None:
     shared = [record(160, 192, prepared(RULE)), record(96, 64, prepared(RULE))]
     assert preparation_of(shared) == ImagePreparation(RULE, (96 * 64, 160 * 192))
     assert preparation_of([*shared, record(10, 10)]).resize is None
@@ -49,7 +49,7 @@ def test_a_rule_counts_where_all_records_share_it() -> None:
 
 @pytest.mark.parametrize("written", [3, {"factor": 32}, {"factor": "32", "min_pixels": 1, "max_pixels": 9999},
                                      {"factor": 32, "min_pixels": 9, "max_pixels": 8}])  # fmt: skip
-def test_a_rule_that_is_none_is_refused_with_its_record(written: Any) -> None:
+def test_an_invalid_rule_is_refused_with_its_record(written: Any) -> None:
     with pytest.raises(DataError, match=r"d\.jsonl:1: metadata\.prepared is "):
         preparation_of([record(9, 9, {"prepared": written})])
 
@@ -57,9 +57,14 @@ def test_a_rule_that_is_none_is_refused_with_its_record(written: Any) -> None:
 @pytest.mark.parametrize(
     "kept", [ImagePreparation(RULE, (1, 2)), ImagePreparation(None, (5, 9)), ImagePreparation(RULE)]
 )
-def test_a_checkpoint_keeps_it(kept: ImagePreparation, tmp_path: Path) -> None:
+def test_a_checkpoint_stores_the_preparation(kept: ImagePreparation, tmp_path: Path) -> None:
     write_preparation(kept, tmp_path)
     assert read_preparation(tmp_path) == kept
+    assert json.loads((tmp_path / PREPARATION).read_text()) == {
+        "schema_version": 1,
+        "resize": kept.resize and {"factor": 32, "min_pixels": 1024, "max_pixels": 35840},
+        "seen_pixels": kept.seen_pixels and list(kept.seen_pixels),
+    }
     write_preparation(NO_RESIZE, tmp_path)
     assert read_preparation(tmp_path) == NO_RESIZE and not (tmp_path / PREPARATION).exists()
 
@@ -72,18 +77,9 @@ def test_a_broken_file_is_one_clear_error(text: str, tmp_path: Path) -> None:
         read_preparation(tmp_path)
 
 
-def test_images_far_from_training_are_known() -> None:
+def test_areas_far_from_training_are_recognised() -> None:
     unruled = ImagePreparation(None, (160 * 160, 160 * 208))
     assert unruled.is_unlike_training(378, 504) and unruled.is_unlike_training(32, 32)
     assert not unruled.is_unlike_training(160, 208) and not unruled.is_unlike_training(200, 200)
     assert not ImagePreparation(RULE, (160 * 160, 160 * 208)).is_unlike_training(3780, 5040)
     assert not NO_RESIZE.is_unlike_training(1, 1)
-
-
-def test_the_file_is_small_and_plain(tmp_path: Path) -> None:
-    write_preparation(ImagePreparation(RULE, (1, 2)), tmp_path)
-    assert json.loads((tmp_path / PREPARATION).read_text()) == {
-        "schema_version": 1,
-        "resize": {"factor": 32, "min_pixels": 1024, "max_pixels": 35840},
-        "seen_pixels": [1, 2],
-    }

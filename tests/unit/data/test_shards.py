@@ -1,4 +1,4 @@
-"""A packed dataset is the dataset that it was made of: records, images, checks and training batches."""
+"""A packed dataset equals its original in records, images, checks and training batches."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def told(act: object) -> str:
     return str(raised.value)
 
 
-def test_records_are_the_same_but_for_where_their_images_lie(scenes: Path) -> None:
+def test_packed_records_have_the_same_contents_and_pack_again(scenes: Path, tmp_path: Path) -> None:
     plain, other = read_jsonl(scenes), read_jsonl(packed(scenes))
     check_dataset(other)
     for one, two in zip(plain, other, strict=True):
@@ -64,9 +64,14 @@ def test_records_are_the_same_but_for_where_their_images_lie(scenes: Path) -> No
         assert open_rgb(two.image).tobytes() == open_rgb(one.image).tobytes()
         assert read_header(two.image) == read_header(one.image)
     assert len({record.image.parent for record in other}) > 2  # several shards
-    assert split_records(plain, [0.5, 0.5], 0) and [
-        [record.sample_id for record in part] for part in split_records(other, [0.5, 0.5], 0)
-    ] == [[record.sample_id for record in part] for part in split_records(plain, [0.5, 0.5], 0)]
+    one, two = (
+        [[record.sample_id for record in part] for part in split_records(records, [0.5, 0.5], 0)]
+        for records in (plain, other)
+    )
+    assert one == two
+    pack(other, tmp_path / "again" / scenes.name, 4000)
+    for path in (tmp_path / "packed").iterdir():
+        assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes()
 
 
 def test_a_shard_alone_is_what_webdataset_reads(scenes: Path, tmp_path: Path) -> None:
@@ -81,14 +86,6 @@ def test_a_shard_alone_is_what_webdataset_reads(scenes: Path, tmp_path: Path) ->
     (tmp_path / "loose" / "set.jsonl").write_text("".join(lines))
     loose = read_jsonl(tmp_path / "loose" / "set.jsonl", check_images=True)
     assert [record.objects for record in loose] == [record.objects for record in read_jsonl(scenes)]
-
-
-def test_equal_sets_make_equal_shards_and_a_packed_set_packs_again(scenes: Path, tmp_path: Path) -> None:
-    out = packed(scenes)
-    again = tmp_path / "again" / scenes.name
-    pack(read_jsonl(out), again, 4000)
-    for one in sorted(out.parent.iterdir()):
-        assert (again.parent / one.name).read_bytes() == one.read_bytes()
 
 
 @pytest.mark.parametrize("augment", [None, AugmentConfig(horizontal_flip=0.5, scale=(0.7, 1.4))])
@@ -114,7 +111,7 @@ def test_training_batches_are_identical(scenes: Path, augment: AugmentConfig | N
             assert all(torch.equal(tensor, sample.request.model_inputs[name]) for sample in samples)
 
 
-def test_what_is_wrong_inside_a_shard_is_told_like_anything_else(scenes: Path) -> None:
+def test_problems_inside_a_shard_are_reported_like_those_of_files(scenes: Path) -> None:
     out = packed(scenes, 1 << 20)
     (shard,) = out.parent.glob("*.tar")
     check_images(open_records(out))
@@ -133,7 +130,7 @@ def test_what_is_wrong_inside_a_shard_is_told_like_anything_else(scenes: Path) -
     assert "uncompressed tar" in told(lambda: check_dataset(read_jsonl(out)))
 
 
-def test_nothing_is_overwritten_and_nothing_half_written_stays(scenes: Path, tmp_path: Path) -> None:
+def test_no_file_is_overwritten_or_left_half_written(scenes: Path, tmp_path: Path) -> None:
     out = packed(scenes)
     assert "exists already" in told(lambda: pack(read_jsonl(scenes), out, 4000))
     out.unlink()
@@ -144,7 +141,7 @@ def test_nothing_is_overwritten_and_nothing_half_written_stays(scenes: Path, tmp
     assert list((tmp_path / "new").iterdir()) == []
 
 
-def test_the_command_packs_and_checks_read_what_it_wrote(scenes: Path, tmp_path: Path) -> None:
+def test_a_check_reads_what_the_pack_command_wrote(scenes: Path, tmp_path: Path) -> None:
     out = tmp_path / "packed.jsonl"
     done = CliRunner().invoke(app, ["data", "pack", str(scenes), "--out", str(out)])
     assert done.exit_code == 0 and "7 records, their images in 1 shard" in done.stdout
@@ -153,7 +150,7 @@ def test_the_command_packs_and_checks_read_what_it_wrote(scenes: Path, tmp_path:
     assert checked.exit_code == 0 and json.loads(checked.stdout)["errors"] == 0
 
 
-def test_a_folder_that_is_called_like_a_shard_is_a_folder(tmp_path: Path) -> None:
+def test_a_folder_named_like_a_shard_is_a_folder(tmp_path: Path) -> None:
     (tmp_path / "old.tar").mkdir()
     Image.new("RGB", (4, 3)).save(tmp_path / "old.tar" / "a.png")
     assert find_member(tmp_path / "old.tar" / "a.png") is None
@@ -164,7 +161,7 @@ def test_a_folder_that_is_called_like_a_shard_is_a_folder(tmp_path: Path) -> Non
     content=st.binary(max_size=60),
     moves=st.lists(st.tuples(st.sampled_from([os.SEEK_SET, os.SEEK_END]), st.integers(0, 70), st.integers(-1, 70))),
 )
-def test_a_member_reads_as_the_file_that_it_was(
+def test_a_member_reads_like_the_original_file(
     tmp_path_factory: pytest.TempPathFactory, content: bytes, moves: list[tuple[int, int, int]]
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "around.bin"
