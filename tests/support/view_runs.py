@@ -35,7 +35,7 @@ def write_run(folder: Path, steps: int = 2) -> Path:
         lines += to_json(make_record(image, outcome, where, settings)) + b"\n"
         segment = Segment(image.sample_id, (1,), outcome.target)
         supervised = [p for p, role in enumerate(outcome.target.roles_T) if role in (1, 2, 4)]
-        loss = LossRecord.from_segment(segment, where, step, supervised, [0.5 + step] * len(supervised))
+        loss = LossRecord.from_segment(segment, where, step, [(position, 0.5 + step) for position in supervised])
         losses += to_json(loss) + b"\n"
     records.write_bytes(lines)
     (records.parent / "losses_rank0.jsonl").write_bytes(losses)

@@ -1,1 +1,1 @@
-"""What a training step leaves behind for people: the record of each sample, its writer, pictures, the rollout log."""
+"""Files about single samples of a training run: rollout records, the rollout log, TensorBoard's pictures."""

@@ -1,21 +1,17 @@
-"""One JSON line per sample: what the model answered, how it was read and matched, and what it was taught.
+"""Rollout records: one JSON line per sample with the answer, its parse, its match and its target. Torch-free.
 
-A line holds everything needed to look at a sample and to compute its target again (:func:`replay`), but for image and
-prompt, which it refers to. Files are appended to, also by a run that resumes: a line of step s replaces every earlier
-line of a later step in the same file, because those steps were taken back, and the earlier line of the same sample of
-the same step (:func:`read_records`). Torch-free.
+A line has everything needed to look at a sample and to rebuild its target (:func:`replay`), except image and prompt,
+which it only names.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
-
-import numpy as np
 
 from coordexp.coords import CoordVocab, FieldOrder
 from coordexp.errors import AppendError, DataError
@@ -48,11 +44,9 @@ SCHEMA_VERSION = 2
 
 @dataclass(frozen=True, slots=True)
 class WhereInTraining:
-    """When and where a sample was answered.
-
-    ``global_step``: optimizer steps taken before, which is also the step of the rollout's seed; ``sample_idx``: the
-    sample's place among the ``num_samples`` of this rank's step, of which only the first few may have been recorded.
-    """
+    """When and where a sample was answered. ``global_step``: optimizer steps finished before, also the step of the
+    rollout's seed; ``sample_idx``: index among the ``num_samples`` of this rank's step, of which only the first may
+    have been recorded."""
 
     global_step: int
     micro_step: int
@@ -63,7 +57,7 @@ class WhereInTraining:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What matching and target building were configured with; in a record, the target policy of its own step."""
+    """The configuration of matching and target building; in a record, with the target policy of its own step."""
 
     matching: MatchingConfig
     transport: TransportConfig
@@ -82,7 +76,7 @@ class PromptRef:
 
 @dataclass(frozen=True, slots=True)
 class ParseRecord:
-    """:class:`ParsedRollout` without its prefix of ``prefix_len`` tokens, which begins the target unless that was
+    """:class:`ParsedRollout` without its prefix of ``prefix_len`` tokens: the target starts with them, unless it was
     rewritten."""
 
     objects: tuple[PredictedObject, ...]
@@ -95,8 +89,8 @@ class ParseRecord:
 
 @dataclass(frozen=True, slots=True)
 class TargetRecord:
-    """:class:`TrainingTarget`, with roles as runs of (name of the role, number of tokens), and the weights of each loss
-    term as runs of (weight, number of tokens)."""
+    """:class:`TrainingTarget` with roles as runs of (role name, number of tokens) and the weights of each loss term as
+    runs of (weight, number of tokens)."""
 
     token_ids: tuple[int, ...]
     roles: tuple[tuple[str, int], ...]
@@ -118,9 +112,8 @@ class TargetRecord:
 class RolloutRecord:
     """A line of ``rollouts_rank{r}.jsonl``.
 
-    ``loss_by_role`` (mean by name of the role) and ``token_loss`` (position in the target, loss in nats) are null in
-    the file: a line is written when its target is built, before the forward pass, and a segment may wait in the carry
-    buffer for steps. :func:`read_records` fills them from the :class:`LossRecord` beside it, where there is one.
+    ``loss_by_role`` (mean by role name) and ``token_loss`` (position in the target, loss in nats) are null in the file,
+    because a line is written before the forward pass. :func:`read_records` fills them from the :class:`LossRecord`.
     """
 
     schema_version: Literal[2]
@@ -147,10 +140,10 @@ class RolloutRecord:
 
 @dataclass(frozen=True, slots=True)
 class LossRecord:
-    """A line of ``losses_rank{r}.jsonl``: what the tokens of one recorded sample cost when they were trained on.
+    """A line of ``losses_rank{r}.jsonl``: the losses of one recorded sample's tokens when it was trained on.
 
-    ``answered_at`` and ``sample_idx`` say which record it belongs to; ``trained_at``: optimizer steps taken before the
-    one that trained on it.
+    ``answered_at`` and ``sample_idx`` identify the record; ``trained_at``: optimizer steps finished before the one that
+    trained on it.
     """
 
     schema_version: Literal[1]
@@ -163,24 +156,14 @@ class LossRecord:
 
     @classmethod
     def from_segment(
-        cls,
-        segment: Segment,
-        where: WhereInTraining,
-        trained_at: int,
-        position_P: Sequence[int],
-        loss_P: Sequence[float],
+        cls, segment: Segment, where: WhereInTraining, trained_at: int, token_loss: Sequence[tuple[int, float]]
     ) -> LossRecord:
-        """What a segment's tokens cost in the step after ``trained_at`` finished ones: ``loss_P`` at positions
-        ``position_P`` of its target."""
+        """``token_loss``: (position in the target, loss in nats)."""
         by_role: dict[str, list[float]] = {}
-        for position, loss in zip(position_P, loss_P, strict=True):
+        for position, loss in token_loss:
             by_role.setdefault(TokenRole(int(segment.target.roles_T[position])).name, []).append(loss)
         means = {role: round(sum(losses) / len(losses), 4) for role, losses in by_role.items()}
-        pairs = tuple(zip(position_P, loss_P, strict=True))
-        return cls(1, segment.sample_id, where.global_step, where.sample_idx, trained_at, means, pairs)
-
-
-_RECORD = f"a rollout record of schema version {SCHEMA_VERSION}"
+        return cls(1, segment.sample_id, where.global_step, where.sample_idx, trained_at, means, tuple(token_loss))
 
 
 def prompt_sha256(prompt_token_ids: Sequence[int]) -> str:
@@ -191,7 +174,7 @@ def prompt_sha256(prompt_token_ids: Sequence[int]) -> str:
 def make_record(
     image: ImageRecord, outcome: SampleOutcome, where: WhereInTraining, settings: Settings
 ) -> RolloutRecord:
-    """Everything about one sample's way from answer to target."""
+    """The record of one sample, from its answer to its target."""
     rollout = outcome.rollout
     return RolloutRecord(
         schema_version=SCHEMA_VERSION,
@@ -227,30 +210,21 @@ def _parse_record(parsed: ParsedRollout) -> ParseRecord:
 
 
 def _target_record(target: TrainingTarget) -> TargetRecord:
-    return TargetRecord(
-        token_ids=target.token_ids,
-        roles=tuple((TokenRole(role).name, count) for role, count in _runs(target.roles_T)),
-        coord_pos=tuple(target.coord_pos_K.tolist()),
-        coord_bin=tuple(target.coord_bin_K.tolist()),
-        box_pos=_rows_of_4(target.box_pos_M4),
-        box_bin=_rows_of_4(target.box_bin_M4),
-        context=target.context,
-        prefix_len=target.prefix_len,
-        matched_pred_idx=target.matched_pred_idx,
-        matched_gt_idx=target.matched_gt_idx,
-        appended_gt_idx=target.appended_gt_idx,
-        appended_object_index=target.appended_object_index,
-        weights={term: _runs(weight_T) for term, weight_T in target.weights.items()},
-        left_out_pred_idx=target.left_out_pred_idx,
-    )
+    arrays = {
+        "roles": tuple((TokenRole(role).name, count) for role, count in token_runs(target.roles_T.tolist())),
+        "coord_pos": tuple(target.coord_pos_K.tolist()),
+        "coord_bin": tuple(target.coord_bin_K.tolist()),
+        "box_pos": tuple(map(tuple, target.box_pos_M4.tolist())),
+        "box_bin": tuple(map(tuple, target.box_bin_M4.tolist())),
+        "weights": {term: token_runs(weight_T.tolist()) for term, weight_T in target.weights.items()},
+    }
+    same = {one.name: getattr(target, one.name) for one in fields(TargetRecord) if one.name not in arrays}
+    return TargetRecord(**same, **arrays)
 
 
-def _runs(values_T: np.ndarray) -> tuple[tuple[Any, int], ...]:
-    return tuple((value, sum(1 for _ in run)) for value, run in groupby(values_T.tolist()))
-
-
-def _rows_of_4(array_M4: np.ndarray) -> tuple[Any, ...]:
-    return tuple([tuple(row) for row in array_M4.tolist()])
+def token_runs(values_T: Sequence[Any]) -> tuple[tuple[Any, int], ...]:
+    """Runs of equal values: (value, number of tokens)."""
+    return tuple((value, len(list(run))) for value, run in groupby(values_T))
 
 
 def loss_path(records: Path) -> Path:
@@ -260,10 +234,7 @@ def loss_path(records: Path) -> Path:
 
 def read_records(path: str | Path) -> list[RolloutRecord]:
     """All records of a file, or of every ``rollouts_rank*.jsonl`` of a folder, by rank and then in order of writing,
-    with the losses that are known.
-
-    Lines that a resumed run replaced are left out (see the module), and so is text after the last line break, which is
-    still being written.
+    with the losses that are known. Text after the last line break, which is still being written, is ignored.
 
     Raises:
         DataError: no such file, or a line that is not a record; with its number.
@@ -272,46 +243,40 @@ def read_records(path: str | Path) -> list[RolloutRecord]:
     if path.is_dir():
         files = sorted(path.glob("rollouts_rank*.jsonl"), key=lambda file: (len(file.name), file.name))
         if not files:
-            raise DataError("holds no rollouts_rank*.jsonl; is it a run's rollout_records folder?", path=path)
+            raise DataError("has no rollouts_rank*.jsonl; is it a run's rollout_records folder?", path=path)
         return [record for file in files for record in read_records(file)]
+
+    def place(record: RolloutRecord) -> tuple[int, int]:
+        return record.where.global_step, record.where.sample_idx
+
     kept: list[RolloutRecord] = []
+    what = f"a rollout record of schema version {SCHEMA_VERSION}"
     for number, line in read_lines(path, whole=True):
-        record = from_json(RolloutRecord, line, _RECORD, path=path, line=number)
+        record = from_json(RolloutRecord, line, what, path=path, line=number)
+        # A run that resumes appends, and repeats steps: drop earlier lines of later steps and of the same sample.
         while kept and kept[-1].where.global_step > record.where.global_step:
             kept.pop()
-        if kept and (record.where.global_step, record.where.sample_idx) <= _place_of(kept[-1]):
-            kept = [old for old in kept if _place_of(old) != _place_of(record)]
+        if kept and place(record) <= place(kept[-1]):
+            kept = [old for old in kept if place(old) != place(record)]
         kept.append(record)
-    losses = _read_losses(loss_path(path)) if path.name.startswith("rollouts_") else {}
-    return [_with_loss(record, losses.get((*_place_of(record), record.sample_id))) for record in kept]
-
-
-def _read_losses(path: Path) -> dict[tuple[int, int, str], LossRecord]:
-    """By place and name of the sample; of a step that was taken back and again, the later line counts."""
-    if not path.is_file():
-        return {}
-    losses: dict[tuple[int, int, str], LossRecord] = {}
-    for number, line in read_lines(path, whole=True):
-        loss = from_json(LossRecord, line, "a line of losses", path=path, line=number)
-        losses[loss.answered_at, loss.sample_idx, loss.sample_id] = loss
-    return losses
-
-
-def _with_loss(record: RolloutRecord, loss: LossRecord | None) -> RolloutRecord:
-    if loss is None:
-        return record
-    return replace(record, loss_by_role=loss.loss_by_role, token_loss=loss.token_loss)
-
-
-def _place_of(record: RolloutRecord) -> tuple[int, int]:
-    return record.where.global_step, record.where.sample_idx
+    losses: dict[tuple[int, int, str], LossRecord] = {}  # the last line of each sample counts
+    loss_file = loss_path(path)
+    if path.name.startswith("rollouts_") and loss_file.is_file():
+        for number, line in read_lines(loss_file, whole=True):
+            loss = from_json(LossRecord, line, "a line of losses", path=loss_file, line=number)
+            losses[loss.answered_at, loss.sample_idx, loss.sample_id] = loss
+    for k, record in enumerate(kept):
+        loss = losses.get((*place(record), record.sample_id))
+        if loss is not None:
+            kept[k] = replace(record, loss_by_role=loss.loss_by_role, token_loss=loss.token_loss)
+    return kept
 
 
 def rebuild(record: RolloutRecord, vocab: CoordVocab) -> tuple[ParsedRollout, MatchResult, TrainingTarget]:
     """Parse, match and build again from the recorded response. ``vocab`` must be that of the run's tokenizer.
 
     Raises:
-        AppendError: nothing can be written behind the answer, although something was when it was recorded.
+        AppendError: the recorded target has tokens, but nothing can be appended to the answer now.
     """
     parsed = parse_rollout(record.response_token_ids, vocab, ended=not record.truncated)
     match = match_objects(parsed.objects, record.ground_truth, record.settings.matching)
@@ -330,27 +295,25 @@ def rebuild(record: RolloutRecord, vocab: CoordVocab) -> tuple[ParsedRollout, Ma
     except AppendError:
         if record.target.token_ids:
             raise
-        target = empty_target(record.sample_id)  # two-channel training goes on without such an answer
+        target = empty_target(record.sample_id)  # two-channel training skips such an answer
     return parsed, match, target
 
 
 def replay(record: RolloutRecord, vocab: CoordVocab) -> tuple[str, ...]:
-    """What :func:`rebuild` makes differently from what was recorded, by name. Empty: nothing. The code may be a later
-    version, which is what this is for."""
+    """The fields that :func:`rebuild` computes differently from the record, maybe with a later version of the code, as
+    ``stage.field: recorded …, now …``."""
     parsed, match, target = rebuild(record, vocab)
-    pairs: tuple[tuple[str, Mapping[str, Any], Mapping[str, Any]], ...] = (
-        ("parse", asdict(record.parse), asdict(_parse_record(parsed))),
-        ("match", asdict(record.match), asdict(match)),
-        ("target", asdict(record.target), asdict(_target_record(target))),
-    )
-    return tuple(
-        f"{stage}.{name}: recorded {_short(recorded[name])}, now {_short(now[name])}"
-        for stage, recorded, now in pairs
-        for name in recorded
-        if recorded[name] != now[name]
-    )
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 120 else text[:117] + "…"
+    stages: dict[str, tuple[Any, Any]] = {
+        "parse": (record.parse, _parse_record(parsed)),
+        "match": (record.match, match),
+        "target": (record.target, _target_record(target)),
+    }
+    differences = []
+    for stage, (recorded, now) in stages.items():
+        recorded, now = asdict(recorded), asdict(now)
+        for name in recorded:
+            if recorded[name] != now[name]:
+                texts = [repr(values[name]) for values in (recorded, now)]
+                was, comes = (text if len(text) <= 120 else text[:117] + "…" for text in texts)
+                differences.append(f"{stage}.{name}: recorded {was}, now {comes}")
+    return tuple(differences)

@@ -1,12 +1,8 @@
-"""Writes rollout records and the rollout log while training runs.
+"""Rollout records, the rollout log and TensorBoard's pictures, written while training runs.
 
-A record is written when its target is built. What its tokens cost is known only after its forward pass, maybe steps
-later, and goes into a file of its own, which readers join to the first. Records are for people: where the disk is
-nearly full or a write fails, the line is lost, counted and (once) warned of, and training continues. A record of 100
-objects takes 2 ms, so no thread writes it.
-
-The rollout log is next to them: a line of JSON per step and rank on what each round of rollouts did, enough to ask for
-the same answers again.
+A record is written when its target is built; its token losses are known only after its forward pass, maybe steps later,
+and go into a file of their own. If the disk is nearly full or a write fails, the line is dropped, counted and (once)
+warned about, and training continues. A record of 100 objects takes 2 ms, so no thread writes it.
 """
 
 from __future__ import annotations
@@ -21,13 +17,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from PIL import Image
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
 from coordexp import distributed
 from coordexp.config.rollout import MonitorDumpConfig
 from coordexp.data.dataset import Sample
 from coordexp.data.files import append_line
+from coordexp.data.images import open_rgb
+from coordexp.evaluation.drawing import draw_objects
+from coordexp.objective import HeadQuery, HeadScores, SupervisionTensors
 from coordexp.recording.rollout_record import LossRecord, Settings, WhereInTraining, loss_path, make_record
-from coordexp.recording.token_losses import TokenLosses
-from coordexp.records import Segment
+from coordexp.records import NUM_BINS, ImageRecord, PackedRow, Segment
 from coordexp.records_json import to_json
 from coordexp.targets import SampleOutcome
 
@@ -38,11 +41,15 @@ DROPPED = "rollout/records_dropped_total"  # the disk was nearly full
 FAILED = "rollout/records_failed_total"  # the write itself failed
 COUNTERS = (WRITTEN, DROPPED, FAILED)
 
+MAX_PICTURES = 4  # per recorded step, so that their cost is bounded
+SIDE = 384
+FOUND, MISSED, MATCHED, UNMATCHED = "#00a000", "#d9730d", "#2060ff", "#e00000"
+
 
 def is_due(config: MonitorDumpConfig, global_step: int, logging_steps: int) -> bool:
     """Whether the step after ``global_step`` finished ones is recorded: with every N, steps N, 2N, …
 
-    ``logging_steps``: those of the run, which only the trainer knows, as the YAML may give a share of all steps.
+    ``logging_steps``: the run's, known only to the trainer, because the YAML may give a share of all steps.
     """
     if global_step == 0 and config.dump_first_step:
         return True
@@ -51,8 +58,7 @@ def is_due(config: MonitorDumpConfig, global_step: int, logging_steps: int) -> b
 
 
 class RolloutRecorder:
-    """The files ``rollouts_rank{rank}.jsonl`` and ``losses_rank{rank}.jsonl`` of one rank. Counters are additive;
-    :meth:`take_counters` hands them over."""
+    """The files ``rollouts_rank{rank}.jsonl`` and ``losses_rank{rank}.jsonl`` of one rank."""
 
     def __init__(self, folder: Path, rank: int, settings: Settings, config: MonitorDumpConfig) -> None:
         self.path = folder / f"rollouts_rank{rank}.jsonl"
@@ -86,15 +92,17 @@ class RolloutRecorder:
         """Whether one of ``segments`` is of a recorded sample, so that its tokens' losses are needed."""
         return any(segment.sample_id in self._untrained for segment in segments)
 
-    def offer_losses(self, global_step: int, segments: Sequence[Segment], losses: Sequence[TokenLosses]) -> None:
-        """Record what the recorded ones among ``segments``, which the step after ``global_step`` trained on, cost."""
+    def offer_losses(
+        self, global_step: int, segments: Sequence[Segment], losses: Sequence[Sequence[tuple[int, float]]]
+    ) -> None:
+        """Record the :func:`token_losses` of recorded samples among the ``segments`` of the step after
+        ``global_step``."""
         for segment, loss in zip(segments, losses, strict=True):
             if not segment.target.token_ids:
                 continue  # a blank row, which borrows its prompt from a sample that may be recorded
             where = self._untrained.pop(segment.sample_id, None)
             if where is not None and segment.target.context == "rollout":
-                line = partial(LossRecord.from_segment, segment, where, global_step, loss.position_P, loss.loss_P)
-                self._write(loss_path(self.path), line)
+                self._write(loss_path(self.path), partial(LossRecord.from_segment, segment, where, global_step, loss))
 
     def take_counters(self) -> Counter[str]:
         """The counts since the last call."""
@@ -126,10 +134,39 @@ class RolloutRecorder:
         self._warned.add(counter)
 
 
-def build_recorder(config: MonitorDumpConfig, settings: Settings | None, output_dir: Path) -> RolloutRecorder | None:
-    """The recorder that ``rollout_matching.monitor_dump`` asks for on this rank; None for none.
+def token_losses(
+    row: PackedRow, supervision: SupervisionTensors, query: HeadQuery, scores: HeadScores
+) -> list[tuple[tuple[int, float], ...]]:
+    """(position in the target, loss in nats) pairs per segment of ``row``, ascending; positions that no module scored
+    are left out.
 
-    ``settings``: what targets are built with; None in a training without rollouts.
+    A text token's loss is its cross-entropy over the vocabulary. A coordinate's is −log of the probability of its
+    target's nearest bin among the 1000 bins, independent of the objective's distance, so that tokens can be compared.
+    """
+    in_N, losses = [], []
+    with torch.no_grad():
+        if 1.0 in scores.vocab_lse_N:
+            in_N.append(query.vocab_in_N_U)
+            losses.append(scores.cross_entropy_N()[query.vocab_in_N_U])
+        # Coordinates that both score (stage 1 without a coordinate loss) keep the later value, that among the bins.
+        if scores.coord_logit_KB is not None:
+            bin_K1 = supervision.coord_bin_K.round().long().clamp(0, NUM_BINS - 1)[:, None]
+            in_N.append(supervision.coord_in_N_K)
+            losses.append(-scores.coord_logit_KB.log_softmax(dim=-1).gather(1, bin_K1)[:, 0])
+        position_P = supervision.position_N[torch.cat(in_N)].tolist() if in_N else []
+        loss_P = torch.cat([loss.double() for loss in losses]).tolist() if losses else []
+    at = sorted(dict(zip(position_P, loss_P, strict=True)).items())
+    found = []
+    for segment, start, end in zip(row.segments, row.offsets[:-1], row.offsets[1:], strict=True):
+        first = start + len(segment.prompt_token_ids)
+        found.append(tuple((position - first, round(loss, 4)) for position, loss in at if first <= position < end))
+    return found
+
+
+def build_recorder(config: MonitorDumpConfig, settings: Settings | None, output_dir: Path) -> RolloutRecorder | None:
+    """This rank's recorder as ``rollout_matching.monitor_dump`` configures it, or None.
+
+    ``settings``: those of matching and target building; None in a training without rollouts.
     """
     if not config.enabled or (config.only_world_process_zero and not distributed.is_main()):
         return None
@@ -139,7 +176,7 @@ def build_recorder(config: MonitorDumpConfig, settings: Settings | None, output_
 
 
 class RolloutLog:
-    """One rank's file."""
+    """One rank's rollout log: a line of JSON per step about its rollouts, enough to request the same answers again."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.path = folder / f"rollout_log_rank{rank}.jsonl"
@@ -148,11 +185,11 @@ class RolloutLog:
         self._written = False
 
     def write(self, global_step: int, report: Mapping[str, Any]) -> None:
-        """Append what the rollouts after ``global_step`` finished steps did; the first rank says it in the log too."""
+        """Append ``report`` on the rollouts after ``global_step`` finished steps; the first rank logs it too."""
         line = json.dumps({"global_step": global_step, "rank": self._rank, **report})
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            if not self._written:
+            if not self._written and self.path.exists():
                 self._set_aside(global_step)
             self._written = True
             append_line(self.path, line.encode() + b"\n")
@@ -163,14 +200,15 @@ class RolloutLog:
             logger.info("rollouts: %s", line)
 
     def _set_aside(self, first_step: int) -> None:
-        """What processes before this one wrote of the steps that it does again."""
-        if not self.path.exists():
-            return
+        # This process repeats steps from first_step on: move the lines that earlier processes wrote about them.
         kept = 0
         with self.path.open("rb") as file:
             for line in file:
-                if (step := _step_of(line)) is not None and step >= first_step:
-                    break
+                try:
+                    if int(json.loads(line)["global_step"]) >= first_step:
+                        break
+                except (ValueError, TypeError, KeyError):
+                    pass  # a line that a kill left unfinished
                 kept += len(line)
             file.seek(kept)
             again = file.read()
@@ -179,9 +217,52 @@ class RolloutLog:
             os.truncate(self.path, kept)
 
 
-def _step_of(line: bytes) -> int | None:
-    """None of a line that a kill left unfinished."""
-    try:
-        return int(json.loads(line)["global_step"])
-    except (ValueError, TypeError, KeyError):
-        return None
+class RolloutPictures(TrainerCallback):
+    """Draws the first samples of a recorded step for TensorBoard, before the step trains on them, and histograms.
+
+    Args:
+        outcomes: of the step that begins, on this rank, each with its sample's record, the objects in the order that
+            was matched; none in a step without rollouts.
+        writer: TensorBoard's ``SummaryWriter``, or None if this process has none (yet).
+    """
+
+    def __init__(
+        self,
+        config: MonitorDumpConfig,
+        outcomes: Callable[[], Sequence[tuple[ImageRecord, SampleOutcome]]],
+        writer: Callable[[], Any],
+    ) -> None:
+        self._config = config
+        self._outcomes = outcomes
+        self._writer = writer
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        writer, outcomes = self._writer(), self._outcomes()
+        if writer is None or not outcomes or not is_due(self._config, state.global_step, int(state.logging_steps or 1)):
+            return
+        step = state.global_step + 1
+        for number, (record, outcome) in enumerate(outcomes[: min(MAX_PICTURES, self._config.max_samples)]):
+            writer.add_image(f"rollouts/sample_{number}", draw_rollout(record, outcome), step, dataformats="HWC")
+        for name, values in (
+            ("rollouts/answer_tokens", [len(outcome.rollout.response_token_ids) for _, outcome in outcomes]),
+            ("rollouts/objects_per_answer", [len(outcome.parsed.objects) for _, outcome in outcomes]),
+            ("rollouts/missed_per_image", [len(outcome.match.fn_gt_idx) for _, outcome in outcomes]),
+        ):
+            writer.add_histogram(name, np.array(values), step)
+
+
+def draw_rollout(record: ImageRecord, outcome: SampleOutcome) -> np.ndarray:
+    """The image, ``SIDE`` pixels long, as (H, W, 3) uint8: found objects of its annotation in green and without label,
+    as their prediction has one; missed ones in orange, matched predictions in blue and the others in red."""
+    image = open_rgb(record.image)
+    scale = SIDE / max(image.size)
+    size = max(1, round(image.width * scale)), max(1, round(image.height * scale))
+    image = image.resize(size, Image.Resampling.BILINEAR)
+    missed, unmatched = set(outcome.match.fn_gt_idx), set(outcome.match.fp_pred_idx)
+    draw_objects(image, [(obj, FOUND) for k, obj in enumerate(record.objects) if k not in missed], labels=False)
+    draw_objects(image, [(obj, MISSED) for k, obj in enumerate(record.objects) if k in missed])
+    predicted = [(obj, UNMATCHED if k in unmatched else MATCHED) for k, obj in enumerate(outcome.parsed.objects)]
+    draw_objects(image, predicted)
+    return np.asarray(image)

@@ -301,7 +301,7 @@ def _scorer(loaded: LoadedModel) -> TokenScorer:
 
 def _draw_rollouts(run: CheckedRun, trainer: CoordExpTrainer, loggers: Sequence[Any]) -> None:
     """Pictures of recorded rollouts, where ``training.report_to`` asks for TensorBoard."""
-    from coordexp.recording.pictures import RolloutPictures
+    from coordexp.recording.writer import RolloutPictures
 
     if run.rollout.monitor_dump.enabled and distributed.is_main():
         pictures = RolloutPictures(

@@ -30,8 +30,7 @@ from coordexp.config.objective import Channel
 from coordexp.data.augment import LEFT_OUT
 from coordexp.errors import TrainingDiverged
 from coordexp.objective import HeadScores, RowObjective, RowTensors
-from coordexp.recording.token_losses import token_losses
-from coordexp.recording.writer import RolloutLog, RolloutRecorder
+from coordexp.recording.writer import RolloutLog, RolloutRecorder, token_losses
 from coordexp.records import ImageRecord, PackedRow
 from coordexp.targets import SampleOutcome, count_terms, is_closed
 from coordexp.training.answers import RolloutQueue, TargetOptions, decide_policy, rollout_metrics

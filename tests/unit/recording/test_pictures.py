@@ -12,8 +12,8 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from coordexp.matching import match_objects
-from coordexp.recording import pictures
-from coordexp.recording.pictures import FOUND, MATCHED, MAX_PICTURES, MISSED, SIDE, RolloutPictures, draw_rollout
+from coordexp.recording import writer
+from coordexp.recording.writer import FOUND, MATCHED, MAX_PICTURES, MISSED, SIDE, RolloutPictures, draw_rollout
 from support.answers import CAT, DOG, answer, entry, outcome_of, record, tiny_vocab
 from support.tiny_run import InMemoryBackend, load_tiny, nearly_right, run_config, train
 
@@ -75,7 +75,7 @@ def test_a_picture_shows_the_objects_in_the_order_that_was_matched(
 
         trainer.step.notify = look_ahead_and_notify
 
-    monkeypatch.setattr(pictures, "draw_rollout", lambda *both: drawn.append(both) or draw_rollout(*both))
+    monkeypatch.setattr(writer, "draw_rollout", lambda *both: drawn.append(both) or draw_rollout(*both))
     backend = InMemoryBackend(loaded.vocab, lambda request: nearly_right(by_id[request.sample_id]))
     train(config, backend, on_built).close()
     assert len(drawn) == 6

@@ -15,7 +15,6 @@ from coordexp.data.dataset import Sample
 from coordexp.errors import ConfigError
 from coordexp.matching import MatchingConfig
 from coordexp.recording.rollout_record import RolloutRecord, Settings, read_records, replay
-from coordexp.recording.token_losses import TokenLosses
 from coordexp.recording.writer import DROPPED, FAILED, WRITTEN, RolloutRecorder, is_due
 from coordexp.records import Segment
 from coordexp.targets import TransportConfig, empty_target
@@ -79,9 +78,9 @@ def test_a_blank_row_is_not_the_sample_whose_prompt_it_borrows(tmp_path: Path) -
     offer(recorder, 0, [sample])
     target = outcome_of(answer(entry(1)), [CAT, DOG], tiny_vocab()).target
     eos = len(target.token_ids) - 1
-    recorder.offer_losses(0, blank_row([[sample]]).segments, [TokenLosses((), ())])
+    recorder.offer_losses(0, blank_row([[sample]]).segments, [()])
     trained = Segment(sample.record.sample_id, sample.request.prompt_token_ids, target, {})
-    recorder.offer_losses(0, [trained], [TokenLosses((eos,), (0.5,))])
+    recorder.offer_losses(0, [trained], [((eos, 0.5),)])
     assert [found.token_loss for found in read_records(tmp_path)] == [((eos, 0.5),)]
 
 
@@ -92,7 +91,7 @@ def test_a_dropped_answer_is_not_given_the_losses_of_a_later_one(tmp_path: Path)
     recorder.offer(0, 1, [[sample]], [replace(closed, target=empty_target(sample.record.sample_id))])
     later = Segment(sample.record.sample_id, sample.request.prompt_token_ids, closed.target, {})
     assert not recorder.wants_losses([later])
-    recorder.offer_losses(5, [later], [TokenLosses((0,), (0.5,))])
+    recorder.offer_losses(5, [later], [((0, 0.5),)])
     assert [found.token_loss for found in read_records(tmp_path)] == [None]
 
 
