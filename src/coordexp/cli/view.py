@@ -30,10 +30,10 @@ def view(
 ) -> None:
     """Write one self-contained HTML page: images, matches, tokens by role with their losses, drop reasons, curves."""
     from coordexp.viewer import collect, render
-    from coordexp.viewer.collect import find_checkpoint, has_rollout_records
+    from coordexp.viewer.collect import find_checkpoint, rollout_records_at
 
     vocab = None
-    checkpoint = model or (find_checkpoint(source) if has_rollout_records(source) else None)
+    checkpoint = model or (find_checkpoint(source) if rollout_records_at(source) else None)
     if checkpoint is not None:
         from coordexp.cli.console import vocabulary_of
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from coordexp.coords import CoordVocab
 from coordexp.data.files import read_json
 from coordexp.errors import DataError
-from coordexp.evaluation.answers import PREDICTIONS, ImageAnswer, read_answers
+from coordexp.evaluation.answers import PREDICTIONS, Detection, ImageAnswer, read_answers
 from coordexp.evaluation.detection import match_answer
-from coordexp.records import GTObject, TokenRole
+from coordexp.records import GTObject, PredictedObject, TokenRole
 
 if TYPE_CHECKING:
     from coordexp.recording.rollout_record import RolloutRecord
@@ -88,7 +87,17 @@ def collect(source: Path, vocab: CoordVocab | None = None, max_records: int = 10
     Raises:
         DataError: nothing there that can be shown.
     """
-    records = [*_rollout_records(source, vocab), *_predictions(source)]
+    records: list[ViewRecord] = []
+    recorded = rollout_records_at(source)
+    if recorded is not None:
+        from coordexp.recording.rollout_record import read_records  # answers are shown without it
+
+        rollouts = read_records(recorded)
+        rollouts.sort(key=lambda record: (record.where.global_step, record.where.rank, record.where.sample_idx))
+        records += [_from_record(record, vocab) for record in rollouts]
+    folders = (source, source / "evaluation")
+    if any((folder / PREDICTIONS).is_file() for folder in folders) or not (recorded or source.is_dir()):
+        records += [_from_answer(answer) for answer in read_answers(source)]
     curves = _curves(source)
     if not records and not curves:
         raise DataError(
@@ -98,7 +107,18 @@ def collect(source: Path, vocab: CoordVocab | None = None, max_records: int = 10
         )
     notes = []
     if not records:
-        notes.append(_no_records(source))
+        resolved = source / _RESOLVED_CONFIG
+        command = f"coordexp evaluate {resolved if resolved.is_file() else 'RUN.yaml'} --model {source}"
+        if _section(resolved, "custom").get("trainer_variant") is not None:
+            notes.append(
+                "this run recorded no rollouts: set rollout_matching.monitor_dump.enabled: true and resume it, or let "
+                f"its model answer: {command}"
+            )
+        else:
+            notes.append(
+                "stage 1 writes no answers while it trains, so only curves are shown; let its model answer, then look "
+                f"again: {command}"
+            )
     if len(records) > max_records:
         notes.append(f"{len(records)} records; shown are {max_records}, evenly over all of them (--max-records)")
         records = [records[i * len(records) // max_records] for i in range(max_records)]
@@ -107,22 +127,8 @@ def collect(source: Path, vocab: CoordVocab | None = None, max_records: int = 10
     return ViewData(str(source), tuple(records), curves, tuple(notes))
 
 
-def _no_records(source: Path) -> str:
-    """Advice for a run with curves and no answers."""
-    resolved = source / _RESOLVED_CONFIG
-    if _section(resolved, "custom").get("trainer_variant") is not None:
-        return (
-            "this run recorded no rollouts: set rollout_matching.monitor_dump.enabled: true and go on, or let its "
-            f"model answer: coordexp evaluate {resolved} --model {source}"
-        )
-    return (
-        "stage 1 writes no answers while it trains, so only curves are shown; let its model answer, then look again: "
-        f"coordexp evaluate {resolved if resolved.is_file() else 'RUN.yaml'} --model {source}"
-    )
-
-
 def find_checkpoint(source: Path) -> Path | None:
-    """The checkpoint whose tokenizer wrote the records: the run's own, or the one that it started from."""
+    """The checkpoint with the tokenizer of the records: the run's own, or the one that it started from."""
     for folder in (source, source.parent, source.parent.parent) if source.is_dir() else source.parents[:3]:
         if (folder / "tokenizer.json").is_file() and (folder / "config.json").is_file():
             return folder
@@ -145,45 +151,33 @@ def _section(resolved: Path, name: str) -> Mapping[str, object]:
     return section if isinstance(section, dict) else {}
 
 
-def has_rollout_records(source: Path) -> bool:
-    return source.name.startswith("rollouts_") or _records_folder(source) is not None
-
-
-def _records_folder(source: Path) -> Path | None:
-    for folder in (source / _RECORDS, source):
-        if folder.is_dir() and any(folder.glob("rollouts_rank*.jsonl")):
-            return folder
-    return None
-
-
-def _rollout_records(source: Path, vocab: CoordVocab | None) -> list[ViewRecord]:
-    from_file = source.is_file() and source.name.startswith("rollouts_")
-    place = source if from_file else _records_folder(source)
-    if place is None:
-        return []
-    from coordexp.recording.rollout_record import read_records  # answers are shown without it
-
-    records = read_records(place)
-    records.sort(key=lambda record: (record.where.global_step, record.where.rank, record.where.sample_idx))
-    return [_from_record(record, vocab) for record in records]
+def rollout_records_at(source: Path) -> Path | None:
+    """The file or folder of rollout records that ``source`` names or contains."""
+    if source.is_file() and source.name.startswith("rollouts_"):
+        return source
+    folders = (source / _RECORDS, source)
+    return next((folder for folder in folders if any(folder.glob("rollouts_rank*.jsonl"))), None)
 
 
 def _from_record(record: RolloutRecord, vocab: CoordVocab | None) -> ViewRecord:
-    pair_of_pred = {pair.pred_idx: pair for pair in record.match.pairs}
-    pred_of_gt = {pair.gt_idx: pair.pred_idx for pair in record.match.pairs}
     losses = [loss for _, loss in record.token_loss or ()]
+    rollout = target = None
+    if vocab is not None:
+        rollout = _rollout_tokens(record, vocab)
+        target = ViewTokens(_pieces(record.target.token_ids, vocab), record.target.roles, record.token_loss or ())
+    gt, pred = _shapes(
+        record.ground_truth,
+        [(obj, f"object_{obj.index}", None) for obj in record.parse.objects],
+        [(pair.pred_idx, pair.gt_idx, pair.iou) for pair in record.match.pairs],
+    )
     return ViewRecord(
         sample_id=record.sample_id,
         step=record.where.global_step + 1,
         image=record.image,
         width=record.width,
         height=record.height,
-        gt=_ground_truth(record.ground_truth, pred_of_gt),
-        pred=tuple(
-            ViewShape(o.desc, o.kind, o.bins, pair.gt_idx if pair else None, round(pair.iou, 4) if pair else None,
-                      name=f"object_{o.index}")
-            for o, pair in ((o, pair_of_pred.get(i)) for i, o in enumerate(record.parse.objects))
-        ),
+        gt=gt,
+        pred=pred,
         annotated=True,
         dropped={reason.value: count for reason, count in record.parse.dropped.items() if count},
         truncated=record.truncated,
@@ -191,22 +185,53 @@ def _from_record(record: RolloutRecord, vocab: CoordVocab | None) -> ViewRecord:
         text=record.text,
         loss=round(sum(losses) / len(losses), 4) if losses else None,
         loss_by_role=record.loss_by_role,
-        rollout=None if vocab is None else _rollout_tokens(record, vocab),
-        target=None
-        if vocab is None
-        else ViewTokens(_pieces(record.target.token_ids, vocab), record.target.roles, record.token_loss or ()),
+        rollout=rollout,
+        target=target,
+    )
+
+
+def _from_answer(answer: ImageAnswer) -> ViewRecord:
+    named = [(obj, f"object {k}", obj.score) for k, obj in enumerate(answer.pred, start=1)]
+    gt, pred = _shapes(answer.gt or (), named, match_answer(answer))
+    return ViewRecord(
+        sample_id=answer.sample_id,
+        step=None,
+        image=answer.image,
+        width=answer.width,
+        height=answer.height,
+        gt=gt,
+        pred=pred,
+        annotated=answer.gt is not None,
+        dropped=answer.dropped,
+        truncated=answer.truncated,
+        repeat_terminated=answer.repeat_terminated,
+        text=answer.text,
+    )
+
+
+def _shapes(
+    truth: Sequence[GTObject],
+    predicted: Sequence[tuple[PredictedObject | Detection, str, float | None]],
+    matched: Sequence[tuple[int, int, float]],
+) -> tuple[tuple[ViewShape, ...], tuple[ViewShape, ...]]:
+    """Ground truth and predictions (object, name, score), each linked to its match (pred_idx, gt_idx, IoU)."""
+    pred_of = {j: i for i, j, _ in matched}
+    gt_of = {i: (j, round(iou, 4)) for i, j, iou in matched}
+    gt = (ViewShape(obj.desc, obj.kind, obj.bins, pred_of.get(j), soft=obj.soft) for j, obj in enumerate(truth))
+    pred = (
+        ViewShape(obj.desc, obj.kind, obj.bins, *gt_of.get(i, (None, None)),
+                  score=None if score is None else round(score, 4), name=name)
+        for i, (obj, name, score) in enumerate(predicted)
     )  # fmt: skip
-
-
-def _ground_truth(objects: Sequence[GTObject], pred_of_gt: Mapping[int, int]) -> tuple[ViewShape, ...]:
-    return tuple(ViewShape(o.desc, o.kind, o.bins, pred_of_gt.get(i), soft=o.soft) for i, o in enumerate(objects))
+    return tuple(gt), tuple(pred)
 
 
 def _rollout_tokens(record: RolloutRecord, vocab: CoordVocab) -> ViewTokens:
-    """The answer's own tokens with the roles that the match gives them; tokens after the cut have none. In a rewritten
-    answer the target has other tokens, with the same roles for the same reasons."""
+    # The answer's own tokens with the roles that the match gives them; tokens after the cut have none. In a rewritten
+    # answer the target has other tokens, with the same roles for the same reasons.
     import numpy as np
 
+    from coordexp.recording.rollout_record import token_runs
     from coordexp.targets import mark_matched
 
     kept = min(record.parse.prefix_len - record.parse.num_replaced_tail, len(record.response_token_ids))
@@ -216,66 +241,29 @@ def _rollout_tokens(record: RolloutRecord, vocab: CoordVocab) -> ViewTokens:
         mark_matched(roles_T, [(record.parse.objects[p.pred_idx], record.ground_truth[p.gt_idx]) for p in pairs])
     roles = [TokenRole(role).name for role in roles_T.tolist()]
     own = [*roles[:kept], *[BEHIND_CUT] * (len(record.response_token_ids) - kept)]
-    runs = tuple((role, sum(1 for _ in run)) for role, run in groupby(own))
-    return ViewTokens(_pieces(record.response_token_ids, vocab), runs)
+    return ViewTokens(_pieces(record.response_token_ids, vocab), token_runs(own))
 
 
 def _pieces(token_ids: Sequence[int], vocab: CoordVocab) -> tuple[str, ...]:
     return tuple(vocab.piece(i) if 0 <= i < len(vocab) else f"<id {i}>" for i in token_ids)
 
 
-def _predictions(source: Path) -> list[ViewRecord]:
-    if source.is_dir():
-        if not any((folder / PREDICTIONS).is_file() for folder in (source, source / "evaluation")):
-            return []
-    elif source.name.startswith("rollouts_"):
-        return []
-    return [_from_answer(answer) for answer in read_answers(source)]
-
-
-def _from_answer(answer: ImageAnswer) -> ViewRecord:
-    matched = match_answer(answer)
-    gt_of_pred = {i: (j, iou) for i, j, iou in matched}
-    pred_of_gt = {j: i for i, j, _ in matched}
-    return ViewRecord(
-        sample_id=answer.sample_id,
-        step=None,
-        image=answer.image,
-        width=answer.width,
-        height=answer.height,
-        gt=_ground_truth(answer.gt or (), pred_of_gt),
-        pred=tuple(
-            ViewShape(o.desc, o.kind, o.bins, match[0] if match else None, round(match[1], 4) if match else None,
-                      None if o.score is None else round(o.score, 4), f"object {i + 1}")
-            for i, (o, match) in enumerate((o, gt_of_pred.get(i)) for i, o in enumerate(answer.pred))
-        ),
-        annotated=answer.gt is not None,
-        dropped=answer.dropped,
-        truncated=answer.truncated,
-        repeat_terminated=answer.repeat_terminated,
-        text=answer.text,
-    )  # fmt: skip
-
-
 def _curves(source: Path) -> dict[str, list[tuple[float, float]]]:
     """Every number in the run's latest log with at least two points, by name."""
-    if not source.is_dir():
-        return {}
+
+    def step(state: Path) -> int:
+        tail = state.parent.name.rpartition("-")[2]
+        return int(tail) if tail.isdecimal() else -1
+
     states = [source / "trainer_state.json", source / "log_history.json"]
-    states += sorted(source.glob("checkpoint-*/trainer_state.json"), key=lambda path: -_step_of(path.parent))
+    states += sorted(source.glob("checkpoint-*/trainer_state.json"), key=step, reverse=True)
     state = next((path for path in states if path.is_file()), None)
     if state is None:
         return {}
     content = read_json(state)
-    lines = content if isinstance(content, list) else content.get("log_history", [])
     curves: dict[str, list[tuple[float, float]]] = {}
-    for line in lines:
+    for line in content if isinstance(content, list) else content.get("log_history", []):
         for name, value in line.items():
             if name not in ("step", "epoch") and type(value) in (int, float) and value == value:
                 curves.setdefault(name, []).append((line.get("step", 0), value))
     return {name: points for name, points in curves.items() if len(points) > 1}
-
-
-def _step_of(folder: Path) -> int:
-    tail = folder.name.rpartition("-")[2]
-    return int(tail) if tail.isdecimal() else -1

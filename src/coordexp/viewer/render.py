@@ -1,7 +1,7 @@
 """Collected records → one self-contained HTML file, or the same page served on 127.0.0.1 (for an SSH tunnel, say).
 
 Text of models and annotators is only data: it is embedded as JSON that cannot end its element, the page's script shows
-it as text only, and the page's policy runs no other script.
+it as text only, and the page's policy forbids other scripts.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import hashlib
 import html
 import io
 import json
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -25,19 +26,16 @@ from coordexp.data.images import open_rgb
 from coordexp.errors import DataError
 from coordexp.viewer.collect import ViewData
 
-Progress = Callable[[int, int], None]
-
 _HERE = Path(__file__).parent
 _SCRIPT = ("list", "record", "tokens", "curves", "hover", "controls")
 _QUALITY = 80
 _WORKERS = 4
 
 
-def render(data: ViewData, image_side: int = 384, progress: Progress | None = None) -> str:
-    """The page. Each image is embedded once as JPEG, at most ``image_side`` pixels long; the page shows why one could
-    not be read."""
+def render(data: ViewData, image_side: int = 384, progress: Callable[[int, int], None] | None = None) -> str:
+    """The page. Each image is embedded once as JPEG, at most ``image_side`` pixels long, or the reason why it could not
+    be read."""
     paths = list(dict.fromkeys(record.image for record in data.records))
-    place = {path: number for number, path in enumerate(paths)}
     images: list[dict[str, str]] = []
     pool = ThreadPoolExecutor(_WORKERS)
     try:
@@ -47,42 +45,31 @@ def render(data: ViewData, image_side: int = 384, progress: Progress | None = No
                 progress(done, len(paths))
     finally:
         pool.shutdown(cancel_futures=True)
+    index_of = {path: number for number, path in enumerate(paths)}
     content = {
         "title": data.title,
-        "notes": list(data.notes),
-        "curves": {name: [list(point) for point in points] for name, points in data.curves.items()},
+        "notes": data.notes,
+        "curves": data.curves,
         "records": [
-            {**asdict(record), "image": place[record.image], "file": Path(record.image).name} for record in data.records
+            {**asdict(record), "image": index_of[record.image], "file": Path(record.image).name}
+            for record in data.records
         ],
     }
-    return _page(data.title, content, images)
-
-
-def _page(title: str, content: dict[str, Any], images: list[dict[str, str]]) -> str:
-    style, script = (_HERE / "page.css").read_text(encoding="utf-8"), _script()
+    # The script's files in one scope; each may use the ones before it.
+    texts = [(_HERE / "script" / f"{name}.js").read_text(encoding="utf-8") for name in _SCRIPT]
+    script = '"use strict";\n(() => {\n' + "\n".join(texts) + "})();\n"
     digest = base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii")
     parts = {
-        "title": html.escape(title),
+        "title": html.escape(data.title),
         "policy": f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'",
-        "style": style,
+        "style": (_HERE / "page.css").read_text(encoding="utf-8"),
         "data": as_script_data(content),
         "images": as_script_data(images),
         "script": script,
     }
-    page = (_HERE / "page.html").read_text(encoding="utf-8")
     # One pass over the template, so that placeholders in the inserted text are not replaced.
-    pieces = page.split("{{")
-    filled = [pieces[0]]
-    for piece in pieces[1:]:
-        name, _, rest = piece.partition("}}")
-        filled += [parts[name.strip()], rest]
-    return "".join(filled)
-
-
-def _script() -> str:
-    """The files of the page's script in one scope; each may use the ones before it."""
-    texts = [(_HERE / "script" / f"{name}.js").read_text(encoding="utf-8") for name in _SCRIPT]
-    return '"use strict";\n(() => {\n' + "\n".join(texts) + "})();\n"
+    page = (_HERE / "page.html").read_text(encoding="utf-8")
+    return re.sub(r"\{\{ *(\w+) *\}\}", lambda found: parts[found[1]], page)
 
 
 def as_script_data(content: Any) -> str:
