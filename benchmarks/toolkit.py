@@ -29,7 +29,7 @@ from rich.console import Console
 from coordexp.data.convert import ImageOptions, convert_coco
 from coordexp.evaluation import Detection, ImageAnswer, summarise
 from coordexp.evaluation.answers import write_answers
-from coordexp.evaluation.coco import CocoData, average_precision_of, to_coco
+from coordexp.evaluation.coco import CocoData, average_precision, to_coco
 from coordexp.evaluation.compare import compare
 from coordexp.records import GTObject
 from coordexp.viewer import collect, render
@@ -124,7 +124,7 @@ def evaluate(count: int, objects: int, resamples: int) -> Iterator[dict[str, dic
     (cpu,) = (row["cpu_seconds"] for row in peer.values())
     yield peer
     for name, measure_ours in (
-        (f"coordexp: average precision of {what}", lambda: average_precision_of(data, "bbox").figures),
+        (f"coordexp: average precision of {what}", lambda: average_precision(data).figures),
         (f"evaluate {what}: every figure", lambda: summarise(answers).figures),
     ):
         watch = Watch()

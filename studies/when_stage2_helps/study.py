@@ -178,7 +178,7 @@ def evaluate(
     from stopping import stop_threshold
 
     from coordexp.config import load_config
-    from coordexp.inference.model_evaluation import run_evaluation
+    from coordexp.inference.prediction import run_evaluation
 
     path = model / f"evaluate-{data.parent.name}.yaml"
     values = {

@@ -296,7 +296,7 @@ def complete_command(
     )
     if console.quiet:
         return
-    counts = completed.counts.to_json()
+    counts = asdict(completed.counts)
     if as_json:
         typer.echo(json.dumps({**counts, "files": [str(path) for path in completed.files]}, ensure_ascii=False))
         return

@@ -155,7 +155,7 @@ def _train(config: RunConfig, config_path: Path, label: str, console: Console) -
 
 
 def _evaluate(config: RunConfig, model: str, label: str, console: Console) -> tuple[dict[str, float], list[Any]]:
-    from coordexp.inference.model_evaluation import evaluate_model
+    from coordexp.inference.prediction import evaluate_model
 
     return evaluate_model(config, console, model=model, description=f"evaluating: {label}")
 
@@ -177,8 +177,8 @@ def _settings(configs: dict[str, RunConfig], size: DemoSize, seconds: float) -> 
 
 
 def _show(results: dict[str, Any], pictures: dict[str, Any], output: Path, console: Console, size: DemoSize) -> None:
-    from coordexp.evaluation.display import figures_table
     from coordexp.evaluation.drawing import draw_comparison
+    from coordexp.evaluation.summary import figures_table
 
     columns = {"before": results["before"], **{way.label: results[way.key] for way in WAYS}}
     console.print(figures_table(columns, f"{size.val_scenes} held-out scenes, annotated completely"))

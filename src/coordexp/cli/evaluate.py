@@ -120,7 +120,7 @@ def evaluate(
     rename = Renaming.from_files(aliases, embedder, _THRESHOLD if embedding_threshold is None else embedding_threshold)
     names: Sequence[str] = ()
     if classes is not None:  # evaluating saved answers needs no configuration, which this import brings along
-        from coordexp.inference.options import read_classes
+        from coordexp.inference.session import read_classes
 
         names = read_classes(classes)
     wanted = _Wanted(limit, output, constant_score, rename, segm, sheet, as_json)
@@ -153,7 +153,7 @@ def _evaluate_model(
     wanted: _Wanted,
     classes: Sequence[str],
 ) -> None:
-    from coordexp.inference.model_evaluation import run_evaluation
+    from coordexp.inference.prediction import run_evaluation
 
     no_bars_in_log_files()
     result = run_evaluation(
@@ -186,7 +186,7 @@ def _evaluate_saved(console: Console, source: Path, wanted: _Wanted) -> None:
 
 
 def _show(console: Console, summary: Summary, title: str, files: Sequence[Path]) -> None:
-    from coordexp.evaluation.display import summary_tables
+    from coordexp.evaluation.summary import summary_tables
 
     for table in summary_tables(summary, title):
         console.print(table)
@@ -203,8 +203,7 @@ def _show(console: Console, summary: Summary, title: str, files: Sequence[Path])
 
 def _compare(console: Console, runs: tuple[Path, Path], wanted: _Wanted, resamples: int | None) -> None:
     from coordexp.evaluation import read_answers
-    from coordexp.evaluation.compare import RESAMPLES, compare, paired
-    from coordexp.evaluation.display import comparison_json, comparison_tables
+    from coordexp.evaluation.compare import RESAMPLES, compare, comparison_json, comparison_tables, paired
 
     names = str(runs[0]), str(runs[1])
     saved = [read_answers(run) for run in runs]

@@ -71,7 +71,7 @@ def predict(
 
     run = _configuration(config, model)
     check_paths({"--model": model} if model is not None else {"model.model": run.model.model})
-    from coordexp.inference.options import read_classes
+    from coordexp.inference.session import read_classes
 
     names = read_classes(classes)
     from coordexp.inference.prediction import run_prediction
@@ -137,7 +137,7 @@ def _configuration(config: Path | None, model: Path | None) -> AnswerConfig:
 
         return AnswerConfig.of_run(load_config(config))
     assert model is not None  # or the words would have been refused
-    from coordexp.inference.options import PredictOptions, inference_config
+    from coordexp.inference.session import PredictOptions, inference_config
 
     return inference_config(model, PredictOptions())
 

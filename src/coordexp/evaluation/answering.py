@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import Protocol
+from typing import Any, Protocol
 
 from coordexp import distributed
 from coordexp.coords import CoordVocab
 from coordexp.data.dataset import RecordDataset, Sample
 from coordexp.evaluation.answers import ImageAnswer, from_line, make_answer, to_line
-from coordexp.evaluation.summary import EvaluationOptions, summarise
 from coordexp.parsing import parse_rollout
 from coordexp.records import ParsedRollout, Rollout, RolloutRequest
 from coordexp.rollouts import DatasetSeeds, RolloutBackend, Seeds
-
-COUNTS_ONLY = EvaluationOptions(coco=False)
 
 
 class Scorer(Protocol):
@@ -36,7 +33,7 @@ def answer_samples(
 ) -> list[ImageAnswer]:
     """Generate, parse and, with a ``scorer``, score, in the order of ``samples``.
 
-    ``on_answer`` is called with the number of answers so far, but not for the last one: that is finished when this
+    ``on_answer`` is called with the number of answers so far, except for the last one, which is finished when this
     returns.
 
     Raises:
@@ -45,11 +42,8 @@ def answer_samples(
     """
     from coordexp.modeling.inputs import check_prompt  # imports torch, which saved answers do without
 
-    requests = [sample.request for sample in samples]
-    if on_answer is None:
-        rollouts = backend.generate(requests, seeds)
-    else:
-        rollouts = backend.generate(requests, seeds, on_answer=lambda n: on_answer(min(n, len(samples) - 1)))
+    before_last = None if on_answer is None else lambda n: on_answer(min(n, len(samples) - 1))
+    rollouts = backend.generate([sample.request for sample in samples], seeds, on_answer=before_last)
     answers = []
     for sample, rollout in zip(samples, rollouts, strict=True):
         check_prompt(sample.record.sample_id, sample.request.prompt_token_ids, rollout.prompt_token_ids, vocab.decode)
@@ -78,64 +72,47 @@ def share_out(positions: Sequence[int], world_size: int, batch_size: int) -> lis
     return [batches[rank::world_size] for rank in range(world_size)]
 
 
-def answer_dataset(
+def answer_batches(
     dataset: RecordDataset,
+    positions: Sequence[int],
     backend: RolloutBackend,
     vocab: CoordVocab,
     *,
     batch_size: int,
     seed: int,
+    scorer: Scorer | None = None,
     on_progress: Callable[[int, int], None] | None = None,
     on_answer: Callable[[int, int], None] | None = None,
-    scorer: Scorer | None = None,
-) -> list[ImageAnswer]:
-    """The answers of all ranks, on every rank, in the order of ``dataset``. A collective call.
+) -> Iterator[list[ImageAnswer]]:
+    """This rank's answers for ``positions`` of ``dataset``, batch by batch: only one batch's images are in memory.
 
-    Each rank decodes ``batch_size`` samples at a time, so that only the images of one batch are in memory. Sampling
-    depends on ``seed`` and a sample's position in ``dataset``, not on ranks, batches or the training step. Both
-    callbacks get (samples answered, samples of this rank): ``on_progress`` before the first batch and after each, where
+    Sampling depends on ``seed`` and a sample's position, not on ranks, batches or the training step. Both callbacks get
+    (samples answered, samples of this rank): ``on_progress`` before the first batch and after each was consumed, where
     it may raise; ``on_answer`` within batches, where it must not.
     """
-    batches = share_out(range(len(dataset)), distributed.world_size(), batch_size)[distributed.rank()]
-    total = sum(len(batch) for batch in batches)
-    answers: list[ImageAnswer] = []
+    batches = share_out(positions, distributed.world_size(), batch_size)[distributed.rank()]
+    done, total = 0, sum(len(batch) for batch in batches)
     if on_progress is not None and total:
         on_progress(0, total)  # a bar knows its length before the first batch, and its ETA after it
+    for batch in batches:
+        samples = [dataset[index] for index in batch]
+        within = None if on_answer is None else lambda n, done=done: on_answer(done + n, total)
+        yield answer_samples(samples, backend, vocab, DatasetSeeds(seed, batch.start), scorer, within)
+        done += len(batch)
+        if on_progress is not None:
+            on_progress(done, total)
+
+
+def answer_dataset(
+    dataset: RecordDataset, backend: RolloutBackend, vocab: CoordVocab, *, batch_size: int, **options: Any
+) -> list[ImageAnswer]:
+    """The answers of all ranks, on every rank, in the order of ``dataset``. A collective call; ``options`` as for
+    :func:`answer_batches`."""
+    positions = range(len(dataset))
     with distributed.raise_on_all_ranks("evaluation"):
-        for batch in batches:
-            samples = [dataset[index] for index in batch]
-            within = None if on_answer is None else counted_from(len(answers), total, on_answer)
-            answers += answer_samples(samples, backend, vocab, DatasetSeeds(seed, batch.start), scorer, within)
-            if on_progress is not None:
-                on_progress(len(answers), total)
-    parts = distributed.gather_json([to_line(answer) for answer in answers])
-    shares = share_out(range(len(dataset)), len(parts), batch_size)
+        batches = list(answer_batches(dataset, positions, backend, vocab, batch_size=batch_size, **options))
+    parts = distributed.gather_json([to_line(answer) for answer in chain.from_iterable(batches)])
     placed: dict[int, str] = {}
-    for share, part in zip(shares, parts, strict=True):
+    for share, part in zip(share_out(positions, len(parts), batch_size), parts, strict=True):
         placed.update(zip(chain.from_iterable(share), part, strict=True))
-    return [from_line(placed[position]) for position in sorted(placed)]
-
-
-def counted_from(done: int, total: int, on_progress: Callable[[int, int], None]) -> Callable[[int], None]:
-    """A callback for the count within a batch that passes the count within the whole to ``on_progress``."""
-    return lambda answers: on_progress(done + answers, total)
-
-
-def evaluate_dataset(
-    dataset: RecordDataset,
-    backend: RolloutBackend,
-    vocab: CoordVocab,
-    *,
-    batch_size: int,
-    seed: int,
-    on_progress: Callable[[int, int], None] | None = None,
-    on_answer: Callable[[int, int], None] | None = None,
-    options: EvaluationOptions = COUNTS_ONLY,
-    scorer: Scorer | None = None,
-) -> tuple[dict[str, float], list[ImageAnswer]]:
-    """The figures and answers of all ranks, on every rank; arguments as for :func:`answer_dataset`."""
-    answers = answer_dataset(
-        dataset, backend, vocab, batch_size=batch_size, seed=seed, on_progress=on_progress, on_answer=on_answer,
-        scorer=scorer,
-    )  # fmt: skip
-    return summarise(answers, options).figures, answers
+    return [from_line(placed[position]) for position in positions]

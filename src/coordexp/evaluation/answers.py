@@ -1,6 +1,6 @@
-"""The model's answer for an image: the record that evaluation, files, comparison and the viewer share.
+"""The model's answer for an image, shared by evaluation, files, comparison and the viewer. Torch-free.
 
-A line of ``predictions.jsonl`` is one :class:`ImageAnswer`; coordinates are norm1000 bins. Torch-free.
+A line of ``predictions.jsonl`` is one :class:`ImageAnswer`; coordinates are norm1000 bins.
 """
 
 from __future__ import annotations
@@ -66,20 +66,21 @@ class ImageAnswer:
         """The annotations: ``gt`` without soft objects, which a model added.
 
         Raises:
-            DataError: there are none to compare with.
+            DataError: ``gt`` is None.
         """
         if self.gt is None:
-            raise DataError(f"{self.sample_id}: has no annotations, so nothing can be measured; predict from a JSONL")
+            raise DataError(f"{self.sample_id}: has no annotations to compare with; predict from a JSONL")
         return tuple(obj for obj in self.gt if obj.soft is None)
 
 
 def make_answer(
-    record: ImageRecord,
-    rollout: Rollout,
-    parsed: ParsedRollout,
-    scores: Sequence[float] | None = None,
+    record: ImageRecord, rollout: Rollout, parsed: ParsedRollout, scores: Sequence[float] | None = None
 ) -> ImageAnswer:
     """One answer; ``scores`` by object."""
+    try:
+        original = msgspec.convert(record.metadata.get("source"), OriginalImage)  # a converter's note
+    except msgspec.ValidationError:
+        original = None  # metadata of the user's own
     object_scores = scores if scores is not None else [None] * len(parsed.objects)
     return ImageAnswer(
         sample_id=record.sample_id,
@@ -93,29 +94,23 @@ def make_answer(
         repeat_terminated=rollout.repeat_terminated,
         num_tokens=len(rollout.response_token_ids),
         text=rollout.text,
-        original=_original(record.metadata.get("source")),
+        original=original,
     )
 
 
-def _original(source: Any) -> OriginalImage | None:
-    """From a converter's note; None for metadata in another form."""
-    try:
-        return msgspec.convert(source, OriginalImage)
-    except msgspec.ValidationError:
-        return None
+_Bins = tuple[Annotated[int, msgspec.Meta(ge=0, lt=NUM_BINS)], ...]
 
 
-Bins = tuple[Annotated[int, msgspec.Meta(ge=0, lt=NUM_BINS)], ...]
-
-
-class _Shape(msgspec.Struct):
-    """An object in the file: its kind is a key, as in datasets."""
+class _Object(msgspec.Struct, omit_defaults=True):
+    """An object in the file: its kind is a key, as in datasets. ``soft`` of annotations, ``score`` of predictions."""
 
     desc: str
-    bbox_2d: Annotated[Bins, msgspec.Meta(min_length=4, max_length=4)] | UnsetType = UNSET
-    poly: Annotated[Bins, msgspec.Meta(min_length=6)] | UnsetType = UNSET
+    bbox_2d: Annotated[_Bins, msgspec.Meta(min_length=4, max_length=4)] | UnsetType = UNSET
+    poly: Annotated[_Bins, msgspec.Meta(min_length=6)] | UnsetType = UNSET
+    soft: float | None = None
+    score: float | UnsetType | None = UNSET
 
-    def shape(self) -> tuple[GeometryKind, Bins]:
+    def shape(self) -> tuple[GeometryKind, _Bins]:
         if (self.bbox_2d is UNSET) == (self.poly is UNSET):
             raise ValueError(f"{self.desc!r} needs one of {', '.join(GEOMETRY_KINDS)}")
         if isinstance(self.bbox_2d, tuple):
@@ -126,23 +121,15 @@ class _Shape(msgspec.Struct):
         return "poly", self.poly
 
 
-class _Annotated(_Shape):
-    soft: float | UnsetType | None = UNSET
-
-
-class _Predicted(_Shape):
-    score: float | None = None
-
-
 class _Line(msgspec.Struct):
-    """A line of the file: an :class:`ImageAnswer`, but for the form of its objects."""
+    """A line of the file: the fields of :class:`ImageAnswer`, objects in another form."""
 
     sample_id: str
     image: str
     width: int
     height: int
-    gt: tuple[_Annotated, ...] | None
-    pred: tuple[_Predicted, ...]
+    gt: tuple[_Object, ...] | None
+    pred: tuple[_Object, ...]
     dropped: dict[str, int] = {}
     truncated: bool = False
     repeat_terminated: bool = False
@@ -153,26 +140,15 @@ class _Line(msgspec.Struct):
 
 def to_line(answer: ImageAnswer) -> str:
     """The answer as one line of JSON, without its line break."""
-    gt = answer.gt
-    line = _Line(
-        answer.sample_id,
-        answer.image,
-        answer.width,
-        answer.height,
-        None if gt is None else tuple(_Annotated(o.desc, **_bins(o), soft=o.soft or UNSET) for o in gt),
-        tuple(_Predicted(o.desc, **_bins(o), score=o.score) for o in answer.pred),
-        dict(answer.dropped),
-        answer.truncated,
-        answer.repeat_terminated,
-        answer.num_tokens,
-        answer.text,
-        answer.original or UNSET,
-    )
-    return to_json(line).decode()
 
+    def written(obj: GTObject | Detection, **more: Any) -> _Object:
+        return _Object(**{"desc": obj.desc, obj.kind: obj.bins} | more)
 
-def _bins(obj: GTObject | Detection) -> dict[str, Any]:
-    return {obj.kind: obj.bins}
+    line = {name: getattr(answer, name) for name in _Line.__struct_fields__}
+    line["gt"] = None if answer.gt is None else tuple(written(obj, soft=obj.soft) for obj in answer.gt)
+    line["pred"] = tuple(written(obj, score=obj.score) for obj in answer.pred)
+    line["original"] = answer.original or UNSET
+    return to_json(_Line(**line)).decode()
 
 
 def from_line(text: str | bytes, *, path: Path | None = None, line: int | None = None) -> ImageAnswer:
@@ -184,13 +160,11 @@ def from_line(text: str | bytes, *, path: Path | None = None, line: int | None =
     read = from_json(_Line, text, "a line of predictions", path=path, line=line)
     try:
         gt = None if read.gt is None else tuple(GTObject(o.desc, *o.shape(), o.soft or None) for o in read.gt)
-        pred = tuple(Detection(o.desc, *o.shape(), o.score) for o in read.pred)
+        pred = tuple(Detection(o.desc, *o.shape(), o.score if o.score is not UNSET else None) for o in read.pred)
     except ValueError as error:
         raise DataError(f"not a line of predictions: {error}", path=path, line=line) from error
-    return ImageAnswer(
-        read.sample_id, read.image, read.width, read.height, gt, pred, read.dropped, read.truncated,
-        read.repeat_terminated, read.num_tokens, read.text, read.original or None,
-    )  # fmt: skip
+    same = {name: getattr(read, name) for name in _Line.__struct_fields__}
+    return ImageAnswer(**same | {"gt": gt, "pred": pred, "original": read.original or None})
 
 
 def read_answers(path: str | Path) -> list[ImageAnswer]:
@@ -204,13 +178,11 @@ def read_answers(path: str | Path) -> list[ImageAnswer]:
         candidates = (path / PREDICTIONS, path / "evaluation" / PREDICTIONS)
         file = next((file for file in candidates if file.is_file()), None)
         if file is None:
-            raise DataError(
-                f"holds no {PREDICTIONS}; write one with: coordexp predict, or coordexp evaluate", path=path
-            )
+            raise DataError(f"has no {PREDICTIONS}; write one with: coordexp predict, or coordexp evaluate", path=path)
         path = file
     answers = [from_line(text, path=path, line=number) for number, text in read_lines(path)]
     if not answers:
-        raise DataError("holds no predictions", path=path)
+        raise DataError("has no predictions", path=path)
     names = {answer.sample_id for answer in answers}
     if len(names) != len(answers):
         raise DataError(f"{len(answers) - len(names)} images are answered twice; keep one line of each", path=path)

@@ -31,7 +31,7 @@ _THINNEST = 0.5  # of a bin: COCO gives a box without area IoU 0 with everything
 
 @dataclass(frozen=True, slots=True)
 class CocoData:
-    """Ground truth and results in COCO's own formats, in pixels: the two files that other tools read."""
+    """COCO's two files, in pixels: ground truth and results."""
 
     ground_truth: dict[str, Any]
     results: list[dict[str, Any]]
@@ -40,35 +40,48 @@ class CocoData:
 @dataclass(frozen=True, slots=True, eq=False)
 class AveragePrecision:
     """``figures``: AP (mean over thresholds), AP50, AP75, AP_small, AP_medium, AP_large, AR100; those without ground
-    truth are left out. By annotated description: ``by_class`` its AP, ``precision_of`` its precision (T, R)."""
+    truth are left out. ``precision_of``: precision (T, R) by annotated description."""
 
     figures: dict[str, float] = field(default_factory=dict)
-    by_class: dict[str, float] = field(default_factory=dict)
     precision_of: dict[str, np.ndarray] = field(default_factory=dict)
+
+    @property
+    def by_class(self) -> dict[str, float]:
+        """AP by annotated description."""
+        return {name: float(precision_TR.mean()) for name, precision_TR in self.precision_of.items()}
 
 
 def to_coco(
-    answers: Sequence[ImageAnswer], iou_type: IouType = "bbox", constant_score: float | None = None
+    answers: Sequence[ImageAnswer],
+    iou_type: IouType | None = "bbox",
+    constant_score: float | None = None,
+    category_ids: Mapping[str, int] | None = None,
+    image_ids: Sequence[int] | None = None,
 ) -> CocoData:
-    """Answers as COCO's two files; results have a ``bbox``, or for "segm" a mask.
+    """Answers as COCO's two files.
 
     Soft objects are crowds: predictions that find one are neither right nor wrong. Categories are the descriptions of
     the ground truth, or of the predictions for images without annotations; other predictions are left out.
 
     Args:
+        iou_type: of results: "bbox" gives them a ``bbox``, "segm" a mask as run lengths, None all of
+            :func:`coco_shape`, but no ``segmentation`` of boxes.
         constant_score: of predictions without a score.
+        category_ids: the categories by description instead.
+        image_ids: one per answer instead of 1, 2, ….
 
     Raises:
         DataError: a prediction has no score, and no ``constant_score`` was given.
     """
-    sources = [answer.pred if answer.gt is None else answer.gt for answer in answers]
-    descs = sorted({obj.desc for objects in sources for obj in objects})
-    category_of = {desc: number for number, desc in enumerate(descs, start=1)}
+    if category_ids is None:
+        sources = [answer.pred if answer.gt is None else answer.gt for answer in answers]
+        descs = sorted({obj.desc for objects in sources for obj in objects})
+        category_ids = {desc: number for number, desc in enumerate(descs, start=1)}
     images, annotations, results = [], [], []
-    for image_id, answer in enumerate(answers, start=1):
+    for image_id, answer in zip(image_ids or range(1, len(answers) + 1), answers, strict=True):
         images.append({"id": image_id, "file_name": answer.image, "width": answer.width, "height": answer.height})
         for obj in answer.gt or ():
-            annotation = {"id": len(annotations) + 1, "image_id": image_id, "category_id": category_of[obj.desc]}
+            annotation = {"id": len(annotations) + 1, "image_id": image_id, "category_id": category_ids[obj.desc]}
             annotation |= {"iscrowd": int(obj.soft is not None), **coco_shape(obj, answer.width, answer.height)}
             annotations.append(annotation)
         for detection in answer.pred:
@@ -78,15 +91,22 @@ def to_coco(
                     f"{answer.sample_id}: {detection.desc!r} has no score, and average precision needs one; "
                     "score with the model (coordexp predict does), or give all the same score: --constant-score 1.0"
                 )
-            if detection.desc in category_of:
-                result = {"image_id": image_id, "category_id": category_of[detection.desc], "score": score}
-                shape = coco_shape(detection, answer.width, answer.height)
-                if iou_type == "bbox":
-                    result["bbox"] = shape["bbox"]
-                else:
-                    result["segmentation"] = _run_lengths(shape["segmentation"], answer.width, answer.height)
-                results.append(result)
-    categories = [{"id": number, "name": name} for name, number in category_of.items()]
+            if detection.desc not in category_ids:
+                continue
+            shape = coco_shape(detection, answer.width, answer.height)
+            if iou_type == "bbox":
+                shape = {"bbox": shape["bbox"]}
+            elif iou_type == "segm":
+                from pycocotools import mask as coco_mask
+
+                (mask,) = coco_mask.frPyObjects(shape["segmentation"], answer.height, answer.width)
+                shape = {"segmentation": {"size": mask["size"], "counts": mask["counts"].decode("ascii")}}
+            elif detection.kind == "bbox_2d":
+                del shape["segmentation"]
+            result = {"image_id": image_id, "category_id": category_ids[detection.desc], "score": score}
+            results.append(result | shape)
+    by_id = sorted(category_ids.items(), key=lambda item: item[1])
+    categories = [{"id": number, "name": name} for name, number in by_id]
     return CocoData({"images": images, "annotations": annotations, "categories": categories}, results)
 
 
@@ -99,27 +119,6 @@ def write_coco(
     for path, content in zip(paths, (data.ground_truth, data.results), strict=True):
         path.write_text(json.dumps(content, ensure_ascii=False) + "\n", encoding="utf-8")
     return paths
-
-
-def to_results(
-    answer: ImageAnswer, image_id: int, category_ids: Mapping[str, int] | None = None
-) -> list[dict[str, Any]]:
-    """One image's predictions as COCO results in its pixels, polygons with their outline.
-
-    ``category_ids`` by name; other names get the next numbers in order of appearance. Predictions without a score get
-    a score of 1.
-    """
-    number = dict(category_ids or {})
-    results = []
-    for detection in answer.pred:
-        category = number.setdefault(detection.desc, max(number.values(), default=0) + 1)
-        result = {"image_id": image_id, "category_id": category, "category_name": detection.desc}
-        shape = coco_shape(detection, answer.width, answer.height)
-        result |= {"score": 1.0 if detection.score is None else detection.score, "bbox": shape["bbox"]}
-        if detection.kind == "poly":
-            result["segmentation"] = shape["segmentation"]
-        results.append(result)
-    return results
 
 
 def coco_shape(obj: GTObject | Detection, width: int, height: int) -> dict[str, Any]:
@@ -135,31 +134,20 @@ def coco_shape(obj: GTObject | Detection, width: int, height: int) -> dict[str, 
     return {"bbox": [x, y, w, h], "segmentation": [ring], "area": area}
 
 
-def _run_lengths(rings: Any, width: int, height: int) -> dict[str, Any]:
-    from pycocotools import mask as coco_mask
-
-    (mask,) = coco_mask.frPyObjects(rings, height, width)
-    return {"size": mask["size"], "counts": mask["counts"].decode("ascii")}
-
-
 def average_precision(
-    answers: Sequence[ImageAnswer],
+    answers: Sequence[ImageAnswer] | CocoData,
     iou_type: IouType = "bbox",
     iou_thrs: Sequence[float] | None = None,
     constant_score: float | None = None,
 ) -> AveragePrecision:
-    """COCO's figures; ``iou_thrs`` None means 0.50, 0.55, … 0.95.
+    """COCO's figures of answers, or of their :func:`to_coco` with the same ``iou_type``.
+
+    ``iou_thrs`` None means 0.50, 0.55, … 0.95.
 
     Raises:
         DataError: as :func:`to_coco`.
     """
-    return average_precision_of(to_coco(answers, iou_type, constant_score), iou_type, iou_thrs)
-
-
-def average_precision_of(
-    data: CocoData, iou_type: IouType, iou_thrs: Sequence[float] | None = None
-) -> AveragePrecision:
-    """:func:`average_precision` of what :func:`to_coco` made with the same ``iou_type``."""
+    data = answers if isinstance(answers, CocoData) else to_coco(answers, iou_type, constant_score)
     if not data.ground_truth["annotations"]:
         return AveragePrecision()
     from faster_coco_eval import COCO, COCOeval_faster
@@ -173,25 +161,16 @@ def average_precision_of(
     evaluation.evaluate()
     evaluation.accumulate()
     precision_TRKA, recall_TKA = evaluation.eval["precision"][..., -1], evaluation.eval["recall"][..., -1]
-    figures = {"AP": _mean(precision_TRKA[..., 0])}
+    parts = {"AP": precision_TRKA[..., 0]}
     for name, threshold in (("AP50", 0.5), ("AP75", 0.75)):
-        figures[name] = _mean(precision_TRKA[np.abs(threshold_T - threshold) < 1e-9, ..., 0])
-    for a, name in enumerate(AREAS, start=1):
-        figures[f"AP_{name}"] = _mean(precision_TRKA[..., a])
-    figures["AR100"] = _mean(recall_TKA[..., 0])
+        parts[name] = precision_TRKA[np.abs(threshold_T - threshold) < 1e-9, ..., 0]
+    parts |= {f"AP_{name}": precision_TRKA[..., a] for a, name in enumerate(AREAS, start=1)}
+    parts["AR100"] = recall_TKA[..., 0]
+    # COCO writes -1 where there is nothing to find.
+    known = {name: values[values > -1] for name, values in parts.items()}
     precision_of = {
         category["name"]: precision_TRKA[..., k, 0]
         for k, category in enumerate(data.ground_truth["categories"])
         if (precision_TRKA[..., k, 0] > -1).all()
     }
-    return AveragePrecision(
-        {name: value for name, value in figures.items() if value is not None},
-        {name: float(precision_TR.mean()) for name, precision_TR in precision_of.items()},
-        precision_of,
-    )
-
-
-def _mean(values: np.ndarray) -> float | None:
-    """COCO writes -1 where there is no object."""
-    known = values[values > -1]
-    return float(known.mean()) if known.size else None
+    return AveragePrecision({name: float(values.mean()) for name, values in known.items() if values.size}, precision_of)

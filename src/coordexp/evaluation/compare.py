@@ -1,12 +1,14 @@
-"""Two runs on the same images: is the difference more than luck? A paired bootstrap over images."""
+"""Differences of two runs on the same images, with intervals of a paired bootstrap over images."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from rich.table import Table
+from rich.text import Text
 
 from coordexp.errors import DataError
 from coordexp.evaluation.answers import ImageAnswer
@@ -14,11 +16,11 @@ from coordexp.evaluation.coco import average_precision
 from coordexp.evaluation.detection import (
     DENSITY_BINS,
     IOU_THRESHOLD,
-    ImageCounts,
     count_image,
     density_bin,
     detection_metrics,
 )
+from coordexp.evaluation.summary import text_table
 
 RESAMPLES = 1000
 CONFIDENCE = 0.95  # of every interval
@@ -75,10 +77,10 @@ def compare(
     seed: int = 0,
     constant_score: float | None = None,
 ) -> Comparison:
-    """Every figure of both runs, those made of counts with the percentile interval of their difference.
+    """Every figure of both runs; those made of counts have the percentile interval of their difference.
 
     Images are paired by ``sample_id`` and drawn with replacement, the same ones for both runs, so that an image that is
-    hard for both cancels. The same answers and ``seed`` give the same intervals.
+    hard for both cancels out. The same answers and ``seed`` give the same intervals.
 
     Raises:
         DataError: the runs did not answer the same images with the same annotations.
@@ -87,81 +89,58 @@ def compare(
     # How often each image is drawn: each row sums to the number of images.
     weights_RN = np.random.default_rng(seed).multinomial(len(a), np.full(len(a), 1 / len(a)), size=resamples)
     counted = [[count_image(answer, IOU_THRESHOLD) for answer in run] for run in (a, b)]
-    aps = [average_precision(run, constant_score=constant_score) for run in (a, b)]
-    before, after = (run.figures.get("AP", 0.0) for run in aps)
-    return Comparison(
-        len(a),
-        resamples,
-        CONFIDENCE,
-        seed,
-        (Difference("AP", before, after), *_figures(counted, weights_RN)),
-        tuple(_by_class(counted, [run.by_class for run in aps], weights_RN)),
-        tuple(_by_density(counted, weights_RN)),
-    )
+    ap_a, ap_b = (average_precision(run, constant_score=constant_score) for run in (a, b))
+    figures = [Difference("AP", ap_a.figures.get("AP", 0.0), ap_b.figures.get("AP", 0.0))]
 
+    def metrics(counts: Sequence[float]) -> dict[str, float]:
+        return detection_metrics(dict(zip(_COUNTS, counts, strict=True)))
 
-def _figures(counted: Sequence[Sequence[ImageCounts]], weights_RN: np.ndarray) -> list[Difference]:
-    matrices = [
-        np.array([[part.counts[name] for name in _COUNTS] for part in run], dtype=np.float64) for run in counted
-    ]
-    whole = [detection_metrics(dict(zip(_COUNTS, run.sum(axis=0).tolist(), strict=True))) for run in matrices]
-    drawn = [
-        [detection_metrics(dict(zip(_COUNTS, row, strict=True))) for row in (weights_RN @ run).tolist()]
-        for run in matrices
-    ]
-    differences = []
+    matrices = [np.array([[part.counts[name] for name in _COUNTS] for part in run], np.float64) for run in counted]
+    whole_a, whole_b = (metrics(run.sum(axis=0).tolist()) for run in matrices)
+    drawn = [[metrics(row) for row in (weights_RN @ run).tolist()] for run in matrices]
     for name in COMPARED:
-        values = np.array([after[name] - before[name] for before, after in zip(*drawn, strict=True)])
-        differences.append(Difference(name, whole[0][name], whole[1][name], _interval(values)))
-    return differences
+        difference_R = np.array([after[name] - before[name] for before, after in zip(*drawn, strict=True)])
+        figures.append(Difference(name, whole_a[name], whole_b[name], _interval(difference_R)))
 
-
-def _by_class(
-    counted: Sequence[Sequence[ImageCounts]], aps: Sequence[Mapping[str, float]], weights_RN: np.ndarray
-) -> list[GroupDifference]:
     images_of: defaultdict[str, set[int]] = defaultdict(set)
     for run in counted:
         for n, part in enumerate(run):
             for desc in part.by_desc:
                 images_of[desc].add(n)
-    rows = []
+    by_class = []
     for desc, images in images_of.items():
-        of_N = np.array(sorted(images))
-        parts = [[run[n].by_desc.get(desc, {}) for n in of_N.tolist()] for run in counted]
-        ap = Difference("AP", aps[0][desc], aps[1][desc]) if desc in aps[0] else None
-        rows.append(_group(desc, parts, weights_RN[:, of_N], ap))
-    return sorted((row for row in rows if row.gt), key=lambda row: (-row.gt, row.name))
+        of_N = sorted(images)
+        parts = [[run[n].by_desc.get(desc, {}) for n in of_N] for run in counted]
+        ap = Difference("AP", ap_a.by_class[desc], ap_b.by_class[desc]) if desc in ap_a.precision_of else None
+        by_class.append(_group(desc, parts, weights_RN[:, of_N], ap))
+    by_class = sorted((row for row in by_class if row.gt), key=lambda row: (-row.gt, row.name))
 
-
-def _by_density(counted: Sequence[Sequence[ImageCounts]], weights_RN: np.ndarray) -> list[GroupDifference]:
-    names = np.array([part.density for part in counted[0]])
-    rows = []
+    by_density = []
     for name in [density_bin(low) for low, _ in DENSITY_BINS if low]:
-        of_N = np.flatnonzero(names == name)
-        if of_N.size:
-            parts = [[run[n].counts for n in of_N.tolist()] for run in counted]
-            rows.append(_group(f"{name} objects", parts, weights_RN[:, of_N]))
-    return rows
+        of_N = [n for n, part in enumerate(counted[0]) if part.density == name]
+        if of_N:
+            parts = [[run[n].counts for n in of_N] for run in counted]
+            by_density.append(_group(f"{name} objects", parts, weights_RN[:, of_N]))
+    return Comparison(len(a), resamples, CONFIDENCE, seed, tuple(figures), tuple(by_class), tuple(by_density))
 
 
 def _group(
     name: str, parts: Sequence[Sequence[Mapping[str, float]]], weights_RN: np.ndarray, ap: Difference | None = None
 ) -> GroupDifference:
     """F1 from the counts of both runs on the images of a group."""
+
+    def f1_of(count_R3: np.ndarray) -> np.ndarray:  # (R,), 1 if there is nothing to find and nothing was found
+        gt_R, pred_R, matched_R = count_R3.T
+        return np.divide(2 * matched_R, gt_R + pred_R, out=np.ones(len(count_R3)), where=gt_R + pred_R > 0)
+
     counts = [
         np.array([[part.get(key, 0) for key in ("gt", "pred", "matched")] for part in run], dtype=np.float64)
         for run in parts
     ]
-    before, after = (float(_f1(count_N3.sum(axis=0, keepdims=True))[0]) for count_N3 in counts)
-    before_R, after_R = (_f1(weights_RN @ count_N3) for count_N3 in counts)
+    before, after = (float(f1_of(count_N3.sum(axis=0, keepdims=True))[0]) for count_N3 in counts)
+    before_R, after_R = (f1_of(weights_RN @ count_N3) for count_N3 in counts)
     f1 = Difference("f1", before, after, _interval(after_R - before_R))
     return GroupDifference(name, int(counts[0][:, 0].sum()), f1, ap)
-
-
-def _f1(count_R3: np.ndarray) -> np.ndarray:
-    """(R,), 1 where there is nothing to find and nothing was found."""
-    gt_R, pred_R, matched_R = count_R3.T
-    return np.divide(2 * matched_R, gt_R + pred_R, out=np.ones(len(count_R3)), where=gt_R + pred_R > 0)
 
 
 def paired(a: Sequence[ImageAnswer], b: Sequence[ImageAnswer]) -> list[ImageAnswer]:
@@ -185,3 +164,65 @@ def paired(a: Sequence[ImageAnswer], b: Sequence[ImageAnswer]) -> list[ImageAnsw
 def _interval(values_R: np.ndarray) -> tuple[float, float]:
     low, high = np.quantile(values_R, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2]).tolist()
     return low, high
+
+
+def comparison_tables(comparison: Comparison, names: tuple[str, str], max_classes: int = 20) -> Iterable[Table]:
+    """Both runs' figures and the intervals of their differences, bold if zero is outside: of all images, by class
+    (the ``max_classes`` most frequent), and by density."""
+    columns = ("a", "b", "b − a", "interval")
+    interval = f"{comparison.confidence:.0%} of {comparison.resamples} paired resamples"
+    title = f"a: {names[0]}\nb: {names[1]}\n{comparison.images} images; interval: {interval}; bold: zero is outside"
+    table = text_table(title, "figure", *columns)
+    for one in comparison.figures:
+        table.add_row(one.name, *_cells(one))
+    yield table
+    more = len(comparison.by_class) - max_classes
+    for heading, first, rows in (
+        (
+            "F1 by class" + (f" ({more} more with --json)" if more > 0 else ""),
+            "class",
+            comparison.by_class[:max_classes],
+        ),
+        ("F1 by density", "image with", comparison.by_density),
+    ):
+        table = text_table(heading, first, "gt", *columns)
+        by_chance = (1 - comparison.confidence) * len(rows)
+        if by_chance >= 0.5:  # of many intervals, some exclude zero although nothing differs
+            table.caption = Text(f"of {len(rows)} rows, {by_chance:.0f} would be bold by luck alone")
+        for row in rows:
+            table.add_row(Text(row.name), str(row.gt), *_cells(row.f1))
+        yield table
+
+
+def _cells(difference: Difference) -> tuple[str, str, Text, Text]:
+    style = "bold" if difference.is_clear else ""
+    return (
+        f"{difference.a:.3f}",
+        f"{difference.b:.3f}",
+        Text(f"{difference.b - difference.a:+.3f}", style),
+        Text("–" if difference.interval is None else "{:+.3f} … {:+.3f}".format(*difference.interval), style),
+    )
+
+
+def comparison_json(comparison: Comparison, names: tuple[str, str]) -> Mapping[str, object]:
+    """The same for machines."""
+
+    def plain(difference: Difference) -> Mapping[str, object]:
+        low, high = difference.interval or (None, None)
+        return {"name": difference.name, "a": difference.a, "b": difference.b, "low": low, "high": high,
+                "difference": difference.b - difference.a, "clear": difference.is_clear}  # fmt: skip
+
+    def group(row: GroupDifference) -> Mapping[str, object]:
+        return {"name": row.name, "gt": row.gt, "figures": [plain(one) for one in (row.f1, row.ap) if one is not None]}
+
+    return {
+        "a": names[0],
+        "b": names[1],
+        "images": comparison.images,
+        "confidence": comparison.confidence,
+        "resamples": comparison.resamples,
+        "seed": comparison.seed,
+        "figures": [plain(one) for one in comparison.figures],
+        "by_class": [group(row) for row in comparison.by_class],
+        "by_density": [group(row) for row in comparison.by_density],
+    }

@@ -10,16 +10,14 @@ import csv
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from typing import Any
 from xml.etree import ElementTree
 
 from coordexp.errors import DataError
-from coordexp.evaluation.answers import Detection, ImageAnswer, OriginalImage
-from coordexp.evaluation.coco import coco_shape
+from coordexp.evaluation.answers import ImageAnswer, OriginalImage
+from coordexp.evaluation.coco import to_coco
 from coordexp.geometry import pixel_box, pixel_ring
-from coordexp.records import GTObject
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +50,7 @@ def _number(names: Iterable[str], terms: UsersTerms, first: int) -> tuple[dict[s
     if not further or terms.names is None:
         return number, []
     listed = ", ".join(f"{name!r} = {number[name]}" for name in further[:8]) + (", …" if len(further) > 8 else "")
-    return number, [
-        f"{len(further)} predicted names are not among the given ones; they keep ids of their own: {listed}"
-    ]
+    return number, [f"{len(further)} predicted names are not among the given ones; they get the next ids: {listed}"]
 
 
 def export_coco(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms) -> Exported:
@@ -62,31 +58,29 @@ def export_coco(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms) ->
     they are known)."""
     known = [obj.desc for answer in answers for obj in (*(answer.gt or ()), *answer.pred)]
     number, notes = _number(known, terms, 1)
+    by_name: dict[str, list[int]] = {}
+    for file, image_id in terms.images.items():
+        by_name.setdefault(PurePosixPath(file).name, []).append(image_id)
     next_id = max(terms.images.values(), default=0) + 1
-    images: list[dict[str, Any]] = []
-    annotations: list[dict[str, Any]] = []
-    results: list[dict[str, Any]] = []
-    strangers = 0
+    framed, image_ids, strangers = [], [], 0
     for answer in answers:
         frame = frame_of(answer)
-        image_id = _image_id(frame.file, terms.images)
+        alike = by_name.get(PurePosixPath(frame.file).name, [])
+        # By the whole file name, or by its last part if only one image has that.
+        image_id = terms.images.get(frame.file, alike[0] if len(alike) == 1 else None)
         if image_id is None:
-            image_id, next_id, strangers = next_id, next_id + 1, strangers + 1
-        images.append({"id": image_id, "file_name": frame.file, "width": frame.width, "height": frame.height})
-        for obj in answer.gt or ():
-            entry = {"id": len(annotations) + 1, "image_id": image_id, "category_id": number[obj.desc]}
-            annotations.append({**entry, "iscrowd": int(obj.soft is not None), **_rounded(obj, frame)})
-        for detection in answer.pred:
-            shape = _rounded(detection, frame)
-            if detection.kind == "bbox_2d":
-                del shape["segmentation"]
-            score = 1.0 if detection.score is None else detection.score
-            results.append({"image_id": image_id, "category_id": number[detection.desc], "score": score, **shape})
+            image_id, strangers = next_id + strangers, strangers + 1
+        image_ids.append(image_id)
+        framed.append(replace(answer, image=frame.file, width=frame.width, height=frame.height))
     if terms.images and strangers:
         notes.append(f"{strangers} images are not among the given annotations; they get the next numbers")
-    categories = [{"id": k, "name": name} for name, k in sorted(number.items(), key=lambda item: item[1])]
-    dataset = {"images": images, "annotations": annotations, "categories": categories}
-    return Exported([_write_json(out / "results.json", results), _write_json(out / "dataset.json", dataset)], notes)
+    data = to_coco(framed, None, 1.0, number, image_ids)
+    for entry in (*data.ground_truth["annotations"], *data.results):
+        entry |= {"bbox": [round(value, 3) for value in entry["bbox"]], "area": round(entry["area"], 3)}
+        if "segmentation" in entry:
+            entry["segmentation"] = [[round(value, 3) for value in ring] for ring in entry["segmentation"]]
+    files = [_write_json(out / "results.json", data.results), _write_json(out / "dataset.json", data.ground_truth)]
+    return Exported(files, notes)
 
 
 def export_yolo(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms, scores: bool = False) -> Exported:
@@ -95,10 +89,21 @@ def export_yolo(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms, sc
     number, notes = _number((obj.desc for answer in answers for obj in answer.pred), terms, 0)
     files = []
     for answer, name in _named(answers, ".txt"):
-        lines = [_yolo_line(detection, frame_of(answer), number[detection.desc], scores) for detection in answer.pred]
-        files.append(_write(out / "labels" / name, "".join(line + "\n" for line in lines)))
-    named = "".join(f"  {k}: {json.dumps(name, ensure_ascii=False)}\n"
-                    for name, k in sorted(number.items(), key=lambda item: item[1]))  # fmt: skip
+        frame, lines = frame_of(answer), []
+        for detection in answer.pred:
+            if detection.kind == "poly":
+                ring = pixel_ring(detection, frame.width, frame.height)
+                values = [share for x, y in ring for share in (x / frame.width, y / frame.height)]
+            else:
+                x1, y1, x2, y2 = pixel_box(detection, frame.width, frame.height)
+                values = [(x1 + x2) / 2 / frame.width, (y1 + y2) / 2 / frame.height]
+                values += [(x2 - x1) / frame.width, (y2 - y1) / frame.height]
+            if scores:
+                values.append(1.0 if detection.score is None else detection.score)
+            lines.append(" ".join([str(number[detection.desc]), *(f"{value:.6f}" for value in values)]) + "\n")
+        files.append(_write(out / "labels" / name, "".join(lines)))
+    by_number = sorted(number.items(), key=lambda item: item[1])
+    named = "".join(f"  {k}: {json.dumps(name, ensure_ascii=False)}\n" for name, k in by_number)
     files.append(_write(out / "data.yaml", f"path: .\ntrain: images\nval: images\nnames:\n{named}"))
     return Exported(files, notes)
 
@@ -112,7 +117,7 @@ def export_voc(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms) -> 
         _child(root, "filename", PurePosixPath(frame.file).name)
         size = _child(root, "size")
         for key, value in (("width", frame.width), ("height", frame.height), ("depth", 3)):
-            _child(size, key, str(value))
+            _child(size, key, value)
         for detection in answer.pred:
             polygons += detection.kind == "poly"
             entry = _child(root, "object")
@@ -180,34 +185,6 @@ FORMATS: dict[str, Callable[..., Exported]] = {
 }
 
 
-def _rounded(obj: GTObject | Detection, frame: OriginalImage) -> dict[str, Any]:
-    shape = coco_shape(obj, frame.width, frame.height)
-    outlines = [[round(value, 3) for value in ring] for ring in shape["segmentation"]]
-    box = [round(value, 3) for value in shape["bbox"]]
-    return {"bbox": box, "segmentation": outlines, "area": round(shape["area"], 3)}
-
-
-def _yolo_line(detection: Detection, frame: OriginalImage, number: int, scores: bool) -> str:
-    width, height = frame.width, frame.height
-    if detection.kind == "poly":
-        values = [share for x, y in pixel_ring(detection, width, height) for share in (x / width, y / height)]
-    else:
-        x1, y1, x2, y2 = pixel_box(detection, width, height)
-        values = [(x1 + x2) / 2 / width, (y1 + y2) / 2 / height, (x2 - x1) / width, (y2 - y1) / height]
-    if scores:
-        values.append(1.0 if detection.score is None else detection.score)
-    return " ".join([str(number), *(f"{value:.6f}" for value in values)])
-
-
-def _image_id(file: str, ids: Mapping[str, int]) -> int | None:
-    """By the whole file name, or by its last part if only one image has that."""
-    if file in ids:
-        return ids[file]
-    name = PurePosixPath(file).name
-    alike = [number for known, number in ids.items() if PurePosixPath(known).name == name]
-    return alike[0] if len(alike) == 1 else None
-
-
 def _named(answers: Sequence[ImageAnswer], suffix: str) -> list[tuple[ImageAnswer, Path]]:
     """(answer, relative path of its file): from the image's own name, unique."""
     taken: set[Path] = set()
@@ -227,9 +204,9 @@ def _named(answers: Sequence[ImageAnswer], suffix: str) -> list[tuple[ImageAnswe
     return named
 
 
-def _child(parent: ElementTree.Element, tag: str, text: str | None = None) -> ElementTree.Element:
+def _child(parent: ElementTree.Element, tag: str, value: object = None) -> ElementTree.Element:
     child = ElementTree.SubElement(parent, tag)
-    child.text = text
+    child.text = None if value is None else str(value)
     return child
 
 
@@ -247,33 +224,30 @@ def read_terms(annotations: Path | None, classes: Path | None) -> UsersTerms:
     """Numbers of a COCO file's categories and images; or of names, one a line from 0, or ``names`` of a ``data.yaml``.
 
     Raises:
-        DataError: a file without any.
+        DataError: a file that cannot be read, or has none.
     """
+    import yaml
+
+    path = annotations or classes
+    if path is None:
+        return UsersTerms()
+    wanted = "class names, one a line, or names of a data.yaml"
     if annotations is not None:
-        content = _read(annotations, json.loads)
-        try:
+        wanted = "COCO annotations with images and categories"
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        if annotations is not None:
+            content = json.loads(text)
             names = {str(one["name"]): int(one["id"]) for one in content["categories"]}
             return UsersTerms(names, {str(one["file_name"]): int(one["id"]) for one in content["images"]})
-        except (KeyError, TypeError, ValueError) as error:
-            raise DataError(f"no COCO annotations with images and categories: {error!r}", path=annotations) from error
-    if classes is None:
-        return UsersTerms()
-    if classes.suffix.lower() in (".yaml", ".yml"):
-        import yaml
-
-        names = (_read(classes, yaml.safe_load) or {}).get("names")
-        pairs = names.items() if isinstance(names, dict) else enumerate(names or ())
-        ids = {str(name): int(number) for number, name in pairs}
-    else:
-        lines = _read(classes, str.splitlines)
-        ids = {name.strip(): number for number, name in enumerate(lines) if name.strip()}
+        if path.suffix.lower() in (".yaml", ".yml"):
+            names = (yaml.safe_load(text) or {}).get("names")
+            pairs = names.items() if isinstance(names, dict) else enumerate(names or ())
+            ids = {str(name): int(number) for number, name in pairs}
+        else:
+            ids = {name.strip(): number for number, name in enumerate(text.splitlines()) if name.strip()}
+    except (OSError, KeyError, TypeError, ValueError, AttributeError, yaml.YAMLError) as error:
+        raise DataError(f"cannot be read: {error!r}; expected {wanted}", path=path) from error
     if not ids:
-        raise DataError("holds no class names: one a line, or names of a data.yaml", path=classes)
+        raise DataError(f"is empty; expected {wanted}", path=path)
     return UsersTerms(ids)
-
-
-def _read(path: Path, parse: Callable[[str], Any]) -> Any:
-    try:
-        return parse(path.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"cannot be read: {error}", path=path) from error

@@ -1,14 +1,17 @@
-"""Answers → figures of the set, by class and by density, and the files with them."""
+"""Answers → figures of the set, by class and by density; their files, and their tables for the terminal."""
 
 from __future__ import annotations
 
 import csv
 import json
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from rich.table import Table
+from rich.text import Text
 
 from coordexp.evaluation.answers import PREDICTIONS, ImageAnswer, write_answers
 from coordexp.evaluation.coco import average_precision, write_coco
@@ -16,7 +19,6 @@ from coordexp.evaluation.detection import (
     DENSITY_BINS,
     IOU_THRESHOLD,
     OTHER_DESC,
-    ImageCounts,
     count_image,
     density_bin,
     detection_metrics,
@@ -58,6 +60,9 @@ class EvaluationOptions:
         )
 
 
+COUNTS_ONLY = EvaluationOptions(coco=False)
+
+
 @dataclass(frozen=True, slots=True)
 class GroupRow:
     """Figures of one description, or of the images of one density. ``images``: those with such an object, annotated or
@@ -91,7 +96,7 @@ def summarise(
     """All figures of a set of answers; ``notes`` precede those found here.
 
     Raises:
-        DataError: an image has no annotations, or average precision was asked for and a prediction has no score.
+        DataError: an image has no annotations, or a prediction has no score and ``options`` has ``coco``.
     """
     first, *further = options.iou_thrs
     counted = [count_image(answer, first) for answer in answers]
@@ -112,42 +117,27 @@ def summarise(
         if options.segm:
             masks = average_precision(answers, "segm", thresholds, constant)
             figures |= {f"segm_{name}": value for name, value in masks.figures.items()}
-    return Summary(
-        figures,
-        _class_rows(counted, ap_of),
-        _density_rows(counted, ap_by_density),
-        (*notes, *_notes(answers, figures, first)),
-    )
-
-
-def _class_rows(counted: Sequence[ImageCounts], ap_of: Mapping[str, float]) -> tuple[GroupRow, ...]:
     by_desc: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    by_density: defaultdict[str, list[Mapping[str, float]]] = defaultdict(list)
     for part in counted:
+        by_density[part.density].append(part.counts)
         for desc, counts in part.by_desc.items():
             by_desc[desc].update(counts)
             by_desc[desc]["images"] += 1
     other: Counter[str] = Counter()
     for desc in [desc for desc, counts in by_desc.items() if not counts["gt"]]:
         other.update(by_desc.pop(desc))
-    if other:
-        known = by_desc.keys()
-        other["images"] = sum(1 for part in counted if part.by_desc.keys() - known)  # not once for each description
-    rows = [_row(desc, counts, ap_of.get(desc)) for desc, counts in by_desc.items()]
-    rows.sort(key=lambda row: (-row.gt, row.name))
-    if other:
-        rows.append(_row(OTHER_DESC, other, None))
-    return tuple(rows)
-
-
-def _density_rows(counted: Sequence[ImageCounts], ap_of: Mapping[str, float | None]) -> tuple[GroupRow, ...]:
-    groups: defaultdict[str, list[ImageCounts]] = defaultdict(list)
-    for part in counted:
-        groups[part.density].append(part)
-    order = [density_bin(low) for low, _ in DENSITY_BINS]
-    return tuple(
-        _row(f"{name} objects", sum_counts(part.counts for part in groups[name]), ap_of.get(name))
-        for name in order
-        if name in groups
+    by_class = [_row(desc, counts, ap_of.get(desc)) for desc, counts in by_desc.items()]
+    by_class.sort(key=lambda row: (-row.gt, row.name))
+    if other:  # an image counts once, not once for each of these descriptions
+        other["images"] = sum(1 for part in counted if part.by_desc.keys() - by_desc.keys())
+        by_class.append(_row(OTHER_DESC, other, None))
+    densities = [name for name in map(density_bin, (low for low, _ in DENSITY_BINS)) if name in by_density]
+    return Summary(
+        figures,
+        tuple(by_class),
+        tuple(_row(f"{name} objects", sum_counts(by_density[name]), ap_by_density.get(name)) for name in densities),
+        (*notes, *_notes(answers, figures, first)),
     )
 
 
@@ -177,7 +167,7 @@ def _notes(answers: Sequence[ImageAnswer], figures: Mapping[str, float], thresho
     if soft:
         ignored = sum(len(ignored_predictions(answer, threshold)) for answer in answers)
         notes.append(
-            f"{soft} soft objects are no ground truth; {ignored} predictions that found one are neither right nor wrong"
+            f"{soft} soft objects do not count as ground truth; {ignored} predictions that found one are ignored"
         )
     known = {obj.desc for answer in answers for obj in answer.gt or ()}
     unknown = Counter(obj.desc for answer in answers for obj in answer.pred if obj.desc not in known)
@@ -207,8 +197,11 @@ def write_summary(
         "by_density": [asdict(row) for row in summary.by_density],
     }
     (folder / METRICS).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    write_rows(summary.by_class, folder / BY_CLASS)
-    write_rows(summary.by_density, folder / BY_DENSITY)
+    for name, rows in ((BY_CLASS, summary.by_class), (BY_DENSITY, summary.by_density)):
+        with (folder / name).open("w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, GroupRow.__dataclass_fields__)
+            writer.writeheader()
+            writer.writerows(asdict(row) for row in rows)  # None becomes an empty cell
     write_answers(answers, folder / PREDICTIONS)
     paths = [folder / METRICS, folder / BY_CLASS, folder / BY_DENSITY, folder / PREDICTIONS]
     if options.coco:
@@ -219,10 +212,70 @@ def write_summary(
     return list(dict.fromkeys(paths))
 
 
-def write_rows(rows: Sequence[GroupRow], path: Path) -> None:
-    """A CSV with one line per row; a figure without a value is an empty cell."""
-    names = list(GroupRow.__dataclass_fields__)
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(names)
-        writer.writerows([["" if value is None else value for value in asdict(row).values()] for row in rows])
+# Metric → (label, whether more is better); None where neither is.
+FIGURES: dict[str, tuple[str, bool | None]] = {
+    "precision": ("precision", True),
+    "recall": ("recall", True),
+    "f1": ("F1 @ IoU 0.5", True),
+    "mean_matched_iou": ("mean matched IoU", True),
+    "duplicate_rate": ("duplicate rate", False),
+    "invalid_rate": ("invalid rate", False),
+    "truncated_rate": ("truncated rate", False),
+    "pred_per_image": ("objects / image", None),
+}
+_AP = ("AP", "AP50", "AP75", "AP_small", "AP_medium", "AP_large", "AR100")
+_RATES = ("duplicate_rate", "giant_rate", "invalid_rate", "truncated_rate", "repeat_terminated_rate", "empty_rate",
+          "pred_per_image", "gt_per_image", "tokens_per_image")  # fmt: skip
+
+
+def text_table(title: str, first: str, *numbers: str) -> Table:
+    """An empty table: a column of texts, and columns of numbers. Descriptions are data, never markup."""
+    table = Table(title=Text(title), title_justify="left", caption_justify="left")
+    table.add_column(first)
+    for name in numbers:
+        table.add_column(Text(name), justify="right", no_wrap=True)
+    return table
+
+
+def figures_table(columns: Mapping[str, Mapping[str, float]], title: str) -> Table:
+    """One row per figure, one column per run; in each row the best run is bold."""
+    table = text_table(title, "", *columns)
+    for key, (label, more_is_better) in FIGURES.items():
+        values = [run[key] for run in columns.values()]
+        best = None if more_is_better is None or len(values) < 2 else (max if more_is_better else min)(values)
+        table.add_row(label, *(Text(f"{value:.3f}", "bold" if value == best else "") for value in values))
+    return table
+
+
+def summary_tables(summary: Summary, title: str, max_classes: int = 20) -> Iterable[Table]:
+    """Figures of the set, by class (the ``max_classes`` most frequent), and by density."""
+    figures = summary.figures
+    table = text_table(title, "figure", "value")
+    table.caption = Text(f"f1 to mean_matched_iou: matched one to one, mask IoU ≥ {IOU_THRESHOLD:g}")
+    for name in ("f1", "precision", "recall", *(n for n in figures if "@" in n), "f1_any_desc", "mean_matched_iou"):
+        # Without objects to divide by, files have a number and the table has none.
+        below = {"precision": figures["pred_objects"], "recall": figures["gt_objects"]}.get(name, 1)
+        table.add_row(name, f"{figures[name]:.3f}" if below else "–")
+    for names in ([prefix + name for prefix in ("", "segm_") for name in _AP], _RATES):
+        table.add_section()
+        for name in names:
+            if name in figures:
+                table.add_row(name, f"{figures[name]:.3f}")
+    yield table
+    shown = summary.by_class[:max_classes]
+    more = len(summary.by_class) - len(shown)
+    by_class = "by class" + (f" ({more} more in per_class.csv of --output)" if more else "")
+    by_density = "by density: images by their number of annotated objects"
+    # A name and eight columns fit a terminal.
+    for heading, first, third, rows in (
+        (by_class, "class", ("gt", "pred", "right"), shown),
+        (by_density, "with", ("images", "gt", "pred"), summary.by_density),
+    ):
+        table = text_table(heading, first, *third, "prec.", "recall", "F1", "IoU", "AP")
+        for row in rows:
+            counts = (row.gt, row.pred, row.matched) if rows is shown else (row.images, row.gt, row.pred)
+            rates = (row.precision, row.recall, row.f1, row.mean_matched_iou, row.ap)
+            cells = ["–" if value is None else f"{value:.3f}" for value in rates]
+            name = row.name if rows is shown else row.name.removesuffix(" objects")
+            table.add_row(Text(name), *map(str, counts), *cells)
+        yield table

@@ -24,7 +24,7 @@ from coordexp.errors import ConfigError, DataError
 from coordexp.evaluation.answers import Detection, ImageAnswer, read_answers
 from coordexp.evaluation.drawing import draw_contact_sheet
 from coordexp.geometry import aabb, mask_iou
-from coordexp.inference.options import BATCH_SIZE, PredictOptions, inference_config
+from coordexp.inference.session import BATCH_SIZE, PredictOptions, inference_config
 from coordexp.matching import MAX_OVERLAP_OF_OTHERS, MatchingConfig, match_objects
 from coordexp.records import NUM_BINS, GTObject, ImageRecord
 
@@ -32,7 +32,7 @@ PROVENANCE = "completion"  # the field of a record's metadata: a list, one entry
 
 
 class PredictionOutcome(StrEnum):
-    """The outcome of a prediction: the first of these that applies."""
+    """What became of a prediction: the first of these that applies."""
 
     MATCHED = "matched"  # one to one with an object of the dataset, by mask IoU
     BELOW_THRESHOLD = "below_threshold"
@@ -75,14 +75,6 @@ class CompletionRules:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelOrigin:
-    """The checkpoint that found the added objects, and the fingerprint of its files."""
-
-    model: str
-    fingerprint: str
-
-
-@dataclass(frozen=True, slots=True)
 class Completed:
     """A record with its soft objects; ``outcomes`` by prediction; ``scores`` of the added objects, which are the last
     ones of the record, in this order."""
@@ -98,32 +90,19 @@ class Completed:
 
 @dataclass(frozen=True, slots=True)
 class CompletionCounts:
-    """``annotated``, ``soft``: objects before; ``outcomes`` of ``predicted`` objects; ``classes`` of the added ones;
-    ``dropped``: entries that the parser refused, by reason; ``answered``: images with a prediction."""
+    """Counts of a completion, with the names of its JSON. ``annotated``, ``soft_before``: objects before it;
+    ``outcomes``: of the ``predicted`` objects, every outcome is named; ``dropped_entries``: those that the parser
+    refused, by reason."""
 
     images: int = 0
-    answered: int = 0
-    truncated: int = 0
+    images_with_predictions: int = 0
+    truncated_answers: int = 0
     annotated: int = 0
-    soft: int = 0
+    soft_before: int = 0
     predicted: int = 0
-    outcomes: Counter[PredictionOutcome] = field(default_factory=Counter)
-    classes: Counter[str] = field(default_factory=Counter)
-    dropped: Counter[str] = field(default_factory=Counter)
-
-    def to_json(self) -> dict[str, Any]:
-        """The counts for machines; every outcome is named."""
-        return {
-            "images": self.images,
-            "images_with_predictions": self.answered,
-            "truncated_answers": self.truncated,
-            "annotated": self.annotated,
-            "soft_before": self.soft,
-            "predicted": self.predicted,
-            "outcomes": {outcome.value: self.outcomes[outcome] for outcome in PredictionOutcome},
-            "added_by_class": dict(self.classes.most_common()),
-            "dropped_entries": dict(self.dropped),
-        }
+    outcomes: dict[str, int] = field(default_factory=dict)
+    added_by_class: dict[str, int] = field(default_factory=dict)
+    dropped_entries: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +117,11 @@ class CompletionResult:
 def completion_config(
     model: Path | None, *, config: Path | None, prompt: str | None, batch_size: int | None
 ) -> AnswerConfig:
-    """What to ask, and how: ``config`` if given; else as the run asked that ``model`` comes from (see
-    :func:`~coordexp.inference.options.inference_config`), by transformers. Always greedy.
+    """The configuration of ``config`` if given; else that of ``model``'s own run, with transformers as the backend (see
+    :func:`~coordexp.inference.session.inference_config`). Always greedy.
 
     Raises:
-        ConfigError: neither a model nor a configuration is named, or one of the files describes no run.
+        ConfigError: neither a model nor a configuration is named, or one of the files is not a run's.
         CheckpointError: no such folder.
     """
     if config is not None:
@@ -176,7 +155,7 @@ def run_completion(
 ) -> CompletionResult:
     """Answer every image of ``source`` with ``run.model``, and write the completed dataset to ``out``.
 
-    Answers are written to ``STEM.answers`` next to it as they come: the same command again continues where it stopped,
+    Answers are written to ``STEM.answers`` next to it as they arrive: the same call again continues where it stopped,
     and other rules reuse the answers. ``STEM.completion.json`` has the counts. ``sheet``: a picture of the
     ``sheet_images`` images with the most likely missed objects.
 
@@ -195,14 +174,13 @@ def run_completion(
             from coordexp.modeling.load import load_vocab
 
             model = Path(run.model.model)
-            origin = ModelOrigin(str(model), checkpoint_fingerprint(model))
+            origin = {"model": str(model), "fingerprint": checkpoint_fingerprint(model)}
             answers = {answer.sample_id: answer for answer in read_answers(folder)}
             done, counts = complete_records(read_jsonl(source), answers, rules, origin)
             write_jsonl([item.record for item in done], out)
-            about = {"source": str(source), **asdict(origin), "prompt": run.template.prompt, "rules": asdict(rules)}
+            about = {"source": str(source), **origin, "prompt": run.template.prompt, "rules": asdict(rules)}
             summary = out.with_name(f"{out.stem}.completion.json")
-            text = json.dumps({**about, **counts.to_json()}, indent=2, ensure_ascii=False)
-            write_atomically(summary, text + "\n")
+            write_atomically(summary, json.dumps(about | asdict(counts), indent=2, ensure_ascii=False) + "\n")
             files = [out, summary]
             if sheet is not None and (shown := most_likely_missed(done, sheet_images)):
                 files.append(draw_contact_sheet(shown, load_vocab(model), sheet))
@@ -211,66 +189,71 @@ def run_completion(
 
 
 def complete_records(
-    records: Sequence[ImageRecord], answers: Mapping[str, ImageAnswer], rules: CompletionRules, origin: ModelOrigin
+    records: Sequence[ImageRecord],
+    answers: Mapping[str, ImageAnswer],
+    rules: CompletionRules,
+    origin: Mapping[str, str],
 ) -> tuple[list[Completed], CompletionCounts]:
-    """Add the predictions of ``answers`` (by sample id, with confidences as scores) that ``records`` lack.
+    """Add the predictions of ``answers`` (by sample id, with confidences as scores) that ``records`` lack. ``origin``
+    names the checkpoint, for the provenance of each record.
 
     Raises:
         DataError: an image without an answer, an answer for another image, or metadata that is in the way.
     """
     known = {obj.desc for record in records for obj in record.objects if obj.soft is None}
-    of = [_answer_of(record, answers) for record in records]
-    done = [_complete(record, answer, rules, origin, known) for record, answer in zip(records, of, strict=True)]
+    used = []
+    for record in records:
+        answer = answers.get(record.sample_id)
+        if answer is None:
+            raise DataError(f"{record.sample_id}: has no answer; answer every image of the dataset first")
+        if answer.image != str(record.image):
+            raise DataError(
+                f"{record.sample_id}: is {record.image} now, but the answer is for {answer.image}; remove the saved "
+                "answers, so that the dataset as it is now is answered"
+            )
+        used.append(answer)
+    done = [_complete(record, answer, rules, origin, known) for record, answer in zip(records, used, strict=True)]
     objects = [obj for record in records for obj in record.objects]
     soft = sum(obj.soft is not None for obj in objects)
+    outcomes = Counter(outcome for item in done for outcome in item.outcomes)
     counts = CompletionCounts(
         images=len(records),
-        answered=sum(bool(answer.pred) for answer in of),
-        truncated=sum(answer.truncated for answer in of),
+        images_with_predictions=sum(bool(answer.pred) for answer in used),
+        truncated_answers=sum(answer.truncated for answer in used),
         annotated=len(objects) - soft,
-        soft=soft,
-        predicted=sum(len(answer.pred) for answer in of),
-        outcomes=Counter(outcome for item in done for outcome in item.outcomes),
-        classes=Counter(obj.desc for item in done for obj in item.added),
-        dropped=sum((Counter(dict(answer.dropped)) for answer in of), Counter()),
+        soft_before=soft,
+        predicted=sum(len(answer.pred) for answer in used),
+        outcomes={outcome.value: outcomes[outcome] for outcome in PredictionOutcome},
+        added_by_class=dict(Counter(obj.desc for item in done for obj in item.added).most_common()),
+        dropped_entries=dict(sum((Counter(dict(answer.dropped)) for answer in used), Counter())),
     )
-    assert counts.outcomes.total() == counts.predicted, "a prediction went uncounted"
+    assert outcomes.total() == counts.predicted, "a prediction went uncounted"
     return done, counts
 
 
-def _answer_of(record: ImageRecord, answers: Mapping[str, ImageAnswer]) -> ImageAnswer:
-    answer = answers.get(record.sample_id)
-    if answer is None:
-        raise DataError(f"{record.sample_id}: has no answer; answer every image of the dataset first")
-    if answer.image != str(record.image):
-        raise DataError(
-            f"{record.sample_id}: is {record.image} now, but the answer is for {answer.image}; remove the saved "
-            "answers, so that the dataset as it is now is answered"
-        )
-    return answer
-
-
 def _complete(
-    record: ImageRecord, answer: ImageAnswer, rules: CompletionRules, origin: ModelOrigin, known: set[str]
+    record: ImageRecord, answer: ImageAnswer, rules: CompletionRules, origin: Mapping[str, str], known: set[str]
 ) -> Completed:
-    scores = [_score(answer, obj) for obj in answer.pred]
+    earlier = record.metadata.get(PROVENANCE, [])
+    if not isinstance(earlier, list):
+        raise DataError(f"{record.sample_id}: metadata.{PROVENANCE} is not a list of completions; rename that field")
+    scores = [obj.score for obj in answer.pred if obj.score is not None]
+    if len(scores) != len(answer.pred):
+        raise DataError(f"{answer.sample_id}: a prediction has no score, so its confidence is unknown")
     outcomes: dict[int, PredictionOutcome] = {}
-    # A pair above the allowed overlap is one object. A pair exactly at a gate passes it, hence the next larger number.
+    # A pair above the allowed overlap is one object. A pair exactly at a gate passes it, so take the next number.
     gate = min(1.0, float(np.nextafter(rules.max_overlap, 2.0)))
     for pair in match_objects(answer.pred, record.objects, MatchingConfig(maskiou_gate=gate)).pairs:
         outcomes[pair.pred_idx] = PredictionOutcome.MATCHED
-    annotated = [obj for obj in record.objects if obj.soft is None]
-    soft = [obj for obj in record.objects if obj.soft is not None]
-    added: list[int] = []
+    others: dict[PredictionOutcome, list[GTObject | Detection]] = {
+        PredictionOutcome.OVERLAPS_ANNOTATED: [obj for obj in record.objects if obj.soft is None],
+        PredictionOutcome.OVERLAPS_SOFT: [obj for obj in record.objects if obj.soft is not None],
+        PredictionOutcome.OVERLAPS_ADDED: [],
+    }
     for i in sorted(range(len(answer.pred)), key=lambda i: -scores[i]):  # stable: equal ones in the answer's order
         if i in outcomes:
             continue
         obj = answer.pred[i]
-        others = {
-            PredictionOutcome.OVERLAPS_ANNOTATED: annotated,
-            PredictionOutcome.OVERLAPS_SOFT: soft,
-            PredictionOutcome.OVERLAPS_ADDED: [answer.pred[j] for j in added],
-        }
         overlaps = (
             outcome
             for outcome, objects in others.items()
@@ -278,27 +261,30 @@ def _complete(
         )
         outcomes[i] = _refusal(obj, scores[i], rules, known) or next(overlaps, PredictionOutcome.ADDED)
         if outcomes[i] is PredictionOutcome.ADDED:
-            added.append(i)
-    added.sort()
-    weights = [min(1.0, round(scores[i], 4)) if rules.weight is None else rules.weight for i in added]
-    new = [
-        GTObject(clean_desc(answer.pred[i].desc), answer.pred[i].kind, answer.pred[i].bins, weight)
-        for i, weight in zip(added, weights, strict=True)
-    ]
-    judged = tuple(outcomes[i] for i in range(len(answer.pred)))
-    kept = tuple(round(scores[i], 4) for i in added)
-    metadata = _with_provenance(record, kept, judged, rules, origin)
-    return Completed(replace(record, objects=(*record.objects, *new), metadata=metadata), judged, kept)
-
-
-def _score(answer: ImageAnswer, obj: Detection) -> float:
-    if obj.score is None:
-        raise DataError(f"{answer.sample_id}: {obj.desc!r} has no score, so its confidence is unknown")
-    return obj.score
+            others[PredictionOutcome.OVERLAPS_ADDED].append(obj)
+    new, kept = [], []
+    refused: Counter[str] = Counter()
+    for i, obj in enumerate(answer.pred):
+        if outcomes[i] is PredictionOutcome.ADDED:
+            weight = min(1.0, round(scores[i], 4)) if rules.weight is None else rules.weight
+            new.append(GTObject(clean_desc(obj.desc), obj.kind, obj.bins, weight))
+            kept.append(round(scores[i], 4))
+        elif outcomes[i] is not PredictionOutcome.MATCHED:
+            refused[outcomes[i].value] += 1
+    entry = {
+        **origin,
+        "threshold": rules.threshold,
+        "max_overlap": rules.max_overlap,
+        "added": [{"object": k, "score": score} for k, score in enumerate(kept, start=len(record.objects))],
+        "refused": dict(refused),
+    }
+    metadata = {**record.metadata, PROVENANCE: [*earlier, entry]}
+    completed = replace(record, objects=(*record.objects, *new), metadata=metadata)
+    return Completed(completed, tuple(outcomes[i] for i in range(len(answer.pred))), tuple(kept))
 
 
 def _refusal(obj: Detection, score: float, rules: CompletionRules, known: set[str]) -> PredictionOutcome | None:
-    """Why an unmatched prediction is not added, whatever it overlaps."""
+    """The reason against adding an unmatched prediction, apart from overlaps."""
     if score < rules.threshold:
         return PredictionOutcome.BELOW_THRESHOLD
     x1, y1, x2, y2 = aabb(obj)
@@ -309,28 +295,6 @@ def _refusal(obj: Detection, score: float, rules: CompletionRules, known: set[st
     except ValueError:
         return PredictionOutcome.REFUSED_DESC
     return PredictionOutcome.UNKNOWN_DESC if rules.known_descs and desc not in known else None
-
-
-def _with_provenance(
-    record: ImageRecord,
-    scores: Sequence[float],
-    outcomes: Sequence[PredictionOutcome],
-    rules: CompletionRules,
-    origin: ModelOrigin,
-) -> dict[str, Any]:
-    earlier = record.metadata.get(PROVENANCE, [])
-    if not isinstance(earlier, list):
-        raise DataError(f"{record.sample_id}: metadata.{PROVENANCE} is no list of completions; rename that field")
-    not_refused = (PredictionOutcome.ADDED, PredictionOutcome.MATCHED)
-    entry = {
-        "model": origin.model,
-        "fingerprint": origin.fingerprint,
-        "threshold": rules.threshold,
-        "max_overlap": rules.max_overlap,
-        "added": [{"object": k, "score": score} for k, score in enumerate(scores, start=len(record.objects))],
-        "refused": dict(Counter(outcome.value for outcome in outcomes if outcome not in not_refused)),
-    }
-    return {**record.metadata, PROVENANCE: [*earlier, entry]}
 
 
 def most_likely_missed(done: Sequence[Completed], count: int) -> list[ImageRecord]:

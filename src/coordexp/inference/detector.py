@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageOps
@@ -17,15 +17,20 @@ from coordexp.data.image_sources import find_images
 from coordexp.data.images import open_rgb
 from coordexp.errors import DataError, require
 from coordexp.evaluation.answers import Detection, ImageAnswer
-from coordexp.evaluation.coco import to_results
+from coordexp.evaluation.coco import to_coco
 from coordexp.evaluation.drawing import draw_detections
 from coordexp.geometry import pixel_box, pixel_ring
-from coordexp.inference.options import BATCH_SIZE, SEED, Backend, PredictOptions, check_classes, inference_config
+from coordexp.inference.session import (
+    BATCH_SIZE,
+    SEED,
+    Backend,
+    InferenceSession,
+    PredictOptions,
+    check_classes,
+    inference_config,
+    open_session,
+)
 from coordexp.records import ImageRecord
-
-if TYPE_CHECKING:
-    from coordexp.inference.session import InferenceSession
-
 
 ImageLike = str | Path | Image.Image | np.ndarray
 """A file, a PIL image, or an array (height, width, 3) or (height, width) of uint8, in RGB order."""
@@ -66,7 +71,6 @@ class Detector:
             CheckpointError, VocabError: no such checkpoint, or one without coordinate tokens.
             MissingDependency: vLLM is not installed.
         """
-        from coordexp.inference.session import open_session
         from coordexp.rollouts import check_backend
 
         options = PredictOptions(backend, batch_size, max_new_tokens, prompt, dtype, device == "cpu", seed)
@@ -144,7 +148,7 @@ class Detector:
         for start in range(0, len(records), size):
             batch = [Sample(record, session.encoder.encode(record)) for record in records[start : start + size]]
             seeds, scorer = DatasetSeeds(self._seed, start), session.scorer if self._scores else None
-            for answer in answer_samples(batch, session.backend, session.loaded.vocab, seeds, scorer):
+            for answer in answer_samples(batch, session.backend, session.vocab, seeds, scorer):
                 detections.append(as_detections(answer, given.get(answer.sample_id)))
         return detections
 
@@ -234,7 +238,14 @@ class Detections:
         ``category_ids`` by name; other names get the next numbers in order of appearance. Every result has its
         ``category_name`` too.
         """
-        return to_results(self._answer(), image_id, category_ids)
+        answer, number = self._answer(), dict(category_ids or {})
+        for obj in answer.pred:
+            number.setdefault(obj.desc, max(number.values(), default=0) + 1)
+        results = to_coco([answer], None, 1.0, number, [image_id]).results
+        for result, obj in zip(results, answer.pred, strict=True):
+            result["category_name"] = obj.desc
+            del result["area"]
+        return results
 
     def to_supervision(self) -> Any:
         """``supervision.Detections`` with ``xyxy``, ``confidence`` (1 where nothing was scored), ``class_id`` by

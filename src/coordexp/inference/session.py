@@ -1,4 +1,7 @@
-"""A checkpoint that answers: model, prompt encoder and rollout backend, opened together and closed together."""
+"""A checkpoint that answers: options, configuration, allowed labels, and the session that holds model and backend.
+
+Imports torch only to open a session, so that commands can check their options first.
+"""
 
 from __future__ import annotations
 
@@ -6,37 +9,152 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-
-from coordexp.checkpoints.folder import Checkpoint
-from coordexp.checkpoints.lengths import check_lengths
+from coordexp.checkpoints.folder import Checkpoint, settings_of_run
+from coordexp.checkpoints.lengths import check_lengths, num_positions
+from coordexp.config.base import default_of
+from coordexp.config.load import parse_section
 from coordexp.config.schema import AnswerConfig
-from coordexp.data.images import open_rgb
-from coordexp.modeling.inputs import PromptEncoder
-from coordexp.modeling.load import LoadedModel, load_model, load_vocab
-from coordexp.modeling.scores import TokenScorer
-from coordexp.modeling.weights import LearnerWeights
-from coordexp.rollouts import RolloutBackend, build_backend, rollout_session
-from coordexp.rollouts.learner import LearnerParts
+from coordexp.config.training import TrainingConfig
+from coordexp.errors import CheckpointError, ConfigError, DataError
+
+if TYPE_CHECKING:
+    from coordexp.coords import CoordVocab
+    from coordexp.modeling.inputs import PromptEncoder
+    from coordexp.modeling.scores import TokenScorer
+    from coordexp.rollouts import RolloutBackend
+
+# For checkpoints without their run's configuration:
+_LONGEST = 16384  # tokens of a prompt and its answer
+_ANSWER = 2048  # tokens of an answer
+_DTYPE = "float32"  # every device supports it, and answers do not depend on rounding
+
+BATCH_SIZE = 8  # images answered at once
+SEED: int = default_of(TrainingConfig, "seed")
+Backend = Literal["hf", "vllm"]
+
+
+@dataclass(frozen=True, slots=True)
+class PredictOptions:
+    """Options of a caller; None takes the value of the checkpoint's own run."""
+
+    backend: Backend = "hf"
+    batch_size: int = BATCH_SIZE
+    max_new_tokens: int | None = None
+    prompt: str | None = None
+    dtype: str | None = None
+    use_cpu: bool = False
+    seed: int = SEED
+
+
+def inference_config(model: str | Path, options: PredictOptions) -> AnswerConfig:
+    """A configuration for greedy answers of ``model``, with the prompt, number type and limits of its own run if that
+    run's ``resolved_config.yaml`` is in the model's folder or the one above.
+
+    Raises:
+        CheckpointError: no such folder. ConfigError: a value that the schema refuses.
+    """
+    folder = Path(model)
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such folder; name a checkpoint, such as a run's output_dir")
+    run = settings_of_run(folder)
+    decoding = run.get("rollout_matching") or {}
+    template = dict(run.get("template") or {})
+    if options.prompt is not None:
+        template["prompt"] = options.prompt
+    longest = min(run.get("global_max_length") or _LONGEST, num_positions(folder) or _LONGEST)
+    answer = options.max_new_tokens or decoding.get("max_new_tokens") or _ANSWER
+    if options.max_new_tokens is not None and answer >= longest:
+        raise ConfigError(f"max_new_tokens: {answer} leaves no room for the prompt in {longest} tokens; lower it")
+    dtype = options.dtype or (run.get("model") or {}).get("dtype", _DTYPE)
+    rollout: dict[str, Any] = {
+        "rollout_backend": options.backend,
+        "decode_batch_size": options.batch_size,
+        "max_new_tokens": min(answer, max(1, longest // 2)) if options.max_new_tokens is None else answer,
+    }
+    if options.backend == "vllm":
+        from coordexp.engine.engine_process import has_gpu
+
+        # One engine per process. Compiling its kernels takes minutes on a CPU, and saves little there.
+        engine = {"tensor_parallel_size": 1, "enforce_eager": not has_gpu()}
+        rollout["vllm"] = engine | {"max_model_len": longest, "dtype": dtype}
+    if "repeat_terminate" in decoding:
+        rollout["repeat_terminate"] = decoding["repeat_terminate"]
+    data = {
+        "model": {"model": str(folder), "dtype": dtype},
+        "template": template,
+        "rollout_matching": rollout,
+        "global_max_length": longest,
+        "use_cpu": options.use_cpu,
+        "seed": options.seed,
+    }
+    return parse_section(AnswerConfig, data, str(folder))
+
+
+def read_classes(given: str | None) -> tuple[str, ...]:
+    """The labels of ``--classes``: names between commas, a text file with one name a line, or all labels of a JSONL;
+    empty for None.
+
+    Raises:
+        ConfigError: no name, or one that no dataset may contain. DataError: a file that cannot be read.
+    """
+    if given is None:
+        return ()
+    path = Path(given)
+    if not path.is_file():
+        if path.suffix in (".txt", ".jsonl"):
+            raise DataError("not found; --classes takes names between commas, a .txt or a .jsonl", path=path)
+        return check_classes(given.split(","))
+    if path.suffix == ".jsonl":
+        from coordexp.data.jsonl import read_jsonl
+
+        lines = sorted({obj.desc for record in read_jsonl(path) for obj in record.objects})
+    else:
+        try:
+            lines = path.read_text(encoding="utf-8-sig").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"cannot be read: {error}", path=path) from error
+    names = check_classes([line for line in lines if line.strip()])
+    if not names:
+        raise DataError("has no name; without --classes any is allowed", path=path)
+    return names
+
+
+def check_classes(names: Sequence[str]) -> tuple[str, ...]:
+    """The names as a dataset would contain them, each once.
+
+    Raises:
+        ConfigError: one that no dataset may contain, or a single text instead of a list.
+    """
+    from coordexp.data.jsonl import clean_desc
+
+    if isinstance(names, str):
+        raise ConfigError(f"classes is the text {names!r}; give a list of names")
+    try:
+        return tuple(dict.fromkeys(clean_desc(name) for name in names))
+    except ValueError as error:
+        raise ConfigError(f"a class name is refused: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InferenceSession:
-    """What turns images into answers. ``scorer`` says how sure the model was."""
+    """A loaded model with everything that turns images into scored answers."""
 
-    loaded: LoadedModel
     encoder: PromptEncoder
+    vocab: CoordVocab
     backend: RolloutBackend
     scorer: TokenScorer
 
 
 def checked_model(config: AnswerConfig, model: str | Path | None) -> Path:
-    """The checkpoint that is asked, ``model.model`` for None, before its weights are loaded.
+    """The checkpoint, ``model.model`` for None, checked before its weights are loaded.
 
     Raises:
-        CheckpointError, VocabError, ConfigError: no tokenizer of ours in it, or lengths that it cannot have.
+        CheckpointError, VocabError, ConfigError: it has no tokenizer of ours, or cannot have such lengths.
     """
+    from coordexp.modeling.load import load_vocab
+
     checkpoint = Checkpoint.open(model or config.model.model)
     load_vocab(checkpoint)
     check_lengths(config, checkpoint)
@@ -52,7 +170,16 @@ def open_session(config: AnswerConfig, model: Path, classes: Sequence[str] = ())
     Raises:
         CheckpointError, VocabError, RolloutError.
     """
+    import torch
     from accelerate import PartialState
+
+    from coordexp.data.images import open_rgb
+    from coordexp.modeling.inputs import PromptEncoder
+    from coordexp.modeling.load import load_model
+    from coordexp.modeling.scores import TokenScorer
+    from coordexp.modeling.weights import LearnerWeights
+    from coordexp.rollouts import build_backend, rollout_session
+    from coordexp.rollouts.learner import LearnerParts
 
     state = PartialState(cpu=config.use_cpu)  # joins the process group under torchrun
     loaded = load_model(model, config.model.dtype, config.model.attn_implementation)
@@ -71,8 +198,7 @@ def open_session(config: AnswerConfig, model: Path, classes: Sequence[str] = ())
         with rollout_session(backend, 0):
             template = config.template
             encoder = PromptEncoder(loaded.processor, template.prompt, template.system, loaded.preparation)
-            yield InferenceSession(
-                loaded, encoder, backend, TokenScorer(loaded.model, loaded.vocab, loaded.image_token_id)
-            )
+            scorer = TokenScorer(loaded.model, loaded.vocab, loaded.image_token_id)
+            yield InferenceSession(encoder, loaded.vocab, backend, scorer)
     finally:
         backend.close()

@@ -17,8 +17,8 @@ from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 from coordexp import distributed
 from coordexp.data.dataset import RecordDataset
 from coordexp.errors import RunStopped, TrainingDiverged
-from coordexp.evaluation import EvaluationOptions
-from coordexp.evaluation.answering import COUNTS_ONLY, Scorer, evaluate_dataset
+from coordexp.evaluation.answering import Scorer, answer_dataset
+from coordexp.evaluation.summary import COUNTS_ONLY, EvaluationOptions, summarise
 from coordexp.metrics import MetricsPayload
 from coordexp.rollouts import RolloutBackend, rollout_session
 from coordexp.training.batches import StepBatches
@@ -263,16 +263,16 @@ class CoordExpTrainer:
                 distributed.raise_on_all_ranks(where),
                 rollout_session(self.backend, self.state.global_step),
             ):
-                figures, _ = evaluate_dataset(
+                answers = answer_dataset(
                     dataset,
                     self.backend,
                     self.run.loaded.vocab,
                     batch_size=self.backend.batch_size,
                     seed=self.args.seed,
-                    options=self._measured,
                     scorer=self._scorer,
                     on_progress=self._end_evaluation_on_signal,
                 )
+                figures = summarise(answers, self._measured).figures
         metrics = {f"eval_rollout/{name}": value for name, value in figures.items()}
         metrics["eval_time/runtime_s"] = time.perf_counter() - started
         self._log(dict(MetricsPayload("eval", self.state.global_step, metrics).metrics))

@@ -74,7 +74,7 @@ def test_evaluate_another_model_on_other_data(tmp_path: Path, capsys: pytest.Cap
 def test_without_a_rollout_section_the_model_answers_by_transformers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import coordexp.inference.session as session
+    import coordexp.rollouts as rollouts
 
     seen = []
 
@@ -82,7 +82,7 @@ def test_without_a_rollout_section_the_model_answers_by_transformers(
         seen.append(rollout)
         raise SystemExit(0)
 
-    monkeypatch.setattr(session, "build_backend", build_backend)
+    monkeypatch.setattr(rollouts, "build_backend", build_backend)
     run_cli(capsys, "evaluate", write_run(tmp_path, 1, model, rollout_matching=None))
     assert [rollout.rollout_backend for rollout in seen] == ["hf"]
 

@@ -71,14 +71,12 @@ BAD_CHECKPOINTS = {
 
 @pytest.fixture
 def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    import coordexp.inference.session
     import coordexp.modeling.load
 
     def load_model(*_: object, **__: object) -> None:
         raise AssertionError("weights are read although the input is bad")
 
-    for module in (coordexp.modeling.load, coordexp.inference.session):
-        monkeypatch.setattr(module, "load_model", load_model)
+    monkeypatch.setattr(coordexp.modeling.load, "load_model", load_model)
 
 
 def expect_one_error(capsys: pytest.CaptureFixture[str], run: Path, argv: list[object], texts: tuple[str, ...]) -> None:

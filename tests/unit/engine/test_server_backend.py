@@ -20,7 +20,7 @@ from coordexp.engine.client import ServerClient
 from coordexp.engine.push import PushReport
 from coordexp.engine.server_backend import ServerBackend, ServerKind, check_servers, make_clients
 from coordexp.errors import ConfigError, RolloutError, ServerRefused, ServerTimeout, ServerUnreachable
-from coordexp.evaluation.answering import evaluate_dataset
+from coordexp.evaluation.answering import answer_dataset
 from coordexp.modeling.inputs import build_messages
 from coordexp.records import GTObject, ImageRecord, RolloutRequest
 from coordexp.rollouts import DatasetSeeds, RolloutRound, SeedContext
@@ -266,7 +266,7 @@ def test_evaluation_keeps_every_device_busy(fakes: list[FakeRolloutServer]) -> N
     with backend_of(fakes) as backend:
         backend.sync_weights(0)
         batch_size = backend.batch_size
-        _, predictions = evaluate_dataset(dataset, backend, qwen_vocab(), batch_size=batch_size, seed=5)
+        predictions = answer_dataset(dataset, backend, qwen_vocab(), batch_size=batch_size, seed=5)
     assert [one.sample_id for one in predictions] == [str(i) for i in range(9)]
     assert [[numbers(call) for call in fake.calls] for fake in fakes] == [[[0, 1, 2, 3], [6, 7]], [[4, 5], [8]]]
     for fake in fakes:  # each sample has the seed of its place, whoever answers it

@@ -9,7 +9,9 @@ import pytest
 from coordexp import distributed
 from coordexp.coords import serialize_objects
 from coordexp.data.dataset import RecordDataset
-from coordexp.evaluation.answering import answer_dataset, evaluate_dataset, share_out
+from coordexp.errors import AlignmentError
+from coordexp.evaluation import EvaluationOptions, summarise
+from coordexp.evaluation.answering import answer_dataset, share_out
 from coordexp.evaluation.answers import to_line
 from coordexp.records import GTObject, Rollout, RolloutRequest
 from coordexp.rollouts import DatasetSeeds, Seeds
@@ -38,6 +40,18 @@ class Scripted(QuietBackend):
         ]
 
 
+class OtherPrompt(QuietBackend):
+    """Reports another prompt than it was given, like an engine that resizes images by its own rules."""
+
+    def generate(self, requests: Sequence[RolloutRequest], seeds: Seeds, on_answer: Any = None) -> list[Rollout]:
+        return [Rollout(r.sample_id, (*r.prompt_token_ids, 1), (), "", False) for r in requests]
+
+
+def test_an_answer_to_another_prompt_is_refused() -> None:
+    with pytest.raises(AlignmentError, match=r"s0: .*token"):
+        answer_dataset(dataset([[CAT]]), OtherPrompt(), qwen_vocab(), batch_size=1, seed=0)
+
+
 def dataset(scenes: list[list[GTObject]]) -> RecordDataset:
     return RecordDataset([record(objects, f"s{i}") for i, objects in enumerate(scenes)], request, "file")
 
@@ -46,7 +60,7 @@ def test_every_sample_is_answered_once_in_batches():
     scenes = [[CAT], [DOG], [CAT, DOG], [], [DOG]]
     backend = Scripted({f"s{i}": serialize_objects(objects) for i, objects in enumerate(scenes)})
     seen = []
-    figures, predictions = evaluate_dataset(
+    predictions = answer_dataset(
         dataset(scenes), backend, qwen_vocab(), batch_size=2, seed=7,
         on_progress=lambda done, total: seen.append((done, total)),
     )  # fmt: skip
@@ -54,6 +68,7 @@ def test_every_sample_is_answered_once_in_batches():
     assert [seeds for _, seeds in backend.batches] == [DatasetSeeds(7, first) for first in (0, 2, 4)]
     assert seen == [(0, 5), (2, 5), (4, 5), (5, 5)]  # the first, so that a bar shows before a batch is done
     assert [answer.sample_id for answer in predictions] == ["s0", "s1", "s2", "s3", "s4"]
+    figures = summarise(predictions, EvaluationOptions(coco=False)).figures
     assert figures["f1"] == figures["precision"] == figures["recall"] == 1
     assert (figures["images"], figures["gt_objects"]) == (5, 5)
     # A reported stop counts, though its token is trimmed.
@@ -65,7 +80,7 @@ def test_answers_of_a_batch_are_told_of_before_it_is_done():
     scenes = [[CAT]] * 8
     backend = Scripted({f"s{i}": serialize_objects(objects) for i, objects in enumerate(scenes)})
     seen = []
-    evaluate_dataset(
+    answer_dataset(
         dataset(scenes), backend, qwen_vocab(), batch_size=3, seed=7,
         on_progress=lambda done, total: seen.append(("between", done, total)),
         on_answer=lambda done, total: seen.append(("within", done, total)),

@@ -10,8 +10,8 @@ from PIL import Image
 from rich.console import Console
 
 from coordexp.evaluation import Detection, ImageAnswer, detection_metrics
-from coordexp.evaluation.display import FIGURES, figures_table
 from coordexp.evaluation.drawing import draw_comparison, most_informative_images
+from coordexp.evaluation.summary import FIGURES, figures_table
 from coordexp.records import GTObject
 from support.answers import CAT, DOG, LEAF
 from support.scored_answers import detection_counts

@@ -15,14 +15,13 @@ from coordexp.inference.completion import (
     Completed,
     CompletionCounts,
     CompletionRules,
-    ModelOrigin,
     PredictionOutcome,
     complete_records,
     most_likely_missed,
 )
 from coordexp.records import GTObject, ImageRecord
 
-ORIGIN = ModelOrigin("models/start", "0123456789abcdef")
+ORIGIN = {"model": "models/start", "fingerprint": "0123456789abcdef"}
 CUP = GTObject("cup", "bbox_2d", (0, 0, 200, 200))
 SOFT_JUG = GTObject("jug", "bbox_2d", (700, 700, 900, 900), 0.6)
 
@@ -69,9 +68,8 @@ def test_each_prediction_has_one_outcome_and_is_counted_by_it() -> None:
         CUP, SOFT_JUG,
         GTObject("cup", "bbox_2d", (310, 410, 410, 510), 0.8), GTObject("cup", "bbox_2d", (500, 400, 600, 500), 0.5),
     )  # fmt: skip
-    found = counts.to_json()
-    assert sum(found["outcomes"].values()) == found["predicted"] == len(cases)
-    assert (found["annotated"], found["soft_before"], found["added_by_class"]) == (1, 1, {"cup": 2})
+    assert sum(counts.outcomes.values()) == counts.predicted == len(cases)
+    assert (counts.annotated, counts.soft_before, counts.added_by_class) == (1, 1, {"cup": 2})
 
 
 def test_overlap_is_allowed_up_to_its_limit() -> None:

@@ -14,7 +14,7 @@ from coordexp.coords import CoordVocab, serialize_objects
 from coordexp.data.files import asset
 from coordexp.data.scenes import SPARSE, write_scenes
 from coordexp.errors import ConfigError, DataError
-from coordexp.inference.options import read_classes
+from coordexp.inference.session import read_classes
 from coordexp.modeling.load import load_vocab
 from coordexp.records import GTObject
 from coordexp.rollouts.allowed_labels import START, AllowedLabels, ScanState

@@ -20,7 +20,7 @@ from coordexp.engine.arguments import GUARD_PROCESSOR, KNOWN_TOKENS_PROCESSOR, N
 from coordexp.engine.colocated import ColocatedBackend
 from coordexp.engine.server_backend import check_servers
 from coordexp.errors import MissingDependency, RolloutError
-from coordexp.inference.options import PredictOptions, inference_config
+from coordexp.inference.session import PredictOptions, inference_config
 from coordexp.modeling.load import LoadedModel
 from coordexp.modeling.weights import LearnerWeights
 from coordexp.parsing import parse_rollout

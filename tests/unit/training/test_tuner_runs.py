@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from coordexp.errors import CheckpointError, ConfigError
-from coordexp.inference.model_evaluation import evaluate_model
+from coordexp.inference.prediction import evaluate_model
 from coordexp.modeling.load import load_model
 from coordexp.modeling.weights import LearnerWeights
 from coordexp.training.run import check_run, run_training
