@@ -18,6 +18,7 @@ from coordexp.data.convert.shapes import (
     check_folder,
     declared_size,
     finite_numbers,
+    number,
     polygon_object,
     unsafe_file_name,
     with_slashes,
@@ -80,7 +81,7 @@ def convert_csv(
         if named not in objects:
             report.images_seen += 1
             objects[named] = []
-            sizes[named] = declared_size(*(_number(row.get(side, "")) for side in ("width", "height")))
+            sizes[named] = declared_size(*(number(row.get(side, "")) for side in ("width", "height")))
         if any(row.get(part) for part in ("name", "x1", "y1", "x2", "y2", "polygon")):
             with report.reading_object(named, index):
                 objects[named].append(_read_row(index, row, geometry))
@@ -120,20 +121,13 @@ def _read(path: Path) -> tuple[list[list[str]], dict[str, int]]:
 def _read_row(index: int, row: Mapping[str, str], geometry: ShapeGeometry) -> SourceObject:
     desc = row["name"]
     if row.get("polygon"):
-        ring = finite_numbers([_number(text) for text in row["polygon"].replace(",", " ").split()])
+        ring = finite_numbers([number(text) for text in row["polygon"].replace(",", " ").split()])
         if ring is None or len(ring) < 6 or len(ring) % 2:
             detail = f"{desc}: polygon {row['polygon'][:80]!r}; expected 'x y x y x y …'"
             raise LeftOut(SkipReason.MALFORMED_GEOMETRY, detail)
         return polygon_object(index, desc, ring, geometry)
-    box = finite_numbers([_number(row[side]) for side in ("x1", "y1", "x2", "y2")])
+    box = finite_numbers([number(row[side]) for side in ("x1", "y1", "x2", "y2")])
     if box is None:
         detail = f"{desc}: corners {[row[side] for side in ('x1', 'y1', 'x2', 'y2')]} are not four numbers"
         raise LeftOut(SkipReason.MALFORMED_GEOMETRY, detail)
     return box_object(index, desc, box, geometry)
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None

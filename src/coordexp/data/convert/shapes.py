@@ -51,7 +51,7 @@ class SourceImage:
 
 
 def check_choice(what: str, given: str, known: Any) -> None:
-    """Raise DataError unless ``given`` is one of the literals of ``known``; ``what`` names the argument."""
+    """Raise DataError unless ``given`` is one of the literals of ``known``; ``what`` is the argument's name."""
     if given not in get_args(known):
         raise DataError(f"{what} {given!r} is unknown; use {' or '.join(get_args(known))}")
 
@@ -85,6 +85,14 @@ def declared_size(width: Any, height: Any) -> tuple[int, int] | None:
     if numbers is None or min(numbers) < 1 or any(not value.is_integer() for value in numbers):
         return None
     return int(numbers[0]), int(numbers[1])
+
+
+def number(text: str) -> float | None:
+    """A text as a number; None if it is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
 
 def finite_numbers(values: Any) -> tuple[float, ...] | None:

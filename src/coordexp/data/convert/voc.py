@@ -8,7 +8,6 @@ Folders are found in any case and at any depth; XML files may also be next to th
 
 from __future__ import annotations
 
-import math
 import os
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
@@ -21,6 +20,8 @@ from coordexp.data.convert.shapes import (
     SourceObject,
     declared_size,
     files_below,
+    finite_numbers,
+    number,
     unsafe_file_name,
     with_slashes,
 )
@@ -92,8 +93,9 @@ def convert_voc(
                 for index, node in enumerate(tree.findall("object")):
                     with report.reading_object(shown, index):
                         objects.append(_read_object(index, node, one_based, skip_difficult))
+                size = declared_size(*(number(_text(tree, f"size/{side}")) for side in ("width", "height")))
                 file = image.relative_to(image_dir).as_posix()
-                sources.append(SourceImage(file, shown, image, _size(tree), tuple(objects)))
+                sources.append(SourceImage(file, shown, image, size, tuple(objects)))
         seen.add(stem)
     return assemble(sources, report, options, progress)
 
@@ -203,21 +205,10 @@ def _read_object(index: int, node: ET.Element, one_based: bool, skip_difficult: 
     if skip_difficult and _text(node, "difficult") == "1":
         raise LeftOut(SkipReason.DIFFICULT, f"{desc} is marked difficult")
     texts = [_text(node, f"bndbox/{side}") for side in ("xmin", "ymin", "xmax", "ymax")]
-    try:
-        corners = [float(text) - one_based for text in texts]
-    except ValueError:
-        corners = [math.nan]
-    if not all(math.isfinite(value) for value in corners):
-        raise LeftOut(SkipReason.MALFORMED_GEOMETRY, f"{desc}: bndbox holds {texts}, not four numbers")
-    return SourceObject(index, desc, "bbox_2d", tuple(corners))
-
-
-def _size(tree: ET.Element) -> tuple[int, int] | None:
-    """The declared (width, height); None unless they are positive (some tools write 0)."""
-    try:
-        return declared_size(*(float(_text(tree, f"size/{side}")) for side in ("width", "height")))
-    except ValueError:
-        return None
+    corners = finite_numbers([number(text) for text in texts])
+    if corners is None:
+        raise LeftOut(SkipReason.MALFORMED_GEOMETRY, f"{desc}: bndbox is {texts}, not four numbers")
+    return SourceObject(index, desc, "bbox_2d", tuple(value - one_based for value in corners))
 
 
 def _text(node: ET.Element, path: str) -> str:

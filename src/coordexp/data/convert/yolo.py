@@ -6,10 +6,8 @@ Values are shares of the image's width and height. As in YOLO, an image without 
 from __future__ import annotations
 
 import difflib
-import math
 import os
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -22,6 +20,8 @@ from coordexp.data.convert.shapes import (
     box_object,
     check_choice,
     files_below,
+    finite_numbers,
+    number,
     polygon_object,
     with_slashes,
 )
@@ -117,7 +117,14 @@ def _read_layout(source: Path, split: str | None) -> tuple[dict[int, str], list[
             near = difflib.get_close_matches(str(key), _READ, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"{', '.join(_READ)} are read"
             raise DataError(f"unknown key {key!r}; {hint}", path=source)
-    names = _names(content.get("names"), source)
+    names = content.get("names")
+    if isinstance(names, list):
+        names = dict(enumerate(names))
+    if not isinstance(names, dict) or not all(str(key).isdecimal() for key in names):
+        raise DataError("names must be a list of class names, or a mapping from numbers to them", path=source)
+    for key, name in names.items():
+        if not isinstance(name, str):  # YAML reads no, on and 7 as something else than text
+            raise DataError(f"names[{key}] is {name!r}, not text; put it in quotes", path=source)
     if "nc" in content and content["nc"] != len(names):
         raise DataError(f"nc is {content['nc']!r}, but names holds {len(names)}; correct one of them", path=source)
     splits = {key: content[key] for key in ("train", "val", "test") if content.get(key)}
@@ -141,18 +148,7 @@ def _read_layout(source: Path, split: str | None) -> tuple[dict[int, str], list[
             detail = f"{entry!r} is neither a folder nor a list of images (looked for {candidates[0]})"
             raise DataError(detail, path=source)
         places.append(existing)
-    return names, places
-
-
-def _names(names: Any, path: Path) -> dict[int, str]:
-    if isinstance(names, list):
-        names = dict(enumerate(names))
-    if not isinstance(names, dict) or not all(str(number).isdecimal() for number in names):
-        raise DataError("names must be a list of class names, or a mapping from numbers to them", path=path)
-    for number, name in names.items():
-        if not isinstance(name, str):  # YAML reads no, on and 7 as something else than text
-            raise DataError(f"names[{number}] is {name!r}, not text; put it in quotes", path=path)
-    return {int(number): name for number, name in names.items()}
+    return {int(key): name for key, name in names.items()}, places
 
 
 def _images_listed(file: Path) -> list[tuple[Path, Path]]:
@@ -201,17 +197,14 @@ def _read_image(
 def _read_line(
     index: int, line: str, names: dict[int, str], size: tuple[int, int], geometry: ShapeGeometry
 ) -> SourceObject:
-    try:
-        number, *values = (float(text) for text in line.split())
-    except ValueError:
-        number, values = math.nan, []
-    is_box, is_polygon = len(values) == 4, len(values) >= 6 and len(values) % 2 == 0
-    if not all(math.isfinite(value) for value in (number, *values)) or not (is_box or is_polygon):
+    category, *values = finite_numbers([number(text) for text in line.split()]) or (0.0,)
+    is_box = len(values) == 4
+    if not is_box and (len(values) < 6 or len(values) % 2):
         detail = f"{line[:80]!r}: expected 'class cx cy w h' or 'class x y x y x y …'"
         raise LeftOut(SkipReason.MALFORMED_GEOMETRY, detail)
-    if number not in names:
-        raise LeftOut(SkipReason.UNKNOWN_CATEGORY, f"class {number:g} has no name")
-    desc = names[int(number)]
+    if category not in names:
+        raise LeftOut(SkipReason.UNKNOWN_CATEGORY, f"class {category:g} has no name")
+    desc = names[int(category)]
     if max(map(abs, values)) > 2:  # a little beyond 1 is an object at the edge
         detail = f"{desc}: {line[:80]!r} looks like pixels; YOLO's values are shares of the image, 0..1"
         raise LeftOut(SkipReason.MALFORMED_GEOMETRY, detail)
