@@ -153,17 +153,7 @@ def _record(line: Any, path: Path, number: int) -> ImageRecord:
         raise _BadText(f"metadata must be a JSON object; got {_show(metadata)}")
     if not isinstance(line["objects"], list):
         raise _BadText(f"objects must be a list, [] for an empty image; got {_show(line['objects'])}")
-    return ImageRecord(
-        sample_id=f"{path.name}:{number}",
-        image=_image_path(line["images"], path),
-        width=line["width"],
-        height=line["height"],
-        objects=tuple([_object(index, value) for index, value in enumerate(line["objects"])]),
-        metadata=metadata,
-    )
-
-
-def _image_path(images: Any, path: Path) -> Path:
+    images = line["images"]
     if not isinstance(images, list) or len(images) != 1 or not isinstance(images[0], str) or not images[0].strip():
         raise _BadText(
             'images must be a list of exactly one path, relative to the JSONL\'s folder, e.g. ["images/a.jpg"]; '
@@ -173,7 +163,14 @@ def _image_path(images: Any, path: Path) -> Path:
         raise _BadText(f"images holds a path with a NUL character: {_show(images[0])}")
     if not images[0].isascii() and any("\ud800" <= char <= "\udfff" for char in images[0]):
         raise _BadText(f"images holds a path with half a character (a lone surrogate): {_show(images[0])}; rename it")
-    return Path(os.path.abspath(os.path.join(os.path.dirname(path), images[0])))
+    return ImageRecord(
+        sample_id=f"{path.name}:{number}",
+        image=Path(os.path.abspath(os.path.join(os.path.dirname(path), images[0]))),
+        width=line["width"],
+        height=line["height"],
+        objects=tuple([_object(index, value) for index, value in enumerate(line["objects"])]),
+        metadata=metadata,
+    )
 
 
 def _object(index: int, value: Any) -> GTObject:
@@ -389,11 +386,9 @@ def image_problems(records: Iterable[ImageRecord], path: Path | None = None) -> 
     problems: list[DataError] = []
     for record in records:
         text = image_problem(record.image, (record.width, record.height))
-        if text is None:
-            continue
-        if path is None:
+        if text is not None and path is None:
             problems.append(DataError(f"{record.sample_id}: {text}"))
-        else:
+        elif text is not None:
             problems.append(DataError(text, path=path, line=int(record.sample_id.rpartition(":")[2])))
     return problems
 

@@ -6,7 +6,7 @@ A scene is a pure function of (``SCENES_VERSION``, spec, seed, index): the same 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -48,23 +48,19 @@ class SceneSpec:
 
 SPARSE = SceneSpec()
 MODERATE = SceneSpec(max_objects=6, min_side=22, max_side=52)
-FRAMED = SceneSpec(min_objects=2, max_objects=5, max_overlap=0.15, same_class=0.35, margin=0.22)
 DENSE = SceneSpec(min_objects=3, max_objects=7, min_side=20, max_side=48, max_overlap=0.25, same_class=0.35)
-# Crowds of similar objects, like cells, people or cars, on which long answers loop, repeat themselves and stop early.
-CROWD = SceneSpec(
-    size=192, min_objects=10, max_objects=40, min_side=16, max_side=30, max_overlap=0.3, same_class=0.85, max_kinds=2
-)
-# The same for a model of a few million parameters, which learns to read it within an hour of one core.
-SMALL_CROWD = SceneSpec(
+# A crowd of similar objects, like cells, people or cars, on which long answers loop, repeat themselves and stop early;
+# small enough for a model of a few million parameters to learn within an hour of one core.
+_SMALL_CROWD = SceneSpec(
     min_objects=6, max_objects=14, min_side=16, max_side=30, max_overlap=0.3, same_class=0.85, max_kinds=2
 )
 SPECS = {
     "sparse": SPARSE,
     "moderate": MODERATE,
-    "framed": FRAMED,
+    "framed": SceneSpec(min_objects=2, max_objects=5, max_overlap=0.15, same_class=0.35, margin=0.22),
     "dense": DENSE,
-    "crowd": CROWD,
-    "small_crowd": SMALL_CROWD,
+    "crowd": replace(_SMALL_CROWD, size=192, min_objects=10, max_objects=40),
+    "small_crowd": _SMALL_CROWD,
 }
 
 

@@ -10,7 +10,7 @@ import random
 import tarfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -57,28 +57,18 @@ class DropRates:
 
 @dataclass(frozen=True, slots=True)
 class DropCounts:
-    """Annotations before and after, by class and by size; ``spared``: images that kept their last annotation against
-    the draw; ``emptied``: images that lost all."""
+    """``[kept, of]`` annotations by class and by size; ``spared``: images that kept their last annotation against the
+    draw; ``emptied``: images that lost all."""
 
     images: int
-    before: Counter[str]
-    after: Counter[str]
-    sizes_before: Counter[str]
-    sizes_after: Counter[str]
     spared: int
     emptied: int
+    classes: dict[str, list[int]]
+    sizes: dict[str, list[int]]
 
     def to_json(self) -> dict[str, Any]:
-        """``classes`` and ``sizes`` have ``[kept, of]`` by name."""
-        return {
-            "images": self.images,
-            "kept": self.after.total(),
-            "dropped": self.before.total() - self.after.total(),
-            "spared": self.spared,
-            "emptied": self.emptied,
-            "classes": {name: [self.after[name], count] for name, count in sorted(self.before.items())},
-            "sizes": {name: [self.sizes_after[name], self.sizes_before[name]] for name in SIZES},
-        }
+        kept, total = (sum(pair[at] for pair in self.classes.values()) for at in (0, 1))
+        return {"images": self.images, "kept": kept, "dropped": total - kept, **asdict(self)}
 
 
 def object_size(obj: GTObject, record: ImageRecord) -> ObjectSize:
@@ -120,11 +110,13 @@ def drop_annotations(
                 spared += 1
                 kept = [over.index(min(over))]
         left.append(replace(record, objects=tuple(record.objects[i] for i in kept)))
-    before, after = (Counter(obj.desc for record in part for obj in record.objects) for part in (records, left))
-    sizes_before, sizes_after = (
-        Counter(object_size(obj, record) for record in part for obj in record.objects) for part in (records, left)
+    kept_descs, descs = (Counter(obj.desc for record in part for obj in record.objects) for part in (left, records))
+    kept_sizes, sizes = (
+        Counter(object_size(obj, record) for record in part for obj in record.objects) for part in (left, records)
     )
-    return left, DropCounts(len(records), before, after, sizes_before, sizes_after, spared, emptied)
+    by_class = {name: [kept_descs[name], count] for name, count in sorted(descs.items())}
+    by_size = {name: [kept_sizes[name], sizes[name]] for name in SIZES}
+    return left, DropCounts(len(records), spared, emptied, by_class, by_size)
 
 
 def without_soft(records: Sequence[ImageRecord]) -> tuple[list[ImageRecord], int]:

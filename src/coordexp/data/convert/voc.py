@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import xml.etree.ElementTree as ET
-from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 from coordexp.data.convert.assemble import ImageOptions, Progress, assemble
@@ -88,7 +87,19 @@ def convert_voc(
             except (ET.ParseError, OSError, ValueError, LookupError) as error:  # LookupError: an unknown encoding
                 report.skip_image(SkipReason.UNREADABLE_ANNOTATION, shown, f"broken XML: {error}")
             else:
-                image = _find_image(tree, xml, shown, images_by_stem.get(stem, ()), image_dir, report)
+                # The image of the annotation's own name (of several the one in <filename>), or else the one in
+                # <filename>, whether or not it exists.
+                named = with_slashes(_text(tree, "filename"))
+                name_only = PurePosixPath(named).name
+                if candidates := images_by_stem.get(stem):
+                    image = next((path for path in candidates if path.name == name_only), candidates[0])
+                elif named:
+                    image = image_dir / (name_only if unsafe_file_name(named) else named)
+                else:
+                    image = image_dir / f"{xml.stem}.jpg"
+                if named and xml.stem not in (name_only, PurePosixPath(named).stem):
+                    detail = f"<filename> is {named!r}; used {image.name!r}"
+                    report.note(Note.FILENAME_MISMATCH, shown, None, detail)
                 objects: list[SourceObject] = []
                 for index, node in enumerate(tree.findall("object")):
                     with report.reading_object(shown, index):
@@ -182,22 +193,6 @@ def _stem_of(line: str, xml_dir: Path) -> str:
     without, dot, suffix = stem.rpartition(".")
     is_image = f"{dot}{suffix.lower()}" in IMAGE_SUFFIXES and (xml_dir / f"{without}.xml").is_file()
     return without if is_image else stem
-
-
-def _find_image(
-    tree: ET.Element, xml: Path, shown: str, candidates: Sequence[Path], image_dir: Path, report: ConversionReport
-) -> Path:
-    """The image of the annotation's own name (of several ``candidates`` the one in ``<filename>``), or else the one in
-    ``<filename>``, whether or not it exists."""
-    named = with_slashes(_text(tree, "filename"))
-    name = PurePosixPath(named).name
-    if candidates:
-        image = next((path for path in candidates if path.name == name), candidates[0])
-    else:
-        image = image_dir / (f"{xml.stem}.jpg" if not named else name if unsafe_file_name(named) else named)
-    if named and xml.stem not in (name, PurePosixPath(named).stem):
-        report.note(Note.FILENAME_MISMATCH, shown, None, f"<filename> is {named!r}; used {image.name!r}")
-    return image
 
 
 def _read_object(index: int, node: ET.Element, one_based: bool, skip_difficult: bool) -> SourceObject:
