@@ -28,8 +28,7 @@ from coordexp.modeling.tiny import TinySpec, build_tiny_checkpoint
 from coordexp.records import GTObject, Rollout, RolloutRequest
 from coordexp.rollouts import SeedContext
 from coordexp.rollouts.backend import decoding_options
-from coordexp.rollouts.hf import HFBackend
-from coordexp.rollouts.hf_processors import RepetitionStopProcessor
+from coordexp.rollouts.hf import HFBackend, RepetitionStopProcessor
 from coordexp.rollouts.repeat_guard import ObjectKeyReader, RepeatGuard
 
 NEVER = 10**9

@@ -28,7 +28,7 @@ from coordexp.engine.arguments import (
 )
 from coordexp.errors import RolloutError
 from coordexp.rollouts.allowed_labels import START, AllowedLabels, ScanState
-from coordexp.rollouts.hf_processors import mask
+from coordexp.rollouts.hf import mask
 from coordexp.rollouts.repeat_guard import ObjectKeyReader, RepeatGuard, Trigger
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """Constrained decoding of descriptions: which tokens may come next if every description is one of a list of labels.
 
 Torch-free. Works on the bytes that tokens write: a small scanner follows the answer's JSON, and inside a description a
-token is allowed if its bytes continue a label, or end it and go on as JSON. So a label may be written in any tokens.
+token is allowed if its bytes continue a label, or end it and continue as JSON. So any tokens may spell a label.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,12 +23,9 @@ _QUOTE, _COLON, _BACKSLASH = b'":\\'
 
 
 class ScanState(NamedTuple):
-    """State of the incremental JSON scanner.
-
-    ``kind`` is one of: ``out`` (outside of strings), ``text`` (inside a string; ``at`` bytes of the key "desc" match so
-    far, -1 for another string; ``escaped`` after a backslash), ``key`` (after the key "desc"), ``colon`` (after its
-    colon), ``name`` (inside a label, at trie node ``at``).
-    """
+    """State of the incremental JSON scanner, by ``kind``: ``out`` (outside of strings), ``text`` (inside a string;
+    ``at`` bytes of the key "desc" match so far, -1 for another string; ``escaped`` after a backslash), ``key`` (after
+    the key "desc"), ``colon`` (after its colon), ``name`` (inside a label, at trie node ``at``)."""
 
     kind: str
     at: int = 0
@@ -63,7 +60,14 @@ class AllowedLabels:
         self._children: list[dict[int, int]] = [{}]
         self._is_end = [False]
         for name in names:
-            self._plant(json.dumps(name, ensure_ascii=False)[1:-1].encode())
+            node = 0
+            for byte in json.dumps(name, ensure_ascii=False)[1:-1].encode():
+                if byte not in self._children[node]:
+                    self._children[node][byte] = len(self._children)
+                    self._children.append({})
+                    self._is_end.append(False)
+                node = self._children[node][byte]
+            self._is_end[node] = True
         self._sorted = sorted((piece, token_id) for token_id, piece in enumerate(pieces) if piece)
         self._known: dict[tuple[ScanState, int], ScanState | None] = {}
         self._next: dict[ScanState, NextTokens] = {}
@@ -72,7 +76,9 @@ class AllowedLabels:
         """The state after a token; None if the token is not allowed."""
         if (state, token_id) not in self._known:
             piece = self._pieces[token_id] if token_id < len(self._pieces) else b""
-            self._known[state, token_id] = self._walk(state, piece) if piece else _unless_named(state)
+            # A token that writes nothing cannot be part of a label.
+            refused = not piece and state.kind in ("name", "colon")
+            self._known[state, token_id] = None if refused else self._walk(state, piece)
         return self._known[state, token_id]
 
     def next_tokens(self, state: ScanState) -> NextTokens:
@@ -81,25 +87,15 @@ class AllowedLabels:
             if state.kind == "name":
                 tokens = NextTokens(_ids(self._continuations(state.at)), are_allowed=True)
             elif state == _AFTER_COLON:
-                fits = (token_id for piece, token_id in self._sorted if self._walk(state, piece) is not None)
-                tokens = NextTokens(_ids(token_id for token_id in fits if token_id != self._eos_id), are_allowed=True)
+                fits = {token_id for piece, token_id in self._sorted if self._walk(state, piece) is not None}
+                tokens = NextTokens(_ids(fits - {self._eos_id}), are_allowed=True)
             else:
-                # Without a quote or a colon no token comes near a description from here.
+                # From here, only a token with a quote or a colon can reach a description.
                 near = ((piece, token_id) for piece, token_id in self._sorted if b'"' in piece or b":" in piece)
                 bad = (token_id for piece, token_id in near if self._walk(state, piece) is None)
                 tokens = NextTokens(_ids(bad), are_allowed=False)
             self._next[state] = tokens
         return self._next[state]
-
-    def _plant(self, name: bytes) -> None:
-        node = 0
-        for byte in name:
-            if byte not in self._children[node]:
-                self._children[node][byte] = len(self._children)
-                self._children.append({})
-                self._is_end.append(False)
-            node = self._children[node][byte]
-        self._is_end[node] = True
 
     def _walk(self, state: ScanState, piece: bytes) -> ScanState | None:
         for byte in piece:
@@ -163,12 +159,7 @@ def _outside_of_names(state: ScanState, byte: int) -> ScanState:
     return START
 
 
-def _unless_named(state: ScanState) -> ScanState | None:
-    """After a token that writes nothing, which cannot be part of a label."""
-    return None if state.kind in ("name", "colon") else state
-
-
-def _ids(token_ids: Iterator[int]) -> np.ndarray:
+def _ids(token_ids: Iterable[int]) -> np.ndarray:
     return np.array(sorted(set(token_ids)), dtype=np.int64)
 
 

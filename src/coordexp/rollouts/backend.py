@@ -51,7 +51,7 @@ class Seeds(Protocol):
     def micro_step_idx(self) -> int: ...
 
     def seed_of(self, req_idx: int) -> int:
-        """Seed of the call whose first request is ``req_idx`` of its round; request i of the call has it plus i."""
+        """Seed of the call that begins with request ``req_idx`` of its round; request i of the call has it plus i."""
         ...
 
 
@@ -240,8 +240,8 @@ class WeightSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ResponseTokens:
-    """``token_ids``: the tokens before the end of the turn. ``ended``: the end token was among the tokens returned.
-    ``truncated``: the answer ran out of tokens."""
+    """``token_ids``: before the end of the turn. ``ended``: the end token was among those returned. ``truncated``: the
+    answer ran out of tokens."""
 
     token_ids: tuple[int, ...]
     ended: bool

@@ -1,4 +1,10 @@
-"""Rollouts by transformers' ``generate`` on the learner's own model: no second engine, no weight copy."""
+"""Rollouts by transformers' ``generate`` on the learner's own model: no second engine, no weight copy.
+
+``generate`` itself samples a whole batch from one stream, so an answer would change with its batch: with
+``decode_batch_size``, with the number of processes, and after a resume. So it runs greedily, and logits processors
+sample from a random stream per sequence. Others apply the repeat guard and the allowed labels. All are new for each
+call. Their ``__call__`` has transformers' argument names: (B, L) token ids, (B, V) scores.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +14,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from transformers import GenerationConfig, LogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from coordexp.config.rollout import RepeatTerminateConfig
 from coordexp.coords import CoordVocab
 from coordexp.records import Rollout, RolloutRequest
-from coordexp.rollouts.allowed_labels import AllowedLabels
+from coordexp.rollouts.allowed_labels import START, AllowedLabels, NextTokens, ScanState, rows_by_state
 from coordexp.rollouts.backend import DecodingOptions, IndexedRollout, RolloutRound, Seeds, response_tokens
-from coordexp.rollouts.hf_processors import (
-    AllowedLabelsProcessor,
-    FinishedCallback,
-    RepetitionStopProcessor,
-    sampling_processors,
-)
 from coordexp.rollouts.repeat_guard import ObjectKeyReader, RepeatGuard
 
 
@@ -37,7 +38,7 @@ class HFBackend:
     """Batched decoding with left padding, at most ``decode_batch_size`` sequences at once.
 
     Request i of a call samples with the call's seed + i, as on servers: its answer depends on its seed, not on its
-    batch. The model's train/eval mode, random state and caches are restored afterwards.
+    batch. The model's train/eval mode and random state stay as they are.
     """
 
     def __init__(
@@ -78,15 +79,15 @@ class HFBackend:
         return rollouts
 
     def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[IndexedRollout]:
-        """Batches of ``decode_batch_size`` are filled across micro-steps: a small batch takes as many decoding steps as
+        """Fills batches of ``decode_batch_size`` across micro-steps: a small batch needs as many decoding steps as
         a full one."""
         for batch in self._batches(rounds):
             for one, rollout in zip(batch, self._generate_batch(batch, None), strict=True):
                 yield IndexedRollout(one.round_idx, one.index, rollout)
 
     def _batches(self, rounds: Sequence[RolloutRound]) -> list[list[_Wanted]]:
-        # A request's seed comes from its place in its micro-step, cut into chunks of ``decode_batch_size``: the seed of
-        # its chunk's first request plus its place in the chunk. So it does not depend on the batch it is decoded in.
+        # A micro-step is cut into chunks of ``decode_batch_size``, and a request's seed is that of its chunk's first
+        # request plus its place in the chunk. So it does not depend on the batch in which it is decoded.
         size = self._decode_batch_size
         wanted: list[_Wanted] = []
         for round_idx, one in enumerate(rounds):
@@ -99,8 +100,67 @@ class HFBackend:
         return [wanted[start : start + size] for start in range(0, len(wanted), size)]
 
     def _generate_batch(self, batch: Sequence[_Wanted], on_ended: Callable[[int], None] | None) -> list[Rollout]:
-        with _evaluating(self._model), torch.no_grad():  # not around the loop: callers run between two batches
-            return self._generate_chunk([one.request for one in batch], [one.seed for one in batch], on_ended)
+        options, vocab, eos_id = self._options, self._vocab, self._vocab.eos_id
+        requests = [one.request for one in batch]
+        device = next(self._model.parameters()).device
+        longest = max(len(request.prompt_token_ids) for request in requests)
+        ids_BL = torch.full((len(requests), longest), self._pad_id, dtype=torch.int64)
+        mask_BL = torch.zeros_like(ids_BL)
+        for row, request in enumerate(requests):
+            ids_BL[row, longest - len(request.prompt_token_ids) :] = torch.tensor(request.prompt_token_ids)
+            mask_BL[row, longest - len(request.prompt_token_ids) :] = 1
+        pixels = torch.cat([request.model_inputs["pixel_values"] for request in requests])
+        grids = torch.cat([request.model_inputs["image_grid_thw"] for request in requests])
+
+        processors: list[LogitsProcessor] = []
+        if self._names is not None:
+            processors.append(AllowedLabelsProcessor(self._names, eos_id, longest))
+        guard: RepetitionStopProcessor | None = None
+        if (settings := self._guard) is not None:
+            guard = RepetitionStopProcessor(
+                lambda: RepeatGuard(settings, self._key_reader), eos_id, longest, options.num_beams
+            )
+            processors.append(guard)
+        processors += sampling_processors(options, [one.seed for one in batch], device)
+        if on_ended is not None and options.num_beams == 1:
+            processors.append(FinishedCallback(eos_id, longest, on_ended))
+        arguments: dict[str, Any] = {"logits_processor": processors} if processors else {}
+        # Checkpoints may have more embedding rows than the tokenizer has tokens; their ids decode to nothing.
+        if unknown := range(len(vocab), self._model.config.text_config.vocab_size):
+            arguments["suppress_tokens"] = list(unknown)
+        with _evaluating(self._model), torch.no_grad():
+            output_BT = self._model.generate(
+                input_ids=ids_BL.to(device),
+                attention_mask=mask_BL.to(device),
+                mm_token_type_ids=(ids_BL == self._image_token_id).int().to(device),
+                pixel_values=pixels.to(device, self._model.dtype),
+                image_grid_thw=grids.to(device),
+                max_new_tokens=options.max_new_tokens,
+                do_sample=False,  # a processor samples
+                num_beams=options.num_beams,
+                num_return_sequences=1,
+                repetition_penalty=options.repetition_penalty,
+                eos_token_id=eos_id,
+                pad_token_id=self._pad_id,
+                use_cache=True,
+                **arguments,
+            )
+
+        rollouts = []
+        for row, (request, answer) in enumerate(zip(requests, output_BT[:, longest:].tolist(), strict=True)):
+            reason = "stop" if eos_id in answer else "length"  # padding follows an end, so it is cut off too
+            tokens = response_tokens(answer, reason, vocab, request.sample_id)
+            rollout = Rollout(
+                sample_id=request.sample_id,
+                prompt_token_ids=request.prompt_token_ids,
+                response_token_ids=tokens.token_ids,
+                text=vocab.decode(tokens.token_ids),
+                truncated=tokens.truncated,
+                repeat_terminated=tokens.ended and guard is not None and guard.stopped(row, tokens.token_ids),
+                weight_version=self._version,
+            )
+            rollouts.append(rollout)
+        return rollouts
 
     @property
     def batch_size(self) -> int:
@@ -126,106 +186,174 @@ class HFBackend:
 
     def close(self) -> None: ...
 
-    def _generate_chunk(
-        self, requests: Sequence[RolloutRequest], seeds: Sequence[int], on_ended: Callable[[int], None] | None
-    ) -> list[Rollout]:
-        device = next(self._model.parameters()).device
-        longest = max(len(request.prompt_token_ids) for request in requests)
-        ids_BL = torch.full((len(requests), longest), self._pad_id, dtype=torch.int64)
-        mask_BL = torch.zeros_like(ids_BL)
-        for row, request in enumerate(requests):
-            ids_BL[row, longest - len(request.prompt_token_ids) :] = torch.tensor(request.prompt_token_ids)
-            mask_BL[row, longest - len(request.prompt_token_ids) :] = 1
-        pixels = torch.cat([request.model_inputs["pixel_values"] for request in requests])
-        grids = torch.cat([request.model_inputs["image_grid_thw"] for request in requests])
-        guard = self._repeat_stop(longest)
-        processors = [
-            *([] if self._names is None else [AllowedLabelsProcessor(self._names, self._vocab.eos_id, longest)]),
-            *([] if guard is None else [guard]),
-            *sampling_processors(self._options, list(seeds), device),
-            *(
-                []
-                if on_ended is None or self._options.num_beams > 1
-                else [FinishedCallback(self._vocab.eos_id, longest, on_ended)]
-            ),
-        ]
-        with _own_generation_config(self._model):
-            output_BT = self._model.generate(
-                input_ids=ids_BL.to(device),
-                attention_mask=mask_BL.to(device),
-                mm_token_type_ids=(ids_BL == self._image_token_id).int().to(device),
-                pixel_values=pixels.to(device, self._model.dtype),
-                image_grid_thw=grids.to(device),
-                **self._generation_arguments(),
-                **({"logits_processor": processors} if processors else {}),
-            )
-        answers = output_BT[:, longest:].tolist()
-        return [
-            self._rollout(request, row, answer, guard)
-            for row, (request, answer) in enumerate(zip(requests, answers, strict=True))
-        ]
-
-    def _repeat_stop(self, prompt_length: int) -> RepetitionStopProcessor | None:
-        settings = self._guard
-        if settings is None:
-            return None
-        return RepetitionStopProcessor(
-            lambda: RepeatGuard(settings, self._key_reader), self._vocab.eos_id, prompt_length, self._options.num_beams
-        )
-
-    def _generation_arguments(self) -> dict[str, Any]:
-        options = self._options
-        arguments: dict[str, Any] = {
-            "max_new_tokens": options.max_new_tokens,
-            "do_sample": False,  # a processor samples; see hf_processors
-            "num_beams": options.num_beams,
-            "num_return_sequences": 1,
-            "repetition_penalty": options.repetition_penalty,
-            "eos_token_id": self._vocab.eos_id,
-            "pad_token_id": self._pad_id,
-            "use_cache": True,
-        }
-        # Checkpoints may have more embedding rows than the tokenizer has tokens; their ids decode to nothing.
-        if unknown := range(len(self._vocab), self._model.config.text_config.vocab_size):
-            arguments["suppress_tokens"] = list(unknown)
-        return arguments
-
-    def _rollout(
-        self, request: RolloutRequest, row: int, answer: list[int], guard: RepetitionStopProcessor | None
-    ) -> Rollout:
-        reason = "stop" if self._vocab.eos_id in answer else "length"  # padding follows an end, so it is cut off too
-        tokens = response_tokens(answer, reason, self._vocab, request.sample_id)
-        return Rollout(
-            sample_id=request.sample_id,
-            prompt_token_ids=request.prompt_token_ids,
-            response_token_ids=tokens.token_ids,
-            text=self._vocab.decode(tokens.token_ids),
-            truncated=tokens.truncated,
-            repeat_terminated=tokens.ended and guard is not None and guard.stopped(row, tokens.token_ids),
-            weight_version=self._version,
-        )
-
 
 @contextmanager
-def _evaluating(model: torch.nn.Module) -> Iterator[None]:
+def _evaluating(model: Any) -> Iterator[None]:
+    """Inside the context, the model is in eval mode and generates by the arguments of the call alone.
+
+    transformers reads missing arguments from the checkpoint's generation_config: an n-gram ban or a minimum length
+    would leak into the run.
+    """
     was_training = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in was_training.items():
-            module.training = training
-
-
-@contextmanager
-def _own_generation_config(model: Any) -> Iterator[None]:
-    # transformers takes missing arguments from the checkpoint's generation_config: an n-gram ban or a minimum length
-    # would leak into the run.
-    from transformers import GenerationConfig
-
     of_checkpoint = model.generation_config
+    model.eval()
     model.generation_config = GenerationConfig()
     try:
         yield
     finally:
         model.generation_config = of_checkpoint
+        for module, training in was_training.items():
+            module.training = training
+
+
+class PerSequenceSampler(LogitsProcessor):
+    """Samples each row with its own seed and masks all other tokens, so that greedy ``generate`` returns the sample.
+    Must be the last processor that changes scores."""
+
+    def __init__(self, seeds: Sequence[int], device: torch.device) -> None:
+        self._streams = [torch.Generator(device).manual_seed(seed) for seed in seeds]
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        probabilities = scores.float().softmax(-1)
+        drawn = [
+            torch.multinomial(row, 1, generator=stream)
+            for row, stream in zip(probabilities, self._streams, strict=True)
+        ]
+        return torch.full_like(scores, -torch.inf).scatter(1, torch.stack(drawn), 0.0)
+
+
+def sampling_processors(options: DecodingOptions, seeds: Sequence[int], device: torch.device) -> list[LogitsProcessor]:
+    """Processors that make greedy ``generate`` sample, in transformers' order; none for temperature 0."""
+    if options.temperature <= 0:
+        return []
+    processors: list[LogitsProcessor] = []
+    if options.temperature != 1.0:
+        processors.append(TemperatureLogitsWarper(options.temperature))
+    if options.top_k > 0:
+        processors.append(TopKLogitsWarper(options.top_k))
+    if options.top_p < 1.0:
+        processors.append(TopPLogitsWarper(options.top_p))
+    return [*processors, PerSequenceSampler(seeds, device)]
+
+
+class FinishedCallback(LogitsProcessor):
+    """Changes no score: calls back with the number of rows that have ended, whenever it grows."""
+
+    def __init__(self, eos_id: int, prompt_length: int, on_ended: Callable[[int], None]) -> None:
+        self._eos_id = eos_id
+        self._prompt_length = prompt_length
+        self._on_ended = on_ended
+        self._ended = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[1] > self._prompt_length:
+            ended = int((input_ids[:, -1] == self._eos_id).sum())
+            if ended > self._ended:
+                self._ended = ended
+                self._on_ended(ended)
+        return scores
+
+
+class RepetitionStopProcessor(LogitsProcessor):
+    """Forces the end of the turn on the step after the repeat guard triggers.
+
+    A row is one sequence; with beam search ``num_beams`` neighbouring rows are the beams of one. ``prompt_length``
+    counts the padded prompt, which the guard does not see.
+    """
+
+    def __init__(
+        self, new_guard: Callable[[], RepeatGuard], eos_id: int, prompt_length: int, num_beams: int = 1
+    ) -> None:
+        self._new_guard = new_guard
+        self._eos_id = eos_id
+        self._prompt_length = prompt_length
+        self._num_beams = num_beams
+        self._guard_of_row: list[RepeatGuard | None] = []  # None: its turn is over
+        self._guard_of_beam: dict[tuple[int, ...], RepeatGuard] = {}
+        self._stopped: set[tuple[int, tuple[int, ...]]] = set()
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        guards = self._follow_beams(input_ids) if self._num_beams > 1 else self._follow_rows(input_ids)
+        repeating = [row for row, guard in enumerate(guards) if guard is not None and guard.trigger is not None]
+        if not repeating:
+            return scores
+        for row in repeating:
+            answer = tuple(input_ids[row, self._prompt_length :].tolist())
+            self._stopped.add((row // self._num_beams, answer))
+        scores = scores.clone()
+        scores[repeating] = -torch.inf
+        scores[repeating, self._eos_id] = 0.0
+        return scores
+
+    def stopped(self, sequence: int, response: Sequence[int]) -> bool:
+        """Whether the guard ended this answer (given without its end token) of that sequence of the batch."""
+        return (sequence, tuple(response)) in self._stopped
+
+    def _follow_rows(self, input_ids: torch.Tensor) -> list[RepeatGuard | None]:
+        if input_ids.shape[1] == self._prompt_length:
+            self._guard_of_row = [self._new_guard() for _ in range(len(input_ids))]
+            return self._guard_of_row
+        for row, token in enumerate(input_ids[:, -1].tolist()):
+            guard = self._guard_of_row[row]
+            if guard is None:
+                continue  # the row is filled up with padding, which would look like one long run
+            if token == self._eos_id:
+                self._guard_of_row[row] = None
+            else:
+                guard.push(token)
+        return self._guard_of_row
+
+    def _follow_beams(self, input_ids: torch.Tensor) -> list[RepeatGuard | None]:
+        """Beams change rows and split from step to step, so each is identified by its tokens."""
+        guards: list[RepeatGuard | None] = []
+        next_beams: dict[tuple[int, ...], RepeatGuard] = {}
+        for answer in map(tuple, input_ids[:, self._prompt_length :].tolist()):
+            if self._eos_id in answer:
+                guards.append(None)
+                continue
+            if answer not in next_beams:
+                parent = self._guard_of_beam.get(answer[:-1]) if answer else None
+                guard = next_beams[answer] = self._new_guard() if parent is None else parent.fork()
+                for token in answer[guard.num_tokens :]:
+                    guard.push(token)
+            guards.append(next_beams[answer])
+        self._guard_of_beam = next_beams
+        return guards
+
+
+class AllowedLabelsProcessor(LogitsProcessor):
+    """Masks tokens that would begin a description outside of the list. Must precede the repeat guard's processor: the
+    guard's end of the turn has priority. Rows are sequences or beams; ``prompt_length`` counts the padded prompt."""
+
+    def __init__(self, rule: AllowedLabels, eos_id: int, prompt_length: int) -> None:
+        self._rule = rule
+        self._eos_id = eos_id
+        self._prompt_length = prompt_length
+        self._state_of: dict[tuple[int, ...], ScanState | None] = {(): START}
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        answers = [tuple(answer) for answer in input_ids[:, self._prompt_length :].tolist()]
+        self._state_of = {answer: self._state(answer) for answer in answers}
+        masked = scores.clone()
+        for state, rows in rows_by_state([self._state_of[answer] for answer in answers]).items():
+            masked[rows] = mask(masked[rows], self._rule.next_tokens(state))
+        return masked
+
+    def _state(self, answer: tuple[int, ...]) -> ScanState | None:
+        """The scanner's state after ``answer``; None if it has ended and padding follows."""
+        if not answer:
+            return START
+        before = self._state_of[answer[:-1]] if answer[:-1] in self._state_of else self._state(answer[:-1])
+        if before is None or answer[-1] == self._eos_id:
+            return None
+        return self._rule.after(before, answer[-1])
+
+
+def mask(scores_RV: torch.Tensor, following: NextTokens) -> torch.Tensor:
+    """The scores with forbidden tokens at minus infinity."""
+    ids = torch.from_numpy(following.ids).to(scores_RV.device)
+    if not following.are_allowed:
+        return scores_RV.index_fill(1, ids, -torch.inf)
+    only = torch.full_like(scores_RV, -torch.inf)
+    only[:, ids] = scores_RV[:, ids]
+    return only

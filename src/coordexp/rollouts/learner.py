@@ -15,9 +15,9 @@ from coordexp.rollouts.backend import WeightSource
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LearnerParts:
-    """``model``: the bare model, no DDP wrapper. ``checkpoint``: a plain folder whose configuration, tokenizer and
-    processor an engine starts from. ``open_image``: an image as the model shall see it, which ``preparation`` is a
-    part of, for engines that open images themselves. ``offload``: moves the learner out of a colocated engine's way.
+    """``model``: the bare model, no DDP wrapper. ``checkpoint``: a plain folder with the configuration, tokenizer and
+    processor for an engine. ``open_image``: opens and prepares an image (``preparation`` is a part of that), for
+    engines that open images themselves. ``offload``: moves the learner out of a colocated engine's way.
     """
 
     model: Any

@@ -18,7 +18,7 @@ from coordexp.inference.session import read_classes
 from coordexp.modeling.load import load_vocab
 from coordexp.records import GTObject
 from coordexp.rollouts.allowed_labels import START, AllowedLabels, ScanState
-from coordexp.rollouts.hf_processors import AllowedLabelsProcessor
+from coordexp.rollouts.hf import AllowedLabelsProcessor
 
 NAMES = ("red circle", "red square", "re", 'a "q"', "été 猫")
 BOX = (1, 2, 3, 4)

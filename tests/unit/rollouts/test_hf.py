@@ -12,8 +12,7 @@ import torch
 from coordexp.modeling.load import LoadedModel
 from coordexp.records import Rollout, RolloutRequest
 from coordexp.rollouts import DatasetSeeds, RolloutRound, SeedContext
-from coordexp.rollouts.hf import HFBackend
-from coordexp.rollouts.hf_processors import sampling_processors
+from coordexp.rollouts.hf import HFBackend, sampling_processors
 from support.settings import decoding
 from support.tiny_run import load_tiny, tiny_samples
 

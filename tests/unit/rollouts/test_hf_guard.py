@@ -11,8 +11,7 @@ from coordexp.config.rollout import RepeatTerminateConfig
 from coordexp.modeling.load import LoadedModel
 from coordexp.records import Rollout, RolloutRequest
 from coordexp.rollouts import SeedContext
-from coordexp.rollouts.hf import HFBackend
-from coordexp.rollouts.hf_processors import RepetitionStopProcessor
+from coordexp.rollouts.hf import HFBackend, RepetitionStopProcessor
 from coordexp.rollouts.repeat_guard import ObjectKeyReader, RepeatGuard
 from support.guards import first_trigger
 from support.settings import decoding
