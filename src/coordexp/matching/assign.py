@@ -1,9 +1,10 @@
 """Hungarian assignment of predictions to ground truth, with a mask IoU gate and dummies for misses on either side; and
-which pairs are worth an expensive mask IoU."""
+which pairs are worth an expensive mask IoU; and which predictions repeat an earlier one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from coordexp.records import Match, MatchResult
 def top_k_candidates(pred_P4: np.ndarray, gt_G4: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
     """The ``min(k, G)`` best GT boxes of each predicted box.
 
-    Overlapping boxes come first, by IoU and then by index. If fewer than k overlap, those with the nearest centres
+    Overlapping boxes are first, by IoU and then by index. If fewer than k overlap, those with the nearest centres
     follow, by squared distance and then by index.
 
     Args:
@@ -33,10 +34,10 @@ def top_k_candidates(pred_P4: np.ndarray, gt_G4: np.ndarray, k: int) -> tuple[np
 
 
 def overlapping_candidates(pred_P4: np.ndarray, gt_G4: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Those of :func:`top_k_candidates` whose boxes overlap: (N,) prediction and (N,) GT indices, by prediction.
+    """The overlapping boxes of :func:`top_k_candidates`: (N,) prediction and (N,) GT indices, by prediction.
 
-    Shapes whose boxes do not overlap have mask IoU 0, so above a gate of 0 the others could never match. Their number
-    grows with the crowd, that of overlaps hardly does.
+    Without overlap the mask IoU is 0, so above a gate of 0 the others could never match. Their number grows with the
+    crowd, that of overlaps hardly does.
     """
     pred_N, gt_N = overlapping_boxes(pred_P4, gt_G4)
     if pred_N.size == 0 or np.bincount(pred_N).max() <= k:
@@ -70,7 +71,12 @@ def match_objects(
     if num_pred == 0 or num_gt == 0:
         return MatchResult((), tuple(range(num_gt)), tuple(range(num_pred)), 0)
     pred_P4, gt_G4 = aabbs(predicted), aabbs(ground_truth)
-    pred_of_N, gt_of_N = _candidates(pred_P4, gt_G4, config)
+    # Only a gate of 0 admits shapes that do not touch; otherwise those are not candidates, and not gate rejections.
+    if config.maskiou_gate > 0:
+        pred_of_N, gt_of_N = overlapping_candidates(pred_P4, gt_G4, config.candidate_top_k)
+    else:
+        chosen_PK, _ = top_k_candidates(pred_P4, gt_G4, config.candidate_top_k)
+        pred_of_N, gt_of_N = np.repeat(np.arange(num_pred), chosen_PK.shape[1]), chosen_PK.ravel()
     pairs_N2 = np.stack([pred_of_N, gt_of_N], axis=1)
     iou_N = mask_iou_pairs(predicted, ground_truth, pairs_N2, config.maskiou_resolution, aabbs_of=(pred_P4, gt_G4))
     chosen = assign_pairs(pred_of_N, gt_of_N, iou_N, config)
@@ -89,7 +95,7 @@ def match_objects(
 
 def assign_pairs(pred_of_N: np.ndarray, gt_of_N: np.ndarray, iou_N: np.ndarray, config: MatchingConfig) -> np.ndarray:
     """The one-to-one assignment among given pairs of known mask IoU: which of them it takes, as indices into them."""
-    # What a pair adds to the total, compared with leaving both of its objects alone.
+    # A pair's share of the total, compared with leaving both of its objects alone.
     price_N = 1.0 - iou_N - config.fp_cost - config.fn_cost
     usable = np.flatnonzero((iou_N >= config.maskiou_gate) & (price_N <= _TIE))
     pred_F, gt_F = pred_of_N[usable], gt_of_N[usable]
@@ -149,13 +155,28 @@ def _settle_ties(partner_of: dict[int, int], price: dict[tuple[int, int], float]
     return partner_of
 
 
-def _candidates(pred_P4: np.ndarray, gt_G4: np.ndarray, config: MatchingConfig) -> tuple[np.ndarray, np.ndarray]:
-    """Pairs worth a mask IoU: (N,) prediction and (N,) GT indices.
+DUPLICATE_IOU = 0.5
+MAX_OVERLAP_OF_OTHERS = 0.2  # mask IoU up to which two predictions count as two objects
+_CANVAS = 256  # pixels, independent of a run's matching resolution, so that figures of runs are comparable
 
-    Only a gate of 0 admits shapes that do not touch; otherwise those are not candidates, and not gate rejections.
-    """
-    if config.maskiou_gate > 0:
-        return overlapping_candidates(pred_P4, gt_G4, config.candidate_top_k)
-    chosen_PK, _ = top_k_candidates(pred_P4, gt_G4, config.candidate_top_k)
-    pred_of_N = np.repeat(np.arange(len(pred_P4)), chosen_PK.shape[1])
-    return pred_of_N, chosen_PK.ravel()
+
+class DescribedShape(Shape, Protocol):
+    """Anything with ``.desc``, ``.kind`` and ``.bins``."""
+
+    @property
+    def desc(self) -> str: ...
+
+
+def duplicate_indices(objects: Sequence[DescribedShape]) -> list[int]:
+    """Indices of the objects that repeat an earlier one: equal description, and mask IoU of at least 0.5."""
+    if len(objects) < 2:
+        return []
+    box_N4 = aabbs(objects)
+    pairs_K2 = np.stack(overlapping_boxes(box_N4, box_N4), axis=1)
+    pairs_K2 = pairs_K2[pairs_K2[:, 0] < pairs_K2[:, 1]]
+    same_K = np.array([objects[i].desc == objects[j].desc for i, j in pairs_K2.tolist()], dtype=bool)
+    pairs_K2 = pairs_K2[same_K]
+    if not len(pairs_K2):
+        return []
+    iou_K = mask_iou_pairs(objects, objects, pairs_K2, _CANVAS, aabbs_of=(box_N4, box_N4))
+    return np.unique(pairs_K2[iou_K >= DUPLICATE_IOU, 1]).tolist()

@@ -1,5 +1,5 @@
-"""Sums of a rank between two log entries, their reduction to global metrics, and the payload for loggers. The rule is
-in the metric's line of the table:
+"""Counters of rollouts, sums of a rank between two log entries, their reduction to global metrics, and the payload for
+loggers. The rule is in the metric's line of the table:
 
 * counters and shares of a mean: global sum
 * seconds, percentiles and 0/1 flags: global maximum
@@ -9,14 +9,45 @@ in the metric's line of the table:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from coordexp import distributed
+from coordexp.matching import duplicate_indices
 from coordexp.metrics.table import Rule, all_metrics, rule_of
+from coordexp.records import DropReason, TokenRole
+from coordexp.targets import SampleOutcome
 
 RATES: dict[str, tuple[str, str]] = {metric.name: metric.ratio for metric in all_metrics() if metric.ratio is not None}
+
+
+def rollout_counters(outcomes: Iterable[SampleOutcome]) -> Counter[str]:
+    """Sums by name (family ``rollout/``). No IoU-type number is among them: those belong to evaluation."""
+    sums: Counter[str] = Counter()
+    for outcome in outcomes:
+        parsed, match = outcome.parsed, outcome.match
+        sums["rollout/samples_total"] += 1
+        sums["rollout/valid_pred_objects_total"] += len(parsed.objects)
+        sums["rollout/duplicates_total"] += len(duplicate_indices(parsed.objects))
+        sums["rollout/parse_dropped_invalid"] += parsed.num_dropped
+        sums["rollout/excluded_ambiguous_total"] += parsed.dropped.get(DropReason.AMBIGUOUS_COORDS, 0)
+        for reason, count in parsed.dropped.items():
+            sums[f"rollout/dropped/{reason.value}"] += count
+        sums["rollout/parse_truncated_total"] += int(outcome.rollout.truncated)
+        sums["rollout/repeat_terminate_triggered_sequences"] += int(outcome.rollout.repeat_terminated)
+        sums["rollout/gt_objects_total"] += len(match.pairs) + len(match.fn_gt_idx)
+        sums["rollout/matched_total"] += len(match.pairs)
+        sums["rollout/fp_total"] += len(match.fp_pred_idx)
+        sums["rollout/left_out_total"] += len(outcome.target.left_out_pred_idx)
+        sums["rollout/taken_as_complete_total"] += int(outcome.taken_as_complete)
+        sums["rollout/fn_appended_total"] += len(match.fn_gt_idx)
+        sums["rollout/gating_rejections_total"] += match.num_gate_rejections
+        sums["rollout/gen_new_tokens_total"] += len(outcome.rollout.response_token_ids)
+        sums["rollout/prefix_coord_targets_total"] += int(
+            (outcome.target.roles_T[outcome.target.coord_pos_K] == TokenRole.PREFIX_COORD).sum()
+        )
+    return sums
 
 
 class MetricSums:
@@ -105,7 +136,7 @@ class MetricsPayload:
     schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:
-        # Check types too: True == 1 == 1.0, but JSON tells them apart.
+        # Check types too: True == 1 == 1.0, but they differ in JSON.
         if type(self.schema_version) is not int or self.schema_version != SCHEMA_VERSION:
             raise ValueError(f"metrics payload of schema {self.schema_version!r}; this version speaks {SCHEMA_VERSION}")
         if self.mode not in ("train", "eval"):
