@@ -70,7 +70,7 @@ def append_fragment(
             f"cannot append after {prefix_text[-40:]!r}: an append-ready prefix ends with '{{', ',' or '}}'"
         )
     if last == "," and not objects:
-        raise AppendError("the prefix ends with a comma and there is no object to append; cut before the comma")
+        raise AppendError("the prefix ends with a comma, but nothing follows; cut before the comma")
     parts: list[str] = []
     spans: list[tuple[int, int]] = []
     entries: list[tuple[int, int]] = []

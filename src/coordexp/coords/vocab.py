@@ -20,14 +20,8 @@ if TYPE_CHECKING:
 
 TURN_END = "<|im_end|>"
 _CONTROL_TOKENS = (
-    "<|im_start|>",
-    TURN_END,
-    "<|endoftext|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|vision_pad|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
+    *("<|im_start|>", TURN_END, "<|endoftext|>"),
+    *("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"),
 )
 
 
@@ -199,16 +193,14 @@ class CoordVocab:
             if len(known) + len(unknown) > _MAX_REMEMBERED:
                 known.clear()
                 unknown = list(dict.fromkeys(parts[::2]))
-            known.update(zip(unknown, map(tuple, self._encode_many(unknown)), strict=True))
+            encoded: list[list[int]] = self._encode(unknown, add_special_tokens=False)["input_ids"]
+            known.update(zip(unknown, map(tuple, encoded), strict=True))
         ids = list(known[parts[0]])
         coord_ids = self.coord_token_ids
         for k, part in zip(parts[1::2], parts[2::2], strict=True):
             ids.append(coord_ids[int(k)])
             ids += known[part]
         return ids
-
-    def _encode_many(self, texts: list[str]) -> list[list[int]]:
-        return self._encode(texts, add_special_tokens=False)["input_ids"]
 
     def _check_split(self) -> bool:
         """Whether coordinates split their surroundings, on a sample with words, spaces and quotes next to them."""

@@ -49,17 +49,11 @@ def aabb(shape: Shape) -> tuple[int, int, int, int]:
     """Axis-aligned bounding box ``(x1, y1, x2, y2)`` of a box or polygon, clamped to 0..999."""
     bins = shape.bins
     is_box, is_poly = shape.kind == "bbox_2d", shape.kind == "poly"
-    if is_box and len(bins) == 4:
-        x1, y1, x2, y2 = bins
-        if 0 <= x1 <= x2 < NUM_BINS and 0 <= y1 <= y2 < NUM_BINS:  # the usual case: nothing to clamp or reorder
-            return x1, y1, x2, y2
-    if (is_box and len(bins) == 4) or (is_poly and len(bins) >= 6 and len(bins) % 2 == 0):
-        # For a dozen numbers Python's min is several times faster than NumPy's.
-        x, y = bins[::2], bins[1::2]
-        x1, y1, x2, y2 = (min(max(value, 0), NUM_BINS - 1) for value in (min(x), min(y), max(x), max(y)))
-        return x1, y1, x2, y2
-    vertices_V2 = ring(shape)
-    (x1, y1), (x2, y2) = vertices_V2.min(axis=0).tolist(), vertices_V2.max(axis=0).tolist()
+    if not ((is_box and len(bins) == 4) or (is_poly and len(bins) >= 6 and len(bins) % 2 == 0)):
+        ring(shape)  # raises
+    # For a dozen numbers Python's min is several times faster than NumPy's.
+    x, y = bins[::2], bins[1::2]
+    x1, y1, x2, y2 = (min(max(value, 0), NUM_BINS - 1) for value in (min(x), min(y), max(x), max(y)))
     return x1, y1, x2, y2
 
 

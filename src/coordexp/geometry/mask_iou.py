@@ -1,8 +1,8 @@
 """Mask IoU of norm1000 shapes on a fixed virtual canvas of R x R pixels.
 
-Bins are clamped to 0..999 and projected by ``bin * (R - 1) / 999``; pycocotools rasterises the ring. Shapes whose
-raster is empty fall back to their exact IoU in norm1000 space (with even-odd filling, as the rasteriser has it), so
-that a shape always has IoU 1 with itself.
+Bins are clamped to 0..999 and projected by ``bin * (R - 1) / 999``; pycocotools rasterises the ring. If a raster is
+empty, the exact IoU in norm1000 space counts (with even-odd filling, as the rasteriser has it), so that a shape always
+has IoU 1 with itself.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from coordexp.geometry.boxes import Shape, aabbs, box_iou_pairs, ring
 from coordexp.records import NUM_BINS
 
 _ROWS = 32  # shapes that are overlaid with all their partners in one call
-_AREAS = 255  # masks whose areas pycocotools counts in one call: it writes their number into a byte
+_AREAS = 255  # masks per call of pycocotools' area: it writes their number into a byte
 
 
 def mask_iou(a: Shape, b: Shape, resolution: int = 256) -> float:
     """IoU, 0..1, of two shapes (``.kind`` and ``.bins``) on a ``resolution`` x ``resolution`` canvas.
 
-    A run passes ``rollout_matching.maskiou_resolution``, whose default is the same.
+    A run passes ``rollout_matching.maskiou_resolution``, with the same default.
 
     Raises:
         ValueError: a malformed shape, or a resolution under 2.
@@ -42,8 +42,8 @@ def mask_iou_pairs(
     """:func:`mask_iou` of chosen pairs only: (K,) float64 for (K, 2) indices into ``first`` and ``second``.
 
     Each polygon (and each box that meets one) is rasterised once; boxes against boxes are computed in closed form.
-    Shapes whose bounding boxes share no area, and are not equal, have mask IoU 0: a raster stays within the pixels of
-    its bounding box, and disjoint boxes share no pixel. ``aabbs_of``: :func:`aabbs` of ``first`` and ``second``, if the
+    If bounding boxes share no area, and are not equal, the mask IoU is 0: a raster stays within the pixels of its
+    bounding box, and disjoint boxes share no pixel. ``aabbs_of``: :func:`aabbs` of ``first`` and ``second``, if the
     caller has them.
     """
     if resolution < 2:
@@ -93,7 +93,7 @@ def _drawn_pairs(first: Sequence[Shape], second: Sequence[Shape], pairs_D2: np.n
 
 
 def _outline(shape: Shape, resolution: int) -> list[float]:
-    """A shape's ring on the canvas, (x, y, x, y, …) as pycocotools takes it. Lists: faster for a dozen numbers."""
+    """A shape's ring on the canvas, (x, y, x, y, …) for pycocotools. Lists: faster for a dozen numbers."""
     bins = shape.bins
     if min(bins) < 0 or max(bins) >= NUM_BINS:
         bins = [min(max(k, 0), NUM_BINS - 1) for k in bins]
@@ -191,17 +191,21 @@ def _overlay_areas(a_V2: np.ndarray, b_W2: np.ndarray) -> tuple[float, float]:
 
 def _outline_covers(outline_V2: np.ndarray, other_W2: np.ndarray) -> bool:
     """Whether ``outline`` contains every point of ``other``'s outline. Exact: integer arithmetic."""
-    edges = _edges(outline_V2)
-    for (px, py), (qx, qy) in _edges(other_W2):
+    (points, others) = ([(int(x), int(y)) for x, y in ring_V2] for ring_V2 in (outline_V2, other_W2))
+    edges = list(zip(points, points[1:] + points[:1], strict=True))
+    for (px, py), (qx, qy) in zip(others, others[1:] + others[:1], strict=True):
+        # Which part of p → q does each edge cover? If p = q, an edge covers it or not.
         dx, dy = qx - px, qy - py
-        if dx == dy == 0:
-            if not any(_on_edge(px, py, edge) for edge in edges):
-                return False
-            continue
         spans = []
         for (rx, ry), (sx, sy) in edges:
-            if dx * (ry - py) == dy * (rx - px) and dx * (sy - py) == dy * (sx - px):
-                spans.append(sorted((dx * (rx - px) + dy * (ry - py), dx * (sx - px) + dy * (sy - py))))
+            if dx == dy == 0:
+                ex, ey = sx - rx, sy - ry
+                along = ex * (px - rx) + ey * (py - ry)
+                if ex * (py - ry) == ey * (px - rx) and 0 <= along <= ex * ex + ey * ey:
+                    spans.append((0, 0))
+            elif dx * (ry - py) == dy * (rx - px) and dx * (sy - py) == dy * (sx - px):
+                low, high = sorted((dx * (rx - px) + dy * (ry - py), dx * (sx - px) + dy * (sy - py)))
+                spans.append((low, high))
         reached = 0
         for low, high in sorted(spans):
             if low <= reached:
@@ -209,14 +213,3 @@ def _outline_covers(outline_V2: np.ndarray, other_W2: np.ndarray) -> bool:
         if not spans or reached < dx * dx + dy * dy:
             return False
     return True
-
-
-def _edges(ring_V2: np.ndarray) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    points = [(int(x), int(y)) for x, y in ring_V2]
-    return list(zip(points, points[1:] + points[:1], strict=True))
-
-
-def _on_edge(x: int, y: int, edge: tuple[tuple[int, int], tuple[int, int]]) -> bool:
-    (rx, ry), (sx, sy) = edge
-    dx, dy = sx - rx, sy - ry
-    return dx * (y - ry) == dy * (x - rx) and 0 <= dx * (x - rx) + dy * (y - ry) <= dx * dx + dy * dy

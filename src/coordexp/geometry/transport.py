@@ -26,18 +26,17 @@ def barycentric_targets(
 ) -> np.ndarray:
     """A target for every predicted point: the mean of the GT points under its row of the transport plan.
 
-    The plan comes from Sinkhorn iterations in log space with uniform marginals; no kernel value is ever clamped.
-    The distance between disjoint shapes is (nearly, for L1 exactly) a sum of a term per predicted point and a term per
-    GT point. Then every plan costs the same, and the entropic one would send all points to the GT centroid. For the
-    plan alone, shapes are therefore brought together by their centroids: wholly where their bounding boxes share no
-    area, not at all where these overlap well, and in proportion between, so that the targets are continuous in both
-    shapes.
+    The plan is that of Sinkhorn iterations in log space with uniform marginals; no kernel value is ever clamped. The
+    distance between disjoint shapes is (nearly, for L1 exactly) a sum of a term per predicted point and a term per GT
+    point. Then every plan costs the same, and the entropic one would send all points to the GT centroid. For the plan
+    alone, shapes are therefore brought together by their centroids: wholly if their bounding boxes share no area, not
+    at all if these overlap well, and in proportion between, so that the targets are continuous in both shapes.
 
     Args:
         pred_points: (N, 2) points in norm1000. gt_points: (M, 2).
         cost: distance between points, "l2" or "l1", in norm1000 units.
         epsilon: regularisation in norm1000 units, > 0. iters: number of Sinkhorn sweeps, >= 1. A run passes
-            ``rollout_matching.ot_*``, whose defaults are the same.
+            ``rollout_matching.ot_*``, with the same defaults.
 
     Returns: (N, 2) float64 in norm1000.
 
@@ -66,19 +65,21 @@ def barycentric_targets_of(
 
 def _plan_cost(pred_N2: np.ndarray, gt_M2: np.ndarray, cost: TransportCost) -> np.ndarray:
     """Cost of moving each point to each, (N, M); shapes that are far apart are brought together first."""
-    share = min(max((_apartness(pred_N2, gt_M2) - _WELL_OVERLAPPING) / (1 - _WELL_OVERLAPPING), 0.0), 1.0)
-    if share > 0:
-        pred_N2 = pred_N2 + share * (gt_M2.mean(axis=0) - pred_N2.mean(axis=0))
-    return _distances(pred_N2, gt_M2, cost)
-
-
-def _apartness(pred_N2: np.ndarray, gt_M2: np.ndarray) -> float:
-    """How far apart two bounding boxes are along their worse axis: 0 concentric, 1 touching, more with a gap."""
     p_low, p_high, g_low, g_high = pred_N2.min(axis=0), pred_N2.max(axis=0), gt_M2.min(axis=0), gt_M2.max(axis=0)
     touching = ((p_high - p_low) + (g_high - g_low)) / 2  # distance of the centres at which the boxes touch
     distance = np.abs((p_low + p_high) - (g_low + g_high)) / 2
-    # Use an extent of at least one bin: less would make the targets jump for shapes without extent along an axis.
-    return float((distance / np.maximum(touching, 1.0)).max())
+    # Along the worse axis: 0 concentric, 1 touching, more with a gap. Use an extent of at least one bin: less would make
+    # the targets jump for shapes without extent along an axis.
+    apartness = float((distance / np.maximum(touching, 1.0)).max())
+    share = min(max((apartness - _WELL_OVERLAPPING) / (1 - _WELL_OVERLAPPING), 0.0), 1.0)
+    if share > 0:
+        pred_N2 = pred_N2 + share * (gt_M2.mean(axis=0) - pred_N2.mean(axis=0))
+    offset_NM2 = pred_N2[:, None, :] - gt_M2[None, :, :]
+    if cost == "l2":
+        return np.sqrt((offset_NM2**2).sum(axis=-1))
+    if cost == "l1":
+        return np.abs(offset_NM2).sum(axis=-1)
+    raise ValueError(f"cost must be 'l1' or 'l2', got {cost!r}")
 
 
 def _as_points(points: ArrayLike, name: str) -> np.ndarray:
@@ -88,47 +89,28 @@ def _as_points(points: ArrayLike, name: str) -> np.ndarray:
     return points_N2
 
 
-def _distances(a_N2: np.ndarray, b_M2: np.ndarray, cost: TransportCost) -> np.ndarray:
-    offset_NM2 = a_N2[:, None, :] - b_M2[None, :, :]
-    if cost == "l2":
-        return np.sqrt((offset_NM2**2).sum(axis=-1))
-    if cost == "l1":
-        return np.abs(offset_NM2).sum(axis=-1)
-    raise ValueError(f"cost must be 'l1' or 'l2', got {cost!r}")
-
-
 def _log_sinkhorn_of(scaled_costs: Sequence[np.ndarray], iters: int) -> list[np.ndarray]:
     """Logarithm of each plan after ``iters`` alternating row and column scalings to uniform marginals.
 
-    The potentials never spread further than the costs do. Where no exponential of them can leave the range of a double,
-    the same sweeps are cheaper in multiplicative form; elsewhere they would vanish, and need logarithms.
+    The potentials never spread further than the costs do. While no exponential of them can leave the range of a double,
+    the same sweeps are cheaper in multiplicative form; otherwise they would vanish, and need logarithms.
     """
-    lows = [float(scaled_cost_NM.min()) for scaled_cost_NM in scaled_costs]
     plans: dict[int, np.ndarray] = {}
-    together: list[int] = []
+    batches: list[list[int]] = []  # of at most _POINTS_AT_ONCE points together, or of one problem
+    num_points = _POINTS_AT_ONCE
     for k, scaled_cost_NM in enumerate(scaled_costs):
-        if scaled_cost_NM.max() - lows[k] > _MAX_SPREAD:
+        if scaled_cost_NM.max() - scaled_cost_NM.min() > _MAX_SPREAD:
             plans[k] = _log_sinkhorn(scaled_cost_NM, iters)
-        else:
-            together.append(k)
-    for part in _parts([max(scaled_costs[k].shape) for k in together]):
-        chosen = [together[i] for i in part]
-        of_chosen = _multiplicative_plans([scaled_costs[k] - lows[k] for k in chosen], iters)
-        plans.update(zip(chosen, of_chosen, strict=True))
+            continue
+        if num_points + max(scaled_cost_NM.shape) > _POINTS_AT_ONCE:
+            batches.append([])
+            num_points = 0
+        batches[-1].append(k)
+        num_points += max(scaled_cost_NM.shape)
+    for batch in batches:
+        found = _multiplicative_plans([scaled_costs[k] - scaled_costs[k].min() for k in batch], iters)
+        plans.update(zip(batch, found, strict=True))
     return [plans[k] for k in range(len(scaled_costs))]
-
-
-def _parts(sizes: Sequence[int]) -> list[list[int]]:
-    """Indices of ``sizes``, in order, cut into parts of at most :data:`_POINTS_AT_ONCE` together (or one index)."""
-    parts: list[list[int]] = []
-    taken = _POINTS_AT_ONCE
-    for index, size in enumerate(sizes):
-        if taken + size > _POINTS_AT_ONCE:
-            parts.append([])
-            taken = 0
-        parts[-1].append(index)
-        taken += size
-    return parts
 
 
 def _multiplicative_plans(costs: Sequence[np.ndarray], iters: int) -> list[np.ndarray]:

@@ -29,7 +29,6 @@ from coordexp.evaluation.drawing import save_drawings
 from coordexp.evaluation.renaming import NO_RENAMING, Renaming
 from coordexp.evaluation.summary import COUNTS_ONLY, METRICS, EvaluationOptions, Summary, summarise, write_summary
 from coordexp.inference.session import checked_model, open_session
-from coordexp.modeling.scores import ConfidenceScorer
 from coordexp.records import ImageRecord
 from coordexp.records_json import read_lines
 from coordexp.rollouts import check_backend
@@ -124,7 +123,7 @@ def run_prediction(
     ):
         scorer: Scorer | None = None
         if isinstance(score, str):
-            scorer = session.scorer if score == "token_probability" else ConfidenceScorer(session.scorer)
+            scorer = replace(session.scorer, confidence=score != "token_probability")
         # Seeded by the images' positions in the source: an interrupted run answers as a whole one does.
         for answers in answer_batches(
             RecordDataset(records, session.encoder.encode, "file", config.seed),

@@ -2,5 +2,5 @@
 
 from coordexp.cpu_wheels import ensure_torchvision
 
-# Before any module of this package imports transformers, in whatever order they are imported.
+# Before any module of this package imports transformers.
 ensure_torchvision()

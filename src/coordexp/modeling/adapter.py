@@ -22,6 +22,8 @@ from coordexp.errors import CheckpointError, ConfigError
 from coordexp.modeling.coord_offset import add_coord_offset, add_offset, is_offset, offset_of
 from coordexp.modeling.weights import ADAPTER, adapter_config, adapter_name, is_adapter_part, is_saved_whole, merge_lora
 
+ALL_LINEAR = "all-linear"
+_TABLES = ("lm_head", "embed_tokens")
 _PREFIX, _LORA_A = "base_model.model.", ".lora_A.weight"
 # Settings of peft that change an adapter's result and that merge_lora does not implement.
 _NOT_SUPPORTED = ("use_rslora", "fan_in_fan_out", "lora_bias", "rank_pattern", "alpha_pattern", "layer_replication",
@@ -99,11 +101,13 @@ def merge_adapter(model: Any, folder: Path) -> None:
             )
         return weight
 
-    for module in [name.removesuffix(_LORA_A) for name in sorted(saved) if name.endswith(_LORA_A)]:
+    modules = [name.removesuffix(_LORA_A) for name in sorted(saved) if name.endswith(_LORA_A)]
+    scaling = _scaling(folder) if modules else 1.0
+    for module in modules:
         a_RI, b_OR = saved.pop(module + _LORA_A), saved.pop(f"{module}.lora_B.weight")
         magnitude_O = saved.pop(f"{module}.lora_magnitude_vector", None)
         weight_OI = target(f"{module}.weight", (b_OR.shape[0], a_RI.shape[1]))
-        weight_OI.copy_(merge_lora(weight_OI, a_RI, b_OR, _scaling(folder), magnitude_O))
+        weight_OI.copy_(merge_lora(weight_OI, a_RI, b_OR, scaling, magnitude_O))
     for name, tensor in saved.items():  # modules trained whole
         target(name, tensor.shape).copy_(tensor)
     if offsets:
@@ -118,11 +122,8 @@ def _is_ours(name: str) -> bool:
 
 
 def _read(file: Path) -> dict[str, torch.Tensor]:
-    """A file's tensors; empty if there is no file."""
-    if not file.is_file():
-        return {}
     try:
-        return load_file(file)
+        return load_file(file) if file.is_file() else {}
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{file}: cannot be read ({error}); restore it, or use an older checkpoint") from error
 
@@ -143,10 +144,6 @@ def _scaling(folder: Path) -> float:
     return scaling
 
 
-ALL_LINEAR = "all-linear"
-_TABLES = ("lm_head", "embed_tokens")
-
-
 def tune(model: Any, config: TunerConfig, coord_ids: Sequence[int]) -> None:
     """Freeze parts of the model, and attach adapters and coordinate offsets, as ``config`` says.
 
@@ -159,38 +156,32 @@ def tune(model: Any, config: TunerConfig, coord_ids: Sequence[int]) -> None:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(part_of(name) not in frozen)
     else:
+        from peft import LoraConfig
+
         model.requires_grad_(False)
-        _add_adapters(model, config, frozen)
+        targets = _targets(model, config.target_modules, frozen)
+        saved = _matching(model, config.modules_to_save, "tuner.modules_to_save", frozen)
+        if targets or saved:
+            lora = LoraConfig(
+                r=config.lora_rank,
+                lora_alpha=config.lora_alpha,  # pyright: ignore[reportArgumentType]  # peft only divides by the rank
+                lora_dropout=config.lora_dropout,
+                use_dora=config.use_dora,
+                target_modules=targets,
+                modules_to_save=saved or None,
+            )
+            model.add_adapter(lora, ADAPTER)
+            for parameter in model.parameters():
+                if parameter.requires_grad:  # adapters of a bfloat16 model are trained in float32
+                    parameter.data = parameter.data.float()
+        elif not config.train_coord_rows:
+            raise ConfigError("tuner.target_modules: every part is frozen, so no module can get adapters; unfreeze one")
         if config.train_coord_rows:
             add_coord_offset(model, coord_ids)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
             "tuner: freeze_vit, freeze_aligner and freeze_llm leave nothing to train; set at least one of them to false"
         )
-
-
-def _add_adapters(model: Any, config: TunerConfig, frozen: set[str]) -> None:
-    from peft import LoraConfig
-
-    targets = _targets(model, config.target_modules, frozen)
-    saved = _matching(model, config.modules_to_save, "tuner.modules_to_save", frozen)
-    _refuse_tables(saved, "tuner.modules_to_save")
-    if not targets and not saved:
-        if config.train_coord_rows:
-            return  # every part is frozen: only the coordinate rows are trained
-        raise ConfigError("tuner.target_modules: every part is frozen, so no module can get adapters; unfreeze one")
-    lora = LoraConfig(
-        r=config.lora_rank,
-        lora_alpha=config.lora_alpha,  # pyright: ignore[reportArgumentType]  # peft only divides by the rank
-        lora_dropout=config.lora_dropout,
-        use_dora=config.use_dora,
-        target_modules=targets,
-        modules_to_save=saved or None,
-    )
-    model.add_adapter(lora, ADAPTER)
-    for parameter in model.parameters():
-        if parameter.requires_grad:  # adapters of a bfloat16 model are trained in float32
-            parameter.data = parameter.data.float()
 
 
 def _targets(model: Any, names: Sequence[str], frozen: set[str]) -> list[str]:
@@ -200,33 +191,31 @@ def _targets(model: Any, names: Sequence[str], frozen: set[str]) -> list[str]:
         linear = (name for name, module in model.named_modules() if type(module) is torch.nn.Linear)
         return [name for name in linear if part_of(name) not in frozen and name.split(".")[-1] not in _TABLES]
     targets = _matching(model, names, "tuner.target_modules", frozen)
-    _refuse_tables(targets, "tuner.target_modules")
     for name in targets:
         module = model.get_submodule(name)
         if type(module) is not torch.nn.Linear:
             raise ConfigError(
-                f"tuner.target_modules: {name} is a {type(module).__name__}; adapters go on linear layers. Name those, "
-                f"or write {ALL_LINEAR}"
+                f"tuner.target_modules: {name} is a {type(module).__name__}; only linear layers can get adapters. Name "
+                f"those, or write {ALL_LINEAR}"
             )
     return targets
 
 
 def _matching(model: Any, ends: Sequence[str], key: str, frozen: set[str]) -> list[str]:
-    """Modules outside frozen parts whose dotted names end like one of ``ends``."""
+    """Modules outside frozen parts that have one of ``ends`` as the end of their dotted name."""
     names = [name for name, _ in model.named_modules() if name]
-    targets: list[str] = []
+    found: list[str] = []
     for end in ends:
         matching = [name for name in names if name == end or name.endswith(f".{end}")]
         if not matching:
-            raise ConfigError(f"{key}: the model has no module whose name ends in {end!r}; see `coordexp model info`")
-        targets += [name for name in matching if part_of(name) not in frozen and name not in targets]
-    return targets
-
-
-def _refuse_tables(names: Sequence[str], key: str) -> None:
-    for name in names:
+            raise ConfigError(
+                f"{key}: no module of the model has a name that ends in {end!r}; see `coordexp model info`"
+            )
+        found += [name for name in matching if part_of(name) not in frozen and name not in found]
+    for name in found:
         if name.split(".")[-1] in _TABLES:
             raise ConfigError(
                 f"{key}: {name} is the embedding or the head; tuner.train_coord_rows trains its 1000 coordinate rows, "
                 "and tuner.train_type: full the whole table"
             )
+    return found

@@ -1,4 +1,4 @@
-"""Attention for packed rows whose cost grows with Σ length², not with (Σ length)².
+"""Attention for packed rows, at a cost of Σ length² instead of (Σ length)².
 
 Each kernel is registered with transformers under two names, one for the language model and one for the vision tower. A
 packed forward passes two arguments to the model (:func:`row_arguments`):
@@ -62,9 +62,8 @@ def row_arguments(lengths: Sequence[int]) -> dict[str, Any]:
 
 def transformers_names(attention: str) -> dict[str, str]:
     """The argument of ``set_attn_implementation`` for a value of ``model.attn_implementation``."""
-    if attention == "sdpa":
-        return {"text_config": "sdpa", "vision_config": "sdpa"}
-    return {"text_config": transformers_name(attention), "vision_config": _vision_name(attention)}
+    vision = "sdpa" if attention == "sdpa" else _vision_name(attention)
+    return {"text_config": transformers_name(attention), "vision_config": vision}
 
 
 def transformers_name(attention: str) -> str:
@@ -136,13 +135,15 @@ def attend_varlen(
     if dropout:
         raise ConfigError(f"{_KEY}: varlen has no dropout, and the checkpoint's attention_dropout is {dropout}")
     q_LHD, k_LHD, v_LHD = (part[0].transpose(0, 1) for part in (query, key, value))
-    options = _varlen_options(segments.causal)
-    if "enable_gqa" not in options:
+    # The arguments for causal and grouped attention have other names in torch 2.11 than in 2.13.
+    known = _varlen_parameters()
+    options: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in known else {}
+    if segments.causal:
+        options |= {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+    if "enable_gqa" not in known:
         k_LHD, v_LHD = (part.repeat_interleave(q_LHD.shape[1] // part.shape[1], dim=1) for part in (k_LHD, v_LHD))
-    starts = segments.cumulative(query.device)
-    longest = segments.longest
-    output_LHD = varlen_attn(q_LHD, k_LHD, v_LHD, starts, starts, longest, longest, scale=scaling, **options)
-    assert isinstance(output_LHD, Tensor)  # a tuple only where more is asked for
+    starts, longest = segments.cumulative(query.device), segments.longest
+    output_LHD: Any = varlen_attn(q_LHD, k_LHD, v_LHD, starts, starts, longest, longest, scale=scaling, **options)
     return output_LHD[None]
 
 
@@ -153,18 +154,8 @@ def attend_flash(
     flash: Any = require("flash_attn", f"{_KEY}: flash")
     q_LHD, k_LHD, v_LHD = (part[0].transpose(0, 1) for part in (query, key, value))
     starts, longest = segments.cumulative(query.device), segments.longest
-    return flash.flash_attn_varlen_func(
-        q_LHD,
-        k_LHD,
-        v_LHD,
-        starts,
-        starts,
-        longest,
-        longest,
-        dropout_p=dropout,
-        softmax_scale=scaling,
-        causal=segments.causal,
-    )[None]
+    options = {"dropout_p": dropout, "softmax_scale": scaling, "causal": segments.causal}
+    return flash.flash_attn_varlen_func(q_LHD, k_LHD, v_LHD, starts, starts, longest, longest, **options)[None]
 
 
 def attend_packed(
@@ -176,15 +167,10 @@ def attend_packed(
     return kernel(query, key, value, segments, scaling, dropout)
 
 
-KERNELS: dict[str, Kernel] = {
-    "packed": attend_packed,
-    "varlen": attend_varlen,
-    "flash": attend_flash,
-}
+KERNELS: dict[str, Kernel] = {"packed": attend_packed, "varlen": attend_varlen, "flash": attend_flash}
 
 
-def _attention_function(kernel: Kernel) -> Callable[..., tuple[Tensor, Any]]:
-
+def _register(attention: str, kernel: Kernel) -> None:
     def attend(
         module: torch.nn.Module,
         query: Tensor,
@@ -206,42 +192,30 @@ def _attention_function(kernel: Kernel) -> Callable[..., tuple[Tensor, Any]]:
                 f"packed attention got {query.shape[2]} queries and {key.shape[2]} keys for segments of "
                 f"{segments.total} tokens; call the model with use_cache=False"
             )
-        query, key, value = (_as_autocast(part) for part in (query, key, value))
+        device_type = query.device.type
+        if torch.is_autocast_enabled(device_type):
+            # Autocast casts the arguments of SDPA but not of the other kernels, and norms leave queries in float32.
+            dtype = torch.get_autocast_dtype(device_type)
+            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         return kernel(query, key, value, segments, scaling, dropout), None
 
-    return attend
-
-
-def _vision_function(attend: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Tensor, Any]]:
     # The tower receives the language model's `segments` too, so its own have another name.
     def attend_images(
         *args: Any, frames: Segments | None = None, segments: Segments | None = None, **kwargs: Any
     ) -> tuple[Tensor, Any]:
         return attend(*args, segments=frames, **kwargs)
 
-    return attend_images
+    AttentionInterface.register(transformers_name(attention), attend)
+    AttentionInterface.register(_vision_name(attention), attend_images)
+    AttentionMaskInterface.register(transformers_name(attention), sdpa_mask)
 
 
 for _name, _kernel in KERNELS.items():
-    _attend = _attention_function(_kernel)
-    AttentionInterface.register(transformers_name(_name), _attend)
-    AttentionInterface.register(_vision_name(_name), _vision_function(_attend))
-    AttentionMaskInterface.register(transformers_name(_name), sdpa_mask)
+    _register(_name, _kernel)
 
 
-def _as_autocast(tensor: Tensor) -> Tensor:
-    # Autocast casts the arguments of SDPA but not of the other kernels, and norms leave queries in float32.
-    device_type = tensor.device.type
-    return tensor.to(torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else tensor
-
-
-@lru_cache(maxsize=2)
-def _varlen_options(is_causal: bool) -> dict[str, Any]:
-    """Arguments for causal and grouped attention, whose names differ between torch 2.11 and 2.13."""
+@lru_cache(maxsize=1)
+def _varlen_parameters() -> frozenset[str]:
     from torch.nn.attention.varlen import varlen_attn
 
-    known = inspect.signature(varlen_attn).parameters
-    causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
-    if not is_causal:
-        causal = {}
-    return causal | ({"enable_gqa": True} if "enable_gqa" in known else {})
+    return frozenset(inspect.signature(varlen_attn).parameters)

@@ -1,9 +1,9 @@
 """A trainable offset on the 1000 coordinate rows of a frozen embedding and language head.
 
-LoRA leaves both tables frozen, although coordinates are the main thing to learn. Training whole tables would train 150
-times as many rows, and peft's trainable token indices rebuild the full table in every forward and its dense gradient in
-every backward. Here a float32 ``(1000, H)`` parameter, zero at first, is added to the embeddings of coordinate tokens
-and to the 1000 coordinate columns of the logits. Only those rows ever have a gradient.
+LoRA leaves both tables frozen, although coordinates are the main thing to learn. Whole tables have 150 times as many
+rows, and peft's trainable token indices rebuild the full table in every forward and its dense gradient in every
+backward. Here a float32 ``(1000, H)`` parameter, zero at first, is added to the embeddings of coordinate tokens and to
+the 1000 coordinate columns of the logits. Only those rows ever have a gradient.
 
 The parameter is registered on ``embed_tokens`` and on ``lm_head``; with a tied head it is one parameter with two names,
 like the table. The hooks that apply it are plain functions, so that a copied model applies its own offset.
@@ -75,11 +75,8 @@ def _register(layer: Any, coord_ids: Sequence[int], shared: torch.nn.Parameter |
     ids_B = torch.tensor(list(coord_ids), device=weight_VH.device)
     row_of_id_V = torch.full((weight_VH.shape[0],), len(ids_B), device=weight_VH.device)
     row_of_id_V[ids_B] = torch.arange(len(ids_B), device=weight_VH.device)
-    offset_BH = shared
-    if offset_BH is None:
-        offset_BH = torch.nn.Parameter(
-            torch.zeros(len(ids_B), weight_VH.shape[1], dtype=torch.float32, device=weight_VH.device)
-        )
+    zeros_BH = torch.zeros(len(ids_B), weight_VH.shape[1], dtype=torch.float32, device=weight_VH.device)
+    offset_BH = torch.nn.Parameter(zeros_BH) if shared is None else shared
     layer.register_parameter(OFFSET, offset_BH)
     layer.register_buffer(_IDS, ids_B, persistent=False)
     layer.register_buffer(_ROW_OF_ID, row_of_id_V, persistent=False)

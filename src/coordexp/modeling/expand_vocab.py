@@ -30,6 +30,7 @@ def expand_vocab(checkpoint: Path, output: Path) -> None:
         CheckpointError: ``output`` is not empty, ``checkpoint`` is not a complete Qwen3-VL checkpoint, it has the
             tokens already, or resizing changed whether its head is tied.
     """
+    from tokenizers import AddedToken
     from transformers import Qwen3VLForConditionalGeneration
 
     checkpoint, output = Path(checkpoint), Path(output)
@@ -38,7 +39,9 @@ def expand_vocab(checkpoint: Path, output: Path) -> None:
     rows = read_config(checkpoint).text_config.vocab_size
     processor = load_processor(checkpoint)
     tokenizer = processor.tokenizer
-    added = _add_tokens(tokenizer)
+    known = tokenizer.get_vocab()
+    added = [token for token in NEW_TOKENS if token not in known]
+    tokenizer.add_tokens([AddedToken(token, normalized=False, special=True) for token in added], special_tokens=True)
     ids = dict(zip(NEW_TOKENS, tokenizer.convert_tokens_to_ids(list(NEW_TOKENS)), strict=True))
     # If the tokenizer has coordinate tokens but the model lacks rows for some, none of them was trained.
     rowless = any(row >= rows for token, row in ids.items() if token not in added)
@@ -79,16 +82,6 @@ def smooth_coord_rows(hidden: int, std: float, generator: torch.Generator) -> to
     return std * math.sqrt(2) * torch.cos(2 * math.pi * cycles_H * position_B1 + phase_H)
 
 
-def _add_tokens(tokenizer: Any) -> list[str]:
-    """Add the missing tokens of :data:`NEW_TOKENS`. Returns them in order."""
-    from tokenizers import AddedToken
-
-    known = tokenizer.get_vocab()
-    missing = [token for token in NEW_TOKENS if token not in known]
-    tokenizer.add_tokens([AddedToken(token, normalized=False, special=True) for token in missing], special_tokens=True)
-    return missing
-
-
 def _is_tied(model: Any) -> bool:
     return model.lm_head.weight is model.get_input_embeddings().weight
 
@@ -97,17 +90,12 @@ def _is_tied(model: Any) -> bool:
 def _initialise(matrix_VH: torch.Tensor, fresh: Mapping[str, int], generator: torch.Generator) -> None:
     """Fill the rows of ``fresh`` (token → row). Rows after the tokenizer's last token are untrained padding, so the
     statistics use only the rows before the first new one."""
-    mean_H, std = _statistics(matrix_VH[: min(fresh.values())])
-    code_BH = smooth_coord_rows(matrix_VH.shape[1], std, generator)
+    used_VH = matrix_VH[: min(fresh.values())]
+    slices = used_VH.split(_ROWS_AT_ONCE)
+    mean_H = torch.stack([part.float().sum(0) for part in slices]).sum(0) / len(used_VH)
+    squares = sum((part.float() - mean_H).square().sum().item() for part in slices)
+    code_BH = smooth_coord_rows(matrix_VH.shape[1], math.sqrt(squares / used_VH.numel()), generator)
     bins = {token: k for k, token in enumerate(COORD_TOKENS)}
     for token, row in fresh.items():
         value_H = mean_H + code_BH[bins[token]] if token in bins else mean_H
         matrix_VH[row] = value_H.to(matrix_VH.dtype)
-
-
-def _statistics(rows_VH: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Mean row (H,) and the standard deviation of the rows' elements around it, in float32."""
-    slices = rows_VH.split(_ROWS_AT_ONCE)
-    mean_H = torch.stack([part.float().sum(0) for part in slices]).sum(0) / len(rows_VH)
-    squares = sum((part.float() - mean_H).square().sum().item() for part in slices)
-    return mean_H, math.sqrt(squares / rows_VH.numel())

@@ -14,8 +14,8 @@ K coordinate slots, B = 1000 bins, H hidden size, L tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -58,7 +58,7 @@ class SelfContext:
 
 
 def coord_embeddings(z_KB: torch.Tensor, table_BH: torch.Tensor, mode: EmbedMode, temperature: float) -> torch.Tensor:
-    """Input embeddings of the coordinate slots: (K, H), in the table's dtype; the mean is taken in float32 or wider."""
+    """Input embeddings of the coordinate slots: (K, H), in the table's dtype; the mean is in float32 or wider."""
     wide = table_BH.dtype if table_BH.dtype == torch.float64 else torch.float32
     hard_KH = None if mode == "soft" else table_BH[z_KB.detach().argmax(dim=-1)]
     if hard_KH is not None and mode == "hard":
@@ -117,8 +117,12 @@ def self_context_states(
     )
 
     def forward(fed_KH: torch.Tensor | None) -> torch.Tensor:
-        with _coordinates_replaced(embed, coord_pos_K, fed_KH):
-            # Image features replace the placeholders' embeddings after this hook, so it never changes them.
+        def replace(module: torch.nn.Module, arguments: Any, embedded_1LH: torch.Tensor) -> torch.Tensor:
+            assert fed_KH is not None
+            return embedded_1LH.index_copy(1, coord_pos_K, fed_KH[None].to(embedded_1LH.dtype))
+
+        # Image features replace the placeholders' embeddings after this hook, so it never changes them.
+        with nullcontext() if fed_KH is None else embed.register_forward_hook(replace):
             states = base.model(**text_inputs, mm_encoder_outputs={"image": images}, use_cache=False)
         return states.last_hidden_state[0]
 
@@ -126,22 +130,3 @@ def self_context_states(
         return coord_logits(hidden_LH[coord_pos_K - 1])
 
     return unroll(forward, predict, embed(coord_ids_B), settings)
-
-
-@contextmanager
-def _coordinates_replaced(
-    embed: torch.nn.Module, coord_pos_K: torch.Tensor, fed_KH: torch.Tensor | None
-) -> Iterator[None]:
-    """Inside the context, the row's token embeddings are ``fed_KH`` at ``coord_pos_K``."""
-    if fed_KH is None:
-        yield
-        return
-
-    def replace(module: torch.nn.Module, arguments: Any, embedded_1LH: torch.Tensor) -> torch.Tensor:
-        return embedded_1LH.index_copy(1, coord_pos_K, fed_KH[None].to(embedded_1LH.dtype))
-
-    handle = embed.register_forward_hook(replace)
-    try:
-        yield
-    finally:
-        handle.remove()

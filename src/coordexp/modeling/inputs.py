@@ -5,7 +5,7 @@ Trainer, HF rollouts and every check use these token ids; an engine that reports
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,12 +41,8 @@ class VisionTower:
     @classmethod
     def from_model(cls, model: Any) -> VisionTower:
         tower = model.model.visual
-        return cls(
-            tower.num_grid_per_side,
-            tower.interpolation_mode,
-            tower.interpolation_align_corners,
-            tower.spatial_merge_size,
-        )
+        sampling = tower.interpolation_mode, tower.interpolation_align_corners
+        return cls(tower.num_grid_per_side, *sampling, tower.spatial_merge_size)
 
     def arguments(self, grid_I3: torch.Tensor, attention: str) -> dict[str, Any]:
         """Arguments of the model's forward for I images of ``grid_I3`` (frames, height, width in patches), P patches in
@@ -88,9 +84,8 @@ def build_messages(image: Path, prompt: str | None, system: str | None) -> tuple
         "role": "user",
         "content": [{"type": "image", "image": str(image)}, {"type": "text", "text": prompt or DEFAULT_PROMPT}],
     }
-    if system is None:
-        return (user,)
-    return ({"role": "system", "content": [{"type": "text", "text": system}]}, user)
+    before = () if system is None else ({"role": "system", "content": [{"type": "text", "text": system}]},)
+    return (*before, user)
 
 
 class PromptEncoder:
@@ -158,11 +153,13 @@ def row_inputs(
         positions.append(torch.cat([text_11S, mrope_31S.to(text_11S.dtype)]))
         pixels.append(segment.model_inputs["pixel_values"])
         grids.append(grid)
+    # Joins and converts in one pass over memory: a row consists almost entirely of pixels.
+    joined = torch.empty(sum(len(part) for part in pixels), *pixels[0].shape[1:], dtype=dtype)
     inputs: dict[str, Any] = {
         "input_ids": ids_1L,
         "mm_token_type_ids": is_image_1L,
         "position_ids": torch.cat(positions, dim=2),
-        "pixel_values": _joined(pixels, dtype),
+        "pixel_values": torch.cat(pixels, out=joined),
         "image_grid_thw": torch.cat(grids),
     }
     if tower is not None:
@@ -172,14 +169,8 @@ def row_inputs(
     return inputs | row_arguments([end - start for start, end in zip(row.offsets[:-1], row.offsets[1:], strict=True)])
 
 
-def _joined(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """``torch.cat(parts).to(dtype)`` in one pass over memory: a row consists almost entirely of pixels."""
-    joined = torch.empty(sum(len(part) for part in parts), *parts[0].shape[1:], dtype=dtype)
-    return torch.cat(list(parts), out=joined)
-
-
 def pinned(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The inputs with all tensors that go to the device in page-locked memory, from which copies are asynchronous."""
+    """The inputs with all tensors for the device in page-locked memory, from which copies are asynchronous."""
     moved = _moved(inputs)
     return {name: value.pin_memory() if name in moved else value for name, value in inputs.items()}
 
@@ -187,11 +178,7 @@ def pinned(inputs: Mapping[str, Any]) -> dict[str, Any]:
 def check_prompt(
     sample_id: str, ours: tuple[int, ...], reported: tuple[int, ...], decode: Callable[[Any], str]
 ) -> None:
-    """Refuse a rollout whose prompt tokens differ from the learner's.
-
-    Raises:
-        AlignmentError: with the first difference, decoded.
-    """
+    """Raise AlignmentError, with the first difference decoded, if a rollout's prompt tokens are not the learner's."""
     if ours == reported:
         return
     limit = min(len(ours), len(reported))

@@ -46,7 +46,7 @@ class Qwen3VLForConditionalGeneration(transformers.Qwen3VLForConditionalGenerati
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
     """A model with its processor and vocabulary. ``attention``: the value of ``model.attn_implementation``;
-    ``preparation``: how the images that it was trained on were resized."""
+    ``preparation``: how its training images were resized."""
 
     checkpoint: Checkpoint
     model: Qwen3VLForConditionalGeneration
@@ -57,7 +57,7 @@ class LoadedModel:
 
     @property
     def image_token_id(self) -> int:
-        """The placeholder whose embeddings the vision tower replaces."""
+        """The placeholder of image features."""
         return self.model.config.image_token_id
 
 

@@ -19,78 +19,74 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from coordexp.coords import CoordVocab
-from coordexp.records import NUM_BINS, ParsedRollout, PredictedObject, Rollout, RolloutRequest
+from coordexp.records import NUM_BINS, ParsedRollout, Rollout, RolloutRequest
 
 COORD_WEIGHT = 0.7
 NEIGHBOURS = 2  # bins to either side that count as the same coordinate
 WIDE_NEIGHBOURS = 32  # the same for confidence
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class TokenScorer:
-    """Scores answers with a model that is in this process."""
+    """Scores answers with a model that is in this process. ``confidence``: by the second formula."""
 
-    def __init__(self, model: Any, vocab: CoordVocab, image_token_id: int) -> None:
-        self._model = model
-        self._vocab = vocab
-        self._image_token_id = image_token_id
+    model: Any
+    vocab: CoordVocab
+    image_token_id: int
+    confidence: bool = False
 
     @torch.no_grad()
     def score(self, request: RolloutRequest, rollout: Rollout, parsed: ParsedRollout) -> tuple[float, ...]:
         """One score in 0..1 per object of ``parsed``. The model keeps its train or eval mode."""
-        return tuple(_fuse(coords, desc) for coords, desc in self._parts(request, rollout, parsed, NEIGHBOURS))
-
-    @torch.no_grad()
-    def confidence(self, request: RolloutRequest, rollout: Rollout, parsed: ParsedRollout) -> tuple[float, ...]:
-        """One confidence in 0..1 per object, at the cost of a score."""
-        parts = self._parts(request, rollout, parsed, WIDE_NEIGHBOURS)
-        return tuple(math.exp(min(0.0, sum(coords) / len(coords) + sum(desc))) for coords, desc in parts)
-
-    def _parts(
-        self, request: RolloutRequest, rollout: Rollout, parsed: ParsedRollout, neighbours: int
-    ) -> list[tuple[list[float], list[float]]]:
-        """Log probabilities of each object's coordinates, and of its description's tokens."""
         if not parsed.objects:
-            return []
-        positions = sorted({at for obj in parsed.objects for at in _positions(obj)})
-        log_p = self._log_probabilities(request, rollout.response_token_ids, positions, neighbours)
-        return [
-            ([log_p[at] for at in obj.coord_token_idx], [log_p[at] for at in range(*obj.desc_token_span)])
-            for obj in parsed.objects
-        ]
+            return ()
+        positions = {at for obj in parsed.objects for at in (*obj.coord_token_idx, *range(*obj.desc_token_span))}
+        log_p = self._log_probabilities(request, rollout.response_token_ids, sorted(positions))
+        scores = []
+        for obj in parsed.objects:
+            coords, desc = [log_p[at] for at in obj.coord_token_idx], [log_p[at] for at in range(*obj.desc_token_span)]
+            mean_coord = sum(coords) / len(coords)
+            if self.confidence:
+                log_score = mean_coord + sum(desc)
+            else:
+                log_score = COORD_WEIGHT * mean_coord + (1 - COORD_WEIGHT) * sum(desc) / len(desc)
+            scores.append(math.exp(min(0.0, log_score)))
+        return tuple(scores)
 
     def _log_probabilities(
-        self, request: RolloutRequest, response_ids: Sequence[int], positions: Sequence[int], neighbours: int
+        self, request: RolloutRequest, response_ids: Sequence[int], positions: Sequence[int]
     ) -> dict[int, float]:
         """Log probability of the token at each position of the answer; for a coordinate, of its neighbourhood."""
-        device = next(self._model.parameters()).device
-        prompt_len = len(request.prompt_token_ids)
+        neighbours = WIDE_NEIGHBOURS if self.confidence else NEIGHBOURS
+        device = next(self.model.parameters()).device
         ids_1L = torch.tensor([[*request.prompt_token_ids, *response_ids]], device=device)
-        position_N = torch.tensor(positions, device=device) + prompt_len
-        was_training = self._model.training
-        self._model.eval()
+        position_N = torch.tensor(positions, device=device) + len(request.prompt_token_ids)
+        was_training = self.model.training
+        self.model.eval()
         try:
-            logits_NV = self._model(
+            logits_NV = self.model(
                 input_ids=ids_1L,
                 attention_mask=torch.ones_like(ids_1L),
-                mm_token_type_ids=(ids_1L == self._image_token_id).int(),
-                pixel_values=request.model_inputs["pixel_values"].to(device, self._model.dtype),
+                mm_token_type_ids=(ids_1L == self.image_token_id).int(),
+                pixel_values=request.model_inputs["pixel_values"].to(device, self.model.dtype),
                 image_grid_thw=request.model_inputs["image_grid_thw"].to(device),
                 logits_to_keep=position_N - 1,
                 use_cache=False,
             ).logits[0]
         finally:
-            self._model.train(was_training)
+            self.model.train(was_training)
         log_all_N = torch.logsumexp(logits_NV.float(), dim=-1)
         log_probability_of: dict[int, float] = {}
-        coord_ids_B = torch.tensor(self._vocab.coord_token_ids, device=device)
+        coord_ids_B = torch.tensor(self.vocab.coord_token_ids, device=device)
         for row, at in enumerate(positions):
             token_id = int(response_ids[at])
-            k = self._vocab.bin_of(token_id)
+            k = self.vocab.bin_of(token_id)
             if k is None:
                 log_it = logits_NV[row, token_id].float()
             else:
@@ -98,23 +94,3 @@ class TokenScorer:
                 log_it = torch.logsumexp(logits_NV[row, near].float(), dim=-1)
             log_probability_of[at] = float(log_it - log_all_N[row])
         return log_probability_of
-
-
-class ConfidenceScorer:
-    """A scorer whose score is the confidence."""
-
-    def __init__(self, scorer: TokenScorer) -> None:
-        self._scorer = scorer
-
-    def score(self, request: RolloutRequest, rollout: Rollout, parsed: ParsedRollout) -> tuple[float, ...]:
-        return self._scorer.confidence(request, rollout, parsed)
-
-
-def _positions(obj: PredictedObject) -> list[int]:
-    return [*obj.coord_token_idx, *range(*obj.desc_token_span)]
-
-
-def _fuse(coords: Sequence[float], desc: Sequence[float]) -> float:
-    mean_coord, mean_desc = sum(coords) / len(coords), sum(desc) / len(desc)
-    log_score = COORD_WEIGHT * mean_coord + (1 - COORD_WEIGHT) * mean_desc
-    return math.exp(min(0.0, log_score))

@@ -11,12 +11,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (
-    PreTrainedTokenizerFast,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
-    set_seed,
-)
+from transformers import PreTrainedTokenizerFast, Qwen3VLConfig, Qwen3VLForConditionalGeneration, set_seed
 
 from coordexp.config.schema import DEFAULT_PROMPT
 from coordexp.coords import COORD_TOKENS, TURN_END, serialize_objects
@@ -131,9 +126,7 @@ def build_tiny_checkpoint(folder: Path, seed: int = 0, spec: TinySpec | None = N
 
 
 def _config(tokenizer: PreTrainedTokenizerFast, spec: TinySpec) -> Qwen3VLConfig:
-    def token(text: str) -> int:
-        return tokenizer.get_vocab()[text]
-
+    token = tokenizer.get_vocab()
     third = spec.head_dim // 2 // 3
     return Qwen3VLConfig(
         text_config={
@@ -151,8 +144,8 @@ def _config(tokenizer: PreTrainedTokenizerFast, spec: TinySpec) -> Qwen3VLConfig
                 "mrope_section": [spec.head_dim // 2 - 2 * third, third, third],
                 "mrope_interleaved": True,
             },
-            "pad_token_id": token("<|endoftext|>"),
-            "eos_token_id": token(TURN_END),
+            "pad_token_id": token["<|endoftext|>"],
+            "eos_token_id": token[TURN_END],
             "tie_word_embeddings": spec.tied,
         },
         vision_config={
@@ -167,13 +160,13 @@ def _config(tokenizer: PreTrainedTokenizerFast, spec: TinySpec) -> Qwen3VLConfig
             "num_position_embeddings": 256,
             "deepstack_visual_indexes": [1],
         },
-        image_token_id=token("<|image_pad|>"),
-        video_token_id=token("<|video_pad|>"),
-        vision_start_token_id=token("<|vision_start|>"),
-        vision_end_token_id=token("<|vision_end|>"),
+        image_token_id=token["<|image_pad|>"],
+        video_token_id=token["<|video_pad|>"],
+        vision_start_token_id=token["<|vision_start|>"],
+        vision_end_token_id=token["<|vision_end|>"],
         # PreTrainedConfig takes any key; generation reads these two from the top level.
-        pad_token_id=token("<|endoftext|>"),  # pyright: ignore[reportCallIssue]
-        eos_token_id=token(TURN_END),  # pyright: ignore[reportCallIssue]
+        pad_token_id=token["<|endoftext|>"],  # pyright: ignore[reportCallIssue]
+        eos_token_id=token[TURN_END],  # pyright: ignore[reportCallIssue]
         tie_word_embeddings=spec.tied,
     )
 

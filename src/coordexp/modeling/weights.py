@@ -6,8 +6,8 @@ and no second model is kept in memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,16 +23,12 @@ _PEFT_PREFIX = "base_model.model."
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Source:
-    """One tensor of the plain checkpoint: a parameter, and the modules whose weights are merged into it."""
+    """One tensor of the plain checkpoint: a parameter, and the modules to merge into it."""
 
     name: str
     parameter: torch.Tensor
     owner: Any  # module that holds the parameter
     lora: Any | None  # peft's layer around the owner
-
-    @property
-    def is_trained_outside_adapter(self) -> bool:
-        return self.parameter.requires_grad or offset_of(self.owner) is not None
 
 
 class LearnerWeights:
@@ -62,11 +58,8 @@ class LearnerWeights:
         Weights without an adapter are the training weights themselves: only read them, inside the context. Under FSDP
         each is gathered by a collective, so every rank must iterate to the end.
         """
-        tensors = self._full()
-        try:
+        with closing((source.name, self._merged(source)) for source in self._sources()) as tensors:
             yield tensors
-        finally:
-            tensors.close()
 
     def adapter(self) -> AdapterWeights | None:
         """Only the adapter; None if the model has none. Collective under FSDP."""
@@ -75,17 +68,13 @@ class LearnerWeights:
             return None
         named = [(name, self._whole(p)) for name, p in self._model.named_parameters() if is_adapter_part(name)]
         tensors = tuple((adapter_name(name), tensor.detach()) for name, tensor in named)
-        with torch.no_grad():
-            changed = tuple((s.name, self._merged(s)) for s in self._sources() if s.is_trained_outside_adapter)
-        return AdapterWeights(
-            adapter_config(config), tensors, changed, any(".visual." in f".{name}" for name, _ in named)
+        changed = tuple(
+            (source.name, self._merged(source))
+            for source in self._sources()
+            if source.parameter.requires_grad or offset_of(source.owner) is not None
         )
-
-    def _full(self) -> Generator[tuple[str, torch.Tensor]]:
-        for source in self._sources():
-            with torch.no_grad():  # per tensor: a suspended generator must not leave gradients disabled
-                tensor = self._merged(source)
-            yield source.name, tensor
+        outside_llm = any(".visual." in f".{name}" for name, _ in named)
+        return AdapterWeights(adapter_config(config), tensors, changed, outside_llm)
 
     def _sources(self) -> list[_Source]:
         modules = dict(self._model.named_modules())
@@ -103,6 +92,7 @@ class LearnerWeights:
                 sources.append(_Source(full_name.replace(_BASE, "").replace(_SAVED, ""), parameter, owner, lora))
         return sources
 
+    @torch.no_grad()
     def _merged(self, source: _Source) -> torch.Tensor:
         weight = self._whole(source.parameter).detach()
         if source.lora is not None:

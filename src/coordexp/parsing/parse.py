@@ -32,9 +32,8 @@ _GEOMETRY_OF_KEY: dict[bytes, GeometryKind] = {kind.encode(): kind for kind in G
 
 @dataclass(frozen=True, slots=True)
 class _TokenLayout:
-    """The answer's bytes and their tokens. ``end``: where the readable part ends: before the first token that no answer
-    may contain. ``coord_at``: byte offset → (token position, bin); ``coord_starts``
-    its keys, ascending."""
+    """The answer's bytes and their tokens. ``end``: of the readable part, before the first token that no answer may
+    contain. ``coord_at``: byte offset → (token position, bin); ``coord_starts``: its keys, ascending."""
 
     token_ids: tuple[int, ...]
     data: bytes
@@ -136,8 +135,8 @@ def _lay_out(ids_T: np.ndarray, vocab: CoordVocab) -> _TokenLayout:
 
 # A key of an entry: in quotes of some kind, or bare after "{" or ",".
 _KEY_LOOKALIKE = re.compile(rb"""(?:["'`]object_[0-9]++\\?["'`]|[{,]\s*+object_[0-9]++["'`]?)\s*+:""")
-# An object whose first field is not an ``object_{n}``. Group 1: the end of a key before it, with or without the colon;
-# then the object is that key's value, and the key is what counts.
+# An object with a first field other than ``object_{n}``. Group 1: the end of a key before it, with or without the
+# colon; then the object is that key's value, and only the key counts.
 _OBJECT_LOOKALIKE = re.compile(
     rb"""((?:["'`]|object_[0-9]++)\s*+:?\s*+)?\{\s*+(?!["'`]?object_[0-9])(?=["'`][^"'`\n]{1,99}+["'`]\s*+:)"""
 )
@@ -160,7 +159,7 @@ def _lost_after_scan(root: RootScan, answer: _TokenLayout) -> Counter[DropReason
     ``{"object_1": {…}, {"desc": "cat", …}}``                    unkeyed
     ``{"object_1": {…}}, "object_2": {…}}``                      after_root
     ``{"object_1": {…}, and a dog}``                             prose
-    ``{"object_1": {…}} I hope that helps!``                     nothing: the root says it all
+    ``{"object_1": {…}} I hope that helps!``                     nothing: the root is complete
     ==========================================================  =================================
     """
     data, lost = answer.data, Counter[DropReason]()
@@ -198,7 +197,11 @@ def _read_entries(
 ) -> tuple[tuple[PredictedObject, ...], int | None]:
     """The valid objects of the kept prefix and its highest ``object_{n}``; all other entries into ``dropped``."""
     kept_until = -1 if prefix.cut is None else prefix.cut
-    ends = _ends_of(prefix, answer, vocab)
+    # Byte offset after each token of the prefix; a replaced tail has other tokens than the rollout.
+    own = len(prefix.token_ids) - prefix.num_replaced
+    ends = answer.ends[:own]
+    for token_id in prefix.token_ids[own:]:
+        ends.append((ends[-1] if ends else 0) + len(vocab.pieces[token_id]))
     objects: list[PredictedObject] = []
     max_index: int | None = None
     for entry in entries:
@@ -217,17 +220,6 @@ def _read_entries(
         else:
             objects.append(_located(index, entry, content, ends))
     return tuple(objects), max_index
-
-
-def _ends_of(prefix: Prefix, answer: _TokenLayout, vocab: CoordVocab) -> list[int]:
-    """Byte offset after each token of the prefix; a replaced tail has other tokens than the rollout."""
-    own = len(prefix.token_ids) - prefix.num_replaced
-    if not prefix.num_replaced:
-        return answer.ends[:own]
-    ends = answer.ends[:own]
-    for token_id in prefix.token_ids[own:]:
-        ends.append((ends[-1] if ends else 0) + len(vocab.pieces[token_id]))
-    return ends
 
 
 def _located(index: int, entry: Member, content: _Content, ends: list[int]) -> PredictedObject:

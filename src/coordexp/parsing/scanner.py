@@ -34,7 +34,7 @@ _OBJECT_END = re.compile(_WS + rb"\}")
 _ARRAY_END = re.compile(_WS + rb"\]")
 _SPACE = re.compile(_WS)
 
-# Beginnings that a longer answer could still complete; they tell a truncated entry from a malformed one.
+# Beginnings that a longer answer could still complete; they distinguish a truncated entry from a malformed one.
 _CUT_STRING = rb'"' + _BODY + rb"(?:\\(?:u[0-9a-fA-F]{0,3})?)?"
 _CUT_KEY = re.compile(_WS + rb"(?:" + _CUT_STRING + rb'(?:"' + _WS + rb")?)?\Z")
 _CUT_VALUE = re.compile(
@@ -92,7 +92,7 @@ class RootScan:
     """How far a root object could be read.
 
     ``entries``: its complete members. ``entry_open``: it stopped inside a further one. ``ran_out``: it stopped because
-    the bytes ended where a longer answer could have gone on. ``closed``: it reached the root's ``}``. ``stop``: the
+    the bytes ended where a longer answer could have continued. ``closed``: it reached the root's ``}``. ``stop``: the
     byte from which nothing has been accounted for.
     """
 
@@ -147,7 +147,7 @@ class Scanner:
         return match.end()
 
     def scan_root(self, start: int) -> RootScan:
-        """Read the object whose ``{`` is at ``start``, as far as it is valid JSON."""
+        """Read the object with its ``{`` at ``start``, as far as it is valid JSON."""
         data, end = self.data, self.end
         entries: list[Member] = []
 
@@ -218,7 +218,8 @@ class Scanner:
             if key.startswith(b"object_") and object_index(key) is not None:
                 raise _Break(ran_out=False)
             if match.re is _FIELD:
-                value = _simple_value(match)
+                is_string = match.start(2) >= 0
+                value = Node(Kind.STRING, *match.span(2)) if is_string else Node(Kind.COORDS, *match.span(3))
                 sep = match
             else:
                 value = self._value(match.end(), depth + 1)
@@ -248,11 +249,6 @@ class Scanner:
 
     def _stop(self, pos: int, unfinished: re.Pattern[bytes]) -> NoReturn:
         raise _Break(ran_out=unfinished.match(self.data, pos, self.end) is not None)
-
-
-def _simple_value(field: re.Match[bytes]) -> Node:
-    start, end = field.span(2)
-    return Node(Kind.STRING, start, end) if start >= 0 else Node(Kind.COORDS, *field.span(3))
 
 
 def _key_bytes(body: bytes) -> bytes:

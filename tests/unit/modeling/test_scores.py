@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from coordexp.coords import serialize_objects
-from coordexp.modeling.scores import COORD_WEIGHT, NEIGHBOURS, WIDE_NEIGHBOURS, ConfidenceScorer, TokenScorer
+from coordexp.modeling.scores import COORD_WEIGHT, NEIGHBOURS, WIDE_NEIGHBOURS, TokenScorer
 from coordexp.parsing import parse_rollout
 from coordexp.records import ImageRecord, ParsedRollout, Rollout, RolloutRequest
 from support.answers import CAT, DOG, request
@@ -53,7 +53,7 @@ def test_uniform_probabilities_give_the_formula() -> None:
 def test_confidence_asks_for_the_whole_description_and_for_coordinates_nearby() -> None:
     asked, rollout, parsed = answered([CAT.__class__(CAT.desc, CAT.kind, (100, 200, 300, 400))])
     model, size = FakeModel({}), len(qwen_vocab())
-    (found,) = ConfidenceScorer(TokenScorer(model, qwen_vocab(), 5)).score(asked, rollout, parsed)
+    (found,) = TokenScorer(model, qwen_vocab(), 5, confidence=True).score(asked, rollout, parsed)
     start, stop = parsed.objects[0].desc_token_span
     expected = math.log((2 * WIDE_NEIGHBOURS + 1) / size) + (stop - start) * math.log(1 / size)
     assert found == pytest.approx(math.exp(expected), rel=1e-5)
