@@ -43,7 +43,7 @@ def test_an_object_stays_on_its_pixels(obj: GTObject, index: int) -> None:
     shown = np.asarray(view.image(painted(obj)).convert("L"))
     bright = np.argwhere(shown > 200)
     if len(bright) < 200:
-        return  # hardly anything of it is in view
+        return  # almost nothing of it is in view
     (found,), left_out = view.objects([obj], 1e-6)
     assert left_out == 0
     y1, x1 = bright.min(axis=0)
@@ -62,14 +62,14 @@ def test_a_mirror_image_of_a_mirror_image_is_the_image() -> None:
         assert view.image(view.image(image)).tobytes() == image.tobytes() != view.image(image).tobytes()
 
 
-def test_nothing_asked_nothing_changed() -> None:
+def test_the_default_view_changes_nothing() -> None:
     view = draw_view(AugmentConfig(), 1, 2, 3)
     assert view == View()
     assert view.objects([BOX, RING], 0.3) == ([BOX, RING], 0)
 
 
 @pytest.mark.parametrize(("least", "kept"), [(0.4, 1), (0.6, 0)])
-def test_what_is_mostly_out_of_view_is_left_out_and_counted(least: float, kept: int) -> None:
+def test_mostly_hidden_objects_are_left_out_and_counted(least: float, kept: int) -> None:
     half = View(window=(0.35, 0.0, 1.35, 1.0))  # its left edge runs through the middle of the box
     found, left_out = half.objects([BOX], least)
     assert (len(found), left_out) == (kept, 1 - kept)
@@ -90,18 +90,14 @@ def test_colours_change_no_object_and_no_size() -> None:
     assert view.image(image).size == SIZE and view.image(image).tobytes() != image.tobytes()
 
 
-def test_a_view_follows_from_seed_epoch_and_place() -> None:
+def test_a_view_depends_on_seed_epoch_and_index() -> None:
     assert draw_view(STRONG, 1, 2, 3) == draw_view(STRONG, 1, 2, 3)
     assert len({draw_view(STRONG, *place) for place in ((1, 2, 3), (0, 2, 3), (1, 0, 3), (1, 2, 0))}) == 4
-    windows = {draw_view(replace_config(STRONG, horizontal_flip=p), 1, 2, 3).window for p in (0.0, 1.0)}
+    windows = {draw_view(STRONG.model_copy(update={"horizontal_flip": p}), 1, 2, 3).window for p in (0.0, 1.0)}
     assert len(windows) == 1, "one part switched on changes no other"
 
 
-def replace_config(config: AugmentConfig, **keys: Any) -> AugmentConfig:
-    return config.model_copy(update=keys)
-
-
-# As a dataset
+# --- as a dataset ---
 
 
 @pytest.fixture
@@ -121,7 +117,7 @@ def told(sample: Sample) -> tuple[Any, ...]:
     return sample.record.objects, sample.request.model_inputs.get("pixels")
 
 
-def test_every_epoch_has_views_of_its_own_and_the_same_in_every_process(records: list[ImageRecord]) -> None:
+def test_each_epoch_has_its_own_views_equal_in_every_process(records: list[ImageRecord]) -> None:
     one, other = (RecordDataset(records, encoded, "sorted", 5, STRONG) for _ in range(2))
     first = [told(sample) for sample in map(one.__getitem__, range(3))]
     assert len({pixels for _, pixels in first}) == 3, "three copies of one image, three views"
@@ -133,8 +129,7 @@ def test_every_epoch_has_views_of_its_own_and_the_same_in_every_process(records:
     assert all(LEFT_OUT in one[k].record.metadata for k in range(3))
 
 
-def test_a_waiting_sample_is_encoded_again_as_it_was_seen(records: list[ImageRecord]) -> None:
-    """The carry buffer keeps ids; a resumed run makes the pixels anew."""
+def test_a_sample_in_the_carry_buffer_is_encoded_again_unchanged(records: list[ImageRecord]) -> None:
     dataset = RecordDataset(records, encoded, "sorted", 5, STRONG)
     dataset.set_epoch(3)
     sample = dataset[1]
@@ -147,7 +142,7 @@ def test_a_waiting_sample_is_encoded_again_as_it_was_seen(records: list[ImageRec
             dataset.request_of("b.jsonl:9")
 
 
-def test_a_random_order_is_another_in_each_epoch(records: list[ImageRecord]) -> None:
+def test_a_random_order_differs_by_epoch(records: list[ImageRecord]) -> None:
     dataset = RecordDataset(records, encoded, "random", 5)
     orders = []
     for epoch in (0, 1, 2, 1):

@@ -213,48 +213,29 @@ def test_coco_files(
 # --- VOC ---
 
 
-def voc_beside(root: Path) -> dict[str, Any]:
-    """labelImg's default: XML and images in one folder, with the annotator's own path in <filename>."""
-    paint(root / "a.JPG")
-    voc_xml(root, "a", voc_object("cat", *PIXELS), filename="C:\\photos\\a.JPG", folder="")
-    return {"annotations_dir": ".", "images_dir": "."}
-
-
-def voc_nested(root: Path) -> dict[str, Any]:
-    paint(root / "JPEGImages" / "jour 1" / "a.JPG")
-    voc_xml(root, "a", voc_object("cat", *PIXELS), filename="a.JPG", folder="Annotations/jour 1")
-    return {}
-
-
-def voc_named_by_the_xml(root: Path) -> dict[str, Any]:
-    """Two images of one stem: <filename> says which."""
-    paint(root / "JPEGImages" / "2007.1.jpg", (24, 40))
-    paint(root / "JPEGImages" / "2007.1.png")
-    voc_xml(root, "2007.1", voc_object("cat", *PIXELS), filename="2007.1.png")
-    return {}
-
-
-def voc_split(root: Path) -> dict[str, Any]:
-    for stem in ("photo 1", "b"):
-        paint(root / "JPEGImages" / f"{stem}.jpg")
-        voc_xml(root, stem, voc_object("cat", *PIXELS))
-    written(root / "ImageSets" / "Main" / "train.txt", f"{BOM}photo 1\r\nb.jpg\r\n")
-    return {"split": "train"}
-
-
-VOC: list[tuple[Callable[[Path], dict[str, Any]], list[str]]] = [
-    (voc_beside, ["a.JPG"]),
-    (voc_nested, ["jour 1/a.JPG"]),
-    (voc_named_by_the_xml, ["2007.1.png"]),
-    (voc_split, ["photo 1.jpg", "b.jpg"]),
-]
-
-
-@pytest.mark.parametrize(("make", "images"), VOC, ids=[make.__name__ for make, _ in VOC])
-def test_voc_folders(tmp_path: Path, make: Callable[[Path], dict[str, Any]], images: list[str]) -> None:
-    arguments = make(tmp_path / "in")
-    report = convert_voc(tmp_path / "in", tmp_path / "out", options=SMALL, **arguments)
-    assert told(report) == {image: [CAT] for image in images}
+@pytest.mark.parametrize(
+    ("image", "xml", "arguments"),
+    [
+        # labelImg's default: XML and images in one folder, with the annotator's own path in <filename>
+        ("a.JPG", {"filename": "C:\\photos\\a.JPG", "folder": ""}, {"annotations_dir": ".", "images_dir": "."}),
+        ("JPEGImages/jour 1/a.JPG", {"filename": "a.JPG", "folder": "Annotations/jour 1"}, {}),
+        ("JPEGImages/2007.1.png", {"filename": "2007.1.png"}, {}),  # of two images of one stem
+        ("JPEGImages/photo 1.jpg", {}, {"split": "train"}),
+    ],
+)
+def test_voc_folders(tmp_path: Path, image: str, xml: dict[str, Any], arguments: dict[str, Any]) -> None:
+    root = tmp_path / "in"
+    paint(root / image)
+    voc_xml(root, Path(image).stem, voc_object("cat", *PIXELS), **xml)
+    named = image.removeprefix("JPEGImages/")
+    if named.endswith(".png"):
+        paint(root / image.replace(".png", ".jpg"), (24, 40))
+    if "split" in arguments:
+        paint(root / "JPEGImages" / "b.jpg")
+        voc_xml(root, "b", voc_object("cat", *PIXELS))
+        written(root / "ImageSets" / "Main" / "train.txt", f"{BOM}photo 1\r\nb.jpg\r\n")
+    report = convert_voc(root, tmp_path / "out", options=SMALL, **arguments)
+    assert told(report) == {name: [CAT] for name in [named, *(["b.jpg"] if "split" in arguments else [])]}
     assert not report.skipped and not report.notes
 
 

@@ -1,4 +1,4 @@
-"""Annotations left out at random: how many, which, and always the same ones."""
+"""Annotations left out at random, splits and samples: reproducible, and nothing is lost uncounted."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
-from coordexp.data.subset import DropRates, drop_annotations, object_size, without_soft
+from coordexp.data.subset import DropRates, drop_annotations, object_size, sample_records, split_records, without_soft
 from coordexp.errors import DataError
 from coordexp.records import GTObject, ImageRecord
 
@@ -82,3 +83,45 @@ def test_invalid_rates_and_classes_are_refused() -> None:
 
 def test_without_soft_removes_soft_objects() -> None:
     assert without_soft(records(2, CUP, replace(TREE, soft=0.5))) == (records(2, CUP), 2)
+
+
+# --- splits and samples ---
+
+
+def plain(count: int, images: int) -> list[ImageRecord]:
+    return [ImageRecord(f"d:{k}", Path(f"/{k % images}.png"), 1, 1, ()) for k in range(count)]
+
+
+def test_a_split_keeps_images_together_and_loses_nothing() -> None:
+    everything = plain(30, 12)
+    parts = split_records(everything, [0.5, 0.25, 0.25], seed=1)
+    assert [len({r.image for r in part}) for part in parts] == [6, 3, 3]
+    assert sorted(r.sample_id for part in parts for r in part) == sorted(r.sample_id for r in everything)
+    assert not {r.image for r in parts[0]} & {r.image for r in [*parts[1], *parts[2]]}
+    assert parts == split_records(everything, [0.5, 0.25, 0.25], seed=1)
+    assert parts != split_records(everything, [0.5, 0.25, 0.25], seed=2)
+
+
+def test_no_part_is_empty_and_bad_shares_are_refused() -> None:
+    assert [len(part) for part in split_records(plain(3, 3), [0.98, 0.01, 0.01], 0)] == [1, 1, 1]
+    for shares in ([1.0], [0.5, 0.6], [1.2, -0.2]):
+        with pytest.raises(DataError, match="shares"):
+            split_records(plain(9, 9), shares, 0)
+
+
+def test_a_sample_is_drawn_without_replacement_in_order() -> None:
+    everything = plain(20, 20)
+    drawn = sample_records(everything, 8, seed=2)
+    assert len(set(r.sample_id for r in drawn)) == 8
+    assert [everything.index(r) for r in drawn] == sorted(everything.index(r) for r in drawn)
+    with pytest.raises(DataError, match="21 of 20"):
+        sample_records(everything, 21, 0)
+
+
+def test_copies_of_one_image_stay_on_one_side(tmp_path: Path) -> None:
+    for k in range(8):
+        Image.new("RGB", (16, 16), (10 * (k // 2), 0, 0)).save(tmp_path / f"{k}.png")  # pairs of equal bytes
+    everything = [ImageRecord(f"{k}", tmp_path / f"{k}.png", 16, 16, ()) for k in range(8)]
+    for seed in range(5):
+        for part in split_records(everything, [0.5, 0.5], seed):
+            assert sorted(int(record.sample_id) ^ 1 for record in part) == sorted(int(r.sample_id) for r in part)
