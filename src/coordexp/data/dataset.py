@@ -1,4 +1,8 @@
-"""Records → samples: ordered objects and the encoded prompt, made where the data loader runs."""
+"""Records → samples: ordered objects and the encoded prompt, made where the data loader runs; and augmented views.
+
+A view shows a window of the image at the image's own size, so a sample keeps its number of tokens. A view depends on
+(seed, epoch, index) only, so workers, ranks and a resumed run see the same.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +10,24 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from PIL import Image
+from PIL import Image, ImageEnhance
 
 from coordexp.config.base import default_of
 from coordexp.config.schema import AugmentConfig, CustomConfig
-from coordexp.data.augment import LEFT_OUT, draw_view
 from coordexp.data.dataset_cache import CachedRecords
 from coordexp.data.images import open_rgb
 from coordexp.data.jsonl import ObjectOrdering, order_objects
+from coordexp.data.polygons import canonical_ring, shape_area
 from coordexp.errors import DataError
-from coordexp.records import ImageRecord, RolloutRequest
+from coordexp.records import NUM_BINS, GTObject, ImageRecord, RolloutRequest
 
 _ORDERING: ObjectOrdering = default_of(CustomConfig, "object_ordering")
 _EPOCH = "@epoch"  # of a view's sample id, behind its record's
+LEFT_OUT = "augment_left_out"
+"""The key of a view's metadata that counts its objects of which too little is left."""
+_LAST = NUM_BINS - 1
+_GREY = (114, 114, 114)  # beyond the image's edge
+_Point = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,3 +118,109 @@ class RecordDataset:
 
     def _shuffle(self, epoch: int, index: int) -> random.Random:
         return random.Random(f"{self._seed}:{index}" if epoch == 0 else f"{self._seed}:{epoch}:{index}")
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """One way to look at an image. ``window``: left, top, right, bottom in shares of its sides; grey
+    outside 0..1. ``brightness``, ``contrast``, ``saturation``: factors, 1 changes nothing."""
+
+    window: tuple[float, float, float, float] = (0.0, 0.0, 1.0, 1.0)
+    mirrored: bool = False
+    upside_down: bool = False
+    brightness: float = 1.0
+    contrast: float = 1.0
+    saturation: float = 1.0
+
+    def image(self, image: Image.Image) -> Image.Image:
+        """The view of an RGB image; of the same size."""
+        width, height = image.size
+        shown = image
+        if self.window != (0.0, 0.0, 1.0, 1.0):
+            left, top, right, bottom = self.window
+            # An affine map reads few pixels per output pixel, so it would skip some where the view shrinks the image.
+            share = max(right - left, bottom - top)
+            if share > 1:
+                reduced = max(1, round(width / share)), max(1, round(height / share))
+                shown = image.resize(reduced, Image.Resampling.BICUBIC)
+            x_scale, y_scale = shown.width / width, shown.height / height
+            data = (
+                *((right - left) * x_scale, 0, left * width * x_scale),
+                *(0, (bottom - top) * y_scale, top * height * y_scale),
+            )
+            shown = shown.transform(image.size, Image.Transform.AFFINE, data, Image.Resampling.BICUBIC, fillcolor=_GREY)
+        if self.mirrored:
+            shown = shown.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        if self.upside_down:
+            shown = shown.transpose(Image.Transpose.FLIP_TOP_BOTTOM)
+        for enhance, factor in (
+            (ImageEnhance.Brightness, self.brightness),
+            (ImageEnhance.Contrast, self.contrast),
+            (ImageEnhance.Color, self.saturation),
+        ):
+            if factor != 1.0:
+                shown = enhance(shown).enhance(factor)
+        return shown
+
+    def objects(self, objects: Sequence[GTObject], min_visible: float) -> tuple[list[GTObject], int]:
+        """The objects as the view shows them, and how many are left out: less than ``min_visible`` of their area is in
+        the window, or nothing of it on the grid."""
+        visible = [seen for obj in objects if (seen := self._object(obj, min_visible)) is not None]
+        return visible, len(objects) - len(visible)
+
+    def _object(self, obj: GTObject, min_visible: float) -> GTObject | None:
+        left, top, right, bottom = self.window
+        ring: list[_Point] = []
+        for x, y in zip(obj.bins[0::2], obj.bins[1::2], strict=True):
+            u, v = (x / _LAST - left) / (right - left), (y / _LAST - top) / (bottom - top)
+            ring.append((1 - u if self.mirrored else u, 1 - v if self.upside_down else v))
+        if obj.kind == "bbox_2d":
+            (xa, ya), (xb, yb) = ring
+            x1, y1, x2, y2 = min(xa, xb), min(ya, yb), max(xa, xb), max(ya, yb)
+            ring = [(x1, y1), (x2, y1), (x2, y2), (x1, y2)]
+        inside = clip_ring(ring)
+        if not inside:
+            return None
+        whole, visible = shape_area("poly", _flat(ring)), shape_area("poly", _flat(inside))
+        if visible < min_visible * whole or (visible == 0 and inside != ring):
+            return None
+        if obj.kind == "bbox_2d":
+            xs, ys = [x for x, _ in inside], [y for _, y in inside]
+            return replace(obj, bins=tuple(round(v * _LAST) for v in (min(xs), min(ys), max(xs), max(ys))))
+        bins = canonical_ring([round(v * _LAST) for v in _flat(inside)])
+        return None if len(bins) < 6 else replace(obj, bins=bins)
+
+
+def draw_view(config: AugmentConfig, seed: int, epoch: int, index: int) -> View:
+    """The view of sample ``index`` in an epoch. Every number is always drawn, so that switching one part on changes
+    none of the others."""
+    rng = random.Random(f"augment:{seed}:{epoch}:{index}")
+    mirrored, upside_down = rng.random() < config.horizontal_flip, rng.random() < config.vertical_flip
+    scale = config.scale[0] * (config.scale[1] / config.scale[0]) ** rng.random()  # as likely twice as half
+    width, height = (config.crop + (1 - config.crop) * rng.random() for _ in range(2))
+    width, height = width / scale, height / scale
+    left, top = ((1 - side) * rng.random() for side in (width, height))
+    brightness, contrast, saturation = (1 + config.colour * (2 * rng.random() - 1) for _ in range(3))
+    return View((left, top, left + width, top + height), mirrored, upside_down, brightness, contrast, saturation)
+
+
+def clip_ring(ring: Sequence[_Point]) -> list[_Point]:
+    """The part of a ring inside the unit square (Sutherland and Hodgman's algorithm); empty without one. Parts of a
+    ring that crosses the edge several times are joined along it."""
+    kept = list(ring)
+    for axis, bound, sign in ((0, 0.0, 1), (0, 1.0, -1), (1, 0.0, 1), (1, 1.0, -1)):
+        points, kept = kept, []
+        for at, point in enumerate(points):
+            before = points[at - 1]
+            is_in, was_in = sign * (point[axis] - bound) >= 0, sign * (before[axis] - bound) >= 0
+            if is_in != was_in:
+                share = (bound - before[axis]) / (point[axis] - before[axis])
+                other = before[1 - axis] + share * (point[1 - axis] - before[1 - axis])
+                kept.append((bound, other) if axis == 0 else (other, bound))
+            if is_in:
+                kept.append(point)
+    return kept
+
+
+def _flat(ring: Sequence[_Point]) -> list[float]:
+    return [value for point in ring for value in point]

@@ -27,7 +27,7 @@ from typing import Any
 
 from coordexp import distributed
 from coordexp.config.objective import Channel
-from coordexp.data.augment import LEFT_OUT
+from coordexp.data.dataset import LEFT_OUT
 from coordexp.errors import TrainingDiverged
 from coordexp.objective import HeadScores, RowObjective, RowTensors
 from coordexp.recording.writer import RolloutLog, RolloutRecorder, token_losses

@@ -12,8 +12,7 @@ from PIL import Image, ImageDraw
 
 from coordexp.config.schema import AugmentConfig
 from coordexp.data import read_jsonl
-from coordexp.data.augment import LEFT_OUT, View, clip_ring, draw_view
-from coordexp.data.dataset import RecordDataset, Sample
+from coordexp.data.dataset import LEFT_OUT, RecordDataset, Sample, View, clip_ring, draw_view
 from coordexp.data.jsonl import write_jsonl
 from coordexp.errors import DataError
 from coordexp.geometry import aabb

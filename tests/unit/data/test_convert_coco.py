@@ -13,7 +13,7 @@ from PIL import Image
 from pycocotools import mask as coco_mask
 
 from coordexp.data.convert import ConversionReport, convert_coco, convert_panoptic, convert_voc
-from coordexp.data.convert.masks import decode_runs
+from coordexp.data.convert.coco import decode_runs
 from coordexp.errors import DataError
 from coordexp.geometry import mask_iou, to_bin
 from coordexp.records import GTObject
