@@ -1,4 +1,4 @@
-"""One process runs many test files: what importing one of them does to the libraries must not reach the others."""
+"""Order and sharing of test files that run in one process."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from support.plain_server import PlainServer
+    from support.rollout_servers import PlainServer
 
-# What a user keeps between starts is none of the tests' business, nor theirs the user's.
+# Tests do not use the user's cache.
 _CACHE = tempfile.TemporaryDirectory(prefix="coordexp-tests-cache-")
 os.environ["COORDEXP_CACHE"] = _CACHE.name
 
 
 pytest.register_assert_rewrite("support.guarded_server")
 
-# Several files on one server: a worker takes them together, in this order. Adapters come first, for they do not fit on
+# Several files on one server: a worker runs them together, in this order. Adapters are first because they do not fit on
 # full weights that were pushed; the last file kills the server.
 ON_PLAIN_SERVER = (
     "tests/integration/test_adapter_push.py",
@@ -29,7 +29,7 @@ ON_PLAIN_SERVER = (
     "tests/faults/test_real_servers.py",
     "tests/integration/test_served_endpoints.py",
 )
-# Files that take minutes come first, lest one worker begin such a file when the other has nothing left.
+# Files that take minutes are first, so that no worker begins one when the other has nothing left.
 FIRST = (
     "tests/integration/test_server_rollouts.py",
     "tests/integration/test_colocated_rollouts.py",
@@ -72,10 +72,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 @pytest.fixture(scope="session")
 def plain_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlainServer]:
     """The server of :data:`ON_PLAIN_SERVER`."""
-    from support.plain_server import plain_server_in
+    from support.rollout_servers import PlainServer
 
-    with plain_server_in(tmp_path_factory.mktemp("server")) as plain:
-        yield plain
+    plain = PlainServer(tmp_path_factory.mktemp("server"))
+    yield plain
+    plain.close()
 
 
 def pytest_collection_finish() -> None:

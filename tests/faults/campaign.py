@@ -86,7 +86,7 @@ class Log:
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         if time.monotonic() > self._deadline:
-            raise pytest.exit.Exception("the campaign's minutes are over; start it again to go on", 0)
+            raise pytest.exit.Exception("the campaign's minutes are over; start it again to continue", 0)
 
 
 def _last_line(report: Any) -> str:
@@ -104,8 +104,8 @@ def markdown(rows: Mapping[str, Row], not_injected: int, heading: str) -> str:
     lines = [
         heading,
         "",
-        f"{len(rows)} faults, {failed} not as promised, {not_injected} not injected yet, {seconds:.0f} s. Of these "
-        f"{len(kills)} kills, {sum(row.held for row in kills)} resumed bit-equal. Commits: "
+        f"{len(rows)} faults, {failed} not as promised, {not_injected} not injected yet, {seconds:.0f} s. "
+        f"{len(kills)} of them are kills, of which {sum(row.held for row in kills)} resumed bit-equal. Commits: "
         f"{', '.join(f'{commit} ({count})' for commit, count in commits.items())}.",
         "",
     ]

@@ -1,82 +1,55 @@
-"""A server that speaks HTTP badly on purpose: it drips, hangs, closes early, never ends a header or an answer."""
+"""A server that speaks HTTP badly: it drips, hangs, closes early, never ends a header or an answer."""
 
 from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import NamedTuple
 
-BODY = b'[{"response": {}}]'
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
-Behaviour = Callable[[socket.socket, threading.Event], None]
+NESTED = b"[" * 200_000 + b"]" * 200_000
 
 
-def drips(client: socket.socket, over: threading.Event) -> None:
-    """A byte now and then, each long before a limit per chunk would act."""
-    client.sendall(HEAD + b"Content-Length: 100000\r\n\r\n")
-    while not over.wait(0.05):
-        client.sendall(b" ")
+class Behaviour(NamedTuple):
+    """Send ``first``; then ``again`` every ``pause_s`` seconds, or nothing (``hangs``), or close the connection."""
+
+    first: bytes = b""
+    again: bytes = b""
+    hangs: bool = False
+    pause_s: float = 0.05  # far below any limit per chunk
 
 
-def drips_headers(client: socket.socket, over: threading.Event) -> None:
-    client.sendall(b"HTTP/1.1 200 OK\r\n")
-    while not over.wait(0.05):
-        client.sendall(b"X: y\r\n")
-
-
-def drips_chunks(client: socket.socket, over: threading.Event) -> None:
-    client.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
-    while not over.wait(0.05):
-        client.sendall(b"1\r\n \r\n")
-
-
-def hangs(_: socket.socket, over: threading.Event) -> None:
-    over.wait()
-
-
-def hangs_half_way(client: socket.socket, over: threading.Event) -> None:
-    client.sendall(HEAD + b"Content-Length: 100\r\n\r\n[")
-    over.wait()
-
-
-def never_ends(client: socket.socket, over: threading.Event) -> None:
-    client.sendall(HEAD + b"Content-Length: 6442450944\r\n\r\n")
-    while not over.is_set():
-        client.sendall(b" " * (1 << 20))
-
-
-def closes_at_once(client: socket.socket, _: threading.Event) -> None:
-    client.close()
-
-
-def closes_behind_the_header(client: socket.socket, _: threading.Event) -> None:
-    client.sendall(HEAD + b"Content-Length: 100\r\n\r\n")
-
-
-def closes_half_way(client: socket.socket, _: threading.Event) -> None:
-    client.sendall(HEAD + b"Content-Length: 100\r\n\r\n" + BODY[:9])
-
-
-def nests(client: socket.socket, _: threading.Event) -> None:
-    body = b"[" * 200_000 + b"]" * 200_000
-    client.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
-
-
-def talks_of_something_else(client: socket.socket, _: threading.Event) -> None:
-    client.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+BEHAVIOURS = {
+    "drips": Behaviour(HEAD + b"Content-Length: 100000\r\n\r\n", b" "),
+    "drips_headers": Behaviour(b"HTTP/1.1 200 OK\r\n", b"X: y\r\n"),
+    "drips_chunks": Behaviour(HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n"),
+    "hangs": Behaviour(hangs=True),
+    "hangs_half_way": Behaviour(HEAD + b"Content-Length: 100\r\n\r\n[", hangs=True),
+    "never_ends": Behaviour(HEAD + b"Content-Length: 6442450944\r\n\r\n", b" " * (1 << 20), pause_s=0),
+    "closes_at_once": Behaviour(),
+    "closes_after_the_header": Behaviour(HEAD + b"Content-Length: 100\r\n\r\n"),
+    "closes_half_way": Behaviour(HEAD + b'Content-Length: 100\r\n\r\n[{"respon'),
+    "speaks_another_protocol": Behaviour(b"SSH-2.0-OpenSSH_9.6\r\n"),
+    "nests": Behaviour(HEAD + b"Content-Length: %d\r\n\r\n" % len(NESTED) + NESTED),
+}
 
 
 @contextmanager
-def lying(behaviour: Behaviour) -> Iterator[str]:
-    """Serve ``behaviour`` to every connection, behind its request's first bytes; gives the address."""
-    over = threading.Event()
+def lying(name: str) -> Iterator[str]:
+    """Serve ``BEHAVIOURS[name]`` to every connection after its request's first bytes; yields the address."""
+    behaviour, over = BEHAVIOURS[name], threading.Event()
     listener = socket.create_server(("127.0.0.1", 0))
 
     def serve(client: socket.socket) -> None:
         with suppress(OSError), client:
             client.recv(1 << 16)
-            behaviour(client, over)
+            client.sendall(behaviour.first)
+            while behaviour.again and not over.wait(behaviour.pause_s):
+                client.sendall(behaviour.again)
+            if behaviour.hangs:
+                over.wait()
             with suppress(OSError):
                 client.shutdown(socket.SHUT_RDWR)
 

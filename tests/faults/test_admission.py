@@ -1,4 +1,4 @@
-"""Requests to ``coordexp serve`` that it must refuse, over a real uvicorn and with no engine behind it."""
+"""Requests to ``coordexp serve`` that it must refuse, over a real uvicorn and without an engine."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_an_image_of_too_many_pixels_is_refused_before_it_is_decoded(monkeypatch
 @pytest.mark.parametrize("sign", ["engine_silent_s", "engine_tokenless_s"])
 def test_a_learner_gives_up_on_a_server_whose_engine_does_not_get_on(sign: str) -> None:
     from coordexp.engine.server_backend import LivenessWatch
-    from support.fake_rollout_server import FakeRolloutServer
+    from support.fake_servers import FakeRolloutServer
 
     with FakeRolloutServer(1) as fake:
         fake.reply = lambda path, body: (200, {"status": "ok", "engine_silent_s": 0.1, sign: 7.5})  # type: ignore[method-assign]

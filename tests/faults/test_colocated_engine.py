@@ -1,4 +1,4 @@
-"""A real vLLM engine inside the learner, whose steps and pushes fail or lie."""
+"""A real vLLM engine inside the learner: its steps and pushes fail or lie."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ import torch
 from coordexp.engine.colocated import ColocatedBackend
 from coordexp.errors import RolloutError
 from coordexp.rollouts import SeedContext
-from support.rollout_servers import load_served, requests_of
-from support.vllm_runs import colocated
+from support.rollout_servers import colocated, load_served, requests_of
 
 SEEDS = SeedContext(1, 0, 0, 0)
 
 
 class Colocated(NamedTuple):
-    """A backend, what it is asked, and what it answers while all is well."""
+    """A backend, its requests, and its answers without a fault."""
 
     backend: ColocatedBackend
     requests: list[Any]
@@ -43,7 +42,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Colocated]:
 
 @pytest.fixture(autouse=True)
 def awake(engine: Colocated) -> Iterator[None]:
-    """Behind each fault the next step's push and rollouts are as ever."""
+    """After each fault the next step's push and rollouts work."""
     engine.backend.sync_weights(2)
     yield
     engine.backend.release()
@@ -82,7 +81,7 @@ LIES: dict[str, tuple[Callable[[list[Any]], list[Any]], str]] = {
     "answers twice": (
         lambda outputs: [*outputs, *(copy.copy(one) for one in outputs if one.finished)], "not an open request",
     ),
-    "more tokens than asked for": (changed("token_ids", lambda ids: [*ids, *[9] * 100]), "max_new_tokens is 12"),
+    "more tokens than allowed": (changed("token_ids", lambda ids: [*ids, *[9] * 100]), "max_new_tokens is 12"),
     "tokens beyond the vocabulary": (changed("token_ids", lambda ids: [*ids[:2], 10**9]), "1000000000"),
     "negative tokens": (changed("token_ids", lambda ids: [*ids[:2], -1]), "-1"),
     "no finish reason": (changed("finish_reason", None), "None"),
@@ -96,7 +95,7 @@ LIES: dict[str, tuple[Callable[[list[Any]], list[Any]], str]] = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_an_engine_that_fails_or_lies_ends_the_step_with_words(
+def test_an_engine_that_fails_or_lies_ends_the_step_with_a_named_error(
     lie: str, engine: Colocated, monkeypatch: pytest.MonkeyPatch, seen: Callable[[object], None]
 ) -> None:
     below = engine.backend.engine.vllm
@@ -116,7 +115,7 @@ PUSHES = {
 
 
 @pytest.mark.parametrize("fault", PUSHES)
-def test_a_push_that_fails_ends_the_step_with_words_and_gives_the_learner_its_memory_back(
+def test_a_failed_push_ends_the_step_and_frees_the_learners_memory(
     fault: str, engine: Colocated, monkeypatch: pytest.MonkeyPatch, seen: Callable[[object], None]
 ) -> None:
     inside = engine.backend.engine

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import random
 import re
 import shutil
 from collections.abc import Callable
@@ -16,12 +17,53 @@ import pytest
 from coordexp.errors import CheckpointError
 from coordexp.training.checkpoint import resolve_resume
 from coordexp.training.seal import SEAL, read_seal
-from faults.corrupter import DAMAGES, LOSSES, damaged_copy, flip_bit, unshared, zero_all
 from support.cli_runs import run_cli
 from support.tiny_run import run_config, train
 
 FILES = ["model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json", "config.json",
          "log_line_rank0.json", "carry_buffer_rank0.json", "tokenizer.json"]  # fmt: skip
+
+
+def changed(change: Callable[[bytes], bytes]) -> Callable[[Path], Any]:
+    return lambda path: path.write_bytes(change(path.read_bytes()))
+
+
+def flipped_bit(data: bytes, at: int) -> bytes:
+    return data[:at] + bytes([data[at] ^ 0x10]) + data[at + 1 :]
+
+
+# Damage by a bad disk, a lost page or a careless copy that keeps a file's size.
+DAMAGES: dict[str, Callable[[Path], Any]] = {
+    "one bit": changed(lambda data: flipped_bit(data, len(data) // 2)),
+    "first bit": changed(lambda data: flipped_bit(data, 0)),
+    "last bit": changed(lambda data: flipped_bit(data, len(data) - 1)),
+    "upper half zeroed": changed(lambda data: data[: len(data) // 2].ljust(len(data), b"\0")),
+    "all zeroed": changed(lambda data: bytes(len(data))),
+    "halves swapped": changed(lambda data: data[len(data) // 2 :] + data[: len(data) // 2]),
+}
+# Damage that shows in a size or in a name.
+LOSSES: dict[str, Callable[[Path], Any]] = {
+    "deleted": Path.unlink,
+    "emptied": lambda path: os.truncate(path, 0),
+    "cut in half": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "one byte more": changed(lambda data: data + b"\0"),
+    "garbage": changed(lambda data: random.Random(0).randbytes(len(data) + 1)),
+    "a folder in its place": lambda path: (path.unlink(), path.mkdir()),
+    "a link to nothing": lambda path: (path.unlink(), path.symlink_to("nowhere")),
+}
+
+
+def unshared(path: Path) -> Path:
+    """``path`` with bytes of its own: writing through a hard link would change the original too."""
+    shutil.copy2(path, path.with_name("being-damaged"))
+    path.with_name("being-damaged").replace(path)
+    return path
+
+
+def damage_file(checkpoint: Path, name: str, damage: str) -> None:
+    size = (checkpoint / name).stat().st_size
+    DAMAGES[damage](unshared(checkpoint / name))
+    assert (checkpoint / name).stat().st_size == size
 
 
 @pytest.fixture(scope="module")
@@ -37,12 +79,12 @@ def run(finished: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(finished, tmp_path / "run", copy_function=os.link))
 
 
-@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+@pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_that_changed_without_changing_its_size_is_noticed(
-    name: str, damage: Callable[[Path], None], run: Path, caplog: pytest.LogCaptureFixture
+def test_a_damaged_file_of_the_same_size_is_noticed(
+    name: str, damage: str, run: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    damaged_copy(run / "checkpoint-3", name, damage)
+    damage_file(run / "checkpoint-3", name, damage)
     with caplog.at_level(logging.WARNING, logger="coordexp"):
         assert resolve_resume(run, True) == run / "checkpoint-2"
     assert f"checkpoint-3 is damaged: {name} is not what was saved" in caplog.text
@@ -50,12 +92,10 @@ def test_a_file_that_changed_without_changing_its_size_is_noticed(
         resolve_resume(run, str(run / "checkpoint-3"))
 
 
-@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+@pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_that_is_not_all_there_is_noticed(
-    name: str, loss: Callable[[Path], None], run: Path, seen: Callable[[str], None]
-) -> None:
-    loss(unshared(run / "checkpoint-3" / name))
+def test_an_incomplete_file_is_noticed(name: str, loss: str, run: Path, seen: Callable[[str], None]) -> None:
+    LOSSES[loss](unshared(run / "checkpoint-3" / name))
     assert resolve_resume(run, True) == run / "checkpoint-2"
     with pytest.raises(CheckpointError, match=rf"checkpoint-3 .*{name}") as refused:
         resolve_resume(run, str(run / "checkpoint-3"))
@@ -91,7 +131,7 @@ SEALS: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 @pytest.mark.parametrize("change", SEALS)
-def test_a_seal_that_does_not_fit_its_files_seals_nothing(change: str, run: Path, seen: Callable[[str], None]) -> None:
+def test_a_checkpoint_with_a_wrong_seal_does_not_count(change: str, run: Path, seen: Callable[[str], None]) -> None:
     path = unshared(run / "checkpoint-3" / SEAL)
     path.write_text(json.dumps(SEALS[change](json.loads(path.read_text()))))
     assert resolve_resume(run, True) == run / "checkpoint-2"
@@ -100,56 +140,59 @@ def test_a_seal_that_does_not_fit_its_files_seals_nothing(change: str, run: Path
     seen(str(refused.value).partition("checkpoint-3 ")[2])
 
 
-@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
-def test_a_seal_that_is_not_all_there_seals_nothing(loss: Callable[[Path], None], run: Path) -> None:
-    loss(unshared(run / "checkpoint-3" / SEAL))
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_checkpoint_with_an_incomplete_seal_does_not_count(loss: str, run: Path) -> None:
+    LOSSES[loss](unshared(run / "checkpoint-3" / SEAL))
     assert resolve_resume(run, True) == run / "checkpoint-2"
 
 
-def test_two_damaged_ones_are_passed_over_by_name(run: Path, caplog: pytest.LogCaptureFixture) -> None:
-    damaged_copy(run / "checkpoint-3", "model.safetensors", flip_bit)
-    damaged_copy(run / "checkpoint-2", "optimizer.pt", zero_all)
+def test_two_damaged_checkpoints_are_skipped_by_name(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    damage_file(run / "checkpoint-3", "model.safetensors", "one bit")
+    damage_file(run / "checkpoint-2", "optimizer.pt", "all zeroed")
     with caplog.at_level(logging.WARNING, logger="coordexp"):
         assert resolve_resume(run, True) == run / "checkpoint-1"
     assert "checkpoint-3 is damaged" in caplog.text and "checkpoint-2 is damaged" in caplog.text
 
 
-def test_where_all_are_damaged_nothing_starts_anew_unasked(run: Path) -> None:
+def test_a_run_does_not_restart_when_all_checkpoints_are_damaged(run: Path) -> None:
     for step in (1, 2, 3):
-        damaged_copy(run / f"checkpoint-{step}", "model.safetensors", flip_bit)
+        damage_file(run / f"checkpoint-{step}", "model.safetensors", "one bit")
     with pytest.raises(CheckpointError, match="starting"):
         resolve_resume(run, True)
 
 
-def test_the_command_says_it_in_one_line(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    damaged_copy(run / "checkpoint-3", "optimizer.pt", flip_bit)
+def test_the_command_refuses_a_damaged_checkpoint_in_one_line(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage_file(run / "checkpoint-3", "optimizer.pt", "one bit")
     named = str(run / "checkpoint-3")
     run_config(tmp_path, 1, training__max_steps=4, training__resume_from_checkpoint=named)
     refused = run_cli(capsys, "train", tmp_path / "run.yaml")
     assert refused.code == 2 and refused.err.count("\n") == 1 and "optimizer.pt is not what was saved" in refused.err
 
 
-def test_a_seal_that_knows_sizes_only_is_taken_and_said(run: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As checkpoints were sealed before there were checksums."""
+def seal_by_size(run: Path) -> None:
+    """As before seals had checksums."""
     path = unshared(run / "checkpoint-3" / SEAL)
     seal = json.loads(path.read_text())
     seal["files"] = {name: file["bytes"] for name, file in seal["files"].items()}
     path.write_text(json.dumps(seal))
+
+
+def test_a_seal_without_checksums_is_accepted_with_a_warning(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    seal_by_size(run)
     with caplog.at_level(logging.WARNING, logger="coordexp"):
         assert resolve_resume(run, True) == run / "checkpoint-3"
     assert "sealed without checksums" in caplog.text
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name not in ("tokenizer.json", "carry_buffer_rank0.json")])
-def test_what_cannot_be_read_though_its_seal_fits_is_one_line(
+def test_an_unreadable_file_with_a_fitting_seal_is_refused_in_one_line(
     name: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Sealed by size only, or gone bad between the comparison and the reading."""
-    zero_all(unshared(run / "checkpoint-3" / name))
-    path = unshared(run / "checkpoint-3" / SEAL)
-    seal = json.loads(path.read_text())
-    seal["files"] = {name: file["bytes"] for name, file in seal["files"].items()}
-    path.write_text(json.dumps(seal))
+    damage_file(run / "checkpoint-3", name, "all zeroed")
+    seal_by_size(run)
     run_config(tmp_path, 1, training__max_steps=4, training__resume_from_checkpoint=True)
     refused = run_cli(capsys, "train", tmp_path / "run.yaml")
     assert refused.code == 2, refused.err
@@ -157,7 +200,7 @@ def test_what_cannot_be_read_though_its_seal_fits_is_one_line(
     assert refused.err.count("\nerror: ") + refused.err.startswith("error: ") == 1
 
 
-def test_a_seal_holds_every_file(run: Path) -> None:
+def test_a_seal_lists_every_file(run: Path) -> None:
     files = {path.name for path in (run / "checkpoint-3").iterdir()} - {SEAL}
     seal = read_seal(run / "checkpoint-3")
     assert set(seal.files) == files >= set(FILES) and seal.has_checksums

@@ -1,4 +1,4 @@
-"""Data that nobody annotated on purpose: named by file and line, never a traceback."""
+"""Unusable data: named by file and line, never a traceback."""
 
 from __future__ import annotations
 

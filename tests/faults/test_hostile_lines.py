@@ -1,4 +1,4 @@
-"""Lines and configurations that nobody wrote on purpose: refused by the command, with file and line, in few words."""
+"""Broken lines and configurations: refused by the command, with file and line, in few words."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LINES: dict[str, bytes] = {
     "a number": b"3",
     "null": b"null",
     "text": b'"images"',
-    "bytes that are no UTF-8": b'{"images": ["\xff.png"]}',
+    "bytes that are not UTF-8": b'{"images": ["\xff.png"]}',
     "UTF-16": json.dumps(LINE).encode("utf-16"),
     "a NUL": b"\x00" + line(),
     "two values": line() + line(),

@@ -1,4 +1,4 @@
-"""SIGKILL at any moment: started again, the run ends with the weights and figures of the run that nobody killed."""
+"""SIGKILL at any moment: started again, the run ends with the weights and logs of a run without it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from coordexp.distributed import RENDEZVOUS
 from coordexp.training.checkpoint import is_complete
-from faults.forked_runs import Death, Process, run_all
+from faults.runs import Death, run_all
 from support.tiny_run import run_config
 
-# Without the campaign: one kill of stage 1, one of two ranks, one of stage 2.
-KILLS = range(int(os.environ["COORDEXP_KILLS"])) if "COORDEXP_KILLS" in os.environ else (3, 6, 9)
+# Without the campaign: one of stage 1, one of stage 2, one of two ranks where the first seals a checkpoint.
+KILLS = range(int(os.environ["COORDEXP_KILLS"])) if "COORDEXP_KILLS" in os.environ else (3, 9, 34)
 IN_A_STEP = ("accumulate", "to", "backward", "update")
 IN_A_SAVE = ("save_checkpoint", "random_states", "has_adapter", "save_carry_buffer", "seal_checkpoint", "checksums",
              "write_atomically", "flush_file", "delete_old")  # fmt: skip
@@ -39,31 +38,17 @@ KEYS: dict[str, Any] = {
 
 
 def plan(number: int) -> tuple[int, int, Death]:
-    """Stage, processes and death of a kill: every aim in turn, each tenth in stage 2, each seventh with two ranks."""
+    """Stage, number of ranks and death: every aim in turn, each tenth in stage 2, each seventh with two ranks."""
     draw = random.Random(number)
     ranks = 2 if number % 7 == 6 else 1
     aims = ON_EVERY_RANK if ranks == 2 else (*IN_A_STEP, *IN_A_SAVE)
     aim = aims[number % len(aims)]
-    return 2 if number % 10 == 9 else 1, ranks, Death(aim, draw.randint(1, 3), draw.choice(["before", "behind"]))
+    return 2 if number % 10 == 9 else 1, ranks, Death(aim, draw.randint(1, 3), draw.choice(["before", "after"]))
 
 
-def of(number: int) -> str:
+def name_of(number: int) -> str:
     stage, ranks, death = plan(number)
     return f"SIGKILL {death}, stage {stage}, {ranks} rank{'s' * (ranks > 1)} ({number})"
-
-
-def run(folder: Path, ranks: int, death: Death = Death(), dies: int = 0) -> list[int]:  # noqa: B008
-    (folder / "store").unlink(missing_ok=True)
-    of_rank: Callable[[int], dict[str, str]] = lambda rank: (  # noqa: E731
-        {}
-        if ranks == 1
-        else {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
-              RENDEZVOUS: str(folder / "store"), "GLOO_SOCKET_IFNAME": "lo"}
-    )  # fmt: skip
-    processes = [
-        Process(folder / f"log{rank}", death if rank == dies else Death(), of_rank(rank)) for rank in range(ranks)
-    ]
-    return run_all(folder / "run.yaml", processes)
 
 
 def lines(folder: Path) -> list[dict[str, float]]:
@@ -72,80 +57,76 @@ def lines(folder: Path) -> list[dict[str, float]]:
     return [{name: value for name, value in line.items() if not name.startswith(kept)} for line in history]
 
 
+def assert_same_run(folder: Path, other: Path) -> None:
+    after, before = (load_file(one / "run" / "model.safetensors") for one in (folder, other))
+    assert after.keys() == before.keys() and all((after[name] == before[name]).all() for name in before)
+    assert lines(folder) == lines(other)
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], Path]:
-    """The run that nobody killed, by stage and number of ranks."""
+    """The run without a kill, by stage and number of ranks."""
     known: dict[tuple[int, int], Path] = {}
 
     def made(stage: int, ranks: int) -> Path:
         if (stage, ranks) not in known:
             folder = known[stage, ranks] = tmp_path_factory.mktemp("whole")
             run_config(folder, stage, **KEYS)  # type: ignore[arg-type]
-            assert run(folder, ranks) == [0] * ranks, (folder / "log0").read_text()[-3000:]
+            assert run_all(folder, ranks) == [0] * ranks, (folder / "log0").read_text()[-3000:]
         return known[stage, ranks]
 
     return made
 
 
-@pytest.mark.parametrize("number", KILLS, ids=of)
-def test_killed_and_started_again_is_never_killed(
+@pytest.mark.parametrize("number", KILLS, ids=name_of)
+def test_a_killed_run_resumes_bit_for_bit(
     number: int, whole: Callable[[int, int], Path], tmp_path: Path, seen: Callable[[str], None]
 ) -> None:
     stage, ranks, death = plan(number)
     theirs = whole(stage, ranks)
     run_config(tmp_path, stage, **KEYS)  # type: ignore[arg-type]
-    killed = run(tmp_path, ranks, death, dies=number % ranks)
+    killed = run_all(tmp_path, ranks, death, dies=number % ranks)
     # Another rank may have ended already, with one line on the process that it lost.
     assert -signal.SIGKILL in killed and set(killed) <= {-signal.SIGKILL, 2}, (tmp_path / "log0").read_text()[-3000:]
     left = sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*"))
-    assert run(tmp_path, ranks) == [0] * ranks, (tmp_path / "log0").read_text()[-3000:]
-    after, before = (load_file(folder / "run" / "model.safetensors") for folder in (tmp_path, theirs))
-    assert after.keys() == before.keys() and all((after[name] == before[name]).all() for name in before)
-    assert lines(tmp_path) == lines(theirs)
+    assert run_all(tmp_path, ranks) == [0] * ranks, (tmp_path / "log0").read_text()[-3000:]
+    assert_same_run(tmp_path, theirs)
     seen(f"resumed bit-equal; the kill left {', '.join(left) or 'nothing'}")
 
 
-@pytest.mark.campaign
-@pytest.mark.parametrize("aim", ["to", "backward"])
-def test_an_error_on_one_rank_of_two_saves_and_the_resumed_run_is_the_run_without_it(
-    aim: str, tmp_path: Path, seen: Callable[[str], None]
-) -> None:
-    """In the first micro-step of step 3, whose backward exchanges nothing yet."""
-    keys = KEYS | {"training__gradient_accumulation_steps": 2, "training__save_strategy": "no"}
-    for name in ("whole", "failed"):
-        run_config(tmp_path / name, 1, **keys)
-    assert run(tmp_path / "whole", 2) == [0, 0]
-    death = Death(aim, 5, "before", "no memory is left")
-    statuses = run(tmp_path / "failed", 2, death, dies=1)
-    said = [(tmp_path / "failed" / f"log{rank}").read_text() for rank in (0, 1)]
-    assert all(status > 0 for status in statuses), said
-    assert all("rank 1, step 3: no memory is left" in one or "no memory is left" in one for one in said), said
-    assert is_complete(tmp_path / "failed" / "run" / "checkpoint-2"), said[0][-3000:]
-    assert run(tmp_path / "failed", 2) == [0, 0]
-    after, before = (load_file(tmp_path / name / "run" / "model.safetensors") for name in ("failed", "whole"))
-    assert all((after[name] == before[name]).all() for name in before)
-    seen("both ranks ended with rank 1's words, checkpoint-2 saved, resumed bit-equal")
+# In a step of two micro-steps, the second of which exchanges gradients: the failing function, its call, the rank.
+ERRORS = {
+    "forward of the first micro-step": ("to", 5, 1),
+    "backward of the first micro-step": ("backward", 5, 1),
+    "the exchange of gradients, rank 0": ("backward", 6, 0),
+    "the exchange of gradients, rank 1": ("backward", 6, 1),
+}
 
 
-@pytest.mark.campaign
-@pytest.mark.parametrize("failing", [0, 1])
-def test_an_error_where_gradients_are_exchanged_ends_both_ranks_and_the_periodic_checkpoint_counts(
-    failing: int, tmp_path: Path, seen: Callable[[str], None]
+@pytest.mark.parametrize(
+    "where", [pytest.param(one, marks=() if "forward" in one else pytest.mark.campaign) for one in ERRORS]
+)
+def test_an_error_on_one_rank_of_two_ends_both_and_the_resumed_run_is_the_same(
+    where: str, tmp_path: Path, seen: Callable[[str], None]
 ) -> None:
-    """In the last micro-step of step 3: the other rank waits for gradients that never come, for ``ddp_timeout``."""
-    keys = KEYS | {"training__gradient_accumulation_steps": 2, "training__ddp_timeout": 8}
+    """In step 3. While gradients are exchanged, the other rank waits for ``ddp_timeout`` and the periodic checkpoint
+    counts; before, both ranks save."""
+    aim, call, failing = ERRORS[where]
+    exchanging = "exchange" in where
+    keys = KEYS | {"training__gradient_accumulation_steps": 2}
+    keys |= {"training__ddp_timeout": 8} if exchanging else {"training__save_strategy": "no"}
     for name in ("whole", "failed"):
         run_config(tmp_path / name, 1, **keys)
-    assert run(tmp_path / "whole", 2) == [0, 0]
-    death = Death("backward", 6, "before", "no memory is left")
+    failed = tmp_path / "failed"
+    assert run_all(tmp_path / "whole", 2) == [0, 0]
     begun = time.monotonic()
-    statuses = run(tmp_path / "failed", 2, death, dies=failing)
+    statuses = run_all(failed, 2, Death(aim, call, "before", "no memory is left"), dies=failing)
     waited = time.monotonic() - begun
-    said = [(tmp_path / "failed" / f"log{rank}").read_text() for rank in (0, 1)]
+    said = [(failed / f"log{rank}").read_text() for rank in (0, 1)]
     assert all(status > 0 for status in statuses), said
-    assert "no memory is left" in said[failing] and "another process of this run ended" in said[1 - failing], said
-    assert is_complete(tmp_path / "failed" / "run" / "checkpoint-2"), said[0][-3000:]
-    assert run(tmp_path / "failed", 2) == [0, 0]
-    after, before = (load_file(tmp_path / name / "run" / "model.safetensors") for name in ("failed", "whole"))
-    assert all((after[name] == before[name]).all() for name in before)
+    assert "no memory is left" in said[failing], said
+    assert ("another process of this run ended" if exchanging else "no memory is left") in said[1 - failing], said
+    assert is_complete(failed / "run" / "checkpoint-2"), said[0][-3000:]
+    assert run_all(failed, 2) == [0, 0]
+    assert_same_run(failed, tmp_path / "whole")
     seen(f"both ranks ended within {waited:.0f} s of the start, resumed bit-equal from checkpoint-2")

@@ -18,8 +18,8 @@ from support.rollout_servers import RunningServer, load_served, payload, request
 
 MINUTES = float(os.environ.get("COORDEXP_LONG_LIFE_MINUTES", "4"))
 CALLS_A_PUSH = 10
-# A server of a tiny model answers as many calls in an hour as one of a large model in days. What is left over from each
-# call would add up; what allocators keep once does not.
+# A server of a tiny model answers as many calls in an hour as one of a large model in days. Leftovers of each call
+# would add up; memory that allocators keep once does not.
 GROWTH_A_CALL = 16 << 10
 KEPT_ONCE = 24 << 20
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.campaign
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a server's processes hold together, the engine's included."""
+    """Resources of all processes of a server, the engine included."""
 
     calls: int
     memory: int
@@ -53,9 +53,7 @@ def held(server: RunningServer, calls: int) -> Held:
     )
 
 
-def test_calls_and_pushes_without_end_leave_nothing_behind(
-    server: RunningServer, seen: Callable[[object], None]
-) -> None:
+def test_many_calls_and_pushes_leak_nothing(server: RunningServer, seen: Callable[[object], None]) -> None:
     """Answers, pushes, and requests that are refused; the first third is for caches and allocators to settle."""
     learner, client = load_served(), server.client()
     requests = requests_of(learner, 6)

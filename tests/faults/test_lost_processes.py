@@ -18,7 +18,7 @@ from coordexp.config import load_config
 from coordexp.distributed import RENDEZVOUS
 from coordexp.launch.plan import plan_launch
 from coordexp.training.checkpoint import is_complete
-from faults.two_ranks import ended, strike, two_ranks
+from faults.runs import ended, strike, two_ranks
 from support.rollout_servers import descendants
 from support.tiny_run import run_config
 
@@ -27,7 +27,7 @@ TIMEOUT_S = 6
 
 @pytest.fixture
 def ranks(tmp_path: Path) -> Iterator[list[BaseProcess]]:
-    """Two ranks behind their third step."""
+    """Two ranks after their third step."""
     run_config(tmp_path, 1, training__max_steps=4000, training__ddp_timeout=TIMEOUT_S,
                training__save_strategy="steps", training__save_steps=2)  # fmt: skip
     with two_ranks(tmp_path / "run.yaml", 4) as started:
@@ -50,14 +50,14 @@ def test_a_rank_that_stops_or_dies_ends_the_other_with_one_line(
     assert is_complete(tmp_path / "run" / "checkpoint-2")
 
 
-def test_both_ranks_save_and_end_when_one_is_asked(ranks: list[BaseProcess], tmp_path: Path) -> None:
+def test_a_signal_to_one_rank_saves_and_ends_both(ranks: list[BaseProcess], tmp_path: Path) -> None:
     strike(ranks[1], signal.SIGTERM)
     assert ended(ranks, 120) == [143, 143], (tmp_path / "err0").read_text()
     said = re.search(r"stopped by SIGTERM after step (\d+)", (tmp_path / "err0").read_text())
     assert said is not None and is_complete(tmp_path / "run" / f"checkpoint-{said[1]}")
 
 
-def test_a_launched_learner_listens_on_no_network(tmp_path: Path) -> None:
+def test_a_launched_learner_listens_on_loopback_alone(tmp_path: Path) -> None:
     """torchrun as ``coordexp launch`` starts it, with two processes."""
     keys: dict[str, Any] = {"training__max_steps": 4000}
     run_config(tmp_path, 1, **keys)

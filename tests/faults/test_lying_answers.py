@@ -1,4 +1,4 @@
-"""Servers whose answers are not what was asked for: one real backend, one server, a lie for each row."""
+"""Servers with wrong answers: one real backend, one server, a lie for each row."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from coordexp.engine.server_backend import ServerBackend
 from coordexp.errors import CoordExpError
 from coordexp.rollouts import RolloutRound, SeedContext
-from support.fake_rollout_server import FakeRolloutServer
+from support.fake_servers import FakeRolloutServer
 from unit.engine.test_server_window import backend_of, requests_
 
 OURS = {"server": "coordexp serve", "engine_silent_s": 0.0, "workers": []}
@@ -45,7 +45,7 @@ def backend(fake: FakeRolloutServer) -> Iterator[ServerBackend]:
 
 
 def at(path: str, value: Any) -> Callable[[list[Any]], Any]:
-    """The honest answers, but for what stands at ``path`` of the second; ``...`` takes it away."""
+    """The honest answers with another value at ``path`` of the second; ``...`` removes it."""
 
     def lie(answers: list[Any]) -> Any:
         here: Any = answers[1]
@@ -99,7 +99,7 @@ LIES: dict[str, Callable[[list[Any]], Any]] = {
     "negative tokens": at(TOKENS, [-1]),
     "tokens beyond the vocabulary": at(TOKENS, [10**9]),
     "tokens beyond any integer": at(TOKENS, [10**30]),
-    "more tokens than asked for": at(TOKENS, [9] * 5),
+    "more tokens than allowed": at(TOKENS, [9] * 5),
     "480 tokens": at(TOKENS, [9] * 480),
     "tokens nested": at(TOKENS, [[9]]),
     "no finish reason": at(FINISH, ...),
@@ -119,13 +119,13 @@ def ask(backend: ServerBackend) -> list[Any]:
     return list(backend.generate_window([RolloutRound(requests_(3), SeedContext(0, 0, 0, 0))]))
 
 
-def test_honest_answers_are_taken(fake: FakeRolloutServer, backend: ServerBackend) -> None:
+def test_correct_answers_are_accepted(fake: FakeRolloutServer, backend: ServerBackend) -> None:
     fake.infer = lambda body: (200, honest(body))
     assert [one.rollout.response_token_ids for one in ask(backend)] == [(9, 9)] * 3
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_an_answer_that_is_none_ends_the_step_with_its_server_named(
+def test_a_wrong_answer_ends_the_step_and_names_the_server(
     lie: str, fake: FakeRolloutServer, backend: ServerBackend, seen: Callable[[object], None]
 ) -> None:
     fake.infer = lambda body: (200, LIES[lie](honest(body)))
@@ -136,7 +136,7 @@ def test_an_answer_that_is_none_ends_the_step_with_its_server_named(
 
 
 @pytest.mark.parametrize("status", STATUSES)
-def test_an_answer_by_status_ends_the_step_too(
+def test_an_error_status_ends_the_step(
     status: int, fake: FakeRolloutServer, backend: ServerBackend, seen: Callable[[object], None]
 ) -> None:
     """A redirection is not followed: it could lead anywhere."""

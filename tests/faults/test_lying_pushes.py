@@ -1,4 +1,4 @@
-"""Servers that lie about the weights they hold, or hold those of another model: the push ends with words on it."""
+"""Servers that report other weights than they hold, or hold another model's: the push ends with a named error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from coordexp.config.rollout import SyncConfig
 from coordexp.engine.push import ServerPusher
 from coordexp.errors import CoordExpError, RolloutError
-from support.fake_push_server import FakePushServer
+from support.fake_servers import FakePushServer
 from support.fused_model import FakeWeights
 
 COMMIT = "/process_weights_after_loading/"
@@ -55,7 +55,7 @@ COMMITS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("lie", COMMITS)
-def test_a_push_that_is_not_reported_as_it_was_made_is_no_push(lie: str, seen: Callable[[object], None]) -> None:
+def test_a_push_with_a_wrong_report_fails(lie: str, seen: Callable[[object], None]) -> None:
     with pushing(FakeWeights(), {COMMIT: COMMITS[lie]}) as (sync, _), pytest.raises(RolloutError) as refused:
         sync.push(1)
     assert "127.0.0.1" in str(refused.value) and len(str(refused.value)) < 1500
@@ -73,7 +73,7 @@ def test_a_push_that_is_not_reported_as_it_was_made_is_no_push(lie: str, seen: C
     ],
     ids=["wider", "a longer norm", "more tokens than rows", "a shorter bias", "one weight more"],
 )
-def test_weights_of_another_model_are_refused_with_words(
+def test_weights_of_another_model_are_refused_by_name(
     name: str, shape: tuple[int, ...], seen: Callable[[object], None]
 ) -> None:
     source = FakeWeights()
@@ -87,7 +87,7 @@ def test_weights_of_another_model_are_refused_with_words(
     seen(said)
 
 
-def test_a_server_that_was_restarted_between_steps_gets_the_weights_again(seen: Callable[[object], None]) -> None:
+def test_a_server_restarted_between_steps_gets_all_weights(seen: Callable[[object], None]) -> None:
     """The new one has the weights on disk, and no group: the next push builds one and brings all."""
     source, first = FakeWeights(), FakePushServer()
     sync = ServerPusher([first.client()], source, SyncConfig(bucket_mb=1, timeout_s=10.0))

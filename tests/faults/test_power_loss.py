@@ -1,8 +1,8 @@
-"""A power loss between any two waits for the disk: what is left is a whole checkpoint, or none that counts.
+"""A power loss between any two waits for the disk leaves a whole checkpoint, or none that counts.
 
 The disk is simulated: of every file it holds what ``fsync`` was called for, and of every folder the names that were
 there at its last ``fsync``; nothing else survives. In the second kind of disk all names survive at once (its journal
-was written early), and the bytes that nobody waited for are zeros.
+was written early), and bytes without an ``fsync`` are zeros.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from support.tiny_run import run_config, train
 
 @dataclass
 class Disk:
-    """What survives a power loss behind each ``fsync`` below ``root``."""
+    """The files that survive a power loss after each ``fsync`` below ``root``."""
 
     root: Path
     held: dict[int, bytes] = field(default_factory=dict)  # content by file
@@ -42,7 +42,7 @@ class Disk:
         self.losses.append((dict(self.held), {folder: dict(names) for folder, names in self.names.items()}, there))
 
     def left(self, number: int, into: Path, all_names: bool) -> Path:
-        """What a machine finds that is started again after loss ``number``."""
+        """The files that a machine finds after loss ``number``."""
         held, names, there = self.losses[number]
         files = (
             {path: held.get(inode, b"").ljust(size, b"\0")[:size] for path, (inode, size) in there.items()}
@@ -73,9 +73,9 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Disk]:
     yield made
 
 
-@pytest.mark.parametrize("all_names", [False, True], ids=["names not waited for are lost", "names come first"])
+@pytest.mark.parametrize("all_names", [False, True], ids=["names without a flush are lost", "names survive first"])
 @pytest.mark.parametrize("part", range(6), ids=lambda part: f"losses {part} of 6")
-def test_what_a_power_loss_leaves_is_whole_or_does_not_count(
+def test_a_power_loss_leaves_a_whole_checkpoint_or_none(
     part: int, all_names: bool, disk: Disk, tmp_path: Path, seen: Callable[[str], None]
 ) -> None:
     taken: list[str] = []
@@ -97,8 +97,8 @@ def test_the_last_checkpoint_survives_once_its_save_has_returned(disk: Disk, tmp
     assert resolve_resume(left, True) == left / "checkpoint-3"
 
 
-def test_a_seal_ahead_of_its_files_would_be_noticed_here(disk: Disk, tmp_path: Path) -> None:
-    """That this disk loses what nobody waited for: without the weights' flush, the sealed folder is damaged."""
+def test_a_seal_written_before_its_files_would_be_noticed(disk: Disk, tmp_path: Path) -> None:
+    """The simulated disk loses bytes without an ``fsync``: without the weights' flush, the sealed folder is damaged."""
     held, names, there = disk.losses[-1]
     weights = (disk.root / "checkpoint-3" / "model.safetensors").stat().st_ino
     disk.losses.append(({inode: data for inode, data in held.items() if inode != weights}, names, there))

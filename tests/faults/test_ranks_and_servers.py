@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 
 from coordexp.training.checkpoint import is_complete
-from faults.two_ranks import ended, strike, two_ranks
-from support.rollout_servers import RunningServer, server_config, serving
-from support.vllm_runs import server_keys, vllm_config
+from faults.runs import ended, strike, two_ranks
+from support.rollout_servers import RunningServer, server_config, server_keys, serving, vllm_config
 
 SERVER_S, RANK_S = 6, 12
-SAVING_S = 40.0  # what a busy machine takes to save, and to end two interpreters; the table has what was seen
+SAVING_S = 40.0  # for a busy machine to save and to end two interpreters; the table has the measured time
 
 pytestmark = pytest.mark.campaign
 
@@ -51,7 +50,7 @@ def pids_of(running: RunningServer, whose: str) -> list[int]:
 
 
 @pytest.mark.parametrize("whose", ["the process that answers", "the engine"])
-def test_a_server_that_stops_ends_both_ranks_with_one_message_and_what_was_learned_is_saved(
+def test_a_server_that_stops_ends_both_ranks_with_a_checkpoint(
     whose: str, server: tuple[dict[str, Any], RunningServer], run: Path, seen: Callable[[object], None]
 ) -> None:
     _, running = server
@@ -78,7 +77,7 @@ def test_a_server_that_stops_ends_both_ranks_with_one_message_and_what_was_learn
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_rank_that_stops_or_dies_ends_the_other_and_the_server_serves_the_next(
+def test_a_lost_rank_ends_the_other_and_the_server_serves_the_next_run(
     lost: int,
     number: signal.Signals,
     server: tuple[dict[str, Any], RunningServer],

@@ -1,4 +1,4 @@
-"""Real servers, ``coordexp serve`` and ``swift rollout``, behind a proxy that breaks and exchanges what passes it."""
+"""Real servers, ``coordexp serve`` and ``swift rollout``, with a proxy that breaks requests and answers."""
 
 from __future__ import annotations
 
@@ -12,17 +12,14 @@ import pytest
 from coordexp.engine.server_backend import ServerBackend
 from coordexp.errors import CoordExpError
 from coordexp.rollouts import SeedContext
-from support.lying_proxy import ANSWERS, BEFORE, BEHIND, STALE, LyingProxy, lying_proxy
-from support.plain_server import PlainServer
-from support.rollout_servers import server_config
-from support.swift_servers import swift_rollout
-from support.vllm_runs import server_keys, vllm_config
+from support.lying_proxy import AFTER, ANSWERS, BEFORE, STALE, LyingProxy, lying_proxy
+from support.rollout_servers import PlainServer, server_config, server_keys, swift_rollout, vllm_config
 
 DEADLINE_S = 3.0
 COMMIT = "/process_weights_after_loading/"
 
 
-class Behind(NamedTuple):
+class Proxied(NamedTuple):
     """A learner's backend, the proxy through which it reaches its server, and what it asks."""
 
     backend: ServerBackend
@@ -43,7 +40,7 @@ class Behind(NamedTuple):
 @pytest.fixture(scope="module", params=["coordexp serve", pytest.param("swift rollout", marks=pytest.mark.campaign)])
 def behind(
     request: pytest.FixtureRequest, plain_server: PlainServer, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Behind]:
+) -> Iterator[Proxied]:
     from rich.console import Console
 
     from coordexp.training.run import build_trainer, check_run
@@ -71,13 +68,13 @@ def behind(
         requests = [sample.request for sample in samples if sample.record.width >= 64][:3]
         backend = trainer.backend
         assert isinstance(backend, ServerBackend)
-        yield Behind(backend, proxy, requests, [0])
+        yield Proxied(backend, proxy, requests, [0])
         backend.close()
 
 
 @pytest.fixture(autouse=True)
-def healed(behind: Behind) -> Iterator[list[tuple[int, ...]]]:
-    """Before and behind each fault the server answers, and alike: the weights are the same."""
+def healed(behind: Proxied) -> Iterator[list[tuple[int, ...]]]:
+    """Before and after each fault the server gives the same answers: the weights are the same."""
     behind.push()
     before = behind.ask()
     yield before
@@ -87,7 +84,7 @@ def healed(behind: Behind) -> Iterator[list[tuple[int, ...]]]:
 
 
 def refused(act: Callable[[], Any], seen: Callable[[object], None]) -> str:
-    """What the learner says, within its deadline and two seconds."""
+    """The learner's error, raised within its deadline and two seconds."""
     begun = time.monotonic()
     with pytest.raises(CoordExpError) as error:
         act()
@@ -96,27 +93,26 @@ def refused(act: Callable[[], Any], seen: Callable[[object], None]) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("behaviour", [*BEFORE, *BEHIND, *ANSWERS])
-def test_rollouts_that_do_not_pass_unharmed_end_the_step(
-    behaviour: str, behind: Behind, seen: Callable[[object], None]
+@pytest.mark.parametrize("behaviour", [*BEFORE, *AFTER, *ANSWERS])
+def test_a_broken_rollout_request_ends_the_step(
+    behaviour: str, behind: Proxied, seen: Callable[[object], None]
 ) -> None:
     behind.proxy.misbehave("/infer/", behaviour)
     assert behind.proxy.url in refused(behind.ask, seen)
 
 
-def test_an_answer_of_the_weights_before_is_refused(behind: Behind, seen: Callable[[object], None]) -> None:
+def test_an_answer_of_the_weights_before_is_refused(behind: Proxied, seen: Callable[[object], None]) -> None:
     behind.push()
     behind.proxy.misbehave("/infer/", STALE)
     assert "the answer comes from weights of" in refused(behind.ask, seen)
 
 
 @pytest.mark.parametrize("path", ["/update_flattened_params/", COMMIT])
-@pytest.mark.parametrize("behaviour", [*BEFORE, *BEHIND])
-def test_a_push_that_does_not_pass_unharmed_ends_the_step(
-    behaviour: str, path: str, behind: Behind, seen: Callable[[object], None]
+@pytest.mark.parametrize("behaviour", [*BEFORE, *AFTER])
+def test_a_broken_push_ends_the_step(
+    behaviour: str, path: str, behind: Proxied, seen: Callable[[object], None]
 ) -> None:
-    """The weights themselves pass beside the proxy; what is asked of the server afterwards is refused until the next
-    push."""
+    """The weights themselves do not pass through the proxy; until the next push, requests to the server are refused."""
     behind.proxy.misbehave(path, behaviour)
     assert "http" in refused(behind.push, seen)
     behind.proxy.heal()

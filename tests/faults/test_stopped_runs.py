@@ -1,4 +1,4 @@
-"""A run that is asked to end, or that fails in a step, leaves what it learned, and goes on as if nothing had been."""
+"""A run that is stopped or fails in a step saves a checkpoint, and resumes as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from coordexp.training.checkpoint import is_complete
 from coordexp.training.process_group import LOCK, only_run_in
 from coordexp.training.run import run_training
 from coordexp.training.stopping import StopSignals
-from faults.forked_runs import DEADLINE_S, train_slowly
+from faults.runs import DEADLINE_S, train_slowly
 from support.cli_runs import run_cli
 from support.forked import Handle, forked
 from support.tiny_run import figures, run_config, same_weights, train, weights
@@ -55,12 +55,12 @@ def in_forward(monkeypatch: pytest.MonkeyPatch, number: int, act: Callable[[], N
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The run that nothing stopped."""
+    """The run without a stop."""
     return train(run_config(tmp_path_factory.mktemp("whole"), 1, **KEYS, training__save_strategy="epoch"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-def test_a_signal_ends_the_run_behind_its_step_with_everything_saved(
+def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(
     number: signal.Signals, whole: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
     in_forward(monkeypatch, 3, lambda: signal.raise_signal(number))
@@ -104,7 +104,7 @@ def test_a_signal_during_an_evaluation_does_not_wait_for_its_end(
 
 def test_a_second_ctrl_c_ends_at_once(capfd: pytest.CaptureFixture) -> None:
     with pytest.raises(KeyboardInterrupt), StopSignals(60.0, lambda: "Saved is this much") as signals:
-        signal.raise_signal(signal.SIGUSR1)  # a batch system's warning, and what it sends behind it
+        signal.raise_signal(signal.SIGUSR1)  # a batch system's warning, and the signal after it
         signal.raise_signal(signal.SIGINT)
         assert signals.asked == signal.SIGINT
         signal.raise_signal(signal.SIGINT)
@@ -113,7 +113,7 @@ def test_a_second_ctrl_c_ends_at_once(capfd: pytest.CaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_an_error_inside_a_step_leaves_a_checkpoint_from_which_the_run_is_the_same(
+def test_after_an_error_inside_a_step_the_resumed_run_is_the_same(
     where: str, whole: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the second micro-step of step 3: the first has taken rows from the buffer, and added to the log line."""
@@ -136,9 +136,7 @@ def test_an_error_inside_a_step_leaves_a_checkpoint_from_which_the_run_is_the_sa
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_weights_that_are_nan_are_called_so_and_not_saved(
-    stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nan_weights_are_named_and_not_saved(stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sampling from NaN is an error of a library, which says nothing of training."""
 
     class Spoil(TrainerCallback):
@@ -153,7 +151,7 @@ def test_weights_that_are_nan_are_called_so_and_not_saved(
 
 
 def test_a_second_run_into_one_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The first is another process, and it is killed: what it leaves refuses nobody."""
+    """The first is another process, and it is killed: the lock that it leaves does not count."""
     run_config(tmp_path, 1)
     hold = "import sys, pathlib; from coordexp.training.process_group import only_run_in\n" \
            "with only_run_in(pathlib.Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"  # fmt: skip
@@ -168,7 +166,7 @@ def test_a_second_run_into_one_folder_is_refused(tmp_path: Path, capsys: pytest.
         assert json.loads((tmp_path / "run" / LOCK).read_text())["pid"] == os.getpid()
 
 
-def test_the_lock_is_let_go_of(tmp_path: Path) -> None:
+def test_the_lock_is_released_after_an_error(tmp_path: Path) -> None:
     for _ in range(2):
         with pytest.raises(ConfigError, match="from within"), only_run_in(tmp_path):
             raise ConfigError("from within")
@@ -197,7 +195,7 @@ def test_ctrl_c_in_a_terminal_saves(tmp_path: Path) -> None:
     assert load_file(tmp_path / "run" / "checkpoint-2" / "model.safetensors")
 
 
-def test_a_step_that_hangs_is_given_up_at_the_deadline_and_at_a_second_signal(tmp_path: Path) -> None:
+def test_a_hanging_step_ends_at_the_deadline_or_a_second_signal(tmp_path: Path) -> None:
     hangs = start(tmp_path, 1.0, training__stop_within_s=1.0, training__gradient_accumulation_steps=40)
     os.kill(hangs.pid, signal.SIGTERM)
     code, err = hangs.wait(60), (tmp_path / "err").read_text()

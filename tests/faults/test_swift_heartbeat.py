@@ -1,4 +1,4 @@
-"""``swift rollout`` with our plugin: a worker that hangs while it decodes shows behind a process that answers."""
+"""``swift rollout`` with our plugin: a worker that hangs is noticed though the HTTP process answers."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def page(monkeypatch: pytest.MonkeyPatch) -> SharedHeartbeat:
     return SharedHeartbeat.create(2)
 
 
-def test_the_silence_of_a_worker_that_has_something_to_answer_grows(page: SharedHeartbeat) -> None:
-    """The worker is another process, which waits behind its tenth step."""
+def test_a_busy_worker_without_steps_is_silent(page: SharedHeartbeat) -> None:
+    """The worker is another process, which waits after its tenth step."""
     path = Path(os.environ[VARIABLE])
     worker = subprocess.Popen([sys.executable, "-c", WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert worker.stdout is not None
@@ -51,12 +51,12 @@ def test_the_silence_of_a_worker_that_has_something_to_answer_grows(page: Shared
     worker.communicate()
 
 
-def test_a_call_that_has_just_begun_is_no_silence(page: SharedHeartbeat) -> None:
+def test_a_call_that_has_just_begun_is_not_silence(page: SharedHeartbeat) -> None:
     assert page.silent_s({0: time.monotonic()}) < 1.0
     page.forget_name()
 
 
-def test_without_a_page_an_engine_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_page_an_engine_is_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     step = object()
     assert with_heartbeat(step, 0) is step  # type: ignore[arg-type]
@@ -91,10 +91,10 @@ def test_probes_are_answered_between_requests_that_come_one_at_a_time() -> None:
     assert asyncio.run(ask()) == ([1, 1, 1], 1)
 
 
-def test_a_learner_gives_up_on_a_hung_worker_of_a_server_that_tells(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And goes on waiting for one that does not, as ms-swift without our plugin."""
+def test_a_learner_gives_up_on_a_hung_worker_with_a_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And waits for a server without a heartbeat, as ms-swift without our plugin."""
     from coordexp.rollouts import RolloutRound, SeedContext
-    from support.fake_rollout_server import FakeRolloutServer
+    from support.fake_servers import FakeRolloutServer
     from unit.engine.test_server_window import backend_of, requests_
 
     monkeypatch.setattr("coordexp.engine.server_backend.WATCH_S", 0.1)

@@ -100,7 +100,7 @@ def test_a_packed_row_equals_separate_forwards(kernel: str) -> None:
 
 @pytest.mark.parametrize("name", ["packed", "varlen"])
 def test_layers_never_wait_for_the_device(name: str) -> None:
-    """Lengths are Python numbers; what kernels want of them on the device is made before the first layer is through."""
+    """Lengths are Python numbers; tensors that kernels need of them are made in the first layer."""
     if not runs(name):
         pytest.skip(f"{name} does not run on this machine")
     (q, k, v), segments = rows(torch.bfloat16), Segments(LENGTHS)

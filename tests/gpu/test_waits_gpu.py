@@ -9,29 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from coordexp.config.objective import PipelineConfig
 from coordexp.modeling.inputs import ON_HOST, image_arguments, to_device
 from coordexp.objective import RowObjective, RowTensors, build_pipeline
 from coordexp.objective import head as head_module
 from coordexp.records import PackedRow
 from coordexp.targets import count_terms
 from coordexp.training.rows import DeviceMetrics, PrefetchedRows, RowBuilder
+from support.objective_rows import EVERYTHING, config
 from support.tiny_run import gt_segments, load_tiny, row_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-
-PIPELINE = {
-    "objective": [
-        {"name": "token_ce", "enabled": True, "weight": 1.0, "channels": ["B"],
-         "config": {"struct_ce_weight": 1.0, "desc_ce_weight": 1.0, "rollout_fn_desc_weight": 1.0}},
-        {"name": "coord_reg", "enabled": True, "weight": 1.0, "channels": ["B"],
-         "config": {"coord_ce_weight": 1.0, "soft_ce_weight": 1.0, "w1_weight": 1.0, "coord_gate_weight": 1.0,
-                    "text_gate_weight": 1.0, "temperature": 0.7, "target_sigma": 2.0, "target_truncate": 8.0}},
-        {"name": "bbox_geo", "enabled": True, "weight": 1.0, "channels": ["B"],
-         "config": {"smoothl1_weight": 1.0, "ciou_weight": 1.0}},
-    ],
-    "diagnostics": [{"name": "coord_diag", "enabled": True, "weight": 1.0, "channels": ["B"], "config": {}}],
-}  # fmt: skip
 
 
 @contextmanager
@@ -45,7 +32,7 @@ def no_waits(mode: str = "error") -> Iterator[None]:
 
 
 def objective_of(loaded: Any) -> RowObjective:
-    return RowObjective(build_pipeline(PipelineConfig.model_validate(PIPELINE)), tuple(loaded.vocab.coord_token_ids))
+    return RowObjective(build_pipeline(config(**EVERYTHING)), tuple(loaded.vocab.coord_token_ids))
 
 
 def builder(loaded: Any) -> Callable[[PackedRow], RowTensors]:
@@ -84,7 +71,7 @@ def test_an_objective_looks_at_the_device_once_a_row(scattered: bool, monkeypatc
         metrics.add(result.terms, scores, row.queries)
         result.loss.backward()
 
-    row()  # what is made once is made here
+    row()  # creates everything that is created once
     looks.clear()
     with no_waits():
         row()
@@ -109,7 +96,7 @@ def test_the_vision_tower_never_waits() -> None:
             [*given.pooler_output, *(one for parts in given.deepstack_features for one in parts)]
         ).sum().backward()
 
-    features()  # what is made once is made here
+    features()  # creates everything that is created once
     with no_waits():
         features()
         features()

@@ -6,20 +6,17 @@ import logging
 
 import httpx
 import pytest
-import torch
 
-from coordexp.config.rollout import SyncConfig
 from coordexp.engine.client import ServerClient
-from coordexp.engine.push import ServerPusher
 from coordexp.errors import RolloutError
 from coordexp.modeling.load import LoadedModel
-from coordexp.modeling.weights import LearnerWeights
 from support import tuned_models
-from support.plain_server import PlainServer
 from support.rollout_servers import (
+    PlainServer,
     RunningServer,
     greedy_tokens,
     openai_payload,
+    pushing,
     requests_of,
     served_checkpoint,
     served_tokens,
@@ -30,7 +27,7 @@ LLM_ONLY = {"freeze_vit": True, "freeze_aligner": True}
 
 @pytest.fixture(scope="module")
 def server(plain_server: PlainServer) -> RunningServer:
-    """Nobody has pushed full weights to it: this file is the first on it."""
+    """It has had no push of full weights: this file is the first on it."""
     return plain_server.get().running
 
 
@@ -38,25 +35,17 @@ def learner_of(**tuner: bool) -> LoadedModel:
     return tuned_models.tuned(tuned_models.lora(**tuner), checkpoint=served_checkpoint())
 
 
-def adapter_sync(client: ServerClient, learner: LoadedModel, fallback_to_full: bool = True) -> ServerPusher:
-    config = SyncConfig(mode="adapter", fallback_to_full=fallback_to_full, bucket_mb=1, timeout_s=30.0)
-    return ServerPusher([client], LearnerWeights(learner.model), config)
-
-
 # The order matters here: on a server that has once received full weights, adapters no longer fit.
 @pytest.mark.parametrize("rows", [False, True], ids=["lora", "lora and coordinate rows"])
-def test_an_adapter_alone_makes_the_servers_answers_the_learners(
-    server: RunningServer, client: ServerClient, rows: bool
-) -> None:
+def test_an_adapter_push_gives_the_learners_answers(server: RunningServer, client: ServerClient, rows: bool) -> None:
     learner = learner_of(train_coord_rows=rows, **LLM_ONLY)
     requests = requests_of(learner, 3)
-    sync = adapter_sync(client, learner, fallback_to_full=False)
-    first = sync.push(1)
-    old_answers = greedy_tokens(learner, requests)
-    assert served_tokens(client, requests) == old_answers
-    tuned_models.randomise(learner.model, 8)  # the same adapter after another step, for the same prompts
-    second = sync.push(2)
-    sync.close()
+    with pushing(client, learner, mode="adapter", fallback_to_full=False) as sync:
+        first = sync.push(1)
+        old_answers = greedy_tokens(learner, requests)
+        assert served_tokens(client, requests) == old_answers
+        tuned_models.randomise(learner.model, 8)  # the same adapter after another step, for the same prompts
+        second = sync.push(2)
     new_answers = greedy_tokens(learner, requests)
     assert new_answers != old_answers
     assert served_tokens(client, requests) == new_answers
@@ -71,10 +60,12 @@ def test_an_adapter_alone_makes_the_servers_answers_the_learners(
 
 
 def test_without_fallback_an_adapter_that_vllm_would_ignore_is_an_error(client: ServerClient) -> None:
-    sync = adapter_sync(client, learner_of(train_coord_rows=False), fallback_to_full=False)
-    with pytest.raises(RolloutError, match=r"vision tower.*sync\.mode: full"):
+    learner = learner_of(train_coord_rows=False)
+    with (
+        pushing(client, learner, mode="adapter", fallback_to_full=False) as sync,
+        pytest.raises(RolloutError, match=r"vision tower.*sync\.mode: full"),
+    ):
         sync.push(3)
-    sync.close()
 
 
 @pytest.mark.scenario("Adapter sync can fall back to full sync")
@@ -90,29 +81,27 @@ def test_a_failed_adapter_push_becomes_full_for_good(
 ) -> None:
     learner = learner_of(**tuner)
     requests = requests_of(learner, 2)
-    sync = adapter_sync(client, learner)
-    with caplog.at_level(logging.WARNING):
-        first = sync.push(4)
-    assert (first.mode, sync.mode) == ("full", "full")
-    assert first.fallback is not None and reason in first.fallback
-    assert "pushes are full from here on" in caplog.text
-    assert served_tokens(client, requests) == greedy_tokens(learner, requests)
-    with torch.no_grad():
+    with pushing(client, learner, mode="adapter") as sync:
+        with caplog.at_level(logging.WARNING):
+            first = sync.push(4)
+        assert (first.mode, sync.mode) == ("full", "full")
+        assert first.fallback is not None and reason in first.fallback
+        assert "pushes are full from here on" in caplog.text
+        assert served_tokens(client, requests) == greedy_tokens(learner, requests)
         tuned_models.randomise(learner.model, 9)
-    second = sync.push(5)
-    assert (second.mode, second.fallback) == ("full", None)
-    assert served_tokens(client, requests) == greedy_tokens(learner, requests)
-    sync.close()
+        second = sync.push(5)
+        assert (second.mode, second.fallback) == ("full", None)
+        assert served_tokens(client, requests) == greedy_tokens(learner, requests)
     status = client.status()
     assert status is not None and not status["adapter"]
 
 
-def test_an_adapter_is_not_put_on_weights_that_hold_one_already(client: ServerClient) -> None:
+def test_an_adapter_is_refused_on_merged_weights(client: ServerClient) -> None:
     learner = learner_of(train_coord_rows=False, **LLM_ONLY)
-    full = ServerPusher([client], LearnerWeights(learner.model), SyncConfig(timeout_s=30.0))
-    full.push(6)
-    full.close()
-    sync = adapter_sync(client, learner, fallback_to_full=False)
-    with pytest.raises(RolloutError, match="full weights of an earlier push"):
+    with pushing(client, learner) as full:
+        full.push(6)
+    with (
+        pushing(client, learner, mode="adapter", fallback_to_full=False) as sync,
+        pytest.raises(RolloutError, match="full weights of an earlier push"),
+    ):
         sync.push(7)
-    sync.close()

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import json
-import random
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
 from PIL import Image
-from safetensors.torch import load_file
 
+from coordexp.config.rollout import RepeatTerminateConfig
 from coordexp.data.dataset import Sample
 from coordexp.data.images import open_rgb
-from coordexp.engine import colocated as colocated_module
 from coordexp.engine.colocated import ColocatedBackend
 from coordexp.errors import AlignmentError, DataError, RolloutError
 from coordexp.matching import MatchingConfig
@@ -31,32 +28,23 @@ from coordexp.training.answers import AnswerReader, RolloutQueue
 from coordexp.weight_sync.layout import InPlaceTargets
 from support.answers import CAT, record
 from support.forked import ENGINES
-from support.in_turn import InTurn
-from support.rollout_servers import greedy_tokens, load_served, requests_of
+from support.guards import first_trigger
+from support.rollout_servers import (
+    COLOCATED,
+    GUARD,
+    GUARDED_TOKENS,
+    colocated,
+    disturb,
+    greedy_answers,
+    greedy_tokens,
+    load_served,
+    requests_of,
+    vllm_config,
+)
 from support.tiny_run import same_weights, step_lines, tiny_samples, train, weights
-from support.torchrun import torchrun
-from support.vllm_runs import COLOCATED, colocated, vllm_config
+from support.torchrun import SGD, assert_same_weights, train_by_two
 
-WORKER = Path(__file__).parent / "train_worker.py"
 SEEDS = SeedContext(1, 0, 0, 0)
-
-
-class State:
-    """What an engine could spoil in the process that it lives in."""
-
-    def __init__(self) -> None:
-        self.threads = (torch.set_num_threads, torch.get_num_threads())
-        self.numbers = (torch.get_default_dtype(), torch.get_float32_matmul_precision())
-        numpy_state: Any = np.random.get_state()
-        self.random = (torch.random.get_rng_state(), random.getstate(), numpy_state[1])
-
-    def same_as(self, other: State) -> bool:
-        torch_state, python_state, numpy_state = self.random
-        return (
-            (self.threads, self.numbers, python_state) == (other.threads, other.numbers, other.random[1])
-            and torch.equal(torch_state, other.random[0])
-            and np.array_equal(numpy_state, other.random[2])
-        )
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +79,6 @@ def backend(learner: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> I
     backend = colocated(learner, folder, DOOR, rollout_matching__decoding__temperature=0.0)
     yield backend
     backend.close()
-    backend.close()
 
 
 def test_nothing_is_answered_before_the_first_push(backend: ColocatedBackend, requests_: list[RolloutRequest]) -> None:
@@ -99,54 +86,28 @@ def test_nothing_is_answered_before_the_first_push(backend: ColocatedBackend, re
         backend.generate(requests_[:1], SEEDS)
 
 
-def test_starting_and_asking_leave_the_learners_process_as_it_was(
-    backend: ColocatedBackend, requests_: list[RolloutRequest]
-) -> None:
-    before = State()
-    with rollout_session(backend, 0):
-        backend.generate(requests_[:2], SEEDS)
-    assert State().same_as(before)
-
-
+@pytest.mark.parametrize("words", [1, 12], ids=["short prompts", "long prompts"])
 def test_answers_are_the_learners_after_every_push(
-    backend: ColocatedBackend, learner: LoadedModel, requests_: list[RolloutRequest]
+    words: int, backend: ColocatedBackend, learner: LoadedModel, requests_: list[RolloutRequest]
 ) -> None:
+    """Also of prompts of more than two blocks of 128 tokens: vLLM's CPU engine caches whole blocks only."""
+    if words > 1:
+        encoder = PromptEncoder(learner.processor, "Find every object in the picture and write it down. " * words, None)
+        requests_ = [encoder.encode(sample.record) for sample in tiny_samples(learner, 2)]
+        assert min(len(request.prompt_token_ids) for request in requests_) > 2 * 128
     answers = []
     for version in (7, 8):
         with rollout_session(backend, version):
             rollouts = backend.generate(requests_, SEEDS)
+            again = backend.generate(requests_, SEEDS)
         assert [r.prompt_token_ids for r in rollouts] == [r.prompt_token_ids for r in requests_]
         assert {rollout.weight_version for rollout in rollouts} == {version}
-        expected = greedy_tokens(learner, requests_, 12)
         answers.append([list(rollout.response_token_ids) for rollout in rollouts])
-        eos = learner.vocab.eos_id
-        assert answers[-1] == [ids[: ids.index(eos)] if eos in ids else ids for ids in expected]
-        assert [rollout.truncated for rollout in rollouts] == [eos not in ids for ids in expected]
-        # The same prompts again: every cached prefix and image embedding is of the old weights.
-        with torch.no_grad():
-            generator = torch.Generator().manual_seed(version)
-            for parameter in learner.model.parameters():
-                parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
-    assert answers[0] != answers[1]
-
-
-def test_a_long_prompt_is_not_answered_from_what_old_weights_cached(
-    backend: ColocatedBackend, learner: LoadedModel
-) -> None:
-    """vLLM's CPU engine keeps whole blocks of 128 tokens; shorter prompts never were in its cache."""
-    encoder = PromptEncoder(learner.processor, "Find every object in the picture and write it down. " * 12, None)
-    requests_ = [encoder.encode(sample.record) for sample in tiny_samples(learner, 2)]
-    assert min(len(request.prompt_token_ids) for request in requests_) > 2 * 128
-    for version in (1, 2):
-        with rollout_session(backend, version):
-            again = [[list(r.response_token_ids) for r in backend.generate(requests_, SEEDS)] for _ in range(2)]
-        eos = learner.vocab.eos_id
-        expected = [ids[: ids.index(eos)] if eos in ids else ids for ids in greedy_tokens(learner, requests_, 12)]
-        assert again == [expected, expected]
-        with torch.no_grad():
-            generator = torch.Generator().manual_seed(version)
-            for parameter in learner.model.parameters():
-                parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+        assert answers[-1] == greedy_answers(learner, requests_, 12)
+        assert answers[-1] == [list(rollout.response_token_ids) for rollout in again]
+        assert [r.truncated for r in rollouts] == [len(ids) == 12 for ids in answers[-1]]
+        disturb(learner, version)  # the same prompts again: every cached prefix and image embedding is outdated
+    assert words > 1 or answers[0] != answers[1]
 
 
 def test_weights_that_land_changed_are_noticed(
@@ -198,52 +159,10 @@ def test_at_most_decode_batch_size_sequences_decode_at_once(
         assert len([first, *stream]) == 6
 
 
-def test_leaving_a_window_early_leaves_nothing_behind(
-    backend: ColocatedBackend, requests_: list[RolloutRequest]
-) -> None:
-    with rollout_session(backend, 1):
-        stream: Any = backend.generate_window([RolloutRound(tuple(requests_), SEEDS)])
-        next(stream)
-        stream.close()
-        assert not backend.engine.vllm.has_unfinished_requests()
-        assert len(backend.generate(requests_[:2], SEEDS)) == 2
-
-
-def test_what_is_prepared_ahead_is_admitted_and_answered_as_what_is_prepared_in_turn(
-    backend: ColocatedBackend, requests_: list[RolloutRequest], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """More requests than are decoded at once, at a temperature, some images twice: the same order, seeds, answers."""
-    seen: dict[str, tuple[list[tuple[str, int]], list[tuple[int, int, tuple[int, ...]]]]] = {}
-    engine = backend.engine.vllm
-    add = engine.add_request
-    monkeypatch.setattr(backend, "_options", replace(backend._options, temperature=1.5))
-    for way in ("ahead", "in turn"):
-        admitted: list[tuple[str, int]] = []
-
-        def noted(
-            request_id: str, prompt: Any, sampling: Any, admitted: list[tuple[str, int]] = admitted, **keys: Any
-        ) -> Any:
-            admitted.append((request_id, sampling.seed))
-            return add(request_id, prompt, sampling, **keys)
-
-        monkeypatch.setattr(engine, "add_request", noted)
-        if way == "in turn":
-            monkeypatch.setattr(colocated_module, "Prefetcher", InTurn)
-        with rollout_session(backend, 1):
-            rounds = [
-                RolloutRound(tuple(requests_), SEEDS),
-                RolloutRound(tuple(requests_[:4]), SeedContext(1, 0, 1, 0)),
-            ]
-            answers = [(a.round_idx, a.index, a.rollout.response_token_ids) for a in backend.generate_window(rounds)]
-        seen[way] = (admitted, answers)
-    assert seen["ahead"] == seen["in turn"] and len(seen["ahead"][1]) == 10
-    assert not [thread for thread in threading.enumerate() if thread.name == "prompts"]
-
-
-def test_an_image_that_cannot_be_opened_is_named_with_its_sample_and_leaves_nothing_behind(
+def test_an_image_that_cannot_be_opened_is_named_and_the_engine_stays_usable(
     backend: ColocatedBackend, requests_: list[RolloutRequest], tmp_path: Path
 ) -> None:
-    """The engine goes on, also with the images that were prepared and never admitted."""
+    """Also if other images were prepared and never admitted, and after a window that is left early."""
     broken = replace(requests_[4], image=tmp_path / "none.png", sample_id="the broken one")
     with rollout_session(backend, 1):
         expected = [rollout.response_token_ids for rollout in backend.generate(requests_, SEEDS)]
@@ -253,7 +172,8 @@ def test_an_image_that_cannot_be_opened_is_named_with_its_sample_and_leaves_noth
         assert not [thread for thread in threading.enumerate() if thread.name == "prompts"]
         stream: Any = backend.generate_window([RolloutRound(tuple(requests_), SEEDS)])
         next(stream)
-        stream.close()  # others were ready, and are forgotten
+        stream.close()
+        assert not backend.engine.vllm.has_unfinished_requests()
         assert [rollout.response_token_ids for rollout in backend.generate(requests_, SEEDS)] == expected
 
 
@@ -314,9 +234,8 @@ def test_a_prompt_that_does_not_fit_is_named_and_the_engine_lives_on(
 
 
 def test_closing_ends_the_engine_and_its_process_group(backend: ColocatedBackend) -> None:
-    before = State()
     backend.close()
-    assert not dist.is_initialized() and State().same_as(before)
+    assert not dist.is_initialized()
 
 
 @pytest.mark.scenario("Default behavior preserved (colocate)")
@@ -345,28 +264,46 @@ def test_training_on_colocated_answers_is_training_on_ones_own(tmp_path: Path) -
 
 @pytest.mark.parametrize("tensor_parallel_size", [1, 2])
 def test_two_ranks_have_an_engine_each_or_share_one(tensor_parallel_size: int, tmp_path: Path) -> None:
-    sgd = {"training__optim": "sgd", "training__learning_rate": 0.05, "training__max_grad_norm": 0.0}
-    own = train(vllm_config(tmp_path, "own", training__per_device_train_batch_size=4, **sgd))
-    keys = COLOCATED | {"rollout_matching__vllm__tensor_parallel_size": tensor_parallel_size}
-    config = vllm_config(tmp_path, "two", training__per_device_train_batch_size=2, **keys, **sgd)
-    folder = Path(config.training.output_dir)
-    done = torchrun(WORKER, folder.with_name("two.yaml"), behind=ENGINES)
-    assert done.returncode == 0, done.output[-4000:]
-    trained, alone = load_file(folder / "model.safetensors"), weights(own.model)
-    for name, value in trained.items():
-        torch.testing.assert_close(value, alone[name], atol=5e-6, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+    own = train(vllm_config(tmp_path, "own", training__per_device_train_batch_size=4, **SGD))
+    keys = COLOCATED | SGD | {"rollout_matching__vllm__tensor_parallel_size": tensor_parallel_size}
+    config = vllm_config(tmp_path, "two", training__per_device_train_batch_size=2, **keys)
+    train_by_two(config, behind=ENGINES)
+    assert_same_weights(config, own)
 
 
 def test_sampling_is_reproducible_and_follows_the_seed(
     learner: LoadedModel, requests_: list[RolloutRequest], tmp_path: Path
 ) -> None:
-    backend = colocated(learner, tmp_path, rollout_matching__decoding__temperature=2.0)
-    try:
-        with rollout_session(backend, 0):
-            first, again = (backend.generate(requests_[:3], SEEDS) for _ in range(2))
-            other = backend.generate(requests_[:3], SeedContext(1, 1, 0, 0))
-    finally:
-        backend.close()
+    keys: dict[str, Any] = {"rollout_matching__decoding__temperature": 2.0}
+    with closing(colocated(learner, tmp_path, **keys)) as backend, rollout_session(backend, 0):
+        first, again = (backend.generate(requests_[:3], SEEDS) for _ in range(2))
+        other = backend.generate(requests_[:3], SeedContext(1, 1, 0, 0))
     assert [r.response_token_ids for r in first] == [r.response_token_ids for r in again]
     assert [r.response_token_ids for r in first] != [r.response_token_ids for r in other]
     assert max(max(r.response_token_ids) for r in first) < len(learner.vocab)
+
+
+def test_repeating_answers_end_at_their_step_in_any_batch(learner: LoadedModel, tmp_path: Path) -> None:
+    """Where the guard ends the whole answers of transformers."""
+    settings = RepeatTerminateConfig(**GUARD)
+    keys = {
+        "rollout_matching__repeat_terminate": GUARD,
+        "rollout_matching__max_new_tokens": GUARDED_TOKENS,
+        "rollout_matching__decoding__temperature": 0.0,
+    }
+    requests = requests_of(learner, 12)
+    free = greedy_tokens(learner, requests, GUARDED_TOKENS)
+    triggers = [first_trigger(answer, settings) for answer in free]
+    assert None in triggers and len({one.num_new_tokens for one in triggers if one is not None}) > 1
+    with closing(colocated(learner, tmp_path, **keys)) as backend:
+        for version, size in enumerate((len(requests), 5)):
+            rollouts = []
+            with rollout_session(backend, version):
+                for start in range(0, len(requests), size):
+                    rollouts += backend.generate(requests[start : start + size], SEEDS)
+            for rollout, without, trigger in zip(rollouts, free, triggers, strict=True):
+                cut = len(without) if trigger is None else trigger.num_new_tokens
+                assert list(rollout.response_token_ids) == without[:cut], rollout.sample_id
+                assert rollout.repeat_terminated is (trigger is not None)
+                assert rollout.truncated is (trigger is None and len(without) == GUARDED_TOKENS)
+        assert backend.take_metrics()["rollout/repeat_terminate_active"] == 1.0

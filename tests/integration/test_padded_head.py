@@ -12,7 +12,6 @@ from transformers import AutoTokenizer
 
 from coordexp.errors import ServerRefused
 from coordexp.modeling.load import LoadedModel, load_model
-from coordexp.records import RolloutRequest
 from coordexp.rollouts import SeedContext
 from coordexp.rollouts.hf import HFBackend
 from support.rollout_servers import (
@@ -21,24 +20,24 @@ from support.rollout_servers import (
     greedy_tokens,
     load_served,
     payload,
+    requests_for_swift,
     served_tokens,
     server_config,
     serving,
+    swift_rollout,
 )
 from support.settings import decoding
-from support.swift_servers import swift_rollout
-from support.tiny_run import tiny_samples
 
 PADDING = 9
 
 
 @pytest.fixture(scope="module")
 def padded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The served checkpoint with rows behind its last token, which score above whatever it would have written."""
+    """The served checkpoint with rows after its last token, which score higher than any other."""
     folder = tmp_path_factory.mktemp("padded")
     served = load_served()
     model, known = served.model, len(served.vocab)
-    written = greedy_tokens(served, requests_of(served)[:1])[0][0]
+    written = greedy_tokens(served, requests_for_swift(served)[:1])[0][0]
     model.resize_token_embeddings(known + PADDING, mean_resizing=False)
     with torch.no_grad():
         head: Any = model.get_output_embeddings()
@@ -55,11 +54,6 @@ def loaded(padded: Path) -> LoadedModel:
     return load_model(padded, "float32")
 
 
-def requests_of(loaded: LoadedModel) -> list[RolloutRequest]:
-    """Images that ms-swift leaves at their size: it enlarges those under 4,096 pixels."""
-    return [sample.request for sample in tiny_samples(loaded, 8) if sample.record.width >= 64]
-
-
 @pytest.fixture(scope="module", params=["coordexp serve", "swift rollout"])
 def server(
     request: pytest.FixtureRequest, padded: Path, tmp_path_factory: pytest.TempPathFactory
@@ -73,10 +67,8 @@ def server(
         yield running
 
 
-def test_servers_answer_what_transformers_answers_with_these_ids_suppressed(
-    server: RunningServer, loaded: LoadedModel
-) -> None:
-    requests = requests_of(loaded)
+def test_ids_beyond_the_tokenizer_are_suppressed(server: RunningServer, loaded: LoadedModel) -> None:
+    requests = requests_for_swift(loaded)
     known = len(loaded.vocab)
     free = greedy_tokens(loaded, requests)
     assert any(token >= known for answer in free for token in answer), "nothing here needs suppressing"
@@ -88,17 +80,16 @@ def test_servers_answer_what_transformers_answers_with_these_ids_suppressed(
     items = client.infer(payload(requests, temperature=2.0))
     sampled = {token for item in items for token in item["response"]["choices"][0]["token_ids"]}
     assert max(sampled) < known
-    status = client.status()
     client.close()
-    assert status is not None and {one["num_known_tokens"] for one in status["workers"]} == {known}
+    assert {one["num_known_tokens"] for one in server.status()["workers"]} == {known}
 
 
-def test_what_vllm_finds_wrong_with_a_request_reaches_the_learner(server: RunningServer, loaded: LoadedModel) -> None:
+def test_the_learner_gets_vllms_reason_for_a_refusal(server: RunningServer, loaded: LoadedModel) -> None:
     """As a refusal by our server: a learner tries status 500 again."""
     client = server.client()
     status = client.status()
     with pytest.raises(ServerRefused, match="temperature") as refused:
-        client.infer(payload(requests_of(loaded)[:1], temperature=9.0))
+        client.infer(payload(requests_for_swift(loaded)[:1], temperature=9.0))
     assert status is not None
     assert refused.value.status == {"coordexp serve": 400, "swift rollout": 500}[status["server"]]
     client.close()

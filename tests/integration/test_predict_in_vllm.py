@@ -1,4 +1,4 @@
-"""``coordexp predict`` with real vLLM engines: the answers and scores of ``rollout_backend: hf``, whoever wrote them.
+"""``coordexp predict`` with real vLLM engines: the answers and scores of ``rollout_backend: hf``.
 
 The demo's model answers, because its answers hold objects to score. All runs are greedy and in float32, in which both
 engines choose the same tokens.
@@ -24,9 +24,7 @@ from coordexp.data.scenes import SPARSE, write_scenes
 from coordexp.evaluation import ImageAnswer, read_answers
 from support.cli_runs import run_cli, write_run
 from support.forked import Handle, coordexp, forked
-from support.rollout_servers import server_config, serving
-from support.swift_servers import swift_rollout
-from support.vllm_runs import COLOCATED, server_keys
+from support.rollout_servers import COLOCATED, server_config, server_keys, serving, swift_rollout
 
 DEMO = asset("checkpoints/demo-stage1")
 IMAGES = 8
@@ -94,7 +92,7 @@ def test_an_engine_in_this_process(own: Own, tmp_path: Path, capsys: pytest.Capt
 
 
 def test_a_detector(own: Own) -> None:
-    """From Python, with the defaults of every key: one process, one engine; files, folders and pixels alike."""
+    """From Python, with the defaults of every key: one process, one engine; files, folders and pixels."""
     with Detector(
         DEMO, backend="vllm", prompt=KEYS["template__prompt"], max_new_tokens=128, batch_size=3, dtype="float32"
     ) as detector:
@@ -137,7 +135,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]
 def test_a_closed_list_of_names_holds_in_servers(
     own: Own, tmp_path: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest, program: str
 ) -> None:
-    """Word for word as by transformers; a call without a list is free beside it."""
+    """The answers are those of transformers; a call without a list is not limited."""
     asked = ("--classes", ",".join(NAMES), "--limit", 4, "--output")
     assert run_cli(capsys, "predict", own.run(), own.data, *asked, tmp_path / "hf").code == 0
     with ExitStack() as stack:

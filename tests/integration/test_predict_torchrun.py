@@ -29,14 +29,14 @@ def by_two(*argv: object) -> None:
 def test_two_processes_write_what_one_writes_also_after_a_kill(
     temperature: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What is sampled follows from the seed and the image, not from ranks, batches or where a run was killed."""
+    """Samples depend on the seed and the image, not on ranks, batches or the place of a kill."""
     write_scenes(tmp_path, 7, SPARSE, 5)
     keys = {"rollout_matching__decoding": {"temperature": temperature}}
     run = write_run(tmp_path, 1, small_checkpoint(tmp_path / "model"), **keys)
     data, one, two = tmp_path / "scenes.jsonl", tmp_path / "one", tmp_path / "two"
     assert run_cli(capsys, "predict", run, data, "--output", one).code == 0
     whole = read_answers(one)
-    assert len({answer.text for answer in whole}) > (1 if temperature else 0), "all alike would show nothing"
+    assert len({answer.text for answer in whole}) > (1 if temperature else 0), "equal answers would show nothing"
     predict_by_two(run, data, two)
     assert read_answers(two) == whole
     assert not list(two.glob("predictions.rank*.jsonl"))

@@ -1,24 +1,91 @@
-"""One rank's failure is everybody's, with one text, and so is what is known of annotations; two real processes."""
+"""One rank's failure is raised on all ranks with one text, and they decide by all answers; two real processes."""
 
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+from rich.console import Console
 
 from coordexp import distributed
-from coordexp.errors import RolloutError
-from support.torchrun import torchrun
+from coordexp.config import load_config
+from coordexp.data.dataset import RecordDataset, Sample
+from coordexp.errors import DataError, RolloutError
+from coordexp.matching import MatchingConfig
+from coordexp.targets import TargetPolicy
+from coordexp.training.answers import AnswerReader, RolloutQueue, decide_policy
+from coordexp.training.checkpoint import is_complete
+from coordexp.training.run import run_training
+from support.answers import CAT, DOG, LEAF, answer, entry, record, request, tiny_vocab
+from support.rollout_servers import descendants, is_alive, tail
+from support.tiny_run import InMemoryBackend, run_config
+from support.torchrun import start, torchrun
 
-WORKER = Path(__file__).parent / "together_worker.py"
+FAILURES = {
+    "none": {},
+    "second": {1: RolloutError("server 0 is gone")},
+    "both": {0: DataError("no image", path="a.png"), 1: RolloutError("server 0 is gone")},
+    "a bug": {0: ZeroDivisionError("division by zero")},
+}
+# By rank; three of the four objects are annotated.
+ANSWERS = [answer(entry(1), entry(2, LEAF)), answer(entry(1), entry(2, DOG))]
+
+
+def taken_as_complete(rank: int, complete_above: float, fails: bool = False, ahead: bool = False) -> bool:
+    """Whether this rank takes the annotations of a step with these answers as complete. ``ahead``: the answers were
+    requested in the step before."""
+
+    def text(_: object) -> str:
+        if fails and rank == 1:
+            raise RolloutError("server 0 is gone")
+        return ANSWERS[rank]
+
+    backend = InMemoryBackend(tiny_vocab(), text)
+    queue = RolloutQueue(backend, AnswerReader(tiny_vocab(), MatchingConfig()), 3, ahead=ahead)
+    one = record((CAT, LEAF))
+    batches = [[Sample(one, request(one))]]
+    if ahead:
+        queue.submit(batches, 0, {})
+    answers = queue.take(batches, int(ahead), {})
+    return decide_policy(TargetPolicy(answer="rewritten", complete_above=complete_above), answers.all)[1]
+
+
+def raised(error: BaseException) -> list[str]:
+    return [type(error).__name__, str(error), type(error.__cause__).__name__]
+
+
+def fail_and_decide(folder: Path) -> None:
+    """One of two ranks; writes what it raised and decided."""
+    dist.init_process_group("gloo")
+    rank = distributed.rank()
+    seen: dict[str, Any] = {}
+    for name, failures in FAILURES.items():
+        try:
+            with distributed.raise_on_all_ranks("the whole"), distributed.raise_on_all_ranks("the test"):
+                if rank in failures:
+                    raise failures[rank]
+            seen[name] = None
+        except Exception as error:  # any: the error is the result
+            seen[name] = raised(error)
+    for share in (0.75, 0.76):
+        seen[f"complete above {share}"] = [taken_as_complete(rank, share, ahead=ahead) for ahead in (False, True)]
+    for name, ahead in (("no answers", False), ("no answers ahead", True)):
+        try:
+            taken_as_complete(rank, 0.75, fails=True, ahead=ahead)
+        except RolloutError as error:
+            seen[name] = raised(error)
+    (folder / f"rank{rank}.json").write_text(json.dumps(seen), encoding="utf-8")
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("together")
-    done = torchrun(WORKER, folder)
+    done = torchrun(fail_and_decide, folder)
     assert done.returncode == 0, done.output[-2000:]
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
 
@@ -32,38 +99,86 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     ],
 )
 def test_all_ranks_raise_the_first_failure(case: str, kind: str, message: str, seen: list[dict[str, Any]]) -> None:
-    for rank in seen:
-        found = rank[case]
-        assert found is not None and found[:2] == [kind, message]
-
-
-def test_nobody_fails_when_nobody_failed(seen: list[dict[str, Any]]) -> None:
-    assert [rank["nobody"] for rank in seen] == [None, None]
+    assert [rank[case][:2] for rank in seen] == [[kind, message]] * 2
+    assert [rank["none"] for rank in seen] == [None, None]
 
 
 def test_the_failing_rank_keeps_its_own_traceback(seen: list[dict[str, Any]]) -> None:
-    causes = [found[2] if (found := rank["a bug"]) is not None else None for rank in seen]
-    assert causes == ["ZeroDivisionError", "NoneType"]
+    assert [rank["a bug"][2] for rank in seen] == ["ZeroDivisionError", "NoneType"]
 
 
-def test_annotations_are_taken_as_complete_by_the_answers_of_all_ranks(seen: list[dict[str, Any]]) -> None:
+def test_a_single_process_raises_the_error_itself() -> None:
+    error = RolloutError("as it was")
+    with pytest.raises(RolloutError) as caught, distributed.raise_on_all_ranks("anywhere"):
+        raise error
+    assert caught.value is error
+
+
+def test_completeness_is_decided_by_the_answers_of_all_ranks(seen: list[dict[str, Any]]) -> None:
     """Three of four objects are annotated: all of the first rank's, half of the second's."""
-    assert [rank["complete above 0.75"] for rank in seen] == [[True, True]] * 2  # of the step itself, of the one before
+    assert [rank["complete above 0.75"] for rank in seen] == [[True, True]] * 2
     assert [rank["complete above 0.76"] for rank in seen] == [[False, False]] * 2
 
 
 @pytest.mark.parametrize(("case", "step"), [("no answers", 1), ("no answers ahead", 2)])
-def test_a_rank_without_answers_leaves_none_waiting_for_its_share(
-    case: str, step: int, seen: list[dict[str, Any]]
-) -> None:
+def test_a_rank_without_answers_ends_both_ranks(case: str, step: int, seen: list[dict[str, Any]]) -> None:
     message = f"rank 1, rollouts of step {step}: server 0 is gone"
     assert [rank[case] for rank in seen] == [
         ["RolloutError", message, "NoneType"], ["RolloutError", message, "RolloutError"],
     ]  # fmt: skip
 
 
-def test_alone_an_error_is_left_as_it_is() -> None:
-    error = RolloutError("as it was")
-    with pytest.raises(RolloutError) as raised, distributed.raise_on_all_ranks("anywhere"):
-        raise error
-    assert raised.value is error
+# -- a whole run -------------------------------------------------------------------------------------------------------
+
+# The call that fails on rank 1 in its second step; the error on both ranks. A rank has two samples a step.
+IN_A_RUN: dict[str, tuple[Any, str, Exception, str, str]] = {
+    "answer": (AnswerReader, "__call__", RolloutError("an unreadable answer"),
+               "RolloutError", "rank 1, rollouts of step 2: an unreadable answer"),
+    "bug": (AnswerReader, "__call__", ZeroDivisionError("division by zero"),
+            "RuntimeError", "rank 1, rollouts of step 2: division by zero"),
+    "sample": (RecordDataset, "__getitem__", DataError("not a readable image", path="gone.png"),
+               "DataError", "rank 1, reading the samples of step 2: gone.png: not a readable image"),
+}  # fmt: skip
+
+
+def train_and_fail(yaml: Path, case: str) -> None:
+    """One of two ranks, the second of which fails; writes what it raised, and when."""
+    owner, name, failure, _, _ = IN_A_RUN[case]
+    method, calls = getattr(owner, name), 0
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls >= 3:
+            raise failure
+        return method(*args, **kwargs)
+
+    if distributed.rank() == 1:
+        setattr(owner, name, failing)
+    config = load_config(yaml)
+    try:
+        run_training(config, Console(quiet=True))
+    except Exception as error:
+        seen = [type(error).__name__, str(error), time.time()]
+        Path(config.training.output_dir, f"rank{distributed.rank()}.json").write_text(json.dumps(seen))
+        raise
+
+
+@pytest.mark.parametrize("case", IN_A_RUN)
+def test_both_ranks_end_with_one_error_and_a_checkpoint(case: str, tmp_path: Path) -> None:
+    config = run_config(tmp_path, 2, training__max_steps=3)
+    folder, log = Path(config.training.output_dir), tmp_path / "log"
+    agent = start(train_and_fail, tmp_path / "run.yaml", case, log=log)
+    assert agent.pid is not None
+    everything: set[int] = set()
+    deadline = time.monotonic() + 240
+    while agent.is_alive():
+        assert time.monotonic() < deadline, tail(log)
+        everything.update(descendants(agent.pid))
+        time.sleep(0.1)
+    assert agent.exitcode != 0
+    seen = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    assert [rank[:2] for rank in seen] == [list(IN_A_RUN[case][3:])] * 2, tail(log)
+    assert abs(seen[0][2] - seen[1][2]) < 20, "neither waits for the other"
+    assert not [pid for pid in everything if is_alive(pid)]
+    assert is_complete(folder / "checkpoint-1")

@@ -1,4 +1,4 @@
-"""Rollouts one step ahead on a real server: which weights answered, and a run that was killed and goes on."""
+"""Rollouts one step ahead on a real server: which weights answered, and a killed run that resumes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from support.plain_server import PlainServer
+from support.rollout_servers import PlainServer, server_keys, vllm_config
 from support.tiny_run import Killed, kill_at, same_weights, step_lines, train, weights
-from support.vllm_runs import server_keys, vllm_config
 
 
-def test_answers_are_one_step_old_and_a_killed_run_goes_on_bit_for_bit(
+def test_answers_are_one_step_old_and_a_killed_run_resumes_bit_for_bit(
     plain_server: PlainServer, tmp_path: Path
 ) -> None:
     versions: dict[str, list[set[int]]] = {}

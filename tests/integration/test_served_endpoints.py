@@ -15,24 +15,24 @@ import httpx
 import pytest
 import torch
 
-from coordexp.config.rollout import SyncConfig
 from coordexp.engine.arguments import executor_on_cpu
 from coordexp.engine.client import ServerClient
 from coordexp.engine.engine_process import has_gpu
-from coordexp.engine.push import ServerPusher
 from coordexp.errors import RolloutError, ServerUnreachable
 from coordexp.modeling.load import LoadedModel
 from coordexp.modeling.weights import LearnerWeights
 from coordexp.weight_sync import WeightVersion
 from coordexp.weight_sync.group import GroupAddress, join
-from support.plain_server import PlainServer
 from support.rollout_servers import (
+    PlainServer,
     RunningServer,
+    disturb,
     greedy_tokens,
     is_alive,
     load_served,
     openai_payload,
     payload,
+    pushing,
     requests_of,
     served_checkpoint,
     served_tokens,
@@ -54,33 +54,30 @@ def sampled(client: ServerClient, requests: Any, seed: int | None) -> list[list[
     return [item["response"]["choices"][0]["token_ids"] for item in items]
 
 
-def test_engines_of_a_cpu_sleep_while_they_wait(client: ServerClient) -> None:
-    """Their core process runs the executor that makes it so; what sleeping means is test_cpu_queues'."""
+def test_cpu_engines_sleep_while_they_wait(client: ServerClient) -> None:
+    """Their core process runs the executor that makes them sleep; ``test_cpu_queues`` tests that one."""
     status = client.status()
     assert status is not None
     assert has_gpu() or {one["executor"] for one in status["workers"]} == {executor_on_cpu(1)}
 
 
-def test_sampled_answers_depend_on_the_seed_and_nothing_else(client: ServerClient, learner: LoadedModel) -> None:
+def test_sampled_answers_depend_on_the_seed_alone(client: ServerClient, learner: LoadedModel) -> None:
     requests = requests_of(learner, 3)
     first = sampled(client, requests, 7)
     assert sampled(client, requests, 7) == first
     assert sampled(client, requests, 8) != first
-    # Each request of a call has a seed of its own, counting up: alone it is answered as beside others.
+    # Each request of a call has a seed of its own, counting up: alone it has the same answer as with others.
     assert [sampled(client, [request], 7 + index)[0] for index, request in enumerate(requests)] == first
-    assert len({tuple(sampled(client, requests[:1], 0)[0]) for _ in range(4)}) > 1, "0 is no seed"
+    assert len({tuple(sampled(client, requests[:1], 0)[0]) for _ in range(4)}) > 1, "0 means no seed"
 
 
-def test_single_tensors_can_be_pushed_as_ms_swifts_clients_do(
+def test_single_tensors_can_be_pushed_like_ms_swift_does(
     server: RunningServer, client: ServerClient, learner: LoadedModel
 ) -> None:
     """Every weight by a request of its own, and a commit that carries nothing."""
     requests = requests_of(learner, 3)
     before = served_tokens(client, requests)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in learner.model.parameters():
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    disturb(learner, 1)
     client.close_communicator()
     opened = in_thread(lambda: client.init_communicator(2, 0, 30.0))
     group = join(GroupAddress("127.0.0.1", server.group_port, 1, 2, 30.0), torch.device("cpu"))
@@ -99,7 +96,7 @@ def test_single_tensors_can_be_pushed_as_ms_swifts_clients_do(
 
 
 class Background(threading.Thread):
-    """A call beside this one; :meth:`join` raises what it raised."""
+    """A call in a thread; :meth:`join` raises its error."""
 
     def __init__(self, act: Any) -> None:
         super().__init__(daemon=True)
@@ -109,7 +106,7 @@ class Background(threading.Thread):
     def run(self) -> None:
         try:
             self._act()
-        except Exception as error:  # handed to whoever joins
+        except Exception as error:  # join raises it
             self._error = error
 
     def join(self, timeout: float | None = None) -> None:
@@ -125,7 +122,7 @@ def in_thread(act: Any) -> Background:
     return thread
 
 
-def test_each_cache_can_be_emptied_and_answers_stay(client: ServerClient, learner: LoadedModel) -> None:
+def test_emptying_a_cache_keeps_the_answers(client: ServerClient, learner: LoadedModel) -> None:
     requests = requests_of(learner, 2)
     answers = served_tokens(client, requests)
     for cache in ("prefix", "encoder", "mm"):
@@ -198,15 +195,14 @@ class DeadlyWeights(LearnerWeights):
 
     @contextmanager
     def full(self) -> Iterator[Any]:
-        with super().full() as named:
-            yield self._handed_out(named)
+        def killing(named: Any) -> Iterator[tuple[str, torch.Tensor]]:
+            for number, one in enumerate(named):
+                if number == len(self.names()) // 2:
+                    os.kill(self._victim, signal.SIGKILL)
+                yield one
 
-    def _handed_out(self, named: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        half = len(self.names()) // 2
-        for number, one in enumerate(named):
-            if number == half:
-                os.kill(self._victim, signal.SIGKILL)
-            yield one
+        with super().full() as named:
+            yield killing(named)
 
 
 def test_a_server_that_dies_in_the_middle_of_a_push_ends_it(
@@ -214,23 +210,19 @@ def test_a_server_that_dies_in_the_middle_of_a_push_ends_it(
 ) -> None:
     """Last of the file: it kills the server, and its engines with it. The push's own deadline is far away."""
     requests = requests_of(learner, 1)
-    good = ServerPusher([client], LearnerWeights(learner.model), SyncConfig(bucket_mb=1, timeout_s=60.0))
-    good.push(21)
-    good.close()
+    with pushing(client, learner) as good:
+        good.push(21)
     openai = f"{server.base_url}/v1/chat/completions"
     assert httpx.post(openai, json=openai_payload(requests[0]), trust_env=False).status_code == 200
     family = server.children()
-    deadly = ServerPusher(
-        [client], DeadlyWeights(learner.model, server.process.pid), SyncConfig(bucket_mb=1, timeout_s=300.0)
-    )
     started = time.monotonic()
-    with pytest.raises(RolloutError, match=server.base_url):
-        deadly.push(22)
-    server.process.wait()
-    for act in (lambda: deadly.push(23), lambda: client.infer(payload(requests)), client.status, client.health):
-        with pytest.raises(ServerUnreachable, match="start it"):
-            act()
-    deadly.close()
+    with pushing(client, DeadlyWeights(learner.model, server.process.pid), timeout_s=300.0) as deadly:
+        with pytest.raises(RolloutError, match=server.base_url):
+            deadly.push(22)
+        server.process.wait()
+        for act in (lambda: deadly.push(23), lambda: client.infer(payload(requests)), client.status, client.health):
+            with pytest.raises(ServerUnreachable, match="start it"):
+                act()
     assert time.monotonic() - started < 30
     deadline = time.monotonic() + 20
     while any(map(is_alive, family)) and time.monotonic() < deadline:

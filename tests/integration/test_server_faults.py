@@ -1,4 +1,4 @@
-"""What a learner sees of a ``coordexp serve`` that is wedged, dying or dead; and what is left of it afterwards."""
+"""A ``coordexp serve`` that is wedged, dying or dead: the learner's errors, and that no process is left."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from support.rollout_servers import (
     tail,
 )
 
-TOKEN = "a-token-that-nobody-logs"
+TOKEN = "a-token-that-is-not-logged"
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def test_a_server_from_health_to_death(server: RunningServer) -> None:
     recovered.push(3)
     assert len(patient.infer(payload(requests, 4))) == 3
 
-    # One of its engines hangs, behind a process that answers as ever.
+    # One of its engines hangs; the HTTP process still answers.
     os.kill(status["workers"][0]["pid"], signal.SIGSTOP)
     assert until(lambda: patient.engine_stall_seconds() > 4.0), "the hung engine was not noticed"
     os.kill(status["workers"][0]["pid"], signal.SIGCONT)

@@ -1,5 +1,5 @@
-"""A real ``swift rollout`` of two workers: its guard; then pushes of adapters and of full weights, after which it
-answers exactly as the learner would, and a learner that starts anew takes it over."""
+"""A real ``swift rollout`` of two workers: its guard, then pushes of adapters and of full weights, after which it
+answers exactly like the learner."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import torch
 
 from coordexp.config.rollout import SyncConfig
 from coordexp.engine.arguments import executor_on_cpu
@@ -24,17 +23,21 @@ from coordexp.modeling.load import LoadedModel
 from coordexp.modeling.weights import LearnerWeights
 from coordexp.records import RolloutRequest
 from support import tuned_models
-from support.guarded_server import Guarded, GuardedServerContract, answered, assert_killing_leaves_nothing
+from support.guarded_server import Guarded, GuardedServerContract, answered
 from support.rollout_servers import (
     RunningServer,
+    disturb,
     greedy_tokens,
+    guarded_config,
+    is_alive,
     load_served,
     payload,
+    pushing,
+    requests_for_swift,
     served_checkpoint,
     served_tokens,
+    swift_rollout,
 )
-from support.swift_servers import guarded_config, swift_rollout
-from support.tiny_run import tiny_samples
 
 WORKERS = 2
 
@@ -72,29 +75,9 @@ class TestGuard(GuardedServerContract):
         assert item["coordexp"]["repeat_terminate_triggered"] in (0, 1)
 
 
-def requests_of(loaded: LoadedModel) -> list[RolloutRequest]:
-    """Images that ms-swift leaves at their size; enough of them for both workers."""
-    found = [sample.request for sample in tiny_samples(loaded, 12) if sample.record.width >= 64][:4]
-    assert len(found) == 2 * WORKERS
-    return found
-
-
-@contextmanager
-def syncing(client: ServerClient, learner: LoadedModel, **keys: Any) -> Iterator[ServerPusher]:
-    sync = ServerPusher(
-        [client], LearnerWeights(learner.model), SyncConfig(**{"bucket_mb": 1, "timeout_s": 60.0, **keys})
-    )
-    try:
-        yield sync
-    finally:
-        sync.close()
-
-
-def disturb(learner: LoadedModel, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in learner.model.parameters():
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+def requests_of(learner: LoadedModel) -> list[RolloutRequest]:
+    """Two for each worker."""
+    return requests_for_swift(learner)[: 2 * WORKERS]
 
 
 def assert_answers_as(client: ServerClient, learner: LoadedModel, version: int) -> list[list[int]]:
@@ -108,10 +91,10 @@ def assert_answers_as(client: ServerClient, learner: LoadedModel, version: int) 
 
 
 # The order matters: on a server that has once received full weights, adapters no longer fit.
-def test_an_adapter_alone_makes_the_servers_answers_the_learners(client: ServerClient) -> None:
+def test_an_adapter_push_gives_the_learners_answers(client: ServerClient) -> None:
     config = tuned_models.lora(train_coord_rows=False, freeze_vit=True, freeze_aligner=True)
     learner = tuned_models.tuned(config, checkpoint=served_checkpoint())
-    with syncing(client, learner, mode="adapter", fallback_to_full=False) as sync:
+    with pushing(client, learner, mode="adapter", fallback_to_full=False) as sync:
         assert sync.push(1).mode == "adapter"
         before = assert_answers_as(client, learner, 1)
         tuned_models.randomise(learner.model, 8)
@@ -122,7 +105,7 @@ def test_an_adapter_alone_makes_the_servers_answers_the_learners(client: ServerC
 def test_a_failed_adapter_push_becomes_full_for_good(client: ServerClient) -> None:
     """It reaches the vision tower, where vLLM would ignore it. LoRA arrives merged then."""
     learner = tuned_models.tuned(tuned_models.lora(train_coord_rows=False), checkpoint=served_checkpoint())
-    with syncing(client, learner, mode="adapter") as sync:
+    with pushing(client, learner, mode="adapter") as sync:
         first = sync.push(3)
         assert first.mode == "full" and first.fallback is not None and first.checksum is not None
         assert_answers_as(client, learner, 3)
@@ -133,7 +116,7 @@ def test_a_failed_adapter_push_becomes_full_for_good(client: ServerClient) -> No
 
 def test_full_weights_push_after_push(client: ServerClient) -> None:
     learner = load_served()
-    with syncing(client, learner, checksum_every=1) as sync:
+    with pushing(client, learner, checksum_every=1) as sync:
         answers = []
         for version in (5, 6):
             disturb(learner, version)
@@ -143,7 +126,7 @@ def test_full_weights_push_after_push(client: ServerClient) -> None:
     assert answers[0] != answers[1]
 
 
-def test_a_missing_weight_is_named_although_ms_swift_swallows_errors(client: ServerClient) -> None:
+def test_a_missing_weight_is_named_though_ms_swift_swallows_errors(client: ServerClient) -> None:
     class Partial(LearnerWeights):
         @contextmanager
         def full(self) -> Iterator[Any]:
@@ -151,23 +134,24 @@ def test_a_missing_weight_is_named_although_ms_swift_swallows_errors(client: Ser
                 yield (one for one in named if "layers.0.self_attn.k_proj" not in one[0])
 
     learner = load_served()
-    sync = ServerPusher([client], Partial(learner.model), SyncConfig(timeout_s=60.0))
-    with pytest.raises(RolloutError, match=r"not sent: \S+qkv_proj\.weight \(k_proj\)"):
+    with (
+        pushing(client, Partial(learner.model)) as sync,
+        pytest.raises(RolloutError, match=r"not sent: \S+qkv_proj\.weight \(k_proj\)"),
+    ):
         sync.push(7)
-    sync.close()
-    with syncing(client, learner) as whole:
+    with pushing(client, learner) as whole:
         whole.push(8)
         assert_answers_as(client, learner, 8)
 
 
-def test_a_learner_that_starts_anew_takes_the_server_over(client: ServerClient) -> None:
-    """The first one is gone without a word: its group still stands in every worker."""
+def test_a_new_learner_takes_over_the_server(client: ServerClient) -> None:
+    """The first one has ended without closing its group, which still exists in every worker."""
     learner = load_served()
     gone = ServerPusher([client], LearnerWeights(learner.model), SyncConfig(timeout_s=60.0))
     gone.push(9)
     disturb(learner, 10)
     started = time.monotonic()
-    with syncing(client, learner) as anew:
+    with pushing(client, learner) as anew:
         stamp = anew.push(10).weights
         assert time.monotonic() - started < 40
         assert_answers_as(client, learner, 10)
@@ -185,10 +169,10 @@ def test_an_error_of_a_worker_reaches_the_learner(client: ServerClient) -> None:
     }
     with pytest.raises(ServerRefused, match=r"(?s)status 500.*cannot identify image"):
         client.infer(call)
-    assert len(served_tokens(client, [request])) == 1, "and the server goes on"
+    assert len(served_tokens(client, [request])) == 1, "and the server still answers"
 
 
-def test_a_worker_that_hangs_while_it_decodes_shows_and_goes_on(server: RunningServer) -> None:
+def test_a_worker_that_hangs_while_it_decodes_is_noticed(server: RunningServer) -> None:
     """Its process stopped; the one that answers HTTP knows by the steps that no longer come."""
     learner, client = load_served(), server.client()
     status = client.status()
@@ -214,5 +198,11 @@ def test_a_worker_that_hangs_while_it_decodes_shows_and_goes_on(server: RunningS
 
 
 def test_killing_it_leaves_no_process(server: RunningServer) -> None:
-    """Last of the file."""
-    assert_killing_leaves_nothing(server)
+    """Last of the file: kill -9 of the HTTP process ends its workers, cores and engines too."""
+    status, below = server.status(), server.children()
+    assert {one["pid"] for one in status["workers"]} <= set(below)
+    os.kill(server.process.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while any(map(is_alive, below)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert [pid for pid in below if is_alive(pid)] == []

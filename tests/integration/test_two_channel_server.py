@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +13,20 @@ from rich.console import Console
 from coordexp.engine.client import STALL_KEYS
 from coordexp.engine.serve_engine import HEARTBEAT_S
 from coordexp.errors import RolloutError
-from coordexp.training.run import build_trainer, check_run, run_training
-from support.guarded_server import GuardedServerContract, assert_killing_leaves_nothing
-from support.rollout_servers import RunningServer, served_checkpoint, serving
-from support.swift_servers import GUARD, GUARDED_TOKENS, guarded_config
+from coordexp.training.run import run_training
+from support.fake_servers import FakeRolloutServer
+from support.guarded_server import GuardedServerContract
+from support.rollout_servers import (
+    GUARD,
+    GUARDED_TOKENS,
+    RunningServer,
+    guarded_config,
+    served_checkpoint,
+    server_keys,
+    serving,
+)
 from support.tiny_run import run_config, step_lines, train
-from support.two_channel_runs import SGD, assert_same_training, trained_by_two
-from support.vllm_runs import server_keys
+from support.torchrun import SGD, assert_same_training, train_by_two
 
 
 def guarded_keys() -> dict[str, Any]:
@@ -57,18 +61,16 @@ class TestGuard(GuardedServerContract):
 @pytest.mark.scenario("Channel-B run in vLLM mode uses repeat-aware termination")
 @pytest.mark.scenario("Tail-control audit metrics are emitted")
 def test_a_mixed_run_on_a_real_server(server: Any, tmp_path: Path) -> None:
-    """A, B, A, B in two processes: the answers that repeat end early by the guard's own word, and training goes on with
+    """A, B, A, B in two processes: the guard ends the answers that repeat, and training continues with
     all of them, to the same weights as with transformers' rollouts and guard in one process."""
     keys = guarded_keys()
     alone = train(run_config(tmp_path, "two_channel", "one", training__per_device_train_batch_size=4, **keys))
-    ranks = trained_by_two(
-        run_config(
-            tmp_path, "two_channel", "two", training__per_device_train_batch_size=2, **keys, **server_keys(server[1])
-        )
-    )
+    keys |= server_keys(server[1])
+    config = run_config(tmp_path, "two_channel", "two", training__per_device_train_batch_size=2, **keys)
+    ranks = train_by_two(config)
     # The percentile is each rank's own, then the largest: by its definition not the whole step's.
-    beside = {"rollout/gen_new_tokens_p99", "rollout/server_retries_total"}
-    assert_same_training(tmp_path / "two", alone, ranks, but=beside)
+    but = {"rollout/gen_new_tokens_p99", "rollout/server_retries_total"}
+    assert_same_training(config, alone, ranks, but)
     lines = ranks[0]["steps"]
     assert [line["stage2/channel_b"] for line in lines] == [0, 1, 0, 1]
     audit = ("rollout/gen_new_tokens_p99", "rollout/parse_truncated_rate", "rollout/parse_dropped_invalid")
@@ -83,97 +85,43 @@ def test_a_mixed_run_on_a_real_server(server: Any, tmp_path: Path) -> None:
     assert not [name for step in (0, 2) for name in lines[step] if name.startswith("rollout/")]
 
 
-class FakeUnguardedServer(ThreadingHTTPServer):
-    """No rollout server: it is healthy, has one worker, and says that nothing guards its answers."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        self.asked: list[str] = []
-        super().__init__(("127.0.0.1", 0), _FakeAnswers)
-
-    @property
-    def base_url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-
-class _FakeAnswers(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        assert isinstance(self.server, FakeUnguardedServer)
-        self.server.asked.append(self.path)
-        worker = {"weight_version": 0, "repeat_terminate": {"active": False, "config": None}}
-        body = {
-            "/get_world_size/": {"world_size": 1},
-            "/status/": {"workers": [worker], "versions": {}, "repeat_terminate": worker["repeat_terminate"]},
-        }.get(self.path, {"status": "ok"})
-        data = json.dumps(body).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Quiet."""
-
-
-@pytest.fixture
-def unguarded() -> Iterator[FakeUnguardedServer]:
-    with FakeUnguardedServer() as fake:
-        thread = threading.Thread(target=fake.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
-        thread.start()
-        yield fake
-        fake.shutdown()
-
-
 @pytest.mark.scenario("Channel-B startup fails when repeat-aware contract is enabled but inactive")
 @pytest.mark.parametrize("b_ratio", [1.0, 0.5])
 def test_an_unguarded_server_stops_the_run_before_its_first_step(
-    unguarded: FakeUnguardedServer, b_ratio: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    b_ratio: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It is healthy, has one worker, and reports that nothing guards its answers."""
     monkeypatch.setattr("coordexp.modeling.load._read_weights", lambda *_: pytest.fail("weights were read"))
-    entry, keys = {"base_url": unguarded.base_url, "group_port": 1}, guarded_keys()
-    config = run_config(
-        tmp_path, "two_channel", stage2_ab__schedule__b_ratio=b_ratio, **keys,
-        rollout_matching__rollout_backend="vllm",
-        rollout_matching__vllm={"mode": "server", "server": {"servers": [entry], "timeout_s": 20.0}},
-    )  # fmt: skip
-    with pytest.raises(RolloutError, match=r"not active as configured.*external_plugins.*coordexp serve") as stopped:
-        run_training(config, Console(quiet=True))
+    worker = {"weight_version": 0, "repeat_terminate": {"active": False, "config": None}}
+    status = {"workers": [worker], "versions": {}, "repeat_terminate": worker["repeat_terminate"]}
+    with FakeRolloutServer(1, status) as unguarded:
+        entry = {"base_url": unguarded.url, "group_port": 1}
+        config = run_config(
+            tmp_path, "two_channel", stage2_ab__schedule__b_ratio=b_ratio, **guarded_keys(),
+            rollout_matching__rollout_backend="vllm",
+            rollout_matching__vllm={"mode": "server", "server": {"servers": [entry], "timeout_s": 20.0}},
+        )  # fmt: skip
+        with pytest.raises(RolloutError, match=r"external_plugins.*coordexp serve") as stopped:
+            run_training(config, Console(quiet=True))
+        assert not unguarded.calls
     assert "COORDEXP_ENABLE_VLLM_REPEAT_TERMINATE_INJECTION" in str(stopped.value)
-    assert "/infer/" not in unguarded.asked
     assert not list(tmp_path.glob("run/checkpoint-*")) and not (tmp_path / "run" / "model.safetensors").exists()
 
 
-def test_a_learner_that_wants_another_guard_refuses_the_real_server(server: Any, tmp_path: Path) -> None:
-    keys = guarded_keys() | server_keys(server[1]) | {"rollout_matching__repeat_terminate": GUARD | {"ngram_size": 21}}
-    with pytest.raises(RolloutError, match="not active as configured"):
-        build_trainer(check_run(run_config(tmp_path, "two_channel", **keys)), Console(quiet=True))
-
-
-def test_channel_a_alone_asks_no_server(server: Any, tmp_path: Path) -> None:
+def test_channel_a_alone_sends_no_request_to_the_server(server: Any, tmp_path: Path) -> None:
     """Evaluation may: the server is checked at the start, and gets no weights and no request while training."""
     keys = guarded_keys() | server_keys(server[1]) | {"training__max_steps": 2, "stage2_ab__schedule__b_ratio": 0}
-    before = asked_of(server)
+
+    def state() -> dict[str, Any]:
+        """Status that any request or push changes, two heartbeats later."""
+        time.sleep(2 * HEARTBEAT_S)
+        return {key: value for key, value in server[0].status().items() if key not in STALL_KEYS}
+
+    before = state()
     deadline = time.monotonic() + 60
-    while (later := asked_after_a_beat(server)) != before:  # tokens of the test before that no beat had counted
+    while (later := state()) != before:  # tokens of the test before that no heartbeat had counted
         assert time.monotonic() < deadline
         before = later
     lines = step_lines(train(run_config(tmp_path, "two_channel", **keys)))
     assert [line["stage2/channel_a"] for line in lines] == [1, 1]
-    assert asked_after_a_beat(server) == before
-
-
-def test_killing_it_leaves_no_process(server: Any) -> None:
-    """Last of the file."""
-    assert_killing_leaves_nothing(server[0])
-
-
-def asked_after_a_beat(server: Any) -> dict[str, Any]:
-    time.sleep(2 * HEARTBEAT_S)
-    return asked_of(server)
-
-
-def asked_of(server: Any) -> dict[str, Any]:
-    """The server's state, which any request or push changes; not the clocks of its heartbeat."""
-    return {key: value for key, value in server[0].client().status().items() if key not in STALL_KEYS}
+    assert state() == before

@@ -63,7 +63,7 @@ def test_everything_has_a_key(answers_page: Browser) -> None:
     assert answers_page.text("#name") == "s0"
     answers_page.press("?")
     assert answers_page.run("return document.querySelector('#help').hidden") is False
-    answers_page.press("/", "s", "1", "7")  # letters typed into the search are no commands
+    answers_page.press("/", "s", "1", "7")  # letters typed into the search are not commands
     assert answers_page.text("#name") == "s17" and answers_page.count("#list button") == 1
     answers_page.press("Escape", "g")
     assert answers_page.run("return document.querySelector('#show-gt').checked") is False
@@ -95,7 +95,7 @@ def test_filters_and_orders(answers_page: Browser) -> None:
     )
     assert counts == sorted(counts, reverse=True)
     assert answers_page.text("#count") == f"{few} of 30 records"
-    answers_page.choose("#search", "nobody wrote this")
+    answers_page.choose("#search", "not in any answer")
     assert answers_page.text("#nothing").startswith("No record is left")
     assert answers_page.run("return document.querySelector('#record').hidden") is True
 
@@ -172,12 +172,12 @@ def test_steps_slide_and_curves_are_drawn(run_page: Browser) -> None:
     run_page.hover('#curves svg[data-curve="loss"]')
     assert run_page.text("#tip") in ("loss · step 1: 1", "loss · step 2: 0")
     run_page.choose("#order", "loss")
-    assert "step 4sample 3 · " in run_page.text("#list button:first-child")  # behind the file's name
+    assert "step 4sample 3 · " in run_page.text("#list button:first-child")  # after the file's name
 
 
 def test_the_mark_on_the_curves_is_the_records_step(run_page: Browser) -> None:
-    """The fixture logs steps 1 and 2: its first record stands at the left end, its second at the right, later ones
-    nowhere."""
+    """The fixture logs steps 1 and 2: its first record is at the left end, its second at the right; later ones
+    have no mark."""
     places = []
     for _ in range(3):
         places.append(run_page.run("return document.querySelector('#curves line.now')?.getAttribute('x1') ?? null"))

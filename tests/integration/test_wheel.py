@@ -1,4 +1,4 @@
-"""What people install: the wheel carries the demo's configurations and checkpoint, and works away from the source."""
+"""The wheel: it carries the demo's configurations and checkpoint, and works away from the source."""
 
 import subprocess
 import sys

@@ -32,7 +32,7 @@ def test_the_same_requests_go_to_the_same_servers_and_come_back_in_order():
         others = threading.Barrier(3)
 
         def ask(post, slow=slow, others=others):
-            others.wait(20)  # all servers are asked at once
+            others.wait(20)  # all servers have their request
             time.sleep(0.2 if post.server == slow else 0)
             return [requests[i].upper() for i in post.calls[0].indices]
 

@@ -27,7 +27,7 @@ def colocated(folder: Path, **repeat_terminate: Any) -> Any:
 
 
 def engine_arguments(run: Any) -> dict[str, Any]:
-    """What a colocated engine would be started with; none is."""
+    """The arguments of a colocated engine, which is not started."""
     unused: Any = None
     rollout = resolved_rollout(run)
     learner = LearnerParts(unused, unused, 0, unused, tiny_checkpoint(), unused)
@@ -36,14 +36,14 @@ def engine_arguments(run: Any) -> dict[str, Any]:
 
 @pytest.mark.scenario("Non-server vLLM paths are unchanged by this delta")
 def test_a_colocated_engine_needs_no_server_activation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No plugin, no variables, no status: what servers must prove is not asked of an engine inside the learner, and one
-    that is not told to guard is started exactly as if there were no guard."""
+    """An engine inside the learner needs no plugin, variables or status; without the guard it has the arguments of an
+    engine that never had one."""
     for name in (ENABLE, CONFIG_JSON, CONFIG_JSON_PATH):
         monkeypatch.delenv(name, raising=False)
     plain, guarded = colocated(tmp_path), colocated(tmp_path, **GUARD)
     for run in (plain, guarded):
         assert run.rollout_matching is not None
-        check_backend(run.rollout_matching)  # nobody is asked
+        check_backend(run.rollout_matching)  # sends no request
         plan = plan_launch(run, tmp_path / "run.yaml", local=())
         assert plan.servers == () and not {ENABLE, CONFIG_JSON} & set(plan.learner.environment)
     pytest.importorskip("vllm", reason="the engine's worker extension is a class of vLLM's interface")

@@ -32,7 +32,7 @@ def built(config: Any) -> Any:
 
 @pytest.mark.scenario("Canonical Stage-2 key controls decode microbatching")
 @pytest.mark.parametrize("size", [2, 3])
-def test_decode_batch_size_of_a_two_channel_run_is_what_is_decoded_at_once(size: int, tmp_path: Path) -> None:
+def test_decode_batch_size_limits_the_sequences_of_a_two_channel_run(size: int, tmp_path: Path) -> None:
     config = run_config(
         tmp_path,
         "two_channel",
@@ -77,7 +77,7 @@ def test_trainer_is_given_the_normalised_contract(tmp_path: Path) -> None:
     assert [server["group_port"] for server in contract["vllm"]["server"]["servers"]] == [51216, 51217]
     assert (contract["packing_enabled"], contract["packing_length"], contract["packing_buffer"]) == (True, 512, 99)
     assert (contract["object_ordering"], contract["object_field_order"]) == ("file", "desc_first")
-    # Nothing is left open: what stands for another key, and what auto means, is filled in.
+    # Nulls that stand for another key, and auto, are resolved.
     assert (contract["vllm"]["max_model_len"], contract["vllm"]["dtype"]) == (512, "float32")
     assert (contract["vllm"]["sync"]["mode"], contract["vllm"]["max_lora_rank"]) == ("full", 8)
     assert contract["maskiou_gate"] == 0.25
@@ -88,13 +88,13 @@ def test_trainer_is_given_the_normalised_contract(tmp_path: Path) -> None:
 
 @pytest.mark.scenario("Runtime rollout injection path stays stable")
 @pytest.mark.parametrize("stage", [2, "two_channel"])
-def test_every_rollout_trainer_has_the_loaded_contract_and_no_other_source(stage: Any, tmp_path: Path) -> None:
+def test_every_rollout_trainer_has_the_loaded_contract(stage: Any, tmp_path: Path) -> None:
     config = run_config(tmp_path, stage)
     trainer = built(config)
     assert trainer.rollout_matching_cfg == rollout_contract(config)
     section = resolved_rollout(config).model_dump(mode="json")
     assert {key: trainer.rollout_matching_cfg[key] for key in section} == section
-    # The old path is no second source: it does not load.
+    # The old path does not load.
     old = set_key(stage2(), "custom.extra.rollout_matching", {"decode_batch_size": 64})
     with pytest.raises(ConfigError, match=r"write rollout_matching\.decode_batch_size instead"):
         load_config(write_yaml(tmp_path, old, "old.yaml"))
@@ -112,7 +112,7 @@ def test_adapter_pushes_from_two_learners_are_refused_at_start(
     check_world_size(config, 1)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match=r"rollout_matching\.vllm\.sync\.mode: .*write sync\.mode: full"):
-        check_run(config)  # before servers are asked, data is read or the model is loaded
+        check_run(config)  # before any request to a server, and before data or the model are read
 
 
 # (keys of rollout_matching.vllm.server, path of the problem)
@@ -178,7 +178,7 @@ def test_missing_vllm_is_named_with_its_alternative(tmp_path: Path, monkeypatch:
     )
     with pytest.raises(MissingDependency, match="rollout_backend: hf"):
         check_backend(resolved_rollout(config))
-    # And a run asks, before its model is looked for.
+    # A run checks it too, before it looks for its model.
     with pytest.raises(MissingDependency, match="rollout_backend: hf"):
         keys = {"rollout_matching__vllm__tensor_parallel_size": 1, "model__model": "/nowhere"}
         check_run(run_config(tmp_path, 2, rollout_matching__rollout_backend="vllm", **keys))
@@ -214,7 +214,7 @@ def test_launcher_and_trainer_see_one_contract(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.scenario("Preflight/runtime consume a shared validated rollout contract")
 def test_launcher_and_trainer_refuse_a_wrong_file_in_the_same_words(tmp_path: Path) -> None:
-    """No consumer has a list of keys of its own: the schema speaks in all of them."""
+    """All of them use the schema; no consumer has its own list of keys."""
     raw = set_key(stage2(), "rollout_matching.vllm.server", {"servers": [SERVERS[0] | {"unknown_flag": 1}]})
     path = str(write_yaml(tmp_path, raw))
     commands = (["train", path], ["launch", "--dry-run", "--config", path], ["serve", "--config", path])

@@ -1,4 +1,4 @@
-"""The contract's scenarios about the training target: what is kept, corrected, appended, and counted."""
+"""The contract's scenarios about the training target: prefix, corrections, appended objects."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCENE = [CAT, LEAF, DOG]
 
 
 def appended(outcome) -> list[str]:
-    """Keys of the entries behind the rollout's own prefix."""
+    """Keys of the entries after the rollout's own prefix."""
     kept = json.loads(outcome.parsed.prefix_text + "}")
     return list(json.loads(taught_text(outcome, qwen_vocab())))[len(kept) :]
 
@@ -49,7 +49,7 @@ def test_without_a_match_the_whole_scene_is_appended(response: str) -> None:
 
 
 @pytest.mark.scenario("Highest retained object key controls FN start even when object is invalid")
-def test_first_appended_key_is_object_10_behind_an_invalid_object_9() -> None:
+def test_first_appended_key_is_object_10_after_an_invalid_object_9() -> None:
     got = outcome_of(answer(entry(2, NEAR_CAT), '"object_9": {"desc": "", "bbox_2d": []}'), SCENE, qwen_vocab())
     assert [obj.index for obj in got.parsed.objects] == [2]
     assert got.parsed.max_object_index == 9

@@ -37,7 +37,7 @@ FOUR = {"training__per_device_train_batch_size": 4, "training__max_steps": 1}
 
 
 class Watch:
-    """What a run asked of the model: calls of ``generate``, trained forwards, prepared steps, backward losses."""
+    """Calls of ``generate``, trained forwards, prepared steps and backward losses of a run."""
 
     def __init__(self) -> None:
         self.generated: list[dict[str, Any]] = []
@@ -143,7 +143,7 @@ def test_training_continues_from_the_best_beam(tmp_path: Path) -> None:
 
 
 def best_beam(loaded: LoadedModel, request: RolloutRequest, beams: int) -> tuple[int, ...]:
-    """Of all beams of transformers' own search the one with the highest score."""
+    """The beam of transformers' own search with the highest score."""
     prompt, eos = torch.tensor([request.prompt_token_ids]), loaded.vocab.eos_id
     model: Any = loaded.model
     found = model.generate(
@@ -181,7 +181,7 @@ def test_decode_batch_size_alone_decides_in_training_and_evaluation(per_device: 
 
 
 class Replay(QuietBackend):
-    """A second implementation of the interface: says what another backend said, without a model."""
+    """A second implementation of the interface: repeats another backend's answers, without a model."""
 
     def __init__(self, said: Sequence[Rollout]) -> None:
         self._said = {rollout.sample_id: rollout for rollout in said}
@@ -252,5 +252,5 @@ def test_malformed_answers_are_counted_and_the_step_completes(kind: str, tmp_pat
         assert sum(line.get(f"rollout/dropped/{reason}", 0) for line in lines) == len(spoiled)
     assert sum(line["rollout/parse_dropped_invalid"] for line in lines) == len(reasons) * len(spoiled)
     for outcome in spoiled:
-        assert outcome.target.appended_gt_idx == outcome.match.fn_gt_idx  # what was missed is taught in the tail
+        assert outcome.target.appended_gt_idx == outcome.match.fn_gt_idx  # missed objects are taught in the tail
         assert TokenRole.EOS in outcome.target.roles_T

@@ -56,12 +56,12 @@ class Browser:
         self._post("actions", actions=[{"type": "pointer", "id": "mouse", "actions": [move]}])
 
     def press(self, *keys: str) -> None:
-        """Press and release each key, on whatever has the focus."""
+        """Press and release each key on the focused element."""
         strokes = [{"type": kind, "value": _KEYS.get(key, key)} for key in keys for kind in ("keyDown", "keyUp")]
         self._post("actions", actions=[{"type": "key", "id": "keyboard", "actions": strokes}])
 
     def choose(self, css: str, value: str) -> None:
-        """Set a control and tell the page, as a person's choice would."""
+        """Set a control and dispatch the event of a person's choice."""
         self.run(
             "const e = document.querySelector(arguments[0]); e.value = arguments[1];"
             "e.dispatchEvent(new Event(e.tagName === 'SELECT' ? 'change' : 'input', {bubbles: true}));",

@@ -71,7 +71,7 @@ def write_run(folder: Path, stage: int, model: Path, **keys: Any) -> Path:
 
 
 def logged(output_dir: Path) -> dict[str, float]:
-    """What the run in ``output_dir`` logged for its only step."""
+    """The line that the run in ``output_dir`` logged for its only step."""
     state = json.loads((output_dir / "checkpoint-1" / "trainer_state.json").read_text(encoding="utf-8"))
     (line,) = [line for line in state["log_history"] if "loss" in line]
     return line

@@ -9,8 +9,10 @@ third: ms-swift patches transformers.
 
 from __future__ import annotations
 
+import inspect
 import multiprocessing
 import os
+import runpy
 import signal
 import socket
 import stat
@@ -26,7 +28,7 @@ from typing import Any, NamedTuple
 
 
 class Behind(NamedTuple):
-    """What processes are forked behind: ``modules``, which ``server`` has imported."""
+    """A server that has imported ``modules`` and forks processes."""
 
     modules: tuple[str, ...]
     server: forkserver.ForkServer
@@ -91,23 +93,32 @@ def forked(
     """``target(*arguments)``, started.
 
     Args:
-        target, arguments: picklable; the target is a function of a module, not of a test.
+        target, arguments: picklable; :func:`by_file` makes them of a function of a test file.
         log, err: take what it prints; without ``err``, ``log`` takes both streams.
         environment: besides the present one, and one thread for torch.
-        behind: what it finds imported. Behind vLLM, engine processes that it starts are forked from it, as is vLLM's
-            default beside GPUs; on CPUs vLLM spawns them, and each imports everything anew.
+        behind: decides which modules are imported already. With vLLM imported, its engine processes are forked too,
+            as by default with GPUs; on CPUs vLLM spawns them, and each imports everything again.
 
     Returns:
         Its process. ``exitcode`` is negative for a signal.
     """
     for file in {log, err or log}:
-        file.write_bytes(b"")  # whoever waits for a line may look before the process begins, and must find no old one
+        file.write_bytes(b"")  # a test may look for a line before the process begins, and must not find an old one
     whole = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **(environment or {})}
     context = multiprocessing.get_context("forkserver")
     process = context.Process(target=_run, args=(target, arguments, str(log), str(err or log), whole))
     with _from(behind):
         process.start()
     return process
+
+
+def by_file(function: Callable[..., Any], *arguments: object) -> tuple[Any, ...]:
+    """Target and arguments that call a function of a test file: another process cannot import it by pytest's name."""
+    return _call, inspect.getsourcefile(function), function.__name__, arguments
+
+
+def _call(file: str, name: str, arguments: tuple[object, ...]) -> None:
+    runpy.run_path(file)[name](*arguments)
 
 
 @contextmanager
@@ -215,7 +226,7 @@ def _fork_engines() -> None:
 
 
 def _let_go_of_ports() -> None:
-    """As in a spawned process: who asks a server that has died must be refused, although its engines still end."""
+    """As in a spawned process: the port of a dead server must refuse connections while its engines still end."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for fd in (int(name) for name in os.listdir("/proc/self/fd")):
         try:
@@ -226,7 +237,7 @@ def _let_go_of_ports() -> None:
         with socket.socket(fileno=os.dup(fd)) as one:
             is_port = one.family in (socket.AF_INET, socket.AF_INET6) and not _has_peer(one)
         if is_port:
-            os.dup2(nothing, fd)  # not closed: the number still has an owner, who would close another's one day
+            os.dup2(nothing, fd)  # not closed: the number's owner would later close another file
     os.close(nothing)
 
 

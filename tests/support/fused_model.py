@@ -1,4 +1,4 @@
-"""A model that is fused, renamed and tied as vLLM's are, with as much of vLLM's loading as that takes."""
+"""A model that is fused, renamed and tied like vLLM's, with the loading that this needs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from coordexp.rollouts.backend import AdapterWeights
 
 
 class Rename:
-    """As much of vLLM's ``WeightsMapper`` as the layout asks for."""
+    """The part of vLLM's ``WeightsMapper`` that the layout uses."""
 
     def get_rename_mapper(self) -> Rename:
         return self
@@ -68,7 +68,7 @@ class FusedModel(torch.nn.Module):
                 raise ValueError(f"There is no module or parameter named {name!r}")
 
 
-# Of the learner's weights, by its names. The engine pads the vocabulary.
+# The learner's names.
 SHAPES = {
     "model.language.embed.weight": (5, 3),  # the engine pads the vocabulary
     "model.language.layer.q_proj.weight": (4, 3),

@@ -1,4 +1,4 @@
-"""A proxy in front of a real server that does to requests and answers what networks, load balancers and bugs do."""
+"""A proxy in front of a real server that breaks requests and answers like networks, load balancers and bugs."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ Answer = Callable[[bytes], bytes]
 
 @dataclass
 class LyingProxy:
-    """Forwards every request to ``target``; one for ``path`` meets with ``behaviour``, as long as it is set: for
-    ``times`` requests, or until it heals."""
+    """Forwards every request to ``target``; applies ``behaviour`` to requests for ``path``, ``times`` of them or
+    until it heals."""
 
     target: str
     url: str = ""
     path: str = ""
     behaviour: str = ""
     times: float = math.inf
-    kept: bytes = b""  # an answer, to be given again when it is stale
+    kept: bytes = b""  # the last good answer, which a stale one repeats
     over: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -38,7 +38,7 @@ class LyingProxy:
             self.path, self.behaviour, self.times = path, behaviour, times
 
     def behaviour_to(self, path: str) -> str:
-        """What a request for ``path`` meets with, and one time less from now on."""
+        """The behaviour towards a request for ``path``; counts the request."""
         with self.lock:
             if path != self.path or self.times <= 0:
                 return ""
@@ -75,7 +75,7 @@ def of_a_gateway(_: bytes) -> bytes:
     return b"<html>It works!</html>"
 
 
-# What is done with a request before the server sees it, with its answer, and with the bytes of the answer.
+# By place: before the server sees the request, in its answer, after it has answered.
 BEFORE = ("closes at once", "closes half way through the request", "hangs before the server")
 ANSWERS: dict[str, Answer] = {
     "swaps answers": swapped,
@@ -84,7 +84,7 @@ ANSWERS: dict[str, Answer] = {
     "drops the envelope": no_envelope,
     "answers in the server's place": of_a_gateway,
 }
-BEHIND = ("closes before the answer", "closes behind the header", "closes half way", "hangs behind the server",
+AFTER = ("closes before the answer", "closes after the header", "closes half way", "hangs after the server",
           "hangs half way", "drips")  # fmt: skip
 STALE = "gives an answer of before"
 
@@ -117,7 +117,7 @@ def _handler(proxy: LyingProxy) -> type[BaseHTTPRequestHandler]:
 
         def _do(self, behaviour: str) -> None:
             length = int(self.headers.get("Content-Length", 0))
-            self.close_connection = behaviour in (*BEFORE, *BEHIND)
+            self.close_connection = behaviour in (*BEFORE, *AFTER)
             if behaviour == "closes at once":
                 return
             if behaviour == "closes half way through the request":
@@ -136,15 +136,15 @@ def _handler(proxy: LyingProxy) -> type[BaseHTTPRequestHandler]:
             self._answer(reply.status_code, reply.headers.get("content-type", "text/plain"), answer, behaviour)
 
         def _answer(self, status: int, kind: str, answer: bytes, behaviour: str) -> None:
-            if behaviour == "hangs behind the server":
+            if behaviour == "hangs after the server":
                 proxy.over.wait()
-            if behaviour in ("hangs behind the server", "closes before the answer"):
+            if behaviour in ("hangs after the server", "closes before the answer"):
                 return
             self.send_response(status)
             self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(len(answer)))
             self.end_headers()
-            if behaviour == "closes behind the header":
+            if behaviour == "closes after the header":
                 return
             if behaviour == "drips":
                 for place in range(len(answer)):

@@ -1,4 +1,4 @@
-"""What :func:`coordexp.objective.score_head` must equal: all the logits, the limit, and plain autograd."""
+"""The reference for :func:`coordexp.objective.score_head`: all the logits, the limit, and plain autograd."""
 
 from __future__ import annotations
 
@@ -46,6 +46,6 @@ def result_from_logits(
     coord_ids: Sequence[int],
     totals: Mapping[str, int],
 ) -> ObjectiveResult:
-    """What a model with exactly these logits is trained on."""
+    """The result of a model with exactly these logits."""
     query = pipeline.query(supervision)
     return pipeline(supervision, scores_from_logits(logits_NV, query, supervision.label_N, coord_ids), totals)

@@ -1,4 +1,4 @@
-"""Image files that tests only tell apart: named by their numbers, each the smallest that there is."""
+"""The smallest possible image files, named by number."""
 
 from __future__ import annotations
 

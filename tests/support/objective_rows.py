@@ -57,7 +57,7 @@ def rewritten_and_soft_segments(weights: SupervisionWeights = DEFAULT) -> tuple[
 
 
 class Trigram:
-    """Hidden states from the two tokens before, alone: the same for a segment wherever it is packed."""
+    """Hidden states from the two tokens before: a segment has the same in every row."""
 
     def __init__(self, seed: int = 0, hidden: int = 6, scale: float = 1.0) -> None:
         generator = torch.Generator().manual_seed(seed)

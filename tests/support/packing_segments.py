@@ -10,7 +10,7 @@ from coordexp.targets.weights import weigh_tokens
 
 
 def make_segment(sample_id: str, length: int, prompt_len: int = 1) -> Segment:
-    """A segment of ``length`` tokens whose target is plain structure; token ids tell nothing but their place."""
+    """A segment of ``length`` tokens with plain structure as its target; token ids are positions."""
     target_len = length - prompt_len
     return Segment(sample_id, tuple(range(prompt_len)), make_target(sample_id, [TokenRole.TAIL_STRUCT] * target_len))
 

@@ -1,4 +1,4 @@
-"""What holds of every parse, checked by other means than the parser's; and a vocabulary small enough to think about."""
+"""Invariants of every parse, checked independently of the parser; and a small vocabulary."""
 
 from __future__ import annotations
 
@@ -14,27 +14,12 @@ import pytest
 from coordexp.coords import COORD_TOKENS, TURN_END, CoordVocab, serialize_append
 from coordexp.parsing import parse_rollout
 from coordexp.records import NUM_BINS, GTObject, ParsedRollout, PredictedObject
-from support.answers import tiny_vocab
+from support.answers import Pairs, tiny_vocab
 from support.qwen_tokenizer import qwen_vocab
 
 FUSED = [
-    "}}",
-    "},",
-    "}},",
-    '"}}',
-    '"},',
-    '"]',
-    '"]}',
-    "]}",
-    "]},",
-    "{}",
-    '{"',
-    ' {"',
-    '": ',
-    '", "',
-    "object_",
-    "bbox_2d",
-]
+    "}}", "},", "}},", '"}}', '"},', '"]', '"]}', "]}", "]},", "{}", '{"', ' {"', '": ', '", "', "object_", "bbox_2d",
+]  # fmt: skip
 
 
 def examples(count: int) -> int:
@@ -67,11 +52,7 @@ all_vocabs = pytest.mark.parametrize("make_vocab", VOCABS, ids=lambda make: make
 # -- an independent reading of the text, with the standard library's JSON ------------------------------------------
 
 
-BARE = r"\u0000"  # before a coordinate that stood there without quotes
-
-
-class Pairs(list[tuple[str, Any]]):
-    """A JSON object as it is written: ordered, duplicates kept."""
+BARE = r"\u0000"  # before a coordinate without quotes
 
 
 def refuse(constant: str) -> Any:
@@ -177,7 +158,7 @@ def check_spans(obj: PredictedObject, parsed: ParsedRollout, vocab: CoordVocab) 
     (start, end), (own_start, own_end) = obj.token_span, obj.own_token_span
     desc_start, desc_end = obj.desc_token_span
     assert (start <= own_start <= start + 1 and end - 1 <= own_end <= end) or own_start == own_end
-    # A fused end lies outside; an exact one is the entry's own quote or brace.
+    # A fused end is outside; an exact one is the entry's own quote or brace.
     touched = b"".join(pieces[start:end])
     key = re.search(rb'"(?:[^"\\]|\\.)*"\s*:\s*\{', touched)
     assert key is not None and (own_start == start) == (key.start() == 0)

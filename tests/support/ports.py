@@ -7,7 +7,7 @@ import socket
 from contextlib import ExitStack
 
 # Below the ports that Linux hands out itself: between the look and the server's start, minutes on a busy machine,
-# another process that asks for any port would be given one of those.
+# another process could be given one of those.
 FIRST, LAST = 15_000, 32_000
 _choice = random.SystemRandom()  # test workers are forked: a seeded one would choose the same in each
 

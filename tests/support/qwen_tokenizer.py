@@ -1,6 +1,6 @@
 """The real Qwen byte-level BPE with this project's coordinate tokens, for tests that must meet real token boundaries.
 
-The merge ranks come with the ``dashscope`` package, of which only one data file is read. Converting them takes a few
+The merge ranks are a data file of the ``dashscope`` package. Converting them takes a few
 seconds, so the finished tokenizer is cached on disk by package version, and in memory for the test session.
 """
 
@@ -24,47 +24,26 @@ RANKS_PACKAGE = "dashscope"
 RANKS_FILE = "dashscope/resources/qwen.tiktoken"
 BUILD = 1  # raise when the conversion below changes: it is part of the cache's name
 
-# Qwen groups digits one by one; GPT-4's otherwise equal pattern takes up to three.
+# Qwen groups digits one by one; GPT-4's otherwise equal pattern has up to three.
 PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 SPECIAL = [
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|object_ref_start|>",
-    "<|object_ref_end|>",
-    "<|box_start|>",
-    "<|box_end|>",
-    "<|quad_start|>",
-    "<|quad_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|vision_pad|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
-]
+    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>",
+    "<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
+    "<|image_pad|>", "<|video_pad|>",
+]  # fmt: skip
 PLAIN = [
-    "<tool_call>",
-    "</tool_call>",
-    "<|fim_prefix|>",
-    "<|fim_middle|>",
-    "<|fim_suffix|>",
-    "<|fim_pad|>",
-    "<|repo_name|>",
-    "<|file_sep|>",
-    "<tool_response>",
-    "</tool_response>",
-    "<think>",
-    "</think>",
-]
+    "<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>",
+    "<|repo_name|>", "<|file_sep|>", "<tool_response>", "</tool_response>", "<think>", "</think>",
+]  # fmt: skip
 
 
 @lru_cache(maxsize=1)
 def qwen_tokenizer() -> PreTrainedTokenizerFast:
-    """152,670 tokens; ids equal those of Qwen3-VL expanded by the coordinate tokens. Fails without the package: what
-    this tokenizer shows cannot be shown by another."""
+    """152,670 tokens; ids equal those of Qwen3-VL expanded by the coordinate tokens. Fails without the
+    package: no other tokenizer replaces this one."""
     try:
         package = importlib.metadata.distribution(RANKS_PACKAGE)
     except importlib.metadata.PackageNotFoundError:
@@ -114,12 +93,9 @@ def _convert(ranks_file: Path) -> Tokenizer:
     )
     tokenizer = Tokenizer(model)
     tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(PATTERN), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    split = pre_tokenizers.Split(Regex(PATTERN), behavior="isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in SPECIAL])
     for texts in (PLAIN, ["<|coord_*|>"], COORD_TOKENS):

@@ -1,4 +1,4 @@
-"""Real rollout servers in processes of their own, on a tiny model that vLLM's CPU kernels can run."""
+"""Real rollout servers and engines on a tiny model that vLLM's CPU kernels can run, and learners that use them."""
 
 from __future__ import annotations
 
@@ -9,25 +9,35 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
 
+from coordexp.config import RunConfig, load_config, resolved_rollout
+from coordexp.config.rollout import SyncConfig
+from coordexp.data.images import open_rgb
 from coordexp.engine.client import ServerClient
+from coordexp.engine.colocated import ColocatedBackend
+from coordexp.engine.push import ServerPusher
+from coordexp.launch.plan import LaunchPlan, ProcessPlan, plan_launch
 from coordexp.launch.supervisor import descendants
 from coordexp.modeling.load import LoadedModel, load_model
 from coordexp.modeling.tiny import TinySpec, build_tiny_checkpoint
+from coordexp.modeling.weights import LearnerWeights
 from coordexp.records import RolloutRequest
+from coordexp.rollouts import build_backend
+from coordexp.rollouts.learner import LearnerParts
 from support.config_samples import set_key, stage2, write_yaml
-from support.forked import ENGINES, Handle, coordexp, forked
+from support.forked import ENGINES, SWIFT, Handle, coordexp, forked
+from support.forked import swift_rollout as rollout_program
 from support.ports import free_ports
 from support.settings import client_to
-from support.tiny_run import PROMPT, _session_folder, tiny_samples, tiny_scenes
+from support.tiny_run import PROMPT, _session_folder, run_config, tiny_samples, tiny_scenes
 
 # Heads of 64: vLLM's CPU attention has no kernel for the smallest ones.
 SPEC = TinySpec(
@@ -37,11 +47,26 @@ SPEC = TinySpec(
 BOOT_S = 400.0
 STOP_S = 30.0
 NEW_TOKENS = 16
+# The sharpened tiny model repeats itself at different steps: of six answers of 64 tokens, two stay below these limits.
+GUARD: dict[str, Any] = {
+    "enabled": True,
+    "min_new_tokens": 40,
+    "max_consecutive_token_repeats": 30,
+    "ngram_size": 20,
+    "ngram_repeats": 2,
+}
+GUARDED_TOKENS = 64
+COLOCATED: dict[str, Any] = {
+    "rollout_matching__rollout_backend": "vllm",
+    "rollout_matching__vllm__tensor_parallel_size": 1,
+    "rollout_matching__vllm__gpu_memory_utilization": 0.02,
+    "rollout_matching__vllm__enforce_eager": True,
+}
 
 
 @lru_cache(maxsize=1)
 def served_checkpoint() -> Path:
-    """Random weights, sharpened so that they say something decided; built once per session."""
+    """Random weights, sharpened so that greedy answers are unambiguous; built once per session."""
     folder = build_tiny_checkpoint(_session_folder() / "served", seed=5, spec=SPEC)
     loaded = load_model(folder, "float32")
     sharpen(loaded.model)
@@ -100,8 +125,15 @@ class RunningServer:
     def client(self, **keys: Any) -> ServerClient:
         return client_to(self.base_url, self.group_port, **{"timeout_s": 60.0, "infer_timeout_s": 120.0, **keys})
 
+    def status(self) -> dict[str, Any]:
+        client = self.client()
+        status = client.status()
+        client.close()
+        assert status is not None
+        return status
+
     def children(self) -> list[int]:
-        """Processes that it started, and theirs."""
+        """Its descendants."""
         return descendants(self.process.pid)
 
 
@@ -146,27 +178,20 @@ def started(
     log = folder / f"server{index}.log"
     command = ["serve", "--config", str(path), "--index", str(index), *arguments]
     environment = serving_environment() if environment is None else environment
-    process = _in_shell(command, log, environment) if by_shell else _forked(command, log, environment)
+    process: subprocess.Popen[bytes] | Handle
+    if by_shell:
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "coordexp", *command], stdout=output, stderr=subprocess.STDOUT,
+                env=dict(environment), start_new_session=True,
+            )  # fmt: skip
+    else:
+        process = Handle(forked(coordexp, command, log=log, environment=environment, behind=ENGINES))
     server = RunningServer(process, entry["base_url"], entry["group_port"], log)
     try:
         yield server
     finally:
         end(server)
-
-
-def _in_shell(command: list[str], log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    with log.open("wb") as output:
-        return subprocess.Popen(
-            [sys.executable, "-m", "coordexp", *command],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=dict(environment),
-            start_new_session=True,
-        )
-
-
-def _forked(command: list[str], log: Path, environment: Mapping[str, str]) -> Handle:
-    return Handle(forked(coordexp, command, log=log, environment=environment, behind=ENGINES))
 
 
 def wait_until_healthy(server: RunningServer) -> None:
@@ -217,6 +242,11 @@ def requests_of(loaded: LoadedModel, count: int = 3) -> list[RolloutRequest]:
     return [sample.request for sample in tiny_samples(loaded, count)]
 
 
+def requests_for_swift(loaded: LoadedModel, samples: int = 12) -> list[RolloutRequest]:
+    """Requests with images that ms-swift does not resize: it enlarges those of less than 4,096 pixels."""
+    return [sample.request for sample in tiny_samples(loaded, samples) if sample.record.width >= 64]
+
+
 def payload(requests: Sequence[RolloutRequest], max_tokens: int = NEW_TOKENS, **config: Any) -> dict[str, Any]:
     """A call of ``/infer/``: greedy, with token ids."""
     return {
@@ -245,7 +275,7 @@ def openai_payload(request: RolloutRequest, **more: Any) -> dict[str, Any]:
 def greedy_tokens(
     loaded: LoadedModel, requests: Sequence[RolloutRequest], max_tokens: int = NEW_TOKENS
 ) -> list[list[int]]:
-    """What transformers' own ``generate`` answers, one request at a time, end token included."""
+    """Answers of transformers' own ``generate``, one request at a time, end token included."""
     model: Any = loaded.model.eval()
     answers = []
     for request in requests:
@@ -268,8 +298,151 @@ def greedy_tokens(
 def served_tokens(
     client: ServerClient, requests: Sequence[RolloutRequest], max_tokens: int = NEW_TOKENS
 ) -> list[list[int]]:
-    """What a server answers, and that its prompts are the learner's."""
+    """A server's answers; asserts that its prompts are the learner's."""
     items = client.infer(payload(requests, max_tokens))
     for request, item in zip(requests, items, strict=True):
         assert tuple(item["response"]["prompt_token_ids"]) == request.prompt_token_ids
     return [item["response"]["choices"][0]["token_ids"] for item in items]
+
+
+def greedy_answers(
+    loaded: LoadedModel, requests: Sequence[RolloutRequest], max_tokens: int = NEW_TOKENS
+) -> list[list[int]]:
+    """As :func:`greedy_tokens`, without the end token."""
+    eos = loaded.vocab.eos_id
+    return [ids[: ids.index(eos)] if eos in ids else ids for ids in greedy_tokens(loaded, requests, max_tokens)]
+
+
+def disturb(loaded: LoadedModel, seed: int) -> LoadedModel:
+    """Change every weight a little, as training would."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in loaded.model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return loaded
+
+
+@contextmanager
+def pushing(client: ServerClient, source: Any, **keys: Any) -> Iterator[ServerPusher]:
+    """A pusher of ``source`` (a learner or its weights) to one server. ``keys``: of ``vllm.sync``."""
+    weights = LearnerWeights(source.model) if isinstance(source, LoadedModel) else source
+    pusher = ServerPusher([client], weights, SyncConfig(**{"bucket_mb": 1, "timeout_s": 60.0, **keys}))
+    try:
+        yield pusher
+    finally:
+        pusher.close()
+
+
+# -- swift rollout -----------------------------------------------------------------------------------------------------
+
+
+def guarded_config(folder: Path, server: str, **keys: Any) -> dict[str, Any]:
+    """As :func:`server_config`, with the guard on. ``server``: the program, swift or coordexp."""
+    return server_config(
+        folder,
+        launch={"server": server, "wait_s": 240.0},
+        rollout_matching__repeat_terminate=GUARD,
+        rollout_matching__max_new_tokens=GUARDED_TOKENS,
+        **keys,
+    )
+
+
+def plan_of(folder: Path, config: Mapping[str, Any], name: str = "launch.yaml") -> LaunchPlan:
+    """The plan of ``coordexp launch`` for this configuration."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = write_yaml(folder, dict(config), name)
+    return plan_launch(load_config(path), path)
+
+
+def with_arguments(process: ProcessPlan, **flags: Any) -> ProcessPlan:
+    """``process`` with values of its flags changed: ms-swift takes the last one given."""
+    more = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    return replace(process, command=(*process.command, *more))
+
+
+@contextmanager
+def swift_rollout(folder: Path, config: Mapping[str, Any], **flags: Any) -> Iterator[RunningServer]:
+    """``swift rollout``, healthy: :mod:`forked <support.forked>`, and its workers from it. From the command line it is
+    started by ``coordexp launch``, and tested there. Ended with everything it started."""
+    (server,) = plan_of(folder, config).servers
+    assert server.process is not None
+    process = with_arguments(server.process, **flags)
+    assert process.command[1:3] == ("-m", "swift.cli.rollout")
+    process.log.parent.mkdir(parents=True, exist_ok=True)
+    environment = serving_environment(**process.environment)
+    arguments = list(process.command[3:])
+    started = Handle(forked(rollout_program, arguments, log=process.log, environment=environment, behind=SWIFT))
+    running = RunningServer(started, server.base_url, server.group_port, process.log)
+    try:
+        wait_until_healthy(running)
+        yield running
+    finally:
+        end(running)
+
+
+# -- servers and engines of learners -----------------------------------------------------------------------------------
+
+
+class Plain(NamedTuple):
+    """A server, and the configuration that it was started with."""
+
+    config: dict[str, Any]
+    running: RunningServer
+
+
+class PlainServer:
+    """A ``coordexp serve`` for adapters and full weights; boots at the first use, and again if it has ended."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._stack = ExitStack()
+        self._plain: Plain | None = None
+
+    def get(self) -> Plain:
+        """The healthy server. Its weights are those of the last push."""
+        if self._plain is None or self._plain.running.process.poll() is not None:
+            self._stack.close()
+            # Data that do not exist: only the learner needs them.
+            config = server_config(
+                self._folder,
+                custom__train_jsonl=str(self._folder / "nowhere.jsonl"),
+                rollout_matching__vllm__enable_lora=True,
+                rollout_matching__vllm__max_lora_rank=8,
+            )
+            config["custom"].pop("val_jsonl")
+            self._plain = Plain(config, self._stack.enter_context(serving(self._folder, config)))
+        return self._plain
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+def vllm_config(folder: Path, name: str = "run", /, **keys: Any) -> RunConfig:
+    """As :func:`tiny_run.run_config` of stage 2, with a model that vLLM's CPU kernels can run."""
+    return run_config(folder, 2, name, model__model=str(served_checkpoint()), **keys)
+
+
+def colocated(
+    learner: LoadedModel, folder: Path, open_image: Any = open_rgb, checkpoint: Path | None = None, **keys: Any
+) -> ColocatedBackend:
+    """A backend with an engine in this process, which is not started yet."""
+    config = vllm_config(folder, **COLOCATED | keys)
+    parts = LearnerParts(
+        model=learner.model, vocab=learner.vocab, image_token_id=learner.image_token_id,
+        weights=LearnerWeights(learner.model), checkpoint=checkpoint or served_checkpoint(), open_image=open_image,
+    )  # fmt: skip
+    backend = build_backend(resolved_rollout(config), parts)
+    assert isinstance(backend, ColocatedBackend)
+    return backend
+
+
+def server_keys(config: dict[str, Any]) -> dict[str, Any]:
+    """The keys of :func:`server_config` that a learner of those servers needs."""
+    vllm = config["rollout_matching"]["vllm"]
+    return {
+        "rollout_matching__rollout_backend": "vllm",
+        "rollout_matching__vllm__mode": "server",
+        "rollout_matching__vllm__tensor_parallel_size": 1,
+        "rollout_matching__vllm__server": vllm["server"],
+        "rollout_matching__vllm__sync": vllm["sync"],
+    }

@@ -1,4 +1,4 @@
-"""Settings of which a test names what it is about; the rest is what the YAML's keys have by default, or short waits."""
+"""Settings with the YAML keys' defaults or short waits; a test names the others."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def client_to(url: str, group_port: int = 1, **keys: Any) -> ServerClient:
 
 
 def serve_options_of(host: str, group_port: int, push_wait_s: float, api_key: str | None = None) -> ServeOptions:
-    """Of a server of one engine, which listens where learners call it."""
+    """Options of a server with one engine, which listens where learners call it."""
     return ServeOptions(
         model=Path("model"),
         host=host,

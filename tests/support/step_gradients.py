@@ -53,7 +53,7 @@ def row_loss(
 
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Of every weight, whole also where it is sharded."""
+    """Gradients of every weight; whole even if it is sharded."""
     found = {}
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:

@@ -72,7 +72,7 @@ def tiny_scenes() -> Path:
 
 
 def load_tiny(dtype: str = "float32", attention: str = "packed", sharpen: float = 1.0) -> LoadedModel:
-    """The tiny model; ``sharpen`` multiplies its matrices, so that random weights say something decided."""
+    """The tiny model; ``sharpen`` multiplies its matrices, so that greedy answers are unambiguous."""
     loaded = load_model(tiny_checkpoint(), dtype, attention)
     with torch.no_grad():
         for parameter in loaded.model.parameters():
@@ -145,7 +145,7 @@ def train(config: RunConfig, backend: Any = None, on_built: Callable[[Any], None
 
 
 def step_lines(trainer: Any) -> list[dict[str, float]]:
-    """What was logged for each optimizer step."""
+    """The log line of each optimizer step."""
     return [line for line in trainer.state.log_history if "loss" in line]
 
 
@@ -157,7 +157,7 @@ def figures(trainer: Any) -> list[dict[str, float]]:
 
 
 def watch_steps(trainer: Any) -> list[PreparedStep]:
-    """What each step trains on, in a list that grows as the trainer runs."""
+    """The prepared steps, in a list that grows as the trainer runs."""
     prepared: list[PreparedStep] = []
     accumulate = trainer.step.accumulate
 
@@ -216,7 +216,7 @@ def task_of(
 def prepare(
     task: Task, batches: Sequence[Sequence[Sample]], step: int = 0, log: RolloutLog | None = None
 ) -> tuple[PreparedStep, dict[str, float]]:
-    """What a step of ``task`` trains on, and its metrics."""
+    """A prepared step of ``task``, and its metrics."""
     metrics: defaultdict[str, float] = defaultdict(float)
     log = RolloutLog(_session_folder(), 0) if log is None else log
     return prepare_step(task, [list(batch) for batch in batches], step, metrics, log), metrics

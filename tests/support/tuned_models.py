@@ -1,4 +1,4 @@
-"""The tiny model with adapters and coordinate offsets that say something: as after some training."""
+"""The tiny model with adapters and coordinate offsets that are not zero, as after some training."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def lora(**keys: Any) -> TunerConfig:
 
 
 def tuned(config: TunerConfig, *, dtype: str = "float32", checkpoint: Path | None = None, seed: int = 7) -> LoadedModel:
-    """A model under ``config`` whose trainable weights are random: zero-initialised ones would hide every mistake."""
+    """A model with random trainable weights: zero-initialised ones would hide every mistake."""
     loaded = load_model(checkpoint or tiny_checkpoint(), dtype)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

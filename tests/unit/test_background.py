@@ -1,18 +1,26 @@
-"""Calls in threads of their own: their errors reach who asked, and a process that ends does not abort under them."""
+"""Calls in threads, and work prepared in a thread ahead of its use: results, errors and order; no thread is left."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from coordexp.background import in_background, wait_for_all
+from coordexp.background import Prefetcher, in_background, wait_for_all
+from coordexp.errors import DataError, RolloutError
+
+WAIT_S = 30.0
 
 
-def test_results_and_errors_reach_the_one_who_waits() -> None:
+def test_results_and_errors_reach_the_waiting_thread() -> None:
     assert in_background(lambda: 3, "three").result(20) == 3
     hung = in_background(lambda: time.sleep(2), "hung")
     with pytest.raises(ZeroDivisionError):
@@ -21,8 +29,8 @@ def test_results_and_errors_reach_the_one_who_waits() -> None:
 
 
 @pytest.mark.parametrize(("seconds", "ends"), [(1, True), (60, False)])
-def test_the_end_of_a_process_waits_a_little_for_them(seconds: int, ends: bool, tmp_path: Path) -> None:
-    """A daemon that comes back from C++ in a half-dismantled interpreter would abort it, exit code -6."""
+def test_the_end_of_a_process_waits_briefly_for_calls(seconds: int, ends: bool, tmp_path: Path) -> None:
+    """A daemon thread that returns from C++ in a half-dismantled interpreter would abort it, exit code -6."""
     out = tmp_path / "ended"
     code = (
         "import time; from pathlib import Path; from coordexp import background\n"
@@ -32,3 +40,75 @@ def test_the_end_of_a_process_waits_a_little_for_them(seconds: int, ends: bool, 
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=50, check=False).returncode == 3
     assert out.exists() is ends
+
+
+def ahead(count: int, prepare: Callable[[int], Any] = str, **keys: Any) -> Prefetcher[int, Any]:
+    given = {
+        "ahead": 16,
+        "deadline_s": WAIT_S,
+        "timeout_error": lambda one: RolloutError(f"sample {one} is late"),
+        **keys,
+    }
+    return Prefetcher(range(count), prepare, name="prompts", **given)
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "prompts"]
+
+
+@given(count=st.integers(0, 40), room=st.integers(1, 5))
+def test_prefetched_items_are_in_order(count: int, room: int) -> None:
+    with ahead(count, ahead=room) as waiting:
+        assert [waiting.take() for _ in range(len(waiting))] == [(one, str(one)) for one in range(count)]
+        assert not waiting and not waiting.has_unconsumed
+    assert not threads()
+
+
+def test_a_prefetcher_prepares_at_most_its_limit_in_another_thread() -> None:
+    began: list[tuple[int, str]] = []
+    there = threading.Semaphore(0)
+
+    def prepare(one: int) -> int:
+        began.append((one, threading.current_thread().name))
+        there.release()
+        return one
+
+    with ahead(10, prepare, ahead=3) as waiting:
+        for _ in range(3):
+            assert there.acquire(timeout=WAIT_S)
+        assert not there.acquire(timeout=0.2), "a fourth was begun"
+        waiting.take()
+        assert there.acquire(timeout=WAIT_S)
+        assert began == [(one, "prompts") for one in range(4)]
+    assert waiting.has_unconsumed and not threads(), "and none is begun after the end"
+
+
+def test_a_prefetch_error_is_raised_in_order_and_ends_the_work() -> None:
+    prepared: list[int] = []
+
+    def prepare(one: int) -> int:
+        if one == 2:
+            raise DataError("no such image")
+        prepared.append(one)
+        return one
+
+    with pytest.raises(DataError, match="no such image"), ahead(9, prepare) as waiting:
+        assert [waiting.take()[0], waiting.take()[0]] == [0, 1]
+        waiting.take()
+    assert prepared == [0, 1] and not threads()
+
+
+def test_a_late_item_is_named() -> None:
+    goes_on = threading.Event()
+
+    def prepare(one: int) -> int:
+        assert goes_on.wait(WAIT_S)
+        return one
+
+    waiting = ahead(3, prepare, deadline_s=0.1)
+    with pytest.raises(RolloutError, match=r"^sample 0 is late$"):
+        waiting.take()
+    goes_on.set()
+    with waiting:
+        pass
+    assert not threads()

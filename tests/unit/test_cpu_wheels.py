@@ -1,4 +1,4 @@
-"""CUDA wheels beside a CPU torch: torchvision's import in this process and in others, and what is taken away."""
+"""CUDA wheels next to a CPU torch: torchvision imports, and packages that cannot load are found."""
 
 from __future__ import annotations
 

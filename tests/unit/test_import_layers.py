@@ -61,7 +61,7 @@ def modules() -> Iterator[tuple[str, Path]]:
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Dotted names of this project that a file imports, wherever in the file."""
+    """Dotted names of this project that a file imports anywhere."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), filename=str(path))):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: write imports in full"
@@ -74,7 +74,7 @@ def imports(path: Path) -> Iterator[str]:
 
 
 def violations(name: str, imported: list[str]) -> list[str]:
-    """What module ``name`` (below coordexp) imports although its layer forbids it."""
+    """Imports of module ``name`` (below coordexp) that its layer forbids."""
     if name.startswith(PLUGIN):
         return [target for target in imported if not target.startswith(PLUGIN_MAY_IMPORT)]
     forbidden = []
@@ -107,7 +107,7 @@ def test_the_package_itself_imports_none_of_its_parts() -> None:
 
 
 def test_imports_with_heavy_packages_blocked() -> None:
-    """All in one process: a module that drags a heavy package in is named with what it asked for."""
+    """All in one process: a module that imports a heavy package is named with it."""
     code = f"""
 import importlib, sys
 

@@ -1,7 +1,7 @@
-"""Names of other packages that nobody promises us are there in the pinned versions. Look here first after an upgrade.
+"""Undocumented names of other packages exist in the pinned versions. Look here first after an upgrade.
 
-A value lists names of the module that is its key. ``Class: text`` says that the source of Class must contain the text,
-for what exists only while it runs, such as an instance's attribute or a message.
+A value lists names of the module that is its key. ``Class: text`` means that the source of Class must contain the
+text, for names that exist only at run time, such as an instance's attribute or a message.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ PINNED: dict[str, dict[str, list[str]]] = {
             *("SwiftRolloutDeploy.get_world_size", "SwiftRolloutDeploy: self.connections"),
             *("SwiftRolloutDeploy: self.processes", "SwiftRolloutDeploy: self.args"),
             *("SwiftRolloutDeploy: self.num_connections", "SwiftRolloutDeploy: 'type': 'call'"),
-            # what its HTTP process and its workers send each other
+            # messages between its HTTP process and its workers
             *("llm_worker: command['type'] in ['call'", "llm_worker: command['method']"),
             *("llm_worker: command.get('kwargs', {})", "llm_worker: connection.send(result)"),
         ],

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import typer.main
-from typer import _click as click  # what its commands are made of
+from typer import _click as click  # the base of its commands
 
 from coordexp.cli import app
 from coordexp.config import load_config
@@ -54,7 +54,7 @@ def parse_error(line: str) -> str | None:
         name = words.pop(0)
         command = command.get_command(context, name)
         if command is None:
-            return f"there is no command {name!r}"
+            return f"unknown command {name!r}"
         context = click.Context(command, info_name=name, parent=context)
     try:
         command.parse_args(context, words)

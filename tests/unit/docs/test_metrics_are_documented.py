@@ -1,4 +1,4 @@
-"""One table of metrics: what a run emits stands in it, what stands in it is emitted, and docs/metrics.md shows it."""
+"""The table of metrics contains every name that a run emits, and no other."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from coordexp.errors import RolloutError
 from coordexp.modeling.inputs import build_messages
 from coordexp.records import RolloutRequest
 from coordexp.weight_sync.receiver import WeightReceiver
-from support.fake_push_server import FakePushServer
+from support.fake_servers import FakePushServer
 from support.fused_model import FakeWeights, FusedModel
 from support.ports import free_ports
 from support.settings import client_to, decoding

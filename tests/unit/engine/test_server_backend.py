@@ -28,7 +28,7 @@ from coordexp.rollouts.backend import decoding_options
 from coordexp.rollouts.chunking import Post
 from coordexp.weight_sync import WeightVersion
 from support.config_samples import set_key, stage2
-from support.fake_rollout_server import FakeRolloutServer
+from support.fake_servers import FakeRolloutServer
 from support.numbered_images import numbered_image
 from support.ports import free_ports
 from support.qwen_tokenizer import qwen_vocab

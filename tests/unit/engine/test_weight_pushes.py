@@ -17,7 +17,7 @@ from coordexp.engine.push import ServerPusher
 from coordexp.errors import CoordExpError, RolloutError
 from coordexp.rollouts.backend import AdapterWeights
 from coordexp.weight_sync import buckets
-from support.fake_push_server import FakePushServer
+from support.fake_servers import FakePushServer
 from support.fused_model import SHAPES, FakeWeights
 
 Start = Callable[..., FakePushServer]
@@ -116,17 +116,17 @@ def test_one_failing_server_fails_the_push_and_the_next_one_repairs_it(start: St
     source = FakeWeights()
 
     with syncing([good, bad], source) as sync:
-        bad._reply = _with_error(bad, "/update_flattened_params/", "no room for the bucket")  # type: ignore[method-assign]
+        bad.reply = _with_error(bad, "/update_flattened_params/", "no room for the bucket")  # type: ignore[method-assign]
         with pytest.raises(RolloutError, match="no room for the bucket"):
             sync.push(1)
-        bad._reply = type(bad)._reply.__get__(bad)  # type: ignore[method-assign]
+        bad.reply = type(bad).reply.__get__(bad)  # type: ignore[method-assign]
         source.step(2)
         sync.push(2)
     assert good.holds(source) and bad.holds(source)
 
 
 def _with_error(server: FakePushServer, endpoint: str, message: str) -> Callable[[str, Any], tuple[int, Any]]:
-    usual = type(server)._reply.__get__(server)
+    usual = type(server).reply.__get__(server)
     return lambda path, body: (500, {"error": message}) if path == endpoint else usual(path, body)
 
 
@@ -195,7 +195,7 @@ def test_a_rank_without_servers_reads_what_all_ranks_must_read_together(collecti
 def test_a_push_that_fails_reads_what_all_ranks_must_read_together(start: Start) -> None:
     server, source = start(), FakeWeights()
     source.collective = True
-    server._reply = _with_error(server, "/init_communicator/", "no room")  # type: ignore[method-assign]
+    server.reply = _with_error(server, "/init_communicator/", "no room")  # type: ignore[method-assign]
     with syncing([server], source) as sync, pytest.raises(CoordExpError):
         sync.push(1)
     assert source.given == len(SHAPES)
@@ -230,7 +230,7 @@ def test_any_failure_of_the_adapter_path_means_full_pushes_for_good(
     start: Start, caplog: pytest.LogCaptureFixture, adapter: AdapterWeights | None, reason: str
 ) -> None:
     server, source = start(), FakeWeights(adapter)
-    server._reply = _with_error(server, "/update_adapter_flattened_param/", "started without adapters")  # type: ignore[method-assign]
+    server.reply = _with_error(server, "/update_adapter_flattened_param/", "started without adapters")  # type: ignore[method-assign]
     with syncing([server], source, mode="adapter") as sync:
         with caplog.at_level(logging.WARNING):
             first = sync.push(1)

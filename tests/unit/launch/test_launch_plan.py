@@ -18,8 +18,7 @@ from coordexp.launch.preflight import run_checks
 from coordexp.training.run import resolved_rollout
 from support.cli_runs import run_cli
 from support.config_samples import set_key, write_yaml
-from support.rollout_servers import server_config
-from support.swift_servers import GUARD, guarded_config, plan_of
+from support.rollout_servers import GUARD, guarded_config, plan_of, server_config
 from support.tiny_run import tiny_checkpoint
 
 

@@ -30,7 +30,7 @@ from coordexp.rollouts.backend import IndexedRollout, collect_in_order, decoding
 from coordexp.rollouts.hf import HFBackend
 from coordexp.rollouts.learner import LearnerParts
 from support.config_samples import stage2
-from support.fake_rollout_server import FakeRolloutServer
+from support.fake_servers import FakeRolloutServer
 from support.settings import decoding
 from support.tiny_run import InMemoryBackend, load_tiny, tiny_checkpoint, tiny_samples
 

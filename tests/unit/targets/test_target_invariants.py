@@ -15,8 +15,7 @@ from coordexp.records import GTObject
 from coordexp.targets import TargetPolicy
 from support.answers import outcome_of, taught_text, tiny_vocab, vocabs
 from support.parse_invariants import examples
-from support.rewritten_invariants import check_rewritten
-from support.target_invariants import check_target
+from support.target_invariants import check_rewritten, check_target
 
 DESCS = st.sampled_from(["red circle", "U.S.", "wow!", 'a "quote"', "雪豹 🐆", "back\\slash", "}{][", "x,"])
 BIN = st.integers(0, 999)

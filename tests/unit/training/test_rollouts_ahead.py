@@ -19,7 +19,7 @@ from coordexp.rollouts import IndexedRollout, RolloutRound
 from coordexp.training.answers import SavedAnswers
 from coordexp.training.pending_state import load_answers, save_answers
 from support.config_samples import stage2, write_yaml
-from support.fake_rollout_server import FakeRolloutServer
+from support.fake_servers import FakeRolloutServer
 from support.tiny_run import (
     InMemoryBackend,
     Killed,

@@ -1,4 +1,4 @@
-"""A fake rollout server: real HTTP, real weight group, real receiver of weights; no engine that answers anything."""
+"""Fake servers over real HTTP: one of rollouts, and one of weights with a real group and receiver; without engines."""
 
 from __future__ import annotations
 
@@ -17,9 +17,84 @@ from support.fused_model import SHAPES, FakeWeights, FusedModel
 from support.ports import free_ports
 from support.settings import client_to
 
+Reply = tuple[int, Any]
 
-class FakePushServer:
-    """One worker. ``swift``: answers updates before their bytes came, and 200 whatever happens, as ms-swift does;
+
+class JsonServer:
+    """Answers requests by :meth:`reply` on a free port, from its start to :meth:`close`."""
+
+    def __init__(self) -> None:
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self) -> None:
+                size = int(self.headers.get("Content-Length", 0))
+                status, reply = fake.reply(self.path, json.loads(self.rfile.read(size)) if size else {})
+                content = json.dumps(reply).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            do_GET = do_POST
+
+            def log_message(self, format: str, *args: Any) -> None: ...
+
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._http.server_port}"
+        threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+
+    def reply(self, path: str, body: dict[str, Any]) -> Reply:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+
+
+class FakeRolloutServer(JsonServer):
+    """A test replaces ``infer`` to choose or spoil the answers.
+
+    ``wedged``: accepts every request and answers none until the fake is closed.
+    """
+
+    def __init__(self, world_size: int = 1, status: dict[str, Any] | None = None) -> None:
+        self.world_size = world_size
+        self.status = status
+        self.seen: list[tuple[str, dict[str, Any]]] = []
+        self.infer: Callable[[dict[str, Any]], Reply] = lambda body: (200, [])
+        self.wedged = threading.Event()
+        self._ended = threading.Event()
+        super().__init__()
+
+    def __enter__(self) -> FakeRolloutServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self.close()
+
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        return [body for path, body in self.seen if path == "/infer/"]
+
+    def reply(self, path: str, body: dict[str, Any]) -> Reply:
+        self.seen.append((path, body))
+        if self.wedged.is_set():
+            self._ended.wait(60)
+        if path == "/health/":
+            return 200, {}
+        if path == "/get_world_size/":
+            return 200, {"world_size": self.world_size}
+        if path == "/status/" and self.status is not None:
+            return 200, self.status
+        return self.infer(body) if path == "/infer/" else (404, {})
+
+
+class FakePushServer(JsonServer):
+    """One worker. ``swift``: answers updates before their bytes arrive, and 200 to every failure, as ms-swift does;
     ``plain``: has no ``/status/`` and reports nothing, as ms-swift without our plugin."""
 
     def __init__(self, *, swift: bool = False, plain: bool = False, dtype: str = "float32") -> None:
@@ -32,30 +107,11 @@ class FakePushServer:
         self._dtype = dtype
         self._lock = threading.Lock()  # workers do one thing after another
         self._threads: list[threading.Thread] = []
-        fake = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                size = int(self.headers.get("Content-Length", 0))
-                body = json.loads(self.rfile.read(size)) if size else {}
-                fake.asked.append(self.path)
-                status, reply = fake._reply(self.path, body)
-                content = json.dumps(reply).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
-
-            do_GET = do_POST
-
-            def log_message(self, format: str, *args: Any) -> None: ...
-
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         (self.group_port,) = free_ports(1)
-        threading.Thread(target=self._http.serve_forever, daemon=True).start()
+        super().__init__()
 
     def client(self, timeout_s: float = 20.0) -> ServerClient:
-        return client_to(f"http://127.0.0.1:{self._http.server_port}", self.group_port, timeout_s=timeout_s)
+        return client_to(self.url, self.group_port, timeout_s=timeout_s)
 
     def holds(self, source: FakeWeights, dtype: torch.dtype = torch.float32) -> bool:
         """Whether the engine has these weights, bit for bit."""
@@ -63,15 +119,15 @@ class FakePushServer:
         return all(torch.equal(read[name], value.to(dtype)) for name, value in source.values.items())
 
     def close(self) -> None:
-        self._http.shutdown()
-        self._http.server_close()
+        super().close()
         with self._lock:
             self.receiver.close()
 
-    def _reply(self, path: str, body: Any) -> tuple[int, Any]:
+    def reply(self, path: str, body: dict[str, Any]) -> Reply:
+        self.asked.append(path)
         try:
             reply = self._act(path, body)
-        except Exception as error:  # as a server: whatever it was, the caller is told
+        except Exception as error:  # any: a server reports it to its caller
             return (200, {"message": "received"}) if self._swift else (500, {"error": str(error)})
         if path in self.interfere:
             reply = self.interfere[path](reply)

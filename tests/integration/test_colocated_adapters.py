@@ -1,0 +1,153 @@
+"""Adapters and a real colocated engine: exact where vLLM supports them, merged weights where it does not."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import coordexp.training.offload as offload_module
+from coordexp.config.rollout import RolloutMatchingConfig
+from coordexp.engine.colocated import ColocatedBackend
+from coordexp.modeling.adapter import save_adapter
+from coordexp.modeling.load import LoadedModel, merge_checkpoint
+from coordexp.modeling.tiny import build_tiny_checkpoint
+from coordexp.modeling.weights import LearnerWeights
+from coordexp.rollouts import SeedContext, rollout_session
+from coordexp.training.offload import LearnerOffload
+from support.rollout_servers import (
+    COLOCATED,
+    SPEC,
+    colocated,
+    greedy_answers,
+    load_served,
+    requests_of,
+    served_checkpoint,
+    sharpen,
+    vllm_config,
+)
+from support.tiny_run import same_weights, step_lines, train, weights
+from support.tuned_models import lora, randomise, tuned
+
+TOKENS = 12
+ADAPTERS: dict[str, Any] = {
+    "tuner__train_type": "lora",
+    "tuner__train_coord_rows": False,
+    "tuner__lora_rank": 4,
+    "rollout_matching__vllm__enable_lora": True,
+    "rollout_matching__vllm__sync__mode": "adapter",
+}
+LORA = {"tuner__train_type": "lora", "tuner__lora_rank": 4, "tuner__use_dora": True, "tuner__lora_dropout": 0.0}
+OFFLOAD = {"enabled": True, "offload_model": True, "offload_optimizer": True}
+
+
+def backend_of(learner: LoadedModel, folder: Path, **keys: Any) -> Any:
+    """A context in which the engine lives."""
+    return closing(colocated(learner, folder, rollout_matching__max_new_tokens=TOKENS, **keys))
+
+
+def answers(backend: ColocatedBackend, learner: LoadedModel, version: int) -> list[list[int]]:
+    with rollout_session(backend, version):
+        rollouts = backend.generate(requests_of(learner, 3), SeedContext(1, 0, 0, 0))
+    assert {rollout.weight_version for rollout in rollouts} == {version}
+    return [list(rollout.response_token_ids) for rollout in rollouts]
+
+
+def expected(learner: LoadedModel) -> list[list[int]]:
+    return greedy_answers(learner, requests_of(learner, 3), TOKENS)
+
+
+def test_an_adapter_push_gives_the_learners_answers(tmp_path: Path) -> None:
+    config = lora(train_coord_rows=False, freeze_vit=True, freeze_aligner=True)
+    learner = tuned(config, checkpoint=served_checkpoint())
+    with backend_of(learner, tmp_path, **ADAPTERS, rollout_matching__vllm__sync__fallback_to_full=False) as backend:
+        own = {name: parameter.detach().clone() for name, parameter in learner.model.named_parameters()}
+        before = answers(backend, learner, 1)
+        assert all(torch.equal(parameter, own[name]) for name, parameter in learner.model.named_parameters())
+        assert before == expected(learner) != expected(load_served())
+        randomise(learner.model, 8)  # the same adapter after another step, for the same prompts
+        assert answers(backend, learner, 2) == expected(learner) != before
+        assert backend.last_report()["sync_mode"] == "adapter"
+
+
+def test_an_adapter_of_the_vision_tower_is_merged_from_then_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM would ignore it."""
+    learner = tuned(lora(train_coord_rows=False), checkpoint=served_checkpoint())
+    with backend_of(learner, tmp_path, **ADAPTERS) as backend:
+        with caplog.at_level(logging.WARNING, logger="coordexp"):
+            assert answers(backend, learner, 3) == expected(learner)
+        assert "pushes are full from here on" in caplog.text
+        (event,) = backend.last_report()["fallbacks"]
+        assert event.startswith("version 3: ") and "vision tower" in event
+        assert backend.take_metrics()["rollout/sync_fallbacks_total"] == 1
+        randomise(learner.model, 9)
+        assert answers(backend, learner, 4) == expected(learner)
+        report = backend.last_report()
+        assert (report["sync_mode"], report["fallbacks"]) == ("full", [event])
+        assert "rollout/sync_fallbacks_total" not in backend.take_metrics()
+
+
+def test_an_untied_language_head_is_pushed_too(tmp_path: Path) -> None:
+    """Large checkpoints are untied; with a tied head the embedding's push would hide that the head was not pushed."""
+    checkpoint = build_tiny_checkpoint(tmp_path / "untied", seed=6, spec=replace(SPEC, tied=False))
+    learner = load_served(checkpoint)
+    sharpen(learner.model)
+    assert "lm_head.weight" in LearnerWeights(learner.model).names()
+    with backend_of(learner, tmp_path, checkpoint=checkpoint) as backend:
+        before = answers(backend, learner, 1)
+        assert before == expected(learner)
+        with torch.no_grad():
+            learner.model.lm_head.weight.copy_(learner.model.lm_head.weight.flip(0))  # nothing else changes
+        assert answers(backend, learner, 2) == expected(learner) != before
+
+
+def test_vllm_loads_a_merged_checkpoint(tmp_path: Path) -> None:
+    """The engine starts from the merged folder and gets no push."""
+    learner = tuned(lora(use_dora=True), checkpoint=served_checkpoint())
+    save_adapter(learner.model, tmp_path / "run")
+    merged = merge_checkpoint(tmp_path / "run", tmp_path / "plain")
+    with backend_of(learner, tmp_path, checkpoint=merged) as backend:
+        backend._wake()
+        rollouts = backend.generate(requests_of(learner, 3), SeedContext(1, 0, 0, 0))
+    assert [list(rollout.response_token_ids) for rollout in rollouts] == expected(learner)
+    assert expected(learner) != expected(load_served()), "the adapters must matter"
+
+
+@pytest.mark.scenario("Offload context does not break the training step")
+def test_a_learner_that_makes_room_for_the_engine_trains_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a GPU everything is in main memory already: the learner is moved as if that were a device."""
+    built: list[LearnerOffload] = []
+    away: list[bool] = []
+
+    def build(model: Any, rollout: RolloutMatchingConfig) -> LearnerOffload:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()  # those read from a file are views of it
+        built.append(LearnerOffload(model, rollout.offload, stays=lambda tensor: False))
+        return built[0]
+
+    run = ColocatedBackend.generate_window
+
+    def watched(self: ColocatedBackend, rounds: Any) -> Any:
+        away.append(built[0].is_away)
+        return run(self, rounds)
+
+    keys = LORA | {"training__optim": "adamw_torch", "training__max_steps": 2}
+    own = train(vllm_config(tmp_path, "own", **keys))
+    monkeypatch.setattr(offload_module, "build_offload", build)
+    monkeypatch.setattr(ColocatedBackend, "generate_window", watched)
+    by_vllm = train(vllm_config(tmp_path, "colocated", rollout_matching__offload=OFFLOAD, **COLOCATED, **keys))
+    try:
+        assert away == [True, True] and not built[0].is_away
+        assert [line["loss"] for line in step_lines(by_vllm)] == [line["loss"] for line in step_lines(own)]
+        assert same_weights(weights(by_vllm.model), weights(own.model))
+    finally:
+        by_vllm.close()
