@@ -175,7 +175,7 @@ def _evaluate_saved(console: Console, source: Path, wanted: _Wanted) -> None:
     answers = wanted.rename(saved)
     options = EvaluationOptions(segm=wanted.segm, constant_score=wanted.constant_score)
     summary = summarise(answers, options, wanted.rename.note(saved, answers))
-    about = {"predictions": str(source), **(wanted.rename.about or {})}
+    about = {"predictions": str(source), **wanted.rename.about}
     files = [] if wanted.output is None else write_summary(wanted.output, summary, answers, about, options)
     files += _draw(wanted.sheet, {"prediction": answers})
     if not wanted.as_json:
@@ -213,7 +213,7 @@ def _compare(console: Console, runs: tuple[Path, Path], wanted: _Wanted, resampl
     notes = [note for run, answers in zip(saved, (a, b), strict=True) for note in wanted.rename.note(run, answers)]
     files = _draw(wanted.sheet, {"a": a, "b": paired(a, b)})
     if wanted.as_json:
-        typer.echo(json.dumps({**comparison_json(comparison, names), **(wanted.rename.about or {}), "notes": notes}))
+        typer.echo(json.dumps({**comparison_json(comparison, names), **wanted.rename.about, "notes": notes}))
         return
     for table in comparison_tables(comparison, names):
         console.print(table)

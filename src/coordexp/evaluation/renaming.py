@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial, reduce
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,33 +17,40 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Renaming:
-    """Steps that give predictions other descriptions, in order; ``about`` names their sources."""
+    """Renames predictions by aliases (``class_of``), then those that are still annotated nowhere by a text encoder, if
+    the cosine is at least ``threshold``. ``about`` names both files."""
 
-    steps: tuple[Callable[[Sequence[ImageAnswer]], list[ImageAnswer]], ...] = ()
-    about: Mapping[str, object] | None = None
+    class_of: Mapping[str, str] | None = None
+    encoder: SentenceTransformer | None = None
+    threshold: float = 0.0
+    about: Mapping[str, object] = field(default_factory=dict)
 
     @classmethod
     def from_files(cls, aliases: Path | None, embedder: Path | None, threshold: float) -> Renaming:
-        """Aliases first; then the text encoder, for predictions that are still annotated nowhere.
-
+        """
         Raises:
             DataError, CheckpointError, MissingDependency: as :func:`read_aliases` and :func:`load_encoder`.
         """
-        steps, about = [], {}
-        if aliases is not None:
-            steps.append(partial(apply_aliases, class_of=read_aliases(aliases)))
-            about["aliases"] = str(aliases)
-        if embedder is not None:
-            steps.append(partial(apply_embedding, encoder=load_encoder(embedder), threshold=threshold))
-            about |= {"embedder": str(embedder), "embedding_threshold": threshold}
-        return cls(tuple(steps), about)
+        about = {} if aliases is None else {"aliases": str(aliases)}
+        about |= {} if embedder is None else {"embedder": str(embedder), "embedding_threshold": threshold}
+        class_of = None if aliases is None else read_aliases(aliases)
+        return cls(class_of, None if embedder is None else load_encoder(embedder), threshold, about)
 
     def __call__(self, answers: Sequence[ImageAnswer]) -> list[ImageAnswer]:
-        return reduce(lambda renamed, step: step(renamed), self.steps, list(answers))
+        answers = list(answers)
+        if self.class_of is not None:
+            class_of = self.class_of
+            answers = _renamed(answers, lambda desc: class_of.get(_key(desc), desc))
+        if self.encoder is not None:
+            categories = sorted({obj.desc for answer in answers for obj in answer.truth})
+            unknown = sorted({obj.desc for answer in answers for obj in answer.pred}.difference(categories))
+            name_of = nearest_categories(unknown, categories, self.encoder, self.threshold)
+            answers = _renamed(answers, lambda desc: name_of.get(desc, desc))
+        return answers
 
     def note(self, before: Sequence[ImageAnswer], after: Sequence[ImageAnswer], most: int = 8) -> tuple[str, ...]:
-        """One line that counts what was renamed to what; none without steps."""
-        if not self.steps:
+        """One line that counts old and new names; none without aliases and encoder."""
+        if self.class_of is None and self.encoder is None:
             return ()
         renamed = Counter(
             (old.desc, new.desc)
@@ -60,8 +66,19 @@ class Renaming:
 NO_RENAMING = Renaming()
 
 
+def _renamed(answers: Sequence[ImageAnswer], rename: Callable[[str], str]) -> list[ImageAnswer]:
+    return [
+        replace(answer, pred=tuple(replace(obj, desc=rename(obj.desc)) for obj in answer.pred)) for answer in answers
+    ]
+
+
+def _key(text: str) -> str:
+    return text.strip().casefold()
+
+
 def read_aliases(path: str | Path) -> dict[str, str]:
-    """A YAML or JSON file of the form ``class: [alias, …]`` → alias to class.
+    """A YAML or JSON file of the form ``class: [alias, …]`` → alias to class; case and surrounding space of an alias do
+    not matter.
 
     Raises:
         DataError: another form, or an alias of two classes.
@@ -77,25 +94,12 @@ def read_aliases(path: str | Path) -> dict[str, str]:
         raise DataError("expected a mapping of the form 'car: [automobile, sedan]'", path=path)
     class_of: dict[str, str] = {}
     for name, aliases in content.items():
-        for alias in _aliases(name, aliases, path):
+        if not isinstance(name, str) or not isinstance(aliases, list) or any(not isinstance(a, str) for a in aliases):
+            raise DataError(f"{name!r}: expected a list of texts, e.g. 'car: [automobile, sedan]'", path=path)
+        for alias in (name, *aliases):
             if class_of.setdefault(_key(alias), name) != name:
                 raise DataError(f"{alias!r} is an alias of both {class_of[_key(alias)]!r} and {name!r}", path=path)
     return class_of
-
-
-def _aliases(name: Any, aliases: Any, path: Path) -> list[str]:
-    if not isinstance(name, str) or not isinstance(aliases, list) or any(not isinstance(a, str) for a in aliases):
-        raise DataError(f"{name!r}: expected a list of texts, e.g. 'car: [automobile, sedan]'", path=path)
-    return [name, *aliases]
-
-
-def apply_aliases(answers: Sequence[ImageAnswer], class_of: Mapping[str, str]) -> list[ImageAnswer]:
-    """The same answers, predictions renamed; case and surrounding space of an alias do not matter."""
-    return _renamed(answers, lambda desc: class_of.get(_key(desc), desc))
-
-
-def _key(text: str) -> str:
-    return text.strip().casefold()
 
 
 def load_encoder(folder: str | Path) -> SentenceTransformer:
@@ -128,19 +132,3 @@ def nearest_categories(
         for desc, best, row_C in zip(descs, best_N.tolist(), cosine_NC, strict=True)
         if row_C[best] >= threshold
     }
-
-
-def apply_embedding(
-    answers: Sequence[ImageAnswer], encoder: SentenceTransformer, threshold: float
-) -> list[ImageAnswer]:
-    """The same answers; predictions whose description is annotated nowhere are renamed to the nearest one that is."""
-    categories = sorted({obj.desc for answer in answers for obj in answer.truth})
-    unknown = sorted({obj.desc for answer in answers for obj in answer.pred}.difference(categories))
-    name_of = nearest_categories(unknown, categories, encoder, threshold)
-    return _renamed(answers, lambda desc: name_of.get(desc, desc))
-
-
-def _renamed(answers: Sequence[ImageAnswer], rename: Callable[[str], str]) -> list[ImageAnswer]:
-    return [
-        replace(answer, pred=tuple(replace(obj, desc=rename(obj.desc)) for obj in answer.pred)) for answer in answers
-    ]

@@ -7,16 +7,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, overload
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageOps
 
+from coordexp.data.dataset import Sample
 from coordexp.data.image_sources import find_images
 from coordexp.data.images import open_rgb
 from coordexp.errors import DataError, require
-from coordexp.evaluation.answers import Detection, ImageAnswer
+from coordexp.evaluation.answering import answer_samples
+from coordexp.evaluation.answers import ImageAnswer
 from coordexp.evaluation.coco import to_coco
 from coordexp.evaluation.drawing import draw_detections
 from coordexp.geometry import pixel_box, pixel_ring
@@ -31,6 +32,7 @@ from coordexp.inference.session import (
     open_session,
 )
 from coordexp.records import ImageRecord
+from coordexp.rollouts import DatasetSeeds, check_backend
 
 ImageLike = str | Path | Image.Image | np.ndarray
 """A file, a PIL image, or an array (height, width, 3) or (height, width) of uint8, in RGB order."""
@@ -39,8 +41,8 @@ ImageLike = str | Path | Image.Image | np.ndarray
 class Detector:
     """A checkpoint, loaded once, that answers for any number of images.
 
-    Images are resized to the resolution of the training data, if the checkpoint has it; answers are in
-    the pixels of the images as they were given. Prompt, number type and limits are those of the checkpoint's own run.
+    Images are resized to the resolution of the training data, if the checkpoint has it; answers are in the pixels of the
+    given images. Prompt, number type and limits are those of the checkpoint's own run.
     """
 
     def __init__(
@@ -60,8 +62,8 @@ class Detector:
         """
         Args:
             model: a checkpoint's folder, or a run's output_dir (adapters too).
-            backend: what generates: transformers ("hf") or vLLM in this process ("vllm").
-            device: "cpu" stays off the GPU; None takes one where there is one.
+            backend: transformers ("hf") or vLLM in this process ("vllm").
+            device: "cpu" never uses a GPU; None uses one if there is one.
             batch_size: images answered at once.
             max_new_tokens, prompt, dtype: None takes the run's own.
             classes: the only names that answers may contain; empty for any.
@@ -71,8 +73,6 @@ class Detector:
             CheckpointError, VocabError: no such checkpoint, or one without coordinate tokens.
             MissingDependency: vLLM is not installed.
         """
-        from coordexp.rollouts import check_backend
-
         options = PredictOptions(backend, batch_size, max_new_tokens, prompt, dtype, device == "cpu", seed)
         config = inference_config(model, options)
         check_backend(config.rollout_matching, bool(classes))
@@ -115,9 +115,7 @@ class Detector:
     def __enter__(self) -> Detector:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _predict_each(self, images: Sequence[ImageLike]) -> list[Detections]:
@@ -138,19 +136,14 @@ class Detector:
             return self._answer(records, given)
 
     def _answer(self, records: Sequence[ImageRecord], given: Mapping[str, Image.Image]) -> list[Detections]:
-        from coordexp.data.dataset import Sample
-        from coordexp.evaluation.answering import answer_samples
-        from coordexp.rollouts import DatasetSeeds
-
         session = self._session
-        size = session.backend.batch_size
-        detections: list[Detections] = []
+        size, scorer = session.backend.batch_size, session.scorer if self._scores else None
+        answers: list[ImageAnswer] = []
         for start in range(0, len(records), size):
             batch = [Sample(record, session.encoder.encode(record)) for record in records[start : start + size]]
-            seeds, scorer = DatasetSeeds(self._seed, start), session.scorer if self._scores else None
-            for answer in answer_samples(batch, session.backend, session.vocab, seeds, scorer):
-                detections.append(as_detections(answer, given.get(answer.sample_id)))
-        return detections
+            seeds = DatasetSeeds(self._seed, start)
+            answers += answer_samples(batch, session.backend, session.vocab, seeds, scorer)
+        return [as_detections(answer, given.get(answer.sample_id)) for answer in answers]
 
 
 def as_rgb(image: Image.Image | np.ndarray, name: str) -> Image.Image:
@@ -167,8 +160,8 @@ def as_rgb(image: Image.Image | np.ndarray, name: str) -> Image.Image:
 
 @dataclass(frozen=True, slots=True)
 class FoundObject:
-    """One object. ``box`` is (x1, y1, x2, y2) and ``polygon`` its vertices (None where the model wrote a box), both in
-    pixels of the image as it was given; ``score`` 0..1, None where nothing was scored."""
+    """One object. ``box`` is (x1, y1, x2, y2) and ``polygon`` its vertices (None if the model wrote a box), both in
+    pixels of the given image; ``score`` is 0..1, or None if it was not scored."""
 
     name: str
     score: float | None
@@ -180,18 +173,18 @@ class FoundObject:
 class Detections:
     """The objects of one image of ``width`` x ``height`` pixels, in the model's order.
 
-    ``truncated``: the answer reached its longest length; ``dropped`` counts entries that could not be read, by reason;
-    ``text`` is the answer as it was written.
+    ``truncated``: the answer reached its longest length; ``dropped`` counts unreadable entries by reason; ``text`` is
+    the answer itself. ``image``: the given image if it was not a file.
     """
 
     source: str
     width: int
     height: int
     objects: tuple[FoundObject, ...]
-    truncated: bool = False
-    dropped: Mapping[str, int] = field(default_factory=dict)
-    text: str = ""
-    answer: ImageAnswer | None = field(default=None, repr=False, compare=False)
+    truncated: bool
+    dropped: Mapping[str, int]
+    text: str
+    answer: ImageAnswer = field(repr=False, compare=False)
     image: Image.Image | None = field(default=None, repr=False, compare=False)
 
     def __len__(self) -> int:
@@ -221,12 +214,13 @@ class Detections:
         return np.array([np.nan if obj.score is None else obj.score for obj in self.objects], dtype=np.float32)
 
     def draw(self, path: str | Path | None = None) -> Image.Image:
-        """The image with its objects drawn over it; written to ``path`` where one is given.
+        """The image with its objects drawn over it, written to ``path`` if one is given.
 
         Raises:
             DataError: the image's file is gone.
         """
-        drawn = draw_detections(self._image(), self._answer().pred)
+        image = self.image if self.image is not None else open_rgb(Path(self.answer.image))
+        drawn = draw_detections(image, self.answer.pred)
         if path is not None:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             drawn.save(path)
@@ -238,12 +232,12 @@ class Detections:
         ``category_ids`` by name; other names get the next numbers in order of appearance. Every result has its
         ``category_name`` too.
         """
-        answer, number = self._answer(), dict(category_ids or {})
-        for obj in answer.pred:
-            number.setdefault(obj.desc, max(number.values(), default=0) + 1)
-        results = to_coco([answer], None, 1.0, number, [image_id]).results
-        for result, obj in zip(results, answer.pred, strict=True):
-            result["category_name"] = obj.desc
+        number = dict(category_ids or {})
+        for name in self.names:
+            number.setdefault(name, max(number.values(), default=0) + 1)
+        results = to_coco([self.answer], None, 1.0, number, [image_id]).results
+        for result, name in zip(results, self.names, strict=True):
+            result["category_name"] = name
             del result["area"]
         return results
 
@@ -257,8 +251,12 @@ class Detections:
         supervision = require("supervision", "Detections.to_supervision()")
         number = {name: k for k, name in enumerate(sorted(set(self.names)))}
         masks = None
-        if any(obj.polygon is not None for obj in self.objects):
-            masks = np.stack([self._mask(detection) for detection in self._answer().pred])
+        if any(self.polygons):
+            masks = np.zeros((len(self), self.height, self.width), dtype=bool)
+            for mask, obj in zip(masks, self.answer.pred, strict=True):
+                canvas = Image.new("1", (self.width, self.height))
+                ImageDraw.Draw(canvas).polygon(list(pixel_ring(obj, self.width, self.height)), fill=1)
+                mask[:] = np.array(canvas)
         return supervision.Detections(
             xyxy=self.boxes,
             mask=masks,
@@ -267,30 +265,15 @@ class Detections:
             data={"class_name": np.array(self.names, dtype=str)},
         )
 
-    def _mask(self, detection: Detection) -> np.ndarray:
-        canvas = Image.new("1", (self.width, self.height))
-        ImageDraw.Draw(canvas).polygon(list(pixel_ring(detection, self.width, self.height)), fill=1)
-        return np.array(canvas, dtype=bool)
-
-    def _answer(self) -> ImageAnswer:
-        assert self.answer is not None, "made by a Detector"
-        return self.answer
-
-    def _image(self) -> Image.Image:
-        return self.image if self.image is not None else open_rgb(Path(self._answer().image))
-
 
 def as_detections(answer: ImageAnswer, image: Image.Image | None = None) -> Detections:
-    """A line of ``predictions.jsonl`` in pixels of its image; ``image``: where it is no file."""
+    """A line of ``predictions.jsonl`` in pixels of its image; ``image`` if that is not a file."""
     width, height = answer.width, answer.height
-    objects = tuple(
-        FoundObject(
-            obj.desc,
-            obj.score,
-            pixel_box(obj, width, height),
-            pixel_ring(obj, width, height) if obj.kind == "poly" else None,
-        )
-        for obj in answer.pred
-    )
+    objects = []
+    for obj in answer.pred:
+        polygon = pixel_ring(obj, width, height) if obj.kind == "poly" else None
+        objects.append(FoundObject(obj.desc, obj.score, pixel_box(obj, width, height), polygon))
     source = answer.sample_id if image is not None else answer.image
-    return Detections(source, width, height, objects, answer.truncated, answer.dropped, answer.text, answer, image)
+    return Detections(
+        source, width, height, tuple(objects), answer.truncated, answer.dropped, answer.text, answer, image
+    )

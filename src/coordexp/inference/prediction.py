@@ -270,7 +270,7 @@ def run_evaluation(
             "data": str(jsonl),
             "score": "token_probability" if constant_score is None else "constant",
             **({"classes": list(classes)} if classes else {}),
-            **(rename.about or {}),
+            **rename.about,
         }
         files = write_summary(folder, summary, answers, about, options)
     return EvaluationResult(summary, tuple(answers), jsonl, folder / METRICS, tuple(files))

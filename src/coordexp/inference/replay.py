@@ -15,8 +15,8 @@ from coordexp.records import ImageRecord, Segment
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """One record. ``differences``: what is built otherwise now, by name. ``losses``: the objective's terms of this
-    sample alone and their sum as ``loss``, under the weights that were asked for; None without a model."""
+    """One record. ``differences``: fields that are computed differently now. ``losses``: the objective's terms of this
+    sample alone and their sum as ``loss``; None without a model."""
 
     record: RolloutRecord
     differences: tuple[str, ...]
@@ -26,10 +26,10 @@ class Replayed:
 def replay_records(
     source: Path, config: RunConfig, *, model: Path | None = None, limit: int | None = None
 ) -> Iterator[Replayed]:
-    """Build every target of ``source`` (a file or folder of records) again, and compare it with what was recorded.
+    """Build every target of ``source`` (a file or folder of records) again, and compare it with the record.
 
     Args:
-        config: the run's. model: checkpoint under which losses are computed; None computes none.
+        config: the run's. model: checkpoint for the losses; None computes none.
 
     Raises:
         DataError, CheckpointError, VocabError: records, images or tokenizer are not the run's.
@@ -38,14 +38,11 @@ def replay_records(
 
     records = read_records(source)[:limit]
     vocab = load_vocab(config.model.model)
-    losses_of = None if model is None else _loss_function(config, model)
-    for record in records:
-        differences = replay(record, vocab)
-        yield Replayed(record, differences, None if losses_of is None else losses_of(record))
+    if model is None:
+        for record in records:
+            yield Replayed(record, replay(record, vocab), None)
+        return
 
-
-def _loss_function(config: RunConfig, model: Path):
-    """``record -> losses`` of its rebuilt target, in a packed row of its own."""
     import torch
 
     from coordexp.modeling.inputs import PromptEncoder
@@ -61,31 +58,27 @@ def _loss_function(config: RunConfig, model: Path):
     encoder = PromptEncoder(loaded.processor, config.template.prompt, config.template.system)
     objective = RowObjective(rollout_pipeline(config, resolved_rollout(config)), loaded.vocab.coord_token_ids)
     build_row_tensors = RowBuilder.from_model(loaded, torch.device("cpu"))
-
-    def losses_of(record: RolloutRecord) -> dict[str, float]:
-        request = encoder.encode(_image_of(record))
+    for record in records:
+        image = ImageRecord(record.sample_id, Path(record.image), record.width, record.height, record.ground_truth)
+        request = encoder.encode(image)
         if prompt_sha256(request.prompt_token_ids) != record.prompt.sha256:
             raise DataError(
                 f"{record.sample_id}: its prompt is no longer the recorded one; replay with the run's data, template "
                 "and processor"
             )
+        # The rebuilt target in a packed row of its own.
         target = rebuild(record, loaded.vocab)[2]
         row = build_row([Segment(record.sample_id, request.prompt_token_ids, target, request.model_inputs)])
         tensors = build_row_tensors(row, objective)
         with torch.no_grad():
             scores = loaded.model(forward_fn=partial(objective.scores, row=tensors))
             result = objective.result(tensors.supervision, scores, count_terms([target]))
-        return {"loss": result.loss.item(), **{name: share.item() for name, share in result.terms.items()}}
-
-    return losses_of
-
-
-def _image_of(record: RolloutRecord) -> ImageRecord:
-    return ImageRecord(record.sample_id, Path(record.image), record.width, record.height, record.ground_truth)
+        losses = {"loss": result.loss.item(), **{name: share.item() for name, share in result.terms.items()}}
+        yield Replayed(record, replay(record, vocab), losses)
 
 
 def config_beside(source: Path) -> Path:
-    """The resolved configuration of the run whose folder holds these records.
+    """The resolved configuration of the run that these records belong to.
 
     Raises:
         ConfigError: there is none.

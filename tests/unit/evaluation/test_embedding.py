@@ -21,7 +21,7 @@ from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 from coordexp.errors import CheckpointError, MissingDependency
 from coordexp.evaluation import Detection, ImageAnswer
 from coordexp.evaluation.answers import write_answers
-from coordexp.evaluation.renaming import apply_embedding, load_encoder, nearest_categories
+from coordexp.evaluation.renaming import Renaming, load_encoder, nearest_categories
 from coordexp.records import GTObject
 from support.cli_runs import run_cli
 
@@ -76,9 +76,9 @@ def test_the_nearest_category_above_the_threshold(folder: Path) -> None:
 
 def test_what_is_annotated_is_left_alone(folder: Path) -> None:
     encoder = load_encoder(folder)
-    (found,) = apply_embedding([answered(["car", "person"], ["person", "cloud"])], encoder, -1.0)
+    (found,) = Renaming(None, encoder, -1.0)([answered(["car", "person"], ["person", "cloud"])])
     assert found.pred[0].desc == "person" and found.pred[1].desc in ("car", "person")
-    (same,) = apply_embedding([answered(["car"], ["cloud"])], encoder, 1.01)
+    (same,) = Renaming(None, encoder, 1.01)([answered(["car"], ["cloud"])])
     assert same.pred[0].desc == "cloud"
 
 

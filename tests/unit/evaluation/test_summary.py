@@ -16,7 +16,7 @@ from coordexp.evaluation.answers import from_line, to_line
 from coordexp.evaluation.compare import compare
 from coordexp.evaluation.detection import DENSITY_BINS, density_bin
 from coordexp.evaluation.plots import CONFUSION, CURVES, SIZES
-from coordexp.evaluation.renaming import Renaming, apply_aliases, read_aliases
+from coordexp.evaluation.renaming import Renaming, read_aliases
 from coordexp.evaluation.summary import write_summary
 from coordexp.records import GTObject
 from support.answers import CAT, DOG
@@ -138,8 +138,8 @@ def test_aliases_rename_predictions(tmp_path: Path) -> None:
     path.write_text("black cat: [Kitten, cat ]\ndog: [puppy]\n")
     answers = [answered([CAT], [GTObject("kitten", CAT.kind, CAT.bins)])]
     assert summarise(answers).figures["f1"] == 0
-    assert summarise(apply_aliases(answers, read_aliases(path))).figures["f1"] == 1
-    rename = Renaming((lambda found: apply_aliases(found, read_aliases(path)),))
+    rename = Renaming(read_aliases(path))
+    assert summarise(rename(answers)).figures["f1"] == 1
     assert rename.note(answers, rename(answers)) == ("1 predictions were renamed: 'kitten' → 'black cat' (1)",)
     assert Renaming().note(answers, answers) == ()
     path.write_text("a: [x]\nb: [X]\n")
