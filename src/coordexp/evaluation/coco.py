@@ -115,10 +115,13 @@ def write_coco(
 ) -> list[Path]:
     """``coco_ground_truth.json`` and ``coco_results_{iou_type}.json``, as other tools read them."""
     data = to_coco(answers, iou_type, constant_score)
-    paths = [folder / "coco_ground_truth.json", folder / f"coco_results_{iou_type}.json"]
-    for path, content in zip(paths, (data.ground_truth, data.results), strict=True):
+    files = {
+        folder / "coco_ground_truth.json": data.ground_truth,
+        folder / f"coco_results_{iou_type}.json": data.results,
+    }
+    for path, content in files.items():
         path.write_text(json.dumps(content, ensure_ascii=False) + "\n", encoding="utf-8")
-    return paths
+    return list(files)
 
 
 def coco_shape(obj: GTObject | Detection, width: int, height: int) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from coordexp.evaluation.answers import Detection, ImageAnswer
-from coordexp.geometry import Shape, aabbs, mask_iou_pairs, overlapping_boxes
+from coordexp.geometry import aabbs, mask_iou_pairs, overlapping_boxes
 from coordexp.matching import MatchingConfig, assign_pairs, duplicate_indices
 from coordexp.records import NUM_BINS, GTObject
 
@@ -45,9 +45,9 @@ def density_bin(num_objects: int) -> str:
 def match_by_desc(
     predicted: Sequence[Detection], truth: Sequence[GTObject], threshold: float = IOU_THRESHOLD
 ) -> list[tuple[int, int, float]]:
-    """Assign within equal descriptions, mask IoU at least ``threshold``: ``(pred_idx, gt_idx, iou)`` triples."""
-    pairs = _overlapping(predicted, truth, threshold)
-    return pairs.of_equal_desc(predicted, truth).assigned(threshold)
+    """Assign within equal descriptions, mask IoU at least ``threshold``: ``(pred_idx, gt_idx, iou)`` triples, in order
+    of prediction."""
+    return _candidates(predicted, truth, threshold).assign(same_desc=True)
 
 
 def match_answer(answer: ImageAnswer, threshold: float = IOU_THRESHOLD) -> list[tuple[int, int, float]]:
@@ -77,39 +77,36 @@ def ignored_predictions(answer: ImageAnswer, threshold: float = IOU_THRESHOLD) -
 def match_any_desc(
     predicted: Sequence[Detection], truth: Sequence[GTObject], threshold: float = IOU_THRESHOLD
 ) -> list[tuple[int, int]]:
-    """``(pred_idx, gt_idx)`` of objects matched one to one by mask IoU, whatever their descriptions."""
-    return [(i, j) for i, j, _ in _overlapping(predicted, truth, threshold).assigned(threshold)]
+    """``(pred_idx, gt_idx)`` of objects matched one to one by mask IoU, regardless of descriptions."""
+    return [(i, j) for i, j, _ in _candidates(predicted, truth, threshold).assign()]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Pairs:
-    """Pairs of (prediction, ground truth) with their mask IoU: what an assignment chooses from."""
+class _Candidates:
+    """Pairs of (prediction, ground truth) to assign, with their mask IoU and whether their descriptions are equal."""
 
     pairs_K2: np.ndarray
     iou_K: np.ndarray
+    same_K: np.ndarray
+    threshold: float
 
-    def of_equal_desc(self, predicted: Sequence[Detection], truth: Sequence[GTObject]) -> _Pairs:
-        same = [k for k, (i, j) in enumerate(self.pairs_K2.tolist()) if predicted[i].desc == truth[j].desc]
-        return _Pairs(self.pairs_K2[same], self.iou_K[same])
-
-    def assigned(self, threshold: float) -> list[tuple[int, int, float]]:
-        """The assignment: ``(pred_idx, gt_idx, iou)`` in order of prediction. Descriptions share no object, so the one
-        of all descriptions together is each description's own."""
-        config = MatchingConfig(maskiou_gate=threshold)
-        chosen = assign_pairs(self.pairs_K2[:, 0], self.pairs_K2[:, 1], self.iou_K, config)
-        return sorted(
-            (i, j, iou) for (i, j), iou in zip(self.pairs_K2[chosen].tolist(), self.iou_K[chosen].tolist(), strict=True)
-        )
+    def assign(self, *, same_desc: bool = False) -> list[tuple[int, int, float]]:
+        """``(pred_idx, gt_idx, iou)``. Descriptions share no object, so one assignment of all descriptions together is
+        each description's own."""
+        chosen = self.same_K if same_desc else slice(None)
+        pairs_K2, iou_K = self.pairs_K2[chosen], self.iou_K[chosen]
+        best = assign_pairs(pairs_K2[:, 0], pairs_K2[:, 1], iou_K, MatchingConfig(maskiou_gate=self.threshold))
+        return sorted((i, j, iou) for (i, j), iou in zip(pairs_K2[best].tolist(), iou_K[best].tolist(), strict=True))
 
 
-def _overlapping(predicted: Sequence[Shape], truth: Sequence[Shape], threshold: float) -> _Pairs:
-    """Pairs that may reach ``threshold``: those whose bounding boxes overlap, and with a threshold of 0 all."""
+def _candidates(predicted: Sequence[Detection], truth: Sequence[GTObject], threshold: float) -> _Candidates:
+    """Pairs that may reach ``threshold``: those with overlapping bounding boxes; all pairs at a threshold of 0."""
     boxes = aabbs(predicted), aabbs(truth)
-    first_K, second_K = (
-        overlapping_boxes(*boxes) if threshold > 0 else np.nonzero(np.ones((len(predicted), len(truth)), dtype=bool))
-    )
-    pairs_K2 = np.stack([first_K, second_K], axis=1)
-    return _Pairs(pairs_K2, mask_iou_pairs(predicted, truth, pairs_K2, _CANVAS, aabbs_of=boxes))
+    every = np.ones((len(predicted), len(truth)), dtype=bool)
+    pairs_K2 = np.stack(overlapping_boxes(*boxes) if threshold > 0 else np.nonzero(every), axis=1)
+    same = [predicted[i].desc == truth[j].desc for i, j in pairs_K2.tolist()]
+    iou_K = mask_iou_pairs(predicted, truth, pairs_K2, _CANVAS, aabbs_of=boxes)
+    return _Candidates(pairs_K2, iou_K, np.array(same, dtype=bool), threshold)
 
 
 def count_image(answer: ImageAnswer, threshold: float = IOU_THRESHOLD) -> ImageCounts:
@@ -121,19 +118,20 @@ def count_image(answer: ImageAnswer, threshold: float = IOU_THRESHOLD) -> ImageC
     ignored = ignored_predictions(answer, threshold)
     objects = [prediction for i, prediction in enumerate(answer.pred) if i not in ignored]
     truth = answer.truth
-    pairs = _overlapping(objects, truth, threshold)
-    matched = pairs.of_equal_desc(objects, truth).assigned(threshold)
-    matched_pred = {i for i, _, _ in matched}
-    giants = _areas(objects) >= GIANT * (NUM_BINS - 1) ** 2
+    candidates = _candidates(objects, truth, threshold)
+    matched = candidates.assign(same_desc=True)
+    unmatched = sorted(set(range(len(objects))) - {i for i, _, _ in matched})
+    box_N4 = aabbs([objects[i] for i in unmatched])
+    area_N = (box_N4[:, 2] - box_N4[:, 0]) * (box_N4[:, 3] - box_N4[:, 1])
     counts = Counter(
         images=1,
         gt=len(truth),
         pred=len(objects),
         matched=len(matched),
-        matched_any_desc=len(pairs.assigned(threshold)),
+        matched_any_desc=len(candidates.assign()),
         dropped=answer.num_dropped,
         duplicates=len(duplicate_indices(objects)),
-        giants=sum(1 for i in np.flatnonzero(giants).tolist() if i not in matched_pred),
+        giants=int((area_N >= GIANT * (NUM_BINS - 1) ** 2).sum()),
         truncated=int(answer.truncated),
         repeat_terminated=int(answer.repeat_terminated),
         empty=int(not objects),
@@ -162,10 +160,10 @@ def detection_metrics(counts: Mapping[str, float]) -> dict[str, float]:
     """Figures of a whole set: precision, recall and F1 at one IoU with equal description, and what they hide.
 
     ``duplicate_rate``: predictions that overlap an earlier one of the same description with IoU ≥ 0.5.
-    ``giant_rate``: unmatched predictions whose box covers at least 80 % of the image. ``invalid_rate``: entries the
-    strict parser dropped, of all entries. A rate with nothing below the line is 0. So are precision where nothing was
-    predicted although something was there, and recall where nothing was there but something was predicted; with
-    neither, precision, recall and F1 are 1. ``pred_objects`` and ``gt_objects`` distinguish these cases.
+    ``giant_rate``: unmatched predictions with a box of at least 80 % of the image. ``invalid_rate``: share of entries
+    that the strict parser dropped. A rate without a denominator is 0, also precision without predictions and recall
+    without ground truth; without both, precision, recall and F1 are 1. ``pred_objects`` and ``gt_objects`` distinguish
+    these cases.
     """
 
     def ratio(above: str, below: float, nothing: float = 0.0) -> float:
@@ -193,8 +191,3 @@ def detection_metrics(counts: Mapping[str, float]) -> dict[str, float]:
         "gt_objects": gt,
         "matched_objects": counts.get("matched", 0),
     }
-
-
-def _areas(objects: Sequence[Shape]) -> np.ndarray:
-    box_N4 = aabbs(objects)
-    return (box_N4[:, 2] - box_N4[:, 0]) * (box_N4[:, 3] - box_N4[:, 1])

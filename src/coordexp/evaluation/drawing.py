@@ -1,8 +1,4 @@
-"""Objects drawn over images: answers one by one, runs side by side, and a sheet of a dataset's objects.
-
-Objects of the dataset sheet are serialised, tokenised, parsed and decoded first, so that a coordinate bug anywhere on
-that way is visible in the picture.
-"""
+"""Objects drawn over images: answers one by one, runs side by side, and a sheet of a dataset's objects."""
 
 from __future__ import annotations
 
@@ -63,8 +59,8 @@ def colours_by_name(objects: Iterable[Drawable]) -> dict[str, str]:
 def draw_objects(
     image: Image.Image, coloured: Sequence[tuple[Drawable, str]], labels: bool = True, width: int = 2
 ) -> None:
-    """Outlines over ``image``, each object in its colour, soft ones dashed, and their descriptions, moved to where they
-    fit. For sheets of small images: names are inside their objects, on white, and hide little of the others."""
+    """Draw outlines over ``image``, soft objects dashed, and descriptions inside the objects, on white: for sheets of
+    small images."""
     draw = ImageDraw.Draw(image)
     font = ImageFont.load_default(11)
     for obj, colour in coloured:
@@ -83,20 +79,17 @@ def _draw_outline(
     """Dashed where the object is soft. Returns: its corners in pixels."""
     ring = pixel_ring(obj, *size)
     closed = [*ring, ring[0]]
-    for line in [closed] if getattr(obj, "soft", None) is None else _dashes(closed):
+    lines: list[Sequence[_Point]] = [closed]
+    if getattr(obj, "soft", None) is not None:
+        lines = []
+        for (x1, y1), (x2, y2) in pairwise(closed):
+            length = math.hypot(x2 - x1, y2 - y1)
+            for start in range(0, math.ceil(length), _DASH + _GAP):
+                a, b = start / length, min(length, start + _DASH) / length
+                lines.append([(x1 + a * (x2 - x1), y1 + a * (y2 - y1)), (x1 + b * (x2 - x1), y1 + b * (y2 - y1))])
+    for line in lines:
         draw.line(line, fill=colour, width=width, joint="curve")
     return ring
-
-
-def _dashes(outline: Sequence[_Point]) -> list[tuple[_Point, _Point]]:
-    """The drawn parts of a dashed line along ``outline``, each side beginning with one."""
-    parts = []
-    for (x1, y1), (x2, y2) in pairwise(outline):
-        length = math.hypot(x2 - x1, y2 - y1)
-        for start in range(0, math.ceil(length), _DASH + _GAP):
-            a, b = start / length, min(length, start + _DASH) / length
-            parts.append(((x1 + a * (x2 - x1), y1 + a * (y2 - y1)), (x1 + b * (x2 - x1), y1 + b * (y2 - y1))))
-    return parts
 
 
 def save_drawings(answers: Sequence[ImageAnswer], folder: Path) -> list[Path]:
@@ -106,41 +99,30 @@ def save_drawings(answers: Sequence[ImageAnswer], folder: Path) -> list[Path]:
         DataError: an image is gone since it was answered.
     """
     paths: list[Path] = []
-    taken: set[Path] = set()
     for number, answer in enumerate(answers):
-        path = folder / _file_name(answer)
-        if path in taken:
+        # The sample's own relative path, or its image's name for a line of a dataset.
+        name = PurePosixPath(answer.sample_id)
+        if name.suffix.lower() not in IMAGE_SUFFIXES or name.is_absolute() or ".." in name.parts:
+            name = PurePosixPath(Path(answer.image).name)
+        path = folder / name.with_suffix(".jpg" if name.suffix.lower() in JPEG_SUFFIXES else ".png")
+        if path in paths:
             path = path.with_name(f"{path.stem}.{number}{path.suffix}")
-        taken.add(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         image = open_rgb(Path(answer.image))
-        draw_detections(image, answer.pred).save(path, quality=90)  # which PNG does not read
+        draw_detections(image, answer.pred).save(path, quality=90)  # PNG ignores it
         paths.append(path)
     return paths
-
-
-def _file_name(answer: ImageAnswer) -> Path:
-    """The sample's own relative path, or its image's name for a line of a dataset."""
-    name = PurePosixPath(answer.sample_id)
-    is_file = name.suffix.lower() in IMAGE_SUFFIXES
-    if not is_file or name.is_absolute() or ".." in name.parts:
-        name = PurePosixPath(Path(answer.image).name)
-    return Path(name.with_suffix(".jpg" if name.suffix.lower() in JPEG_SUFFIXES else ".png"))
 
 
 def most_informative_images(runs: Sequence[Sequence[ImageAnswer]], most: int) -> list[int]:
     """Indices of at most ``most`` images: those with most mistakes (missed or wrong) of one run, or those in which the
     runs' numbers of mistakes differ most. Ties go to the earlier image; images without either are left out."""
-    mistakes_RN = [
-        [
-            len(answer.truth)
-            + len(answer.pred)
-            - len(ignored_predictions(answer))
-            - 2 * len(match_by_desc(answer.pred, answer.truth))
-            for answer in run
-        ]
-        for run in runs
-    ]
+
+    def mistakes(answer: ImageAnswer) -> int:
+        counted = len(answer.truth) + len(answer.pred) - len(ignored_predictions(answer))
+        return counted - 2 * len(match_by_desc(answer.pred, answer.truth))
+
+    mistakes_RN = [[mistakes(answer) for answer in run] for run in runs]
     spread_N = [max(column) - min(column) if len(runs) > 1 else column[0] for column in zip(*mistakes_RN, strict=True)]
     return [n for n in sorted(range(len(spread_N)), key=lambda n: -spread_N[n])[:most] if spread_N[n]]
 
@@ -149,22 +131,34 @@ def draw_comparison(
     columns: Mapping[str, Sequence[ImageAnswer]], path: Path, max_rows: int = 6, across: int = 1
 ) -> None:
     """A PNG: for each image ground truth at the left, then each run's answer; ``across`` images side by side, at most
-    ``max_rows`` rows of them.
+    ``max_rows`` rows of them. Every column is as wide as the widest image.
 
     Green: found (equal description, IoU ≥ 0.5). Red: predicted, but not there. Orange, in the ground truth: missed by
-    the last run. Grey: soft objects (dashed), and predictions that found one. Every column is as wide as the widest
-    image.
+    the last run. Grey: soft objects (dashed), and predictions that found one.
 
     Raises:
-        ValueError: there is no run, or no answer. DataError: an image cannot be read.
+        ValueError: no run or no answer. DataError: an image cannot be read.
     """
     runs = list(columns.values())
     if not runs or not runs[0]:
         raise ValueError("nothing to draw: pass at least one run with at least one answer")
-    images = [
-        [_panel_truth(runs[-1][i]), *(_panel_prediction(run[i]) for run in runs)]
-        for i in range(min(max_rows * across, len(runs[0])))
-    ]
+
+    def colour(annotation: GTObject | None, is_matched: bool, otherwise: str) -> str:
+        if annotation is not None and annotation.soft is not None:
+            return _SOFT
+        return _FOUND if is_matched else otherwise
+
+    images = []
+    for answers in list(zip(*runs, strict=True))[: max_rows * across]:
+        matches = [match_answer(answer) for answer in answers]
+        found = {j for _, j, _ in matches[-1]}
+        truth = [(obj, colour(obj, j in found, _MISSED)) for j, obj in enumerate(answers[-1].gt or ())]
+        panels = [_panel(answers[-1], truth)]
+        for answer, matched in zip(answers, matches, strict=True):
+            truth_of = {i: (answer.gt or ())[j] for i, j, _ in matched}
+            coloured = [(obj, colour(truth_of.get(i), i in truth_of, _WRONG)) for i, obj in enumerate(answer.pred)]
+            panels.append(_panel(answer, coloured))
+        images.append(panels)
     across = min(across, len(images))
     rows = [list(chain.from_iterable(images[i : i + across])) for i in range(0, len(images), across)]
     width = max(panel.width for row in rows for panel in row)
@@ -182,22 +176,6 @@ def draw_comparison(
     sheet.save(path, compress_level=_COMPRESSION)
 
 
-def _panel_truth(answer: ImageAnswer) -> Image.Image:
-    matched = {j for _, j, _ in match_answer(answer)}
-    return _panel(answer, [(obj, _colour(obj, j in matched, _MISSED)) for j, obj in enumerate(answer.gt or ())])
-
-
-def _panel_prediction(answer: ImageAnswer) -> Image.Image:
-    truth_of = {i: (answer.gt or ())[j] for i, j, _ in match_answer(answer)}
-    return _panel(answer, [(obj, _colour(truth_of.get(i), i in truth_of, _WRONG)) for i, obj in enumerate(answer.pred)])
-
-
-def _colour(annotation: GTObject | None, is_matched: bool, otherwise: str) -> str:
-    if annotation is not None and annotation.soft is not None:
-        return _SOFT
-    return _FOUND if is_matched else otherwise
-
-
 def _panel(answer: ImageAnswer, coloured: Sequence[tuple[GTObject | Detection, str]]) -> Image.Image:
     image = open_rgb(Path(answer.image))
     factor = max(1, round(_SMALLEST / max(image.size)))
@@ -209,8 +187,8 @@ def _panel(answer: ImageAnswer, coloured: Sequence[tuple[GTObject | Detection, s
 
 
 def round_trip(objects: Sequence[GTObject], vocab: CoordVocab) -> list[GTObject]:
-    """``objects`` serialised, tokenised and parsed again. The text does not mark soft objects: that is taken from the
-    object at the same index."""
+    """``objects`` serialised, tokenised and parsed again: a coordinate bug anywhere on that way becomes visible. The
+    text does not mark soft objects: that is copied from the object at the same index."""
     parsed = parse_rollout(vocab.encode(serialize_objects(objects)), vocab, ended=True)
     softs = [obj.soft for obj in objects[: len(parsed.objects)]]
     softs += [None] * (len(parsed.objects) - len(softs))
@@ -228,7 +206,7 @@ def draw_contact_sheet(
     ``images`` replace the records' files.
 
     Raises:
-        DataError: an image cannot be read. ValueError: there is no record.
+        DataError: an image cannot be read. ValueError: ``records`` is empty.
     """
     if not records:
         raise ValueError("nothing to draw: pass at least one record")
@@ -237,17 +215,11 @@ def draw_contact_sheet(
     sheet = Image.new("RGB", (columns * _TILE, rows * _TILE), "#202020")
     for k, record in enumerate(records):
         image = open_rgb(record.image) if images is None else images[k]
-        tile = _tile(image, round_trip(record.objects, vocab), colour_of)
-        sheet.paste(tile, (k % columns * _TILE, k // columns * _TILE))
+        scale = (_TILE - 4) / max(image.size)
+        image = image.resize((max(1, round(image.width * scale)), max(1, round(image.height * scale))))
+        objects = round_trip(record.objects, vocab)
+        draw_objects(image, [(obj, colour_of.get(obj.desc, "white")) for obj in objects])
+        sheet.paste(image, (k % columns * _TILE + 2, k // columns * _TILE + 2))
     path.parent.mkdir(parents=True, exist_ok=True)
     sheet.save(path, compress_level=_COMPRESSION)
     return path
-
-
-def _tile(image: Image.Image, objects: Sequence[GTObject], colour_of: dict[str, str]) -> Image.Image:
-    scale = (_TILE - 4) / max(image.size)
-    image = image.resize((max(1, round(image.width * scale)), max(1, round(image.height * scale))))
-    draw_objects(image, [(obj, colour_of.get(obj.desc, "white")) for obj in objects])
-    tile = Image.new("RGB", (_TILE, _TILE), "#202020")
-    tile.paste(image, (2, 2))
-    return tile

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
+from typing import Any
 from xml.etree import ElementTree
 
 from coordexp.errors import DataError
@@ -22,7 +23,7 @@ from coordexp.geometry import pixel_box, pixel_ring
 
 @dataclass(frozen=True, slots=True)
 class UsersTerms:
-    """Numbers from the user's own files: of names (None: no such file), and of images by file name."""
+    """Numbers from the user's own files: of names (None: without such a file), and of images by file name."""
 
     names: Mapping[str, int] | None = None
     images: Mapping[str, int] = field(default_factory=dict)
@@ -114,24 +115,28 @@ def export_voc(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms) -> 
     for answer, name in _named(answers, ".xml"):
         frame = frame_of(answer)
         root = ElementTree.Element("annotation")
-        _child(root, "filename", PurePosixPath(frame.file).name)
-        size = _child(root, "size")
-        for key, value in (("width", frame.width), ("height", frame.height), ("depth", 3)):
-            _child(size, key, value)
+        size = {"width": frame.width, "height": frame.height, "depth": 3}
+        _add(root, {"filename": PurePosixPath(frame.file).name, "size": size})
         for detection in answer.pred:
             polygons += detection.kind == "poly"
-            entry = _child(root, "object")
-            _child(entry, "name", detection.desc)
-            _child(entry, "difficult", "0")
-            box = _child(entry, "bndbox")
             corners = pixel_box(detection, frame.width, frame.height)
-            for key, value in zip(("xmin", "ymin", "xmax", "ymax"), corners, strict=True):
-                _child(box, key, f"{value:.2f}")
+            box = {key: f"{value:.2f}" for key, value in zip(("xmin", "ymin", "xmax", "ymax"), corners, strict=True)}
+            entry = {"name": detection.desc, "difficult": 0, "bndbox": box}
             if detection.score is not None:
-                _child(entry, "score", f"{detection.score:.6f}")
+                entry["score"] = f"{detection.score:.6f}"
+            _add(root, {"object": entry})
         ElementTree.indent(root)
         files.append(_write(out / "Annotations" / name, ElementTree.tostring(root, encoding="unicode") + "\n"))
     return Exported(files, [f"{polygons} polygons are written as their bounds; VOC has only boxes"] if polygons else [])
+
+
+def _add(parent: ElementTree.Element, children: Mapping[str, Any]) -> None:
+    for tag, value in children.items():
+        child = ElementTree.SubElement(parent, tag)
+        if isinstance(value, Mapping):
+            _add(child, value)
+        else:
+            child.text = str(value)
 
 
 def export_labelme(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms) -> Exported:
@@ -202,12 +207,6 @@ def _named(answers: Sequence[ImageAnswer], suffix: str) -> list[tuple[ImageAnswe
         taken.add(path)
         named.append((answer, path))
     return named
-
-
-def _child(parent: ElementTree.Element, tag: str, value: object = None) -> ElementTree.Element:
-    child = ElementTree.SubElement(parent, tag)
-    child.text = None if value is None else str(value)
-    return child
 
 
 def _write(path: Path, text: str) -> Path:

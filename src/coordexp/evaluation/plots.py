@@ -5,14 +5,14 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from coordexp.evaluation.answers import ImageAnswer
-from coordexp.evaluation.coco import AREAS, RECALLS_R, THRESHOLDS_T, average_precision, to_coco
+from coordexp.evaluation.coco import AREAS, RECALLS_R, THRESHOLDS_T, average_precision, coco_shape
 from coordexp.evaluation.detection import IOU_THRESHOLD, ignored_predictions, match_any_desc
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ class Confusion:
 
 
 def confusion(answers: Sequence[ImageAnswer], most: int = _CLASSES) -> Confusion:
-    """Objects matched one to one at mask IoU 0.5, whatever they are called. Soft objects, and what finds them, are not
-    counted. Beyond the ``most`` most frequent annotated classes all others are one.
+    """Objects matched one to one at mask IoU 0.5, regardless of descriptions. Soft objects and predictions that found
+    one are not counted. Classes other than the ``most`` most frequent annotated ones are one.
 
     Raises:
         DataError: an image has no annotations.
@@ -53,20 +53,20 @@ def confusion(answers: Sequence[ImageAnswer], most: int = _CLASSES) -> Confusion
         matched_truth, used = {j for _, j in matched}, {i for i, _ in matched}
         pairs.update((obj.desc, MISSED) for j, obj in enumerate(truth) if j not in matched_truth)
         pairs.update((INVENTED, obj.desc) for i, obj in enumerate(objects) if i not in used)
-    frequent = Counter({name: 0 for (name, _) in pairs if name != INVENTED})
-    for (name, _), count in pairs.items():
-        if name != INVENTED:
-            frequent[name] += count
-    names = [name for name, _ in sorted(frequent.items(), key=lambda item: (-item[1], item[0]))[:most]]
-    known = set(names)
+    names = _by_frequency(answers)[:most]
     folded: Counter[tuple[str, str]] = Counter()
     for (row, column), count in pairs.items():
-        row = row if row in known or row == INVENTED else OTHERS
-        folded[row, column if column in known or column == MISSED else OTHERS] += count
+        folded[row if row in (*names, INVENTED) else OTHERS, column if column in (*names, MISSED) else OTHERS] += count
     rest = [OTHERS] if any(OTHERS in pair for pair in folded) else []
     annotated, predicted = (*names, *rest, INVENTED), (*names, *rest, MISSED)
     counts_AP = np.array([[folded[row, column] for column in predicted] for row in annotated], dtype=np.int64)
     return Confusion(annotated, predicted, counts_AP)
+
+
+def _by_frequency(answers: Sequence[ImageAnswer]) -> list[str]:
+    """Annotated classes, most frequent first."""
+    count_of = Counter(obj.desc for answer in answers for obj in answer.truth)
+    return sorted(count_of, key=lambda name: (-count_of[name], name))
 
 
 def save_plots(
@@ -83,16 +83,14 @@ def save_plots(
         figures[CONFUSION] = _draw_confusion(confusion(answers))
         if coco:
             precision = average_precision(answers, "bbox", constant_score=constant_score)
-            often = Counter(obj.desc for answer in answers for obj in answer.truth)
-            figures[CURVES] = _draw_curves(precision.precision_of, sorted(often, key=lambda name: (-often[name], name)))
-            figures[SIZES] = _draw_sizes(precision.figures, _objects_by_size(answers))
-    paths = []
+            areas = [coco_shape(obj, one.width, one.height)["area"] for one in answers for obj in one.truth]
+            figures[CURVES] = _draw_curves(precision.precision_of, _by_frequency(answers)[:_NAMED])
+            figures[SIZES] = _draw_sizes(precision.figures, areas)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"Glyph \d+", UserWarning)  # a script that the font lacks becomes boxes
         for name, figure in figures.items():
             figure.savefig(folder / name, dpi=120)
-            paths.append(folder / name)
-    return paths
+    return [folder / name for name in figures]
 
 
 def _figure(width: float, height: float) -> tuple[Figure, Any]:
@@ -104,7 +102,7 @@ def _figure(width: float, height: float) -> tuple[Figure, Any]:
 
 
 def _shown(names: Iterable[str]) -> list[str]:
-    """Names as they are: a dollar sign in one begins no formula. Long ones are cut."""
+    """Names as plain text (a dollar sign would start a formula), long ones cut."""
     cut = (name if len(name) <= _LONGEST else name[: _LONGEST - 1] + "…" for name in names)
     return [name.replace("$", r"\$") for name in cut]
 
@@ -128,7 +126,7 @@ def _draw_curves(precision_of: Mapping[str, np.ndarray], often: Sequence[str]) -
     """Mean over classes at three thresholds; the most frequent classes at the lowest one, thin."""
     figure, axes = _figure(7, 5)
     if len(precision_of) > 1:
-        for name, label in zip(often[:_NAMED], _shown(often[:_NAMED]), strict=True):
+        for name, label in zip(often, _shown(often), strict=True):
             label = f"{label}, AP {precision_of[name].mean():.2f}"
             axes.plot(RECALLS_R, precision_of[name][0], linewidth=0.8, label=label)
     mean_TR = np.mean(list(precision_of.values()), axis=0)
@@ -142,8 +140,10 @@ def _draw_curves(precision_of: Mapping[str, np.ndarray], often: Sequence[str]) -
     return figure
 
 
-def _draw_sizes(figures: Mapping[str, float], objects: Mapping[str, int]) -> Figure:
+def _draw_sizes(figures: Mapping[str, float], areas: Sequence[float]) -> Figure:
     figure, axes = _figure(6, 4)
+    objects = {name: sum(low <= area <= high for area in areas) for name, (low, high) in AREAS.items()}
+    objects["all"] = len(areas)
     ranges = {"all": "all", "small": "small\n< 32² px", "medium": "medium\n32² – 96² px", "large": "large\n> 96² px"}
     for place, name in enumerate(ranges):
         value = figures.get("AP" if name == "all" else f"AP_{name}")
@@ -153,10 +153,3 @@ def _draw_sizes(figures: Mapping[str, float], objects: Mapping[str, int]) -> Fig
     axes.set_xticks(range(len(labels)), labels, fontsize=8)
     axes.set(ylabel="AP @ IoU 0.50:0.95", ylim=(0, 1.08), title="average precision by size of the annotated box")
     return figure
-
-
-def _objects_by_size(answers: Sequence[ImageAnswer]) -> dict[str, int]:
-    truth = to_coco([replace(answer, pred=()) for answer in answers]).ground_truth["annotations"]
-    areas = [annotation["area"] for annotation in truth if not annotation["iscrowd"]]
-    sizes = {name: sum(low <= area <= high for area in areas) for name, (low, high) in AREAS.items()}
-    return {"all": len(areas), **sizes}

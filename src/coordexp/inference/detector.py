@@ -41,8 +41,8 @@ ImageLike = str | Path | Image.Image | np.ndarray
 class Detector:
     """A checkpoint, loaded once, that answers for any number of images.
 
-    Images are resized to the resolution of the training data, if the checkpoint has it; answers are in the pixels of the
-    given images. Prompt, number type and limits are those of the checkpoint's own run.
+    Images are resized to the resolution of the training data, if the checkpoint has it; answers are in the pixels of
+    the given images. Prompt, number type and limits are those of the checkpoint's own run.
     """
 
     def __init__(
