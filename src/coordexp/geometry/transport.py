@@ -68,8 +68,8 @@ def _plan_cost(pred_N2: np.ndarray, gt_M2: np.ndarray, cost: TransportCost) -> n
     p_low, p_high, g_low, g_high = pred_N2.min(axis=0), pred_N2.max(axis=0), gt_M2.min(axis=0), gt_M2.max(axis=0)
     touching = ((p_high - p_low) + (g_high - g_low)) / 2  # distance of the centres at which the boxes touch
     distance = np.abs((p_low + p_high) - (g_low + g_high)) / 2
-    # Along the worse axis: 0 concentric, 1 touching, more with a gap. Use an extent of at least one bin: less would make
-    # the targets jump for shapes without extent along an axis.
+    # Along the worse axis: 0 concentric, 1 touching, more with a gap. Use an extent of at least one bin: less would
+    # make the targets jump for shapes without extent along an axis.
     apartness = float((distance / np.maximum(touching, 1.0)).max())
     share = min(max((apartness - _WELL_OVERLAPPING) / (1 - _WELL_OVERLAPPING), 0.0), 1.0)
     if share > 0:

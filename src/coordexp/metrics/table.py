@@ -1,8 +1,8 @@
-"""What a metric is, and the table of all of them, one line each: name, unit, rule of combining its values, meaning; and
-which line a name falls under, for reduction and documentation alike.
+"""The table of all metrics, one line each: name, unit, rule of combining its values, meaning. Reduction and
+documentation read it.
 
-To add one, add its line and run ``python docs/generate_metrics.py``. A name that no line covers is refused when it is
-emitted: nobody would know whether to add it up. ``<word>`` in a line's name stands for one part between slashes.
+To add one, add its line and run ``python docs/generate_metrics.py``. A metric without a line is an error when it is
+emitted: its rule would be unknown. ``<word>`` in a line's name matches one part between slashes.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ COUNT, SHARE, SECONDS, PEAK, STATE, LEVEL, SCHEDULE, EVALUATION = (
 SECTIONS: dict[str, tuple[Metric, ...]] = {
     "losses": (
         Metric("loss", "mixed", SHARE, "the step's total loss: the sum of the terms below"),
-        Metric("loss/token_ce/struct_ce", "nats", SHARE, "cross-entropy of tail structure, closing brace and end of turn; divided by all text positions whose weight is positive"),
+        Metric("loss/token_ce/struct_ce", "nats", SHARE, "cross-entropy of tail structure, closing brace and end of turn; divided by all text positions of positive weight"),
         Metric("loss/token_ce/desc_ce", "nats", SHARE, "cross-entropy of descriptions; divided by the same number, so that both add up to one mean"),
         Metric("loss/token_ce/coord_ce", "nats", SHARE, "stage 1 without a coordinate loss: cross-entropy of coordinate tokens over the whole vocabulary, in the same mean"),
         Metric("loss/coord_reg/coord_ce", "nats", SHARE, "hard cross-entropy over the 1000 bins, per coordinate"),
@@ -96,7 +96,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("loss/bbox_geo/ciou", "0..2 and above", SHARE, "1 − CIoU of decoded boxes, per box"),
     ),
     "coord_diag": (
-        Metric("coord_diag/acc_top5", "0..1", SHARE, "share of slots whose target bin is among the five likeliest"),
+        Metric("coord_diag/acc_top5", "0..1", SHARE, "share of slots with the target bin among the five likeliest"),
         Metric("coord_diag/p_target", "0..1", SHARE, "probability of the target bin among the bins"),
         Metric("coord_diag/expected_bin_mae", "bins", SHARE, "distance of the expectation over bins to the target"),
         Metric("coord_diag/coord_mass", "0..1", SHARE, "probability of any coordinate token"),
@@ -109,15 +109,15 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("rollout/fp_total", "objects", COUNT, "valid predictions without a match"),
         Metric("rollout/left_out_total", "objects", COUNT, "of them, those that a rewritten answer leaves out"),
         Metric("rollout/fn_appended_total", "objects", COUNT, "annotated objects without a match, appended in the tail"),
-        Metric("rollout/taken_as_complete_total", "samples", COUNT, "answers of steps whose annotations were taken as complete (``target.complete_above``)"),
+        Metric("rollout/taken_as_complete_total", "samples", COUNT, "answers of steps with annotations assumed to be complete (``target.complete_above``)"),
         rate("rollout/taken_as_complete_rate", "0..1", "taken_as_complete_total", "samples_total"),
         rate("rollout/match_rate", "0..1", "matched_total", "gt_objects_total"),
-        rate("rollout/precision", "0..1", "matched_total", "valid_pred_objects_total", "By geometry at `maskiou_gate`, whatever the description"),
+        rate("rollout/precision", "0..1", "matched_total", "valid_pred_objects_total", "By geometry at `maskiou_gate`, of any description"),
         Metric("rollout/duplicates_total", "objects", COUNT, "valid predictions that repeat an earlier one: equal description, mask IoU of at least 0.5"),
         rate("rollout/duplicate_rate", "0..1", "duplicates_total", "valid_pred_objects_total"),
-        Metric("rollout/gating_rejections_total", "pairs", COUNT, "candidate pairs whose boxes overlap, but whose mask IoU is under the gate"),
+        Metric("rollout/gating_rejections_total", "pairs", COUNT, "candidate pairs with overlapping boxes, but a mask IoU under the gate"),
         Metric("rollout/prefix_coord_targets_total", "tokens", COUNT, "coordinates of matched objects supervised in prefixes"),
-        Metric("rollout/parse_dropped_invalid", "entries", COUNT, "entries of answers that are no usable object, all reasons"),
+        Metric("rollout/parse_dropped_invalid", "entries", COUNT, "entries of answers that are not usable objects, all reasons"),
         Metric("rollout/dropped/<reason>", "entries", COUNT, "the same by [reason](#reasons); absent while 0"),
         Metric("rollout/excluded_ambiguous_total", "entries", COUNT, "those of reason `ambiguous_coords`"),
         Metric("rollout/parse_truncated_total", "samples", COUNT, "answers that ended without the end-of-turn token"),
@@ -136,13 +136,13 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("rollout/sync_bytes_total", "bytes", COUNT, "weights sent to each rollout server"),
         Metric("rollout/records_written_total", "records", COUNT, "[records of samples](#rollout-records) written; these three only with `monitor_dump.enabled`"),
         Metric("rollout/records_dropped_total", "records", COUNT, "records not written, because the disk was nearly full"),
-        Metric("rollout/records_failed_total", "records", COUNT, "records whose write failed"),
+        Metric("rollout/records_failed_total", "records", COUNT, "records that could not be written"),
     ),
     "stage2": (
         Metric("stage2/channel_a", "0..1", SCHEDULE, "share of the line's steps that were Channel-A"),
         Metric("stage2/channel_b", "0..1", SCHEDULE, "share of the line's steps that were Channel-B"),
         Metric("stage2/b_ratio_realised", "0..1", LEVEL, "share of Channel-B in all steps so far"),
-        Metric("stage2/closure_dropped_total", "samples", COUNT, "Channel-B's answers behind which no closing brace can be written; left out of the step"),
+        Metric("stage2/closure_dropped_total", "samples", COUNT, "Channel-B's answers that cannot be followed by a closing brace; left out of the step"),
         Metric("loss/A/<module>/<term>", "as above", Rule.SHARE_OF_A, "a term of Channel-A's objective"),
         Metric("loss/B/<module>/<term>", "as above", Rule.SHARE_OF_B, "a term of Channel-B's objective"),
         Metric("coord_diag/A/<name>", "as above", Rule.SHARE_OF_A, "Channel-A's coordinate diagnostics, of its last forward"),
@@ -157,7 +157,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("train/tokens_total", "tokens", COUNT, "tokens of the rows trained on, prompts included"),
         Metric("train/augment_left_out_total", "objects", COUNT, "objects of which a random view shows less than `data.augment.min_visible`; with `data.augment` only"),
         Metric("train/micro_steps", "rows", COUNT, "forward passes"),
-        Metric("train/nonfinite_positions_total", "positions", COUNT, "supervised positions whose logits held NaN or infinity. They are replaced in the loss; if all are broken, training stops"),
+        Metric("train/nonfinite_positions_total", "positions", COUNT, "supervised positions with NaN or infinity among the logits. They are replaced in the loss; if all are broken, training stops"),
         Metric("train/clamped_positions_total", "positions", COUNT, "supervised positions with a finite logit beyond ±10,000, which the loss clamps"),
         Metric("packing/segments_total", "segments", COUNT, "segments trained on"),
         Metric("packing/selected_tokens_total", "tokens", COUNT, "tokens in packed rows"),
@@ -173,11 +173,11 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("time/rollout_wait_s", "seconds", SECONDS, "the part of it that the step waited: all of it, but with `rollout_matching.rollouts_ahead: 1` what the step before had left over"),
         Metric("time/target_build_s", "seconds", SECONDS, "parse, match, build: work of a second thread while other answers still decode, so mostly within `time/rollout_s`"),
         Metric("time/pack_s", "seconds", SECONDS, "choosing segments, laying out rows, counting over ranks"),
-        Metric("time/window_prepare_s", "seconds", SECONDS, "what the step prepares before its first forward: the push, the wait, building and packing"),
+        Metric("time/window_prepare_s", "seconds", SECONDS, "the step's preparation before its first forward: the push, the wait, building and packing"),
         Metric("time/learner_s", "seconds", SECONDS, "forward and backward of the step's rows"),
         Metric("time/row_wait_s", "seconds", SECONDS, "the part of it in which the main thread was idle, as a row was not built yet (mostly a step's first); the rest, it was busy"),
         Metric("time/row_build_s", "seconds", SECONDS, "building rows for their forwards: work of a second thread while the row before computes"),
-        Metric("time/forward_s", "seconds", SECONDS, "its forward part, objective included; on a GPU, what the host spent on it"),
+        Metric("time/forward_s", "seconds", SECONDS, "its forward part, objective included; on a GPU, the host's time for it"),
     ),
     "trainer": (
         Metric("grad_norm", "", Rule.TRAINER, "norm of the gradient before clipping"),
@@ -196,7 +196,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("eval_rollout/f1_any_desc", "0..1", EVALUATION, "F1 when descriptions need not agree"),
         Metric("eval_rollout/mean_matched_iou", "0..1", EVALUATION, "mean mask IoU of the matched"),
         Metric("eval_rollout/duplicate_rate", "0..1", EVALUATION, "predictions that overlap an earlier one of equal description with IoU of at least 0.5, of all"),
-        Metric("eval_rollout/giant_rate", "0..1", EVALUATION, "unmatched predictions whose box covers at least 80 % of the image, of all"),
+        Metric("eval_rollout/giant_rate", "0..1", EVALUATION, "unmatched predictions with a box of at least 80 % of the image, of all"),
         Metric("eval_rollout/invalid_rate", "0..1", EVALUATION, "entries dropped by the parser, of all entries"),
         Metric("eval_rollout/truncated_rate", "0..1", EVALUATION, "answers that ended without the end-of-turn token"),
         Metric("eval_rollout/repeat_terminated_rate", "0..1", EVALUATION, "answers that the repeat guard ended"),
@@ -262,6 +262,6 @@ def _index() -> tuple[dict[str, Metric], list[tuple[re.Pattern[str], Metric]]]:
             patterns.append((re.compile(r"[^/]+".join(map(re.escape, literal))), metric))
         else:
             exact[metric.name] = metric
-    # Of several patterns the one that says most decides: AP_<area> before AP<iou>.
+    # The longest literal beginning decides: AP_<area> before AP<iou>.
     patterns.sort(key=lambda entry: -len(entry[1].name.split("<")[0]))
     return exact, patterns
