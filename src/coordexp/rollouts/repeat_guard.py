@@ -112,8 +112,8 @@ _SPACES = frozenset(b" \t\n\r")
 class ObjectKeyReader:
     """Counts ``"object_N":`` in a text that arrives token by token. Tokens may hold any part of a key, or several keys.
 
-    An escaped quote inside a description begins no key. In valid JSON that makes the count exact; in an answer whose
-    quotes no longer pair up, as in degenerate tails, keys are still counted.
+    An escaped quote inside a description begins no key. In valid JSON that makes the count exact; in an answer with
+    quotes that no longer pair up, as in degenerate tails, keys are still counted.
     """
 
     def __init__(self, pieces: Sequence[bytes]) -> None:

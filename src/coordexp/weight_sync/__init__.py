@@ -9,8 +9,8 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class WeightVersion:
-    """``version`` counts one trainer's optimizer steps, so two trainers may both have a step 40; ``learner_id`` tells
-    them apart. It is None for weights from disk, or from a client that gives none."""
+    """``version`` counts one trainer's optimizer steps, so two trainers may both have a step 40; ``learner_id``
+    distinguishes them. It is None for weights from disk, or from a client that gives none."""
 
     version: int = 0
     learner_id: str | None = None

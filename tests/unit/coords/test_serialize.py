@@ -79,10 +79,6 @@ def test_polygon_is_a_flat_quoted_list() -> None:
     )
 
 
-def test_no_objects_give_an_empty_object() -> None:
-    assert serialize_objects([]) == "{}"
-
-
 @pytest.mark.parametrize("obj", [CAT, LEAF])
 def test_field_order_swaps_the_two_fields_only(obj: GTObject) -> None:
     desc_first = read_json(serialize_objects([obj, obj], "desc_first"))

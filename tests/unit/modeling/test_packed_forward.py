@@ -69,16 +69,6 @@ def test_a_packed_row_equals_separate_forwards(
         torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("attention", ATTENTIONS)
-def test_a_segment_does_not_see_its_neighbours(
-    models: dict[str, LoadedModel], segments: list[Segment], attention: str
-) -> None:
-    probe = segments[0]
-    others = [packed_logits(models[attention], [other, probe])[-probe.length :] for other in segments[1:4]]
-    for logits in others:
-        torch.testing.assert_close(logits, others[0], atol=1e-5, rtol=1e-5)
-
-
 def test_with_a_cache_sdpa_leaks_between_segments(models: dict[str, LoadedModel], segments: list[Segment]) -> None:
     """Why the one forward switches the cache off. If this fails, transformers reads packed rows right at last. Our own
     attention is told the segments, and cannot leak."""
@@ -93,18 +83,6 @@ def test_with_a_cache_sdpa_leaks_between_segments(models: dict[str, LoadedModel]
 def supervised_logits(model: Any, inputs: Any, position_N: torch.Tensor) -> torch.Tensor:
     """All logits at supervised positions, through the program that the model runs as its forward."""
     return model(forward_fn=lambda bare: bare.lm_head(supervised_hidden(bare, inputs, position_N)))
-
-
-def test_supervised_logits_do_not_leak_when_the_model_defaults_to_a_cache(
-    models: dict[str, LoadedModel], segments: list[Segment]
-) -> None:
-    loaded = models["sdpa"]
-    config: Any = loaded.model.config
-    assert config.text_config.use_cache is True
-    positions = SupervisionTensors.from_row(row_of(segments[:2])).position_N
-    with torch.no_grad():
-        logits = supervised_logits(loaded.model, inputs_of(loaded, segments[:2]), positions)
-    torch.testing.assert_close(logits, packed_logits(loaded, segments[:2])[positions - 1], atol=1e-5, rtol=1e-5)
 
 
 def test_packed_attention_refuses_cached_keys(models: dict[str, LoadedModel], segments: list[Segment]) -> None:
@@ -128,6 +106,8 @@ def test_supervised_logits_are_the_full_logits_one_position_earlier(
     models: dict[str, LoadedModel], segments: list[Segment], attention: str
 ) -> None:
     loaded = models[attention]
+    config: Any = loaded.model.config
+    assert config.text_config.use_cache is True, "the model's own default, with which sdpa leaks"
     positions = SupervisionTensors.from_row(row_of(segments)).position_N
     with torch.no_grad():
         logits = supervised_logits(loaded.model, inputs_of(loaded, segments), positions)
@@ -146,11 +126,6 @@ def test_positions_of_one_segment_are_the_models_own(models: dict[str, LoadedMod
     (theirs,) = seen
     assert torch.equal(ours[-3:], theirs[-3:])  # the three M-RoPE rows; some paths add a text row in front
     assert torch.equal(ours[0, 0], torch.arange(segments[0].length))
-
-
-def test_text_positions_restart_at_every_segment(models: dict[str, LoadedModel], segments: list[Segment]) -> None:
-    text = inputs_of(models["packed"], segments)["position_ids"][0, 0]
-    assert text.tolist() == [position for segment in segments for position in range(segment.length)]
 
 
 def gradients(loaded: LoadedModel, segments: Sequence[Segment], checkpointing: bool) -> dict[str, torch.Tensor]:
@@ -193,20 +168,6 @@ def test_every_tensor_of_a_row_moves_and_its_lengths_need_not(
     left_to_the_tower = to_device(inputs_of(models["packed"], segments[:2], with_tower=False), torch.device("meta"))
     assert left_to_the_tower["image_grid_thw"].device.type == "meta"
     assert moved["segments"].lengths == tuple(segment.length for segment in segments[:2])
-
-
-@pytest.mark.parametrize(
-    ("attention", "names"),
-    [
-        ("packed", ("coordexp_packed", "coordexp_vision_packed")),
-        ("sdpa", ("sdpa", "sdpa")),
-    ],
-)
-def test_the_chosen_attention_reaches_the_language_model_and_the_vision_tower(
-    models: dict[str, LoadedModel], attention: str, names: tuple[str, str]
-) -> None:
-    config: Any = models[attention].model.config
-    assert (config.text_config._attn_implementation, config.vision_config._attn_implementation) == names
 
 
 def image_features(loaded: LoadedModel, inputs: dict[str, Any]) -> list[torch.Tensor]:

@@ -185,11 +185,3 @@ def test_gradient_checkpointing_changes_no_gradient(segments: list[Segment], gra
     assert plain.keys() == checkpointed.keys() and len(plain) > 20
     for name, gradient in plain.items():
         torch.testing.assert_close(checkpointed[name], gradient, atol=1e-6, rtol=1e-5, msg=name)
-
-
-def test_the_embedding_keeps_no_hook(loaded: LoadedModel, segments: list[Segment]) -> None:
-    model: Any = loaded.model
-    before = len(model.get_input_embeddings()._forward_hooks)
-    with torch.no_grad():
-        run(loaded, segments[:1], SelfContext(3, "st", "unroll", 1.0))
-    assert len(model.get_input_embeddings()._forward_hooks) == before

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -81,13 +80,6 @@ def test_without_coordinate_tokens_it_is_refused(tmp_path: Path) -> None:
     build_tiny_checkpoint(tmp_path, coord_tokens=False)
     with pytest.raises(VocabError, match="expand-vocab"):
         load_vocab(tmp_path)
-
-
-def test_neighbouring_coordinates_begin_as_neighbours(loaded: LoadedModel) -> None:
-    model: Any = loaded.model
-    rows = model.get_input_embeddings().weight.detach()[list(loaded.vocab.coord_token_ids)]
-    distance = torch.cdist(rows, rows)
-    assert distance.diagonal(1).mean() < 0.5 * distance.diagonal(50).mean()
 
 
 @settings(max_examples=150, deadline=None)

@@ -14,10 +14,7 @@ from coordexp.errors import ConfigError
 from coordexp.modeling.adapter import tune
 from coordexp.modeling.coord_offset import add_offset, is_offset, output_head
 from coordexp.modeling.load import LoadedModel, load_model
-from coordexp.rollouts import SeedContext
-from coordexp.rollouts.hf import HFBackend
-from support.settings import decoding
-from support.tiny_run import gt_segments, load_tiny, tiny_checkpoint, tiny_samples
+from support.tiny_run import gt_segments, load_tiny, tiny_checkpoint
 from support.tuned_models import lora, tuned, untied_checkpoint
 
 PARTS = [
@@ -181,22 +178,3 @@ def test_a_copy_of_a_model_has_an_offset_of_its_own() -> None:
         assert torch.equal(loaded.model(**row(loaded)).logits, before)
         assert not torch.equal(twin(**row(loaded)).logits, before)
     assert twin.get_input_embeddings().coord_offset is twin.get_output_embeddings().coord_offset
-
-
-def test_rollouts_come_from_the_adapted_model_and_its_rows() -> None:
-    """HF generation of the tuned model is that of its merged weights, token by token."""
-    from coordexp.modeling.weights import LearnerWeights
-
-    loaded, plain = tuned(lora()), load_tiny()
-    with LearnerWeights(loaded.model).full() as tensors:
-        plain.model.load_state_dict(dict(tensors), strict=False)
-    requests = [sample.request for sample in tiny_samples(loaded, 3)]
-    seeds = SeedContext(1, 0, 0, 0)
-    answers = [
-        HFBackend(one.model, one.vocab, decoding(16), 3, one.image_token_id).generate(requests, seeds)
-        for one in (loaded, plain)
-    ]
-    assert [a.response_token_ids for a in answers[0]] == [a.response_token_ids for a in answers[1]]
-    assert answers[0] != HFBackend(load_tiny().model, plain.vocab, decoding(16), 3, plain.image_token_id).generate(
-        requests, seeds
-    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,6 +64,7 @@ def test_a_plain_model_gives_its_own_weights_without_copies() -> None:
     with LearnerWeights(model).full() as tensors:
         for name, tensor in tensors:
             assert tensor.data_ptr() == model.get_parameter(name).data_ptr() and not tensor.requires_grad
+    assert LearnerWeights(model).adapter() is None
 
 
 @pytest.mark.parametrize("checkpoint", [tiny_checkpoint, untied_checkpoint], ids=["tied", "untied"])
@@ -149,10 +149,6 @@ def test_what_changes_outside_the_adapter_is_named() -> None:
     assert llm_only is not None and not llm_only.outside_llm and llm_only.changed == ()
 
 
-def test_a_model_without_adapters_has_none_to_push() -> None:
-    assert LearnerWeights(load_tiny().model).adapter() is None
-
-
 def test_an_untied_head_and_embedding_have_an_offset_each() -> None:
     loaded = tuned(lora(), checkpoint=untied_checkpoint())
     plain, coords = load_model(untied_checkpoint(), "float32").model, list(loaded.vocab.coord_token_ids)
@@ -163,12 +159,3 @@ def test_an_untied_head_and_embedding_have_an_offset_each() -> None:
         assert (difference[coords] != 0).any(dim=1).all()
         difference[coords] = 0
         assert not difference.any(), "other tokens' rows stay"
-
-
-def test_merged_weights_load_from_a_saved_folder(tmp_path: Path) -> None:
-    loaded = tuned(lora())
-    plain = load_tiny()
-    plain.model.load_state_dict(merged(loaded.model), strict=False)
-    plain.model.save_pretrained(tmp_path)
-    plain.processor.save_pretrained(tmp_path)
-    torch.testing.assert_close(logits_of(load_model(tmp_path, "float32")), logits_of(loaded), atol=2e-5, rtol=1e-4)

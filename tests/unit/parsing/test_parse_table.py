@@ -313,13 +313,6 @@ def test_cut_inside_a_fused_token_replaces_only_that_token(answer: str, fused: s
     assert parsed.num_replaced_tail == 1
 
 
-def test_cut_between_tokens_replaces_nothing() -> None:
-    ids = qwen_vocab().encode(f"{{{O1}")
-    parsed = parse_rollout(ids, qwen_vocab())
-    assert list(parsed.prefix_token_ids) == ids
-    assert parsed.num_replaced_tail == 0
-
-
 @pytest.mark.parametrize(
     ("stop", "ended", "truncated"),
     [

@@ -196,13 +196,6 @@ def test_fork_is_independent(shared: list[int], own: list[int]) -> None:
     assert fork.trigger == rescanned([*shared, *own], keys)
 
 
-def test_min_new_tokens_delays_the_trigger() -> None:
-    """What repeated before ``min_new_tokens`` counts once the minimum is reached, if it still goes on."""
-    keys = Keys(max_consecutive_token_repeats=3, min_new_tokens=10)
-    assert first_trigger([1] * 12, keys) == Trigger(RUN, 10)
-    assert first_trigger([1] * 12, Keys(max_consecutive_token_repeats=3)) == Trigger(RUN, 3)
-
-
 def test_defaults_of_the_contract(tmp_path: Path) -> None:
     """One default each, the same whoever reads it: YAML, the HF sampler, a server's environment."""
     written = {"min_new_tokens": 256, "max_consecutive_token_repeats": 64, "ngram_size": 64, "ngram_repeats": 2,

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,36 +19,10 @@ CPU = torch.device("cpu")
 
 def both_ends(port: int, timeout_s: float = 20.0) -> tuple[Communicator, Communicator]:
     """A worker's end (rank 0) and the learner's (rank 1)."""
-    ends: list[Any] = [None, None]
-
-    def meet(rank: int) -> None:
-        ends[rank] = join(GroupAddress("127.0.0.1", port, rank, 2, timeout_s), CPU)
-
-    threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return ends[0], ends[1]
-
-
-def in_thread(act: Callable[[], None]) -> list[BaseException]:
-    """Start ``act``; gives the (later filled) list of its error."""
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            act()
-        except RolloutError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    errors_of[id(errors)] = thread
-    return errors
-
-
-errors_of: dict[int, threading.Thread] = {}
+    with ThreadPoolExecutor(2) as pool:
+        addresses = [GroupAddress("127.0.0.1", port, rank, 2, timeout_s) for rank in range(2)]
+        worker, learner = pool.map(lambda address: join(address, CPU), addresses)
+    return worker, learner
 
 
 def test_bytes_arrive_and_a_port_serves_one_group_after_another() -> None:
@@ -60,10 +31,11 @@ def test_bytes_arrive_and_a_port_serves_one_group_after_another() -> None:
         worker, learner = both_ends(port)
         sent = torch.full((5_000_000,), value, dtype=torch.uint8)
         received = torch.zeros_like(sent)
-        errors = in_thread(lambda w=worker, r=received: w.broadcast([r], 1))
-        learner.broadcast([sent], 1, give_up=lambda: None)
-        errors_of[id(errors)].join()
-        assert errors == [] and torch.equal(sent, received)
+        with ThreadPoolExecutor(1) as pool:
+            receiving = pool.submit(worker.broadcast, [received], 1)
+            learner.broadcast([sent], 1, give_up=lambda: None)
+            receiving.result()
+        assert torch.equal(sent, received)
         learner.close()
         worker.close()
         wait_until_free(GroupAddress("127.0.0.1", port, 1, 2, 5.0), 5.0)
@@ -124,10 +96,10 @@ def test_a_group_opens_its_port_and_one_more_for_each_member_and_all_on_one_addr
 def test_a_member_that_leaves_is_noticed_at_once() -> None:
     worker, learner = both_ends(free_ports(1)[0])
     started = time.monotonic()
-    errors = in_thread(lambda: worker.broadcast([torch.zeros(8, dtype=torch.uint8)], 1))
-    learner.close()
-    errors_of[id(errors)].join(10)
-    assert "other side is gone" in str(errors[0])
+    with ThreadPoolExecutor(1) as pool:
+        receiving = pool.submit(worker.broadcast, [torch.zeros(8, dtype=torch.uint8)], 1)
+        learner.close()
+        assert "other side is gone" in str(receiving.exception(10))
     assert time.monotonic() - started < 10
     worker.close()
     worker.close()
