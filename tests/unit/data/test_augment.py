@@ -53,14 +53,6 @@ def test_an_object_stays_on_its_pixels(obj: GTObject, index: int) -> None:
     assert (drawn & lit).sum() / (drawn | lit).sum() > 0.9
 
 
-def test_a_mirror_image_of_a_mirror_image_is_the_image() -> None:
-    for view in (View(mirrored=True), View(upside_down=True)):
-        (once,), _ = view.objects([BOX], 0.5)
-        assert once != BOX and view.objects([once], 0.5)[0] == [BOX]
-        image = painted(RING)
-        assert view.image(view.image(image)).tobytes() == image.tobytes() != view.image(image).tobytes()
-
-
 def test_the_default_view_changes_nothing() -> None:
     view = draw_view(AugmentConfig(), 1, 2, 3)
     assert view == View()

@@ -1,4 +1,4 @@
-"""One area and one writing of a ring, wherever it comes from."""
+"""Area and canonical form of polygons."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ def test_area(kind: str, points: tuple[int, ...], area: float) -> None:
     assert shape_area(kind, points) == area
 
 
-def test_clockwise_on_the_screen_is_positive() -> None:
+def test_rings_that_run_clockwise_on_the_screen_have_positive_areas() -> None:
     assert signed_ring_area((0, 0, 4, 0, 4, 3, 0, 3)) == 12 == -signed_ring_area((0, 3, 4, 3, 4, 0, 0, 0))
+    assert canonical_ring([5, 5] * 4) == ()
 
 
 @given(POINTS, st.integers(0, 8), st.booleans())
-def test_a_ring_has_one_writing_wherever_it_begins_and_whichever_way_it_runs(
+def test_the_canonical_ring_is_the_same_from_any_start_and_direction(
     points: list[tuple[int, int]], start: int, turned: bool
 ) -> None:
     written = canonical_ring(flat(points))
@@ -46,7 +47,3 @@ def test_a_ring_has_one_writing_wherever_it_begins_and_whichever_way_it_runs(
     tops = [point for point in zip(written[::2], written[1::2], strict=True) if point == written[:2]]
     if signed_ring_area(written) and len(tops) == 1:  # a ring that meets its first point again has two writings
         assert again == written
-
-
-def test_a_single_point_is_no_ring() -> None:
-    assert canonical_ring([5, 5] * 4) == ()
