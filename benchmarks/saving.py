@@ -22,7 +22,7 @@ from rich.table import Table
 from safetensors.torch import load_file, save_file
 
 from coordexp.data.files import flush_file
-from coordexp.training.seal import check_contents, seal_checkpoint
+from coordexp.training.checkpoint import check_contents, seal_checkpoint
 
 _TENSORS = 32
 

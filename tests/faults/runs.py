@@ -92,7 +92,7 @@ def die(aim: str, times: int, when: str, error: str) -> None:
     from accelerate import Accelerator
 
     from coordexp.objective import RowTensors
-    from coordexp.training import loop, saving, seal
+    from coordexp.training import checkpoint, loop, saving
     from coordexp.training.loop import CoordExpTrainer
     from coordexp.training.step import TrainStep
 
@@ -101,7 +101,7 @@ def die(aim: str, times: int, when: str, error: str) -> None:
             raise RuntimeError(error)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    owners = (TrainStep, RowTensors, CoordExpTrainer, saving, loop, seal, Accelerator)
+    owners = (TrainStep, RowTensors, CoordExpTrainer, saving, loop, checkpoint, Accelerator)
     owner: Any = next(one for one in owners if hasattr(one, aim))
     act, left = getattr(owner, aim), times
 

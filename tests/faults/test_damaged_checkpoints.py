@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from coordexp.data.files import checksums
 from coordexp.errors import CheckpointError
-from coordexp.training.checkpoint import resolve_resume
-from coordexp.training.seal import SEAL, read_seal
+from coordexp.training.checkpoint import SEAL, read_seal, resolve_resume
 from support.cli_runs import run_cli
 from support.tiny_run import run_config, train
 
@@ -157,7 +157,7 @@ def test_two_damaged_checkpoints_are_skipped_by_name(run: Path, caplog: pytest.L
 def test_a_run_does_not_restart_when_all_checkpoints_are_damaged(run: Path) -> None:
     for step in (1, 2, 3):
         damage_file(run / f"checkpoint-{step}", "model.safetensors", "one bit")
-    with pytest.raises(CheckpointError, match="starting"):
+    with pytest.raises(CheckpointError, match="resume_from_checkpoint: true found no"):
         resolve_resume(run, True)
 
 
@@ -171,28 +171,16 @@ def test_the_command_refuses_a_damaged_checkpoint_in_one_line(
     assert refused.code == 2 and refused.err.count("\n") == 1 and "optimizer.pt is not what was saved" in refused.err
 
 
-def seal_by_size(run: Path) -> None:
-    """As before seals had checksums."""
-    path = unshared(run / "checkpoint-3" / SEAL)
-    seal = json.loads(path.read_text())
-    seal["files"] = {name: file["bytes"] for name, file in seal["files"].items()}
-    path.write_text(json.dumps(seal))
-
-
-def test_a_seal_without_checksums_is_accepted_with_a_warning(run: Path, caplog: pytest.LogCaptureFixture) -> None:
-    seal_by_size(run)
-    with caplog.at_level(logging.WARNING, logger="coordexp"):
-        assert resolve_resume(run, True) == run / "checkpoint-3"
-    assert "sealed without checksums" in caplog.text
-
-
 @pytest.mark.parametrize("name", [name for name in FILES if name not in ("tokenizer.json", "carry_buffer_rank0.json")])
 def test_an_unreadable_file_with_a_fitting_seal_is_refused_in_one_line(
     name: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Sealed by size only, or gone bad between the comparison and the reading."""
+    """Its checksum is that of the damaged file."""
     damage_file(run / "checkpoint-3", name, "all zeroed")
-    seal_by_size(run)
+    path = unshared(run / "checkpoint-3" / SEAL)
+    seal = json.loads(path.read_text())
+    seal["files"][name]["crc32"] = checksums([run / "checkpoint-3" / name], flush=False)[0]
+    path.write_text(json.dumps(seal))
     run_config(tmp_path, 1, training__max_steps=4, training__resume_from_checkpoint=True)
     refused = run_cli(capsys, "train", tmp_path / "run.yaml")
     assert refused.code == 2, refused.err
@@ -203,4 +191,4 @@ def test_an_unreadable_file_with_a_fitting_seal_is_refused_in_one_line(
 def test_a_seal_lists_every_file(run: Path) -> None:
     files = {path.name for path in (run / "checkpoint-3").iterdir()} - {SEAL}
     seal = read_seal(run / "checkpoint-3")
-    assert set(seal.files) == files >= set(FILES) and seal.has_checksums
+    assert set(seal.files) == files >= set(FILES)

@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from coordexp.errors import CheckpointError, ServerTimeout
-from coordexp.training.checkpoint import is_complete
-from coordexp.training.seal import check_contents
+from coordexp.training.checkpoint import check_contents, is_complete
 from faults.lying_server import lying
 from faults.test_lying_servers import CALLS, DEADLINE_S, client_of
 from support.cli_runs import run_cli

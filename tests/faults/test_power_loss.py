@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from coordexp.training.checkpoint import resolve_resume
-from coordexp.training.seal import SEAL, check_contents
+from coordexp.training.checkpoint import SEAL, check_contents, resolve_resume
 from support.tiny_run import run_config, train
 
 

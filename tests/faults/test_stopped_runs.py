@@ -21,7 +21,7 @@ from transformers import TrainerCallback
 from coordexp.errors import ConfigError, RunStopped, TrainingDiverged
 from coordexp.objective import RowTensors
 from coordexp.training.checkpoint import is_complete
-from coordexp.training.process_group import LOCK, only_run_in
+from coordexp.training.parallel import LOCK, only_run_in
 from coordexp.training.run import run_training
 from coordexp.training.stopping import StopSignals
 from faults.runs import DEADLINE_S, train_slowly
@@ -153,7 +153,7 @@ def test_nan_weights_are_named_and_not_saved(stage: int, tmp_path: Path, monkeyp
 def test_a_second_run_into_one_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The first is another process, and it is killed: the lock that it leaves does not count."""
     run_config(tmp_path, 1)
-    hold = "import sys, pathlib; from coordexp.training.process_group import only_run_in\n" \
+    hold = "import sys, pathlib; from coordexp.training.parallel import only_run_in\n" \
            "with only_run_in(pathlib.Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"  # fmt: skip
     command = [sys.executable, "-c", hold, str(tmp_path / "run")]
     holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

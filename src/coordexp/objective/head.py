@@ -86,7 +86,7 @@ class SupervisionTensors:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadQuery:
-    """What the modules need of the head for one row, as indices into its N supervised positions.
+    """The scores that the modules need for one row, as indices into its N supervised positions.
 
     ``vocab_in_N_U``: scored against the vocabulary; ``trained_in_N``: those of them with a gradient;
     ``coord_mass_in_N_G``: scored against the coordinate columns; ``slot_in_N_K``: slots whose coordinate logits are

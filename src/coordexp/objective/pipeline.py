@@ -38,7 +38,7 @@ MeansOver = Mapping[str, tuple[str, ...]]  # by name of a loss: the terms whose 
 
 @dataclass(frozen=True, slots=True)
 class LogitRequest:
-    """What a module needs of the language head. Nothing else is computed.
+    """The scores of the language head that a module needs. Nothing else is computed.
 
     ``vocab``: terms at whose positions it needs logsumexp over the vocabulary and the label's logit; ``coord_mass``:
     terms at whose positions it needs logsumexp over the coordinate columns; ``coord_logits``: whether it needs the 1000
@@ -214,7 +214,7 @@ class Module(Protocol):
     means_over: ClassVar[MeansOver]
 
     def required_logits(self) -> LogitRequest:
-        """What the head must compute."""
+        """The scores that the head must compute."""
         ...
 
     def sums(self, supervision: SupervisionTensors, scores: HeadScores) -> dict[str, torch.Tensor]:
@@ -265,7 +265,7 @@ class ObjectivePipeline:
     diagnostics: tuple[WeightedModule, ...] = ()
 
     def query(self, supervision: SupervisionTensors) -> HeadQuery:
-        """What these modules need of the language head for one row. Call it before the row moves to a GPU, where
+        """The scores that these modules need for one row. Call it before the row moves to a GPU, where
         reading masks would wait for the device."""
         trained = [entry.module.required_logits() for entry in self.objective]
         requests = [*trained, *(entry.module.required_logits() for entry in self.diagnostics)]
@@ -374,7 +374,7 @@ def tensors_to_device(value: Any, device: torch.device) -> Any:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowTensors:
-    """``inputs``: arguments of the model's forward. ``queries``: what each forward needs of the language head."""
+    """``inputs``: arguments of the model's forward. ``queries``: one per scored forward."""
 
     row: PackedRow
     inputs: Mapping[str, Any]
@@ -393,7 +393,7 @@ class RowTensors:
 
 @dataclass(frozen=True, slots=True)
 class RowObjective:
-    """What a task learns from a row: the forward passes over it, and the loss on their scores.
+    """The objective of a task on a row: the forward passes over it, and the loss on their scores.
 
     There is one forward, which all modules score. With ``self_context`` (Channel-A) there are several: cross-entropy
     scores the first, which reads the ground truth; everything about coordinates, the text gate included, scores the
@@ -405,7 +405,7 @@ class RowObjective:
     self_context: SelfContext | None = None
 
     def queries(self, supervision: SupervisionTensors) -> tuple[HeadQuery, ...]:
-        """What each scored forward needs of the language head."""
+        """The scores that each forward must compute."""
         return tuple(part.query(supervision) for part in self._scored_by())
 
     def scores(self, model: Any, row: RowTensors) -> tuple[HeadScores, ...]:

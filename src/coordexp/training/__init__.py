@@ -1,6 +1,6 @@
-"""The training loop alone: what a run is built of, windows, the objective's step, the trainer, checkpoints."""
+"""Training: one optimizer step, the loop around it, checkpoints."""
 
 from coordexp.cpu_wheels import ensure_torchvision
 
-# Before any module of this package imports transformers, in whatever order they are imported.
+# Before any module of this package imports transformers.
 ensure_torchvision()

@@ -125,8 +125,8 @@ def decide_policy(policy: TargetPolicy, answers: Sequence[MatchedAnswer]) -> tup
     """The step's target policy, and whether annotations are taken as complete.
 
     With ``complete_above`` they are if at least that share of all predicted objects, on all ranks, matches an
-    annotation; then unmatched objects are wrong rather than unannotated. An object of soft ground truth, which nobody
-    annotated, does not count as a match. A collective call with ``complete_above``, on all ranks alike.
+    annotation; then unmatched objects are wrong rather than unannotated. A match with soft ground truth, which is not
+    an annotation, does not count. A collective call with ``complete_above``.
     """
     if policy.complete_above is None:
         return policy, False

@@ -1,5 +1,5 @@
-"""What each optimizer step reads on this rank: its samples, in an order that depends on seed, epoch and step alone, and
-in two-channel training its channel."""
+"""The input of each optimizer step on this rank: samples, in an order that depends on seed, epoch and step alone, and,
+in two-channel training, the channel."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class StepBatches:
     def take(self) -> MicroBatches:
         """The micro-batches of the next step. A collective call.
 
-        Raises: what reading them raised, now or in :meth:`peek`, on all ranks alike.
+        Raises: the error of reading them, now or in :meth:`peek`, on all ranks.
         """
         if self._failure is not None:
             raise self._failure
@@ -136,7 +136,7 @@ class ChannelSchedule:
         """
         ratio = Fraction(repr(float(b_ratio)))
         if not 0 <= ratio <= 1:
-            raise ValueError(f"b_ratio {b_ratio} is not a share of steps; it lies between 0 (Channel-A only) and 1")
+            raise ValueError(f"b_ratio {b_ratio} is not between 0 (Channel-A only) and 1")
         return cls(ratio)
 
     def channel(self, step: int) -> Channel:

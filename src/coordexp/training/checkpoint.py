@@ -1,15 +1,21 @@
-"""Which checkpoints are whole, which one a run goes on from, which are kept; and the errors of those that cannot be
-read or written."""
+"""Which checkpoints are complete, which one a run resumes from, which are kept; and errors of reading and writing them.
+
+All ranks write a checkpoint together, over seconds or minutes, and a kill or a power loss may come between any two of
+its files. It counts once it is sealed: ``complete.json``, its last file, lists all others with their sizes and
+checksums, after every rank has written its files and the disk holds them.
+"""
 
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 
@@ -17,20 +23,157 @@ from safetensors import SafetensorError
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from coordexp import distributed
+from coordexp.data.files import PIECE_BYTES, checksums, flush_file, write_atomically
 from coordexp.errors import CheckpointError
-from coordexp.training.pending_state import holds_carry_buffers
-from coordexp.training.seal import SEAL, check_contents, read_seal
+
+SEAL = "complete.json"
+_WRITTEN_BY = re.compile(r"(?:rank|rng_state_|__)(\d+)(?:_\d+)?\.\w+$")
+
+
+@dataclass(frozen=True, slots=True)
+class SealedFile:
+    """``crc32``: of each 64 MiB."""
+
+    bytes: int
+    crc32: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """The contents of ``complete.json``. ``files``: by path; ``resumable``: false for the model alone."""
+
+    step: int
+    world_size: int
+    resumable: bool
+    files: Mapping[str, SealedFile]
+
+
+def seal_checkpoint(folder: Path, step: int, *, resumable: bool, writes: bool, shared: bool) -> None:
+    """Mark a checkpoint as complete, once every rank has arrived and the disk holds everything. A collective call.
+
+    Args:
+        writes: whether this rank writes the seal. shared: all ranks write to one file system; otherwise each rank that
+            seals sees the files of its own machine alone.
+    """
+    where = f"sealing {folder}"
+    with distributed.raise_on_all_ranks(where):
+        sizes = _sizes(folder)
+    mine = sorted(sizes) if writes else []
+    if shared:
+        # A network file system may show a rank the others' files late, but its own at once.
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        gathered = distributed.gather_json([sizes, local])
+        seen = [part for part, _ in gathered]
+        sizes = {name: max(part.get(name, 0) for part in seen) for part in seen for name in part}
+        mine = _readers(seen, sizes, gathered[0][1])[distributed.rank()]
+    with distributed.raise_on_all_ranks(where):
+        sums = dict(zip(mine, checksums([folder / name for name in mine], flush=True), strict=True))
+    if shared:
+        for part in distributed.gather_json(sums):
+            sums |= part
+    with distributed.raise_on_all_ranks(where):
+        if writes:
+            # A file whose name the disk does not hold is lost with its folder's last page.
+            for one in [*(path for path in folder.rglob("*") if path.is_dir()), folder, folder.parent]:
+                flush_file(one)
+            files = {name: SealedFile(size, tuple(sums[name])) for name, size in sizes.items()}
+            seal = Seal(step, distributed.world_size(), resumable, files)
+            write_atomically(folder / SEAL, json.dumps(asdict(seal), indent=1, sort_keys=True) + "\n")
+
+
+def read_seal(folder: Path) -> Seal:
+    """The seal of a checkpoint whose files all exist, in their sizes. Contents are not checked.
+
+    Raises:
+        CheckpointError: there is no seal, or a file that it lists is missing. The text continues a path.
+    """
+    if not folder.is_dir():
+        raise CheckpointError("is not a folder")
+    try:
+        data = json.loads((folder / SEAL).read_text(encoding="utf-8"))
+        files = {str(name): SealedFile(one["bytes"], tuple(one["crc32"])) for name, one in data["files"].items()}
+        seal = Seal(int(data["step"]), int(data["world_size"]), bool(data["resumable"]), files)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"is unfinished: it has no {SEAL}, the last file of a checkpoint") from error
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"has an unreadable {SEAL} ({error!r})") from error
+    sizes = _sizes(folder)
+    wrong = sorted(name for name, file in seal.files.items() if sizes.get(name) != file.bytes)
+    if wrong:
+        state = (
+            "is missing" if wrong[0] not in sizes else f"has {sizes[wrong[0]]} bytes of {seal.files[wrong[0]].bytes}"
+        )
+        raise CheckpointError(f"is damaged: {wrong[0]} {state}{_and_more(wrong)}")
+    return seal
+
+
+def check_contents(folder: Path, part: int = 0, parts: int = 1) -> None:
+    """Compare files with the checksums in their seal; ``part`` of ``parts`` reads its share of them.
+
+    Raises:
+        CheckpointError: as :func:`read_seal`, or a file is not as it was sealed.
+    """
+    seal = read_seal(folder)
+    loads, mine = [0] * parts, []
+    for name, file in sorted(seal.files.items(), key=lambda item: (-item[1].bytes, item[0])):
+        lightest = loads.index(min(loads))
+        loads[lightest] += file.bytes
+        if lightest == part:
+            mine.append(name)
+    try:
+        contents = checksums([folder / name for name in mine], flush=False)
+    except OSError as error:
+        raise CheckpointError(f"is damaged: {error}") from error
+    wrong = [(name, sums) for name, sums in zip(mine, contents, strict=True) if tuple(sums) != seal.files[name].crc32]
+    if wrong:
+        name, sums = wrong[0]
+        sealed = seal.files[name].crc32
+        piece = next(i for i, (a, b) in enumerate(zip(sums, sealed, strict=True)) if a != b)
+        span = f"bytes {piece * PIECE_BYTES}-{min((piece + 1) * PIECE_BYTES, seal.files[name].bytes) - 1}"
+        raise CheckpointError(
+            f"is damaged: {name} is not what was saved ({span}: CRC-32 {sums[piece]}, sealed {sealed[piece]})"
+            f"{_and_more([name for name, _ in wrong])}"
+        )
+
+
+def _readers(seen: Sequence[Mapping[str, int]], sizes: Mapping[str, int], local: int) -> list[list[str]]:
+    """Which rank reads which files back: its own if the file's name contains the rank; the others go evenly to the
+    first ``local`` ranks, those on the first rank's machine. The page cache of the machine that wrote a file still has
+    it; another machine would fetch it over the network."""
+    loads, shares = [0] * len(seen), [[] for _ in seen]
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        whole = [rank for rank, part in enumerate(seen) if part.get(name) == sizes[name]]
+        named = _WRITTEN_BY.search(name)
+        own = [rank for rank in whole if named is not None and rank == int(named[1])]
+        candidates = own or [rank for rank in whole if rank < local] or whole
+        rank = min(candidates, key=lambda rank: loads[rank])
+        loads[rank] += sizes[name]
+        shares[rank].append(name)
+    return shares
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    return {
+        path.relative_to(folder).as_posix(): path.stat().st_size
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != SEAL
+    }
+
+
+def _and_more(wrong: Sequence[str]) -> str:
+    return f", and {len(wrong) - 1} more files differ" if len(wrong) > 1 else ""
+
 
 logger = logging.getLogger("coordexp")
 
 
 def checkpoint_folder(output_dir: str | Path, step: int) -> Path:
-    """Where the checkpoint of ``step`` lies, by transformers' own name."""
+    """The folder of the checkpoint of ``step``, named as transformers names it."""
     return Path(output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether everything that all ranks had to write is there, in its size."""
+    """Whether the checkpoint is sealed and its files have the sealed sizes."""
     try:
         read_seal(folder)
     except CheckpointError:
@@ -39,61 +182,60 @@ def is_complete(folder: Path) -> bool:
 
 
 def resolve_resume(output_dir: str | Path, resume: bool | str | None) -> Path | None:
-    """The checkpoint that ``training.resume_from_checkpoint`` means; None to start anew. A collective call: all ranks
-    go on from the same one.
+    """The checkpoint that ``training.resume_from_checkpoint`` means; None for a new run. A collective call: all ranks
+    resume from the same one.
 
-    ``True`` takes the newest that is whole for every rank, and passes over others by name. Where none was ever finished
-    it starts anew, so that one YAML serves the first start and every restart. A named folder must be whole. What is in
-    the files is compared with their seal: the ranks of each machine read them all, each its share.
+    ``True`` takes the newest that is complete on every rank and logs the names of those it skips. If none was ever
+    completed, it starts a new run, so that one YAML serves the first start and every restart. A named folder must be
+    complete. File contents are compared with the seal: the ranks of each machine share the reading.
 
     Raises:
-        CheckpointError: the named folder is none, unfinished or damaged, or holds a model alone; or all that were
-            finished are so by now.
+        CheckpointError: the named folder is not a checkpoint, is incomplete or damaged, or holds a model alone; or
+            every checkpoint that was completed is damaged now.
     """
     if not resume:
         return None
     if resume is True:
         return _newest_whole(Path(output_dir))
     with distributed.raise_on_all_ranks("training.resume_from_checkpoint"):
-        if problem := _problem_with(Path(resume)) or _damage_in(Path(resume), *_share()):
+        if problem := _problem_with(Path(resume)) or _damage_in(Path(resume), *_local_share()):
             older = (folder for folder in _checkpoints(Path(resume).parent) if folder != Path(resume))
             whole = next((one for one in older if _problem_with(one) is None and _damage_in(one) is None), None)
-            cure = "name a checkpoint-N folder that is whole" if whole is None else f"name {whole}, which is whole"
-            raise CheckpointError(f"training.resume_from_checkpoint: {resume} {problem}; {cure}, or start anew")
-        _warn_of_no_checksums(Path(resume))
+            fix = "name a complete checkpoint-N folder" if whole is None else f"name {whole}, which is complete"
+            raise CheckpointError(f"training.resume_from_checkpoint: {resume} {problem}; {fix}, or start a new run")
     return Path(resume)
 
 
 def check_resume(checkpoint: Path, packing: bool) -> None:
-    """Refuse to resume where segments that wait in ``checkpoint`` would never be trained on; warn where the data would
-    come in another order.
+    """Refuse to resume if segments that wait in ``checkpoint`` would never be trained on; warn if the order of the data
+    would change.
 
     Raises:
         CheckpointError: packing is off now, or another number of processes wrote the checkpoint.
     """
     written, now = read_seal(checkpoint).world_size, distributed.world_size()
-    buffered = holds_carry_buffers(checkpoint)
+    buffered = any(checkpoint.glob("carry_buffer_rank*.json"))
     if not packing and buffered:
         raise CheckpointError(
             f"{checkpoint}: holds segments that wait for a packed row, but training.packing is false; resume with "
-            "training.packing: true, or start anew"
+            "training.packing: true, or start a new run"
         )
     if packing and not buffered:
         raise CheckpointError(
             f"{checkpoint}: carry buffer missing: it was written with training.packing: false; resume with that, or "
-            "start anew"
+            "start a new run"
         )
     if written == now:
         return
     if packing:
         raise CheckpointError(
             f"{checkpoint}: written by {written} processes, resumed by {now}: each process has segments of its own "
-            f"waiting for a packed row. Resume with {written} processes, or start anew"
+            f"waiting for a packed row. Resume with {written} processes, or start a new run"
         )
     if distributed.is_main():
         logger.warning(
-            "%s was written by %d processes and is resumed by %d: samples come in another order, random states and "
-            "the log line under way start anew",
+            "%s was written by %d processes and is resumed by %d: the order of samples changes, random states and "
+            "the current log line start afresh",
             checkpoint,
             written,
             now,
@@ -105,7 +247,7 @@ def readable(checkpoint: Path, *files: str) -> Iterator[None]:
     """Reads ``files`` of a checkpoint.
 
     Raises:
-        CheckpointError: in place of whatever a library says of a file whose seal fits and which is none.
+        CheckpointError: a file passes its checksum but cannot be loaded, whatever the library raised.
     """
     try:
         yield
@@ -113,14 +255,15 @@ def readable(checkpoint: Path, *files: str) -> Iterator[None]:
             UnpicklingError, SafetensorError) as error:  # fmt: skip
         raise CheckpointError(
             f"{checkpoint}: {' or '.join(files)} cannot be read ({type(error).__name__}: {str(error).strip()[:200]}); "
-            "resume from an older checkpoint, or start anew"
+            "resume from an older checkpoint, or start a new run"
         ) from error
 
 
 def warn_of_checkpoints_ahead(output_dir: str | Path, start: int, resume: bool | str | None) -> None:
-    """Say which whole checkpoints of an earlier run could be taken for this one's, which starts after ``start`` steps.
+    """Warn of complete checkpoints of an earlier run beyond ``start``, the finished steps of this one: a later resume
+    would take them for its own.
 
-    With ``resume`` True there is nothing to say: the newest whole one was taken, and each passed over was named.
+    With ``resume`` True there are none: the newest complete one was taken, and each one skipped was logged.
     """
     if resume is True or not distributed.is_main():
         return
@@ -129,7 +272,7 @@ def warn_of_checkpoints_ahead(output_dir: str | Path, start: int, resume: bool |
     if ahead:
         logger.warning(
             "%s holds %s of an earlier run, ahead of step %d where this one starts; training.resume_from_checkpoint: "
-            "true would take the newest. Move them away, or choose another training.output_dir",
+            "true would resume from the newest. Move them away, or choose another training.output_dir",
             output_dir,
             ", ".join(ahead),
             start,
@@ -137,9 +280,9 @@ def warn_of_checkpoints_ahead(output_dir: str | Path, start: int, resume: bool |
 
 
 def delete_old(output_dir: Path, limit: int | None, *, newest: Path, best: Path | None) -> None:
-    """Keep ``newest``, which must be whole by now, and ``best``; fill up to ``limit`` with the newest other whole ones.
+    """Keep ``newest``, which must be complete, and ``best``; fill up to ``limit`` with the newest other complete ones.
 
-    Everything older goes, unfinished ones too. What cannot be deleted is warned of.
+    Delete everything older, incomplete checkpoints too. A folder that cannot be deleted is a warning.
     """
     if limit is None:
         return
@@ -161,34 +304,33 @@ def _newest_whole(output_dir: Path) -> Path | None:
     with distributed.raise_on_all_ranks(f"looking for checkpoints in {output_dir}"):
         mine = {folder.name: [_problem_with(folder), (folder / SEAL).exists()] for folder in _checkpoints(output_dir)}
     reports = distributed.gather_json(mine)
-    absent = ["is not there; all processes must see the same training.output_dir", False]
+    absent = ["does not exist here; all processes must see the same training.output_dir", False]
     finished: list[str] = []
     for name in sorted(set().union(*reports), key=lambda name: -_step_of(Path(name))):
         seen = [report.get(name, absent) for report in reports]
         if all(problem is None for problem, _ in seen):
             with distributed.raise_on_all_ranks(f"reading {output_dir / name}"):
-                damage = _damage_in(output_dir / name, *_share())
+                damage = _damage_in(output_dir / name, *_local_share())
             seen = [(problem, True) for problem in distributed.gather_json(damage)]
         rank, problem = next(((rank, problem) for rank, (problem, _) in enumerate(seen) if problem), (0, None))
         if problem is None:
-            _warn_of_no_checksums(output_dir / name)
             return output_dir / name
         by = f" (seen by rank {rank})" if len(reports) > 1 else ""
         if distributed.is_main():
-            logger.warning("%s %s; passing over it%s", output_dir / name, problem, by)
+            logger.warning("%s %s; skipping it%s", output_dir / name, problem, by)
         if any(sealed for _, sealed in seen):
             finished.append(f"{name} {problem}{by}")
     if finished:
         raise CheckpointError(
-            f"training.resume_from_checkpoint: true found no checkpoint to go on from in {output_dir}, and starting "
-            f"anew would give up what was learned there: {'; '.join(finished)}. Mend or remove it, or choose another "
+            f"training.resume_from_checkpoint: true found no checkpoint to resume from in {output_dir}, and a new run "
+            f"would discard what was learned there: {'; '.join(finished)}. Repair or remove it, or choose another "
             "training.output_dir"
         )
     return None
 
 
 def _problem_with(folder: Path) -> str | None:
-    """Why training cannot go on from ``folder``, to be read after its name; None where it can."""
+    """Why training cannot resume from ``folder``, to be read after its name; None if it can."""
     try:
         seal = read_seal(folder)
     except CheckpointError as error:
@@ -197,7 +339,7 @@ def _problem_with(folder: Path) -> str | None:
 
 
 def _damage_in(folder: Path, part: int = 0, parts: int = 1) -> str | None:
-    """How files of ``folder`` differ from what was sealed, to be read after its name."""
+    """How files of ``folder`` differ from the seal, to be read after its name; None if they do not."""
     try:
         check_contents(folder, part, parts)
     except CheckpointError as error:
@@ -205,14 +347,9 @@ def _damage_in(folder: Path, part: int = 0, parts: int = 1) -> str | None:
     return None
 
 
-def _share() -> tuple[int, int]:
+def _local_share() -> tuple[int, int]:
     """This process's part of the reading that the ranks of its machine do together."""
     return int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def _warn_of_no_checksums(folder: Path) -> None:
-    if distributed.is_main() and not read_seal(folder).has_checksums:
-        logger.warning("%s was sealed without checksums, by an older version: only its sizes were compared", folder)
 
 
 def _checkpoints(output_dir: Path) -> list[Path]:
@@ -227,37 +364,32 @@ def _step_of(folder: Path) -> int:
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# What torch's writer says of a short write, and safetensors of the system's error.
-_SAID_OF_FULL = re.compile(
+# Messages of torch's writer for a short write, and of safetensors for the system's error.
+_DISK_FULL_MESSAGE = re.compile(
     r"unexpected pos \d+|file write failed|PytorchStreamWriter|No space left|os error (28|122|27)\b"
 )
 
 
 @contextmanager
 def writing(folder: Path, needed_bytes: int, kept: str) -> Iterator[None]:
-    """Writes a checkpoint to ``folder``. ``needed_bytes``: about what it takes; ``kept``: a sentence on what is saved.
+    """Writes a checkpoint to ``folder``. ``needed_bytes``: its approximate size; ``kept``: a sentence on what is saved.
 
     Raises:
-        CheckpointError: in place of whatever a library says of a disk that took no more.
+        CheckpointError: the disk is full or cannot be written, whatever the library raised.
     """
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
         full = isinstance(error, OSError) and error.errno in _FULL
-        if not full and not _SAID_OF_FULL.search(str(error)):
+        if not full and not _DISK_FULL_MESSAGE.search(str(error)):
             if not isinstance(error, OSError):
                 raise
             raise CheckpointError(f"{folder} cannot be written ({error}). {kept}") from error
+        usage = shutil.disk_usage(next(path for path in (folder, *folder.absolute().parents) if path.exists()))
         raise CheckpointError(
-            f"{folder} cannot be written: its disk is full ({_room(folder)}; a checkpoint takes about "
-            f"{_mb(needed_bytes)}). {kept}. Make room, or lower training.save_total_limit"
+            f"{folder} cannot be written: its disk is full ({_mb(usage.free)} of {_mb(usage.total)} free; a checkpoint "
+            f"takes about {_mb(needed_bytes)}). {kept}. Free some space, or lower training.save_total_limit"
         ) from error
-
-
-def _room(folder: Path) -> str:
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    usage = shutil.disk_usage(there)
-    return f"{_mb(usage.free)} of {_mb(usage.total)} free"
 
 
 def _mb(size: int) -> str:

@@ -22,9 +22,9 @@ from coordexp.evaluation.summary import COUNTS_ONLY, EvaluationOptions, summaris
 from coordexp.metrics import MetricsPayload
 from coordexp.rollouts import RolloutBackend, rollout_session
 from coordexp.training.batches import StepBatches
-from coordexp.training.checkpoint import delete_old
-from coordexp.training.drift import DriftWatch
+from coordexp.training.checkpoint import delete_old, read_seal
 from coordexp.training.optimizer import needs_metric
+from coordexp.training.progress import DriftWatch
 from coordexp.training.saving import (
     has_broken_weight,
     load_optimizer,
@@ -34,7 +34,6 @@ from coordexp.training.saving import (
     save_checkpoint,
     save_model,
 )
-from coordexp.training.seal import read_seal
 from coordexp.training.state import RunState
 from coordexp.training.step import TrainStep
 
@@ -64,7 +63,7 @@ class CoordExpTrainer:
         scorer: Scorer | None = None,
         keep_checkpoints: int | None = None,
     ) -> None:
-        """``measured``: what evaluation measures; None for nothing. ``keep_checkpoints``: as
+        """``measured``: the figures of an evaluation; None for none. ``keep_checkpoints``: as
         ``training.save_total_limit``; None keeps all."""
         self.run, self.step, self.batches, self.backend = run, step, batches, backend
         self.args = args
@@ -111,7 +110,7 @@ class CoordExpTrainer:
 
     @property
     def train_dataset(self) -> RecordDataset:
-        """What is trained on."""
+        """The training data."""
         return self.batches.dataset
 
     def add_callback(self, callback: TrainerCallback) -> None:
@@ -123,12 +122,12 @@ class CoordExpTrainer:
     def train(self, resume_from_checkpoint: str | None = None, signal: Callable[[], int | None] | None = None) -> None:
         """Train up to ``max_steps``, from the start or from a whole checkpoint's folder.
 
-        ``signal``: the number of a signal that asks the run to end, None while there is none. Then the step under way
-        is finished and saved, and ``stopped_by`` says which it was.
+        ``signal``: returns the number of a stop signal, None if there is none. After a signal the current step is
+        finished and saved, and ``stopped_by`` is its number.
 
         Raises:
-            RunStopped: a signal came during an evaluation. TrainingDiverged, and whatever a step raises, after what was
-                learned before it is saved.
+            RunStopped: a signal came during an evaluation. TrainingDiverged, and any error of a step, after the steps
+                before it are saved.
         """
         self._signal = signal or self._signal
         first = self.state.global_step
@@ -257,7 +256,7 @@ class CoordExpTrainer:
         if self._measured is not None:
             where = f"evaluation after step {self.state.global_step}"
             if self.run.queue is not None:
-                self.run.queue.wait()  # its answers come from the weights before
+                self.run.queue.wait()  # its answers are of the weights before this push
             with (
                 self._saving_on_error(where),
                 distributed.raise_on_all_ranks(where),
@@ -323,10 +322,10 @@ class CoordExpTrainer:
 
     @contextmanager
     def _saving_on_error(self, what: str) -> Iterator[None]:
-        """An error within it ends the run, after what was learned before ``what`` is saved.
+        """An error within it ends the run, after the steps before ``what`` are saved.
 
-        Nothing within it may change the weights. What else it changed is undone, so that a resumed run repeats it. A
-        save is a collective call, so it needs an error that all ranks raise alike.
+        Nothing within it may change the weights. Its other changes are undone, so that a resumed run repeats it. A save
+        is a collective call, so it needs an error that all ranks raise.
 
         Raises:
             TrainingDiverged: instead of an error that weights which are NaN or infinite caused; they are not saved.

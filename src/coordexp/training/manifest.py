@@ -1,4 +1,4 @@
-"""What made a run, written before its first step: resolved configuration, versions, commit, seed."""
+"""The run's manifest, written before its first step: resolved configuration, versions, commit, seed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PACKAGES = ("torch", "transformers", "accelerate", "peft", "numpy", "scipy")
 def write_manifest(
     config: RunConfig, config_path: str | Path | None, output_dir: Path, overrides: Sequence[str] = ()
 ) -> None:
-    """Write what determines the run, before its first step: resolved configuration, versions, commit, seeds."""
+    """Write the resolved configuration and the manifest into ``output_dir``."""
     if not distributed.is_main():
         return
     output_dir.mkdir(parents=True, exist_ok=True)

@@ -10,14 +10,22 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from transformers import TrainingArguments
+import fcntl
+import os
+import re
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import UTC, datetime, timedelta
 
+from coordexp import distributed
 from coordexp.config import RunConfig
 from coordexp.config.training import DeepSpeedConfig, FSDPConfig
 from coordexp.errors import ConfigError, require
 
 
 def check_parallel(config: RunConfig, world_size: int) -> None:
-    """What can be known before anything is loaded.
+    """Check the sections ``fsdp`` and ``deepspeed`` before anything is loaded.
 
     Raises:
         ConfigError: sharding over one process; DeepSpeed on a CPU, with a file that is none, or by ZeRO-3.
@@ -86,7 +94,7 @@ def _fsdp_options(fsdp: FSDPConfig) -> dict[str, Any]:
 
 
 def build_accelerator(args: TrainingArguments) -> Accelerator:
-    """What wraps the model for several processes and mixed precision, as ``args`` ask.
+    """accelerate's part: it wraps the model for several processes and mixed precision, as in ``args``.
 
     The step scales its losses itself, so accelerate must not divide by accumulation steps.
     """
@@ -100,7 +108,7 @@ def build_accelerator(args: TrainingArguments) -> Accelerator:
     plugin = None if fsdp is None else FullyShardedDataParallelPlugin(**fsdp)
     ddp: dict[str, Any] = {
         "find_unused_parameters": False,  # every row reaches every weight: each segment has an image and a target
-        "broadcast_buffers": False,  # they are constants; and no rank shall wait for another before its forward
+        "broadcast_buffers": False,  # they are constants, and ranks need not wait for each other before a forward
     }
     if args.ddp_bucket_cap_mb is not None:
         ddp["bucket_cap_mb"] = args.ddp_bucket_cap_mb
@@ -159,3 +167,83 @@ def prepare(
         return accelerator.prepare(model, ours, DummyScheduler(ours, lr_scheduler_callable=scheduler))
     model, prepared = accelerator.prepare(model, ours)
     return model, prepared, scheduler(prepared)
+
+
+_LOST = re.compile(
+    r"gloo|nccl|ProcessGroup|Connection (closed|reset|refused)|Timed out waiting|Socket Timeout|recvValue|sendBytes"
+    r"|Broken pipe|TCPStore|DistStore",
+    re.IGNORECASE,
+)
+
+
+def join_processes(config: RunConfig) -> None:
+    """Initialise the process group where transformers would not do it as configured: on CPUs it ignores
+    ``training.ddp_timeout``, and it has no rendezvous in a file, which ``coordexp launch`` uses. Does nothing in a
+    single process, or if there is a group already."""
+    import torch
+    import torch.distributed as dist
+
+    rendezvous = os.environ.get(distributed.RENDEZVOUS)
+    training = config.training
+    on_cpus = training.use_cpu or not torch.cuda.is_available()
+    if distributed.world_size() == 1 or dist.is_initialized() or not (on_cpus or rendezvous):
+        return
+    timeout = timedelta(seconds=training.ddp_timeout)
+    on_gpus = "cuda:nccl,cpu:gloo" if config.fsdp.enabled else "nccl"
+    backend = training.ddp_backend or ("gloo" if on_cpus else on_gpus)
+    if not on_cpus:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if rendezvous is None:
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    store = dist.FileStore(rendezvous, distributed.world_size())
+    store.set_timeout(timeout)
+    dist.init_process_group(
+        backend, store=store, rank=distributed.rank(), world_size=distributed.world_size(), timeout=timeout
+    )
+
+
+def lost_each_other(error: BaseException) -> bool:
+    """Whether ``error`` is torch's error for a process that ended or does not answer in time."""
+    from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
+
+    if distributed.world_size() == 1:
+        return False
+    if isinstance(error, (DistBackendError, DistNetworkError, DistStoreError)):
+        return True
+    return type(error) is RuntimeError and _LOST.search(str(error)) is not None
+
+
+LOCK = "run.lock"
+
+
+@contextmanager
+def only_run_in(output_dir: Path) -> Iterator[None]:
+    """Hold ``output_dir`` for this run. A collective call.
+
+    The kernel releases the lock however the process ends, so a left-over lock file locks nothing.
+
+    Raises:
+        ConfigError: another process trains into the folder.
+    """
+    with ExitStack() as held:
+        with distributed.raise_on_all_ranks("training.output_dir"):
+            if distributed.is_main():
+                output_dir.mkdir(parents=True, exist_ok=True)
+                descriptor = os.open(output_dir / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+                held.callback(os.close, descriptor)
+                try:
+                    # A lock of the process, not of the open file: loader processes do not inherit it, and network file
+                    # systems support it.
+                    fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError as error:
+                    holder = os.read(descriptor, 1024).decode(errors="replace").strip() or "unknown process"
+                    raise ConfigError(
+                        f"training.output_dir: another run trains into {output_dir} ({holder}); end it, or choose "
+                        "another folder"
+                    ) from error
+                os.ftruncate(descriptor, 0)
+                since = datetime.now(UTC).isoformat(timespec="seconds")
+                holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
+                os.write(descriptor, json.dumps(holder).encode())
+        yield

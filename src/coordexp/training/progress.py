@@ -1,5 +1,5 @@
-"""What a run shows: a progress bar with ETA on a terminal, a line now and then elsewhere; and what TensorBoard, W&B and
-other loggers are told, by our names and in one curve across resumes."""
+"""Output of a run: a progress bar with ETA (lines, if not on a terminal), the metrics of TensorBoard, W&B and other
+loggers by our names and in one curve across resumes, and a warning of drifting rollouts."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ from rich.progress import Progress
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations import TensorBoardCallback, get_reporting_integration_callbacks
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.utils import logging
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from coordexp import distributed
 from coordexp.data.progress_bar import Lines, make_progress
 
 if TYPE_CHECKING:
     from coordexp.training.loop import CoordExpTrainer
+import logging
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
 
-_TRAIN = "train/"  # transformers puts it before every name that is no evaluation's, before ours too
+_TRAIN = "train/"  # transformers' loggers add it to every name that is not an evaluation's
 
 
 def set_up_loggers(
@@ -29,16 +32,15 @@ def set_up_loggers(
 ) -> list[TensorBoardCallback]:
     """Prepare the loggers that the trainer has; call before it trains.
 
-    TensorBoard's files of one run stand in one folder, ``logging_dir`` or ``runs`` in the output folder, also after a
-    resume; what an interrupted run wrote behind the checkpoint that it goes on from is taken back. Returns:
-    TensorBoard's loggers.
+    TensorBoard's files of one run are in one folder, ``logging_dir`` or ``runs`` in the output folder, also after a
+    resume, which purges the events after its checkpoint. Returns: TensorBoard's loggers.
     """
     names = trainer.args.report_to or []
     reporting = tuple(get_reporting_integration_callbacks([names] if isinstance(names, str) else names))
     callbacks = trainer.callback_handler.callbacks
     for one in callbacks:
         if isinstance(one, reporting):
-            _with_our_names(one)
+            _keep_our_names(one)
     boards = [one for one in callbacks if isinstance(one, TensorBoardCallback)]
     for board in boards:
         # transformers would take the folder from the environment alone, else one by the clock for every start.
@@ -51,13 +53,13 @@ def set_up_loggers(
     return boards
 
 
-def _with_our_names(logger: TrainerCallback) -> None:
-    """``train/samples_total`` stays that, and is no ``train/train/samples_total``."""
-    told = logger.on_log
+def _keep_our_names(logger: TrainerCallback) -> None:
+    """Log ``train/samples_total`` under that name, not as ``train/train/samples_total``."""
+    original = logger.on_log
 
     def on_log(args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> Any:
         named = None if logs is None else {name.removeprefix(_TRAIN): value for name, value in logs.items()}
-        return told(args, state, control, logs=named, **kwargs)
+        return original(args, state, control, logs=named, **kwargs)
 
     logger.on_log = on_log  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -90,7 +92,6 @@ class RichProgress(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Start the bar on a terminal; elsewhere lines come now and then."""
         if not state.is_world_process_zero:
             return
         self._first = state.global_step
@@ -101,8 +102,8 @@ class RichProgress(TrainerCallback):
                 self._description, total=state.max_steps, completed=state.global_step, first=state.global_step, note=""
             )
             # transformers' bar of each checkpoint would be drawn into this one.
-            self._other_bars = logging.is_progress_bar_enabled()
-            logging.disable_progress_bar()
+            self._other_bars = is_progress_bar_enabled()
+            disable_progress_bar()
             self._progress.start()
 
     def on_log(
@@ -113,13 +114,11 @@ class RichProgress(TrainerCallback):
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Take over the figures that are shown beside the bar."""
         shown = [f"{label} {logs[name]:.3g}" for name, label in _SHOWN if logs and name in logs]
         if shown:
             self._note = "  ".join(shown)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Move the bar on, or print a line if one is due."""
         if self._progress is not None:
             self._progress.update(self._task, completed=state.global_step, note=self._note)
         elif self._lines is not None:
@@ -130,13 +129,58 @@ class RichProgress(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Close the bar."""
         self.stop()
 
     def stop(self) -> None:
-        """Give the terminal back, also after an error."""
+        """Release the terminal, also after an error."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
             if self._other_bars:
-                logging.enable_progress_bar()
+                enable_progress_bar()
+
+
+logger = logging.getLogger("coordexp")
+
+WINDOW_SAMPLES = 128  # answers; a rate of 5 % is then known to ± 2 %
+RISE = 0.10
+_SAMPLES = "rollout/samples_total"
+_RATES = {
+    "truncated": ("rollout/parse_truncated_total", _SAMPLES, "answers are truncated"),
+    "duplicate": ("rollout/duplicates_total", "rollout/valid_pred_objects_total", "objects repeat an earlier one"),
+}
+
+
+class DriftWatch:
+    """Sees every logged line of a run, in order."""
+
+    def __init__(self) -> None:
+        self._first: Counter[str] = Counter()
+        self._latest: deque[Counter[str]] = deque()
+        self._warned: set[str] = set()
+
+    def replay(self, lines: Iterable[Mapping[str, float]]) -> None:
+        """Take in the lines that a resumed run logged before it stopped; nothing is warned of again."""
+        for line in lines:
+            self.observe(line, None)
+
+    def observe(self, line: Mapping[str, float], step: int | None) -> dict[str, float]:
+        """Return ``safeguard/*`` for a line with rollouts, {} otherwise. Warn once when a rate has risen by 0.10."""
+        if not line.get(_SAMPLES):
+            return {}
+        self._latest.append(Counter({name: int(line.get(name, 0)) for rate in _RATES.values() for name in rate[:2]}))
+        while sum(part[_SAMPLES] for part in self._latest) - self._latest[0][_SAMPLES] >= WINDOW_SAMPLES:
+            self._latest.popleft()
+        if self._first[_SAMPLES] < WINDOW_SAMPLES:
+            self._first += self._latest[-1]
+        latest, metrics = sum(self._latest, Counter()), {}
+        for name, (part, whole, what) in _RATES.items():
+            now, before = (counts[part] / max(1, counts[whole]) for counts in (latest, self._first))
+            metrics[f"safeguard/{name}_rate"] = now
+            if now - before >= RISE and name not in self._warned:
+                self._warned.add(name)
+                if step is not None and distributed.is_main():
+                    logger.warning("step %d: Rollouts drift: %.0f%% of the latest %s, %.0f%% at first. Look at "
+                                   "eval_rollout/f1; lower training.learning_rate or stage2_ab.schedule.b_ratio",
+                                   step, 100 * now, what, 100 * before)  # fmt: skip
+        return metrics

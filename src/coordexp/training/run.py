@@ -33,9 +33,7 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
     from coordexp.coords import CoordVocab
-    from coordexp.evaluation import EvaluationOptions
     from coordexp.modeling.load import LoadedModel
-    from coordexp.modeling.scores import TokenScorer
     from coordexp.recording.writer import RolloutRecorder
     from coordexp.rollouts import RolloutBackend
     from coordexp.rollouts.learner import LearnerParts
@@ -48,7 +46,7 @@ logger = logging.getLogger("coordexp")
 
 @dataclass(frozen=True, slots=True)
 class CheckedRun:
-    """A configuration whose data, tokenizer and backend have been looked at. Nothing heavy is loaded."""
+    """A configuration with checked data, tokenizer and backend. Nothing heavy is loaded."""
 
     config: RunConfig
     rollout: RolloutMatchingConfig
@@ -57,15 +55,15 @@ class CheckedRun:
 
 
 def check_run(config: RunConfig, *, learners: int | None = None, servers_are_up: bool = True) -> CheckedRun:
-    """Read the data and the tokenizer, ask the rollout servers: every mistake that can be seen early, seen early.
+    """Read data and tokenizer, query the rollout servers: find every mistake that can be found before the model loads.
 
     Args:
-        learners: number of learner processes; None for this process's own world.
-        servers_are_up: false before a launch, when there is nobody to ask yet.
+        learners: number of trainer processes; None for this process's own world.
+        servers_are_up: false before a launch, when no server runs yet.
 
     Raises:
-        ConfigError, DataError, CheckpointError, VocabError, MissingDependency: the one mistake. ConfigError: several,
-            one after the other.
+        ConfigError, DataError, CheckpointError, VocabError, MissingDependency: a single mistake. ConfigError: several,
+            one per line.
     """
     from coordexp.modeling.load import load_vocab
 
@@ -84,29 +82,24 @@ def check_run(config: RunConfig, *, learners: int | None = None, servers_are_up:
             logger.warning(sentence)
     attempt(check_world_size, config, learners)
     if servers_are_up and not errors:
-        check_backend(rollout)  # nothing else is read before there is somebody to answer
+        check_backend(rollout)
     attempt(_check_attention, config)
     attempt(check_parallel, config, learners)
     attempt(check_training_environment, config)
     attempt(load_vocab, config.model.model)
     attempt(check_lengths, config)
-    train, val = attempt(_train_records, config), attempt(_val_records, config)
-    attempt(partial(check_images, wait_s=config.training.ddp_timeout), train or (), val or ())
+    custom, wait_s = config.custom, config.training.ddp_timeout
+    read = partial(open_records, wait_s=wait_s)
+    train: Any = attempt(partial(read, limit=custom.train_sample_limit), custom.train_jsonl)
+    val: Any = []
+    if custom.val_jsonl is not None:
+        val = attempt(partial(read, limit=custom.val_sample_limit), custom.val_jsonl)
+    attempt(partial(check_images, wait_s=wait_s), train or (), val or ())
     if len(errors) > 1:
         raise ConfigError("\n".join(map(str, errors)))
     if errors:
         raise errors[0]
     return CheckedRun(config, rollout, train, val)
-
-
-def _train_records(config: RunConfig) -> Sequence[ImageRecord]:
-    custom = config.custom
-    return open_records(custom.train_jsonl, limit=custom.train_sample_limit, wait_s=config.training.ddp_timeout)
-
-
-def _val_records(config: RunConfig) -> Sequence[ImageRecord]:
-    path, limit = config.custom.val_jsonl, config.custom.val_sample_limit
-    return [] if path is None else open_records(path, limit=limit, wait_s=config.training.ddp_timeout)
 
 
 def build_trainer(
@@ -117,15 +110,17 @@ def build_trainer(
     overrides: Sequence[str] = (),
     backend: RolloutBackend | None = None,
 ) -> tuple[CoordExpTrainer, Path | None]:
-    """Load the model and join all parts. ``backend`` answers in place of the one that the configuration names; None for
-    that one.
+    """Load the model and join all parts. ``backend``: replaces the one that the configuration names.
 
     Returns: the trainer, and the checkpoint folder to resume from (None for a new run).
     """
-    from transformers import enable_full_determinism, set_seed
+    from transformers import TrainingArguments, enable_full_determinism, set_seed
     from transformers.integrations import get_reporting_integration_callbacks
     from transformers.trainer_utils import align_special_tokens
 
+    from coordexp.evaluation import EvaluationOptions
+    from coordexp.modeling.inputs import PromptEncoder
+    from coordexp.modeling.scores import TokenScorer
     from coordexp.recording.writer import RolloutLog
     from coordexp.rollouts import build_backend
     from coordexp.training.batches import StepBatches
@@ -133,20 +128,32 @@ def build_trainer(
     from coordexp.training.manifest import write_manifest
     from coordexp.training.offload import build_offload
     from coordexp.training.parallel import build_accelerator
-    from coordexp.training.pending_state import build_buffer, restore_answers
     from coordexp.training.progress import RichProgress, set_up_loggers
     from coordexp.training.rows import RowBuilder
+    from coordexp.training.saving import build_buffer, restore_answers
     from coordexp.training.step import TrainStep
     from coordexp.training.tasks import build_tasks
 
     config, rollout, training = run.config, run.rollout, run.config.training
-    args = _training_arguments(config)
+    args: Any = TrainingArguments(**training.hf_arguments(distributed.world_size()), **parallel_arguments(config))
+    if args.n_gpu > 1:
+        # With several visible GPUs transformers would split a packed row's tensors along their first axis
+        # (torch.nn.DataParallel), which has no meaning here.
+        logger.warning(
+            "%d GPUs are visible and this one process uses the first; start torchrun --nproc_per_node=%d to use all",
+            args.n_gpu,
+            args.n_gpu,
+        )
+        args._n_gpu = 1
     accelerator = build_accelerator(args)
     resume = _resume_point(training)
     write_manifest(config, config_path, Path(training.output_dir), overrides)
     loaded = _load_model(run)
     align_special_tokens(loaded.model, loaded.processor)
-    train, val = _datasets(run, loaded)
+    encoder = PromptEncoder(loaded.processor, config.template.prompt, config.template.system)
+    ordering = config.custom.object_ordering
+    train = RecordDataset(run.train, encoder.encode, ordering, training.seed, config.data.augment)
+    val = RecordDataset(run.val, encoder.encode, ordering, training.seed) if run.val else None
     batches = StepBatches(
         train,
         batch_size=args.train_batch_size,
@@ -180,7 +187,8 @@ def build_trainer(
         rollout_log=RolloutLog(Path(training.output_dir), distributed.rank()),
         recorder=_recorder(run, loaded.vocab),
     )
-    scores = rollout.eval_detection.score_mode == "confidence"
+    detection = rollout.eval_detection
+    with_scores = detection.score_mode == "confidence"
     trainer = CoordExpTrainer(
         run=state,
         step=step,
@@ -191,8 +199,8 @@ def build_trainer(
         eval_dataset=val,
         rollout_matching_cfg=rollout_contract(config),
         callbacks=[one() for one in get_reporting_integration_callbacks(args.report_to)],
-        measured=_measured(rollout),
-        scorer=_scorer(loaded) if scores else None,
+        measured=EvaluationOptions.from_config(detection) if detection.enabled else None,
+        scorer=TokenScorer(loaded.model, loaded.vocab, loaded.image_token_id) if with_scores else None,
         keep_checkpoints=training.save_total_limit,
     )
     trainer.add_callback(RichProgress(console, description))
@@ -232,9 +240,8 @@ def _prepared_state(
 
 
 def _resume_point(training: TrainingConfig) -> Path | None:
-    """The checkpoint folder to go on from, looked at; None to start anew."""
-    from coordexp.training.checkpoint import check_resume, resolve_resume, warn_of_checkpoints_ahead
-    from coordexp.training.seal import read_seal
+    """The checkpoint folder to resume from, checked; None for a new run."""
+    from coordexp.training.checkpoint import check_resume, read_seal, resolve_resume, warn_of_checkpoints_ahead
 
     resume = resolve_resume(training.output_dir, training.resume_from_checkpoint)
     if resume is not None:
@@ -245,7 +252,7 @@ def _resume_point(training: TrainingConfig) -> Path | None:
 
 
 def _load_model(run: CheckedRun) -> LoadedModel:
-    """The model, ready to be trained; everything random from here on follows from the run's seed."""
+    """The model, ready to be trained. Seeds all random generators."""
     from transformers import set_seed
 
     from coordexp.modeling.adapter import tune
@@ -254,28 +261,11 @@ def _load_model(run: CheckedRun) -> LoadedModel:
     set_seed(run.config.training.seed)
     model = run.config.model
     loaded = load_model(model.model, model.dtype, model.attn_implementation)
-    loaded = replace(loaded, preparation=preparation_of(run.train))  # what is learned now is what checkpoints will say
+    loaded = replace(
+        loaded, preparation=preparation_of(run.train)
+    )  # which checkpoints record
     tune(loaded.model, run.config.tuner, loaded.vocab.coord_token_ids)
     return loaded
-
-
-def _datasets(run: CheckedRun, loaded: LoadedModel) -> tuple[RecordDataset, RecordDataset | None]:
-    """What is trained on, and what is evaluated on, if anything."""
-    from coordexp.modeling.inputs import PromptEncoder
-
-    config, seed = run.config, run.config.training.seed
-    encoder = PromptEncoder(loaded.processor, config.template.prompt, config.template.system)
-    ordering = config.custom.object_ordering
-    train = RecordDataset(run.train, encoder.encode, ordering, seed, config.data.augment)
-    return train, RecordDataset(run.val, encoder.encode, ordering, seed) if run.val else None
-
-
-def _measured(rollout: RolloutMatchingConfig) -> EvaluationOptions | None:
-    """What evaluation while training measures; None for nothing."""
-    from coordexp.evaluation import EvaluationOptions
-
-    detection = rollout.eval_detection
-    return EvaluationOptions.from_config(detection) if detection.enabled else None
 
 
 def _recorder(run: CheckedRun, vocab: CoordVocab) -> RolloutRecorder | None:
@@ -293,14 +283,8 @@ def _recorder(run: CheckedRun, vocab: CoordVocab) -> RolloutRecorder | None:
     return build_recorder(run.rollout.monitor_dump, settings, Path(run.config.training.output_dir))
 
 
-def _scorer(loaded: LoadedModel) -> TokenScorer:
-    from coordexp.modeling.scores import TokenScorer
-
-    return TokenScorer(loaded.model, loaded.vocab, loaded.image_token_id)
-
-
 def _draw_rollouts(run: CheckedRun, trainer: CoordExpTrainer, loggers: Sequence[Any]) -> None:
-    """Pictures of recorded rollouts, where ``training.report_to`` asks for TensorBoard."""
+    """Pictures of recorded rollouts, if ``training.report_to`` names TensorBoard."""
     from coordexp.recording.writer import RolloutPictures
 
     if run.rollout.monitor_dump.enabled and distributed.is_main():
@@ -310,19 +294,6 @@ def _draw_rollouts(run: CheckedRun, trainer: CoordExpTrainer, loggers: Sequence[
             writer=lambda: next((one.tb_writer for one in loggers), None),
         )
         trainer.add_callback(pictures)
-
-
-def _training_arguments(config: RunConfig) -> Any:
-    """transformers' arguments, by which callbacks, optimizers and schedules are configured."""
-    from transformers import TrainingArguments
-
-    training = config.training
-    arguments = TrainingArguments(
-        **training.hf_arguments(distributed.world_size()),
-        **parallel_arguments(config),
-    )
-    _use_one_device(arguments)
-    return arguments
 
 
 def run_training(
@@ -341,7 +312,7 @@ def run_training(
     Raises:
         RunStopped: a signal ended the run; everything is saved. ProcessesLost: another process of torchrun is gone.
     """
-    from coordexp.training.process_group import join_processes, lost_each_other, only_run_in
+    from coordexp.training.parallel import join_processes, lost_each_other, only_run_in
 
     checked = check_run(config)
     try:
@@ -357,8 +328,8 @@ def run_training(
             raise
         raise ProcessesLost(
             f"rank {distributed.rank()}: another process of this run ended, or did not answer within "
-            f"{config.training.ddp_timeout} s (training.ddp_timeout): {str(error).strip().splitlines()[0][:300]}. Its "
-            "own lines above say why; to go on, start again with training.resume_from_checkpoint: true"
+            f"{config.training.ddp_timeout} s (training.ddp_timeout): {str(error).strip().splitlines()[0][:300]}. See "
+            "its own lines above; to continue, start again with training.resume_from_checkpoint: true"
         ) from error
     return trainer
 
@@ -389,7 +360,7 @@ def _train(trainer: CoordExpTrainer, resume: Path | None, stop_within_s: float) 
 
 
 def _learner_parts(config: RunConfig, loaded: LoadedModel, offload: LearnerOffload | None) -> LearnerParts:
-    """What rollout backends may need of the learner."""
+    """The parts of the trainer that rollout backends may need."""
     from coordexp.data.images import open_rgb
     from coordexp.modeling.weights import LearnerWeights
     from coordexp.rollouts.learner import LearnerParts
@@ -414,15 +385,3 @@ def _check_attention(config: RunConfig) -> None:
     on_cpu = training.use_cpu or not torch.cuda.is_available()
     half = training.bf16 or training.fp16 or config.model.dtype != "float32"
     check_attention(config.model.attn_implementation, "cpu" if on_cpu else "cuda", half)
-
-
-def _use_one_device(arguments: Any) -> None:
-    """One process trains on one device. With several GPUs in sight transformers would split a packed row's tensors
-    over them along their first axis (``torch.nn.DataParallel``), which has no meaning here."""
-    if arguments.n_gpu > 1:
-        logger.warning(
-            "%d GPUs are visible and this one process uses the first; start torchrun --nproc_per_node=%d to use all",
-            arguments.n_gpu,
-            arguments.n_gpu,
-        )
-        arguments._n_gpu = 1

@@ -18,7 +18,7 @@ from coordexp.training.answers import PendingAnswers, RolloutQueue, SavedAnswers
 
 @dataclass(slots=True)
 class RunState:
-    """What a checkpoint must hold so that a resumed run equals one that never stopped.
+    """The state that a checkpoint must hold so that a resumed run equals one that never stopped.
 
     ``model``, ``optimizer``: as accelerate prepared them; ``loaded.model`` is the bare model. ``progress``: steps,
     log history and best metric. ``sums``: this rank's metrics of the log line under way. ``buffer``: segments that
@@ -72,7 +72,7 @@ class RunState:
 
 @dataclass(frozen=True, slots=True)
 class StepStart:
-    """What a step changes before it changes the weights."""
+    """The state that a step changes before it changes the weights."""
 
     buffer: dict[str, Any] | None
     sums: dict[str, Any]

@@ -11,8 +11,8 @@
 
 Stage 1, rollout matching, Channel-A, Channel-B and rollouts one step ahead differ in their :class:`Task` alone.
 
-Errors: whatever may fail on one rank alone runs inside :func:`coordexp.distributed.raise_on_all_ranks`, so that all
-ranks raise the same error and none waits for another. The weights change in :meth:`TrainStep.update` alone.
+Errors: code that may fail on one rank alone runs inside :func:`coordexp.distributed.raise_on_all_ranks`, so that all
+ranks raise the same error and none waits for another. The weights change only in :meth:`TrainStep.update`.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from coordexp.training.state import RunState
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What one kind of step learns. ``rollouts``: where the model's own answers come from; None where answers are
-    written from ground truth. ``channel``: None outside of two-channel training."""
+    """One kind of training step. ``rollouts``: the model's own answers; None if answers are written from ground truth.
+    ``channel``: None outside of two-channel training."""
 
     objective: RowObjective
     layout: RowLayout
@@ -54,7 +54,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedStep:
-    """What a step trains on, on this rank. ``totals``: positions of each loss term in the whole step, on all ranks."""
+    """A step's packed rows on this rank. ``totals``: positions of each loss term in the whole step, on all ranks."""
 
     rows: list[PackedRow]
     totals: Mapping[str, int]
@@ -148,7 +148,7 @@ class TrainStep:
         self.rollout_log, self.recorder = rollout_log, recorder
         self.notify: Callable[[str], None] = lambda event: None  # runs callbacks' event of that name
         self.logging_steps = 1
-        self.last_step: int | None = None  # after which nothing is asked for ahead
+        self.last_step: int | None = None  # no answers are requested for steps after it
         self.prepared: PreparedStep | None = None
         self.outcomes: list[tuple[ImageRecord, SampleOutcome]] = []
 

@@ -1,6 +1,6 @@
-"""A run that is asked to end finishes its step, saves, and ends: Ctrl-C, SIGTERM, and the SIGUSR1 of batch systems.
+"""Stop signals (Ctrl-C, SIGTERM, and the SIGUSR1 of batch systems): the run finishes its step, saves, and ends.
 
-A second Ctrl-C or SIGTERM ends it at once, and so does a deadline, behind which a step that hangs is given up.
+A second Ctrl-C or SIGTERM ends it at once, and so does a deadline for a step that hangs.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from coordexp import distributed
 
 _ENDING = (signal.SIGINT, signal.SIGTERM)
 _SIGNALS = (*_ENDING, signal.SIGUSR1)
-_AT_ONCE_S = 5.0  # for what is told to end at once to tidy up
+_AT_ONCE_S = 5.0  # for cleaning up after a second signal
 
 
 class StopSignals:
-    """Notes the first signal that asks the run to end, while the context is open.
+    """Notes the first stop signal while the context is open.
 
     ``asked`` is its number. Signals are read by a thread: the main thread may be inside a library that does not return
     to Python, waiting for another process, and then the deadline must count all the same.
@@ -62,7 +62,7 @@ class StopSignals:
             signal.signal(number, handler)
         reads, writes = self._ends
         writes.close()
-        self._reader.join()  # it reads what came last, and may set the timer
+        self._reader.join()  # it may still read a signal and set the timer
         reads.close()
         if self._timer is not None:
             self._timer.cancel()

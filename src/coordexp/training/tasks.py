@@ -1,4 +1,4 @@
-"""Configuration → the tasks of a run: what its optimizer steps learn, by channel."""
+"""Configuration → the tasks of a run's optimizer steps, by channel."""
 
 from __future__ import annotations
 

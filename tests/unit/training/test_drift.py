@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from coordexp.training.drift import DriftWatch
+from coordexp.training.progress import DriftWatch
 
 Line = dict[str, float]
 

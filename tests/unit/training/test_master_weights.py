@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from coordexp.checkpoints.folder import part_of
 from coordexp.errors import CheckpointError
-from coordexp.training.master_weights import with_master_weights
+from coordexp.training.optimizer import with_master_weights
 from support.tiny_run import load_tiny, run_config, same_weights, step_lines, train, weights
 from unit.training.test_resume import WAITING, Killed, figures, kill_at
 

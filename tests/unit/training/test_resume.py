@@ -21,11 +21,17 @@ from coordexp.errors import CheckpointError, DataError
 from coordexp.packing import CarryBuffer
 from coordexp.records import RolloutRequest, Segment
 from coordexp.training import saving
-from coordexp.training.checkpoint import check_resume, delete_old, resolve_resume, warn_of_checkpoints_ahead
+from coordexp.training.checkpoint import (
+    SEAL,
+    check_resume,
+    delete_old,
+    resolve_resume,
+    seal_checkpoint,
+    warn_of_checkpoints_ahead,
+)
 from coordexp.training.loop import CoordExpTrainer
 from coordexp.training.manifest import MANIFEST, RESOLVED_CONFIG
-from coordexp.training.pending_state import load_carry_buffer, save_carry_buffer, segment_from_json, segment_to_json
-from coordexp.training.seal import SEAL, seal_checkpoint
+from coordexp.training.saving import load_carry_buffer, save_carry_buffer, segment_from_json, segment_to_json
 from support.tiny_run import (
     Killed,
     figures,
@@ -206,7 +212,7 @@ def test_what_is_not_whole_is_passed_over_and_named(
     (tmp_path / "checkpoint-last").mkdir()
     with caplog.at_level(logging.WARNING, logger="coordexp"):
         assert resolve_resume(tmp_path, True) == good
-    assert f"checkpoint-10 {says}" in caplog.text and "passing over it" in caplog.text
+    assert f"checkpoint-10 {says}" in caplog.text and "skipping it" in caplog.text
 
 
 @pytest.mark.parametrize(("name", "content", "says"), DAMAGES, ids=[says for *_, says in DAMAGES])
@@ -219,7 +225,7 @@ def test_a_named_checkpoint_must_be_whole(name: str, content: str | None, says: 
 
 
 def test_a_named_checkpoint_must_exist(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"checkpoint-3 is no folder; name a checkpoint-N folder that is whole"):
+    with pytest.raises(CheckpointError, match=r"checkpoint-3 is not a folder; name a complete checkpoint-N folder"):
         resolve_resume("elsewhere", str(tmp_path / "checkpoint-3"))
 
 
@@ -234,7 +240,7 @@ def test_a_run_whose_finished_checkpoints_are_of_no_use_does_not_start_anew_unas
     folder = checkpoint(tmp_path, 5, resumable=why == "damaged")
     if why == "damaged":
         (folder / "rng_state_0.pth").unlink()
-    with pytest.raises(CheckpointError, match=rf"starting anew would give up what was learned.*checkpoint-5 .*{why}"):
+    with pytest.raises(CheckpointError, match=rf"resume_from_checkpoint: true found no.*checkpoint-5 .*{why}"):
         resolve_resume(tmp_path, True)
 
 

@@ -17,7 +17,7 @@ from coordexp.objective import RowTensors
 from coordexp.records import Rollout
 from coordexp.rollouts import IndexedRollout, RolloutRound
 from coordexp.training.answers import SavedAnswers
-from coordexp.training.pending_state import load_answers, save_answers
+from coordexp.training.saving import load_answers, save_answers
 from support.config_samples import stage2, write_yaml
 from support.fake_servers import FakeRolloutServer
 from support.tiny_run import (
