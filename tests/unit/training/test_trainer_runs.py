@@ -5,19 +5,19 @@ from __future__ import annotations
 import logging
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
+from transformers import TrainingArguments
 
 from coordexp.coords import TURN_END
 from coordexp.errors import AlignmentError, ConfigError, SegmentTooLong, TrainingDiverged
 from coordexp.records import Rollout
 from coordexp.training.loop import CoordExpTrainer
 from coordexp.training.rows import DeviceMetrics
-from coordexp.training.run import _use_one_device, build_trainer, check_run, run_training
+from coordexp.training.run import build_trainer, check_run, run_training
 from support.tiny_run import (
     InMemoryBackend,
     figures,
@@ -299,14 +299,14 @@ def test_the_rollout_engine_is_released_even_after_an_error(
     assert len(closed) == 1
 
 
-@pytest.mark.parametrize(("visible", "used", "warned"), [(0, 0, False), (1, 1, False), (4, 1, True)])
-def test_one_process_uses_one_gpu(visible: int, used: int, warned: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_process_uses_one_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """DataParallel would cut a packed row's tensors along axes that mean something else."""
-    arguments = SimpleNamespace(n_gpu=visible, _n_gpu=visible)
+    monkeypatch.setattr(TrainingArguments, "n_gpu", 4)
     with caplog.at_level(logging.WARNING, logger="coordexp"):
-        _use_one_device(arguments)
-    assert arguments._n_gpu == used
-    assert ("torchrun --nproc_per_node=4" in caplog.text) is warned
+        trainer, _ = build_trainer(check_run(run_config(tmp_path, 1)), Console(quiet=True))
+    assert trainer.args._n_gpu == 1 and "torchrun --nproc_per_node=4" in caplog.text
 
 
 def test_nothing_is_loaded_by_the_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
