@@ -1,20 +1,25 @@
-"""The frozen records that pass between stages. Torch-free; arrays are NumPy.
+"""The frozen records that pass between stages, and the JSON of records on the disk. Torch-free; arrays are NumPy.
 
-Coordinates are *bins*: integers 0..999 in norm1000 space (bin k stands for k/999 of the image's width or height).
+Coordinates are *bins*: integers 0..999 in norm1000 space (bin k is k/999 of the image's width or height).
 Token positions are 0-based. "Target" positions count from the first assistant token, never from the prompt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import msgspec
+
+from coordexp.errors import CoordExpError, DataError
 
 if TYPE_CHECKING:
     import numpy as np
 
+Record = TypeVar("Record")
 GeometryKind = Literal["bbox_2d", "poly"]
 GEOMETRY_KINDS: tuple[GeometryKind, ...] = ("bbox_2d", "poly")
 NUM_BINS = 1000
@@ -27,8 +32,8 @@ class GTObject:
     ``bins``: ``(x1, y1, x2, y2)`` with x1 <= x2 and y1 <= y2 for ``bbox_2d``; a flat ``(x, y, x, y, …)`` ring of at
     least three vertices for ``poly``.
 
-    ``soft``: None for an annotated object. A number in (0, 1] for one that nobody annotated and a model is that sure
-    of: its text is taught with this weight, its coordinates are not taught.
+    ``soft``: None for an annotated object; for one that a model added, its confidence in (0, 1]: its text is trained
+    with this weight, its coordinates are not trained.
     """
 
     desc: str
@@ -81,19 +86,19 @@ class DropReason(StrEnum):
 
     TRUNCATED = "truncated"  # the answer ended inside this entry
     MALFORMED = "malformed"  # JSON structure breaks inside this entry; the prefix ends before it
-    AFTER_BREAK = "after_break"  # behind a structural break, so not part of the prefix
-    AFTER_ROOT = "after_root"  # behind the closing brace of the first root object
-    PREAMBLE = "preamble"  # text stands before the first "{": the whole answer is unusable as a prefix
-    WRONG_ROOT = "wrong_root"  # the answer is a list and not an object; counted once where nothing stands in it
-    UNKEYED = "unkeyed"  # an object that stands where an "object_{n}" key belongs
-    PROSE = "prose"  # text that is no JSON, and no entry in it: counted once an answer
-    UNCUTTABLE = "uncuttable"  # no tokenisation realises a cut behind this entry
+    AFTER_BREAK = "after_break"  # after a structural break, so not part of the prefix
+    AFTER_ROOT = "after_root"  # after the closing brace of the first root object
+    PREAMBLE = "preamble"  # text before the first "{": the whole answer is unusable as a prefix
+    WRONG_ROOT = "wrong_root"  # the answer is a list and not an object; counted once if it is empty
+    UNKEYED = "unkeyed"  # an object in place of an "object_{n}" key
+    PROSE = "prose"  # text without JSON and without entries: counted once per answer
+    UNCUTTABLE = "uncuttable"  # no tokenisation realises a cut after this entry
     KEY_INVALID = "key_invalid"  # key is not object_{n}
     NOT_AN_OBJECT = "not_an_object"  # value is not a JSON object
     MISSING_DESC = "missing_desc"  # no desc, empty desc, or desc that is not a string
     MISSING_GEOMETRY = "missing_geometry"  # neither bbox_2d nor poly
     MULTIPLE_GEOMETRIES = "multiple_geometries"  # both, or one of them twice
-    UNKNOWN_FIELD = "unknown_field"  # any key beside desc and one geometry
+    UNKNOWN_FIELD = "unknown_field"  # any key other than desc and one geometry
     NON_COORD_TOKEN = "non_coord_token"  # something other than coordinate tokens in the geometry array
     WRONG_ARITY = "wrong_arity"  # bbox_2d without 4, or poly with odd or fewer than 6 coordinates
     BOX_INVERTED = "box_inverted"  # x2 < x1 or y2 < y1
@@ -107,7 +112,7 @@ class PredictedObject:
     ``coord_token_idx[j]`` is the coordinate token that wrote ``bins[j]``. ``token_span``: the tokens that its entry,
     key included, touches. ``own_token_span``: those that lie wholly inside it; a token that also writes a separator,
     the root's brace or part of another entry is not among them. ``desc_token_span``: those that touch the desc's value,
-    between its quotes, whatever else they write.
+    between its quotes, even if they also write something else.
     """
 
     index: int
@@ -122,7 +127,7 @@ class PredictedObject:
 
 @dataclass(frozen=True, slots=True)
 class ParsedRollout:
-    """A rollout, read strictly. ``objects`` stand in order of appearance. ``prefix_token_ids`` are the rollout's own
+    """A rollout, read strictly. ``objects`` are in order of appearance. ``prefix_token_ids`` are the rollout's own
     tokens up to an append-ready cut, but for the last ``num_replaced_tail`` of them, which re-tokenise the part of one
     fused token before the cut. ``max_object_index`` is the highest n of any ``object_{n}`` key kept in the prefix."""
 
@@ -136,7 +141,6 @@ class ParsedRollout:
 
     @property
     def num_dropped(self) -> int:
-        """Entries that were refused, for whatever reason."""
         return sum(self.dropped.values())
 
 
@@ -151,8 +155,8 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class MatchResult:
-    """Assignment of predictions to ground truth. Every index of either side stands in exactly one field.
-    ``num_gate_rejections`` counts candidate pairs whose boxes overlap but whose mask IoU is under the gate."""
+    """Assignment of predictions to ground truth. Every index of either side is in exactly one field.
+    ``num_gate_rejections`` counts candidate pairs with overlapping boxes and a mask IoU under the gate."""
 
     pairs: tuple[Match, ...]
     fn_gt_idx: tuple[int, ...]
@@ -161,12 +165,12 @@ class MatchResult:
 
 
 class TokenRole(IntEnum):
-    """Where a token of the assistant's target comes from: the label that :mod:`coordexp.targets.weights` turns into
+    """The origin of a token of the assistant's target: the label that :mod:`coordexp.targets.weights` turns into
     weights of loss terms, and that records and the viewer show. Prompt tokens have none. A rewritten answer has no
     prefix: its matched objects' text is REWRITTEN_STRUCT and REWRITTEN_DESC, their coordinates, which are the model's
     own, are PREFIX_COORD, and entries that no annotation matches are PREFIX_MASKED.
 
-    Which tokens belong to a matched object is decided strictly. PREFIX_STRUCT lies wholly inside its entry: a fused
+    Which tokens belong to a matched object is decided strictly. PREFIX_STRUCT is wholly inside its entry: a fused
     ``},`` or `` "`` between two entries also decides that another entry follows, which the match says nothing about,
     and stays PREFIX_MASKED. A token that touches the desc's value is PREFIX_DESC, also where it is fused with structure
     or is a coordinate token written in the desc. Values are stored in checkpoints: add new ones at the end.
@@ -181,7 +185,7 @@ class TokenRole(IntEnum):
     EOS = 6
     PREFIX_STRUCT = 7  # a matched object's keys, quotes and brackets in the model's own prefix
     PREFIX_DESC = 8  # a matched object's description there
-    SOFT_COORD = 9  # a soft object's coordinate: context for what follows, never taught
+    SOFT_COORD = 9  # a soft object's coordinate: context for later tokens, never trained
     REWRITTEN_STRUCT = 10  # a matched object's keys, quotes, brackets and the separator before it in a rewritten answer
     REWRITTEN_DESC = 11  # its description there, as the annotation has it
 
@@ -195,12 +199,12 @@ class TrainingTarget:
 
     ``roles_T`` uint8 of :class:`TokenRole`; ``coord_pos_K`` int64 target positions, ascending; ``coord_bin_K`` float64
     target bins (fractional where a transport plan put them); ``box_pos_M4`` / ``box_bin_M4`` the same for whole boxes
-    as (x1, y1, x2, y2). ``context`` is ``"gt"`` when the whole answer was written from ground truth.
+    as (x1, y1, x2, y2). ``context`` is ``"gt"`` if the whole answer was written from ground truth.
 
     ``weights``: one (T,) float32 array per loss term (:data:`coordexp.targets.weights.TERMS`). A term is trained where
     its weight is not zero; a term that is not in the mapping is trained nowhere.
 
-    Provenance: predicted object ``matched_pred_idx[i]`` was taught ground-truth object ``matched_gt_idx[i]``, and
+    Provenance: predicted object ``matched_pred_idx[i]`` was trained on ground-truth object ``matched_gt_idx[i]``, and
     ground-truth object ``appended_gt_idx[i]`` was appended as ``object_{appended_object_index[i]}``. A rewritten answer
     leaves the unmatched predicted objects ``left_out_pred_idx`` out.
     """
@@ -234,7 +238,6 @@ class Segment:
 
     @property
     def length(self) -> int:
-        """Tokens of prompt and target."""
         return len(self.prompt_token_ids) + len(self.target.token_ids)
 
 
@@ -248,5 +251,52 @@ class PackedRow:
 
     @property
     def length(self) -> int:
-        """Tokens of all segments."""
         return self.offsets[-1]
+
+
+def to_json(record: Any) -> bytes:
+    """A frozen dataclass of plain fields, tuples, mappings, enums and dataclasses as one line of JSON, without a line
+    break. Floats survive exactly; NumPy arrays become lists and paths texts.
+
+    Raises:
+        UnicodeEncodeError: a text that UTF-8 cannot write (a lone surrogate in a file name, say).
+    """
+    return msgspec.json.encode(record, enc_hook=_plain)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise NotImplementedError(f"{type(value).__name__} has no JSON form")
+
+
+def from_json(
+    kind: type[Record], data: bytes | str, what: str, *, path: Path | None = None, line: int | None = None
+) -> Record:
+    """The inverse of :func:`to_json`; coerces nothing and checks ranges. Unknown keys are ignored, so a format that
+    must not be misread has a ``schema_version``. ``what`` names the record in errors, ``path`` and ``line`` its place.
+
+    Raises:
+        DataError: the text is not such a record.
+    """
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, CoordExpError, ValueError, RecursionError) as error:
+        raise DataError(f"not {what}: {type(error).__name__}: {error}", path=path, line=line) from error
+
+
+def read_lines(path: Path, *, whole: bool = False) -> Iterator[tuple[int, bytes]]:
+    """Line numbers and non-empty lines. ``whole`` leaves out text after the last line break: an unfinished line.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise DataError(f"cannot be read: {error}", path=path) from error
+    for number, line in enumerate(lines[:-1] if whole else lines, start=1):
+        if line.strip():
+            yield number, line

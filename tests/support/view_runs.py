@@ -11,8 +11,7 @@ from PIL import Image
 from coordexp.evaluation import ImageAnswer
 from coordexp.matching import MatchingConfig
 from coordexp.recording.rollout_record import LossRecord, Settings, WhereInTraining, make_record
-from coordexp.records import Segment
-from coordexp.records_json import to_json
+from coordexp.records import Segment, to_json
 from coordexp.targets import TransportConfig
 from support.answers import CAT, DOG, answer, entry, outcome_of, record, tiny_vocab
 from support.scored_answers import random_answers

@@ -14,8 +14,8 @@ SOURCE = Path(__file__).parents[2] / "src" / "coordexp"
 LAYERS: dict[str, int] = {
     name: number
     for number, names in {
-        0: "records errors",  # of layer 1, and what the rest of it may use
-        1: "records_json background distributed cpu_wheels",
+        0: "errors",
+        1: "records background distributed cpu_wheels",
         2: "config geometry coords",
         3: "data parsing matching packing rollouts checkpoints",
         4: "targets weight_sync rollouts.learner",
@@ -40,7 +40,7 @@ PLUGIN_MAY_IMPORT = (
 
 HEAVY = ("torch", "transformers", "vllm", "torchvision", "accelerate", "peft", "swift")
 TORCH_FREE = [
-    *("records", "records_json", "errors", "background", "distributed", "cpu_wheels", "data", "data.convert"),
+    *("records", "errors", "background", "distributed", "cpu_wheels", "data.files"),
     *("config", "geometry", "coords", "checkpoints.describe", "cli.init", "parsing", "matching", "packing", "metrics"),
     *(
         "rollouts",

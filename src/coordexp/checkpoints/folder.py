@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from safetensors import SafetensorError, safe_open
 
+from coordexp.config.schema import AnswerConfig, RunConfig
+from coordexp.config.source import read_document
 from coordexp.coords import CoordVocab
-from coordexp.errors import CheckpointError, VocabError
+from coordexp.errors import CheckpointError, ConfigError, VocabError
 
 MODEL_TYPE = "qwen3_vl"
 CONFIG, WEIGHTS, OFFSETS = "adapter_config.json", "adapter_model.safetensors", "coord_offset.safetensors"
@@ -24,6 +26,7 @@ TOKENIZER = "tokenizer.json"
 RESOLVED_CONFIG = "resolved_config.yaml"
 BASE_KEY = "base_model_name_or_path"
 COORD_IDS = "coord_token_ids"  # the tensor of OFFSETS with the token ids of its rows
+_RM = "rollout_matching"
 OFFSET = "coord_offset"  # last part of the name of a coordinate offset
 
 
@@ -153,8 +156,6 @@ def settings_of_run(checkpoint: Path) -> Mapping[str, Any]:
     Raises:
         ConfigError: the file is not YAML.
     """
-    from coordexp.config.source import read_document  # only this function needs the configuration package
-
     for place in (checkpoint, checkpoint.absolute().parent):
         if (place / RESOLVED_CONFIG).is_file():
             return read_document(place / RESOLVED_CONFIG).data
@@ -238,3 +239,54 @@ class _FileTokenizer:
         """``token`` as ``tokenizer_config.json`` has it: its text, or an object with it."""
         content = token.get("content") if isinstance(token, dict) else token
         return self._tokenizer.token_to_id(content) if isinstance(content, str) else None
+
+
+def num_positions(checkpoint: str | Path | Checkpoint) -> int | None:
+    """As :attr:`Checkpoint.num_positions`; also None if the checkpoint cannot be read, which loading reports."""
+    try:
+        return Checkpoint.open(checkpoint).num_positions
+    except CheckpointError:
+        return None
+
+
+def check_lengths(config: RunConfig | AnswerConfig, checkpoint: str | Path | Checkpoint | None = None) -> None:
+    """Refuse lengths that ``checkpoint`` (None for ``model.model``) does not support, before an engine starts.
+
+    Raises:
+        ConfigError: with every such key, its value and the limit.
+    """
+    checkpoint = checkpoint or config.model.model
+    limit, rollout = num_positions(checkpoint), config.rollout_matching
+    if limit is None or rollout is None:
+        return
+    problems = []
+    if rollout.max_new_tokens >= limit:
+        problems.append(
+            f"{_RM}.max_new_tokens: {rollout.max_new_tokens} leaves no room for a prompt; write less than {limit}"
+        )
+    if rollout.rollout_backend == "vllm":
+        longest = rollout.vllm.max_model_len
+        if longest is not None and longest > limit:
+            problems.append(
+                f"{_RM}.vllm.max_model_len: {longest} is more than an engine can have; write {limit} or less"
+            )
+        elif longest is None and config.global_max_length > limit:
+            problems.append(
+                f"global_max_length: {config.global_max_length} is more than an engine can have, and "
+                f"{_RM}.vllm.max_model_len is null and means it; write {limit} or less"
+            )
+    if problems:
+        name = checkpoint.path if isinstance(checkpoint, Checkpoint) else checkpoint
+        of = f"{name} has {limit} positions (max_position_embeddings in its config.json)"
+        raise ConfigError("\n".join(f"{problem}: {of}" for problem in problems))
+
+
+def length_advice(config: RunConfig) -> Iterator[str]:
+    """A row may be longer than the positions, which restart with each sample in it; a sample may not."""
+    limit = num_positions(config.model.model)
+    if limit is not None and config.global_max_length > limit:
+        yield (
+            f"global_max_length: {config.global_max_length} is more than the {limit} positions of {config.model.model} "
+            "(max_position_embeddings); a longer sample uses positions on which the model was never trained. Write "
+            f"{limit} or less"
+        )

@@ -22,12 +22,10 @@ if TYPE_CHECKING:
 def open_console(stderr: bool = False) -> Console:
     """A console for progress and tables, silent on all ranks but the first. Prints text literally: use
     ``rich.text.Text`` for style."""
-    from rich.console import Console
-
     from coordexp import distributed
+    from coordexp.data.progress_bar import literal_console
 
-    # A class may be called "[red] car", a file "p [a0] :smile:.jpg".
-    return Console(stderr=stderr, quiet=not distributed.is_main(), markup=False, emoji=False, highlight=False)
+    return literal_console(stderr=stderr, quiet=not distributed.is_main())
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from coordexp.config import RunConfig
-    from coordexp.coords import CoordVocab
     from coordexp.data.check import DatasetCheck
-    from coordexp.data.subset import DropCounts, ObjectSize
+    from coordexp.data.subset import ObjectSize
     from coordexp.records import ImageRecord, RolloutRequest
 
 Dataset = Annotated[Path, typer.Argument(metavar="DATA.jsonl", help="The dataset.")]
@@ -48,14 +47,12 @@ def check_command(
         int | None, typer.Option(min=1, help="Find samples of more tokens: the run's global_max_length. Needs --model.")
     ] = None,
     sheet: Annotated[
-        Path | None,
-        typer.Option(help="PNG of objects drawn after serialising, tokenising and decoding them."),
+        Path | None, typer.Option(help="PNG of objects drawn after serialising, tokenising and decoding them.")
     ] = None,
     augment: Annotated[
         Path | None,
         typer.Option(
-            metavar="RUN.yaml",
-            help="Draw views of this run's data.augment: one row per image, one tile per epoch.",
+            metavar="RUN.yaml", help="Draw views of this run's data.augment: one row per image, one tile per epoch."
         ),
     ] = None,
     sheet_images: Annotated[int, typer.Option(min=1, max=100, help="Images on the sheet.")] = 12,
@@ -69,7 +66,13 @@ def check_command(
         raise ConfigError("--augment is drawn on a sheet; name its file with --sheet")
     if model is not None:
         check_checkpoint(model)
-    run = None if augment is None else _augmented_run(augment)
+    run = None
+    if augment is not None:
+        from coordexp.config import load_config
+
+        run = load_config(augment)
+        if run.data.augment is None:
+            raise ConfigError(f"{augment}: has no section data.augment, so there is nothing to draw with --augment")
     from coordexp.data.check import ERRORS, check_jsonl
 
     count_tokens = None
@@ -133,7 +136,16 @@ def split_command(
     from coordexp.data.jsonl import read_jsonl
     from coordexp.data.subset import split_records, write_part
 
-    wanted = _shares(shares)
+    wanted: dict[str, float] = {}
+    for part in shares.split(","):
+        name, _, text = part.strip().partition("=")
+        try:
+            share = float(text)
+        except ValueError:
+            share = 0.0
+        if not name.isidentifier() or share <= 0 or name in wanted:
+            raise ConfigError(f"--shares {shares!r}: expected names and shares, e.g. train=0.9,val=0.1")
+        wanted[name] = share
     parts = split_records(read_jsonl(jsonl), list(wanted.values()), seed)
     paths = [jsonl.with_name(f"{jsonl.stem}.{name}.jsonl") for name in wanted]
     for path in paths:
@@ -147,7 +159,7 @@ def split_command(
 def sample_command(
     jsonl: Dataset,
     count: Annotated[int, typer.Option(min=1, help="Number of records.")],
-    out: Annotated[Path, typer.Option(help="The new JSONL; its images stay where they are.")],
+    out: Out,
     seed: Seed = 0,
 ) -> None:
     """Draw records at random."""
@@ -226,12 +238,28 @@ def drop_command(
         fields = {"images": len(left), "kept": annotated, "dropped": gone}
         typer.echo(json.dumps(fields) if as_json else f"wrote {out}: {gone} soft objects left out, {annotated} others")
         return
-    from coordexp.data.subset import DropRates, drop_annotations
+    from coordexp.data.subset import SIZES, DropRates, drop_annotations
 
-    rates = DropRates(1.0 if keep is None else keep, _rates("--per-class", per_class), _sizes(per_size), allow_empty)
+    by_size = _rates("--per-size", per_size)
+    if other := sorted(by_size.keys() - set(SIZES)):
+        raise ConfigError(f"--per-size {other[0]}: expected {', '.join(SIZES)}")
+    sizes: dict[ObjectSize, float] = {size: by_size[size] for size in SIZES if size in by_size}
+    rates = DropRates(1.0 if keep is None else keep, _rates("--per-class", per_class), sizes, allow_empty)
     records, counts = drop_annotations(read_jsonl(jsonl), rates, seed)
     write_jsonl(records, out)
-    typer.echo(json.dumps(counts.to_json(), ensure_ascii=False) if as_json else _drop_text(counts, out))
+    fields = counts.to_json()
+    if as_json:
+        typer.echo(json.dumps(fields, ensure_ascii=False))
+        return
+    groups = {**fields["classes"], **{name: pair for name, pair in fields["sizes"].items() if pair[1]}}
+    width = max(map(len, groups), default=0)
+    for name, (kept, of) in groups.items():
+        typer.echo(f"  {name:<{width}}  {kept} of {of}")
+    total = fields["kept"] + fields["dropped"]
+    kept_last = f", {counts.spared} of them the last of their image" if counts.spared else ""
+    typer.echo(f"wrote {out}: {counts.images} images, {fields['kept']} of {total} annotations kept{kept_last}")
+    if counts.emptied:
+        typer.echo(f"{counts.emptied} images lost all annotations")
 
 
 @dataclass(frozen=True)
@@ -286,50 +314,37 @@ def complete_command(
     no_bars_in_log_files()
     console = open_console(stderr=as_json)
     completed = run_completion(
-        run,
-        console,
-        source=jsonl,
-        out=out,
-        rules=CompletionRules(**asdict(rules)),
-        sheet=sheet,
+        run, console, source=jsonl, out=out, rules=CompletionRules(**asdict(rules)), sheet=sheet,
         sheet_images=sheet_images,
-    )
+    )  # fmt: skip
     if console.quiet:
         return
     counts = asdict(completed.counts)
     if as_json:
         typer.echo(json.dumps({**counts, "files": [str(path) for path in completed.files]}, ensure_ascii=False))
         return
+    typer.echo(f"asked: {'the built-in prompt' if completed.prompt is None else completed.prompt}")
+    outcomes = counts["outcomes"]
+    width = max(map(len, outcomes))
+    for name, count in outcomes.items():
+        if count:
+            typer.echo(f"  {name:<{width}}  {count}")
     typer.echo(
-        "\n".join([*_completion_lines(counts, completed.prompt), f"wrote {', '.join(map(str, completed.files))}"])
+        f"{counts['predicted']} objects predicted in {counts['images']} images with {counts['annotated']} annotations: "
+        f"{outcomes['added']} added"
     )
-
-
-def _shares(text: str) -> dict[str, float]:
-    shares: dict[str, float] = {}
-    for part in text.split(","):
-        name, _, share = part.strip().partition("=")
-        try:
-            value = float(share)
-        except ValueError:
-            value = 0.0
-        if not name.isidentifier() or value <= 0 or name in shares:
-            raise ConfigError(f"--shares {text!r}: expected names and shares, e.g. train=0.9,val=0.1")
-        shares[name] = value
-    return shares
-
-
-def _augmented_run(path: Path) -> RunConfig:
-    from coordexp.config import load_config
-
-    run = load_config(path)
-    if run.data.augment is None:
-        raise ConfigError(f"{path}: has no section data.augment, so there is nothing to draw with --augment")
-    return run
+    silent = counts["images"] - counts["images_with_predictions"]
+    if silent > counts["images"] / 2:
+        typer.echo(
+            f"note: no objects were predicted in {silent} images. Was the model trained with this prompt? Give another "
+            "with --prompt, or the run's YAML with --config"
+        )
+    typer.echo(f"wrote {', '.join(map(str, completed.files))}")
 
 
 def _draw_sheet(check: DatasetCheck, model: Path | None, sheet: Path, count: int, run: RunConfig | None) -> None:
-    """Draw objects after a round trip through tokens, and report records that it changes."""
+    """Draw objects after a round trip through tokens, and report records that it changes. With ``run``, draw records
+    as its first epochs see them."""
     from coordexp.cli.console import vocabulary_of
     from coordexp.data.check import ERRORS, Finding
     from coordexp.data.files import asset
@@ -343,25 +358,18 @@ def _draw_sheet(check: DatasetCheck, model: Path | None, sheet: Path, count: int
     sound = [record for record in check.records if record.sample_id not in broken]
     if not sound:
         raise DataError("no valid record to draw", path=check.path)
-    if run is not None:
-        _draw_views(sound, vocab, sheet, count, run)
+    rows = count if run is None else max(1, count // _EPOCHS)
+    chosen = list(range(0, len(sound), max(1, len(sound) // rows)))[:rows]
+    if run is None:
+        draw_contact_sheet([sound[index] for index in chosen], vocab, sheet)
         return
-    step = max(1, len(sound) // count)
-    draw_contact_sheet(sound[::step][:count], vocab, sheet)
-
-
-def _draw_views(sound: Sequence[ImageRecord], vocab: CoordVocab, sheet: Path, count: int, run: RunConfig) -> None:
-    """Draw some records as the first epochs of the run see them."""
     from coordexp.data.dataset import RecordDataset
-    from coordexp.evaluation.drawing import draw_contact_sheet
 
-    def unasked(record: ImageRecord) -> RolloutRequest:
+    def without_prompt(record: ImageRecord) -> RolloutRequest:
         raise AssertionError(f"{record.sample_id}: views have no prompts")
 
-    seen = RecordDataset(sound, unasked, run.custom.object_ordering, run.training.seed, run.data.augment)
-    rows = max(1, count // _EPOCHS)
-    step = max(1, len(sound) // rows)
-    views = [seen.view(index, epoch) for index in list(range(0, len(sound), step))[:rows] for epoch in range(_EPOCHS)]
+    seen = RecordDataset(sound, without_prompt, run.custom.object_ordering, run.training.seed, run.data.augment)
+    views = [seen.view(index, epoch) for index in chosen for epoch in range(_EPOCHS)]
     draw_contact_sheet([record for record, _ in views], vocab, sheet, _EPOCHS, [image for _, image in views])
 
 
@@ -420,50 +428,9 @@ def _bars_of(groups: Mapping[str, Mapping[str, int]]) -> Table:
     return table
 
 
-def _completion_lines(counts: Mapping[str, Any], prompt: str | None) -> list[str]:
-    lines = [f"asked: {'the built-in prompt' if prompt is None else prompt}"]
-    outcomes = counts["outcomes"]
-    width = max(map(len, outcomes))
-    lines += [f"  {name:<{width}}  {count}" for name, count in outcomes.items() if count]
-    lines.append(
-        f"{counts['predicted']} objects predicted in {counts['images']} images with {counts['annotated']} annotations: "
-        f"{outcomes['added']} added"
-    )
-    silent = counts["images"] - counts["images_with_predictions"]
-    if silent > counts["images"] / 2:
-        lines.append(
-            f"note: nothing was predicted in {silent} images. Was the model trained with this prompt? Give another "
-            "with --prompt, or the run's YAML with --config"
-        )
-    return lines
-
-
 def _refuse_existing(path: Path, overwrite: bool) -> None:
     if path.exists() and not overwrite:
         raise DataError("exists already; name another file, or say --overwrite", path=path)
-
-
-def _drop_text(counts: DropCounts, out: Path) -> str:
-    fields = counts.to_json()
-    groups = {**fields["classes"], **{name: pair for name, pair in fields["sizes"].items() if pair[1]}}
-    width = max(map(len, groups), default=0)
-    lines = [f"  {name:<{width}}  {kept} of {of}" for name, (kept, of) in groups.items()]
-    total = fields["kept"] + fields["dropped"]
-    kept_last = f", {counts.spared} of them the last of their image" if counts.spared else ""
-    lines.append(f"wrote {out}: {counts.images} images, {fields['kept']} of {total} annotations kept{kept_last}")
-    if counts.emptied:
-        lines.append(f"{counts.emptied} images lost all annotations")
-    return "\n".join(lines)
-
-
-def _sizes(given: list[str] | None) -> dict[ObjectSize, float]:
-    from coordexp.data.subset import SIZES
-
-    rates = _rates("--per-size", given)
-    other = sorted(rates.keys() - set(SIZES))
-    if other:
-        raise ConfigError(f"--per-size {other[0]}: expected {', '.join(SIZES)}")
-    return {size: rates[size] for size in SIZES if size in rates}
 
 
 def _rates(option: str, given: list[str] | None) -> dict[str, float]:

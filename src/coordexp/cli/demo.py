@@ -24,10 +24,7 @@ from coordexp.data.files import asset
 START = "checkpoints/demo-incomplete"
 COMPLETION_THRESHOLD = 0.3  # least confidence of an added object
 KEPT = 0.5  # share of the training annotations that are there
-_SCENES = {
-    "train": 31,
-    "val": 23,
-}  # split → seed; the starting checkpoint was trained on the first one
+_SCENES = {"train": 31, "val": 23}  # split → seed; the starting checkpoint was trained on the first one
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +55,14 @@ class DemoSize:
 
 def run_demo(output: Path, console: Console, size: DemoSize | None = None) -> dict[str, Any]:
     """Run everything. Returns the content of ``summary.json``."""
+    from coordexp.data.scenes import SCENES_VERSION
+    from coordexp.evaluation.drawing import draw_comparison
+    from coordexp.evaluation.summary import figures_table
+    from coordexp.inference.prediction import evaluate_model
+    from coordexp.modeling.load import load_vocab
+    from coordexp.training.run import run_training
+    from coordexp.viewer import collect, render
+
     size = size or DemoSize()
     started = time.monotonic()
     data = _write_data(output, size, console)
@@ -65,26 +70,53 @@ def run_demo(output: Path, console: Console, size: DemoSize | None = None) -> di
     stage2 = configs["stage2"]
     results: dict[str, Any] = {}
     pictures: dict[str, list[Any]] = {}
-    results["before"], pictures["before"] = _evaluate(stage2, stage2.model.model, "before", console)
+    results["before"], pictures["before"] = evaluate_model(
+        stage2, console, model=stage2.model.model, description="evaluating: before"
+    )
     for way in WAYS:
         config, spent = configs[way.run], 0.0
         if way.run == "completed":
             spent = _complete(config, data["train"], data["completed"], console)
-        seconds = _train(config, output / f"{way.run}.yaml", way.label, console)
-        results[way.key], pictures[way.label] = _evaluate(config, str(config.training.output_dir), way.label, console)
-        results[way.key] |= {"seconds_per_step": seconds["per_step"], "seconds": round(spent + seconds["all"], 1)}
-    results["settings"] = _settings(configs, size, time.monotonic() - started)
-    _write_page(Path(stage2.training.output_dir), output / "view.html")
-    _show(results, pictures, output, console, size)
+        trainer = run_training(config, console, way.label, output / f"{way.run}.yaml")
+        folder = Path(config.training.output_dir)
+        (folder / "log_history.json").write_text(json.dumps(trainer.state.log_history, indent=1))
+        steps = [line for line in trainer.state.log_history if "loss" in line]
+        learning = sum(line["time/window_prepare_s"] + line["time/learner_s"] for line in steps)
+        results[way.key], pictures[way.label] = evaluate_model(
+            config, console, model=str(folder), description=f"evaluating: {way.label}"
+        )
+        results[way.key] |= {
+            "seconds_per_step": round(learning / max(1, len(steps)), 3),
+            "seconds": round(spent + learning, 1),
+        }
+    results["settings"] = {
+        "optimizer_steps": {run: one.training.max_steps for run, one in configs.items()},
+        "samples_per_step": stage2.training.per_device_train_batch_size * stage2.training.accumulation_steps(),
+        "train_scenes": size.train_scenes,
+        "annotations_kept": KEPT,
+        "val_scenes": size.val_scenes,
+        "scenes_version": SCENES_VERSION,
+        "seed": stage2.training.seed,
+        "seconds": round(time.monotonic() - started, 1),
+    }
+    run = Path(stage2.training.output_dir)
+    (output / "view.html").write_text(render(collect(run, load_vocab(run))), encoding="utf-8")
+    columns = {"before": results["before"], **{way.label: results[way.key] for way in WAYS}}
+    console.print(figures_table(columns, f"{size.val_scenes} held-out scenes, annotated completely"))
+    draw_comparison(pictures, output / "comparison.png", size.pictures)
+    path = output / "summary.json"
+    path.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    before = results["before"]["f1"]
+    for way in WAYS:
+        f1, seconds = results[way.key]["f1"], results[way.key]["seconds"]
+        console.print(f"F1 {before:.3f} → {f1:.3f} ({f1 - before:+.3f}) by {way.label}, in {seconds:.0f} s")
+    console.print(
+        f"figures: {path}\npictures: {output / 'comparison.png'}\nanswers and curves: {output / 'view.html'}\n"
+        f"tensorboard --logdir {output}",
+        highlight=False,
+        soft_wrap=True,
+    )
     return results
-
-
-def _write_page(run: Path, path: Path) -> None:
-    """Write the viewer's page of the rollout-matching run."""
-    from coordexp.modeling.load import load_vocab
-    from coordexp.viewer import collect, render
-
-    path.write_text(render(collect(run, load_vocab(run))), encoding="utf-8")
 
 
 def _write_data(output: Path, size: DemoSize, console: Console) -> dict[str, Path]:
@@ -141,57 +173,3 @@ def _config(output: Path, name: str, data: dict[str, Path], size: DemoSize) -> R
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"# Written by coordexp demo. Run it by hand: coordexp train {path}\n" + yaml.safe_dump(values))
     return load_config(path)
-
-
-def _train(config: RunConfig, config_path: Path, label: str, console: Console) -> dict[str, float]:
-    """Train. Returns: seconds of all steps, and of one."""
-    from coordexp.training.run import run_training
-
-    trainer = run_training(config, console, label, config_path)
-    (Path(config.training.output_dir) / "log_history.json").write_text(json.dumps(trainer.state.log_history, indent=1))
-    steps = [line for line in trainer.state.log_history if "loss" in line]
-    spent = [line["time/window_prepare_s"] + line["time/learner_s"] for line in steps]
-    return {"all": sum(spent), "per_step": round(sum(spent) / max(1, len(spent)), 3)}
-
-
-def _evaluate(config: RunConfig, model: str, label: str, console: Console) -> tuple[dict[str, float], list[Any]]:
-    from coordexp.inference.prediction import evaluate_model
-
-    return evaluate_model(config, console, model=model, description=f"evaluating: {label}")
-
-
-def _settings(configs: dict[str, RunConfig], size: DemoSize, seconds: float) -> dict[str, Any]:
-    from coordexp.data.scenes import SCENES_VERSION
-
-    config = configs["stage2"]
-    return {
-        "optimizer_steps": {run: one.training.max_steps for run, one in configs.items()},
-        "samples_per_step": config.training.per_device_train_batch_size * config.training.accumulation_steps(),
-        "train_scenes": size.train_scenes,
-        "annotations_kept": KEPT,
-        "val_scenes": size.val_scenes,
-        "scenes_version": SCENES_VERSION,
-        "seed": config.training.seed,
-        "seconds": round(seconds, 1),
-    }
-
-
-def _show(results: dict[str, Any], pictures: dict[str, Any], output: Path, console: Console, size: DemoSize) -> None:
-    from coordexp.evaluation.drawing import draw_comparison
-    from coordexp.evaluation.summary import figures_table
-
-    columns = {"before": results["before"], **{way.label: results[way.key] for way in WAYS}}
-    console.print(figures_table(columns, f"{size.val_scenes} held-out scenes, annotated completely"))
-    draw_comparison(pictures, output / "comparison.png", size.pictures)
-    path = output / "summary.json"
-    path.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    for way in WAYS:
-        f1, gain = results[way.key]["f1"], results[way.key]["f1"] - results["before"]["f1"]
-        seconds = results[way.key]["seconds"]
-        console.print(f"F1 {results['before']['f1']:.3f} → {f1:.3f} ({gain:+.3f}) by {way.label}, in {seconds:.0f} s")
-    console.print(
-        f"figures: {path}\npictures: {output / 'comparison.png'}\nanswers and curves: {output / 'view.html'}\n"
-        f"tensorboard --logdir {output}",
-        highlight=False,
-        soft_wrap=True,
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -12,18 +12,20 @@ import yaml
 
 from coordexp.checkpoints.folder import Checkpoint, read_object, settings_of_run
 from coordexp.config.schema import DEFAULT_PROMPT
-from coordexp.coords import CoordVocab, serialize_objects
+from coordexp.coords import serialize_objects
 from coordexp.data.files import asset
 from coordexp.data.images import smart_resize
 from coordexp.data.jsonl import check_dataset, read_jsonl
 from coordexp.errors import CheckpointError, ConfigError, DataError
-from coordexp.records import ImageRecord
 
 Stage = Literal[1, 2]
-_TEMPLATES: Mapping[Stage, str] = {
-    1: "configs/stage1/sft.yaml",
-    2: "configs/stage2_rollout_aligned/base.yaml",
-}
+_TEMPLATES: Mapping[Stage, str] = {1: "configs/stage1/sft.yaml", 2: "configs/stage2_rollout_aligned/base.yaml"}
+_KEPT = [
+    ("template", "system"),
+    ("template", "prompt"),
+    ("custom", "object_field_order"),
+    ("custom", "object_ordering"),
+]
 _SCHEMA = "configs/coordexp.schema.json"
 _CHAT_TOKENS = 32  # of the chat template around prompt and answer, generously
 _COUNTED = 1000  # samples whose tokens are counted: those with the longest texts
@@ -54,60 +56,59 @@ def look_at(data: Path, model: Path, val: Path | None = None) -> DataAtHand:
         DataError: no dataset there, or an invalid line. CheckpointError: no such checkpoint. VocabError: it has
             no coordinate tokens. ConfigError: a sample that is too long for the model.
     """
-    train = _train_file(data)
-    beside = train.with_name("val.jsonl")
-    val = val or (beside if beside.is_file() and beside != train else None)
+    train = data
+    if data.is_dir():
+        train = data / "train.jsonl"
+        if not train.is_file():
+            files = sorted(data.glob("*.jsonl"))
+            if len(files) != 1:
+                names = ", ".join(path.name for path in files[:5]) or "none"
+                raise DataError(f"has no train.jsonl; other datasets: {names}; name one file", path=data)
+            train = files[0]
+    elif not data.is_file():
+        raise DataError("no such file or folder; name a JSONL, or the folder of coordexp data convert", path=data)
+    neighbour = train.with_name("val.jsonl")
+    val = val or (neighbour if neighbour.is_file() and neighbour != train else None)
     checkpoint = Checkpoint.open(model)
     vocab = checkpoint.read_vocab()
     records = read_jsonl(train)
     check_dataset(records)
     if val is not None:
         read_jsonl(val, limit=1)
-    sample, answer = _longest(records, vocab, checkpoint)
+    # Tokens of the longest answer, and of the end of its turn.
+    texts = sorted((serialize_objects(record.objects) for record in records), key=len, reverse=True)
+    answer = max((len(vocab.encode_answer(text)) for text in texts[:_COUNTED]), default=0) + 1
+    # Tokens of the largest image, as the checkpoint's image processor resizes it.
+    settings = read_object(checkpoint.base, "processor_config.json", "processor").get("image_processor")
+    settings = settings or read_object(checkpoint.base, "preprocessor_config.json", "image processor")
+    size = settings.get("size") or {}
+    least = size.get("shortest_edge") or settings.get("min_pixels")
+    most = size.get("longest_edge") or settings.get("max_pixels")
+    if not (least and most and settings.get("patch_size") and settings.get("merge_size")):
+        raise CheckpointError(f"{checkpoint.base}: no image processor's sizes; restore processor_config.json")
+    factor = settings["patch_size"] * settings["merge_size"]  # side of a token in pixels
+    image = 0
+    for record in records:
+        height, width = smart_resize(record.height, record.width, factor, int(least), int(most))
+        image = max(image, (height // factor) * (width // factor))
+    sample = len(vocab.encode(DEFAULT_PROMPT)) + _CHAT_TOKENS + image + answer
     positions = checkpoint.num_positions or _ROW
     if sample > positions:
         raise ConfigError(
             f"{train}: its longest sample takes about {sample} tokens and {model} supports {positions}; convert the "
             "data with a smaller --max-pixels, or take another model"
         )
-    names = {obj.desc for record in records for obj in record.objects}
-    return DataAtHand(train, val, len(records), len(names), sample, answer, positions)
+    labels = {obj.desc for record in records for obj in record.objects}
+    return DataAtHand(train, val, len(records), len(labels), sample, answer, positions)
 
 
 def first_configuration(at_hand: DataAtHand, model: Path, stage: Stage, output: Path, cpu: bool) -> str:
     """A commented, valid YAML for one device."""
-    text = asset(_TEMPLATES[stage]).read_text(encoding="utf-8")
-    text = text[text.index("model:\n") :]
-    for path, value in {**_values(at_hand, model, stage, output, cpu), **_prompt_of_run(model)}.items():
-        text = set_value(text, path, value)
-    if cpu:
-        text = _insert_after(
-            text, "training.bf16", "use_cpu: true # there is no GPU; remove this line where there is one"
-        )
-    if stage == 2:
-        text = _insert_after(
-            text, "rollout_matching", "rollout_backend: hf # or vllm; see the manual's page on rollouts"
-        )
-    return _heading(at_hand, stage) + text.rstrip("\n") + "\n"
-
-
-def _heading(at_hand: DataAtHand, stage: Stage) -> str:
-    return (
-        f"# yaml-language-server: $schema={asset(_SCHEMA)}\n"
-        f"# Stage {stage}, written by coordexp init for {at_hand.images} images with {at_hand.classes} classes; the "
-        f"longest sample takes about\n# {at_hand.longest_sample} tokens. All keys: "
-        "docs/config-reference.md, and coordexp config check.\n"
-    )
-
-
-def _values(at_hand: DataAtHand, model: Path, stage: Stage, output: Path, cpu: bool) -> dict[str, Any]:
-    """Dotted key → value, for the keys that depend on data and machine."""
     device = min(2 if cpu else 8, at_hand.images)
     batch = device * max(1, min(8 if cpu else 32, at_hand.images) // device)
-    steps = max(1, at_hand.images // batch)
-    often = min(500 if stage == 1 else 200, steps)
+    often = min(500 if stage == 1 else 200, max(1, at_hand.images // batch))
     row = min(at_hand.positions, max(2048 if cpu else _ROW, _rounded_up(2 * at_hand.longest_sample, 256)))
-    return {
+    values: dict[str, Any] = {
         "model.model": str(model),
         "custom.train_jsonl": str(at_hand.train),
         "custom.val_jsonl": None if at_hand.val is None else str(at_hand.val),
@@ -118,7 +119,7 @@ def _values(at_hand: DataAtHand, model: Path, stage: Stage, output: Path, cpu: b
         "training.bf16": not cpu,
         **({"model.dtype": "float32", "training.master_weights": None} if cpu and stage == 1 else {}),
         "training.gradient_checkpointing": not cpu,
-        "training.logging_steps": 1 if stage == 2 or steps < 10 else 10,
+        "training.logging_steps": 1 if stage == 2 or at_hand.images // batch < 10 else 10,
         "training.save_steps": often,
         "training.eval_steps": often,
         "training.eval_strategy": "no" if at_hand.val is None else "steps",
@@ -127,14 +128,27 @@ def _values(at_hand: DataAtHand, model: Path, stage: Stage, output: Path, cpu: b
         "rollout_matching.decode_batch_size": 4 if cpu else 8,
         "rollout_matching.max_new_tokens": max(1, min(row // 2, _rounded_up(2 * at_hand.longest_answer, 64))),
     }
-
-
-def _prompt_of_run(model: Path) -> dict[str, Any]:
-    """Prompt and object order of the run that wrote the checkpoint; empty if there is none."""
-    run = settings_of_run(model)
-    wanted = ("template.system", "template.prompt", "custom.object_field_order", "custom.object_ordering")
-    parts = ((path, *path.split(".")) for path in wanted)
-    return {path: run[section][key] for path, section, key in parts if key in (run.get(section) or {})}
+    run = settings_of_run(model)  # of the run that wrote the checkpoint, if one did: keep its prompt and its order
+    for section, key in _KEPT:
+        if key in (run.get(section) or {}):
+            values[f"{section}.{key}"] = run[section][key]
+    text = asset(_TEMPLATES[stage]).read_text(encoding="utf-8")
+    text = text[text.index("model:\n") :]
+    for path, value in values.items():
+        text = set_value(text, path, value)
+    if cpu:
+        use_cpu = "use_cpu: true # there is no GPU; remove this line where there is one"
+        text = re.sub(r"(\n  bf16: .*)", rf"\1\n  {use_cpu}", text, count=1)
+    if stage == 2:
+        backend = "rollout_backend: hf # or vllm; see the manual's page on rollouts"
+        text = text.replace("\nrollout_matching:\n", f"\nrollout_matching:\n  {backend}\n")
+    heading = (
+        f"# yaml-language-server: $schema={asset(_SCHEMA)}\n"
+        f"# Stage {stage}, written by coordexp init for {at_hand.images} images with {at_hand.classes} classes; the "
+        f"longest sample takes about\n# {at_hand.longest_sample} tokens. All keys: "
+        "docs/config-reference.md, and coordexp config check.\n"
+    )
+    return heading + text.rstrip("\n") + "\n"
 
 
 def set_value(text: str, path: str, value: object) -> str:
@@ -144,26 +158,8 @@ def set_value(text: str, path: str, value: object) -> str:
         KeyError: it has no such key.
     """
     lines = text.split("\n")
-    at = _line_of(lines, path)
-    head, comment = re.fullmatch(r"(\s*[^:]+:)[^#]*?(\s+#.*)?", lines[at]).groups()  # pyright: ignore[reportOptionalMemberAccess]
-    written = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10_000).split("\n")[0]
-    lines[at] = f"{head} {written}{comment or ''}"
-    return "\n".join(lines)
-
-
-def _insert_after(text: str, path: str, line: str) -> str:
-    """Insert a line after that of a key, indented below it if the key opens a mapping."""
-    lines = text.split("\n")
-    at = _line_of(lines, path)
-    deeper = bool(re.fullmatch(r"\s*[^:]+:(\s+#.*)?", lines[at]))
-    indent = len(lines[at]) - len(lines[at].lstrip()) + (2 if deeper else 0)
-    lines.insert(at + 1, " " * indent + line)
-    return "\n".join(lines)
-
-
-def _line_of(lines: Sequence[str], path: str) -> int:
-    at, keys = -1, path.split(".")
-    for depth, key in enumerate(keys):
+    at = -1
+    for depth, key in enumerate(path.split(".")):
         indent = "  " * depth
         for number in range(at + 1, len(lines)):
             line = lines[number]
@@ -174,47 +170,10 @@ def _line_of(lines: Sequence[str], path: str) -> int:
                 break
         else:
             raise KeyError(path)
-    return at
-
-
-def _train_file(data: Path) -> Path:
-    if data.is_file():
-        return data
-    if not data.is_dir():
-        raise DataError("no such file or folder; name a JSONL, or the folder of coordexp data convert", path=data)
-    if (data / "train.jsonl").is_file():
-        return data / "train.jsonl"
-    files = sorted(data.glob("*.jsonl"))
-    if len(files) != 1:
-        names = ", ".join(path.name for path in files[:5]) or "none"
-        raise DataError(f"has no train.jsonl; other datasets: {names}; name one file", path=data)
-    return files[0]
-
-
-def _longest(records: Sequence[ImageRecord], vocab: CoordVocab, checkpoint: Checkpoint) -> tuple[int, int]:
-    """Tokens of the longest sample, and of the longest answer."""
-    factor, low, high = _vision(checkpoint)
-    prompt = len(vocab.encode(DEFAULT_PROMPT)) + _CHAT_TOKENS
-    sample = answer = 0
-    texts = sorted((serialize_objects(record.objects) for record in records), key=len, reverse=True)
-    longest_text = max((len(vocab.encode_answer(text)) for text in texts[:_COUNTED]), default=0)
-    answer = longest_text + 1  # and the end of the turn
-    for record in records:
-        height, width = smart_resize(record.height, record.width, factor, low, high)
-        sample = max(sample, (height // factor) * (width // factor))
-    return prompt + sample + answer, answer
-
-
-def _vision(checkpoint: Checkpoint) -> tuple[int, int, int]:
-    """Side of a token in pixels, least and most pixels of an image, from the checkpoint's image processor."""
-    settings = read_object(checkpoint.base, "processor_config.json", "processor").get("image_processor")
-    settings = settings or read_object(checkpoint.base, "preprocessor_config.json", "image processor")
-    size = settings.get("size") or {}
-    low = size.get("shortest_edge") or settings.get("min_pixels")
-    high = size.get("longest_edge") or settings.get("max_pixels")
-    if not (low and high and settings.get("patch_size") and settings.get("merge_size")):
-        raise CheckpointError(f"{checkpoint.base}: no image processor's sizes; restore processor_config.json")
-    return settings["patch_size"] * settings["merge_size"], int(low), int(high)
+    head, comment = re.fullmatch(r"(\s*[^:]+:)[^#]*?(\s+#.*)?", lines[at]).groups()  # pyright: ignore[reportOptionalMemberAccess]
+    written = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10_000).split("\n")[0]
+    lines[at] = f"{head} {written}{comment or ''}"
+    return "\n".join(lines)
 
 
 def _rounded_up(value: int, step: int) -> int:

@@ -5,21 +5,13 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
-from coordexp.cli.console import open_console, with_options
+from coordexp.cli.console import open_console, say, with_options
 from coordexp.cli.run import Arguments, Print, print_config
 from coordexp.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from rich.console import Console
-
-    from coordexp.launch.plan import LaunchPlan, ProcessPlan
-    from coordexp.launch.preflight import Check
 
 
 @dataclass(frozen=True)
@@ -69,8 +61,10 @@ def launch(
         print_config(config, given)
         return
     run = load_config(config, arguments=given)
+    from rich.text import Text
+
     from coordexp.engine.engine_process import num_gpus
-    from coordexp.launch.preflight import look_over
+    from coordexp.launch.plan import look_over
     from coordexp.launch.supervisor import run_plan
     from coordexp.training.run import check_run
 
@@ -79,41 +73,25 @@ def launch(
 
     preflight = look_over(run, config.absolute(), given, num_gpus(), as_the_learner, host)
     console = open_console()
-    _show_checks(console, preflight.checks)
+    for check in preflight.checks:
+        mark = ("ok", "green") if check.problem is None else ("no", "red")
+        console.print(Text.assemble(mark, f" {check.name}: {check.outcome}"), soft_wrap=True)
     if preflight.plan is not None:
-        _show_plan(console, preflight.plan)
+        urls = ", ".join(preflight.plan.server_base_urls) or "none: the learner generates by itself"
+        say(console, f"server_base_urls: {urls}")
+        servers = [server.process for server in preflight.plan.servers if server.process is not None]
+        for process in (*servers, preflight.plan.learner):
+            title = Text.assemble((process.name, "bold"), f" on {process.device_names()}, log {process.log}")
+            console.print(title, soft_wrap=True)
+            for name, value in process.environment.items():
+                say(console, f"  {name}={shlex.quote(value)}")
+            for name, variable in process.secrets.items():
+                say(console, f"  {name}=${{{variable}}}")
+            say(console, f"  {shlex.join(process.command)}")
     if preflight.problems:
         raise ConfigError("\n".join(preflight.problems))
     if preflight.plan is not None and not dry_run:
         raise typer.Exit(run_plan(preflight.plan))
-
-
-def _show_checks(console: Console, checks: Sequence[Check]) -> None:
-    from rich.text import Text
-
-    for check in checks:
-        mark = ("ok", "green") if check.problem is None else ("no", "red")
-        console.print(Text.assemble(mark, f" {check.name}: {check.outcome}"), soft_wrap=True)
-
-
-def _show_plan(console: Console, plan: LaunchPlan) -> None:
-    urls = ", ".join(plan.server_base_urls) or "none: the learner generates by itself"
-    console.print(f"server_base_urls: {urls}", soft_wrap=True)
-    for process in [server.process for server in plan.servers if server.process is not None] + [plan.learner]:
-        _show_process(console, process)
-
-
-def _show_process(console: Console, process: ProcessPlan) -> None:
-    from rich.text import Text
-
-    console.print(
-        Text.assemble((process.name, "bold"), f" on {process.device_names()}, log {process.log}"), soft_wrap=True
-    )
-    for name, value in process.environment.items():
-        console.print(f"  {name}={shlex.quote(value)}", soft_wrap=True)
-    for name, source in process.secrets.items():
-        console.print(f"  {name}=${{{source}}}", soft_wrap=True)
-    console.print(f"  {shlex.join(process.command)}", soft_wrap=True)
 
 
 def serve(
@@ -136,7 +114,7 @@ def serve(
     # Before vLLM is imported: a mistake shows at once, and transformers would ask the hub for a missing folder.
     run = load_config(config, arguments=arguments or ())
     check_paths({"model.model": run.model.model})
-    from coordexp.checkpoints.lengths import check_lengths
+    from coordexp.checkpoints.folder import check_lengths
 
     check_lengths(run)
     logging.basicConfig(format="%(asctime)s %(name)s %(message)s")

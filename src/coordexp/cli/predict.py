@@ -5,19 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from coordexp.cli.console import no_bars_in_log_files, open_console, say, say_written
 from coordexp.errors import ConfigError, DataError
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from coordexp.config.schema import AnswerConfig
-    from coordexp.evaluation import ImageAnswer
-    from coordexp.inference.prediction import PredictionResult
 
 ModelOption = Annotated[Path | None, typer.Option(help="Checkpoint to use instead of model.model.")]
 Limit = Annotated[int | None, typer.Option(min=1, help="Use only the first N images.")]
@@ -63,13 +56,31 @@ def predict(
     Images that cannot be read are reported and left out. Answers are written as they come: the same command with the
     same --output continues where it stopped.
     """
-    config, images = _told_apart(sources)
-    if config is None and model is None:
-        raise ConfigError("name the checkpoint that answers with --model, or a run's YAML before the images")
-    _check_paths(images, model)
+    config = sources[0] if sources[0].suffix.lower() in (".yaml", ".yml") else None
+    images = sources if config is None else sources[1:]
+    if not images:
+        raise ConfigError("name images after the configuration: files, folders, patterns or datasets")
     from coordexp.config.environment import check_paths
+    from coordexp.data.image_sources import is_pattern
 
-    run = _configuration(config, model)
+    # Report everything that is missing at once, before anything heavy is imported.
+    missing = [str(path) for path in images if not path.exists() and not is_pattern(path)]
+    problems = [f"no such image, folder or dataset: {', '.join(missing)}"] if missing else []
+    if model is not None and not model.is_dir():
+        problems.append(f"--model: {model}: no such folder; nothing is downloaded")
+    if problems:
+        raise DataError("\n".join(problems))
+    if config is not None:
+        from coordexp.config import load_config
+        from coordexp.config.schema import AnswerConfig
+
+        run = AnswerConfig.of_run(load_config(config))
+    elif model is not None:
+        from coordexp.inference.session import PredictOptions, inference_config
+
+        run = inference_config(model, PredictOptions())
+    else:
+        raise ConfigError("name the checkpoint that answers with --model, or a run's YAML before the images")
     check_paths({"--model": model} if model is not None else {"model.model": run.model.model})
     from coordexp.inference.session import read_classes
 
@@ -79,67 +90,33 @@ def predict(
     console = open_console(stderr=as_json)
     no_bars_in_log_files()
     result = run_prediction(
-        run,
-        console,
-        source=images if len(images) > 1 else images[0],
-        output=output or _new_folder(Path("outputs/predict")),
-        model=model,
-        limit=limit,
+        run, console, source=images if len(images) > 1 else images[0],
+        output=output or _new_folder(Path("outputs/predict")), model=model, limit=limit,
         score="token_probability" if constant_score is None else constant_score,
-        skip_broken=True,
-        save_images=save_images,
-        classes=names,
-    )
+        skip_broken=True, save_images=save_images, classes=names,
+    )  # fmt: skip
     if not as_json:
-        _show(console, result)
+        from coordexp.geometry import pixel_box
+
+        for answer in result.answers[:_SHOWN]:
+            objects = []
+            for obj in answer.pred:
+                box = ", ".join(f"{side:.0f}" for side in pixel_box(obj, answer.width, answer.height))
+                objects.append(
+                    f"{obj.desc} {obj.score:.2f} ({box})" if obj.score is not None else f"{obj.desc} ({box})"
+                )
+            say(console, f"{answer.sample_id}: {'; '.join(objects) or 'nothing found'}")
+        if len(result.answers) > _SHOWN:
+            say(console, f"… and {len(result.answers) - _SHOWN} more images")
+        resumed = f", {result.resumed} of them by an earlier run" if result.resumed else ""
+        skipped = f"; {len(result.skipped)} could not be read and were skipped" if result.skipped else ""
+        say(console, f"{result.images} images answered{resumed}{skipped}")
+        say_written(console, result.files)
     elif not console.quiet:
-        skipped = [{"image": image, "reason": reason} for image, reason in result.skipped]
+        broken = [{"image": image, "reason": reason} for image, reason in result.skipped]
         files = [str(path) for path in result.files]
-        fields = {"images": result.images, "resumed": result.resumed, "skipped": skipped, "files": files}
+        fields = {"images": result.images, "resumed": result.resumed, "skipped": broken, "files": files}
         typer.echo(json.dumps(fields))
-
-
-def _show(console: Console, result: PredictionResult) -> None:
-    for answer in result.answers[:_SHOWN]:
-        say(console, _line(answer))
-    if len(result.answers) > _SHOWN:
-        say(console, f"… and {len(result.answers) - _SHOWN} more images")
-    resumed = f", {result.resumed} of them by an earlier run" if result.resumed else ""
-    skipped = f"; {len(result.skipped)} could not be read and were skipped" if result.skipped else ""
-    say(console, f"{result.images} images answered{resumed}{skipped}")
-    say_written(console, result.files)
-
-
-def _told_apart(words: list[Path]) -> tuple[Path | None, list[Path]]:
-    config = words[0] if words[0].suffix.lower() in (".yaml", ".yml") else None
-    images = words if config is None else words[1:]
-    if not images:
-        raise ConfigError("name images after the configuration: files, folders, patterns or datasets")
-    return config, images
-
-
-def _check_paths(images: list[Path], model: Path | None) -> None:
-    """Name everything that is not there at once, before anything heavy is imported."""
-    from coordexp.data.image_sources import is_pattern
-
-    missing = [str(path) for path in images if not path.exists() and not is_pattern(path)]
-    problems = [f"no such image, folder or dataset: {', '.join(missing)}"] if missing else []
-    if model is not None and not model.is_dir():
-        problems.append(f"--model: {model}: no such folder; nothing is downloaded")
-    if problems:
-        raise DataError("\n".join(problems))
-
-
-def _configuration(config: Path | None, model: Path | None) -> AnswerConfig:
-    if config is not None:
-        from coordexp.config import load_config
-        from coordexp.config.schema import AnswerConfig
-
-        return AnswerConfig.of_run(load_config(config))
-    assert model is not None  # or the words would have been refused
-    from coordexp.inference.session import PredictOptions, inference_config
-
-    return inference_config(model, PredictOptions())
 
 
 def _new_folder(path: Path) -> Path:
@@ -147,16 +124,6 @@ def _new_folder(path: Path) -> Path:
     while (folder := path if number == 1 else path.with_name(f"{path.name}-{number}")).exists():
         number += 1
     return folder
-
-
-def _line(answer: ImageAnswer) -> str:
-    from coordexp.geometry import pixel_box
-
-    objects = []
-    for obj in answer.pred:
-        box = ", ".join(f"{side:.0f}" for side in pixel_box(obj, answer.width, answer.height))
-        objects.append(f"{obj.desc} {obj.score:.2f} ({box})" if obj.score is not None else f"{obj.desc} ({box})")
-    return f"{answer.sample_id}: {'; '.join(objects) or 'nothing found'}"
 
 
 # The keys of coordexp.evaluation.export.FORMATS.

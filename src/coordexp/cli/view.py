@@ -8,15 +8,14 @@ from typing import Annotated
 
 import typer
 
-from coordexp.cli.console import counting, no_bars_in_log_files, open_console
+from coordexp.cli.console import counting, no_bars_in_log_files, open_console, say, vocabulary_of
 
 
 def view(
     source: Annotated[
         Path,
         typer.Argument(
-            metavar="RUN_OR_FILE",
-            help="A run's folder, a predictions.jsonl, or a folder or file of rollout records.",
+            metavar="RUN_OR_FILE", help="A run's folder, a predictions.jsonl, or a folder or file of rollout records."
         ),
     ],
     out: Annotated[Path, typer.Option(help="The HTML file.")] = Path("view.html"),
@@ -35,34 +34,25 @@ def view(
     vocab = None
     checkpoint = model or (find_checkpoint(source) if rollout_records_at(source) else None)
     if checkpoint is not None:
-        from coordexp.cli.console import vocabulary_of
-
         vocab = vocabulary_of(checkpoint)
     data = collect(source, vocab, max_records)
     with counting("embedding images") as progress:
         page = render(data, image_side, progress)
     console = open_console()
     for note in data.notes:
-        console.print(f"note: {note}", soft_wrap=True)
+        say(console, f"note: {note}")
     if serve:
-        _serve(page, port)
+        from coordexp.viewer.render import make_server
+
+        with make_server(page, port) as server:
+            address, taken = server.server_address[:2]
+            typer.echo(f"serving on http://{address!s}:{taken}/ until Ctrl-C")
+            server.serve_forever()
         return
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(page, encoding="utf-8")
     size = len(page.encode("utf-8")) / 1e6
-    console.print(
-        f"wrote {out}: {len(data.records)} records, {size:.1f} MB; open it in a browser",
-        soft_wrap=True,
-    )
-
-
-def _serve(page: str, port: int) -> None:
-    from coordexp.viewer.render import make_server
-
-    with make_server(page, port) as server:
-        host, taken = server.server_address[:2]
-        typer.echo(f"serving on http://{host!s}:{taken}/ until Ctrl-C")
-        server.serve_forever()
+    say(console, f"wrote {out}: {len(data.records)} records, {size:.1f} MB; open it in a browser")
 
 
 DIFFERENT = 1
@@ -90,22 +80,16 @@ def replay(
         seen += 1
         changed += bool(one.differences)
         if as_json:
-            line = {
-                "global_step": where.global_step,
-                "rank": where.rank,
-                "sample_idx": where.sample_idx,
-                "sample_id": one.record.sample_id,
-                "differences": one.differences,
-                "losses": one.losses,
-            }
-            typer.echo(json.dumps(line, ensure_ascii=False))
+            place = {"global_step": where.global_step, "rank": where.rank, "sample_idx": where.sample_idx}
+            line = {"sample_id": one.record.sample_id, "differences": one.differences, "losses": one.losses}
+            typer.echo(json.dumps({**place, **line}, ensure_ascii=False))
             continue
         place = f"step {where.global_step + 1}, rank {where.rank}, {one.record.sample_id}"
         for difference in one.differences:
-            console.print(f"{place}: {difference}", soft_wrap=True)
+            say(console, f"{place}: {difference}")
         if one.losses is not None:
             terms = ", ".join(f"{name} {value:.4f}" for name, value in one.losses.items())
-            console.print(f"{place}: {terms}", soft_wrap=True)
+            say(console, f"{place}: {terms}")
     console.print(f"{seen} records replayed, {changed} differently")
     if changed:
         raise typer.Exit(DIFFERENT)

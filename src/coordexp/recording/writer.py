@@ -30,8 +30,7 @@ from coordexp.data.images import open_rgb
 from coordexp.evaluation.drawing import draw_objects
 from coordexp.objective import HeadQuery, HeadScores, SupervisionTensors
 from coordexp.recording.rollout_record import LossRecord, Settings, WhereInTraining, loss_path, make_record
-from coordexp.records import NUM_BINS, ImageRecord, PackedRow, Segment
-from coordexp.records_json import to_json
+from coordexp.records import NUM_BINS, ImageRecord, PackedRow, Segment, to_json
 from coordexp.targets import SampleOutcome
 
 logger = logging.getLogger("coordexp")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from coordexp import distributed
-from coordexp.checkpoints.lengths import check_lengths, length_advice
+from coordexp.checkpoints.folder import check_lengths, length_advice
 from coordexp.config import RunConfig, advice, check_world_size, resolved_rollout, rollout_contract
 from coordexp.config.environment import check_training_environment
 from coordexp.config.rollout import RolloutMatchingConfig
@@ -261,9 +261,7 @@ def _load_model(run: CheckedRun) -> LoadedModel:
     set_seed(run.config.training.seed)
     model = run.config.model
     loaded = load_model(model.model, model.dtype, model.attn_implementation)
-    loaded = replace(
-        loaded, preparation=preparation_of(run.train)
-    )  # which checkpoints record
+    loaded = replace(loaded, preparation=preparation_of(run.train))  # which checkpoints record
     tune(loaded.model, run.config.tuner, loaded.vocab.coord_token_ids)
     return loaded
 

@@ -26,8 +26,7 @@ from coordexp.data.preparation import write_preparation
 from coordexp.errors import CheckpointError, DataError
 from coordexp.modeling.adapter import has_adapter, load_adapter, save_adapter
 from coordexp.packing import CarryBuffer
-from coordexp.records import RolloutRequest, Segment, TrainingTarget
-from coordexp.records_json import from_json, to_json
+from coordexp.records import RolloutRequest, Segment, TrainingTarget, from_json, to_json
 from coordexp.training.answers import RolloutQueue, SavedAnswers
 from coordexp.training.checkpoint import checkpoint_folder, is_complete, read_seal, readable, seal_checkpoint, writing
 from coordexp.training.offload import held_by

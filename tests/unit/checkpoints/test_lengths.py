@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from coordexp.checkpoints.lengths import check_lengths, length_advice, num_positions
+from coordexp.checkpoints.folder import check_lengths, length_advice, num_positions
 from coordexp.config import RunConfig, parse_config
 from coordexp.errors import ConfigError
 from coordexp.training.run import check_run
@@ -64,7 +64,7 @@ TOO_LONG = [
 def test_longer_than_the_checkpoint_is_refused_with_key_value_and_limit(
     keys: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=message + ".*knows 4096 positions"):
+    with pytest.raises(ConfigError, match=message + ".*4096 positions"):
         check_lengths(config_of(tmp_path, **keys))
 
 

@@ -13,8 +13,7 @@ import pytest
 from coordexp.config import load_config
 from coordexp.engine.arguments import CONFIG_JSON, ENABLE, activated_config
 from coordexp.errors import ConfigError
-from coordexp.launch.plan import LaunchPlan, plan_from_json, plan_launch
-from coordexp.launch.preflight import run_checks
+from coordexp.launch.plan import LaunchPlan, plan_from_json, plan_launch, run_checks
 from coordexp.training.run import resolved_rollout
 from support.cli_runs import run_cli
 from support.config_samples import set_key, write_yaml
@@ -241,7 +240,7 @@ def test_taken_ports_missing_devices_and_full_disks_are_all_named(
     servers[1]["group_port"] = servers[0]["group_port"]
     config = set_key(config, "launch.server_devices", [[0], [1]])
     config = set_key(config, "launch.learner_devices", [9])
-    monkeypatch.setattr("coordexp.launch.preflight.CHECKPOINT_SHARE", 1e12)
+    monkeypatch.setattr("coordexp.launch.plan.CHECKPOINT_SHARE", 1e12)
     config = set_key(config, "training.save_strategy", "steps")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", int(servers[0]["base_url"].rsplit(":", 1)[1])))
@@ -251,7 +250,7 @@ def test_taken_ports_missing_devices_and_full_disks_are_all_named(
         text = "\n".join(
             f"{c.name}: {c.problem}" for c in run_checks(run, plan_launch(run, path), num_gpus=2) if c.problem
         )
-    assert "there is no device 9" in text
+    assert "device 9 does not exist" in text
     assert "servers[0].base_url" in text and "is taken" in text
     assert "servers[1].group_port" in text and "give each its own" in text
     assert "training.output_dir" in text

@@ -21,8 +21,7 @@ from coordexp.recording.rollout_record import (
     read_records,
     replay,
 )
-from coordexp.records import DropReason, GTObject, TokenRole
-from coordexp.records_json import from_json, to_json
+from coordexp.records import DropReason, GTObject, TokenRole, from_json, to_json
 from coordexp.targets import TransportConfig
 from support.answers import CAT, DOG, LEAF, answer, entry, outcome_of, record, tiny_vocab, vocabs
 
