@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from PIL import Image, ImageEnhance
 
@@ -38,32 +38,25 @@ class Sample:
     request: RolloutRequest
 
 
+@dataclass(eq=False)
 class RecordDataset:
     """A map-style dataset over records for torch's loaders; torch-free, because reading answers needs it too.
 
-    ``ordering: random`` shuffles a record's objects by (seed, epoch, its index), the same on every rank; with
+    ``encode(record)`` returns the prompt; with ``augment`` also ``encode(record, image)``, for an image that is in no
+    file. ``ordering: random`` shuffles a record's objects by (seed, epoch, its index), the same on every rank; with
     ``augment`` a sample is a view of its record, drawn by the same three. Outside of training the epoch is 0.
     """
 
-    def __init__(
-        self,
-        records: Sequence[ImageRecord],
-        encode: Callable[..., RolloutRequest],
-        ordering: ObjectOrdering = _ORDERING,
-        seed: int = 0,
-        augment: AugmentConfig | None = None,
-    ) -> None:
-        """``encode(record)``; with ``augment`` also ``encode(record, image)``, for an image that no file holds."""
-        self._ordering: ObjectOrdering = ordering
-        self._seed = seed
-        self._augment = augment
-        self._epoch = 0
-        self._encode = encode
-        self._places: dict[str, int] = {}
-        self._records = records
+    records: Sequence[ImageRecord]
+    encode: Callable[..., RolloutRequest]
+    ordering: ObjectOrdering = _ORDERING
+    seed: int = 0
+    augment: AugmentConfig | None = None
+    _epoch: int = field(default=0, init=False)
+    _places: dict[str, int] = field(default_factory=dict, init=False)
 
     def __len__(self) -> int:
-        return len(self._records)
+        return len(self.records)
 
     def __getitem__(self, index: int) -> Sample:
         return self._sample(index, self._epoch)
@@ -74,8 +67,8 @@ class RecordDataset:
 
     def record(self, index: int) -> ImageRecord:
         """A record as the first epoch orders its objects, not augmented."""
-        record = self._records[index]
-        return replace(record, objects=order_objects(record.objects, self._ordering, self._shuffle(0, index)))
+        record = self.records[index]
+        return replace(record, objects=order_objects(record.objects, self.ordering, self._shuffle(0, index)))
 
     def request_of(self, sample_id: str) -> RolloutRequest:
         """The prompt of a sample of any epoch.
@@ -83,11 +76,11 @@ class RecordDataset:
         Raises:
             DataError: the dataset does not contain its record.
         """
-        name, _, epoch = sample_id.rpartition(_EPOCH) if self._augment is not None else (sample_id, "", "0")
-        if isinstance(self._records, CachedRecords):
-            index = self._records.index_of(name)
+        name, _, epoch = sample_id.rpartition(_EPOCH) if self.augment is not None else (sample_id, "", "0")
+        if isinstance(self.records, CachedRecords):
+            index = self.records.index_of(name)
         else:
-            self._places = self._places or {record.sample_id: at for at, record in enumerate(self._records)}
+            self._places = self._places or {record.sample_id: at for at, record in enumerate(self.records)}
             index = self._places.get(name)
         if index is None or not epoch.isdecimal():
             raise DataError(
@@ -97,27 +90,27 @@ class RecordDataset:
         return self._sample(index, int(epoch)).request
 
     def _sample(self, index: int, epoch: int) -> Sample:
-        if self._augment is not None:
+        if self.augment is not None:
             record, image = self.view(index, epoch)
-            return Sample(record, self._encode(record, image))
+            return Sample(record, self.encode(record, image))
         record = self.record(index)
-        if self._ordering == "random" and epoch:
+        if self.ordering == "random" and epoch:
             record = replace(record, objects=order_objects(record.objects, "random", self._shuffle(epoch, index)))
-        return Sample(record, self._encode(record))
+        return Sample(record, self.encode(record))
 
     def view(self, index: int, epoch: int) -> tuple[ImageRecord, Image.Image]:
         """The augmented view of a record in an epoch: the record with the visible objects, and the image."""
-        assert self._augment is not None, "only for augmented datasets"
+        assert self.augment is not None, "only for augmented datasets"
         record = self.record(index)
-        view = draw_view(self._augment, self._seed, epoch, index)
-        objects, left_out = view.objects(record.objects, self._augment.min_visible)
+        view = draw_view(self.augment, self.seed, epoch, index)
+        objects, left_out = view.objects(record.objects, self.augment.min_visible)
         image = view.image(open_rgb(record.image, expected_size=(record.width, record.height)))
-        ordered = order_objects(objects, self._ordering, self._shuffle(epoch, index))
+        ordered = order_objects(objects, self.ordering, self._shuffle(epoch, index))
         name, metadata = f"{record.sample_id}{_EPOCH}{epoch}", {**record.metadata, LEFT_OUT: left_out}
         return replace(record, sample_id=name, objects=ordered, metadata=metadata), image
 
     def _shuffle(self, epoch: int, index: int) -> random.Random:
-        return random.Random(f"{self._seed}:{index}" if epoch == 0 else f"{self._seed}:{epoch}:{index}")
+        return random.Random(f"{self.seed}:{index}" if epoch == 0 else f"{self.seed}:{epoch}:{index}")
 
 
 @dataclass(frozen=True, slots=True)

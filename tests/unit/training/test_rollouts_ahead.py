@@ -185,7 +185,7 @@ def test_a_step_that_fails_keeps_the_answers_that_it_took(
 
 def test_samples_that_cannot_be_read_are_the_failure_of_the_step_that_needs_them(ahead: Any, tmp_path: Path) -> None:
     def break_the_second_step(trainer: Any) -> None:
-        dataset, read = trainer.train_dataset, trainer.train_dataset._encode
+        dataset, read = trainer.train_dataset, trainer.train_dataset.encode
         seen: list[str] = []
 
         def encode(record: Any) -> Any:
@@ -194,7 +194,7 @@ def test_samples_that_cannot_be_read_are_the_failure_of_the_step_that_needs_them
                 raise DataError("gone", path=record.image)
             return read(record)
 
-        dataset._encode = encode
+        dataset.encode = encode
 
     with pytest.raises(DataError, match="gone"):
         ahead(on_built=break_the_second_step)
