@@ -55,7 +55,15 @@ def serialize_append(
         AppendError: ``prefix_text`` is not append-ready (it ends elsewhere, inside a string, or not at the root's
             depth), or ends with a comma and there is nothing to append.
     """
-    _check_depth(prefix_text)
+    depth = 0
+    for mark in _MARK.findall(prefix_text):
+        if mark == '"':  # a string that does not end
+            raise AppendError(f"cannot append after {prefix_text[-40:]!r}: it ends inside a string")
+        depth += (mark in "{[") - (mark in "}]") if len(mark) == 1 else 0
+    if depth != 1 and prefix_text.rstrip()[-1:] in ("{", ",", "}"):  # append_fragment refuses other ends
+        raise AppendError(
+            f"cannot append after {prefix_text[-40:]!r}: {depth} brackets are open there, not the root's alone"
+        )
     return append_fragment(objects, prefix_text, start_index, field_order).text
 
 
@@ -98,16 +106,3 @@ def append_fragment(
         entries.append((entry_start, at))
     write("}")
     return Fragment("".join(parts), tuple(spans), tuple(entries))
-
-
-def _check_depth(prefix_text: str) -> None:
-    """Check that ``prefix_text`` ends inside the root object and nothing deeper; append_fragment checks its end."""
-    depth = 0
-    for mark in _MARK.findall(prefix_text):
-        if mark == '"':  # a string that does not end
-            raise AppendError(f"cannot append after {prefix_text[-40:]!r}: it ends inside a string")
-        depth += (mark in "{[") - (mark in "}]") if len(mark) == 1 else 0
-    if depth != 1 and prefix_text.rstrip()[-1:] in ("{", ",", "}"):
-        raise AppendError(
-            f"cannot append after {prefix_text[-40:]!r}: {depth} brackets are open there, not the root's alone"
-        )

@@ -103,14 +103,9 @@ def assign_pairs(pred_of_N: np.ndarray, gt_of_N: np.ndarray, iou_N: np.ndarray, 
     contested = usable[contested_F]
     if not contested.size:  # nearly every answer outside of crowds needs no solver
         return usable
-    chosen = contested[_solve(pred_of_N[contested], gt_of_N[contested], price_N[contested])]
-    return np.concatenate([usable[~contested_F], chosen])
-
-
-def _solve(pred_E: np.ndarray, gt_E: np.ndarray, price_E: np.ndarray) -> np.ndarray:
-    """Which of E pairs form the one-to-one assignment of least total price: a mask (E,) bool."""
     from scipy.optimize import linear_sum_assignment
 
+    pred_E, gt_E, price_E = pred_of_N[contested], gt_of_N[contested], price_N[contested]
     preds, row_E = np.unique(pred_E, return_inverse=True)
     gts, column_E = np.unique(gt_E, return_inverse=True)
     price_PG = np.zeros((len(preds), len(gts)))  # other pairs mean "both alone"
@@ -119,7 +114,8 @@ def _solve(pred_E: np.ndarray, gt_E: np.ndarray, price_E: np.ndarray) -> np.ndar
     edges = dict(zip(zip(row_E.tolist(), column_E.tolist(), strict=True), price_E.tolist(), strict=True))
     solved = {i: j for i, j in zip(rows.tolist(), columns.tolist(), strict=True) if (i, j) in edges}
     partner_of = _settle_ties(solved, edges)
-    return np.array([partner_of.get(i) == j for i, j in edges], dtype=bool)
+    is_chosen_E = np.array([partner_of.get(i) == j for i, j in edges], dtype=bool)
+    return np.concatenate([usable[~contested_F], contested[is_chosen_E]])
 
 
 def _settle_ties(partner_of: dict[int, int], price: dict[tuple[int, int], float]) -> dict[int, int]:

@@ -198,9 +198,9 @@ def _read_entries(
     """The valid objects of the kept prefix and its highest ``object_{n}``; all other entries into ``dropped``."""
     kept_until = -1 if prefix.cut is None else prefix.cut
     # Byte offset after each token of the prefix; a replaced tail has other tokens than the rollout.
-    own = len(prefix.token_ids) - prefix.num_replaced
-    ends = answer.ends[:own]
-    for token_id in prefix.token_ids[own:]:
+    num_own = len(prefix.token_ids) - prefix.num_replaced
+    ends = answer.ends[:num_own]
+    for token_id in prefix.token_ids[num_own:]:
         ends.append((ends[-1] if ends else 0) + len(vocab.pieces[token_id]))
     objects: list[PredictedObject] = []
     max_index: int | None = None
@@ -215,28 +215,26 @@ def _read_entries(
         content = _read_object(entry, answer)
         if isinstance(content, DropReason):
             dropped[content] += 1
-        elif not kept:
+            continue
+        if not kept:
             dropped[DropReason.UNCUTTABLE] += 1
-        else:
-            objects.append(_located(index, entry, content, ends))
+            continue
+        first = bisect_right(ends, entry.start)
+        own = first + ((ends[first - 1] if first else 0) < entry.start)
+        value_start, value_end = content.value
+        objects.append(
+            PredictedObject(
+                index=index,
+                desc=content.desc,
+                kind=content.kind,
+                bins=tuple([k for _, k in content.coords]),
+                coord_token_idx=tuple([i for i, _ in content.coords]),
+                token_span=(first, bisect_right(ends, entry.value.end - 1) + 1),
+                own_token_span=(own, max(own, bisect_right(ends, entry.value.end))),
+                desc_token_span=(bisect_right(ends, value_start), bisect_right(ends, value_end - 1) + 1),
+            )
+        )
     return tuple(objects), max_index
-
-
-def _located(index: int, entry: Member, content: _Content, ends: list[int]) -> PredictedObject:
-    """An object with the token ranges of its entry."""
-    first = bisect_right(ends, entry.start)
-    own = first + ((ends[first - 1] if first else 0) < entry.start)
-    value_start, value_end = content.value
-    return PredictedObject(
-        index=index,
-        desc=content.desc,
-        kind=content.kind,
-        bins=tuple([k for _, k in content.coords]),
-        coord_token_idx=tuple([i for i, _ in content.coords]),
-        token_span=(first, bisect_right(ends, entry.value.end - 1) + 1),
-        own_token_span=(own, max(own, bisect_right(ends, entry.value.end))),
-        desc_token_span=(bisect_right(ends, value_start), bisect_right(ends, value_end - 1) + 1),
-    )
 
 
 def _read_object(entry: Member, answer: _TokenLayout) -> _Content | DropReason:
@@ -277,8 +275,12 @@ def _read_object(entry: Member, answer: _TokenLayout) -> _Content | DropReason:
 def _read_coords(kind: GeometryKind, array: Node, answer: _TokenLayout) -> list[tuple[int, int]] | DropReason:
     """(token position, bin) of every coordinate of a geometry, each written by exactly one coordinate token."""
     if array.kind is Kind.COORDS:
-        coords = _aligned(array, answer)
-        if coords is not None:
+        # Coordinate tokens cannot overlap and each writes a literal, so as many tokens as literals are the literals.
+        # Otherwise ordinary tokens spell one of them.
+        first = bisect_right(answer.coord_starts, array.start)
+        starts = answer.coord_starts[first : bisect_right(answer.coord_starts, array.end - 1)]
+        if len(starts) == answer.data.count(b"<|coord_", array.start, array.end):
+            coords = [answer.coord_at[start] for start in starts]
             return coords if _is_enough(kind, len(coords)) else DropReason.WRONG_ARITY
     elif array.kind is not Kind.ARRAY:
         return DropReason.NON_COORD_TOKEN
@@ -309,18 +311,6 @@ def _read_coords(kind: GeometryKind, array: Node, answer: _TokenLayout) -> list[
     return coords if _is_enough(kind, len(coords)) else DropReason.WRONG_ARITY
 
 
-def _aligned(array: Node, answer: _TokenLayout) -> list[tuple[int, int]] | None:
-    """(token position, bin) of an array of quoted literals; None where ordinary tokens spell one of them.
-
-    Coordinate tokens cannot overlap and each writes a literal, so as many tokens as literals are the literals.
-    """
-    first = bisect_right(answer.coord_starts, array.start)
-    starts = answer.coord_starts[first : bisect_right(answer.coord_starts, array.end - 1)]
-    if len(starts) != answer.data.count(b"<|coord_", array.start, array.end):
-        return None
-    return [answer.coord_at[start] for start in starts]
-
-
 def _is_enough(kind: GeometryKind, num_coords: int) -> bool:
     return num_coords == 4 if kind == "bbox_2d" else num_coords >= 6 and num_coords % 2 == 0
 
@@ -343,22 +333,17 @@ def choose_prefix(token_ids: Sequence[int], ends: Sequence[int], cuts: Sequence[
             the root's ``{`` or the ``}`` of an entry.
     """
     for cut in reversed(cuts):
-        prefix = _cut_at(token_ids, ends, cut, vocab)
-        if prefix is not None:
-            return prefix
+        last = bisect_left(ends, cut)  # the token that holds the byte before the cut
+        if ends[last] == cut:
+            return Prefix(tuple(token_ids[: last + 1]), 0, cut)
+        start = ends[last - 1] if last else 0
+        tail = exact_encoding(vocab.piece_bytes(token_ids[last])[: cut - start], vocab)
+        if tail is not None:
+            return Prefix((*token_ids[:last], *tail), len(tail), cut)
     opening = exact_encoding(b"{", vocab)
     if opening is None:
         raise VocabError("the tokenizer cannot write a lone '{'; use a byte-level BPE tokenizer (the Qwen family's)")
     return Prefix(opening, len(opening), None)
-
-
-def _cut_at(token_ids: Sequence[int], ends: Sequence[int], cut: int, vocab: CoordVocab) -> Prefix | None:
-    last = bisect_left(ends, cut)  # the token that holds the byte before the cut
-    if ends[last] == cut:
-        return Prefix(tuple(token_ids[: last + 1]), 0, cut)
-    start = ends[last - 1] if last else 0
-    tail = exact_encoding(vocab.piece_bytes(token_ids[last])[: cut - start], vocab)
-    return None if tail is None else Prefix((*token_ids[:last], *tail), len(tail), cut)
 
 
 def exact_encoding(piece: bytes, vocab: CoordVocab) -> tuple[int, ...] | None:

@@ -23,9 +23,7 @@ MAX_SEED = 2**31 - 1
 def request_seed(training_seed: int, global_step: int, micro_step_idx: int, rank: int, req_idx: int) -> int:
     """Seed of one generation call, in 1 … 2^31 - 1 (servers read 0 as "no seed").
 
-    Args:
-        training_seed: ``training.seed``. global_step: optimizer steps done. micro_step_idx: 0-based within the step.
-        rank: the learner's rank. req_idx: index of the call's first request among the rank's requests.
+    ``micro_step_idx`` counts from 0 within the step; ``req_idx``: the call's first request among the rank's.
     """
     return 1 + _stable_hash(f"{training_seed}:{global_step}:{micro_step_idx}:{rank}:{req_idx}") % MAX_SEED
 
@@ -96,13 +94,14 @@ class DecodingOptions:
 
 def decoding_options(config: RolloutMatchingConfig) -> DecodingOptions:
     """The decoding part of the section, as values."""
+    sampling = config.decoding
     return DecodingOptions(
-        max_new_tokens=config.max_new_tokens,
-        temperature=config.decoding.temperature,
-        top_p=config.decoding.top_p,
-        top_k=config.decoding.top_k,
-        num_beams=config.num_beams,
-        repetition_penalty=config.repetition_penalty,
+        config.max_new_tokens,
+        sampling.temperature,
+        sampling.top_p,
+        sampling.top_k,
+        config.num_beams,
+        config.repetition_penalty,
     )
 
 
