@@ -104,7 +104,7 @@ def test_a_broken_rollout_request_ends_the_step(
 def test_an_answer_of_the_weights_before_is_refused(behind: Proxied, seen: Callable[[object], None]) -> None:
     behind.push()
     behind.proxy.misbehave("/infer/", STALE)
-    assert "the answer comes from weights of" in refused(behind.ask, seen)
+    assert "the answer is from weights of" in refused(behind.ask, seen)
 
 
 @pytest.mark.parametrize("path", ["/update_flattened_params/", COMMIT])

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -99,7 +98,6 @@ class ServerClient:
 
     @property
     def host(self) -> str:
-        """The server's host, where its weight group meets too."""
         return urlsplit(self.base_url).hostname or "127.0.0.1"
 
     def __str__(self) -> str:
@@ -117,11 +115,7 @@ class ServerClient:
         """Like :meth:`health`; returns for how many seconds the server's slowest engine has not responded, or has
         sampled no token although it has requests (its HTTP process may answer while the engine hangs). 0 if the server
         does not report it."""
-        reply = self._call("GET", "/health/", timeout_s=timeout_s, wants_json=False)
-        try:
-            health = json.loads(reply.body)
-        except (ValueError, RecursionError):
-            health = None
+        health = self._call("GET", "/health/", timeout_s=timeout_s, wants_json=False)
         stalls = [health.get(name) for name in STALL_KEYS] if isinstance(health, Mapping) else []
         return max((float(s) for s in stalls if isinstance(s, (int, float)) and not isinstance(s, bool)), default=0.0)
 
@@ -222,7 +216,6 @@ class ServerClient:
         )
 
     def close_communicator(self, timeout_s: float | None = None) -> None:
-        """Let the server's workers leave the weight group."""
         self._call("POST", "/close_communicator/", timeout_s=timeout_s)
 
     def update_flattened_params(self, metadatas: Sequence[Mapping[str, Any]], timeout_s: float) -> None:
@@ -232,7 +225,6 @@ class ServerClient:
     def update_adapter(
         self, peft_config: Mapping[str, Any], metadatas: Sequence[Mapping[str, Any]], timeout_s: float
     ) -> None:
-        """Announce an adapter; its bytes follow in the weight group."""
         payload = {"peft_config": peft_config, "metadatas": metadatas}
         self._call("POST", "/update_adapter_flattened_param/", payload, timeout_s=timeout_s)
 
@@ -249,12 +241,10 @@ class ServerClient:
         return reply.get("reports") if isinstance(reply, dict) else None
 
     def reset_caches(self, timeout_s: float | None = None) -> None:
-        """Empty the prefix, encoder and multimodal caches."""
         for cache in ("prefix", "encoder", "mm"):
             self._call("POST", f"/reset_{cache}_cache/", timeout_s=timeout_s)
 
     def close(self) -> None:
-        """Drop the connections; safe to call twice."""
         self._http.close()
 
     def _call(
@@ -268,17 +258,26 @@ class ServerClient:
         wants_json: bool = True,
         max_bytes: int = MAX_ANSWER_BYTES,
     ) -> Any:
-        """One request. Without ``timeout_s`` the client's own deadline holds, or none with ``no_deadline``. A deadline
-        covers the whole call: connecting, sending and every byte of the answer."""
+        """One request; the answer's JSON, or None if it is other text and ``wants_json`` is False.
+
+        Without ``timeout_s`` the client's own deadline holds, or none with ``no_deadline``. It covers the whole call:
+        connecting, sending and every byte of the answer.
+        """
         url = f"{self.base_url}{endpoint}"
         where = f"{method} {url}"
         read_s = timeout_s if timeout_s is not None else None if no_deadline else self.timeout_s
         connect_s = min(CONNECT_S, self.timeout_s if read_s is None else read_s)
+        timeout = httpx.Timeout(read_s, connect=connect_s, pool=None)
+        body = bytearray()
         try:
-            with deadline(read_s):
-                reply = self._exchange(
-                    method, url, payload, httpx.Timeout(read_s, connect=connect_s, pool=None), max_bytes
-                )
+            with deadline(read_s), self._http.stream(method, url, json=payload, timeout=timeout) as reply:
+                for chunk in reply.iter_bytes():
+                    body += chunk
+                    if len(body) > max_bytes:
+                        raise ServerRefused(
+                            f"{where}: the answer is longer than {max_bytes:,} bytes, the most that this call can "
+                            "need; is this a rollout server?"
+                        )
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             raise ServerUnreachable(
                 f"{where}: no rollout server accepts connections there ({error}); {_START}"
@@ -294,61 +293,31 @@ class ServerClient:
             raise ServerUnreachable(
                 f"{where}: the connection broke ({type(error).__name__}: {error}); it may have died, see its log"
             ) from error
-        if reply.status != 200:
-            raise _refusal(where, reply)
-        if not wants_json:
-            return reply
         try:
-            return json.loads(reply.body)
+            content = json.loads(body)
         except (ValueError, RecursionError) as error:
-            raise ServerRefused(
-                f"{where}: the answer is not JSON: {reply.text[:EXCERPT]!r}; is this a rollout server?"
-            ) from error
-
-    def _exchange(
-        self, method: str, url: str, payload: Mapping[str, Any] | None, timeout: httpx.Timeout, max_bytes: int
-    ) -> _Reply:
-        with self._http.stream(method, url, json=payload, timeout=timeout) as reply:
-            body = bytearray()
-            for chunk in reply.iter_bytes():
-                body += chunk
-                if len(body) > max_bytes:
-                    raise ServerRefused(
-                        f"{method} {url}: the answer is longer than {max_bytes:,} bytes, the most that this call can "
-                        "need; is this a rollout server?"
-                    )
-            return _Reply(reply.status_code, bytes(body))
-
-
-@dataclass(frozen=True, slots=True)
-class _Reply:
-    status: int
-    body: bytes
-
-    @property
-    def text(self) -> str:
-        return self.body[: 4 * EXCERPT].decode("utf-8", errors="replace")
+            if reply.status_code == 200 and wants_json:
+                raise ServerRefused(
+                    f"{where}: the answer is not JSON: {_excerpt(body)}; is this a rollout server?"
+                ) from error
+            content = None
+        if reply.status_code == 200:
+            return content
+        # The server's own error message, or the beginning of its answer.
+        message = content.get("error", content.get("detail")) if isinstance(content, dict) else None
+        message = message[:EXCERPT] if isinstance(message, str) else _excerpt(body)
+        advice = {
+            401: "the token is missing or wrong: set rollout_matching.vllm.server.api_key_env on both sides",
+            403: "the token is wrong: set rollout_matching.vllm.server.api_key_env on both sides",
+            404: "is this a rollout server, and does base_url hold its prefix?",
+        }.get(reply.status_code, "look into the server's log")
+        refused = ServerRefused(f"{where}: status {reply.status_code}, {message}; {advice}")
+        refused.status = reply.status_code
+        raise refused
 
 
-def _refusal(where: str, reply: _Reply) -> ServerRefused:
-    advice = {
-        401: "the token is missing or wrong: set rollout_matching.vllm.server.api_key_env on both sides",
-        403: "the token is wrong: set rollout_matching.vllm.server.api_key_env on both sides",
-        404: "is this a rollout server, and does base_url hold its prefix?",
-    }.get(reply.status, "look into the server's log")
-    error = ServerRefused(f"{where}: status {reply.status}, {_account(reply)}; {advice}")
-    error.status = reply.status
-    return error
-
-
-def _account(reply: _Reply) -> str:
-    """The server's own error message, or the beginning of its answer."""
-    try:
-        content = json.loads(reply.body)
-    except (ValueError, RecursionError):
-        content = None
-    words = content.get("error", content.get("detail")) if isinstance(content, dict) else None
-    return words[:EXCERPT] if isinstance(words, str) else repr(reply.text[:EXCERPT])
+def _excerpt(body: bytes | bytearray) -> str:
+    return repr(body[: 4 * EXCERPT].decode("utf-8", errors="replace")[:EXCERPT])
 
 
 # httpx's timeouts are per chunk: a server that sends a byte now and then would be waited for without end. So

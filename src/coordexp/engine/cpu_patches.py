@@ -11,7 +11,7 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -109,11 +109,11 @@ def remove_leftovers(folder: Path = SHARED_MEMORY) -> list[str]:
     before processes are searched. Processes of other containers that share ``/dev/shm`` are not seen; a running engine
     of theirs does not need the name.
     """
-    found = {_identity(status): path for path, status in _files(folder)}
+    found = _files(folder)
     if not found:
         return []
-    held = _held(set(found))
-    removed = [path.name for file, path in found.items() if file not in held and _removed(path, file)]
+    in_use = set[_File]().union(*(_in_use(process) for process in Path("/proc").iterdir() if process.name.isdigit()))
+    removed = [path.name for file, path in found.items() if file not in in_use and _removed(path, file)]
     if removed:
         logger.warning("%s: removed shared memory that a killed run left behind: %s", folder, ", ".join(removed))
     return removed
@@ -121,29 +121,25 @@ def remove_leftovers(folder: Path = SHARED_MEMORY) -> list[str]:
 
 def forget_names(folder: Path = SHARED_MEMORY) -> list[str]:
     """Remove the names of what this process has mapped; the memory stays until it ends."""
-    own = _mapped(Path("/proc/self"))
-    return [path.name for path, status in _files(folder) if _identity(status) in own and _removed(path, None)]
+    own = _in_use(Path("/proc/self"))
+    return [path.name for file, path in _files(folder).items() if file in own and _removed(path, file)]
 
 
-def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
+def _files(folder: Path) -> dict[_File, Path]:
+    """This user's shared memory of engines."""
+    files = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if _NAME.fullmatch(path.name):
-            try:
-                status = path.lstat()
-            except FileNotFoundError:
-                continue
-            if status.st_uid == os.geteuid():
-                yield path, status
+        with suppress(FileNotFoundError):
+            status = path.lstat()
+            if _NAME.fullmatch(path.name) and status.st_uid == os.geteuid():
+                files[(status.st_dev, status.st_ino)] = path
+    return files
 
 
-def _identity(status: os.stat_result) -> _File:
-    return status.st_dev, status.st_ino
-
-
-def _removed(path: Path, file: _File | None) -> bool:
-    """Unlink ``path`` if it is there and, where ``file`` is given, still that file."""
+def _removed(path: Path, file: _File) -> bool:
     try:
-        if file is not None and _identity(path.lstat()) != file:
+        status = path.lstat()
+        if (status.st_dev, status.st_ino) != file:
             return False
         path.unlink()
     except FileNotFoundError:  # another rank was faster
@@ -151,40 +147,21 @@ def _removed(path: Path, file: _File | None) -> bool:
     return True
 
 
-def _held(files: set[_File]) -> set[_File]:
-    """Those of ``files`` that a process has open or mapped."""
-    held: set[_File] = set()
-    for process in Path("/proc").iterdir():
-        if process.name.isdigit():
-            held |= files & (_opened(process) | _mapped(process))
-    return held
-
-
-def _opened(process: Path) -> set[_File]:
-    opened: set[_File] = set()
-    try:
+def _in_use(process: Path) -> set[_File]:
+    """Files that a process has open, and shared memory of engines that it has mapped. (psutil knows them by their names
+    only, which is not enough: a name may belong to a newer file by now.)"""
+    files: set[_File] = set()
+    with suppress(OSError):  # it ended meanwhile, or is another user's, who cannot hold this user's memory
         for handle in (process / "fd").iterdir():
-            try:
-                opened.add(_identity(handle.stat()))
-            except OSError:  # closed meanwhile
-                continue
-    except OSError:  # ended meanwhile, or another user's, who cannot hold this user's memory
-        return opened
-    return opened
-
-
-def _mapped(process: Path) -> set[_File]:
-    mapped: set[_File] = set()
-    try:
-        lines = (process / "maps").read_text(errors="replace").splitlines()
-    except OSError:  # as above
-        return mapped
-    for line in lines:
-        fields = line.split(maxsplit=5)
-        if len(fields) == 6 and "cpushm_" in fields[5]:
-            major, _, minor = fields[3].partition(":")
-            mapped.add((os.makedev(int(major, 16), int(minor, 16)), int(fields[4])))
-    return mapped
+            with suppress(OSError):  # closed meanwhile
+                status = handle.stat()
+                files.add((status.st_dev, status.st_ino))
+        for line in (process / "maps").read_text(errors="replace").splitlines():
+            fields = line.split(maxsplit=5)
+            if len(fields) == 6 and "cpushm_" in fields[5]:
+                major, _, minor = fields[3].partition(":")
+                files.add((os.makedev(int(major, 16), int(minor, 16)), int(fields[4])))
+    return files
 
 
 if current_platform.is_cpu():

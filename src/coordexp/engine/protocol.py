@@ -42,10 +42,14 @@ def infer_payload(
         tagged: each request carries its place, which servers that stamp their answers repeat.
         names: the only descriptions that answers may hold; empty for any.
     """
-    listed = {"data_dict": {NAMES_KEY: list(names)}} if names else {}
     return {
         "infer_requests": [
-            {**_infer_request(request, source_of), **listed, **({"uuid": str(place)} if tagged else {})}
+            {
+                "messages": [{"role": one["role"], "content": _content(one["content"])} for one in request.messages],
+                "images": [source_of(request.image)],
+                **({"data_dict": {NAMES_KEY: list(names)}} if names else {}),
+                **({"uuid": str(place)} if tagged else {}),
+            }
             for place, request in enumerate(requests)
         ],
         "request_config": {
@@ -59,11 +63,6 @@ def infer_payload(
             "return_details": True,
         },
     }
-
-
-def _infer_request(request: RolloutRequest, source_of: Callable[[Path], str]) -> dict[str, Any]:
-    messages = [{"role": message["role"], "content": _content(message["content"])} for message in request.messages]
-    return {"messages": messages, "images": [source_of(request.image)]}
 
 
 def _content(parts: str | Sequence[Mapping[str, Any]]) -> str:
@@ -104,24 +103,35 @@ def read_answer(
         RolloutError: token ids or the finish reason are missing, an id is none of the tokenizer's, or answer, weights
             or guard are not the expected ones.
     """
-    where = f"{where}, {request.sample_id}"
-    prompt_ids, answer_ids, finish_reason = _read_details(item.get("response", item), where)
+    where, response = f"{where}, {request.sample_id}", item.get("response", item)
+    try:
+        (choice,) = response["choices"]
+        prompt_ids = _token_ids(response["prompt_token_ids"])
+        answer_ids = _token_ids(choice["token_ids"])
+        finish_reason = choice["finish_reason"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise RolloutError(
+            f"{where}: token ids of prompt and answer and one finish reason are due ({type(error).__name__}: {error}), "
+            f"not {str(response)[:_EXCERPT]}; the server must honour return_details"
+        ) from error
+    if not prompt_ids:
+        raise RolloutError(f"{where}: the server reports that the prompt had no tokens; update the server")
     if max_new_tokens is not None and len(answer_ids) > max_new_tokens:
         raise RolloutError(
             f"{where}: the answer has {len(answer_ids)} tokens, and rollout_matching.max_new_tokens is "
-            f"{max_new_tokens}: the server does not do what it is asked; look into its log"
+            f"{max_new_tokens}: the server ignores it; look into its log"
         )
     answer = response_tokens(answer_ids, finish_reason, vocab, where)
     envelope = _check_envelope(item.get(ENVELOPE), weights, guarded, where)
     if place is not None and envelope.get("uuid") != str(place):
         raise RolloutError(
-            f"{where}: request {place} of the call is answered with what the server says is the answer to request "
-            f"{str(envelope.get('uuid'))[:40]}: answers were exchanged on the way"
+            f"{where}: request {place} of the call got the answer to request {str(envelope.get('uuid'))[:40]}: answers "
+            "were exchanged on the way"
         )
     if stamped and not {"weight_version", "learner_id"} <= envelope.keys():
         raise RolloutError(
-            f"{where}: the answer does not say which weights it comes from, and this server's answers do; something "
-            "else answers in its place. Look for what listens at base_url"
+            f"{where}: the answer does not report its weight_version and learner_id, and this server's answers do; "
+            "another process answers in its place. Look for what listens at base_url"
         )
     return Rollout(
         sample_id=request.sample_id,
@@ -134,25 +144,8 @@ def read_answer(
     )
 
 
-def _read_details(response: Any, where: str) -> tuple[tuple[int, ...], tuple[int, ...], Any]:
-    """Token ids of prompt and answer, and why the answer ended."""
-    try:
-        (choice,) = response["choices"]
-        prompt_ids = _token_ids(response["prompt_token_ids"])
-        answer_ids = _token_ids(choice["token_ids"])
-        finish_reason = choice["finish_reason"]
-    except (KeyError, TypeError, ValueError) as error:
-        raise RolloutError(
-            f"{where}: token ids of prompt and answer and one finish reason are due ({type(error).__name__}: {error}), "
-            f"not {str(response)[:_EXCERPT]}; the server must honour return_details"
-        ) from error
-    if not prompt_ids:
-        raise RolloutError(f"{where}: the server says that the prompt had no tokens; update the server")
-    return prompt_ids, answer_ids, finish_reason
-
-
 def _check_envelope(envelope: Any, weights: WeightVersion, guarded: bool, where: str) -> Mapping[str, Any]:
-    """Check what a server says about weights and guard. A plain ms-swift server says nothing: its weights cannot be
+    """Check the weights and the guard that a server reports. A plain ms-swift reports neither: its weights cannot be
     checked, and it cannot be used with the guard."""
     if envelope is None:
         envelope = {}
@@ -163,19 +156,25 @@ def _check_envelope(envelope: Any, weights: WeightVersion, guarded: bool, where:
     )
     if answered_by != weights:
         raise RolloutError(
-            f"{where}: the answer comes from weights of {answered_by}, not {weights}: the server restarted, or another "
-            "learner pushes to it. Give each learner its own servers, and resume from the last checkpoint"
+            f"{where}: the answer is from weights of {answered_by}, not {weights}: the server restarted, or another "
+            "trainer pushes to it. Give each trainer its own servers, and resume from the last checkpoint"
         )
     active = _flag(envelope, ACTIVE, where)
+    wrong = None
     if active not in (None, int(guarded)):
-        raise _wrong_guard(guarded, f"the server's guard is {'active' if active else 'not active'}", where)
+        wrong = f"the server's guard is {'active' if active else 'not active'}"
     if guarded and TRIGGERED not in envelope:
-        raise _wrong_guard(guarded, f"the answer comes without {ENVELOPE}.{TRIGGERED}: the guard is not active", where)
+        wrong = f"the answer has no {ENVELOPE}.{TRIGGERED}: the guard is not active"
+    if wrong is not None:
+        raise RolloutError(
+            f"{where}: rollout_matching.repeat_terminate.enabled is {str(guarded).lower()}, but {wrong}; start the "
+            "server with the trainer's YAML (coordexp serve --config, or coordexp launch)"
+        )
     return envelope
 
 
 def _flag(envelope: Mapping[str, Any], name: str, where: str) -> int | None:
-    """The 0 or 1 that ``name`` holds; None where it is missing."""
+    """The 0 or 1 under ``name``; None if it is missing."""
     value = envelope.get(name)
     if name in envelope and (type(value) is not int or value not in (0, 1)):
         raise RolloutError(
@@ -183,13 +182,6 @@ def _flag(envelope: Mapping[str, Any], name: str, where: str) -> int | None:
             "number 0 or 1; correct the server"
         )
     return value
-
-
-def _wrong_guard(guarded: bool, finding: str, where: str) -> RolloutError:
-    return RolloutError(
-        f"{where}: rollout_matching.repeat_terminate.enabled is {str(guarded).lower()}, but {finding}; start the "
-        "server with the learner's YAML (coordexp serve --config, or coordexp launch)"
-    )
 
 
 def _token_ids(value: Any) -> tuple[int, ...]:
@@ -200,8 +192,8 @@ def _token_ids(value: Any) -> tuple[int, ...]:
 
 def image_source(path: Path, images: Literal["path", "base64"], preparation: ImagePreparation, ours: bool) -> str:
     """The form in which an image is sent: an absolute path, or a data URL of its file's own bytes. It is encoded again
-    only if the server would otherwise show its model other pixels than the trainer's. (Base64 without ``data:`` would
-    not do: that of every JPEG begins like a path, ``/9j/``.)
+    only if the server would otherwise show its model other pixels than the trainer's. (Plain base64 would be ambiguous:
+    that of every JPEG begins like a path, ``/9j/``.)
 
     Args:
         images: whether the server sees the trainer's files. preparation: what the trainer does to an image.
@@ -215,21 +207,13 @@ def image_source(path: Path, images: Literal["path", "base64"], preparation: Ima
         return str(path)
     header = read_header(path)
     plain = ours or (header.orientation == 1 and header.opaque)
-    if preparation.changes(*header.size) or not plain:
-        return _as_png(path, preparation)
-    if images == "path" and (ours or shard_of(str(path)) is None):
+    unchanged = plain and not preparation.changes(*header.size)
+    if unchanged and images == "path" and (ours or shard_of(str(path)) is None):
         return str(path)
-    if header.format not in _COMPRESSED:
-        return _as_png(path, preparation)
-    return _data_url(image_bytes(path), _COMPRESSED[header.format])
-
-
-def _as_png(path: Path, preparation: ImagePreparation) -> str:
-    """The pixels that the trainer's own encoder sees, lossless. zlib's fastest level: networks are fast enough."""
-    encoded = io.BytesIO()
-    preparation(open_rgb(path)).save(encoded, format="PNG", compress_level=1)
-    return _data_url(encoded.getvalue(), "png")
-
-
-def _data_url(data: bytes, kind: str) -> str:
+    if unchanged and header.format in _COMPRESSED:
+        data, kind = image_bytes(path), _COMPRESSED[header.format]
+    else:  # the pixels that the trainer's own encoder sees, lossless, at zlib's fastest level: networks are fast enough
+        encoded = io.BytesIO()
+        preparation(open_rgb(path)).save(encoded, format="PNG", compress_level=1)
+        data, kind = encoded.getvalue(), "png"
     return f"data:image/{kind};base64,{base64.b64encode(data).decode('ascii')}"

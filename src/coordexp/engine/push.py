@@ -274,9 +274,8 @@ class ServerPusher(WeightPusher):
 
     def _send_adapter(self, adapter: AdapterWeights) -> None:
         self._finish_sending()
-        self._sending = self._on_each(
-            lambda link: link.send_adapter(adapter.config, list(adapter.tensors), self._seconds_left)
-        )
+        tensors = list(adapter.tensors)
+        self._sending = self._on_each(lambda link: link.send(tensors, self._seconds_left, adapter.config))
 
     def _commit(self, weights: WeightVersion, expected: str | None) -> bool:
         self._finish_sending()
@@ -321,8 +320,7 @@ class ServerLink:
         return str(self._client)
 
     def open(self) -> None:
-        """Meet the server's workers in a weight group, unless that happened before. The group of an earlier trainer is
-        torn down there.
+        """Join a weight group with the server's workers, if there is none yet. They leave that of an earlier trainer.
 
         Raises:
             RolloutError: also if another trainer has pushed since this one did.
@@ -347,41 +345,46 @@ class ServerLink:
         self.base_overwritten = any(worker["base_overwritten"] for worker in workers)
         if self._group is None or not all(worker["communicator_open"] for worker in workers):
             self.close(notify=False)
-            self._group = self._join(_device_for(workers), self._client.timeout_s)
+            on_gpu = any(worker["device"].startswith("cuda") for worker in workers)
+            if on_gpu and not torch.cuda.is_available():
+                raise RolloutError(
+                    f"{self}: its weights are on GPUs and this trainer has none, so no group can hold both; train on a "
+                    "GPU, or start the server on the CPU"
+                )
+            if on_gpu or (not workers and torch.cuda.is_available()):
+                self._group = self._join(torch.device("cuda", torch.cuda.current_device()))
+            else:
+                self._group = self._join(torch.device("cpu"))
 
-    def _join(self, device: torch.device, timeout_s: float) -> Communicator:
-        world_size = self._client.world_size() + 1
-        self._rank = world_size - 1
-        token = secrets.token_hex(16)
-        address = GroupAddress(self._client.host, self._client.group_port, self._rank, world_size, timeout_s, token)
-        self._client.close_communicator(timeout_s=timeout_s)
+    def _join(self, device: torch.device) -> Communicator:
+        client, token = self._client, secrets.token_hex(16)
+        self._rank = client.world_size()  # the last one
+        address = GroupAddress(client.host, client.group_port, self._rank, self._rank + 1, client.timeout_s, token)
+        client.close_communicator(timeout_s=client.timeout_s)
         # Otherwise this side could meet the members of the old group, whose store still holds their keys.
-        wait_until_free(address, timeout_s)
-        announced = in_background(lambda: self._client.init_communicator(world_size, 0, timeout_s, token), THREAD)
+        wait_until_free(address, client.timeout_s)
+        announced = in_background(lambda: client.init_communicator(self._rank + 1, 0, client.timeout_s, token), THREAD)
         joined = in_background(lambda: join(address, device), THREAD)
         wait_for_all([announced, joined])
         return joined.result()
 
-    def send(self, bucket: Named, seconds_left: Callable[[], float]) -> None:
-        payload = [info.payload() for info in describe(bucket)]
-        self._announce_and_send(
-            lambda: self._client.update_flattened_params(payload, seconds_left()), bucket, seconds_left
-        )
-
-    def send_adapter(self, config: Mapping[str, Any], tensors: Named, seconds_left: Callable[[], float]) -> None:
-        payload = [info.payload() for info in describe(tensors)]
-        self._announce_and_send(
-            lambda: self._client.update_adapter(config, payload, seconds_left()), tensors, seconds_left
-        )
-
-    def _announce_and_send(
-        self, announce: Callable[[], None], tensors: Named, seconds_left: Callable[[], float]
+    def send(
+        self, tensors: Named, seconds_left: Callable[[], float], peft_config: Mapping[str, Any] | None = None
     ) -> None:
-        """Announce over HTTP in a thread, for the server answers when all bytes have come, and broadcast meanwhile.
-        Whichever side fails first ends the other one's wait."""
+        """Send a bucket of weights, or an adapter if ``peft_config`` is given. It is announced over HTTP in a thread,
+        because the server answers when all bytes have arrived, and broadcast meanwhile; whichever side fails first ends
+        the other one's wait."""
         group = self._group
         if group is None:
             raise RolloutError(f"{self}: the weight group is closed")
+        payload = [info.payload() for info in describe(tensors)]
+
+        def announce() -> None:
+            if peft_config is None:
+                self._client.update_flattened_params(payload, seconds_left())
+            else:
+                self._client.update_adapter(peft_config, payload, seconds_left())
+
         announced = in_background(announce, THREAD)
 
         def check() -> None:  # called again and again by the broadcast; raises what ends it
@@ -396,7 +399,7 @@ class ServerLink:
             ]
             group.broadcast(sent, self._rank, give_up=check)
         except RolloutError as error:
-            # A server that refused the bucket breaks the broadcast too; its own words say more.
+            # A server that refused the bucket breaks the broadcast too; its own message is more precise.
             wait([announced], timeout=CAUSE_S)
             if announced.done() and (cause := announced.exception()) is not None:
                 raise cause from error
@@ -421,7 +424,10 @@ class ServerLink:
         for number, report in enumerate(reports):
             where = f"{self}, worker {number}"
             if report is None:
-                raise RolloutError(f"{where}: the push failed there ({self._failure(number)})")
+                status = self._client.status(timeout_s=CAUSE_S)
+                workers = [] if status is None else status["workers"]
+                cause = workers[number]["failure"] if number < len(workers) else "look into the server's log"
+                raise RolloutError(f"{where}: the push failed there ({cause})")
             held = WeightVersion(report["weight_version"], report["learner_id"])
             if held != weights or report["failure"] is not None:
                 raise RolloutError(
@@ -431,13 +437,8 @@ class ServerLink:
             check_checksum(where, report["checksum"], expected)
         self._pushed = weights
 
-    def _failure(self, number: int) -> str:
-        status = self._client.status(timeout_s=CAUSE_S)
-        workers = [] if status is None else status["workers"]
-        return str(workers[number]["failure"]) if number < len(workers) else "look into the server's log"
-
     def close(self, *, notify: bool) -> None:
-        """Leave the group; ``notify`` the server too, whose workers would otherwise notice at the next push."""
+        """Leave the group; ``notify`` the server too, whose workers would otherwise leave at the next push."""
         group, self._group = self._group, None
         if group is None:
             return
@@ -446,7 +447,7 @@ class ServerLink:
             try:
                 self._client.close_communicator(timeout_s=CAUSE_S)
             except RolloutError as error:
-                logger.info("%s: not told that the learner leaves (%s)", self, error)
+                logger.info("%s: could not be notified that the trainer leaves (%s)", self, error)
 
 
 def check_checksum(where: str, held: str | None, expected: str | None) -> None:
@@ -456,12 +457,3 @@ def check_checksum(where: str, held: str | None, expected: str | None) -> None:
             f"{where}: the checksum of its weights is {held}, the learner's {expected}; its answers would not be the "
             "learner's"
         )
-
-
-def _device_for(workers: Sequence[dict[str, Any]]) -> torch.device:
-    on_gpu = any(worker["device"].startswith("cuda") for worker in workers) if workers else torch.cuda.is_available()
-    if not on_gpu:
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise RolloutError("the server's weights are on GPUs and this learner has none, so no group can hold both")
-    return torch.device("cuda", torch.cuda.current_device())
