@@ -103,14 +103,24 @@ def serve_options(
             f"{where}: {open_host} can be reached from other machines, and every client of a rollout server can "
             "overwrite its weights; set rollout_matching.vllm.server.api_key_env, or use http://127.0.0.1"
         )
+    tensor_parallel_size, num_engines = vllm.tensor_parallel_size, data_parallel_size or 1
+    if num_gpus:
+        num_engines = num_gpus // tensor_parallel_size if data_parallel_size is None else data_parallel_size
+        if num_engines < 1 or num_engines * tensor_parallel_size > num_gpus:
+            needed = max(1, num_engines)
+            raise ConfigError(
+                f"rollout_matching.vllm.tensor_parallel_size {tensor_parallel_size} x {needed} engines need "
+                f"{needed * tensor_parallel_size} GPUs, {num_gpus} are visible; lower it, or choose devices with "
+                "CUDA_VISIBLE_DEVICES"
+            )
     return ServeOptions(
         model=Path(config.model.model),
         host=host,
         advertised_host=advertised_host,
         port=port,
         group_port=entry.group_port,
-        data_parallel_size=_num_engines(data_parallel_size, vllm.tensor_parallel_size, num_gpus),
-        tensor_parallel_size=vllm.tensor_parallel_size,
+        data_parallel_size=num_engines,
+        tensor_parallel_size=tensor_parallel_size,
         max_images=vllm.limit_mm_per_prompt.image,
         engine=section_arguments(vllm),
         push_wait_s=vllm.sync.timeout_s,
@@ -126,20 +136,6 @@ def is_loopback(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def _num_engines(wanted: int | None, tensor_parallel_size: int, num_gpus: int) -> int:
-    if num_gpus == 0:
-        return wanted or 1
-    count = num_gpus // tensor_parallel_size if wanted is None else wanted
-    if count < 1 or count * tensor_parallel_size > num_gpus:
-        needed = max(1, count)
-        raise ConfigError(
-            f"rollout_matching.vllm.tensor_parallel_size {tensor_parallel_size} x {needed} engines need "
-            f"{needed * tensor_parallel_size} GPUs, {num_gpus} are visible; lower it, or choose devices with "
-            "CUDA_VISIBLE_DEVICES"
-        )
-    return count
 
 
 def prepare_environment(repeat_terminate: RepeatTerminateConfig, *, gpu: bool) -> None:

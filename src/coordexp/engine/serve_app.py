@@ -41,8 +41,7 @@ MAX_WAIT_S = 3600.0
 class WeightLock:
     """Answers and pushes exclude each other. Used from one event loop.
 
-    ready → (first bucket) updating → (commit) ready. A failure in between leads to broken, which only a whole push
-    ends.
+    ready → (first bucket) updating → (commit) ready. A failure in between leads to broken, until a whole push.
     """
 
     wait_s: float
@@ -122,20 +121,14 @@ class GroupRequest(BaseModel):
 
 
 class BucketRequest(BaseModel):
-    """One bucket of weights; see ``coordexp.weight_sync.buckets``."""
-
     metadatas: list[dict[str, Any]] = Field(min_length=1)
 
 
 class AdapterRequest(BucketRequest):
-    """A LoRA adapter with PEFT's configuration."""
-
     peft_config: dict[str, Any]
 
 
 class TensorRequest(BaseModel):
-    """One weight."""
-
     name: str
     dtype: str
     shape: list[int]
@@ -269,41 +262,37 @@ class RolloutServer:
                 for index, prompt in enumerate(prompts)
             )
             triggers = await self.engine.pop_triggers([output.request_id for output in outputs])
-        return [
-            {
-                "response": self._response(output, config.return_details),
-                "coordexp": {
-                    **weights.payload(),
-                    "repeat_terminate_active": int(self.engine.guarded),
-                    "repeat_terminate_triggered": int(output.request_id in triggers),
-                    **({} if request.uuid is None else {"uuid": request.uuid}),
+        replies = []
+        for request, output in zip(requests, outputs, strict=True):
+            (answer,) = output.outputs
+            num_prompt, num_answer = len(output.prompt_token_ids), len(answer.token_ids)
+            choice = {
+                "index": 0,
+                "message": {"role": "assistant", "content": answer.text},
+                "finish_reason": str(answer.finish_reason),
+                "token_ids": list(answer.token_ids) if config.return_details else None,
+            }
+            response = {
+                "id": output.request_id,
+                "object": "chat.completion",
+                "created": int(time.time()),
+                "model": str(self.options.model),
+                "choices": [choice],
+                "prompt_token_ids": list(output.prompt_token_ids) if config.return_details else None,
+                "usage": {
+                    "prompt_tokens": num_prompt,
+                    "completion_tokens": num_answer,
+                    "total_tokens": num_prompt + num_answer,
                 },
             }
-            for request, output in zip(requests, outputs, strict=True)
-        ]
-
-    def _response(self, output: Any, details: bool) -> dict[str, Any]:
-        (answer,) = output.outputs
-        num_prompt, num_answer = len(output.prompt_token_ids), len(answer.token_ids)
-        choice = {
-            "index": 0,
-            "message": {"role": "assistant", "content": answer.text},
-            "finish_reason": str(answer.finish_reason),
-            "token_ids": list(answer.token_ids) if details else None,
-        }
-        return {
-            "id": output.request_id,
-            "object": "chat.completion",
-            "created": int(time.time()),
-            "model": str(self.options.model),
-            "choices": [choice],
-            "prompt_token_ids": list(output.prompt_token_ids) if details else None,
-            "usage": {
-                "prompt_tokens": num_prompt,
-                "completion_tokens": num_answer,
-                "total_tokens": num_prompt + num_answer,
-            },
-        }
+            envelope = {
+                **weights.payload(),
+                "repeat_terminate_active": int(self.engine.guarded),
+                "repeat_terminate_triggered": int(output.request_id in triggers),
+                **({} if request.uuid is None else {"uuid": request.uuid}),
+            }
+            replies.append({"response": response, "coordexp": envelope})
+        return replies
 
     async def init_communicator(self, request: GroupRequest) -> dict[str, str]:
         """Let all workers join the learner's weight group, leaving the one before."""

@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, TypeVar
 
 from vllm import AsyncEngineArgs, SamplingParams
@@ -50,11 +51,7 @@ class ServedEngine:
 
     @classmethod
     def start(cls, options: ServeOptions, gpu: bool) -> ServedEngine:
-        """Load the model.
-
-        Raises:
-            RolloutError: it was not ready within ``options.ready_s``.
-        """
+        """Load the model. Raises RolloutError if it is not ready within ``options.ready_s``."""
         guarded = activated_config(os.environ) is not None
         arguments = {
             **options.engine,
@@ -123,10 +120,7 @@ class ServedEngine:
         Raises:
             RolloutError: no answer in time, or a worker failed; the message is the first failed worker's.
         """
-        answers = [
-            answer for of_rank in await self._all_ranks(CALL, method, list(args), timeout_s=timeout_s)
-            for answer in of_rank
-        ]  # fmt: skip
+        answers = list(chain.from_iterable(await self._all_ranks(CALL, method, list(args), timeout_s=timeout_s)))
         for answer in answers:
             if FAILURE in answer:
                 raise RolloutError(answer[FAILURE])
@@ -138,43 +132,29 @@ class ServedEngine:
 
     async def pop_triggers(self, request_ids: Sequence[str]) -> dict[str, Any]:
         """Requests that the repeat guard ended: id → rule and step."""
-        if not self.guarded:
-            return {}
-        return {
-            request_id: trigger
-            for of_worker in await self.workers("coordexp_pop_triggers", list(request_ids))
-            for request_id, trigger in of_worker.items()
-        }
+        popped = await self.workers("coordexp_pop_triggers", list(request_ids)) if self.guarded else []
+        return {request_id: trigger for of_worker in popped for request_id, trigger in of_worker.items()}
 
     async def reset_caches(self, caches: Sequence[str] = ("prefix", "encoder", "mm")) -> None:
-        """Empty these caches of every rank.
-
-        Raises:
-            RolloutError: a rank kept its cache.
-        """
+        """Empty these caches of every rank. Raises RolloutError if a rank kept one."""
         for cache in caches:
             what = f"reset_{cache}_cache"
             if await _in_time(what, getattr(self.llm, what)(), RPC_S) is False:
                 raise RolloutError(f"an engine kept its {cache} cache, as if requests were running")
 
     async def check_answers(self) -> None:
-        """Check that every worker applies the logits processors that the configuration needs.
-
-        Raises:
-            RolloutError: a worker dropped one, or guards with other thresholds.
-        """
+        """Raises RolloutError if a worker does not apply the logits processors that the configuration needs."""
         check_processors(await self.workers("coordexp_status"), activated_config(os.environ), self.closed_names)
 
     async def check_health(self) -> None:
-        """Raises vLLM's own error if an engine process has died."""
         await self.llm.check_health()
 
     def shutdown(self) -> None:
-        """End every engine process; safe to call twice."""
+        """Safe to call twice."""
         self.llm.shutdown(timeout=5.0)
 
     async def _all_ranks(self, method: str, *args: Any, timeout_s: float | None) -> list[list[Any]]:
-        # AsyncLLM.collective_rpc returns the first rank's results only.
+        """Results of every worker of every rank; AsyncLLM.collective_rpc returns the first rank's only."""
         call = self.llm.engine_core.call_utility_all_async("collective_rpc", method, None, args, None)
         return await _in_time(args[0] if args else method, call, timeout_s)
 
@@ -188,10 +168,8 @@ async def _in_time(what: str, call: Awaitable[Result], timeout_s: float | None) 
 
 @dataclass(slots=True)
 class Heartbeat:
-    """Asks the engine for its token counts, between two decoding steps.
-
-    An HTTP server may answer although an engine behind it hangs, and a long answer looks the same from outside.
-    """
+    """Requests each engine's token count every few seconds. An HTTP server may answer although an engine behind it
+    hangs, and to a client that looks like a long answer."""
 
     engine: ServedEngine
     every_s: float = HEARTBEAT_S
@@ -209,7 +187,6 @@ class Heartbeat:
         }
 
     async def run(self) -> None:
-        """Run until cancelled."""
         self._heard_at = time.monotonic()
         while True:
             try:

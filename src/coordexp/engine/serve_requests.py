@@ -50,11 +50,7 @@ class InferRequest(BaseModel):
     add_eos: bool | str | None = None
 
     def allowed_labels(self) -> tuple[str, ...]:
-        """Class names that the answer is limited to; empty for no limit.
-
-        Raises:
-            RequestRefused: not a list of names.
-        """
+        """Class names that the answer is limited to; empty for no limit. Raises RequestRefused for anything else."""
         names = self.data_dict.get(NAMES_KEY, [])
         if not are_labels(names):
             raise RequestRefused(400, f"data_dict.{NAMES_KEY} must be a list of names, none of them empty")
@@ -88,10 +84,8 @@ class RequestConfig(BaseModel):
     structured_outputs_regex: None = None
 
     def sampling_arguments(self, index: int) -> dict[str, Any]:
-        """Arguments of vLLM's ``SamplingParams`` for request ``index`` of a call.
-
-        As in ms-swift, each request's seed is the call's seed plus its index; 0 and None mean no seed.
-        """
+        """Arguments of vLLM's ``SamplingParams`` for request ``index`` of a call. As in ms-swift, the index is added to
+        the call's seed; 0 and None mean no seed."""
         optional = self.model_dump(
             include={"max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"}, exclude_none=True
         )
@@ -146,24 +140,23 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str):
         raise RequestRefused(400, f"a message without a role: {str(message)[:200]}")
-    if isinstance(content, list):
-        return {"role": role, "content": [_part(part) for part in content]}
-    if not isinstance(content, str):
-        raise RequestRefused(400, f"a message's content is {type(content).__name__}; send text or a list of parts")
     parts: list[dict[str, Any]] = []
-    for position, text in enumerate(content.split(IMAGE_MARK)):
-        parts += [{"type": "image"}] if position else []
-        parts += [{"type": "text", "text": text}] if text else []
+    if isinstance(content, str):
+        for position, text in enumerate(content.split(IMAGE_MARK)):
+            parts += [{"type": "image"}] if position else []
+            parts += [{"type": "text", "text": text}] if text else []
+        return {"role": role, "content": parts}
+    if not isinstance(content, list):
+        raise RequestRefused(400, f"a message's content is {type(content).__name__}; send text or a list of parts")
+    for part in content:
+        match part:
+            case {"type": "image"}:
+                parts.append({"type": "image"})
+            case {"type": "text", "text": str(text)}:
+                parts.append({"type": "text", "text": text})
+            case _:
+                raise RequestRefused(400, f"a message part must be an image or a text, not {str(part)[:200]}")
     return {"role": role, "content": parts}
-
-
-def _part(part: Any) -> dict[str, Any]:
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind == "image":
-        return {"type": "image"}
-    if kind == "text" and isinstance(part.get("text"), str):
-        return {"type": "text", "text": part["text"]}
-    raise RequestRefused(400, f"a message part must be an image or a text, not {str(part)[:200]}")
 
 
 def open_image(source: str) -> Image.Image:

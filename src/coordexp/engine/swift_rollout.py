@@ -6,6 +6,7 @@ extension), and of its HTTP endpoints those that would answer 200 after an error
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import logging
 import multiprocessing
@@ -16,6 +17,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+import swift.arguments.deploy_args
+import swift.utils
 from fastapi import Depends, HTTPException
 from pydantic import BaseModel, Field
 from swift.infer_engine import GRPOVllmEngine
@@ -83,34 +86,47 @@ class CoordExpVllmEngine(GRPOVllmEngine):
             raise
 
     def infer(self, infer_requests: list[Any], *args: Any, **kwargs: Any) -> list[RolloutOutput]:
-        """ms-swift's answers, each in an envelope that says which weights answered which request, and whether the guard
+        """ms-swift's answers, each in an envelope with its request, the version of the weights, and whether the guard
         ended it."""
-        self._names = self._names_of(infer_requests)
+        # The closed list of class names that the requests have, the same one in all of them; empty for any.
+        lists = [(_field(request, "data_dict") or {}).get(NAMES_KEY) or [] for request in infer_requests]
+        names = lists[0] if lists else []
+        if not are_labels(names) or any(one != names for one in lists):
+            raise RolloutError(f"data_dict.{NAMES_KEY} must be a list of names, none empty, the same in all requests")
+        if names and not self._takes_names:
+            raise RolloutError(f"this server takes no closed list of class names; start it with {NAMES_ENABLE}=1")
+        self._names = list(names)
         outputs = super().infer(infer_requests, *args, **kwargs)
         ids = [str(one.response.id) for one in outputs]
         ended: set[str] = set()
         if self._guard is not None:
             for popped in self._workers("coordexp_pop_triggers", ids):
                 ended |= popped.keys()
-        return [
-            self._enveloped(one, request_id in ended, _field(request, "uuid"))
-            for request, one, request_id in zip(infer_requests, outputs, ids, strict=True)
-        ]
+        enveloped = []
+        for request, output, request_id in zip(infer_requests, outputs, ids, strict=True):
+            uuid = _field(request, "uuid")
+            envelope = {
+                **self._weights.payload(),
+                "repeat_terminate_active": int(self._guard is not None),
+                "repeat_terminate_triggered": int(request_id in ended),
+                **({} if uuid is None else {"uuid": uuid}),
+            }
+            fields = {name: getattr(output, name) for name in type(output).model_fields}
+            enveloped.append(CoordExpRolloutOutput(**fields, coordexp=envelope))
+        return enveloped
+
+    # The HTTP process calls the next four by name.
 
     def coordexp_infer(self, **arguments: Any) -> dict[str, Any]:
-        """:meth:`infer`, whose error is handed over."""
         return _outcome(lambda: self.infer(**arguments))
 
     def coordexp_status(self) -> list[dict[str, Any]]:
-        """Every vLLM worker's own account."""
         return self._workers("coordexp_status")
 
     def coordexp_call(self, method: str, **arguments: Any) -> dict[str, Any]:
-        """Call ``method`` on every vLLM worker; its error is handed over."""
         return _outcome(lambda: self._workers(method, **arguments))
 
     def coordexp_commit(self, **commit: Any) -> dict[str, Any]:
-        """End a push: layouts, caches and version change together."""
         outcome = self.coordexp_call("process_weights_after_loading", **commit)
         if "result" in outcome:
             for cache in ("prefix", "encoder", "mm"):
@@ -124,18 +140,8 @@ class CoordExpVllmEngine(GRPOVllmEngine):
         generation_config.extra_args = {**(generation_config.extra_args or {}), REQUEST_KEY: str(request_id), **names}
         return super()._add_request(inputs, generation_config, request_id, adapter_request=adapter_request)
 
-    def _names_of(self, infer_requests: Sequence[Any]) -> list[str]:
-        """The closed list of class names that a call's requests bring, all of them the same one; empty for any."""
-        brought = [(_field(request, "data_dict") or {}).get(NAMES_KEY) or [] for request in infer_requests]
-        first = brought[0] if brought else []
-        if not are_labels(first) or any(one != first for one in brought):
-            raise RolloutError(f"data_dict.{NAMES_KEY} must be a list of names, none empty, the same in all requests")
-        if first and not self._takes_names:
-            raise RolloutError(f"this server takes no closed list of class names; start it with {NAMES_ENABLE}=1")
-        return list(first)
-
     def _get_grpo_lora_request(self, adapter_request: Any = None) -> Any:
-        """The adapter that was pushed last, if one is loaded; ms-swift looks for one of its own number."""
+        # The adapter that was pushed last; ms-swift looks for one with a number of its own.
         from vllm.lora.request import LoRARequest
 
         engine: Any = self.engine
@@ -147,24 +153,14 @@ class CoordExpVllmEngine(GRPOVllmEngine):
         engine: Any = self.engine  # of the two kinds that ms-swift knows, the synchronous one
         return engine.collective_rpc(method, args=args, kwargs=kwargs)
 
-    def _enveloped(self, output: RolloutOutput, ended: bool, uuid: str | None) -> CoordExpRolloutOutput:
-        fields = {name: getattr(output, name) for name in type(output).model_fields}
-        envelope = {
-            **self._weights.payload(),
-            "repeat_terminate_active": int(self._guard is not None),
-            "repeat_terminate_triggered": int(ended),
-            **({} if uuid is None else {"uuid": uuid}),
-        }
-        return CoordExpRolloutOutput(**fields, coordexp=envelope)
-
 
 def _field(request: Any, name: str) -> Any:
-    """A field of a request, in either form that ms-swift hands to its engines; None where it is missing."""
+    """A field of a request, in either form that ms-swift gives to its engines; None if it is missing."""
     return request.get(name) if isinstance(request, dict) else getattr(request, name, None)
 
 
 def _outcome(act: Callable[[], Any]) -> dict[str, Any]:
-    """What ``act`` returns, or the text of its error. ms-swift's loop would log the error and return None."""
+    """The result of ``act``, or the text of its error. ms-swift's loop would log the error and return None."""
     try:
         return {"result": act()}
     except Exception as error:  # this process's edge: the HTTP process answers with status 500
@@ -203,14 +199,12 @@ class CoordExpEndpoints:
     _require_api_key: Any
 
     async def health(self) -> dict[str, Any]:
-        """200 while every rollout worker lives, else 503."""
         dead = [index for index, process in enumerate(self.processes) if not process.is_alive()]
         if dead:
             raise HTTPException(503, f"rollout workers {dead} have died; see the server's log")
         return {"status": "ok", **_heartbeat(self)}
 
     async def status(self) -> dict[str, Any]:
-        """The server's settings, and each worker's state."""
         asked = await _ask(self.connections, "coordexp_status", [{}] * len(self.connections))
         workers = [one for statuses in asked for one in statuses]
         return {
@@ -235,9 +229,9 @@ class CoordExpEndpoints:
         *,
         use_tqdm: bool | None = None,
     ) -> list[RolloutOutput]:
-        """ms-swift's own, but for four things: a worker's error reaches the client; a worker that has nothing to
-        answer is left alone (ms-swift lets it answer a placeholder, at full length); request i has the call's
-        seed + i, whichever worker answers it; and ``/health/`` tells meanwhile how the workers get on."""
+        """Like ms-swift's own, with four differences: a worker's error reaches the client; a worker without requests is
+        not called (ms-swift lets it answer a placeholder, at full length); request i has the call's seed + i, whichever
+        worker answers it; ``/health/`` reports the workers' progress meanwhile."""
         chunks = swift_rollout.chunk_list(infer_requests, len(self.connections))
         busy = [(connection, chunk) for connection, chunk in zip(self.connections, chunks, strict=True) if chunk]
         configs = seeded_by_place(request_config, [len(chunk) for _, chunk in busy])
@@ -253,7 +247,7 @@ class CoordExpEndpoints:
         return [output for part in replies for output in part]
 
     async def init_communicator(self, request: JoinRequest) -> dict[str, str]:
-        """Return once every worker has joined: the learner joins meanwhile."""
+        # Returns once every worker has joined: the trainer joins meanwhile.
         per_engine = self.args.vllm_tensor_parallel_size
         world_size = request.world_size if request.first_rank is not None else per_engine * len(self.connections) + 1
         first = request.first_rank or 0
@@ -274,7 +268,6 @@ class CoordExpEndpoints:
         return {"message": "communicator open"}
 
     async def process_weights_after_loading(self, request: CommitRequest | None = None) -> dict[str, Any]:
-        """Commit the push in every worker; their reports."""
         commit = (request or CommitRequest()).model_dump()
         replies = await _ask(self.connections, "coordexp_commit", [commit] * len(self.connections))
         return {"message": "weights committed", "reports": [one for part in _results(replies) for one in part]}
@@ -295,7 +288,10 @@ def install() -> None:
     gpu = has_gpu()
     complete_environment(gpu=gpu)
     if not gpu:
-        _count_cpus_as_devices()
+        for module in (swift.arguments.deploy_args, swift.utils, swift_rollout):
+            for name in ("get_device_count", "get_physical_device_count"):
+                if hasattr(module, name):
+                    setattr(module, name, lambda *_: CPU_DEVICES)
     if multiprocessing.parent_process() is not None:  # a rollout worker: engines are its own
         set_engine_owner()
         skip_main_reimport()
@@ -311,9 +307,11 @@ def _install_endpoints(server: Any) -> None:
     register, lifespan = server._register_rl_rollout_app, server.lifespan
 
     def register_ours(self: Any) -> None:
-        asked = _asked_port(sys.argv)
-        if asked is not None and asked != self.args.port:
-            raise RolloutError(f"port {asked} is taken; ms-swift would listen on {self.args.port} instead, unnoticed")
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        parser.add_argument("--port", type=int, default=self.args.port)
+        port = parser.parse_known_args(sys.argv[1:])[0].port
+        if port != self.args.port:
+            raise RolloutError(f"port {port} is taken; ms-swift would listen on {self.args.port} instead, unnoticed")
         self.args.api_key = self.args.api_key or os.environ.get(SERVER_API_KEY)
         self.coordexp_heartbeat = SharedHeartbeat.create(self.num_connections)
         self.coordexp_busy = {}
@@ -337,25 +335,6 @@ def _install_endpoints(server: Any) -> None:
     server.coordexp_installed = True
 
 
-def _count_cpus_as_devices() -> None:
-    import swift.arguments.deploy_args
-    import swift.utils
-
-    for module in (swift.arguments.deploy_args, swift.utils, swift_rollout):
-        for name in ("get_device_count", "get_physical_device_count"):
-            if hasattr(module, name):
-                setattr(module, name, lambda *_: CPU_DEVICES)
-
-
-def _asked_port(argv: Sequence[str]) -> int | None:
-    for index, word in enumerate(argv):
-        if word == "--port" and index + 1 < len(argv):
-            return int(argv[index + 1])
-        if word.startswith("--port="):
-            return int(word.removeprefix("--port="))
-    return None
-
-
 def _heartbeat(server: Any) -> dict[str, Any]:
     page: SharedHeartbeat = server.coordexp_heartbeat
     return {"engine_silent_s": round(page.silent_s(server.coordexp_busy), 1), "num_steps": page.num_steps()}
@@ -363,16 +342,16 @@ def _heartbeat(server: Any) -> dict[str, Any]:
 
 async def _ask(connections: Sequence[Any], method: str, arguments: Sequence[dict[str, Any]]) -> list[Any]:
     """Call ``method`` of these workers' engines; :class:`SerializeRequests` keeps answers to other requests apart."""
-    return await asyncio.to_thread(_ask_and_wait, connections, method, arguments)
 
+    def exchange() -> list[Any]:
+        for connection, kwargs in zip(connections, arguments, strict=True):
+            connection.send({"type": "call", "method": method, "kwargs": kwargs})
+        try:
+            return [connection.recv() for connection in connections]
+        except (EOFError, OSError) as error:
+            raise HTTPException(503, f"a rollout worker has died ({error}); see the server's log") from error
 
-def _ask_and_wait(connections: Sequence[Any], method: str, arguments: Sequence[dict[str, Any]]) -> list[Any]:
-    for connection, kwargs in zip(connections, arguments, strict=True):
-        connection.send({"type": "call", "method": method, "kwargs": kwargs})
-    try:
-        replies = [connection.recv() for connection in connections]
-    except (EOFError, OSError) as error:
-        raise HTTPException(503, f"a rollout worker has died ({error}); see the server's log") from error
+    replies = await asyncio.to_thread(exchange)
     if any(reply is None for reply in replies):
         raise HTTPException(500, f"{method} failed in a rollout worker; see the server's log")
     return replies
