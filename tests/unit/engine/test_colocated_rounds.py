@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from coordexp import distributed
 from coordexp.engine.colocated import ColocatedBackend, EngineSpec
 from coordexp.errors import RolloutError
 from coordexp.rollouts import SeedContext, rollout_session
@@ -160,19 +159,3 @@ def test_a_failed_adapter_push_is_one_event_and_full_from_then_on(monkeypatch: p
     assert [what for what, _ in learner.seen if what in ("adapter", "push")] == ["adapter", "push", "push"]
     assert engine.compared == [True, False], "the first full push is read back, also behind a fallback"
     assert backend.take_metrics()["rollout/sync_fallbacks_total"] == 1
-
-
-def test_a_push_that_fails_on_one_rank_fails_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others would go on to ask their engines, and wait there for this rank's requests."""
-
-    class Full(FakeEngine):
-        def take(self, bucket: Any) -> None:
-            raise RolloutError("no room on this rank's device")
-
-    told: list[Exception | None] = []
-    tell = distributed.raise_first_failure
-    monkeypatch.setattr(distributed, "raise_first_failure", lambda what, where: (told.append(what), tell(what, where)))
-    learner = Learner()
-    with pytest.raises(RolloutError, match="no room"):
-        backend_of(monkeypatch, learner, Full(learner)).sync_weights(1)
-    assert [str(what) for what in told] == ["no room on this rank's device"]

@@ -138,17 +138,6 @@ def test_a_lost_note_costs_little(queue_pair: tuple[Any, Any], monkeypatch: pyte
     assert reader.dequeue(timeout=3) == 3
 
 
-@pytest.mark.parametrize(
-    ("waited_s", "expected_s"),
-    [
-        (0.02, 0.0025),  # an eighth of what was waited
-        (0.9, 0.005),
-    ],
-)
-def test_naps_grow_with_the_wait(waited_s: float, expected_s: float) -> None:
-    assert cpu_patches.backoff_seconds(waited_s) == pytest.approx(expected_s)
-
-
 def test_an_idle_queue_is_woken_by_its_writers_note(
     queue_pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,14 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from coordexp.config.rollout import SyncConfig
 from coordexp.engine import colocated
 from coordexp.engine.colocated import InProcessEngine
 from coordexp.engine.engine_process import settings_kept
-from coordexp.engine.push import ColocatedPusher
 from coordexp.errors import RolloutError
 from coordexp.rollouts.backend import AdapterWeights
-from support.fused_model import FakeWeights
 
 pytest.importorskip("vllm", reason="its exceptions are what the engine's failures are told by")
 CACHES = ["prefix", "encoder", "mm"]
@@ -115,12 +112,3 @@ def test_a_cache_that_stays_fails_the_push(started: Any) -> None:
     """vLLM keeps the prefixes of requests that still run, and says so by its return value alone."""
     with pytest.raises(RolloutError, match="prefix cache"):
         started(Engine(worker(), free=False)).commit(3, wants_checksum=False)
-
-
-@pytest.mark.parametrize("failure", [RuntimeError, ValueError, TypeError, KeyError, OSError])
-def test_whatever_the_engine_says_of_an_adapter_full_weights_take_over(started: Any, failure: type[Exception]) -> None:
-    pusher = ColocatedPusher(FakeWeights(ADAPTER), SyncConfig(mode="adapter", checksum_every=0))
-    pusher.engine = started(Engine(worker(failure("rank 7"))))
-    with pytest.raises(RolloutError, match="checksum"):  # this engine reports none
-        pusher.push(3)
-    assert pusher.mode == "full" and "rank 7" in pusher.fallbacks[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -151,3 +152,20 @@ def test_what_cannot_be_trained_on_is_refused_with_the_place(body: Any, message:
 def test_an_unguarded_answer_is_refused_where_the_guard_is_on(body: Any) -> None:
     with pytest.raises(RolloutError, match="guard is not active"):
         read(body, guarded=True)
+
+
+def test_ms_swift_takes_what_servers_are_sent() -> None:
+    """Its own classes read it: messages, images as strings, and how to decode."""
+    swift: Any = pytest.importorskip("swift.infer_engine.protocol")
+    request = RolloutRequest(
+        "s", Path("/images/a b.png"), build_messages(Path("/images/a b.png"), "Detect ü.", "S"), (1,)
+    )
+    options = decoding(9, temperature=0.5, top_p=0.9, top_k=7, repetition_penalty=1.1)
+    body = infer_payload([request], 17, options, str)
+    (one,) = body["infer_requests"]
+    assert set(one) <= {field.name for field in fields(swift.RolloutInferRequest)}
+    read = swift.RolloutInferRequest(**one)
+    assert read.images == ["/images/a b.png"] and [m["role"] for m in read.messages] == ["system", "user"]
+    config = swift.RequestConfig(**body["request_config"])
+    assert (config.seed, config.max_tokens, config.temperature, config.top_p, config.top_k) == (17, 9, 0.5, 0.9, 7)
+    assert (config.repetition_penalty, config.n, config.return_details) == (1.1, 1, True)

@@ -52,31 +52,27 @@ def test_plugins_that_the_user_names_are_loaded(environment: dict[str, str]) -> 
     assert environment[PLUGINS] == "mine"
 
 
-def test_the_yaml_alone_switches_the_guard_on(environment: dict[str, str]) -> None:
-    prepare_environment(GUARD, gpu=False)
-    assert activated_config(environment) == GUARD
-
-
-def test_a_launcher_that_says_the_same_is_welcome(environment: dict[str, str]) -> None:
-    environment.update(activation_environment(GUARD))
-    prepare_environment(GUARD, gpu=False)
-    assert activated_config(environment) == GUARD
+OTHER = RepeatTerminateConfig(enabled=True, min_new_tokens=8)
 
 
 @pytest.mark.parametrize(
-    "variables",
-    [activation_environment(RepeatTerminateConfig(enabled=True, min_new_tokens=8)), {ENABLE: "0"}],
-    ids=["other thresholds", "off"],
+    ("variables", "configured", "agrees"),
+    [
+        ({}, GUARD, True),
+        (activation_environment(GUARD), GUARD, True),  # a launcher that sets the same
+        (activation_environment(OTHER), GUARD, False),
+        ({ENABLE: "0"}, GUARD, False),
+        (activation_environment(GUARD), RepeatTerminateConfig(), False),
+    ],
+    ids=["the YAML alone", "both", "other thresholds", "off", "the environment alone"],
 )
-def test_a_guard_that_is_not_the_configurations_is_refused(
-    environment: dict[str, str], variables: dict[str, str]
+def test_the_guard_is_the_configurations_or_nothing_starts(
+    environment: dict[str, str], variables: dict[str, str], configured: RepeatTerminateConfig, agrees: bool
 ) -> None:
     environment.update(variables)
-    with pytest.raises(RolloutError, match="repeat_terminate"):
-        prepare_environment(GUARD, gpu=False)
-
-
-def test_a_guard_that_nobody_configured_is_refused(environment: dict[str, str]) -> None:
-    environment.update(activation_environment(GUARD))
-    with pytest.raises(RolloutError, match="repeat_terminate"):
-        prepare_environment(RepeatTerminateConfig(), gpu=False)
+    if agrees:
+        prepare_environment(configured, gpu=False)
+        assert activated_config(environment) == GUARD
+    else:
+        with pytest.raises(RolloutError, match="repeat_terminate"):
+            prepare_environment(configured, gpu=False)

@@ -1,96 +1,31 @@
-"""The server backend against fake servers over real HTTP: who is asked what, what is retried, how long a wait is."""
+"""The server backend against fake servers over real HTTP: requests of each server, retries, deadlines."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from coordexp import distributed
-from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.data.dataset import RecordDataset
 from coordexp.engine import server_backend as vllm_server
 from coordexp.engine.client import ServerClient
-from coordexp.engine.push import PushReport
-from coordexp.engine.server_backend import ServerBackend, ServerKind, check_servers, make_clients
-from coordexp.errors import ConfigError, RolloutError, ServerRefused, ServerTimeout, ServerUnreachable
+from coordexp.engine.server_backend import ServerKind, check_servers
+from coordexp.errors import RolloutError, ServerRefused, ServerTimeout
 from coordexp.evaluation.answering import answer_dataset
-from coordexp.modeling.inputs import build_messages
-from coordexp.records import GTObject, ImageRecord, RolloutRequest
+from coordexp.records import GTObject, ImageRecord
 from coordexp.rollouts import DatasetSeeds, RolloutRound, SeedContext
-from coordexp.rollouts.backend import decoding_options
 from coordexp.rollouts.chunking import Post
-from coordexp.weight_sync import WeightVersion
-from support.config_samples import set_key, stage2
 from support.fake_servers import FakeRolloutServer
 from support.numbered_images import numbered_image
-from support.ports import free_ports
 from support.qwen_tokenizer import qwen_vocab
+from support.server_backends import PretendSync, answers, backend_of, numbers, requests_, section
 
 SEEDS = SeedContext(1, 2, 0, 0)
-
-
-class PretendSync:
-    """No weights travel; a push can be made to fail."""
-
-    def __init__(self, failure: Exception | None = None) -> None:
-        self.failure = failure
-        self.versions: list[int] = []
-        self.fallbacks: list[str] = []
-        self.closed = False
-
-    def push(self, version: int) -> PushReport:
-        if self.failure is not None:
-            raise self.failure
-        self.versions.append(version)
-        return PushReport(WeightVersion(version, "this"), "full", 100, 0.5, 3)
-
-    def close(self) -> None:
-        self.closed = True
-
-
-def section(urls: Sequence[str], **keys: Any) -> RolloutMatchingConfig:
-    entries = [{"base_url": url, "group_port": 40000 + index} for index, url in enumerate(urls)]
-    config = stage2(
-        rollout_backend="vllm",
-        decode_batch_size=2,
-        vllm={"mode": "server", "tensor_parallel_size": 1, "server": {"servers": entries, "timeout_s": 1.0}},
-    )
-    for key, value in keys.items():
-        config = set_key(config, "rollout_matching." + key.replace("__", "."), value)
-    return RolloutMatchingConfig.model_validate(config["rollout_matching"])
-
-
-@contextmanager
-def backend_of(
-    fakes: Sequence[FakeRolloutServer], sync: PretendSync | None = None, **keys: Any
-) -> Iterator[ServerBackend]:
-    config = section([fake.url for fake in fakes], **keys)
-    pretend: Any = sync or PretendSync()
-    backend = ServerBackend(make_clients(config), pretend, config, qwen_vocab(), decoding_options(config))
-    try:
-        yield backend
-    finally:
-        backend.close()
-
-
-def answers(body: dict[str, Any]) -> tuple[int, Any]:
-    """One answer per request, which tells its image's number."""
-    items = []
-    for request in body["infer_requests"]:
-        number = int(Path(request["images"][0]).stem)
-        choice = {"message": {"content": ""}, "finish_reason": "length", "token_ids": [number]}
-        item: dict[str, Any] = {"response": {"choices": [choice], "prompt_token_ids": [1, 2]}}
-        if "uuid" in request:  # it is asked of servers that stamp their answers
-            item["coordexp"] = {"uuid": request["uuid"], "weight_version": 0, "learner_id": "this"}
-        items.append(item)
-    return 200, items
 
 
 @pytest.fixture
@@ -98,17 +33,6 @@ def fakes() -> Iterator[list[FakeRolloutServer]]:
     with FakeRolloutServer(2) as two, FakeRolloutServer(1) as one:
         two.infer = one.infer = answers
         yield [two, one]
-
-
-def requests_(count: int, first: int = 0) -> tuple[RolloutRequest, ...]:
-    return tuple(
-        RolloutRequest(f"s{i}", numbered_image(i), build_messages(numbered_image(i), "p", None), (1, 2))
-        for i in range(first, first + count)
-    )
-
-
-def numbers(call: dict[str, Any]) -> list[int]:
-    return [int(Path(request["images"][0]).stem) for request in call["infer_requests"]]
 
 
 def test_requests_are_dealt_by_capacity_seeded_by_their_first_and_come_back_in_order(
@@ -154,9 +78,9 @@ def test_answers_stand_in_the_order_of_the_requests_whichever_server_is_late(
     fakes[slow].infer, fakes[1 - slow].infer = late, quick
     with backend_of(fakes) as backend:
         backend.sync_weights(3)
-        told: list[int] = []
-        rollouts = backend.generate(requests_(12), SEEDS, told.append)
-    assert told == list(range(1, 13)), "each answer is told of when it is there"
+        reported: list[int] = []
+        rollouts = backend.generate(requests_(12), SEEDS, reported.append)
+    assert reported == list(range(1, 13)), "each answer is reported when it has arrived"
     assert [rollout.response_token_ids for rollout in rollouts] == [(i,) for i in range(12)]
     assert [rollout.sample_id for rollout in rollouts] == [f"s{i}" for i in range(12)]
 
@@ -221,18 +145,8 @@ def test_greedy_calls_to_ms_swift_share_a_post(fakes: list[FakeRolloutServer], s
     with backend_of(fakes) as backend:
         backend.sync_weights(0)
         got = {(a.round_idx, a.index): a.rollout.response_token_ids for a in backend.generate_window(rounds)}
-        calls = backend.last_report()["calls"]
     assert got == {(i, 0): (i,) for i in range(8)}
     assert [[numbers(post) for post in fake.calls] for fake in fakes] == [[[0, 1, 2, 3], [6, 7]], [[4, 5]]]
-    # A post has one seed, its first call's, and that is what the log says of all that it carried.
-    first_of = {i: first for post in ([0, 1, 2, 3], [4, 5], [6, 7]) for i in post for first in post[:1]}
-    for fake in fakes:
-        for post in fake.calls:
-            assert post["request_config"]["seed"] == SeedContext(1, 2, numbers(post)[0], 0).seed_of(0)
-    assert [(c["server"], c["post"], c["micro_step"], c["requests"], c["seed"]) for c in calls] == [
-        (int(i in (4, 5)), (0, 4, 6).index(first_of[i]), i, 1, SeedContext(1, 2, first_of[i], 0).seed_of(0))
-        for i in range(8)
-    ]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
@@ -292,7 +206,7 @@ def test_nothing_to_ask_touches_no_server(fakes: list[FakeRolloutServer]) -> Non
 
 
 def test_nothing_is_asked_of_servers_whose_weights_are_not_this_runs(fakes: list[FakeRolloutServer]) -> None:
-    with backend_of(fakes, PretendSync(RolloutError("the cable"))) as backend:
+    with backend_of(fakes, PretendSync(failure=RolloutError("the cable"))) as backend:
         with pytest.raises(RolloutError, match="sync_weights"):
             backend.generate(requests_(1), SEEDS)
         with pytest.raises(RolloutError, match="the cable"):
@@ -321,42 +235,25 @@ def failing_first(times: int, code: int) -> Any:
         (1, 500, None, 1, "cannot tell which weights it has"),  # ms-swift's own: it may have been restarted
     ],
 )
-def test_retries(
+def test_calls_are_retried_unless_refused(
     times: int, code: int, status: dict[str, Any] | None, retries: int, error: str | None,
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(vllm_server, "RETRY_WAIT_S", 0.01)
     with FakeRolloutServer(1, status) as fake:
         fake.infer = failing_first(times, code)
-        with backend_of([fake]) as backend:
+        with backend_of([fake], decoding__temperature=0.7) as backend:
             backend.sync_weights(0)
             if error is None:
                 assert len(backend.generate(requests_(2), SEEDS)) == 2
+                first, second = fake.calls
+                assert first == second, "the same seed too, or samples would depend on the network"
             else:
                 with pytest.raises(ServerRefused, match=error):
                     backend.generate(requests_(2), SEEDS)
             assert backend.take_metrics()["rollout/server_retries_total"] == retries
             assert backend.take_metrics()["rollout/server_retries_total"] == 0
     assert sum("retry 1 of 1" in record.getMessage() for record in caplog.records) == retries
-
-
-@pytest.mark.parametrize("count", [1, 3])
-def test_too_few_or_too_many_answers_are_refused(count: int, fakes: list[FakeRolloutServer]) -> None:
-    fakes[0].infer = lambda body: (200, answers(body)[1] * 3 if count == 3 else answers(body)[1][:1])
-    with backend_of(fakes) as backend:
-        backend.sync_weights(0)
-        with pytest.raises(ServerRefused, match="answers to 4 requests"):
-            backend.generate(requests_(6), SEEDS)
-
-
-def test_a_wedged_server_is_given_up_after_infer_timeout_s(fakes: list[FakeRolloutServer]) -> None:
-    with backend_of(fakes, vllm__server__infer_timeout_s=0.5) as backend:
-        backend.sync_weights(0)
-        fakes[1].wedged.set()
-        started = time.monotonic()
-        with pytest.raises(ServerTimeout, match=fakes[1].url):
-            backend.generate(requests_(6), SEEDS)
-        assert time.monotonic() - started < 20
 
 
 def test_without_a_timeout_a_server_without_any_sign_of_life_is_given_up(
@@ -401,33 +298,6 @@ def test_a_server_that_answers_call_after_call_is_alive_however_long_the_window_
     assert len(fake.calls) == 4
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:{}", "http://127.0.0.1:{}/prefix"])
-def test_where_no_server_is_the_start_fails_with_the_alternatives(url: str) -> None:
-    started = time.monotonic()
-    with pytest.raises(ServerUnreachable, match=r"vllm\.mode: colocate or rollout_matching\.rollout_backend: hf"):
-        check_servers(section([url.format(free_ports(1)[0])]), 1)
-    assert time.monotonic() - started < 20
-
-
-def test_something_else_that_listens_there_is_no_server(fakes: list[FakeRolloutServer]) -> None:
-    fakes[0].world_size = 0
-    with pytest.raises(ServerRefused, match="no positive world_size"):
-        check_servers(section([fakes[0].url]), 1)
-
-
-def test_more_ranks_than_devices_can_answer_fail_at_the_start(fakes: list[FakeRolloutServer]) -> None:
-    check_servers(section([fake.url for fake in fakes]), 6)
-    with pytest.raises(ConfigError, match="decode_batch_size 2 on 3 rollout devices allows 6"):
-        check_servers(section([fake.url for fake in fakes]), 7)
-
-
 def test_a_guard_that_nobody_can_vouch_for_fails_at_the_start(fakes: list[FakeRolloutServer]) -> None:
     with pytest.raises(RolloutError, match=r"repeat_terminate is enabled.*no /status/"):
         check_servers(section([fakes[0].url], repeat_terminate={"enabled": True}), 1)
-
-
-def test_closing_twice_is_safe(fakes: list[FakeRolloutServer]) -> None:
-    sync = PretendSync()
-    with backend_of(fakes, sync) as backend:
-        backend.close()
-    assert sync.closed

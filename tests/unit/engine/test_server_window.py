@@ -1,4 +1,4 @@
-"""A step's rollouts by servers, from the outside: what is open at once, what is logged, what a start refuses."""
+"""A step's rollouts by servers: calls that are open together, the log, and servers that are refused at the start."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,81 +17,23 @@ from typing import Any
 import pytest
 
 from coordexp import distributed
-from coordexp.config.rollout import RolloutMatchingConfig
-from coordexp.engine import server_backend as vllm_server
-from coordexp.engine.push import PushReport
-from coordexp.engine.server_backend import ServerBackend, check_servers, make_clients
+from coordexp.engine.server_backend import check_servers
 from coordexp.errors import AlignmentError, ConfigError, MissingDependency, RolloutError
 from coordexp.matching import MatchingConfig
-from coordexp.modeling.inputs import build_messages
 from coordexp.recording.writer import RolloutLog
-from coordexp.records import RolloutRequest
 from coordexp.rollouts import RolloutRound, SeedContext
-from coordexp.rollouts.backend import decoding_options
 from coordexp.training.answers import AnswerReader, RolloutQueue
 from coordexp.training.run import check_run
-from coordexp.weight_sync import WeightVersion
-from support.config_samples import set_key, stage2
 from support.fake_servers import FakeRolloutServer
-from support.numbered_images import numbered_image
 from support.ports import free_ports
-from support.qwen_tokenizer import qwen_vocab
+from support.server_backends import PretendSync, answers, backend_of, requests_, section
 from support.tiny_run import load_tiny, run_config, tiny_samples
 
-DECODE_BATCH_SIZE = 2
-WORLD_SIZES = (2, 1)  # so four and two sequences at most
-
-
-class PretendSync:
-    """No weights travel. The reasons say which pushes had to fall back."""
-
-    def __init__(self, *reasons: str | None) -> None:
-        self._reasons = iter(reasons)
-        self.fallbacks: list[str] = []
-
-    def push(self, version: int) -> PushReport:
-        reason = next(self._reasons, None)
-        self.fallbacks += [] if reason is None else [f"version {version}: {reason}"]
-        return PushReport(WeightVersion(version, "this"), "full", 100, 0.5, 3, fallback=reason)
-
-    def close(self) -> None: ...
-
-
-def section(urls: Sequence[str], **keys: Any) -> RolloutMatchingConfig:
-    entries = [{"base_url": url, "group_port": 40000 + index} for index, url in enumerate(urls)]
-    config = stage2(
-        rollout_backend="vllm",
-        decode_batch_size=DECODE_BATCH_SIZE,
-        vllm={"mode": "server", "tensor_parallel_size": 1, "server": {"servers": entries, "timeout_s": 5.0}},
-    )
-    for key, value in keys.items():
-        config = set_key(config, "rollout_matching." + key.replace("__", "."), value)
-    return RolloutMatchingConfig.model_validate(config["rollout_matching"])
-
-
-def backend_of(fakes: Sequence[Any], sync: Any = None, vocab: Any = None, **keys: Any) -> ServerBackend:
-    config = section([fake.url for fake in fakes], **keys)
-    pretend: Any = sync or PretendSync()
-    return ServerBackend(make_clients(config), pretend, config, vocab or qwen_vocab(), decoding_options(config))
-
-
-def requests_(count: int) -> tuple[RolloutRequest, ...]:
-    paths = [numbered_image(index) for index in range(count)]
-    return tuple(RolloutRequest(path.stem, path, build_messages(path, "p", None), (1, 2)) for path in paths)
-
-
-def answers(body: dict[str, Any]) -> tuple[int, Any]:
-    choice = {"message": {"content": ""}, "finish_reason": "length", "token_ids": [9]}
-    response = {"choices": [choice], "prompt_token_ids": [1, 2]}
-    stamp = {"weight_version": 0, "learner_id": "this"}  # servers that tag requests are asked to stamp answers
-    return 200, [
-        {"response": response, **({"coordexp": {**stamp, "uuid": one["uuid"]}} if "uuid" in one else {})}
-        for one in body["infer_requests"]
-    ]
+WORLD_SIZES = (2, 1)  # with a decode_batch_size of 2, four and two sequences at most
 
 
 class Busy:
-    """How many sequences each server decodes at once. Nobody is answered until ``full`` of them are open together."""
+    """Counts the sequences that each server decodes at once. No call is answered until ``full`` are open together."""
 
     def __init__(self, full: int) -> None:
         self.most: Counter[int] = Counter()
@@ -128,67 +71,40 @@ def busy_servers(full: int) -> Iterator[tuple[list[FakeRolloutServer], Busy]]:
 def test_calls_of_all_micro_steps_are_open_together_up_to_the_caps_and_never_beyond() -> None:
     """Twelve micro-steps of one sample each: six are open before anybody answers, never more at any server."""
     rounds = [RolloutRound((request,), SeedContext(1, 2, i, 0)) for i, request in enumerate(requests_(12))]
-    with busy_servers(full=6) as (fakes, busy):
-        backend = backend_of(fakes)
+    with busy_servers(full=6) as (fakes, busy), backend_of(fakes) as backend:
         backend.sync_weights(0)
         assert {answer.round_idx for answer in backend.generate_window(rounds)} == set(range(12))
-        backend.close()
     assert busy.most == {0: 4, 1: 2}
 
 
 def test_two_ranks_together_keep_every_device_within_decode_batch_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    with busy_servers(full=6) as (fakes, busy):
+    with busy_servers(full=6) as (fakes, busy), ExitStack() as opened:
         backends = []
         for rank in range(2):
             with monkeypatch.context() as patched:
                 patched.setattr(distributed, "world_size", lambda: 2)
                 patched.setattr(distributed, "rank", lambda rank=rank: rank)
-                backends.append(backend_of(fakes))
+                backends.append(opened.enter_context(backend_of(fakes)))
         for backend in backends:
             backend.sync_weights(0)
         assert [backend.last_report()["caps"] for backend in backends] == [[3, 0], [1, 2]]
-        counts: list[int] = []
-        asking = [
-            threading.Thread(target=lambda b=b: counts.append(len(b.generate(requests_(9), SeedContext(1, 0, 0, 0)))))
-            for b in backends
-        ]
-        for thread in asking:
-            thread.start()
-        for thread in asking:
-            thread.join(60)
-        for backend in backends:
-            backend.close()
-    assert counts == [9, 9]
+        with ThreadPoolExecutor() as asking:
+            answered = list(asking.map(lambda b: len(b.generate(requests_(9), SeedContext(1, 0, 0, 0))), backends))
+    assert answered == [9, 9]
     assert busy.most == {0: 4, 1: 2}
-
-
-def test_a_call_that_is_made_again_is_the_same_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sampling would otherwise depend on the network."""
-    monkeypatch.setattr(vllm_server, "RETRY_WAIT_S", 0.01)
-    with FakeRolloutServer(1, status={"workers": []}) as fake:
-        replies = iter([(500, {"error": "hiccup"})])
-        fake.infer = lambda body: next(replies, None) or answers(body)
-        backend = backend_of([fake], decoding__temperature=0.7)
-        backend.sync_weights(0)
-        backend.generate(requests_(2), SeedContext(3, 4, 5, 0))
-        backend.close()
-    first, second = fake.calls
-    assert first == second
-    assert first["request_config"]["seed"] == SeedContext(3, 4, 5, 0).seed_of(0)
 
 
 def test_a_fallback_is_in_the_log_from_its_step_on_and_counted_once(tmp_path: Path) -> None:
     with FakeRolloutServer(1) as fake:
         fake.infer = answers
-        backend = backend_of([fake], PretendSync(None, "RolloutError: the engine cannot adapt it"))
-        log = RolloutLog(tmp_path, 0)
-        counted = []
-        for step in range(3):
-            backend.sync_weights(step)
-            backend.generate(requests_(1), SeedContext(1, step, 0, 0))
-            log.write(step, backend.last_report())
-            counted.append(backend.take_metrics().get("rollout/sync_fallbacks_total", 0))
-        backend.close()
+        with backend_of([fake], PretendSync(None, "RolloutError: the engine cannot adapt it")) as backend:
+            log = RolloutLog(tmp_path, 0)
+            counted = []
+            for step in range(3):
+                backend.sync_weights(step)
+                backend.generate(requests_(1), SeedContext(1, step, 0, 0))
+                log.write(step, backend.last_report())
+                counted.append(backend.take_metrics().get("rollout/sync_fallbacks_total", 0))
     lines = [json.loads(line) for line in log.path.read_text().splitlines()]
     event = "version 1: RolloutError: the engine cannot adapt it"
     assert [line["fallbacks"] for line in lines] == [[], [event], [event]]
@@ -202,22 +118,21 @@ def test_an_answer_carries_the_stamp_under_which_it_was_asked_for(answered_by: i
 
     def infer(body: dict[str, Any]) -> tuple[int, Any]:
         status, items = answers(body)
-        told = {"weight_version": answered_by, "learner_id": "this"}
-        return status, [item | {"coordexp": told | {"uuid": str(place)}} for place, item in enumerate(items)]
+        stamp = {"weight_version": answered_by, "learner_id": "this"}
+        return status, [item | {"coordexp": stamp | {"uuid": str(place)}} for place, item in enumerate(items)]
 
     ours = {"server": "coordexp serve", "workers": [], "engine_silent_s": 0.0}
     with FakeRolloutServer(1, ours) as fake:
         fake.infer = infer
-        backend = backend_of([fake])
-        backend.sync_weights(0)
-        window = backend.generate_window([RolloutRound(requests_(2), SeedContext(1, 0, 0, 0))])
-        backend.sync_weights(1)
-        if answered_by == 0:
-            assert {answer.rollout.weight_version for answer in window} == {0}
-        else:
-            with pytest.raises(RolloutError, match="weights of version 1 of learner this, not version 0"):
-                list(window)
-        backend.close()
+        with backend_of([fake]) as backend:
+            backend.sync_weights(0)
+            window = backend.generate_window([RolloutRound(requests_(2), SeedContext(1, 0, 0, 0))])
+            backend.sync_weights(1)
+            if answered_by == 0:
+                assert {answer.rollout.weight_version for answer in window} == {0}
+            else:
+                with pytest.raises(RolloutError, match="weights of version 1 of learner this, not version 0"):
+                    list(window)
 
 
 @pytest.mark.scenario("Server mode produces token ids suitable for strict alignment")
@@ -240,17 +155,16 @@ def test_what_a_server_says_that_it_read_is_compared_with_the_learners_own(diffe
     last = prompt_of[str(samples[-1].request.image)]
     with FakeRolloutServer(1) as fake:
         fake.infer = infer
-        backend = backend_of([fake], vocab=loaded.vocab)
-        queue = RolloutQueue(backend, AnswerReader(loaded.vocab, MatchingConfig()), 3)
-        if differs:
-            with pytest.raises(AlignmentError, match=f"{samples[-1].record.sample_id}.*they part at token 3"):
-                queue.take([samples], 0, {})
-        else:
-            answers = queue.take([samples], 0, {})
-            assert [answer.rollout.prompt_token_ids for answer in answers.all] == [
-                s.request.prompt_token_ids for s in samples
-            ]
-        backend.close()
+        with backend_of([fake], vocab=loaded.vocab) as backend:
+            queue = RolloutQueue(backend, AnswerReader(loaded.vocab, MatchingConfig()), 3)
+            if differs:
+                with pytest.raises(AlignmentError, match=f"{samples[-1].record.sample_id}.*they part at token 3"):
+                    queue.take([samples], 0, {})
+            else:
+                answers = queue.take([samples], 0, {})
+                assert [answer.rollout.prompt_token_ids for answer in answers.all] == [
+                    s.request.prompt_token_ids for s in samples
+                ]
 
 
 def server_run(folder: Path, urls: Sequence[str], **keys: Any) -> Any:

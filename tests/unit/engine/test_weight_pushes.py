@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,8 +18,11 @@ from coordexp.engine.push import ServerPusher
 from coordexp.errors import CoordExpError, RolloutError
 from coordexp.rollouts.backend import AdapterWeights
 from coordexp.weight_sync import buckets
+from coordexp.weight_sync.receiver import WeightReceiver
 from support.fake_servers import FakePushServer
-from support.fused_model import SHAPES, FakeWeights
+from support.fused_model import SHAPES, FakeWeights, FusedModel
+from support.ports import free_ports
+from support.settings import client_to
 
 Start = Callable[..., FakePushServer]
 
@@ -217,20 +221,36 @@ def test_whatever_stops_a_push_stops_every_rank(failure: Exception, monkeypatch:
     assert told == [failure]
 
 
+class Broken(FakeWeights):
+    """Its adapter cannot be read."""
+
+    def __init__(self, failure: Exception) -> None:
+        super().__init__()
+        self.failure = failure
+
+    def adapter(self) -> AdapterWeights | None:
+        raise self.failure
+
+
+ADAPTER = (("a", torch.zeros(2)),)
+
+
 @pytest.mark.parametrize(
-    ("adapter", "reason"),
+    ("source", "reason"),
     [
-        (None, "trains no adapter"),
-        (AdapterWeights({"r": 4}, (("a", torch.zeros(2)),), outside_llm=True), "vision tower"),
-        (AdapterWeights({"r": 4}, (("a", torch.zeros(2)),)), "update_adapter_flattened_param"),
+        (FakeWeights(None), "trains no adapter"),
+        (FakeWeights(AdapterWeights({"r": 4}, ADAPTER, outside_llm=True)), "vision tower"),
+        (FakeWeights(AdapterWeights({"r": 4}, ADAPTER)), "update_adapter_flattened_param"),
+        *((Broken(kind("no file")), "no file")
+          for kind in (RuntimeError, ValueError, TypeError, KeyError, OSError, CoordExpError)),
     ],
-    ids=["none", "outside", "refused by the server"],
-)
-def test_any_failure_of_the_adapter_path_means_full_pushes_for_good(
-    start: Start, caplog: pytest.LogCaptureFixture, adapter: AdapterWeights | None, reason: str
+    ids=lambda value: type(getattr(value, "failure", None)).__name__ if isinstance(value, Broken) else None,
+)  # fmt: skip
+def test_any_failure_of_an_adapter_push_means_full_pushes_for_good(
+    start: Start, caplog: pytest.LogCaptureFixture, source: FakeWeights, reason: str
 ) -> None:
-    server, source = start(), FakeWeights(adapter)
-    server.reply = _with_error(server, "/update_adapter_flattened_param/", "started without adapters")  # type: ignore[method-assign]
+    server = start()
+    server._reply = _with_error(server, "/update_adapter_flattened_param/", "started without adapters")  # type: ignore[method-assign]
     with syncing([server], source, mode="adapter") as sync:
         with caplog.at_level(logging.WARNING):
             first = sync.push(1)
@@ -246,25 +266,43 @@ def test_any_failure_of_the_adapter_path_means_full_pushes_for_good(
     strict.close()
 
 
-class Broken(FakeWeights):
-    """Its adapter cannot be read."""
+def test_a_restarted_server_gets_the_next_push(start: Start) -> None:
+    server, source = start(), FakeWeights()
+    with syncing([server], source) as sync:
+        sync.push(1)
+        # Another process at the same address: checkpoint weights, no group, no version.
+        server.receiver.close()
+        server.receiver = WeightReceiver(FusedModel(), torch.device("cpu"), sharded=False)
+        source.step(2)
+        assert not server.holds(source)
+        sync.push(2)
+        assert server.holds(source) and server.receiver.report()["weight_version"] == 2
 
-    def __init__(self, failure: Exception) -> None:
-        super().__init__()
-        self.failure = failure
 
-    def adapter(self) -> AdapterWeights | None:
-        raise self.failure
+def test_a_group_port_that_another_program_has_is_named_within_the_deadline(start: Start) -> None:
+    server = start()
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", server.group_port))
+        other.listen()
+        sync = ServerPusher([server.client(timeout_s=2.0)], FakeWeights(), SyncConfig(timeout_s=60.0))
+        began = time.monotonic()
+        with pytest.raises(RolloutError, match=f"{server.group_port}.*choose another group_port"):
+            sync.push(1)
+        assert time.monotonic() - began < 15
+        sync.close()
 
 
-@pytest.mark.parametrize("failure", [RuntimeError, ValueError, TypeError, KeyError, OSError, CoordExpError])
-def test_whatever_an_adapter_push_raises_full_weights_take_over(start: Start, failure: type[Exception]) -> None:
-    server, source = start(), Broken(failure("no adapter file"))
-    with syncing([server], source, mode="adapter") as sync:
-        done = sync.push(1)
-        assert done.mode == "full" and done.fallback is not None and "no adapter file" in done.fallback
-        assert server.holds(source)
-    strict = ServerPusher([server.client()], source, SyncConfig(mode="adapter", fallback_to_full=False, timeout_s=15.0))
-    with pytest.raises(RolloutError, match=f"{failure.__name__}.*fallback_to_full: true"):
-        strict.push(2)
-    strict.close()
+def test_a_group_port_that_only_the_server_reaches_is_named_within_the_deadline(start: Start) -> None:
+    """As with a firewall: HTTP passes, and the two sides never meet."""
+    server = start()
+    (port,) = free_ports(1)
+    client = client_to(server.client().base_url, port, timeout_s=2.0)
+    usual = server._act
+    server._act = lambda path, body: usual(path, {**body, "port": server.group_port} if "port" in body else body)  # type: ignore[method-assign]
+    sync = ServerPusher([client], FakeWeights(), SyncConfig(timeout_s=60.0))
+    began = time.monotonic()
+    with pytest.raises(RolloutError, match="not every member came within"):
+        sync.push(1)
+    assert time.monotonic() - began < 20
+    sync.close()

@@ -166,7 +166,3 @@ def test_servers_that_owe_replies_are_watched() -> None:
     with pytest.raises(RolloutError, match="no sign of life"):
         list(in_flight(POSTS[:1], (2,), lambda post: forever.wait(60), watch, watch_s=0.05))
     forever.set()
-
-
-def test_no_calls_no_threads() -> None:
-    assert list(in_flight([], (2, 1), lambda post: pytest.fail("asked"), nobody, watch_s=1)) == []

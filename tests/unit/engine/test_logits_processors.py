@@ -1,4 +1,4 @@
-"""The guard as vLLM's logits processor: driven as vLLM's model runner drives it, with real batch updates."""
+"""vLLM's logits processors: the repeat guard, driven by real batch updates, and the limit to the vocabulary."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from coordexp.config.rollout import RepeatTerminateConfig
 from coordexp.engine.arguments import REQUEST_KEY, activation_environment
 from coordexp.errors import RolloutError
 from coordexp.rollouts.repeat_guard import GuardRule, Trigger
-from support.tiny_run import tiny_checkpoint
+from support.qwen_tokenizer import qwen_vocab
+from support.tiny_run import load_tiny, tiny_checkpoint
 
 pytest.importorskip("vllm", reason="the processor is a class of vLLM's interface")
 
@@ -21,9 +22,12 @@ from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
 
 from coordexp.engine.logits_processors import (
+    KnownTokensProcessor,
     RepeatTerminateProcessor,
+    check_processors,
     guard_of_worker,
     guard_report,
+    processor_of,
 )
 from support.guards import first_trigger
 
@@ -177,10 +181,6 @@ def test_ignore_eos_is_refused_at_the_request(processor: RepeatTerminateProcesso
     processor.validate_params(SamplingParams())
 
 
-def test_it_changes_greedy_decoding_too(processor: RepeatTerminateProcessor) -> None:
-    assert processor.is_argmax_invariant() is False
-
-
 def test_without_its_configuration_it_does_not_load() -> None:
     with pytest.raises(RolloutError, match="external_plugins"):
         RepeatTerminateProcessor(vllm_config(tiny_checkpoint()), torch.device("cpu"), False)
@@ -202,3 +202,49 @@ def test_a_worker_reports_what_it_really_applies(processor: RepeatTerminateProce
 def test_the_second_model_runner_is_refused_by_name() -> None:
     with pytest.raises(RolloutError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
         guard_of_worker(worker_with(None))
+
+
+@pytest.fixture
+def known_tokens() -> KnownTokensProcessor:
+    return KnownTokensProcessor(vllm_config(tiny_checkpoint()), torch.device("cpu"), False)
+
+
+def test_only_ids_beyond_the_tokenizer_become_impossible(known_tokens: KnownTokensProcessor) -> None:
+    known = len(load_tiny().vocab)
+    assert known_tokens.num_known == known
+    logits_NV = torch.randn(3, known + 7)
+    after_NV = known_tokens.apply(logits_NV.clone())
+    assert torch.equal(after_NV[:, :known], logits_NV[:, :known])
+    assert torch.isneginf(after_NV[:, known:]).all() and not known_tokens.is_argmax_invariant()
+
+
+def test_a_head_without_padding_is_left_alone(known_tokens: KnownTokensProcessor) -> None:
+    logits_NV = torch.randn(2, known_tokens.num_known)
+    assert torch.equal(known_tokens.apply(logits_NV.clone()), logits_NV)
+
+
+def test_a_worker_reports_what_it_applies(known_tokens: KnownTokensProcessor) -> None:
+    assert processor_of(worker_with([object(), known_tokens]), KnownTokensProcessor) is known_tokens
+    assert processor_of(worker_with([object()]), KnownTokensProcessor) is None
+    assert processor_of(worker_with(None), KnownTokensProcessor) is None  # another model runner
+
+
+@pytest.mark.parametrize(
+    ("known", "names", "holds_names", "message"),
+    [
+        (9, False, False, None),
+        (9, True, True, None),
+        (None, False, False, r"workers \[1\] dropped .*KnownTokensProcessor"),
+        (9, False, True, "dropped .*AllowedLabelsProcessor"),
+    ],
+)
+def test_a_worker_that_dropped_a_processor_is_refused(
+    known: int | None, names: bool, holds_names: bool, message: str | None
+) -> None:
+    sound = {"num_known_tokens": len(qwen_vocab()), "closed_names": True}
+    workers = [sound, {"num_known_tokens": known, "closed_names": names}]
+    if message is None:
+        check_processors(workers, None, holds_names)
+    else:
+        with pytest.raises(RolloutError, match=message):
+            check_processors(workers, None, holds_names)
