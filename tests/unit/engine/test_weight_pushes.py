@@ -250,7 +250,7 @@ def test_any_failure_of_an_adapter_push_means_full_pushes_for_good(
     start: Start, caplog: pytest.LogCaptureFixture, source: FakeWeights, reason: str
 ) -> None:
     server = start()
-    server._reply = _with_error(server, "/update_adapter_flattened_param/", "started without adapters")  # type: ignore[method-assign]
+    server.reply = _with_error(server, "/update_adapter_flattened_param/", "started without adapters")  # type: ignore[method-assign]
     with syncing([server], source, mode="adapter") as sync:
         with caplog.at_level(logging.WARNING):
             first = sync.push(1)
