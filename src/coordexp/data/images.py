@@ -123,13 +123,15 @@ def read_header(path: Path) -> ImageHeader:
 def open_rgb(
     path: Path,
     *,
+    data: bytes | None = None,
     expected_size: tuple[int, int] | None = None,
     apply_orientation: bool = True,
     max_pixels: int | None = None,
 ) -> Image.Image:
-    """Decode ``path`` to RGB, upright by its EXIF orientation; transparent pixels show white.
+    """Decode an image to RGB, upright by its EXIF orientation; transparent pixels show white.
 
     Args:
+        data: the image file's bytes, if it is in memory; ``path`` names it in errors then.
         expected_size: the upright ``(width, height)`` that the caller's annotations are made for.
         max_pixels: refuse an image that has more, before any is decoded.
         apply_orientation: False keeps the pixels as stored (annotations made by a tool that ignores EXIF).
@@ -137,51 +139,35 @@ def open_rgb(
     Raises:
         DataError: missing, truncated, no image, not 8-bit, or of another size than ``expected_size``.
     """
-    with _open(path) as image:
-        return _decode(image, path, expected_size, apply_orientation, max_pixels)
-
-
-def rgb_from_bytes(data: bytes, name: str, *, max_pixels: int | None = None) -> Image.Image:
-    """:func:`open_rgb` of an image file's bytes; errors call it ``name``. Raises DataError as that does."""
-    try:
-        opened = Image.open(io.BytesIO(data))
-    except _PILLOW_ERRORS as error:
-        raise DataError(f"not a readable image ({error}); send the file's own bytes", path=name) from error
-    with opened as image:
-        return _decode(image, Path(name), None, True, max_pixels)
-
-
-def _decode(
-    image: Image.Image,
-    path: Path,
-    expected_size: tuple[int, int] | None,
-    apply_orientation: bool,
-    max_pixels: int | None = None,
-) -> Image.Image:
-    header = _header(image, path)
-    size = header.size if apply_orientation else header.stored_size
-    if max_pixels is not None and size[0] * size[1] > max_pixels:
-        raise DataError(f"has {size[0]}x{size[1]} pixels, and at most {max_pixels:,} are taken; shrink it", path=path)
-    if expected_size is not None and size != expected_size:
-        raise DataError(size_problem(expected_size, size), path=path)
-    try:
-        if header.opaque:
-            rgb = image.convert("RGB")
-        else:
-            layered = image.convert("RGBA")
-            white = Image.new("RGBA", layered.size, (255, 255, 255, 255))
-            rgb = Image.alpha_composite(white, layered).convert("RGB")
-    except _PILLOW_ERRORS as error:
-        raise DataError(f"cannot decode the image ({error}); replace the file", path=path) from error
-    # Pillow's operations keep EXIF and XMP, by which vLLM would turn these pixels again.
-    for key in ("exif", "Raw profile type exif", "XML:com.adobe.xmp", "xmp"):
-        rgb.info.pop(key, None)
-    orientation = header.orientation
-    if image.format != "TIFF":
-        turn = _UPRIGHT_BY_ORIENTATION.get(orientation) if apply_orientation else None
-    else:  # Pillow has turned a TIFF already while decoding it; 6 and 8 undo each other, the others themselves
-        turn = None if apply_orientation else _UPRIGHT_BY_ORIENTATION.get({6: 8, 8: 6}.get(orientation, orientation))
-    return rgb if turn is None else rgb.transpose(turn)
+    with _open(path, data) as image:
+        header = _header(image, path)
+        size = header.size if apply_orientation else header.stored_size
+        if max_pixels is not None and size[0] * size[1] > max_pixels:
+            raise DataError(
+                f"has {size[0]}x{size[1]} pixels, and at most {max_pixels:,} are taken; shrink it", path=path
+            )
+        if expected_size is not None and size != expected_size:
+            raise DataError(size_problem(expected_size, size), path=path)
+        try:
+            if header.opaque:
+                rgb = image.convert("RGB")
+            else:
+                layered = image.convert("RGBA")
+                white = Image.new("RGBA", layered.size, (255, 255, 255, 255))
+                rgb = Image.alpha_composite(white, layered).convert("RGB")
+        except _PILLOW_ERRORS as error:
+            raise DataError(f"cannot decode the image ({error}); replace the file", path=path) from error
+        # Pillow's operations keep EXIF and XMP, by which vLLM would turn these pixels again.
+        for key in ("exif", "Raw profile type exif", "XML:com.adobe.xmp", "xmp"):
+            rgb.info.pop(key, None)
+        orientation = header.orientation
+        if image.format != "TIFF":
+            turn = _UPRIGHT_BY_ORIENTATION.get(orientation) if apply_orientation else None
+        else:  # Pillow has turned a TIFF already while decoding it; 6 and 8 undo each other, the others themselves
+            turn = (
+                None if apply_orientation else _UPRIGHT_BY_ORIENTATION.get({6: 8, 8: 6}.get(orientation, orientation))
+            )
+        return rgb if turn is None else rgb.transpose(turn)
 
 
 def size_problem(declared: tuple[int, int], real: tuple[int, int]) -> str:
@@ -206,16 +192,19 @@ def image_exists(path: Path) -> bool:
         raise DataError(f"cannot be looked for ({error.strerror})", path=shown) from error
 
 
-def _open(path: Path) -> Image.Image:
-    if not image_exists(path):
+def _open(path: Path, data: bytes | None = None) -> Image.Image:
+    if data is None and not image_exists(path):
         raise DataError("image not found; check the path (relative paths start at the JSONL's folder)", path=path)
     try:
+        if data is not None:
+            return Image.open(io.BytesIO(data))
         member = find_member(path)
         return Image.open(path) if member is None else Image.open(io.BufferedReader(MemberFile(member)))
     except _PILLOW_ERRORS as error:
-        unknown = isinstance(error, UnidentifiedImageError)  # whose message names the member's file object
+        unknown = isinstance(error, UnidentifiedImageError)  # whose message names the file object in memory
         reason = f"cannot identify image file {str(path)!r}" if unknown else str(error)
-        raise DataError(f"not a readable image ({reason}); replace the file", path=path) from error
+        fix = "replace the file" if data is None else "send the file's own bytes"
+        raise DataError(f"not a readable image ({reason}); {fix}", path=path) from error
 
 
 def _header(image: Image.Image, path: Path) -> ImageHeader:

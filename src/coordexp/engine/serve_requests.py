@@ -13,7 +13,7 @@ from typing import Any, Literal
 from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field
 
-from coordexp.data.images import open_rgb, rgb_from_bytes
+from coordexp.data.images import open_rgb
 from coordexp.engine.arguments import NAMES_KEY
 from coordexp.engine.serve import MAX_IMAGE_PIXELS
 from coordexp.errors import DataError, RolloutError
@@ -174,13 +174,13 @@ def open_image(source: str) -> Image.Image:
             header, _, encoded = source.partition(",")
             if not header.endswith(";base64"):
                 raise RequestRefused(400, "a data URL must be ;base64")
-            return rgb_from_bytes(_decoded(encoded), "the data URL", max_pixels=MAX_IMAGE_PIXELS)
+            return open_rgb(Path("the data URL"), data=_decoded(encoded), max_pixels=MAX_IMAGE_PIXELS)
         if source.startswith(("/", "file:///")) and not is_jpeg:
             path = Path(source.removeprefix("file://"))
             if path.is_file() and path.stat().st_size > MAX_IMAGE_BYTES:
                 raise RequestRefused(413, f"{path}: larger than {MAX_IMAGE_BYTES >> 20} MiB")
             return open_rgb(path, max_pixels=MAX_IMAGE_PIXELS)
-        return rgb_from_bytes(_decoded(source), "the base64 image", max_pixels=MAX_IMAGE_PIXELS)
+        return open_rgb(Path("the base64 image"), data=_decoded(source), max_pixels=MAX_IMAGE_PIXELS)
     except DataError as error:
         raise RequestRefused(400, str(error)) from error
 
