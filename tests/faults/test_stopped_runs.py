@@ -185,12 +185,14 @@ def start(folder: Path, pause_s: float, **keys: Any) -> Handle:
     return process
 
 
-def test_ctrl_c_in_a_terminal_saves(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_process_group_saves(number: signal.Signals, tmp_path: Path) -> None:
+    """Ctrl-C in a terminal, or a batch system: processes that load data get it too."""
     process = start(tmp_path, 0.5, data__num_workers=1)
-    os.killpg(process.pid, signal.SIGINT)
+    os.killpg(process.pid, number)
     code, err = process.wait(120), (tmp_path / "err").read_text()
-    assert code == 130, err
-    assert "stopped by SIGINT after step 2 of 50" in err and "Traceback" not in err
+    assert code == 128 + number, err
+    assert f"stopped by {number.name} after step 2 of 50" in err and "Traceback" not in err
     assert is_complete(tmp_path / "run" / "checkpoint-2")
     assert load_file(tmp_path / "run" / "checkpoint-2" / "model.safetensors")
 

@@ -4,6 +4,7 @@ in two-channel training, the channel."""
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -100,8 +101,15 @@ class StepBatches:
             num_workers=self._num_workers,
             collate_fn=list,
             generator=torch.Generator(),  # its own: starting workers must not move torch's global state
+            worker_init_fn=_leave_process_group,
         )
         return iter(loader)
+
+
+def _leave_process_group(worker: int) -> None:
+    # Ctrl-C and batch systems signal the whole group, and the current step still needs its data. Workers end with
+    # their parent all the same.
+    os.setpgrp()
 
 
 def _owning_memory(sample: Sample) -> Sample:

@@ -83,7 +83,7 @@ def check_run(config: RunConfig, *, learners: int | None = None, servers_are_up:
     attempt(check_world_size, config, learners)
     if servers_are_up and not errors:
         check_backend(rollout)
-    attempt(_check_attention, config)
+    attempt(_check_device, config)
     attempt(check_parallel, config, learners)
     attempt(check_training_environment, config)
     attempt(load_vocab, config.model.model)
@@ -374,12 +374,19 @@ def _learner_parts(config: RunConfig, loaded: LoadedModel, offload: LearnerOfflo
     )
 
 
-def _check_attention(config: RunConfig) -> None:
+def _check_device(config: RunConfig) -> None:
+    """Raises ConfigError if training would silently take the CPU, or the device lacks the attention kernel."""
     import torch
 
     from coordexp.modeling.attention import check_attention
 
     training = config.training
     on_cpu = training.use_cpu or not torch.cuda.is_available()
+    if on_cpu and not training.use_cpu and (visible := torch.cuda.device_count()):
+        # NVML counts devices without initialising CUDA, which an older driver refuses.
+        raise ConfigError(
+            f"training.use_cpu: {visible} GPUs are visible, but torch {torch.__version__} (CUDA {torch.version.cuda}) "
+            "cannot use them; update the NVIDIA driver (CUDA 13 needs 580 or newer), or set training.use_cpu: true"
+        )
     half = training.bf16 or training.fp16 or config.model.dtype != "float32"
     check_attention(config.model.attn_implementation, "cpu" if on_cpu else "cuda", half)

@@ -309,6 +309,15 @@ def test_one_process_uses_one_gpu(
     assert trainer.args._n_gpu == 1 and "torchrun --nproc_per_node=4" in caplog.text
 
 
+def test_a_gpu_that_torch_cannot_use_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVML counts the GPUs of a driver that is too old for torch."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    with pytest.raises(ConfigError, match=r"training\.use_cpu: 8 GPUs"):
+        check_run(run_config(tmp_path, 1, training__use_cpu=False))
+    check_run(run_config(tmp_path, 1, training__use_cpu=True))
+
+
 def test_nothing_is_loaded_by_the_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("coordexp.modeling.load._read_weights", lambda *_: pytest.fail("weights were read"))
     checked = check_run(run_config(tmp_path, 2))
