@@ -323,7 +323,8 @@ def complete_command(
     if as_json:
         typer.echo(json.dumps({**counts, "files": [str(path) for path in completed.files]}, ensure_ascii=False))
         return
-    typer.echo(f"asked: {'the built-in prompt' if completed.prompt is None else completed.prompt}")
+    prompt = run.template.prompt
+    typer.echo(f"asked: {'the built-in prompt' if prompt is None else prompt}")
     outcomes = counts["outcomes"]
     width = max(map(len, outcomes))
     for name, count in outcomes.items():

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from coordexp import distributed
 from coordexp.coords import CoordVocab
 from coordexp.data.dataset import RecordDataset, Sample
 from coordexp.evaluation.answers import ImageAnswer, from_line, make_answer, to_line
 from coordexp.parsing import parse_rollout
-from coordexp.records import ParsedRollout, Rollout, RolloutRequest
 from coordexp.rollouts import DatasetSeeds, RolloutBackend, Seeds
 
-
-class Scorer(Protocol):
-    """Scores the objects of an answer."""
-
-    def score(self, request: RolloutRequest, rollout: Rollout, parsed: ParsedRollout) -> tuple[float, ...]:
-        """One score in 0..1 for each of ``parsed.objects``, in their order."""
-        ...
+if TYPE_CHECKING:
+    from coordexp.modeling.scores import TokenScorer
 
 
 def answer_samples(
@@ -28,7 +22,7 @@ def answer_samples(
     backend: RolloutBackend,
     vocab: CoordVocab,
     seeds: Seeds,
-    scorer: Scorer | None = None,
+    scorer: TokenScorer | None = None,
     on_answer: Callable[[int], None] | None = None,
 ) -> list[ImageAnswer]:
     """Generate, parse and, with a ``scorer``, score, in the order of ``samples``.
@@ -80,7 +74,7 @@ def answer_batches(
     *,
     batch_size: int,
     seed: int,
-    scorer: Scorer | None = None,
+    scorer: TokenScorer | None = None,
     on_progress: Callable[[int, int], None] | None = None,
     on_answer: Callable[[int, int], None] | None = None,
 ) -> Iterator[list[ImageAnswer]]:

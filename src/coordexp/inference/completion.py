@@ -32,7 +32,7 @@ PROVENANCE = "completion"  # the field of a record's metadata: a list, one entry
 
 
 class PredictionOutcome(StrEnum):
-    """What became of a prediction: the first of these that applies."""
+    """The outcome of a prediction: the first of these that applies."""
 
     MATCHED = "matched"  # one to one with an object of the dataset, by mask IoU
     BELOW_THRESHOLD = "below_threshold"
@@ -107,11 +107,10 @@ class CompletionCounts:
 
 @dataclass(frozen=True, slots=True)
 class CompletionResult:
-    """The prompt that was used (None: the built-in one); on the first rank the counts and the files written."""
+    """The counts and the files written, on the first rank; empty elsewhere."""
 
-    counts: CompletionCounts
-    prompt: str | None
-    files: tuple[Path, ...]
+    counts: CompletionCounts = CompletionCounts()
+    files: tuple[Path, ...] = ()
 
 
 def completion_config(
@@ -167,7 +166,7 @@ def run_completion(
 
     folder = out.with_name(f"{out.stem}.answers")
     run_prediction(run, console, source=source, output=folder, score="confidence")
-    result = CompletionResult(CompletionCounts(), run.template.prompt, ())
+    result = CompletionResult()
     with distributed.raise_on_all_ranks("coordexp data complete"):
         if distributed.is_main():
             from coordexp.checkpoints.folder import checkpoint_fingerprint
@@ -184,7 +183,7 @@ def run_completion(
             files = [out, summary]
             if sheet is not None and (shown := most_likely_missed(done, sheet_images)):
                 files.append(draw_contact_sheet(shown, load_vocab(model), sheet))
-            result = CompletionResult(counts, run.template.prompt, tuple(files))
+            result = CompletionResult(counts, tuple(files))
     return result
 
 

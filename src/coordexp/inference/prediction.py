@@ -22,7 +22,7 @@ from coordexp.data.image_sources import FoundImages, find_images
 from coordexp.data.preparation import ImagePreparation, read_preparation
 from coordexp.data.progress_bar import reporting
 from coordexp.errors import ConfigError, DataError
-from coordexp.evaluation.answering import Scorer, answer_batches, answer_dataset
+from coordexp.evaluation.answering import answer_batches, answer_dataset
 from coordexp.evaluation.answers import PREDICTIONS, ImageAnswer, from_line, to_line
 from coordexp.evaluation.coco import write_coco
 from coordexp.evaluation.drawing import save_drawings
@@ -120,7 +120,7 @@ def run_prediction(
         reporting(console, f"predicting with {path}", stays=True) as on_progress,
         distributed.raise_on_all_ranks("coordexp predict"),
     ):
-        scorer: Scorer | None = None
+        scorer = None
         if isinstance(score, str):
             scorer = replace(session.scorer, confidence=score != "token_probability")
         # Seeded by the images' positions in the source: an interrupted run answers as a whole one does.

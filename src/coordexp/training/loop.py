@@ -17,9 +17,10 @@ from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 from coordexp import distributed
 from coordexp.data.dataset import RecordDataset
 from coordexp.errors import RunStopped, TrainingDiverged
-from coordexp.evaluation.answering import Scorer, answer_dataset
+from coordexp.evaluation.answering import answer_dataset
 from coordexp.evaluation.summary import COUNTS_ONLY, EvaluationOptions, summarise
 from coordexp.metrics import MetricsPayload
+from coordexp.modeling.scores import TokenScorer
 from coordexp.rollouts import RolloutBackend, rollout_session
 from coordexp.training.batches import StepBatches
 from coordexp.training.checkpoint import delete_old, read_seal
@@ -60,7 +61,7 @@ class CoordExpTrainer:
         rollout_matching_cfg: Mapping[str, Any],
         callbacks: list[TrainerCallback],
         measured: EvaluationOptions | None = COUNTS_ONLY,
-        scorer: Scorer | None = None,
+        scorer: TokenScorer | None = None,
         keep_checkpoints: int | None = None,
     ) -> None:
         """``measured``: the figures of an evaluation; None for none. ``keep_checkpoints``: as

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -225,9 +224,9 @@ def test_any_answers(answers: list[ImageAnswer], iou_type: IouType, data: st.Dat
         assert_pycocotools(answers, iou_type)
 
 
-def one(truth: list[GTObject], found: list[GTObject], score: float | None = 0.9, name: str = "s") -> ImageAnswer:
+def one(truth: list[GTObject], found: list[GTObject], score: float | None = 0.9) -> ImageAnswer:
     pred = tuple(Detection(obj.desc, obj.kind, obj.bins, score) for obj in found)
-    return ImageAnswer(name, "a.png", 640, 480, tuple(truth), pred)
+    return ImageAnswer("s", "a.png", 640, 480, tuple(truth), pred)
 
 
 @pytest.mark.parametrize(
@@ -239,33 +238,15 @@ def one(truth: list[GTObject], found: list[GTObject], score: float | None = 0.9,
         ([CAT, DOG], [CAT], 0.5),  # a class that is never found counts as 0
         ([CAT, CAT], [CAT], 0.5049504950495049),  # recall 0.5: 51 of 101 points
         ([GTObject("dot", "bbox_2d", (5, 5, 5, 9))], [GTObject("dot", "bbox_2d", (5, 5, 5, 9))], 1.0),  # thin, equal
+        ([], [CAT], None),
     ],
 )
 def test_known_cases(truth, found, ap) -> None:
-    assert average_precision([one(truth, found)]).figures["AP"] == pytest.approx(ap)
-
-
-def test_scores_order_the_detections() -> None:
-    wrong = GTObject("black cat", "bbox_2d", (700, 700, 900, 900))
-    sure = one([CAT], [], name="a"), one([CAT], [CAT], 0.9, "b")
-    good = [replace(sure[0], pred=(Detection(wrong.desc, wrong.kind, wrong.bins, 0.1),)), sure[1]]
-    bad = [replace(sure[0], pred=(Detection(wrong.desc, wrong.kind, wrong.bins, 0.99),)), sure[1]]
-    assert average_precision(good).figures["AP"] > average_precision(bad).figures["AP"]
+    expected = None if ap is None else pytest.approx(ap)
+    assert average_precision([one(truth, found)]).figures.get("AP") == expected
 
 
 def test_no_score_no_average_precision() -> None:
     with pytest.raises(DataError, match="--constant-score"):
         average_precision([one([CAT], [CAT], None)])
     assert average_precision([one([CAT], [CAT], None)], constant_score=1.0).figures["AP"] == pytest.approx(1)
-
-
-def test_nothing_annotated_has_no_average_precision() -> None:
-    assert average_precision([one([], [CAT])]).figures == {}
-
-
-def test_results_are_json_that_other_tools_read() -> None:
-    data = to_coco([one([CAT, LEAF], [CAT, LEAF])], "segm")
-    assert json.loads(json.dumps(data.results))[1]["segmentation"]["size"] == [480, 640]
-    box = to_coco([one([CAT], [CAT])]).results[0]["bbox"]
-    x1, y1, x2, y2 = CAT.bins
-    assert box == pytest.approx([x1 * 639 / 999, y1 * 479 / 999, (x2 - x1) * 639 / 999, (y2 - y1) * 479 / 999])

@@ -11,12 +11,13 @@ from typing import Any
 
 import httpx
 import pytest
+import yaml
 from PIL import Image
 
 from coordexp.errors import DataError
 from coordexp.evaluation.answers import write_answers
 from coordexp.viewer import collect, render
-from coordexp.viewer.collect import BEHIND_CUT
+from coordexp.viewer.collect import BEHIND_CUT, find_checkpoint
 from coordexp.viewer.render import as_script_data, make_server
 from support.answers import tiny_vocab
 from support.cli_runs import run_cli
@@ -144,3 +145,30 @@ def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert outcome.code == 0 and "2 records" in outcome.out and "note: no tokenizer" in outcome.out
     assert data_of(out.read_text(encoding="utf-8"), "data")["curves"]
     assert run_cli(capsys, "view", tmp_path / "nowhere").code == 2
+
+
+def checkpoint(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    for name in ("tokenizer.json", "config.json"):
+        (folder / name).write_text("{}", encoding="utf-8")
+    return folder
+
+
+def test_an_unfinished_run_names_the_model_it_started_from(tmp_path: Path) -> None:
+    model, run = checkpoint(tmp_path / "model"), tmp_path / "run"
+    (run / "rollout_records").mkdir(parents=True)
+    (run / "resolved_config.yaml").write_text(yaml.safe_dump({"model": {"model": str(model)}}), encoding="utf-8")
+    (run / "run_manifest.json").write_text('{"seed": 1}', encoding="utf-8")
+    assert find_checkpoint(run) == find_checkpoint(run / "rollout_records") == model
+
+
+def test_a_finished_run_is_its_own_checkpoint(tmp_path: Path) -> None:
+    run = checkpoint(tmp_path / "run")
+    (run / "resolved_config.yaml").write_text("model: {model: elsewhere}", encoding="utf-8")
+    assert find_checkpoint(run) == run
+
+
+def test_a_broken_resolved_configuration_is_named(tmp_path: Path) -> None:
+    (tmp_path / "resolved_config.yaml").write_text("model: [", encoding="utf-8")
+    with pytest.raises(DataError, match=r"--model.*|resolved_config\.yaml"):
+        find_checkpoint(tmp_path)
