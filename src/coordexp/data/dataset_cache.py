@@ -28,7 +28,6 @@ from coordexp.data.files import VARIABLE, cache_folder, whole_binary_file
 from coordexp.data.jsonl import (
     NO_RECORDS,
     RefusedLine,
-    check_source,
     image_problem,
     image_problems,
     numbered_lines,
@@ -70,9 +69,8 @@ def open_records(path: str | Path, *, limit: int | None = None, wait_s: float = 
         DataError: as :func:`~coordexp.data.jsonl.read_jsonl`; or the wait timed out, or the cache cannot be written.
     """
     path = Path(path)
-    check_source(path, limit)
-    if path.stat().st_size < CACHE_MIN_BYTES:
-        return read_jsonl(path, limit=limit)
+    if (limit is not None and limit < 1) or not path.is_file() or path.stat().st_size < CACHE_MIN_BYTES:
+        return read_jsonl(path, limit=limit)  # which raises for a wrong limit or path
     with _locked_folder(path, wait_s) as folder:
         key = _key(path)
         file = folder / f"{key}-{limit or 'all'}.arrow"

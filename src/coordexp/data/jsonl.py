@@ -344,12 +344,15 @@ def order_objects(
 
 
 def numbered_lines(path: Path, limit: int | None) -> Iterator[tuple[int, bytes]]:
-    """The lines that hold something, each with its number from 1.
+    """The lines that are not blank, each with its number from 1.
 
     Raises:
         DataError: no such file, or a limit below 1.
     """
-    check_source(path, limit)
+    if limit is not None and limit < 1:
+        raise DataError(f"limit is {limit}; expected at least 1 record, or no limit", path=path)
+    if not path.is_file():
+        raise DataError("dataset file not found; check the path", path=path)
     taken = 0
     # Bytes, split at \n only: str.splitlines would also cut at U+2028 inside a string.
     with path.open("rb") as lines:
@@ -359,14 +362,6 @@ def numbered_lines(path: Path, limit: int | None) -> Iterator[tuple[int, bytes]]
                 yield number, text
             elif taken == limit:
                 return
-
-
-def check_source(path: Path, limit: int | None) -> None:
-    """Raise DataError if there is no such file or the limit is below 1."""
-    if limit is not None and limit < 1:
-        raise DataError(f"limit is {limit}; expected at least 1 record, or no limit", path=path)
-    if not path.is_file():
-        raise DataError("dataset file not found; check the path", path=path)
 
 
 def image_problem(image: Path, declared: tuple[int, int]) -> str | None:
