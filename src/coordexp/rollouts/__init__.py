@@ -12,7 +12,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from coordexp.rollouts.backend import (
-    AdapterWeights,
     DatasetSeeds,
     DecodingOptions,
     IndexedRollout,
@@ -20,7 +19,6 @@ from coordexp.rollouts.backend import (
     RolloutRound,
     SeedContext,
     Seeds,
-    WeightSource,
     decoding_options,
     request_seed,
     rollout_session,
@@ -33,7 +31,6 @@ if TYPE_CHECKING:
     from coordexp.rollouts.learner import LearnerParts
 
 __all__ = [
-    "AdapterWeights",
     "DatasetSeeds",
     "DecodingOptions",
     "IndexedRollout",
@@ -42,7 +39,6 @@ __all__ = [
     "RolloutRound",
     "SeedContext",
     "Seeds",
-    "WeightSource",
     "build_backend",
     "check_backend",
     "chunk_size",

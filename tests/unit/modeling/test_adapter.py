@@ -118,25 +118,13 @@ def test_a_base_that_moved_can_be_named(tmp_path: Path) -> None:
     assert all(torch.equal(merged.get_parameter(name), value) for name, value in pushed(loaded.model).items())
 
 
-def cut_adapters(folder: Path) -> None:
-    (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:100])
-
-
-def cut_offsets(folder: Path) -> None:
-    (folder / OFFSETS).write_bytes((folder / OFFSETS).read_bytes()[:100])
-
-
-def no_adapters(folder: Path) -> None:
-    (folder / WEIGHTS).unlink()
+def cut(folder: Path, name: str) -> None:
+    (folder / name).write_bytes((folder / name).read_bytes()[:100])
 
 
 def rank_pattern(folder: Path) -> None:
     config = json.loads((folder / CONFIG).read_text())
     (folder / CONFIG).write_text(json.dumps(config | {"rank_pattern": {"q_proj": 2}}))
-
-
-def broken_config(folder: Path) -> None:
-    (folder / CONFIG).write_text("{")
 
 
 def other_width(folder: Path) -> None:
@@ -153,11 +141,11 @@ def other_layers(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("damage", "says"),
-    [(cut_adapters, "cannot be read"),
-     (cut_offsets, "cannot be read"),
-     (no_adapters, f"has {CONFIG} but no {WEIGHTS}"),
+    [(lambda folder: cut(folder, WEIGHTS), "cannot be read"),
+     (lambda folder: cut(folder, OFFSETS), "cannot be read"),
+     (lambda folder: (folder / WEIGHTS).unlink(), f"has {CONFIG} but no {WEIGHTS}"),
      (rank_pattern, "sets rank_pattern, which CoordExp cannot merge"),
-     (broken_config, "adapter files cannot be read"),
+     (lambda folder: cut(folder, CONFIG), "adapter files cannot be read"),
      (other_width, "up_proj.weight fits no weight of the base model"),
      (other_layers, "layers.9.mlp.down_proj.weight fits no weight of the base model")],
 )  # fmt: skip

@@ -16,8 +16,6 @@ from coordexp.modeling.weights import LearnerWeights
 from support.tiny_run import gt_segments, load_tiny, tiny_checkpoint
 from support.tuned_models import TUNERS, lora, tuned, untied_checkpoint
 
-EMBEDDING = "model.language_model.embed_tokens.weight"
-
 
 def merged(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     with LearnerWeights(model).full() as weights:
@@ -147,15 +145,3 @@ def test_what_changes_outside_the_adapter_is_named() -> None:
     ]  # fmt: skip
     llm_only = LearnerWeights(tuned(lora(freeze_vit=True, freeze_aligner=True, train_coord_rows=False)).model).adapter()
     assert llm_only is not None and not llm_only.outside_llm and llm_only.changed == ()
-
-
-def test_an_untied_head_and_embedding_have_an_offset_each() -> None:
-    loaded = tuned(lora(), checkpoint=untied_checkpoint())
-    plain, coords = load_model(untied_checkpoint(), "float32").model, list(loaded.vocab.coord_token_ids)
-    tensors = merged(loaded.model)
-    moved = {name: tensors[name] - plain.get_parameter(name) for name in ("lm_head.weight", EMBEDDING)}
-    assert not torch.allclose(moved["lm_head.weight"][coords], moved[EMBEDDING][coords])
-    for difference in moved.values():
-        assert (difference[coords] != 0).any(dim=1).all()
-        difference[coords] = 0
-        assert not difference.any(), "other tokens' rows stay"
