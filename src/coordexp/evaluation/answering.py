@@ -72,7 +72,6 @@ def answer_batches(
     backend: RolloutBackend,
     vocab: CoordVocab,
     *,
-    batch_size: int,
     seed: int,
     scorer: TokenScorer | None = None,
     on_progress: Callable[[int, int], None] | None = None,
@@ -84,7 +83,7 @@ def answer_batches(
     (samples answered, samples of this rank): ``on_progress`` before the first batch and after each was consumed, where
     it may raise; ``on_answer`` within batches, where it must not.
     """
-    batches = share_out(positions, distributed.world_size(), batch_size)[distributed.rank()]
+    batches = share_out(positions, distributed.world_size(), backend.batch_size)[distributed.rank()]
     done, total = 0, sum(len(batch) for batch in batches)
     if on_progress is not None and total:
         on_progress(0, total)  # a bar knows its length before the first batch, and its ETA after it
@@ -98,15 +97,15 @@ def answer_batches(
 
 
 def answer_dataset(
-    dataset: RecordDataset, backend: RolloutBackend, vocab: CoordVocab, *, batch_size: int, **options: Any
+    dataset: RecordDataset, backend: RolloutBackend, vocab: CoordVocab, **options: Any
 ) -> list[ImageAnswer]:
     """The answers of all ranks, on every rank, in the order of ``dataset``. A collective call; ``options`` as for
     :func:`answer_batches`."""
     positions = range(len(dataset))
     with distributed.raise_on_all_ranks("evaluation"):
-        batches = list(answer_batches(dataset, positions, backend, vocab, batch_size=batch_size, **options))
+        batches = list(answer_batches(dataset, positions, backend, vocab, **options))
     parts = distributed.gather_json([to_line(answer) for answer in chain.from_iterable(batches)])
     placed: dict[int, str] = {}
-    for share, part in zip(share_out(positions, len(parts), batch_size), parts, strict=True):
+    for share, part in zip(share_out(positions, len(parts), backend.batch_size), parts, strict=True):
         placed.update(zip(chain.from_iterable(share), part, strict=True))
     return [from_line(placed[position]) for position in positions]

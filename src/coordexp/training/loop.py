@@ -267,7 +267,6 @@ class CoordExpTrainer:
                     dataset,
                     self.backend,
                     self.run.loaded.vocab,
-                    batch_size=self.backend.batch_size,
                     seed=self.args.seed,
                     scorer=self._scorer,
                     on_progress=self._end_evaluation_on_signal,

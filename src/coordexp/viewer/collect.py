@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from coordexp.coords import CoordVocab
 from coordexp.data.files import read_json
@@ -171,18 +171,12 @@ def _from_record(record: RolloutRecord, vocab: CoordVocab | None) -> ViewRecord:
         [(pair.pred_idx, pair.gt_idx, pair.iou) for pair in record.match.pairs],
     )
     return ViewRecord(
-        sample_id=record.sample_id,
+        **_same(record),
         step=record.where.global_step + 1,
-        image=record.image,
-        width=record.width,
-        height=record.height,
         gt=gt,
         pred=pred,
         annotated=True,
         dropped={reason.value: count for reason, count in record.parse.dropped.items() if count},
-        truncated=record.truncated,
-        repeat_terminated=record.repeat_terminated,
-        text=record.text,
         loss=round(sum(losses) / len(losses), 4) if losses else None,
         loss_by_role=record.loss_by_role,
         rollout=rollout,
@@ -193,20 +187,13 @@ def _from_record(record: RolloutRecord, vocab: CoordVocab | None) -> ViewRecord:
 def _from_answer(answer: ImageAnswer) -> ViewRecord:
     named = [(obj, f"object {k}", obj.score) for k, obj in enumerate(answer.pred, start=1)]
     gt, pred = _shapes(answer.gt or (), named, match_answer(answer))
-    return ViewRecord(
-        sample_id=answer.sample_id,
-        step=None,
-        image=answer.image,
-        width=answer.width,
-        height=answer.height,
-        gt=gt,
-        pred=pred,
-        annotated=answer.gt is not None,
-        dropped=answer.dropped,
-        truncated=answer.truncated,
-        repeat_terminated=answer.repeat_terminated,
-        text=answer.text,
-    )
+    annotated = answer.gt is not None
+    return ViewRecord(**_same(answer), step=None, gt=gt, pred=pred, annotated=annotated, dropped=answer.dropped)
+
+
+def _same(source: RolloutRecord | ImageAnswer) -> dict[str, Any]:
+    names = ("sample_id", "image", "width", "height", "truncated", "repeat_terminated", "text")
+    return {name: getattr(source, name) for name in names}
 
 
 def _shapes(

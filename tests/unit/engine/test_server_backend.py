@@ -179,8 +179,7 @@ def test_evaluation_keeps_every_device_busy(fakes: list[FakeRolloutServer]) -> N
     dataset = RecordDataset(records, lambda record: requests_(1, int(record.sample_id))[0], "file")
     with backend_of(fakes) as backend:
         backend.sync_weights(0)
-        batch_size = backend.batch_size
-        predictions = answer_dataset(dataset, backend, qwen_vocab(), batch_size=batch_size, seed=5)
+        predictions = answer_dataset(dataset, backend, qwen_vocab(), seed=5)
     assert [one.sample_id for one in predictions] == [str(i) for i in range(9)]
     assert [[numbers(call) for call in fake.calls] for fake in fakes] == [[[0, 1, 2, 3], [6, 7]], [[4, 5], [8]]]
     for fake in fakes:  # each sample has the seed of its place, whoever answers it

@@ -23,8 +23,8 @@ from support.qwen_tokenizer import qwen_vocab
 class Scripted(QuietBackend):
     """A backend that answers each sample with a given text, and remembers what it was asked."""
 
-    def __init__(self, texts: dict[str, str]) -> None:
-        self.texts = texts
+    def __init__(self, texts: dict[str, str], batch_size: int = 3) -> None:
+        self.texts, self.batch_size = texts, batch_size
         self.batches: list[tuple[list[str], Seeds]] = []
 
     def generate(self, requests: Sequence[RolloutRequest], seeds: Seeds, on_answer: Any = None) -> list[Rollout]:
@@ -49,7 +49,7 @@ class OtherPrompt(QuietBackend):
 
 def test_an_answer_to_another_prompt_is_refused() -> None:
     with pytest.raises(AlignmentError, match=r"s0: .*token"):
-        answer_dataset(dataset([[CAT]]), OtherPrompt(), qwen_vocab(), batch_size=1, seed=0)
+        answer_dataset(dataset([[CAT]]), OtherPrompt(), qwen_vocab(), seed=0)
 
 
 def dataset(scenes: list[list[GTObject]]) -> RecordDataset:
@@ -58,10 +58,10 @@ def dataset(scenes: list[list[GTObject]]) -> RecordDataset:
 
 def test_every_sample_is_answered_once_in_batches():
     scenes = [[CAT], [DOG], [CAT, DOG], [], [DOG]]
-    backend = Scripted({f"s{i}": serialize_objects(objects) for i, objects in enumerate(scenes)})
+    backend = Scripted({f"s{i}": serialize_objects(objects) for i, objects in enumerate(scenes)}, 2)
     seen = []
     predictions = answer_dataset(
-        dataset(scenes), backend, qwen_vocab(), batch_size=2, seed=7,
+        dataset(scenes), backend, qwen_vocab(), seed=7,
         on_progress=lambda done, total: seen.append((done, total)),
     )  # fmt: skip
     assert [ids for ids, _ in backend.batches] == [["s0", "s1"], ["s2", "s3"], ["s4"]]
@@ -81,7 +81,7 @@ def test_answers_of_a_batch_are_told_of_before_it_is_done():
     backend = Scripted({f"s{i}": serialize_objects(objects) for i, objects in enumerate(scenes)})
     seen = []
     answer_dataset(
-        dataset(scenes), backend, qwen_vocab(), batch_size=3, seed=7,
+        dataset(scenes), backend, qwen_vocab(), seed=7,
         on_progress=lambda done, total: seen.append(("between", done, total)),
         on_answer=lambda done, total: seen.append(("within", done, total)),
     )  # fmt: skip
@@ -115,8 +115,9 @@ def test_batches_are_neighbours_and_ranks_ask_equally_often(
 @pytest.mark.parametrize(("world_size", "batch_size"), [(1, 4), (2, 3), (3, 2), (4, 8)])
 def test_each_rank_answers_its_share_and_has_all_answers_in_order(world_size: int, batch_size: int, monkeypatch):
     data, backend = dataset([[CAT]] * 11), Scripted({f"s{i}": "{}" for i in range(11)})
-    alone = answer_dataset(data, backend, qwen_vocab(), batch_size=4, seed=0)
+    alone = answer_dataset(data, backend, qwen_vocab(), seed=0)
     assert [answer.sample_id for answer in alone] == [f"s{i}" for i in range(11)]
+    backend.batch_size = batch_size
     shares = share_out(range(11), world_size, batch_size)
     parts = [[to_line(alone[i]) for batch in share for i in batch] for share in shares]
     monkeypatch.setattr(distributed, "world_size", lambda: world_size)
@@ -125,5 +126,5 @@ def test_each_rank_answers_its_share_and_has_all_answers_in_order(world_size: in
         sent = []
         monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
         monkeypatch.setattr(distributed, "gather_json", lambda mine, sent=sent: sent.append(mine) or parts)
-        assert answer_dataset(data, backend, qwen_vocab(), batch_size=batch_size, seed=0) == alone
+        assert answer_dataset(data, backend, qwen_vocab(), seed=0) == alone
         assert sent == [parts[rank]]
