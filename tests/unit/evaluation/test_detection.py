@@ -93,17 +93,6 @@ def test_a_soft_object_is_no_ground_truth_and_finding_it_neither_right_nor_wrong
     assert match_answer(both) == [(0, 1, 1.0)] and ignored_predictions(both) == set()  # annotated ones first
 
 
-def test_assignment_is_best_overall_within_a_description():
-    found = predicted(serialize_objects([LOOSE, CAT, DOG]), [])
-    triples = match_by_desc(found.pred, [CAT, GTObject("dog", "bbox_2d", (10, 20, 200, 370))])
-    assert [(pred, gt) for pred, gt, _ in triples] == [(1, 0)]
-
-
-@pytest.mark.parametrize(("threshold", "found"), [(0.5, 1), (0.6, 0)])
-def test_the_threshold_is_the_callers(threshold, found):
-    assert len(match_by_desc(predicted(serialize_objects([LOOSE]), []).pred, [CAT], threshold)) == found
-
-
 @pytest.mark.parametrize("threshold", [0.0, 0.3, 0.5, 0.75])
 def test_one_assignment_of_all_descriptions_is_each_descriptions_own(threshold: float) -> None:
     config = MatchingConfig(candidate_top_k=100, maskiou_gate=threshold)

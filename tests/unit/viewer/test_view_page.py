@@ -88,11 +88,6 @@ def test_a_run_without_answers_says_what_to_do(custom: dict[str, str], says: str
     assert says in note and note.endswith(f"coordexp evaluate {tmp_path}/resolved_config.yaml --model {tmp_path}")
 
 
-def test_records_carry_the_name_of_their_file(tmp_path: Path) -> None:
-    page = data_of(render(collect(write_run(tmp_path))), "data")
-    assert {record["file"] for record in page["records"]} == {"a.png"}
-
-
 def test_nothing_to_show_is_said(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="nothing to show"):
         collect(tmp_path)
@@ -126,6 +121,7 @@ def test_the_page_names_no_other_place(tmp_path: Path) -> None:
     page = render(collect(write_run(tmp_path)))
     assert set(re.findall(r"https?://[^\"'\s<]+", page)) == {"http://www.w3.org/2000/svg"}
     assert "default-src 'none'" in page
+    assert {record["file"] for record in data_of(page, "data")["records"]} == {"a.png"}
 
 
 def test_it_is_served_on_loopback_only() -> None:
