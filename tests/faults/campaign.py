@@ -77,7 +77,8 @@ class Log:
         row.seen = next((value for name, value in report.user_properties if name == "seen"), row.seen)
         if report.outcome != "passed":
             row.held = False
-            row.seen = f"{report.outcome} in {report.when}: {_last_line(report)}"
+            text = str(getattr(getattr(report.longrepr, "reprcrash", None), "message", report.longrepr))
+            row.seen = f"{report.outcome} in {report.when}: {' '.join(text.split())[:200]}"
         if report.when == "teardown":
             row.commit, row.when = self._commit, datetime.now(UTC).isoformat(timespec="seconds")
             self.rows[row.id] = self.waiting.pop(row.id)
@@ -87,11 +88,6 @@ class Log:
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         if time.monotonic() > self._deadline:
             raise pytest.exit.Exception("the campaign's minutes are over; start it again to continue", 0)
-
-
-def _last_line(report: Any) -> str:
-    text = str(getattr(getattr(report.longrepr, "reprcrash", None), "message", report.longrepr))
-    return " ".join(text.split())[:200]
 
 
 def markdown(rows: Mapping[str, Row], not_injected: int, heading: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ import httpx
 import pytest
 import torch
 
+from coordexp.background import in_background
 from coordexp.engine.arguments import executor_on_cpu
 from coordexp.engine.client import ServerClient
 from coordexp.engine.engine_process import has_gpu
@@ -79,47 +79,20 @@ def test_single_tensors_can_be_pushed_like_ms_swift_does(
     before = served_tokens(client, requests)
     disturb(learner, 1)
     client.close_communicator()
-    opened = in_thread(lambda: client.init_communicator(2, 0, 30.0))
+    opened = in_background(lambda: client.init_communicator(2, 0, 30.0), "open")
     group = join(GroupAddress("127.0.0.1", server.group_port, 1, 2, 30.0), torch.device("cpu"))
-    opened.join(30)
+    opened.result(30)
     with LearnerWeights(learner.model).full() as named:
         for name, tensor in named:
             body = {"name": name, "dtype": str(tensor.dtype), "shape": list(tensor.shape)}
-            told = in_thread(lambda body=body: client._call("POST", "/update_named_param/", body))
+            update = in_background(lambda body=body: client._call("POST", "/update_named_param/", body), "update")
             group.broadcast([tensor.detach().contiguous().view(torch.uint8).flatten()], 1)
-            told.join(30)
+            update.result(30)
     (report,) = client.commit_weights(WeightVersion(17), True, 30.0) or [None]
     group.close()
     assert report is not None and report["weight_version"] == 17 and report["failure"] is None
     after = served_tokens(client, requests)
     assert after == greedy_tokens(learner, requests) != before
-
-
-class Background(threading.Thread):
-    """A call in a thread; :meth:`join` raises its error."""
-
-    def __init__(self, act: Any) -> None:
-        super().__init__(daemon=True)
-        self._act = act
-        self._error: Exception | None = None
-
-    def run(self) -> None:
-        try:
-            self._act()
-        except Exception as error:  # join raises it
-            self._error = error
-
-    def join(self, timeout: float | None = None) -> None:
-        super().join(timeout)
-        assert not self.is_alive()
-        if self._error is not None:
-            raise self._error
-
-
-def in_thread(act: Any) -> Background:
-    thread = Background(act)
-    thread.start()
-    return thread
 
 
 def test_emptying_a_cache_keeps_the_answers(client: ServerClient, learner: LoadedModel) -> None:

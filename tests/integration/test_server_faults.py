@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -42,18 +43,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         yield running
 
 
-def ended(pids: list[int], seconds: float = 20.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while any(map(is_alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return not any(map(is_alive, pids))
-
-
 def until(holds: Callable[[], bool], seconds: float = 60.0) -> bool:
     deadline = time.monotonic() + seconds
     while not (held := holds()) and time.monotonic() < deadline:
         time.sleep(0.2)
     return held
+
+
+def ended(pids: list[int]) -> bool:
+    return until(lambda: not any(map(is_alive, pids)), 20.0)
 
 
 def test_a_learner_without_the_token_is_refused(server: RunningServer) -> None:
@@ -105,16 +103,16 @@ def test_a_server_from_health_to_death(server: RunningServer) -> None:
 
     # One of its engines dies.
     os.kill(status["workers"][1]["pid"], signal.SIGKILL)
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
+
+    def is_unhealthy() -> bool:
         try:
             patient.health()
         except ServerRefused as refused:
             assert refused.status == 503
-            break
-        time.sleep(0.2)
-    else:
-        pytest.fail("the death of an engine was not noticed")
+            return True
+        return False
+
+    assert until(is_unhealthy), "the death of an engine was not noticed"
     with pytest.raises(RolloutError):
         patient.infer(payload(requests))
     begun = time.monotonic()
@@ -138,10 +136,7 @@ def test_a_server_that_is_stopped_while_it_starts_leaves_nothing(
 ) -> None:
     folder = tmp_path_factory.mktemp("server")
     with started(folder, server_config(folder)) as server:
-        deadline = time.monotonic() + 90
-        while not (family := server.children()) and server.process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.2)
-        assert family, tail(server.log)
+        assert until(lambda: bool(server.children()) or server.process.poll() is not None, 90), tail(server.log)
         time.sleep(1.0)
         family = server.children()
         server.process.send_signal(sent)
@@ -158,8 +153,6 @@ def test_an_engine_that_is_not_ready_in_time_is_ended(tmp_path_factory: pytest.T
 
 
 def test_a_taken_port_is_named_before_an_engine_starts(tmp_path_factory: pytest.TempPathFactory) -> None:
-    import socket
-
     folder = tmp_path_factory.mktemp("server")
     config = server_config(folder)
     port = int(config["rollout_matching"]["vllm"]["server"]["servers"][0]["base_url"].rpartition(":")[2])

@@ -18,10 +18,10 @@ from coordexp.rollouts import SeedContext
 from coordexp.rollouts.hf import HFBackend
 from coordexp.training.loop import CoordExpTrainer
 from coordexp.training.step import PreparedStep
-from support.quiet_backend import QuietBackend
 from support.settings import decoding
 from support.tiny_run import (
     InMemoryBackend,
+    QuietBackend,
     load_tiny,
     nearly_right,
     run_config,

@@ -10,19 +10,12 @@ import pytest
 
 from coordexp.cli import main
 from coordexp.data.scenes import SPARSE, write_scenes
-from support.config_samples import set_key, stage1, stage2, write_yaml
+from support.config_samples import set_keys, stage1, stage2, write_yaml
 
 SMALL: dict[str, Any] = {
-    "hidden": 64,
-    "layers": 1,
-    "heads": 2,
-    "kv_heads": 1,
-    "mlp": 64,
-    "vision_hidden": 32,
-    "vision_depth": 2,
-    "vision_heads": 2,
-    "vision_mlp": 64,
-}
+    "hidden": 64, "layers": 1, "heads": 2, "kv_heads": 1, "mlp": 64,
+    "vision_hidden": 32, "vision_depth": 2, "vision_heads": 2, "vision_mlp": 64,
+}  # fmt: skip
 
 
 class Outcome(NamedTuple):
@@ -65,9 +58,7 @@ def write_run(folder: Path, stage: int, model: Path, **keys: Any) -> Path:
         "use_cpu": True,
         "save_steps": 1,
     }
-    for key, value in keys.items():
-        config = set_key(config, key.replace("__", "."), value)
-    return write_yaml(folder, config, f"stage{stage}.yaml")
+    return write_yaml(folder, set_keys(config, keys), f"stage{stage}.yaml")
 
 
 def logged(output_dir: Path) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,25 +61,36 @@ def two_channel(b_ratio: float = 0.5, **rollout_matching: Any) -> dict[str, Any]
     return config
 
 
+def _place(config: Any, path: str) -> tuple[Any, Any]:
+    """The mapping or list that holds ``path`` (``a.b[0].c``), and the last key; mappings on the way are created."""
+    *parts, last = [
+        int(part) if part.isdigit() else part for part in path.replace("]", "").replace("[", ".").split(".")
+    ]
+    for part in parts:
+        config = config[part] if isinstance(config, list) else config.setdefault(part, {})
+    return config, last
+
+
 def set_key(config: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
     """A copy of ``config`` with ``path`` (``a.b[0].c``) set; mappings on the way are created."""
     config = copy.deepcopy(config)
-    parts = path.replace("]", "").replace("[", ".").split(".")
-    here: Any = config
-    for part in parts[:-1]:
-        here = here[int(part)] if isinstance(here, list) else here.setdefault(part, {})
-    here[int(parts[-1]) if isinstance(here, list) else parts[-1]] = value
+    holder, last = _place(config, path)
+    holder[last] = value
+    return config
+
+
+def set_keys(config: dict[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of ``config`` with ``keys``: dotted keys with ``__`` for the dot."""
+    for key, value in keys.items():
+        config = set_key(config, key.replace("__", "."), value)
     return config
 
 
 def drop_key(config: dict[str, Any], path: str) -> dict[str, Any]:
     """A copy of ``config`` without ``path``."""
     config = copy.deepcopy(config)
-    parts = path.replace("]", "").replace("[", ".").split(".")
-    here: Any = config
-    for part in parts[:-1]:
-        here = here[int(part)] if isinstance(here, list) else here[part]
-    del here[int(parts[-1]) if isinstance(here, list) else parts[-1]]
+    holder, last = _place(config, path)
+    del holder[last]
     return config
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import tempfile
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 
 from coordexp.engine.client import ServerClient
 from coordexp.weight_sync.group import GroupAddress
@@ -18,6 +22,17 @@ from support.ports import free_ports
 from support.settings import client_to
 
 Reply = tuple[int, Any]
+
+
+@functools.cache
+def numbered_image(number: int) -> Path:
+    """The smallest possible image file, named ``<number>.png``."""
+    path = Path(_IMAGES.name) / f"{number}.png"
+    Image.new("RGB", (1, 1)).save(path)
+    return path
+
+
+_IMAGES = tempfile.TemporaryDirectory(prefix="coordexp-numbered-")
 
 
 class JsonServer:

@@ -32,7 +32,7 @@ from coordexp.modeling.weights import LearnerWeights
 from coordexp.records import RolloutRequest
 from coordexp.rollouts import build_backend
 from coordexp.rollouts.learner import LearnerParts
-from support.config_samples import set_key, stage2, write_yaml
+from support.config_samples import set_keys, stage2, write_yaml
 from support.forked import ENGINES, SWIFT, Handle, coordexp, forked
 from support.forked import swift_rollout as rollout_program
 from support.ports import free_ports
@@ -108,9 +108,7 @@ def server_config(folder: Path, num_servers: int = 1, checkpoint: Path | None = 
             "sync": {"timeout_s": 60.0, "bucket_mb": 1},
         },
     }
-    for key, value in keys.items():
-        config = set_key(config, key.replace("__", "."), value)
-    return config
+    return set_keys(config, keys)
 
 
 @dataclass(frozen=True, slots=True)

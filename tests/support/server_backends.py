@@ -15,8 +15,7 @@ from coordexp.records import RolloutRequest
 from coordexp.rollouts.backend import decoding_options
 from coordexp.weight_sync import WeightVersion
 from support.config_samples import set_key, stage2
-from support.fake_servers import FakeRolloutServer
-from support.numbered_images import numbered_image
+from support.fake_servers import FakeRolloutServer, numbered_image
 from support.qwen_tokenizer import qwen_vocab
 
 

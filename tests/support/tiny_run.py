@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -26,12 +26,12 @@ from coordexp.objective import RowObjective, sft_pipeline
 from coordexp.packing import CarryBuffer
 from coordexp.recording.writer import RolloutLog
 from coordexp.records import GTObject, ImageRecord, PackedRow, Rollout, RolloutRequest, Segment
+from coordexp.rollouts import IndexedRollout, RolloutRound
 from coordexp.targets import TargetPolicy, TransportConfig, build_gt_target
 from coordexp.training.answers import AnswerReader, RolloutQueue, TargetOptions
 from coordexp.training.rows import RowLayout
 from coordexp.training.step import PreparedStep, Task, prepare_step
-from support.config_samples import set_key, stage1, stage2, two_channel, write_yaml
-from support.quiet_backend import QuietBackend
+from support.config_samples import set_keys, stage1, stage2, two_channel, write_yaml
 
 SPEC = TinySpec(
     hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, mlp=96,
@@ -127,10 +127,8 @@ def run_config(folder: Path, stage: int | Literal["two_channel"], name: str = "r
         "save_strategy": "no",
         "packing_min_fill_ratio": 0.01,
     }
-    for key, value in keys.items():
-        config = set_key(config, key.replace("__", "."), value)
     folder.mkdir(parents=True, exist_ok=True)
-    return load_config(write_yaml(folder, config, f"{name}.yaml"))
+    return load_config(write_yaml(folder, set_keys(config, keys), f"{name}.yaml"))
 
 
 def train(config: RunConfig, backend: Any = None, on_built: Callable[[Any], None] | None = None) -> Any:
@@ -228,6 +226,32 @@ def weights(model: Any) -> dict[str, torch.Tensor]:
 
 def same_weights(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+class QuietBackend:
+    """A backend without weights, memory or metrics; subclasses answer in :meth:`generate`."""
+
+    batch_size = 3
+
+    def generate(self, requests: Sequence[RolloutRequest], seeds: Any, on_answer: Any = None) -> list[Rollout]:
+        raise NotImplementedError
+
+    def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[IndexedRollout]:
+        for round_idx, one in enumerate(rounds):
+            for index, rollout in enumerate(self.generate(one.requests, one.seeds)):
+                yield IndexedRollout(round_idx, index, rollout)
+
+    def sync_weights(self, version: int) -> None: ...
+
+    def release(self) -> None: ...
+
+    def last_report(self) -> Mapping[str, Any]:
+        return {}
+
+    def take_metrics(self) -> Mapping[str, float]:
+        return {}
+
+    def close(self) -> None: ...
 
 
 class InMemoryBackend(QuietBackend):

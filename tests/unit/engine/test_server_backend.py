@@ -20,8 +20,7 @@ from coordexp.evaluation.answering import answer_dataset
 from coordexp.records import GTObject, ImageRecord
 from coordexp.rollouts import DatasetSeeds, RolloutRound, SeedContext
 from coordexp.rollouts.chunking import Post
-from support.fake_servers import FakeRolloutServer
-from support.numbered_images import numbered_image
+from support.fake_servers import FakeRolloutServer, numbered_image
 from support.qwen_tokenizer import qwen_vocab
 from support.server_backends import PretendSync, answers, backend_of, numbers, requests_, section
 

@@ -16,8 +16,8 @@ from coordexp.evaluation.answers import to_line
 from coordexp.records import GTObject, Rollout, RolloutRequest
 from coordexp.rollouts import DatasetSeeds, Seeds
 from support.answers import CAT, DOG, record, request
-from support.quiet_backend import QuietBackend
 from support.qwen_tokenizer import qwen_vocab
+from support.tiny_run import QuietBackend
 
 
 class Scripted(QuietBackend):
