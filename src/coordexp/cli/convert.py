@@ -99,7 +99,7 @@ def voc_command(
     """Pascal VOC (one XML per image) to JSONL."""
 
 
-def _instances(
+def instances_command(
     annotations_json: Annotated[
         Path,
         typer.Argument(
@@ -122,8 +122,8 @@ def _instances(
 ) -> None: ...
 
 
-convert_app.command("coco", help="COCO instances to JSONL.")(_converter("coco")(_instances))
-convert_app.command("lvis", help="LVIS to JSONL.")(_converter("lvis")(_instances))
+convert_app.command("coco", help="COCO instances to JSONL.")(_converter("coco")(instances_command))
+convert_app.command("lvis", help="LVIS to JSONL.")(_converter("lvis")(instances_command))
 
 
 @convert_app.command("yolo")

@@ -60,6 +60,8 @@ def predict(
     images = sources if config is None else sources[1:]
     if not images:
         raise ConfigError("name images after the configuration: files, folders, patterns or datasets")
+    if config is None and model is None:
+        raise ConfigError("name the checkpoint that answers with --model, or a run's YAML before the images")
     from coordexp.config.environment import check_paths
     from coordexp.data.image_sources import is_pattern
 
@@ -75,12 +77,11 @@ def predict(
         from coordexp.config.schema import AnswerConfig
 
         run = AnswerConfig.of_run(load_config(config))
-    elif model is not None:
+    else:
+        assert model is not None
         from coordexp.inference.session import PredictOptions, inference_config
 
         run = inference_config(model, PredictOptions())
-    else:
-        raise ConfigError("name the checkpoint that answers with --model, or a run's YAML before the images")
     check_paths({"--model": model} if model is not None else {"model.model": run.model.model})
     from coordexp.inference.session import read_classes
 

@@ -25,10 +25,10 @@ Print = Annotated[
 def print_config(config: Path, arguments: Sequence[str], plain: bool = False, only_set: bool = False) -> None:
     """Print the resolved configuration as YAML, with sources; advice on stderr."""
     from coordexp.config import advice
-    from coordexp.config.explain import annotated_yaml, explain_config, with_sources
+    from coordexp.config.load import annotated_yaml, explain_config
 
     explained = explain_config(config, arguments=arguments)
-    for line, comment in with_sources(annotated_yaml(explained, with_defaults=not only_set)):
+    for line, comment in annotated_yaml(explained, with_defaults=not only_set):
         typer.echo(line + ("" if plain else typer.style(comment, dim=True)))
     for sentence in advice(explained.config):
         typer.secho(f"note: {sentence}", fg=typer.colors.YELLOW, err=True)
@@ -136,7 +136,7 @@ def config_check_command(
 @config_app.command("schema")
 def config_schema_command() -> None:
     """Print the JSON Schema with which editors complete and check configurations."""
-    from coordexp.config.explain import json_schema_text
+    from coordexp.config.load import json_schema_text
 
     typer.echo(json_schema_text(), nl=False)
 
@@ -147,12 +147,12 @@ def config_diff_command(
     right: Annotated[Path, typer.Argument(metavar="B.yaml", help="The other.")],
 ) -> None:
     """Compare two resolved configurations key by key. Exits with 1 if they differ, else with 0."""
-    from coordexp.config.explain import differences, explain_config
+    from coordexp.config.load import differences, explain_config
 
-    changes = differences(explain_config(left), explain_config(right))
-    for difference in changes:
-        typer.echo(difference.path)
-        for sign, side in (("-", difference.left), ("+", difference.right)):
+    changes = list(differences(explain_config(left), explain_config(right)))
+    for path, was, becomes in changes:
+        typer.echo(path)
+        for sign, side in (("-", was), ("+", becomes)):
             value, source = side or ("(no such entry)", "")
             typer.echo(f"  {sign} {value}" + (typer.style(f"  # {source}", dim=True) if source else ""))
     if changes:

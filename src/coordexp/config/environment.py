@@ -1,10 +1,10 @@
-"""Checks of a configuration against the machine: files, names and packages of transformers, number of processes. They
-are no part of reading the YAML, so that a file is valid everywhere or nowhere."""
+"""Checks of a configuration against the machine: files, names and packages of transformers, number of processes.
+Reading the YAML does not make them, so that a file is valid everywhere or nowhere."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from coordexp.config.schema import RunConfig
@@ -26,36 +26,34 @@ def check_training_environment(config: RunConfig) -> None:
     Raises:
         ConfigError: with each that is unknown, or not installed here.
     """
-    if problems := [f"training.{key}: {message}" for key, message in _environment_problems(config)]:
-        raise ConfigError("\n".join(problems))
-
-
-def _environment_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
     from transformers.integrations import get_available_reporting_integrations
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
     from transformers.trainer_utils import SchedulerType
     from transformers.training_args import OptimizerNames
 
-    training = config.training
+    training, problems = config.training, []
     optimizers = [str(one.value) for one in OptimizerNames]
     schedules = [str(one.value) for one in SchedulerType]
     loggers = ["none", *INTEGRATION_TO_CALLBACK]
     given = [("optim", training.optim, optimizers), ("lr_scheduler_type", training.lr_scheduler_type, schedules)]
     for key, name, known in [*given, *(("report_to", name, loggers) for name in training.report_to)]:
         if name not in known:
-            yield key, f"'{name}' is unknown; transformers has {', '.join(sorted(known))}"
+            problems.append(f"training.{key}: '{name}' is unknown; transformers has {', '.join(sorted(known))}")
     for name in training.report_to:
         if name in INTEGRATION_TO_CALLBACK and name not in (*get_available_reporting_integrations(), "kubeflow"):
-            yield "report_to", f"'{name}' needs a package that is not installed here; install it, or write none"
+            problems.append(
+                f"training.report_to: '{name}' needs a package that is not installed here; install it, or write none"
+            )
     package = next((package for start, package in _PACKAGES.items() if training.optim.startswith(start)), None)
     if package is not None and importlib.util.find_spec(package) is None:
-        yield (
-            "optim",
-            f"'{training.optim}' needs the package {package}, which is not installed here; install it, or write "
-            "adamw_torch",
+        problems.append(
+            f"training.optim: '{training.optim}' needs the package {package}, which is not installed here; install it, "
+            "or write adamw_torch"
         )
     if training.packing and importlib.util.find_spec("binpacking") is None:
-        yield "packing", "needs the package binpacking; pip install binpacking, or write false"
+        problems.append("training.packing: needs the package binpacking; pip install binpacking, or write false")
+    if problems:
+        raise ConfigError("\n".join(problems))
 
 
 def check_world_size(config: RunConfig, world_size: int) -> None:
@@ -64,39 +62,32 @@ def check_world_size(config: RunConfig, world_size: int) -> None:
     Raises:
         ConfigError: with all of them, each with its dotted path.
     """
-    if problems := [f"{path}: {message}" for path, message in _world_size_checks(config, world_size)]:
+    training, rollout = config.training, config.rollout_matching
+    problems = []
+    samples = training.per_device_train_batch_size * world_size
+    if training.effective_batch_size is not None and training.effective_batch_size % samples:
+        problems.append(
+            f"training.effective_batch_size: {training.effective_batch_size} is not a multiple of "
+            f"per_device_train_batch_size x processes = {training.per_device_train_batch_size} x {world_size}"
+        )
+    vllm = rollout.vllm if rollout is not None and rollout.rollout_backend == "vllm" else None
+    if vllm is not None and vllm.mode == "colocate" and world_size % vllm.tensor_parallel_size:
+        problems.append(
+            f"{_VLLM}.tensor_parallel_size: a colocated engine spans {vllm.tensor_parallel_size} of the trainer's "
+            f"processes, and there are {world_size}; write a divisor of {world_size}, start another number of "
+            "processes, or write rollout_backend: hf"
+        )
+    if vllm is not None and vllm.mode == "server" and world_size > 1 and vllm.sync.resolved(vllm.enable_lora) != "full":
+        problems.append(
+            f"{_VLLM}.sync.mode: '{vllm.sync.mode}' pushes adapters, which works from one trainer process only, not "
+            f"from {world_size}; write sync.mode: full"
+        )
+    if problems:
         raise ConfigError("\n".join(problems))
 
 
-def _world_size_checks(config: RunConfig, world_size: int) -> Iterator[tuple[str, str]]:
-    training, rollout = config.training, config.rollout_matching
-    samples = training.per_device_train_batch_size * world_size
-    if training.effective_batch_size is not None and training.effective_batch_size % samples:
-        yield (
-            "training.effective_batch_size",
-            f"{training.effective_batch_size} is not a multiple of per_device_train_batch_size x processes "
-            f"= {training.per_device_train_batch_size} x {world_size}",
-        )
-    if rollout is None or rollout.rollout_backend != "vllm":
-        return
-    vllm = rollout.vllm
-    if vllm.mode == "colocate" and world_size % vllm.tensor_parallel_size:
-        yield (
-            f"{_VLLM}.tensor_parallel_size",
-            f"a colocated engine spans {vllm.tensor_parallel_size} of the trainer's processes, and there are "
-            f"{world_size}; write a divisor of {world_size}, start another number of processes, or write "
-            "rollout_backend: hf",
-        )
-    if vllm.mode == "server" and world_size > 1 and vllm.sync.resolved(vllm.enable_lora) != "full":
-        yield (
-            f"{_VLLM}.sync.mode",
-            f"'{vllm.sync.mode}' pushes adapters, which works from one trainer process only, not from "
-            f"{world_size}; write sync.mode: full",
-        )
-
-
 def check_paths(folders: Mapping[str, str | Path], files: Mapping[str, Path | None] | None = None) -> None:
-    """Look for what a command names on the disk before anything heavy is imported: key or option -> path (or None).
+    """Check that folders and files exist before anything heavy is imported: key or option -> path (or None).
 
     Raises:
         ConfigError: with every one that is not there.

@@ -1,11 +1,14 @@
-"""YAML, with what it ``extends``, to a :class:`RunConfig`; and back to YAML."""
+"""YAML, with the files that it ``extends``, to a :class:`RunConfig`; and back to YAML, with the source of each value.
+Also the differences of two configurations, and a JSON Schema for editors."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 from pydantic import ValidationError
 
@@ -17,6 +20,9 @@ from coordexp.config.source import Document, apply_arguments, dump_yaml, read_do
 from coordexp.errors import ConfigError
 
 Section = TypeVar("Section", bound=StrictModel)
+DEFAULT = "default"  # the source of a value that no file has
+_SOURCE_COLUMN = 64
+_ENVIRONMENT = r"\$\{env:"
 
 
 def load_config(
@@ -106,3 +112,160 @@ def _error(source: str, document: Document, problems: Sequence[Problem]) -> Conf
         lines.append(f"  {name}{f' ({where})' if where else ''}: {problem.message}")
     count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
     return ConfigError(f"{source}: {count}\n" + "\n".join(lines))
+
+
+@dataclass(frozen=True, slots=True)
+class Explained:
+    """A valid configuration and where its values come from."""
+
+    config: RunConfig
+    document: Document
+
+    def source(self, path: KeyPath) -> str:
+        """``file:line`` of the value at ``path``, or "default". An item of a list has the place of its list."""
+        if path in self.document.origin:
+            return self.document.origin[path]
+        inside_list = any(isinstance(part, int) for part in path)
+        return self.document.where(path) if inside_list else DEFAULT
+
+    def values(self) -> dict[str, tuple[str, str]]:
+        """Dotted path → (value as YAML, source), for every leaf."""
+        tree = self.config.model_dump(mode="json")
+        return {dotted(path): (_flow(value), self.source(path)) for path, value in _leaves(tree, ())}
+
+
+Side = tuple[str, str] | None  # (value as YAML, source); None where a configuration has no such leaf
+
+
+def explain_config(path: str | Path, arguments: Sequence[str] = ()) -> Explained:
+    """Load as :func:`coordexp.config.load_config` does, and keep the sources."""
+    document = read_document(path)
+    apply_arguments(document, arguments)
+    return Explained(validate(document, str(path)), document)
+
+
+def annotated_yaml(explained: Explained, with_defaults: bool = True) -> Iterator[tuple[str, str]]:
+    """(a line of YAML, a trailing comment with its source) for the whole tree, with the comments in one column; valid
+    YAML when joined. Lines without a value of their own have no comment."""
+    for line, source in _mapping_lines(explained, explained.config.model_dump(mode="json"), (), "", with_defaults):
+        yield line, f"{' ' * max(2, _SOURCE_COLUMN - len(line))}# {source}" if source else ""
+
+
+def differences(left: Explained, right: Explained) -> Iterator[tuple[str, Side, Side]]:
+    """(dotted path, left, right) of every leaf with different values, in the order of the schema."""
+    a, b = left.values(), right.values()
+    for path in dict.fromkeys([*a, *b]):
+        if (a.get(path) or ("",))[0] != (b.get(path) or ("",))[0]:
+            yield path, a.get(path), b.get(path)
+
+
+def _mapping_lines(
+    explained: Explained, data: Mapping[str, Any], path: KeyPath, indent: str, with_defaults: bool
+) -> Iterator[tuple[str, str]]:
+    for key, value in data.items():
+        here = (*path, key)
+        if isinstance(value, dict) and value:
+            inner = list(_mapping_lines(explained, value, here, indent + "  ", with_defaults))
+            if inner:
+                yield f"{indent}{_key(key)}:", ""
+                yield from inner
+        elif _is_entries(value):
+            yield f"{indent}{_key(key)}:", ""
+            for index, item in enumerate(value):
+                inner = list(_mapping_lines(explained, item, (*here, index), indent + "    ", True))
+                first, source = inner[0]
+                yield f"{indent}  - {first[len(indent) + 4 :]}", source
+                yield from inner[1:]
+        elif with_defaults or explained.source(here) != DEFAULT:
+            yield f"{indent}{_key(key)}: {_flow(value)}", explained.source(here)
+
+
+def _leaves(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
+    if isinstance(value, dict) and value:
+        for key, item in value.items():
+            yield from _leaves(item, (*path, key))
+    elif _is_entries(value):
+        for index, item in enumerate(value):
+            yield from _leaves(item, (*path, index))
+    else:
+        yield path, value
+
+
+def _is_entries(value: Any) -> TypeGuard[list[dict[str, Any]]]:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, dict) and item for item in value)
+
+
+def _key(key: str) -> str:
+    return _flow(key).replace("$${", "${")  # keys are not interpolated
+
+
+def _flow(value: Any) -> str:
+    return dump_yaml([value], flow=True)[1:-2]
+
+
+def json_schema() -> dict[str, Any]:
+    """Draft 2020-12, without the rules between keys. Sections may be partial, because a file may extend another;
+    entries of lists may not."""
+    schema = RunConfig.model_json_schema(mode="validation")
+    definitions = schema["$defs"]
+    whole = _inside_lists(schema, definitions)
+    for name, definition in definitions.items():
+        if name not in whole:
+            definition.pop("required", None)
+    required = schema.pop("required")
+    for node in (*definitions.values(), schema):
+        _adapt(node)
+    schema["anyOf"] = [{"required": ["extends"]}, {"required": required}]
+    schema["properties"] = {
+        "extends": {
+            "description": "file or files to start from, relative to this one; later ones win, this file wins over all",
+            "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}],
+        },
+        **schema["properties"],
+    }
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "CoordExp run"}
+
+
+def json_schema_text() -> str:
+    """The schema as text, as in configs/coordexp.schema.json."""
+    return json.dumps(json_schema(), indent=1, ensure_ascii=False) + "\n"
+
+
+def _inside_lists(schema: dict[str, Any], definitions: dict[str, Any]) -> set[str]:
+    """Definitions used in lists only. Lists are replaced as a whole, so their entries are complete."""
+    names: set[str] = set()
+
+    def walk(node: Any, inside: bool) -> None:
+        if isinstance(node, list):
+            for item in node:
+                walk(item, inside)
+        elif isinstance(node, dict):
+            name = str(node.get("$ref", "")).rsplit("/", 1)[-1]
+            if name and (inside, name) not in seen:
+                seen.add((inside, name))
+                if inside:
+                    names.add(name)
+                walk(definitions[name], inside)
+            for key, value in node.items():
+                walk(value, inside or key in ("items", "prefixItems"))
+
+    seen: set[tuple[bool, str]] = set()
+    walk({key: value for key, value in schema.items() if key != "$defs"}, False)
+    return names
+
+
+def _adapt(node: Any) -> None:
+    """Allow ``${env:NAME}`` where a number or a truth value is expected; drop what editors would show twice."""
+    if isinstance(node, list):
+        for item in node:
+            _adapt(item)
+    elif isinstance(node, dict):
+        if isinstance(node.get("title"), str):
+            del node["title"]
+        if isinstance(node.get("default"), dict):
+            del node["default"]  # a section's default is that of its keys
+        if node.get("type") in ("integer", "number", "boolean") and "const" not in node and "enum" not in node:
+            node["type"] = [node["type"], "string"]
+            node["pattern"] = _ENVIRONMENT
+        for value in node.values():
+            _adapt(value)

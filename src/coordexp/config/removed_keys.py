@@ -16,6 +16,10 @@ def _moved(section: str, **new: str) -> dict[str, str]:
     return {f"{section}.{old}": f"removed; write {key} instead" for old, key in new.items()}
 
 
+def _moved_to(section: str, new_section: str, keys: str) -> dict[str, str]:
+    return _moved(section, **{key: f"{new_section}.{key}" for key in keys.split()})
+
+
 def _gone(section: str, keys: str, why: str) -> dict[str, str]:
     return {f"{section}.{key}": f"removed: {why}; {_DELETE}" for key in keys.split()}
 
@@ -29,27 +33,21 @@ REMOVED_KEYS: dict[str, str] = {
     "debug": "removed; write training.output_dir, custom.train_sample_limit and custom.val_sample_limit instead, in a "
     "small file with extends or as key=value on the command line",
     # rollout_matching
+    **_moved_to(_RM, f"{_RM}.decoding", "temperature top_p top_k"),
+    **_moved_to(_RM, "training", "packing_buffer packing_min_fill_ratio packing_drop_last"),
+    **_moved_to(_RM, "custom", "object_ordering object_field_order"),
+    **_moved_to(
+        _RM, f"{_RM}.pipeline.objective[coord_reg].config", "target_sigma target_truncate soft_ce_weight w1_weight"
+    ),
     **_moved(
         _RM,
         rollout_generate_batch_size=f"{_RM}.decode_batch_size",
         rollout_infer_batch_size=f"{_RM}.decode_batch_size",
-        temperature=f"{_RM}.decoding.temperature",
-        top_p=f"{_RM}.decoding.top_p",
-        top_k=f"{_RM}.decoding.top_k",
         eval_prompt_variant="template.prompt",
         packing_enabled="training.packing",
         packing_length="global_max_length",
-        packing_buffer="training.packing_buffer",
-        packing_min_fill_ratio="training.packing_min_fill_ratio",
-        packing_drop_last="training.packing_drop_last",
-        object_ordering="custom.object_ordering",
-        object_field_order="custom.object_field_order",
-        target_sigma=f"target_sigma of coord_reg.config in {_RM}.pipeline",
-        target_truncate=f"target_truncate of coord_reg.config in {_RM}.pipeline",
-        temperature_coord=f"temperature of coord_reg.config in {_RM}.pipeline",
-        soft_ce_weight=f"soft_ce_weight of coord_reg.config in {_RM}.pipeline",
-        w1_weight=f"w1_weight of coord_reg.config in {_RM}.pipeline",
-        gate_weight=f"coord_gate_weight of coord_reg.config in {_RM}.pipeline",
+        temperature_coord=f"{_RM}.pipeline.objective[coord_reg].config.temperature",
+        gate_weight=f"{_RM}.pipeline.objective[coord_reg].config.coord_gate_weight",
     ),
     **_gone(
         _RM, "post_rollout_pack_scope", "post_rollout_pack_scope has no replacement, every micro-step packs its own"

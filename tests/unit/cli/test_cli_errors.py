@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-import coordexp.config.explain
+import coordexp.config.load
 from coordexp.cli import main
 from coordexp.errors import ConfigError
 from support.cli_runs import run_cli, small_checkpoint, write_run
@@ -150,7 +150,7 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(path: Path, **_: object) -> None:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(coordexp.config.explain, "explain_config", broken)
+    monkeypatch.setattr(coordexp.config.load, "explain_config", broken)
     with pytest.raises(ZeroDivisionError):
         main(["config", "check", "any.yaml"])
 

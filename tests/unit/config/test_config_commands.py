@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from coordexp.cli import app
 from coordexp.config import RunConfig, load_config
-from coordexp.config.explain import json_schema, json_schema_text
+from coordexp.config.load import json_schema, json_schema_text
 from support.config_samples import drop_key, set_key, stage1, stage2, write_yaml
 
 ROOT = Path(__file__).parents[3]
