@@ -46,8 +46,8 @@ def test_records_that_may_be_built_without_a_yaml_take_its_defaults() -> None:
 
 COMMANDS: list[tuple[Callable[..., object], Callable[..., object]]] = [
     (convert.voc_command, converters.convert_voc),
-    (convert._instances, converters.convert_coco),
-    (convert._instances, converters.convert_lvis),
+    (convert.instances_command, converters.convert_coco),
+    (convert.instances_command, converters.convert_lvis),
     (convert.yolo_command, converters.convert_yolo),
     (convert.labelme_command, converters.convert_labelme),
     (convert.panoptic_command, converters.convert_panoptic),
