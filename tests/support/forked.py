@@ -154,28 +154,19 @@ def swift_rollout(arguments: list[str]) -> None:
 
 
 class Handle:
-    """A forked process, as :class:`subprocess.Popen` would hold it."""
+    """A forked process with the methods of :class:`subprocess.Popen`."""
 
     def __init__(self, process: BaseProcess) -> None:
         assert process.pid is not None
         self.pid = process.pid
         self._process = process
 
-    @property
-    def returncode(self) -> int | None:
-        """As :meth:`poll`."""
-        return self.poll()
-
     def poll(self) -> int | None:
-        """Its exit code, negative for a signal; None while it runs."""
         return self._process.exitcode
 
-    def wait(self, timeout: float | None = None) -> int:
-        """Its exit code, once there is one.
+    returncode = property(poll)
 
-        Raises:
-            subprocess.TimeoutExpired: there is none within ``timeout`` seconds.
-        """
+    def wait(self, timeout: float | None = None) -> int:
         self._process.join(timeout)
         if (code := self.poll()) is None:
             assert timeout is not None
@@ -183,7 +174,6 @@ class Handle:
         return code
 
     def send_signal(self, number: int) -> None:
-        """Nothing where it has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 

@@ -50,39 +50,26 @@ class LyingProxy:
         return httpx.request(method, self.target + path, headers=kept, content=body, timeout=120.0, trust_env=False)
 
 
-def swapped(body: bytes) -> bytes:
-    return json.dumps(json.loads(body)[::-1]).encode()
+def changed(change: Callable[[list[Any]], list[Any]]) -> Answer:
+    """The answers of a call, changed; ``change`` may edit them in place."""
+    return lambda body: json.dumps(change(json.loads(body))).encode()
 
 
-def first_twice(body: bytes) -> bytes:
-    answers = json.loads(body)
-    return json.dumps([answers[0], answers[0], *answers[2:]]).encode()
-
-
-def cut_tokens(body: bytes) -> bytes:
-    """Without the token ids, as a gateway that knows OpenAI's fields alone would hand it on."""
-    answers = json.loads(body)
+def without_tokens(answers: list[Any]) -> list[Any]:
+    """As by a gateway that passes only OpenAI's fields on."""
     for answer in answers:
         del answer["response"]["choices"][0]["token_ids"]
-    return json.dumps(answers).encode()
-
-
-def no_envelope(body: bytes) -> bytes:
-    return json.dumps([{"response": answer["response"]} for answer in json.loads(body)]).encode()
-
-
-def of_a_gateway(_: bytes) -> bytes:
-    return b"<html>It works!</html>"
+    return answers
 
 
 # By place: before the server sees the request, in its answer, after it has answered.
 BEFORE = ("closes at once", "closes half way through the request", "hangs before the server")
 ANSWERS: dict[str, Answer] = {
-    "swaps answers": swapped,
-    "gives the first answer twice": first_twice,
-    "drops token ids": cut_tokens,
-    "drops the envelope": no_envelope,
-    "answers in the server's place": of_a_gateway,
+    "swaps answers": changed(lambda answers: answers[::-1]),
+    "gives the first answer twice": changed(lambda answers: [answers[0], answers[0], *answers[2:]]),
+    "drops token ids": changed(without_tokens),
+    "drops the envelope": changed(lambda answers: [{"response": answer["response"]} for answer in answers]),
+    "answers in the server's place": lambda _: b"<html>It works!</html>",
 }
 AFTER = ("closes before the answer", "closes after the header", "closes half way", "hangs after the server",
           "hangs half way", "drips")  # fmt: skip

@@ -18,7 +18,6 @@ from coordexp.objective import RowObjective, RowTensors, sft_pipeline
 from coordexp.records import PackedRow
 from coordexp.training import rows as training_rows
 from coordexp.training.rows import PrefetchedRows, RowBuilder
-from support.in_turn import InTurn
 from support.tiny_run import (
     figures,
     gt_segments,
@@ -30,6 +29,29 @@ from support.tiny_run import (
     train,
     weights,
 )
+
+
+class InTurn:
+    """Like ``Prefetcher`` without its thread: an item is prepared when it is taken."""
+
+    has_unconsumed = False
+
+    def __init__(self, items: Any, prepare: Any, **_: object) -> None:
+        self._items, self._prepare = list(items), prepare
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def take(self) -> tuple[Any, Any]:
+        one = self._items.pop(0)
+        return one, self._prepare(one)
+
+    def stop(self) -> None: ...
+
+    def __enter__(self) -> InTurn:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
 
 
 @pytest.fixture(scope="module")
