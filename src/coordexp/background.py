@@ -86,7 +86,7 @@ class Prefetcher(Generic[Item, Result]):
         """The next item and its result; waits for it.
 
         Raises:
-            The timeout error, or whatever preparing the item raised; none can be taken afterwards.
+            The timeout error, or the error of preparing the item; no item can be taken afterwards.
         """
         assert self and not self._stopped.is_set(), "more was taken than there is, or after the end"
         item = self._items[self._taken]
@@ -100,7 +100,7 @@ class Prefetcher(Generic[Item, Result]):
             raise error
         self._taken += 1
         self._room.release()
-        return item, result  # pyright: ignore[reportReturnType]  # there is one where there is no error
+        return item, result  # pyright: ignore[reportReturnType]  # without an error it is a result
 
     def stop(self) -> None:
         """Begin no further item, and wait up to :data:`STOP_S` for the one under way. Safe to call twice."""

@@ -1,6 +1,6 @@
-"""``import torchvision`` beside a torch without CUDA.
+"""``import torchvision`` next to a torch without CUDA.
 
-PyPI carries torchvision only as a CUDA build, whose native library cannot load beside a CPU torch; its import then
+PyPI carries torchvision only as a CUDA build, whose native library cannot load next to a CPU torch; its import then
 fails on a missing operator although nothing here needs that operator's kernel. Its two operators are defined so that
 its Python code can register against them. On CUDA machines, and with real CPU builds, nothing is done.
 
@@ -26,7 +26,7 @@ def ensure_torchvision() -> None:
     global _library
     import torch
 
-    # The package's own name stands in sys.modules already while its code starts, so look for its first submodule.
+    # The package's own name is in sys.modules already while its code starts, so look for its first submodule.
     if torch.version.cuda is not None or "torchvision.extension" in sys.modules or _library is not None:
         return
     if native_library_loads():

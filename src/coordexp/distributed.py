@@ -72,7 +72,7 @@ def gather_json(value: Any) -> list[Any]:
     return [json.loads(bytes(part[: int(n)].tolist())) for part, n in zip(parts, lengths, strict=True)]
 
 
-_SHARED = "is_every_ranks"  # set on errors that all ranks have raised alike
+_SHARED = "is_every_ranks"  # set on errors that all ranks have raised
 
 
 @contextmanager
@@ -80,9 +80,9 @@ def raise_on_all_ranks(where: str) -> Iterator[Callable[[], None]]:
     """All ranks leave this block, or all raise the same error: that of the lowest rank that has one.
 
     Without it a rank that fails leaves the others waiting in the next collective. The ranks agree at the block's end,
-    in a collective call, or where the block calls what it is given as its context: what one rank alone raises after
-    that stays its own error. Inside the block every rank must make the same collective calls, so whatever may fail on
-    one rank alone comes after the last of them.
+    in a collective call, or where the block calls the function that it gets as its context: an error of one rank after
+    that remains its own. Inside the block every rank must make the same collective calls, so code that may fail on
+    one rank only must follow the last of them.
     """
     agreed = False
 
@@ -123,13 +123,13 @@ def raise_first_failure(failure: Exception | None, where: str) -> None:
 
 
 def raise_any_failure(failure: Exception | None, where: str) -> None:
-    """As :func:`raise_first_failure`, at the price of one number where nobody failed. A collective call."""
+    """As :func:`raise_first_failure`, but only a scalar all-reduce if no rank failed. A collective call."""
     if all_reduce([float(failure is not None)], "max")[0]:
         raise_first_failure(failure, where)
 
 
 def is_every_ranks(error: BaseException) -> bool:
-    """Whether all ranks have raised this error alike, so that all of them come to where it is handled."""
+    """Whether all ranks have raised this same error, so that all of them reach its handler."""
     return world_size() == 1 or getattr(error, _SHARED, False)
 
 

@@ -1,4 +1,4 @@
-"""What can go wrong, by name. Every message says what happened, where, and how to fix it."""
+"""The errors of CoordExp. Every message has the problem, the place and the fix."""
 
 from __future__ import annotations
 

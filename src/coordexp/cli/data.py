@@ -205,13 +205,13 @@ def drop_command(
     out: Out,
     keep: Annotated[float | None, typer.Option(min=0, max=1, help="Probability of keeping an annotation.")] = None,
     per_class: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=P", help="Of a class instead of --keep; may be repeated.")
+        list[str] | None, typer.Option(metavar="NAME=P", help="For a class, instead of --keep; may be repeated.")
     ] = None,
     per_size: Annotated[
         list[str] | None,
         typer.Option(
             metavar="SIZE=P",
-            help="Of small (box below 32² pixels), medium or large (above 96²) objects instead of --keep; may be "
+            help="For small (box below 32² pixels), medium or large (above 96²) objects instead of --keep; may be "
             "repeated. A class's own probability goes first.",
         ),
     ] = None,
@@ -290,7 +290,7 @@ def complete_command(
     model: Annotated[Path | None, typer.Option(help="The checkpoint that answers [--config's model.model].")] = None,
     config: Annotated[
         Path | None,
-        typer.Option(help="A run's YAML: prompt, decoding and backend [the run that --model comes from, and hf]."),
+        typer.Option(help="A run's YAML: prompt, decoding and backend [those of the run that wrote --model, and hf]."),
     ] = None,
     prompt: Annotated[str | None, typer.Option(help="The prompt, if neither of them has one.")] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Images answered at once [--config's, or 8].")] = None,

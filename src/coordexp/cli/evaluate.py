@@ -54,7 +54,7 @@ class OfEvaluation:
     ] = None
     embedder: Annotated[
         Path | None,
-        typer.Option(help="Folder of a text encoder: what no alias names becomes the annotated class nearest to it."),
+        typer.Option(help="Folder of a text encoder: predictions without an alias get the nearest annotated class."),
     ] = None
     embedding_threshold: Annotated[
         float | None, typer.Option(min=-1, max=1, help="Least cosine similarity of --embedder [0.7].")

@@ -1,4 +1,4 @@
-"""``coordexp predict``: what a model finds in images. ``coordexp export``: predictions in other tools' formats."""
+"""``coordexp predict``: objects found in images. ``coordexp export``: predictions in other tools' formats."""
 
 from __future__ import annotations
 

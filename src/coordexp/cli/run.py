@@ -18,7 +18,7 @@ Arguments = Annotated[
 ]
 Print = Annotated[
     bool,
-    typer.Option("--print", help="Print the resolved configuration, with where each value comes from; start nothing."),
+    typer.Option("--print", help="Print the resolved configuration, with the source of each value; start nothing."),
 ]
 
 

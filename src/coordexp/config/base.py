@@ -144,7 +144,7 @@ def _unknown_key(path: KeyPath, owner: type[StrictModel], root: type[StrictModel
     if guess := nearest(key, valid):
         return Problem(path, f"unknown key; did you mean '{guess}'?", (*path[:-1], guess))
     elsewhere = [dotted(place) for place in _places_of(key, root, ()) if place != path]
-    if 0 < len(elsewhere) <= 3:  # more places do not tell which was meant
+    if 0 < len(elsewhere) <= 3:  # with more places, any guess is arbitrary
         return Problem(path, f"unknown key here; write {' or '.join(elsewhere)}")
     return Problem(
         path, f"unknown key; valid here: {', '.join(valid)}" if valid else "unknown key; this section takes no keys"
@@ -168,7 +168,7 @@ def nearest(key: str, valid: Sequence[str]) -> str | None:
 def _resolve(model: type[StrictModel], loc: tuple[str | int, ...]) -> tuple[KeyPath, type[StrictModel] | None, str]:
     """pydantic's location -> (path as the user wrote it, section that owns the last key, that key's description).
 
-    pydantic puts the tags of unions between keys, which the schema tells from keys.
+    pydantic puts the tags of unions between keys; the schema decides which is which.
     """
     path: list[str | int] = []
     here: Any = model

@@ -339,7 +339,7 @@ RULES: tuple[Rule | RolloutRule | Callable[[RunConfig], Findings], ...] = (
 
 
 def advice(config: RunConfig) -> Iterator[str]:
-    """What is allowed but seldom meant, one sentence each; printed and logged, never an error."""
+    """Valid but rarely intended settings, one sentence each; printed and logged, never an error."""
     shards = config.deepspeed.enabled or config.fsdp.enabled  # these keep float32 copies of the weights
     has_masters = config.training.master_weights is not None or shards
     if config.model.dtype != "float32" and config.tuner.train_type == "full" and not has_masters:

@@ -37,7 +37,7 @@ def load_config(
         arguments: words of a command line, put on top of that, e.g. ``["training.max_steps=3"]``; values are YAML.
 
     Raises:
-        ConfigError: the text has every problem, one a line: dotted path, file and line, what is wrong, what to do.
+        ConfigError: the text has every problem, one a line: dotted path, file and line, the problem, the fix.
     """
     document = read_document(path, overrides)
     apply_arguments(document, arguments)
@@ -116,7 +116,7 @@ def _error(source: str, document: Document, problems: Sequence[Problem]) -> Conf
 
 @dataclass(frozen=True, slots=True)
 class Explained:
-    """A valid configuration and where its values come from."""
+    """A valid configuration and the sources of its values."""
 
     config: RunConfig
     document: Document

@@ -29,7 +29,7 @@ REMOVED_KEYS: dict[str, str] = {
     "inherit": "removed; write extends instead",
     "extra": "removed: keys are read from their own sections only, never from a free mapping; delete it",
     "quantization": "removed: model.dtype is the number type of the weights; delete the section",
-    "rlhf": "removed: there is no reward and no preference loss here; delete the section",
+    "rlhf": "removed: CoordExp has neither rewards nor preference losses; delete the section",
     "debug": "removed; write training.output_dir, custom.train_sample_limit and custom.val_sample_limit instead, in a "
     "small file with extends or as key=value on the command line",
     # rollout_matching
@@ -182,8 +182,8 @@ _OLD_SECTION = ("custom", "extra", _RM)  # its keys are those of rollout_matchin
 
 
 def take_removed(data: dict[str, Any]) -> Iterator[Problem]:
-    """Yield a problem for every removed key or value, and take it out of ``data``: validation of the rest shall not
-    report it again."""
+    """Yield a problem for every removed key or value, and remove it from ``data``, so that validation of the
+    rest does not report it again."""
     for mapping, key, _ in list(_matches(data, _OLD_SECTION, ())):
         old = mapping.pop(key)
         for tail in _leaves(old, ()):

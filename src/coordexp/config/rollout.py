@@ -30,7 +30,7 @@ class MatchingConfig:
         maskiou_gate: pairs under this mask IoU can never match; a pair exactly at it can.
         maskiou_resolution: side of the virtual canvas in pixels.
         fp_cost, fn_cost: cost of leaving a prediction, or a GT object, alone; a pair costs 1 - IoU. With the defaults
-            matching a feasible pair is always cheaper than leaving both alone; below a sum of 1 a pair can be too dear.
+            matching a feasible pair is always cheaper than leaving both alone; below a sum of 1 a pair can cost more.
     """
 
     candidate_top_k: int = 10
@@ -112,7 +112,7 @@ class RepeatTerminateConfig(StrictModel):
 
 
 class OffloadConfig(StrictModel):
-    """What leaves the device while a colocated engine generates. Does nothing with servers and with ``hf``."""
+    """Parts that leave the device while a colocated engine generates. Does nothing with servers and with ``hf``."""
 
     enabled: bool = False
     """move the parts below to the host's memory during rollouts"""
@@ -215,7 +215,7 @@ class SyncConfig(StrictModel):
     mode: Literal["full", "adapter", "auto"] = "full"
     """push merged weights, adapters only, or adapters where enable_lora allows it"""
     fallback_to_full: bool = True
-    """go on with full pushes when an adapter push fails"""
+    """continue with full pushes if an adapter push fails"""
     bucket_mb: Count = 512
     """size of the buckets in which weights are sent, in 2^20 bytes"""
     checksum_every: Annotated[int, Field(ge=0)] = 0
@@ -306,7 +306,7 @@ class RolloutMatchingConfig(StrictModel):
     """Rollouts, matching and the objective of stage 2; evaluation decodes by the same keys."""
 
     rollout_backend: Literal["hf", "vllm"] = "vllm"
-    """what generates: transformers or vLLM"""
+    """the engine that generates: transformers or vLLM"""
     decode_batch_size: Count = 1
     """sequences decoded at once per rollout device"""
     decode_mode: Literal["greedy", "beam"] = "greedy"
@@ -339,11 +339,11 @@ class RolloutMatchingConfig(StrictModel):
     ot_iters: Count = _TRANSPORT.iters
     """Sinkhorn iterations"""
     target: TargetConfig = TargetConfig()
-    """what the model is taught on its own answer"""
+    """targets made of the model's own answer"""
     vllm: VLLMConfig = VLLMConfig()
     """the vLLM engine; read when rollout_backend is 'vllm'"""
     offload: OffloadConfig = OffloadConfig()
-    """what leaves the device while a colocated engine generates"""
+    """parts that leave the device while a colocated engine generates"""
     rollouts_ahead: Literal[0, 1] = 0
     """1: servers answer the next step's prompts while a step learns, so every answer is one step old; 0: each step
     waits for answers of its own weights"""

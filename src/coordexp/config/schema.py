@@ -146,7 +146,7 @@ class RunConfig(StrictModel):
     """One run, fully determined. Parts of the program get sections or values of it, never this tree."""
 
     model: ModelConfig
-    """what is trained"""
+    """the checkpoint to train"""
     template: TemplateConfig = TemplateConfig()
     """the text around the image"""
     data: DataConfig = DataConfig()

@@ -2,7 +2,7 @@
 ``extends``, environment variables, overrides.
 
 The YAML is version 1.2: ``no`` and ``on`` are words, ``1e-3`` is a number, ``1:30`` and ``2026-01-31`` are text.
-Positions come from PyYAML's nodes: ruamel.yaml keeps positions too, but is 14 times slower, has no line for a key that
+PyYAML's nodes give the positions: ruamel.yaml keeps positions too, but is 14 times slower, has no line for a key that
 ``<<`` brings, and stops at the first key that is given twice.
 """
 
@@ -46,7 +46,7 @@ class _Loader(_SafeLoader):
 
 
 class YAMLDumper(yaml.SafeDumper):
-    """Quotes whatever either YAML 1.1 or the loader above would take for more than text."""
+    """Quotes every text that YAML 1.1 or the loader above would not read as text."""
 
     yaml_implicit_resolvers: ClassVar[dict[str, list[Any]]] = {
         key: list(rows) for key, rows in yaml.SafeDumper.yaml_implicit_resolvers.items()
@@ -110,7 +110,7 @@ def _put(document: Document, path: KeyPath, value: Any, origin: str) -> None:
         below = here.get(part) if isinstance(here, dict) else here[part]
         if not isinstance(below, dict | list):
             if isinstance(path[end], int):
-                below = []  # whose entry is then refused
+                below = []  # the next round refuses its entry
             else:
                 below = here[part] = {}  # pyright: ignore[reportArgumentType, reportCallIssue]
                 document.origin[path[:end]] = origin
@@ -131,7 +131,7 @@ def dump_yaml(data: Any, flow: bool = False) -> str:
 
 
 def shown_path(path: Path) -> str:
-    """``path`` as a reader finds it: from the working directory when it lies below that."""
+    """``path`` as a reader finds it: relative to the working directory if it is below that."""
     absolute = Path(os.path.abspath(path))
     return str(absolute.relative_to(Path.cwd()) if absolute.is_relative_to(Path.cwd()) else absolute)
 
@@ -280,7 +280,7 @@ class _NodeReader:
             node = yaml.ScalarNode(self.loader.resolve(yaml.ScalarNode, text, (True, False)), text)
         try:
             value = self.loader.construct_object(node, deep=True)
-        except (ValueError, LookupError):  # what PyYAML's constructors raise for `!!int x`, `!!int ''`, `!!bool x`
+        except (ValueError, LookupError):  # PyYAML's constructors raise these for `!!int x`, `!!int ''`, `!!bool x`
             self._problem(here, f"cannot be read as {node.tag.rsplit(':', 1)[-1]}: {node.value[:40]!r}")
             return None
         if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:

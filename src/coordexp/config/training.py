@@ -148,11 +148,11 @@ class TrainingConfig(StrictModel):
     save_total_limit: Count | None = None
     """keep the newest N checkpoints; null keeps all"""
     save_only_model: bool = False
-    """checkpoints without optimizer and scheduler: small, but training cannot go on from them"""
+    """checkpoints without optimizer and scheduler: small, but training cannot resume from them"""
     save_on_each_node: bool = False
     """every node writes checkpoints, for nodes without a shared file system"""
     load_best_model_at_end: bool = False
-    """end with the checkpoint whose metric_for_best_model is best"""
+    """end with the checkpoint that has the best metric_for_best_model"""
     metric_for_best_model: Annotated[str, Field(min_length=1)] | None = None
     """figure of evaluation that decides which checkpoint is best, e.g. rollout/f1"""
     greater_is_better: bool | None = None

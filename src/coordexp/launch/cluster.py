@@ -30,7 +30,7 @@ HOST_VARIABLE = "ROLLOUT_HOST_{index}"
 RENDEZVOUS_PORT = 29500
 RESTARTS = 5  # of a whole job whose machine died
 _MOST_HOSTS = 256
-_UNKNOWN_HOST = "rollout-host-{index}.invalid"  # stands for a host while the configuration is only read
+_UNKNOWN_HOST = "rollout-host-{index}.invalid"  # placeholder of a host while the configuration is only read
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def plan_job(config: Path, arguments: Sequence[str], trainer_nodes: int, gpus: i
     Args:
         arguments: ``key.path=value``, on top of the file.
         trainer_nodes: machines of the trainer.
-        gpus: per machine, for servers and trainer alike; 0 for CPUs.
+        gpus: per machine, for servers and trainer; 0 for CPUs.
         time_limit: in SLURM's format, ``days-hours:minutes:seconds``.
 
     Raises:

@@ -110,7 +110,7 @@ def plan_launch(
     """The processes of a run.
 
     Args:
-        local: for each server whether it is started here; None to see whose address is this machine's.
+        local: for each server whether it is started here; None to decide by their addresses.
         arguments: ``key.path=value``, with which ``config`` was loaded; passed on to programs that read the file.
         listen_host: start all servers here, listening on this address instead of the configured ones.
 
@@ -123,7 +123,7 @@ def plan_launch(
         local = []
         for entry in entries:
             host = listen_host_of(entry)
-            if host in ("0.0.0.0", "::"):  # of every machine; its base_url tells which one is meant
+            if host in ("0.0.0.0", "::"):  # of every machine; its base_url names the right one
                 host = urlsplit(entry.base_url).hostname or ""
             local.append(listen_host is not None or can_listen(host, 0))
     devices = _devices_of_servers(config, local)
