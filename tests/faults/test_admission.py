@@ -89,7 +89,7 @@ def url(engine: Engine) -> Iterator[str]:
         ({"Origin": "null"}, 403),
     ],
 )
-def test_without_a_token_no_web_page_gets_through(headers: dict[str, str], status: int, url: str) -> None:
+def test_without_a_token_web_pages_are_refused(headers: dict[str, str], status: int, url: str) -> None:
     assert httpx.get(f"{url}/get_world_size/", headers=headers, trust_env=False).status_code == status
 
 
@@ -98,14 +98,14 @@ def test_without_a_token_no_web_page_gets_through(headers: dict[str, str], statu
     ['{"seed": 18446744073709551616}', '{"seed": -1}', '{"max_tokens": 1' + "0" * 30 + "}", '{"temperature": NaN}',
      '{"top_p": Infinity}', '{"repetition_penalty": NaN}', '{"top_k": 1' + "0" * 30 + "}"],
 )  # fmt: skip
-def test_numbers_that_no_engine_takes_are_the_callers_fault(config: str, url: str) -> None:
+def test_invalid_numbers_are_refused_with_422(config: str, url: str) -> None:
     body = '{"infer_requests": [{"messages": [{"role": "user", "content": "a"}]}], "request_config": ' + config + "}"
     reply = httpx.post(f"{url}/infer/", content=body, headers={"Content-Type": "application/json"}, trust_env=False)
     assert reply.status_code == 422 and "request_config" in reply.json()["error"], reply.text
 
 
 @pytest.mark.parametrize("body", ["", "{", "[" * 100_000, '"\\ud800"', '{"infer_requests": [{"messages": 3}]}'])
-def test_bodies_that_are_none_are_the_callers_fault(body: str, url: str) -> None:
+def test_invalid_bodies_are_refused(body: str, url: str) -> None:
     reply = httpx.post(f"{url}/infer/", content=body, headers={"Content-Type": "application/json"}, trust_env=False)
     assert 400 <= reply.status_code < 500, reply.text
 
@@ -117,7 +117,7 @@ def test_a_body_that_is_announced_and_never_sent_is_not_waited_for(url: str) -> 
         assert client.recv(100).startswith(b"HTTP/1.1 408")
 
 
-def test_an_answer_that_nobody_waits_for_is_cancelled(url: str, engine: Engine) -> None:
+def test_an_abandoned_request_is_cancelled(url: str, engine: Engine) -> None:
     call = {"infer_requests": [{"messages": [{"role": "user", "content": "a"}]}] * 2}
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{url}/infer/", json=call, timeout=0.5, trust_env=False)
@@ -132,7 +132,7 @@ def test_a_bucket_without_a_group_is_refused_and_changes_nothing(url: str) -> No
     assert reply.status_code == 409 and "no weight group is open" in reply.json()["error"]
 
 
-def test_a_hung_engine_behind_a_living_process_shows(url: str, engine: Engine) -> None:
+def test_a_hung_engine_of_a_living_process_is_reported(url: str, engine: Engine) -> None:
     client = client_to(url, 1, timeout_s=5.0)
     assert client.engine_stall_seconds() < 1.0
     engine.hangs = True
@@ -143,7 +143,7 @@ def test_a_hung_engine_behind_a_living_process_shows(url: str, engine: Engine) -
     assert client.engine_stall_seconds() < 1.0
 
 
-def test_an_engine_that_stirs_and_draws_no_token_shows(url: str, engine: Engine) -> None:
+def test_an_engine_that_samples_no_token_is_reported(url: str, engine: Engine) -> None:
     """Only while it owes answers: an idle one draws none."""
     client = client_to(url, 1, timeout_s=5.0)
     before = httpx.get(f"{url}/health/", trust_env=False).json()["num_tokens"]
@@ -171,7 +171,7 @@ def test_an_image_of_too_many_pixels_is_refused_before_it_is_decoded(monkeypatch
 
 
 @pytest.mark.parametrize("sign", ["engine_silent_s", "engine_tokenless_s"])
-def test_a_learner_gives_up_on_a_server_whose_engine_does_not_get_on(sign: str) -> None:
+def test_a_learner_gives_up_on_a_server_with_a_stalled_engine(sign: str) -> None:
     from coordexp.engine.server_backend import LivenessWatch
     from support.fake_servers import FakeRolloutServer
 

@@ -60,7 +60,7 @@ def test_pictures_show_ground_truth_and_every_run_side_by_side(demo):
         assert sheet.width % panels == 0 and sheet.width >= panels * 128
 
 
-def test_the_page_shows_what_was_learned_from(demo):
+def test_the_page_shows_targets_and_curves(demo):
     page = (demo[0] / "view.html").read_text(encoding="utf-8")
     assert "PREFIX_COORD" in page and "data:image/jpeg;base64," in page and '"curves":{"' in page
 

@@ -77,7 +77,7 @@ def shown(folder: Path) -> str:
     return (folder / "launch.log").read_text(errors="replace")
 
 
-def test_one_command_trains_behind_swift_rollout_and_leaves_nothing(tmp_path: Path) -> None:
+def test_launch_trains_with_swift_rollout_and_ends_all_processes(tmp_path: Path) -> None:
     path = write_yaml(tmp_path, channel_b(tmp_path, max_steps=1))
     seen: set[int] = set()
     with running([sys.executable, "-m", "coordexp", "launch", "--config", str(path)], tmp_path) as process:

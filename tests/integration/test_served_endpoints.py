@@ -121,7 +121,7 @@ def test_openai_clients_get_the_same_answers(server: RunningServer, client: Serv
         assert [token for delta in deltas for token in delta.get("token_ids") or ()] == expected[0]
 
 
-def test_metrics_count_what_was_answered(server: RunningServer, client: ServerClient, learner: LoadedModel) -> None:
+def test_metrics_count_answers(server: RunningServer, client: ServerClient, learner: LoadedModel) -> None:
     def num_answers() -> float:
         lines = httpx.get(f"{server.base_url}/metrics", trust_env=False).text.splitlines()
         counts = [line for line in lines if line.startswith("vllm:request_success_total{")]

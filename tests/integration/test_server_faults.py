@@ -131,7 +131,7 @@ def test_a_server_from_health_to_death(server: RunningServer) -> None:
 
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT], ids=lambda sent: sent.name)
-def test_a_server_that_is_stopped_while_it_starts_leaves_nothing(
+def test_stopping_a_starting_server_ends_all_its_processes(
     tmp_path_factory: pytest.TempPathFactory, sent: signal.Signals
 ) -> None:
     folder = tmp_path_factory.mktemp("server")

@@ -238,7 +238,7 @@ def test_overlays_are_toggled(answers_page: Browser) -> None:
     assert (visible(".link"), visible(".pred")) == (0, before[".pred"])
 
 
-def test_hovering_a_match_says_its_iou_and_lights_its_partner(run_page: Browser) -> None:
+def test_hovering_a_match_shows_its_iou_and_its_partner(run_page: Browser) -> None:
     run_page.hover("#stage .pred.right")
     assert run_page.text("#tip") == "object_1: black cat · matches black cat, IoU 1"
     assert run_page.count("#stage .gt.lit") == 1

@@ -58,7 +58,7 @@ def test_an_oversized_segment_never_enters_the_buffer():
 
 
 @pytest.mark.scenario("Missing binpacking dependency fails fast")
-def test_selection_without_binpacking_says_how_to_go_on(monkeypatch):
+def test_selection_without_binpacking_names_the_alternatives(monkeypatch):
     buffer = buffer_of([6, 3, 2, 2], 10)
     monkeypatch.setitem(sys.modules, "binpacking", None)
     with pytest.raises(MissingDependency) as error:

@@ -71,7 +71,7 @@ def test_geometry_first_reorders_fields_and_nothing_else() -> None:
 
 
 @pytest.mark.scenario("desc-first remains baseline append layout")
-def test_desc_first_is_what_no_setting_gives() -> None:
+def test_desc_first_is_the_default() -> None:
     default = outcome_of(answer(), SCENE, qwen_vocab())
     explicit = outcome_of(answer(), SCENE, qwen_vocab(), field_order="desc_first")
     assert default.target.token_ids == explicit.target.token_ids

@@ -201,7 +201,7 @@ def test_another_backend_with_the_same_answers_trains_the_same(tmp_path: Path) -
 
 
 @pytest.mark.scenario("Backend implementation swap preserves rollout contract")
-def test_every_backend_returns_what_parsing_and_matching_need(tmp_path: Path) -> None:
+def test_every_backend_fills_the_fields_of_a_rollout(tmp_path: Path) -> None:
     loaded = load_tiny()
     requests = [sample.request for sample in tiny_samples(loaded, 4)]
     hf = HFBackend(loaded.model, loaded.vocab, decoding(6), 2, loaded.image_token_id)

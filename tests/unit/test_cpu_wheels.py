@@ -66,7 +66,7 @@ def test_cuda_machines_are_left_alone(
     assert "needs no help" in capsys.readouterr().out
 
 
-def test_packages_whose_native_library_cannot_load_are_found(
+def test_packages_with_unloadable_libraries_are_found(
     tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sources = {
