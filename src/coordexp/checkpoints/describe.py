@@ -16,7 +16,7 @@ from coordexp.errors import CheckpointError, VocabError
 
 _MODEL, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _HEAD = "lm_head.weight"
-_TABLES = ("lm_head", "embed_tokens", "pos_embed")  # matrices that are not linear layers of the blocks
+TABLES = ("lm_head", "embed_tokens", "pos_embed")  # matrices that are not linear layers of the blocks
 _LAYER = re.compile(r"(?:^|\.)language_model\.layers\.(\d+)\.")
 
 
@@ -61,7 +61,7 @@ def describe(path: Path) -> ModelInfo:
     """
     checkpoint = Checkpoint.open(path)
     config, folder = checkpoint.config, checkpoint.base
-    shapes = _shapes(checkpoint)
+    shapes = weight_shapes(checkpoint)
     tables = [shape for name, shape in shapes.items() if name.endswith("embed_tokens.weight")]
     if len(tables) != 1 or len(tables[0]) != 2:
         raise CheckpointError(f"{folder}: its weights have no token embedding; restore the checkpoint's files")
@@ -75,7 +75,7 @@ def describe(path: Path) -> ModelInfo:
         parameters[part_of(name)] += math.prod(shape)
         module, _, kind = name.rpartition(".")
         last = module.rpartition(".")[2]
-        if kind == "weight" and len(shape) == 2 and last not in _TABLES:
+        if kind == "weight" and len(shape) == 2 and last not in TABLES:
             linear.setdefault(part_of(name), set()).add(last)
     text = config.get("text_config") or {}
     return ModelInfo(
@@ -113,7 +113,7 @@ def too_few_rows(path: str | Path, highest: int, rows: int) -> str:
     )
 
 
-def _shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
+def weight_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
     """Every tensor's name and shape, from one file or from all that the index names."""
     folder = checkpoint.base
     index = read_object(folder, _INDEX, "index of weights")

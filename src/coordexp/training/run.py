@@ -16,6 +16,7 @@ from rich.console import Console
 
 from coordexp import distributed
 from coordexp.checkpoints.folder import check_lengths, length_advice
+from coordexp.checkpoints.memory import check_memory
 from coordexp.config import RunConfig, advice, check_world_size, resolved_rollout, rollout_contract
 from coordexp.config.environment import check_training_environment
 from coordexp.config.rollout import RolloutMatchingConfig
@@ -83,7 +84,7 @@ def check_run(config: RunConfig, *, learners: int | None = None, servers_are_up:
     attempt(check_world_size, config, learners)
     if servers_are_up and not errors:
         check_backend(rollout)
-    attempt(_check_device, config)
+    attempt(_check_device, config, learners)
     attempt(check_parallel, config, learners)
     attempt(check_training_environment, config)
     attempt(load_vocab, config.model.model)
@@ -374,8 +375,8 @@ def _learner_parts(config: RunConfig, loaded: LoadedModel, offload: LearnerOfflo
     )
 
 
-def _check_device(config: RunConfig) -> None:
-    """Raises ConfigError if training would silently take the CPU, or the device lacks the attention kernel."""
+def _check_device(config: RunConfig, learners: int) -> None:
+    """Raises ConfigError if training would silently take the CPU, or the GPU lacks the attention kernel or memory."""
     import torch
 
     from coordexp.modeling.attention import check_attention
@@ -388,5 +389,7 @@ def _check_device(config: RunConfig) -> None:
             f"training.use_cpu: {visible} GPUs are visible, but torch {torch.__version__} (CUDA {torch.version.cuda}) "
             "cannot use them; update the NVIDIA driver (CUDA 13 needs 580 or newer), or set training.use_cpu: true"
         )
+    if not on_cpu:
+        check_memory(config, learners, torch.cuda.get_device_properties(0).total_memory)
     half = training.bf16 or training.fp16 or config.model.dtype != "float32"
     check_attention(config.model.attn_implementation, "cpu" if on_cpu else "cuda", half)

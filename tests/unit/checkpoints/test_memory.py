@@ -1,0 +1,91 @@
+"""The memory estimate against traced optimizer steps of Qwen3-VL at full size (fake tensors, no allocator overhead)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+from coordexp.checkpoints.memory import check_memory, estimate_memory
+from coordexp.config import RunConfig, parse_config
+from coordexp.errors import ConfigError
+from support.config_samples import stage1
+from support.tiny_run import tiny_checkpoint
+
+SIZES = {
+    "2B": (2048, 6144, 28, 16, True, (1024, 4096, 24)),
+    "4B": (2560, 9728, 36, 32, True, (1024, 4096, 24)),
+    "8B": (4096, 12288, 36, 32, False, (1152, 4304, 27)),
+}
+
+
+@cache
+def model(size: str) -> tuple[Mapping[str, Any], Mapping[str, tuple[int, ...]]]:
+    """``config.json`` and the shapes of a published size with 1000 coordinate tokens."""
+    hidden, intermediate, layers, heads, tied, (vision, vision_intermediate, depth) = SIZES[size]
+    text = {"vocab_size": 152_670, "hidden_size": hidden, "intermediate_size": intermediate, "head_dim": 128,
+            "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": 8,
+            "tie_word_embeddings": tied}  # fmt: skip
+    tower = {"hidden_size": vision, "intermediate_size": vision_intermediate, "depth": depth, "num_heads": 16,
+             "patch_size": 16, "out_hidden_size": hidden, "num_position_embeddings": 2304}  # fmt: skip
+    config = Qwen3VLConfig(text_config=text, vision_config=tower, tie_word_embeddings=tied)
+    with torch.device("meta"):
+        weights = dict(Qwen3VLForConditionalGeneration(config).named_parameters())
+    return config.to_dict(), {name: tuple(weight.shape) for name, weight in weights.items()}
+
+
+def run(length: int, *, full: bool, dtype: str = "bfloat16", checkpointing: bool = True, **keys: Any) -> RunConfig:
+    content = {**stage1(), "global_max_length": length, **keys}
+    content["model"] = {**content["model"], "dtype": dtype}
+    content["tuner"] = {"train_type": "full"} if full else {"train_type": "lora", "lora_rank": 16}
+    masters = "float32" if full and dtype == "bfloat16" else None
+    content["training"] = {
+        **content["training"], "bf16": True, "gradient_checkpointing": checkpointing, "master_weights": masters
+    }  # fmt: skip
+    return parse_config(content)
+
+
+@pytest.mark.parametrize(
+    ("size", "config", "world_size", "traced_gb"),
+    [
+        ("2B", run(12_000, full=True), 1, 45.3),
+        ("2B", run(12_000, full=True, dtype="float32"), 1, 43.8),
+        ("2B", run(16_000, full=True), 1, 46.7),
+        ("2B", run(12_000, full=True), 8, 42.6),
+        ("2B", run(12_000, full=True, checkpointing=False), 1, 104.0),
+        ("4B", run(12_000, full=True), 1, 89.0),
+        ("8B", run(12_000, full=True), 1, 168.0),
+        ("2B", run(12_000, full=False), 1, 9.6),
+        ("2B", run(12_000, full=False, checkpointing=False), 1, 51.3),
+        ("4B", run(12_000, full=False), 1, 16.8),
+        ("8B", run(12_000, full=False), 1, 28.5),
+        ("8B", run(16_000, full=False), 1, 30.8),
+    ],
+)
+def test_the_estimate_is_within_ten_percent(size: str, config: RunConfig, world_size: int, traced_gb: float) -> None:
+    estimate = estimate_memory(config, *model(size), world_size)
+    assert estimate.total / 1e9 == pytest.approx(traced_gb, rel=0.1)
+
+
+def test_fsdp_shares_weights_gradients_and_optimizer() -> None:
+    one, eight = (
+        estimate_memory(run(12_000, full=True, dtype="float32", fsdp={"enabled": True}), *model("8B"), ranks)
+        for ranks in (2, 8)
+    )
+    assert (one.weights, one.gradients, one.optimizer) == (4 * eight.weights, 4 * eight.gradients, 4 * eight.optimizer)
+    assert one.activations == eight.activations and eight.total < 40e9
+
+
+def test_a_run_that_cannot_fit_is_refused_with_what_fits() -> None:
+    content = stage1()
+    content["model"]["model"] = str(tiny_checkpoint())
+    content["global_max_length"] = 4000
+    config = parse_config(content)
+    need = check_memory(config).total
+    assert check_memory(config, gpu_bytes=int(need)).total == need
+    with pytest.raises(ConfigError, match=r"GB for each trainer process .*training\.gradient_checkpointing: true \("):
+        check_memory(config, gpu_bytes=int(need / 2))
