@@ -104,7 +104,7 @@ class ServerClient:
         return self.base_url
 
     def health(self, timeout_s: float | None = None) -> None:
-        """Refuse a server that is not up, or whose engine is dead.
+        """Refuse a server that is not up or has a dead engine.
 
         Raises:
             ServerUnreachable, ServerTimeout, ServerRefused

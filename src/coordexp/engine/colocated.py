@@ -59,7 +59,7 @@ ADVICE = (
     "rollout_matching.rollout_backend: hf"
 )
 ENGINE_AT_FAULT = (
-    "the engine does not do what it is asked: write rollout_matching.rollout_backend: hf, or install a version of vLLM "
+    "the engine does not work as requested: write rollout_matching.rollout_backend: hf, or install a version of vLLM "
     "that this one was tested with"
 )
 AHEAD = 16  # requests that may wait with their processed images: megabytes each, in main memory
@@ -85,14 +85,10 @@ class Prompt:
 
 class InProcessEngine:
     """A vLLM engine of which this process holds one worker. Every method that touches weights or memory is collective
-    over the ranks whose engines were started together."""
+    over the ranks that started their engines together."""
 
     def __init__(self, arguments: Mapping[str, Any], max_in_flight: int) -> None:
-        """Start it: seconds to minutes. ``arguments``: those of vLLM's ``EngineArgs``.
-
-        Raises:
-            RolloutError.
-        """
+        """Start it: seconds to minutes. ``arguments``: those of vLLM's ``EngineArgs``. Raises RolloutError."""
         self._max_in_flight = max_in_flight
         self._found_group = dist.is_initialized()
         self.vllm: Any = None
@@ -292,11 +288,7 @@ class EngineSpec:
         }
 
     def start(self) -> InProcessEngine:
-        """The engine, guarding its answers exactly as the configuration says.
-
-        Raises:
-            MissingDependency, RolloutError.
-        """
+        """The engine, guarding its answers exactly as configured. Raises MissingDependency, RolloutError."""
         # vLLM's import sets variables, which the trainer's children would inherit.
         with environment_kept(activation_environment(self.repeat_terminate)):
             require("vllm", "rollout_matching.rollout_backend: vllm")
@@ -389,8 +381,15 @@ class ColocatedBackend:
             first = distributed.rank() // size * size
             parts = distributed.gather_json([asdict(prompt) for prompt in prompts])[first : first + size]
             prompts = [Prompt(**prompt) for part in parts for prompt in part]
+        adapter = None
+        if self.pusher.mode == "adapter":
+            from vllm.lora.request import LoRARequest
+
+            from coordexp.engine.worker import ADAPTER_ID, ADAPTER_NAME, ADAPTER_PATH
+
+            adapter = LoRARequest(ADAPTER_NAME, ADAPTER_ID, ADAPTER_PATH)
         num_answered = 0
-        for output in self.engine.run(prompts, self._open_image, self._sampling, self._lora_request()):
+        for output in self.engine.run(prompts, self._open_image, self._sampling, adapter):
             if output.request_id in requests:
                 num_answered += 1
                 r, i, request = requests[output.request_id]
@@ -405,7 +404,7 @@ class ColocatedBackend:
         return self._decode_batch_size
 
     def sync_weights(self, version: int) -> None:
-        """Move the learner away, start or wake the engine, and put the weights in."""
+        """Move the trainer's model away, start or wake the engine, and push the weights."""
         try:
             self._borrowed.enter_context(self._offload())
             with distributed.raise_on_all_ranks("starting the colocated engine"):
@@ -423,7 +422,7 @@ class ColocatedBackend:
         self._version = version
 
     def release(self) -> None:
-        """Put the engine to sleep, and the learner back."""
+        """Put the engine to sleep, and the trainer's model back."""
         try:
             if self.engine is not None:
                 self.engine.sleep(self._config.sleep_level)
@@ -472,7 +471,7 @@ class ColocatedBackend:
             repetition_penalty=options.repetition_penalty,
             seed=prompt.seed,
             stop_token_ids=[self._vocab.eos_id],
-            ignore_eos=not guarded,  # only <|im_end|> ends an answer, whatever else the checkpoint calls an end
+            ignore_eos=not guarded,  # only <|im_end|> ends an answer, not the checkpoint's other end tokens
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
             **arguments,
@@ -499,12 +498,3 @@ class ColocatedBackend:
             repeat_terminated=bool(triggers),
             weight_version=self._version,
         )
-
-    def _lora_request(self) -> Any:
-        if self.pusher.mode != "adapter":
-            return None
-        from vllm.lora.request import LoRARequest
-
-        from coordexp.engine.worker import ADAPTER_ID, ADAPTER_NAME, ADAPTER_PATH
-
-        return LoRARequest(ADAPTER_NAME, ADAPTER_ID, ADAPTER_PATH)

@@ -1,7 +1,7 @@
 """Patches of vLLM on CPUs. Importing this module applies them to the process; with a GPU it changes nothing.
 
 Two kinds of process import it: workers, through the worker extension, and engine cores, through the executor classes
-below, whose names are the engine's ``distributed_executor_backend``. vLLM must be importable.
+below, which an engine's ``distributed_executor_backend`` names. vLLM must be importable.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class CoreExecutor(UniProcExecutor): ...
 
 
 class WorkersExecutor(MultiprocExecutor):
-    """vLLM's own, under a name whose import patches the core process."""
+    """vLLM's own; importing it from this module patches the core process."""
 
 
 # Workers of a tensor-parallel CPU engine add their results in memory that all of them map, under a name in /dev/shm.

@@ -10,7 +10,7 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -19,7 +19,7 @@ import psutil
 DIE_WITH_PARENT = "COORDEXP_DIE_WITH_PARENT"
 OWNER_PID = "COORDEXP_ENGINE_OWNER_PID"
 DP_COORDINATOR = "DPCoordinator"  # part of its process title
-SERVER_API_KEY = "COORDEXP_ROLLOUT_API_KEY"  # the token itself, for servers whose command line would show it
+SERVER_API_KEY = "COORDEXP_ROLLOUT_API_KEY"  # the token itself, for servers that would show it in their command line
 PLUGINS = "VLLM_PLUGINS"
 
 _EVERYWHERE = {
@@ -37,14 +37,13 @@ _PLUGIN_GROUPS = tuple(f"vllm.{kind}_plugins" for kind in ("general", "platform"
 
 
 def num_gpus() -> int:
-    """Visible GPUs. Does not initialise CUDA, so children may still choose devices."""
+    """Number of visible GPUs. Does not initialise CUDA, so children may still choose devices."""
     import torch
 
     return torch.cuda.device_count()
 
 
 def has_gpu() -> bool:
-    """Whether engines of this machine run on GPUs."""
     return num_gpus() > 0
 
 
@@ -97,30 +96,23 @@ def die_with_owner() -> None:
         handle = os.pidfd_open(owner)
         children = psutil.Process(owner).children()
     except (ProcessLookupError, psutil.NoSuchProcess):
-        _end([])
+        os.kill(os.getpid(), signal.SIGKILL)
         return
     parent = os.getppid()
-    relatives = [child for child in children if child.pid == parent or DP_COORDINATOR in _title(child)]
-    threading.Thread(target=_watch, args=(handle, relatives), name="die-with-owner", daemon=True).start()
+    relatives = []
+    for child in children:
+        with suppress(psutil.NoSuchProcess):
+            if child.pid == parent or DP_COORDINATOR in " ".join(child.cmdline()):
+                relatives.append(child)
 
+    def watch() -> None:
+        select.select([handle], [], [])  # a pidfd turns readable when its process ends
+        for process in relatives:
+            with suppress(psutil.NoSuchProcess):  # psutil kills no other process that has got the number since
+                process.kill()
+        os.kill(os.getpid(), signal.SIGKILL)
 
-def _watch(owner_handle: int, relatives: Sequence[psutil.Process]) -> None:
-    select.select([owner_handle], [], [])  # a pidfd turns readable when its process ends
-    _end(relatives)
-
-
-def _end(relatives: Sequence[psutil.Process]) -> None:
-    for process in relatives:
-        with suppress(psutil.NoSuchProcess):  # psutil kills no other process that has got the number since
-            process.kill()
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _title(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.NoSuchProcess:
-        return ""
+    threading.Thread(target=watch, name="die-with-owner", daemon=True).start()
 
 
 def skip_main_reimport() -> None:

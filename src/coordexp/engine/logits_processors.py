@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 Processor = TypeVar("Processor", bound=LogitsProcessor)
 _KEPT_RULES = 8  # of as many lists of names; each holds the vocabulary's bytes in order
-_MAX_TRIGGERS = 65_536  # those of requests whose client has left are never fetched
-# vLLM's placeholder -1 stands for a token that is still on its way from the device.
+_MAX_TRIGGERS = 65_536  # if a client leaves, those of its requests are never fetched
+# vLLM's placeholder for a token that is still on its way from the device is -1.
 _TOO_EARLY = "vLLM called a logits processor before it knew the newest token; start it without asynchronous scheduling"
 
 
@@ -109,7 +109,7 @@ class _NamesRow:
 
 
 class AllowedLabelsProcessor(LogitsProcessor):
-    """Makes every other description impossible, in rows whose request names a list; before the repeat guard."""
+    """Makes every other description impossible, in rows of requests with a list; before the repeat guard."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         from transformers import AutoTokenizer
@@ -163,7 +163,7 @@ class _GuardRow:
 
 
 class RepeatTerminateProcessor(LogitsProcessor):
-    """Ends answers that repeat themselves: a row whose guard has a verdict may only end. Configured by the process's
+    """Ends answers that repeat themselves: after its verdict a row may only end. Configured by the process's
     environment. :meth:`pop_triggers` returns which requests it ended, by the ids in their ``extra_args``."""
 
     @classmethod

@@ -20,10 +20,10 @@ from coordexp.weight_sync import WeightVersion
 
 IMAGE_MARK = "<image>"
 ENVELOPE = "coordexp"  # the key next to the answer, for what our own server and plugin add
-TRIGGERED = "repeat_terminate_triggered"  # 0 or 1, required from every server whose guard is on
+TRIGGERED = "repeat_terminate_triggered"  # 0 or 1, required from every guarded server
 ACTIVE = "repeat_terminate_active"
 _EXCERPT = 300
-# Formats that every reader opens alike and that are compressed: bitmaps and TIFF would be longer than a PNG of them.
+# Compressed formats that every reader opens in the same way: bitmaps and TIFF would be longer than a PNG of them.
 _COMPRESSED = {"JPEG": "jpeg", "MPO": "jpeg", "PNG": "png", "WEBP": "webp"}
 
 
@@ -95,8 +95,8 @@ def read_answer(
     """One item of a server's reply → a rollout that can be trained on.
 
     Args:
-        weights: the answer must come from these. guarded: the configuration switches the repeat guard on.
-        stamped: answers of this server must say which weights they come from. max_new_tokens: of the request.
+        weights: the expected ones. guarded: the configuration switches the repeat guard on.
+        stamped: answers of this server must report their weights. max_new_tokens: of the request.
         place: of the request in its call, if it was sent along.
 
     Raises:
@@ -196,7 +196,7 @@ def image_source(path: Path, images: Literal["path", "base64"], preparation: Ima
     that of every JPEG begins like a path, ``/9j/``.)
 
     Args:
-        images: whether the server sees the trainer's files. preparation: what the trainer does to an image.
+        images: whether the server sees the trainer's files. preparation: how the trainer resizes an image.
         ours: the server opens images as the trainer does (``coordexp serve``): turned as EXIF says, transparency on
             white, out of tar files. Others do none of it.
 

@@ -361,7 +361,7 @@ class ServerLink:
         self._rank = client.world_size()  # the last one
         address = GroupAddress(client.host, client.group_port, self._rank, self._rank + 1, client.timeout_s, token)
         client.close_communicator(timeout_s=client.timeout_s)
-        # Otherwise this side could meet the members of the old group, whose store still holds their keys.
+        # Otherwise this side could meet the members of the old group: its store still holds their keys.
         wait_until_free(address, client.timeout_s)
         announced = in_background(lambda: client.init_communicator(self._rank + 1, 0, client.timeout_s, token), THREAD)
         joined = in_background(lambda: join(address, device), THREAD)
@@ -438,7 +438,7 @@ class ServerLink:
         self._pushed = weights
 
     def close(self, *, notify: bool) -> None:
-        """Leave the group; ``notify`` the server too, whose workers would otherwise leave at the next push."""
+        """Leave the group; ``notify`` the server too, or its workers leave at the next push."""
         group, self._group = self._group, None
         if group is None:
             return

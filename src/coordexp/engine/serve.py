@@ -142,7 +142,7 @@ def prepare_environment(repeat_terminate: RepeatTerminateConfig, *, gpu: bool) -
     """Set the variables that engine processes read. Call it before vLLM is imported.
 
     Raises:
-        RolloutError: the environment already asks for another repeat guard than the configuration.
+        RolloutError: the environment already activates another repeat guard than the configuration.
     """
     complete_environment(gpu=gpu)
     os.environ[DIE_WITH_PARENT] = "1"
@@ -154,7 +154,7 @@ def prepare_environment(repeat_terminate: RepeatTerminateConfig, *, gpu: bool) -
     wanted = repeat_terminate if repeat_terminate.enabled else None
     if active != wanted:
         raise RolloutError(
-            f"{ENABLE} asks for the guard {active}, rollout_matching.repeat_terminate for {wanted}: "
+            f"{ENABLE} activates the guard {active}, and rollout_matching.repeat_terminate is {wanted}: "
             "unset the variables, or make them agree"
         )
 

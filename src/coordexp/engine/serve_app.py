@@ -194,7 +194,7 @@ class RolloutServer:
     async def health(self) -> dict[str, Any] | JSONResponse:
         try:
             await self.engine.check_health()
-        except Exception as error:  # a probe reports whatever vLLM raises
+        except Exception as error:  # a probe reports every error of vLLM
             return JSONResponse({"status": "dead", "error": f"{type(error).__name__}: {error}"}, 503)
         report = self.heartbeat.report()
         still_s = max(report["engine_silent_s"], report["engine_tokenless_s"])

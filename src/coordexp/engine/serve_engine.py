@@ -168,8 +168,8 @@ async def _in_time(what: str, call: Awaitable[Result], timeout_s: float | None) 
 
 @dataclass(slots=True)
 class Heartbeat:
-    """Requests each engine's token count every few seconds. An HTTP server may answer although an engine behind it
-    hangs, and to a client that looks like a long answer."""
+    """Requests each engine's token count every few seconds. The HTTP server may answer although an engine hangs,
+    and to a client that looks like a long answer."""
 
     engine: ServedEngine
     every_s: float = HEARTBEAT_S

@@ -112,7 +112,7 @@ class Admission:
 
 
 def refusal(status: int, message: str) -> JSONResponse:
-    """The one form of errors. Lone surrogates, which UTF-8 cannot encode, are escaped."""
+    # Lone surrogates, which UTF-8 cannot encode, are escaped.
     return JSONResponse({"error": message.encode("utf-8", "backslashreplace").decode()}, status)
 
 
@@ -123,7 +123,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
 
 async def _reply_to_invalid(_: Request, error: Exception) -> JSONResponse:
-    """FastAPI's own reply repeats the input, which JSON may not be able to hold (NaN)."""
+    # FastAPI's own reply repeats the input, which JSON may not be able to hold (NaN).
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     place = ".".join(str(part) for part in first["loc"])

@@ -215,14 +215,14 @@ class ServerKind(Enum):
 
     @property
     def reports(self) -> bool:
-        """Whether it answers ``/health/`` while it decodes, and says of each answer which weights it comes from and
-        which request it belongs to. A plain ms-swift does not, so its silence means nothing."""
+        """Whether it answers ``/health/`` while it decodes, and marks each answer with its weights and its request. A
+        plain ms-swift does not, so its silence means nothing."""
         return self is not ServerKind.PLAIN
 
 
 class LivenessWatch:
     """Gives up on a server that owes answers and shows no sign of life for ``timeout_s``: of the process that answers
-    HTTP, or of the engine behind it. (TCP keep-alive notices a dead process or machine.)"""
+    HTTP, or of its engine. (TCP keep-alive notices a dead process or machine.)"""
 
     def __init__(self, clients: Mapping[int, ServerClient], timeout_s: float) -> None:
         """``clients``: by server index, of those that answer ``/health/`` while they decode."""
@@ -231,14 +231,10 @@ class LivenessWatch:
         self._heard_at = dict.fromkeys(clients, time.monotonic())
 
     def heard(self, server: int) -> None:
-        """An answer is a sign of life."""
         self._heard_at[server] = time.monotonic()
 
     def check(self, servers: set[int]) -> None:
-        """
-        Raises:
-            ServerTimeout: one of ``servers``, which owe answers, shows no sign of life.
-        """
+        """Raises ServerTimeout if one of ``servers``, which owe answers, shows no sign of life."""
         for server in sorted(servers & self._clients.keys()):
             client, heard_at = self._clients[server], self._heard_at[server]
             left_s = self._timeout_s - (time.monotonic() - heard_at)
@@ -273,7 +269,7 @@ class ServerBackend:
         preparation: ImagePreparation = NO_RESIZE,
         names: Sequence[str] = (),
     ) -> None:
-        """``preparation``: what the trainer does to an image before its model sees it. ``names``: the closed list of
+        """``preparation``: how the trainer resizes an image. ``names``: the closed list of
         descriptions; empty for any."""
         server = config.vllm.server
         assert server is not None, "the schema requires servers for mode: server"
@@ -330,7 +326,7 @@ class ServerBackend:
     def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[IndexedRollout]:
         """As :meth:`RolloutBackend.generate_window`; may be iterated in another thread, while the trainer trains.
 
-        Every answer must come from the weights that the servers have now; the next :meth:`sync_weights` must wait for
+        Every answer must be of the weights that the servers have now; the next :meth:`sync_weights` must wait for
         the last answer.
         """
         batches = plan_calls([len(one.requests) for one in rounds], self._slots)
@@ -465,11 +461,11 @@ class ServerBackend:
                 with self._lock:
                     self._metrics["rollout/server_retries_total"] += 1
             time.sleep(RETRY_WAIT_S)
-            # The server may have been restarted, with the weights on disk. Its answers must then say which weights they
-            # come from, which ms-swift's own do not.
+            # The server may have been restarted, with the weights on disk. Its answers must then report their weights,
+            # which ms-swift's own do not.
             if client.status() is None:
                 raise ServerRefused(
-                    f"{client.base_url}: the connection broke, and this server cannot tell which weights it has; "
+                    f"{client.base_url}: the connection broke, and this server does not report which weights it has; "
                     "restart it and resume from the last checkpoint, or use coordexp serve, which can"
                 )
 

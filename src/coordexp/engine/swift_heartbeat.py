@@ -1,4 +1,4 @@
-"""Parts of the plugin that need nothing of ms-swift, whose import patches transformers' trainers: a heartbeat of its
+"""Parts of the plugin that need nothing of ms-swift (importing it patches transformers' trainers): a heartbeat of its
 workers in shared memory, requests one at a time, and seeds by place.
 
 ms-swift's pipe to a worker is silent until an answer is complete. So each worker writes a page of memory after every
@@ -71,7 +71,7 @@ class SharedHeartbeat:
 
 
 def with_heartbeat(step: Callable[..., Any], worker: int) -> Callable[..., Any]:
-    """``step`` of this worker's engine, recorded on the HTTP process's page; ``step`` itself if there is no page."""
+    """``step`` of this worker's engine, recorded on the HTTP process's page; ``step`` itself without a page."""
     path = os.environ.get(VARIABLE)
     if path is None:
         return step

@@ -51,7 +51,7 @@ from coordexp.weight_sync import WeightVersion
 
 logger = logging.getLogger(__name__)
 
-CPU_DEVICES = 64  # ms-swift counts GPUs; a CPU machine runs as many workers as it is asked to
+CPU_DEVICES = 64  # ms-swift counts GPUs; a CPU machine runs as many workers as configured
 
 
 class CoordExpRolloutOutput(RolloutOutput):

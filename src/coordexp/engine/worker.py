@@ -107,7 +107,7 @@ class WeightSyncExtension:
         self._take_adapter(peft_config, self.receiver.receive_adapter(metadatas))
 
     def take_adapter(self, peft_config: Mapping[str, Any], tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Replace the LoRA adapter by one whose ``tensors`` are in this process already; they are not changed."""
+        """Replace the LoRA adapter by one from this process's memory; ``tensors`` are not changed."""
         # vLLM multiplies an adapter's scale into the tensors that it is given, and these are the trainer's own.
         self._take_adapter(peft_config, [(name, tensor.clone()) for name, tensor in tensors])
 
@@ -151,7 +151,7 @@ class WeightSyncExtension:
             **self.receiver.report(),
             "pid": os.getpid(),
             "device": str(self.device),
-            # The GPU's identity, whatever index a process knows it by.
+            # The GPU's identity; its index differs between processes.
             "device_uuid": str(torch.cuda.get_device_properties(self.device).uuid) if on_gpu else None,
             "dtype": str(self.model_runner.model_config.dtype).removeprefix("torch."),
             "executor": str(self.vllm_config.parallel_config.distributed_executor_backend),
