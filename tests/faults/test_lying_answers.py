@@ -38,10 +38,9 @@ def fake() -> Iterator[FakeRolloutServer]:
 
 @pytest.fixture(scope="module")
 def backend(fake: FakeRolloutServer) -> Iterator[ServerBackend]:
-    made = backend_of([fake], max_new_tokens=4, decode_batch_size=8)
-    made.sync_weights(1)
-    yield made
-    made.close()
+    with backend_of([fake], max_new_tokens=4, decode_batch_size=8) as made:
+        made.sync_weights(1)
+        yield made
 
 
 def at(path: str, value: Any) -> Callable[[list[Any]], Any]:

@@ -61,14 +61,16 @@ def two_channel(b_ratio: float = 0.5, **rollout_matching: Any) -> dict[str, Any]
     return config
 
 
-def _place(config: Any, path: str) -> tuple[Any, Any]:
+def _place(config: dict[str, Any], path: str) -> tuple[Any, Any]:
     """The mapping or list that holds ``path`` (``a.b[0].c``), and the last key; mappings on the way are created."""
     *parts, last = [
         int(part) if part.isdigit() else part for part in path.replace("]", "").replace("[", ".").split(".")
     ]
+    here: Any = config
+    part: Any
     for part in parts:
-        config = config[part] if isinstance(config, list) else config.setdefault(part, {})
-    return config, last
+        here = here[part] if isinstance(here, list) else here.setdefault(part, {})
+    return here, last
 
 
 def set_key(config: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
