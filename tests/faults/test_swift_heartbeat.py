@@ -117,7 +117,7 @@ def test_a_learner_gives_up_on_a_hung_worker_with_a_heartbeat(monkeypatch: pytes
             with backend_of([fake]) as backend:
                 backend.sync_weights(1)
                 if gives_up:
-                    with pytest.raises(ServerTimeout, match="its engine has not got on for 6 s"):
+                    with pytest.raises(ServerTimeout, match=r"engine .* for 6 s"):
                         list(backend.generate_window([one]))
                 else:
                     assert len(list(backend.generate_window([one]))) == 1
