@@ -54,7 +54,7 @@ PATHS: dict[str, list[tuple[str, str, str]]] = {
         ("engine/server_backend.py", "ServerBackend.generate_window", "assigns the answer to its request"),
         ("engine/protocol.py", "read_answer", "checks the answer's shape and weight version"),
         ("rollouts/backend.py", "response_tokens", "keeps it if it comes before the end of the turn"),
-        ("training/answers.py", "AnswerReader", "has the answer parsed and matched, then corrected by the step's policy"),
+        ("training/answers.py", "AnswerReader", "has it parsed and matched, then corrected by the step's policy"),
         ("parsing/parse.py", "parse_rollout", "reads the objects; decides which tokens the prefix keeps"),
         ("targets/build.py", "build_target", "gives it a role, weights of the loss terms, and a coordinate its target"),
         ("packing/rows.py", "build_row", "gives it a place in a packed row"),
