@@ -91,27 +91,22 @@ class CoordExpTrainer:
 
     @property
     def model(self) -> Any:
-        """The bare model; sharded in place under FSDP."""
-        return self.run.loaded.model
+        return self.run.loaded.model  # the bare one, sharded in place under FSDP
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer, as accelerate prepared it."""
         return self.run.optimizer
 
     @property
     def accelerator(self) -> Any:
-        """accelerate's part of the run."""
         return self.run.accelerator
 
     @property
     def state(self) -> TrainerState:
-        """Steps, epochs, log history, best metric."""
         return self.run.progress
 
     @property
     def train_dataset(self) -> RecordDataset:
-        """The training data."""
         return self.batches.dataset
 
     def add_callback(self, callback: TrainerCallback) -> None:
@@ -149,7 +144,9 @@ class CoordExpTrainer:
             with self._saving_on_error(f"step {step + 1}"):
                 self.step.accumulate(self.batches, step)
             self._last_update = self.step.update()
-            self._empty_cache(step)
+            empty_cache_every = self.args.torch_empty_cache_steps
+            if empty_cache_every is not None and step % empty_cache_every == 0 and torch.cuda.is_available():
+                torch.cuda.empty_cache()
             self.state.global_step = step + 1
             self.state.epoch = self.batches.epoch_after(step + 1)
             self._notify("on_step_end")
@@ -166,7 +163,16 @@ class CoordExpTrainer:
             if self.control.should_epoch_stop:
                 raise ValueError("a callback set should_epoch_stop, which would skip samples; use should_training_stop")
 
-        self._log_summary(self.state.global_step - first, time.perf_counter() - started, losses)
+        seconds, steps = max(time.perf_counter() - started, 1e-9), self.state.global_step - first
+        samples = steps * self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
+        self._log(
+            {
+                "train_runtime": seconds,
+                "train_samples_per_second": samples / seconds,
+                "train_steps_per_second": steps / seconds,
+                "train_loss": sum(losses) / max(1, len(losses)),
+            }
+        )
         best = self.state.best_model_checkpoint
         if self.args.load_best_model_at_end and best is not None and self.stopped_by is None:
             load_weights(self.run, Path(best))
@@ -205,11 +211,6 @@ class CoordExpTrainer:
             self._notify("on_save")
         return losses
 
-    def _empty_cache(self, step: int) -> None:
-        every = self.args.torch_empty_cache_steps
-        if every is not None and step % every == 0 and torch.cuda.is_available():
-            torch.cuda.empty_cache()
-
     def _notify(self, event: str, **details: Any) -> None:
         handler: Any = self.callback_handler
         self.control = getattr(handler, event)(self.args, self.state, self.control, **details)
@@ -233,17 +234,6 @@ class CoordExpTrainer:
             line["epoch"] = self.state.epoch
         self.state.log_history.append({**line, "step": self.state.global_step})
         self._notify("on_log", logs=line)
-
-    def _log_summary(self, steps: int, seconds: float, losses: list[float]) -> None:
-        samples = steps * self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
-        self._log(
-            {
-                "train_runtime": seconds,
-                "train_samples_per_second": samples / max(seconds, 1e-9),
-                "train_steps_per_second": steps / max(seconds, 1e-9),
-                "train_loss": sum(losses) / max(1, len(losses)),
-            }
-        )
 
     # -- evaluation ----------------------------------------------------------------------------------------------------
 

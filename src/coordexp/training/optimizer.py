@@ -1,10 +1,15 @@
-"""Parameter groups: each part of the model with its own learning rate, and weight decay where it belongs."""
+"""The optimizer: a learning rate for each part of the model, weight decay where it belongs, and float32 master weights.
+
+A bfloat16 weight of 1 moves by 1/256 or not at all, so smaller updates are lost, however many there are. A master
+weight accumulates them, and the weight is the rounded master.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import cache
+from typing import Any
 
 import torch
 from transformers import Trainer, TrainingArguments, get_scheduler
@@ -14,14 +19,7 @@ from transformers.trainer_pt_utils import get_parameter_names
 
 from coordexp import distributed
 from coordexp.checkpoints.folder import Part, part_of
-from coordexp.errors import ConfigError
-
-if TYPE_CHECKING:
-    from coordexp.config.training import TrainingConfig
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache
-
-from coordexp.errors import CheckpointError
+from coordexp.errors import CheckpointError, ConfigError
 
 _ORDER: tuple[Part, ...] = ("llm", "aligner", "vit", "coord")  # the first group's rate is the one that is logged
 
@@ -44,11 +42,6 @@ class LearningRates:
     def differ(self) -> bool:
         """Whether any part learns at another rate than the rest."""
         return len({self.rate_of(part) for part in _ORDER}) > 1
-
-
-def learning_rates(training: TrainingConfig) -> LearningRates:
-    """The peaks that the ``training`` section names."""
-    return LearningRates(training.learning_rate, training.vit_lr, training.aligner_lr, training.coord_lr)
 
 
 def parameter_groups(

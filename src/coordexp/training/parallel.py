@@ -1,27 +1,29 @@
-"""The learner over several processes: FSDP2 and DeepSpeed, both through accelerate; without either, plain DDP."""
+"""Training over several processes: rendezvous, DDP, FSDP2, DeepSpeed through accelerate; one run per output folder."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
-    from transformers import TrainingArguments
 import fcntl
+import json
+import logging
 import os
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from coordexp import distributed
 from coordexp.config import RunConfig
 from coordexp.config.training import DeepSpeedConfig, FSDPConfig
 from coordexp.errors import ConfigError, require
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from transformers import TrainingArguments
+
+logger = logging.getLogger("coordexp")
 
 
 def check_parallel(config: RunConfig, world_size: int) -> None:
@@ -104,6 +106,15 @@ def build_accelerator(args: TrainingArguments) -> Accelerator:
     from accelerate.utils import DistributedDataParallelKwargs, DistributedType, FullyShardedDataParallelPlugin
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
+    if args.n_gpu > 1:
+        # With several visible GPUs transformers would split a packed row's tensors along their first axis
+        # (torch.nn.DataParallel), which has no meaning here.
+        logger.warning(
+            "%d GPUs are visible and this one process uses the first; start torchrun --nproc_per_node=%d to use all",
+            args.n_gpu,
+            args.n_gpu,
+        )
+        args._n_gpu = 1
     fsdp: Any = args.fsdp_plugin_args
     plugin = None if fsdp is None else FullyShardedDataParallelPlugin(**fsdp)
     ddp: dict[str, Any] = {

@@ -4,7 +4,10 @@ loggers by our names and in one curve across resumes, and a warning of drifting 
 from __future__ import annotations
 
 import json
+import logging
 import os
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +23,6 @@ from coordexp.data.progress_bar import Lines, make_progress
 
 if TYPE_CHECKING:
     from coordexp.training.loop import CoordExpTrainer
-import logging
-from collections import Counter, deque
-from collections.abc import Iterable, Mapping
 
 _TRAIN = "train/"  # transformers' loggers add it to every name that is not an evaluation's
 

@@ -137,15 +137,6 @@ def build_trainer(
 
     config, rollout, training = run.config, run.rollout, run.config.training
     args: Any = TrainingArguments(**training.hf_arguments(distributed.world_size()), **parallel_arguments(config))
-    if args.n_gpu > 1:
-        # With several visible GPUs transformers would split a packed row's tensors along their first axis
-        # (torch.nn.DataParallel), which has no meaning here.
-        logger.warning(
-            "%d GPUs are visible and this one process uses the first; start torchrun --nproc_per_node=%d to use all",
-            args.n_gpu,
-            args.n_gpu,
-        )
-        args._n_gpu = 1
     accelerator = build_accelerator(args)
     resume = _resume_point(training)
     write_manifest(config, config_path, Path(training.output_dir), overrides)
@@ -217,13 +208,14 @@ def _prepared_state(
     """Model, optimizer and schedule, wrapped for training, before the first step."""
     from transformers import TrainerState
 
-    from coordexp.training.optimizer import build_optimizer, build_scheduler, learning_rates
+    from coordexp.training.optimizer import LearningRates, build_optimizer, build_scheduler
     from coordexp.training.parallel import prepare
     from coordexp.training.state import RunState
 
     if args.gradient_checkpointing:
         loaded.model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
-    rates, master_weights = learning_rates(training), training.master_weights is not None
+    rates = LearningRates(training.learning_rate, training.vit_lr, training.aligner_lr, training.coord_lr)
+    master_weights = training.master_weights is not None
     model, optimizer, scheduler = prepare(
         accelerator,
         loaded.model,
