@@ -110,7 +110,7 @@ def test_rows_are_page_locked_and_the_same() -> None:
             alone = build(row)
             for name, value in built.inputs.items():
                 if isinstance(value, torch.Tensor):
-                    assert value.is_pinned() == (name not in ON_HOST), name
+                    assert value.is_pinned() == (name not in ON_HOST and value.numel() > 0), name
                     assert torch.equal(value, alone.inputs[name]), name
             assert built.supervision.position_N.is_pinned() and built.queries[0].vocab_in_N_U.is_pinned()
             assert torch.equal(built.supervision.position_N.cuda().cpu(), alone.supervision.position_N)

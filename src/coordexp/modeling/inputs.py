@@ -172,7 +172,8 @@ def row_inputs(
 def pinned(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """The inputs with all tensors for the device in page-locked memory, from which copies are asynchronous."""
     moved = _moved(inputs)
-    return {name: value.pin_memory() if name in moved else value for name, value in inputs.items()}
+    # Page-locked memory of zero bytes is a null pointer, which torch does not count as pinned.
+    return {name: value.pin_memory() if name in moved and value.numel() else value for name, value in inputs.items()}
 
 
 def check_prompt(
