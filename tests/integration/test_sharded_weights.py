@@ -13,10 +13,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from coordexp.modeling.adapter import load_adapter, save_adapter
-from coordexp.modeling.coord_offset import output_head
 from coordexp.modeling.inputs import row_inputs
 from coordexp.modeling.load import LoadedModel, load_model
-from coordexp.modeling.weights import LearnerWeights
+from coordexp.modeling.weights import LearnerWeights, output_head
 from support.tiny_run import gt_segments, row_of, tiny_checkpoint
 from support.torchrun import torchrun
 from support.tuned_models import lora, tuned, untied_checkpoint

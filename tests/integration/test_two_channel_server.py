@@ -91,7 +91,7 @@ def test_an_unguarded_server_stops_the_run_before_its_first_step(
     b_ratio: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is healthy, has one worker, and reports that nothing guards its answers."""
-    monkeypatch.setattr("coordexp.modeling.load._read_weights", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr("coordexp.modeling.load.read_weights", lambda *_: pytest.fail("weights were read"))
     worker = {"weight_version": 0, "repeat_terminate": {"active": False, "config": None}}
     status = {"workers": [worker], "versions": {}, "repeat_terminate": worker["repeat_terminate"]}
     with FakeRolloutServer(1, status) as unguarded:

@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import os
+import stat
 import tempfile
 import zlib
 from collections.abc import Iterator, Sequence
@@ -76,6 +77,17 @@ def flush_file(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def give_ordinary_mode(folder: Path) -> None:
+    """Give the weight files in ``folder`` the mode of other new files there; safetensors writes them with 0600."""
+    probe = folder / f".mode-{os.getpid()}"
+    probe.touch()
+    mode = stat.S_IMODE(probe.stat().st_mode)
+    probe.unlink()
+    for file in folder.glob("*.safetensors"):
+        if stat.S_IMODE(file.stat().st_mode) != mode:  # some file systems know one mode and refuse to set another
+            file.chmod(mode)
 
 
 _BLOCK = 1 << 16

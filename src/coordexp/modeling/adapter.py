@@ -18,13 +18,25 @@ from safetensors.torch import load_file, save_file
 
 from coordexp.checkpoints.folder import BASE_KEY, CONFIG, COORD_IDS, OFFSETS, WEIGHTS, part_of
 from coordexp.config.schema import TunerConfig
+from coordexp.data.files import give_ordinary_mode
 from coordexp.errors import CheckpointError, ConfigError
-from coordexp.modeling.coord_offset import add_coord_offset, add_offset, is_offset, offset_of
-from coordexp.modeling.weights import ADAPTER, adapter_config, adapter_name, is_adapter_part, is_saved_whole, merge_lora
+from coordexp.modeling.weights import (
+    ADAPTER,
+    PEFT_PREFIX,
+    adapter_config,
+    adapter_name,
+    add_coord_offset,
+    add_offset,
+    is_adapter_part,
+    is_offset,
+    is_saved_whole,
+    merge_lora,
+    offset_of,
+)
 
 ALL_LINEAR = "all-linear"
 _TABLES = ("lm_head", "embed_tokens")
-_PREFIX, _LORA_A = "base_model.model.", ".lora_A.weight"
+_LORA_A = ".lora_A.weight"
 # Settings of peft that change an adapter's result and that merge_lora does not implement.
 _NOT_SUPPORTED = ("use_rslora", "fan_in_fan_out", "lora_bias", "rank_pattern", "alpha_pattern", "layer_replication",
                   "use_qalora", "alora_invocation_tokens", "trainable_token_indices", "target_parameters")  # fmt: skip
@@ -54,6 +66,7 @@ def save_adapter(model: Any, folder: Path, state_dict: Mapping[str, torch.Tensor
         assert offset is not None, "an offset is always on the embedding"
         offsets[COORD_IDS] = offset[0].cpu()
         save_file(offsets, folder / OFFSETS, metadata={"format": "pt", BASE_KEY: base})
+    give_ordinary_mode(folder)
 
 
 @torch.no_grad()
@@ -94,7 +107,7 @@ def merge_adapter(model: Any, folder: Path) -> None:
         raise CheckpointError(f"{folder}: has {CONFIG} but no {WEIGHTS}; restore it, or use an older checkpoint")
 
     def target(name: str, shape: Sequence[int]) -> torch.nn.Parameter:
-        weight = weights.get(name.removeprefix(_PREFIX))
+        weight = weights.get(name.removeprefix(PEFT_PREFIX))
         if weight is None or weight.shape != tuple(shape):
             raise CheckpointError(
                 f"{folder}: its {name} fits no weight of the base model; put back the model that it was trained on"
@@ -102,7 +115,19 @@ def merge_adapter(model: Any, folder: Path) -> None:
         return weight
 
     modules = [name.removesuffix(_LORA_A) for name in sorted(saved) if name.endswith(_LORA_A)]
-    scaling = _scaling(folder) if modules else 1.0
+    scaling = 1.0
+    if modules:
+        try:
+            config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+            scaling = float(config["lora_alpha"]) / float(config["r"])
+        except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
+            raise CheckpointError(f"{folder / CONFIG}: not a LoRA configuration ({error!r}); restore it") from error
+        unknown = [key for key in _NOT_SUPPORTED if config.get(key)]
+        if unknown or config.get("bias", "none") != "none":
+            raise CheckpointError(
+                f"{folder / CONFIG}: sets {', '.join(unknown) or 'bias'}, which CoordExp cannot merge; merge it with "
+                "peft (PeftModel.merge_and_unload)"
+            )
     for module in modules:
         a_RI, b_OR = saved.pop(module + _LORA_A), saved.pop(f"{module}.lora_B.weight")
         magnitude_O = saved.pop(f"{module}.lora_magnitude_vector", None)
@@ -126,22 +151,6 @@ def _read(file: Path) -> dict[str, torch.Tensor]:
         return load_file(file) if file.is_file() else {}
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{file}: cannot be read ({error}); restore it, or use an older checkpoint") from error
-
-
-def _scaling(folder: Path) -> float:
-    """``lora_alpha / r`` of the adapters in ``folder``. Raises CheckpointError for settings that cannot be merged."""
-    try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        scaling = float(config["lora_alpha"]) / float(config["r"])
-    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
-        raise CheckpointError(f"{folder / CONFIG}: not a LoRA configuration ({error!r}); restore it") from error
-    unknown = [key for key in _NOT_SUPPORTED if config.get(key)]
-    if unknown or config.get("bias", "none") != "none":
-        raise CheckpointError(
-            f"{folder / CONFIG}: sets {', '.join(unknown) or 'bias'}, which CoordExp cannot merge; merge it with peft "
-            "(PeftModel.merge_and_unload)"
-        )
-    return scaling
 
 
 def tune(model: Any, config: TunerConfig, coord_ids: Sequence[int]) -> None:
@@ -202,7 +211,7 @@ def _targets(model: Any, names: Sequence[str], frozen: set[str]) -> list[str]:
 
 
 def _matching(model: Any, ends: Sequence[str], key: str, frozen: set[str]) -> list[str]:
-    """Modules outside frozen parts that have one of ``ends`` as the end of their dotted name."""
+    # Modules outside frozen parts that have one of `ends` as the end of their dotted name.
     names = [name for name, _ in model.named_modules() if name]
     found: list[str] = []
     for end in ends:

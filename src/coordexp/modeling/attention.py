@@ -62,8 +62,7 @@ def row_arguments(lengths: Sequence[int]) -> dict[str, Any]:
 
 def transformers_names(attention: str) -> dict[str, str]:
     """The argument of ``set_attn_implementation`` for a value of ``model.attn_implementation``."""
-    vision = "sdpa" if attention == "sdpa" else _vision_name(attention)
-    return {"text_config": transformers_name(attention), "vision_config": vision}
+    return {"text_config": transformers_name(attention), "vision_config": _vision_name(attention)}
 
 
 def transformers_name(attention: str) -> str:
@@ -74,17 +73,13 @@ def transformers_name(attention: str) -> str:
 def _vision_name(attention: str) -> str:
     # Given a name with "flash" in it, transformers' tower no longer splits images itself, which calls without `frames`
     # depend on.
-    return f"coordexp_vision_{attention.replace('flash', 'fa')}"
+    return "sdpa" if attention == "sdpa" else f"coordexp_vision_{attention.replace('flash', 'fa')}"
 
 
 def check_attention(attention: str, device: str, half: bool) -> None:
     """Refuse an implementation that cannot train on ``device`` (``"cuda"`` or ``"cpu"``), before anything is loaded.
 
-    Args:
-        half: whether attention runs in bfloat16 or float16.
-
-    Raises:
-        ConfigError: with the reason. MissingDependency: flash without its package.
+    ``half``: attention runs in bfloat16 or float16. Raises ConfigError, or MissingDependency without flash's package.
     """
     if attention in ("packed", "sdpa"):
         return
@@ -126,24 +121,29 @@ def attend_each_segment(
     return torch.cat(parts, dim=2).transpose(1, 2)
 
 
+@lru_cache(maxsize=1)
+def _varlen() -> tuple[Callable[..., Any], frozenset[str]]:
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn, frozenset(inspect.signature(varlen_attn).parameters)
+
+
 def attend_varlen(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None, dropout: float = 0.0
 ) -> Tensor:
     """torch's variable-length flash attention: one kernel for the row."""
-    from torch.nn.attention.varlen import varlen_attn
-
     if dropout:
         raise ConfigError(f"{_KEY}: varlen has no dropout, and the checkpoint's attention_dropout is {dropout}")
     q_LHD, k_LHD, v_LHD = (part[0].transpose(0, 1) for part in (query, key, value))
     # The arguments for causal and grouped attention have other names in torch 2.11 than in 2.13.
-    known = _varlen_parameters()
+    varlen_attn, known = _varlen()
     options: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in known else {}
     if segments.causal:
         options |= {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
     if "enable_gqa" not in known:
         k_LHD, v_LHD = (part.repeat_interleave(q_LHD.shape[1] // part.shape[1], dim=1) for part in (k_LHD, v_LHD))
     starts, longest = segments.cumulative(query.device), segments.longest
-    output_LHD: Any = varlen_attn(q_LHD, k_LHD, v_LHD, starts, starts, longest, longest, scale=scaling, **options)
+    output_LHD = varlen_attn(q_LHD, k_LHD, v_LHD, starts, starts, longest, longest, scale=scaling, **options)
     return output_LHD[None]
 
 
@@ -212,10 +212,3 @@ def _register(attention: str, kernel: Kernel) -> None:
 
 for _name, _kernel in KERNELS.items():
     _register(_name, _kernel)
-
-
-@lru_cache(maxsize=1)
-def _varlen_parameters() -> frozenset[str]:
-    from torch.nn.attention.varlen import varlen_attn
-
-    return frozenset(inspect.signature(varlen_attn).parameters)

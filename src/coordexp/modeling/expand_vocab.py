@@ -9,9 +9,12 @@ from typing import Any
 
 import torch
 
+from coordexp.checkpoints.describe import weight_shapes
+from coordexp.checkpoints.folder import Checkpoint
 from coordexp.coords import COORD_TOKENS, CoordVocab
+from coordexp.data.files import give_ordinary_mode
 from coordexp.errors import CheckpointError
-from coordexp.modeling.load import load_processor, read_config
+from coordexp.modeling.load import load_processor, read_config, read_weights
 from coordexp.records import NUM_BINS
 
 WILDCARD = "<|coord_*|>"  # "some coordinate" in prompts and documentation; never written by the model
@@ -31,13 +34,14 @@ def expand_vocab(checkpoint: Path, output: Path) -> None:
             tokens already, or resizing changed whether its head is tied.
     """
     from tokenizers import AddedToken
-    from transformers import Qwen3VLForConditionalGeneration
 
     checkpoint, output = Path(checkpoint), Path(output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise CheckpointError(f"{output}: exists already and is not an empty folder; name a new one")
-    rows = read_config(checkpoint).text_config.vocab_size
-    processor = load_processor(checkpoint)
+    opened = Checkpoint.open(checkpoint)
+    weight_shapes(opened)  # raises for missing and damaged weights, before transformers takes minutes to load others
+    rows = read_config(opened).text_config.vocab_size
+    processor = load_processor(opened)
     tokenizer = processor.tokenizer
     known = tokenizer.get_vocab()
     added = [token for token in NEW_TOKENS if token not in known]
@@ -49,7 +53,7 @@ def expand_vocab(checkpoint: Path, output: Path) -> None:
     if not fresh:
         raise CheckpointError(f"{checkpoint}: has all 1000 coordinate tokens already; nothing to do")
     CoordVocab.from_tokenizer(tokenizer)  # raises for tokenizers that training would refuse
-    model = Qwen3VLForConditionalGeneration.from_pretrained(checkpoint, dtype="auto")
+    model = read_weights(opened, "auto")
     tied = _is_tied(model)
     if len(tokenizer) > rows:
         # mean_resizing would estimate a covariance of the whole vocabulary, only to be overwritten below.
@@ -64,6 +68,7 @@ def expand_vocab(checkpoint: Path, output: Path) -> None:
         )
     output.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(output)
+    give_ordinary_mode(output)
     processor.save_pretrained(output)
 
 
@@ -88,8 +93,7 @@ def _is_tied(model: Any) -> bool:
 
 @torch.no_grad()
 def _initialise(matrix_VH: torch.Tensor, fresh: Mapping[str, int], generator: torch.Generator) -> None:
-    """Fill the rows of ``fresh`` (token → row). Rows after the tokenizer's last token are untrained padding, so the
-    statistics use only the rows before the first new one."""
+    # Rows after the tokenizer's last token are untrained padding: statistics use only those before the first new one.
     used_VH = matrix_VH[: min(fresh.values())]
     slices = used_VH.split(_ROWS_AT_ONCE)
     mean_H = torch.stack([part.float().sum(0) for part in slices]).sum(0) / len(used_VH)

@@ -79,7 +79,7 @@ RopeIndex = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 def build_messages(image: Path, prompt: str | None, system: str | None) -> tuple[dict[str, Any], ...]:
-    """Messages up to and including the user's turn; the chat template adds the assistant's header."""
+    """Messages up to the user's turn; the chat template adds the assistant's header."""
     user = {
         "role": "user",
         "content": [{"type": "image", "image": str(image)}, {"type": "text", "text": prompt or DEFAULT_PROMPT}],
@@ -88,21 +88,15 @@ def build_messages(image: Path, prompt: str | None, system: str | None) -> tuple
     return (*before, user)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class PromptEncoder:
-    """Records → rollout requests, by the checkpoint's own processor and chat template."""
+    """Records → rollout requests, by the checkpoint's own processor and chat template. ``prepare``: applied to each
+    image before the processor."""
 
-    def __init__(
-        self,
-        processor: Any,
-        prompt: str | None,
-        system: str | None,
-        prepare: Callable[[Image.Image], Image.Image] | None = None,
-    ) -> None:
-        """``prepare``: applied to each image before the processor."""
-        self._processor = processor
-        self._prompt = prompt
-        self._system = system
-        self._prepare = prepare
+    processor: Any
+    prompt: str | None
+    system: str | None
+    prepare: Callable[[Image.Image], Image.Image] | None = None
 
     def encode(self, record: ImageRecord, image: Image.Image | None = None) -> RolloutRequest:
         """Tokenise the prompt, with image placeholders expanded, and preprocess the record's image (or ``image``, of
@@ -112,12 +106,12 @@ class PromptEncoder:
         """
         if problem := shape_problem(record.width, record.height):
             raise DataError(problem, path=record.image)
-        messages = build_messages(record.image, self._prompt, self._system)
-        text = self._processor.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        messages = build_messages(record.image, self.prompt, self.system)
+        text = self.processor.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
         if image is None:
             image = open_rgb(record.image, expected_size=(record.width, record.height))
-        shown = image if self._prepare is None else self._prepare(image)
-        encoded = self._processor(text=[text], images=[shown], return_tensors="pt")
+        shown = image if self.prepare is None else self.prepare(image)
+        encoded = self.processor(text=[text], images=[shown], return_tensors="pt")
         return RolloutRequest(
             sample_id=record.sample_id,
             image=record.image,
@@ -135,7 +129,7 @@ def row_inputs(
     dtype: torch.dtype,
     tower: VisionTower | None = None,
 ) -> dict[str, Any]:
-    """Arguments of one packed row of L tokens, for a Qwen3-VL forward with ``use_cache=False``.
+    """Arguments of one packed row of L tokens, for a Qwen3-VL forward with ``use_cache=False``; on the host.
 
     ``position_ids`` (4, 1, L): text positions restarting at 0 for each segment, then the model's three M-RoPE rows,
     computed per segment. Segments are kept apart by :mod:`coordexp.modeling.attention` or, for ``attention="sdpa"``,
@@ -200,8 +194,7 @@ def to_device(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]
 
 
 def _moved(inputs: Mapping[str, Any]) -> set[str]:
-    """Names of the tensors that the forward reads on its device. It reads the images' grid there only to derive the
-    vision tower's arguments, if they are not given."""
+    # The forward reads the images' grid on its device only to derive the vision tower's arguments, if not given.
     stays = ON_HOST if "image_cu_seqlens" in inputs else ()
     return {name for name, value in inputs.items() if isinstance(value, torch.Tensor) and name not in stays}
 

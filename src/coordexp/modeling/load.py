@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -18,6 +18,7 @@ from coordexp.checkpoints.folder import RESOLVED_CONFIG, Checkpoint, base_of, is
 from coordexp.config.base import default_of
 from coordexp.config.schema import ModelConfig
 from coordexp.coords import CoordVocab
+from coordexp.data.files import give_ordinary_mode
 from coordexp.data.preparation import NO_RESIZE, ImagePreparation, read_preparation, write_preparation
 from coordexp.errors import CheckpointError, VocabError
 from coordexp.modeling.adapter import merge_adapter
@@ -86,7 +87,7 @@ def load_model(path: str | Path | Checkpoint, dtype: str = DTYPE, attention: str
     """
     checkpoint = Checkpoint.open(path)
     vocab = load_vocab(checkpoint)
-    model = _read_weights(checkpoint, getattr(torch, dtype))
+    model = read_weights(checkpoint, getattr(torch, dtype))
     model.name_or_path = str(checkpoint.path.absolute())  # adapters trained on it will name it as their base
     model.set_attn_implementation(transformers_names(attention))
     processor, preparation = load_processor(checkpoint), read_preparation(checkpoint.path)
@@ -99,19 +100,19 @@ def load_processor(path: str | Path | Checkpoint) -> Any:
 
 
 def read_config(path: str | Path | Checkpoint) -> Any:
-    """transformers' configuration of a checkpoint.
-
-    Raises:
-        CheckpointError: see :meth:`Checkpoint.open`, or values that transformers refuses.
-    """
+    """transformers' configuration of a checkpoint. Raises CheckpointError also for values that transformers refuses."""
     return _read(AutoConfig, Checkpoint.open(path).base, "configuration")
 
 
-def _read_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> Qwen3VLForConditionalGeneration:
-    """As transformers' ``from_pretrained``, but missing weights are an error, not initialised at random."""
+def read_weights(checkpoint: Checkpoint, dtype: torch.dtype | Literal["auto"]) -> Qwen3VLForConditionalGeneration:
+    """As transformers' ``from_pretrained``, but missing weights are an error, not initialised at random.
+
+    Raises:
+        CheckpointError: weights that are unreadable, missing or of another shape.
+    """
     path = checkpoint.path
     if checkpoint.parent is not None:
-        merged = _read_weights(checkpoint.parent, dtype)
+        merged = read_weights(checkpoint.parent, dtype)
         merge_adapter(merged, path)
         return merged
     try:
@@ -130,7 +131,6 @@ def _read_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> Qwen3VLForCondi
 
 
 def _read(source: Any, path: str | Path, what: str) -> Any:
-    """``source.from_pretrained``, with errors that name the folder and the fix."""
     try:
         return source.from_pretrained(path)
     except (OSError, ValueError) as error:
@@ -180,5 +180,6 @@ def merge_checkpoint(folder: Path, output: Path, base: Path | None = None, dtype
 def _save(loaded: LoadedModel, preparation: ImagePreparation, output: Path) -> None:
     output.mkdir(parents=True, exist_ok=True)
     loaded.model.save_pretrained(output)
+    give_ordinary_mode(output)
     loaded.processor.save_pretrained(output)
     write_preparation(preparation, output)

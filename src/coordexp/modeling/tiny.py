@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3VLConfig, Qwen3VLForCondi
 
 from coordexp.config.schema import DEFAULT_PROMPT
 from coordexp.coords import COORD_TOKENS, TURN_END, serialize_objects
+from coordexp.data.files import give_ordinary_mode
 from coordexp.data.scenes import COLOURS, SHAPES
 from coordexp.modeling.expand_vocab import smooth_coord_rows
 from coordexp.records import GTObject
@@ -121,6 +122,7 @@ def build_tiny_checkpoint(folder: Path, seed: int = 0, spec: TinySpec | None = N
     )
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
+    give_ordinary_mode(folder)
     processor.save_pretrained(folder)
     return folder
 
@@ -172,7 +174,7 @@ def _config(tokenizer: PreTrainedTokenizerFast, spec: TinySpec) -> Qwen3VLConfig
 
 
 def _corpus() -> Iterator[str]:
-    """Enough text of the output format for BPE to make each structural step one token."""
+    # Enough text of the output format for BPE to make each structural step one token.
     names = [f"{colour} {shape}" for colour in COLOURS for shape in SHAPES] + ["RBC", "WBC", "Platelets", "person"]
     for order in ("desc_first", "geometry_first"):
         for name in names:

@@ -1,31 +1,39 @@
-"""The trained weights for rollout engines: merged, gathered, under the plain checkpoint's names.
+"""Trained weights for rollout engines: merged, gathered, under the plain checkpoint's names; and coordinate offsets.
 
-Adapters and coordinate offsets are merged into copies, one tensor at a time: the training weights are never modified,
-and no second model is kept in memory.
+Adapters and offsets are merged into copies, one tensor at a time: the training weights are never modified, and no
+second model is kept in memory.
+
+An offset trains the 1000 coordinate rows of a frozen embedding and language head: a float32 ``(1000, H)`` parameter,
+zero at first, is added to the embeddings of coordinate tokens and to their columns of the logits. Only those rows ever
+have a gradient; peft's trainable token indices would rebuild the whole table in every forward and backward. It is
+registered on ``embed_tokens`` and on ``lm_head``; with a tied head it is one parameter with two names, like the table.
+The hooks that apply it are plain functions, so that a copied model applies its own offset.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
-from coordexp.modeling.coord_offset import add_offset, is_offset, offset_of
+from coordexp.checkpoints.folder import OFFSET
 from coordexp.rollouts.backend import AdapterWeights
 
 ADAPTER = "default"
 _BASE, _SAVED = ".base_layer", f".modules_to_save.{ADAPTER}"
-_PEFT_PREFIX = "base_model.model."
+PEFT_PREFIX = "base_model.model."  # of names in an adapter's file
+_IDS, _ROW_OF_ID = "coord_offset_ids", "coord_offset_row_of_id"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Source:
-    """One tensor of the plain checkpoint: a parameter, and the modules to merge into it."""
-
-    name: str
+    name: str  # of the tensor in the plain checkpoint
     parameter: torch.Tensor
     owner: Any  # module that holds the parameter
     lora: Any | None  # peft's layer around the owner
@@ -45,10 +53,9 @@ class LearnerWeights:
     @property
     def collective(self) -> bool:
         """Whether weights are sharded over ranks, so that all ranks must read together."""
-        return any(_is_sharded(parameter) for parameter in self._model.parameters())
+        return any(isinstance(parameter, DTensor) for parameter in self._model.parameters())
 
     def names(self) -> list[str]:
-        """The names of :meth:`full`, in its order."""
         return [source.name for source in self._sources()]
 
     @contextmanager
@@ -108,8 +115,7 @@ class LearnerWeights:
         return weight
 
     def _whole(self, parameter: Any) -> torch.Tensor:
-        """All values of a parameter: gathered if FSDP shards it, the copy if it is away."""
-        return parameter.full_tensor() if _is_sharded(parameter) else self._current(parameter)
+        return parameter.full_tensor() if isinstance(parameter, DTensor) else self._current(parameter)
 
 
 def adapter_name(name: str) -> str:
@@ -117,7 +123,7 @@ def adapter_name(name: str) -> str:
     stem = name.replace(_SAVED, "").replace(f".{ADAPTER}.", ".")
     if ".lora_magnitude_vector." in stem:
         stem = stem.removesuffix(".weight")
-    return _PEFT_PREFIX + stem
+    return PEFT_PREFIX + stem
 
 
 def adapter_config(config: Any) -> dict[str, Any]:
@@ -136,12 +142,6 @@ def is_adapter_part(name: str) -> bool:
     return any(f".{part}.{ADAPTER}" in name for part in ("lora_A", "lora_B", "lora_magnitude_vector"))
 
 
-def _is_sharded(tensor: torch.Tensor) -> bool:
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(tensor, DTensor)
-
-
 def merge_lora(
     weight_OI: torch.Tensor, a_RI: torch.Tensor, b_OR: torch.Tensor, scaling: float, magnitude_O: torch.Tensor | None
 ) -> torch.Tensor:
@@ -151,3 +151,75 @@ def merge_lora(
     if magnitude_O is not None:
         merged_OI *= (magnitude_O.to(wide) / torch.linalg.vector_norm(merged_OI, dim=1))[:, None]
     return merged_OI.to(weight_OI.dtype)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OutputHead:
+    """Logits are ``h @ weight_VH.T``, plus ``h @ offset_BH.T`` on the coordinate columns if there is an offset."""
+
+    weight_VH: torch.Tensor
+    offset_BH: torch.Tensor | None
+
+
+def output_head(model: Any) -> OutputHead:
+    """The head of a bare Qwen3-VL model. Call it inside the model's forward, where FSDP has gathered the weights."""
+    head = unit = model.get_output_embeddings()
+    # FSDP2 shards an untied head as a unit of its own, gathered by the head's forward, which is never called when the
+    # loss multiplies by the weight itself. The backward pass shards it again.
+    if isinstance(unit, FSDPModule):
+        unit.unshard()
+    return OutputHead(head.weight, getattr(head, OFFSET, None))
+
+
+def add_coord_offset(model: Any, coord_ids: Sequence[int]) -> None:
+    """Give ``model`` a zero offset on the rows ``coord_ids`` of its embedding and head. Freezes neither."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    offset = _register(embedding, coord_ids, None)
+    _register(head, coord_ids, offset if head.weight is embedding.weight else None)
+    embedding.register_forward_hook(_offset_embeddings)
+    head.register_forward_hook(_offset_logits)
+
+
+def is_offset(name: str) -> bool:
+    return name.rpartition(".")[2] == OFFSET
+
+
+def offset_of(module: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """``(coord_ids_B, offset_BH)`` of an embedding or head; None without one."""
+    offset = getattr(module, OFFSET, None)
+    return None if offset is None else (getattr(module, _IDS), offset)
+
+
+def add_offset(weight_VH: torch.Tensor, coord_ids_B: torch.Tensor, offset_BH: torch.Tensor) -> torch.Tensor:
+    """A copy of the table with the offset added to its coordinate rows in the wider of the two dtypes."""
+    coord_ids_B = coord_ids_B.to(weight_VH.device)  # offload moves weights to main memory, but not buffers
+    wide = torch.promote_types(weight_VH.dtype, offset_BH.dtype)
+    rows_BH = weight_VH[coord_ids_B].to(wide) + offset_BH.to(wide)
+    return weight_VH.index_copy(0, coord_ids_B, rows_BH.to(weight_VH.dtype))
+
+
+def _register(layer: Any, coord_ids: Sequence[int], shared: torch.nn.Parameter | None) -> torch.nn.Parameter:
+    weight_VH = layer.weight
+    ids_B = torch.tensor(list(coord_ids), device=weight_VH.device)
+    row_of_id_V = torch.full((weight_VH.shape[0],), len(ids_B), device=weight_VH.device)
+    row_of_id_V[ids_B] = torch.arange(len(ids_B), device=weight_VH.device)
+    zeros_BH = torch.zeros(len(ids_B), weight_VH.shape[1], dtype=torch.float32, device=weight_VH.device)
+    offset_BH = torch.nn.Parameter(zeros_BH) if shared is None else shared
+    layer.register_parameter(OFFSET, offset_BH)
+    layer.register_buffer(_IDS, ids_B, persistent=False)
+    layer.register_buffer(_ROW_OF_ID, row_of_id_V, persistent=False)
+    return offset_BH
+
+
+def _offset_embeddings(layer: Any, args: tuple[Any, ...], output_H: torch.Tensor) -> torch.Tensor:
+    # All other tokens look up an extra row of zeros. Not in place: autograd may need the embedding's output.
+    offset_BH = getattr(layer, OFFSET)
+    padded = torch.cat([offset_BH, offset_BH.new_zeros(1, offset_BH.shape[1])])
+    added_H = F.embedding(getattr(layer, _ROW_OF_ID)[args[0]], padded)
+    return output_H + added_H.to(output_H.dtype)
+
+
+def _offset_logits(layer: Any, args: tuple[Any, ...], logits_V: torch.Tensor) -> torch.Tensor:
+    offset_BH = getattr(layer, OFFSET)
+    added_B = F.linear(args[0].to(offset_BH.dtype), offset_BH)
+    return logits_V.index_add(-1, getattr(layer, _IDS), added_B.to(logits_V.dtype))

@@ -21,7 +21,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TR
 from coordexp import distributed
 from coordexp.config import RunConfig
 from coordexp.data.dataset import RecordDataset
-from coordexp.data.files import write_atomically
+from coordexp.data.files import give_ordinary_mode, write_atomically
 from coordexp.data.preparation import write_preparation
 from coordexp.errors import CheckpointError, DataError
 from coordexp.modeling.adapter import has_adapter, load_adapter, save_adapter
@@ -103,6 +103,7 @@ def save_model(run: RunState, folder: Path, *, writes: bool) -> None:
             ties = model.all_tied_weights_keys or {}
             state_dict = {name: value for name, value in state_dict.items() if name not in ties}
         model.save_pretrained(folder, state_dict=state_dict)
+        give_ordinary_mode(folder)
     processor.save_pretrained(folder)
     write_preparation(run.loaded.preparation, folder)
 

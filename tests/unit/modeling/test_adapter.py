@@ -93,6 +93,8 @@ def test_adapters_on_a_model_of_adapters_find_the_way_down(tmp_path: Path) -> No
 def test_export_merges_too(tmp_path: Path) -> None:
     save_adapter(tuned(lora()).model, tmp_path / "run")
     export_checkpoint(tmp_path / "run", tmp_path / "out", "bfloat16")
+    weights = [*(tmp_path / "run").glob("*.safetensors"), *(tmp_path / "out").glob("*.safetensors")]
+    assert {path.stat().st_mode for path in weights} == {(tmp_path / "out" / "config.json").stat().st_mode}
     assert not is_adapter_folder(tmp_path / "out")
     exported = load_model(tmp_path / "out", "float32").model
     reference = load_model(tmp_path / "run", "bfloat16").model

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import Qwen3VLForConditionalGeneration
 
+from coordexp.checkpoints.describe import describe
 from coordexp.coords import COORD_TOKENS
 from coordexp.errors import CheckpointError, VocabError
 from coordexp.modeling.expand_vocab import NEW_TOKENS, expand_vocab
@@ -112,6 +113,7 @@ def test_what_belongs_to_the_checkpoint_comes_along(expanded: Expanded) -> None:
     assert expanded.new.processor.chat_template == AutoTokenizer.from_pretrained(old).chat_template
     assert expanded.new.model.generation_config.eos_token_id == expanded.old.generation_config.eos_token_id
     assert expanded.new.processor.image_processor.patch_size == 8
+    assert {path.stat().st_mode for path in expanded.folder.iterdir()} == {(old / "config.json").stat().st_mode}
 
 
 def test_the_number_type_stays(tmp_path: Path) -> None:
@@ -189,6 +191,26 @@ def test_refuses_what_is_no_qwen3_vl_checkpoint(tmp_path: Path, files: dict[str,
         (tmp_path / "old" / name).write_text(text)
     with pytest.raises(CheckpointError, match=message):
         expand_vocab(tmp_path / "old", tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("weights", [None, b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "cut off"])
+def test_refuses_missing_and_damaged_weights_as_model_info_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: bytes | str | None
+) -> None:
+    build_tiny_checkpoint(tmp_path / "old", spec=TinySpec(**SMALL), coord_tokens=False)
+    file = tmp_path / "old" / "model.safetensors"
+    whole = file.read_bytes()
+    file.unlink()
+    if weights is not None:
+        file.write_bytes(whole[:-1000] if isinstance(weights, str) else weights)
+    monkeypatch.setattr("coordexp.modeling.expand_vocab.read_weights", lambda *_: pytest.fail("weights were read"))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors") as expected:
+        describe(tmp_path / "old")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors") as error:
+        expand_vocab(tmp_path / "old", tmp_path / "new")
+    assert str(error.value) == str(expected.value)
+    assert "\n" not in str(error.value)
     assert not (tmp_path / "new").exists()
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from coordexp.modeling.coord_offset import add_coord_offset
 from coordexp.modeling.forward import EmbedMode, SelfContext, coord_embeddings, self_context_states
 from coordexp.modeling.inputs import VisionTower, row_inputs
 from coordexp.modeling.load import LoadedModel
+from coordexp.modeling.weights import add_coord_offset
 from coordexp.objective import SupervisionTensors
 from coordexp.records import Segment
 from support.tiny_run import gt_segments, load_tiny, row_of

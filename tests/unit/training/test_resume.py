@@ -306,7 +306,7 @@ def test_without_the_key_a_run_starts_anew(resume: Any, tmp_path: Path) -> None:
 def test_a_named_checkpoint_that_is_none_stops_before_the_model_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coordexp.modeling.load._read_weights", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr("coordexp.modeling.load.read_weights", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(CheckpointError):
         train(run_config(tmp_path, 1, training__resume_from_checkpoint=str(tmp_path / "checkpoint-5")))
 

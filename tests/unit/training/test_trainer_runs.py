@@ -319,7 +319,7 @@ def test_a_gpu_that_torch_cannot_use_is_an_error(tmp_path: Path, monkeypatch: py
 
 
 def test_nothing_is_loaded_by_the_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coordexp.modeling.load._read_weights", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr("coordexp.modeling.load.read_weights", lambda *_: pytest.fail("weights were read"))
     checked = check_run(run_config(tmp_path, 2))
     assert len(checked.train) == 12 and len(checked.val) == 5
     assert not (tmp_path / "run").exists()

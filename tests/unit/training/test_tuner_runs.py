@@ -62,6 +62,8 @@ def test_a_run_cut_in_two_is_the_run_in_one(tmp_path: Path) -> None:
 def test_resuming_full_weights_as_adapters_is_refused(tmp_path: Path) -> None:
     keys = {"training__max_steps": 1, "training__save_strategy": "steps", "training__save_steps": 1}
     train(run_config(tmp_path, 1, "full", **keys))
+    written = tmp_path / "full" / "checkpoint-1"
+    assert (written / "model.safetensors").stat().st_mode == (written / "config.json").stat().st_mode
     config = run_config(
         tmp_path, 1, "lora", **LORA, training__resume_from_checkpoint=str(tmp_path / "full" / "checkpoint-1")
     )
