@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from coordexp import distributed
 from coordexp.config import RunConfig
+from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.config.training import DeepSpeedConfig, FSDPConfig
 from coordexp.errors import ConfigError, require
 
@@ -93,6 +94,16 @@ def _fsdp_options(fsdp: FSDPConfig) -> dict[str, Any]:
     if fsdp.transformer_layer_cls_to_wrap is not None:
         options["transformer_layer_cls_to_wrap"] = list(fsdp.transformer_layer_cls_to_wrap)
     return options
+
+
+def set_allocator(rollout: RolloutMatchingConfig) -> None:
+    """Let CUDA's allocator grow its segments, because packed rows of changing lengths fragment fixed ones. A setting of
+    the user's stays. Not next to a colocated engine, whose sleep mode has an allocator of its own.
+
+    Call it before the first tensor on a GPU.
+    """
+    if not rollout.is_colocated and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 def build_accelerator(args: TrainingArguments) -> Accelerator:

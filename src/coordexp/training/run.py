@@ -303,9 +303,10 @@ def run_training(
     Raises:
         RunStopped: a signal ended the run; everything is saved. ProcessesLost: another process of torchrun is gone.
     """
-    from coordexp.training.parallel import join_processes, lost_each_other, only_run_in
+    from coordexp.training.parallel import join_processes, lost_each_other, only_run_in, set_allocator
 
     checked = check_run(config)
+    set_allocator(checked.rollout)
     try:
         join_processes(config)
         with only_run_in(Path(config.training.output_dir)):

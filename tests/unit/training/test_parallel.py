@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import pytest
 
 from coordexp.config import RunConfig
+from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.errors import ConfigError, MissingDependency
-from coordexp.training.parallel import check_parallel, parallel_arguments
+from coordexp.training.parallel import check_parallel, parallel_arguments, set_allocator
 from support.tiny_run import run_config
 
 
@@ -79,3 +81,22 @@ def test_deepspeed_that_cannot_work_is_refused(
     given = {"deepspeed__enabled": True, "deepspeed__config": {"train_batch_size": "auto"}, "training__use_cpu": False}
     with pytest.raises(error, match=complaint):
         check_parallel(configured(tmp_path, **(given | keys)), 2)
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "users", "expected"),
+    [
+        ({"rollout_backend": "hf"}, None, "expandable_segments:True"),
+        ({"rollout_backend": "hf"}, "backend:native", "backend:native"),
+        ({"rollout_backend": "vllm", "vllm": {"mode": "colocate"}}, None, None),
+    ],
+)
+def test_allocator_grows_segments_unless_an_engine_shares_the_process(
+    rollouts: dict[str, Any], users: str | None, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", users or "")
+    if users is None:
+        monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+    set_allocator(RolloutMatchingConfig.model_validate(rollouts))
+    assert os.environ.get("PYTORCH_ALLOC_CONF") == expected
