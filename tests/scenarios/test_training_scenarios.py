@@ -22,8 +22,8 @@ from support.settings import decoding
 from support.tiny_run import (
     InMemoryBackend,
     QuietBackend,
+    finder,
     load_tiny,
-    nearly_right,
     run_config,
     same_weights,
     step_lines,
@@ -66,12 +66,6 @@ class Watch:
     def _forward(self, model: torch.nn.Module, _: Any, arguments: dict[str, Any]) -> None:
         if torch.is_grad_enabled():
             self.forwards.append(arguments)
-
-
-def finder() -> InMemoryBackend:
-    loaded = load_tiny()
-    truth = {sample.record.sample_id: sample.record.objects for sample in tiny_samples(loaded)}
-    return InMemoryBackend(loaded.vocab, lambda request: nearly_right(truth[request.sample_id]))
 
 
 @pytest.mark.scenario("Packing enabled does not break rollout-matching training")

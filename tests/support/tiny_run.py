@@ -299,3 +299,10 @@ def row_of(segments: Sequence[Segment]) -> PackedRow:
     from coordexp.packing import build_row
 
     return build_row(segments)
+
+
+def finder() -> InMemoryBackend:
+    """Finds every object but the last, each a little off: boxes to correct and objects to append in every step."""
+    loaded = load_tiny()
+    truth = {sample.record.sample_id: sample.record.objects for sample in tiny_samples(loaded)}
+    return InMemoryBackend(loaded.vocab, lambda request: nearly_right(truth[request.sample_id]))

@@ -8,16 +8,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from coordexp.config import load_config
 from coordexp.data import read_jsonl
 from coordexp.evaluation import detection_metrics
 from support import annotation_folders as folders
 from support.cli_runs import run_cli, small_checkpoint, write_run
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_checkpoint(tmp_path_factory.mktemp("checkpoint") / "model")
 
 
 def unwrapped(text: str) -> str:
@@ -90,17 +84,6 @@ def test_without_a_rollout_section_the_model_answers_by_transformers(
 # train
 
 
-def test_train_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path) -> None:
-    first = run_cli(capsys, "train", write_run(tmp_path, 1, model))
-    assert first.code == 0 and "resuming" not in first.out
-    again = write_run(tmp_path, 1, model, training__max_steps=2, training__resume_from_checkpoint=True)
-    second = run_cli(capsys, "train", again)
-    assert "resuming from" in second.out and "checkpoint-1" in second.out
-    state = json.loads((tmp_path / "out1/checkpoint-2/trainer_state.json").read_text())
-    assert [line["step"] for line in state["log_history"] if "loss" in line] == [1, 2]
-    assert (tmp_path / "out1/model.safetensors").is_file() and (tmp_path / "out1/run_manifest.json").is_file()
-
-
 # data
 
 
@@ -124,14 +107,6 @@ def test_convert_options_reach_the_converter(tmp_path: Path, capsys: pytest.Capt
     assert record.width % 8 == record.height % 8 == 0 and record.width * record.height <= 256
 
 
-def test_convert_coco(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    annotation = {"bbox": [2, 3, 10, 10], "segmentation": [[2, 3, 12, 3, 12, 13]]}
-    source = folders.coco(tmp_path, [annotation])
-    argv = ["data", "convert", "coco", source, tmp_path / "images", "--out", tmp_path / "out", "--geometry", "poly"]
-    assert run_cli(capsys, *argv, "--no-resize").code == 0
-    assert [obj.kind for obj in read_jsonl(tmp_path / "out/instances.jsonl")[0].objects] == ["poly"]
-
-
 def test_convert_of_nothing_usable_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     outcome = run_cli(capsys, "data", "convert", "voc", tmp_path, "--out", tmp_path / "out")
     assert outcome.code == 2 and "no folder" in outcome.err and "Traceback" not in outcome.err
@@ -149,20 +124,6 @@ def test_scenes_and_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert f"{desc} {count} " in checked
 
 
-def test_check_shows_class_names_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = folders.voc(tmp_path / "voc", folders.voc_object("[red] car", 2, 3, 20, 20))
-    run_cli(capsys, "data", "convert", "voc", source, "--out", tmp_path, "--no-resize")
-    assert "[red] car 1 █" in unwrapped(run_cli(capsys, "data", "check", tmp_path / "data.jsonl").out)
-
-
-def test_scenes_of_the_dense_family_are_denser(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    counts = {}
-    for spec in ("sparse", "dense"):
-        run_cli(capsys, "data", "scenes", "--out", tmp_path / spec, "--count", 8, "--spec", spec)
-        counts[spec] = sum(len(record.objects) for record in read_jsonl(tmp_path / spec / "scenes.jsonl"))
-    assert counts["dense"] > counts["sparse"]
-
-
 def test_check_reports_all_errors_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_cli(capsys, "data", "scenes", "--out", tmp_path, "--count", 3)
     jsonl = tmp_path / "scenes.jsonl"
@@ -174,13 +135,6 @@ def test_check_reports_all_errors_at_once(tmp_path: Path, capsys: pytest.Capture
 
 
 # model
-
-
-def test_tiny_then_nothing_to_expand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_cli(capsys, "model", "tiny", tmp_path / "tiny", "--seed", 3).code == 0
-    outcome = run_cli(capsys, "model", "expand-vocab", tmp_path / "tiny", tmp_path / "more")
-    assert outcome.code == 2 and "nothing to do" in outcome.err
-    assert not (tmp_path / "more").exists()
 
 
 def test_tiny_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,17 +151,6 @@ def test_an_expanded_checkpoint_trains(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 # config, demo
-
-
-def test_config_check_prints_a_yaml_that_means_the_same(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path
-) -> None:
-    run = write_run(tmp_path, 2, model)
-    printed = run_cli(capsys, "config", "check", run).out
-    again = tmp_path / "resolved.yaml"
-    again.write_text(printed, encoding="utf-8")
-    assert load_config(again) == load_config(run)
-    assert "maskiou_gate: 0.3" in printed, "defaults are filled in"
 
 
 def test_demo_gets_its_folder(

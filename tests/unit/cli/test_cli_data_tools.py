@@ -74,16 +74,6 @@ def test_the_sheet_shows_what_augmentation_makes(
     assert refused.code == 2 and "no section data.augment" in refused.err
 
 
-def test_check_of_a_broken_dataset_says_what_and_exits_2(
-    scenes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    broken = tmp_path / "broken.jsonl"
-    broken.write_text('{"images": ["a.png"], "width": 10, "height": 10, "objects": []}\nno JSON\n')
-    outcome = run_cli(capsys, "data", "check", broken)
-    assert outcome.code == 2 and "missing_image" in outcome.out and "schema" in outcome.out
-    assert "2 findings that training refuses" in " ".join(outcome.err.split())
-
-
 def test_stats(scenes: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "objects by size" in run_cli(capsys, "data", "stats", scenes).out
     found = json.loads(run_cli(capsys, "data", "stats", scenes, "--json").out)

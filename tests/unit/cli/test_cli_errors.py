@@ -126,14 +126,6 @@ def test_sound_input_does_reach_the_weights(
             run_cli(capsys, command, write_run(tmp_path, 1, checkpoints["sound"]))
 
 
-def test_an_unknown_key_in_a_process_of_its_own(tmp_path: Path) -> None:
-    run = write_run(tmp_path, 1, tmp_path)
-    unknown_key(run)
-    done = subprocess.run([sys.executable, "-m", "coordexp", "train", run], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2
-    assert "unknown key" in done.stderr and "Traceback" not in done.stderr
-
-
 def test_debug_shows_the_traceback_of_its_own_command_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     missing = tmp_path / "missing.yaml"
     with pytest.raises(ConfigError, match="no such file"):

@@ -2,44 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 import coordexp
 from support.cli_runs import run_cli
-from support.config_samples import stage1, write_yaml
-
-HEAVY = {"torch", "transformers", "torchvision", "accelerate", "numpy", "scipy", "PIL"}
-
-
-def modules_after(*argv: str) -> set[str]:
-    """Top-level names of all modules that ``coordexp *argv`` imported in a process of its own."""
-    code = (
-        "import json, sys\n"
-        "from coordexp.cli import main\n"
-        "try:\n    main(sys.argv[1:])\n"
-        "except SystemExit:\n    pass\n"
-        "print('\\n' + json.dumps(sorted({name.split('.')[0] for name in sys.modules})))\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, timeout=60, check=True)
-    return set(json.loads(done.stdout.splitlines()[-1]))
-
-
-@pytest.mark.parametrize(
-    "argv", ["--help", "train --help", "evaluate --help", "data convert voc --help", "data scenes --help", "--version"]
-)
-def test_help_imports_nothing_heavy(argv: str) -> None:
-    assert not modules_after(*argv.split()) & HEAVY
-
-
-@pytest.mark.parametrize("command", ["train", "evaluate", "config check"])
-def test_a_mistake_in_the_yaml_shows_before_torch_is_imported(tmp_path: Path, command: str) -> None:
-    path = write_yaml(tmp_path, {**stage1(), "trainnig": {}})
-    assert not modules_after(*command.split(), str(path)) & HEAVY
 
 
 @pytest.mark.parametrize("argv", ["unknown", "train", "train a.yaml --steps=3", "data scenes --out x", "--verbosity"])

@@ -18,13 +18,8 @@ from coordexp.data.scenes import SPARSE, write_scenes
 from coordexp.evaluation import Summary, detection_metrics, read_answers
 from coordexp.evaluation.answers import write_answers
 from coordexp.evaluation.summary import GroupRow, summary_tables
-from support.cli_runs import run_cli, small_checkpoint, write_run
+from support.cli_runs import run_cli, write_run
 from support.scored_answers import CLASSES, random_answers, with_soft
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_checkpoint(tmp_path_factory.mktemp("checkpoint") / "model")
 
 
 def test_an_interrupted_prediction_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path) -> None:

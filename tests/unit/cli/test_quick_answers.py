@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
@@ -22,20 +21,6 @@ from support.view_runs import write_run
 HEAVY = {"torch", "transformers", "torchvision", "accelerate", "vllm"}
 
 
-def after(folder: Path, *argv: object) -> tuple[int, set[str], str]:
-    """(exit code, heavy packages imported, stderr) of ``coordexp *argv`` in a process of its own."""
-    code = (
-        "import json, sys\n"
-        "from coordexp.cli import main\n"
-        "try:\n    main(sys.argv[1:])\nexcept SystemExit as end:\n    code = end.code or 0\n"
-        "print('\\n' + json.dumps([code, sorted({name.split('.')[0] for name in sys.modules})]))\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code, *map(str, argv)], capture_output=True, text=True, timeout=120,
-                          cwd=folder, env={**os.environ, "COLUMNS": "200"})  # fmt: skip
-    code, names = json.loads(done.stdout.splitlines()[-1])
-    return code, set(names) & HEAVY, done.stderr
-
-
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     config = set_key(stage1(), "custom.val_jsonl", "data/val.jsonl")
@@ -51,11 +36,13 @@ def run(tmp_path: Path) -> Path:
     ],
 )  # fmt: skip
 def test_all_missing_paths_are_named_at_once(
-    argv: tuple[str, ...], named: tuple[str, ...], run: Path, tmp_path: Path
-) -> None:
-    code, heavy, err = after(tmp_path, *argv, run)
-    assert code == 2 and not heavy
-    assert [name for name in named if name not in err] == [] and f"working directory, {tmp_path}" in err
+    argv: tuple[str, ...], named: tuple[str, ...], run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    outcome = run_cli(capsys, *argv, run)
+    assert outcome.code == 2 and f"working directory, {tmp_path}" in outcome.err
+    assert [name for name in named if name not in outcome.err] == []
 
 
 def test_what_stands_in_for_a_path_is_named_instead(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,14 +50,6 @@ def test_what_stands_in_for_a_path_is_named_instead(run: Path, capsys: pytest.Ca
     assert outcome.code == 2
     assert "--model: elsewhere: no such folder" in outcome.err
     assert f"--data: {run.parent}: is a folder, not a file" in outcome.err and "model.model" not in outcome.err
-
-
-def test_predict_names_every_missing_image(tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
-    code, heavy, err = after(tmp_path, "predict", "a.jpg", "b.jpg", "--model", "model")
-    assert code == 2 and not heavy and "no such image, folder or dataset: a.jpg, b.jpg" in err
-    code, heavy, err = after(tmp_path, "predict", "a.jpg", "--model", "nothing")
-    assert code == 2 and not heavy and "nothing: no such folder" in err
 
 
 READS = [
@@ -90,6 +69,10 @@ REFUSED = [
     ("evaluate", "nothing"),
     ("view", "nothing"),
     ("view", "run", "--model", "nothing"),
+    ("train", "views.yaml"),
+    ("evaluate", "views.yaml"),
+    ("predict", "nothing.jpg", "nothing.png", "--model", "MODEL"),
+    ("predict", "images", "--model", "nothing"),
     ("model", "info", "nothing"),
     ("model", "export", "nothing", "out"),
     ("model", "merge", "nothing", "out"),
@@ -147,3 +130,13 @@ def test_what_only_reads_and_what_is_refused_needs_no_torch(tmp_path: Path) -> N
         assert code == (2 if argv in REFUSED else 0), f"{command}: {err}"
         assert argv in READS or "nothing" in err or "model.model: checkpoints/tiny: no such folder" in err, command
     assert '"target":{"pieces":[' in (tmp_path / "tokens.html").read_text(encoding="utf-8")
+
+
+def test_help_and_mistakes_in_the_yaml_need_no_numpy_either(tmp_path: Path) -> None:
+    write_yaml(tmp_path, {**stage1(), "trainnig": {}}, "misspelt.yaml")
+    helps = ["--help", "train --help", "evaluate --help", "data convert voc --help", "data scenes --help", "--version"]
+    mistakes = [f"{command} misspelt.yaml" for command in ("train", "evaluate", "config check")]
+    commands = [command.split() for command in (*helps, *mistakes)]
+    answered = in_turn(tmp_path, HEAVY | {"numpy", "scipy", "PIL"}, commands)
+    assert [(code, heavy) for code, _, heavy in answered] == [(0, [])] * len(helps) + [(2, [])] * len(mistakes)
+    assert all("'training'" in err for _, err, _ in answered[len(helps) :])

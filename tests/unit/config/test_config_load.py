@@ -9,16 +9,8 @@ from typing import Any
 
 import pytest
 
-from coordexp.config import ConfigError, RunConfig, load_config, parse_config, resolved_yaml
+from coordexp.config import ConfigError, RunConfig, load_config, parse_config
 from support.config_samples import set_key, stage1, stage2, write_yaml
-
-
-@pytest.mark.parametrize("raw", [stage1(), stage2(), stage2(decoding={"temperature": 1e-7})], ids=["1", "2", "small"])
-def test_resolved_configuration_loads_back_equal(tmp_path: Path, raw: dict[str, Any]) -> None:
-    config = load_config(write_yaml(tmp_path, raw))
-    resolved = tmp_path / "resolved.yaml"
-    resolved.write_text(resolved_yaml(config), encoding="utf-8")
-    assert load_config(resolved) == config
 
 
 def test_defaults_stand_in_the_schema() -> None:
@@ -29,9 +21,6 @@ def test_defaults_stand_in_the_schema() -> None:
     assert (rollout.vllm.gpu_memory_utilization, rollout.vllm.tensor_parallel_size) == (0.45, 4)
     assert (config.training.packing_drop_last, config.training.report_to) == (True, ("tensorboard",))
     assert config.custom.coord_soft_ce_w1 is None
-
-
-def test_backend_defaults_to_vllm() -> None:
     assert parse_config(stage1() | {"rollout_matching": {}}).rollout_matching.rollout_backend == "vllm"
 
 

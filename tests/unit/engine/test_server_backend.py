@@ -114,38 +114,31 @@ SWIFTS = {"server": "swift rollout", "workers": []}
 
 
 @pytest.mark.parametrize(
-    ("status", "temperature"),
-    [(OURS, 0.0), (OURS, 0.7), (SWIFTS, 0.7)],
-    ids=["ours", "ours, sampled", "swift, sampled"],
+    ("status", "temperature", "posts"),
+    [
+        (OURS, 0.0, [[[0], [1], [2], [3], [6], [7]], [[4], [5]]]),
+        (OURS, 0.7, [[[0], [1], [2], [3], [6], [7]], [[4], [5]]]),
+        (SWIFTS, 0.7, [[[0], [1], [2], [3], [6], [7]], [[4], [5]]]),
+        # ms-swift answers one post after the other, and a post of one request by its first worker alone.
+        (SWIFTS, 0.0, [[[0, 1, 2, 3], [6, 7]], [[4, 5]]]),
+        (None, 0.0, [[[0, 1, 2, 3], [6, 7]], [[4, 5]]]),
+    ],
+    ids=["ours", "ours, sampled", "swift, sampled", "swift with our plugin", "swift"],
 )
-def test_all_micro_steps_of_a_window_are_in_flight_together(
-    fakes: list[FakeRolloutServer], status: dict[str, Any], temperature: float
+def test_greedy_calls_to_ms_swift_share_a_post_and_all_others_have_their_own(
+    fakes: list[FakeRolloutServer], status: dict[str, Any] | None, temperature: float, posts: list[list[list[int]]]
 ) -> None:
-    rounds = [RolloutRound(requests_(1, i), SeedContext(1, 2, i, 0)) for i in range(6)]
+    rounds = [RolloutRound(requests_(1, i), SeedContext(1, 2, i, 0)) for i in range(8)]
     for fake in fakes:
         fake.status = status
     with backend_of(fakes, decoding__temperature=temperature) as backend:
         backend.sync_weights(0)
         got = {(a.round_idx, a.index): a.rollout.response_token_ids for a in backend.generate_window(rounds)}
-    assert got == {(i, 0): (i,) for i in range(6)}
-    assert sorted(numbers(call) for call in fakes[0].calls) == [[0], [1], [2], [3]]
-    assert sorted(numbers(call) for call in fakes[1].calls) == [[4], [5]]
-    for call in [*fakes[0].calls, *fakes[1].calls]:
-        (number,) = numbers(call)
-        assert call["request_config"]["seed"] == SeedContext(1, 2, number, 0).seed_of(0)
-
-
-@pytest.mark.parametrize("status", [SWIFTS, None], ids=["with our plugin", "without"])
-def test_greedy_calls_to_ms_swift_share_a_post(fakes: list[FakeRolloutServer], status: dict[str, Any] | None) -> None:
-    """It answers one post after the other, and a post of one request by its first worker alone."""
-    rounds = [RolloutRound(requests_(1, i), SeedContext(1, 2, i, 0)) for i in range(8)]
-    for fake in fakes:
-        fake.status = status
-    with backend_of(fakes) as backend:
-        backend.sync_weights(0)
-        got = {(a.round_idx, a.index): a.rollout.response_token_ids for a in backend.generate_window(rounds)}
     assert got == {(i, 0): (i,) for i in range(8)}
-    assert [[numbers(post) for post in fake.calls] for fake in fakes] == [[[0, 1, 2, 3], [6, 7]], [[4, 5]]]
+    assert [sorted(numbers(call) for call in fake.calls) for fake in fakes] == posts
+    for call in [*fakes[0].calls, *fakes[1].calls]:
+        first, *_ = numbers(call)
+        assert call["request_config"]["seed"] == SeedContext(1, 2, first, 0).seed_of(0)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])

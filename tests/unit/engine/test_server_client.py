@@ -136,12 +136,6 @@ def test_nobody_listens() -> None:
     assert time.monotonic() - started < 5
 
 
-def test_a_connection_that_breaks(fake: FakeServer) -> None:
-    fake.replies["/infer/"] = lambda: (0, b"")
-    with pytest.raises(ServerUnreachable, match="the connection broke"):
-        client_of(fake).infer(CALL)
-
-
 @pytest.mark.parametrize("infer_timeout_s", [None, 0, -1.0], ids=str)
 def test_without_a_deadline_an_answer_may_take_longer_than_anything_else(
     fake: FakeServer, infer_timeout_s: float | None

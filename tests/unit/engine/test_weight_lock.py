@@ -12,7 +12,6 @@ import pytest
 from coordexp.engine.serve_app import WeightLock
 from coordexp.engine.serve_http import LockedEngine
 from coordexp.engine.serve_requests import RequestRefused
-from coordexp.weight_sync import WeightVersion
 
 
 def run(scenario: Callable[[WeightLock], Awaitable[Any]], wait_s: float = 5.0) -> Any:
@@ -20,19 +19,6 @@ def run(scenario: Callable[[WeightLock], Awaitable[Any]], wait_s: float = 5.0) -
         return await scenario(WeightLock(wait_s))
 
     return asyncio.run(inside())
-
-
-def test_answers_know_their_version() -> None:
-    async def scenario(lock: WeightLock) -> list[int]:
-        seen = []
-        for version in (0, 7):
-            await lock.begin()
-            lock.commit(WeightVersion(version))
-            async with lock.answering() as current:
-                seen.append(current.version)
-        return seen
-
-    assert run(scenario) == [0, 7]
 
 
 def test_a_push_waits_for_answers_and_keeps_new_ones_out() -> None:
@@ -71,22 +57,6 @@ def test_a_push_gives_up_on_answers_that_do_not_end() -> None:
             pass
 
     run(scenario, wait_s=0.05)
-
-
-def test_after_a_failed_push_only_a_whole_one_helps() -> None:
-    async def scenario(lock: WeightLock) -> None:
-        await lock.begin()
-        lock.fail("the learner left")
-        for _ in range(2):
-            with pytest.raises(RequestRefused, match="the learner left"):
-                async with lock.answering():
-                    pass
-        await lock.begin()
-        lock.commit(WeightVersion(3, "a"))
-        async with lock.answering() as stamp:
-            assert stamp == WeightVersion(3, "a")
-
-    run(scenario)
 
 
 def test_a_failure_outside_a_push_breaks_nothing() -> None:

@@ -102,13 +102,6 @@ def test_export_merges_too(tmp_path: Path) -> None:
         torch.testing.assert_close(parameter, reference.get_parameter(name).float(), atol=0, rtol=0)
 
 
-def test_the_bases_number_type_is_kept_unless_another_is_named(tmp_path: Path) -> None:
-    save_adapter(tuned(lora()).model, tmp_path / "run")
-    for dtype, expected in ((None, torch.float32), ("bfloat16", torch.bfloat16)):
-        out = merge_checkpoint(tmp_path / "run", tmp_path / str(dtype), dtype=dtype)
-        assert {tensor.dtype for tensor in load_file(out / "model.safetensors").values()} == {expected}
-
-
 def test_a_base_that_moved_can_be_named(tmp_path: Path) -> None:
     base = shutil.copytree(tiny_checkpoint(), tmp_path / "base")
     loaded = tuned(lora(), checkpoint=base)
@@ -157,13 +150,6 @@ def test_what_cannot_be_merged_is_one_clear_error(damage: Callable[[Path], None]
     with pytest.raises(CheckpointError, match=says) as caught:
         load_model(tmp_path, "float32")
     assert str(tmp_path) in str(caught.value)
-
-
-def test_a_plain_folder_has_nothing_to_merge(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="adapters"):
-        merge_checkpoint(tiny_checkpoint(), tmp_path)
-    with pytest.raises(CheckpointError, match="no such folder"):
-        merge_checkpoint(tmp_path / "none", tmp_path / "out")
 
 
 @pytest.mark.parametrize(

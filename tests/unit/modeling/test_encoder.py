@@ -11,12 +11,7 @@ from coordexp.data.jsonl import read_jsonl
 from coordexp.errors import AlignmentError, DataError
 from coordexp.modeling.inputs import PromptEncoder, check_prompt, row_inputs
 from coordexp.modeling.load import LoadedModel
-from support.tiny_run import PROMPT, encoder_of, gt_segments, load_tiny, row_of, tiny_scenes
-
-
-@pytest.fixture(scope="module")
-def loaded() -> LoadedModel:
-    return load_tiny()
+from support.tiny_run import PROMPT, encoder_of, gt_segments, row_of, tiny_scenes
 
 
 def test_request_has_image_tokens_and_messages(loaded: LoadedModel) -> None:

@@ -32,7 +32,7 @@ from coordexp.rollouts.learner import LearnerParts
 from support.config_samples import stage2
 from support.fake_servers import FakeRolloutServer
 from support.settings import decoding
-from support.tiny_run import InMemoryBackend, load_tiny, tiny_checkpoint, tiny_samples
+from support.tiny_run import InMemoryBackend, tiny_checkpoint, tiny_samples
 
 SEEDS = SeedContext(0, 0, 0, 0)
 
@@ -45,11 +45,6 @@ def test_answers_are_returned_in_the_order_of_their_requests(order: list[int]) -
         collect_in_order(iter([IndexedRollout(0, index, rollouts[index]) for index in order]), told.append) == rollouts
     )
     assert told == [1, 2, 3, 4, 5]
-
-
-@pytest.fixture(scope="module")
-def loaded() -> LoadedModel:
-    return load_tiny()
 
 
 @pytest.fixture(scope="module")

@@ -141,31 +141,15 @@ def test_a_failure_half_way_out_brings_back_what_had_left(monkeypatch: pytest.Mo
     assert places(learner.tensors()) == before
 
 
-PARTS = [
-    (True, False, "the model alone"),
-    (False, True, "the optimizer alone"),
-]
-
-
-@pytest.mark.parametrize(("of_model", "of_optimizer", "reason"), PARTS)
-def test_only_what_is_asked_for_moves(of_model: bool, of_optimizer: bool, reason: str) -> None:
+@pytest.mark.parametrize(("of_model", "of_optimizer"), [(True, False), (False, True)])
+def test_only_what_is_asked_for_moves(of_model: bool, of_optimizer: bool) -> None:
     learner = Learner.build()
     config = OffloadConfig(enabled=True, offload_model=of_model, offload_optimizer=of_optimizer)
     parameters = [p.untyped_storage() for p in learner.model.parameters()]
     state = [entry["exp_avg"].untyped_storage() for entry in learner.optimizer.state.values()]
     with learner.offload(config).away():
-        assert {storage.nbytes() == 0 for storage in parameters} == {of_model}, reason
-        assert {storage.nbytes() == 0 for storage in state} == {of_optimizer}, reason
-
-
-def test_training_goes_on_as_if_nothing_had_happened() -> None:
-    moved, stayed = Learner.build(), Learner.build()
-    for _ in range(3):
-        with moved.offload().away():
-            pass
-        moved.step()
-        stayed.step()
-    assert all(torch.equal(a, b) for a, b in zip(moved.tensors(), stayed.tensors(), strict=True))
+        assert {storage.nbytes() == 0 for storage in parameters} == {of_model}
+        assert {storage.nbytes() == 0 for storage in state} == {of_optimizer}
 
 
 def test_in_main_memory_nothing_moves() -> None:

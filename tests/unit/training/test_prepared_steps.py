@@ -12,12 +12,7 @@ from coordexp.data.dataset import Sample
 from coordexp.errors import CarryBufferOverflow, SegmentTooLong
 from coordexp.modeling.load import LoadedModel
 from coordexp.targets import count_terms
-from support.tiny_run import InMemoryBackend, load_tiny, nearly_right, prepare, task_of, tiny_samples
-
-
-@pytest.fixture(scope="module")
-def loaded() -> LoadedModel:
-    return load_tiny()
+from support.tiny_run import InMemoryBackend, nearly_right, prepare, task_of, tiny_samples
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import pytest
 
 from coordexp.coords import TURN_END
 from coordexp.data.dataset import Sample
-from coordexp.errors import AlignmentError, RolloutError
+from coordexp.errors import RolloutError
 from coordexp.matching import MatchingConfig
 from coordexp.modeling.load import LoadedModel
 from coordexp.recording.writer import RolloutLog
@@ -22,7 +22,6 @@ from coordexp.training.answers import AnswerReader, RolloutQueue
 from coordexp.training.checkpoint import is_complete
 from support.tiny_run import (
     InMemoryBackend,
-    load_tiny,
     prepare,
     run_config,
     step_lines,
@@ -30,11 +29,6 @@ from support.tiny_run import (
     tiny_samples,
     train,
 )
-
-
-@pytest.fixture(scope="module")
-def loaded() -> LoadedModel:
-    return load_tiny()
 
 
 @pytest.fixture(scope="module")
@@ -125,22 +119,6 @@ def test_the_longest_answers_are_told_by_their_99th_percentile(loaded: LoadedMod
     assert metrics["rollout/gen_new_tokens_p99"] == pytest.approx(4 + 0.97 * 4)
 
 
-class OtherPrompt(InMemoryBackend):
-    """Says that it read one token more than it was asked."""
-
-    def generate(self, requests: Sequence[RolloutRequest], seeds: SeedContext, on_answer: Any = None) -> list[Rollout]:
-        one_more = [
-            RolloutRequest(r.sample_id, r.image, r.messages, (*r.prompt_token_ids, 5), r.model_inputs) for r in requests
-        ]
-        return super().generate(one_more, seeds)
-
-
-def test_an_answer_to_another_prompt_ends_the_step(loaded: LoadedModel, samples: list[Sample]) -> None:
-    queue = queue_of(OtherPrompt(loaded.vocab, lambda request: "{}" + TURN_END), loaded)
-    with pytest.raises(AlignmentError, match=samples[0].record.sample_id):
-        queue.take([samples], 0, {})
-
-
 class Failing(InMemoryBackend):
     """Works for one step."""
 
@@ -172,15 +150,6 @@ def test_nothing_is_saved_where_nothing_was_learned(loaded: LoadedModel, tmp_pat
     with pytest.raises(RolloutError, match="no server"):
         train(run_config(tmp_path, 2), Dead(loaded.vocab, lambda request: "{}"))
     assert not list((tmp_path / "run").glob("checkpoint-*"))
-
-
-def test_each_round_leaves_a_line(loaded: LoadedModel, samples: list[Sample], tmp_path: Path) -> None:
-    backend = InMemoryBackend(loaded.vocab, lambda request: "{}" + TURN_END)
-    task, log = task_of(loaded, backend), RolloutLog(tmp_path, 3)
-    for step in (4, 5):
-        prepare(task, [samples[:1]], step, log)
-    lines = [json.loads(line) for line in (tmp_path / "rollout_log_rank3.jsonl").read_text().splitlines()]
-    assert [(line["global_step"], line["rank"], line["weight_version"]) for line in lines] == [(4, 3, 4), (5, 3, 5)]
 
 
 def test_a_resumed_run_leaves_each_step_once_and_loses_nothing(tmp_path: Path) -> None:

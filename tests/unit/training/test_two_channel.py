@@ -16,27 +16,18 @@ from coordexp.training.loop import CoordExpTrainer
 from coordexp.training.step import PreparedStep
 from support.config_samples import pipeline
 from support.tiny_run import (
-    InMemoryBackend,
     figures,
+    finder,
     load_tiny,
-    nearly_right,
     run_config,
     same_weights,
     step_lines,
-    tiny_samples,
     train,
     watch_steps,
     weights,
 )
 
 SGD = {"training__optim": "sgd", "training__learning_rate": 0.05, "training__max_grad_norm": 0.0}
-
-
-def finder() -> InMemoryBackend:
-    """Finds every object but the last, each a little off."""
-    loaded = load_tiny()
-    truth = {sample.record.sample_id: sample.record.objects for sample in tiny_samples(loaded)}
-    return InMemoryBackend(loaded.vocab, lambda request: nearly_right(truth[request.sample_id]))
 
 
 def run(config: Any, backend: Any = None) -> tuple[CoordExpTrainer, list[PreparedStep]]:
