@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from coordexp.cli import app
 from coordexp.config import ConfigError, check_world_size, load_config, parse_config, resolved_rollout, rollout_contract
+from coordexp.engine import check_backend
 from coordexp.errors import CoordExpError, MissingDependency
-from coordexp.rollouts import check_backend
 from coordexp.training.run import build_trainer, check_run
 from support.config_samples import drop_key, set_key, stage2, write_yaml
 from support.tiny_run import run_config, train

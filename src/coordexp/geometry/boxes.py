@@ -71,16 +71,19 @@ def box_iou(a_N4: np.ndarray, b_M4: np.ndarray) -> np.ndarray:
 
     A box without area has IoU 1 with an equal box and 0 with any other.
     """
-    a_N4 = np.asarray(a_N4, dtype=np.float64).reshape(-1, 4)
-    b_M4 = np.asarray(b_M4, dtype=np.float64).reshape(-1, 4)
-    return _iou(a_N4.T[:, :, None], b_M4.T[:, None, :])
+    return box_iou_pairs(a_N4[:, None, :], b_M4[None, :, :])
 
 
 def box_iou_pairs(a_K4: np.ndarray, b_K4: np.ndarray) -> np.ndarray:
-    """:func:`box_iou` of box k with box k: (K,) float64."""
-    a_K4 = np.asarray(a_K4, dtype=np.float64).reshape(-1, 4)
-    b_K4 = np.asarray(b_K4, dtype=np.float64).reshape(-1, 4)
-    return _iou(a_K4.T, b_K4.T)
+    """:func:`box_iou` of box k with box k: (K,) float64; axes before the last one broadcast."""
+    ax1, ay1, ax2, ay2 = np.moveaxis(np.asarray(a_K4, dtype=np.float64), -1, 0)
+    bx1, by1, bx2, by2 = np.moveaxis(np.asarray(b_K4, dtype=np.float64), -1, 0)
+    width = np.maximum(np.minimum(ax2, bx2) - np.maximum(ax1, bx1), 0.0)
+    height = np.maximum(np.minimum(ay2, by2) - np.maximum(ay1, by1), 0.0)
+    shared = width * height
+    union = (ax2 - ax1) * (ay2 - ay1) + (bx2 - bx1) * (by2 - by1) - shared
+    equal = (ax1 == bx1) & (ay1 == by1) & (ax2 == bx2) & (ay2 == by2)
+    return np.where(union > 0, shared / np.where(union > 0, union, 1.0), equal.astype(np.float64))
 
 
 def overlapping_boxes(a_N4: np.ndarray, b_M4: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -91,17 +94,6 @@ def overlapping_boxes(a_N4: np.ndarray, b_M4: np.ndarray) -> tuple[np.ndarray, n
     first_K, second_K = np.nonzero(near_NM)  # touching boxes stay: coincident boxes may have no area
     overlap_K = box_iou_pairs(a_N4[first_K], b_M4[second_K]) > 0
     return first_K[overlap_K], second_K[overlap_K]
-
-
-def _iou(a_4N: np.ndarray, b_4N: np.ndarray) -> np.ndarray:
-    """IoU of boxes with their four coordinates on the first axis; the other axes broadcast."""
-    (ax1, ay1, ax2, ay2), (bx1, by1, bx2, by2) = a_4N, b_4N
-    width = np.maximum(np.minimum(ax2, bx2) - np.maximum(ax1, bx1), 0.0)
-    height = np.maximum(np.minimum(ay2, by2) - np.maximum(ay1, by1), 0.0)
-    shared = width * height
-    union = (ax2 - ax1) * (ay2 - ay1) + (bx2 - bx1) * (by2 - by1) - shared
-    equal = (ax1 == bx1) & (ay1 == by1) & (ax2 == bx2) & (ay2 == by2)
-    return np.where(union > 0, shared / np.where(union > 0, union, 1.0), equal.astype(np.float64))
 
 
 def pixel_box(shape: Shape, width: int, height: int) -> tuple[float, float, float, float]:

@@ -93,7 +93,7 @@ def _drawn_pairs(first: Sequence[Shape], second: Sequence[Shape], pairs_D2: np.n
 
 
 def _outline(shape: Shape, resolution: int) -> list[float]:
-    """A shape's ring on the canvas, (x, y, x, y, …) for pycocotools. Lists: faster for a dozen numbers."""
+    # A shape's ring on the canvas, (x, y, x, y, …) for pycocotools. Lists: faster for a dozen numbers.
     bins = shape.bins
     if min(bins) < 0 or max(bins) >= NUM_BINS:
         bins = [min(max(k, 0), NUM_BINS - 1) for k in bins]
@@ -106,7 +106,6 @@ def _outline(shape: Shape, resolution: int) -> list[float]:
 
 @lru_cache(maxsize=8)
 def _projected(resolution: int) -> list[float]:
-    """Canvas coordinate of each bin."""
     return [k * (resolution - 1) / (NUM_BINS - 1) for k in range(NUM_BINS)]
 
 
@@ -146,18 +145,8 @@ def exact_iou(a_V2: np.ndarray, b_W2: np.ndarray) -> float:
 
     Where neither ring encloses an area: 1 if their outlines are the same set of points, else 0.
     """
-    shared, union = _overlay_areas(a_V2, b_W2)
-    if union <= _NO_AREA:
-        return float(_outline_covers(a_V2, b_W2) and _outline_covers(b_W2, a_V2))
-    return shared / union
-
-
-def _overlay_areas(a_V2: np.ndarray, b_W2: np.ndarray) -> tuple[float, float]:
-    """Areas of intersection and union.
-
-    The plane is cut into vertical slabs at every vertex and every crossing of two edges. Inside a slab no edges cross,
-    so every piece is a trapezoid and its height at the slab's middle times the slab's width is its area.
-    """
+    # The plane is cut into vertical slabs at every vertex and every crossing of two edges. Inside a slab no edges
+    # cross, so every piece is a trapezoid, and its height at the slab's middle times the slab's width is its area.
     rings = (np.asarray(a_V2, dtype=np.float64), np.asarray(b_W2, dtype=np.float64))
     start_E2 = np.concatenate(rings)
     end_E2 = np.concatenate([np.roll(ring, -1, axis=0) for ring in rings])
@@ -186,7 +175,9 @@ def _overlay_areas(a_V2: np.ndarray, b_W2: np.ndarray) -> tuple[float, float]:
         in_b = np.cumsum(~of_a_E[through][order])[:-1] % 2 == 1
         shared += float((right - left) * height_C[in_a & in_b].sum())
         union += float((right - left) * height_C[in_a | in_b].sum())
-    return shared, union
+    if union <= _NO_AREA:
+        return float(_outline_covers(a_V2, b_W2) and _outline_covers(b_W2, a_V2))
+    return shared / union
 
 
 def _outline_covers(outline_V2: np.ndarray, other_W2: np.ndarray) -> bool:

@@ -54,7 +54,11 @@ def barycentric_targets_of(
         raise ValueError(f"epsilon must be a positive number, got {epsilon}")
     if iters < 1:
         raise ValueError(f"iters must be at least 1, got {iters}")
-    shapes = [(_as_points(pred, "pred_points"), _as_points(gt, "gt_points")) for pred, gt in pairs]
+    shapes = [tuple(np.asarray(points, dtype=np.float64) for points in pair) for pair in pairs]
+    for shape in shapes:
+        for name, points_N2 in zip(("pred_points", "gt_points"), shape, strict=True):
+            if points_N2.ndim != 2 or points_N2.shape[1] != 2 or not points_N2.size or not np.isfinite(points_N2).all():
+                raise ValueError(f"{name}: expected finite numbers (N, 2), N >= 1; got shape {points_N2.shape}")
     plans = _log_sinkhorn_of([_plan_cost(pred_N2, gt_M2, cost) / epsilon for pred_N2, gt_M2 in shapes], iters)
     targets = []
     for (_, gt_M2), log_plan_NM in zip(shapes, plans, strict=True):
@@ -82,13 +86,6 @@ def _plan_cost(pred_N2: np.ndarray, gt_M2: np.ndarray, cost: TransportCost) -> n
     raise ValueError(f"cost must be 'l1' or 'l2', got {cost!r}")
 
 
-def _as_points(points: ArrayLike, name: str) -> np.ndarray:
-    points_N2 = np.asarray(points, dtype=np.float64)
-    if points_N2.ndim != 2 or points_N2.shape[1] != 2 or len(points_N2) == 0 or not np.isfinite(points_N2).all():
-        raise ValueError(f"{name} must be a non-empty (N, 2) array of finite numbers, got shape {points_N2.shape}")
-    return points_N2
-
-
 def _log_sinkhorn_of(scaled_costs: Sequence[np.ndarray], iters: int) -> list[np.ndarray]:
     """Logarithm of each plan after ``iters`` alternating row and column scalings to uniform marginals.
 
@@ -100,7 +97,12 @@ def _log_sinkhorn_of(scaled_costs: Sequence[np.ndarray], iters: int) -> list[np.
     num_points = _POINTS_AT_ONCE
     for k, scaled_cost_NM in enumerate(scaled_costs):
         if scaled_cost_NM.max() - scaled_cost_NM.min() > _MAX_SPREAD:
-            plans[k] = _log_sinkhorn(scaled_cost_NM, iters)
+            n, m = scaled_cost_NM.shape
+            u_N1, v_1M = np.zeros((n, 1)), np.zeros((1, m))
+            for _ in range(iters):
+                u_N1 = -np.log(n) - _logsumexp(v_1M - scaled_cost_NM, axis=1)
+                v_1M = -np.log(m) - _logsumexp(u_N1 - scaled_cost_NM, axis=0)
+            plans[k] = u_N1 + v_1M - scaled_cost_NM
             continue
         if num_points + max(scaled_cost_NM.shape) > _POINTS_AT_ONCE:
             batches.append([])
@@ -130,16 +132,6 @@ def _multiplicative_plans(costs: Sequence[np.ndarray], iters: int) -> list[np.nd
     log_u_N, log_v_M = np.log(u_N), np.log(v_M)
     return [log_u_N[rows, None] + log_v_M[columns] - cost_NM
             for cost_NM, (rows, columns) in zip(costs, blocks, strict=True)]  # fmt: skip
-
-
-def _log_sinkhorn(scaled_cost_NM: np.ndarray, iters: int) -> np.ndarray:
-    """One log plan, in logarithms throughout."""
-    n, m = scaled_cost_NM.shape
-    u_N1, v_1M = np.zeros((n, 1)), np.zeros((1, m))
-    for _ in range(iters):
-        u_N1 = -np.log(n) - _logsumexp(v_1M - scaled_cost_NM, axis=1)
-        v_1M = -np.log(m) - _logsumexp(u_N1 - scaled_cost_NM, axis=0)
-    return u_N1 + v_1M - scaled_cost_NM
 
 
 def _logsumexp(x: np.ndarray, axis: int) -> np.ndarray:

@@ -15,6 +15,7 @@ from PIL import Image, ImageDraw, ImageOps
 from coordexp.data.dataset import Sample
 from coordexp.data.image_sources import find_images
 from coordexp.data.images import open_rgb
+from coordexp.engine import check_backend
 from coordexp.errors import DataError, require
 from coordexp.evaluation.answering import answer_samples
 from coordexp.evaluation.answers import ImageAnswer
@@ -32,7 +33,7 @@ from coordexp.inference.session import (
     open_session,
 )
 from coordexp.records import ImageRecord
-from coordexp.rollouts import DatasetSeeds, check_backend
+from coordexp.rollouts import DatasetSeeds
 
 ImageLike = str | Path | Image.Image | np.ndarray
 """A file, a PIL image, or an array (height, width, 3) or (height, width) of uint8, in RGB order."""

@@ -21,6 +21,7 @@ from coordexp.data.files import append_line, whole_file, write_atomically
 from coordexp.data.image_sources import FoundImages, find_images
 from coordexp.data.preparation import ImagePreparation, read_preparation
 from coordexp.data.progress_bar import reporting
+from coordexp.engine import check_backend
 from coordexp.errors import ConfigError, DataError
 from coordexp.evaluation.answering import answer_batches, answer_dataset
 from coordexp.evaluation.answers import PREDICTIONS, ImageAnswer, from_line, to_line
@@ -30,7 +31,6 @@ from coordexp.evaluation.renaming import NO_RENAMING, Renaming
 from coordexp.evaluation.summary import COUNTS_ONLY, METRICS, EvaluationOptions, Summary, summarise, write_summary
 from coordexp.inference.session import checked_model, open_session
 from coordexp.records import ImageRecord, read_lines
-from coordexp.rollouts import check_backend
 
 SETTINGS = "prediction.json"
 Score = Literal["token_probability", "confidence"] | float

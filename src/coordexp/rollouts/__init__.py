@@ -40,18 +40,12 @@ __all__ = [
     "SeedContext",
     "Seeds",
     "build_backend",
-    "check_backend",
     "chunk_size",
     "decoding_options",
     "request_seed",
     "rollout_session",
     "split_requests",
 ]
-
-
-def check_backend(config: RolloutMatchingConfig, closed_names: bool = False) -> None:
-    """:func:`coordexp.engine.check_backend`, which is above this layer."""
-    import_module("coordexp.engine").check_backend(config, closed_names)
 
 
 def build_backend(config: RolloutMatchingConfig, learner: LearnerParts, names: Sequence[str] = ()) -> RolloutBackend:

@@ -29,16 +29,13 @@ def request_seed(training_seed: int, global_step: int, micro_step_idx: int, rank
 
 
 def dataset_seed(training_seed: int, position: int) -> int:
-    """Seed of the answer to the sample at ``position`` (< 2^30) of a data set, in 1 … 2^31 - 1.
-
-    Neighbours have neighbouring seeds: within a call engines count up from the first request's seed, so a call about
-    neighbours gives each of them its own.
-    """
+    """Seed of the answer to the sample at ``position`` (< 2^30) of a data set, in 1 … 2^31 - 1."""
+    # Within a call engines count up from the first request's seed, so neighbours must have neighbouring seeds.
     return 1 + _stable_hash(f"data set:{training_seed}") % 2**30 + position
 
 
 def _stable_hash(text: str) -> int:
-    """Python's own hash() of strings changes from process to process."""
+    # Python's own hash() of strings changes from process to process.
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
@@ -126,25 +123,20 @@ class RolloutBackend(Protocol):
     """Answers prompts without gradient. Answers depend only on requests, seeds and weights, not on timing.
 
     Under torchrun every rank has its own backend for its own requests. ``sync_weights`` and ``generate_window`` are
-    collective: every rank calls them, even without requests.
+    collective: every rank calls them, even without requests. Both may raise RolloutError, as ``generate`` does: the
+    engine failed, returned something that cannot be trained on, or (on every rank) did not get the weights.
     """
 
     def generate(
         self, requests: Sequence[RolloutRequest], seeds: Seeds, on_answer: Callable[[int], None] | None = None
     ) -> list[Rollout]:
         """One answer per request, in their order. ``on_answer`` is called with the number of finished answers as it
-        grows; it must not raise.
-
-        Raises:
-            RolloutError: the engine failed or returned something that cannot be trained on.
-        """
+        grows; it must not raise."""
         ...
 
     def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[IndexedRollout]:
         """Each answer of an optimizer step exactly once, in any order, as soon as it is finished.
-
-        ``decode_batch_size`` bounds the requests in flight. Raises as :meth:`generate`.
-        """
+        ``decode_batch_size`` bounds the requests in flight."""
         ...
 
     @property
@@ -154,11 +146,7 @@ class RolloutBackend(Protocol):
         ...
 
     def sync_weights(self, version: int) -> None:
-        """Use the current training weights, as version ``version``, for the next answers.
-
-        Raises:
-            RolloutError: the weights did not arrive; raised on every rank.
-        """
+        """Use the current training weights, as version ``version``, for the next answers."""
         ...
 
     def release(self) -> None:

@@ -65,12 +65,9 @@ def chunk_size(decode_batch_size: int, server_world_sizes: Sequence[int], learne
 def server_slots(
     decode_batch_size: int, server_world_sizes: Sequence[int], learner_world_size: int, rank: int
 ) -> tuple[int, ...]:
-    """How many requests this rank may have in flight at each server; together its :func:`chunk_size`.
-
-    All ranks send requests at once, so :func:`split_requests` distributes the slots of all ranks, in rank order. Then
-    no device gets more than ``decode_batch_size`` sequences; if each rank planned alone, all would send their first
-    request to the first server.
-    """
+    """How many requests this rank may have in flight at each server; together its :func:`chunk_size`."""
+    # All ranks send requests at once, so the slots of all ranks are distributed, in rank order. Then no device gets
+    # more than ``decode_batch_size`` sequences; if each rank planned alone, all would begin with the first server.
     chunk = chunk_size(decode_batch_size, server_world_sizes, learner_world_size)
     own = range(rank * chunk, (rank + 1) * chunk)
     return tuple(

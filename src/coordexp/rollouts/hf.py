@@ -9,7 +9,6 @@ call. Their ``__call__`` has transformers' argument names: (B, L) token ids, (B,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -68,7 +67,6 @@ class HFBackend:
     def generate(
         self, requests: Sequence[RolloutRequest], seeds: Seeds, on_answer: Callable[[int], None] | None = None
     ) -> list[Rollout]:
-        """One round, as :meth:`generate_window` answers it, in the order of the requests."""
         rollouts: list[Rollout] = []
         for batch in self._batches([RolloutRound(tuple(requests), seeds)]):
             before = len(rollouts)
@@ -79,8 +77,7 @@ class HFBackend:
         return rollouts
 
     def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[IndexedRollout]:
-        """Fills batches of ``decode_batch_size`` across micro-steps: a small batch needs as many decoding steps as
-        a full one."""
+        # Batches are filled across micro-steps: a small batch needs as many decoding steps as a full one.
         for batch in self._batches(rounds):
             for one, rollout in zip(batch, self._generate_batch(batch, None), strict=True):
                 yield IndexedRollout(one.round_idx, one.index, rollout)
@@ -128,23 +125,33 @@ class HFBackend:
         # Checkpoints may have more embedding rows than the tokenizer has tokens; their ids decode to nothing.
         if unknown := range(len(vocab), self._model.config.text_config.vocab_size):
             arguments["suppress_tokens"] = list(unknown)
-        with _evaluating(self._model), torch.no_grad():
-            output_BT = self._model.generate(
-                input_ids=ids_BL.to(device),
-                attention_mask=mask_BL.to(device),
-                mm_token_type_ids=(ids_BL == self._image_token_id).int().to(device),
-                pixel_values=pixels.to(device, self._model.dtype),
-                image_grid_thw=grids.to(device),
-                max_new_tokens=options.max_new_tokens,
-                do_sample=False,  # a processor samples
-                num_beams=options.num_beams,
-                num_return_sequences=1,
-                repetition_penalty=options.repetition_penalty,
-                eos_token_id=eos_id,
-                pad_token_id=self._pad_id,
-                use_cache=True,
-                **arguments,
-            )
+        # transformers reads missing arguments from the checkpoint's generation_config: an n-gram ban or a minimum
+        # length would leak into the run.
+        was_training = {module: module.training for module in self._model.modules()}
+        of_checkpoint, self._model.generation_config = self._model.generation_config, GenerationConfig()
+        self._model.eval()
+        try:
+            with torch.no_grad():
+                output_BT = self._model.generate(
+                    input_ids=ids_BL.to(device),
+                    attention_mask=mask_BL.to(device),
+                    mm_token_type_ids=(ids_BL == self._image_token_id).int().to(device),
+                    pixel_values=pixels.to(device, self._model.dtype),
+                    image_grid_thw=grids.to(device),
+                    max_new_tokens=options.max_new_tokens,
+                    do_sample=False,  # a processor samples
+                    num_beams=options.num_beams,
+                    num_return_sequences=1,
+                    repetition_penalty=options.repetition_penalty,
+                    eos_token_id=eos_id,
+                    pad_token_id=self._pad_id,
+                    use_cache=True,
+                    **arguments,
+                )
+        finally:
+            self._model.generation_config = of_checkpoint
+            for module, training in was_training.items():
+                module.training = training
 
         rollouts = []
         for row, (request, answer) in enumerate(zip(requests, output_BT[:, longest:].tolist(), strict=True)):
@@ -185,25 +192,6 @@ class HFBackend:
         return {"rollout/repeat_terminate_active": float(self._guard is not None)}
 
     def close(self) -> None: ...
-
-
-@contextmanager
-def _evaluating(model: Any) -> Iterator[None]:
-    """Inside the context, the model is in eval mode and generates by the arguments of the call alone.
-
-    transformers reads missing arguments from the checkpoint's generation_config: an n-gram ban or a minimum length
-    would leak into the run.
-    """
-    was_training = {module: module.training for module in model.modules()}
-    of_checkpoint = model.generation_config
-    model.eval()
-    model.generation_config = GenerationConfig()
-    try:
-        yield
-    finally:
-        model.generation_config = of_checkpoint
-        for module, training in was_training.items():
-            module.training = training
 
 
 class PerSequenceSampler(LogitsProcessor):
@@ -273,7 +261,18 @@ class RepetitionStopProcessor(LogitsProcessor):
         self._stopped: set[tuple[int, tuple[int, ...]]] = set()
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        guards = self._follow_beams(input_ids) if self._num_beams > 1 else self._follow_rows(input_ids)
+        guards = self._guard_of_row
+        if self._num_beams > 1:
+            guards = self._follow_beams(input_ids)
+        elif input_ids.shape[1] == self._prompt_length:
+            guards[:] = [self._new_guard() for _ in range(len(input_ids))]
+        else:
+            for row, token in enumerate(input_ids[:, -1].tolist()):
+                guard = guards[row]
+                if token == self._eos_id:  # padding follows, which would look like one long run
+                    guards[row] = None
+                elif guard is not None:
+                    guard.push(token)
         repeating = [row for row, guard in enumerate(guards) if guard is not None and guard.trigger is not None]
         if not repeating:
             return scores
@@ -289,22 +288,8 @@ class RepetitionStopProcessor(LogitsProcessor):
         """Whether the guard ended this answer (given without its end token) of that sequence of the batch."""
         return (sequence, tuple(response)) in self._stopped
 
-    def _follow_rows(self, input_ids: torch.Tensor) -> list[RepeatGuard | None]:
-        if input_ids.shape[1] == self._prompt_length:
-            self._guard_of_row = [self._new_guard() for _ in range(len(input_ids))]
-            return self._guard_of_row
-        for row, token in enumerate(input_ids[:, -1].tolist()):
-            guard = self._guard_of_row[row]
-            if guard is None:
-                continue  # the row is filled up with padding, which would look like one long run
-            if token == self._eos_id:
-                self._guard_of_row[row] = None
-            else:
-                guard.push(token)
-        return self._guard_of_row
-
     def _follow_beams(self, input_ids: torch.Tensor) -> list[RepeatGuard | None]:
-        """Beams change rows and split from step to step, so each is identified by its tokens."""
+        # Beams change rows and split from step to step, so each is identified by its tokens.
         guards: list[RepeatGuard | None] = []
         next_beams: dict[tuple[int, ...], RepeatGuard] = {}
         for answer in map(tuple, input_ids[:, self._prompt_length :].tolist()):
@@ -340,7 +325,7 @@ class AllowedLabelsProcessor(LogitsProcessor):
         return masked
 
     def _state(self, answer: tuple[int, ...]) -> ScanState | None:
-        """The scanner's state after ``answer``; None if it has ended and padding follows."""
+        # The scanner's state after ``answer``; None if it has ended and padding follows.
         if not answer:
             return START
         before = self._state_of[answer[:-1]] if answer[:-1] in self._state_of else self._state(answer[:-1])

@@ -35,19 +35,6 @@ class Trigger:
 class RepeatGuard:
     """Guard of one answer. It never sees the prompt."""
 
-    __slots__ = (
-        "_key_state",
-        "_keys",
-        "_last",
-        "_ngram_matches",
-        "_reader",
-        "_run",
-        "_settings",
-        "_window",
-        "num_tokens",
-        "trigger",
-    )
-
     def __init__(self, settings: RepeatTerminateConfig, reader: ObjectKeyReader | None = None) -> None:
         if settings.max_object_keys is not None and reader is None:
             raise ValueError("max_object_keys counts keys in the text, so the guard needs an ObjectKeyReader")
@@ -76,9 +63,13 @@ class RepeatGuard:
             self._key_state, num_keys = self._reader.read(self._key_state, token_id)
             self._keys += num_keys
         if self.trigger is None and self.num_tokens >= settings.min_new_tokens:
-            rule = self._rule_that_holds()
-            if rule is not None:
-                self.trigger = Trigger(rule, self.num_tokens)
+            size, repeats = settings.ngram_size, settings.ngram_repeats
+            if 0 < settings.max_consecutive_token_repeats <= self._run:
+                self.trigger = Trigger(GuardRule.TOKEN_RUN, self.num_tokens)
+            elif size > 0 and repeats > 0 and self._ngram_matches >= size * (repeats - 1):
+                self.trigger = Trigger(GuardRule.NGRAM, self.num_tokens)
+            elif settings.max_object_keys is not None and self._keys > settings.max_object_keys:
+                self.trigger = Trigger(GuardRule.OBJECT_KEYS, self.num_tokens)
         return self.trigger
 
     def fork(self) -> RepeatGuard:
@@ -86,17 +77,6 @@ class RepeatGuard:
         twin = copy.copy(self)
         twin._window = self._window.copy()
         return twin
-
-    def _rule_that_holds(self) -> GuardRule | None:
-        settings = self._settings
-        if 0 < settings.max_consecutive_token_repeats <= self._run:
-            return GuardRule.TOKEN_RUN
-        size, repeats = settings.ngram_size, settings.ngram_repeats
-        if size > 0 and repeats > 0 and self._ngram_matches >= size * (repeats - 1):
-            return GuardRule.NGRAM
-        if settings.max_object_keys is not None and self._keys > settings.max_object_keys:
-            return GuardRule.OBJECT_KEYS
-        return None
 
 
 # States of the key reader. Within `"object_` the state is the number of bytes already read, 1 … 8.
@@ -124,19 +104,15 @@ class ObjectKeyReader:
 
     def read(self, state: int, token_id: int) -> tuple[int, int]:
         """The state after ``token_id``, and how many keys it completed."""
-        known = self._known.get((state, token_id))
-        if known is None:
-            known = self._known[state, token_id] = self._walk(state, token_id)
-        return known
-
-    def _walk(self, state: int, token_id: int) -> tuple[int, int]:
-        keys = 0
-        # Ids beyond the tokenizer's own write nothing: checkpoints pad their vocabulary.
-        for byte in self._pieces[token_id] if token_id < len(self._pieces) else b"":
-            state = _after(state, byte)
-            if state < 0:
-                state, keys = OUTSIDE, keys + 1
-        return state, keys
+        if (state, token_id) not in self._known:
+            after, keys = state, 0
+            # Ids beyond the tokenizer's own write nothing: checkpoints pad their vocabulary.
+            for byte in self._pieces[token_id] if token_id < len(self._pieces) else b"":
+                after = _after(after, byte)
+                if after < 0:
+                    after, keys = OUTSIDE, keys + 1
+            self._known[state, token_id] = after, keys
+        return self._known[state, token_id]
 
 
 def _after(state: int, byte: int) -> int:

@@ -24,9 +24,9 @@ from coordexp.config.training import TrainingConfig
 from coordexp.data.dataset import RecordDataset
 from coordexp.data.dataset_cache import check_images, open_records
 from coordexp.data.preparation import preparation_of
+from coordexp.engine import check_backend
 from coordexp.errors import ConfigError, CoordExpError, ProcessesLost, RunStopped
 from coordexp.records import ImageRecord
-from coordexp.rollouts import check_backend
 from coordexp.training.parallel import check_parallel, parallel_arguments
 
 if TYPE_CHECKING:

@@ -16,6 +16,7 @@ from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.coords import TURN_END
 from coordexp.data.files import asset
 from coordexp.data.images import open_rgb
+from coordexp.engine import check_backend
 from coordexp.engine.arguments import GUARD_PROCESSOR, KNOWN_TOKENS_PROCESSOR, NAMES_PROCESSOR, NAMES_STATUS
 from coordexp.engine.colocated import ColocatedBackend
 from coordexp.engine.server_backend import check_servers
@@ -25,7 +26,7 @@ from coordexp.modeling.load import LoadedModel
 from coordexp.modeling.weights import LearnerWeights
 from coordexp.parsing import parse_rollout
 from coordexp.records import Rollout, RolloutRequest
-from coordexp.rollouts import DecodingOptions, RolloutBackend, SeedContext, build_backend, check_backend
+from coordexp.rollouts import DecodingOptions, RolloutBackend, SeedContext, build_backend
 from coordexp.rollouts.backend import IndexedRollout, collect_in_order, decoding_options
 from coordexp.rollouts.hf import HFBackend
 from coordexp.rollouts.learner import LearnerParts
