@@ -317,11 +317,11 @@ def complete_command(
         run, console, source=jsonl, out=out, rules=CompletionRules(**asdict(rules)), sheet=sheet,
         sheet_images=sheet_images,
     )  # fmt: skip
-    if console.quiet:
+    if completed is None or console.quiet:
         return
-    counts = asdict(completed.counts)
+    counts, files = asdict(completed[0]), completed[1]
     if as_json:
-        typer.echo(json.dumps({**counts, "files": [str(path) for path in completed.files]}, ensure_ascii=False))
+        typer.echo(json.dumps({**counts, "files": [str(path) for path in files]}, ensure_ascii=False))
         return
     prompt = run.template.prompt
     typer.echo(f"asked: {'the built-in prompt' if prompt is None else prompt}")
@@ -340,7 +340,7 @@ def complete_command(
             f"note: no objects were predicted in {silent} images. Was the model trained with this prompt? Give another "
             "with --prompt, or the run's YAML with --config"
         )
-    typer.echo(f"wrote {', '.join(map(str, completed.files))}")
+    typer.echo(f"wrote {', '.join(map(str, files))}")
 
 
 def _draw_sheet(check: DatasetCheck, model: Path | None, sheet: Path, count: int, run: RunConfig | None) -> None:

@@ -57,8 +57,8 @@ def run_demo(output: Path, console: Console, size: DemoSize | None = None) -> di
     """Run everything. Returns the content of ``summary.json``."""
     from coordexp.data.scenes import SCENES_VERSION
     from coordexp.evaluation.drawing import draw_comparison
-    from coordexp.evaluation.summary import figures_table
-    from coordexp.inference.prediction import evaluate_model
+    from coordexp.evaluation.summary import COUNTS_ONLY, figures_table, summarise
+    from coordexp.inference.prediction import answer_jsonl
     from coordexp.modeling.load import load_vocab
     from coordexp.training.run import run_training
     from coordexp.viewer import collect, render
@@ -70,9 +70,8 @@ def run_demo(output: Path, console: Console, size: DemoSize | None = None) -> di
     stage2 = configs["stage2"]
     results: dict[str, Any] = {}
     pictures: dict[str, list[Any]] = {}
-    results["before"], pictures["before"] = evaluate_model(
-        stage2, console, model=stage2.model.model, description="evaluating: before"
-    )
+    _, before = answer_jsonl(stage2, console, "evaluating: before", Path(stage2.model.model))
+    results["before"], pictures["before"] = summarise(before, COUNTS_ONLY).figures, before
     for way in WAYS:
         config, spent = configs[way.run], 0.0
         if way.run == "completed":
@@ -82,10 +81,8 @@ def run_demo(output: Path, console: Console, size: DemoSize | None = None) -> di
         (folder / "log_history.json").write_text(json.dumps(trainer.state.log_history, indent=1))
         steps = [line for line in trainer.state.log_history if "loss" in line]
         learning = sum(line["time/window_prepare_s"] + line["time/learner_s"] for line in steps)
-        results[way.key], pictures[way.label] = evaluate_model(
-            config, console, model=str(folder), description=f"evaluating: {way.label}"
-        )
-        results[way.key] |= {
+        _, pictures[way.label] = answer_jsonl(config, console, f"evaluating: {way.label}", folder)
+        results[way.key] = summarise(pictures[way.label], COUNTS_ONLY).figures | {
             "seconds_per_step": round(learning / max(1, len(steps)), 3),
             "seconds": round(spent + learning, 1),
         }

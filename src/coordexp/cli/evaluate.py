@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from coordexp.config import RunConfig
     from coordexp.evaluation import ImageAnswer, Summary
-    from coordexp.evaluation.renaming import Renaming
+    from coordexp.evaluation.answers import Renaming
 
 _THRESHOLD = 0.7
 _DRAWN = 12  # images of --sheet
@@ -115,7 +115,7 @@ def evaluate(
         no_bars_in_log_files()
     elif options.embedding_threshold is not None:
         raise ConfigError("--embedding-threshold has no use here; it belongs to --embedder")
-    from coordexp.evaluation.renaming import Renaming
+    from coordexp.evaluation.answers import Renaming
 
     rename = Renaming.from_files(options.aliases, options.embedder, threshold)
     console = open_console(stderr=options.as_json)

@@ -32,7 +32,7 @@ COMPARED = ("f1", "precision", "recall", "mean_matched_iou", "duplicate_rate", "
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A figure of both runs, and the interval that holds ``b - a`` in ``confidence`` of all resamples; None for average
+    """A figure of both runs, and the interval that holds ``b - a`` in ``CONFIDENCE`` of all resamples; None for average
     precision, which is not a sum of counts."""
 
     name: str
@@ -62,7 +62,6 @@ class Comparison:
 
     images: int
     resamples: int
-    confidence: float
     seed: int
     figures: tuple[Difference, ...]
     by_class: tuple[GroupDifference, ...]
@@ -121,14 +120,12 @@ def compare(
         if of_N:
             parts = [[run[n].counts for n in of_N] for run in counted]
             by_density.append(_group(f"{name} objects", parts, weights_RN[:, of_N]))
-    return Comparison(len(a), resamples, CONFIDENCE, seed, tuple(figures), tuple(by_class), tuple(by_density))
+    return Comparison(len(a), resamples, seed, tuple(figures), tuple(by_class), tuple(by_density))
 
 
 def _group(
     name: str, parts: Sequence[Sequence[Mapping[str, float]]], weights_RN: np.ndarray, ap: Difference | None = None
 ) -> GroupDifference:
-    """F1 from the counts of both runs on the images of a group."""
-
     def f1_of(count_R3: np.ndarray) -> np.ndarray:  # (R,), 1 if there is nothing to find and nothing was found
         gt_R, pred_R, matched_R = count_R3.T
         return np.divide(2 * matched_R, gt_R + pred_R, out=np.ones(len(count_R3)), where=gt_R + pred_R > 0)
@@ -144,11 +141,7 @@ def _group(
 
 
 def paired(a: Sequence[ImageAnswer], b: Sequence[ImageAnswer]) -> list[ImageAnswer]:
-    """``b`` in the order of ``a``.
-
-    Raises:
-        DataError: other images, or other annotations.
-    """
+    """``b`` in the order of ``a``. Raises DataError for other images, or other annotations."""
     by_id = {answer.sample_id: answer for answer in b}
     lone = sorted({answer.sample_id for answer in a} ^ by_id.keys())
     if lone:
@@ -170,23 +163,20 @@ def comparison_tables(comparison: Comparison, names: tuple[str, str], max_classe
     """Both runs' figures and the intervals of their differences, bold if zero is outside: of all images, by class
     (the ``max_classes`` most frequent), and by density."""
     columns = ("a", "b", "b − a", "interval")
-    interval = f"{comparison.confidence:.0%} of {comparison.resamples} paired resamples"
+    interval = f"{CONFIDENCE:.0%} of {comparison.resamples} paired resamples"
     title = f"a: {names[0]}\nb: {names[1]}\n{comparison.images} images; interval: {interval}; bold: zero is outside"
     table = text_table(title, "figure", *columns)
     for one in comparison.figures:
         table.add_row(one.name, *_cells(one))
     yield table
     more = len(comparison.by_class) - max_classes
+    by_class = "F1 by class" + (f" ({more} more with --json)" if more > 0 else "")
     for heading, first, rows in (
-        (
-            "F1 by class" + (f" ({more} more with --json)" if more > 0 else ""),
-            "class",
-            comparison.by_class[:max_classes],
-        ),
+        (by_class, "class", comparison.by_class[:max_classes]),
         ("F1 by density", "image with", comparison.by_density),
     ):
         table = text_table(heading, first, "gt", *columns)
-        by_chance = (1 - comparison.confidence) * len(rows)
+        by_chance = (1 - CONFIDENCE) * len(rows)
         if by_chance >= 0.5:  # of many intervals, some exclude zero although nothing differs
             table.caption = Text(f"of {len(rows)} rows, {by_chance:.0f} would be bold by luck alone")
         for row in rows:
@@ -196,12 +186,9 @@ def comparison_tables(comparison: Comparison, names: tuple[str, str], max_classe
 
 def _cells(difference: Difference) -> tuple[str, str, Text, Text]:
     style = "bold" if difference.is_clear else ""
-    return (
-        f"{difference.a:.3f}",
-        f"{difference.b:.3f}",
-        Text(f"{difference.b - difference.a:+.3f}", style),
-        Text("–" if difference.interval is None else "{:+.3f} … {:+.3f}".format(*difference.interval), style),
-    )
+    change = Text(f"{difference.b - difference.a:+.3f}", style)
+    interval = "–" if difference.interval is None else "{:+.3f} … {:+.3f}".format(*difference.interval)
+    return f"{difference.a:.3f}", f"{difference.b:.3f}", change, Text(interval, style)
 
 
 def comparison_json(comparison: Comparison, names: tuple[str, str]) -> Mapping[str, object]:
@@ -215,13 +202,9 @@ def comparison_json(comparison: Comparison, names: tuple[str, str]) -> Mapping[s
     def group(row: GroupDifference) -> Mapping[str, object]:
         return {"name": row.name, "gt": row.gt, "figures": [plain(one) for one in (row.f1, row.ap) if one is not None]}
 
+    counts = {name: getattr(comparison, name) for name in ("images", "resamples", "seed")}
     return {
-        "a": names[0],
-        "b": names[1],
-        "images": comparison.images,
-        "confidence": comparison.confidence,
-        "resamples": comparison.resamples,
-        "seed": comparison.seed,
+        **{"a": names[0], "b": names[1], "confidence": CONFIDENCE} | counts,
         "figures": [plain(one) for one in comparison.figures],
         "by_class": [group(row) for row in comparison.by_class],
         "by_density": [group(row) for row in comparison.by_density],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -47,7 +47,7 @@ def match_by_desc(
 ) -> list[tuple[int, int, float]]:
     """Assign within equal descriptions, mask IoU at least ``threshold``: ``(pred_idx, gt_idx, iou)`` triples, in order
     of prediction."""
-    return _candidates(predicted, truth, threshold).assign(same_desc=True)
+    return assigner(predicted, truth, threshold)(True)
 
 
 def match_answer(answer: ImageAnswer, threshold: float = IOU_THRESHOLD) -> list[tuple[int, int, float]]:
@@ -74,39 +74,27 @@ def ignored_predictions(answer: ImageAnswer, threshold: float = IOU_THRESHOLD) -
     return {i for i, j, _ in match_answer(answer, threshold) if gt[j].soft is not None}
 
 
-def match_any_desc(
-    predicted: Sequence[Detection], truth: Sequence[GTObject], threshold: float = IOU_THRESHOLD
-) -> list[tuple[int, int]]:
-    """``(pred_idx, gt_idx)`` of objects matched one to one by mask IoU, regardless of descriptions."""
-    return [(i, j) for i, j, _ in _candidates(predicted, truth, threshold).assign()]
+def assigner(
+    predicted: Sequence[Detection], truth: Sequence[GTObject], threshold: float
+) -> Callable[[bool], list[tuple[int, int, float]]]:
+    """A function of "equal descriptions only" that returns the assigned (pred_idx, gt_idx, iou), by prediction.
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Candidates:
-    """Pairs of (prediction, ground truth) to assign, with their mask IoU and whether their descriptions are equal."""
-
-    pairs_K2: np.ndarray
-    iou_K: np.ndarray
-    same_K: np.ndarray
-    threshold: float
-
-    def assign(self, *, same_desc: bool = False) -> list[tuple[int, int, float]]:
-        """``(pred_idx, gt_idx, iou)``. Descriptions share no object, so one assignment of all descriptions together is
-        each description's own."""
-        chosen = self.same_K if same_desc else slice(None)
-        pairs_K2, iou_K = self.pairs_K2[chosen], self.iou_K[chosen]
-        best = assign_pairs(pairs_K2[:, 0], pairs_K2[:, 1], iou_K, MatchingConfig(maskiou_gate=self.threshold))
-        return sorted((i, j, iou) for (i, j), iou in zip(pairs_K2[best].tolist(), iou_K[best].tolist(), strict=True))
-
-
-def _candidates(predicted: Sequence[Detection], truth: Sequence[GTObject], threshold: float) -> _Candidates:
-    """Pairs that may reach ``threshold``: those with overlapping bounding boxes; all pairs at a threshold of 0."""
+    Descriptions share no object, so one assignment of all descriptions together is each description's own.
+    """
+    # Only pairs with overlapping bounding boxes can reach a threshold above 0.
     boxes = aabbs(predicted), aabbs(truth)
     every = np.ones((len(predicted), len(truth)), dtype=bool)
     pairs_K2 = np.stack(overlapping_boxes(*boxes) if threshold > 0 else np.nonzero(every), axis=1)
-    same = [predicted[i].desc == truth[j].desc for i, j in pairs_K2.tolist()]
+    same_K = np.array([predicted[i].desc == truth[j].desc for i, j in pairs_K2.tolist()], dtype=bool)
     iou_K = mask_iou_pairs(predicted, truth, pairs_K2, _CANVAS, aabbs_of=boxes)
-    return _Candidates(pairs_K2, iou_K, np.array(same, dtype=bool), threshold)
+
+    def assign(same_desc: bool) -> list[tuple[int, int, float]]:
+        chosen = same_K if same_desc else slice(None)
+        pair_N2, iou_N = pairs_K2[chosen], iou_K[chosen]
+        best = assign_pairs(pair_N2[:, 0], pair_N2[:, 1], iou_N, MatchingConfig(maskiou_gate=threshold))
+        return sorted((i, j, iou) for (i, j), iou in zip(pair_N2[best].tolist(), iou_N[best].tolist(), strict=True))
+
+    return assign
 
 
 def count_image(answer: ImageAnswer, threshold: float = IOU_THRESHOLD) -> ImageCounts:
@@ -118,8 +106,8 @@ def count_image(answer: ImageAnswer, threshold: float = IOU_THRESHOLD) -> ImageC
     ignored = ignored_predictions(answer, threshold)
     objects = [prediction for i, prediction in enumerate(answer.pred) if i not in ignored]
     truth = answer.truth
-    candidates = _candidates(objects, truth, threshold)
-    matched = candidates.assign(same_desc=True)
+    assign = assigner(objects, truth, threshold)
+    matched = assign(True)
     unmatched = sorted(set(range(len(objects))) - {i for i, _, _ in matched})
     box_N4 = aabbs([objects[i] for i in unmatched])
     area_N = (box_N4[:, 2] - box_N4[:, 0]) * (box_N4[:, 3] - box_N4[:, 1])
@@ -128,7 +116,7 @@ def count_image(answer: ImageAnswer, threshold: float = IOU_THRESHOLD) -> ImageC
         gt=len(truth),
         pred=len(objects),
         matched=len(matched),
-        matched_any_desc=len(candidates.assign()),
+        matched_any_desc=len(assign(False)),
         dropped=answer.num_dropped,
         duplicates=len(duplicate_indices(objects)),
         giants=int((area_N >= GIANT * (NUM_BINS - 1) ** 2).sum()),

@@ -37,13 +37,8 @@ class Exported:
     notes: Sequence[str] = ()
 
 
-def frame_of(answer: ImageAnswer) -> OriginalImage:
-    """The image as the user has it: the converter's source, or the image itself."""
-    return answer.original or OriginalImage(answer.image, answer.width, answer.height)
-
-
 def _number(names: Iterable[str], terms: UsersTerms, first: int) -> tuple[dict[str, int], list[str]]:
-    """Numbers by name: the user's, then other names in alphabetical order; and a note that lists the latter."""
+    # Numbers by name: the user's, then other names in alphabetical order; and a note that lists the latter.
     number = dict(terms.names or {})
     further = sorted(set(names) - set(number))
     for name in further:
@@ -64,8 +59,7 @@ def export_coco(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms) ->
         by_name.setdefault(PurePosixPath(file).name, []).append(image_id)
     next_id = max(terms.images.values(), default=0) + 1
     framed, image_ids, strangers = [], [], 0
-    for answer in answers:
-        frame = frame_of(answer)
+    for answer, frame, _ in _named(answers, ""):
         alike = by_name.get(PurePosixPath(frame.file).name, [])
         # By the whole file name, or by its last part if only one image has that.
         image_id = terms.images.get(frame.file, alike[0] if len(alike) == 1 else None)
@@ -89,8 +83,8 @@ def export_yolo(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms, sc
     names. ``scores`` appends each object's score, as trackers expect and trainers do not."""
     number, notes = _number((obj.desc for answer in answers for obj in answer.pred), terms, 0)
     files = []
-    for answer, name in _named(answers, ".txt"):
-        frame, lines = frame_of(answer), []
+    for answer, frame, name in _named(answers, ".txt"):
+        lines = []
         for detection in answer.pred:
             if detection.kind == "poly":
                 ring = pixel_ring(detection, frame.width, frame.height)
@@ -112,8 +106,7 @@ def export_yolo(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms, sc
 def export_voc(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms) -> Exported:
     """``Annotations/NAME.xml``; coordinates count from 0, as ``coordexp data convert voc`` reads them."""
     files, polygons = [], 0
-    for answer, name in _named(answers, ".xml"):
-        frame = frame_of(answer)
+    for answer, frame, name in _named(answers, ".xml"):
         root = ElementTree.Element("annotation")
         size = {"width": frame.width, "height": frame.height, "depth": 3}
         _add(root, {"filename": PurePosixPath(frame.file).name, "size": size})
@@ -142,8 +135,8 @@ def _add(parent: ElementTree.Element, children: Mapping[str, Any]) -> None:
 def export_labelme(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms) -> Exported:
     """One ``NAME.json`` per image; ``imagePath`` is relative to it."""
     files = []
-    for answer, name in _named(answers, ".json"):
-        frame, path = frame_of(answer), out / name
+    for answer, frame, name in _named(answers, ".json"):
+        path = out / name
         here = os.path.relpath(answer.image, path.parent) if answer.original is None else frame.file
         shapes = []
         for detection in answer.pred:
@@ -170,8 +163,7 @@ def export_csv(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms) -> 
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["image", "width", "height", "name", "score", "x1", "y1", "x2", "y2", "polygon"])
-        for answer in answers:
-            frame = frame_of(answer)
+        for answer, frame, _ in _named(answers, ""):
             for detection in answer.pred:
                 box = [f"{side:.2f}" for side in pixel_box(detection, frame.width, frame.height)]
                 ring = pixel_ring(detection, frame.width, frame.height) if detection.kind == "poly" else ()
@@ -190,12 +182,13 @@ FORMATS: dict[str, Callable[..., Exported]] = {
 }
 
 
-def _named(answers: Sequence[ImageAnswer], suffix: str) -> list[tuple[ImageAnswer, Path]]:
-    """(answer, relative path of its file): from the image's own name, unique."""
+def _named(answers: Sequence[ImageAnswer], suffix: str) -> list[tuple[ImageAnswer, OriginalImage, Path]]:
+    # (answer, the image as the user has it: the converter's source or the image itself, unique relative path)
     taken: set[Path] = set()
     named = []
     for number, answer in enumerate(answers):
-        name = PurePosixPath(frame_of(answer).file)
+        frame = answer.original or OriginalImage(answer.image, answer.width, answer.height)
+        name = PurePosixPath(frame.file)
         if answer.original is None:
             given = PurePosixPath(answer.sample_id)
             name = given if given.name == name.name else name
@@ -205,7 +198,7 @@ def _named(answers: Sequence[ImageAnswer], suffix: str) -> list[tuple[ImageAnswe
         if path in taken:
             path = path.with_name(f"{path.stem}.{number}{suffix}")
         taken.add(path)
-        named.append((answer, path))
+        named.append((answer, frame, path))
     return named
 
 
@@ -221,10 +214,7 @@ def _write_json(path: Path, content: object) -> Path:
 
 def read_terms(annotations: Path | None, classes: Path | None) -> UsersTerms:
     """Numbers of a COCO file's categories and images; or of names, one a line from 0, or ``names`` of a ``data.yaml``.
-
-    Raises:
-        DataError: a file that cannot be read, or has none.
-    """
+    Raises DataError for a file that cannot be read, or has none."""
     import yaml
 
     path = annotations or classes

@@ -105,14 +105,6 @@ class CompletionCounts:
     dropped_entries: dict[str, int] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class CompletionResult:
-    """The counts and the files written, on the first rank; empty elsewhere."""
-
-    counts: CompletionCounts = CompletionCounts()
-    files: tuple[Path, ...] = ()
-
-
 def completion_config(
     model: Path | None, *, config: Path | None, prompt: str | None, batch_size: int | None
 ) -> AnswerConfig:
@@ -151,12 +143,13 @@ def run_completion(
     rules: CompletionRules,
     sheet: Path | None = None,
     sheet_images: int = 12,
-) -> CompletionResult:
+) -> tuple[CompletionCounts, list[Path]] | None:
     """Answer every image of ``source`` with ``run.model``, and write the completed dataset to ``out``.
 
     Answers are written to ``STEM.answers`` next to it as they arrive: the same call again continues where it stopped,
     and other rules reuse the answers. ``STEM.completion.json`` has the counts. ``sheet``: a picture of the
-    ``sheet_images`` images with the most likely missed objects.
+    ``sheet_images`` images with the most likely missed objects. Returns the counts and the files written; None on
+    ranks other than the first.
 
     Raises:
         DataError, ConfigError, CheckpointError: as :func:`~coordexp.inference.prediction.run_prediction` and
@@ -166,7 +159,7 @@ def run_completion(
 
     folder = out.with_name(f"{out.stem}.answers")
     run_prediction(run, console, source=source, output=folder, score="confidence")
-    result = CompletionResult()
+    result = None
     with distributed.raise_on_all_ranks("coordexp data complete"):
         if distributed.is_main():
             from coordexp.checkpoints.folder import checkpoint_fingerprint
@@ -183,7 +176,7 @@ def run_completion(
             files = [out, summary]
             if sheet is not None and (shown := most_likely_missed(done, sheet_images)):
                 files.append(draw_contact_sheet(shown, load_vocab(model), sheet))
-            result = CompletionResult(counts, tuple(files))
+            result = counts, files
     return result
 
 
@@ -253,12 +246,26 @@ def _complete(
         if i in outcomes:
             continue
         obj = answer.pred[i]
-        overlaps = (
-            outcome
-            for outcome, objects in others.items()
-            if any(mask_iou(obj, other) > rules.max_overlap for other in objects)
-        )
-        outcomes[i] = _refusal(obj, scores[i], rules, known) or next(overlaps, PredictionOutcome.ADDED)
+        x1, y1, x2, y2 = aabb(obj)
+        try:
+            desc = clean_desc(obj.desc)
+        except ValueError:
+            desc = None
+        if scores[i] < rules.threshold:
+            outcomes[i] = PredictionOutcome.BELOW_THRESHOLD
+        elif x1 == x2 or y1 == y2 or 100 * ((x2 - x1) * (y2 - y1)) ** 0.5 / (NUM_BINS - 1) < rules.min_size:
+            outcomes[i] = PredictionOutcome.TOO_SMALL
+        elif desc is None:
+            outcomes[i] = PredictionOutcome.REFUSED_DESC
+        elif rules.known_descs and desc not in known:
+            outcomes[i] = PredictionOutcome.UNKNOWN_DESC
+        else:
+            overlaps = (
+                outcome
+                for outcome, objects in others.items()
+                if any(mask_iou(obj, other) > rules.max_overlap for other in objects)
+            )
+            outcomes[i] = next(overlaps, PredictionOutcome.ADDED)
         if outcomes[i] is PredictionOutcome.ADDED:
             others[PredictionOutcome.OVERLAPS_ADDED].append(obj)
     new, kept = [], []
@@ -280,20 +287,6 @@ def _complete(
     metadata = {**record.metadata, PROVENANCE: [*earlier, entry]}
     completed = replace(record, objects=(*record.objects, *new), metadata=metadata)
     return Completed(completed, tuple(outcomes[i] for i in range(len(answer.pred))), tuple(kept))
-
-
-def _refusal(obj: Detection, score: float, rules: CompletionRules, known: set[str]) -> PredictionOutcome | None:
-    """The reason against adding an unmatched prediction, apart from overlaps."""
-    if score < rules.threshold:
-        return PredictionOutcome.BELOW_THRESHOLD
-    x1, y1, x2, y2 = aabb(obj)
-    if x1 == x2 or y1 == y2 or 100 * ((x2 - x1) * (y2 - y1)) ** 0.5 / (NUM_BINS - 1) < rules.min_size:
-        return PredictionOutcome.TOO_SMALL
-    try:
-        desc = clean_desc(obj.desc)
-    except ValueError:
-        return PredictionOutcome.REFUSED_DESC
-    return PredictionOutcome.UNKNOWN_DESC if rules.known_descs and desc not in known else None
 
 
 def most_likely_missed(done: Sequence[Completed], count: int) -> list[ImageRecord]:

@@ -110,7 +110,6 @@ class Detector:
         return self._predict_each(list(images))
 
     def close(self) -> None:
-        """Release the engine and its memory."""
         self._open.close()
 
     def __enter__(self) -> Detector:
@@ -130,7 +129,16 @@ class Detector:
                     records.append(replace(record, sample_id=f"{number}: {image}"))
                     continue
                 name = f"image {number}"
-                given[name] = pixels = as_rgb(image, name)
+                if isinstance(image, Image.Image):
+                    pixels = (ImageOps.exif_transpose(image) or image).convert("RGB")
+                elif image.dtype == np.uint8 and (image.ndim == 2 or (image.ndim == 3 and image.shape[2] in (3, 4))):
+                    pixels = Image.fromarray(image).convert("RGB")
+                else:
+                    raise DataError(
+                        f"{name}: an array of shape {image.shape} and type {image.dtype}; expected uint8 of (height, "
+                        "width, 3), RGB"
+                    )
+                given[name] = pixels
                 path = Path(folder) / f"{number}.png"
                 pixels.save(path, compress_level=1)
                 records.append(ImageRecord(name, path, *pixels.size, ()))
@@ -145,18 +153,6 @@ class Detector:
             seeds = DatasetSeeds(self._seed, start)
             answers += answer_samples(batch, session.backend, session.vocab, seeds, scorer)
         return [as_detections(answer, given.get(answer.sample_id)) for answer in answers]
-
-
-def as_rgb(image: Image.Image | np.ndarray, name: str) -> Image.Image:
-    """An upright RGB image. Raises DataError for arrays of another shape or number type."""
-    if isinstance(image, Image.Image):
-        return (ImageOps.exif_transpose(image) or image).convert("RGB")
-    shape = image.shape
-    if image.dtype != np.uint8 or not (image.ndim == 2 or (image.ndim == 3 and shape[2] in (3, 4))):
-        raise DataError(
-            f"{name}: an array of shape {shape} and type {image.dtype}; expected uint8 of (height, width, 3), RGB"
-        )
-    return Image.fromarray(image).convert("RGB")
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +202,6 @@ class Detections:
 
     @property
     def names(self) -> list[str]:
-        """The objects' names, in the order of the answer."""
         return [obj.name for obj in self.objects]
 
     @property
@@ -215,11 +210,8 @@ class Detections:
         return np.array([np.nan if obj.score is None else obj.score for obj in self.objects], dtype=np.float32)
 
     def draw(self, path: str | Path | None = None) -> Image.Image:
-        """The image with its objects drawn over it, written to ``path`` if one is given.
-
-        Raises:
-            DataError: the image's file is gone.
-        """
+        """The image with its objects drawn over it, written to ``path`` if one is given. Raises DataError if the
+        image's file is gone."""
         image = self.image if self.image is not None else open_rgb(Path(self.answer.image))
         drawn = draw_detections(image, self.answer.pred)
         if path is not None:

@@ -24,11 +24,10 @@ from coordexp.data.progress_bar import reporting
 from coordexp.engine import check_backend
 from coordexp.errors import ConfigError, DataError
 from coordexp.evaluation.answering import answer_batches, answer_dataset
-from coordexp.evaluation.answers import PREDICTIONS, ImageAnswer, from_line, to_line
+from coordexp.evaluation.answers import PREDICTIONS, ImageAnswer, Renaming, from_line, to_line
 from coordexp.evaluation.coco import write_coco
 from coordexp.evaluation.drawing import save_drawings
-from coordexp.evaluation.renaming import NO_RENAMING, Renaming
-from coordexp.evaluation.summary import COUNTS_ONLY, METRICS, EvaluationOptions, Summary, summarise, write_summary
+from coordexp.evaluation.summary import METRICS, EvaluationOptions, Summary, summarise, write_summary
 from coordexp.inference.session import checked_model, open_session
 from coordexp.records import ImageRecord, read_lines
 
@@ -148,7 +147,6 @@ def run_prediction(
 
 
 def _note(console: Console, images: FoundImages, preparation: ImagePreparation) -> None:
-    """Print what is unusual about the images before they are answered."""
     records = images.records
     unlike = [record for record in records if preparation.is_unlike_training(record.width, record.height)]
     if unlike and preparation.seen_pixels is not None:
@@ -165,7 +163,6 @@ def _note(console: Console, images: FoundImages, preparation: ImagePreparation) 
 
 
 def _claim(output: Path, settings: dict[str, Any]) -> None:
-    """Take the folder for answers of these settings, or refuse it."""
     output.mkdir(parents=True, exist_ok=True)
     path = output / SETTINGS
     if not path.is_file():
@@ -235,7 +232,7 @@ def run_evaluation(
     limit: int | None = None,
     output: Path | None = None,
     constant_score: float | None = None,
-    rename: Renaming = NO_RENAMING,
+    rename: Renaming | None = None,
     segm: bool = False,
     classes: Sequence[str] = (),
 ) -> EvaluationResult:
@@ -253,9 +250,10 @@ def run_evaluation(
         ConfigError, DataError, CheckpointError, VocabError: before weights are loaded.
     """
     path = Path(model or config.model.model)
-    jsonl, written = _answer_jsonl(
+    jsonl, written = answer_jsonl(
         config, console, f"evaluating {path}", path, data, limit, scored=constant_score is None, classes=classes
     )
+    rename = rename or Renaming()
     answers = rename(written)
     options = EvaluationOptions.from_config(AnswerConfig.of_run(config).rollout_matching.eval_detection)
     options = replace(options, coco=True, constant_score=constant_score, segm=segm or options.segm)
@@ -274,16 +272,7 @@ def run_evaluation(
     return EvaluationResult(summary, tuple(answers), jsonl, folder / METRICS, tuple(files))
 
 
-def evaluate_model(
-    config: RunConfig, console: Console, *, model: str | Path | None = None, description: str = "evaluating"
-) -> tuple[dict[str, float], list[ImageAnswer]]:
-    """Figures and answers of ``model`` on ``custom.val_jsonl``, without average precision. Writes nothing."""
-    path = Path(model or config.model.model)
-    _, answers = _answer_jsonl(config, console, description, path)
-    return summarise(answers, COUNTS_ONLY).figures, answers
-
-
-def _answer_jsonl(
+def answer_jsonl(
     config: RunConfig,
     console: Console,
     description: str,
@@ -294,7 +283,8 @@ def _answer_jsonl(
     scored: bool = False,
     classes: Sequence[str] = (),
 ) -> tuple[Path, list[ImageAnswer]]:
-    """The dataset, and all ranks' answers for it. Everything cheap is checked before weights are loaded."""
+    """The dataset (None: ``custom.val_jsonl``), and all ranks' answers for it. Everything cheap is checked before
+    weights are loaded."""
     answering = AnswerConfig.of_run(config)
     check_backend(answering.rollout_matching, bool(classes))
     jsonl = data or config.custom.val_jsonl

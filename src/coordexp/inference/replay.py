@@ -78,11 +78,7 @@ def replay_records(
 
 
 def config_beside(source: Path) -> Path:
-    """The resolved configuration of the run that these records belong to.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The resolved configuration of the run that these records belong to. Raises ConfigError if there is none."""
     start = source.resolve()
     for folder in (start, *start.parents):
         if (folder / "resolved_config.yaml").is_file():

@@ -189,7 +189,21 @@ class RolloutLog:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if not self._written and self.path.exists():
-                self._set_aside(global_step)
+                # This process repeats steps from global_step on: move the lines of earlier processes about them.
+                kept = 0
+                with self.path.open("rb") as file:
+                    for old in file:
+                        try:
+                            if int(json.loads(old)["global_step"]) >= global_step:
+                                break
+                        except (ValueError, TypeError, KeyError):
+                            pass  # a line that a kill left unfinished
+                        kept += len(old)
+                    file.seek(kept)
+                    again = file.read()
+                if again:
+                    append_line(self.superseded, again.rstrip(b"\n") + b"\n")
+                    os.truncate(self.path, kept)
             self._written = True
             append_line(self.path, line.encode() + b"\n")
         except OSError as error:
@@ -197,23 +211,6 @@ class RolloutLog:
             return
         if self._rank == 0:
             logger.info("rollouts: %s", line)
-
-    def _set_aside(self, first_step: int) -> None:
-        # This process repeats steps from first_step on: move the lines that earlier processes wrote about them.
-        kept = 0
-        with self.path.open("rb") as file:
-            for line in file:
-                try:
-                    if int(json.loads(line)["global_step"]) >= first_step:
-                        break
-                except (ValueError, TypeError, KeyError):
-                    pass  # a line that a kill left unfinished
-                kept += len(line)
-            file.seek(kept)
-            again = file.read()
-        if again:
-            append_line(self.superseded, again.rstrip(b"\n") + b"\n")
-            os.truncate(self.path, kept)
 
 
 class RolloutPictures(TrainerCallback):

@@ -20,8 +20,7 @@ from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 from coordexp.errors import CheckpointError, MissingDependency
 from coordexp.evaluation import Detection, ImageAnswer
-from coordexp.evaluation.answers import write_answers
-from coordexp.evaluation.renaming import Renaming, load_encoder, nearest_categories
+from coordexp.evaluation.answers import Renaming, load_encoder, nearest_categories, write_answers
 from coordexp.records import GTObject
 from support.cli_runs import run_cli
 

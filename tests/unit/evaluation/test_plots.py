@@ -13,7 +13,7 @@ from PIL import Image
 
 from coordexp.evaluation import Detection, ImageAnswer, summarise
 from coordexp.evaluation.answers import write_answers
-from coordexp.evaluation.plots import CONFUSION, CURVES, INVENTED, MISSED, OTHERS, SIZES, confusion, save_plots
+from coordexp.evaluation.summary import CONFUSION, CURVES, INVENTED, MISSED, OTHERS, SIZES, confusion, save_plots
 from coordexp.records import GTObject
 from support.cli_runs import run_cli
 from support.scored_answers import random_answers, with_soft

@@ -12,12 +12,10 @@ import pytest
 
 from coordexp.errors import DataError
 from coordexp.evaluation import Detection, EvaluationOptions, ImageAnswer, read_answers, summarise
-from coordexp.evaluation.answers import from_line, to_line
+from coordexp.evaluation.answers import Renaming, from_line, read_aliases, to_line
 from coordexp.evaluation.compare import compare
 from coordexp.evaluation.detection import DENSITY_BINS, density_bin
-from coordexp.evaluation.plots import CONFUSION, CURVES, SIZES
-from coordexp.evaluation.renaming import Renaming, read_aliases
-from coordexp.evaluation.summary import write_summary
+from coordexp.evaluation.summary import CONFUSION, CURVES, SIZES, write_summary
 from coordexp.records import GTObject
 from support.answers import CAT, DOG
 from support.scored_answers import random_answers

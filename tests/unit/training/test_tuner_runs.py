@@ -10,7 +10,8 @@ import torch
 from rich.console import Console
 
 from coordexp.errors import CheckpointError, ConfigError
-from coordexp.inference.prediction import evaluate_model
+from coordexp.evaluation.summary import COUNTS_ONLY, summarise
+from coordexp.inference.prediction import answer_jsonl
 from coordexp.modeling.load import load_model
 from coordexp.modeling.weights import LearnerWeights
 from coordexp.training.run import check_run, run_training
@@ -90,7 +91,8 @@ def test_the_final_folder_loads_evaluates_and_is_a_start(tmp_path: Path) -> None
     folder = tmp_path / "first"
     loaded = load_model(folder, "float32")
     assert all(torch.equal(loaded.model.get_parameter(name), value) for name, value in pushed(trainer.model).items())
-    figures, predictions = evaluate_model(config, Console(quiet=True), model=folder)
+    _, predictions = answer_jsonl(config, Console(quiet=True), "evaluating", Path(folder))
+    figures = summarise(predictions, COUNTS_ONLY).figures
     assert len(predictions) == figures["images"] == 5
     second = train(run_config(tmp_path, 1, "second", model__model=str(folder), training__max_steps=1))
     assert second.state.global_step == 1
