@@ -47,7 +47,7 @@ class MemoryEstimate:
     def __str__(self) -> str:
         parts = {name: getattr(self, name) for name in self.__slots__}
         listed = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts.items() if size >= 5e7)
-        return f"{self.total / 1e9:.1f} GB for each trainer process ({listed})"
+        return f"{self.total / 1e9:.1f} GB for each trainer process" + (f" ({listed})" if listed else "")
 
 
 def estimate_memory(

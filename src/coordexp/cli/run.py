@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from coordexp.cli.console import check_checkpoint, no_bars_in_log_files, open_console, say
-from coordexp.errors import ConfigError
+from coordexp.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from coordexp.config import RunConfig
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="The run's configuration.")]
 Arguments = Annotated[
@@ -22,8 +25,8 @@ Print = Annotated[
 ]
 
 
-def print_config(config: Path, arguments: Sequence[str], plain: bool = False, only_set: bool = False) -> None:
-    """Print the resolved configuration as YAML, with sources; advice on stderr."""
+def print_config(config: Path, arguments: Sequence[str], plain: bool = False, only_set: bool = False) -> RunConfig:
+    """Print the resolved configuration as YAML, with sources; advice on stderr. Returns it."""
     from coordexp.config import advice
     from coordexp.config.load import annotated_yaml, explain_config
 
@@ -32,6 +35,7 @@ def print_config(config: Path, arguments: Sequence[str], plain: bool = False, on
         typer.echo(line + ("" if plain else typer.style(comment, dim=True)))
     for sentence in advice(explained.config):
         typer.secho(f"note: {sentence}", fg=typer.colors.YELLOW, err=True)
+    return explained.config
 
 
 def train(config: ConfigFile, arguments: Arguments = None, print_only: Print = False) -> None:
@@ -128,9 +132,18 @@ def config_check_command(
 ) -> None:
     """Validate a configuration and print it in full, with the file and line of each value, or "default".
 
-    The output is YAML that loads back to the same run, with or without --plain.
+    The output is YAML that loads back to the same run, with or without --plain. On stderr: an estimate of the GPU
+    memory of each trainer process, if the model is there.
     """
-    print_config(config, arguments or (), plain, only_set)
+    run = print_config(config, arguments or (), plain, only_set)
+    if Path(run.model.model).is_dir():
+        from coordexp.checkpoints.memory import check_memory
+
+        try:
+            estimate = str(check_memory(run, max(1, len(run.launch.learner_devices))))
+        except CheckpointError as error:
+            estimate = f"no estimate: {error}"
+        typer.echo(f"memory: {estimate}", err=True)
 
 
 @config_app.command("schema")

@@ -16,12 +16,13 @@ from urllib.parse import urlsplit
 
 from pydantic import TypeAdapter
 
+from coordexp.checkpoints.memory import check_memory
 from coordexp.config import RunConfig
 from coordexp.config.rollout import ServerEntry
 from coordexp.engine.arguments import CONFIG_JSON, CONFIG_JSON_PATH, ENABLE, NAMES_ENABLE, activation_environment
 from coordexp.engine.engine_process import DIE_WITH_PARENT, SERVER_API_KEY, engine_environment
 from coordexp.engine.serve import ServeOptions, serve_options
-from coordexp.errors import ConfigError, CoordExpError
+from coordexp.errors import CheckpointError, ConfigError, CoordExpError
 
 # Size of a training checkpoint (weights, two moments of the optimizer, weights being written) relative to the model's.
 CHECKPOINT_SHARE = 4.0
@@ -322,7 +323,8 @@ def look_over(
     try:
         learner_checks(max(1, len(config.launch.learner_devices)))
     except CoordExpError as error:
-        problems += str(error).splitlines()
+        # The learner makes some of the checks above too.
+        problems += [line for line in str(error).splitlines() if not any(line in known for known in problems)]
     return Preflight(shown, tuple(checks), tuple(dict.fromkeys(problems)))
 
 
@@ -336,7 +338,10 @@ def run_checks(config: RunConfig, plan: LaunchPlan, num_gpus: int) -> list[Check
         f"{len(wanted)} of {num_gpus} GPUs" if wanted else "the CPU",
         f"device {', '.join(map(str, missing))} does not exist: this machine has {num_gpus} GPUs" if missing else None,
     )
-    return [devices, _model_check(config), *_package_checks(config, started), *_port_checks(plan), _disk_check(config)]
+    return [
+        *(devices, _model_check(config), *_memory_check(config, num_gpus)),
+        *(*_package_checks(config, started), *_port_checks(plan), _disk_check(config)),
+    ]
 
 
 def _model_check(config: RunConfig) -> Check:
@@ -353,6 +358,24 @@ def _model_check(config: RunConfig) -> Check:
             "write launch.server: coordexp"
         )
     return Check("model.model", f"{folder} ({model_type})", problem)
+
+
+def _memory_check(config: RunConfig, num_gpus: int) -> Iterator[Check]:
+    """The estimate for each learner process, compared with the smallest of its GPUs if they exist."""
+    if not Path(config.model.model).is_dir():
+        return  # the check of the model has reported it
+    devices, gpu_bytes = config.launch.learner_devices, None
+    if devices and not config.training.use_cpu and all(0 <= device < num_gpus for device in devices):
+        import torch
+
+        gpu_bytes = min(torch.cuda.get_device_properties(device).total_memory for device in devices)
+    learners = max(1, len(devices))
+    try:
+        yield Check("memory", str(check_memory(config, learners, gpu_bytes)))
+    except CheckpointError as error:
+        yield Check("memory", f"no estimate: {error}")
+    except ConfigError as error:
+        yield Check("memory", str(check_memory(config, learners)), str(error))
 
 
 def _package_checks(config: RunConfig, started: Sequence[ProcessPlan]) -> Iterator[Check]:

@@ -11,10 +11,12 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from coordexp.checkpoints.memory import check_memory
 from coordexp.cli import app
-from coordexp.config import RunConfig, load_config
+from coordexp.config import RunConfig, load_config, parse_config
 from coordexp.config.load import json_schema, json_schema_text
 from support.config_samples import drop_key, set_key, stage1, stage2, write_yaml
+from support.tiny_run import tiny_checkpoint
 
 ROOT = Path(__file__).parents[3]
 FILE_NAME = "coordexp.schema.json"
@@ -65,6 +67,14 @@ def test_what_check_prints_loads_back_to_the_same_run(flags: list[str], leaf: Pa
 def test_check_advises_on_stderr(tmp_path: Path) -> None:
     printed = run("check", write_yaml(tmp_path, set_key(stage1(), "model.dtype", "bfloat16")))
     assert printed.exit_code == 0 and printed.stderr.startswith("note: model.dtype: bfloat16")
+
+
+def test_check_estimates_memory_on_stderr(tmp_path: Path) -> None:
+    config = set_key(set_key(stage1(), "model.model", str(tiny_checkpoint())), "model.dtype", "float32")
+    printed = run("check", write_yaml(tmp_path, config))
+    estimate = check_memory(parse_config(config))
+    assert (printed.exit_code, printed.stderr) == (0, f"memory: {estimate}\n")
+    assert yaml.safe_load(printed.stdout)["model"]["model"] == str(tiny_checkpoint())
 
 
 def test_diff_names_what_differs_on_both_sides(tmp_path: Path) -> None:

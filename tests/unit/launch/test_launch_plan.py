@@ -6,14 +6,16 @@ import json
 import socket
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from coordexp.checkpoints.memory import check_memory
 from coordexp.config import load_config
 from coordexp.engine.arguments import CONFIG_JSON, ENABLE, activated_config
 from coordexp.errors import ConfigError
-from coordexp.launch.plan import LaunchPlan, plan_from_json, plan_launch, run_checks
+from coordexp.launch.plan import Check, LaunchPlan, plan_from_json, plan_launch, run_checks
 from coordexp.training.run import resolved_rollout
 from support.cli_runs import run_cli
 from support.config_samples import set_key, write_yaml
@@ -256,6 +258,24 @@ def test_taken_ports_missing_devices_and_full_disks_are_all_named(
     assert "training.output_dir" in text
 
 
+def test_a_gpu_that_is_too_small_is_refused_with_what_fits(
+    tmp_path: Path, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = set_key(set_key(config, "launch.server_devices", [[0], [1]]), "launch.learner_devices", [2, 3])
+    path = write_yaml(tmp_path, set_key(config, "training.use_cpu", False))
+    run = load_config(path)
+    sizes = {2: 10**12, 3: 10}
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(total_memory=sizes[device]))
+
+    def memory_check() -> Check:
+        return next(check for check in run_checks(run, plan_launch(run, path), num_gpus=4) if check.name == "memory")
+
+    estimate = str(check_memory(run, 2))
+    assert (memory_check().outcome, "this GPU has 0 GB" in str(memory_check().problem)) == (estimate, True)
+    sizes[3] = 10**12
+    assert memory_check() == Check("memory", estimate)
+
+
 def test_dry_run_prints_the_plan_and_starts_nothing(
     tmp_path: Path, config: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -264,7 +284,14 @@ def test_dry_run_prints_the_plan_and_starts_nothing(
     assert result.code == 0, result.err
     urls = [entry["base_url"] for entry in config["rollout_matching"]["vllm"]["server"]["servers"]]
     assert f"server_base_urls: {', '.join(urls)}" in result.out
-    for word in ("swift.cli.rollout", "torch.distributed.run", ENABLE, "CUDA_VISIBLE_DEVICES", "server1.log"):
+    for word in (
+        "swift.cli.rollout",
+        "torch.distributed.run",
+        ENABLE,
+        "CUDA_VISIBLE_DEVICES",
+        "server1.log",
+        "ok memory: ",
+    ):
         assert word in result.out
     assert not Path(config["training"]["output_dir"]).exists()
 
