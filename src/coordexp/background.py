@@ -23,7 +23,7 @@ _running: WeakSet[threading.Thread] = WeakSet()
 
 
 def in_background(act: Callable[[], Result], name: str) -> Future[Result]:
-    """Run ``act`` in a daemon thread. ``name``: the thread's."""
+    """Run ``act`` in a daemon thread called ``name``."""
     future: Future[Result] = Future()
 
     def run() -> None:
@@ -74,12 +74,10 @@ class Prefetcher(Generic[Item, Result]):
         self._work = in_background(self._prepare_all, name)
 
     def __len__(self) -> int:
-        """Items that are still to be taken."""
         return len(self._items) - self._taken
 
     @property
     def has_unconsumed(self) -> bool:
-        """Whether an item was begun and not taken."""
         return self._begun > self._taken
 
     def take(self) -> tuple[Item, Result]:

@@ -89,7 +89,8 @@ def raise_on_all_ranks(where: str) -> Iterator[Callable[[], None]]:
     def agree(failure: Exception | None = None) -> None:
         nonlocal agreed
         agreed = True
-        raise_any_failure(failure, where)
+        if all_reduce([float(failure is not None)], "max")[0]:  # one scalar where no rank failed
+            raise_first_failure(failure, where)
 
     try:
         yield agree
@@ -117,25 +118,14 @@ def raise_first_failure(failure: Exception | None, where: str) -> None:
         raise failure  # a block around another one says it no second time
     failed = sum(one is not None for one in told)
     others = f" ({failed} of {world_size()} ranks failed)" if failed > 1 else ""
-    shared = _error_class(kind)(f"rank {first}, {where}: {message}{others}")
+    error_class = getattr(errors, kind, None)
+    if not (isinstance(error_class, type) and issubclass(error_class, errors.CoordExpError)):
+        error_class = RuntimeError  # another rank's bug
+    shared = error_class(f"rank {first}, {where}: {message}{others}")
     setattr(shared, _SHARED, True)
     raise shared from failure
-
-
-def raise_any_failure(failure: Exception | None, where: str) -> None:
-    """As :func:`raise_first_failure`, but only a scalar all-reduce if no rank failed. A collective call."""
-    if all_reduce([float(failure is not None)], "max")[0]:
-        raise_first_failure(failure, where)
 
 
 def is_every_ranks(error: BaseException) -> bool:
     """Whether all ranks have raised this same error, so that all of them reach its handler."""
     return world_size() == 1 or getattr(error, _SHARED, False)
-
-
-def _error_class(name: str) -> type[Exception]:
-    """The project's error of that name; another rank's bug is a RuntimeError here."""
-    kind = getattr(errors, name, None)
-    if isinstance(kind, type) and issubclass(kind, errors.CoordExpError):
-        return kind
-    return RuntimeError

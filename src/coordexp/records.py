@@ -27,14 +27,9 @@ NUM_BINS = 1000
 
 @dataclass(frozen=True, slots=True)
 class GTObject:
-    """One object of the ground truth.
-
-    ``bins``: ``(x1, y1, x2, y2)`` with x1 <= x2 and y1 <= y2 for ``bbox_2d``; a flat ``(x, y, x, y, …)`` ring of at
-    least three vertices for ``poly``.
-
-    ``soft``: None for an annotated object; for one that a model added, its confidence in (0, 1]: its text is trained
-    with this weight, its coordinates are not trained.
-    """
+    """One object of the ground truth. ``bins``: ``(x1, y1, x2, y2)`` with x1 <= x2 and y1 <= y2 for ``bbox_2d``; a flat
+    ``(x, y, x, y, …)`` ring of at least three vertices for ``poly``. ``soft``: None for an annotated object;
+    for one that a model added, its confidence in (0, 1]: its text is trained with this weight, its coordinates not."""
 
     desc: str
     kind: GeometryKind
@@ -256,31 +251,24 @@ class PackedRow:
 
 def to_json(record: Any) -> bytes:
     """A frozen dataclass of plain fields, tuples, mappings, enums and dataclasses as one line of JSON, without a line
-    break. Floats survive exactly; NumPy arrays become lists and paths texts.
+    break. Floats survive exactly; NumPy arrays become lists and paths texts. Raises UnicodeEncodeError for a text that
+    UTF-8 cannot write, such as a lone surrogate in a file name."""
 
-    Raises:
-        UnicodeEncodeError: a text that UTF-8 cannot write (a lone surrogate in a file name, say).
-    """
-    return msgspec.json.encode(record, enc_hook=_plain)
+    def plain(value: Any) -> Any:
+        if isinstance(value, Path):
+            return str(value)
+        if hasattr(value, "tolist"):
+            return value.tolist()
+        raise NotImplementedError(f"{type(value).__name__} has no JSON form")
 
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Path):
-        return str(value)
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    raise NotImplementedError(f"{type(value).__name__} has no JSON form")
+    return msgspec.json.encode(record, enc_hook=plain)
 
 
 def from_json(
     kind: type[Record], data: bytes | str, what: str, *, path: Path | None = None, line: int | None = None
 ) -> Record:
     """The inverse of :func:`to_json`; coerces nothing and checks ranges. Unknown keys are ignored, so a format that
-    must not be misread has a ``schema_version``. ``what`` names the record in errors, ``path`` and ``line`` its place.
-
-    Raises:
-        DataError: the text is not such a record.
-    """
+    must not be misread has a ``schema_version``. Raises DataError, in which ``what`` names the record."""
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, CoordExpError, ValueError, RecursionError) as error:
@@ -288,11 +276,7 @@ def from_json(
 
 
 def read_lines(path: Path, *, whole: bool = False) -> Iterator[tuple[int, bytes]]:
-    """Line numbers and non-empty lines. ``whole`` leaves out text after the last line break: an unfinished line.
-
-    Raises:
-        DataError: the file cannot be read.
-    """
+    """Line numbers and non-empty lines. ``whole`` leaves out text after the last line break: an unfinished line."""
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:

@@ -306,7 +306,7 @@ def complete_command(
     _refuse_existing(out, overwrite)
     if model is not None:
         check_checkpoint(model)
-    from coordexp.config.environment import check_paths
+    from coordexp.config.checks import check_paths
     from coordexp.inference.completion import CompletionRules, completion_config, run_completion
 
     run = completion_config(model, config=config, prompt=prompt, batch_size=batch_size)

@@ -94,7 +94,7 @@ def evaluate(
     run = None
     if source is not None and source.suffix in (".yaml", ".yml"):
         from coordexp.config import load_config
-        from coordexp.config.environment import check_paths
+        from coordexp.config.checks import check_paths
 
         if options.print:
             print_config(source, arguments or ())

@@ -109,7 +109,7 @@ def serve(
     import logging
 
     from coordexp.config import load_config
-    from coordexp.config.environment import check_paths
+    from coordexp.config.checks import check_paths
 
     # Before vLLM is imported: a mistake shows at once, and transformers would ask the hub for a missing folder.
     run = load_config(config, arguments=arguments or ())

@@ -62,7 +62,7 @@ def predict(
         raise ConfigError("name images after the configuration: files, folders, patterns or datasets")
     if config is None and model is None:
         raise ConfigError("name the checkpoint that answers with --model, or a run's YAML before the images")
-    from coordexp.config.environment import check_paths
+    from coordexp.config.checks import check_paths
     from coordexp.data.image_sources import is_pattern
 
     # Report everything that is missing at once, before anything heavy is imported.

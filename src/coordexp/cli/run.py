@@ -44,7 +44,7 @@ def train(config: ConfigFile, arguments: Arguments = None, print_only: Print = F
     To continue after an interruption, set training.resume_from_checkpoint: true in the YAML and run the same command.
     """
     from coordexp.config import load_config
-    from coordexp.config.environment import check_paths
+    from coordexp.config.checks import check_paths
 
     given = tuple(arguments or ())
     if print_only:

@@ -1,7 +1,6 @@
 """The YAML contract: typed, strict, torch-free. ``load_config(path)`` reads a file."""
 
-from coordexp.config.checks import advice
-from coordexp.config.environment import check_world_size
+from coordexp.config.checks import advice, check_world_size
 from coordexp.config.load import load_config, parse_config, resolved_yaml
 from coordexp.config.rollout import resolved_rollout
 from coordexp.config.schema import RunConfig, rollout_contract

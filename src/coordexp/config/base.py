@@ -119,7 +119,15 @@ def _from_detail(
     kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
     about = f" ({description})" if description else ""
     if kind == "extra_forbidden" and owner is not None:
-        return _unknown_key(path, owner, model)
+        key, valid = str(path[-1]), list(owner.model_fields)
+        if guess := nearest(key, valid):
+            return Problem(path, f"unknown key; did you mean '{guess}'?", (*path[:-1], guess))
+        elsewhere = [dotted(place) for place in _places_of(key, model, ()) if place != path]
+        if 0 < len(elsewhere) <= 3:  # with more places, any guess is arbitrary
+            return Problem(path, f"unknown key here; write {' or '.join(elsewhere)}")
+        return Problem(
+            path, f"unknown key; valid here: {', '.join(valid)}" if valid else "unknown key; this section takes no keys"
+        )
     if kind == "missing":
         return Problem(path, f"missing; this key is required{about}")
     if kind == "invalid_key":
@@ -137,18 +145,6 @@ def _from_detail(
     if kind == "value_error":
         return Problem(path, f"{context.get('error', detail['msg'])}{about}")
     return Problem(path, f"expected {_expected(detail)}, got {_shown(value)}{_type_hint(kind, value)}{about}")
-
-
-def _unknown_key(path: KeyPath, owner: type[StrictModel], root: type[StrictModel]) -> Problem:
-    key, valid = str(path[-1]), list(owner.model_fields)
-    if guess := nearest(key, valid):
-        return Problem(path, f"unknown key; did you mean '{guess}'?", (*path[:-1], guess))
-    elsewhere = [dotted(place) for place in _places_of(key, root, ()) if place != path]
-    if 0 < len(elsewhere) <= 3:  # with more places, any guess is arbitrary
-        return Problem(path, f"unknown key here; write {' or '.join(elsewhere)}")
-    return Problem(
-        path, f"unknown key; valid here: {', '.join(valid)}" if valid else "unknown key; this section takes no keys"
-    )
 
 
 def _places_of(key: str, section: type[StrictModel], path: KeyPath) -> Iterator[KeyPath]:
@@ -260,7 +256,11 @@ def _type_hint(kind: str, value: object) -> str:
     """What to write instead of ``value``, if that is clear; it begins with a colon."""
     if isinstance(value, str):
         if kind in ("int_type", "float_type"):
-            return ": this is text; write the number without quotes" if _is_number(value) else ""
+            try:
+                float(value)
+            except ValueError:
+                return ""
+            return ": this is text; write the number without quotes"
         if kind == "bool_type":
             return ": write true or false, without quotes"
         if kind in ("tuple_type", "list_type"):
@@ -272,11 +272,3 @@ def _type_hint(kind: str, value: object) -> str:
     if kind in ("model_type", "model_attributes_type", "dict_type") and value is None:
         return ": an empty section; fill it or remove it"
     return ""
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True

@@ -1,4 +1,6 @@
-"""The rules between keys, which need nothing but the configuration.
+"""The rules between keys, which need nothing but the configuration; then checks against the machine (files, names and
+packages of transformers, number of processes), which reading the YAML does not make: a file is valid everywhere or
+nowhere.
 
 Rules are independent of each other: in a file with other mistakes, a rule that reads a broken key is skipped and the
 others still run (see :mod:`coordexp.config.load`).
@@ -6,14 +8,17 @@ others still run (see :mod:`coordexp.config.load`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext, suppress
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from coordexp.config.base import Problem, parse_dotted
 from coordexp.config.objective import PipelineConfig
-from coordexp.config.rollout import ADAPTER_RANKS, RolloutMatchingConfig
+from coordexp.config.rollout import ADAPTER_RANKS
 from coordexp.config.schema import RunConfig
+from coordexp.errors import ConfigError
 
 Findings = Iterator[tuple[str, str]]  # dotted key, message
 # torch's own, which step any tensor that they are given
@@ -25,40 +30,25 @@ _GUARD = f"{_RM}.repeat_terminate"
 
 
 class Rule(NamedTuple):
-    """``message`` about ``key`` if ``broken``; ``{c.x}`` in it is a value of the configuration."""
+    """``message`` about ``key`` if ``broken``; ``{c.x}`` in it is a value of the configuration, ``{r.x}`` one of its
+    ``rollout_matching``. A rule about a key of that section applies only if there is one."""
 
     key: str
-    broken: Callable[[RunConfig], object]
-    message: str
-
-
-class RolloutRule(NamedTuple):
-    """A rule for configurations with ``rollout_matching``, which is ``r``."""
-
-    key: str
-    broken: Callable[[RunConfig, RolloutMatchingConfig], object]
+    broken: Callable[[RunConfig, Any], object]
     message: str
 
 
 def cross_checks(config: RunConfig, *, partial: bool = False) -> Iterator[Problem]:
     """Every rule between keys that ``config`` breaks. ``partial``: broken keys are absent from ``config``, and a rule
     that reads one ends with AttributeError."""
-
-    def findings(rule: Rule | RolloutRule | Callable[[RunConfig], Findings]) -> Findings:
-        if isinstance(rule, Rule):
-            if rule.broken(config):
-                yield rule.key, rule.message.format(c=config)
-        elif isinstance(rule, RolloutRule):
-            rollout = config.rollout_matching
-            if rollout is not None and rule.broken(config, rollout):
-                yield rule.key, rule.message.format(c=config, r=rollout)
-        else:
-            yield from rule(config)
-
     for rule in RULES:
         with suppress(AttributeError) if partial else nullcontext():
-            for key, message in findings(rule):
-                yield Problem(parse_dotted(key), message)
+            if not isinstance(rule, Rule):
+                yield from (Problem(parse_dotted(key), message) for key, message in rule(config))
+                continue
+            rollout, needs_rollout = config.rollout_matching, rule.key.startswith(f"{_RM}.")
+            if (rollout is not None or not needs_rollout) and rule.broken(config, rollout):
+                yield Problem(parse_dotted(rule.key), rule.message.format(c=config, r=rollout))
 
 
 def _variant_has_its_pipeline(config: RunConfig) -> Findings:
@@ -148,15 +138,6 @@ def _master_weights_are_of_use(config: RunConfig) -> Findings:
         yield key, f"loss scaling needs float32 gradients; write bf16: true, {remove}"
 
 
-def _patterns_have_length_and_count(config: RunConfig) -> Findings:
-    guard = config.rollout_matching.repeat_terminate if config.rollout_matching is not None else None
-    if guard is not None and (guard.ngram_size > 0) != (guard.ngram_repeats > 0):
-        yield (
-            f"{_GUARD}.{'ngram_size' if guard.ngram_size == 0 else 'ngram_repeats'}",
-            "is 0 while its partner is not: patterns are checked by ngram_size and ngram_repeats together",
-        )
-
-
 def _answers_as_written_are_left_alone(config: RunConfig) -> Findings:
     target = config.rollout_matching.target if config.rollout_matching is not None else None
     if target is None or target.answer == "rewritten":
@@ -215,124 +196,118 @@ def _engine_takes_the_adapter(config: RunConfig) -> Findings:
         )
 
 
-RULES: tuple[Rule | RolloutRule | Callable[[RunConfig], Findings], ...] = (
+RULES: tuple[Rule | Callable[[RunConfig], Findings], ...] = (
     # variants and their objectives
-    Rule("stage2_ab", lambda c: c.stage2_ab is not None and c.custom.trainer_variant != "stage2_two_channel",
+    Rule("stage2_ab", lambda c, _: c.stage2_ab is not None and c.custom.trainer_variant != "stage2_two_channel",
          "only two-channel training reads it; set custom.trainer_variant: stage2_two_channel, or remove it"),
-    Rule("stage2_ab", lambda c: c.stage2_ab is None and c.custom.trainer_variant == "stage2_two_channel",
+    Rule("stage2_ab", lambda c, _: c.stage2_ab is None and c.custom.trainer_variant == "stage2_two_channel",
          "missing; custom.trainer_variant: stage2_two_channel needs schedule.b_ratio and pipeline in it"),
-    Rule(_RM,
-         lambda c: (c.custom.trainer_variant == "stage2_two_channel" and c.rollout_matching is None
+    Rule(_RM, lambda c, _: (c.custom.trainer_variant == "stage2_two_channel" and c.rollout_matching is None
              and c.stage2_ab is not None and c.stage2_ab.schedule.b_ratio > 0),
          "missing; Channel-B makes rollouts (stage2_ab.schedule.b_ratio is {c.stage2_ab.schedule.b_ratio:g}). Add the"
          " section, or set b_ratio: 0"),
     _variant_has_its_pipeline,
     _both_channels_train,
-    RolloutRule(f"{_RM}.monitor_dump.enabled",
-                lambda c, r: c.custom.trainer_variant is None and r.monitor_dump.enabled,
-                "only stage 2 makes rollouts to record; set custom.trainer_variant: stage2_rollout_aligned, or false"),
-    RolloutRule(f"{_RM}.target.answer",
-                lambda c, r: c.custom.trainer_variant is None and r.target.answer != "as_written",
-                "only stage 2 trains on answers; set custom.trainer_variant: stage2_rollout_aligned, or as_written"),
+    Rule(f"{_RM}.monitor_dump.enabled", lambda c, r: c.custom.trainer_variant is None and r.monitor_dump.enabled,
+         "only stage 2 makes rollouts to record; set custom.trainer_variant: stage2_rollout_aligned, or false"),
+    Rule(f"{_RM}.target.answer", lambda c, r: c.custom.trainer_variant is None and r.target.answer != "as_written",
+         "only stage 2 trains on answers; set custom.trainer_variant: stage2_rollout_aligned, or as_written"),
     Rule("custom.coord_soft_ce_w1",
-         lambda c: c.custom.coord_soft_ce_w1 is not None and c.custom.trainer_variant is not None,
+         lambda c, _: c.custom.coord_soft_ce_w1 is not None and c.custom.trainer_variant is not None,
          "belongs to stage 1; stage 2 declares its coordinate losses in rollout_matching.pipeline or "
          "stage2_ab.pipeline (coord_reg). Remove this section"),
-    Rule("data.augment", lambda c: c.data.augment is not None and c.custom.trainer_variant is not None,
+    Rule("data.augment", lambda c, _: c.data.augment is not None and c.custom.trainer_variant is not None,
          "belongs to stage 1: rollouts of stage 2 read image files as they are. Remove it"),
     Rule("data.augment.scale",
-         lambda c: c.data.augment is not None and c.data.augment.scale[0] > c.data.augment.scale[1],
+         lambda c, _: c.data.augment is not None and c.data.augment.scale[0] > c.data.augment.scale[1],
          "the least factor comes first, {c.data.augment.scale[0]} is more than {c.data.augment.scale[1]}; swap them"),
     # training
-    Rule("training.eval_strategy", lambda c: c.training.eval_strategy != "no" and c.custom.val_jsonl is None,
+    Rule("training.eval_strategy", lambda c, _: c.training.eval_strategy != "no" and c.custom.val_jsonl is None,
          "'{c.training.eval_strategy}' evaluates, but custom.val_jsonl is null; give a file there, or write 'no'"),
-    Rule("training.fp16", lambda c: c.training.fp16 and c.training.use_cpu,
+    Rule("training.fp16", lambda c, _: c.training.fp16 and c.training.use_cpu,
          "float16 needs a GPU; write bf16: true, or use_cpu: false"),
-    Rule("training.fp16", lambda c: c.training.fp16 and c.training.bf16,
+    Rule("training.fp16", lambda c, _: c.training.fp16 and c.training.bf16,
          "bf16 and fp16 exclude each other; set one of them to false"),
-    Rule("model.dtype", lambda c: c.model.dtype == "float16" and c.training.fp16 and c.tuner.train_type == "full",
+    Rule("model.dtype", lambda c, _: c.model.dtype == "float16" and c.training.fp16 and c.tuner.train_type == "full",
          "float16 weights cannot be trained with training.fp16, whose loss scaling needs float32 weights; write "
          "model.dtype: float32"),
     Rule("training.gradient_accumulation_steps",
-         lambda c: c.training.effective_batch_size is not None and c.training.gradient_accumulation_steps is not None,
+         lambda c, _: None not in (c.training.effective_batch_size, c.training.gradient_accumulation_steps),
          "follows from effective_batch_size; give one of the two"),
     Rule("training.effective_batch_size",
-         lambda c: (c.training.effective_batch_size or 0) % c.training.per_device_train_batch_size,
+         lambda c, _: (c.training.effective_batch_size or 0) % c.training.per_device_train_batch_size,
          "must be a multiple of per_device_train_batch_size ({c.training.per_device_train_batch_size})"),
     _checkpoints_are_evaluated,
     Rule("training.metric_for_best_model",
-         lambda c: c.training.load_best_model_at_end and c.training.metric_for_best_model is None,
+         lambda c, _: c.training.load_best_model_at_end and c.training.metric_for_best_model is None,
          "missing; load_best_model_at_end needs the figure that decides"),
-    Rule("tuner.freeze_llm",
-         lambda c: (c.tuner.freeze_vit and c.tuner.freeze_aligner and c.tuner.freeze_llm
+    Rule("tuner.freeze_llm", lambda c, _: (c.tuner.freeze_vit and c.tuner.freeze_aligner and c.tuner.freeze_llm
              and c.tuner.train_type == "full"),
          "the whole model is frozen; leave one of freeze_vit, freeze_aligner, freeze_llm false"),
     _master_weights_are_of_use,
-    Rule("deepspeed.config", lambda c: c.deepspeed.enabled and c.deepspeed.config is None,
+    Rule("deepspeed.config", lambda c, _: c.deepspeed.enabled and c.deepspeed.config is None,
          "missing; deepspeed.enabled: true needs a JSON file or a mapping"),
-    Rule("fsdp.enabled", lambda c: c.deepspeed.enabled and c.fsdp.enabled,
+    Rule("fsdp.enabled", lambda c, _: c.deepspeed.enabled and c.fsdp.enabled,
          "deepspeed and fsdp exclude each other; enable one of them"),
     Rule("fsdp.activation_checkpointing",
-         lambda c: c.fsdp.enabled and c.fsdp.activation_checkpointing and c.training.gradient_checkpointing,
+         lambda c, _: c.fsdp.enabled and c.fsdp.activation_checkpointing and c.training.gradient_checkpointing,
          "does what training.gradient_checkpointing does; enable one of them"),
     # decoding, the repeat guard, targets
-    RolloutRule(f"{_RM}.max_new_tokens", lambda c, r: r.max_new_tokens >= c.global_max_length,
-                "{r.max_new_tokens} leaves no room for the prompt in global_max_length ({c.global_max_length}); lower"
-                " it, or raise global_max_length"),
-    RolloutRule(f"{_RM}.decoding.top_k", lambda c, r: r.decoding.top_k == 0,
-                "0 keeps no token; write -1 to keep all, or a number from 1 on"),
-    RolloutRule(f"{_RM}.num_beams", lambda c, r: r.decode_mode == "greedy" and r.num_beams > 1,
-                "needs decode_mode: beam; greedy decoding has one beam"),
-    RolloutRule(f"{_RM}.num_beams", lambda c, r: r.decode_mode == "beam" and r.num_beams < 2,
-                "decode_mode: beam needs at least 2"),
-    RolloutRule(f"{_RM}.decoding.temperature", lambda c, r: r.decode_mode == "beam" and r.decoding.temperature > 0,
-                "decode_mode: beam does not sample; set the temperature to 0"),
-    RolloutRule(f"{_RM}.decode_mode", lambda c, r: r.decode_mode == "beam" and r.rollout_backend == "vllm",
-                "beam search needs rollout_backend: hf; with vllm write decode_mode: greedy"),
-    RolloutRule(f"{_GUARD}.max_consecutive_token_repeats",
-                lambda c, r: r.repeat_terminate.max_consecutive_token_repeats == 1,
-                "1 would end every answer; write 0 (not checked) or at least 2"),
-    RolloutRule(f"{_GUARD}.ngram_repeats", lambda c, r: r.repeat_terminate.ngram_repeats == 1,
-                "1 would end every answer; write 0 (not checked) or at least 2"),
-    _patterns_have_length_and_count,
-    RolloutRule(f"{_GUARD}.enabled",
-                lambda c, r: ((g := r.repeat_terminate).enabled
-                    and not (g.max_consecutive_token_repeats or g.ngram_size * g.ngram_repeats or g.max_object_keys)),
-                "no threshold is set, so nothing would ever be ended; set one, or enabled: false"),
+    Rule(f"{_RM}.max_new_tokens", lambda c, r: r.max_new_tokens >= c.global_max_length,
+         "{r.max_new_tokens} leaves no room for the prompt in global_max_length ({c.global_max_length}); lower"
+         " it, or raise global_max_length"),
+    Rule(f"{_RM}.decoding.top_k", lambda c, r: r.decoding.top_k == 0,
+         "0 keeps no token; write -1 to keep all, or a number from 1 on"),
+    Rule(f"{_RM}.num_beams", lambda c, r: r.decode_mode == "greedy" and r.num_beams > 1,
+         "needs decode_mode: beam; greedy decoding has one beam"),
+    Rule(f"{_RM}.num_beams", lambda c, r: r.decode_mode == "beam" and r.num_beams < 2,
+         "decode_mode: beam needs at least 2"),
+    Rule(f"{_RM}.decoding.temperature", lambda c, r: r.decode_mode == "beam" and r.decoding.temperature > 0,
+         "decode_mode: beam does not sample; set the temperature to 0"),
+    Rule(f"{_RM}.decode_mode", lambda c, r: r.decode_mode == "beam" and r.rollout_backend == "vllm",
+         "beam search needs rollout_backend: hf; with vllm write decode_mode: greedy"),
+    Rule(f"{_GUARD}.max_consecutive_token_repeats", lambda c, r: r.repeat_terminate.max_consecutive_token_repeats == 1,
+         "1 would end every answer; write 0 (not checked) or at least 2"),
+    Rule(f"{_GUARD}.ngram_repeats", lambda c, r: r.repeat_terminate.ngram_repeats == 1,
+         "1 would end every answer; write 0 (not checked) or at least 2"),
+    Rule(f"{_GUARD}.ngram_size", lambda c, r: r.repeat_terminate.ngram_size == 0 < r.repeat_terminate.ngram_repeats,
+         "is 0 and ngram_repeats is not; patterns are checked by both together: set both, or both to 0"),
+    Rule(f"{_GUARD}.ngram_repeats", lambda c, r: r.repeat_terminate.ngram_repeats == 0 < r.repeat_terminate.ngram_size,
+         "is 0 and ngram_size is not; patterns are checked by both together: set both, or both to 0"),
+    Rule(f"{_GUARD}.enabled", lambda c, r: ((g := r.repeat_terminate).enabled
+             and not (g.max_consecutive_token_repeats or g.ngram_size * g.ngram_repeats or g.max_object_keys)),
+         "no threshold is set, so nothing would ever be ended; set one, or enabled: false"),
     _answers_as_written_are_left_alone,
-    RolloutRule(f"{_RM}.target.complete_above",
-                lambda c, r: (r.target.answer == "rewritten" and r.target.unmatched == "drop"
-                    and r.target.complete_above is not None),
-                "decides when to leave out unmatched objects, which unmatched: drop does at every step; remove one of"
-                " them"),
+    Rule(f"{_RM}.target.complete_above", lambda c, r: (r.target.answer == "rewritten" and r.target.unmatched == "drop"
+             and r.target.complete_above is not None),
+         "decides when to leave out unmatched objects, which unmatched: drop does at every step; remove one of"
+         " them"),
     # the engine, its servers, its weights
-    RolloutRule(f"{_RM}.offload.enabled",
-                lambda c, r: (r.offload.enabled and r.is_colocated
-                    and not (r.offload.offload_model or r.offload.offload_optimizer)),
-                "moves nothing: set offload_model or offload_optimizer to true, or this to false"),
-    RolloutRule(f"{_RM}.offload.enabled", lambda c, r: r.offload.enabled and r.is_colocated and c.deepspeed.enabled,
-                "DeepSpeed owns the model's weights and optimizer, so they cannot be moved; set offload.enabled: "
-                "false, deepspeed.enabled: false, or rollout_backend: hf"),
-    RolloutRule(f"{_RM}.eval_detection.score_mode",
-                lambda c, r: r.offload.enabled and r.is_colocated and r.eval_detection.score_mode == "confidence",
-                "confidence needs the model during rollouts, and offload moves it away; write score_mode: constant, "
-                "or offload.enabled: false"),
-    RolloutRule(f"{_RM}.rollouts_ahead", lambda c, r: r.rollouts_ahead and not r.is_served,
-                "1 needs engines that keep their weights while training changes the model's: vLLM servers "
-                "(rollout_backend: vllm with vllm.mode: server); without them write 0"),
-    RolloutRule(f"{_VLLM}.server", lambda c, r: r.is_served and r.vllm.server is None,
-                "missing; mode: server needs server.servers[] with base_url and group_port of each. Without servers "
-                "write vllm.mode: colocate or rollout_backend: hf"),
+    Rule(f"{_RM}.offload.enabled", lambda c, r: (r.offload.enabled and r.is_colocated
+             and not (r.offload.offload_model or r.offload.offload_optimizer)),
+         "moves nothing: set offload_model or offload_optimizer to true, or this to false"),
+    Rule(f"{_RM}.offload.enabled", lambda c, r: r.offload.enabled and r.is_colocated and c.deepspeed.enabled,
+         "DeepSpeed owns the model's weights and optimizer, so they cannot be moved; set offload.enabled: "
+         "false, deepspeed.enabled: false, or rollout_backend: hf"),
+    Rule(f"{_RM}.eval_detection.score_mode",
+         lambda c, r: r.offload.enabled and r.is_colocated and r.eval_detection.score_mode == "confidence",
+         "confidence needs the model during rollouts, and offload moves it away; write score_mode: constant, "
+         "or offload.enabled: false"),
+    Rule(f"{_RM}.rollouts_ahead", lambda c, r: r.rollouts_ahead and not r.is_served,
+         "1 needs engines that keep their weights while training changes the model's: vLLM servers "
+         "(rollout_backend: vllm with vllm.mode: server); without them write 0"),
+    Rule(f"{_VLLM}.server", lambda c, r: r.is_served and r.vllm.server is None,
+         "missing; mode: server needs server.servers[] with base_url and group_port of each. Without servers "
+         "write vllm.mode: colocate or rollout_backend: hf"),
     _servers_differ,
-    RolloutRule(f"{_RM}.max_new_tokens",
-                lambda c, r: r.rollout_backend == "vllm" and r.max_new_tokens >= (r.vllm.max_model_len or float("inf")),
-                "{r.max_new_tokens} leaves no room for the prompt in vllm.max_model_len ({r.vllm.max_model_len}); "
-                "lower it, or raise max_model_len"),
-    RolloutRule(f"{_VLLM}.max_model_len",
-                lambda c, r: (r.rollout_backend == "vllm" and r.vllm.max_model_len is not None
-                    and r.vllm.max_model_len < c.global_max_length),
-                "{r.vllm.max_model_len} is less than global_max_length ({c.global_max_length}), which samples may "
-                "reach; raise it, or remove it: null takes global_max_length"),
+    Rule(f"{_RM}.max_new_tokens",
+         lambda c, r: r.rollout_backend == "vllm" and r.max_new_tokens >= (r.vllm.max_model_len or float("inf")),
+         "{r.max_new_tokens} leaves no room for the prompt in vllm.max_model_len ({r.vllm.max_model_len}); "
+         "lower it, or raise max_model_len"),
+    Rule(f"{_VLLM}.max_model_len", lambda c, r: (r.rollout_backend == "vllm" and r.vllm.max_model_len is not None
+             and r.vllm.max_model_len < c.global_max_length),
+         "{r.vllm.max_model_len} is less than global_max_length ({c.global_max_length}), which samples may "
+         "reach; raise it, or remove it: null takes global_max_length"),
     _adapter_pushes_carry_everything,
     _engine_takes_the_adapter,
 )  # fmt: skip
@@ -355,3 +330,96 @@ def advice(config: RunConfig) -> Iterator[str]:
             f"{_RM}.offload is ignored with {where}: only a colocated engine (rollout_backend: vllm, vllm.mode: "
             "colocate) needs room on the trainer's device"
         )
+
+
+# How the names of optimizers start -> the package they need; transformers reports it only after the model is loaded.
+_PACKAGES = {
+    "galore_": "galore_torch", "apollo_": "apollo_torch", "schedule_free_": "schedulefree", "paged_": "bitsandbytes",
+    "lion_": "bitsandbytes", "ademamix": "bitsandbytes", "adamw_bnb": "bitsandbytes", "adamw_8bit": "bitsandbytes",
+    "rmsprop_bnb": "bitsandbytes", "adamw_torch_4bit": "torchao", "adamw_torch_8bit": "torchao",
+    "lomo": "lomo_optim", "adalomo": "lomo_optim", "grokadamw": "grokadamw", "stable_adamw": "optimi",
+}  # fmt: skip
+
+
+def check_training_environment(config: RunConfig) -> None:
+    """Names that only transformers knows (optimizer, schedule, loggers), and the packages that a run needs.
+
+    Raises:
+        ConfigError: with each that is unknown, or not installed here.
+    """
+    from transformers.integrations import get_available_reporting_integrations
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+    from transformers.trainer_utils import SchedulerType
+    from transformers.training_args import OptimizerNames
+
+    training, problems = config.training, []
+    optimizers = [str(one.value) for one in OptimizerNames]
+    schedules = [str(one.value) for one in SchedulerType]
+    loggers = ["none", *INTEGRATION_TO_CALLBACK]
+    given = [("optim", training.optim, optimizers), ("lr_scheduler_type", training.lr_scheduler_type, schedules)]
+    for key, name, known in [*given, *(("report_to", name, loggers) for name in training.report_to)]:
+        if name not in known:
+            problems.append(f"training.{key}: '{name}' is unknown; transformers has {', '.join(sorted(known))}")
+    for name in training.report_to:
+        if name in INTEGRATION_TO_CALLBACK and name not in (*get_available_reporting_integrations(), "kubeflow"):
+            problems.append(
+                f"training.report_to: '{name}' needs a package that is not installed here; install it, or write none"
+            )
+    package = next((package for start, package in _PACKAGES.items() if training.optim.startswith(start)), None)
+    if package is not None and importlib.util.find_spec(package) is None:
+        problems.append(
+            f"training.optim: '{training.optim}' needs the package {package}, which is not installed here; install it, "
+            "or write adamw_torch"
+        )
+    if training.packing and importlib.util.find_spec("binpacking") is None:
+        problems.append("training.packing: needs the package binpacking; pip install binpacking, or write false")
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def check_world_size(config: RunConfig, world_size: int) -> None:
+    """Rules that depend on the number of trainer processes; call it once that number is known.
+
+    Raises:
+        ConfigError: with all of them, each with its dotted path.
+    """
+    training, rollout = config.training, config.rollout_matching
+    problems = []
+    samples = training.per_device_train_batch_size * world_size
+    if training.effective_batch_size is not None and training.effective_batch_size % samples:
+        problems.append(
+            f"training.effective_batch_size: {training.effective_batch_size} is not a multiple of "
+            f"per_device_train_batch_size x processes = {training.per_device_train_batch_size} x {world_size}"
+        )
+    vllm = rollout.vllm if rollout is not None and rollout.rollout_backend == "vllm" else None
+    if vllm is not None and vllm.mode == "colocate" and world_size % vllm.tensor_parallel_size:
+        problems.append(
+            f"{_VLLM}.tensor_parallel_size: a colocated engine spans {vllm.tensor_parallel_size} of the trainer's "
+            f"processes, and there are {world_size}; write a divisor of {world_size}, start another number of "
+            "processes, or write rollout_backend: hf"
+        )
+    if vllm is not None and vllm.mode == "server" and world_size > 1 and vllm.sync.resolved(vllm.enable_lora) != "full":
+        problems.append(
+            f"{_VLLM}.sync.mode: '{vllm.sync.mode}' pushes adapters, which works from one trainer process only, not "
+            f"from {world_size}; write sync.mode: full"
+        )
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def check_paths(folders: Mapping[str, str | Path], files: Mapping[str, Path | None] | None = None) -> None:
+    """Check that folders and files exist before anything heavy is imported: key or option -> path (or None).
+
+    Raises:
+        ConfigError: with every one that is not there.
+    """
+    missing = []
+    for key, path in folders.items():
+        if not Path(path).is_dir():
+            what = "is a file, not a folder" if Path(path).exists() else "no such folder; nothing is downloaded"
+            missing.append(f"{key}: {path}: {what}")
+    for key, path in (files or {}).items():
+        if path is not None and not path.is_file():
+            missing.append(f"{key}: {path}: {'is a folder, not a file' if path.exists() else 'file not found'}")
+    if missing:
+        raise ConfigError("\n".join(missing) + f"\n(relative paths start at the working directory, {Path.cwd()})")

@@ -39,9 +39,7 @@ def load_config(
     Raises:
         ConfigError: the text has every problem, one a line: dotted path, file and line, the problem, the fix.
     """
-    document = read_document(path, overrides)
-    apply_arguments(document, arguments)
-    return validate(document, str(path))
+    return explain_config(path, arguments, overrides).config
 
 
 def parse_config(data: Mapping[str, Any], source: str = "configuration") -> RunConfig:
@@ -137,9 +135,11 @@ class Explained:
 Side = tuple[str, str] | None  # (value as YAML, source); None where a configuration has no such leaf
 
 
-def explain_config(path: str | Path, arguments: Sequence[str] = ()) -> Explained:
-    """Load as :func:`coordexp.config.load_config` does, and keep the sources."""
-    document = read_document(path)
+def explain_config(
+    path: str | Path, arguments: Sequence[str] = (), overrides: Mapping[str, Any] | None = None
+) -> Explained:
+    """Load as :func:`load_config` does, and keep the sources."""
+    document = read_document(path, overrides)
     apply_arguments(document, arguments)
     return Explained(validate(document, str(path)), document)
 
@@ -203,9 +203,9 @@ def _flow(value: Any) -> str:
     return dump_yaml([value], flow=True)[1:-2]
 
 
-def json_schema() -> dict[str, Any]:
-    """Draft 2020-12, without the rules between keys. Sections may be partial, because a file may extend another;
-    entries of lists may not."""
+def json_schema_text() -> str:
+    """The JSON Schema (draft 2020-12) as in configs/coordexp.schema.json, without the rules between keys. Sections may
+    be partial, because a file may extend another; entries of lists may not."""
     schema = RunConfig.model_json_schema(mode="validation")
     definitions = schema["$defs"]
     whole = _inside_lists(schema, definitions)
@@ -223,12 +223,8 @@ def json_schema() -> dict[str, Any]:
         },
         **schema["properties"],
     }
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "CoordExp run"}
-
-
-def json_schema_text() -> str:
-    """The schema as text, as in configs/coordexp.schema.json."""
-    return json.dumps(json_schema(), indent=1, ensure_ascii=False) + "\n"
+    whole_schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "CoordExp run"}
+    return json.dumps(whole_schema, indent=1, ensure_ascii=False) + "\n"
 
 
 def _inside_lists(schema: dict[str, Any], definitions: dict[str, Any]) -> set[str]:

@@ -85,8 +85,6 @@ REMOVED_KEYS: dict[str, str] = {
         bbox_ciou_weight="ciou_weight of bbox_geo.config",
         coord_soft_ce_weight="soft_ce_weight of coord_reg.config",
         coord_w1_weight="w1_weight of coord_reg.config",
-        coord_token_ce_weight="coord_ce_weight of coord_reg.config",
-        coord_temperature="temperature of coord_reg.config",
         gate_weight="coord_gate_weight of coord_reg.config",
         rollout_matched_prefix_struct_weight="struct_ce_weight of token_ce.config (Channel-B of two-channel training)",
     ),
@@ -117,8 +115,6 @@ REMOVED_KEYS: dict[str, str] = {
         "custom",
         sample_limit="custom.train_sample_limit or custom.val_sample_limit",
         coord_loss="custom.coord_soft_ce_w1 (stage 1) or rollout_matching.pipeline (stage 2)",
-        user_prompt="template.prompt",
-        system_prompt="template.system",
         augmentation="data.augment",
     ),
     **_gone("custom", "emit_norm", "coordinates are always written as the dataset has them, in bins 0..999"),
@@ -134,10 +130,7 @@ REMOVED_KEYS: dict[str, str] = {
         "training",
         packing_length="global_max_length",
         warmup_ratio="training.warmup_steps: a number below 1 is a share of all steps",
-        evaluation_strategy="training.eval_strategy",
         dataloader_num_workers="data.num_workers",
-        deepspeed="the section deepspeed",
-        fsdp="the section fsdp",
         optimizer="training.optim, and vit_lr, aligner_lr and coord_lr for the parts,",
     ),
     **_gone("training", "packing_mode", "there is one way of packing"),
@@ -156,22 +149,9 @@ REMOVED_KEYS: dict[str, str] = {
     **_gone(
         "training", "save_delay_steps save_delay_epochs save_last_epoch", "save_steps decides, and the end is saved"
     ),
-    **_moved(
-        "model",
-        torch_dtype="model.dtype",
-        attn_impl="model.attn_implementation",
-        gradient_checkpointing="training.gradient_checkpointing",
-    ),
     **_moved("template", max_length="global_max_length"),
-    **_gone("template", "truncation_strategy", "samples are never cut"),
-    **_gone("template", "template padding_free padding_side", "the checkpoint and packing settle it"),
-    **_moved(
-        "data",
-        dataset="custom.train_jsonl",
-        val_dataset="custom.val_jsonl",
-        dataloader_num_workers="data.num_workers",
-    ),
-    **_moved("tuner", tuner_type="tuner.train_type", coord_offset="tuner.train_coord_rows"),
+    **_gone("template", "template", "the checkpoint settles it"),
+    **_moved("data", dataset="custom.train_jsonl", val_dataset="custom.val_jsonl"),
 }
 
 REMOVED_VALUES: dict[tuple[str, object], str] = {

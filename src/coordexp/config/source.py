@@ -248,9 +248,6 @@ class _NodeReader:
         if isinstance(node, yaml.SequenceNode):
             return [self.read(item, (*here, index), above) for index, item in enumerate(node.value)]
         assert isinstance(node, yaml.MappingNode)
-        return self._mapping(node, here, above)
-
-    def _mapping(self, node: yaml.MappingNode, here: KeyPath, above: tuple[int, ...]) -> dict[str, Any]:
         seen: dict[str, int] = {}
         for key_node, _ in node.value:
             if key_node.tag == "tag:yaml.org,2002:merge":

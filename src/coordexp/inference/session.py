@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from coordexp.checkpoints.folder import Checkpoint, check_lengths, num_positions, settings_of_run
 from coordexp.config.base import default_of
 from coordexp.config.load import parse_section
-from coordexp.config.schema import AnswerConfig
-from coordexp.config.training import TrainingConfig
+from coordexp.config.schema import AnswerConfig, TrainingConfig
 from coordexp.errors import CheckpointError, ConfigError, DataError
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from coordexp import distributed
 from coordexp.config import RunConfig
 from coordexp.config.rollout import RolloutMatchingConfig
-from coordexp.config.training import DeepSpeedConfig, FSDPConfig
+from coordexp.config.schema import DeepSpeedConfig, FSDPConfig
 from coordexp.errors import ConfigError, require
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ from coordexp import distributed
 from coordexp.checkpoints.folder import check_lengths, length_advice
 from coordexp.checkpoints.memory import check_memory
 from coordexp.config import RunConfig, advice, check_world_size, resolved_rollout, rollout_contract
-from coordexp.config.environment import check_training_environment
+from coordexp.config.checks import check_training_environment
 from coordexp.config.rollout import RolloutMatchingConfig
-from coordexp.config.training import TrainingConfig
+from coordexp.config.schema import TrainingConfig
 from coordexp.data.dataset import RecordDataset
 from coordexp.data.dataset_cache import check_images, open_records
 from coordexp.data.preparation import preparation_of

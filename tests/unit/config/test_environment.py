@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from coordexp.config import ConfigError, parse_config
-from coordexp.config.environment import check_training_environment
+from coordexp.config.checks import check_training_environment
 from support.config_samples import set_key, stage1
 
 

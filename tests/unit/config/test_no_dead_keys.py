@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 
 from coordexp.config import RunConfig
-from coordexp.config.training import OWN_KEYS, TrainingConfig
+from coordexp.config.schema import OWN_KEYS, TrainingConfig
 
 SOURCE = Path(__file__).parents[3] / "src"
 
