@@ -57,11 +57,6 @@ class Browser:
         move = {"type": "pointerMove", "duration": 0, "x": 0, "y": 0, "origin": origin}
         self._post("actions", actions=[{"type": "pointer", "id": "mouse", "actions": [move]}])
 
-    def move_to(self, x: float, y: float) -> None:
-        """Move the pointer to a place in the window."""
-        move = {"type": "pointerMove", "duration": 0, "x": round(x), "y": round(y), "origin": "viewport"}
-        self._post("actions", actions=[{"type": "pointer", "id": "mouse", "actions": [move]}])
-
     def press(self, *keys: str) -> None:
         """Press and release each key on the focused element."""
         strokes = [{"type": kind, "value": _KEYS.get(key, key)} for key in keys for kind in ("keyDown", "keyUp")]

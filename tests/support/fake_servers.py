@@ -7,6 +7,7 @@ import json
 import tempfile
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -36,10 +37,11 @@ _IMAGES = tempfile.TemporaryDirectory(prefix="coordexp-numbered-")
 
 
 class JsonServer:
-    """Answers requests by :meth:`reply` on a free port, from its start to :meth:`close`."""
+    """Answers requests by :meth:`reply` on a free port, from its start to :meth:`close`; bytes are sent as they are."""
 
     def __init__(self) -> None:
         fake = self
+        self.received: tuple[str, dict[str, str]] = ("", {})  # method and headers of the last request
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
@@ -47,11 +49,13 @@ class JsonServer:
             def do_POST(self) -> None:
                 size = int(self.headers.get("Content-Length", 0))
                 status, reply = fake.reply(self.path, json.loads(self.rfile.read(size)) if size else {})
-                content = json.dumps(reply).encode()
+                fake.received = self.command, dict(self.headers)
+                content = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(content)))
                 self.end_headers()
-                self.wfile.write(content)
+                with suppress(BrokenPipeError):  # the client has given up, as a test may want
+                    self.wfile.write(content)
 
             do_GET = do_POST
 

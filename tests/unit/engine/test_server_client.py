@@ -2,64 +2,37 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
 from coordexp.engine.client import ServerClient, api_key_from_environment
 from coordexp.errors import ConfigError, RolloutError, ServerRefused, ServerTimeout, ServerUnreachable
+from support.fake_servers import JsonServer, Reply
 from support.ports import free_ports
 from support.settings import client_to
 
 TOKEN = "not-to-be-shown"
-Reply = tuple[int, bytes]
 
 
-class FakeServer:
+class FakeServer(JsonServer):
     """Answers each endpoint by a function; keeps what it was asked."""
 
     def __init__(self) -> None:
         self.replies: dict[str, Callable[[], Reply]] = {}
-        self.asked: list[tuple[str, str, Any, dict[str, str]]] = []
-        fake = self
+        self.asked: list[tuple[str, Any]] = []
+        super().__init__()
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                size = int(self.headers.get("Content-Length", 0))
-                body = json.loads(self.rfile.read(size)) if size else None
-                fake.asked.append((self.command, self.path, body, dict(self.headers)))
-                status, content = fake.replies[self.path]()
-                if status == 0:  # hang up without a word
-                    self.close_connection = True
-                    return
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(content)))
-                self.end_headers()
-                with suppress(BrokenPipeError):  # some clients hang up first: that is what is tested
-                    self.wfile.write(content)
-
-            do_POST = do_GET
-
-            def log_message(self, format: str, *args: Any) -> None: ...
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+    def reply(self, path: str, body: dict[str, Any]) -> Reply:
+        self.asked.append((path, body))
+        return self.replies[path]()
 
     def answer(self, path: str, status: int, content: Any) -> None:
-        raw = content if isinstance(content, bytes) else json.dumps(content).encode()
-        self.replies[path] = lambda: (status, raw)
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        self.replies[path] = lambda: (status, content)
 
 
 @pytest.fixture
@@ -79,8 +52,8 @@ CALL = {"infer_requests": [{"messages": []}, {"messages": []}], "request_config"
 def test_a_call_sends_the_payload_and_the_token(fake: FakeServer) -> None:
     fake.answer("/infer/", 200, [{"response": 1}, {"response": 2}])
     assert client_of(fake).infer(CALL) == [{"response": 1}, {"response": 2}]
-    ((method, path, body, headers),) = fake.asked
-    assert (method, path, body) == ("POST", "/infer/", CALL)
+    method, headers = fake.received
+    assert (method, fake.asked) == ("POST", [("/infer/", CALL)])
     assert headers["Authorization"] == f"Bearer {TOKEN}"
 
 

@@ -14,7 +14,7 @@ from coordexp.errors import DataError
 from coordexp.evaluation import Detection, EvaluationOptions, ImageAnswer, read_answers, summarise
 from coordexp.evaluation.answers import Renaming, from_line, read_aliases, to_line
 from coordexp.evaluation.compare import compare
-from coordexp.evaluation.detection import DENSITY_BINS, density_bin
+from coordexp.evaluation.detection import density_bin
 from coordexp.evaluation.summary import CONFUSION, CURVES, SIZES, write_summary
 from coordexp.records import GTObject
 from support.answers import CAT, DOG
@@ -33,10 +33,6 @@ def answered(truth: list[GTObject], found: list[GTObject], name: str = "s", **fi
 )
 def test_density_bins(count: int, name: str) -> None:
     assert density_bin(count) == name
-
-
-def test_density_bins_leave_no_gap() -> None:
-    assert [low for low, _ in DENSITY_BINS[1:]] == [high + 1 for _, high in DENSITY_BINS[:-1] if high is not None]
 
 
 def test_classes_and_densities_add_up_to_the_whole() -> None:

@@ -11,29 +11,18 @@ import pytest
 from coordexp.cli import main
 from coordexp.errors import ConfigError, DataError
 from coordexp.inference.replay import config_beside, replay_records
-from support.tiny_run import (
-    InMemoryBackend,
-    load_tiny,
-    nearly_right,
-    run_config,
-    step_lines,
-    tiny_checkpoint,
-    tiny_samples,
-    train,
-)
+from support.tiny_run import finder, run_config, step_lines, tiny_checkpoint, train
 
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     """A run of one step on one sample, recorded; and its trainer."""
-    loaded = load_tiny()
-    truth = {sample.record.sample_id: sample.record.objects for sample in tiny_samples(loaded)}
     config = run_config(
         tmp_path_factory.mktemp("recorded"), 2, rollout_matching__monitor_dump={"enabled": True, "min_free_gb": 0.0},
         training__max_steps=1, training__per_device_train_batch_size=1, custom__train_sample_limit=1,
         rollout_matching__coord_decode_mode="st",  # not the default: the losses must be those of the run's decoding
     )  # fmt: skip
-    trainer = train(config, InMemoryBackend(loaded.vocab, lambda request: nearly_right(truth[request.sample_id])))
+    trainer = train(config, finder())
     trainer.close()
     return config, trainer
 

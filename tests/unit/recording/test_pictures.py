@@ -5,17 +5,19 @@ from __future__ import annotations
 import io
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from coordexp.data import read_jsonl
 from coordexp.matching import match_objects
 from coordexp.recording import writer
 from coordexp.recording.writer import FOUND, MATCHED, MAX_PICTURES, MISSED, SIDE, RolloutPictures, draw_rollout
 from support.answers import CAT, DOG, answer, entry, outcome_of, record, tiny_vocab
-from support.tiny_run import InMemoryBackend, load_tiny, nearly_right, run_config, train
+from support.tiny_run import finder, run_config, tiny_scenes, train
 
 
 def events(folder: Path) -> EventAccumulator:
@@ -24,20 +26,12 @@ def events(folder: Path) -> EventAccumulator:
 
 
 def test_recorded_rollouts_are_drawn(tmp_path: Path) -> None:
-    loaded, by_id = load_tiny(), {}
     config = run_config(
         tmp_path, 2, rollout_matching__monitor_dump={"enabled": True, "every_steps": 2, "dump_first_step": False,
         "max_samples": 2, "min_free_gb": 0.0}, training__report_to=["tensorboard"],
         training__gradient_accumulation_steps=2,
     )  # fmt: skip
-    backend = InMemoryBackend(loaded.vocab, lambda request: nearly_right(by_id[request.sample_id]))
-
-    def on_built(trainer) -> None:
-        by_id.update(
-            {r.sample_id: r.objects for r in map(trainer.train_dataset.record, range(len(trainer.train_dataset)))}
-        )
-
-    train(config, backend, on_built).close()
+    train(config, finder()).close()
     found = events(tmp_path / "run")
     assert found.Tags()["images"] == ["rollouts/sample_0", "rollouts/sample_1"]
     (picture,) = found.Images("rollouts/sample_0")
@@ -59,7 +53,7 @@ def test_a_picture_shows_the_objects_in_the_order_that_was_matched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the samples of a coming epoch, in another order, were read before it is drawn."""
-    loaded, by_id, drawn = load_tiny(), {}, []
+    drawn: list[Any] = []
     config = run_config(
         tmp_path, 2, training__max_steps=3, training__report_to=["tensorboard"], custom__object_ordering="random",
         rollout_matching__monitor_dump={"enabled": True, "every_steps": 1, "max_samples": 2, "min_free_gb": 0.0},
@@ -67,7 +61,6 @@ def test_a_picture_shows_the_objects_in_the_order_that_was_matched(
 
     def on_built(trainer) -> None:
         dataset, notify = trainer.train_dataset, trainer.step.notify
-        by_id.update({r.sample_id: r.objects for r in map(dataset.record, range(len(dataset)))})
 
         def look_ahead_and_notify(event):
             dataset.set_epoch(trainer.state.global_step + 5)
@@ -76,11 +69,11 @@ def test_a_picture_shows_the_objects_in_the_order_that_was_matched(
         trainer.step.notify = look_ahead_and_notify
 
     monkeypatch.setattr(writer, "draw_rollout", lambda *both: drawn.append(both) or draw_rollout(*both))
-    backend = InMemoryBackend(loaded.vocab, lambda request: nearly_right(by_id[request.sample_id]))
-    train(config, backend, on_built).close()
+    train(config, finder(), on_built).close()
     assert len(drawn) == 6
     assert all(match_objects(outcome.parsed.objects, one.objects) == outcome.match for one, outcome in drawn)
-    assert any(one.objects != by_id[one.sample_id] for one, _ in drawn), "some stand in another order"
+    in_file = {one.sample_id: one.objects for one in read_jsonl(tiny_scenes())}
+    assert any(one.objects != in_file[one.sample_id] for one, _ in drawn), "some stand in another order"
 
 
 def test_what_was_found_and_what_was_missed_have_their_colours(tmp_path: Path) -> None:

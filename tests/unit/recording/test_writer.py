@@ -11,6 +11,7 @@ import torch
 
 from coordexp.config import parse_config
 from coordexp.config.rollout import MonitorDumpConfig
+from coordexp.data import read_jsonl
 from coordexp.data.dataset import Sample
 from coordexp.errors import ConfigError
 from coordexp.matching import MatchingConfig
@@ -22,7 +23,7 @@ from coordexp.training.loop import CoordExpTrainer
 from coordexp.training.rows import blank_row
 from support.answers import CAT, DOG, answer, entry, outcome_of, record, request, tiny_vocab
 from support.config_samples import stage1
-from support.tiny_run import InMemoryBackend, load_tiny, nearly_right, run_config, step_lines, train
+from support.tiny_run import finder, load_tiny, run_config, step_lines, tiny_scenes, train
 
 SETTINGS = Settings(MatchingConfig(), TransportConfig(), "desc_first")
 
@@ -139,20 +140,14 @@ def test_training_writes_what_replays(tmp_path: Path) -> None:
         tmp_path, 2, rollout_matching__monitor_dump={"enabled": True, "max_samples": 1, "min_free_gb": 0.0},
         training__gradient_accumulation_steps=2,
     )  # fmt: skip
-    by_id = {}
-    backend = InMemoryBackend(loaded.vocab, lambda request: nearly_right(by_id[request.sample_id]))
-
-    def on_built(trainer) -> None:
-        dataset: Any = trainer.train_dataset
-        by_id.update({r.sample_id: r.objects for r in map(dataset.record, range(len(dataset)))})
-
-    trainer = train(config, backend, on_built)
+    trainer = train(config, finder())
     trainer.close()
+    in_file = {one.sample_id: one.objects for one in read_jsonl(tiny_scenes())}
     found = read_records(tmp_path / "run" / "rollout_records")
     assert [(r.where.global_step, r.where.num_samples) for r in found] == [(0, 4), (1, 4)]
     for line in found:
         assert replay(line, loaded.vocab) == ()
-        assert line.ground_truth == by_id[line.sample_id] and line.prompt.num_tokens > 10
+        assert line.ground_truth == in_file[line.sample_id] and line.prompt.num_tokens > 10
     assert {"rollout/records_written_total", "rollout/records_dropped_total"} <= step_lines(trainer)[-1].keys()
     assert set(found[0].loss_by_role or {}) >= {"PREFIX_COORD", "TAIL_STRUCT", "TAIL_COORD", "CLOSE", "EOS"}
     assert dict(found[0].token_loss or ()) == pytest.approx(alone(found[0], trainer), abs=2e-3)

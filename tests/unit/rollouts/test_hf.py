@@ -217,29 +217,6 @@ def test_ids_outside_of_the_tokenizer_are_never_sampled(loaded: LoadedModel, req
     assert max(max(answer) for answer in ids(rollouts) if answer) < known
 
 
-def test_beam_search_gives_the_best_beam_only(loaded: LoadedModel, requests_: list[RolloutRequest]) -> None:
-    request = requests_[0]
-    model: Any = loaded.model
-    found = model.generate(
-        input_ids=torch.tensor([request.prompt_token_ids]),
-        mm_token_type_ids=(torch.tensor([request.prompt_token_ids]) == loaded.image_token_id).int(),
-        **request.model_inputs,
-        max_new_tokens=TOKENS,
-        num_beams=4,
-        num_return_sequences=4,
-        do_sample=False,
-        eos_token_id=loaded.vocab.eos_id,
-        pad_token_id=loaded.vocab.eos_id,
-        return_dict_in_generate=True,
-        output_scores=True,
-    )
-    best = found.sequences[found.sequences_scores.argmax()][len(request.prompt_token_ids) :].tolist()
-    assert len({tuple(beam) for beam in found.sequences.tolist()}) == 4
-    rollouts = backend(loaded, num_beams=4).generate(requests_[:3], SEEDS)
-    assert len(rollouts) == 3
-    assert rollouts[0].response_token_ids == tuple(best)
-
-
 def test_batched_beams_equal_beams_one_by_one(loaded: LoadedModel, requests_: list[RolloutRequest]) -> None:
     batched = backend(loaded, batch=4, num_beams=3).generate(requests_[:4], SEEDS)
     assert ids(batched) == [
@@ -278,15 +255,6 @@ def test_generation_config_of_the_checkpoint_is_ignored(
 def test_the_repetition_penalty_is_applied(loaded: LoadedModel, requests_: list[RolloutRequest]) -> None:
     plain = ids(backend(loaded).generate(requests_, SEEDS))
     assert ids(backend(loaded, repetition_penalty=5.0).generate(requests_, SEEDS)) != plain
-
-
-def test_generation_runs_without_gradient_in_eval_mode(
-    loaded: LoadedModel, requests_: list[RolloutRequest], calls: list[dict[str, Any]]
-) -> None:
-    loaded.model.train()
-    backend(loaded, max_new_tokens=1).generate(requests_[:1], SEEDS)
-    assert (calls[0]["grad"], calls[0]["training"]) == (False, False)
-    loaded.model.eval()
 
 
 @pytest.mark.parametrize("fails", [False, True])

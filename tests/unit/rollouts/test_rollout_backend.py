@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
@@ -13,29 +12,24 @@ from hypothesis import strategies as st
 
 from coordexp.config import parse_config, resolved_rollout
 from coordexp.config.rollout import RolloutMatchingConfig
-from coordexp.coords import TURN_END
 from coordexp.data.files import asset
 from coordexp.data.images import open_rgb
 from coordexp.engine import check_backend
 from coordexp.engine.arguments import GUARD_PROCESSOR, KNOWN_TOKENS_PROCESSOR, NAMES_PROCESSOR, NAMES_STATUS
 from coordexp.engine.colocated import ColocatedBackend
 from coordexp.engine.server_backend import check_servers
-from coordexp.errors import MissingDependency, RolloutError
+from coordexp.errors import RolloutError
 from coordexp.inference.session import PredictOptions, inference_config
 from coordexp.modeling.load import LoadedModel
 from coordexp.modeling.weights import LearnerWeights
-from coordexp.parsing import parse_rollout
-from coordexp.records import Rollout, RolloutRequest
-from coordexp.rollouts import DecodingOptions, RolloutBackend, SeedContext, build_backend
+from coordexp.records import Rollout
+from coordexp.rollouts import DecodingOptions, build_backend
 from coordexp.rollouts.backend import IndexedRollout, collect_in_order, decoding_options
 from coordexp.rollouts.hf import HFBackend
 from coordexp.rollouts.learner import LearnerParts
 from support.config_samples import stage2
 from support.fake_servers import FakeRolloutServer
-from support.settings import decoding
-from support.tiny_run import InMemoryBackend, tiny_checkpoint, tiny_samples
-
-SEEDS = SeedContext(0, 0, 0, 0)
+from support.tiny_run import tiny_checkpoint
 
 
 @given(st.permutations(range(5)))
@@ -46,48 +40,6 @@ def test_answers_are_returned_in_the_order_of_their_requests(order: list[int]) -
         collect_in_order(iter([IndexedRollout(0, index, rollouts[index]) for index in order]), told.append) == rollouts
     )
     assert told == [1, 2, 3, 4, 5]
-
-
-@pytest.fixture(scope="module")
-def requests_(loaded: LoadedModel) -> list[RolloutRequest]:
-    return [sample.request for sample in tiny_samples(loaded, 4)]
-
-
-def hf(loaded: LoadedModel) -> RolloutBackend:
-    return HFBackend(loaded.model, loaded.vocab, decoding(4), 2, loaded.image_token_id)
-
-
-def in_memory(loaded: LoadedModel) -> RolloutBackend:
-    return InMemoryBackend(loaded.vocab, lambda request: "{}" + TURN_END)
-
-
-backends = pytest.mark.parametrize("make", [hf, in_memory], ids=lambda make: make.__name__)
-
-
-@backends
-def test_one_answer_per_request_in_order(
-    make: Callable[[LoadedModel], RolloutBackend], loaded: LoadedModel, requests_: list[RolloutRequest]
-) -> None:
-    rollouts = make(loaded).generate(requests_, SEEDS)
-    assert [(r.sample_id, r.prompt_token_ids) for r in rollouts] == [
-        (r.sample_id, r.prompt_token_ids) for r in requests_
-    ]
-
-
-@backends
-def test_answers_can_be_parsed_token_by_token(
-    make: Callable[[LoadedModel], RolloutBackend], loaded: LoadedModel, requests_: list[RolloutRequest]
-) -> None:
-    for rollout in make(loaded).generate(requests_, SEEDS):
-        assert loaded.vocab.eos_id not in rollout.response_token_ids
-        assert rollout.text == loaded.vocab.decode(rollout.response_token_ids)
-        parsed = parse_rollout(rollout.response_token_ids, loaded.vocab, ended=not rollout.truncated)
-        assert parsed.prefix_text.startswith("{")
-
-
-def test_tensor_parallel_size_above_the_number_of_processes_is_refused() -> None:
-    with pytest.raises(RolloutError, match="tensor_parallel_size"):
-        check_backend(section(rollout_backend="vllm", vllm={"tensor_parallel_size": 4}))
 
 
 def test_allowed_labels_are_applied_before_the_guard(loaded: LoadedModel) -> None:
@@ -205,9 +157,3 @@ def test_every_engine_key_reaches_the_engine(
     assert isinstance(backend, ColocatedBackend)
     arguments = backend.engine_spec.arguments()
     assert {name: arguments[name] for name in expected} == expected
-
-
-def test_missing_vllm_names_the_alternative(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(MissingDependency, match="rollout_backend: hf"):
-        check_backend(section(rollout_backend="vllm"))

@@ -12,18 +12,16 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from coordexp.config.rollout import OffloadConfig, RolloutMatchingConfig
-from coordexp.data.jsonl import read_jsonl
 from coordexp.errors import ConfigError
 from coordexp.modeling.weights import LearnerWeights
 from coordexp.training.offload import LearnerOffload, build_offload
 from support.tiny_run import (
     InMemoryBackend,
+    finder,
     load_tiny,
-    nearly_right,
     run_config,
     same_weights,
     step_lines,
-    tiny_scenes,
     train,
     weights,
 )
@@ -261,15 +259,10 @@ class FakeColocatedBackend(InMemoryBackend):
 
 @pytest.mark.scenario("Offload context does not break the training step")
 def test_steps_between_offloaded_rollouts_are_the_steps_without_offload(tmp_path: Path) -> None:
-    objects = {record.sample_id: record.objects for record in read_jsonl(tiny_scenes())}
-
-    def answers(request: Any) -> str:
-        return nearly_right(objects[request.sample_id])
-
-    vocab = load_tiny().vocab
-    colocated = FakeColocatedBackend(vocab, answers)
+    answers = finder()
+    colocated = FakeColocatedBackend(answers._vocab, answers._answers)
     moved = train(run_config(tmp_path, 2, "moved", training__max_steps=3), colocated, on_built=colocated.borrow_from)
-    stayed = train(run_config(tmp_path, 2, "stayed", training__max_steps=3), InMemoryBackend(vocab, answers))
+    stayed = train(run_config(tmp_path, 2, "stayed", training__max_steps=3), answers)
     assert colocated.versions == [0, 1, 2] and colocated.device_was_free == [True] * 3
     assert [line["loss"] for line in step_lines(moved)] == [line["loss"] for line in step_lines(stayed)]
     assert same_weights(weights(moved.model), weights(stayed.model))

@@ -21,8 +21,8 @@ from coordexp.viewer.collect import BEHIND_CUT, find_checkpoint
 from coordexp.viewer.render import as_script_data, make_server
 from support.answers import tiny_vocab
 from support.cli_runs import run_cli
-from support.scored_answers import random_answers, with_soft
-from support.view_runs import HOSTILE, hostile_answers, write_run
+from support.scored_answers import random_answers
+from support.view_runs import write_run
 
 
 def data_of(page: str, name: str) -> Any:
@@ -61,14 +61,6 @@ def test_predictions_are_matched_anew(tmp_path: Path, place: str) -> None:
             assert found.partner is None or (shown.gt[found.partner].partner == i and (found.iou or 0) >= 0.5)
 
 
-def test_soft_objects_are_told_apart(tmp_path: Path) -> None:
-    answers = with_soft(random_answers(5, 1), 1)
-    write_answers(answers, tmp_path / "predictions.jsonl")
-    page = data_of(render(collect(tmp_path)), "data")
-    assert [[o["soft"] for o in r["gt"]] for r in page["records"]] == [[o.soft for o in a.gt or ()] for a in answers]
-    assert any(o.soft for a in answers for o in a.gt or ())
-
-
 def test_too_many_records_are_thinned_evenly_and_said(tmp_path: Path) -> None:
     write_answers(random_answers(10, 1), tmp_path / "predictions.jsonl")
     data = collect(tmp_path, max_records=4)
@@ -91,15 +83,6 @@ def test_a_run_without_answers_says_what_to_do(custom: dict[str, str], says: str
 def test_nothing_to_show_is_said(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="nothing to show"):
         collect(tmp_path)
-
-
-def test_hostile_text_stays_text(tmp_path: Path) -> None:
-    write_answers(hostile_answers(tmp_path), tmp_path / "predictions.jsonl")
-    page = render(replace(collect(tmp_path), title=HOSTILE))
-    assert page.count("<script") == 3 and page.count("</script>") == 3 and "<img" not in page.split("<script>")[0]
-    content = data_of(page, "data")
-    assert content["records"][0]["sample_id"] == content["title"] == HOSTILE
-    assert "gone.png" in data_of(page, "images")[0]["error"]
 
 
 @pytest.mark.parametrize("text", ["</script>", "<!--", "<script", "&amp;", "]]>", "{{ title }}"])
