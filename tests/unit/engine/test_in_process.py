@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,7 +35,6 @@ class FakeCudaWithoutAGPU:
     def __init__(self) -> None:
         self.stream = FakeStream()
         self.is_available, self.current_device, self.set_device = lambda: True, lambda: 0, lambda _: None
-        self.get_rng_state, self.set_rng_state = lambda *_: None, lambda *_: None
 
     def current_stream(self) -> FakeStream:
         return self.stream
@@ -48,6 +48,7 @@ def test_the_trainers_cuda_stream_is_current_again_after_an_engines_start(monkey
     cuda = FakeCudaWithoutAGPU()
     trainers, vllms = cuda.stream, FakeStream()
     monkeypatch.setattr(torch, "cuda", cuda)
+    monkeypatch.setattr(torch.random, "fork_rng", lambda devices: nullcontext())  # it finds torch.cuda in other ways
     with settings_kept():
         cuda.set_stream(vllms)
     assert cuda.stream is trainers
