@@ -95,8 +95,8 @@ def prepare_step(
         packing = time.perf_counter()
         remaining, segments, drops = iter(targets), [], task.targets.drop_unclosed
         for batch in samples:
-            answered = [(sample, next(remaining)) for sample in batch]
-            segments.append([segment_of(*one) for one in answered if is_closed(one[1]) or not drops])
+            pairs = [(sample, next(remaining)) for sample in batch]
+            segments.append([segment_of(sample, target) for sample, target in pairs if is_closed(target) or not drops])
         if drops:
             metrics["stage2/closure_dropped_total"] = len(targets) - sum(map(len, segments))
         rows = task.layout(segments, step, metrics)
