@@ -93,11 +93,7 @@ class Checkpoint:
             return None
 
     def read_vocab(self) -> CoordVocab:
-        """The coordinate vocabulary, from ``tokenizer.json`` alone.
-
-        Raises:
-            CheckpointError: no readable ``tokenizer.json``. VocabError: no coordinate tokens.
-        """
+        """The coordinate vocabulary, from ``tokenizer.json`` alone. Raises CheckpointError, VocabError."""
         try:
             return CoordVocab.from_tokenizer(_FileTokenizer(self.base))
         except VocabError as error:
@@ -110,11 +106,7 @@ def is_adapter_folder(path: str | Path) -> bool:
 
 
 def base_of(folder: Path) -> Path:
-    """The folder of the model to which the adapters in ``folder`` belong.
-
-    Raises:
-        CheckpointError: unreadable files, or no model there.
-    """
+    """The folder of the model to which the adapters in ``folder`` belong. Raises CheckpointError."""
     try:
         if (folder / CONFIG).is_file():
             named = json.loads((folder / CONFIG).read_text(encoding="utf-8")).get(BASE_KEY)
@@ -132,11 +124,7 @@ def base_of(folder: Path) -> Path:
 
 
 def read_object(folder: Path, name: str, what: str) -> dict[str, Any]:
-    """A JSON object from a checkpoint's folder; empty if there is no such file.
-
-    Raises:
-        CheckpointError: it cannot be read; ``what`` names it.
-    """
+    """A JSON object from a checkpoint's folder; empty without such a file. ``what``: its name in a CheckpointError."""
     if not (folder / name).is_file():
         return {}
     try:
@@ -151,11 +139,7 @@ def read_object(folder: Path, name: str, what: str) -> dict[str, Any]:
 
 
 def settings_of_run(checkpoint: Path) -> Mapping[str, Any]:
-    """The configuration of the run that wrote ``checkpoint``, from its folder or the one above; empty if there is none.
-
-    Raises:
-        ConfigError: the file is not YAML.
-    """
+    """The configuration of the run that wrote ``checkpoint``, from its folder or the one above; empty without one."""
     for place in (checkpoint, checkpoint.absolute().parent):
         if (place / RESOLVED_CONFIG).is_file():
             return read_document(place / RESOLVED_CONFIG).data
@@ -180,11 +164,7 @@ _ANSWERS_DEPEND_ON = ("*.safetensors", "*config.json", "tokenizer.json", "chat_t
 
 def checkpoint_fingerprint(folder: Path) -> str:
     """The first 16 hex digits of a SHA-256 over the names and contents of weights, tokenizer and configurations. An
-    adapter's base is not read: the adapter's configuration names it.
-
-    Raises:
-        CheckpointError: no weights there.
-    """
+    adapter's base is not read: the adapter's configuration names it. Raises CheckpointError without weights."""
     files = sorted({path for pattern in _ANSWERS_DEPEND_ON for path in folder.glob(pattern) if path.is_file()})
     if not any(path.suffix == ".safetensors" for path in files):
         raise CheckpointError(f"{folder}: has no *.safetensors; name the folder of a checkpoint")

@@ -4,7 +4,6 @@ needs it, so ``--help`` is instant."""
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from typing import Annotated
 
 import typer
@@ -37,14 +36,7 @@ app.add_typer(model_app, name="model")
 app.add_typer(config_app, name="config")
 
 
-@dataclass
-class _Flags:
-    """Options of the command as a whole; set by its callback, read when an error leaves it."""
-
-    debug: bool = False
-
-
-_flags = _Flags()
+_flags = {"debug": False}  # options of the command as a whole; set by its callback, read when an error leaves it
 
 
 def _show_version(wanted: bool) -> None:
@@ -62,16 +54,13 @@ def _global_options(
         bool, typer.Option("-V", "--version", callback=_show_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    _flags.debug = debug
+    _flags["debug"] = debug
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the command and exit: 0 done, 2 an error that the user can cure (no traceback), 128 + its number
-    when a signal ended it: 130 for Ctrl-C.
-
-    Any other exception is a bug and leaves with its traceback.
-    """
-    _flags.debug = False
+    """Run the command and exit: 0 done, 2 an error that the user can cure (no traceback), 128 + its number if a signal
+    ended it: 130 for Ctrl-C. Any other exception is a bug and leaves with its traceback."""
+    _flags["debug"] = False
     try:
         app(args=argv, prog_name="coordexp")
     except KeyboardInterrupt:
@@ -81,7 +70,7 @@ def main(argv: list[str] | None = None) -> None:
             typer.secho(str(stopped), err=True)
         sys.exit(128 + stopped.signal)
     except CoordExpError as error:
-        if _flags.debug:
+        if _flags["debug"]:
             raise
         typer.secho(f"error: {error}", fg=typer.colors.RED, err=True)
         sys.exit(USER_ERROR)

@@ -29,10 +29,8 @@ def open_console(stderr: bool = False) -> Console:
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Let a command take options as dataclasses, whose fields have defaults and are annotated as typer's options.
-
-    typer reads a command's signature: there the fields replace the parameter, after all others.
-    """
+    """Let a command take options as dataclasses, whose fields have defaults and are annotated as typer's options. In
+    the signature, which typer reads, the fields replace the parameter, after all others."""
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
     keyword = inspect.Parameter.KEYWORD_ONLY
@@ -100,11 +98,7 @@ def say_written(console: Console, files: Sequence[Path], most: int = 8) -> None:
 
 
 def vocabulary_of(checkpoint: Path) -> CoordVocab:
-    """The coordinate vocabulary of a checkpoint, without torch if its files allow.
-
-    Raises:
-        CheckpointError: see :meth:`coordexp.checkpoints.folder.Checkpoint.open`. VocabError: no coordinate tokens.
-    """
+    """The coordinate vocabulary of a checkpoint, without torch if its files allow."""
     from coordexp.checkpoints.folder import Checkpoint
 
     opened = Checkpoint.open(checkpoint)

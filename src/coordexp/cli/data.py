@@ -136,16 +136,9 @@ def split_command(
     from coordexp.data.jsonl import read_jsonl
     from coordexp.data.subset import split_records, write_part
 
-    wanted: dict[str, float] = {}
-    for part in shares.split(","):
-        name, _, text = part.strip().partition("=")
-        try:
-            share = float(text)
-        except ValueError:
-            share = 0.0
-        if not name.isidentifier() or share <= 0 or name in wanted:
-            raise ConfigError(f"--shares {shares!r}: expected names and shares, e.g. train=0.9,val=0.1")
-        wanted[name] = share
+    wanted = _rates("--shares", [part.strip() for part in shares.split(",")])
+    if not all(name.isidentifier() and share > 0 for name, share in wanted.items()):
+        raise ConfigError(f"--shares {shares!r}: expected names and shares, e.g. train=0.9,val=0.1")
     parts = split_records(read_jsonl(jsonl), list(wanted.values()), seed)
     paths = [jsonl.with_name(f"{jsonl.stem}.{name}.jsonl") for name in wanted]
     for path in paths:
@@ -443,7 +436,8 @@ def _rates(option: str, given: list[str] | None) -> dict[str, float]:
         except ValueError:
             value = -1.0
         if not name or not 0 <= value <= 1:
-            raise ConfigError(f"{option} {text!r}: expected a name and a probability, e.g. {option} 'medium=0.3'")
+            wanted = "share, e.g. train=0.9" if option == "--shares" else f"probability, e.g. {option} 'medium=0.3'"
+            raise ConfigError(f"{option} {text!r}: expected a name and a {wanted}")
         if name in rates:
             raise ConfigError(f"{option} names {name!r} twice; keep one of them")
         rates[name] = value

@@ -46,16 +46,8 @@ class DataAtHand:
 
 
 def look_at(data: Path, model: Path, val: Path | None = None) -> DataAtHand:
-    """Read a dataset and the checkpoint's small files.
-
-    Args:
-        data: a JSONL, or a folder with ``train.jsonl`` (and ``val.jsonl``) as converters write it.
-        val: JSONL to evaluate on [``val.jsonl`` next to it].
-
-    Raises:
-        DataError: no dataset there, or an invalid line. CheckpointError: no such checkpoint. VocabError: it has
-            no coordinate tokens. ConfigError: a sample that is too long for the model.
-    """
+    """Read a dataset and the checkpoint's small files. ``data``: a JSONL, or a folder with ``train.jsonl`` (and
+    ``val.jsonl``) as converters write it; ``val``: JSONL to evaluate on [``val.jsonl`` next to it]."""
     train = data
     if data.is_dir():
         train = data / "train.jsonl"
@@ -152,11 +144,7 @@ def first_configuration(at_hand: DataAtHand, model: Path, stage: Stage, output: 
 
 
 def set_value(text: str, path: str, value: object) -> str:
-    """``text``, a YAML in block style, with the value of a dotted key replaced; its comment stays.
-
-    Raises:
-        KeyError: it has no such key.
-    """
+    """``text``, a YAML in block style, with the value of a dotted key replaced; its comment stays. Raises KeyError."""
     lines = text.split("\n")
     at = -1
     for depth, key in enumerate(path.split(".")):

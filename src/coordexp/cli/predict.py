@@ -103,9 +103,8 @@ def predict(
             objects = []
             for obj in answer.pred:
                 box = ", ".join(f"{side:.0f}" for side in pixel_box(obj, answer.width, answer.height))
-                objects.append(
-                    f"{obj.desc} {obj.score:.2f} ({box})" if obj.score is not None else f"{obj.desc} ({box})"
-                )
+                score = "" if obj.score is None else f" {obj.score:.2f}"
+                objects.append(f"{obj.desc}{score} ({box})")
             say(console, f"{answer.sample_id}: {'; '.join(objects) or 'nothing found'}")
         if len(result.answers) > _SHOWN:
             say(console, f"… and {len(result.answers) - _SHOWN} more images")

@@ -12,7 +12,6 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -56,25 +55,30 @@ class ClusterJob:
 
 
 def plan_job(config: Path, arguments: Sequence[str], trainer_nodes: int, gpus: int, time_limit: str) -> ClusterJob:
-    """The job of a configuration.
+    """The job of a configuration with ``arguments`` (``key.path=value``) on top. Raises ConfigError with every key and
+    option that no cluster could run.
 
     Args:
-        arguments: ``key.path=value``, on top of the file.
-        trainer_nodes: machines of the trainer.
         gpus: per machine, for servers and trainer; 0 for CPUs.
         time_limit: in SLURM's format, ``days-hours:minutes:seconds``.
-
-    Raises:
-        ConfigError: every key and option that no cluster could run.
     """
-    with _stand_in_hosts():
+    # Stand-ins for the hosts, by which _problems sees whether the configuration reads their variables.
+    before = dict(os.environ)
+    for index in range(_MOST_HOSTS):
+        os.environ[HOST_VARIABLE.format(index=index)] = _UNKNOWN_HOST.format(index=index)
+    try:
         run = load_config(config, arguments=arguments)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
     if problems := list(_problems(run, trainer_nodes, gpus, time_limit)):
         raise ConfigError("\n".join(problems))
     server = run.rollout_matching.vllm.server if run.rollout_matching is not None else None
     entries = server_entries(run)
+    # Lower case, digits and dashes, at most 40 characters: a name that every scheduler accepts.
+    name = re.sub(r"[^a-z0-9]+", "-", Path(run.training.output_dir).name.lower()).strip("-")[:40].strip("-")
     return ClusterJob(
-        name=_dns_name(Path(run.training.output_dir).name),
+        name=name or "coordexp",
         config=str(config),
         arguments=tuple(arguments),
         servers=len(entries),
@@ -88,15 +92,8 @@ def plan_job(config: Path, arguments: Sequence[str], trainer_nodes: int, gpus: i
 
 
 def render(job: ClusterJob, scheduler: Scheduler, image: str = "", accelerator: str = "") -> str:
-    """The text of a job.
-
-    Args:
-        image: Kubernetes: the container image, with coordexp in it.
-        accelerator: SkyPilot: its name for the kind of GPU.
-
-    Raises:
-        ConfigError: ``image`` or ``accelerator`` is missing where it is needed.
-    """
+    """The text of a job. ``image``: Kubernetes' container image, with coordexp in it; ``accelerator``: SkyPilot's name
+    for the kind of GPU. Raises ConfigError if one of them is missing where it is needed."""
     if scheduler == "kubernetes" and not image:
         raise ConfigError("--image: missing; name a container image in which coordexp is installed")
     if scheduler == "skypilot" and job.gpus and not accelerator:
@@ -118,19 +115,6 @@ def render(job: ClusterJob, scheduler: Scheduler, image: str = "", accelerator: 
         image=image,
         accelerator=accelerator,
     )
-
-
-@contextmanager
-def _stand_in_hosts() -> Iterator[None]:
-    """Set the hosts' variables to stand-ins, by which :func:`_problems` sees whether the configuration reads them."""
-    before = dict(os.environ)
-    for index in range(_MOST_HOSTS):
-        os.environ[HOST_VARIABLE.format(index=index)] = _UNKNOWN_HOST.format(index=index)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def _problems(run: RunConfig, trainer_nodes: int, gpus: int, time_limit: str) -> Iterator[str]:
@@ -170,8 +154,3 @@ def _problems(run: RunConfig, trainer_nodes: int, gpus: int, time_limit: str) ->
             f"rollout_matching.vllm.tensor_parallel_size: {parallel} devices per engine do not divide the {gpus} of a "
             "machine (--gpus)"
         )
-
-
-def _dns_name(text: str) -> str:
-    """Lower case, digits and dashes, at most 40 characters: a name that every scheduler accepts."""
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40].strip("-") or "coordexp"

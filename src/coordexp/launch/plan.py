@@ -83,12 +83,9 @@ class LaunchPlan:
         return json.dumps(asdict(self), default=str)
 
 
-_PLAN: TypeAdapter[LaunchPlan] = TypeAdapter(LaunchPlan)
-
-
 def plan_from_json(text: str) -> LaunchPlan:
     """The inverse of :meth:`LaunchPlan.to_json`."""
-    return _PLAN.validate_json(text)
+    return TypeAdapter(LaunchPlan).validate_json(text)
 
 
 def server_entries(config: RunConfig) -> tuple[ServerEntry, ...]:
@@ -303,12 +300,8 @@ def look_over(
     learner_checks: Callable[[int], object],
     listen_host: str | None = None,
 ) -> Preflight:
-    """Run every check, also after one failed.
-
-    Args:
-        learner_checks: the checks that the learner itself makes, given its number of processes; raises a CoordExpError.
-        listen_host: see :func:`plan_launch`.
-    """
+    """Run every check, also after one failed. ``learner_checks``: those that the learner itself makes, given its number
+    of processes; raises a CoordExpError."""
     problems: list[str] = []
     plan = shown = None
     try:
