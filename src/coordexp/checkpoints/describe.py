@@ -53,12 +53,7 @@ class ModelInfo:
 
 
 def describe(path: Path) -> ModelInfo:
-    """Describe a plain checkpoint, or a LoRA run's folder by its base model.
-
-    Raises:
-        CheckpointError: no Qwen3-VL checkpoint, weights that are missing or no safetensors, or adapters that are
-            unreadable or without their base.
-    """
+    """Describe a plain checkpoint, or a LoRA run's folder by its base model. Raises CheckpointError."""
     checkpoint = Checkpoint.open(path)
     config, folder = checkpoint.config, checkpoint.base
     shapes = weight_shapes(checkpoint)
@@ -77,6 +72,14 @@ def describe(path: Path) -> ModelInfo:
         last = module.rpartition(".")[2]
         if kind == "weight" and len(shape) == 2 and last not in TABLES:
             linear.setdefault(part_of(name), set()).add(last)
+    if not checkpoint.has_tokenizer_file:
+        coord_tokens = f"unknown: {path} has no tokenizer.json; save its tokenizer with transformers' save_pretrained"
+    else:
+        try:
+            highest = max(checkpoint.read_vocab().coord_token_ids)
+            coord_tokens = "yes" if highest < rows else too_few_rows(checkpoint.path, highest, rows)
+        except VocabError as error:
+            coord_tokens = str(error)
     text = config.get("text_config") or {}
     return ModelInfo(
         path=str(path),
@@ -86,23 +89,11 @@ def describe(path: Path) -> ModelInfo:
         hidden=hidden,
         vocab_rows=rows,
         tied_head=tied,
-        coord_tokens=_coord_tokens(checkpoint, rows),
+        coord_tokens=coord_tokens,
         parameters=dict(parameters),
         linear_modules={part: tuple(sorted(names)) for part, names in linear.items()},
         adapter=None if checkpoint.parent is None else _describe_adapter(checkpoint.path, checkpoint.parent.path),
     )
-
-
-def _coord_tokens(checkpoint: Checkpoint, rows: int) -> str:
-    if not checkpoint.has_tokenizer_file:
-        return (
-            f"unknown: {checkpoint.path} has no tokenizer.json; save its tokenizer with transformers' save_pretrained"
-        )
-    try:
-        highest = max(checkpoint.read_vocab().coord_token_ids)
-    except VocabError as error:
-        return str(error)
-    return "yes" if highest < rows else too_few_rows(checkpoint.path, highest, rows)
 
 
 def too_few_rows(path: str | Path, highest: int, rows: int) -> str:
@@ -144,10 +135,11 @@ def _describe_adapter(path: Path, base: Path) -> AdapterInfo:
         target_modules=tuple(config.get("target_modules") or ()),
         modules_to_save=tuple(config.get("modules_to_save") or ()),
         coordinate_rows=(path / OFFSETS).is_file(),
-        parameters=sum(_trained(path / name) for name in (WEIGHTS, OFFSETS) if (path / name).is_file()),
+        parameters=sum(
+            math.prod(shape)
+            for file in (WEIGHTS, OFFSETS)
+            if (path / file).is_file()
+            for name, shape in _header(path / file).items()
+            if name != COORD_IDS  # the token ids of offset rows are not trained
+        ),
     )
-
-
-def _trained(file: Path) -> int:
-    """Trained numbers in a file. The token ids of offset rows are not trained."""
-    return sum(math.prod(shape) for name, shape in _header(file).items() if name != COORD_IDS)

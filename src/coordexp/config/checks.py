@@ -342,11 +342,7 @@ _PACKAGES = {
 
 
 def check_training_environment(config: RunConfig) -> None:
-    """Names that only transformers knows (optimizer, schedule, loggers), and the packages that a run needs.
-
-    Raises:
-        ConfigError: with each that is unknown, or not installed here.
-    """
+    """Refuse names that transformers does not know (optimizer, schedule, loggers) and packages that are not here."""
     from transformers.integrations import get_available_reporting_integrations
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
     from transformers.trainer_utils import SchedulerType
@@ -378,11 +374,7 @@ def check_training_environment(config: RunConfig) -> None:
 
 
 def check_world_size(config: RunConfig, world_size: int) -> None:
-    """Rules that depend on the number of trainer processes; call it once that number is known.
-
-    Raises:
-        ConfigError: with all of them, each with its dotted path.
-    """
+    """Rules that depend on the number of trainer processes. Raises ConfigError with all that are broken."""
     training, rollout = config.training, config.rollout_matching
     problems = []
     samples = training.per_device_train_batch_size * world_size
@@ -408,11 +400,8 @@ def check_world_size(config: RunConfig, world_size: int) -> None:
 
 
 def check_paths(folders: Mapping[str, str | Path], files: Mapping[str, Path | None] | None = None) -> None:
-    """Check that folders and files exist before anything heavy is imported: key or option -> path (or None).
-
-    Raises:
-        ConfigError: with every one that is not there.
-    """
+    """Check that folders and files exist before anything heavy is imported: key or option -> path (or None). Raises
+    ConfigError with all that do not."""
     missing = []
     for key, path in folders.items():
         if not Path(path).is_dir():

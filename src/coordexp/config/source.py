@@ -86,11 +86,8 @@ class Document:
 
 
 def read_document(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Document:
-    """Read ``path`` with all that it extends, and put ``overrides`` (dotted key → value) on top.
-
-    Raises:
-        ConfigError: for what makes it unreadable as a whole; single mistakes are the document's ``problems``.
-    """
+    """Read ``path`` with all that it extends, and put ``overrides`` (dotted key → value) on top. Raises ConfigError if
+    it is unreadable as a whole; single mistakes are the document's ``problems``."""
     document = _read(Path(path), ())
     for key, value in (overrides or {}).items():
         _put(document, parse_dotted(key), value, "override")
@@ -316,12 +313,9 @@ _KEY = re.compile(r"[^.\[\]=\s]+(\[\d+\])*(\.[^.\[\]=\s]+(\[\d+\])*)*")
 
 
 def apply_arguments(document: Document, arguments: Sequence[str]) -> None:
-    """Put ``arguments`` (``key.path=value``) on top of ``document``; their place is "command line".
-
-    Raises:
-        ConfigError: a word that is not ``key.path=value``, a key given twice, an index outside of a list. An invalid
-            value is one of the document's problems.
-    """
+    """Put ``arguments`` (``key.path=value``) on top of ``document``; their place is "command line". Raises ConfigError
+    for a word of another form, a key given twice, an index outside of a list; an invalid value is one of the document's
+    problems."""
     complaints: list[str] = []
     given: dict[KeyPath, str] = {}
     for word in arguments:
