@@ -56,7 +56,7 @@ def converted(regime: dict[str, Any], split: str, folder: Path, path: Path) -> P
     root = folder / "voc"
     if not root.is_dir():
         sys.exit(f"{root} is missing: put there, or link, {regime['voc']['source']}")
-    convert_voc(root, path.parent, split=split, name=path.stem, options=ImageOptions(**regime["voc"]["images"]))
+    convert_voc(root, path.parent, split=split, options=ImageOptions(**regime["voc"]["images"], name=path.stem))
     return path
 
 

@@ -62,11 +62,10 @@ def _converter(form: str) -> Callable[[Callable[..., None]], Callable[..., None]
         def run(options: OfImages, **given: Any) -> None:
             from coordexp.data import convert
 
-            image_options = {name: value for name, value in asdict(options).items() if value is not None}
+            given_options = {name: value for name, value in asdict(options).items() if value is not None}
             with counting("converting") as progress:
-                report = getattr(convert, f"convert_{form}")(
-                    **given, options=convert.ImageOptions(**image_options), progress=progress
-                )
+                image_options = convert.ImageOptions(**given_options, name=given.pop("name"), progress=progress)
+                report = getattr(convert, f"convert_{form}")(**given, options=image_options)
             console = open_console()
             console.print(convert.render_report(report))
             console.print(f"wrote {report.jsonl} and {report.path}", soft_wrap=True)

@@ -133,8 +133,8 @@ def split_command(
     seed: Seed = 0,
 ) -> None:
     """Split a dataset into NAME.train.jsonl, NAME.val.jsonl, … next to it; records of one image stay together."""
-    from coordexp.data.jsonl import read_jsonl
-    from coordexp.data.subset import split_records, write_part
+    from coordexp.data.jsonl import read_jsonl, write_jsonl
+    from coordexp.data.subset import split_records
 
     wanted = _rates("--shares", [part.strip() for part in shares.split(",")])
     if not all(name.isidentifier() and share > 0 for name, share in wanted.items()):
@@ -142,10 +142,9 @@ def split_command(
     parts = split_records(read_jsonl(jsonl), list(wanted.values()), seed)
     paths = [jsonl.with_name(f"{jsonl.stem}.{name}.jsonl") for name in wanted]
     for path in paths:
-        if path.exists():
-            raise DataError("exists already; remove or rename it", path=path)
+        _refuse_existing(path, "remove or rename it")
     for path, part in zip(paths, parts, strict=True):
-        typer.echo(f"wrote {write_part(part, path)}: {len(part)} records")
+        typer.echo(f"wrote {path}: {write_jsonl(part, path)} records")
 
 
 @data_app.command("sample")
@@ -156,10 +155,11 @@ def sample_command(
     seed: Seed = 0,
 ) -> None:
     """Draw records at random."""
-    from coordexp.data.jsonl import read_jsonl
-    from coordexp.data.subset import sample_records, write_part
+    from coordexp.data.jsonl import read_jsonl, write_jsonl
+    from coordexp.data.subset import sample_records
 
-    typer.echo(f"wrote {write_part(sample_records(read_jsonl(jsonl), count, seed), out)}: {count} records")
+    _refuse_existing(out, "name another file")
+    typer.echo(f"wrote {out}: {write_jsonl(sample_records(read_jsonl(jsonl), count, seed), out)} records")
 
 
 @data_app.command("pack")
@@ -219,7 +219,8 @@ def drop_command(
     """Leave annotations out at random, as annotators do; or remove the soft objects."""
     from coordexp.data.jsonl import read_jsonl, write_jsonl
 
-    _refuse_existing(out, overwrite)
+    if not overwrite:
+        _refuse_existing(out)
     if soft:
         if keep is not None or per_class or per_size or allow_empty:
             raise ConfigError("--soft removes only soft objects; leave out the other options")
@@ -296,7 +297,8 @@ def complete_command(
 
     Answers are written as they arrive. The same command again continues where it stopped.
     """
-    _refuse_existing(out, overwrite)
+    if not overwrite:
+        _refuse_existing(out)
     if model is not None:
         check_checkpoint(model)
     from coordexp.config.checks import check_paths
@@ -422,9 +424,9 @@ def _bars_of(groups: Mapping[str, Mapping[str, int]]) -> Table:
     return table
 
 
-def _refuse_existing(path: Path, overwrite: bool) -> None:
-    if path.exists() and not overwrite:
-        raise DataError("exists already; name another file, or say --overwrite", path=path)
+def _refuse_existing(path: Path, fix: str = "name another file, or say --overwrite") -> None:
+    if path.exists():
+        raise DataError(f"exists already; {fix}", path=path)
 
 
 def _rates(option: str, given: list[str] | None) -> dict[str, float]:

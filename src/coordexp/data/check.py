@@ -163,7 +163,17 @@ def check_jsonl(
             digest = _check_image(check, record, cache, deep and first)
             if digest is not None and first:
                 digests[digest].append(record.sample_id)
-            _check_objects(check, record)
+            if not record.objects:
+                check.add(Finding.EMPTY_IMAGE, record.sample_id, "no objects")
+            seen: set[tuple[str, str, tuple[int, ...]]] = set()
+            for index, obj in enumerate(record.objects):
+                shown = f"objects[{index}] {obj.desc!r} {obj.kind} {list(obj.bins)}"
+                if shape_area(obj.kind, obj.bins) == 0:
+                    check.add(Finding.DEGENERATE, record.sample_id, shown)
+                identity = obj.desc, obj.kind, obj.bins
+                if identity in seen:
+                    check.add(Finding.DUPLICATE_OBJECT, record.sample_id, shown)
+                seen.add(identity)
             if count_tokens is not None:
                 length = count_tokens(record)
                 check.token_lengths.append(length)
@@ -177,12 +187,23 @@ def check_jsonl(
             if len(records) > 1:
                 detail = f"{name.name if isinstance(name, Path) else 'images'} {kind} {', '.join(records)}"
                 check.add(Finding.DUPLICATE_IMAGE, records[-1], detail)
-    _add_left_out(check)
+    report = path.with_name(f"{path.stem}.conversion_report.json")  # only it lists what the conversion left out
+    if not report.is_file():
+        return check
+    try:
+        content = json.loads(report.read_text(encoding="utf-8"))
+        reasons = content["skipped_objects"].keys() | content["skipped_images"].keys()
+        problems = [problem for problem in content["problems"] if problem["reason"] in reasons]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(f"no conversion report: {error!r}; remove the file or convert again", path=report) from error
+    for problem in problems:
+        index = problem["object_index"]
+        where = str(problem["file"]) if index is None else f"{problem['file']} object {index}"
+        check.add(Finding.LEFT_OUT, where, f"{problem['reason']}: {problem['detail']}")
     return check
 
 
 def _classify(text: bytes, error: RefusedLine, where: str) -> tuple[Finding, str, str]:
-    """The finding for an invalid line, by its likeliest cause."""
     if error.fault is LineFault.BEYOND_BINS:
         return Finding.OUT_OF_RANGE, where, error.reason
     if error.fault is LineFault.INVERTED_BOX:
@@ -196,7 +217,7 @@ def _classify(text: bytes, error: RefusedLine, where: str) -> tuple[Finding, str
 
 
 def _check_image(check: DatasetCheck, record: ImageRecord, cache: sqlite3.Connection, deep: bool) -> bytes | None:
-    """The SHA-256 of the record's image file; None if it cannot be read."""
+    # Returns the SHA-256 of the image's file; None if it cannot be read.
     image, sample = record.image, record.sample_id
     try:
         seen = image_stat(os.fsencode(image))  # before the image is read: a later change gives another key
@@ -225,37 +246,6 @@ def _check_image(check: DatasetCheck, record: ImageRecord, cache: sqlite3.Connec
     return digest
 
 
-def _check_objects(check: DatasetCheck, record: ImageRecord) -> None:
-    if not record.objects:
-        check.add(Finding.EMPTY_IMAGE, record.sample_id, "no objects")
-    seen: set[tuple[str, str, tuple[int, ...]]] = set()
-    for index, obj in enumerate(record.objects):
-        shown = f"objects[{index}] {obj.desc!r} {obj.kind} {list(obj.bins)}"
-        if shape_area(obj.kind, obj.bins) == 0:
-            check.add(Finding.DEGENERATE, record.sample_id, shown)
-        identity = obj.desc, obj.kind, obj.bins
-        if identity in seen:
-            check.add(Finding.DUPLICATE_OBJECT, record.sample_id, shown)
-        seen.add(identity)
-
-
-def _add_left_out(check: DatasetCheck) -> None:
-    """Add what the conversion left out, which only its report lists."""
-    report = check.path.with_name(f"{check.path.stem}.conversion_report.json")
-    if not report.is_file():
-        return
-    try:
-        content = json.loads(report.read_text(encoding="utf-8"))
-        reasons = content["skipped_objects"].keys() | content["skipped_images"].keys()
-        problems = [problem for problem in content["problems"] if problem["reason"] in reasons]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(f"no conversion report: {error!r}; remove the file or convert again", path=report) from error
-    for problem in problems:
-        index = problem["object_index"]
-        where = str(problem["file"]) if index is None else f"{problem['file']} object {index}"
-        check.add(Finding.LEFT_OUT, where, f"{problem['reason']}: {problem['detail']}")
-
-
 def histogram(values: Sequence[int], edges: Sequence[int]) -> dict[str, int]:
     """Counts by range, from each edge to the next; the last is open. Ranges without any value are left out."""
     counts: dict[str, int] = {}
@@ -279,7 +269,7 @@ _FIND = """SELECT width, height, sha256, decoded FROM images
 
 @contextmanager
 def _open_cache() -> Iterator[sqlite3.Connection]:
-    """The user's own store, which several checks may use at once. Raises DataError if it cannot be read or written."""
+    # The user's own store, which several checks may use at once.
     path = cache_folder() / "checked_images.sqlite"
     try:
         # Each entry is stored at once; without waiting for the disk that takes microseconds.

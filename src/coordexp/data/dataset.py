@@ -158,10 +158,10 @@ class View:
     def objects(self, objects: Sequence[GTObject], min_visible: float) -> tuple[list[GTObject], int]:
         """The objects as the view shows them, and how many are left out: less than ``min_visible`` of their area is in
         the window, or nothing of it on the grid."""
-        visible = [seen for obj in objects if (seen := self._object(obj, min_visible)) is not None]
+        visible = [seen for obj in objects if (seen := self._seen(obj, min_visible)) is not None]
         return visible, len(objects) - len(visible)
 
-    def _object(self, obj: GTObject, min_visible: float) -> GTObject | None:
+    def _seen(self, obj: GTObject, min_visible: float) -> GTObject | None:
         left, top, right, bottom = self.window
         ring: list[_Point] = []
         for x, y in zip(obj.bins[0::2], obj.bins[1::2], strict=True):

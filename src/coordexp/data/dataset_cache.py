@@ -86,12 +86,10 @@ def open_records(path: str | Path, *, limit: int | None = None, wait_s: float = 
 
 
 def check_images(*datasets: Sequence[ImageRecord], wait_s: float = WAIT_S) -> None:
-    """Check that every image exists, opens, and has its record's size. Reads headers only, and of cached datasets only
-    those of new and changed files.
+    """As :func:`~coordexp.data.jsonl.check_dataset`, but of cached datasets only new and changed files are read.
 
     Raises:
-        DataError: one error with all problems (the first 20 spelled out), each naming its record; or the wait for
-            another process that checks the same images timed out.
+        DataError: one error with all problems; or the wait for another process that checks the images timed out.
     """
     problems: list[DataError] = []
     for records in datasets:
@@ -102,7 +100,6 @@ def check_images(*datasets: Sequence[ImageRecord], wait_s: float = WAIT_S) -> No
 
 @lru_cache(maxsize=4)
 def _open_table(file: Path) -> pa.Table:
-    """The mapped rows of ``file``, opened once by each process. Raises DataError if the file is damaged."""
     import pyarrow as pa
 
     try:
@@ -162,7 +159,6 @@ def _key(path: Path) -> str:
 
 @contextmanager
 def _locked_folder(path: Path, wait_s: float) -> Iterator[Path]:
-    """The folder of a dataset, for one process at a time."""
     from filelock import FileLock, Timeout
 
     slug = re.sub(r"[^A-Za-z0-9._-]", "_", path.name)[:60]
@@ -187,7 +183,6 @@ def _locked_folder(path: Path, wait_s: float) -> Iterator[Path]:
 
 
 def _validate(path: Path, limit: int | None, file: Path) -> None:
-    """Write the records of ``path`` to ``file``, which appears if every line is valid. Raises all refused lines."""
     import pyarrow as pa
 
     def pieces() -> Iterator[list[tuple[int, bytes]]]:
@@ -220,12 +215,9 @@ def _validate(path: Path, limit: int | None, file: Path) -> None:
 
 
 def _validate_piece(path: Path, lines: list[tuple[int, bytes]]) -> tuple[pa.RecordBatch, list[tuple[int, str]], int]:
-    """In a worker. Returns the valid lines as a batch, (line, reason) of the others, and the number of bytes read.
-
-    The batch's text is parsed again when a record is read, which costs far less than opening its image. The other
-    columns are read from all records at once: ``image`` is an absolute path in the file system's bytes, ``prepared``
-    is JSON.
-    """
+    # In a worker. Returns the valid lines as a batch, (line, reason) of the others, and the number of bytes read.
+    # The batch's text is parsed again when a record is read, which costs far less than opening its image. The other
+    # columns are read from all records at once: `image` is an absolute path in the file system's bytes.
     import pyarrow as pa
 
     schema = pa.schema([
@@ -287,8 +279,8 @@ def _cached_image_problems(records: CachedRecords, wait_s: float) -> list[DataEr
 
 
 def _check_piece(file: Path, task: tuple[int, np.ndarray]) -> tuple[np.ndarray, list[tuple[int, str]]]:
-    """In a worker. ``task``: index of the first row, and the known states of it and the rows after it. Returns their
-    states now, and (line, problem) of each image that cannot be used."""
+    # In a worker. `task`: index of the first row, and the known states of it and the rows after it. Returns their
+    # states now, and (line, problem) of each image that cannot be used.
     import numpy as np
 
     start, known_P2 = task
@@ -317,8 +309,7 @@ def _check_piece(file: Path, task: tuple[int, np.ndarray]) -> tuple[np.ndarray, 
 
 
 def _in_processes(work: Callable[[_Task], _Done], tasks: Iterable[_Task]) -> Iterator[_Done]:
-    """Each task's result, in order, from as many forked workers as this process may use cores. DataError if one of them
-    is killed."""
+    # Each task's result, in order, from as many forked workers as this process may use cores.
     from concurrent.futures import ProcessPoolExecutor
     from concurrent.futures.process import BrokenProcessPool
     from multiprocessing import get_context
@@ -353,7 +344,6 @@ def _start_worker(parent: int) -> None:
 
 @contextmanager
 def _progress(description: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar in percent on stderr, if the work takes more than two seconds."""
     from coordexp.data.progress_bar import literal_console, reporting
 
     with reporting(literal_console(stderr=True), description, "%", after_s=2.0) as report:

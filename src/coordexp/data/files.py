@@ -26,11 +26,7 @@ _ASSET_ROOTS = (Path(__file__).parents[1] / "_assets", Path(__file__).parents[3]
 
 
 def asset(relative: str) -> Path:
-    """Path of a shipped file of ``configs`` or ``checkpoints``.
-
-    Raises:
-        CheckpointError: the installation does not have it.
-    """
+    """Path of a shipped file of ``configs`` or ``checkpoints``. Raises CheckpointError if it is missing."""
     for root in _ASSET_ROOTS:
         if (root / relative).exists():
             return root / relative
@@ -124,7 +120,6 @@ def whole_file(path: Path) -> Iterator[TextIO]:
 
 @contextmanager
 def whole_binary_file(path: Path) -> Iterator[BinaryIO]:
-    """Like :func:`whole_file`, for bytes."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with temporary.open("wb") as file:
@@ -140,17 +135,12 @@ def whole_binary_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write ``text`` as a :func:`whole_file`."""
     with whole_file(path) as file:
         file.write(text)
 
 
 def read_text(path: Path) -> str:
-    """A UTF-8 file's text, without the byte order mark that Windows editors write.
-
-    Raises:
-        DataError: missing, not readable, or not UTF-8.
-    """
+    """A UTF-8 file's text, without the byte order mark that Windows editors write. Raises DataError."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -175,11 +165,7 @@ VARIABLE = "COORDEXP_CACHE"
 def cache_folder() -> Path:
     """The folder for validated datasets, checked images and indexes of shards: the first writable one of
     :data:`VARIABLE`, ``coordexp`` in the user's cache folder (``XDG_CACHE_HOME``, else ``~/.cache``), and a folder of
-    the user's own among temporary files. The log names those that are passed over.
-
-    Raises:
-        DataError: none is writable.
-    """
+    the user's own among temporary files. The log names those that are passed over. Raises DataError without any."""
     candidates: list[Path] = []
     if named := os.environ.get(VARIABLE):
         candidates.append(Path(named).expanduser().absolute())

@@ -20,11 +20,7 @@ DEFAULT_MAX_PIXELS = 1024 * 1024  # 1024 image tokens at factor 32
 
 
 def check_resize_limits(factor: int, min_pixels: int, max_pixels: int) -> None:
-    """Refuse limits that no image can satisfy.
-
-    Raises:
-        DataError: ``factor`` < 1, ``min_pixels`` < 1, ``max_pixels`` < ``min_pixels`` or < ``factor``².
-    """
+    """Raise DataError for limits that no image can satisfy."""
     if factor < 1:
         raise DataError(
             f"resize factor is {factor}; expected patch_size * merge_size of the model, e.g. 32 for Qwen3-VL"
@@ -111,11 +107,7 @@ class ImageHeader:
 
 
 def read_header(path: Path) -> ImageHeader:
-    """Read size, format and orientation without decoding pixels.
-
-    Raises:
-        DataError: the file is missing, is not an image, or has a pixel type other than 8-bit.
-    """
+    """Read size, format and orientation without decoding pixels. Raises DataError as :func:`open_rgb`."""
     with _open(path) as image:
         return _header(image, path)
 
@@ -160,13 +152,10 @@ def open_rgb(
         # Pillow's operations keep EXIF and XMP, by which vLLM would turn these pixels again.
         for key in ("exif", "Raw profile type exif", "XML:com.adobe.xmp", "xmp"):
             rgb.info.pop(key, None)
-        orientation = header.orientation
-        if image.format != "TIFF":
-            turn = _UPRIGHT_BY_ORIENTATION.get(orientation) if apply_orientation else None
-        else:  # Pillow has turned a TIFF already while decoding it; 6 and 8 undo each other, the others themselves
-            turn = (
-                None if apply_orientation else _UPRIGHT_BY_ORIENTATION.get({6: 8, 8: 6}.get(orientation, orientation))
-            )
+        orientation, is_turned = header.orientation, image.format == "TIFF"  # which Pillow turns while decoding
+        if is_turned:  # to be undone: 6 and 8 undo each other, the others themselves
+            orientation = {6: 8, 8: 6}.get(orientation, orientation)
+        turn = None if is_turned == apply_orientation else _UPRIGHT_BY_ORIENTATION.get(orientation)
         return rgb if turn is None else rgb.transpose(turn)
 
 
@@ -179,11 +168,7 @@ def size_problem(declared: tuple[int, int], real: tuple[int, int]) -> str:
 
 
 def image_exists(path: Path) -> bool:
-    """Whether ``path`` is a file.
-
-    Raises:
-        DataError: the path cannot be looked up: its name is too long, or a folder is not readable.
-    """
+    """Whether ``path`` is a file. Raises DataError if it cannot be looked up: too long a name, a locked folder."""
     try:
         return path.is_file() or find_member(path) is not None
     except OSError as error:

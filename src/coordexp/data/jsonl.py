@@ -95,11 +95,7 @@ def parse_line(text: str | bytes, *, path: Path, line: int) -> ImageRecord:
 
 
 def clean_desc(desc: Any) -> str:
-    """A description as the model should write it: stripped, NFC.
-
-    Raises:
-        ValueError: not a string, empty, with control characters, or with text that looks like a control token.
-    """
+    """A description as the model should write it: stripped, NFC. Raises ValueError for what it must not write."""
     if not isinstance(desc, str):
         raise _BadText(f"desc must be a string, got {_show(desc)}")
     return _clean_text(desc)
@@ -319,11 +315,7 @@ def read_jsonl(path: str | Path, *, limit: int | None = None, check_images: bool
 
 
 def check_dataset(records: Iterable[ImageRecord]) -> None:
-    """Check that every image exists, opens, and has its record's size. Reads headers only.
-
-    Raises:
-        DataError: one error with all problems (the first 20 spelled out), each naming its record.
-    """
+    """Raise one DataError unless every image exists, opens, and has its record's size. Reads headers only."""
     raise_together(image_problems(records), None)
 
 
@@ -344,11 +336,7 @@ def order_objects(
 
 
 def numbered_lines(path: Path, limit: int | None) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not blank, each with its number from 1.
-
-    Raises:
-        DataError: no such file, or a limit below 1.
-    """
+    """The lines that are not blank, each with its number from 1. Raises DataError for no file or a limit below 1."""
     if limit is not None and limit < 1:
         raise DataError(f"limit is {limit}; expected at least 1 record, or no limit", path=path)
     if not path.is_file():
@@ -365,8 +353,7 @@ def numbered_lines(path: Path, limit: int | None) -> Iterator[tuple[int, bytes]]
 
 
 def image_problem(image: Path, declared: tuple[int, int]) -> str | None:
-    """Why a record's image cannot be shown to a model; None if it can. Reads its header only. ``declared``: the
-    record's (width, height)."""
+    """Why a record's image cannot be used; None if it can. ``declared``: the record's (width, height)."""
     try:
         size = read_header(image).size
     except DataError as error:
@@ -377,7 +364,6 @@ def image_problem(image: Path, declared: tuple[int, int]) -> str | None:
 
 
 def image_problems(records: Iterable[ImageRecord], path: Path | None = None) -> list[DataError]:
-    """The problems of the records' images, each named by its record, or by its line of ``path``."""
     problems: list[DataError] = []
     for record in records:
         text = image_problem(record.image, (record.width, record.height))

@@ -27,8 +27,6 @@ from coordexp.errors import CheckpointError, DataError
 from coordexp.records import ImageRecord
 
 PREPARATION = "image_preparation.json"
-IN_METADATA = PREPARED
-"""The key of a record's metadata that holds its :class:`ResizeRule`."""
 _TELLING = 2.0  # twice or half the area is still close to training
 
 
@@ -49,7 +47,6 @@ class ResizeRule:
         return new_width, new_height
 
     def resize(self, image: Image.Image) -> Image.Image:
-        """The image at :meth:`size`; itself where it has that size already."""
         size = self.size(*image.size)
         return image if size == image.size else image.resize(size, Image.Resampling.BICUBIC)
 
@@ -96,23 +93,19 @@ def preparation_of(records: Sequence[ImageRecord]) -> ImagePreparation:
         distinct, seen = records, (min(areas), max(areas)) if areas else None
     rules: set[ResizeRule | None] = set()
     for record in distinct:
-        written = record.metadata.get(IN_METADATA)
+        written = record.metadata.get(PREPARED)
         try:
             rules.add(None if written is None else _read_rule(written))
         except (TypeError, ValueError, DataError) as error:
             raise DataError(
-                f"{record.sample_id}: metadata.{IN_METADATA} is {written!r}: {error}; write them as converters do, or "
+                f"{record.sample_id}: metadata.{PREPARED} is {written!r}: {error}; write them as converters do, or "
                 "remove the key"
             ) from error
     return ImagePreparation(rules.pop() if len(rules) == 1 else None, seen)
 
 
 def read_preparation(folder: str | Path) -> ImagePreparation:
-    """The preparation of the checkpoint in ``folder``; :data:`NO_RESIZE` if it has none.
-
-    Raises:
-        CheckpointError: the file exists, but cannot be read.
-    """
+    """The preparation of the checkpoint in ``folder``; :data:`NO_RESIZE` if it has none. Raises CheckpointError."""
     path = Path(folder) / PREPARATION
     try:
         text = path.read_text(encoding="utf-8")

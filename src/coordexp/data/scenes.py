@@ -67,7 +67,13 @@ SPECS = {
 def make_scene(spec: SceneSpec, seed: int, index: int) -> tuple[Image.Image, tuple[GTObject, ...]]:
     """Draw scene ``index`` of the stream ``seed``. Triangles carry ``poly`` geometry, other shapes ``bbox_2d``."""
     rng = np.random.default_rng([SCENES_VERSION, seed, index])
-    canvas = _ground(spec.size * _OVERSAMPLE, rng)
+    # The ground is a dull two-colour gradient with noise: never as saturated as an object.
+    size = spec.size * _OVERSAMPLE
+    corners = rng.integers(90, 235, size=(2, 1, 1, 1)) + rng.integers(-18, 19, size=(2, 1, 1, 3))
+    ramp = np.linspace(0.0, 1.0, size)
+    ramp = ramp[None, :, None] if rng.random() < 0.5 else ramp[:, None, None]
+    ground = corners[0] * (1 - ramp) + corners[1] * ramp + rng.normal(0, 6, size=(size, size, 1))
+    canvas = Image.fromarray(np.clip(np.broadcast_to(ground, (size, size, 3)), 0, 255).astype(np.uint8))
     draw = ImageDraw.Draw(canvas)
     objects: list[GTObject] = []
     boxes: list[tuple[float, float, float, float]] = []
@@ -79,15 +85,36 @@ def make_scene(spec: SceneSpec, seed: int, index: int) -> tuple[Image.Image, tup
         aspect = rng.uniform(0.8, 1.25)
         w, h = side * math.sqrt(aspect), side / math.sqrt(aspect)
         x, y = rng.uniform(1, spec.size - 2 - w), rng.uniform(1, spec.size - 2 - h)
-        box = (x, y, x + w, y + h)
-        if any(_overlap(box, other) > spec.max_overlap for other in boxes):
+        box = x1, y1, x2, y2 = (x, y, x + w, y + h)
+        overlaps = (  # intersection over the smaller box
+            max(0.0, min(x2, c) - max(x1, a))
+            * max(0.0, min(y2, d) - max(y1, b))
+            / min((x2 - x1) * (y2 - y1), (c - a) * (d - b))
+            for a, b, c, d in boxes
+        )
+        if any(overlap > spec.max_overlap for overlap in overlaps):
             continue
         if objects and (len({obj.desc for obj in objects}) == spec.max_kinds or rng.random() < spec.same_class):
             colour, shape = objects[int(rng.integers(len(objects)))].desc.split()
         else:
             colour, shape = str(rng.choice(list(COLOURS))), str(rng.choice(SHAPES))
         boxes.append(box)
-        objects.append(_draw_object(draw, spec, box, colour, shape, rng))
+        shade = tuple(int(np.clip(c + rng.integers(-12, 13), 0, 255)) for c in COLOURS[colour])
+        scaled = tuple(v * _OVERSAMPLE for v in box)
+        outline: tuple[float, ...] = box
+        if shape == "triangle":
+            apex = x1 + (x2 - x1) * rng.uniform(0.3, 0.7)
+            outline = (apex, y1, x2, y2, x1, y2)  # top-most vertex first, clockwise
+            draw.polygon([v * _OVERSAMPLE for v in outline], fill=shade)
+        elif shape == "circle":
+            draw.ellipse(scaled, fill=shade)
+        else:
+            draw.rectangle(scaled, fill=shade)
+        # The annotation is wider than the outline by the spec's margin, about the middle of the box.
+        middle = ((x1 + x2) / 2, (y1 + y2) / 2)
+        grown = (middle[i % 2] + (v - middle[i % 2]) * (1 + 2 * spec.margin) for i, v in enumerate(outline))
+        kind = "poly" if shape == "triangle" else "bbox_2d"
+        objects.append(GTObject(f"{colour} {shape}", kind, tuple(to_bin(v, spec.size) for v in grown)))
     return canvas.resize((spec.size, spec.size), Image.Resampling.BOX), tuple(objects)
 
 
@@ -103,48 +130,3 @@ def write_scenes(folder: Path, count: int, spec: SceneSpec, seed: int) -> Path:
     jsonl = folder / "scenes.jsonl"
     write_jsonl(records, jsonl)
     return jsonl
-
-
-def _ground(size: int, rng: np.random.Generator) -> Image.Image:
-    """A dull two-colour gradient with noise: never as saturated as an object."""
-    corners = rng.integers(90, 235, size=(2, 1, 1, 1)) + rng.integers(-18, 19, size=(2, 1, 1, 3))
-    ramp = np.linspace(0.0, 1.0, size)
-    ramp = ramp[None, :, None] if rng.random() < 0.5 else ramp[:, None, None]
-    ground = corners[0] * (1 - ramp) + corners[1] * ramp + rng.normal(0, 6, size=(size, size, 1))
-    return Image.fromarray(np.clip(np.broadcast_to(ground, (size, size, 3)), 0, 255).astype(np.uint8))
-
-
-def _overlap(a: tuple[float, float, float, float], b: tuple[float, float, float, float]) -> float:
-    width = min(a[2], b[2]) - max(a[0], b[0])
-    height = min(a[3], b[3]) - max(a[1], b[1])
-    if width <= 0 or height <= 0:
-        return 0.0
-    smaller = min((a[2] - a[0]) * (a[3] - a[1]), (b[2] - b[0]) * (b[3] - b[1]))
-    return width * height / smaller
-
-
-def _draw_object(
-    draw: ImageDraw.ImageDraw,
-    spec: SceneSpec,
-    box: tuple[float, float, float, float],
-    colour: str,
-    shape: str,
-    rng: np.random.Generator,
-) -> GTObject:
-    shade = tuple(int(np.clip(c + rng.integers(-12, 13), 0, 255)) for c in COLOURS[colour])
-    x1, y1, x2, y2 = box
-    scaled = tuple(v * _OVERSAMPLE for v in box)
-    outline: tuple[float, ...] = box
-    if shape == "triangle":
-        apex = x1 + (x2 - x1) * rng.uniform(0.3, 0.7)
-        outline = (apex, y1, x2, y2, x1, y2)  # top-most vertex first, clockwise
-        draw.polygon([v * _OVERSAMPLE for v in outline], fill=shade)
-    elif shape == "circle":
-        draw.ellipse(scaled, fill=shade)
-    else:
-        draw.rectangle(scaled, fill=shade)
-    # The annotation is wider than the outline by the spec's margin, about the middle of the box.
-    middle = ((x1 + x2) / 2, (y1 + y2) / 2)
-    grown = (middle[i % 2] + (v - middle[i % 2]) * (1 + 2 * spec.margin) for i, v in enumerate(outline))
-    kind = "poly" if shape == "triangle" else "bbox_2d"
-    return GTObject(f"{colour} {shape}", kind, tuple(to_bin(v, spec.size) for v in grown))

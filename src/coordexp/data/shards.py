@@ -41,11 +41,8 @@ def shard_of(path: str) -> str | None:
 
 
 def find_member(path: Path) -> Member | None:
-    """The member that ``path`` names; None if the path has no tar file or the tar file no such member.
-
-    Raises:
-        DataError: the tar file is invalid, compressed, or not readable.
-    """
+    """The member that ``path`` names; None if the path has no tar file or the tar file no such member. Raises DataError
+    for an invalid, compressed or unreadable tar file."""
     text = str(path)
     shard = shard_of(text)
     if shard is None or not os.path.isfile(shard):
@@ -63,11 +60,7 @@ def find_member(path: Path) -> Member | None:
 
 
 def image_stat(image: bytes, shards: dict[str, os.stat_result] | None = None) -> os.stat_result:
-    """Size and times of an image file; of an image in a shard the shard's own, kept in ``shards``.
-
-    Raises:
-        OSError: no such file.
-    """
+    """Size and times of an image file; of an image in a shard the shard's own, kept in ``shards``. Raises OSError."""
     shards = {} if shards is None else shards
     try:
         return os.stat(image)
@@ -81,11 +74,7 @@ def image_stat(image: bytes, shards: dict[str, os.stat_result] | None = None) ->
 
 
 def image_bytes(path: Path) -> bytes:
-    """An image file's own bytes, in a folder or in a shard.
-
-    Raises:
-        DataError: there is none, or it cannot be read.
-    """
+    """An image file's own bytes, in a folder or in a shard. Raises DataError if they cannot be read."""
     try:
         member = find_member(path)
         if member is None:
@@ -132,8 +121,7 @@ class MemberFile(io.RawIOBase):
 
 @lru_cache(maxsize=512)
 def _index(shard: str, size: int, mtime_ns: int) -> tuple[np.ndarray, np.ndarray]:
-    """The members of a shard, sorted by name: (N,) bytes, and (N, 2) int64 of offset and size. Keyed by size and
-    modification time, so that a changed shard is indexed again."""
+    # Names (N,) of the members in order, bytes; offset and size (N, 2), int64. A changed shard is indexed again.
     import numpy as np
 
     place = hashlib.sha256(os.fsencode(os.path.abspath(shard))).hexdigest()[:16]

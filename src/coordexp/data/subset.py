@@ -167,18 +167,6 @@ def sample_records(records: Sequence[ImageRecord], count: int, seed: int) -> lis
     return [records[i] for i in chosen]
 
 
-def write_part(records: Sequence[ImageRecord], path: Path) -> Path:
-    """Write a part; its images stay where they are.
-
-    Raises:
-        DataError: the file exists.
-    """
-    if path.exists():
-        raise DataError("exists already; name another file", path=path)
-    write_jsonl(records, path)
-    return path
-
-
 def pack(
     records: Sequence[ImageRecord], out: Path, shard_bytes: int, progress: Callable[[int, int], None] | None = None
 ) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +53,15 @@ def convert(form: str, source: Path, out: Path, *, rings: bool) -> ConversionRep
     geometry = "poly" if rings else "bbox"
     match form:
         case "voc":
-            return convert_voc(as_voc(source), out, name="data", options=SMALL)
+            return convert_voc(as_voc(source), out, options=replace(SMALL, name="data"))
         case "coco":
-            return convert_coco(*as_coco(source, rings=rings), out, name="data", geometry=geometry, options=SMALL)
+            return convert_coco(
+                *as_coco(source, rings=rings), out, geometry=geometry, options=replace(SMALL, name="data")
+            )
         case "labelme":
-            return convert_labelme(as_labelme(source, rings=rings), out, name="data", options=SMALL)
+            return convert_labelme(as_labelme(source, rings=rings), out, options=replace(SMALL, name="data"))
     folder = as_yolo(source, rings=rings, data_yaml=form == "yolo")
-    return convert_yolo(folder, out, split="train", name="data", options=SMALL)
+    return convert_yolo(folder, out, split="train", options=replace(SMALL, name="data"))
 
 
 @pytest.mark.parametrize("rings", [False, True], ids=["boxes", "polygons"])
@@ -85,7 +88,9 @@ def test_every_format_gives_the_same_records_and_they_evaluate_as_perfect(tmp_pa
 
 def test_records_name_their_source_and_their_resize_rule(tmp_path: Path) -> None:
     root = voc(tmp_path / "voc", voc_object("cat", 4, 3, 20, 15), voc_object("dog", 10, 10, 39, 23))
-    (record,) = read_jsonl(convert_voc(root, tmp_path / "out", name="set", options=SMALL).jsonl, check_images=True)
+    (record,) = read_jsonl(
+        convert_voc(root, tmp_path / "out", options=replace(SMALL, name="set")).jsonl, check_images=True
+    )
     assert record.image == tmp_path / "out" / "images" / "set" / "a.jpg"
     corners = (round(999 * 4 / 39), round(999 * 3 / 23), round(999 * 20 / 39), round(999 * 15 / 23))
     assert record.objects == (
@@ -259,7 +264,7 @@ def test_splits_keep_their_order_and_count_bad_lines(tmp_path: Path) -> None:
 def test_one_based_boxes_are_shifted_on_request_only(tmp_path: Path) -> None:
     root = voc(tmp_path / "voc", voc_object("cat", 1, 1, 40, 24))
     as_given = convert_voc(root, tmp_path / "out", options=SMALL)
-    shifted = convert_voc(root, tmp_path / "out", name="shifted", one_based=True, options=SMALL)
+    shifted = convert_voc(root, tmp_path / "out", one_based=True, options=replace(SMALL, name="shifted"))
     assert objects_of(as_given)[0].bins == (to_bin(1, 40), to_bin(1, 24), 999, 999)
     assert objects_of(shifted)[0].bins == (0, 0, 999, 999)
 
@@ -271,7 +276,7 @@ def test_the_report_is_next_to_the_jsonl_and_renders(tmp_path: Path) -> None:
     nodes = [voc_object("cat", 1, 1, 9, 9), *[voc_object("cat", 5, 5, 5, 5)] * 3]
     calls: list[tuple[int, int]] = []
     report = convert_voc(
-        voc(tmp_path / "voc", *nodes), tmp_path / "out", options=SMALL, progress=lambda *at: calls.append(at)
+        voc(tmp_path / "voc", *nodes), tmp_path / "out", options=replace(SMALL, progress=lambda *at: calls.append(at))
     )
     assert calls == [(1, 1)]
     stored = json.loads((tmp_path / "out" / "data.conversion_report.json").read_text())

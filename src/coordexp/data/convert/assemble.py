@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 
 from coordexp.data.convert.report import ConversionReport, LeftOut, Note, SkipReason
 from coordexp.data.convert.shapes import SourceImage, quantise
+from coordexp.data.dataset_cache import PREPARED
 from coordexp.data.images import (
     DEFAULT_FACTOR,
     DEFAULT_MAX_PIXELS,
@@ -19,37 +20,34 @@ from coordexp.data.images import (
     JPEG_SUFFIXES,
     MAX_ASPECT_RATIO,
     ImageHeader,
-    check_resize_limits,
     open_rgb,
     read_header,
 )
 from coordexp.data.jsonl import write_jsonl
-from coordexp.data.preparation import IN_METADATA, ResizeRule
+from coordexp.data.preparation import ResizeRule
 from coordexp.errors import DataError
 from coordexp.records import GTObject, ImageRecord
 
 _SUFFIXES_BY_FORMAT = {"JPEG": JPEG_SUFFIXES, "PNG": (".png",)}
 Notes = tuple[tuple[Note, str], ...]
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class ImageOptions:
-    """Options for images and polygons.
+    """Options of every format.
 
     ``factor`` is the model's patch_size * merge_size; ``min_pixels`` / ``max_pixels`` bound the area after resizing.
-    ``resize=False`` leaves images where they are and only refers to them. ``max_vertices``: polygons with more are
-    simplified (:mod:`coordexp.data.convert.shapes`). ``workers``: threads that decode, resize and save.
-    ``overwrite``: a dataset of the same name may be replaced.
     """
 
-    resize: bool = True
+    resize: bool = True  # False leaves images where they are and only refers to them
     factor: int = DEFAULT_FACTOR
     min_pixels: int = DEFAULT_MIN_PIXELS
     max_pixels: int = DEFAULT_MAX_PIXELS
-    max_vertices: int | None = None
-    workers: int = min(8, os.cpu_count() or 1)
-    overwrite: bool = False
+    max_vertices: int | None = None  # polygons with more are simplified
+    workers: int = min(8, os.cpu_count() or 1)  # threads that decode, resize and save
+    overwrite: bool = False  # a dataset of the same name may be replaced
+    name: str | None = None  # of the JSONL; None: that of the split, the annotation file or the folder
+    progress: Callable[[int, int], None] | None = None  # (images done, all), from the calling thread
 
     @property
     def rule(self) -> ResizeRule | None:
@@ -57,7 +55,7 @@ class ImageOptions:
         return ResizeRule(self.factor, self.min_pixels, self.max_pixels) if self.resize else None
 
     def __post_init__(self) -> None:
-        check_resize_limits(self.factor, self.min_pixels, self.max_pixels)
+        ResizeRule(self.factor, self.min_pixels, self.max_pixels)  # raises for impossible limits
         if self.max_vertices is not None and self.max_vertices < 3:
             raise DataError(f"max_vertices is {self.max_vertices}; a polygon needs at least 3")
         if self.workers < 1:
@@ -65,17 +63,15 @@ class ImageOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedImage:
-    """An image ready for use: its file and size, and the ``frame`` (width, height) its coordinates are measured in."""
-
+class _PreparedImage:
     path: Path
     size: tuple[int, int]
-    frame: tuple[int, int]
+    frame: tuple[int, int]  # (width, height) in which coordinates are measured
     notes: Notes
 
 
-def prepare_image(source: SourceImage, target: Path, options: ImageOptions) -> PreparedImage | LeftOut:
-    """Decode an image, and write it to ``target`` as the model should see it; or return why it cannot be used."""
+def _prepare_image(source: SourceImage, target: Path, options: ImageOptions) -> _PreparedImage | LeftOut:
+    # Decode an image, and write it to `target` as the model should see it; or return why it cannot be used.
     try:
         if source.embedded is None:
             if not source.path.is_file():
@@ -100,7 +96,7 @@ def prepare_image(source: SourceImage, target: Path, options: ImageOptions) -> P
         return reason
 
 
-def _write_image(source: SourceImage, path: Path, target: Path, options: ImageOptions) -> PreparedImage:
+def _write_image(source: SourceImage, path: Path, target: Path, options: ImageOptions) -> _PreparedImage:
     header = read_header(path)
     upright, notes = _orient(source.declared_size, header)
     frame = source.declared_size or header.size
@@ -112,7 +108,7 @@ def _write_image(source: SourceImage, path: Path, target: Path, options: ImageOp
     # Decoded even if the file is kept as it is: a truncated image must not surface in the middle of a training.
     image = open_rgb(path, apply_orientation=upright)
     if not options.resize and upright:
-        return PreparedImage(path, size, frame, notes)
+        return _PreparedImage(path, size, frame, notes)
     target.parent.mkdir(parents=True, exist_ok=True)
     suffix = target.suffix.lower()
     is_plain = header.orientation == 1 and header.mode == "RGB" and suffix in _SUFFIXES_BY_FORMAT.get(header.format, ())
@@ -124,11 +120,11 @@ def _write_image(source: SourceImage, path: Path, target: Path, options: ImageOp
             resized.save(target, format="JPEG", quality=95, subsampling=0)
         else:
             resized.save(target, format="PNG")
-    return PreparedImage(target, (width, height), frame, notes)
+    return _PreparedImage(target, (width, height), frame, notes)
 
 
 def _orient(declared: tuple[int, int] | None, header: ImageHeader) -> tuple[bool, Notes]:
-    """Whether the image is turned upright first, by the size in its annotation. LeftOut if that has another shape."""
+    # Whether the image is turned upright first, by the size in its annotation.
     real, shown = header.size, f"{header.size[0]}x{header.size[1]}"
     # A half turn, a mirror image or a square photo: its size is the same either way.
     turned = (
@@ -149,15 +145,8 @@ def _orient(declared: tuple[int, int] | None, header: ImageHeader) -> tuple[bool
     raise LeftOut(SkipReason.SIZE_MISMATCH, f"{stated}: another shape")
 
 
-def assemble(
-    sources: Sequence[SourceImage],
-    report: ConversionReport,
-    options: ImageOptions,
-    progress: Progress | None = None,
-) -> ConversionReport:
+def assemble(sources: Sequence[SourceImage], report: ConversionReport, options: ImageOptions) -> ConversionReport:
     """Prepare images, quantise objects, write the JSONL (in the order of ``sources``) and the report next to it.
-
-    ``progress(done, total)`` is called after each image, from the calling thread.
 
     Raises:
         DataError: no image at all can be used, one would overwrite its source, or the dataset exists and ``options``
@@ -184,14 +173,14 @@ def assemble(
     records: list[ImageRecord] = []
     pool = ThreadPoolExecutor(options.workers)
     try:
-        jobs = pool.map(lambda pair: prepare_image(pair[1], pair[0], options), targets.items())
+        jobs = pool.map(lambda pair: _prepare_image(pair[1], pair[0], options), targets.items())
         for done, (source, prepared) in enumerate(zip(targets.values(), jobs, strict=True), start=1):
             if isinstance(prepared, LeftOut):
                 report.skip_image(prepared.reason, source.annotation, str(prepared), len(source.objects))
             else:
                 records.append(_record(source, prepared, report, options))
-            if progress is not None:
-                progress(done, len(targets))
+            if options.progress is not None:
+                options.progress(done, len(targets))
     finally:
         pool.shutdown(cancel_futures=True)  # Ctrl-C must not wait for a hundred thousand images
     report.images = len(records)
@@ -209,7 +198,7 @@ def assemble(
 
 
 def _record(
-    source: SourceImage, prepared: PreparedImage, report: ConversionReport, options: ImageOptions
+    source: SourceImage, prepared: _PreparedImage, report: ConversionReport, options: ImageOptions
 ) -> ImageRecord:
     for note, detail in prepared.notes:
         report.note(note, source.annotation, None, detail)
@@ -228,5 +217,5 @@ def _record(
         report.note(Note.EMPTIED_IMAGE, source.annotation, None, "every object was left out; it is an empty image now")
     metadata = {"source": {"file": source.file, "width": prepared.frame[0], "height": prepared.frame[1]}}
     if options.rule is not None:
-        metadata[IN_METADATA] = options.rule.to_metadata()
+        metadata[PREPARED] = options.rule.to_metadata()
     return ImageRecord(source.file, prepared.path, *prepared.size, tuple(objects), metadata)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from pycocotools import mask as coco_mask
 
-from coordexp.data.convert.assemble import ImageOptions, Progress, assemble
+from coordexp.data.convert.assemble import ImageOptions, assemble
 from coordexp.data.convert.report import ConversionReport, LeftOut, Note, SkipReason
 from coordexp.data.convert.shapes import (
     Crowds,
@@ -45,9 +45,7 @@ def convert_coco(
     *,
     geometry: InstanceGeometry = "bbox",
     crowds: Crowds = "leave_out",
-    name: str | None = None,
     options: ImageOptions = ImageOptions(),  # noqa: B008 - frozen
-    progress: Progress | None = None,
 ) -> ConversionReport:
     """Convert a COCO file to ``out_dir/{name}.jsonl`` with its images in ``out_dir/images/{name}/``, by file name.
 
@@ -57,7 +55,6 @@ def convert_coco(
         geometry: ``bbox`` writes boxes; ``poly`` writes segmentation polygons (of several parts, the largest) and the
             outlines of run-length masks. Objects without a segmentation are left out and counted.
         crowds: groups (``iscrowd``) are left out, or kept as one object each; counted either way.
-        name: of the JSONL; the annotation file's own when None, the folder's for ``_annotations.coco.json``.
 
     Raises:
         DataError: the file is not a COCO instances file, or nothing usable is found.
@@ -68,8 +65,8 @@ def convert_coco(
     images = file.parent if images_dir is None else Path(images_dir)
     coco = _read(file, images, geometry, crowds)
     stem = file.absolute().parent.name if file.name == ROBOFLOW else file.stem
-    report = ConversionReport(Path(out_dir) / f"{name or stem}.jsonl")
-    return _convert(coco, file, images, report, geometry, crowds, options, progress)
+    report = ConversionReport(Path(out_dir) / f"{options.name or stem}.jsonl")
+    return _convert(coco, file, images, report, geometry, crowds, options)
 
 
 def convert_lvis(
@@ -79,15 +76,10 @@ def convert_lvis(
     *,
     geometry: InstanceGeometry = "bbox",
     crowds: Crowds = "leave_out",
-    name: str | None = None,
     options: ImageOptions = ImageOptions(),  # noqa: B008 - frozen
-    progress: Progress | None = None,
 ) -> ConversionReport:
-    """Convert an LVIS file as :func:`convert_coco` does a COCO file.
-
-    Args:
-        images_dir: the folder with the images, or with COCO's ``train2017`` and ``val2017``; None: the file's own.
-    """
+    """Convert an LVIS file as :func:`convert_coco` does a COCO file. ``images_dir`` may also be the folder with COCO's
+    ``train2017`` and ``val2017``."""
     file = Path(annotations_json)
     images = file.parent if images_dir is None else Path(images_dir)
     lvis = _read(file, images, geometry, crowds)
@@ -99,8 +91,8 @@ def convert_lvis(
     for category in lvis["categories"]:
         if isinstance(category, dict) and isinstance(category.get("name"), str):
             category["name"] = category["name"].replace("_", " ")
-    report = ConversionReport(Path(out_dir) / f"{name or file.stem}.jsonl")
-    return _convert(lvis, file, images, report, geometry, crowds, options, progress)
+    report = ConversionReport(Path(out_dir) / f"{options.name or file.stem}.jsonl")
+    return _convert(lvis, file, images, report, geometry, crowds, options)
 
 
 def convert_panoptic(
@@ -112,9 +104,7 @@ def convert_panoptic(
     geometry: InstanceGeometry = "bbox",
     crowds: Crowds = "leave_out",
     stuff: bool = False,
-    name: str | None = None,
     options: ImageOptions = ImageOptions(),  # noqa: B008 - frozen
-    progress: Progress | None = None,
 ) -> ConversionReport:
     """Convert a COCO panoptic file as :func:`convert_coco` does a COCO file.
 
@@ -131,7 +121,7 @@ def convert_panoptic(
     segments = file.with_suffix("") if segments_dir is None else Path(segments_dir)
     if geometry == "poly":
         check_folder(segments, "folder of the segments' PNGs (--segments)")
-    report = ConversionReport(Path(out_dir) / f"{name or file.stem}.jsonl")
+    report = ConversionReport(Path(out_dir) / f"{options.name or file.stem}.jsonl")
     regions = [c.get("id") for c in content["categories"] if isinstance(c, dict) and c.get("isthing") == 0]
     annotations: list[dict[str, Any]] = []
     for index, annotation in enumerate(content["annotations"]):
@@ -147,12 +137,11 @@ def convert_panoptic(
                 kept.append({**info, "image_id": annotation.get("image_id")} if isinstance(info, dict) else {})
         annotations += kept if geometry == "bbox" else _with_masks(kept, annotation.get("file_name"), segments)
     instances = {**content, "annotations": annotations}
-    return _convert(instances, file, images, report, geometry, crowds, options, progress)
+    return _convert(instances, file, images, report, geometry, crowds, options)
 
 
 def _with_masks(infos: Sequence[dict[str, Any]], named: Any, segments: Path) -> list[dict[str, Any]]:
-    """The segments of one image, each with its mask; a segment that is not in the PNG stays without one, and is counted
-    as an object without a segmentation."""
+    # A segment that is not in the PNG stays without a mask, and is counted as an object without a segmentation.
     if not infos or not isinstance(named, str) or unsafe_file_name(named):
         return list(infos)
     try:
@@ -171,7 +160,6 @@ def _with_masks(infos: Sequence[dict[str, Any]], named: Any, segments: Path) -> 
 
 
 def _read(file: Path, images_dir: Path, geometry: str, crowds: str) -> dict[str, Any]:
-    """Check the arguments and read the file. Raises DataError unless it has COCO's three lists."""
     check_choice("geometry", geometry, InstanceGeometry)
     check_choice("crowds", crowds, Crowds)
     check_folder(images_dir, "images folder")
@@ -192,7 +180,6 @@ def _convert(
     geometry: InstanceGeometry,
     crowds: Crowds,
     options: ImageOptions,
-    progress: Progress | None,
 ) -> ConversionReport:
     descs: dict[Any, str] = {}
     for index, category in enumerate(coco["categories"]):
@@ -238,14 +225,13 @@ def _convert(
         SourceImage(named, named, images_dir / named, size, tuple(objects[image]))
         for image, (named, size) in usable.items()
     ]
-    return assemble(sorted(sources, key=lambda source: source.file), report, options, progress)
+    return assemble(sorted(sources, key=lambda source: source.file), report, options)
 
 
 def _usable_images(
     images: list[Any], file: Path, report: ConversionReport
 ) -> dict[Any, tuple[str, tuple[int, int] | None]]:
-    """File name and declared size of each usable image, by id. Objects find their image by id, so one that is used
-    twice is fatal."""
+    # File name and declared size by id. Objects find their image by id, so one that is used twice is fatal.
     usable: dict[Any, tuple[str, tuple[int, int] | None]] = {}
     seen: set[str] = set()
     for index, image in enumerate(images):
@@ -274,7 +260,7 @@ def _usable_images(
 
 
 def _largest_part(segmentation: Any, desc: str, size: tuple[int, int] | None) -> tuple[tuple[float, ...], int, bool]:
-    """An object's largest polygon, the number of its parts, and whether it is the outline of a run-length mask."""
+    # The largest polygon, the number of parts, and whether it is the outline of a run-length mask.
     if isinstance(segmentation, dict):
         try:
             return *outline(decode_runs(segmentation, size)), True
@@ -293,13 +279,7 @@ def _largest_part(segmentation: Any, desc: str, size: tuple[int, int] | None) ->
 def decode_runs(segmentation: dict[str, Any], size: tuple[int, int] | None) -> np.ndarray:
     """A COCO run-length mask, compressed or as a list of counts → (height, width) of bool.
 
-    The runs must add up to the size: pycocotools trusts them and reads foreign memory otherwise.
-
-    Args:
-        size: the (width, height) of the image in its annotation; None without one.
-
-    Raises:
-        ValueError: not a run-length mask, or one of another size.
+    ``size``: the (width, height) of the image in its annotation; None without one. Raises ValueError for other masks.
     """
     shape, counts = segmentation.get("size"), segmentation.get("counts")
     if not isinstance(shape, list) or len(shape) != 2 or any(type(side) is not int or side < 1 for side in shape):
@@ -310,15 +290,14 @@ def decode_runs(segmentation: dict[str, Any], size: tuple[int, int] | None) -> n
     runs = _inflated(counts) if isinstance(counts, str) else counts
     if not isinstance(runs, list) or any(type(run) is not int or run < 0 for run in runs):
         raise ValueError("counts are neither a list of numbers nor COCO's text")
-    if sum(runs) != height * width:
+    if sum(runs) != height * width:  # pycocotools trusts them, and reads foreign memory otherwise
         raise ValueError(f"the runs add up to {sum(runs)} pixels, and the mask has {height * width}")
     values = np.arange(len(runs)) % 2 == 1  # the first run is outside
     return np.repeat(values, runs).reshape(width, height).T  # column by column
 
 
 def _inflated(text: str) -> list[int]:
-    """COCO's compressed counts: groups of five bits, the lowest first; from the third on, differences to the count two
-    before."""
+    # Groups of five bits, the lowest first; from the third count on, differences to the count two before.
     runs: list[int] = []
     at = 0
     while at < len(text):
@@ -335,16 +314,8 @@ def _inflated(text: str) -> list[int]:
 
 
 def outline(mask: np.ndarray) -> tuple[tuple[float, ...], int]:
-    """The outer ring of a mask's largest part, in pixels from the image's corner, and the number of its parts.
-
-    Holes are filled: a ring cannot have any.
-
-    Args:
-        mask: (height, width) of bool.
-
-    Raises:
-        ValueError: the mask is empty.
-    """
+    """The outer ring of the largest part of ``mask`` (height, width) of bool, in pixels from the image's corner and
+    without holes, and the number of its parts. Raises ValueError for an empty mask."""
     from contourpy import contour_generator
 
     rows, columns = np.flatnonzero(mask.any(axis=1)), np.flatnonzero(mask.any(axis=0))

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
-from coordexp.data.convert.assemble import ImageOptions, Progress, assemble
+from coordexp.data.convert.assemble import ImageOptions, assemble
 from coordexp.data.convert.report import ConversionReport, LeftOut, SkipReason
 from coordexp.data.convert.shapes import (
     ShapeGeometry,
@@ -49,9 +49,7 @@ def convert_csv(
     *,
     images_dir: str | Path | None = None,
     geometry: ShapeGeometry = "as_annotated",
-    name: str | None = None,
     options: ImageOptions = ImageOptions(),  # noqa: B008 - frozen
-    progress: Progress | None = None,
 ) -> ConversionReport:
     """Convert a CSV with a header to ``out_dir/{name}.jsonl`` with its images in ``out_dir/images/{name}/``.
 
@@ -72,7 +70,7 @@ def convert_csv(
     check_folder(folder, "images folder")
     rows, column_of = _read(path)
     stem = path.absolute().parent.name if path.name == ROBOFLOW else path.stem
-    report = ConversionReport(Path(out_dir) / f"{name or stem}.jsonl")
+    report = ConversionReport(Path(out_dir) / f"{options.name or stem}.jsonl")
     sizes: dict[str, tuple[int, int] | None] = {}
     objects: dict[str, list[SourceObject]] = {}
     for index, cells in enumerate(rows):
@@ -93,11 +91,11 @@ def convert_csv(
             led_to = Path(os.path.normpath(folder / named.replace("\0", "")))
             image = led_to if led_to.is_file() else folder / file
         sources.append(SourceImage(file, path.name, image, sizes[named], tuple(shapes)))
-    return assemble(sources, report, options, progress)
+    return assemble(sources, report, options)
 
 
 def _read(path: Path) -> tuple[list[list[str]], dict[str, int]]:
-    """The lines after the header, and the index of each column."""
+    # The lines after the header, and the index of each column.
     text = read_text(path)
     first = text.split("\n", 1)[0]
     separator = max(",;\t", key=first.count)

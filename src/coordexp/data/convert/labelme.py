@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from coordexp.data.convert.assemble import ImageOptions, Progress, assemble
+from coordexp.data.convert.assemble import ImageOptions, assemble
 from coordexp.data.convert.report import REPORT_SUFFIX, ConversionReport, LeftOut, SkipReason
 from coordexp.data.convert.shapes import (
     ShapeGeometry,
@@ -36,9 +36,7 @@ def convert_labelme(
     *,
     images_dir: str | Path | None = None,
     geometry: ShapeGeometry = "as_annotated",
-    name: str | None = None,
     options: ImageOptions = ImageOptions(),  # noqa: B008 - frozen
-    progress: Progress | None = None,
 ) -> ConversionReport:
     """Convert a folder of LabelMe files to ``out_dir/{name}.jsonl`` with its images in ``out_dir/images/{name}/``.
 
@@ -47,7 +45,6 @@ def convert_labelme(
         images_dir: the folder in which ``imagePath`` starts; each file's own when None. If a path does not exist, such
             as the annotator's own ``C:\\photos\\a.jpg``, its last part is looked for.
         geometry: ``bbox`` writes the bounds of polygons, ``poly`` rectangles by their corners and circles by points.
-        name: of the JSONL; the folder's when None.
 
     Raises:
         DataError: no such folder, no file in it, or nothing usable.
@@ -58,7 +55,7 @@ def convert_labelme(
     files = sorted(file for file in folder.rglob("*.json") if not file.name.endswith(REPORT_SUFFIX))
     if not files:
         raise DataError("no *.json below this folder; LabelMe writes one next to each image", path=folder)
-    report = ConversionReport(Path(out_dir) / f"{name or folder.resolve().name}.jsonl")
+    report = ConversionReport(Path(out_dir) / f"{options.name or folder.resolve().name}.jsonl")
     home = folder if images_dir is None else Path(images_dir)
     sources = []
     for file in files:
@@ -91,7 +88,7 @@ def convert_labelme(
         # Read again when its turn comes: all images of a folder would not fit into memory.
         embedded = partial(_embedded_image, file) if is_embedded else None
         sources.append(SourceImage(named, shown, image, size, tuple(objects), embedded))
-    return assemble(sources, report, options, progress)
+    return assemble(sources, report, options)
 
 
 def _embedded_image(file: Path) -> bytes:

@@ -88,8 +88,7 @@ class Problem:
 @dataclass
 class ConversionReport:
     """Counts of one conversion. ``images_seen == images + sum(skipped_images)``, and the same for objects (objects in
-    annotations that cannot be read are not seen). ``simplified_ious``: mask IoU of each simplified polygon with its
-    original."""
+    annotations that cannot be read are not seen)."""
 
     jsonl: Path
     images_seen: int = 0
@@ -101,16 +100,14 @@ class ConversionReport:
     notes: Counter[str] = field(default_factory=Counter)
     objects_by_desc: Counter[str] = field(default_factory=Counter)
     problems: list[Problem] = field(default_factory=list)
-    simplified_ious: list[float] = field(default_factory=list)
+    simplified_ious: list[float] = field(default_factory=list)  # mask IoU of simplified polygons with their originals
 
     @property
     def skipped(self) -> Counter[str]:
-        """Images and objects left out, by reason."""
         return self.skipped_images + self.skipped_objects
 
     @property
     def path(self) -> Path:
-        """The report's JSON file, next to the JSONL."""
         return self.jsonl.with_name(self.jsonl.stem + REPORT_SUFFIX)
 
     @contextmanager

@@ -51,19 +51,16 @@ class SourceImage:
 
 
 def check_choice(what: str, given: str, known: Any) -> None:
-    """Raise DataError unless ``given`` is one of the literals of ``known``; ``what`` is the argument's name."""
     if given not in get_args(known):
         raise DataError(f"{what} {given!r} is unknown; use {' or '.join(get_args(known))}")
 
 
 def check_folder(folder: Path, what: str) -> None:
-    """Raise DataError unless ``folder`` is one; ``what`` names it."""
     if not folder.is_dir():
         raise DataError(f"{what} not found; check the path", path=folder)
 
 
 def files_below(folder: Path, suffixes: Sequence[str]) -> list[Path]:
-    """Files at any depth with one of the (lower-case) ``suffixes``, sorted by path."""
     return sorted(path for path in folder.rglob("*") if path.suffix.lower() in suffixes)
 
 
@@ -88,7 +85,6 @@ def declared_size(width: Any, height: Any) -> tuple[int, int] | None:
 
 
 def number(text: str) -> float | None:
-    """A text as a number; None if it is none."""
     try:
         return float(text)
     except ValueError:
@@ -107,7 +103,6 @@ def finite_numbers(values: Any) -> tuple[float, ...] | None:
 
 
 def box_object(index: int, desc: str, box: Sequence[float], geometry: ShapeGeometry) -> SourceObject:
-    """An annotated box ``(x1, y1, x2, y2)`` in the shape of ``geometry``."""
     x1, y1, x2, y2 = box
     if geometry == "poly" and x1 < x2 and y1 < y2:  # corners would hide that a box is inverted
         return SourceObject(index, desc, "poly", (x1, y1, x2, y1, x2, y2, x1, y2))
@@ -115,26 +110,20 @@ def box_object(index: int, desc: str, box: Sequence[float], geometry: ShapeGeome
 
 
 def polygon_object(index: int, desc: str, points: tuple[float, ...], geometry: ShapeGeometry) -> SourceObject:
-    """An annotated polygon (flat) in the shape of ``geometry``."""
     if geometry == "bbox":
         return SourceObject(index, desc, "bbox_2d", bounds(points))
     return SourceObject(index, desc, "poly", points)
 
 
 def bounds(points: Sequence[float]) -> tuple[float, float, float, float]:
-    """The box ``(x1, y1, x2, y2)`` around a flat list of points."""
     return min(points[0::2]), min(points[1::2]), max(points[0::2]), max(points[1::2])
 
 
 def quantise(
     obj: SourceObject, frame: tuple[int, int], file: str, report: ConversionReport, max_vertices: int | None
 ) -> GTObject:
-    """A shape in pixels → an object. ``frame`` is the ``(width, height)`` that its coordinates are measured in;
-    polygons of more than ``max_vertices`` are simplified. Odd but kept shapes are noted in ``report`` under ``file``.
-
-    Raises:
-        LeftOut: nothing of it can be trained on.
-    """
+    """A shape in pixels of ``frame`` (width, height) → an object. Odd but kept shapes are noted in ``report`` under
+    ``file``. Raises LeftOut if nothing of it can be trained on."""
     if not obj.desc.strip():
         raise LeftOut(SkipReason.EMPTY_DESC, "the class name is empty")
     try:
@@ -164,7 +153,8 @@ def quantise(
     quantised = GTObject(desc, obj.kind, bins)
     if max_vertices is None or obj.kind != "poly" or len(bins) <= 2 * max_vertices:
         return quantised
-    simpler, iou = simplified(quantised, max_vertices)
+    simpler = replace(quantised, bins=simplify_ring(bins, max_vertices))
+    iou = mask_iou(quantised, simpler, _CANVAS)
     report.simplified_ious.append(iou)
     detail = f"{desc}: {len(bins) // 2} vertices to {max_vertices}, IoU {iou:.4f}"
     report.note(Note.SIMPLIFIED, file, obj.index, detail)
@@ -205,9 +195,3 @@ def simplify_ring(bins: tuple[int, ...], max_vertices: int) -> tuple[int, ...]:
             areas[neighbour] = larger = max(smallest, area(neighbour))
             heapq.heappush(queue, (larger, neighbour))
     return tuple(value for i, point in enumerate(points) if areas[i] is not None for value in point)
-
-
-def simplified(obj: GTObject, max_vertices: int) -> tuple[GTObject, float]:
-    """The polygon with at most ``max_vertices``, and its mask IoU with the original."""
-    simpler = replace(obj, bins=simplify_ring(obj.bins, max_vertices))
-    return simpler, mask_iou(obj, simpler, _CANVAS)

@@ -12,7 +12,7 @@ import os
 import xml.etree.ElementTree as ET
 from pathlib import Path, PurePosixPath
 
-from coordexp.data.convert.assemble import ImageOptions, Progress, assemble
+from coordexp.data.convert.assemble import ImageOptions, assemble
 from coordexp.data.convert.report import ConversionReport, LeftOut, Note, SkipReason
 from coordexp.data.convert.shapes import (
     SourceImage,
@@ -39,11 +39,9 @@ def convert_voc(
     split: str | None = None,
     annotations_dir: str | Path = ANNOTATIONS,
     images_dir: str | Path = IMAGES,
-    name: str | None = None,
     one_based: bool = False,
     skip_difficult: bool = False,
     options: ImageOptions = ImageOptions(),  # noqa: B008 - frozen
-    progress: Progress | None = None,
 ) -> ConversionReport:
     """Convert a VOC folder to ``out_dir/{name}.jsonl`` with its images in ``out_dir/images/{name}/``.
 
@@ -53,13 +51,12 @@ def convert_voc(
         split: a name in ``ImageSets/Main`` (``train`` …), in its order, or of a folder of XML files next to
             images. None takes every XML, by file name.
         annotations_dir, images_dir: other folder names, relative to ``root``, or absolute.
-        name: of the JSONL; the split's name, or ``data``, when None.
 
     Raises:
         DataError: a folder or the split is missing, or nothing usable is found.
     """
     xml_dir, image_dir, split_file, found = _find_folders(Path(root), split, Path(annotations_dir), Path(images_dir))
-    report = ConversionReport(Path(out_dir) / f"{name or split or 'data'}.jsonl")
+    report = ConversionReport(Path(out_dir) / f"{options.name or split or 'data'}.jsonl")
     if found:
         report.note(Note.FOLDERS_FOUND, str(root), None, found)
     images_by_stem: dict[str, list[Path]] = {}
@@ -108,21 +105,15 @@ def convert_voc(
                 file = image.relative_to(image_dir).as_posix()
                 sources.append(SourceImage(file, shown, image, size, tuple(objects)))
         seen.add(stem)
-    return assemble(sources, report, options, progress)
+    return assemble(sources, report, options)
 
 
 def _find_folders(
     root: Path, split: str | None, annotations: Path, images: Path
 ) -> tuple[Path, Path, Path | None, str]:
-    """The folder of the XML files, that of the images, the split's file (None: every annotation), and a note that says
-    which folders were found instead of the named ones.
-
-    The folders as named, else the same names in another case or deeper below ``root`` (``images`` for ``JPEGImages``
-    too), else a folder with XML files next to their images: ``root``, or its part ``split``.
-
-    Raises:
-        DataError: none of these, or several; or no such split.
-    """
+    # The folder of the XML files, that of the images, the split's file (None: every annotation), and a note that says
+    # which folders were found instead of the named ones: the same names in another case or deeper below `root`
+    # (`images` for `JPEGImages` too), else a folder with XML files next to their images, `root` or its part `split`.
     if not root.is_dir():
         raise DataError("no such folder; check the path", path=root)
     homes = [(root, root / annotations, root / images)]
@@ -165,7 +156,7 @@ def _find_folders(
 
 
 def _below(home: Path, name: Path) -> Path | None:
-    """The folder ``name`` (which may have parts) of ``home``: as written, else in another case."""
+    # The folder `name` (which may have parts) of `home`: as written, else in another case.
     if (home / name).is_dir():
         return home / name
     folder = home
@@ -183,9 +174,8 @@ def _folders(folder: Path) -> list[Path]:
 
 
 def _stem_of(line: str, xml_dir: Path) -> str:
-    """The annotation that a line of a split names. Lines of per-class files end in a presence flag (an image without
-    the class is an example all the same), and some tools write the image's suffix; both count only if the line itself
-    is not the name of an annotation, such as ``photo 1``."""
+    # Lines of per-class files end in a presence flag (an image without the class is an example all the same), and some
+    # tools write the image's suffix; both count only if the line itself does not name an annotation, such as `photo 1`.
     if unsafe_file_name(line) or (xml_dir / f"{line}.xml").is_file():
         return line
     head, _, flag = line.rpartition(" ")

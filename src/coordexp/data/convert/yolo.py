@@ -11,7 +11,7 @@ from pathlib import Path
 
 import yaml
 
-from coordexp.data.convert.assemble import ImageOptions, Progress, assemble
+from coordexp.data.convert.assemble import ImageOptions, assemble
 from coordexp.data.convert.report import ConversionReport, LeftOut, Note, SkipReason
 from coordexp.data.convert.shapes import (
     ShapeGeometry,
@@ -49,9 +49,7 @@ def convert_yolo(
     *,
     split: str | None = None,
     geometry: ShapeGeometry = "as_annotated",
-    name: str | None = None,
     options: ImageOptions = ImageOptions(),  # noqa: B008 - frozen
-    progress: Progress | None = None,
 ) -> ConversionReport:
     """Convert a YOLO data set to ``out_dir/{name}.jsonl`` with its images in ``out_dir/images/{name}/``.
 
@@ -62,14 +60,13 @@ def convert_yolo(
         split: ``train``, ``val``, …; needed if a ``data.yaml`` has several. Without a ``data.yaml`` a folder below
             ``images``.
         geometry: ``bbox`` writes the bounds of polygons, ``poly`` boxes by their corners.
-        name: of the JSONL; the split's, or ``data``, when None.
 
     Raises:
         DataError: names, split or images are not found, or nothing usable is.
     """
     check_choice("geometry", geometry, ShapeGeometry)
     names, places = _read_layout(Path(source), split)
-    report = ConversionReport(Path(out_dir) / f"{name or split or 'data'}.jsonl")
+    report = ConversionReport(Path(out_dir) / f"{options.name or split or 'data'}.jsonl")
     images: list[tuple[Path, Path]] = []  # each with the folder that its name starts in
     labels: set[Path] = set()
     for place in places:
@@ -80,16 +77,33 @@ def convert_yolo(
         # A folder is taken whole, so a label without an image is worth a line in the report.
         folder = _label_of(place / "any.jpg").parent
         labels |= set(files_below(folder if folder.is_dir() else place, (".txt",)))
-    sources = [_read_image(path, root, names, geometry, report) for path, root in images]
+    sources: list[SourceImage] = []
+    for path, root in images:
+        report.images_seen += 1
+        file = path.relative_to(root).as_posix()
+        try:
+            size = read_header(path).size
+        except DataError:
+            size = None  # assembling names the reason, with all that leaves with it
+        label = _label_of(path)
+        objects = []
+        if label.is_file():
+            text = label.read_text(encoding="utf-8-sig", errors="replace")  # invalid numbers are counted line by line
+            for index, line in enumerate(line for line in text.splitlines() if line.strip()):
+                with report.reading_object(file, index):
+                    objects.append(_read_line(index, line, names, size or (1, 1), geometry))
+        else:
+            report.note(Note.NO_LABEL_FILE, file, None, f"no file {label}; an image without objects")
+        sources.append(SourceImage(file, file, path, size, tuple(objects)))
     for label in sorted(labels - {_label_of(path) for path, _ in images}):
         if label.name != "classes.txt":
             report.images_seen += 1
             report.skip_image(SkipReason.MISSING_IMAGE, label.name, f"no image for the label {label}")
-    return assemble(sources, report, options, progress)
+    return assemble(sources, report, options)
 
 
 def _read_layout(source: Path, split: str | None) -> tuple[dict[int, str], list[Path]]:
-    """Class names by number, and the split's folders and list files."""
+    # Class names by number, and the split's folders and list files.
     if source.is_dir():
         described = [path for path in (source / "data.yaml", source / "data.yml") if path.is_file()]
         if not described:
@@ -152,8 +166,7 @@ def _read_layout(source: Path, split: str | None) -> tuple[dict[int, str], list[
 
 
 def _images_listed(file: Path) -> list[tuple[Path, Path]]:
-    """The images of a list file, one path a line from the file's own folder. Those outside of it are named from the
-    folder that all of them share."""
+    # One path a line, from the file's own folder. Images outside of it are named from the folder that they share.
     lines = [with_slashes(line.strip()) for line in read_text(file).splitlines() if line.strip()]
     paths = [Path(os.path.normpath(file.parent / line)) for line in lines]
     home = Path(os.path.normpath(file.parent))
@@ -163,35 +176,14 @@ def _images_listed(file: Path) -> list[tuple[Path, Path]]:
 
 
 def _label_of(image: Path) -> Path:
-    """YOLO's rule: the last folder called ``images`` on the way is ``labels``. The label may also be next to the
-    image, if no folder has that name or the rule finds no file."""
+    # YOLO's rule: the last folder called `images` on the way is `labels`. The label may also be next to the image, if
+    # no folder has that name or the rule finds no file.
     parts = list(image.parts)
     at = max((i for i, part in enumerate(parts[:-1]) if part == "images"), default=None)
     if at is not None:
         parts[at] = "labels"
     by_rule, beside = Path(*parts).with_suffix(".txt"), image.with_suffix(".txt")
     return beside if beside.is_file() and not by_rule.is_file() else by_rule
-
-
-def _read_image(
-    image: Path, root: Path, names: dict[int, str], geometry: ShapeGeometry, report: ConversionReport
-) -> SourceImage:
-    report.images_seen += 1
-    file = image.relative_to(root).as_posix()
-    try:
-        size = read_header(image).size
-    except DataError:
-        size = None  # assembling names the reason, with all that leaves with it
-    label = _label_of(image)
-    objects = []
-    if label.is_file():
-        text = label.read_text(encoding="utf-8-sig", errors="replace")  # invalid numbers are counted line by line
-        for index, line in enumerate(line for line in text.splitlines() if line.strip()):
-            with report.reading_object(file, index):
-                objects.append(_read_line(index, line, names, size or (1, 1), geometry))
-    else:
-        report.note(Note.NO_LABEL_FILE, file, None, f"no file {label}; an image without objects")
-    return SourceImage(file, file, image, size, tuple(objects))
 
 
 def _read_line(
