@@ -17,15 +17,19 @@ from typing import Any
 from PIL import __version__ as pillow_version
 
 from coordexp.data.files import cache_folder
-from coordexp.data.images import image_exists, open_rgb, read_header, shape_problem, size_problem
-from coordexp.data.jsonl import NO_RECORDS, LineFault, RefusedLine, numbered_lines, parse_line
+from coordexp.data.images import (
+    image_bytes,
+    image_exists,
+    image_stat,
+    open_rgb,
+    read_header,
+    shape_problem,
+    size_problem,
+)
+from coordexp.data.jsonl import NO_RECORDS, RefusedLine, numbered_lines, parse_line
 from coordexp.data.polygons import shape_area
-from coordexp.data.shards import image_bytes, image_stat
 from coordexp.errors import DataError
 from coordexp.records import NUM_BINS, ImageRecord
-
-Progress = Callable[[int, int], None]
-CountTokens = Callable[[ImageRecord], int]
 
 DENSITY_EDGES = (0, 1, 2, 3, 5, 10, 20, 50, 100)
 
@@ -88,18 +92,15 @@ class DatasetCheck:
         return Counter(problem.finding for problem in self.problems)
 
     def classes(self) -> Counter[str]:
-        """Objects of the valid records by description."""
         return Counter(obj.desc for record in self.records for obj in record.objects)
 
     def kinds(self) -> Counter[str]:
-        """Objects of the valid records by geometry."""
         return Counter(obj.kind for record in self.records for obj in record.objects)
 
     def soft_objects(self) -> int:
         return sum(obj.soft is not None for record in self.records for obj in record.objects)
 
     def densities(self) -> dict[str, int]:
-        """Images by their number of objects."""
         return histogram([len(record.objects) for record in self.records], DENSITY_EDGES)
 
     def to_json(self) -> dict[str, Any]:
@@ -126,10 +127,10 @@ def check_jsonl(
     path: str | Path,
     *,
     limit: int | None = None,
-    count_tokens: CountTokens | None = None,
+    count_tokens: Callable[[ImageRecord], int] | None = None,
     max_tokens: int | None = None,
     deep: bool = False,
-    progress: Progress | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> DatasetCheck:
     """Check a dataset line by line.
 
@@ -155,7 +156,18 @@ def check_jsonl(
             try:
                 record = parse_line(text, path=path, line=number)
             except RefusedLine as error:
-                check.add(*_classify(text, error, f"{path.name}:{number}"))
+                finding, detail = Finding.SCHEMA, error.reason
+                if error.fault == "beyond_bins":
+                    finding = Finding.OUT_OF_RANGE
+                elif error.fault == "inverted_box":  # likely x, y, w, h, if all of them fit
+                    boxes = [obj.get("bbox_2d") for obj in json.loads(text)["objects"] if isinstance(obj, dict)]
+                    boxes = [b for b in boxes if isinstance(b, list) and len(b) == 4 and set(map(type, b)) == {int}]
+                    inverted = [box for box in boxes if box[2] < box[0] or box[3] < box[1]]
+                    if all(box[0] + box[2] <= NUM_BINS and box[1] + box[3] <= NUM_BINS for box in inverted):
+                        finding = Finding.XYWH_LOOKING
+                        fit = f"{len(inverted)} of {len(boxes)} boxes of the line are, all of which fit as x, y, w, h"
+                        detail = f"{detail}; {fit}"
+                check.add(finding, f"{path.name}:{number}", detail)
                 continue
             check.records.append(record)
             first = record.image not in paths
@@ -201,19 +213,6 @@ def check_jsonl(
         where = str(problem["file"]) if index is None else f"{problem['file']} object {index}"
         check.add(Finding.LEFT_OUT, where, f"{problem['reason']}: {problem['detail']}")
     return check
-
-
-def _classify(text: bytes, error: RefusedLine, where: str) -> tuple[Finding, str, str]:
-    if error.fault is LineFault.BEYOND_BINS:
-        return Finding.OUT_OF_RANGE, where, error.reason
-    if error.fault is LineFault.INVERTED_BOX:
-        boxes = [obj.get("bbox_2d") for obj in json.loads(text)["objects"] if isinstance(obj, dict)]
-        boxes = [b for b in boxes if isinstance(b, list) and len(b) == 4 and all(type(value) is int for value in b)]
-        inverted = [box for box in boxes if box[2] < box[0] or box[3] < box[1]]
-        if all(box[0] + box[2] <= NUM_BINS and box[1] + box[3] <= NUM_BINS for box in inverted):
-            fit = f"{len(inverted)} of {len(boxes)} boxes of the line are, all of which fit as x, y, w, h"
-            return Finding.XYWH_LOOKING, where, f"{error.reason}; {fit}"
-    return Finding.SCHEMA, where, error.reason
 
 
 def _check_image(check: DatasetCheck, record: ImageRecord, cache: sqlite3.Connection, deep: bool) -> bytes | None:

@@ -71,11 +71,7 @@ class RecordDataset:
         return replace(record, objects=order_objects(record.objects, self.ordering, self._shuffle(0, index)))
 
     def request_of(self, sample_id: str) -> RolloutRequest:
-        """The prompt of a sample of any epoch.
-
-        Raises:
-            DataError: the dataset does not contain its record.
-        """
+        """The prompt of a sample of any epoch. Raises DataError if the dataset does not contain its record."""
         name, _, epoch = sample_id.rpartition(_EPOCH) if self.augment is not None else (sample_id, "", "0")
         if isinstance(self.records, CachedRecords):
             index = self.records.index_of(name)

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from coordexp import __version__
 from coordexp.data.files import VARIABLE, cache_folder, whole_binary_file
+from coordexp.data.images import image_stat
 from coordexp.data.jsonl import (
     NO_RECORDS,
     RefusedLine,
@@ -35,7 +36,6 @@ from coordexp.data.jsonl import (
     raise_together,
     read_jsonl,
 )
-from coordexp.data.shards import image_stat
 from coordexp.errors import DataError
 from coordexp.records import ImageRecord
 
@@ -43,17 +43,15 @@ if TYPE_CHECKING:
     import numpy as np
     import pyarrow as pa
 
-CACHE_VERSION = 1
-"""Raise it when a valid line or image becomes invalid, or when the files' format changes."""
-CACHE_MIN_BYTES = 4 << 20
-"""Smaller datasets are read by every process at every start, which takes about a second."""
+CACHE_VERSION = 1  # raise it when a valid line or image becomes invalid, or when the files' format changes
+CACHE_MIN_BYTES = 4 << 20  # smaller datasets are read by every process at every start, which takes about a second
 WAIT_S = 1800.0
-_PIECE_BYTES = 4 << 20  # of lines that one task of a worker validates
+_PIECE_LINES = 1_000  # that one task of a worker validates
 _PIECE_ROWS = 20_000  # records per task of a worker that checks images
 _NOT_CHECKED = -1  # instead of a file's size and modification time
 
+# The key of a record's metadata with the rule by which its image was resized; has a column of its own.
 PREPARED = "prepared"
-"""The key of a record's metadata with a column of its own: training reads it from all records at once."""
 _MAX_INT64 = (1 << 63) - 1
 
 _Task = TypeVar("_Task")
@@ -185,23 +183,12 @@ def _locked_folder(path: Path, wait_s: float) -> Iterator[Path]:
 def _validate(path: Path, limit: int | None, file: Path) -> None:
     import pyarrow as pa
 
-    def pieces() -> Iterator[list[tuple[int, bytes]]]:
-        piece: list[tuple[int, bytes]] = []
-        size = 0
-        for number, text in numbered_lines(path, limit):
-            piece.append((number, text))
-            size += len(text)
-            if size >= _PIECE_BYTES:
-                yield piece
-                piece, size = [], 0
-        if piece:
-            yield piece
-
-    done_bytes = 0
+    lines, done_bytes = numbered_lines(path, limit), 0
+    pieces = iter(lambda: list(islice(lines, _PIECE_LINES)), [])
     problems: list[DataError] = []
     writer: pa.RecordBatchFileWriter | None = None
     with whole_binary_file(file) as out, _progress(f"validating {path.name}") as progress:
-        for batch, refused, piece_bytes in _in_processes(partial(_validate_piece, path), pieces()):
+        for batch, refused, piece_bytes in _in_processes(partial(_validate_piece, path), pieces):
             problems += [DataError(reason, path=path, line=line) for line, reason in refused]
             if not problems:
                 writer = writer or pa.ipc.new_file(out, batch.schema)
@@ -287,10 +274,9 @@ def _check_piece(file: Path, task: tuple[int, np.ndarray]) -> tuple[np.ndarray, 
     rows = _open_table(file).slice(start, len(known_P2))
     images: list[bytes] = rows["image"].to_pylist()
     states: list[tuple[int, int]] = []
-    shards: dict[str, os.stat_result] = {}
     for image in images:
         try:
-            seen = image_stat(image, shards)
+            seen = image_stat(image)
         except OSError:  # the check of its header says why
             states.append((_NOT_CHECKED, _NOT_CHECKED))
         else:

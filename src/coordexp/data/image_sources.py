@@ -60,10 +60,15 @@ def find_images(sources: Sequence[Path], *, limit: int | None = None, skip_broke
     chosen = list(records.values())[:limit]
     if skip_broken:
         # Decode all of them first: that is cheap compared to prediction, and all ranks must skip the same images.
+        def decode_problem(record: ImageRecord) -> str | None:
+            try:
+                open_rgb(record.image, expected_size=(record.width, record.height))
+            except DataError as error:
+                return str(error)
+            return None
+
         with ThreadPoolExecutor(_WORKERS) as pool:
-            problems = dict(
-                zip((record.sample_id for record in chosen), pool.map(_decode_problem, chosen), strict=True)
-            )
+            problems = dict(zip((record.sample_id for record in chosen), pool.map(decode_problem, chosen), strict=True))
         chosen = [record for record in chosen if problems[record.sample_id] is None]
         skipped += [(name, problem) for name, problem in problems.items() if problem is not None]
     else:
@@ -93,21 +98,10 @@ def _image_files(source: Path, alone: bool) -> Iterator[tuple[Path, str]]:
             raise DataError("no such image, folder or dataset", path=source)
         pattern = Path(_PRINTF.sub("*", str(source)))
         found = Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor)))
-        paths = sorted((path for path in found if path.suffix.lower() in IMAGE_SUFFIXES), key=_by_numbers)
+        paths = sorted(  # frame_9 before frame_10
+            (path for path in found if path.suffix.lower() in IMAGE_SUFFIXES),
+            key=lambda path: [int(p) if k % 2 else p for k, p in enumerate(re.split(r"(\d+)", path.as_posix()))],
+        )
         if not paths:
             raise DataError("no image has a name like this pattern", path=source)
         yield from ((path, path.as_posix()) for path in paths)
-
-
-def _by_numbers(path: Path) -> tuple[object, ...]:
-    """``frame_9`` before ``frame_10``."""
-    parts = re.split(r"(\d+)", path.as_posix())
-    return tuple((int(part), "") if k % 2 else (-1, part) for k, part in enumerate(parts))
-
-
-def _decode_problem(record: ImageRecord) -> str | None:
-    try:
-        open_rgb(record.image, expected_size=(record.width, record.height))
-    except DataError as error:
-        return str(error)
-    return None

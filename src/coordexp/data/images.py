@@ -1,34 +1,35 @@
-"""Image files: header checks that decode nothing, opening as upright 8-bit RGB, and the size to which the Qwen vision
-processors bring an image, computed here so that preparation can do it once."""
+"""Image files: header checks that decode nothing, opening as upright 8-bit RGB, the size to which the Qwen vision
+processors bring an image, and images inside tar files.
+
+A path through a tar file (WebDataset's shards) names an image in it: ``set-00003.tar/00030017.jpg``. A shard is read at
+random without unpacking it. The offsets of its members are found once and cached. Compressed tar files have none, and
+are refused.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import io
 import math
-from dataclasses import dataclass
+import os
+import tarfile
+from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from PIL import Image, UnidentifiedImageError
 
-from coordexp.data.shards import MemberFile, find_member
+from coordexp.data.files import cache_folder, whole_binary_file
 from coordexp.errors import DataError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 MAX_ASPECT_RATIO = 200.0
 DEFAULT_FACTOR = 32  # patch 16 x merge 2
 DEFAULT_MIN_PIXELS = 256 * 256
 DEFAULT_MAX_PIXELS = 1024 * 1024  # 1024 image tokens at factor 32
-
-
-def check_resize_limits(factor: int, min_pixels: int, max_pixels: int) -> None:
-    """Raise DataError for limits that no image can satisfy."""
-    if factor < 1:
-        raise DataError(
-            f"resize factor is {factor}; expected patch_size * merge_size of the model, e.g. 32 for Qwen3-VL"
-        )
-    if min_pixels < 1 or max_pixels < min_pixels:
-        raise DataError(f"min_pixels={min_pixels}, max_pixels={max_pixels}; expected 1 <= min_pixels <= max_pixels")
-    if max_pixels < factor * factor:
-        raise DataError(f"max_pixels={max_pixels} is less than one {factor}x{factor} image token; raise max_pixels")
 
 
 def shape_problem(width: int, height: int) -> str | None:
@@ -41,6 +42,58 @@ def shape_problem(width: int, height: int) -> str | None:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class ResizeRule:
+    """Sides become multiples of ``factor`` (the model's patch_size * merge_size), the area stays within the limits, the
+    aspect ratio as near as the grid allows. Limits that the grid cannot meet give way, as in the processors (very thin
+    images, limits closer together than one grid step).
+
+    Raises:
+        DataError: limits that no image can satisfy.
+    """
+
+    factor: int = DEFAULT_FACTOR
+    min_pixels: int = DEFAULT_MIN_PIXELS
+    max_pixels: int = DEFAULT_MAX_PIXELS
+
+    def __post_init__(self) -> None:
+        factor, least, most = self.factor, self.min_pixels, self.max_pixels
+        if factor < 1:
+            raise DataError(
+                f"resize factor is {factor}; expected patch_size * merge_size of the model, e.g. 32 for Qwen3-VL"
+            )
+        if least < 1 or most < least:
+            raise DataError(f"min_pixels={least}, max_pixels={most}; expected 1 <= min_pixels <= max_pixels")
+        if most < factor * factor:
+            raise DataError(f"max_pixels={most} is less than one {factor}x{factor} image token; raise max_pixels")
+
+    def size(self, width: int, height: int) -> tuple[int, int]:
+        """``(width, height)`` after resizing. Raises DataError for an image that no processor takes."""
+        if height < 1 or width < 1:
+            raise DataError(f"image size {width}x{height}: both sides must be at least 1 pixel")
+        if problem := shape_problem(width, height):
+            raise DataError(problem)
+        factor = self.factor
+        # Python's round (half to even) is part of the contract: the processors use it too.
+        grid_h, grid_w = round(height / factor) * factor, round(width / factor) * factor
+        if grid_h * grid_w > self.max_pixels:
+            shrink = math.sqrt((height * width) / self.max_pixels)
+            grid_h = max(factor, math.floor(height / shrink / factor) * factor)
+            grid_w = max(factor, math.floor(width / shrink / factor) * factor)
+        elif grid_h * grid_w < self.min_pixels:
+            grow = math.sqrt(self.min_pixels / (height * width))
+            grid_h = math.ceil(height * grow / factor) * factor
+            grid_w = math.ceil(width * grow / factor) * factor
+        return grid_w, grid_h
+
+    def resize(self, image: Image.Image) -> Image.Image:
+        size = self.size(*image.size)
+        return image if size == image.size else image.resize(size, Image.Resampling.BICUBIC)
+
+    def to_metadata(self) -> dict[str, int]:
+        return asdict(self)
+
+
 def smart_resize(
     height: int,
     width: int,
@@ -48,33 +101,12 @@ def smart_resize(
     min_pixels: int = DEFAULT_MIN_PIXELS,
     max_pixels: int = DEFAULT_MAX_PIXELS,
 ) -> tuple[int, int]:
-    """``(height, width)`` in pixels after resizing: multiples of ``factor``, area within the limits, aspect ratio kept
-    as nearly as the grid allows. The limits give way, as in the processors, where the grid cannot meet them (very thin
-    images, limits closer together than one grid step).
-
-    Raises:
-        DataError: a side is not positive, the aspect ratio exceeds 200, or the limits contradict each other.
-    """
-    check_resize_limits(factor, min_pixels, max_pixels)
-    if height < 1 or width < 1:
-        raise DataError(f"image size {width}x{height}: both sides must be at least 1 pixel")
-    if problem := shape_problem(width, height):
-        raise DataError(problem)
-    # Python's round (half to even) is part of the contract: the processors use it too.
-    grid_h, grid_w = round(height / factor) * factor, round(width / factor) * factor
-    if grid_h * grid_w > max_pixels:
-        shrink = math.sqrt((height * width) / max_pixels)
-        grid_h = max(factor, math.floor(height / shrink / factor) * factor)
-        grid_w = max(factor, math.floor(width / shrink / factor) * factor)
-    elif grid_h * grid_w < min_pixels:
-        grow = math.sqrt(min_pixels / (height * width))
-        grid_h = math.ceil(height * grow / factor) * factor
-        grid_w = math.ceil(width * grow / factor) * factor
+    """``(height, width)`` in pixels after resizing by a :class:`ResizeRule`, which raises DataError."""
+    grid_w, grid_h = ResizeRule(factor, min_pixels, max_pixels).size(width, height)
     return grid_h, grid_w
 
 
 JPEG_SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif")
-"""Lower-case suffixes of JPEG files."""
 IMAGE_SUFFIXES = (*JPEG_SUFFIXES, ".png", ".bmp", ".webp", ".tif", ".tiff")
 """Lower-case suffixes of the images that a search of a folder finds."""
 _SHOWN_OF_PATH = 200
@@ -212,3 +244,130 @@ def _header(image: Image.Image, path: Path) -> ImageHeader:
         size, stored_size = (size, turned) if image.format == "TIFF" else (turned, size)
     opaque = image.mode not in ("RGBA", "LA", "PA") and "transparency" not in image.info
     return ImageHeader(size, stored_size, orientation, image.format or "", image.mode, opaque)
+
+
+SHARD_SUFFIX = ".tar"
+_IN_SHARD = f"{SHARD_SUFFIX}{os.sep}"
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """The place of an image's bytes: ``size`` bytes from byte ``offset`` of ``shard``."""
+
+    shard: Path
+    offset: int
+    size: int
+
+
+def shard_of(path: str) -> str | None:
+    """The tar file in a path; None without one. Reads no file."""
+    at = path.find(_IN_SHARD)
+    return None if at < 0 else path[: at + len(SHARD_SUFFIX)]
+
+
+def find_member(path: Path) -> Member | None:
+    """The member that ``path`` names; None if the path has no tar file or the tar file no such member. Raises DataError
+    for an invalid, compressed or unreadable tar file."""
+    text = str(path)
+    shard = shard_of(text)
+    if shard is None or not os.path.isfile(shard):
+        return None
+    import numpy as np
+
+    seen = os.stat(shard)
+    names_N, places_N2 = _index(shard, seen.st_size, seen.st_mtime_ns)
+    name = os.fsencode(text[len(shard) + 1 :])
+    at = int(np.searchsorted(names_N, name))
+    if at == len(names_N) or names_N[at] != name:
+        return None
+    offset, size = places_N2[at].tolist()
+    return Member(Path(shard), offset, size)
+
+
+def image_stat(image: bytes) -> os.stat_result:
+    """Size and times of an image file; of an image in a shard the shard's own. Raises OSError."""
+    try:
+        return os.stat(image)
+    except NotADirectoryError:
+        shard = shard_of(os.fsdecode(image))
+        if shard is None:
+            raise
+        return os.stat(shard)
+
+
+def image_bytes(path: Path) -> bytes:
+    """An image file's own bytes, in a folder or in a shard. Raises DataError if they cannot be read."""
+    try:
+        member = find_member(path)
+        if member is None:
+            return path.read_bytes()
+        with MemberFile(member) as file:
+            return file.readall()
+    except OSError as error:
+        raise DataError(f"cannot be read ({error.strerror or error})", path=path) from error
+
+
+class MemberFile(io.RawIOBase):
+    """A member as a file: reads only the requested bytes of the shard."""
+
+    def __init__(self, member: Member) -> None:
+        self._member = member
+        self._file = member.shard.open("rb", buffering=0)
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._member.size}[whence]
+        if base + offset < 0:
+            raise ValueError(f"no place {base + offset} in a file")
+        self._at = base + offset
+        return self._at
+
+    def readinto(self, buffer: memoryview, /) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
+        wanted = max(0, min(len(buffer), self._member.size - self._at))
+        data = os.pread(self._file.fileno(), wanted, self._member.offset + self._at)
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+    def close(self) -> None:
+        if not self.closed:
+            self._file.close()
+        super().close()
+
+
+@lru_cache(maxsize=512)
+def _index(shard: str, size: int, mtime_ns: int) -> tuple[np.ndarray, np.ndarray]:
+    # Names (N,) of the members in order, bytes; offset and size (N, 2), int64. A changed shard is indexed again.
+    import numpy as np
+
+    place = hashlib.sha256(os.fsencode(os.path.abspath(shard))).hexdigest()[:16]
+    kept = cache_folder() / "shards" / f"{place}-{size}-{mtime_ns}.npy"
+    try:
+        table_N = np.load(kept, allow_pickle=False)
+    except FileNotFoundError:
+        places: dict[bytes, tuple[int, int]] = {}
+        try:
+            with tarfile.open(shard, "r:") as tar:
+                for info in tar:
+                    if info.isfile() and not info.issparse():  # of two with one name the last counts, as in tar
+                        places[os.fsencode(info.name.removeprefix("./"))] = info.offset_data, info.size
+        except (tarfile.TarError, OSError) as error:
+            detail = f"not readable ({error}); shards are uncompressed tar files, as coordexp data pack writes them"
+            raise DataError(detail, path=shard) from error
+        fields = [("name", f"S{max(map(len, places), default=1)}"), ("offset", np.int64), ("size", np.int64)]
+        table_N = np.array([(name, *places[name]) for name in sorted(places)], dtype=fields)
+        kept.parent.mkdir(exist_ok=True)
+        with whole_binary_file(kept) as file:
+            np.save(file, table_N, allow_pickle=False)
+        for old in kept.parent.glob(f"{place}-*.npy"):
+            if old != kept:
+                old.unlink(missing_ok=True)
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot be read ({error}); delete the file and start again", path=kept) from error
+    return np.ascontiguousarray(table_N["name"]), np.stack([table_N["offset"], table_N["size"]], axis=1)

@@ -18,7 +18,6 @@ import random
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from enum import Enum
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -30,6 +29,7 @@ from coordexp.errors import DataError
 from coordexp.records import GEOMETRY_KINDS, NUM_BINS, GeometryKind, GTObject, ImageRecord
 
 ObjectOrdering = Literal["sorted", "random", "file"]
+Fault = Literal["inverted_box", "beyond_bins"]  # beyond: outside 0..999, usually pixels
 
 MAX_PROBLEMS_SHOWN = 20
 NO_RECORDS = "the file holds no records; expected one JSON object per line"
@@ -43,18 +43,10 @@ _REFUSED_CATEGORIES = frozenset({"Cc", "Cs", "Zl", "Zp"})
 _NORM1000_HINT = "values are norm1000 integers 0..999, not pixels: round(999 * x / max(1, width - 1))"
 
 
-class LineFault(Enum):
-    """The kind of mistake in a refused line, for ``data check``."""
-
-    OTHER = "other"
-    INVERTED_BOX = "inverted_box"
-    BEYOND_BINS = "beyond_bins"  # a number outside 0..999: usually pixels
-
-
 class RefusedLine(DataError):
-    """An invalid line. ``reason`` is the message without its place, ``fault`` the kind of mistake."""
+    """An invalid line. ``reason`` is the message without its place; ``fault``: mistakes that ``data check`` names."""
 
-    def __init__(self, reason: str, fault: LineFault, *, path: Path, line: int) -> None:
+    def __init__(self, reason: str, fault: Fault | None, *, path: Path, line: int) -> None:
         super().__init__(reason, path=path, line=line)
         self.reason = reason
         self.fault = fault
@@ -63,7 +55,7 @@ class RefusedLine(DataError):
 class _BadText(ValueError):
     """Like RefusedLine, before file and line number are known."""
 
-    def __init__(self, reason: str, fault: LineFault = LineFault.OTHER) -> None:
+    def __init__(self, reason: str, fault: Fault | None = None) -> None:
         super().__init__(reason)
         self.fault = fault
 
@@ -74,24 +66,22 @@ def parse_line(text: str | bytes, *, path: Path, line: int) -> ImageRecord:
     Raises:
         RefusedLine: the line is invalid; the message has ``path:line`` and the object's 0-based index.
     """
+    fault: Fault | None = None
     try:
-        try:
-            decoded = text.decode("utf-8") if isinstance(text, bytes) else text
-            if decoded.startswith("\ufeff"):
-                raise _BadText("the file starts with a byte order mark; save it as UTF-8 without BOM")
-            fields = _DECODER.decode(decoded)
-        except UnicodeDecodeError as error:
-            raise _BadText(f"not UTF-8 at byte {error.start + 1} of the line; save the file as UTF-8") from None
-        except json.JSONDecodeError as error:
-            detail = f"{error.msg} at column {error.pos + 1}; each line must be one complete JSON object"
-            raise _BadText(f"broken JSON: {detail}") from None
-        except _BadText:
-            raise
-        except (RecursionError, ValueError) as error:  # nested too deeply, or an integer of thousands of digits
-            raise _BadText(f"unreadable JSON: {error}") from None
-        return _record(fields, path, line)
+        decoded = text.decode("utf-8") if isinstance(text, bytes) else text
+        if decoded.startswith("\ufeff"):
+            raise _BadText("the file starts with a byte order mark; save it as UTF-8 without BOM")
+        return _record(_DECODER.decode(decoded), path, line)
     except _BadText as problem:
-        raise RefusedLine(str(problem), problem.fault, path=path, line=line) from None
+        reason, fault = str(problem), problem.fault
+    except UnicodeDecodeError as error:
+        reason = f"not UTF-8 at byte {error.start + 1} of the line; save the file as UTF-8"
+    except json.JSONDecodeError as error:
+        detail = f"{error.msg} at column {error.pos + 1}; each line must be one complete JSON object"
+        reason = f"broken JSON: {detail}"
+    except (RecursionError, ValueError) as error:  # nested too deeply, or an integer of thousands of digits
+        reason = f"unreadable JSON: {error}"
+    raise RefusedLine(reason, fault, path=path, line=line)
 
 
 def clean_desc(desc: Any) -> str:
@@ -215,7 +205,7 @@ def _bins(kind: GeometryKind, values: Any) -> tuple[int, ...]:
         raise _BadText(
             f"bbox_2d {list(bins)} is inverted; expected [x1, y1, x2, y2] with x1 <= x2 and y1 <= y2 "
             "(is it [x, y, width, height]? then write x + width, y + height)",
-            LineFault.INVERTED_BOX,
+            "inverted_box",
         )
     return bins
 
@@ -231,7 +221,7 @@ def _bin(kind: str, index: int, value: Any) -> int:
         )
     if isinstance(value, list):
         raise _BadText(f"{kind}[{index}] is a list; expected a flat list x, y, x, y, … without inner brackets")
-    raise _BadText(f"{kind}[{index}] is {_show(value)}; {_NORM1000_HINT}", LineFault.BEYOND_BINS)
+    raise _BadText(f"{kind}[{index}] is {_show(value)}; {_NORM1000_HINT}", "beyond_bins")
 
 
 def _check_fields(mapping: Mapping[str, Any], valid: Sequence[str]) -> None:
@@ -248,10 +238,8 @@ def _show(value: Any) -> str:
 
 
 def write_jsonl(records: Iterable[ImageRecord], path: str | Path) -> int:
-    """Write ``records`` to ``path``, images relative to its folder. All or nothing: the file appears complete, or a
-    previous one stays as it was.
-
-    Returns: the number of lines.
+    """Write ``records`` to ``path``, images relative to its folder; return the number of lines. The file appears
+    complete, or a previous one stays as it was.
 
     Raises:
         DataError: a record that the reader would refuse, or metadata that JSON cannot hold.

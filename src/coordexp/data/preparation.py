@@ -16,42 +16,12 @@ from typing import Any
 from PIL import Image
 
 from coordexp.data.dataset_cache import PREPARED, CachedRecords
-from coordexp.data.images import (
-    DEFAULT_FACTOR,
-    DEFAULT_MAX_PIXELS,
-    DEFAULT_MIN_PIXELS,
-    check_resize_limits,
-    smart_resize,
-)
+from coordexp.data.images import ResizeRule
 from coordexp.errors import CheckpointError, DataError
 from coordexp.records import ImageRecord
 
 PREPARATION = "image_preparation.json"
 _TELLING = 2.0  # twice or half the area is still close to training
-
-
-@dataclass(frozen=True, slots=True)
-class ResizeRule:
-    """Sides become multiples of ``factor`` (the model's patch_size * merge_size), the area stays within the limits."""
-
-    factor: int = DEFAULT_FACTOR
-    min_pixels: int = DEFAULT_MIN_PIXELS
-    max_pixels: int = DEFAULT_MAX_PIXELS
-
-    def __post_init__(self) -> None:
-        check_resize_limits(self.factor, self.min_pixels, self.max_pixels)
-
-    def size(self, width: int, height: int) -> tuple[int, int]:
-        """``(width, height)`` after resizing. Raises DataError for an image that no processor takes."""
-        new_height, new_width = smart_resize(height, width, self.factor, self.min_pixels, self.max_pixels)
-        return new_width, new_height
-
-    def resize(self, image: Image.Image) -> Image.Image:
-        size = self.size(*image.size)
-        return image if size == image.size else image.resize(size, Image.Resampling.BICUBIC)
-
-    def to_metadata(self) -> dict[str, int]:
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +51,8 @@ NO_RESIZE = ImagePreparation()
 
 
 def preparation_of(records: Sequence[ImageRecord]) -> ImagePreparation:
-    """The preparation to store with a model trained on ``records``. Its rule is the one that all share, or None.
-
-    Raises:
-        DataError: ``metadata.prepared`` of a record is not a rule.
-    """
+    """The preparation to store with a model trained on ``records``. Its rule is the one that all share, or None. Raises
+    DataError for a record whose ``metadata.prepared`` is not a rule."""
     if isinstance(records, CachedRecords):
         distinct, seen = records.distinct_preparations(), records.pixel_areas()
     else:
@@ -108,18 +75,14 @@ def read_preparation(folder: str | Path) -> ImagePreparation:
     """The preparation of the checkpoint in ``folder``; :data:`NO_RESIZE` if it has none. Raises CheckpointError."""
     path = Path(folder) / PREPARATION
     try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return NO_RESIZE
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from error
-    try:
-        fields = json.loads(text)
+        fields = json.loads(path.read_text(encoding="utf-8"))
         rule, seen = fields["resize"], fields["seen_pixels"]
         least_and_most = None if seen is None else (int(seen[0]), int(seen[1]))
         return ImagePreparation(None if rule is None else _read_rule(rule), least_and_most)
-    except (KeyError, IndexError, TypeError, ValueError, DataError) as error:
-        raise CheckpointError(f"{path}: no image preparation ({error}); restore the checkpoint's files") from error
+    except FileNotFoundError:
+        return NO_RESIZE
+    except (OSError, KeyError, IndexError, TypeError, ValueError, DataError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error}); restore the checkpoint's files") from error
 
 
 def write_preparation(preparation: ImagePreparation, folder: str | Path) -> None:

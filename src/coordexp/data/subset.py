@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from coordexp.data.files import whole_binary_file
+from coordexp.data.images import SHARD_SUFFIX, image_bytes
 from coordexp.data.jsonl import line_of, write_jsonl
-from coordexp.data.shards import SUFFIX, image_bytes
 from coordexp.errors import DataError
 from coordexp.geometry import aabb, to_pixel
 from coordexp.records import GTObject, ImageRecord
@@ -83,8 +83,8 @@ def drop_annotations(
 ) -> tuple[list[ImageRecord], DropCounts]:
     """The records with fewer annotations, in the same order.
 
-    Each draw depends on ``seed``, the record's sample id and the object's place in it, and on nothing else. A higher
-    probability keeps every annotation that a lower one keeps.
+    Each draw depends on ``seed``, the record's sample id and the object's place in it only. A higher probability keeps
+    every annotation that a lower one keeps.
 
     Raises:
         DataError: a class that no record has, or a soft object, which is not an annotation.
@@ -156,11 +156,7 @@ def split_records(records: Sequence[ImageRecord], shares: Sequence[float], seed:
 
 
 def sample_records(records: Sequence[ImageRecord], count: int, seed: int) -> list[ImageRecord]:
-    """``count`` records drawn without replacement, in the order of the dataset.
-
-    Raises:
-        DataError: ``count`` is larger than the dataset, or below 1.
-    """
+    """``count`` records drawn without replacement, in the order of the dataset. Raises DataError for other counts."""
     if not 1 <= count <= len(records):
         raise DataError(f"cannot draw {count} of {len(records)} records")
     chosen = sorted(random.Random(f"sample:{seed}").sample(range(len(records)), count))
@@ -181,7 +177,7 @@ def pack(
     Raises:
         DataError: ``out`` or a shard exists, an image cannot be read, or a record cannot be written.
     """
-    taken = [path for path in (out, *out.parent.glob(f"{out.stem}-[0-9]*{SUFFIX}")) if path.exists()]
+    taken = [path for path in (out, *out.parent.glob(f"{out.stem}-[0-9]*{SHARD_SUFFIX}")) if path.exists()]
     if taken:
         raise DataError("exists already; name another file, or remove it", path=taken[0])
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -190,7 +186,7 @@ def pack(
     def packed_records() -> Iterator[ImageRecord]:
         number = 0
         while number < len(records):
-            shard = out.with_name(f"{out.stem}-{len(written):05d}{SUFFIX}")
+            shard = out.with_name(f"{out.stem}-{len(written):05d}{SHARD_SUFFIX}")
             packed: list[ImageRecord] = []
             with (
                 whole_binary_file(shard) as file,

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from coordexp.coords import CoordVocab
-from coordexp.data.images import open_rgb, read_header
+from coordexp.data.images import image_bytes, open_rgb, read_header, shard_of
 from coordexp.data.preparation import ImagePreparation
-from coordexp.data.shards import image_bytes, shard_of
 from coordexp.engine.arguments import NAMES_KEY
 from coordexp.errors import RolloutError
 from coordexp.records import Rollout, RolloutRequest

@@ -35,7 +35,7 @@ RULE = {"factor": 32, "min_pixels": 1024, "max_pixels": 4096}
 def _small_pieces(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, str(tmp_path_factory.mktemp("cache")))
     monkeypatch.setattr(dataset_cache, "CACHE_MIN_BYTES", 0)
-    monkeypatch.setattr(dataset_cache, "_PIECE_BYTES", 300)
+    monkeypatch.setattr(dataset_cache, "_PIECE_LINES", 2)
     monkeypatch.setattr(dataset_cache, "_PIECE_ROWS", 4)
 
 

@@ -1,10 +1,11 @@
-"""Other annotation formats → the JSONL dataset. Torch-free."""
+"""Other annotation formats → the JSONL dataset. Converters raise DataError if a file is missing or of another format,
+or if nothing is usable. Torch-free."""
 
 from coordexp.data.convert.assemble import ImageOptions
 from coordexp.data.convert.coco import convert_coco, convert_lvis, convert_panoptic
 from coordexp.data.convert.csv_boxes import convert_csv
 from coordexp.data.convert.labelme import convert_labelme
-from coordexp.data.convert.report import ConversionReport, Note, Problem, SkipReason, render_report
+from coordexp.data.convert.shapes import ConversionReport, Note, Problem, SkipReason, render_report
 from coordexp.data.convert.voc import convert_voc
 from coordexp.data.convert.yolo import convert_yolo
 

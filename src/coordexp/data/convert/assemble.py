@@ -10,25 +10,22 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
-from coordexp.data.convert.report import ConversionReport, LeftOut, Note, SkipReason
-from coordexp.data.convert.shapes import SourceImage, quantise
+from coordexp.data.convert.shapes import ConversionReport, LeftOut, Note, SkipReason, SourceImage, quantise
 from coordexp.data.dataset_cache import PREPARED
 from coordexp.data.images import (
-    DEFAULT_FACTOR,
-    DEFAULT_MAX_PIXELS,
-    DEFAULT_MIN_PIXELS,
     JPEG_SUFFIXES,
     MAX_ASPECT_RATIO,
     ImageHeader,
+    ResizeRule,
     open_rgb,
     read_header,
 )
 from coordexp.data.jsonl import write_jsonl
-from coordexp.data.preparation import ResizeRule
 from coordexp.errors import DataError
 from coordexp.records import GTObject, ImageRecord
 
 _SUFFIXES_BY_FORMAT = {"JPEG": JPEG_SUFFIXES, "PNG": (".png",)}
+_RULE = ResizeRule()
 Notes = tuple[tuple[Note, str], ...]
 
 
@@ -40,9 +37,9 @@ class ImageOptions:
     """
 
     resize: bool = True  # False leaves images where they are and only refers to them
-    factor: int = DEFAULT_FACTOR
-    min_pixels: int = DEFAULT_MIN_PIXELS
-    max_pixels: int = DEFAULT_MAX_PIXELS
+    factor: int = _RULE.factor
+    min_pixels: int = _RULE.min_pixels
+    max_pixels: int = _RULE.max_pixels
     max_vertices: int | None = None  # polygons with more are simplified
     workers: int = min(8, os.cpu_count() or 1)  # threads that decode, resize and save
     overwrite: bool = False  # a dataset of the same name may be replaced

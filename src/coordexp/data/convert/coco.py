@@ -15,10 +15,13 @@ import numpy as np
 from pycocotools import mask as coco_mask
 
 from coordexp.data.convert.assemble import ImageOptions, assemble
-from coordexp.data.convert.report import ConversionReport, LeftOut, Note, SkipReason
 from coordexp.data.convert.shapes import (
+    ConversionReport,
     Crowds,
     InstanceGeometry,
+    LeftOut,
+    Note,
+    SkipReason,
     SourceImage,
     SourceObject,
     check_choice,
@@ -55,9 +58,6 @@ def convert_coco(
         geometry: ``bbox`` writes boxes; ``poly`` writes segmentation polygons (of several parts, the largest) and the
             outlines of run-length masks. Objects without a segmentation are left out and counted.
         crowds: groups (``iscrowd``) are left out, or kept as one object each; counted either way.
-
-    Raises:
-        DataError: the file is not a COCO instances file, or nothing usable is found.
     """
     file = Path(annotations_json)
     if (file / ROBOFLOW).is_file():
@@ -112,9 +112,6 @@ def convert_panoptic(
         segments_dir: the folder of the PNGs, read for ``geometry="poly"``; None: next to the file, with its name
             without the suffix, as in COCO.
         stuff: keep regions without instances (``isthing: 0``); they are left out, and counted, otherwise.
-
-    Raises:
-        DataError: the file is not a panoptic file, the PNGs are missing, or nothing usable is found.
     """
     file, images = Path(annotations_json), Path(images_dir)
     content = _read(file, images, geometry, crowds)
@@ -190,7 +187,31 @@ def _convert(
             raise DataError(detail, path=file)
         desc = category.get("name")
         descs[category["id"]] = desc if isinstance(desc, str) else ""
-    usable = _usable_images(coco["images"], file, report)
+    # File name and declared size by id. Objects find their image by id, so one that is used twice is fatal.
+    usable: dict[Any, tuple[str, tuple[int, int] | None]] = {}
+    seen: set[str] = set()
+    for index, image in enumerate(coco["images"]):
+        report.images_seen += 1
+        where = f"images[{index}]"
+        if not isinstance(image, dict) or not isinstance(image.get("id"), int | str):
+            report.skip_image(SkipReason.UNREADABLE_ANNOTATION, file.name, f"{where} has no id")
+            continue
+        if image["id"] in usable:
+            detail = f"{where}: the id {image['id']!r} is used twice; objects cannot be assigned to images"
+            raise DataError(detail, path=file)
+        given = image.get("file_name")
+        if not isinstance(given, str) or not given.strip():
+            report.skip_image(SkipReason.UNREADABLE_ANNOTATION, file.name, f"{where} has no file_name")
+            continue
+        named = str(PurePosixPath(with_slashes(given)))
+        if unsafe_file_name(named):
+            report.skip_image(SkipReason.UNSAFE_FILE_NAME, file.name, f"{where}: {given!r} leaves the images folder")
+        elif named in seen:
+            detail = f"{where}: {given!r} is listed twice; kept the first"
+            report.skip_image(SkipReason.DUPLICATE_IMAGE, file.name, detail)
+        else:
+            seen.add(named)
+            usable[image["id"]] = named, declared_size(image.get("width"), image.get("height"))
     objects: dict[Any, list[SourceObject]] = defaultdict(list)
     for index, annotation in enumerate(coco["annotations"]):
         image = annotation.get("image_id") if isinstance(annotation, dict) else None
@@ -226,37 +247,6 @@ def _convert(
         for image, (named, size) in usable.items()
     ]
     return assemble(sorted(sources, key=lambda source: source.file), report, options)
-
-
-def _usable_images(
-    images: list[Any], file: Path, report: ConversionReport
-) -> dict[Any, tuple[str, tuple[int, int] | None]]:
-    # File name and declared size by id. Objects find their image by id, so one that is used twice is fatal.
-    usable: dict[Any, tuple[str, tuple[int, int] | None]] = {}
-    seen: set[str] = set()
-    for index, image in enumerate(images):
-        report.images_seen += 1
-        where = f"images[{index}]"
-        if not isinstance(image, dict) or not isinstance(image.get("id"), int | str):
-            report.skip_image(SkipReason.UNREADABLE_ANNOTATION, file.name, f"{where} has no id")
-            continue
-        if image["id"] in usable:
-            detail = f"{where}: the id {image['id']!r} is used twice; objects cannot be assigned to images"
-            raise DataError(detail, path=file)
-        given = image.get("file_name")
-        if not isinstance(given, str) or not given.strip():
-            report.skip_image(SkipReason.UNREADABLE_ANNOTATION, file.name, f"{where} has no file_name")
-            continue
-        named = str(PurePosixPath(with_slashes(given)))
-        if unsafe_file_name(named):
-            report.skip_image(SkipReason.UNSAFE_FILE_NAME, file.name, f"{where}: {given!r} leaves the images folder")
-        elif named in seen:
-            detail = f"{where}: {given!r} is listed twice; kept the first"
-            report.skip_image(SkipReason.DUPLICATE_IMAGE, file.name, detail)
-        else:
-            seen.add(named)
-            usable[image["id"]] = named, declared_size(image.get("width"), image.get("height"))
-    return usable
 
 
 def _largest_part(segmentation: Any, desc: str, size: tuple[int, int] | None) -> tuple[tuple[float, ...], int, bool]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
 from coordexp.data.convert.assemble import ImageOptions, assemble
-from coordexp.data.convert.report import ConversionReport, LeftOut, SkipReason
 from coordexp.data.convert.shapes import (
+    ConversionReport,
+    LeftOut,
     ShapeGeometry,
+    SkipReason,
     SourceImage,
     SourceObject,
     box_object,
@@ -60,9 +61,6 @@ def convert_csv(
     Args:
         table: the file, or a folder with Roboflow's ``_annotations.csv``.
         images_dir: the folder in which image names start; None: the table's own.
-
-    Raises:
-        DataError: no header with these columns, or nothing usable.
     """
     path = Path(table) / ROBOFLOW if Path(table).is_dir() else Path(table)
     check_choice("geometry", geometry, ShapeGeometry)
@@ -82,7 +80,20 @@ def convert_csv(
             sizes[named] = declared_size(*(number(row.get(side, "")) for side in ("width", "height")))
         if any(row.get(part) for part in ("name", "x1", "y1", "x2", "y2", "polygon")):
             with report.reading_object(named, index):
-                objects[named].append(_read_row(index, row, geometry))
+                desc = row["name"]
+                if row.get("polygon"):
+                    ring = finite_numbers([number(text) for text in row["polygon"].replace(",", " ").split()])
+                    if ring is None or len(ring) < 6 or len(ring) % 2:
+                        detail = f"{desc}: polygon {row['polygon'][:80]!r}; expected 'x y x y x y …'"
+                        raise LeftOut(SkipReason.MALFORMED_GEOMETRY, detail)
+                    objects[named].append(polygon_object(index, desc, ring, geometry))
+                    continue
+                corners = [row[side] for side in ("x1", "y1", "x2", "y2")]
+                box = finite_numbers([number(text) for text in corners])
+                if box is None:
+                    detail = f"{desc}: corners {corners} are not four numbers"
+                    raise LeftOut(SkipReason.MALFORMED_GEOMETRY, detail)
+                objects[named].append(box_object(index, desc, box, geometry))
     sources = []
     for named, shapes in objects.items():
         file, image = named, folder / named
@@ -114,18 +125,3 @@ def _read(path: Path) -> tuple[list[list[str]], dict[str, int]]:
                 line=1,
             )
     return [row for row in rows if any(cell.strip() for cell in row)], column_of
-
-
-def _read_row(index: int, row: Mapping[str, str], geometry: ShapeGeometry) -> SourceObject:
-    desc = row["name"]
-    if row.get("polygon"):
-        ring = finite_numbers([number(text) for text in row["polygon"].replace(",", " ").split()])
-        if ring is None or len(ring) < 6 or len(ring) % 2:
-            detail = f"{desc}: polygon {row['polygon'][:80]!r}; expected 'x y x y x y …'"
-            raise LeftOut(SkipReason.MALFORMED_GEOMETRY, detail)
-        return polygon_object(index, desc, ring, geometry)
-    box = finite_numbers([number(row[side]) for side in ("x1", "y1", "x2", "y2")])
-    if box is None:
-        detail = f"{desc}: corners {[row[side] for side in ('x1', 'y1', 'x2', 'y2')]} are not four numbers"
-        raise LeftOut(SkipReason.MALFORMED_GEOMETRY, detail)
-    return box_object(index, desc, box, geometry)

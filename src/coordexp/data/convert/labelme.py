@@ -10,9 +10,12 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from coordexp.data.convert.assemble import ImageOptions, assemble
-from coordexp.data.convert.report import REPORT_SUFFIX, ConversionReport, LeftOut, SkipReason
 from coordexp.data.convert.shapes import (
+    REPORT_SUFFIX,
+    ConversionReport,
+    LeftOut,
     ShapeGeometry,
+    SkipReason,
     SourceImage,
     SourceObject,
     bounds,
@@ -45,9 +48,6 @@ def convert_labelme(
         images_dir: the folder in which ``imagePath`` starts; each file's own when None. If a path does not exist, such
             as the annotator's own ``C:\\photos\\a.jpg``, its last part is looked for.
         geometry: ``bbox`` writes the bounds of polygons, ``poly`` rectangles by their corners and circles by points.
-
-    Raises:
-        DataError: no such folder, no file in it, or nothing usable.
     """
     folder = Path(folder)
     check_choice("geometry", geometry, ShapeGeometry)

@@ -2,8 +2,6 @@
 
 VOC's own coordinates count from 1, but most tools that write VOC count from 0, so coordinates are taken as given;
 ``one_based=True`` subtracts 1 from all four.
-
-Folders are found in any case and at any depth; XML files may also be next to their images.
 """
 
 from __future__ import annotations
@@ -13,8 +11,11 @@ import xml.etree.ElementTree as ET
 from pathlib import Path, PurePosixPath
 
 from coordexp.data.convert.assemble import ImageOptions, assemble
-from coordexp.data.convert.report import ConversionReport, LeftOut, Note, SkipReason
 from coordexp.data.convert.shapes import (
+    ConversionReport,
+    LeftOut,
+    Note,
+    SkipReason,
     SourceImage,
     SourceObject,
     declared_size,
@@ -51,9 +52,6 @@ def convert_voc(
         split: a name in ``ImageSets/Main`` (``train`` …), in its order, or of a folder of XML files next to
             images. None takes every XML, by file name.
         annotations_dir, images_dir: other folder names, relative to ``root``, or absolute.
-
-    Raises:
-        DataError: a folder or the split is missing, or nothing usable is found.
     """
     xml_dir, image_dir, split_file, found = _find_folders(Path(root), split, Path(annotations_dir), Path(images_dir))
     report = ConversionReport(Path(out_dir) / f"{options.name or split or 'data'}.jsonl")

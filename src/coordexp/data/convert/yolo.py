@@ -12,9 +12,12 @@ from pathlib import Path
 import yaml
 
 from coordexp.data.convert.assemble import ImageOptions, assemble
-from coordexp.data.convert.report import ConversionReport, LeftOut, Note, SkipReason
 from coordexp.data.convert.shapes import (
+    ConversionReport,
+    LeftOut,
+    Note,
     ShapeGeometry,
+    SkipReason,
     SourceImage,
     SourceObject,
     box_object,
@@ -60,9 +63,6 @@ def convert_yolo(
         split: ``train``, ``val``, …; needed if a ``data.yaml`` has several. Without a ``data.yaml`` a folder below
             ``images``.
         geometry: ``bbox`` writes the bounds of polygons, ``poly`` boxes by their corners.
-
-    Raises:
-        DataError: names, split or images are not found, or nothing usable is.
     """
     check_choice("geometry", geometry, ShapeGeometry)
     names, places = _read_layout(Path(source), split)
@@ -70,8 +70,13 @@ def convert_yolo(
     images: list[tuple[Path, Path]] = []  # each with the folder that its name starts in
     labels: set[Path] = set()
     for place in places:
-        if not place.is_dir():
-            images += _images_listed(place)
+        if not place.is_dir():  # a list, one path a line, from the file's own folder
+            home = Path(os.path.normpath(place.parent))
+            lines = [with_slashes(line.strip()) for line in read_text(place).splitlines() if line.strip()]
+            paths = [Path(os.path.normpath(home / line)) for line in lines]
+            outside = [path.parent for path in paths if not path.is_relative_to(home)]
+            shared = Path(os.path.commonpath(outside)) if outside else home
+            images += [(path, home if path.is_relative_to(home) else shared) for path in paths]
             continue
         images += [(path, place) for path in files_below(place, IMAGE_SUFFIXES)]
         # A folder is taken whole, so a label without an image is worth a line in the report.
@@ -163,16 +168,6 @@ def _read_layout(source: Path, split: str | None) -> tuple[dict[int, str], list[
             raise DataError(detail, path=source)
         places.append(existing)
     return {int(key): name for key, name in names.items()}, places
-
-
-def _images_listed(file: Path) -> list[tuple[Path, Path]]:
-    # One path a line, from the file's own folder. Images outside of it are named from the folder that they share.
-    lines = [with_slashes(line.strip()) for line in read_text(file).splitlines() if line.strip()]
-    paths = [Path(os.path.normpath(file.parent / line)) for line in lines]
-    home = Path(os.path.normpath(file.parent))
-    outside = [path.parent for path in paths if not path.is_relative_to(home)]
-    shared = Path(os.path.commonpath(outside)) if outside else home
-    return [(path, home if path.is_relative_to(home) else shared) for path in paths]
 
 
 def _label_of(image: Path) -> Path:
