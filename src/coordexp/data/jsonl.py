@@ -57,7 +57,7 @@ class _BadText(ValueError):
 
     def __init__(self, reason: str, fault: Fault | None = None) -> None:
         super().__init__(reason)
-        self.fault = fault
+        self.fault: Fault | None = fault
 
 
 def parse_line(text: str | bytes, *, path: Path, line: int) -> ImageRecord:

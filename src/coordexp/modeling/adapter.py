@@ -72,10 +72,7 @@ def save_adapter(model: Any, folder: Path, state_dict: Mapping[str, torch.Tensor
 @torch.no_grad()
 def load_adapter(model: Any, folder: Path) -> None:
     """Load the weights that :func:`save_adapter` wrote, bit for bit, into a model with the same ``tuner`` section.
-
-    Raises:
-        CheckpointError: files that are missing, unreadable, or from another ``tuner`` section.
-    """
+    Raises CheckpointError for others."""
     saved = _read(folder / WEIGHTS) | _read(folder / OFFSETS)
     saved.pop(COORD_IDS, None)
     wanted = {
@@ -96,11 +93,8 @@ def load_adapter(model: Any, folder: Path) -> None:
 
 @torch.no_grad()
 def merge_adapter(model: Any, folder: Path) -> None:
-    """Merge the adapters and offsets of ``folder`` into a plain model, in place.
-
-    Raises:
-        CheckpointError: files that are unreadable, of another model, or with settings that cannot be merged.
-    """
+    """Merge the adapters and offsets of ``folder`` into a plain model, in place. Raises CheckpointError for files that
+    are unreadable, of another model, or with settings that cannot be merged."""
     weights = dict(model.named_parameters())
     saved, offsets = _read(folder / WEIGHTS), _read(folder / OFFSETS)
     if not saved and (folder / CONFIG).is_file():
@@ -154,11 +148,8 @@ def _read(file: Path) -> dict[str, torch.Tensor]:
 
 
 def tune(model: Any, config: TunerConfig, coord_ids: Sequence[int]) -> None:
-    """Freeze parts of the model, and attach adapters and coordinate offsets, as ``config`` says.
-
-    Raises:
-        ConfigError: nothing is left to train, or a name matches no module that can be adapted.
-    """
+    """Freeze parts of the model, and attach adapters and coordinate offsets, as ``config`` says. Raises ConfigError if
+    nothing is left to train, or a name matches no module that can be adapted."""
     freeze = {"vit": config.freeze_vit, "aligner": config.freeze_aligner, "llm": config.freeze_llm}
     frozen = {part for part, frozen in freeze.items() if frozen}
     if config.train_type == "full":

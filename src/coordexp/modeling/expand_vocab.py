@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ NEW_TOKENS = (WILDCARD, *COORD_TOKENS)
 _ROWS_AT_ONCE = 8192  # statistics in float32 over slices: a second copy of a large vocabulary would not fit
 
 
+@torch.no_grad()
 def expand_vocab(checkpoint: Path, output: Path) -> None:
     """Write ``checkpoint``, with the coordinate tokens added after its own, to the new folder ``output``.
 
@@ -58,9 +58,18 @@ def expand_vocab(checkpoint: Path, output: Path) -> None:
     if len(tokenizer) > rows:
         # mean_resizing would estimate a covariance of the whole vocabulary, only to be overwritten below.
         model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    generator = torch.Generator().manual_seed(0)
+    generator, bins = torch.Generator().manual_seed(0), {token: k for k, token in enumerate(COORD_TOKENS)}
     for layer in [model.get_input_embeddings(), *([] if tied else [model.lm_head])]:
-        _initialise(layer.get_parameter("weight"), fresh, generator)
+        matrix_VH = layer.get_parameter("weight")
+        # Rows after the tokenizer's last token are untrained padding: statistics use those before the first new one.
+        used_VH = matrix_VH[: min(fresh.values())]
+        slices = used_VH.split(_ROWS_AT_ONCE)
+        mean_H = torch.stack([part.float().sum(0) for part in slices]).sum(0) / len(used_VH)
+        squares = sum((part.float() - mean_H).square().sum().item() for part in slices)
+        code_BH = smooth_coord_rows(matrix_VH.shape[1], math.sqrt(squares / used_VH.numel()), generator)
+        for token, row in fresh.items():
+            value_H = mean_H + code_BH[bins[token]] if token in bins else mean_H
+            matrix_VH[row] = value_H.to(matrix_VH.dtype)
     if _is_tied(model) != tied:
         raise CheckpointError(
             f"{checkpoint}: resizing {'untied the language head from' if tied else 'tied the language head to'} the "
@@ -73,12 +82,10 @@ def expand_vocab(checkpoint: Path, output: Path) -> None:
 
 
 def smooth_coord_rows(hidden: int, std: float, generator: torch.Generator) -> torch.Tensor:
-    """Rows in which neighbouring bins are similar: random cosines of the bin, with half a cycle to 60 cycles.
+    """Rows (1000, hidden), float32, of standard deviation about ``std``: random cosines of the bin, half a cycle to 60.
 
     Raising the logit of one bin then raises those next to it. With independent random rows a model has to learn the
     number line token by token.
-
-    Returns: (1000, hidden) float32 with standard deviation close to ``std``.
     """
     log_low, log_high = math.log(0.5), math.log(60.0)
     cycles_H = torch.exp(log_low + (log_high - log_low) * torch.rand(hidden, generator=generator))
@@ -89,17 +96,3 @@ def smooth_coord_rows(hidden: int, std: float, generator: torch.Generator) -> to
 
 def _is_tied(model: Any) -> bool:
     return model.lm_head.weight is model.get_input_embeddings().weight
-
-
-@torch.no_grad()
-def _initialise(matrix_VH: torch.Tensor, fresh: Mapping[str, int], generator: torch.Generator) -> None:
-    # Rows after the tokenizer's last token are untrained padding: statistics use only those before the first new one.
-    used_VH = matrix_VH[: min(fresh.values())]
-    slices = used_VH.split(_ROWS_AT_ONCE)
-    mean_H = torch.stack([part.float().sum(0) for part in slices]).sum(0) / len(used_VH)
-    squares = sum((part.float() - mean_H).square().sum().item() for part in slices)
-    code_BH = smooth_coord_rows(matrix_VH.shape[1], math.sqrt(squares / used_VH.numel()), generator)
-    bins = {token: k for k, token in enumerate(COORD_TOKENS)}
-    for token, row in fresh.items():
-        value_H = mean_H + code_BH[bins[token]] if token in bins else mean_H
-        matrix_VH[row] = value_H.to(matrix_VH.dtype)

@@ -203,10 +203,7 @@ def token_counter(checkpoint: Path, sample: ImageRecord) -> Callable[[ImageRecor
     """A function from a record to the number of tokens of its prompt and answer in training, without opening its image.
 
     The prompt's text is the same for all records and is measured on ``sample``; the number of image tokens follows from
-    an image's size.
-
-    Raises:
-        CheckpointError, VocabError: the checkpoint cannot be read. DataError: the image of ``sample`` cannot be read.
+    an image's size. Raises CheckpointError or VocabError, and DataError for the image of ``sample``.
     """
     opened = Checkpoint.open(checkpoint)
     vocab, processor, image_token = load_vocab(opened), load_processor(opened), read_config(opened).image_token_id

@@ -58,16 +58,12 @@ class LoadedModel:
 
     @property
     def image_token_id(self) -> int:
-        """The placeholder of image features."""
         return self.model.config.image_token_id
 
 
 def load_vocab(path: str | Path | Checkpoint) -> CoordVocab:
-    """Read and check only the tokenizer: cheap, so it runs before anything expensive.
-
-    Raises:
-        CheckpointError: see :meth:`Checkpoint.open`. VocabError: no coordinate tokens.
-    """
+    """Read and check only the tokenizer: cheap, so it runs before anything expensive. Raises CheckpointError, and
+    VocabError without coordinate tokens."""
     checkpoint = Checkpoint.open(path)
     rows = read_config(checkpoint).text_config.vocab_size
     try:
@@ -105,11 +101,8 @@ def read_config(path: str | Path | Checkpoint) -> Any:
 
 
 def read_weights(checkpoint: Checkpoint, dtype: torch.dtype | Literal["auto"]) -> Qwen3VLForConditionalGeneration:
-    """As transformers' ``from_pretrained``, but missing weights are an error, not initialised at random.
-
-    Raises:
-        CheckpointError: weights that are unreadable, missing or of another shape.
-    """
+    """As transformers' ``from_pretrained``, but weights that are unreadable, missing or of another shape raise
+    CheckpointError."""
     path = checkpoint.path
     if checkpoint.parent is not None:
         merged = read_weights(checkpoint.parent, dtype)
@@ -140,11 +133,8 @@ def _read(source: Any, path: str | Path, what: str) -> Any:
 def export_checkpoint(checkpoint: Path, output: Path, dtype: str = DTYPE) -> Path:
     """Write model, tokenizer, processor, chat template and image preparation of ``checkpoint``, weights as ``dtype``.
 
-    The run's ``resolved_config.yaml`` is copied if there is one: it has the prompt. Optimizer and trainer state are
-    not. Attention is reset to transformers' default, so that the folder loads everywhere.
-
-    Raises:
-        CheckpointError, VocabError: see :func:`load_model`.
+    The run's ``resolved_config.yaml`` is copied if there is one: it has the prompt. Attention is reset to transformers'
+    default, so that the folder loads everywhere. Raises as :func:`load_model`.
     """
     loaded = load_model(checkpoint, dtype, attention="sdpa")
     _save(loaded, loaded.preparation, output)
@@ -158,10 +148,7 @@ def merge_checkpoint(folder: Path, output: Path, base: Path | None = None, dtype
     """Write the base model of ``folder``, with its adapters and coordinate offsets merged in, to ``output``.
 
     ``base`` replaces the folder that the adapters name; ``dtype`` None keeps the base's number type. Each merged matrix
-    is computed in float32 and rounded once.
-
-    Raises:
-        CheckpointError: no adapters, or adapters of another model. VocabError: see :func:`load_model`.
+    is computed in float32 and rounded once. Raises as :func:`load_model`, and CheckpointError for other adapters.
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder")

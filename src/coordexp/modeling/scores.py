@@ -18,7 +18,6 @@ disagreement; its description may not differ.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,23 +45,10 @@ class TokenScorer:
         """One score in 0..1 per object of ``parsed``. The model keeps its train or eval mode."""
         if not parsed.objects:
             return ()
-        positions = {at for obj in parsed.objects for at in (*obj.coord_token_idx, *range(*obj.desc_token_span))}
-        log_p = self._log_probabilities(request, rollout.response_token_ids, sorted(positions))
-        scores = []
-        for obj in parsed.objects:
-            coords, desc = [log_p[at] for at in obj.coord_token_idx], [log_p[at] for at in range(*obj.desc_token_span)]
-            mean_coord = sum(coords) / len(coords)
-            if self.confidence:
-                log_score = mean_coord + sum(desc)
-            else:
-                log_score = COORD_WEIGHT * mean_coord + (1 - COORD_WEIGHT) * sum(desc) / len(desc)
-            scores.append(math.exp(min(0.0, log_score)))
-        return tuple(scores)
-
-    def _log_probabilities(
-        self, request: RolloutRequest, response_ids: Sequence[int], positions: Sequence[int]
-    ) -> dict[int, float]:
-        """Log probability of the token at each position of the answer; for a coordinate, of its neighbourhood."""
+        response_ids = rollout.response_token_ids
+        positions = sorted(
+            {at for obj in parsed.objects for at in (*obj.coord_token_idx, *range(*obj.desc_token_span))}
+        )
         neighbours = WIDE_NEIGHBOURS if self.confidence else NEIGHBOURS
         device = next(self.model.parameters()).device
         ids_1L = torch.tensor([[*request.prompt_token_ids, *response_ids]], device=device)
@@ -82,7 +68,7 @@ class TokenScorer:
         finally:
             self.model.train(was_training)
         log_all_N = torch.logsumexp(logits_NV.float(), dim=-1)
-        log_probability_of: dict[int, float] = {}
+        log_p: dict[int, float] = {}  # of the token at a position; for a coordinate, of its neighbourhood
         coord_ids_B = torch.tensor(self.vocab.coord_token_ids, device=device)
         for row, at in enumerate(positions):
             token_id = int(response_ids[at])
@@ -92,5 +78,14 @@ class TokenScorer:
             else:
                 near = coord_ids_B[max(0, k - neighbours) : min(NUM_BINS, k + neighbours + 1)]
                 log_it = torch.logsumexp(logits_NV[row, near].float(), dim=-1)
-            log_probability_of[at] = float(log_it - log_all_N[row])
-        return log_probability_of
+            log_p[at] = float(log_it - log_all_N[row])
+        scores = []
+        for obj in parsed.objects:
+            coords, desc = [log_p[at] for at in obj.coord_token_idx], [log_p[at] for at in range(*obj.desc_token_span)]
+            mean_coord = sum(coords) / len(coords)
+            if self.confidence:
+                log_score = mean_coord + sum(desc)
+            else:
+                log_score = COORD_WEIGHT * mean_coord + (1 - COORD_WEIGHT) * sum(desc) / len(desc)
+            scores.append(math.exp(min(0.0, log_score)))
+        return tuple(scores)

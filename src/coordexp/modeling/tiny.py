@@ -67,6 +67,21 @@ class TinySpec:
 
 def build_tokenizer(coord_tokens: bool = True) -> PreTrainedTokenizerFast:
     """A byte-level BPE of a few hundred merges, Qwen's special tokens, and the 1000 coordinate tokens."""
+
+    def corpus() -> Iterator[str]:
+        # Enough text of the output format for BPE to make each structural step one token.
+        names = [f"{colour} {shape}" for colour in COLOURS for shape in SHAPES] + ["RBC", "WBC", "Platelets", "person"]
+        for order in ("desc_first", "geometry_first"):
+            for name in names:
+                scene = [GTObject(name, "bbox_2d", (1, 2, 3, 4)), GTObject(name, "poly", (1, 2, 3, 4, 5, 6))]
+                text = serialize_objects(scene * 6, order)
+                for coordinate in COORD_TOKENS[1:7]:
+                    text = text.replace(coordinate, "\0")
+                yield from text.split("\0")
+        for _ in range(4):
+            yield DEFAULT_PROMPT
+            yield "system\n user\n assistant\n Detect every object."
+
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -81,7 +96,7 @@ def build_tokenizer(coord_tokens: bool = True) -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    bpe.train_from_iterator(_corpus(), trainer)
+    bpe.train_from_iterator(corpus(), trainer)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         eos_token=TURN_END,
@@ -105,32 +120,9 @@ def build_tiny_checkpoint(folder: Path, seed: int = 0, spec: TinySpec | None = N
 
     spec = spec or TinySpec()
     tokenizer = build_tokenizer(coord_tokens=coord_tokens)
-    set_seed(seed)
-    model = Qwen3VLForConditionalGeneration(_config(tokenizer, spec))
-    if coord_tokens:
-        rows = smooth_coord_rows(spec.hidden, 0.02, torch.Generator().manual_seed(seed))
-        coord_ids = torch.tensor(tokenizer.convert_tokens_to_ids(list(COORD_TOKENS)))
-        with torch.no_grad():
-            model.get_input_embeddings().get_parameter("weight")[coord_ids] = rows
-    pixels = {"shortest_edge": spec.min_pixels, "longest_edge": spec.max_pixels}
-    vision = {"patch_size": spec.patch, "merge_size": 2, "temporal_patch_size": 2, "size": pixels}
-    processor = Qwen3VLProcessor(
-        image_processor=Qwen2VLImageProcessor(**vision, image_mean=[0.5] * 3, image_std=[0.5] * 3),
-        tokenizer=tokenizer,
-        video_processor=Qwen3VLVideoProcessor(**vision),
-        chat_template=CHAT_TEMPLATE,
-    )
-    folder.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(folder)
-    give_ordinary_mode(folder)
-    processor.save_pretrained(folder)
-    return folder
-
-
-def _config(tokenizer: PreTrainedTokenizerFast, spec: TinySpec) -> Qwen3VLConfig:
     token = tokenizer.get_vocab()
     third = spec.head_dim // 2 // 3
-    return Qwen3VLConfig(
+    config = Qwen3VLConfig(
         text_config={
             "vocab_size": len(tokenizer),
             "hidden_size": spec.hidden,
@@ -171,18 +163,23 @@ def _config(tokenizer: PreTrainedTokenizerFast, spec: TinySpec) -> Qwen3VLConfig
         eos_token_id=token[TURN_END],  # pyright: ignore[reportCallIssue]
         tie_word_embeddings=spec.tied,
     )
-
-
-def _corpus() -> Iterator[str]:
-    # Enough text of the output format for BPE to make each structural step one token.
-    names = [f"{colour} {shape}" for colour in COLOURS for shape in SHAPES] + ["RBC", "WBC", "Platelets", "person"]
-    for order in ("desc_first", "geometry_first"):
-        for name in names:
-            scene = [GTObject(name, "bbox_2d", (1, 2, 3, 4)), GTObject(name, "poly", (1, 2, 3, 4, 5, 6))]
-            text = serialize_objects(scene * 6, order)
-            for coordinate in COORD_TOKENS[1:7]:
-                text = text.replace(coordinate, "\0")
-            yield from text.split("\0")
-    for _ in range(4):
-        yield DEFAULT_PROMPT
-        yield "system\n user\n assistant\n Detect every object."
+    set_seed(seed)
+    model = Qwen3VLForConditionalGeneration(config)
+    if coord_tokens:
+        rows = smooth_coord_rows(spec.hidden, 0.02, torch.Generator().manual_seed(seed))
+        coord_ids = torch.tensor(tokenizer.convert_tokens_to_ids(list(COORD_TOKENS)))
+        with torch.no_grad():
+            model.get_input_embeddings().get_parameter("weight")[coord_ids] = rows
+    pixels = {"shortest_edge": spec.min_pixels, "longest_edge": spec.max_pixels}
+    vision = {"patch_size": spec.patch, "merge_size": 2, "temporal_patch_size": 2, "size": pixels}
+    processor = Qwen3VLProcessor(
+        image_processor=Qwen2VLImageProcessor(**vision, image_mean=[0.5] * 3, image_std=[0.5] * 3),
+        tokenizer=tokenizer,
+        video_processor=Qwen3VLVideoProcessor(**vision),
+        chat_template=CHAT_TEMPLATE,
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+    give_ordinary_mode(folder)
+    processor.save_pretrained(folder)
+    return folder
