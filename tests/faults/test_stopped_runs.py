@@ -86,7 +86,7 @@ def test_a_signal_in_the_last_step_changes_nothing(tmp_path: Path, monkeypatch: 
 def test_a_signal_during_an_evaluation_does_not_wait_for_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    predicting, batches = sys.modules["coordexp.evaluation.answering"], 0
+    predicting, batches = sys.modules["coordexp.evaluation.answers"], 0
     predict = predicting.answer_samples
 
     def predict_and_signal(*arguments: Any, **options: Any) -> Any:

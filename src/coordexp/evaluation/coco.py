@@ -115,13 +115,10 @@ def write_coco(
 ) -> list[Path]:
     """``coco_ground_truth.json`` and ``coco_results_{iou_type}.json``, as other tools read them."""
     data = to_coco(answers, iou_type, constant_score)
-    files = {
-        folder / "coco_ground_truth.json": data.ground_truth,
-        folder / f"coco_results_{iou_type}.json": data.results,
-    }
-    for path, content in files.items():
+    paths = [folder / "coco_ground_truth.json", folder / f"coco_results_{iou_type}.json"]
+    for path, content in zip(paths, (data.ground_truth, data.results), strict=True):
         path.write_text(json.dumps(content, ensure_ascii=False) + "\n", encoding="utf-8")
-    return list(files)
+    return paths
 
 
 def coco_shape(obj: GTObject | Detection, width: int, height: int) -> dict[str, Any]:
@@ -143,13 +140,8 @@ def average_precision(
     iou_thrs: Sequence[float] | None = None,
     constant_score: float | None = None,
 ) -> AveragePrecision:
-    """COCO's figures of answers, or of their :func:`to_coco` with the same ``iou_type``.
-
-    ``iou_thrs`` None means 0.50, 0.55, … 0.95.
-
-    Raises:
-        DataError: as :func:`to_coco`.
-    """
+    """COCO's figures of answers, or of their :func:`to_coco` (whose errors it raises) with the same ``iou_type``.
+    ``iou_thrs`` None means 0.50, 0.55, … 0.95."""
     data = answers if isinstance(answers, CocoData) else to_coco(answers, iou_type, constant_score)
     if not data.ground_truth["annotations"]:
         return AveragePrecision()

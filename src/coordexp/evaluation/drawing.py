@@ -51,7 +51,6 @@ def draw_detections(image: Image.Image, detections: Sequence[Detection]) -> Imag
 
 
 def colours_by_name(objects: Iterable[Drawable]) -> dict[str, str]:
-    """A colour for each description, in alphabetical order; colours repeat after the last one."""
     names = sorted({obj.desc for obj in objects})
     return {name: _COLOURS[k % len(_COLOURS)] for k, name in enumerate(names)}
 
@@ -76,12 +75,13 @@ def draw_objects(
 def _draw_outline(
     draw: ImageDraw.ImageDraw, obj: Drawable, size: tuple[int, int], colour: str, width: int
 ) -> tuple[_Point, ...]:
-    """Dashed where the object is soft. Returns: its corners in pixels."""
+    # Dashed if the object is soft. Returns its corners in pixels.
     ring = pixel_ring(obj, *size)
     closed = [*ring, ring[0]]
-    lines: list[Sequence[_Point]] = [closed]
-    if getattr(obj, "soft", None) is not None:
-        lines = []
+    lines: list[Sequence[_Point]] = []
+    if getattr(obj, "soft", None) is None:
+        lines.append(closed)
+    else:
         for (x1, y1), (x2, y2) in pairwise(closed):
             length = math.hypot(x2 - x1, y2 - y1)
             for start in range(0, math.ceil(length), _DASH + _GAP):
@@ -93,11 +93,8 @@ def _draw_outline(
 
 
 def save_drawings(answers: Sequence[ImageAnswer], folder: Path) -> list[Path]:
-    """Each image with its answer, in ``folder`` by its own name (JPEG stays JPEG, the rest becomes PNG).
-
-    Raises:
-        DataError: an image is gone since it was answered.
-    """
+    """Each image with its answer, in ``folder`` by its own name (JPEG stays JPEG, the rest becomes PNG). Raises
+    DataError if an image is gone since it was answered."""
     paths: list[Path] = []
     for number, answer in enumerate(answers):
         # The sample's own relative path, or its image's name for a line of a dataset.

@@ -337,11 +337,8 @@ def _by_frequency(answers: Sequence[ImageAnswer]) -> list[str]:
 def save_plots(
     answers: Sequence[ImageAnswer], folder: Path, *, coco: bool = True, constant_score: float | None = None
 ) -> list[Path]:
-    """Write the plots as PNG; those of average precision only with ``coco``, none if nothing is annotated.
-
-    Raises:
-        DataError: an image has no annotations, or a prediction no score (:func:`~coordexp.evaluation.coco.to_coco`).
-    """
+    """Write the plots as PNG; those of average precision only with ``coco``, none if nothing is annotated. Raises
+    DataError if an image has no annotations, or with ``coco`` a prediction no score."""
     folder.mkdir(parents=True, exist_ok=True)
     figures: dict[str, Figure] = {}
     if any(answer.truth for answer in answers):

@@ -108,13 +108,8 @@ class CompletionCounts:
 def completion_config(
     model: Path | None, *, config: Path | None, prompt: str | None, batch_size: int | None
 ) -> AnswerConfig:
-    """The configuration of ``config`` if given; else that of ``model``'s own run, with transformers as the backend (see
-    :func:`~coordexp.inference.session.inference_config`). Always greedy.
-
-    Raises:
-        ConfigError: neither a model nor a configuration is named, or one of the files is not a run's.
-        CheckpointError: no such folder.
-    """
+    """The configuration of ``config`` if given; else that of ``model``'s own run, with transformers as the backend.
+    Always greedy. Raises ConfigError if neither is named, and as :func:`inference_config`."""
     if config is not None:
         values: dict[str, Any] = {} if model is None else {"model.model": str(model)}
         values |= {} if prompt is None else {"template.prompt": prompt}
@@ -151,9 +146,7 @@ def run_completion(
     ``sheet_images`` images with the most likely missed objects. Returns the counts and the files written; None on
     ranks other than the first.
 
-    Raises:
-        DataError, ConfigError, CheckpointError: as :func:`~coordexp.inference.prediction.run_prediction` and
-            :func:`complete_records`.
+    Raises as :func:`~coordexp.inference.prediction.run_prediction` and :func:`complete_records`.
     """
     from coordexp.inference.prediction import run_prediction  # imports torch
 

@@ -17,8 +17,7 @@ from coordexp.data.image_sources import find_images
 from coordexp.data.images import open_rgb
 from coordexp.engine import check_backend
 from coordexp.errors import DataError, require
-from coordexp.evaluation.answering import answer_samples
-from coordexp.evaluation.answers import ImageAnswer
+from coordexp.evaluation.answers import ImageAnswer, answer_samples
 from coordexp.evaluation.coco import to_coco
 from coordexp.evaluation.drawing import draw_detections
 from coordexp.geometry import pixel_box, pixel_ring

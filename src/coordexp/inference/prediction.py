@@ -23,8 +23,15 @@ from coordexp.data.preparation import ImagePreparation, read_preparation
 from coordexp.data.progress_bar import reporting
 from coordexp.engine import check_backend
 from coordexp.errors import ConfigError, DataError
-from coordexp.evaluation.answering import answer_batches, answer_dataset
-from coordexp.evaluation.answers import PREDICTIONS, ImageAnswer, Renaming, from_line, to_line
+from coordexp.evaluation.answers import (
+    PREDICTIONS,
+    ImageAnswer,
+    Renaming,
+    answer_batches,
+    answer_dataset,
+    from_line,
+    to_line,
+)
 from coordexp.evaluation.coco import write_coco
 from coordexp.evaluation.drawing import save_drawings
 from coordexp.evaluation.summary import METRICS, EvaluationOptions, Summary, summarise, write_summary

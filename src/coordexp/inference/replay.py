@@ -66,8 +66,7 @@ def replay_records(
                 f"{record.sample_id}: its prompt is no longer the recorded one; replay with the run's data, template "
                 "and processor"
             )
-        # The rebuilt target in a packed row of its own.
-        target = rebuild(record, loaded.vocab)[2]
+        target = rebuild(record, loaded.vocab)[2]  # in a packed row of its own
         row = build_row([Segment(record.sample_id, request.prompt_token_ids, target, request.model_inputs)])
         tensors = build_row_tensors(row, objective)
         with torch.no_grad():

@@ -120,11 +120,8 @@ def read_classes(given: str | None) -> tuple[str, ...]:
 
 
 def check_classes(names: Sequence[str]) -> tuple[str, ...]:
-    """The names as a dataset would contain them, each once.
-
-    Raises:
-        ConfigError: one that no dataset may contain, or a single text instead of a list.
-    """
+    """The names as a dataset would contain them, each once. Raises ConfigError for one that no dataset may contain, or
+    for a single text instead of a list."""
     from coordexp.data.jsonl import clean_desc
 
     if isinstance(names, str):
@@ -146,11 +143,8 @@ class InferenceSession:
 
 
 def checked_model(config: AnswerConfig, model: str | Path | None) -> Path:
-    """The checkpoint, ``model.model`` for None, checked before its weights are loaded.
-
-    Raises:
-        CheckpointError, VocabError, ConfigError: it has no tokenizer of ours, or cannot have such lengths.
-    """
+    """The checkpoint, ``model.model`` for None, checked before its weights are loaded. Raises CheckpointError,
+    VocabError or ConfigError if it has no tokenizer of ours, or cannot have such lengths."""
     from coordexp.modeling.load import load_vocab
 
     checkpoint = Checkpoint.open(model or config.model.model)
@@ -161,13 +155,8 @@ def checked_model(config: AnswerConfig, model: str | Path | None) -> Path:
 
 @contextmanager
 def open_session(config: AnswerConfig, model: Path, classes: Sequence[str] = ()) -> Iterator[InferenceSession]:
-    """Load ``model`` on this rank's device, start its backend, and close it at the end.
-
-    ``classes``: the only descriptions that answers may contain; empty for any.
-
-    Raises:
-        CheckpointError, VocabError, RolloutError.
-    """
+    """Load ``model`` on this rank's device, start its backend, and close it at the end. ``classes``: the only
+    descriptions that answers may contain; empty for any."""
     import torch
     from accelerate import PartialState
 

@@ -90,8 +90,7 @@ class ParseRecord:
 
 @dataclass(frozen=True, slots=True)
 class TargetRecord:
-    """:class:`TrainingTarget` with roles as runs of (role name, number of tokens) and the weights of each loss term as
-    runs of (weight, number of tokens)."""
+    """:class:`TrainingTarget`, its roles and the weights of each loss term as runs of (value, number of tokens)."""
 
     token_ids: tuple[int, ...]
     roles: tuple[tuple[str, int], ...]
@@ -177,6 +176,7 @@ def make_record(
 ) -> RolloutRecord:
     """The record of one sample, from its answer to its target."""
     rollout = outcome.rollout
+    same = ("response_token_ids", "text", "truncated", "repeat_terminated", "weight_version")
     return RolloutRecord(
         schema_version=SCHEMA_VERSION,
         sample_id=image.sample_id,
@@ -186,11 +186,7 @@ def make_record(
         ground_truth=image.objects,
         where=where,
         prompt=PromptRef(len(rollout.prompt_token_ids), prompt_sha256(rollout.prompt_token_ids)),
-        response_token_ids=rollout.response_token_ids,
-        text=rollout.text,
-        truncated=rollout.truncated,
-        repeat_terminated=rollout.repeat_terminated,
-        weight_version=rollout.weight_version,
+        **{name: getattr(rollout, name) for name in same},
         parse=_parse_record(outcome.parsed),
         match=outcome.match,
         target=_target_record(outcome.target),
@@ -200,14 +196,8 @@ def make_record(
 
 
 def _parse_record(parsed: ParsedRollout) -> ParseRecord:
-    return ParseRecord(
-        parsed.objects,
-        dict(parsed.dropped),
-        len(parsed.prefix_token_ids),
-        parsed.num_replaced_tail,
-        parsed.max_object_index,
-        parsed.truncated,
-    )
+    same = {one.name: getattr(parsed, one.name) for one in fields(ParseRecord) if one.name != "prefix_len"}
+    return ParseRecord(**same, prefix_len=len(parsed.prefix_token_ids))
 
 
 def _target_record(target: TrainingTarget) -> TargetRecord:

@@ -94,8 +94,7 @@ class RolloutRecorder:
     def offer_losses(
         self, global_step: int, segments: Sequence[Segment], losses: Sequence[Sequence[tuple[int, float]]]
     ) -> None:
-        """Record the :func:`token_losses` of recorded samples among the ``segments`` of the step after
-        ``global_step``."""
+        """Record the :func:`token_losses` of recorded ones among the ``segments`` of the step after ``global_step``."""
         for segment, loss in zip(segments, losses, strict=True):
             if not segment.target.token_ids:
                 continue  # a blank row, which borrows its prompt from a sample that may be recorded
@@ -104,7 +103,6 @@ class RolloutRecorder:
                 self._write(loss_path(self.path), partial(LossRecord.from_segment, segment, where, global_step, loss))
 
     def take_counters(self) -> Counter[str]:
-        """The counts since the last call."""
         taken, self._counters = self._counters, Counter({name: 0 for name in COUNTERS})
         return taken
 

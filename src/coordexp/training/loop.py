@@ -17,7 +17,7 @@ from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 from coordexp import distributed
 from coordexp.data.dataset import RecordDataset
 from coordexp.errors import RunStopped, TrainingDiverged
-from coordexp.evaluation.answering import answer_dataset
+from coordexp.evaluation.answers import answer_dataset
 from coordexp.evaluation.summary import COUNTS_ONLY, EvaluationOptions, summarise
 from coordexp.metrics import MetricsPayload
 from coordexp.modeling.scores import TokenScorer

@@ -16,7 +16,7 @@ from coordexp.engine import server_backend as vllm_server
 from coordexp.engine.client import ServerClient
 from coordexp.engine.server_backend import ServerKind, check_servers
 from coordexp.errors import RolloutError, ServerRefused, ServerTimeout
-from coordexp.evaluation.answering import answer_dataset
+from coordexp.evaluation.answers import answer_dataset
 from coordexp.records import GTObject, ImageRecord
 from coordexp.rollouts import DatasetSeeds, RolloutRound, SeedContext
 from coordexp.rollouts.chunking import Post

@@ -11,8 +11,7 @@ from coordexp.coords import serialize_objects
 from coordexp.data.dataset import RecordDataset
 from coordexp.errors import AlignmentError
 from coordexp.evaluation import EvaluationOptions, summarise
-from coordexp.evaluation.answering import answer_dataset, share_out
-from coordexp.evaluation.answers import to_line
+from coordexp.evaluation.answers import answer_dataset, share_out, to_line
 from coordexp.records import GTObject, Rollout, RolloutRequest
 from coordexp.rollouts import DatasetSeeds, Seeds
 from support.answers import CAT, DOG, record, request
