@@ -22,7 +22,6 @@ import torch
 from PIL import Image
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from coordexp import distributed
 from coordexp.config.rollout import MonitorDumpConfig
 from coordexp.data.dataset import Sample
 from coordexp.data.files import append_line
@@ -158,18 +157,6 @@ def token_losses(
         first = start + len(segment.prompt_token_ids)
         found.append(tuple((position - first, round(loss, 4)) for position, loss in at if first <= position < end))
     return found
-
-
-def build_recorder(config: MonitorDumpConfig, settings: Settings | None, output_dir: Path) -> RolloutRecorder | None:
-    """This rank's recorder as ``rollout_matching.monitor_dump`` configures it, or None.
-
-    ``settings``: those of matching and target building; None in a training without rollouts.
-    """
-    if not config.enabled or (config.only_world_process_zero and not distributed.is_main()):
-        return None
-    assert settings is not None, "the schema refuses monitor_dump without rollouts"
-    folder = config.out_dir or output_dir / "rollout_records"
-    return RolloutRecorder(folder, distributed.rank(), settings, config)
 
 
 class RolloutLog:

@@ -30,13 +30,6 @@ def split_requests(n: int, world_sizes: Sequence[int]) -> list[range]:
     return plan
 
 
-def chunk_ranges(n: int, size: int) -> list[range]:
-    """``range(n)`` in consecutive chunks of at most ``size``: the rounds in which one rank sends its requests."""
-    if size < 1:
-        raise ValueError(f"a chunk holds at least 1 request, got {size}")
-    return [range(start, min(n, start + size)) for start in range(0, n, size)]
-
-
 def chunk_size(decode_batch_size: int, server_world_sizes: Sequence[int], learner_world_size: int) -> int:
     """Requests that one learner rank may have in flight: ``floor(decode_batch_size * S / W)``.
 
@@ -110,11 +103,12 @@ def plan_calls(round_sizes: Sequence[int], slots: Sequence[int]) -> list[list[Ca
     servers = [server for server, count in enumerate(slots) if count]
     weights = [slots[server] for server in servers]
     starts = [sum(round_sizes[:idx]) for idx in range(len(round_sizes))]
+    num_requests, most = sum(round_sizes), sum(weights)
     batches = []
-    for batch in chunk_ranges(sum(round_sizes), sum(weights)):
+    for begin in range(0, num_requests, most):
         calls = []
-        for server, part in zip(servers, split_requests(len(batch), weights), strict=True):
-            first, last = batch.start + part.start, batch.start + part.stop
+        for server, part in zip(servers, split_requests(min(most, num_requests - begin), weights), strict=True):
+            first, last = begin + part.start, begin + part.stop
             for round_idx, (start, size) in enumerate(zip(starts, round_sizes, strict=True)):
                 indices = range(max(first, start) - start, min(last, start + size) - start)
                 if len(indices):

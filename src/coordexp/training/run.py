@@ -260,18 +260,19 @@ def _load_model(run: CheckedRun) -> LoadedModel:
 
 
 def _recorder(run: CheckedRun, vocab: CoordVocab) -> RolloutRecorder | None:
+    dump = run.rollout.monitor_dump  # which the schema refuses without rollouts
+    if not dump.enabled or (dump.only_world_process_zero and not distributed.is_main()):
+        return None
     from coordexp.recording.rollout_record import Settings
-    from coordexp.recording.writer import build_recorder
+    from coordexp.recording.writer import RolloutRecorder
     from coordexp.training.tasks import matching_config, rollout_weights, target_options
 
-    settings = None
-    if run.config.custom.trainer_variant is not None:
-        weights = rollout_weights(run.config, run.rollout)
-        options = target_options(run.config, run.rollout, vocab, weights)
-        settings = Settings(
-            matching_config(run.rollout), options.transport, options.field_order, options.policy, options.weights
-        )
-    return build_recorder(run.rollout.monitor_dump, settings, Path(run.config.training.output_dir))
+    options = target_options(run.config, run.rollout, vocab, rollout_weights(run.config, run.rollout))
+    settings = Settings(
+        matching_config(run.rollout), options.transport, options.field_order, options.policy, options.weights
+    )
+    folder = dump.out_dir or Path(run.config.training.output_dir) / "rollout_records"
+    return RolloutRecorder(folder, distributed.rank(), settings, dump)
 
 
 def _draw_rollouts(run: CheckedRun, trainer: CoordExpTrainer, loggers: Sequence[Any]) -> None:

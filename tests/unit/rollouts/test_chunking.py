@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordexp.errors import ConfigError
-from coordexp.rollouts.chunking import chunk_ranges, chunk_size, split_requests
+from coordexp.rollouts.chunking import chunk_size, split_requests
 
 
 @pytest.mark.parametrize(
@@ -48,11 +48,6 @@ def test_equal_servers_get_ceil_of_an_equal_share(n, servers):
 def test_impossible_plans_are_refused(n, world_sizes):
     with pytest.raises(ValueError):
         split_requests(n, world_sizes)
-
-
-@pytest.mark.parametrize(("n", "size", "expected"), [(5, 2, [(0, 2), (2, 4), (4, 5)]), (4, 4, [(0, 4)]), (0, 3, [])])
-def test_rounds(n, size, expected):
-    assert [(chunk.start, chunk.stop) for chunk in chunk_ranges(n, size)] == expected
 
 
 @pytest.mark.parametrize(
