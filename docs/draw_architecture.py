@@ -46,7 +46,7 @@ PATHS: dict[str, list[tuple[str, str, str]]] = {
         ("engine/protocol.py", "image_source", "writes the file's path, or its bytes, into the request"),
         ("engine/client.py", "ServerClient.infer", "sends the request"),
         ("engine/serve_app.py", "RolloutServer.infer", "receives it"),
-        ("engine/serve_requests.py", "open_image", "opens the image"),
+        ("engine/protocol.py", "open_image", "opens the image"),
         ("engine/serve_engine.py", "ServedEngine.answer", "gives prompt and image to vLLM"),
     ],
     "token": [

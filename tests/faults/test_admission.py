@@ -16,9 +16,9 @@ import pytest
 import uvicorn
 from PIL import Image, ImageFile
 
+from coordexp.engine.protocol import RequestRefused, open_image
 from coordexp.engine.serve_app import RolloutServer
 from coordexp.engine.serve_engine import Heartbeat
-from coordexp.engine.serve_requests import RequestRefused, open_image
 from coordexp.errors import ServerTimeout
 from support.settings import client_to, serve_options_of
 

@@ -14,12 +14,12 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from coordexp.engine.swift_heartbeat import VARIABLE, SerializeRequests, SharedHeartbeat, with_heartbeat
+from coordexp.engine.engine_process import HEARTBEAT_PATH, SerializeRequests, SharedHeartbeat, with_heartbeat
 from coordexp.errors import ServerTimeout
 
 WORKER = """
 import sys, time
-from coordexp.engine.swift_heartbeat import with_heartbeat
+from coordexp.engine.engine_process import with_heartbeat
 step = with_heartbeat(lambda: time.sleep(0.05), 1)
 for _ in range(10):
     step()
@@ -30,13 +30,13 @@ sys.stdin.read()
 
 @pytest.fixture
 def page(monkeypatch: pytest.MonkeyPatch) -> SharedHeartbeat:
-    monkeypatch.setenv(VARIABLE, "")
+    monkeypatch.setenv(HEARTBEAT_PATH, "")
     return SharedHeartbeat.create(2)
 
 
 def test_a_busy_worker_without_steps_is_silent(page: SharedHeartbeat) -> None:
     """The worker is another process, which waits after its tenth step."""
-    path = Path(os.environ[VARIABLE])
+    path = Path(os.environ[HEARTBEAT_PATH])
     worker = subprocess.Popen([sys.executable, "-c", WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert worker.stdout is not None
     busy_since = {1: time.monotonic()}
@@ -57,7 +57,7 @@ def test_a_call_that_has_just_begun_is_not_silence(page: SharedHeartbeat) -> Non
 
 
 def test_without_a_page_an_engine_is_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(HEARTBEAT_PATH, raising=False)
     step = object()
     assert with_heartbeat(step, 0) is step  # type: ignore[arg-type]
 
@@ -95,7 +95,7 @@ def test_a_learner_gives_up_on_a_hung_worker_with_a_heartbeat(monkeypatch: pytes
     """And waits for a server without a heartbeat, as ms-swift without our plugin."""
     from coordexp.rollouts import RolloutRound, SeedContext
     from support.fake_servers import FakeRolloutServer
-    from unit.engine.test_server_window import backend_of, requests_
+    from support.server_backends import backend_of, requests_
 
     monkeypatch.setattr("coordexp.engine.server_backend.WATCH_S", 0.1)
     waits: list[float] = []

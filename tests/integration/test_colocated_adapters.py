@@ -114,7 +114,7 @@ def test_vllm_loads_a_merged_checkpoint(tmp_path: Path) -> None:
     save_adapter(learner.model, tmp_path / "run")
     merged = merge_checkpoint(tmp_path / "run", tmp_path / "plain")
     with backend_of(learner, tmp_path, checkpoint=merged) as backend:
-        backend.engine = backend.engine_spec.start()
+        backend.engine = backend.start_engine()
         rollouts = backend.generate(requests_of(learner, 3), SeedContext(1, 0, 0, 0))
     assert [list(rollout.response_token_ids) for rollout in rollouts] == expected(learner)
     assert expected(learner) != expected(load_served()), "the adapters must matter"

@@ -19,7 +19,7 @@ from coordexp.errors import RolloutError, ServerRefused
 from coordexp.modeling.load import LoadedModel
 from coordexp.modeling.weights import LearnerWeights
 from coordexp.rollouts.backend import AdapterWeights
-from coordexp.weight_sync import WeightVersion, checksum
+from coordexp.weight_sync import WeightVersion
 from coordexp.weight_sync.buckets import LONE_PIECE_BYTES
 from support import tuned_models
 from support.rollout_servers import (
@@ -117,7 +117,7 @@ def test_changed_weights_are_noticed_by_their_checksum(
     flipped = EditedWeights(learner.model, lambda name, tensor: (name, tensor.flip(0)))
     with pushing(client, flipped) as sync:
         assert sync.push(2).checksum != report.checksum  # the same numbers in other places
-        monkeypatch.setattr(checksum, "tensor_hash", lambda tensor: 17)  # as if other bytes had been sent
+        monkeypatch.setattr("coordexp.engine.push.tensor_hash", lambda tensor: 17)  # as if other bytes had been sent
         sync.compared = False
         with pytest.raises(RolloutError, match="the checksum of its weights is"):
             sync.push(3)

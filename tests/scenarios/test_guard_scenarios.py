@@ -32,7 +32,7 @@ def engine_arguments(run: Any) -> dict[str, Any]:
     unused: Any = None
     rollout = resolved_rollout(run)
     learner = LearnerParts(unused, unused, 0, unused, tiny_checkpoint(), unused)
-    return ColocatedBackend(rollout, learner, decoding_options(rollout)).engine_spec.arguments()
+    return ColocatedBackend(rollout, learner, decoding_options(rollout)).engine_arguments
 
 
 @pytest.mark.scenario("Non-server vLLM paths are unchanged by this delta")

@@ -9,10 +9,11 @@ from typing import Any
 
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.engine.push import PushReport
-from coordexp.engine.server_backend import ServerBackend, make_clients
+from coordexp.engine.server_backend import ServerBackend
 from coordexp.modeling.inputs import build_messages
 from coordexp.records import RolloutRequest
 from coordexp.rollouts.backend import decoding_options
+from coordexp.rollouts.learner import LearnerParts
 from coordexp.weight_sync import WeightVersion
 from support.config_samples import set_key, stage2
 from support.fake_servers import FakeRolloutServer, numbered_image
@@ -55,8 +56,10 @@ def backend_of(
     fakes: Sequence[FakeRolloutServer], sync: PretendSync | None = None, vocab: Any = None, **keys: Any
 ) -> Iterator[ServerBackend]:
     config = section([fake.url for fake in fakes], **keys)
-    pretend: Any = sync or PretendSync()
-    backend = ServerBackend(make_clients(config), pretend, config, vocab or qwen_vocab(), decoding_options(config))
+    unused: Any = None
+    learner = LearnerParts(unused, vocab or qwen_vocab(), 0, unused, Path("model"), unused)
+    backend: Any = ServerBackend(config, learner, decoding_options(config))
+    backend._pusher = sync or PretendSync()
     try:
         yield backend
     finally:

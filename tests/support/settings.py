@@ -27,7 +27,8 @@ def colocated_of(
 ) -> ColocatedBackend:
     """A colocated backend that decodes one answer at once, for tests that start no engine. ``vllm``: keys of the
     section of that name."""
-    section = {"rollout_backend": "vllm", "decode_batch_size": 1, "vllm": {"tensor_parallel_size": 1, **vllm}}
+    resolved = {"dtype": "float32", "max_model_len": 640, "tensor_parallel_size": 1}
+    section = {"rollout_backend": "vllm", "decode_batch_size": 1, "vllm": {**resolved, **vllm}}
     unused: Any = None
     learner = LearnerParts(unused, unused, 0, weights, Path("model"), unused, offload)
     return ColocatedBackend(RolloutMatchingConfig.model_validate(section), learner, decoding())

@@ -32,7 +32,7 @@ LAYERS: dict[str, int] = {
 }
 
 # The plugin runs inside ms-swift's processes and must not pull in the trainer's side.
-PLUGIN = ("engine.plugin", "engine.swift_rollout", "engine.swift_heartbeat")
+PLUGIN = ("engine.plugin", "engine.swift_rollout")
 PLUGIN_MAY_IMPORT = (
     *("coordexp.engine", "coordexp.weight_sync"),
     *("coordexp.rollouts.repeat_guard", "coordexp.rollouts.allowed_labels", "coordexp.errors"),

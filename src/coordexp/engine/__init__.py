@@ -44,10 +44,8 @@ def versions() -> Mapping[str, str]:
 
 
 def check_backend(config: RolloutMatchingConfig, closed_names: bool = False) -> None:
-    """Refuse a backend that cannot run here, before anything is loaded.
-
-    Args:
-        closed_names: answers will be held to a closed list of class names.
+    """Refuse a backend that cannot run here, before anything is loaded. ``closed_names``: answers will be held to a
+    closed list of class names.
 
     Raises:
         MissingDependency: vLLM is not installed. RolloutError, ConfigError: servers do not answer, or are too few; a
@@ -74,12 +72,8 @@ def check_backend(config: RolloutMatchingConfig, closed_names: bool = False) -> 
 
 
 def build_backend(config: RolloutMatchingConfig, learner: LearnerParts, names: Sequence[str] = ()) -> RolloutBackend:
-    """The backend that ``config`` names. Engines start, and servers are connected, with the first sync of weights.
-
-    Args:
-        config: the resolved section, as :func:`coordexp.config.resolved_rollout` returns it.
-        names: a closed list of descriptions, empty for any.
-    """
+    """The backend that the resolved ``config`` names. Engines start with the first sync of weights. ``names``: a closed
+    list of descriptions, empty for any."""
     options = decoding_options(config)
     if config.rollout_backend == "hf":
         from coordexp.rollouts.hf import HFBackend
@@ -96,7 +90,7 @@ def build_backend(config: RolloutMatchingConfig, learner: LearnerParts, names: S
     if config.vllm.mode == "server":
         from coordexp.engine.server_backend import ServerBackend
 
-        return ServerBackend.connect(config, learner, options, names)
+        return ServerBackend(config, learner, options, names)
     from coordexp.engine.colocated import ColocatedBackend
 
     return ColocatedBackend(config, learner, options, names)

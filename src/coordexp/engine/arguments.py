@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from coordexp.config.base import dotted, problems_from
 from coordexp.config.rollout import RepeatTerminateConfig, VLLMConfig
@@ -38,9 +38,17 @@ ACTIVATION_PATH = (
 _OPTIONAL = {"max_object_keys"}
 
 
+class CommitRequest(BaseModel):
+    """End of a push, to both kinds of servers. ms-swift's clients send nothing: the server counts versions itself."""
+
+    weight_version: int | None = None
+    learner_id: str | None = Field(default=None, max_length=64)
+    wants_checksum: bool = False
+
+
 def section_arguments(vllm: VLLMConfig) -> dict[str, Any]:
-    """The resolved section ``rollout_matching.vllm`` as vLLM's ``EngineArgs``, without the keys that it leaves to vLLM.
-    All kinds of engines start with these values."""
+    """The resolved section ``rollout_matching.vllm`` as vLLM's ``EngineArgs``, without the keys that it leaves to
+    vLLM."""
     assert vllm.dtype is not None and vllm.max_model_len is not None, "resolved_rollout() settles every null"
     arguments: dict[str, Any] = {
         "dtype": vllm.dtype,
@@ -99,12 +107,8 @@ def activation_environment(config: RepeatTerminateConfig) -> dict[str, str]:
 
 
 def activated_config(environment: Mapping[str, str]) -> RepeatTerminateConfig | None:
-    """The guard's configuration in a server's environment; None if the guard is off.
-
-    Raises:
-        RolloutError: the configuration is missing or incomplete. No defaults are filled in: thresholds other than the
-            trainer's would give other answers.
-    """
+    """The guard's configuration in a server's environment; None if the guard is off. Raises RolloutError for a missing
+    or incomplete one: no defaults are filled in, because thresholds other than the trainer's give other answers."""
     switch = environment.get(ENABLE, "0")
     if switch not in ("0", "1"):
         raise RolloutError(f"{ENABLE}={switch!r}: write 1 to guard answers against repetition, or 0")
@@ -141,14 +145,8 @@ def activated_config(environment: Mapping[str, str]) -> RepeatTerminateConfig | 
 
 
 def check_guard(workers: Sequence[Mapping[str, Any]], wanted: RepeatTerminateConfig | None) -> None:
-    """Compare the guard that a server's workers apply with the configuration's (None or disabled: none).
-
-    Args:
-        workers: the ``workers`` of a server's ``/status/``.
-
-    Raises:
-        RolloutError: naming the missing activation path. Nothing may be trained on such a server's answers.
-    """
+    """Raises RolloutError unless a server's workers, of its ``/status/``, guard their answers as configured (None or
+    disabled: not at all)."""
     expected = wanted.model_dump() if wanted is not None and wanted.enabled else None
     if not workers:
         raise RolloutError("the server's status names no worker, so it is unknown whether repeat_terminate is active")

@@ -27,8 +27,6 @@ MAX_ANSWER_BYTES = 16 << 20
 STALL_KEYS = ("engine_silent_s", "engine_tokenless_s")  # of /health/ and /status/; not every server has them
 # Size of an answer to /infer/: a prompt of 32,768 tokens and its text; for each new token its id, text and JSON.
 _BYTES_OF_PROMPT, _BYTES_OF_TOKEN = 1 << 19, 64
-_INSTEAD = "without a server, write rollout_matching.vllm.mode: colocate or rollout_matching.rollout_backend: hf"
-_START = f"start it (coordexp serve --config X.yaml, or swift rollout) and check base_url; {_INSTEAD}"
 
 # A machine that vanishes without a word is noticed after about two minutes, also where a read has no deadline.
 _KEEPALIVE = [
@@ -42,11 +40,8 @@ _KEEPALIVE = [
 
 
 def api_key_from_environment(variable: str | None) -> str | None:
-    """The bearer token in the environment variable that the configuration names; None where it names none.
-
-    Raises:
-        ConfigError: the variable is not set, or holds what no HTTP header can.
-    """
+    """The bearer token in the environment variable that the configuration names, if any. Raises ConfigError for one
+    that is not set, or holds what no HTTP header can."""
     if variable is None:
         return None
     token = os.environ.get(variable, "").strip()
@@ -74,12 +69,8 @@ class ServerClient:
         infer_timeout_s: float | None,
         api_key: str | None,
     ) -> None:
-        """
-        Args:
-            base_url: prefix such as ``http://127.0.0.1:8000``. group_port: port of its weight group.
-            timeout_s: deadline of everything but ``/infer/``. infer_timeout_s: of that; None or <= 0 waits on.
-            api_key: bearer token; never part of a message.
-        """
+        """``timeout_s``: deadline of everything but ``/infer/``; ``infer_timeout_s``: of that, None or <= 0 waits on.
+        ``api_key`` is never part of a message."""
         self.base_url = base_url.rstrip("/")
         self.group_port = group_port
         self.timeout_s = timeout_s
@@ -104,11 +95,7 @@ class ServerClient:
         return self.base_url
 
     def health(self, timeout_s: float | None = None) -> None:
-        """Refuse a server that is not up or has a dead engine.
-
-        Raises:
-            ServerUnreachable, ServerTimeout, ServerRefused
-        """
+        """Raises RolloutError for a server that is not up or has a dead engine."""
         self.engine_stall_seconds(timeout_s)
 
     def engine_stall_seconds(self, timeout_s: float | None = None) -> float:
@@ -120,11 +107,8 @@ class ServerClient:
         return max((float(s) for s in stalls if isinstance(s, (int, float)) and not isinstance(s, bool)), default=0.0)
 
     def wait_until_healthy(self, timeout_s: float | None = None) -> None:
-        """Wait for a server that is still starting, at most ``timeout_s`` (the client's own without it).
-
-        Raises:
-            RolloutError: the last attempt's. A server that refuses the token is not waited for.
-        """
+        """Wait for a server that is still starting, by default the client's own timeout. Raises the last attempt's
+        RolloutError; a server that refuses the token is not waited for."""
         deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
         while True:
             left = deadline - time.monotonic()
@@ -138,11 +122,7 @@ class ServerClient:
             time.sleep(POLL_S)
 
     def world_size(self) -> int:
-        """Number of devices of this server; requested once.
-
-        Raises:
-            RolloutError: also where the answer is not a positive number.
-        """
+        """Number of devices of this server; requested once."""
         if self._world_size is None:
             endpoint = "/get_world_size/"
             reply = self._call("GET", endpoint)
@@ -168,11 +148,7 @@ class ServerClient:
         return reply
 
     def infer(self, payload: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Answers to ``payload["infer_requests"]``, one object each, in their order.
-
-        Raises:
-            RolloutError: also where answers are missing.
-        """
+        """Answers to ``payload["infer_requests"]``, one object each, in their order."""
         asked = len(payload["infer_requests"])
         config = payload.get("request_config")
         tokens = config.get("max_tokens") if isinstance(config, Mapping) else None
@@ -196,11 +172,8 @@ class ServerClient:
         return reply
 
     def init_communicator(self, world_size: int, first_rank: int, timeout_s: float, token: str = "") -> None:
-        """Let the server's workers join the weight group at this server's host and group_port, which admits processes
-        that know ``token``.
-
-        Returns when they have joined (ours) or at once (ms-swift): join from the trainer's side meanwhile.
-        """
+        """Let the server's workers join the weight group at this server's host and group_port. Returns when they have
+        joined (ours) or at once (ms-swift): join from the trainer's side meanwhile."""
         self._call(
             "POST",
             "/init_communicator/",
@@ -218,15 +191,15 @@ class ServerClient:
     def close_communicator(self, timeout_s: float | None = None) -> None:
         self._call("POST", "/close_communicator/", timeout_s=timeout_s)
 
-    def update_flattened_params(self, metadatas: Sequence[Mapping[str, Any]], timeout_s: float) -> None:
-        """Announce one bucket of weights; its bytes follow in the weight group."""
-        self._call("POST", "/update_flattened_params/", {"metadatas": metadatas}, timeout_s=timeout_s)
-
-    def update_adapter(
-        self, peft_config: Mapping[str, Any], metadatas: Sequence[Mapping[str, Any]], timeout_s: float
+    def update_flattened_params(
+        self, metadatas: Sequence[Mapping[str, Any]], timeout_s: float, peft_config: Mapping[str, Any] | None = None
     ) -> None:
-        payload = {"peft_config": peft_config, "metadatas": metadatas}
-        self._call("POST", "/update_adapter_flattened_param/", payload, timeout_s=timeout_s)
+        """Announce one bucket of weights, or an adapter with its ``peft_config``; bytes follow in the weight group."""
+        if peft_config is None:
+            self._call("POST", "/update_flattened_params/", {"metadatas": metadatas}, timeout_s=timeout_s)
+        else:
+            payload = {"peft_config": peft_config, "metadatas": metadatas}
+            self._call("POST", "/update_adapter_flattened_param/", payload, timeout_s=timeout_s)
 
     def commit_weights(
         self, weights: WeightVersion, wants_checksum: bool, timeout_s: float
@@ -258,11 +231,8 @@ class ServerClient:
         wants_json: bool = True,
         max_bytes: int = MAX_ANSWER_BYTES,
     ) -> Any:
-        """One request; the answer's JSON, or None if it is other text and ``wants_json`` is False.
-
-        Without ``timeout_s`` the client's own deadline holds, or none with ``no_deadline``. It covers the whole call:
-        connecting, sending and every byte of the answer.
-        """
+        # The answer's JSON, or None if it is other text and wants_json is False. Without timeout_s the client's own
+        # deadline holds, or none with no_deadline; for connecting, sending and every byte of the answer together.
         url = f"{self.base_url}{endpoint}"
         where = f"{method} {url}"
         read_s = timeout_s if timeout_s is not None else None if no_deadline else self.timeout_s
@@ -280,7 +250,9 @@ class ServerClient:
                         )
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             raise ServerUnreachable(
-                f"{where}: no rollout server accepts connections there ({error}); {_START}"
+                f"{where}: no rollout server accepts connections there ({error}); start it (coordexp serve --config "
+                "X.yaml, or swift rollout) and check base_url; without a server, write rollout_matching.vllm.mode: "
+                "colocate or rollout_matching.rollout_backend: hf"
             ) from error
         except httpx.TimeoutException as error:
             key = "server.infer_timeout_s" if no_deadline else "server.timeout_s or sync.timeout_s"
@@ -338,8 +310,6 @@ def deadline(seconds: float | None) -> Iterator[None]:
 
 
 class DeadlineTransport(httpx.HTTPTransport):
-    """httpx's transport over connections that know the deadline of the call they serve."""
-
     def __init__(self, socket_options: Iterable[Any]) -> None:
         super().__init__()
         self._pool = httpcore.ConnectionPool(

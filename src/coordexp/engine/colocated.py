@@ -23,14 +23,8 @@ import torch.distributed as dist
 
 from coordexp import distributed
 from coordexp.background import Prefetcher
-from coordexp.config.rollout import RepeatTerminateConfig, RolloutMatchingConfig, VLLMConfig
-from coordexp.engine.arguments import (
-    NAMES_KEY,
-    REQUEST_KEY,
-    activation_environment,
-    own_arguments,
-    section_arguments,
-)
+from coordexp.config.rollout import RolloutMatchingConfig
+from coordexp.engine.arguments import NAMES_KEY, REQUEST_KEY, activation_environment, own_arguments, section_arguments
 from coordexp.engine.engine_process import (
     PLUGINS,
     default_group_kept,
@@ -88,7 +82,6 @@ class InProcessEngine:
     over the ranks that started their engines together."""
 
     def __init__(self, arguments: Mapping[str, Any], max_in_flight: int) -> None:
-        """Start it: seconds to minutes. ``arguments``: those of vLLM's ``EngineArgs``. Raises RolloutError."""
         self._max_in_flight = max_in_flight
         self._found_group = dist.is_initialized()
         self.vllm: Any = None
@@ -101,10 +94,7 @@ class InProcessEngine:
         # A second process per engine would not share the trainer's memory.
         environment = engine_environment(environment, gpu=has_gpu()) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         with settings_kept(), environment_kept(environment):
-            from coordexp.engine.cpu_patches import unnamed_shared_memory
-
-            with unnamed_shared_memory():
-                self.vllm = _named("the engine could not be started", lambda: _start(arguments))
+            self.vllm = _named("the engine could not be started", lambda: _start(arguments))
         self._can_sleep = has_gpu() and bool(arguments.get("enable_sleep_mode"))
 
     @property
@@ -141,11 +131,8 @@ class InProcessEngine:
         sampling_of: Callable[[Prompt], Any],
         lora_request: Any = None,
     ) -> Iterator[Any]:
-        """vLLM's ``RequestOutput`` of each prompt as it finishes; at most ``max_in_flight`` are decoded at once.
-
-        Images are opened and processed in another thread while others decode, and admitted in the order of ``prompts``
-        as soon as one has ended: the schedule depends on the prompts alone, so all ranks of one model run the same.
-        """
+        """vLLM's ``RequestOutput`` of each prompt as it finishes. The next prompt is admitted as soon as one has ended:
+        the schedule depends on the prompts alone, so all ranks of one model run the same."""
 
         def timeout_error(prompt: Prompt) -> RolloutError:
             return RolloutError(
@@ -191,21 +178,17 @@ class InProcessEngine:
                 self.vllm.reset_mm_cache()
 
     def ask_worker(self, question: Callable[[Any], Any]) -> Any:
-        """``question(worker)`` of this process's worker."""
         return self.vllm.collective_rpc(question)[0]
 
     def sleep(self, level: int) -> None:
-        """Give device memory back until :meth:`wake_up`; 1 keeps the weights on the host.
-
-        Weights are overwritten before the next answer, but level 2, which drops them, drops more: vLLM restores only
-        registered buffers, and its Qwen3-VL adds ``deepstack_input_embeds``, plain tensors that must be zero at text
-        positions, to the hidden states of every step.
-        """
+        """Give device memory back until :meth:`wake_up`; 1 keeps the weights on the host."""
+        # Level 2 drops more than the weights: vLLM restores only registered buffers, and its Qwen3-VL adds
+        # deepstack_input_embeds, plain tensors that must be zero at text positions, to the hidden states of every step.
         if level and self._can_sleep:
             _named("the engine could not go to sleep", lambda: self.vllm.sleep(level))
 
     def wake_up(self, parts: Sequence[str]) -> None:
-        """Take memory again for ``parts`` of ``weights`` and ``kv_cache``; nothing where nothing sleeps."""
+        """Take memory again for ``parts`` of ``weights`` and ``kv_cache``, if they sleep."""
         if self._can_sleep and self.vllm.is_sleeping():
             _named("the engine could not wake up", lambda: self.vllm.wake_up(list(parts)))
 
@@ -218,8 +201,7 @@ class InProcessEngine:
             engine.engine_core.shutdown()
 
     def _render(self, prompt: Prompt, open_image: Callable[[Path], Any]) -> Any:
-        """vLLM's preprocessing of a prompt: the image opened, resized and split, placeholders expanded. In a thread
-        next to decoding, as in vLLM's own servers; one at a time, because of its cache of images."""
+        # In a thread next to decoding, as in vLLM's own servers; one at a time, because of its cache of images.
         from vllm.renderers.inputs.preprocess import parse_model_prompt
 
         try:
@@ -253,7 +235,7 @@ def _start(arguments: Mapping[str, Any]) -> Any:
 
 
 def _named(what: str, act: Callable[[], Any]) -> Any:
-    """``act()``; vLLM's errors (bad input, too little memory, a broken engine) become RolloutErrors."""
+    # vLLM's errors (bad input, too little memory, a broken engine) become RolloutErrors.
     from vllm.exceptions import VLLMError
 
     try:
@@ -262,76 +244,32 @@ def _named(what: str, act: Callable[[], Any]) -> Any:
         raise RolloutError(f"the colocated vLLM engine: {what}: {type(error).__name__}: {error}; {ADVICE}") from error
 
 
-@dataclass(frozen=True, slots=True)
-class EngineSpec:
-    """Settings of a colocated engine. ``config``: the resolved section; ``cap``: sequences that it decodes at once;
-    ``holds_names``: requests may bring a closed list of class names."""
-
-    config: VLLMConfig
-    repeat_terminate: RepeatTerminateConfig
-    model: Path
-    cap: int
-    holds_names: bool = False
-
-    def arguments(self) -> dict[str, Any]:
-        """The arguments of vLLM's ``EngineArgs``."""
-        return {
-            **section_arguments(self.config),
-            **own_arguments(self.model, self.repeat_terminate.enabled, self.holds_names),
-            "max_num_seqs": self.cap,
-            # Ranks are started by torchrun, and each takes the device that torchrun gave it.
-            "distributed_executor_backend": "external_launcher" if distributed.world_size() > 1 else "uni",
-            "enable_sleep_mode": self.config.sleep_level > 0,
-            # Weights are replaced before the first answer, but 'dummy' would randomise buffers too, which none covers.
-            "load_format": "auto",
-            "skip_mm_profiling": False,
-        }
-
-    def start(self) -> InProcessEngine:
-        """The engine, guarding its answers exactly as configured. Raises MissingDependency, RolloutError."""
-        # vLLM's import sets variables, which the trainer's children would inherit.
-        with environment_kept(activation_environment(self.repeat_terminate)):
-            require("vllm", "rollout_matching.rollout_backend: vllm")
-            from coordexp.engine.logits_processors import check_processors
-
-            engine = InProcessEngine(self.arguments(), self.cap)
-            try:
-                status = engine.ask_worker(lambda worker: worker.coordexp_status())
-                check_processors([status], self.repeat_terminate, self.holds_names)
-            except RolloutError:
-                engine.close()
-                raise
-        return engine
-
-
 class ColocatedBackend:
     """A :class:`RolloutBackend` of vLLM on the trainer's own devices."""
 
     def __init__(
-        self,
-        config: RolloutMatchingConfig,
-        learner: LearnerParts,
-        options: DecodingOptions,
-        names: Sequence[str] = (),
+        self, config: RolloutMatchingConfig, learner: LearnerParts, options: DecodingOptions, names: Sequence[str] = ()
     ) -> None:
         """``options``: those of ``config``. ``names``: the closed list of descriptions; empty for any."""
         self._config = vllm = config.vllm
+        self._repeat_terminate = config.repeat_terminate
         self._options = options
         self._decode_batch_size = config.decode_batch_size
-        self._vocab = learner.vocab
-        self._image_token_id = learner.image_token_id
-        self._open_image = learner.open_image
-        self._offload = learner.offload
-        self._is_guarded = config.repeat_terminate.enabled
+        self._learner = learner
         self._names = tuple(names)
         cap = config.decode_batch_size * vllm.tensor_parallel_size
-        self.engine_spec = EngineSpec(
-            vllm,
-            config.repeat_terminate,
-            model=learner.checkpoint,
-            cap=cap if vllm.max_num_seqs is None else min(cap, vllm.max_num_seqs),
-            holds_names=bool(names),
-        )
+        self._cap = cap if vllm.max_num_seqs is None else min(cap, vllm.max_num_seqs)
+        self.engine_arguments = {
+            **section_arguments(vllm),
+            **own_arguments(learner.checkpoint, config.repeat_terminate.enabled, bool(names)),
+            "max_num_seqs": self._cap,
+            # Ranks are started by torchrun, and each takes the device that torchrun gave it.
+            "distributed_executor_backend": "external_launcher" if distributed.world_size() > 1 else "uni",
+            "enable_sleep_mode": vllm.sleep_level > 0,
+            # Weights are replaced before the first answer, but 'dummy' would randomise buffers too, which none covers.
+            "load_format": "auto",
+            "skip_mm_profiling": False,
+        }
         self.pusher = ColocatedPusher(learner.weights, vllm.sync)
         self.engine: Any = None
         self._num_fallbacks = 0  # since the metrics were last taken
@@ -339,16 +277,29 @@ class ColocatedBackend:
         self._version = 0
         self._seeds: dict[str, list[int]] = {}
 
+    def start_engine(self) -> InProcessEngine:
+        """The engine, guarding its answers exactly as configured. Raises MissingDependency, RolloutError."""
+        # vLLM's import sets variables, which the trainer's children would inherit.
+        with environment_kept(activation_environment(self._repeat_terminate)):
+            require("vllm", "rollout_matching.rollout_backend: vllm")
+            from coordexp.engine.logits_processors import check_processors
+
+            engine = InProcessEngine(self.engine_arguments, self._cap)
+            try:
+                status = engine.ask_worker(lambda worker: worker.coordexp_status())
+                check_processors([status], self._repeat_terminate, bool(self._names))
+            except RolloutError:
+                engine.close()
+                raise
+        return engine
+
     def generate(
         self, requests: Sequence[RolloutRequest], seeds: Seeds, on_answer: Callable[[int], None] | None = None
     ) -> list[Rollout]:
         return collect_in_order(self.generate_window([RolloutRound(tuple(requests), seeds)]), on_answer)
 
     def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[IndexedRollout]:
-        """Every request is a call of its own to the engine, with its own seed. Collective where T > 1.
-
-        Images are opened in another thread, while earlier requests are answered.
-        """
+        """Every request is a call of its own to the engine, with its own seed. Collective where T > 1."""
         if self.engine is None:
             raise RolloutError("the colocated engine has no weights yet; call sync_weights before asking it")
         requests = {
@@ -362,7 +313,7 @@ class ColocatedBackend:
             ids = [
                 token
                 for token, run in groupby(request.prompt_token_ids)
-                for token in ([token] if token == self._image_token_id else run)
+                for token in ([token] if token == self._learner.image_token_id else run)
             ]
             prompts.append(
                 Prompt(
@@ -389,7 +340,7 @@ class ColocatedBackend:
 
             adapter = LoRARequest(ADAPTER_NAME, ADAPTER_ID, ADAPTER_PATH)
         num_answered = 0
-        for output in self.engine.run(prompts, self._open_image, self._sampling, adapter):
+        for output in self.engine.run(prompts, self._learner.open_image, self._sampling, adapter):
             if output.request_id in requests:
                 num_answered += 1
                 r, i, request = requests[output.request_id]
@@ -404,12 +355,11 @@ class ColocatedBackend:
         return self._decode_batch_size
 
     def sync_weights(self, version: int) -> None:
-        """Move the trainer's model away, start or wake the engine, and push the weights."""
         try:
-            self._borrowed.enter_context(self._offload())
+            self._borrowed.enter_context(self._learner.offload())
             with distributed.raise_on_all_ranks("starting the colocated engine"):
                 if self.engine is None:
-                    self.engine = self.pusher.engine = self.engine_spec.start()
+                    self.engine = self.pusher.engine = self.start_engine()
                 else:
                     self.engine.wake_up(["weights"])
             report = self.pusher.push(version)
@@ -422,7 +372,6 @@ class ColocatedBackend:
         self._version = version
 
     def release(self) -> None:
-        """Put the engine to sleep, and the trainer's model back."""
         try:
             if self.engine is not None:
                 self.engine.sleep(self._config.sleep_level)
@@ -438,7 +387,7 @@ class ColocatedBackend:
             "fallbacks": list(self.pusher.fallbacks),
             "tensor_parallel_size": self._config.tensor_parallel_size,
             "decode_batch_size": self._decode_batch_size,
-            "cap": self.engine_spec.cap,
+            "cap": self._cap,
             "decoding": asdict(self._options),
             "seeds": self._seeds,
         }
@@ -446,7 +395,7 @@ class ColocatedBackend:
     def take_metrics(self) -> Mapping[str, float]:
         taken, self._num_fallbacks = self._num_fallbacks, 0
         fallbacks = {"rollout/sync_fallbacks_total": float(taken)} if taken else {}
-        return {"rollout/repeat_terminate_active": float(self._is_guarded), **fallbacks}
+        return {"rollout/repeat_terminate_active": float(self._repeat_terminate.enabled), **fallbacks}
 
     def close(self) -> None:
         self._borrowed.close()
@@ -458,7 +407,7 @@ class ColocatedBackend:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        options, guarded = self._options, self._is_guarded
+        options, guarded = self._options, self._repeat_terminate.enabled
         extra: dict[str, Any] = {REQUEST_KEY: prompt.request_id} if guarded else {}
         if self._names:
             extra[NAMES_KEY] = list(self._names)
@@ -470,7 +419,7 @@ class ColocatedBackend:
             top_k=options.top_k,
             repetition_penalty=options.repetition_penalty,
             seed=prompt.seed,
-            stop_token_ids=[self._vocab.eos_id],
+            stop_token_ids=[self._learner.vocab.eos_id],
             ignore_eos=not guarded,  # only <|im_end|> ends an answer, not the checkpoint's other end tokens
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
@@ -485,15 +434,15 @@ class ColocatedBackend:
                 f"{where}: the answer has {len(completion.token_ids)} tokens, and rollout_matching.max_new_tokens is "
                 f"{self._options.max_new_tokens}; {ENGINE_AT_FAULT}"
             )
-        answer = response_tokens(completion.token_ids, completion.finish_reason, self._vocab, where)
+        answer = response_tokens(completion.token_ids, completion.finish_reason, self._learner.vocab, where)
         triggers = {}
-        if self._is_guarded and answer.ended:
+        if self._repeat_terminate.enabled and answer.ended:
             triggers = self.engine.ask_worker(lambda worker: worker.coordexp_pop_triggers([output.request_id]))
         return Rollout(
             sample_id=request.sample_id,
             prompt_token_ids=tuple(output.prompt_token_ids),
             response_token_ids=answer.token_ids,
-            text=self._vocab.decode(answer.token_ids),
+            text=self._learner.vocab.decode(answer.token_ids),
             truncated=answer.truncated,
             repeat_terminated=bool(triggers),
             weight_version=self._version,

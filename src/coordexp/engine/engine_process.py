@@ -1,17 +1,25 @@
-"""Processes of vLLM engines: their environment, how they end, and what an engine in this process must not change."""
+"""Processes of vLLM engines: their environment, how they end, what an engine in this process must not change, and how
+``swift rollout``'s workers report progress."""
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import importlib.metadata
+import mmap
 import os
 import random
 import select
 import signal
+import struct
 import sys
+import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -37,10 +45,10 @@ _PLUGIN_GROUPS = tuple(f"vllm.{kind}_plugins" for kind in ("general", "platform"
 
 
 def num_gpus() -> int:
-    """Number of visible GPUs. Does not initialise CUDA, so children may still choose devices."""
+    """Number of visible GPUs."""
     import torch
 
-    return torch.cuda.device_count()
+    return torch.cuda.device_count()  # does not initialise CUDA, so children may still choose devices
 
 
 def has_gpu() -> bool:
@@ -130,8 +138,8 @@ def skip_main_reimport() -> None:
 
 @contextmanager
 def environment_kept(needed: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Inside, the environment holds ``needed`` too; afterwards it is restored. Around an engine's start this suffices:
-    vLLM keeps the variables that it has read by then."""
+    """Inside, the environment holds ``needed`` too; afterwards it is restored. (vLLM keeps the variables that it has
+    read during its start.)"""
     before = dict(os.environ)
     os.environ.update(needed or {})
     try:
@@ -144,7 +152,6 @@ def environment_kept(needed: Mapping[str, str] | None = None) -> Iterator[None]:
 
 @contextmanager
 def settings_kept() -> Iterator[None]:
-    """Restore random states, torch's settings, and the current device and CUDA stream."""
     import numpy as np
     import torch
 
@@ -189,3 +196,83 @@ def default_group_kept(is_trainers: bool) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group = destroy
+
+
+# ms-swift's pipe to a worker is silent until an answer is complete. So each worker writes a page of memory after every
+# step of its engine, and the HTTP process reads it. (Here, because importing ms-swift patches transformers' trainers.)
+
+HEARTBEAT_PATH = "COORDEXP_SWIFT_HEARTBEAT"  # the page's file, for the workers
+_ENTRY = struct.Struct("<dQ")  # end of the last step, by the clock that all processes share; number of steps
+
+
+class SharedHeartbeat:
+    """A page of memory with one entry for each worker."""
+
+    def __init__(self, path: str) -> None:
+        with open(path, "r+b") as file:
+            self._page = mmap.mmap(file.fileno(), 0)
+
+    @classmethod
+    def create(cls, num_workers: int) -> SharedHeartbeat:
+        """A page for the workers that this process starts afterwards."""
+        descriptor, path = tempfile.mkstemp(prefix="coordexp-heartbeat-")
+        os.ftruncate(descriptor, _ENTRY.size * num_workers)
+        os.close(descriptor)
+        os.environ[HEARTBEAT_PATH] = path
+        return cls(path)
+
+    def forget_name(self) -> None:
+        """Call it when all workers have the page: it then disappears with the last process."""
+        Path(os.environ[HEARTBEAT_PATH]).unlink(missing_ok=True)
+
+    def record_step(self, worker: int) -> None:
+        _ENTRY.pack_into(self._page, _ENTRY.size * worker, time.monotonic(), self._last_step(worker)[1] + 1)
+
+    def _last_step(self, worker: int) -> tuple[float, int]:
+        return _ENTRY.unpack_from(self._page, _ENTRY.size * worker)
+
+    def silent_s(self, busy_since: dict[int, float]) -> float:
+        """Seconds since the last step of the slowest worker that has requests; ``busy_since``: start of their call."""
+        now = time.monotonic()
+        return max((now - max(since, self._last_step(worker)[0]) for worker, since in busy_since.items()), default=0.0)
+
+    def num_steps(self) -> int:
+        return sum(self._last_step(worker)[1] for worker in range(len(self._page) // _ENTRY.size))
+
+
+def with_heartbeat(step: Callable[..., Any], worker: int) -> Callable[..., Any]:
+    """``step`` of this worker's engine, recorded on the HTTP process's page; ``step`` itself without a page."""
+    path = os.environ.get(HEARTBEAT_PATH)
+    if path is None:
+        return step
+    page = SharedHeartbeat(path)
+
+    def step_and_record(*arguments: Any, **options: Any) -> Any:
+        outputs = step(*arguments, **options)
+        page.record_step(worker)
+        return outputs
+
+    return step_and_record
+
+
+class SerializeRequests:
+    """ASGI middleware: one request at a time, as ms-swift's pipes to its workers require, except ``/health/``.
+    (ms-swift itself blocks its event loop while it waits for a worker, and the probe with it.)"""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+        self._turn = asyncio.Lock()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http" or scope["path"].rstrip("/") == "/health":
+            await self._app(scope, receive, send)
+            return
+        async with self._turn:
+            await self._app(scope, receive, send)
+
+
+def seeded_by_place(config: Any, sizes: Sequence[int]) -> list[Any]:
+    """``config`` for each worker, which counts its own requests from 0; ``sizes``: number of requests of each."""
+    if config is None or config.seed is None:
+        return [config] * len(sizes)
+    return [replace(config, seed=config.seed + sum(sizes[:index])) for index in range(len(sizes))]

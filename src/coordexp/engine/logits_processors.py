@@ -1,8 +1,4 @@
-"""Logits processors of vLLM's engine (V1 interface), loaded by vLLM in each engine process.
-
-``KnownTokensProcessor`` keeps every answer within the tokenizer's vocabulary, ``AllowedLabelsProcessor`` holds
-descriptions to a closed list that a request brings, ``RepeatTerminateProcessor`` ends answers that repeat themselves.
-"""
+"""Logits processors of vLLM's engine (V1 interface), loaded by vLLM in each engine process."""
 
 from __future__ import annotations
 
@@ -12,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from transformers import AutoTokenizer
 from vllm.v1.sample.logits_processor import LogitsProcessor, process_dict_updates
 
 from coordexp.config.rollout import RepeatTerminateConfig
@@ -55,8 +52,6 @@ class KnownTokensProcessor(LogitsProcessor):
     number of rows; an id of such a row has no text. ``num_sampled`` counts every token that the engine draws."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
-        from transformers import AutoTokenizer
-
         self.num_known = len(AutoTokenizer.from_pretrained(vllm_config.model_config.tokenizer))
         self.num_sampled = 0
 
@@ -74,15 +69,8 @@ class KnownTokensProcessor(LogitsProcessor):
 def check_processors(
     workers: Sequence[Mapping[str, Any]], guard: RepeatTerminateConfig | None, holds_names: bool
 ) -> None:
-    """Check that every worker applies the logits processors that it was started with; vLLM may drop them silently.
-
-    Args:
-        workers: the ``workers`` of a server's ``/status/``. guard: its configuration; None for no guard.
-        holds_names: requests may bring a closed list of class names.
-
-    Raises:
-        RolloutError
-    """
+    """Raises RolloutError unless every worker (of a server's ``/status/``) applies the logits processors that it was
+    started with; vLLM may drop them silently."""
     check_guard(workers, guard)
     loose = [number for number, status in enumerate(workers) if status["num_known_tokens"] is None]
     if loose:
@@ -109,11 +97,9 @@ class _NamesRow:
 
 
 class AllowedLabelsProcessor(LogitsProcessor):
-    """Makes every other description impossible, in rows of requests with a list; before the repeat guard."""
+    """Makes every description outside a request's closed list impossible; before the repeat guard."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
-        from transformers import AutoTokenizer
-
         self._vocab = CoordVocab.from_tokenizer(AutoTokenizer.from_pretrained(vllm_config.model_config.tokenizer))
         self._rules: dict[tuple[str, ...], AllowedLabels] = {}
         self._rows: dict[int, _NamesRow] = {}
@@ -126,9 +112,16 @@ class AllowedLabelsProcessor(LogitsProcessor):
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:  # (rows, V)
         for index, row in self._rows.items():
-            state = self._read(row)
-            if state is not None:
-                logits[index] = mask(logits[index : index + 1], row.rule.next_tokens(state))[0]
+            if row.num_read > len(row.answer):  # vLLM took tokens back
+                row.num_read, row.state = 0, START
+            for token in row.answer[row.num_read :]:
+                if token < 0:
+                    raise RolloutError(_TOO_EARLY)
+                ended = row.state is None or token == self._vocab.eos_id
+                row.state = None if ended or row.state is None else row.rule.after(row.state, token)
+                row.num_read += 1
+            if row.state is not None:
+                logits[index] = mask(logits[index : index + 1], row.rule.next_tokens(row.state))[0]
         return logits
 
     def _new_row(self, params: SamplingParams, prompt_ids: list[int] | None, answer: list[int]) -> _NamesRow | None:
@@ -140,17 +133,6 @@ class AllowedLabelsProcessor(LogitsProcessor):
                 self._rules.pop(next(iter(self._rules)))  # rows that still follow it hold it themselves
             self._rules[names] = AllowedLabels(names, self._vocab.pieces, self._vocab.eos_id)
         return _NamesRow(self._rules[names], answer)
-
-    def _read(self, row: _NamesRow) -> ScanState | None:
-        if row.num_read > len(row.answer):  # vLLM took tokens back
-            row.num_read, row.state = 0, START
-        for token in row.answer[row.num_read :]:
-            if token < 0:
-                raise RolloutError(_TOO_EARLY)
-            ended = row.state is None or token == self._vocab.eos_id
-            row.state = None if ended or row.state is None else row.rule.after(row.state, token)
-            row.num_read += 1
-        return row.state
 
 
 @dataclass(slots=True)
@@ -164,17 +146,14 @@ class _GuardRow:
 
 class RepeatTerminateProcessor(LogitsProcessor):
     """Ends answers that repeat themselves: after its verdict a row may only end. Configured by the process's
-    environment. :meth:`pop_triggers` returns which requests it ended, by the ids in their ``extra_args``."""
+    environment."""
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """Refuse a request that the guard could not end: its only means is the end token."""
-        if sampling_params.ignore_eos:
+        if sampling_params.ignore_eos:  # the guard can only force the end token
             raise ValueError("ignore_eos and the repeat guard exclude each other; leave ignore_eos out of the request")
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
-        from transformers import AutoTokenizer
-
         config = activated_config(os.environ)
         if config is None:
             raise RolloutError(
@@ -208,7 +187,7 @@ class RepeatTerminateProcessor(LogitsProcessor):
         return logits
 
     def pop_triggers(self, request_ids: Sequence[str]) -> dict[str, Trigger]:
-        """Those of ``request_ids`` that this engine ended, each reported once."""
+        """Those of ``request_ids`` (in their ``extra_args``) that this engine ended, each reported once."""
         return {name: self._triggers.pop(name) for name in request_ids if name in self._triggers}
 
     def _new_row(self, params: SamplingParams, prompt_ids: list[int] | None, answer: list[int]) -> _GuardRow:
@@ -235,11 +214,8 @@ class RepeatTerminateProcessor(LogitsProcessor):
 
 
 def guard_of_worker(worker: Any) -> RepeatTerminateProcessor | None:
-    """The guard that a vLLM worker applies, or None.
-
-    Raises:
-        RolloutError: the worker runs vLLM's second model runner, which takes no processor of this interface.
-    """
+    """The guard that a vLLM worker applies, or None. Raises RolloutError for vLLM's second model runner, which takes no
+    processor of this interface."""
     if getattr(getattr(worker.model_runner, "input_batch", None), "logitsprocs", None) is None:
         runner = type(worker.model_runner)
         raise RolloutError(

@@ -1,19 +1,27 @@
-"""Requests to rollout servers and their answers, in ms-swift's ``RolloutInferRequest`` format, strictly read."""
+"""Calls of ``/infer/`` in ms-swift's format (``RolloutInferRequest``, ``RequestConfig``), strictly read: requests and
+answers as the trainer writes and reads them, and requests as ``coordexp serve`` reads them and gives them to vLLM."""
 
 from __future__ import annotations
 
 import base64
+import binascii
 import io
+import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from PIL import Image
+from pydantic import BaseModel, ConfigDict, Field
 
 from coordexp.coords import CoordVocab
 from coordexp.data.images import image_bytes, open_rgb, read_header, shard_of
 from coordexp.data.preparation import ImagePreparation
 from coordexp.engine.arguments import NAMES_KEY
-from coordexp.errors import RolloutError
+from coordexp.errors import DataError, RolloutError
 from coordexp.records import Rollout, RolloutRequest
+from coordexp.rollouts.allowed_labels import are_labels
 from coordexp.rollouts.backend import DecodingOptions, response_tokens
 from coordexp.weight_sync import WeightVersion
 
@@ -22,6 +30,10 @@ ENVELOPE = "coordexp"  # the key next to the answer, for what our own server and
 TRIGGERED = "repeat_terminate_triggered"  # 0 or 1, required from every guarded server
 ACTIVE = "repeat_terminate_active"
 _EXCERPT = 300
+MAX_REQUESTS = 4096
+MAX_IMAGE_BYTES = 64 << 20
+MAX_IMAGE_PIXELS = 36_000_000  # a few kilobytes of PNG can hold any number, and each pixel needs about 30 bytes here
+LONGEST_PATH = 4096
 # Compressed formats that every reader opens in the same way: bitmaps and TIFF would be longer than a PNG of them.
 _COMPRESSED = {"JPEG": "jpeg", "MPO": "jpeg", "PNG": "png", "WEBP": "webp"}
 
@@ -34,17 +46,26 @@ def infer_payload(
     tagged: bool = False,
     names: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """The JSON body of one ``/infer/`` call.
-
-    Args:
-        source_of: the form in which an image is sent; see :func:`image_source`.
-        tagged: each request carries its place, which servers that stamp their answers repeat.
-        names: the only descriptions that answers may hold; empty for any.
+    """The JSON body of one ``/infer/`` call. ``source_of``: see :func:`image_source`; ``tagged``: each request carries
+    its place, which servers that mark their answers repeat; ``names``: the closed list of descriptions, empty for any.
     """
+
+    def content(parts: str | Sequence[Mapping[str, Any]]) -> str:
+        # One text with a mark for each image, as every server of this protocol reads it.
+        text = ""
+        for part in [{"type": "text", "text": parts}] if isinstance(parts, str) else parts:
+            if part["type"] == "text" and IMAGE_MARK in part["text"]:
+                raise RolloutError(
+                    f"a prompt's text holds {IMAGE_MARK!r}, which rollout servers read as an image; reword "
+                    "template.prompt or template.system"
+                )
+            text += IMAGE_MARK if part["type"] == "image" else part["text"]
+        return text
+
     return {
         "infer_requests": [
             {
-                "messages": [{"role": one["role"], "content": _content(one["content"])} for one in request.messages],
+                "messages": [{"role": one["role"], "content": content(one["content"])} for one in request.messages],
                 "images": [source_of(request.image)],
                 **({"data_dict": {NAMES_KEY: list(names)}} if names else {}),
                 **({"uuid": str(place)} if tagged else {}),
@@ -64,21 +85,6 @@ def infer_payload(
     }
 
 
-def _content(parts: str | Sequence[Mapping[str, Any]]) -> str:
-    """One text with a mark for each image, as every server of this protocol reads it."""
-    if isinstance(parts, str):
-        parts = [{"type": "text", "text": parts}]
-    text = ""
-    for part in parts:
-        if part["type"] == "text" and IMAGE_MARK in part["text"]:
-            raise RolloutError(
-                f"a prompt's text holds {IMAGE_MARK!r}, which rollout servers read as an image; reword template.prompt "
-                "or template.system"
-            )
-        text += IMAGE_MARK if part["type"] == "image" else part["text"]
-    return text
-
-
 def read_answer(
     item: Mapping[str, Any],
     request: RolloutRequest,
@@ -87,7 +93,6 @@ def read_answer(
     guarded: bool,
     where: str,
     *,
-    stamped: bool = False,
     max_new_tokens: int | None = None,
     place: int | None = None,
 ) -> Rollout:
@@ -95,12 +100,10 @@ def read_answer(
 
     Args:
         weights: the expected ones. guarded: the configuration switches the repeat guard on.
-        stamped: answers of this server must report their weights. max_new_tokens: of the request.
-        place: of the request in its call, if it was sent along.
+        place: of the request in its call, for servers that mark each answer with its request and its weights.
 
     Raises:
-        RolloutError: token ids or the finish reason are missing, an id is none of the tokenizer's, or answer, weights
-            or guard are not the expected ones.
+        RolloutError: a part is missing or malformed, or answer, weights or guard are not the expected ones.
     """
     where, response = f"{where}, {request.sample_id}", item.get("response", item)
     try:
@@ -121,34 +124,9 @@ def read_answer(
             f"{max_new_tokens}: the server ignores it; look into its log"
         )
     answer = response_tokens(answer_ids, finish_reason, vocab, where)
-    envelope = _check_envelope(item.get(ENVELOPE), weights, guarded, where)
-    if place is not None and envelope.get("uuid") != str(place):
-        raise RolloutError(
-            f"{where}: request {place} of the call got the answer to request {str(envelope.get('uuid'))[:40]}: answers "
-            "were exchanged on the way"
-        )
-    if stamped and not {"weight_version", "learner_id"} <= envelope.keys():
-        raise RolloutError(
-            f"{where}: the answer does not report its weight_version and learner_id, and this server's answers do; "
-            "another process answers in its place. Look for what listens at base_url"
-        )
-    return Rollout(
-        sample_id=request.sample_id,
-        prompt_token_ids=prompt_ids,
-        response_token_ids=answer.token_ids,
-        text=vocab.decode(answer.token_ids),
-        truncated=answer.truncated,
-        repeat_terminated=_flag(envelope, TRIGGERED, where) == 1,
-        weight_version=weights.version,
-    )
-
-
-def _check_envelope(envelope: Any, weights: WeightVersion, guarded: bool, where: str) -> Mapping[str, Any]:
-    """Check the weights and the guard that a server reports. A plain ms-swift reports neither: its weights cannot be
-    checked, and it cannot be used with the guard."""
-    if envelope is None:
-        envelope = {}
-    elif not isinstance(envelope, Mapping):
+    # A plain ms-swift sends no envelope: its weights cannot be checked, and it cannot be used with the guard.
+    envelope = {} if item.get(ENVELOPE) is None else item[ENVELOPE]
+    if not isinstance(envelope, Mapping):
         raise RolloutError(f"{where}: {ENVELOPE!r} holds {str(envelope)[:_EXCERPT]}, not an object")
     answered_by = WeightVersion(
         envelope.get("weight_version", weights.version), envelope.get("learner_id", weights.learner_id)
@@ -169,11 +147,28 @@ def _check_envelope(envelope: Any, weights: WeightVersion, guarded: bool, where:
             f"{where}: rollout_matching.repeat_terminate.enabled is {str(guarded).lower()}, but {wrong}; start the "
             "server with the trainer's YAML (coordexp serve --config, or coordexp launch)"
         )
-    return envelope
+    if place is not None and envelope.get("uuid") != str(place):
+        raise RolloutError(
+            f"{where}: request {place} of the call got the answer to request {str(envelope.get('uuid'))[:40]}: answers "
+            "were exchanged on the way"
+        )
+    if place is not None and not {"weight_version", "learner_id"} <= envelope.keys():
+        raise RolloutError(
+            f"{where}: the answer does not report its weight_version and learner_id, and this server's answers do; "
+            "another process answers in its place. Look for what listens at base_url"
+        )
+    return Rollout(
+        sample_id=request.sample_id,
+        prompt_token_ids=prompt_ids,
+        response_token_ids=answer.token_ids,
+        text=vocab.decode(answer.token_ids),
+        truncated=answer.truncated,
+        repeat_terminated=_flag(envelope, TRIGGERED, where) == 1,
+        weight_version=weights.version,
+    )
 
 
 def _flag(envelope: Mapping[str, Any], name: str, where: str) -> int | None:
-    """The 0 or 1 under ``name``; None if it is missing."""
     value = envelope.get(name)
     if name in envelope and (type(value) is not int or value not in (0, 1)):
         raise RolloutError(
@@ -198,9 +193,6 @@ def image_source(path: Path, images: Literal["path", "base64"], preparation: Ima
         images: whether the server sees the trainer's files. preparation: how the trainer resizes an image.
         ours: the server opens images as the trainer does (``coordexp serve``): turned as EXIF says, transparency on
             white, out of tar files. Others do none of it.
-
-    Raises:
-        DataError: the file is missing, or is not an image.
     """
     if ours and images == "path" and preparation.resize is None:
         return str(path)
@@ -216,3 +208,168 @@ def image_source(path: Path, images: Literal["path", "base64"], preparation: Ima
         preparation(open_rgb(path)).save(encoded, format="PNG", compress_level=1)
         data, kind = encoded.getvalue(), "png"
     return f"data:image/{kind};base64,{base64.b64encode(data).decode('ascii')}"
+
+
+# The server's side.
+
+
+class RequestRefused(RolloutError):
+    """The server does not serve this request; ``status`` is the HTTP status."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class InferRequest(BaseModel):
+    """One prompt. ``images`` are local paths, base64 or data URLs, in the order of the images in ``messages``."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    images: list[str] = []
+    audios: list[str] = Field(default=[], max_length=0)
+    videos: list[str] = Field(default=[], max_length=0)
+    tools: list[Any] | None = Field(default=None, max_length=0)
+    objects: dict[str, Any] = {}
+    data_dict: dict[str, Any] = {}
+    uuid: str | None = None
+    chat_template_kwargs: dict[str, Any] = Field(default={}, max_length=0)
+    add_eos: bool | str | None = None
+
+    def allowed_labels(self) -> tuple[str, ...]:
+        """Class names that the answer is limited to; empty for no limit. Raises RequestRefused for anything else."""
+        names = self.data_dict.get(NAMES_KEY, [])
+        if not are_labels(names):
+            raise RequestRefused(400, f"data_dict.{NAMES_KEY} must be a list of names, none of them empty")
+        return tuple(names)
+
+
+class RequestConfig(BaseModel):
+    """Decoding options. Fields that would change the answer in a way this server does not implement are refused."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    max_tokens: int | None = Field(default=None, ge=1, lt=1 << 31)
+    temperature: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    top_k: int | None = Field(default=None, ge=-1, lt=1 << 31)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    repetition_penalty: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    stop: list[str] | None = []
+    seed: int | None = Field(default=None, ge=0, lt=1 << 62)  # vLLM's seeds have 64 bits, and the index is added
+    return_details: bool = False
+    num_beams: int = Field(default=1, ge=1, le=1)
+    n: int = Field(default=1, ge=1, le=1)
+    best_of: int | None = Field(default=None, ge=1, le=1)
+    length_penalty: float = Field(default=1.0, ge=1, le=1)
+    stream: Literal[False] = False
+    logprobs: Literal[False] = False
+    top_logprobs: int | None = Field(default=None, le=0)
+    prompt_logprobs: int | None = Field(default=None, le=0)
+    structured_outputs_regex: None = None
+
+    def sampling_arguments(self, index: int) -> dict[str, Any]:
+        """Arguments of vLLM's ``SamplingParams`` for request ``index`` of a call. As in ms-swift, the index is added to
+        the call's seed; 0 and None mean no seed."""
+        optional = self.model_dump(
+            include={"max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"}, exclude_none=True
+        )
+        return {
+            "temperature": 1.0,
+            **optional,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "stop": self.stop or None,
+            "seed": self.seed + index if self.seed else None,
+            # Coordinate tokens may be special tokens, and the text must show them.
+            "skip_special_tokens": False,
+            "spaces_between_special_tokens": False,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class PromptBuilder:
+    """Renders prompts with the checkpoint's own processor, as the learner's encoder does."""
+
+    processor: Any
+    max_images: int
+
+    def build(self, request: InferRequest) -> dict[str, Any]:
+        """vLLM's prompt: text and opened images. Raises RequestRefused."""
+        messages = [_with_parts(message) for message in request.messages]
+        parts = [part for message in messages for part in message["content"]]
+        num_images = sum(part["type"] == "image" for part in parts)
+        if len(request.images) != num_images:
+            raise RequestRefused(
+                400, f"the messages have {num_images} images, but {len(request.images)} came along in 'images'"
+            )
+        if num_images > self.max_images:
+            raise RequestRefused(
+                400, f"{num_images} images in one prompt; vllm.limit_mm_per_prompt allows {self.max_images}"
+            )
+        texts = [*(message["role"] for message in messages), *(part.get("text", "") for part in parts)]
+        if any("\ud800" <= char <= "\udfff" for text in texts for char in text):
+            raise RequestRefused(400, "a message holds half a character (a lone surrogate); send whole ones")
+        text = self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        if not request.images:
+            return {"prompt": text}
+        return {"prompt": text, "multi_modal_data": {"image": [open_image(image) for image in request.images]}}
+
+
+def _with_parts(message: Mapping[str, Any]) -> dict[str, Any]:
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str):
+        raise RequestRefused(400, f"a message without a role: {str(message)[:200]}")
+    parts: list[dict[str, Any]] = []
+    if isinstance(content, str):
+        for position, text in enumerate(content.split(IMAGE_MARK)):
+            parts += [{"type": "image"}] if position else []
+            parts += [{"type": "text", "text": text}] if text else []
+        return {"role": role, "content": parts}
+    if not isinstance(content, list):
+        raise RequestRefused(400, f"a message's content is {type(content).__name__}; send text or a list of parts")
+    for part in content:
+        match part:
+            case {"type": "image"}:
+                parts.append({"type": "image"})
+            case {"type": "text", "text": str(text)}:
+                parts.append({"type": "text", "text": text})
+            case _:
+                raise RequestRefused(400, f"a message part must be an image or a text, not {str(part)[:200]}")
+    return {"role": role, "content": parts}
+
+
+def open_image(source: str) -> Image.Image:
+    """An image as the learner's encoder opens it: upright RGB of the file's own pixels. Raises RequestRefused."""
+    if source.startswith(("http://", "https://")):
+        raise RequestRefused(400, "images by http(s) are not fetched here; send a path or base64")
+    # The base64 of every JPEG starts like a path: /9j/.
+    is_jpeg = source.startswith("/9j/") and (len(source) > LONGEST_PATH or not os.path.exists(source))
+    try:
+        if source.startswith("data:"):
+            header, _, encoded = source.partition(",")
+            if not header.endswith(";base64"):
+                raise RequestRefused(400, "a data URL must be ;base64")
+            return open_rgb(Path("the data URL"), data=_decoded(encoded), max_pixels=MAX_IMAGE_PIXELS)
+        if source.startswith(("/", "file:///")) and not is_jpeg:
+            path = Path(source.removeprefix("file://"))
+            if path.is_file() and path.stat().st_size > MAX_IMAGE_BYTES:
+                raise RequestRefused(413, f"{path}: larger than {MAX_IMAGE_BYTES >> 20} MiB")
+            return open_rgb(path, max_pixels=MAX_IMAGE_PIXELS)
+        return open_rgb(Path("the base64 image"), data=_decoded(source), max_pixels=MAX_IMAGE_PIXELS)
+    except DataError as error:
+        raise RequestRefused(400, str(error)) from error
+
+
+def _decoded(encoded: str) -> bytes:
+    if len(encoded) > MAX_IMAGE_BYTES * 4 // 3 + 4:
+        raise RequestRefused(413, f"an image of more than {MAX_IMAGE_BYTES >> 20} MiB")
+    try:
+        return base64.b64decode(encoded, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise RequestRefused(
+            400, f"an image is neither an absolute path, nor base64, nor a data URL: {encoded[:60]!r} ({error})"
+        ) from error

@@ -1,8 +1,5 @@
-"""The trainer's side of a weight push: which weights go, in which form, and whether engines then hold the same ones.
-
-:class:`WeightPusher` is the one algorithm. Its subclasses carry the bytes: :class:`ServerPusher` to rollout servers,
-:class:`ColocatedPusher` into the engine of this process. A ``WeightReceiver`` is the other end of both.
-"""
+"""The trainer's side of a weight push, to rollout servers or into the engine of this process; ``WeightReceiver`` is the
+other end of both."""
 
 from __future__ import annotations
 
@@ -25,8 +22,8 @@ from coordexp.config.rollout import SyncConfig
 from coordexp.engine.client import ServerClient
 from coordexp.errors import CoordExpError, RolloutError
 from coordexp.rollouts.backend import AdapterWeights, WeightSource
-from coordexp.weight_sync import WeightVersion, checksum
-from coordexp.weight_sync.buckets import describe, in_buckets, piece_bytes, pieces
+from coordexp.weight_sync import WeightVersion
+from coordexp.weight_sync.buckets import combined, describe, in_buckets, piece_bytes, pieces, tensor_hash
 from coordexp.weight_sync.group import Communicator, GroupAddress, join, wait_until_free
 
 logger = logging.getLogger("coordexp")
@@ -59,7 +56,6 @@ class WeightPusher(ABC):
     converts = True  # to the engines' number type before sending; otherwise only where a checksum needs it
 
     def __init__(self, source: WeightSource, config: SyncConfig) -> None:
-        """``config``: the resolved section ``rollout_matching.vllm.sync``."""
         self.mode: Mode = config.settled_mode
         self.fallbacks: list[str] = []  # why adapters are pushed no more: empty, or one text
         self.learner_id: str | None = None
@@ -70,28 +66,31 @@ class WeightPusher(ABC):
         self.compared = False  # whether a full push has been compared yet
 
     def push(self, version: int) -> PushReport:
-        """Make the trainer's current weights, as ``version``, those of every engine.
-
-        Raises:
-            RolloutError: an engine has not got them; its answers are refused until a push succeeds.
-        """
+        """Make the trainer's current weights, as ``version``, those of every engine. After a RolloutError an engine's
+        answers are refused until a push succeeds."""
         fallback = None
         if self.mode == "adapter":
             try:
                 with distributed.raise_on_all_ranks("the adapter push"):
                     return self._push_adapter(version)
             except _ADAPTER_ERRORS as error:
-                fallback = self._fall_back(version, error)
+                fallback = f"{type(error).__name__}: {error}"
+                if not self._config.fallback_to_full:
+                    raise RolloutError(
+                        f"version {version}: the adapter could not be pushed ({fallback}). Write "
+                        "rollout_matching.vllm.sync.mode: full, or sync.fallback_to_full: true"
+                    ) from error
+                logger.warning(
+                    "version %d: the adapter could not be pushed (%s); pushes are full from here on", version, fallback
+                )
+                self.fallbacks.append(f"version {version}: {fallback}")
+                self.mode = "full"
         with distributed.raise_on_all_ranks("the weight push"):
             return self._push_full(version, fallback)
 
     @abstractmethod
-    def close(self) -> None:
-        """Leave the engines; safe to call twice."""
-
-    @abstractmethod
     def _begin(self, mode: Mode) -> torch.dtype | None:
-        """Reach every engine; the number type of their weights, None if it is not known."""
+        """Reach every engine; returns the number type of their weights, None if unknown."""
 
     @abstractmethod
     def _send(self, bucket: Named) -> None:
@@ -102,8 +101,8 @@ class WeightPusher(ABC):
 
     @abstractmethod
     def _commit(self, weights: WeightVersion, expected: str | None) -> bool:
-        """Let every engine take the weights over, and compare ``expected`` with the checksum of what it holds. Returns
-        whether engines could be checked."""
+        """Let every engine take the weights over, and compare its checksum with ``expected``. Returns whether engines
+        could be checked."""
 
     @abstractmethod
     def _abort(self) -> None:
@@ -124,11 +123,11 @@ class WeightPusher(ABC):
                 if self.converts or compares:
                     bucket = [(name, _converted(tensor, dtype)) for name, tensor in bucket]
                 if compares:
-                    hashes |= {name: checksum.tensor_hash(tensor) for name, tensor in bucket}
+                    hashes |= {name: tensor_hash(tensor) for name, tensor in bucket}
                 num_bytes += _num_bytes(bucket)
                 num_tensors += len(bucket)
                 self._send(bucket)
-            expected = checksum.combined(hashes) if compares else None
+            expected = combined(hashes) if compares else None
             verified = self._commit(weights, expected)
         self._num_pushes += 1
         self.compared |= compares
@@ -156,29 +155,8 @@ class WeightPusher(ABC):
         sent = [*adapter.changed, *adapter.tensors]
         return PushReport(weights, "adapter", _num_bytes(sent), time.monotonic() - started, len(sent))
 
-    def _fall_back(self, version: int, error: Exception) -> str:
-        """Push full weights from here on; returns why.
-
-        Raises:
-            RolloutError: ``sync.fallback_to_full`` does not allow it.
-        """
-        reason = f"{type(error).__name__}: {error}"
-        if not self._config.fallback_to_full:
-            raise RolloutError(
-                f"version {version}: the adapter could not be pushed ({reason}). Write "
-                "rollout_matching.vllm.sync.mode: full, or sync.fallback_to_full: true"
-            ) from error
-        logger.warning(
-            "version %d: the adapter could not be pushed (%s); pushes are full from here on", version, reason
-        )
-        self.fallbacks.append(f"version {version}: {reason}")
-        self.mode = "full"
-        return reason
-
     @contextmanager
     def _whole_source(self) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
-        """The trainer's weights. If ranks gather them together, a failed push reads the rest too, because the other
-        ranks wait for it."""
         if not self.has_engines and not self._source.collective:
             yield iter(())
             return
@@ -186,7 +164,7 @@ class WeightPusher(ABC):
             try:
                 yield named
             finally:
-                if self._source.collective:
+                if self._source.collective:  # the other ranks wait for a failed push to read the rest too
                     for _ in named:
                         pass
 
@@ -200,7 +178,7 @@ class WeightPusher(ABC):
 
 
 def _converted(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """In the engine's number type: fewer bytes, and comparable with what the engine holds."""
+    # Fewer bytes, and comparable with what the engine holds.
     tensor = tensor.detach()
     return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
@@ -210,12 +188,10 @@ def _num_bytes(named: Sequence[tuple[str, torch.Tensor]]) -> int:
 
 
 class ColocatedPusher(WeightPusher):
-    """Pushes into the engine of this process. Every rank pushes into its own engine."""
+    """Pushes into the engine of this process; every rank into its own."""
 
     converts = False  # the engine converts while it copies
     engine: Any = None
-
-    def close(self) -> None: ...
 
     def _begin(self, mode: Mode) -> torch.dtype | None:
         return self.engine.dtype
@@ -240,8 +216,7 @@ class ServerPusher(WeightPusher):
     weight group, to all servers at the same time, while the next bucket is prepared."""
 
     def __init__(self, clients: Sequence[ServerClient], source: WeightSource, config: SyncConfig) -> None:
-        """``clients``: the servers; none on ranks that only take part in gathering ``source``. Each one's own
-        ``timeout_s`` is the deadline for reaching it."""
+        """``clients``: the servers; none on ranks that only take part in gathering ``source``."""
         super().__init__(source, config)
         self.learner_id = secrets.token_hex(8)  # of this process alone; nothing that is computed depends on it
         self.has_engines = bool(clients)
@@ -250,6 +225,7 @@ class ServerPusher(WeightPusher):
         self._sending: list[Future[None]] = []
 
     def close(self) -> None:
+        """Leave the servers; safe to call twice."""
         for link in self.links:
             link.close(notify=True)
 
@@ -320,11 +296,8 @@ class ServerLink:
         return str(self._client)
 
     def open(self) -> None:
-        """Join a weight group with the server's workers, if there is none yet. They leave that of an earlier trainer.
-
-        Raises:
-            RolloutError: also if another trainer has pushed since this one did.
-        """
+        """Join a weight group with the server's workers, if there is none yet; they leave that of an earlier trainer.
+        Raises RolloutError also if another trainer has pushed since this one did."""
         status = self._client.status()
         workers = [] if status is None else status["workers"]
         self.verifiable = bool(workers)
@@ -345,47 +318,34 @@ class ServerLink:
         self.base_overwritten = any(worker["base_overwritten"] for worker in workers)
         if self._group is None or not all(worker["communicator_open"] for worker in workers):
             self.close(notify=False)
+            # check_servers has refused servers on GPUs where the trainer has none.
             on_gpu = any(worker["device"].startswith("cuda") for worker in workers)
-            if on_gpu and not torch.cuda.is_available():
-                raise RolloutError(
-                    f"{self}: its weights are on GPUs and this trainer has none, so no group can hold both; train on a "
-                    "GPU, or start the server on the CPU"
-                )
-            if on_gpu or (not workers and torch.cuda.is_available()):
-                self._group = self._join(torch.device("cuda", torch.cuda.current_device()))
-            else:
-                self._group = self._join(torch.device("cpu"))
-
-    def _join(self, device: torch.device) -> Communicator:
-        client, token = self._client, secrets.token_hex(16)
-        self._rank = client.world_size()  # the last one
-        address = GroupAddress(client.host, client.group_port, self._rank, self._rank + 1, client.timeout_s, token)
-        client.close_communicator(timeout_s=client.timeout_s)
-        # Otherwise this side could meet the members of the old group: its store still holds their keys.
-        wait_until_free(address, client.timeout_s)
-        announced = in_background(lambda: client.init_communicator(self._rank + 1, 0, client.timeout_s, token), THREAD)
-        joined = in_background(lambda: join(address, device), THREAD)
-        wait_for_all([announced, joined])
-        return joined.result()
+            on_gpu |= not workers and torch.cuda.is_available()
+            device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+            client, token = self._client, secrets.token_hex(16)
+            self._rank = rank = client.world_size()  # the last one
+            address = GroupAddress(client.host, client.group_port, rank, rank + 1, client.timeout_s, token)
+            client.close_communicator(timeout_s=client.timeout_s)
+            # Otherwise this side could meet the members of the old group: its store still holds their keys.
+            wait_until_free(address, client.timeout_s)
+            announced = in_background(lambda: client.init_communicator(rank + 1, 0, client.timeout_s, token), THREAD)
+            joined = in_background(lambda: join(address, device), THREAD)
+            wait_for_all([announced, joined])
+            self._group = joined.result()
 
     def send(
         self, tensors: Named, seconds_left: Callable[[], float], peft_config: Mapping[str, Any] | None = None
     ) -> None:
-        """Send a bucket of weights, or an adapter if ``peft_config`` is given. It is announced over HTTP in a thread,
-        because the server answers when all bytes have arrived, and broadcast meanwhile; whichever side fails first ends
-        the other one's wait."""
+        """Send a bucket of weights, or an adapter if ``peft_config`` is given."""
         group = self._group
         if group is None:
             raise RolloutError(f"{self}: the weight group is closed")
         payload = [info.payload() for info in describe(tensors)]
-
-        def announce() -> None:
-            if peft_config is None:
-                self._client.update_flattened_params(payload, seconds_left())
-            else:
-                self._client.update_adapter(peft_config, payload, seconds_left())
-
-        announced = in_background(announce, THREAD)
+        # The server answers when all bytes have arrived, so they are broadcast meanwhile; whichever side fails first
+        # ends the other one's wait.
+        announced = in_background(
+            lambda: self._client.update_flattened_params(payload, seconds_left(), peft_config), THREAD
+        )
 
         def check() -> None:  # called again and again by the broadcast; raises what ends it
             seconds_left()
@@ -407,11 +367,8 @@ class ServerLink:
         announced.result()
 
     def commit(self, weights: WeightVersion, expected: str | None, timeout_s: float) -> None:
-        """End the push: every worker of the server must report ``weights``, and the ``expected`` checksum if given.
-
-        Raises:
-            RolloutError: a worker reports something else, or nothing where reports are due.
-        """
+        """End the push. Raises RolloutError unless every worker reports ``weights``, and the ``expected`` checksum if
+        given."""
         reports = self._client.commit_weights(weights, expected is not None, timeout_s)
         if self.verifiable and (not isinstance(reports, list) or len(reports) != self._client.world_size()):
             raise RolloutError(
@@ -451,7 +408,6 @@ class ServerLink:
 
 
 def check_checksum(where: str, held: str | None, expected: str | None) -> None:
-    """Raises RolloutError if an engine holds other weights than were pushed; nothing is ``expected`` if None."""
     if expected is not None and held != expected:
         raise RolloutError(
             f"{where}: the checksum of its weights is {held}, the learner's {expected}; its answers would not be the "

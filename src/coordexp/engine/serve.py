@@ -1,8 +1,5 @@
-"""``coordexp serve``: its options, its environment and its process. Imports no torch and no vLLM.
-
-A server is ms-swift's rollout endpoints on vLLM's engine (``serve_app``), plus vLLM's own OpenAI endpoints and metrics
-(``serve_http``).
-"""
+"""``coordexp serve``: ms-swift's rollout endpoints (``serve_app``) and vLLM's own OpenAI endpoints and metrics
+(``serve_http``) on vLLM's engine. This module imports no torch and no vLLM."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from coordexp.config import RunConfig, resolved_rollout
@@ -24,6 +21,7 @@ from coordexp.config.rollout import RepeatTerminateConfig
 from coordexp.engine.arguments import ENABLE, activated_config, activation_environment, section_arguments
 from coordexp.engine.client import api_key_from_environment
 from coordexp.engine.engine_process import DIE_WITH_PARENT, complete_environment, set_engine_owner
+from coordexp.engine.protocol import MAX_IMAGE_PIXELS, PromptBuilder
 from coordexp.errors import ConfigError, RolloutError, require
 
 if TYPE_CHECKING:
@@ -31,7 +29,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 SERVERS = "rollout_matching.vllm.server.servers"
-MAX_IMAGE_PIXELS = 36_000_000  # a few kilobytes of PNG can hold any number, and each pixel needs about 30 bytes here
 DRAIN_S = 10
 
 
@@ -71,7 +68,6 @@ def serve_options(
 
     Args:
         data_parallel_size: number of engines; None uses every visible GPU, or one engine on the CPU.
-        listen_host: overrides the entry's ``listen_host``.
 
     Raises:
         ConfigError: no such server, too few GPUs, or an address open to other machines without a token.
@@ -131,7 +127,6 @@ def serve_options(
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach ``host``."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -139,11 +134,8 @@ def is_loopback(host: str) -> bool:
 
 
 def prepare_environment(repeat_terminate: RepeatTerminateConfig, *, gpu: bool) -> None:
-    """Set the variables that engine processes read. Call it before vLLM is imported.
-
-    Raises:
-        RolloutError: the environment already activates another repeat guard than the configuration.
-    """
+    """Set the variables that engine processes read, before vLLM is imported. Raises RolloutError if the environment
+    already activates another repeat guard than the configuration."""
     complete_environment(gpu=gpu)
     os.environ[DIE_WITH_PARENT] = "1"
     os.environ["VLLM_MAX_IMAGE_PIXELS"] = str(MAX_IMAGE_PIXELS)  # of images in OpenAI requests
@@ -160,20 +152,16 @@ def prepare_environment(repeat_terminate: RepeatTerminateConfig, *, gpu: bool) -
 
 
 def run_server(options: ServeOptions, *, gpu: bool) -> None:
-    """Serve until SIGTERM or SIGINT. Blocks.
-
-    Raises:
-        RolloutError: the port is taken, or the engine does not start as configured.
-    """
+    """Serve until SIGTERM or SIGINT. Raises RolloutError if the port is taken, or the engine does not start as
+    configured."""
     listener = _listener(options.host, options.port)  # before the engine: a taken port shows at once
     require("vllm", "coordexp serve")
     # Nothing else handles signals while the engine starts. SystemExit runs the clean-up that ends it.
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _exit)
+        signal.signal(number, lambda signum, _: sys.exit(128 + signum))
     from coordexp.checkpoints.folder import Checkpoint
     from coordexp.engine.serve_app import RolloutServer
     from coordexp.engine.serve_engine import ServedEngine
-    from coordexp.engine.serve_requests import PromptBuilder
     from coordexp.modeling.load import load_processor
 
     checkpoint = Checkpoint.open(options.model)
@@ -190,9 +178,11 @@ def run_server(options: ServeOptions, *, gpu: bool) -> None:
 async def _serve(server: RolloutServer, listener: socket.socket) -> None:
     import uvicorn
 
+    from coordexp.engine.logits_processors import check_processors
     from coordexp.engine.serve_http import openai_routes
 
-    await server.engine.check_answers()
+    workers = await server.engine.workers("coordexp_status")
+    check_processors(workers, activated_config(os.environ), server.options.closed_names)
     app = server.app()
     app.router.routes += await openai_routes(server)
     options = server.options
@@ -202,20 +192,15 @@ async def _serve(server: RolloutServer, listener: socket.socket) -> None:
 
 
 def _listener(host: str, port: int) -> socket.socket:
-    """Bind the port; connections are refused until the engine is ready."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         # asyncio disables Nagle's algorithm only if the protocol is given; otherwise each reply is 40 ms late.
         listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
+        listener.bind(address)  # connections are refused until the engine is ready
     except OSError as error:
         raise RolloutError(
             f"{host}:{port}: this address cannot be taken ({error}). If another server runs there, stop it; if the "
             "address is another machine's, set the server's listen_host, or --host"
         ) from error
     return listener
-
-
-def _exit(signum: int, _: object) -> NoReturn:
-    sys.exit(128 + signum)

@@ -15,21 +15,18 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import Body, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 from vllm.entrypoints.serve.utils.api_utils import with_cancellation
 
 from coordexp.engine import versions
+from coordexp.engine.arguments import CommitRequest
+from coordexp.engine.protocol import MAX_REQUESTS, InferRequest, PromptBuilder, RequestConfig, RequestRefused
 from coordexp.engine.serve import ServeOptions
 from coordexp.engine.serve_engine import Heartbeat, ServedEngine
-from coordexp.engine.serve_http import BODY_S, Admission, add_error_handlers
-from coordexp.engine.serve_requests import (
-    MAX_REQUESTS,
-    InferRequest,
-    PromptBuilder,
-    RequestConfig,
-    RequestRefused,
-)
+from coordexp.engine.serve_http import BODY_S, Admission, reply_to_error, reply_to_invalid
+from coordexp.errors import CoordExpError
 from coordexp.weight_sync import WeightVersion
 
 Result = TypeVar("Result")
@@ -53,11 +50,8 @@ class WeightLock:
 
     @asynccontextmanager
     async def answering(self) -> AsyncIterator[WeightVersion]:
-        """Yields the version of the weights, which do not change while inside.
-
-        Raises:
-            RequestRefused: a push is running, or the last one failed.
-        """
+        """Yields the version of the weights, which do not change while inside. Raises RequestRefused if a push is
+        running, or the last one failed."""
         if self.updating:
             raise RequestRefused(409, "weights are being pushed; ask again when the push has ended")
         if self.broken is not None:
@@ -74,11 +68,8 @@ class WeightLock:
                 self._idle.set()
 
     async def begin(self) -> None:
-        """Start a push, or continue the running one: refuse new answers and wait for running ones.
-
-        Raises:
-            RequestRefused: answers are still running after ``wait_s``.
-        """
+        """Start a push, or continue the running one: refuse new answers and wait for running ones. Raises
+        RequestRefused if answers are still running after ``wait_s``."""
         if self.updating:
             return
         self.updating = True
@@ -134,14 +125,6 @@ class TensorRequest(BaseModel):
     shape: list[int]
 
 
-class CommitRequest(BaseModel):
-    """End of a push; ms-swift's clients send nothing."""
-
-    weight_version: int | None = None
-    learner_id: str | None = Field(default=None, max_length=64)
-    wants_checksum: bool = False
-
-
 class RolloutServer:
     """State of a server, and its rollout endpoints: each method that :meth:`app` lists is one."""
 
@@ -170,7 +153,9 @@ class RolloutServer:
                 self.engine.shutdown()
 
         app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-        add_error_handlers(app)
+        app.add_exception_handler(Exception, reply_to_error)
+        app.add_exception_handler(CoordExpError, reply_to_error)
+        app.add_exception_handler(RequestValidationError, reply_to_invalid)
         app.add_middleware(Admission, self.options.api_key, self.options.advertised_host, body_s)
         for method, path, endpoint in (
             ("GET", "/health", self.health),
@@ -295,7 +280,6 @@ class RolloutServer:
         return replies
 
     async def init_communicator(self, request: GroupRequest) -> dict[str, str]:
-        """Let all workers join the learner's weight group, leaving the one before."""
         options, num_workers = self.options, self.engine.world_size
         if request.port != options.group_port:
             raise RequestRefused(400, f"this server's group_port is {options.group_port}, not {request.port}")
@@ -341,7 +325,6 @@ class RolloutServer:
         return {"message": "adapter received"}
 
     async def _update(self, method: str, *args: Any, adapter: bool = False) -> None:
-        """Receive one bucket; the first one starts a push."""
         async with self._group_lock:
             if not self._group_open:
                 raise RequestRefused(409, "no weight group is open; call /init_communicator/ first")
@@ -353,7 +336,6 @@ class RolloutServer:
                 await self.engine.workers(method, *args, timeout_s=self._timeout_s + 30)
 
     async def process_weights_after_loading(self, request: CommitRequest | None = None) -> dict[str, Any]:
-        """End the push: from now on answers use its weights. Replies with each worker's report."""
         request = request or CommitRequest()
         async with self._group_lock:
             if not self.lock.updating:
@@ -380,10 +362,9 @@ class RolloutServer:
 
 
 async def _gather(calls: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """All results in order; the first failure cancels the rest."""
     tasks = [asyncio.create_task(call) for call in calls]
     try:
         return await asyncio.gather(*tasks)
-    finally:
+    finally:  # the first failure cancels the rest
         for task in tasks:
             task.cancel()

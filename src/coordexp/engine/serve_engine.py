@@ -21,14 +21,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
-from coordexp.engine.arguments import (
-    NAMES_KEY,
-    REQUEST_KEY,
-    activated_config,
-    executor_on_cpu,
-    own_arguments,
-)
-from coordexp.engine.logits_processors import check_processors
+from coordexp.engine.arguments import NAMES_KEY, REQUEST_KEY, activated_config, executor_on_cpu, own_arguments
 from coordexp.engine.serve import ServeOptions
 from coordexp.engine.worker import ADAPTER_ID, ADAPTER_NAME, ADAPTER_PATH, CALL, FAILURE, RESULT
 from coordexp.errors import RolloutError
@@ -99,11 +92,8 @@ class ServedEngine:
         return self.llm.generate(prompt, sampling_params, request_id, lora_request=adapter, **options)
 
     async def answer(self, prompt: Mapping[str, Any], sampling: Mapping[str, Any], labels: Sequence[str] = ()) -> Any:
-        """vLLM's final output for one prompt; cancelling it aborts the request.
-
-        Args:
-            sampling: arguments of ``SamplingParams``. labels: class names the answer is limited to; empty for no limit.
-        """
+        """vLLM's final output for one prompt; cancelling it aborts the request. ``sampling``: arguments of
+        ``SamplingParams``; ``labels``: class names the answer is limited to, empty for no limit."""
         request_id = uuid.uuid4().hex
         extra = {REQUEST_KEY: request_id, **({NAMES_KEY: list(labels)} if labels else {})}
         parameters = SamplingParams(**sampling, output_kind=RequestOutputKind.FINAL_ONLY, extra_args=extra)
@@ -115,11 +105,8 @@ class ServedEngine:
         return final
 
     async def workers(self, method: str, *args: Any, timeout_s: float = RPC_S) -> list[Any]:
-        """Call ``method`` on every worker of every rank at once; results in rank order.
-
-        Raises:
-            RolloutError: no answer in time, or a worker failed; the message is the first failed worker's.
-        """
+        """Call ``method`` on every worker of every rank at once; results in rank order. Raises RolloutError if one does
+        not answer in time or fails."""
         answers = list(chain.from_iterable(await self._all_ranks(CALL, method, list(args), timeout_s=timeout_s)))
         for answer in answers:
             if FAILURE in answer:
@@ -131,7 +118,6 @@ class ServedEngine:
         return [max(of_rank) for of_rank in await self._all_ranks("coordexp_beat", timeout_s=None)]
 
     async def pop_triggers(self, request_ids: Sequence[str]) -> dict[str, Any]:
-        """Requests that the repeat guard ended: id → rule and step."""
         popped = await self.workers("coordexp_pop_triggers", list(request_ids)) if self.guarded else []
         return {request_id: trigger for of_worker in popped for request_id, trigger in of_worker.items()}
 
@@ -142,10 +128,6 @@ class ServedEngine:
             if await _in_time(what, getattr(self.llm, what)(), RPC_S) is False:
                 raise RolloutError(f"an engine kept its {cache} cache, as if requests were running")
 
-    async def check_answers(self) -> None:
-        """Raises RolloutError if a worker does not apply the logits processors that the configuration needs."""
-        check_processors(await self.workers("coordexp_status"), activated_config(os.environ), self.closed_names)
-
     async def check_health(self) -> None:
         await self.llm.check_health()
 
@@ -154,7 +136,7 @@ class ServedEngine:
         self.llm.shutdown(timeout=5.0)
 
     async def _all_ranks(self, method: str, *args: Any, timeout_s: float | None) -> list[list[Any]]:
-        """Results of every worker of every rank; AsyncLLM.collective_rpc returns the first rank's only."""
+        # AsyncLLM.collective_rpc returns the first rank's results only.
         call = self.llm.engine_core.call_utility_all_async("collective_rpc", method, None, args, None)
         return await _in_time(args[0] if args else method, call, timeout_s)
 

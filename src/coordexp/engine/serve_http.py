@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from fastapi import FastAPI, Request
+from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.routing import Route
@@ -24,7 +24,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from coordexp.engine.arguments import NAMES_KEY, REQUEST_KEY
-from coordexp.engine.serve_requests import RequestRefused
+from coordexp.engine.protocol import RequestRefused
 from coordexp.errors import CoordExpError
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class Admission:
             ) from None
 
     async def _whole_body(self, request: Request) -> Any:
-        """Read the body; returns a ``receive`` that replays it."""
+        # Read it; returns a ``receive`` that replays it.
         length = request.headers.get("Content-Length", "")
         if not (length.isascii() and length.isdigit()):
             raise RequestRefused(411, "Content-Length is required")
@@ -116,13 +116,7 @@ def refusal(status: int, message: str) -> JSONResponse:
     return JSONResponse({"error": message.encode("utf-8", "backslashreplace").decode()}, status)
 
 
-def add_error_handlers(app: FastAPI) -> None:
-    app.add_exception_handler(Exception, _reply_to_error)
-    app.add_exception_handler(CoordExpError, _reply_to_error)
-    app.add_exception_handler(RequestValidationError, _reply_to_invalid)
-
-
-async def _reply_to_invalid(_: Request, error: Exception) -> JSONResponse:
+async def reply_to_invalid(_: Request, error: Exception) -> JSONResponse:
     # FastAPI's own reply repeats the input, which JSON may not be able to hold (NaN).
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
@@ -131,7 +125,7 @@ async def _reply_to_invalid(_: Request, error: Exception) -> JSONResponse:
     return refusal(422, f"{place}: {first['msg']}{more}"[:1000])
 
 
-async def _reply_to_error(request: Request, error: Exception) -> JSONResponse:
+async def reply_to_error(request: Request, error: Exception) -> JSONResponse:
     ours = isinstance(error, CoordExpError)
     logger.warning("%s: %s: %s", request.url.path, type(error).__name__, error, exc_info=None if ours else error)
     if isinstance(error, RequestRefused):
@@ -150,7 +144,7 @@ async def openai_routes(server: RolloutServer) -> list[Route]:
     engine: Any = LockedEngine(server)
     tasks = await engine.get_supported_tasks()
     app = build_app(args, tasks, engine.model_config)
-    app.add_exception_handler(CoordExpError, _reply_to_error)
+    app.add_exception_handler(CoordExpError, reply_to_error)
     await init_app_state(engine, app.state, args, tasks)
     app.state.server = SimpleNamespace(should_exit=False)  # vLLM would end the server when its engine dies
     return [Route(path, app, methods=[method]) for path, method in OPENAI_PATHS.items()]

@@ -1,8 +1,7 @@
 """Rollouts by servers, ``coordexp serve`` or ``swift rollout``, one or many, and the checks of them before a run.
 
 Requests of a whole optimizer step are distributed over the servers, micro-step after micro-step, and sent as soon as
-the receiving devices have room: at most ``decode_batch_size`` sequences on each, over all ranks. Rank 0 alone pushes
-weights.
+the receiving devices have room: at most ``decode_batch_size`` sequences on each, over all ranks.
 """
 
 from __future__ import annotations
@@ -16,14 +15,10 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from enum import Enum
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from coordexp import distributed
 from coordexp.config.rollout import RolloutMatchingConfig
-from coordexp.coords import CoordVocab
-from coordexp.data.preparation import NO_RESIZE, ImagePreparation
 from coordexp.engine.arguments import ACTIVATION_PATH, NAMES_ENABLE, NAMES_STATUS, check_guard
 from coordexp.engine.client import STALL_KEYS, ServerClient, api_key_from_environment
 from coordexp.engine.protocol import image_source, infer_payload, read_answer
@@ -40,10 +35,6 @@ from coordexp.rollouts.backend import DecodingOptions, IndexedRollout, RolloutRo
 from coordexp.rollouts.chunking import Post, chunk_size, plan_calls, plan_posts, server_slots
 from coordexp.rollouts.learner import LearnerParts
 from coordexp.weight_sync import WeightVersion
-
-if TYPE_CHECKING:
-    from coordexp.engine.push import WeightPusher
-
 
 logger = logging.getLogger("coordexp")
 Reply = TypeVar("Reply")
@@ -72,9 +63,6 @@ def make_clients(config: RolloutMatchingConfig) -> tuple[ServerClient, ...]:
 def check_servers(config: RolloutMatchingConfig, trainer_world_size: int, closed_names: bool = False) -> None:
     """Wait until every server is up, and check that it can serve this run, before any model is loaded.
 
-    Args:
-        closed_names: answers will be held to a closed list of class names.
-
     Raises:
         RolloutError: a server does not answer within ``server.timeout_s``, does not guard its answers as configured, or
             takes no such list. ConfigError: too few devices for the ranks, or one that server and trainer would share.
@@ -95,25 +83,21 @@ def check_servers(config: RolloutMatchingConfig, trainer_world_size: int, closed
             if closed_names:
                 check_names(client, status)
             if status is not None and any(one.get("device", "").startswith("cuda") for one in status["workers"]):
-                check_gpus(client, [one.get("device_uuid") for one in status["workers"]])
+                _check_gpus(client, [one.get("device_uuid") for one in status["workers"]])
     finally:
         for client in clients:
             client.close()
 
 
 def world_sizes(clients: Sequence[ServerClient]) -> tuple[int, ...]:
-    """Devices of each server, once it is up.
-
-    Raises:
-        RolloutError: a server does not answer within ``server.timeout_s``.
-    """
+    """Devices of each server, once it is up. Raises RolloutError after ``server.timeout_s``."""
     for client in clients:
         client.wait_until_healthy()
     return tuple(client.world_size() for client in clients)
 
 
-def check_gpus(client: ServerClient, theirs: Sequence[str | None]) -> None:
-    """Check that NCCL can carry weights from this process to a server's GPUs, named by their UUIDs."""
+def _check_gpus(client: ServerClient, theirs: Sequence[str | None]) -> None:
+    # Can NCCL carry weights from this process to a server's GPUs, named by their UUIDs?
     import torch
 
     if not torch.cuda.is_available():
@@ -136,11 +120,7 @@ def check_gpus(client: ServerClient, theirs: Sequence[str | None]) -> None:
 
 
 def check_names(client: ServerClient, status: Mapping[str, Any] | None) -> None:
-    """Raises RolloutError if a server takes no closed list of class names: it would ignore one silently.
-
-    Args:
-        status: the server's ``/status/``; None if it has none.
-    """
+    """Raises RolloutError if a server takes no closed list of class names: it would ignore one silently."""
     workers = [] if status is None else status["workers"]
     if not workers or not all(one.get(NAMES_STATUS) for one in workers):
         raise RolloutError(
@@ -160,10 +140,8 @@ def in_flight(
     """``(post, ask(post))`` of every post, in the order in which they finish.
 
     The posts of one server start in their order, while their requests fit into its slots; ``watch(servers)`` is called
-    when none has finished for ``watch_s`` seconds, with the servers that owe replies, and may raise.
-
-    Raises: the first failure of any post or of ``watch``. Posts still under way then are left to end by themselves, in
-        threads that no exit waits for.
+    when none has finished for ``watch_s`` seconds, with the servers that owe replies. The first failure of any post or
+    of ``watch`` is raised; posts still under way then end by themselves, in threads that no exit waits for.
     """
     waiting = [deque(post for post in posts if post.server == server) for server in range(len(slots))]
     free = list(slots)
@@ -200,43 +178,18 @@ def in_flight(
     assert not any(waiting), "a post larger than its server's slots"
 
 
-class ServerKind(Enum):
-    """The kind of server at a ``base_url``, by its ``/status/``."""
-
-    COORDEXP = "coordexp serve"
-    PLUGIN = "swift rollout with CoordExp's plugin"
-    PLAIN = "swift rollout, or another server of its protocol"
-
-    @classmethod
-    def of(cls, status: Mapping[str, Any] | None) -> ServerKind:
-        if status is not None and status.get("server") == "coordexp serve":
-            return cls.COORDEXP
-        return cls.PLUGIN if status is not None and STALL_KEYS[0] in status else cls.PLAIN
-
-    @property
-    def reports(self) -> bool:
-        """Whether it answers ``/health/`` while it decodes, and marks each answer with its weights and its request. A
-        plain ms-swift does not, so its silence means nothing."""
-        return self is not ServerKind.PLAIN
-
-
 class LivenessWatch:
     """Gives up on a server that owes answers and shows no sign of life for ``timeout_s``: of the process that answers
     HTTP, or of its engine. (TCP keep-alive notices a dead process or machine.)"""
 
     def __init__(self, clients: Mapping[int, ServerClient], timeout_s: float) -> None:
-        """``clients``: by server index, of those that answer ``/health/`` while they decode."""
         self._clients = clients
         self._timeout_s = timeout_s
-        self._heard_at = dict.fromkeys(clients, time.monotonic())
-
-    def heard(self, server: int) -> None:
-        self._heard_at[server] = time.monotonic()
+        self.heard_at = dict.fromkeys(clients, time.monotonic())
 
     def check(self, servers: set[int]) -> None:
-        """Raises ServerTimeout if one of ``servers``, which owe answers, shows no sign of life."""
         for server in sorted(servers & self._clients.keys()):
-            client, heard_at = self._clients[server], self._heard_at[server]
+            client, heard_at = self._clients[server], self.heard_at[server]
             left_s = self._timeout_s - (time.monotonic() - heard_at)
             try:
                 stall_seconds = client.engine_stall_seconds(timeout_s=max(0.5, min(SIGN_OF_LIFE_S, left_s)))
@@ -247,7 +200,7 @@ class LivenessWatch:
                         f"{client.base_url}: owes answers and gave no sign of life for {silent_s:.0f} s; see its log"
                     ) from error
             else:
-                self.heard(server)
+                self.heard_at[server] = time.monotonic()
                 if stall_seconds >= self._timeout_s:
                     raise ServerTimeout(
                         f"{client.base_url}: owes answers and its engine has made no progress for {stall_seconds:.0f} "
@@ -260,28 +213,20 @@ class ServerBackend:
     """vLLM servers as a rollout backend."""
 
     def __init__(
-        self,
-        clients: Sequence[ServerClient],
-        pusher: WeightPusher,
-        config: RolloutMatchingConfig,
-        vocab: CoordVocab,
-        options: DecodingOptions,
-        preparation: ImagePreparation = NO_RESIZE,
-        names: Sequence[str] = (),
+        self, config: RolloutMatchingConfig, learner: LearnerParts, options: DecodingOptions, names: Sequence[str] = ()
     ) -> None:
-        """``preparation``: how the trainer resizes an image. ``names``: the closed list of
+        """Wait for the servers; rank 0 opens groups for weights with its first push. ``names``: the closed list of
         descriptions; empty for any."""
+        from coordexp.engine.push import ServerPusher
+
         server = config.vllm.server
         assert server is not None, "the schema requires servers for mode: server"
-        self._clients = tuple(clients)
-        self._pusher = pusher
-        self._vocab = vocab
+        self._server = server
+        self._clients = make_clients(config)
+        self._pusher = ServerPusher(self._clients if distributed.is_main() else (), learner.weights, config.vllm.sync)
+        self._learner = learner
         self._options = options
-        self._preparation = preparation
         self._names = tuple(names)
-        self._images: Literal["path", "base64"] = server.images
-        self._retries = server.retries
-        self._timeout_s = server.timeout_s
         self._guarded = config.repeat_terminate.enabled
         self._decode_batch_size = config.decode_batch_size
         self._world_sizes = world_sizes(self._clients)
@@ -292,10 +237,16 @@ class ServerBackend:
         if self._names:
             for client, status in zip(self._clients, statuses, strict=True):
                 check_names(client, status)
-        self._kinds = [ServerKind.of(status) for status in statuses]
+        self._ours = [status is not None and status.get("server") == "coordexp serve" for status in statuses]
+        # Servers that answer /health/ while they decode, and mark each answer with its weights and its request: ours,
+        # and ms-swift's with our plugin. A plain ms-swift does not, so its silence means nothing.
+        self._reports = [
+            ours or (status is not None and STALL_KEYS[0] in status)
+            for ours, status in zip(self._ours, statuses, strict=True)
+        ]
         # ms-swift decodes one call after the other, so the small calls of many micro-steps would decode alone. Greedy
         # answers depend on no seed, so there such calls share a post.
-        joinable = [index for index, kind in enumerate(self._kinds) if kind is not ServerKind.COORDEXP]
+        joinable = [index for index, ours in enumerate(self._ours) if not ours]
         self._joined = frozenset(joinable if options.temperature == 0 else ())
         self._weights: WeightVersion | None = None
         self._last_push: Mapping[str, Any] = {}
@@ -303,32 +254,14 @@ class ServerBackend:
         self._metrics: Counter[str] = Counter()
         self._lock = threading.Lock()  # guards the metrics, which call threads count in
 
-    @classmethod
-    def connect(
-        cls,
-        config: RolloutMatchingConfig,
-        learner: LearnerParts,
-        options: DecodingOptions,
-        names: Sequence[str] = (),
-    ) -> ServerBackend:
-        """Wait for the servers; rank 0 opens groups for weights with its first push."""
-        from coordexp.engine.push import ServerPusher
-
-        clients = make_clients(config)
-        pusher = ServerPusher(clients if distributed.is_main() else (), learner.weights, config.vllm.sync)
-        return cls(clients, pusher, config, learner.vocab, options, learner.preparation, names)
-
     def generate(
         self, requests: Sequence[RolloutRequest], seeds: Seeds, on_answer: Callable[[int], None] | None = None
     ) -> list[Rollout]:
         return collect_in_order(self.generate_window([RolloutRound(tuple(requests), seeds)]), on_answer)
 
     def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[IndexedRollout]:
-        """As :meth:`RolloutBackend.generate_window`; may be iterated in another thread, while the trainer trains.
-
-        Every answer must be of the weights that the servers have now; the next :meth:`sync_weights` must wait for
-        the last answer.
-        """
+        """As :meth:`RolloutBackend.generate_window`; may be iterated in another thread, while the trainer trains. The
+        next :meth:`sync_weights` must wait for the last answer."""
         batches = plan_calls([len(one.requests) for one in rounds], self._slots)
         posts = plan_posts(batches, self._joined)
         self._calls = [
@@ -352,23 +285,22 @@ class ServerBackend:
     def _answers(
         self, posts: Sequence[Post], rounds: Sequence[RolloutRound], weights: WeightVersion
     ) -> Iterator[IndexedRollout]:
-        watched = {index: self._clients[index] for index, kind in enumerate(self._kinds) if kind.reports}
-        watch = LivenessWatch(watched, self._timeout_s)
-        watch_s = min(WATCH_S, self._timeout_s / 5)
+        watched = {index: self._clients[index] for index, reports in enumerate(self._reports) if reports}
+        watch = LivenessWatch(watched, self._server.timeout_s)
+        watch_s = min(WATCH_S, self._server.timeout_s / 5)
         for post, items in in_flight(posts, self._slots, lambda post: self._ask(post, rounds), watch.check, watch_s):
-            watch.heard(post.server)
+            watch.heard_at[post.server] = time.monotonic()
             where = f"{self._clients[post.server].base_url}/infer/"
-            stamped = self._kinds[post.server].reports
+            stamped = self._reports[post.server]
             for place, ((round_idx, index), item) in enumerate(zip(_places(post), items, strict=True)):
                 request = rounds[round_idx].requests[index]
                 rollout = read_answer(
                     item,
                     request,
-                    self._vocab,
+                    self._learner.vocab,
                     weights,
                     self._guarded,
                     where,
-                    stamped=stamped,
                     max_new_tokens=self._options.max_new_tokens,
                     place=place if stamped else None,
                 )
@@ -379,10 +311,9 @@ class ServerBackend:
         return chunk_size(self._decode_batch_size, self._world_sizes, distributed.world_size())
 
     def sync_weights(self, version: int) -> None:
-        """Rank 0 pushes; if weights are sharded, all ranks gather while it sends."""
         distributed.barrier()  # every rank has its answers of the old weights
         self._weights = None  # no answers between old and new weights
-        report = self._pusher.push(version)
+        report = self._pusher.push(version)  # by rank 0; if weights are sharded, all ranks gather while it sends
         if distributed.is_main():
             self._metrics["rollout/sync_fallbacks_total"] += report.fallback is not None
             self._metrics["rollout/sync_bytes_total"] += report.bytes
@@ -420,7 +351,6 @@ class ServerBackend:
         }
 
     def take_metrics(self) -> Mapping[str, float]:
-        """Counters and seconds since the last call, and whether the repeat guard is on."""
         with self._lock:
             taken, self._metrics = self._metrics, Counter()
         return {"rollout/repeat_terminate_active": float(self._guarded), "rollout/server_retries_total": 0.0, **taken}
@@ -431,20 +361,15 @@ class ServerBackend:
             client.close()
 
     def _ask(self, post: Post, rounds: Sequence[RolloutRound]) -> list[dict[str, Any]]:
-        """One post, with the retries that the configuration allows. Runs in a thread of its own."""
-        client, kind = self._clients[post.server], self._kinds[post.server]
+        # Runs in a thread of its own.
+        client, ours = self._clients[post.server], self._ours[post.server]
         requests = [rounds[round_idx].requests[index] for round_idx, index in _places(post)]
         payload = infer_payload(
             requests,
             _seed_of(post, rounds),
             self._options,
-            partial(
-                image_source,
-                images=self._images,
-                preparation=self._preparation,
-                ours=kind is ServerKind.COORDEXP,
-            ),
-            tagged=kind.reports,
+            lambda path: image_source(path, self._server.images, self._learner.preparation, ours),
+            tagged=self._reports[post.server],
             names=self._names,
         )
         attempt = 0
@@ -454,10 +379,10 @@ class ServerBackend:
             except (ServerUnreachable, ServerRefused) as error:
                 # A dropped connection or an error inside the server may pass; a refused request stays refused.
                 stays = isinstance(error, ServerRefused) and (error.status or 0) < 500
-                if stays or attempt >= self._retries:
+                if stays or attempt >= self._server.retries:
                     raise
                 attempt += 1
-                logger.warning("retry %d of %d: %s", attempt, self._retries, error)
+                logger.warning("retry %d of %d: %s", attempt, self._server.retries, error)
                 with self._lock:
                     self._metrics["rollout/server_retries_total"] += 1
             time.sleep(RETRY_WAIT_S)
@@ -471,11 +396,10 @@ class ServerBackend:
 
 
 def _places(post: Post) -> list[tuple[int, int]]:
-    """Round and index of each request that ``post`` carries, in its order."""
+    # Round and index of each request, in the order of the post.
     return [(call.round_idx, index) for call in post.calls for index in call.indices]
 
 
 def _seed_of(post: Post, rounds: Sequence[RolloutRound]) -> int:
-    """The seed that ``post`` carries: its first call's."""
     first = post.calls[0]
     return rounds[first.round_idx].seeds.seed_of(first.indices.start)

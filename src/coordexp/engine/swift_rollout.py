@@ -1,8 +1,5 @@
-"""CoordExp inside ``swift rollout``: the plugin's changes to ms-swift's HTTP process and to each of its workers.
-
-Nothing of ms-swift is edited. Its engine class is replaced by a subclass (repeat guard, trigger flags, our worker
-extension), and of its HTTP endpoints those that would answer 200 after an error.
-"""
+"""CoordExp inside ``swift rollout``: ms-swift's engine class is replaced by a subclass (repeat guard, trigger flags,
+our worker extension), and of its HTTP endpoints those that would answer 200 after an error."""
 
 from __future__ import annotations
 
@@ -30,6 +27,7 @@ from coordexp.engine.arguments import (
     NAMES_ENABLE,
     NAMES_KEY,
     REQUEST_KEY,
+    CommitRequest,
     activated_config,
     executor_on_cpu,
     with_processors,
@@ -37,14 +35,17 @@ from coordexp.engine.arguments import (
 from coordexp.engine.engine_process import (
     DIE_WITH_PARENT,
     SERVER_API_KEY,
+    SerializeRequests,
+    SharedHeartbeat,
     complete_environment,
     die_with_parent,
     has_gpu,
+    seeded_by_place,
     set_engine_owner,
     skip_main_reimport,
+    with_heartbeat,
 )
 from coordexp.engine.logits_processors import check_processors
-from coordexp.engine.swift_heartbeat import SerializeRequests, SharedHeartbeat, seeded_by_place, with_heartbeat
 from coordexp.errors import RolloutError
 from coordexp.rollouts.allowed_labels import are_labels
 from coordexp.weight_sync import WeightVersion
@@ -86,8 +87,7 @@ class CoordExpVllmEngine(GRPOVllmEngine):
             raise
 
     def infer(self, infer_requests: list[Any], *args: Any, **kwargs: Any) -> list[RolloutOutput]:
-        """ms-swift's answers, each in an envelope with its request, the version of the weights, and whether the guard
-        ended it."""
+        """ms-swift's answers, each with our envelope."""
         # The closed list of class names that the requests have, the same one in all of them; empty for any.
         lists = [(_field(request, "data_dict") or {}).get(NAMES_KEY) or [] for request in infer_requests]
         names = lists[0] if lists else []
@@ -155,12 +155,12 @@ class CoordExpVllmEngine(GRPOVllmEngine):
 
 
 def _field(request: Any, name: str) -> Any:
-    """A field of a request, in either form that ms-swift gives to its engines; None if it is missing."""
+    # In either form that ms-swift gives to its engines; None if it is missing.
     return request.get(name) if isinstance(request, dict) else getattr(request, name, None)
 
 
 def _outcome(act: Callable[[], Any]) -> dict[str, Any]:
-    """The result of ``act``, or the text of its error. ms-swift's loop would log the error and return None."""
+    # ms-swift's loop would log an error and return None.
     try:
         return {"result": act()}
     except Exception as error:  # this process's edge: the HTTP process answers with status 500
@@ -175,16 +175,8 @@ class JoinRequest(BaseModel):
     port: int
     world_size: int
     first_rank: int | None = None
-    timeout_s: float | None = None
+    timeout_s: float = 120.0
     token: str = Field(default="", repr=False)
-
-
-class CommitRequest(BaseModel):
-    """The end of a push; without a version the worker counts on from its own."""
-
-    weight_version: int | None = None
-    learner_id: str | None = None
-    wants_checksum: bool = False
 
 
 class CoordExpEndpoints:
@@ -274,11 +266,7 @@ class CoordExpEndpoints:
 
 
 def install() -> None:
-    """Make this process, ms-swift's HTTP process or one of its workers, a guarded one.
-
-    Raises:
-        RolloutError: the guard's configuration is missing or wrong.
-    """
+    """Make this process, ms-swift's HTTP process or one of its workers, a guarded one. Raises RolloutError."""
     activated_config(os.environ)
     if os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0").lower() not in ("0", "false"):
         raise RolloutError(
@@ -298,10 +286,7 @@ def install() -> None:
         if os.environ.get(DIE_WITH_PARENT) == "1":
             die_with_parent()
     swift_rollout.GRPOVllmEngine = CoordExpVllmEngine
-    _install_endpoints(swift_rollout.SwiftRolloutDeploy)
-
-
-def _install_endpoints(server: Any) -> None:
+    server: Any = swift_rollout.SwiftRolloutDeploy
     if getattr(server, "coordexp_installed", False):
         return
     register, lifespan = server._register_rl_rollout_app, server.lifespan

@@ -1,8 +1,4 @@
-"""The worker extension: methods that CoordExp adds to each vLLM worker, in every kind of engine.
-
-vLLM mixes :class:`WeightSyncExtension` into its worker class (``worker_extension_cls``); its methods are what
-``collective_rpc`` calls by name.
-"""
+"""The worker extension, which vLLM mixes into its worker class (``worker_extension_cls``) in every kind of engine."""
 
 from __future__ import annotations
 
@@ -28,7 +24,6 @@ from coordexp.weight_sync.group import GroupAddress
 from coordexp.weight_sync.receiver import WeightReceiver
 
 logger = logging.getLogger(__name__)
-TIMEOUT_VARIABLE = "COORDEXP_COMMUNICATOR_TIMEOUT_S"
 ADAPTER_ID = 1
 ADAPTER_NAME = "coordexp"
 ADAPTER_PATH = "adapter-in-memory"  # vLLM wants one; it is never read
@@ -37,7 +32,7 @@ RESULT, FAILURE = "result", "failure"
 
 
 class WeightSyncExtension:
-    """Methods for ``collective_rpc``; arguments and results are plain JSON values."""
+    """Methods that ``collective_rpc`` calls by name; arguments and results are plain JSON values."""
 
     # Attributes of vLLM's worker, into which this class is mixed.
     model_runner: Any
@@ -65,31 +60,21 @@ class WeightSyncExtension:
         port: int,
         world_size: int,
         first_rank: int | None = None,
-        timeout_s: float | None = None,
+        timeout_s: float = 120.0,
         token: str = "",
         listen_host: str = "",
     ) -> None:
-        """Join the weight group at ``host:port`` with ``world_size`` members, the last of which is the trainer.
-
-        Args:
-            first_rank: rank of this engine's first worker; by default its data-parallel rank's, or ms-swift's.
-            timeout_s: deadline of every wait in the group; without it, ``COORDEXP_COMMUNICATOR_TIMEOUT_S`` or 120.
-            token: every member must know it; empty admits everyone.
-            listen_host: the address on which rank 0 listens, if it is not ``host``; 0.0.0.0 for all of them.
-        """
+        """Join a weight group (see :class:`GroupAddress`), of which the trainer is the last member. ``first_rank``: of
+        this engine's first worker; by default by its data-parallel rank."""
         from vllm.distributed.parallel_state import get_world_group
 
         if first_rank is None:
             parallel = self.vllm_config.parallel_config
-            replica = int(parallel.data_parallel_index) or int(os.environ.get("SWIFT_ROLLOUT_DP_RANK", "0"))
-            first_rank = replica * int(parallel.tensor_parallel_size)
-        if timeout_s is None:
-            timeout_s = float(os.environ.get(TIMEOUT_VARIABLE, "120"))
+            first_rank = int(parallel.data_parallel_index) * int(parallel.tensor_parallel_size)
         rank = first_rank + get_world_group().rank
         self.receiver.open(GroupAddress(host, port, rank, world_size, timeout_s, token, listen_host))
 
     def close_communicator(self) -> None:
-        """Leave the weight group; safe without one."""
         self.receiver.close()
 
     def update_flattened_params(self, metadatas: list[dict[str, Any]]) -> None:
@@ -97,7 +82,6 @@ class WeightSyncExtension:
         self.receiver.receive(metadatas)
 
     def update_named_param(self, name: str, dtype: str, shape: Sequence[int]) -> None:
-        """Receive one tensor."""
         size = torch.Size(shape).numel() * getattr(torch, dtype.removeprefix("torch.")).itemsize
         bucket = {"name": name, "shape": list(shape), "dtype": dtype, "start_idx": 0, "end_idx": size, "numel": size}
         self.receiver.receive([bucket])
@@ -111,20 +95,22 @@ class WeightSyncExtension:
         # vLLM multiplies an adapter's scale into the tensors that it is given, and these are the trainer's own.
         self._take_adapter(peft_config, [(name, tensor.clone()) for name, tensor in tensors])
 
-    def _take_adapter(self, peft_config: Mapping[str, Any], tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-        with self.receiver.recording_failures():
-            self.receiver.begin()
-            self.receiver.state.adapter_names += [name for name, _ in tensors]
-            self._put_adapter(peft_config, tensors)
-
     def process_weights_after_loading(
         self, weight_version: int | None = None, wants_checksum: bool = False, learner_id: str | None = None
     ) -> dict[str, Any]:
         """Commit the push; see :meth:`WeightReceiver.commit`."""
-        return self.receiver.commit(weight_version, wants_checksum, self._finish_layouts, learner_id)
+        from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+        def finish() -> None:
+            if self.receiver.state.shapes:
+                process_weights_after_loading(self.model_runner.model, self.model_runner.model_config, self.device)
+            has_adapter = self.vllm_config.lora_config is not None and ADAPTER_ID in self.model_runner.list_loras()
+            if has_adapter and not self.receiver.state.adapter_names:
+                self.model_runner.remove_lora(ADAPTER_ID)  # merged weights already contain it
+
+        return self.receiver.commit(weight_version, wants_checksum, finish, learner_id)
 
     def get_state_keys(self) -> list[str]:
-        """The engine's own parameter names."""
         return list(self.receiver.layout.parameters)
 
     def coordexp_call(self, method: str, args: Sequence[Any]) -> dict[str, Any]:
@@ -143,7 +129,6 @@ class WeightSyncExtension:
         return 0 if known_tokens is None else known_tokens.num_sampled
 
     def coordexp_status(self) -> dict[str, Any]:
-        """This worker's state, for ``/status/``."""
         runner = type(self.model_runner)
         known_tokens = processor_of(self, KnownTokensProcessor)
         on_gpu = torch.device(self.device).type == "cuda"
@@ -167,49 +152,43 @@ class WeightSyncExtension:
         triggers = {} if guard is None else guard.pop_triggers(request_ids)
         return {name: {"rule": one.rule.value, "num_new_tokens": one.num_new_tokens} for name, one in triggers.items()}
 
-    def _finish_layouts(self) -> None:
-        from vllm.model_executor.model_loader.utils import process_weights_after_loading
-
-        if self.receiver.state.shapes:
-            process_weights_after_loading(self.model_runner.model, self.model_runner.model_config, self.device)
-        has_adapter = self.vllm_config.lora_config is not None and ADAPTER_ID in self.model_runner.list_loras()
-        if has_adapter and not self.receiver.state.adapter_names:
-            self.model_runner.remove_lora(ADAPTER_ID)  # merged weights already contain it
-
-    def _put_adapter(self, peft_config: Mapping[str, Any], tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    def _take_adapter(self, peft_config: Mapping[str, Any], tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         from vllm.lora.lora_model import LoRAModel
         from vllm.lora.peft_helper import PEFTHelper
         from vllm.lora.request import LoRARequest
 
-        if self.vllm_config.lora_config is None:
-            raise RolloutError(
-                "this engine was started without adapters; set rollout_matching.vllm.enable_lora: true and restart the "
-                "server, or push with sync.mode: full"
-            )
-        helper = PEFTHelper.from_dict(dict(peft_config))
-        helper.validate_legal(self.vllm_config.lora_config)
-        mapper = getattr(self.model_runner.model, "hf_to_vllm_mapper", None)
-        adapter = LoRAModel.from_lora_tensors(
-            ADAPTER_ID,
-            dict(tensors),
-            helper,
-            device="cpu",
-            dtype=self.vllm_config.lora_config.lora_dtype,
-            weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
-        )
-        manager = self.model_runner.lora_manager
-        # vLLM silently ignores adapters of modules that it did not wrap, such as the vision tower's.
-        fused = self.receiver.layout.fused
-        for module in adapter.loras:
-            parent, _, last = module.rpartition(".")
-            whole = f"{parent}.{fused[last][0]}" if last in fused else module
-            if whole not in manager._adapter_manager.modules:
+        with self.receiver.recording_failures():
+            self.receiver.begin()
+            self.receiver.state.adapter_names += [name for name, _ in tensors]
+            if self.vllm_config.lora_config is None:
                 raise RolloutError(
-                    f"the adapter changes {module}, which this engine cannot adapt: it would be ignored silently. "
-                    "Push with sync.mode: full"
+                    "this engine was started without adapters; set rollout_matching.vllm.enable_lora: true and restart "
+                    "the server, or push with sync.mode: full"
                 )
-        manager._load_adapter = lambda _request: adapter  # vLLM itself reads adapters from disk only
-        try:
-            self.model_runner.add_lora(LoRARequest(ADAPTER_NAME, ADAPTER_ID, ADAPTER_PATH, load_inplace=True))
-        finally:
-            del manager._load_adapter
+            helper = PEFTHelper.from_dict(dict(peft_config))
+            helper.validate_legal(self.vllm_config.lora_config)
+            mapper = getattr(self.model_runner.model, "hf_to_vllm_mapper", None)
+            adapter = LoRAModel.from_lora_tensors(
+                ADAPTER_ID,
+                dict(tensors),
+                helper,
+                device="cpu",
+                dtype=self.vllm_config.lora_config.lora_dtype,
+                weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
+            )
+            manager = self.model_runner.lora_manager
+            # vLLM silently ignores adapters of modules that it did not wrap, such as the vision tower's.
+            fused = self.receiver.layout.fused
+            for module in adapter.loras:
+                parent, _, last = module.rpartition(".")
+                whole = f"{parent}.{fused[last][0]}" if last in fused else module
+                if whole not in manager._adapter_manager.modules:
+                    raise RolloutError(
+                        f"the adapter changes {module}, which this engine cannot adapt: it would be ignored silently. "
+                        "Push with sync.mode: full"
+                    )
+            manager._load_adapter = lambda _request: adapter  # vLLM itself reads adapters from disk only
+            try:
+                self.model_runner.add_lora(LoRARequest(ADAPTER_NAME, ADAPTER_ID, ADAPTER_PATH, load_inplace=True))
+            finally:
+                del manager._load_adapter

@@ -1,8 +1,7 @@
 """Weight groups: process groups through which the trainer sends weights to engine workers, by NCCL or Gloo.
 
-Ranks 0 … W-2 are workers of one rollout server, rank W-1 is the trainer, which sends. They meet at ``host:port``, where
-rank 0 listens. Every wait has a deadline, and nothing is unpickled. vLLM's own weight transfer has no CPU backend, sets
-no deadlines and unpickles its input.
+Ranks 0 … W-2 are workers of one rollout server, rank W-1 is the trainer, which sends. Rank 0 listens. Every wait has a
+deadline, and nothing is unpickled. (vLLM's own weight transfer has no CPU backend and no deadlines, and unpickles.)
 """
 
 from __future__ import annotations
@@ -35,9 +34,8 @@ _LOOPBACK_OF = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # how to reach, on its own
 
 @dataclass(frozen=True, slots=True)
 class GroupAddress:
-    """Where a group meets, and this process's rank in it. ``timeout_s``: deadline of each wait. ``token``: rank 0
-    demands it of every member; empty admits everyone. ``listen_host``: the address on which rank 0 listens, if it is
-    not ``host``, by which others reach it."""
+    """Where a group meets, and this process's rank in it. ``timeout_s``: deadline of each wait. ``token``: of every
+    member; empty admits everyone. ``listen_host``: the address on which rank 0 listens, if not ``host``."""
 
     host: str
     port: int
@@ -58,7 +56,6 @@ class Communicator(ABC):
     _unfinished = False
 
     def __init__(self, address: GroupAddress, store: RendezvousStore, device: torch.device) -> None:
-        """``store``: of the rendezvous; closed with the group."""
         self.device = device
         self._address = address
         self._store = store
@@ -66,7 +63,6 @@ class Communicator(ABC):
     def broadcast(
         self, parts: Sequence[torch.Tensor], source: int, *, give_up: Callable[[], None] | None = None
     ) -> None:
-        """Send or receive all ``parts``; see :meth:`broadcast_each`."""
         for _ in self.broadcast_each(parts, source, give_up=give_up):
             pass
 
@@ -74,20 +70,12 @@ class Communicator(ABC):
         self, parts: Sequence[torch.Tensor], source: int, *, give_up: Callable[[], None] | None = None
     ) -> Iterator[int]:
         """Send ``parts`` (each uint8, 1-D, contiguous) from rank ``source``; the others receive into theirs, in place.
-
-        All are started at once, so that no part waits until the end of the one before it is noticed. Yields the index
-        of each part, in order, when it has arrived.
-
-        Args:
-            give_up: called repeatedly while waiting; raises to end the wait.
-
-        Raises:
-            RolloutError: the deadline of a part passed, or the other side is gone.
-        """
+        Yields the index of each part, in order, when it has arrived. ``give_up`` is called repeatedly while waiting;
+        it raises to end the wait. RolloutError: the deadline of a part passed, or the other side is gone."""
         if self._group is None:
             raise RolloutError(f"{self._address}: the group is closed")
         self._unfinished = True
-        under_way = self._start(parts, source)
+        under_way = self._start(parts, source)  # all at once: the end of a part is noticed late
         for index, work in enumerate(under_way):
             self._finish(work, parts[index].numel(), give_up, POLL_S if work is under_way[-1] else PART_POLL_S)
             yield index
@@ -99,19 +87,16 @@ class Communicator(ABC):
 
     @abstractmethod
     def _start(self, parts: Sequence[torch.Tensor], source: int) -> list[Any]:
-        """Start all transfers; returns one handle for each."""
+        """Returns one handle for each part."""
 
     @abstractmethod
     def _finish(self, work: Any, num_bytes: int, give_up: Callable[[], None] | None, poll_s: float) -> None:
-        """Wait for one part; raises as :meth:`broadcast`."""
+        """Wait for one part."""
 
 
 def join(address: GroupAddress, device: torch.device) -> Communicator:
-    """Meet the other members and return this process's end: NCCL for a CUDA device, Gloo for the CPU.
-
-    Raises:
-        RolloutError: not every member came before the deadline, or the port is taken.
-    """
+    """Meet the other members and return this process's end: NCCL for a CUDA device, Gloo for the CPU. Raises
+    RolloutError."""
     # On rank 0's own machine ``host`` may not lead back to it.
     host = _LOOPBACK_OF.get(address.listen_host, address.listen_host) or address.host
     server: RendezvousServer | None = None
@@ -138,11 +123,7 @@ def join(address: GroupAddress, device: torch.device) -> Communicator:
 
 
 def wait_until_free(address: GroupAddress, timeout_s: float) -> None:
-    """Wait until the group's port is free, i.e. until the group before it is gone.
-
-    Raises:
-        RolloutError: a process still listens there at the deadline.
-    """
+    """Wait until the group's port is free, i.e. until the group before it is gone. Raises RolloutError."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -159,7 +140,6 @@ def wait_until_free(address: GroupAddress, timeout_s: float) -> None:
 
 
 def _listen(address: GroupAddress) -> socket.socket:
-    """Bind the group's port. A group that was just torn down may hold it a moment longer."""
     host = address.listen_host or address.host
     family, _, _, _, where = socket.getaddrinfo(host, address.port, type=socket.SOCK_STREAM)[0]
     deadline = time.monotonic() + min(PORT_FREE_S, address.timeout_s)
@@ -168,7 +148,7 @@ def _listen(address: GroupAddress) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(where)
-        except OSError as error:
+        except OSError as error:  # a group that was just torn down may hold the port a moment longer
             listener.close()
             if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
                 raise
@@ -186,7 +166,16 @@ class GlooCommunicator(Communicator):
         super().__init__(address, store, device)
         options: Any = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
         # Gloo would choose the host name's address, which the whole network may reach.
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address(address))]
+        if address.listen_host and address.listen_host not in _LOOPBACK_OF:
+            own_address = address.listen_host
+        elif address.rank == 0 and not address.listen_host:
+            own_address = address.host
+        else:  # this machine's address on the way to the group's store; a datagram socket sends nothing
+            family, kind, _, _, where = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind) as probe:
+                probe.connect(where)
+                own_address = probe.getsockname()[0]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address)]
         options._threads = PARTS_AT_ONCE
         options._timeout = timedelta(seconds=address.timeout_s)
         try:
@@ -276,27 +265,12 @@ class NcclCommunicator(Communicator):
 
 
 def within(seconds: float, what: str, act: Callable[[], Result]) -> Result:
-    """``act()`` with a deadline, for calls that have none of their own. Its thread continues after it.
-
-    Raises:
-        RolloutError: the deadline passed.
-    """
+    """``act()``, or RolloutError after that many seconds, for calls without a deadline of their own. Its thread
+    continues."""
     outcome = in_background(act, "with-deadline")
     if not wait([outcome], timeout=seconds).done:
         raise RolloutError(f"{what} within {seconds:g} s")
     return outcome.result()
-
-
-def _own_address(address: GroupAddress) -> str:
-    """This machine's address on the way to the group's store."""
-    if address.listen_host and address.listen_host not in _LOOPBACK_OF:
-        return address.listen_host
-    if address.rank == 0 and not address.listen_host:
-        return address.host
-    family, kind, _, _, where = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(where)  # a datagram socket: nothing is sent
-        return probe.getsockname()[0]
 
 
 def _brief(error: BaseException) -> str:

@@ -28,6 +28,10 @@ class Place:
     part: str = ""
     parts: tuple[str, ...] = ("",)
 
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.parameter, self.part
+
 
 @dataclass(slots=True)
 class WeightLayout:
@@ -57,18 +61,14 @@ class WeightLayout:
         return cls(parameters, aliases, fused, mapper)
 
     def describes(self, model: torch.nn.Module) -> bool:
-        """Whether these are still the model's parameters: an engine may replace them."""
+        # An engine may replace its parameters.
         parameter_of = {name.replace(_WRAPPED, ""): parameter for name, parameter in model.named_parameters()}
         return parameter_of.keys() == self.parameters.keys() and all(
             parameter_of[name] is p for name, p in self.parameters.items()
         )
 
     def place(self, name: str) -> Place:
-        """Where the trainer's tensor ``name`` belongs.
-
-        Raises:
-            RolloutError: the engine has no such parameter.
-        """
+        """Where the trainer's tensor ``name`` belongs. Raises RolloutError if the engine has no such parameter."""
         if name in self._places:
             return self._places[name]
         renamed = name if self._rename is None else self._rename.get_rename_mapper().map_name(name)
@@ -90,11 +90,7 @@ class WeightLayout:
         )
 
     def check_complete(self, names: Iterable[str]) -> None:
-        """Refuse a set of the trainer's tensors that leaves a parameter, or a part of one, as it was.
-
-        Raises:
-            RolloutError: naming the first missing ones.
-        """
+        """Raises RolloutError if these tensors of the trainer leave a parameter, or a part of one, as it was."""
         covered: dict[str, set[str]] = {}
         for name in names:
             place = self.place(name)
@@ -116,15 +112,9 @@ class WeightLayout:
             )
 
     def read_back(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterable[tuple[str, torch.Tensor]]:
-        """Each of the trainer's tensors as the parameters now hold it (views), for an engine on one device.
-
-        Args:
-            shapes: shape of every tensor that was sent.
-
-        Raises:
-            RolloutError: parts that do not fill their parameter.
-        """
-        part_rows = {self.part_of(name): shape[0] for name, shape in shapes.items() if shape}
+        """Each of the trainer's tensors as the parameters now hold it (views), for an engine on one device. Raises
+        RolloutError for parts that do not fill their parameter."""
+        part_rows = {self.place(name).key: shape[0] for name, shape in shapes.items() if shape}
         for name, shape in shapes.items():
             rows = self.rows(name, shape, part_rows)
             if rows is None or rows.numel() != torch.Size(shape).numel():
@@ -136,17 +126,9 @@ class WeightLayout:
                 )
             yield name, rows
 
-    def part_of(self, name: str) -> tuple[str, str]:
-        """Runtime parameter and part of the trainer's tensor ``name``."""
-        place = self.place(name)
-        return place.parameter, place.part
-
     def rows(self, name: str, shape: tuple[int, ...], part_rows: Mapping[tuple[str, str], int]) -> torch.Tensor | None:
-        """The rows (a view) of a parameter that a tensor of the trainer fills, if parts lie there in their order.
-
-        Args:
-            part_rows: number of rows of each (parameter, part); None is returned if one before this part is missing.
-        """
+        """The rows (a view) of a parameter that a tensor of the trainer fills, if its parts are stored in their order.
+        ``part_rows``: number of rows of each (parameter, part); None is returned if one before this part is missing."""
         place = self.place(name)
         start = 0
         for part in place.parts[: place.parts.index(place.part)]:
@@ -170,7 +152,6 @@ class InPlaceTargets:
     """
 
     def __init__(self, layout: WeightLayout, *, enabled: bool) -> None:
-        """``enabled``: False where tensor parallelism splits tensors over workers."""
         self._layout = layout
         self._enabled = enabled
         self._part_rows: dict[tuple[str, str], int] = {}
@@ -182,12 +163,9 @@ class InPlaceTargets:
 
     @contextmanager
     def probe(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> Iterator[None]:
-        """Around the engine's loading of ``tensors``: find out where each of them goes.
-
-        Raises:
-            RolloutError: the loader ignored a tensor.
-        """
-        self._part_rows |= {self._layout.part_of(name): len(tensor) for name, tensor in tensors if tensor.dim()}
+        """Around the engine's loading of ``tensors``: find out where each of them goes. Raises RolloutError if the
+        loader ignored one."""
+        self._part_rows |= {self._layout.place(name).key: len(tensor) for name, tensor in tensors if tensor.dim()}
         presumed: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         for name, tensor in tensors if self._enabled else ():
             memory = self._memory(name, tuple(tensor.shape))

@@ -1,7 +1,5 @@
 """The receiving end of weight pushes in one worker: receives tensors, loads them, checks that all of them arrived.
-
-Depends on the model and the weight group, not on vLLM: the worker extension and the colocated engine call it.
-"""
+Depends on the model and the weight group, not on vLLM."""
 
 from __future__ import annotations
 
@@ -15,8 +13,8 @@ from typing import Any
 import torch
 
 from coordexp.errors import RolloutError
-from coordexp.weight_sync import WeightVersion, checksum
-from coordexp.weight_sync.buckets import TensorInfo, as_bytes, pieces, read_infos, unpack
+from coordexp.weight_sync import WeightVersion
+from coordexp.weight_sync.buckets import TensorInfo, as_bytes, combined, pieces, read_infos, tensor_hash, unpack
 from coordexp.weight_sync.group import Communicator, GroupAddress, join
 from coordexp.weight_sync.layout import InPlaceTargets, WeightLayout
 
@@ -44,11 +42,8 @@ class PushState:
 
 
 class WeightReceiver:
-    """One worker's end of weight pushes; knows the model, not vLLM.
-
-    Weights are loaded in the background while further ones arrive, so an error of loading shows at a later call. A
-    large tensor with a proven place (:class:`InPlaceTargets`) is received straight into the engine's memory.
-    """
+    """One worker's end of weight pushes. Weights are loaded in the background while further ones arrive, so an error of
+    loading shows at a later call."""
 
     def __init__(self, model: torch.nn.Module, device: torch.device, *, sharded: bool) -> None:
         self.layout = WeightLayout.from_model(model)
@@ -64,8 +59,7 @@ class WeightReceiver:
         self._buffers: list[torch.Tensor] = []  # two, used in turn
 
     def open(self, address: GroupAddress) -> None:
-        """Join a weight group, where the last rank sends. A group that is still open belongs to an earlier trainer, and
-        is torn down."""
+        """Join a weight group, where the last rank sends; leave that of an earlier trainer."""
         self.close()
         self._group = join(address, self._device)
         self._source = address.world_size - 1
@@ -90,7 +84,6 @@ class WeightReceiver:
             raise
 
     def receive(self, payload: Sequence[Mapping[str, Any]]) -> None:
-        """Receive one bucket of full weights and start to load it."""
         with self.recording_failures():
             infos = read_infos(payload)
             self._begin_bucket([(info.name, info.shape) for info in infos])
@@ -115,11 +108,9 @@ class WeightReceiver:
             return [named for some in self._arriving(infos, reuse_memory=False) for named in some]
 
     def _arriving(self, infos: Sequence[TensorInfo], *, reuse_memory: bool) -> Iterator[Named]:
-        """Receive one bucket; yields the tensors that must be loaded, in portions of at least ``LOAD_BYTES``.
-
-        Each piece (see ``buckets.pieces``) is one transfer. A lone tensor with a proven destination is received into
-        the engine's own memory, and not yielded. All others share a staging buffer.
-        """
+        # Yields the tensors that must be loaded, in portions of at least LOAD_BYTES. Each piece (see buckets.pieces) is
+        # one transfer. A lone tensor with a proven destination is received into the engine's own memory, and not
+        # yielded. All others share a staging buffer.
         if self._group is None:
             raise RolloutError("no weight group is open; call /init_communicator/ first")
         started = time.perf_counter()
@@ -166,7 +157,6 @@ class WeightReceiver:
         Args:
             version: of these weights; None for one more than the last.
             wants_checksum: read the parameters back and hash them.
-            learner_id: of the trainer that sent them.
 
         Raises:
             RolloutError: nothing was pushed, loading failed, or weights are missing. The old version is gone too.
@@ -181,10 +171,10 @@ class WeightReceiver:
             finish()
             state.checksum = None
             if wants_checksum and self._sharded:
-                state.checksum = checksum.combined(state.received_hashes)
+                state.checksum = combined(state.received_hashes)
             elif wants_checksum:  # of nothing after an adapter
                 read = self.layout.read_back(state.shapes)
-                state.checksum = checksum.combined({name: checksum.tensor_hash(tensor) for name, tensor in read})
+                state.checksum = combined({name: tensor_hash(tensor) for name, tensor in read})
             state.weights = WeightVersion(state.weights.version + 1 if version is None else version, learner_id)
             state.pushes += 1
             state.base_overwritten |= not state.adapter_names
@@ -212,15 +202,14 @@ class WeightReceiver:
         }
 
     def _begin_bucket(self, named_shapes: Sequence[tuple[str, tuple[int, ...]]]) -> None:
-        """Record the names of a bucket, refuse wrong ones before a byte is loaded, and make room: at most one bucket is
-        still being loaded while another arrives."""
+        # Refuse wrong names before a byte is loaded.
         self.begin()
         for name, shape in named_shapes:
             self.layout.place(name)
             if name in self.state.shapes:
                 raise RolloutError(f"the learner sent {name!r} twice in one push")
             self.state.shapes[name] = shape
-        self._finish_loading(keep=1)
+        self._finish_loading(keep=1)  # at most one bucket is still being loaded while another arrives
         self._loading.append([])
 
     def _finish_loading(self, keep: int) -> None:
@@ -236,14 +225,8 @@ class WeightReceiver:
         if not self.layout.describes(self.model):
             self.layout = WeightLayout.from_model(self.model)
             self.in_place = InPlaceTargets(self.layout, enabled=not self._sharded)
-        last = self.state
-        self.state = PushState(
-            open=True,
-            weights=last.weights,
-            pushes=last.pushes,
-            base_overwritten=last.base_overwritten,
-            failure=last.failure,
-        )
+        kept = {name: getattr(self.state, name) for name in ("weights", "pushes", "base_overwritten", "failure")}
+        self.state = PushState(open=True, **kept)
 
     def _load(self, tensors: Sequence[tuple[str, torch.Tensor]], ready: torch.cuda.Event | None = None) -> None:
         if self._device.type == "cuda":
@@ -252,7 +235,7 @@ class WeightReceiver:
                 torch.cuda.current_stream(self._device).wait_event(ready)
         started = time.perf_counter()
         if self._sharded:
-            self.state.received_hashes |= {name: checksum.tensor_hash(tensor) for name, tensor in tensors}
+            self.state.received_hashes |= {name: tensor_hash(tensor) for name, tensor in tensors}
         with torch.no_grad():
             unproven: Named = []
             for name, tensor in tensors:
@@ -262,8 +245,18 @@ class WeightReceiver:
                 else:
                     place.copy_(as_bytes(tensor))
             if unproven:
-                with self.in_place.probe(unproven):
-                    self._call_loader(unproven)
+                try:
+                    with self.in_place.probe(unproven):
+                        self.model.load_weights(unproven)  # pyright: ignore[reportCallIssue]
+                except (RuntimeError, ValueError, AssertionError, LookupError, TypeError, AttributeError) as error:
+                    # vLLM's own message states at most that sizes do not fit.
+                    named = [f"{name} {tuple(tensor.shape)}" for name, tensor in unproven[:12]]
+                    more = f" or {len(unproven) - len(named)} more" if len(unproven) > len(named) else ""
+                    raise RolloutError(
+                        f"the engine does not take {' or '.join(named)}{more} ({type(error).__name__}: "
+                        f"{str(error).strip()[:300] or 'no reason given'}); do its model and the learner's differ in "
+                        "kind or size?"
+                    ) from error
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         for name, tensor in tensors:
@@ -271,16 +264,3 @@ class WeightReceiver:
             if parameter.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
                 raise RolloutError(f"the engine made {name} a parameter without copying it; its memory is used again")
         self.state.load_s += time.perf_counter() - started
-
-    def _call_loader(self, tensors: Named) -> None:
-        """Call the engine's loader, and name the tensors in its errors, which state at most that sizes do not fit."""
-        try:
-            self.model.load_weights(tensors)  # pyright: ignore[reportCallIssue]
-        except (RuntimeError, ValueError, AssertionError, LookupError, TypeError, AttributeError) as error:
-            named = [f"{name} {tuple(tensor.shape)}" for name, tensor in tensors[:12]]
-            more = f" or {len(tensors) - len(named)} more" if len(tensors) > len(named) else ""
-            raise RolloutError(
-                f"the engine does not take {' or '.join(named)}{more} ({type(error).__name__}: "
-                f"{str(error).strip()[:300] or 'no reason given'}); do its model and the learner's differ in kind or "
-                "size?"
-            ) from error

@@ -1,7 +1,7 @@
 """Rendezvous of a weight group: a small key-value store on the group's port, for processes that know the group's token.
 
-torch's own TCPStore accepts any process that reaches its port, and allocates as many bytes as one announces. vLLM's
-StatelessProcessGroup is built on it. Here a frame is a length and a JSON object; nothing is unpickled.
+torch's own TCPStore, on which vLLM's StatelessProcessGroup is built, accepts any process that reaches its port, and
+allocates as many bytes as one announces. Here a frame is a length and a JSON object; nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -32,10 +32,8 @@ _LENGTH = struct.Struct(">I")
 
 
 class RendezvousServer:
-    """Rank 0's side: serves the store on ``listener`` until :meth:`close`.
-
-    A connection must first prove that it knows ``token``; an empty token admits everyone.
-    """
+    """Rank 0's side: serves the store on ``listener`` until :meth:`close`, to connections that prove that they know
+    ``token``. An empty token admits everyone."""
 
     def __init__(self, listener: socket.socket, token: str) -> None:
         self._listener = listener
@@ -129,10 +127,7 @@ class RendezvousStore(dist.Store):
         self, host: str, port: int, token: str, timeout_s: float, server: RendezvousServer | None = None
     ) -> None:
         """Connect, again and again, because rank 0 may start later. ``server``: on rank 0, closed with this store.
-
-        Raises:
-            OSError: no connection within ``timeout_s``. RuntimeError: wrong token.
-        """
+        Raises OSError without a connection in time, RuntimeError for a wrong token."""
         super().__init__()
         self._server = server
         self._timeout_s = timeout_s
@@ -156,23 +151,17 @@ class RendezvousStore(dist.Store):
         self._call({"op": "set", "key": key, "value": encoded.hex()})
 
     def get(self, key: str) -> bytes:
-        """The value; waits for it."""
         self.wait([key])
         return bytes.fromhex(self._call({"op": "get", "key": key})["value"])
 
     def add(self, key: str, value: int) -> int:
-        """Add to a number that begins at 0, atomically; returns the sum."""
         return int(self._call({"op": "add", "key": key, "value": value})["value"])
 
     def check(self, keys: Sequence[str]) -> bool:
         return bool(self._call({"op": "check", "keys": list(keys)})["value"])
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait for all keys, at most ``timeout`` (the store's own without it).
-
-        Raises:
-            RuntimeError: one is still missing. OSError: rank 0 is gone.
-        """
+        # RuntimeError: a key is still missing at the end of the timeout. OSError: rank 0 is gone.
         seconds = self._timeout_s if timeout is None else timeout.total_seconds()
         self._call({"op": "wait", "keys": list(keys), "seconds": seconds}, seconds)
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from coordexp.engine.colocated import ColocatedBackend, EngineSpec
+from coordexp.engine.colocated import ColocatedBackend
 from coordexp.errors import RolloutError
 from coordexp.rollouts import SeedContext, rollout_session
 from coordexp.rollouts.backend import AdapterWeights
-from coordexp.weight_sync.checksum import combined, tensor_hash
+from coordexp.weight_sync.buckets import combined, tensor_hash
 from support.settings import colocated_of
 
 SEEDS = SeedContext(1, 2, 3, 0)
@@ -99,7 +99,7 @@ def backend_of(
             raise engine
         return engine
 
-    monkeypatch.setattr(EngineSpec, "start", start)
+    monkeypatch.setattr(ColocatedBackend, "start_engine", start)
     return colocated_of(Weights(), learner.offload, **vllm)
 
 

@@ -1,14 +1,10 @@
-"""Patches of vLLM on CPUs: a process that waits leaves the core to others, and shared memory of killed runs goes."""
+"""Patches of vLLM on CPUs: a process that waits leaves the core to others, and each run names its own shared memory."""
 
 from __future__ import annotations
 
-import mmap
-import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,89 +16,39 @@ from vllm.distributed.device_communicators import shm_broadcast
 from vllm.platforms import current_platform
 
 from coordexp.engine import cpu_patches
-from coordexp.engine.cpu_patches import SHARED_MEMORY, forget_names, remove_leftovers
 
 if not current_platform.is_cpu():
     pytest.skip("beside a GPU vLLM stays as it is", allow_module_level=True)
 
-LEFT = "-tp:0-[0-1]-cpushm_0"  # what vLLM 0.32 calls it under torchrun, on every machine, in every run
-HOLD = """
-import mmap, os, sys
-file = os.open(sys.argv[1], os.O_RDWR)
-if sys.argv[2] == "mapped":
-    kept = mmap.mmap(file, 4096)
-    os.close(file)
-print("held", flush=True)
-sys.stdin.read()
+WORKER = """
+import os, sys
+from types import SimpleNamespace
+import torch
+import torch.distributed as dist
+from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+import coordexp.engine.cpu_patches
+
+rank, store = int(sys.argv[1]), sys.argv[2]
+os.environ["VLLM_DIST_IDENT"] = "//"  # set by vLLM's worker under torchrun
+dist.init_process_group("gloo", rank=rank, world_size=2, init_method="file://" + store)
+group = SimpleNamespace(unique_name="tp:0", ranks=[0, 1], world_size=2, rank=rank, device_group=dist.group.WORLD)
+memory = _CPUSHMDistributed(group)
+dist.barrier()
+assert memory.group_name != "//-tp:0-[0-1]-cpushm"  # vLLM's, the same in every run
+assert not list(coordexp.engine.cpu_patches.SHARED_MEMORY.glob("*" + memory.group_name.rpartition("]")[2] + "*"))
+total = torch.full((1024,), rank + 1.0)
+memory.all_reduce(total)
+print(total.unique().tolist())
 """
 
 
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """Of the same file system as /dev/shm, and nobody else's."""
-    folder = SHARED_MEMORY / f"coordexp-test-{os.getpid()}"
-    folder.mkdir()
-    try:
-        yield folder
-    finally:
-        for path in folder.iterdir():
-            path.unlink()
-        folder.rmdir()
-
-
-def left(folder: Path, name: str = LEFT) -> Path:
-    path = folder / name
-    path.write_bytes(bytes(4096))
-    return path
-
-
-@contextmanager
-def held(path: Path, how: str) -> Iterator[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-c", HOLD, str(path), how]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"held\n"
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-@pytest.mark.parametrize("how", ["mapped", "open"])
-def test_what_a_killed_run_left_goes_and_what_a_living_one_holds_stays(folder: Path, how: str) -> None:
-    path = left(folder)
-    with held(path, how) as process:
-        assert remove_leftovers(folder) == [] and path.exists()
-        process.kill()
-        process.wait()
-        assert remove_leftovers(folder) == [LEFT] and not path.exists()
-    assert remove_leftovers(folder) == []
-
-
-def test_one_that_is_held_does_not_save_the_others(folder: Path) -> None:
-    kept, gone = left(folder), left(folder, "51234-pp:1-[0-1-2]-cpushm_2")
-    with held(kept, "mapped"):
-        assert remove_leftovers(folder) == [gone.name]
-    assert kept.exists()
-
-
-@pytest.mark.parametrize("name", ["sem.mp-0o4p0w1s", "psm_21467c3a", "-tp:0-cpushm", "x-tp:0-[0-1]-cpushm_0.bak"])
-def test_nothing_of_another_name_is_touched(folder: Path, name: str) -> None:
-    path = left(folder, name)
-    assert remove_leftovers(folder) == [] == forget_names(folder) and path.exists()
-
-
-def test_a_folder_that_is_not_there_holds_nothing(tmp_path: Path) -> None:
-    assert remove_leftovers(tmp_path / "none") == [] == forget_names(tmp_path / "none")
-
-
-def test_names_of_this_process_go_and_its_memory_stays(folder: Path) -> None:
-    own, other = left(folder), left(folder, "-tp:0-[0-1]-cpushm_1")
-    with own.open("r+b") as file, mmap.mmap(file.fileno(), 4096) as mapped:
-        assert forget_names(folder) == [LEFT]
-        mapped[:3] = b"sum"
-        assert mapped[:3] == b"sum"
-    assert other.exists()
+def test_shared_memory_of_a_run_has_its_own_name_which_is_removed(tmp_path: Path) -> None:
+    """A name that a killed run left behind would stop the next one."""
+    workers = [
+        subprocess.Popen([sys.executable, "-c", WORKER, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE)
+        for rank in range(2)
+    ]
+    assert [worker.communicate(timeout=240)[0].splitlines()[-1:] for worker in workers] == [[b"[3.0]"]] * 2
 
 
 @pytest.fixture

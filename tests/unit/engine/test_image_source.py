@@ -13,8 +13,7 @@ from PIL import Image
 
 from coordexp.data.images import open_rgb
 from coordexp.data.preparation import NO_RESIZE, ImagePreparation, ResizeRule
-from coordexp.engine.protocol import image_source
-from coordexp.engine.serve_requests import open_image
+from coordexp.engine.protocol import image_source, open_image
 from coordexp.errors import DataError
 
 ROTATED = 6

@@ -12,9 +12,9 @@ from PIL import Image
 from pydantic import ValidationError
 
 from coordexp.data.images import open_rgb
-from coordexp.engine import serve_requests
+from coordexp.engine import protocol
 from coordexp.engine.arguments import NAMES_KEY
-from coordexp.engine.serve_requests import InferRequest, PromptBuilder, RequestConfig, RequestRefused, open_image
+from coordexp.engine.protocol import InferRequest, PromptBuilder, RequestConfig, RequestRefused, open_image
 
 
 class FakeProcessor:
@@ -72,14 +72,14 @@ def test_a_jpeg_in_base64_is_taken_for_no_path(tmp_path: Path, side: int) -> Non
     ids=["missing", "address", "not base64", "relative", "no image", "large", "large url"],
 )
 def test_an_image_that_is_refused(monkeypatch: pytest.MonkeyPatch, source: str, status: int, message: str) -> None:
-    monkeypatch.setattr(serve_requests, "MAX_IMAGE_BYTES", 1000)
+    monkeypatch.setattr(protocol, "MAX_IMAGE_BYTES", 1000)
     with pytest.raises(RequestRefused, match=message) as refused:
         open_image(source)
     assert refused.value.status == status
 
 
 def test_a_large_file_is_refused_before_it_is_read(picture: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve_requests, "MAX_IMAGE_BYTES", 100)
+    monkeypatch.setattr(protocol, "MAX_IMAGE_BYTES", 100)
     with pytest.raises(RequestRefused, match="larger than") as refused:
         open_image(str(picture))
     assert refused.value.status == 413

@@ -14,7 +14,7 @@ from coordexp import distributed
 from coordexp.data.dataset import RecordDataset
 from coordexp.engine import server_backend as vllm_server
 from coordexp.engine.client import ServerClient
-from coordexp.engine.server_backend import ServerKind, check_servers
+from coordexp.engine.server_backend import check_servers
 from coordexp.errors import RolloutError, ServerRefused, ServerTimeout
 from coordexp.evaluation.answers import answer_dataset
 from coordexp.records import GTObject, ImageRecord
@@ -95,18 +95,23 @@ def test_every_rank_expects_the_weights_that_the_first_rank_pushed(
 
 
 @pytest.mark.parametrize(
-    ("status", "kind"),
+    ("status", "marks_answers"),
     [
-        (None, ServerKind.PLAIN),
-        ({"server": "swift rollout"}, ServerKind.PLAIN),
-        ({"server": "swift rollout", "engine_silent_s": 0.0}, ServerKind.PLUGIN),
-        ({"server": "coordexp serve"}, ServerKind.COORDEXP),
+        (None, False),
+        ({"server": "swift rollout", "workers": []}, False),
+        ({"server": "swift rollout", "engine_silent_s": 0.0, "workers": []}, True),
+        ({"server": "coordexp serve", "workers": []}, True),
     ],
 )
-def test_the_status_says_what_a_server_can_do(status: dict[str, Any] | None, kind: ServerKind) -> None:
-    """infer_timeout_s: null means no timeout, and silence of a plain ms-swift, which decodes, says nothing."""
-    assert ServerKind.of(status) is kind
-    assert kind.reports is (kind is not ServerKind.PLAIN)
+def test_servers_that_mark_their_answers_are_sent_the_place_of_each_request(
+    status: dict[str, Any] | None, marks_answers: bool
+) -> None:
+    with FakeRolloutServer(1, status) as fake, backend_of([fake]) as backend:
+        fake.infer = answers
+        backend.sync_weights(0)
+        backend.generate(requests_(2), SeedContext(0, 0, 0, 0))
+        sent = [request.get("uuid") for call in fake.calls for request in call["infer_requests"]]
+        assert sent == (["0", "1"] if marks_answers else [None, None])
 
 
 OURS = {"server": "coordexp serve", "workers": []}

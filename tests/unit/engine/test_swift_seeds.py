@@ -8,7 +8,7 @@ pytest.importorskip("swift", reason="the plugin runs inside ms-swift")
 
 from swift.infer_engine.protocol import RequestConfig
 
-from coordexp.engine.swift_heartbeat import seeded_by_place
+from coordexp.engine.engine_process import seeded_by_place
 
 
 def test_each_request_has_the_seed_of_its_place_whichever_worker_answers_it() -> None:

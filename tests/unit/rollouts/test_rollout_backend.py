@@ -46,7 +46,7 @@ def test_allowed_labels_are_applied_before_the_guard(loaded: LoadedModel) -> Non
     guarded = resolved(rollout_backend="vllm", repeat_terminate={"enabled": True})
     backend = build_backend(guarded, parts(loaded), ["cat"])
     assert isinstance(backend, ColocatedBackend)
-    arguments = backend.engine_spec.arguments()
+    arguments = backend.engine_arguments
     assert arguments["logits_processors"] == [KNOWN_TOKENS_PROCESSOR, NAMES_PROCESSOR, GUARD_PROCESSOR]
     assert arguments["async_scheduling"] is False
 
@@ -120,7 +120,7 @@ def test_colocated_engine_has_the_contracts_defaults(loaded: LoadedModel) -> Non
     """Conservative on four GPUs: 0.45 of their memory, one model over the four."""
     backend = build_backend(resolved(rollout_backend="vllm", decode_batch_size=3), parts(loaded))
     assert isinstance(backend, ColocatedBackend)
-    arguments = backend.engine_spec.arguments()
+    arguments = backend.engine_arguments
     assert (arguments["gpu_memory_utilization"], arguments["tensor_parallel_size"]) == (0.45, 4)
     assert (arguments["dtype"], arguments["max_model_len"], arguments["model"]) == (
         "float32", 640, str(tiny_checkpoint()),
@@ -155,5 +155,5 @@ def test_every_engine_key_reaches_the_engine(
 ) -> None:
     backend = build_backend(resolved(rollout_backend="vllm", decode_batch_size=3, vllm=keys), parts(loaded))
     assert isinstance(backend, ColocatedBackend)
-    arguments = backend.engine_spec.arguments()
+    arguments = backend.engine_arguments
     assert {name: arguments[name] for name in expected} == expected

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from coordexp.weight_sync import checksum
-from coordexp.weight_sync.checksum import combined, tensor_hash
+from coordexp.weight_sync import buckets
+from coordexp.weight_sync.buckets import combined, tensor_hash
 
 
 def by_definition(tensor: torch.Tensor) -> int:
@@ -26,7 +26,7 @@ def test_the_hash_is_as_defined_whatever_the_chunks(columns: int, monkeypatch: p
     weights = torch.randn(3, columns, generator=torch.Generator().manual_seed(0))
     expected = by_definition(weights)
     assert tensor_hash(weights) == expected
-    monkeypatch.setattr(checksum, "_WORDS_ON_CPU", 8)
+    monkeypatch.setattr(buckets, "_WORDS_ON_CPU", 8)
     assert tensor_hash(weights) == expected
     assert tensor_hash(weights.T.contiguous().T) == expected
     assert tensor_hash(weights[1:]) == by_definition(weights[1:])  # begins in the middle of a word, with 37 columns
