@@ -23,8 +23,7 @@ from coordexp.records import NUM_BINS, GTObject, ImageRecord, RolloutRequest
 
 _ORDERING: ObjectOrdering = default_of(CustomConfig, "object_ordering")
 _EPOCH = "@epoch"  # of a view's sample id, behind its record's
-LEFT_OUT = "augment_left_out"
-"""The key of a view's metadata that counts its objects of which too little is left."""
+LEFT_OUT = "augment_left_out"  # key of a view's metadata: the number of objects of which too little is left
 _LAST = NUM_BINS - 1
 _GREY = (114, 114, 114)  # beyond the image's edge
 _Point = tuple[float, float]

@@ -158,8 +158,7 @@ def read_json(path: Path) -> Any:
         raise DataError(f"not readable as JSON: {error}", path=path) from error
 
 
-VARIABLE = "COORDEXP_CACHE"
-"""The environment variable that names the folder. Everything in it can be deleted at any time."""
+VARIABLE = "COORDEXP_CACHE"  # names the folder, in which everything can be deleted at any time
 
 
 def cache_folder() -> Path:

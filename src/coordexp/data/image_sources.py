@@ -32,10 +32,7 @@ def find_images(sources: Sequence[Path], *, limit: int | None = None, skip_broke
     folder, and every file that a pattern (``frames/*.png``, ``frame_%05d.png``) names.
 
     Duplicates are predicted once. ``skip_broken``: skip and list images that cannot be decoded; otherwise the first one
-    raises.
-
-    Raises:
-        DataError: nothing there, or nothing that can be read.
+    raises DataError, as do sources without any image.
     """
     records: dict[str, ImageRecord] = {}
     annotated: set[str] = set()

@@ -277,11 +277,7 @@ def line_of(record: ImageRecord, path: Path, number: int) -> str:
 
 
 def read_jsonl(path: str | Path, *, limit: int | None = None, check_images: bool = False) -> list[ImageRecord]:
-    """Read a dataset whole.
-
-    Args:
-        limit: read only the first ``limit`` records (>= 1).
-        check_images: also open every image's header and compare its upright size with the record's.
+    """Read a dataset, or its first ``limit`` (>= 1) records. ``check_images``: as :func:`check_dataset`.
 
     Raises:
         DataError: no such file, no records, or bad lines: one error with all of them (the first 20 spelled out).

@@ -74,13 +74,10 @@ def unroll(
     table_BH: torch.Tensor,
     settings: SelfContext,
 ) -> tuple[Hidden, Hidden]:
-    """Run ``settings.iterations`` forwards.
+    """Run ``settings.iterations`` forwards; return the first and the last one's hidden states, maybe the same object.
 
-    Args:
-        forward: embeddings (K, H) for the coordinate slots, or None for their own tokens' → hidden states.
-        coord_logits: hidden states → (K, B) logits that predict the coordinate slots.
-
-    Returns: the first and the last forward's hidden states; with one iteration the same object twice.
+    ``forward``: embeddings (K, H) for the coordinate slots, or None for their own tokens' → hidden states.
+    ``coord_logits``: hidden states → (K, B) logits that predict the coordinate slots.
     """
     detach = settings.grad_mode == "em_detach"
     first = hidden = forward(None)

@@ -172,12 +172,32 @@ def assemble(sources: Sequence[SourceImage], report: ConversionReport, options: 
     try:
         jobs = pool.map(lambda pair: _prepare_image(pair[1], pair[0], options), targets.items())
         for done, (source, prepared) in enumerate(zip(targets.values(), jobs, strict=True), start=1):
-            if isinstance(prepared, LeftOut):
-                report.skip_image(prepared.reason, source.annotation, str(prepared), len(source.objects))
-            else:
-                records.append(_record(source, prepared, report, options))
             if options.progress is not None:
                 options.progress(done, len(targets))
+            if isinstance(prepared, LeftOut):
+                report.skip_image(prepared.reason, source.annotation, str(prepared), len(source.objects))
+                continue
+            for note, detail in prepared.notes:
+                report.note(note, source.annotation, None, detail)
+            objects: list[GTObject] = []
+            for obj in source.objects:
+                try:
+                    quantised = quantise(obj, prepared.frame, source.annotation, report, options.max_vertices)
+                except LeftOut as reason:
+                    report.skip_object(reason.reason, source.annotation, obj.index, str(reason))
+                    continue
+                if quantised in objects:
+                    detail = f"{quantised.desc} {quantised.kind} {list(quantised.bins)} is a duplicate; both are kept"
+                    report.note(Note.DUPLICATE_OBJECT, source.annotation, obj.index, detail)
+                objects.append(quantised)
+            if source.objects and not objects:
+                report.note(
+                    Note.EMPTIED_IMAGE, source.annotation, None, "every object was left out; it is an empty image now"
+                )
+            metadata = {"source": {"file": source.file, "width": prepared.frame[0], "height": prepared.frame[1]}}
+            if options.rule is not None:
+                metadata[PREPARED] = options.rule.to_metadata()
+            records.append(ImageRecord(source.file, prepared.path, *prepared.size, tuple(objects), metadata))
     finally:
         pool.shutdown(cancel_futures=True)  # Ctrl-C must not wait for a hundred thousand images
     report.images = len(records)
@@ -192,27 +212,3 @@ def assemble(sources: Sequence[SourceImage], report: ConversionReport, options: 
         raise DataError(f"no usable image ({reasons}); details in {report.path}", path=report.jsonl)
     write_jsonl(records, report.jsonl)
     return report
-
-
-def _record(
-    source: SourceImage, prepared: _PreparedImage, report: ConversionReport, options: ImageOptions
-) -> ImageRecord:
-    for note, detail in prepared.notes:
-        report.note(note, source.annotation, None, detail)
-    objects: list[GTObject] = []
-    for obj in source.objects:
-        try:
-            quantised = quantise(obj, prepared.frame, source.annotation, report, options.max_vertices)
-        except LeftOut as reason:
-            report.skip_object(reason.reason, source.annotation, obj.index, str(reason))
-            continue
-        if quantised in objects:
-            detail = f"{quantised.desc} {quantised.kind} {list(quantised.bins)} is a duplicate; both are kept"
-            report.note(Note.DUPLICATE_OBJECT, source.annotation, obj.index, detail)
-        objects.append(quantised)
-    if source.objects and not objects:
-        report.note(Note.EMPTIED_IMAGE, source.annotation, None, "every object was left out; it is an empty image now")
-    metadata = {"source": {"file": source.file, "width": prepared.frame[0], "height": prepared.frame[1]}}
-    if options.rule is not None:
-        metadata[PREPARED] = options.rule.to_metadata()
-    return ImageRecord(source.file, prepared.path, *prepared.size, tuple(objects), metadata)

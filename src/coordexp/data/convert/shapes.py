@@ -130,24 +130,20 @@ class ConversionReport:
             self.skip_object(left_out.reason, file, index, str(left_out))
 
     def skip_object(self, reason: SkipReason, file: str, index: int, detail: str) -> None:
-        """Count and list an object that is left out: annotation ``index`` of ``file``."""
         self.skipped_objects[reason.value] += 1
         self.problems.append(Problem(reason.value, file, index, detail))
 
     def skip_image(self, reason: SkipReason, file: str, detail: str, num_objects: int = 0) -> None:
-        """Count and list an image that is left out, with its ``num_objects`` objects that were sound so far."""
         self.skipped_images[reason.value] += 1
         if num_objects:
             self.skipped_objects[SkipReason.IMAGE_SKIPPED.value] += num_objects
         self.problems.append(Problem(reason.value, file, None, f"{detail} ({num_objects} objects left out with it)"))
 
     def note(self, note: Note, file: str, index: int | None, detail: str) -> None:
-        """Count and list something that was changed or looks odd, but is in the dataset."""
         self.notes[note.value] += 1
         self.problems.append(Problem(note.value, file, index, detail))
 
     def simplification(self) -> dict[str, float] | None:
-        """Number of simplified polygons, and their mean and least IoU with the originals; None without any."""
         ious = self.simplified_ious
         return {"polygons": len(ious), "mean_iou": sum(ious) / len(ious), "min_iou": min(ious)} if ious else None
 
