@@ -91,7 +91,6 @@ class Log:
 
 
 def markdown(rows: Mapping[str, Row], not_injected: int, heading: str) -> str:
-    """The table, with a section for each file of faults."""
     failed = sum(not row.held for row in rows.values())
     kills = [row for row in rows.values() if row.fault.startswith("SIGKILL")]
     seconds = sum(row.seconds for row in rows.values())

@@ -165,7 +165,6 @@ def two_ranks(yaml: Path, step: int) -> Iterator[list[BaseProcess]]:
 
 
 def strike(rank: BaseProcess, number: signal.Signals) -> None:
-    """Send it a signal."""
     assert rank.pid is not None
     os.kill(rank.pid, number)
 

@@ -68,7 +68,6 @@ def damage_file(checkpoint: Path, name: str, damage: str) -> None:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run's folder with three checkpoints."""
     folder = tmp_path_factory.mktemp("finished")
     train(run_config(folder, 1, training__max_steps=3, training__save_strategy="steps", training__save_steps=1))
     return folder / "run"

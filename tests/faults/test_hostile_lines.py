@@ -73,7 +73,6 @@ def assert_in_words(done: Outcome, where: str) -> None:
 def test_data_check_names_file_and_line(
     name: str, folder: Path, capsys: pytest.CaptureFixture[str], seen: Callable[[object], None]
 ) -> None:
-    """The second of three lines."""
     (folder / "data.jsonl").write_bytes(b"\n".join([line(), LINES[name].replace(b"\n", b" "), line()]) + b"\n")
     done = run_cli(capsys, "data", "check", folder / "data.jsonl")
     assert_in_words(done, "data.jsonl:2")

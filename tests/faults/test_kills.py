@@ -65,7 +65,6 @@ def assert_same_run(folder: Path, other: Path) -> None:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], Path]:
-    """The run without a kill, by stage and number of ranks."""
     known: dict[tuple[int, int], Path] = {}
 
     def made(stage: int, ranks: int) -> Path:

@@ -27,7 +27,6 @@ TIMEOUT_S = 6
 
 @pytest.fixture
 def ranks(tmp_path: Path) -> Iterator[list[BaseProcess]]:
-    """Two ranks after their third step."""
     run_config(tmp_path, 1, training__max_steps=4000, training__ddp_timeout=TIMEOUT_S,
                training__save_strategy="steps", training__save_steps=2)  # fmt: skip
     with two_ranks(tmp_path / "run.yaml", 4) as started:

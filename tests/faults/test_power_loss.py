@@ -57,7 +57,6 @@ class Disk:
 
 @pytest.fixture(scope="module")
 def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Disk]:
-    """Under a run that saved three times."""
     folder = tmp_path_factory.mktemp("disk")
     made, fsync = Disk(folder / "run"), os.fsync
 

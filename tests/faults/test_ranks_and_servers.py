@@ -34,7 +34,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str,
 
 @pytest.fixture
 def run(server: tuple[dict[str, Any], RunningServer], tmp_path: Path) -> Path:
-    """The file of a run of two ranks that asks this server."""
     keys = server_keys(server[0]) | {"training__max_steps": 4000, "training__ddp_timeout": RANK_S}
     vllm_config(tmp_path, "run", **keys)
     return tmp_path / "run.yaml"

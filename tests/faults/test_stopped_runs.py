@@ -55,7 +55,6 @@ def in_forward(monkeypatch: pytest.MonkeyPatch, number: int, act: Callable[[], N
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The run without a stop."""
     return train(run_config(tmp_path_factory.mktemp("whole"), 1, **KEYS, training__save_strategy="epoch"))
 
 

@@ -12,7 +12,6 @@ from support.rollout_servers import RunningServer
 
 @pytest.fixture
 def client(server: RunningServer) -> Iterator[ServerClient]:
-    """A client of the file's own ``server``."""
     client = server.client()
     yield client
     client.close()

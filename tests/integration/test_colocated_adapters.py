@@ -47,7 +47,6 @@ OFFLOAD = {"enabled": True, "offload_model": True, "offload_optimizer": True}
 
 
 def backend_of(learner: LoadedModel, folder: Path, **keys: Any) -> Any:
-    """A context in which the engine lives."""
     return closing(colocated(learner, folder, rollout_matching__max_new_tokens=TOKENS, **keys))
 
 

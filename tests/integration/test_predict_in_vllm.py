@@ -68,7 +68,6 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Own:
 
 
 def assert_same(found: Sequence[ImageAnswer], expected: Sequence[ImageAnswer]) -> None:
-    """Token for token the same texts, object for object the same boxes, and the same scores."""
     assert Counter(Path(a.image).name for a in found) == Counter(Path(a.image).name for a in expected)
     by_image = {Path(answer.image).name: answer for answer in expected}
     for answer in found:
@@ -124,7 +123,6 @@ def closed_config(folder: Path, program: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """The configuration of a running ``coordexp serve`` that takes lists of names."""
     folder = tmp_path_factory.mktemp("served")
     config = closed_config(folder, "coordexp")
     with serving(folder / "server", config, by_shell=True):

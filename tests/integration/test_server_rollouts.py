@@ -47,7 +47,6 @@ class Servers(NamedTuple):
         return self.config["rollout_matching"]["vllm"]["server"]["servers"]
 
     def pushes(self) -> list[int]:
-        """Pushes that each worker of each server has committed."""
         return [worker["pushes"] for server in self.running for worker in server.status()["workers"]]
 
 

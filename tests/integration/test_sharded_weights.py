@@ -39,7 +39,6 @@ def inputs_of(loaded: LoadedModel, which: slice) -> dict[str, Any]:
 
 
 def scored(model: Any, loaded: LoadedModel, which: slice) -> torch.Tensor:
-    """A loss over one packed row, through the wrapped model's forward."""
     return model(**inputs_of(loaded, which), use_cache=False).logits.logsumexp(-1).sum()
 
 
@@ -57,7 +56,6 @@ def fresh() -> LoadedModel:
 
 
 def reference_gradients() -> dict[str, torch.Tensor]:
-    """The mean over both ranks' rows, in one process."""
     loaded = fresh()
     (sum(scored(loaded.model, loaded, part) for part in ROWS) / 2).backward()  # type: ignore[union-attr]
     return gradients(loaded.model)

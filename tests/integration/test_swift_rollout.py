@@ -76,7 +76,6 @@ class TestGuard(GuardedServerContract):
 
 
 def requests_of(learner: LoadedModel) -> list[RolloutRequest]:
-    """Two for each worker."""
     return requests_for_swift(learner)[: 2 * WORKERS]
 
 

@@ -43,7 +43,6 @@ def guarded_keys() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningServer, dict[str, Any]]]:
-    """``coordexp serve``, guarded as the configuration says."""
     folder = tmp_path_factory.mktemp("server")
     config = guarded_config(folder, "coordexp")
     with serving(folder, config) as running:

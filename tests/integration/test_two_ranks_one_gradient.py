@@ -32,7 +32,6 @@ CASES = {
 
 
 def leave_gradients(folder: Path) -> None:
-    """One of two ranks."""
     loaded = load_double()  # before there are ranks, of which only the first would write the tiny checkpoint
     segments = mixed_segments(loaded)
     dist.init_process_group("gloo")
@@ -76,7 +75,6 @@ def loaded() -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def alone(loaded: LoadedModel) -> tuple[float, dict[str, torch.Tensor]]:
-    """The step in one process, everything in one row."""
     segments: list[Segment] = mixed_segments(loaded)
     return step(loaded, [segments])
 

@@ -36,7 +36,6 @@ class Browser:
         self._post("url", url=url)
 
     def run(self, script: str, *arguments: Any) -> Any:
-        """The value that ``script`` returns in the page."""
         return self._post("execute/sync", script=script, args=list(arguments))
 
     def find(self, css: str) -> str:
@@ -52,13 +51,11 @@ class Browser:
         self._post(f"element/{self.find(css)}/click")
 
     def hover(self, css: str) -> None:
-        """Move the pointer to the middle of the element."""
         origin = {_ELEMENT: self.find(css)}
         move = {"type": "pointerMove", "duration": 0, "x": 0, "y": 0, "origin": origin}
         self._post("actions", actions=[{"type": "pointer", "id": "mouse", "actions": [move]}])
 
     def press(self, *keys: str) -> None:
-        """Press and release each key on the focused element."""
         strokes = [{"type": kind, "value": _KEYS.get(key, key)} for key in keys for kind in ("keyDown", "keyUp")]
         self._post("actions", actions=[{"type": "key", "id": "keyboard", "actions": strokes}])
 
@@ -72,7 +69,6 @@ class Browser:
         )
 
     def problems(self) -> list[str]:
-        """Errors and refused scripts of the page's console."""
         lines = self._post("se/log", type="browser")
         return [line["message"] for line in lines if line["level"] in ("SEVERE", "ERROR")]
 

@@ -140,7 +140,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _prepare(folder: Path) -> None:
-    """Set up what every forked process inherits."""
     for name in LIBRARIES:
         importlib.import_module(name)
     from hypothesis import Phase, settings
@@ -206,7 +205,6 @@ def _tests_pass(tests: Sequence[str], timeout_s: float) -> bool:
 
 
 def _kept_verdicts(path: Path | None, listed: Sequence[Mutation]) -> dict[str, str]:
-    """Changes that an earlier run killed and whose source and tests are still the same."""
     if path is None or not path.exists():
         return {}
     rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["mutations"]

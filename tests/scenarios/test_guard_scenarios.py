@@ -28,7 +28,6 @@ def colocated(folder: Path, **repeat_terminate: Any) -> Any:
 
 
 def engine_arguments(run: Any) -> dict[str, Any]:
-    """The arguments of a colocated engine, which is not started."""
     unused: Any = None
     rollout = resolved_rollout(run)
     learner = LearnerParts(unused, unused, 0, unused, tiny_checkpoint(), unused)

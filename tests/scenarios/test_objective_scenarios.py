@@ -56,7 +56,6 @@ def logits_of(segment: Segment) -> torch.Tensor:
 
 
 def score(segment: Segment, logits_LV: torch.Tensor, pipeline: ObjectivePipeline) -> ObjectiveResult:
-    """The pipeline on a row for which the model says ``logits_LV``."""
     supervision = SupervisionTensors.from_row(build_row([segment]))
     logits_NV = logits_LV[supervision.position_N - 1]
     return result_from_logits(pipeline, supervision, logits_NV, COORDS, count_terms([segment.target]))

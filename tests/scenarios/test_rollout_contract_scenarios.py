@@ -26,7 +26,6 @@ ADAPTERS = {"train_type": "lora", "train_coord_rows": False}
 
 
 def built(config: Any) -> Any:
-    """The trainer as ``coordexp train`` builds it, before its first step."""
     return build_trainer(check_run(config), Console(quiet=True))[0]
 
 

@@ -20,7 +20,6 @@ SCENE = [CAT, LEAF, DOG]
 
 
 def appended(outcome) -> list[str]:
-    """Keys of the entries after the rollout's own prefix."""
     kept = json.loads(outcome.parsed.prefix_text + "}")
     return list(json.loads(taught_text(outcome, qwen_vocab())))[len(kept) :]
 

@@ -137,7 +137,6 @@ def test_training_continues_from_the_best_beam(tmp_path: Path) -> None:
 
 
 def best_beam(loaded: LoadedModel, request: RolloutRequest, beams: int) -> tuple[int, ...]:
-    """The beam of transformers' own search with the highest score."""
     prompt, eos = torch.tensor([request.prompt_token_ids]), loaded.vocab.eos_id
     model: Any = loaded.model
     found = model.generate(

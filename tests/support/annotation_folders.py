@@ -44,14 +44,12 @@ def voc_xml(
 
 
 def voc(root: Path, *objects: str, **options: Any) -> Path:
-    """A VOC folder with one image ``a.jpg``."""
     paint(root / "JPEGImages" / "a.jpg")
     voc_xml(root, "a", *objects, **options)
     return root
 
 
 def coco(folder: Path, annotations: list[Any], images: list[Any] | None = None) -> Path:
-    """A COCO file over one image ``a.jpg`` of 40 x 24."""
     paint(folder / "images" / "a.jpg")
     content = {
         "images": images or [{"id": 7, "file_name": "a.jpg", "width": 40, "height": 24}],

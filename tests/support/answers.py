@@ -40,12 +40,10 @@ vocabs = pytest.mark.parametrize("make_vocab", [tiny_vocab, qwen_vocab], ids=lam
 
 
 def entry(n: int, obj: GTObject = CAT) -> str:
-    """``"object_n": {…}`` as the model writes it."""
     return serialize_append([obj], "{", n)[:-1]
 
 
 def answer(*entries: str) -> str:
-    """A finished answer that holds ``entries``."""
     return "{" + ", ".join(entries) + "}" + TURN_END
 
 
@@ -56,7 +54,6 @@ def outcome_of(
     matching: MatchingConfig = MATCHING,
     **options: Any,
 ) -> SampleOutcome:
-    """Parse, match and build, as a training step does."""
     ids = tuple(vocab.encode(response) if isinstance(response, str) else response)
     parsed = parse_rollout(ids, vocab)
     match = match_objects(parsed.objects, truth, matching)

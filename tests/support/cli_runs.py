@@ -34,7 +34,6 @@ def run_cli(capsys: pytest.CaptureFixture[str], *argv: object) -> Outcome:
 
 
 def small_checkpoint(folder: Path, **options: Any) -> Path:
-    """A Qwen3-VL of some hundred thousand parameters."""
     from coordexp.modeling.tiny import TinySpec, build_tiny_checkpoint
 
     return build_tiny_checkpoint(folder, spec=TinySpec(**SMALL), **options)
@@ -62,7 +61,6 @@ def write_run(folder: Path, stage: int, model: Path, **keys: Any) -> Path:
 
 
 def logged(output_dir: Path) -> dict[str, float]:
-    """The line that the run in ``output_dir`` logged for its only step."""
     state = json.loads((output_dir / "checkpoint-1" / "trainer_state.json").read_text(encoding="utf-8"))
     (line,) = [line for line in state["log_history"] if "loss" in line]
     return line

@@ -82,14 +82,12 @@ def set_key(config: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
 
 
 def set_keys(config: dict[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of ``config`` with ``keys``: dotted keys with ``__`` for the dot."""
     for key, value in keys.items():
         config = set_key(config, key.replace("__", "."), value)
     return config
 
 
 def drop_key(config: dict[str, Any], path: str) -> dict[str, Any]:
-    """A copy of ``config`` without ``path``."""
     config = copy.deepcopy(config)
     holder, last = _place(config, path)
     del holder[last]

@@ -133,7 +133,6 @@ class FakePushServer(JsonServer):
         return client_to(self.url, self.group_port, timeout_s=timeout_s)
 
     def holds(self, source: FakeWeights, dtype: torch.dtype = torch.float32) -> bool:
-        """Whether the engine has these weights, bit for bit."""
         read = dict(self.receiver.layout.read_back(SHAPES))
         return all(torch.equal(read[name], value.to(dtype)) for name, value in source.values.items())
 

@@ -135,7 +135,6 @@ def _from(behind: Behind) -> Iterator[None]:
 
 
 def coordexp(command: list[str]) -> None:
-    """The command line, as a target."""
     from coordexp.cli import main
 
     main(command)

@@ -38,7 +38,6 @@ class LyingProxy:
             self.path, self.behaviour, self.times = path, behaviour, times
 
     def behaviour_to(self, path: str) -> str:
-        """The behaviour towards a request for ``path``; counts the request."""
         with self.lock:
             if path != self.path or self.times <= 0:
                 return ""
@@ -78,7 +77,6 @@ STALE = "gives an answer of before"
 
 @contextmanager
 def lying_proxy(target: str) -> Iterator[LyingProxy]:
-    """A proxy that runs for as long as the context is open."""
     proxy = LyingProxy(target)
     http = ThreadingHTTPServer(("127.0.0.1", 0), _handler(proxy))
     http.daemon_threads = True

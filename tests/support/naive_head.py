@@ -46,6 +46,5 @@ def result_from_logits(
     coord_ids: Sequence[int],
     totals: Mapping[str, int],
 ) -> ObjectiveResult:
-    """The result of a model with exactly these logits."""
     query = pipeline.query(supervision)
     return pipeline(supervision, scores_from_logits(logits_NV, query, supervision.label_N, coord_ids), totals)

@@ -131,12 +131,10 @@ class RunningServer:
         return status
 
     def children(self) -> list[int]:
-        """Its descendants."""
         return descendants(self.process.pid)
 
 
 def serving_environment(**more: str) -> dict[str, str]:
-    """The environment of a server under test: one thread, no network."""
     return {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -208,7 +206,6 @@ def wait_until_healthy(server: RunningServer) -> None:
 
 
 def end(server: RunningServer) -> None:
-    """SIGTERM, then SIGKILL to its whole group."""
     if server.process.poll() is None:
         server.process.send_signal(signal.SIGCONT)
         server.process.terminate()
@@ -232,7 +229,6 @@ def is_alive(pid: int) -> bool:
 
 
 def load_served(checkpoint: Path | None = None) -> LoadedModel:
-    """The learner's model of a server under test."""
     return load_model(checkpoint or served_checkpoint(), "float32")
 
 
@@ -257,7 +253,6 @@ def payload(requests: Sequence[RolloutRequest], max_tokens: int = NEW_TOKENS, **
 
 
 def openai_payload(request: RolloutRequest, **more: Any) -> dict[str, Any]:
-    """The request as an OpenAI client sends it, greedy and with token ids."""
     encoded = base64.b64encode(request.image.read_bytes()).decode()
     url = f"data:image/{request.image.suffix[1:]};base64,{encoded}"
     content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": PROMPT}]
@@ -312,7 +307,6 @@ def greedy_answers(
 
 
 def disturb(loaded: LoadedModel, seed: int) -> LoadedModel:
-    """Change every weight a little, as training would."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in loaded.model.parameters():
@@ -346,7 +340,6 @@ def guarded_config(folder: Path, server: str, **keys: Any) -> dict[str, Any]:
 
 
 def plan_of(folder: Path, config: Mapping[str, Any], name: str = "launch.yaml") -> LaunchPlan:
-    """The plan of ``coordexp launch`` for this configuration."""
     folder.mkdir(parents=True, exist_ok=True)
     path = write_yaml(folder, dict(config), name)
     return plan_launch(load_config(path), path)

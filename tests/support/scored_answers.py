@@ -22,7 +22,6 @@ def random_answers(count: int, seed: int, per_image: int = 8, polygons: float = 
 
 
 def with_soft(answers: list[ImageAnswer], seed: int) -> list[ImageAnswer]:
-    """The same, with every third annotation soft."""
     rng = np.random.default_rng(seed)
     return [
         replace(answer, gt=tuple(replace(o, soft=0.5) if rng.random() < 1 / 3 else o for o in answer.gt or ()))
@@ -31,7 +30,6 @@ def with_soft(answers: list[ImageAnswer], seed: int) -> list[ImageAnswer]:
 
 
 def detection_counts(answers: Iterable[ImageAnswer]) -> Counter[str]:
-    """Counts of several answers together."""
     return sum_counts(count_image(answer).counts for answer in answers)
 
 

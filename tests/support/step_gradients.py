@@ -75,7 +75,6 @@ def step(loaded: LoadedModel, micro_steps: Sequence[Sequence[Segment]]) -> tuple
 
 
 def furthest(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    """Largest difference of two gradients, in units of the largest entry."""
     assert a.keys() == b.keys()
     scale = max(value.abs().max().item() for value in b.values())
     return max((a[name] - value).abs().max().item() for name, value in b.items()) / scale

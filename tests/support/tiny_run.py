@@ -143,7 +143,6 @@ def train(config: RunConfig, backend: Any = None, on_built: Callable[[Any], None
 
 
 def step_lines(trainer: Any) -> list[dict[str, float]]:
-    """The log line of each optimizer step."""
     return [line for line in trainer.state.log_history if "loss" in line]
 
 
@@ -214,7 +213,6 @@ def task_of(
 def prepare(
     task: Task, batches: Sequence[Sequence[Sample]], step: int = 0, log: RolloutLog | None = None
 ) -> tuple[PreparedStep, dict[str, float]]:
-    """A prepared step of ``task``, and its metrics."""
     metrics: defaultdict[str, float] = defaultdict(float)
     log = RolloutLog(_session_folder(), 0) if log is None else log
     return prepare_step(task, [list(batch) for batch in batches], step, metrics, log), metrics

@@ -138,7 +138,6 @@ def train_rank(yaml: Path) -> None:
 
 
 def yaml_of(config: RunConfig) -> Path:
-    """The file that ``run_config`` wrote."""
     folder = Path(config.training.output_dir)
     return folder.with_name(f"{folder.name}.yaml")
 
@@ -154,7 +153,6 @@ def train_by_two(
 
 
 def assert_same_weights(config: RunConfig, alone: Any, atol: float = 5e-6, rtol: float = 1e-4) -> None:
-    """The weights that the run of ``config`` saved are those of the trainer ``alone``."""
     trained = load_file(Path(config.training.output_dir) / "model.safetensors")
     expected = weights(alone.model)
     for name, value in trained.items():

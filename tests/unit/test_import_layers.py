@@ -61,7 +61,6 @@ def modules() -> Iterator[tuple[str, Path]]:
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Dotted names of this project that a file imports anywhere."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), filename=str(path))):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: write imports in full"
@@ -88,7 +87,6 @@ def violations(name: str, imported: list[str]) -> list[str]:
 
 
 def layer(name: str) -> int:
-    """The layer of ``name``, a dotted name below coordexp."""
     parts = name.split(".")
     for length in range(len(parts), 0, -1):
         if (number := LAYERS.get(".".join(parts[:length]))) is not None:

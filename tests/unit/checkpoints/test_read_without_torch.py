@@ -70,7 +70,6 @@ def test_sizes_and_parts_are_those_of_the_model(tied: bool) -> None:
 
 
 def in_shards(folder: Path) -> None:
-    """As large models are saved: weights in two files, and an index."""
     state = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     names = sorted(state)

@@ -15,7 +15,6 @@ from support.cli_runs import run_cli, small_checkpoint, write_run
 
 
 def unwrapped(text: str) -> str:
-    """Terminal output without the line breaks of narrow tables."""
     return " ".join(text.split())
 
 

@@ -20,7 +20,6 @@ DEMO = asset("checkpoints/demo-stage1")
 
 @pytest.fixture
 def half(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
-    """Six scenes with half of their annotations, beside the whole ones in ``scenes.jsonl``."""
     scenes = write_scenes(tmp_path, 6, SPARSE, 4)
     run_cli(capsys, "data", "drop", scenes, "--keep", "0.5", "--out", tmp_path / "half.jsonl")
     return tmp_path / "half.jsonl"

@@ -37,7 +37,6 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def edit_line(run: Path, edit: Callable[[str], str]) -> None:
-    """Change the third line of the run's dataset."""
     jsonl = run.parent / "scenes.jsonl"
     lines = jsonl.read_text(encoding="utf-8").splitlines()
     lines[2] = edit(lines[2])

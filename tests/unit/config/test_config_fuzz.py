@@ -17,7 +17,6 @@ SERVER = {"timeout_s": 10, "servers": [{"base_url": "http://a:8000", "group_port
 
 
 def filled(config: dict[str, Any]) -> dict[str, Any]:
-    """``config`` with every key written out, so that every key can be touched."""
     return parse_config(config).model_dump(mode="json")
 
 
@@ -26,7 +25,6 @@ TWO_CHANNEL = filled(two_channel() | {"deepspeed": {"enabled": True, "config": {
 
 
 def paths(value: Any, path: str = "") -> list[str]:
-    """Every key of a configuration, as a dotted path; list entries too."""
     found = [path] if path else []
     if isinstance(value, dict):
         for key, item in value.items():

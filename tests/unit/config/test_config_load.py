@@ -97,22 +97,6 @@ def test_every_key_says_what_it_means() -> None:
     assert undescribed(RunConfig, "") == []
 
 
-def test_extends_merges_mappings_and_replaces_lists(tmp_path: Path) -> None:
-    (tmp_path / "base").mkdir()
-    write_yaml(tmp_path / "base", stage2(), "a.yaml")
-    write_yaml(tmp_path, {"training": {"seed": 7, "output_dir": "outputs/b"}, "model": {"dtype": "float32"}}, "b.yaml")
-    leaf = {
-        "extends": ["base/a.yaml", "b.yaml"],
-        "training": {"output_dir": "outputs/leaf"},
-        "rollout_matching": {"pipeline": {"diagnostics": []}},
-    }
-    config = load_config(write_yaml(tmp_path, leaf, "leaf.yaml"))
-    assert (config.training.seed, str(config.training.output_dir)) == (7, "outputs/leaf")
-    assert (config.model.dtype, config.model.model) == ("float32", "checkpoints/tiny")
-    assert config.rollout_matching.pipeline.diagnostics == ()
-    assert len(config.rollout_matching.pipeline.objective) == 3
-
-
 def test_null_in_a_leaf_takes_a_section_of_the_base_away(tmp_path: Path) -> None:
     write_yaml(tmp_path, stage2(), "base.yaml")
     leaf = {"extends": "base.yaml", "custom": {"trainer_variant": None}, "rollout_matching": None}

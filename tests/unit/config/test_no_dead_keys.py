@@ -53,7 +53,6 @@ def leaves(section: type[BaseModel]) -> Iterator[tuple[str, str]]:
 
 
 def sections_of(annotation: Any) -> list[type[BaseModel]]:
-    """The sections that a field's type can hold."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [section for part in get_args(annotation) for section in sections_of(part)]

@@ -107,7 +107,6 @@ CELL = GTObject("cell", "bbox_2d", (100, 100, 500, 500))
 
 @pytest.fixture
 def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Which images were opened, and how, in order."""
     monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
     seen: list[str] = []
     for name, how in (("open_rgb", "decoded"), ("read_header", "header of"), ("image_bytes", "bytes of")):
@@ -128,7 +127,6 @@ def dataset(folder: Path, names: str = "ab") -> Path:
 
 
 def again(read: list[str], path: Path, deep: bool = True) -> list[str]:
-    """What one more check reads."""
     read.clear()
     assert check_jsonl(path, deep=deep).errors == 0
     return read.copy()

@@ -134,7 +134,6 @@ def test_a_conversion_that_keeps_no_image_fails_and_leaves_its_report(tmp_path: 
 
 
 def runs_of(mask: np.ndarray) -> dict[str, Any]:
-    """A run-length mask, compressed as COCO's tools do it."""
     runs: Any = coco_mask.encode(np.asfortranarray(mask.astype(np.uint8)))
     return {"size": list(mask.shape), "counts": runs["counts"].decode()}
 

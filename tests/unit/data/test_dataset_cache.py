@@ -56,7 +56,6 @@ def cached(path: Path, limit: int | None = None, **options: Any) -> CachedRecord
 
 
 def files(pattern: str) -> list[tuple[str, int]]:
-    """Name and inode of the cache's files."""
     return sorted((path.name, path.stat().st_ino) for path in cache_folder().rglob(pattern))
 
 

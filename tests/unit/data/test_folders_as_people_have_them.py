@@ -38,7 +38,6 @@ def written(path: Path, text: str, encoding: str = "utf-8") -> Path:
 
 
 def told(report: ConversionReport) -> dict[str, list[tuple[str, tuple[int, ...]]]]:
-    """By image: descriptions and bins."""
     records = read_jsonl(report.jsonl, check_images=True)
     return {r.metadata["source"]["file"]: [(obj.desc, obj.bins) for obj in r.objects] for r in records}
 

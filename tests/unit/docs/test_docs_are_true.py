@@ -46,7 +46,6 @@ def test_generated_page_is_current(script: str) -> None:
 
 
 def parse_error(line: str) -> str | None:
-    """The parser's message about a command line, None if it parses."""
     command: Any = typer.main.get_command(app)
     words = shlex.split(line)[1:]
     context = click.Context(command, info_name="coordexp")

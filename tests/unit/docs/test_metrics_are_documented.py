@@ -57,7 +57,6 @@ def put_together_by_the_code() -> set[str]:
 
 @pytest.fixture(scope="module")
 def emitted(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """Names in the log history of one step of each stage, with an evaluation."""
     from coordexp.training.run import run_training
 
     folder = tmp_path_factory.mktemp("runs")

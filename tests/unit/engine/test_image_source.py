@@ -31,7 +31,6 @@ def picture(path: Path, mode: str = "RGB", orientation: int = 1, size: tuple[int
 
 
 def sent(source: str) -> bytes:
-    """The file in a data URL."""
     header, _, encoded = source.partition(",")
     assert header.startswith("data:image/") and header.endswith(";base64")
     return base64.b64decode(encoded)

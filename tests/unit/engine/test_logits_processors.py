@@ -187,7 +187,6 @@ def test_without_its_configuration_it_does_not_load() -> None:
 
 
 def worker_with(processors: list[Any] | None) -> Any:
-    """A stand-in for a vLLM worker: what its model runner holds."""
     runner = SimpleNamespace()
     if processors is not None:
         runner.input_batch = SimpleNamespace(logitsprocs=SimpleNamespace(all=iter(processors)))

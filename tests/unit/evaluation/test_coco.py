@@ -37,7 +37,6 @@ SQUARE = (100, 100, 400, 400)
 
 
 def evaluated(truth: Any, found: Any, iou_type: Any, iou_thrs: Sequence[float]) -> Any:
-    """pycocotools' evaluation, from scratch."""
     with contextlib.redirect_stdout(io.StringIO()):
         evaluation = COCOeval(truth, found, iou_type)
         evaluation.params.iouThrs = np.array(iou_thrs)

@@ -30,7 +30,6 @@ BOX = (10, 10, 500, 500)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A SentenceTransformer of random weights over nine words."""
     path = tmp_path_factory.mktemp("encoder")
     words = Tokenizer(models.WordLevel({word: k for k, word in enumerate(WORDS)}, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()

@@ -33,7 +33,6 @@ def photos(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run(tmp_path: Path, photos: Path, capsys: pytest.CaptureFixture[str]) -> Path:
-    """A configuration over the converted photographs."""
     made = run_cli(capsys, "data", "convert", "labelme", photos, "--out", tmp_path / "data", "--min-pixels", 1024,
                    "--max-pixels", MAX_PIXELS)  # fmt: skip
     assert made.code == 0

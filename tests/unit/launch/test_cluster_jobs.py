@@ -84,7 +84,6 @@ class Fakes:
         return (self.folder / "calls").read_text().splitlines()
 
     def wait_for(self, count: int) -> None:
-        """Until so many programs are up."""
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             if (self.folder / "up").is_file() and len((self.folder / "up").read_text().split()) == count:

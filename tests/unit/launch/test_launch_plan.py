@@ -85,7 +85,6 @@ def test_the_yaml_decides_which_program_serves(tmp_path: Path, config: dict[str,
 
 
 def with_entry(config: dict[str, Any], **keys: Any) -> dict[str, Any]:
-    """``config`` whose first server has these keys too."""
     first, *others = config["rollout_matching"]["vllm"]["server"]["servers"]
     return set_key(config, "rollout_matching.vllm.server.servers", [{**first, **keys}, *others])
 

@@ -95,7 +95,6 @@ class Running:
             time.sleep(0.05)
 
     def pid_of(self, word: str) -> int:
-        """The process below the launcher whose command line holds ``word``."""
         for pid in descendants(self.process.pid):
             if word.encode() in (Path("/proc") / str(pid) / "cmdline").read_bytes():
                 return pid

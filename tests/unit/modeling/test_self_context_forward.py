@@ -56,7 +56,6 @@ def inputs_of(loaded: LoadedModel, segments: Sequence[Segment]) -> dict[str, Any
 
 @contextmanager
 def watching(model: Any) -> Iterator[list[dict[str, Any]]]:
-    """The keyword arguments with which the language model is called."""
     calls: list[dict[str, Any]] = []
     handle = model.model.language_model.register_forward_pre_hook(
         lambda module, args, kwargs: calls.append(dict(kwargs)), with_kwargs=True

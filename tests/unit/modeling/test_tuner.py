@@ -109,7 +109,6 @@ def test_nothing_left_to_train_is_refused() -> None:
 
 
 def row(loaded: LoadedModel) -> dict[str, Any]:
-    """A prompt with an image and an answer with coordinates."""
     segment = gt_segments(loaded, 1)[0]
     ids = torch.tensor([[*segment.prompt_token_ids, *segment.target.token_ids]])
     is_image = (ids == loaded.image_token_id).int()

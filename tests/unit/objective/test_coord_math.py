@@ -163,15 +163,6 @@ def test_everything_runs_in_float32_or_wider(dtype) -> None:
     assert coord_math.limit_logits(torch.zeros(2, dtype=F64)).dtype == F64
 
 
-def test_expectation_decode() -> None:
-    two_peaks = torch.zeros(1, 1000, dtype=F64)
-    two_peaks[0, 0] = two_peaks[0, 999] = 0.5
-    assert coord_math.expected_position(two_peaks).item() == pytest.approx(0.5)
-    assert coord_math.expected_position(spiked(250, height=10).softmax(-1)).item() == pytest.approx(
-        0.26109675, abs=1e-6
-    )
-
-
 @pytest.mark.parametrize(
     ("logits", "exp", "st"),
     [

@@ -47,7 +47,6 @@ def tensors(dtype: torch.dtype = torch.float64, bins: int = 12, scale: float = 1
 
 
 def parts_of(scores: HeadScores) -> list[torch.Tensor]:
-    """Every score with a gradient, under the full query."""
     assert scores.coord_logit_KB is not None
     return [
         *(lse_N[TRAINED] for lse_N in scores.vocab_lse_N.values()),

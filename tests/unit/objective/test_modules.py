@@ -199,7 +199,6 @@ def test_module_weight_scales_its_terms_and_never_a_diagnostic() -> None:
 
 
 def supervision() -> SupervisionTensors:
-    """Of a row of one ground-truth answer: a box and a triangle."""
     return SupervisionTensors.from_row(build_row([segments()[1]]))
 
 

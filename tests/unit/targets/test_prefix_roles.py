@@ -24,7 +24,6 @@ def cells(text: str, vocab: CoordVocab, truth: list[GTObject]) -> list[tuple[str
 
 
 def lettered(target: TrainingTarget, vocab: CoordVocab) -> list[tuple[str, str]]:
-    """(role, piece) of each token of the prefix."""
     of_prefix = zip(target.roles_T[: target.prefix_len].tolist(), target.token_ids[: target.prefix_len], strict=True)
     return [(LETTER[TokenRole(role)], vocab.piece(token)) for role, token in of_prefix]
 

@@ -23,7 +23,6 @@ NO_BOX = np.zeros((0, 4), dtype=np.int64)
 
 
 def by_role(context: str, weights: SupervisionWeights) -> dict[str, dict[R, float]]:
-    """Non-zero weights of one token of each role."""
     found = weigh_tokens(np.arange(len(R)), NO_BOX, context, weights)  # pyright: ignore[reportArgumentType]
     return {term: {R(t): float(weight_T[t]) for t in np.flatnonzero(weight_T)} for term, weight_T in found.items()}
 

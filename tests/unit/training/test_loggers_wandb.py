@@ -19,7 +19,6 @@ _WHOLE, _LAST = 1, 4
 
 
 def records(path: Path) -> Iterator[Any]:
-    """The protobuf records of a ``.wandb`` file."""
     record = import_module("wandb.proto.wandb_internal_pb2").Record  # made when it is imported
     data, at, parts = path.read_bytes(), _MAGIC, b""
     while at + _HEADER.size <= len(data):
