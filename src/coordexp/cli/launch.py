@@ -68,10 +68,12 @@ def launch(
     from coordexp.launch.supervisor import run_plan
     from coordexp.training.run import check_run
 
-    def as_the_learner(learners: int) -> object:  # data, tokenizer and objective, which it looks at first
-        return check_run(run, learners=learners, servers_are_up=False)
+    def trainers_checks(learners: int) -> object:
+        on_gpus = bool(run.launch.learner_devices)  # without devices its process sees no GPU, unlike this one
+        training = run.training if on_gpus else run.training.model_copy(update={"use_cpu": True})
+        return check_run(run.model_copy(update={"training": training}), learners=learners, servers_are_up=False)
 
-    preflight = look_over(run, config.absolute(), given, num_gpus(), as_the_learner, host)
+    preflight = look_over(run, config.absolute(), given, num_gpus(), trainers_checks, host)
     console = open_console()
     for check in preflight.checks:
         mark = ("ok", "green") if check.problem is None else ("no", "red")
